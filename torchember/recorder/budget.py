@@ -92,13 +92,12 @@ class Report(dict):
         return '\n'.join(map(printable, ['; '.join([done, took, *loaded, *([self['budget']] if 'budget' in self else []), *bad]), *self.get('remarks', ())]))
 
 # %% ../../nbs/40_recorder/02_budget.ipynb #c36c3f6c
-def recording_interval(
-    cost:float, # Seconds that recording a step takes
-    time:float, # Seconds that a step takes without recording
-    share:float, # Share of the time that recording may take
-    off:float=0. # Seconds that torchember takes in a step that is not recorded
-) -> float: # A whole number, or infinity
-    "Return `n` to record one step in `n`."
+def recording_interval(cost:float, time:float, share:float, off:float=0.) -> float:
+    """Return `n` to record one step in `n`: a whole number, or infinity.
+
+    `time` are the seconds of a step without torchember. `cost` and `off` are added in a recorded step and in another one. `share`: part of the time that
+    recording may take.
+    """
     cost,earned = (cost-off)*(1-share),share*time-off*(1-share)
     if cost<=0: return 1
     return max(math.ceil(cost/earned-1e-9), 1) if earned>0 else math.inf
@@ -123,13 +122,8 @@ class StepTimes:
         self.recorded,self.late = 0,0. # recorded steps; seconds that the writer thread took for them
         self.time,self.cost,self.idle_cost = 0.,None,0. # medians: a step without recording; recording one, None if unknown; cost of other steps
 
-    def add(self,
-        took:float, cost:float, # Seconds of the step, and of recording in it
-        recorded:bool, # True if the step was recorded
-        late:float=0., # Seconds that the writer thread took meanwhile, for earlier steps
-        hidden:bool=False # True if the clock does not see all costs: on a GPU
-    ) -> float: # Cost of the step, with a hidden part
-        "Add the times of a step."
+    def add(self, took:float, cost:float, recorded:bool, late:float=0., hidden:bool=False) -> float:
+        "Add the times of a step, as `Budget.add_step` gets them. Return the cost of the step, with a hidden part."
         if recorded and hidden and min(len(self.on), len(self.off))>2: cost = max(cost, median_of(self.on)-median_of(self.off))
         (self.on if recorded else self.off).append(took)
         (self.costs if recorded else self.idle).append(cost)
@@ -149,9 +143,7 @@ class Budget:
     patience = 100 # the first recorded step is charged at most what so many steps earn
     rarest = 1000 # one step in so many is recorded, whatever it costs
 
-    def __init__(self,
-        share:float # Share of the time that recording may take, above 0 and at most 1
-    ):
+    def __init__(self, share:float): # share of the time that recording may take, above 0 and at most 1
         self.share,self.times = check_share(share),StepTimes()
         self.balance,self.owed = 0.,0. # seconds: of the account; part of the first recorded step that later steps pay
         self.credit,self.floor = 0.,0. # seconds: most that the first step is charged; least balance
@@ -160,15 +152,12 @@ class Budget:
         self.hidden = False # True if the clock does not see all costs: on a GPU
         self.unknown = False # True if a step was recorded while code was loaded, so that its cost is unknown
 
-    def add_step(self,
-        took:float, # Seconds of the step
-        cost:float, # Seconds that recording took in it
-        recorded:bool, # True if the step was recorded
-        late:float=0., # Seconds that the writer thread took meanwhile, for earlier steps
-        hidden:bool=False, # True if the clock does not see all costs: on a GPU
-        disturbed:bool=False # True if code was loaded meanwhile: the times are ignored
-    ):
-        "Add the times of a finished step."
+    def add_step(self, took:float, cost:float, recorded:bool, late:float=0., hidden:bool=False, disturbed:bool=False):
+        """Add the times of a finished step, in seconds: what it `took`, and the `cost` of recording in it.
+
+        `late`: seconds of the writer thread meanwhile, for earlier steps. `hidden`: True if the clock does not see all costs, on a GPU.
+        `disturbed`: True if code was loaded meanwhile; then the times are ignored.
+        """
         self.unknown = disturbed and (self.unknown or recorded)
         if disturbed: return
         self.hidden,times = hidden,self.times

@@ -40,11 +40,11 @@ class Calls:
         here.outermost,here.skipped = outermost,skipped
         here.stack = []
 
-    def start_log(self,
-        pass_:int, # Number of the pass
-        again:bool=False # True if the thread calls the model again, in a pass that it shares with another thread
-    ) -> list:
-        "Return the log of enters and exits of a pass in this thread. Begin a new log if the pass is new."
+    def start_log(self, pass_:int, again:bool=False) -> list:
+        """Return the log of enters and exits of a pass in this thread. Begin a new log if the pass is new.
+
+        `again`: True if the thread calls the model again, in a pass that it shares with another thread.
+        """
         here = self.here
         if again or here.pass_!=pass_ or len(here.log)>self.most_events: here.pass_,here.log = pass_,[]
         self.log = here.log

@@ -59,10 +59,7 @@ class Tape:
 class CapturedEvents(Listener):
     "Listener during a capture: writes the events on a tape."
     running = 1
-    def __init__(self,
-        events, # `ModelEvents` of the recorder
-        ttypes # Tensor types that are recorded
-    ):
+    def __init__(self, events, ttypes): # events: `ModelEvents` of the recorder
         self.events,self.ttypes = events,ttypes
         self.tape = None # `Tape` of the capture that runs
         self.depth,self.stack = 0,[] # running calls of the outermost module; running `Call`s
@@ -197,13 +194,11 @@ class Player:
 # %% ../../nbs/40_recorder/79_graphs.ipynb #953c696a
 class Graphs(CapturedEvents):
     "CUDA graphs of a recorded model."
-    def __init__(self,
-        events, # `ModelEvents` of the recorder
-        optimizer_events, # `OptimizerEvents` of the recorder
-        ttypes, # Tensor types that are recorded
-        set_listeners, # Function that replaces the listeners of the model and of the optimizers
-        drain # Called before a capture, as in `Quiet`
-    ):
+    def __init__(self, events, optimizer_events, ttypes, set_listeners, drain):
+        """Watch captures. `events` and `optimizer_events` are the listeners of the recorder.
+
+        `set_listeners` replaces the listeners of the model and of the optimizers. `drain` is called before a capture, as in `Quiet`.
+        """
         super().__init__(events, ttypes)
         self.optimizer_events,self.set_listeners,self.drain = optimizer_events,set_listeners,drain
         self.watch,self.player = GraphWatch(self),Player(events, optimizer_events)

@@ -51,12 +51,11 @@ class OtherModels:
         self.root,self.known,self.parameters = weakref.ref(root),frozenset(map(id, root.modules())),frozenset(map(id, root.parameters()))
         self.is_ours.clear()
 
-    def is_caller(self,
-        state # `capture.module_state.ModuleState` of the module that is called outside of any pass
-    ) -> bool:
-        """Return True if another model makes this call.
+    def is_caller(self, state) -> bool:
+        """Return True if another model makes this call of a module, outside of any pass.
 
-        A part that only others call belongs to them until the weights of the recorded model change, although its root is never called."""
+        A part that only others call belongs to them until the weights of the recorded model change, although its root is never called.
+        """
         if state.root: self.root_called = True; return False
         caller = calling_module(self.known)
         if caller is None or self.acts_for_root(caller): return False
@@ -77,10 +76,7 @@ class OtherModels:
 # %% ../../nbs/40_recorder/79_hearing.ipynb #b625c6a3
 class PassEvents:
     "Begins and ends passes. All methods but `after_end` are called under the recorder's lock."
-    def __init__(self,
-        pipe, # `Pipe`
-        only_training:bool=False # True to skip evaluations and passes without gradients
-    ):
+    def __init__(self, pipe, only_training:bool=False): # only_training: skip evaluations and passes without gradients
         self.pipe,self.steps,self.sources,self.calls,self.cost = pipe,pipe.steps,pipe.sources,pipe.buffer.calls,pipe.cost
         self.only_training,self.functions,self.other_models = only_training,FunctionCalls(),OtherModels(pipe.sources)
         self.wanted = None # function of a trainer: (phase, True if gradients will come) -> True to record the pass
@@ -101,12 +97,11 @@ class PassEvents:
         phase = self.steps.phases.find(path, training, states[0].track.module.training if states else training, grad or in_training_function())
         return phase if self.steps.manual or phase!='no_grad' else None
 
-    def begin(self,
-        here, # `calls.ThreadContext` of this thread
-        state, # `capture.module_state.ModuleState` of the outermost module
-        grad # True if gradients will come
-    ):
-        "Begin a pass, or join the pass of another thread and continue its numbering of calls."
+    def begin(self, here, state, grad):
+        """Begin a pass, or join the pass of another thread and continue its numbering of calls.
+
+        `here` is the `calls.ThreadContext`, `state` the `ModuleState` of the outermost module. `grad`: True if gradients will come.
+        """
         path,training = state.track.path,state.track.module.training
         skipped = self.other_models.is_caller(state) or is_metadata_pass() or not grad and is_trace_check()
         phase = None if skipped else self.phase_of(path, training, grad)
@@ -173,13 +168,8 @@ class SpreadInCompiledCode(Unmeasurable):
 class ModelEvents(Listener):
     "Listener of a model: passes, calls and gradients."
     exclusive = True
-    def __init__(self,
-        recorder, # `Recorder` that `capture.forward.armed_by` shows to others
-        pipe, # `Pipe`
-        lock, # Lock of the recorder
-        only_training:bool=False # True to skip evaluations and passes without gradients
-    ):
-        self.recorder,self.pipe,self.lock = recorder,pipe,lock
+    def __init__(self, recorder, pipe, lock, only_training:bool=False):
+        self.recorder,self.pipe,self.lock = recorder,pipe,lock # recorder: `capture.forward.armed_by` shows it to others
         self.steps,self.sources,self.buffer,self.cost,self.calls = pipe.steps,pipe.sources,pipe.buffer,pipe.cost,pipe.buffer.calls
         self.pass_events,self.refused = PassEvents(pipe, only_training),pipe.remover.refused
         self.on = False # True if the open step is measured

@@ -19,10 +19,11 @@ from .notices import Notices
 from ..store.parameters import parameter_entry, most_entries
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #999a778f
-def own_parameters(
-    track # `moduleTrack` of any module
-) -> list: # (position, name, parameter), without lazy parameters that have no values yet
-    "Return a module's own parameters, without those of its children."
+def own_parameters(track) -> list:
+    """Return (position, name, parameter) of a module's own parameters, for its `moduleTrack`.
+
+    Left out are parameters of children, and lazy parameters that have no values yet.
+    """
     if not track.parameters: return []
     ps = [(n,p) for n,p in track.parameters.items() if p is not None]
     return [(i, n, p) for i,(n,p) in enumerate(ps) if type(p) is nn.Parameter or not is_lazy(p)]
@@ -78,16 +79,12 @@ def below(state, states):
 # %% ../../nbs/40_recorder/30_parameters.ipynb #86d117a6
 class Parameters:
     "Measures the weights and weight gradients of a model's modules."
-    def __init__(self,
-        buffer, # `StepBuffer`
-        ttypes, # Tensor types that are recorded
-        tell=None # Called with the facts about parameters when they change
-    ):
+    def __init__(self, buffer, ttypes, notify=None): # notify: called with new facts about parameters
         self.buffer,self.ttypes = buffer,ttypes
         self.states = [] # of the armed modules, root first
         self.seen = set() # ids and places of the parameters of this step: during the forward, a sharded parameter is another tensor
         self.hint = ZeroGradHint(getattr(buffer, 'notices', None))
-        self.known = ParameterFacts(ttypes, tell)
+        self.known = ParameterFacts(ttypes, notify)
         self.arrivals = Arrivals()
         self.gathered = {'weight_grad': set(), 'unclipped_grad': set()} # (id of a state, name) of each gradient that was measured in this step
         self.unrecorded = [] # parameters of modules that are not recorded
@@ -115,21 +112,20 @@ class Parameters:
                 self.hint.found = self.hint.in_step = True
         self.buffer.measure_together(some, scale, replace)
 
-    def after_call(self,
-        state, # State of the module that was called
-        outermost:bool, # True if no other module is running
-        ttypes
-    ):
-        "Measure the parameters of a module after its forward. If the module is the outermost one, measure all modules inside it, too."
+    def after_call(self, state, outermost:bool, ttypes):
+        """Measure the parameters of a module after its forward.
+
+        If the module is the `outermost` one, and no other module is running, measure all modules inside it, too.
+        """
         self.of_module(state, ttypes)
         if outermost and state.track.children:
             for other in self.states if state.root else below(state, self.states): self.of_module(other, ttypes)
 
-    def each(self,
-        wanted:set|None=None, # ids of parameters; all by default
-        states=None # States in another order
-    ):
-        "Yield state, position, name and parameter. Each parameter comes once, at its first module." # plain tuples: made in each step
+    def each(self, wanted:set|None=None, states=None):
+        """Yield state, position, name and parameter. Each parameter comes once, at its first module.
+
+        `wanted`: ids of parameters, all by default. `states`: the states in another order.
+        """
         seen = set()
         for st in self.states if states is None else states:
             for i,n,p in own_parameters(st.track) if st.watched else ():
@@ -166,10 +162,11 @@ class Parameters:
         self.gathered['unclipped_grad'].add((id(state), name))
         self.buffer.measure(state, 'unclipped_grad', tname, grad, name, scale=scale, once=True, replace=True)
 
-    def gradient_counts(self,
-        manual:bool # True if an optimizer or `te.step()` ends the steps: then all gradients were looked at
-    ) -> tuple|None: # Number of weight gradients, number of gradients before clipping
-        "Return how many gradients the open step has. None if the rows do not cover every trained parameter of the model."
+    def gradient_counts(self, manual:bool) -> tuple|None:
+        """Return how many weight gradients the open step has, and how many gradients before clipping.
+
+        None if the rows do not cover every trained parameter of the model. In `manual` steps all gradients were looked at.
+        """
         n,unclipped = (len(self.gathered[t]) for t in ('weight_grad', 'unclipped_grad'))
         if not n or any(p.requires_grad for p in self.unrecorded): return None
         def missed(st, name, p): return p.requires_grad and id(p) not in self.seen and (st.track.id, name) not in self.seen
@@ -180,12 +177,11 @@ class Parameters:
         for places in self.gathered.values(): places.clear()
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #c11b9ed0
-def measure_unclipped(
-    parameters, # `Parameters`
-    wanted:set, # ids of the parameters that are about to be clipped
-    scale=None # Factor of the gradients
-):
-    "Measure gradients before they are clipped. If a step clips several times, the last time counts."
+def measure_unclipped(parameters, wanted:set, scale=None):
+    """Measure the gradients of `wanted` ids before they are clipped. If a step clips several times, the last time counts.
+
+    `scale` is the factor of the gradients.
+    """
     parameters.buffer.rows.forget_seen()
     for st,i,n,p in parameters.each(wanted):
         if (grad := parameters.arrivals.gradient(st, n, p)) is not None:
@@ -218,14 +214,12 @@ class ZeroGradHint:
         "Do not warn: the caller does."
         self.silent = True
 
-    def step_over(self,
-        trained:bool, # True if the step had a training pass
-        states,
-        manual:bool, # True if an optimizer or `te.step()` ends the steps: then gradients would exist
-        ttypes,
-        boundary:bool=False # True if `te.step()` ended the step
-    ):
-        "Check a recorded step for gradients, and warn if the weights change without any."
+    def step_over(self, trained:bool, states, manual:bool, ttypes, boundary:bool=False):
+        """Check a recorded step for gradients, and warn if the weights change without any.
+
+        `trained`: True if the step had a training pass. `manual`: True if an optimizer or `te.step()` ends the steps, so gradients would exist.
+        `boundary`: True if `te.step()` ended this step.
+        """
         self.steps_without += not self.in_step and trained
         self.in_step = False
         if self.given or self.silent or not self.trains or 'weight_grad' not in ttypes or manual and not boundary: return
@@ -275,10 +269,7 @@ def children_in(parts): return [i for i in parts or () if isinstance(i, int)]
 
 class Containers:
     "Unrecorded modules. They may get children to record."
-    def __init__(self,
-        tracks=(), # `moduleTrack`s of all modules
-        states=() # Of the armed modules
-    ):
+    def __init__(self, tracks=(), states=()): # tracks: of all modules; states: of the armed ones
         armed = {st.track.id for st in states}
         apart = [t.module for t in tracks if t.id not in armed]
         self.known = [(m, own_parts(m)) for m in apart if m._modules or isinstance(m, nn.Sequential|nn.ModuleList|nn.ModuleDict)]
@@ -307,11 +298,8 @@ class ParameterFacts:
     "Facts about every parameter of a model, such as: an optimizer has it, a gradient came. A fact stays true once it was true."
     most = most_entries
 
-    def __init__(self,
-        ttypes, # Tensor types that are recorded
-        tell=None # Called with `meta()` when it changes
-    ):
-        self.tell = tell
+    def __init__(self, ttypes, notify=None): # notify: called with `meta()` when it changes
+        self.notify = notify
         self.grads = 'weight_grad' in ttypes
         self.got,self.held,self.elsewhere = set(),set(),set() # (path, name) of parameters that had a gradient; a known optimizer; an unknown one
         self.called = set() # paths of modules
@@ -328,13 +316,12 @@ class ParameterFacts:
         "Return True if the facts are to be collected: after 1, 2, 4, 8, ... steps."
         return recorded>0 and not recorded & recorded-1
 
-    def note(self,
-        states, # Of the armed modules, root first
-        optimizers, # Known optimizers; None without one
-        trains:bool, # True if a pass could be used for training. In compiled code only gradients show it
-        search:bool=False # True to search this process for other optimizers, if a parameter is in none of the known ones
-    ):
-        "Collect the facts about all parameters."
+    def note(self, states, optimizers, trains:bool, search:bool=False):
+        """Collect the facts about all parameters. `optimizers`: the known ones, None without one.
+
+        `trains`: True if a pass could be used for training; in compiled code only gradients show it.
+        `search`: True to search this process for other optimizers, if a parameter is in none of the known ones.
+        """
         if not states: return
         self.trained = self.trained or trains or bool(self.got)
         of = {st.track.id: st for st in states}
@@ -349,7 +336,7 @@ class ParameterFacts:
             else: entries.append(self.one(p, owner, of.get(owner.id), list(names), ours is not None))
         if entries==self.entries: return
         self.entries = entries
-        if self.tell: self.tell(self.meta())
+        if self.notify: self.notify(self.meta())
 
     def search(self, found, ours):
         "Find parameters in unknown optimizers of this process. The search takes up to 0.1 s, and is left out if no parameter needs it."
@@ -370,10 +357,11 @@ class ParameterFacts:
 
     def meta(self): return {'parameters': self.entries} | ({'left out': self.left_out} if self.left_out else {})
 
-def every_parameter(
-    root # `moduleTrack` of the model
-) -> list: # (parameter, `moduleTrack` of the first module that has it, its names in order: (path, name) -> None)
-    "Return all parameters of a model, each once, in the model's order."
+def every_parameter(root) -> list:
+    """Return all parameters of a model, each once, in the model's order. `root`: its `moduleTrack`.
+
+    Each comes with the `moduleTrack` of the first module that has it, and its names in order: (path, name) -> None.
+    """
     found,todo = {},[root]
     while todo:
         t = todo.pop()

@@ -16,13 +16,11 @@ from .steps import Decision, ProvisionalSteps
 # %% ../../nbs/40_recorder/78_pipe.ipynb #ee96ef9c
 class Gate:
     "Turns measuring on and off for each step."
-    def __init__(self,
-        decide, # `Decision`
-        steps, # `Steps`
-        cost, # `Cost`
-        notify=lambda on: None, # Called with True when the next events are measured, with False when they are not
-        measure_all:bool=False # True to measure steps that are not recorded, too, for a black box
-    ):
+    def __init__(self, decide, steps, cost, notify=lambda on: None, measure_all:bool=False):
+        """Start with measuring turned off. `notify` is called with True when the next events are measured, with False when not.
+
+        With `measure_all`, steps that are not recorded are measured, too, for a black box.
+        """
         self.decide,self.steps,self.cost,self.notify,self.measure_all = decide,steps,cost,notify,measure_all
         self.on = False # True if the open step is measured
         self.held_only = False # True if the open step is measured, but not recorded
@@ -111,18 +109,12 @@ class Pipe:
     "Stages of the open step. All methods are called under the recorder's lock."
     most_rows = 1<<18 # rows of an open step to hold in memory
 
-    def __init__(self,
-        steps, # `Steps`: where a step begins and ends
-        sources, # `Sources`: what is measured when
-        buffer, # `StepBuffer`: what was measured
-        writer, # `RowWriter`: hands rows to the run
-        gate, # `Gate`: whether the step is recorded
-        tally, # `Tally`
-        cost, # `Cost`
-        box=None, # `RunBox`, the black box of the run
-        lock=None, # Lock of the recorder
-        look_for_modules=lambda: None # Called when the first pass of a recorded step begins, to arm new modules
-    ):
+    def __init__(self, steps, sources, buffer, writer, gate, tally, cost, box=None, lock=None,
+        look_for_modules=lambda: None):
+        """Connect the stages: `Steps`, `Sources`, `StepBuffer`, `RowWriter`, `Gate`, `Tally` and `Cost`.
+
+        `look_for_modules` is called when the first pass of a recorded step begins, to arm new modules.
+        """
         self.steps,self.sources,self.buffer,self.writer = steps,sources,buffer,writer
         self.gate,self.tally,self.cost = gate,tally,cost
         self.box,self.look_for_modules = box,look_for_modules
@@ -132,11 +124,11 @@ class Pipe:
 
     # ---- passes
 
-    def begin_pass(self,
-        path:str, phase, # Path of the outermost module, and phase of the pass
-        root:bool, grad:bool, joins:bool=False # True if the root is called; if gradients will come; argument of `StepState.begins_pass`
-    ):
-        "Begin a pass. It may end an evaluation or a step."
+    def begin_pass(self, path:str, phase, root:bool, grad:bool, joins:bool=False):
+        """Begin a pass. It may end an evaluation or a step.
+
+        `path`: of the outermost module. `root`: True if the root is called. `grad`: True if gradients will come. `joins`: as `StepState.begins_pass` has it.
+        """
         steps,remover = self.steps,self.remover
         if steps.ends_evaluation(phase, grad): self.end_evaluation()
         self.tally.called = True
@@ -170,12 +162,11 @@ class Pipe:
 
     # ---- the end of the step
 
-    def over(self,
-        boundary=False, # True if the user ends the step
-        by_pass=False, # True if the next pass ends the step
-        wait=False # True to keep the rows back, because the step may turn out to be a micro-batch
-    ):
-        "End the open step, and begin the next one. A step without content stays open."
+    def over(self, boundary=False, by_pass=False, wait=False):
+        """End the open step, and begin the next one. A step without content stays open.
+
+        `boundary`: True if the user ends the step. `by_pass`: True if the next pass does. `wait`: as `flush` has it.
+        """
         if self.buffer.rows.arena.in_graph(): return # the device only records operations now
         if not by_pass: self.provisional.clear()
         if not self.steps.opened: return
@@ -222,11 +213,11 @@ class Pipe:
 
     # ---- rows
 
-    def flush(self,
-        over:bool=False, # True if the step is over
-        wait:bool=False # True to keep the rows back, because the step may turn out to be a micro-batch
-    ):
-        "Hand over all rows until now. This returns before they are written."
+    def flush(self, over:bool=False, wait:bool=False):
+        """Hand over all rows until now. This returns before they are written.
+
+        `over`: True if the step is over. `wait`: True to keep the rows back, because the step may turn out to be a micro-batch.
+        """
         if not over: self.remover.remove_refused()
         if not self.buffer.rows.arena.in_graph(): self.writer.write(self.buffer, self.steps, over, wait, self.gate.held_only)
 

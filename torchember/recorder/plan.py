@@ -273,13 +273,8 @@ def example_row(place, how, marks) -> dict:
 # %% ../../nbs/40_recorder/90_plan.ipynb #8193001c
 class Plan:
     "Rows, bytes and seconds of a recorded step: `rows`, `bytes`, `seconds`. `df` has a row for each tensor."
-    def __init__(self,
-        name:str, # Name of the model
-        places:list, # `PlannedTensor`s
-        lines:list, # Bytes of each row
-        seconds:list, # Estimated seconds of each row
-        notes=() # Sentences about unknown rows
-    ):
+    def __init__(self, name:str, places:list, lines:list, seconds:list, notes=()):
+        "Sum up `PlannedTensor`s, with the bytes of the line and the seconds of each row. `notes`: sentences about unknown rows."
         self.name,self.places,self.lines,self.each,self.notes = name,places,lines,seconds,list(notes)
         self.rows,self.bytes,self.seconds = len(places),sum(lines),sum(seconds)
 
@@ -343,13 +338,8 @@ def plan_places(name, places, notes, r, device) -> Plan:
         seconds.append(sum(row_times(how))+more)
     return Plan(name, places, lines, seconds, notes)
 
-def plan_of(
-    model, # The root, armed
-    recorder, # Its `Recorder`
-    args:tuple=(), kwargs:dict=None, # An example input
-    name:str='' # Name of the model
-) -> Plan:
-    "Return the rows, bytes and seconds of a recorded step of a model."
+def plan_of(model, recorder, args:tuple=(), kwargs:dict=None, name:str='') -> Plan:
+    "Return the rows, bytes and seconds of a recorded step of an armed model. `args` and `kwargs` are an example input."
     flow,ended,more = [],[],[]
     if args or kwargs:
         if any(is_lazy(p) for p in model.parameters()):

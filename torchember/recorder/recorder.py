@@ -56,7 +56,7 @@ class Settings:
     ends:str|None = None # 'step' if only `torchEmber.step` ends a step. None: the optimizers do, or passes until `torchEmber.step` is called
     root_name:str = 'model' # Display name of the root
     blackbox:int|None = False # True for a black box; None for one where possible; a number to keep so many steps that are not recorded
-    tell:object = None # Function that gets the metadata of the parameters when these have changed
+    note:object = None # Function that gets the metadata of the parameters when these have changed
     cuda_graphs:bool = False # True to record CUDA graphs when they are replayed
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #009b21b1
@@ -69,7 +69,7 @@ def make_pipe(t, s, lock, gradient, turn, look_for_modules):
     notices = Notices(s.on_error, partial(writer.extra.report, steps))
     buffer = StepBuffer(dict.fromkeys(recorded, s.stats), notices, Calls(), lock, s.ranks)
     box = None if s.blackbox is False else RunBox(t, s.root_name, writer, buffer, s.blackbox)
-    sources = Sources(s.ttypes, buffer, steps, gradient, watch, s.tell)
+    sources = Sources(s.ttypes, buffer, steps, gradient, watch, s.note)
     gate = Gate(Decision(s.when, s.budget, notices), steps, cost, turn, bool(held) and s.budget is None)
     return Pipe(steps, sources, buffer, writer, gate, Tally(), cost, box, lock, look_for_modules)
 
@@ -82,13 +82,11 @@ class ArmedModel:
         self.tracks,self.owner = (),None # `moduleTrack`s, root first; function that returns the ember, None after disarming
         self.containers = Containers() # modules that are not armed, and may get children that are
 
-    def arm(self,
-        tracks, # `moduleTrack`s of the modules, root first
-        watched=None, # Ids of the modules to record, None for all
-        owner=None, # Function that returns the ember, which owns the recorder
-        methods=None # Methods that the model gets while it is armed
-    ):
-        "Install the listeners."
+    def arm(self, tracks, watched=None, owner=None, methods=None):
+        """Install the listeners. `tracks`: `moduleTrack`s of the modules, root first; `watched`: ids of the modules to record, None for all.
+
+        `owner` returns the ember. The model gets `methods` while it is armed.
+        """
         root = tracks[0].module
         self.cost.warm(root.parameters())
         self.owner = owner
@@ -147,10 +145,8 @@ class ArmedModel:
 # %% ../../nbs/40_recorder/80_recorder.ipynb #f53e8207
 class Recorder:
     "Records an armed model into a run."
-    def __init__(self,
-        t, # Run: its `put` gets `Measured`, True if the step is over, and the function that makes lines
-        settings # `Settings`
-    ):
+    def __init__(self, t, settings):
+        "Record into a run. Its `put` gets a `Measured`, True if the step is over, and the function that makes lines."
         self.t,self.lock,self.marks = t,threading.RLock(),ChangingMarks()
         self.pipe = make_pipe(t, settings, self.lock, lambda *args: self.events.gradient(*args), lambda on: self.events.turn(on),
             lambda: self.model.look_for_modules())
@@ -214,11 +210,8 @@ class Recorder:
         if numbers and not values: return
         with self.lock: self.writer.extra.note(values, self.buffer, self.steps, self.pipe.gate.writes)
 
-    def add_rows(self,
-        step:int, # Step of the rows
-        rows:list # (key, call, dtype, statistics): arguments of `one_row`
-    ):
-        "Add rows of external code, such as a `Monitor`."
+    def add_rows(self, step:int, rows:list):
+        "Add rows of external code, such as a `Monitor`: (key, call, dtype, statistics), arguments of `one_row`."
         open_recorders.add(self)
         with self.lock: self.writer.extra.add(step, rows, self.buffer, self.steps, self.pipe.gate.writes)
 
