@@ -133,10 +133,8 @@ class CapturedEvents(Listener):
 
     def clips(self, parameters):
         ids = {id(p) for p in parameters}
-        parameters = self.events.sources.parameters
-        for st,i,n,p in parameters.each(ids):
-            grad = parameters.arrivals.gradient(st, n, p)
-            if grad is not None: self.tape.add('clips', st, f'grad_{i}', n, self.tensor(st, 'unclipped_grad', f'grad_{i}', grad))
+        for st,tname,n,grad in self.events.sources.parameters.unclipped(ids):
+            self.tape.add('clips', st, tname, n, self.tensor(st, 'unclipped_grad', tname, grad))
 
     # ---- other events
 

@@ -18,9 +18,8 @@ from ..capture.optimizer import count_writes
 from ..capture.private_torch import is_trace_check, enclosing_call, in_training_function, calling_module, is_metadata_pass, is_same_call
 from ..capture.tree import unwrap
 from ..measure.elements import Unmeasurable
-from .calls import stack_room
+from .calls import raise_recursion_limit
 from .optimizer import optimizer_names
-from .parameters import measure_unclipped
 from .steps import stall_reason
 from .tally import not_called
 
@@ -80,11 +79,11 @@ class PassEvents:
         self.pipe,self.steps,self.sources,self.calls,self.cost = pipe,pipe.steps,pipe.sources,pipe.buffer.calls,pipe.cost
         self.only_training,self.functions,self.other_models = only_training,FunctionCalls(),OtherModels(pipe.sources)
         self.wanted = None # function of a trainer: (phase, True if gradients will come) -> True to record the pass
-        self.stack_room = 0 # frames by which Python's recursion limit is raised while the model runs
+        self.extra_frames = 0 # frames by which Python's recursion limit is raised while the model runs
 
     def prepare(self, root, depth):
         "Note the modules of a model before it is armed, and the frames of Python's stack for the depth of its innermost module."
-        self.stack_room = depth+100 if depth>50 else 0
+        self.extra_frames = depth+100 if depth>50 else 0
         self.other_models.prepare(root)
 
     def is_skipped(self, phase, grad) -> bool:
@@ -118,7 +117,7 @@ class PassEvents:
             self.pipe.writer.begins()
             self.pipe.flush_large()
         self.calls.begin_recorded(phase if self.steps.manual else None)
-        if not shared and self.stack_room: stack_room.more(self.stack_room)
+        if not shared and self.extra_frames: raise_recursion_limit(self.extra_frames)
 
     def fail(self, here):
         "Mark the pass as failed, unless more threads continue it."
@@ -128,7 +127,7 @@ class PassEvents:
         "End a pass of this thread."
         if self.pipe.box is not None: self.pipe.box.turns(AFTER)
         self.cost.end_pass(0 if compiled else len(self.sources.states), bool(self.pipe.gate.on and not here.skipped))
-        if not here.skipped and self.calls.end_recorded() and self.stack_room: stack_room.less(self.stack_room)
+        if not here.skipped and self.calls.end_recorded() and self.extra_frames: raise_recursion_limit(-self.extra_frames)
 
     def after_end(self):
         "Read queued parameters, and warn if the step seems to have no end."
@@ -326,7 +325,7 @@ class OptimizerEvents(Listener):
             if not self.pipe.gate.on: return
             self.pipe.steps.note_content()
             ids = {id(p) for p in parameters}
-            measure_unclipped(self.sources.parameters, ids, self.sources.optimizers.scale_of(ids))
+            self.sources.parameters.clips(ids, self.sources.optimizers.scale_of(ids))
             self.pipe.read_pending()
 
     @timed

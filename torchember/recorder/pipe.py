@@ -264,7 +264,7 @@ def join_passes(pipe):
     if not earlier: return
     number = steps.number
     pipe.tally.absorb(len(earlier))
-    pipe.sources.parameters.hint.joined(sum(e.without for e in earlier))
+    pipe.sources.parameters.hint.steps_without -= sum(e.without for e in earlier)
     steps.absorb_previous(len(earlier))
     if pipe.buffer.rows.box is not None: pipe.buffer.rows.box.slots.drop([e.measured.snapshot.number for e in earlier if e.measured is not None])
     pipe.writer.join(number, steps.number, earlier)

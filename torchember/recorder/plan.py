@@ -33,7 +33,7 @@ from ..measure.arena import Arena
 from ..measure.tap import observe
 from ..ground.messages import printable
 from ..ground.record import line_of
-from .calls import stack_room
+from .calls import raise_recursion_limit
 from .process import open_recorders
 from .recorder import Recorder, Settings
 from .row import one_row
@@ -280,12 +280,9 @@ class Plan:
 
     def kinds(self) -> list: # (ttype, rows, bytes of its tensors or None, bytes of rows, seconds)
         "Return the totals of each tensor type."
-        out = []
-        for t in dict.fromkeys(p.ttype for p in self.places):
-            at = [i for i,p in enumerate(self.places) if p.ttype==t]
-            tensors = [tensor_bytes(self.places[i]) for i in at]
-            out.append((t, len(at), None if None in tensors else sum(tensors), sum(self.lines[i] for i in at), sum(self.each[i] for i in at)))
-        return out
+        found = {}
+        for p,n,s in zip(self.places, self.lines, self.each, strict=True): found.setdefault(p.ttype, []).append((tensor_bytes(p), n, s))
+        return [(t, len(rows), *(None if None in column else sum(column) for column in zip(*rows, strict=True))) for t,rows in found.items()]
 
     def largest(self, n=3) -> list: # (seconds, place)
         "Return the slowest tensors."
@@ -315,11 +312,10 @@ class Plan:
         return '\n'.join(map(printable, [self.title(), *lines, 'Longest:', *('  '+t for t in self.tail()), *self.notes]))
 
     def _repr_html_(self):
-        head,*body = ([escape(v) for v in r] for r in self.table())
-        rows = ''.join('<tr>'+''.join(f'<td>{v}</td>' for v in r)+'</tr>' for r in body)
+        import pandas as pd
+        head,*body = self.table()
         rest = ''.join(f'<div>{escape(t)}</div>' for t in ('Longest:', *self.tail(), *self.notes))
-        return (f'<div><b>{escape(self.title())}</b><table class="dataframe"><thead><tr>{"".join(f"<th>{h}</th>" for h in head)}</tr></thead>'
-            f'<tbody>{rows}</tbody></table>{rest}</div>')
+        return f'<div><b>{escape(self.title())}</b>{pd.DataFrame(body, columns=head).to_html(index=False, border=0)}{rest}</div>'
 
 def tensor_bytes(p):
     "Return the bytes of the tensor of a `PlannedTensor`, None if unknown."
@@ -344,9 +340,10 @@ def plan_of(model, recorder, args:tuple=(), kwargs:dict=None, name:str='') -> Pl
     if args or kwargs:
         if any(is_lazy(p) for p in model.parameters()):
             raise ValueError("the model has lazy parameters, which an example input would initialize. Run the model once, then plan.")
-        stack_room.more(recorder.events.pass_events.stack_room)
+        frames = recorder.events.pass_events.extra_frames
+        raise_recursion_limit(frames)
         try: flow,ended = rehearse(model, recorder, args, kwargs or {})
-        finally: stack_room.less(recorder.events.pass_events.stack_room)
+        finally: raise_recursion_limit(-frames)
     else: flow,more = flow_places(recorder)
     own,notes = parameter_places(recorder, ended)
     return plan_places(name, flow+own, notes+more, recorder, next((p.device for p in model.parameters()), torch.device('cpu')))

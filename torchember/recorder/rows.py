@@ -7,7 +7,7 @@ __all__ = ['as_number', 'Measured', 'LineMaker']
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #f4b422a8
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import groupby
 
 import numpy as np
@@ -101,11 +101,8 @@ def add_numel(c, more):
         if len(at): yield c[at], {k: v[at] for k,v in more.items()} | ({'numel': n[at].astype(int)} if odd[at[0]] else {})
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #7a0b1ee6
-@cache
-def brackets(n): return b'[%s]' % b','.join([b'%d']*n)
-
 @lru_cache(4096)
-def shape_text(dims): return brackets(min(dims[0], len(dims)-1)) % dims[1:1+dims[0]]
+def shape_text(dims): return b'[%s]' % b','.join(b'%d' % d for d in dims[1:1+dims[0]])
 
 def shape_texts(dims) -> list:
     "Return the JSON of shapes, from an array with the number of dimensions and their sizes in each row."
