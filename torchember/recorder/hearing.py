@@ -20,6 +20,7 @@ from ..capture.tree import unwrap
 from ..measure.elements import Unmeasurable
 from .calls import raise_recursion_limit
 from .optimizer import optimizer_names
+from .pipe import begin_pass
 from .steps import stall_reason
 from .tally import not_called
 
@@ -108,7 +109,7 @@ class PassEvents:
         self.cost.begin_pass(here.skipped)
         if here.skipped: return
         shared = self.calls.recorded>0
-        if not shared: self.pipe.begin_pass(path, phase, state.root, grad, self.functions.joins(phase))
+        if not shared: begin_pass(self.pipe, path, phase, state.root, grad, self.functions.joins(phase))
         if training and grad: self.sources.begin_training()
         self.steps.note_content(training and grad, bool(not shared and phase and grad))
         if self.pipe.box is not None: self.pipe.box.begins(self.steps.number, self.pipe.gate.on)

@@ -383,10 +383,9 @@ class StepBuffer:
         once:bool=False, replace:bool=False):
         """Measure one tensor `x` of the module with this `ModuleState`. Errors are reported, not raised.
 
-        `pname`: name in the module, for tensors that are measured once in a step. `call`: number of the module's call; `phase`: of the row.
-        `backward`: number of the backward that brings the tensor. `scale`: factor that the tensor was multiplied by, a number or a tensor.
-        `once`: the step has one such row, and the last measurement counts. The tensor must not change before `read_pending`.
-        `replace`: earlier measurements of this step are replaced.
+        `pname`: name in the module, for tensors that are measured `once` in a step. They must not change before `read_pending`.
+        `call`: number of the module's call. `backward`: number of the backward that brings the tensor. `scale`: factor that is divided out,
+        a number or a tensor. `replace`: earlier measurements of this step are replaced.
         """
         try:
             if type(x) not in ordinary or self.shards.columns or self.shards.ranks is not None:
@@ -433,10 +432,7 @@ class StepBuffer:
         self.rows.custom.add(next(self.rows.arena.clock), key, call, micro, dtype, stats)
 
     def use(self, how, ttypes, states=()):
-        """Change the statistics of some tensor types from now on. `how`: names of built-in statistics, or a function: tensor -> dict.
-
-        `states`: of the armed modules.
-        """
+        "Change the statistics of some tensor types from now on: `how` is names, or a function: tensor -> dict. `states`: of the armed modules."
         self.stats.update(dict.fromkeys(ttypes, how))
         for st in states: st.taps = {place: tap for place,tap in st.taps.items() if place[0] not in ttypes}
 

@@ -190,11 +190,7 @@ class Steps:
         return new
 
     def note_content(self, training=False, eval_grads=False, measured=False):
-        """Mark the open step as not empty.
-
-        `training` and `eval_grads`: True for a pass with gradients, in training mode or in `eval()` mode. `measured`: True if something was measured
-        outside of passes.
-        """
+        "Mark the open step as not empty: by a pass with gradients, in training mode or `eval()` mode, or by something `measured` outside of passes."
         s = self.state
         s.opened = True
         s.training_passes += training
