@@ -1,4 +1,4 @@
-"""Who ends steps by `te.step()` says so when the first is over: rows are then as if it had been known from the start"""
+"If `te.step()` ends the first step, earlier passes are joined: rows are as if this had been known from the start"
 from pathlib import Path
 
 import pandas as pd

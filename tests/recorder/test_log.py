@@ -1,4 +1,4 @@
-"te.log: a number joins the step that it is of, with the marks of its time"
+"te.log adds a number to the step of the last pass, with the marks of that time"
 from tensor_rows import df, lines
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"Optimizers that hold another, that take two steps for one, or that call themselves: what is recorded is what the outer step did"
+"Optimizers that wrap another, take two steps for one, or call themselves: the outer step is recorded"
 import copy
 import gc
 import warnings

@@ -1,4 +1,4 @@
-"A root that is not called: the parts of a model run by themselves, once or several times, also compiled"
+"A root that is never called: its parts run by themselves, once or several times, also compiled"
 from tensor_rows import df as rows_of
 from tensor_rows import lines
 import gc
