@@ -117,7 +117,7 @@ def median_of(xs): return median_low(xs) if xs else 0.
 class StepTimes:
     "Seconds of recent steps, and their medians."
     def __init__(self):
-        self.bare,self.off,self.idle = (deque(maxlen=25) for _ in range(3)) # of steps: without the cost; not recorded ones; the cost of these
+        self.bare,self.off,self.idle = (deque(maxlen=25) for _ in range(3)) # seconds of steps without the cost of recording; of unrecorded steps; their cost
         self.on,self.costs = deque(maxlen=5),deque(maxlen=5) # of recorded steps, which are few: in total; the cost
         self.recorded,self.late = 0,0. # recorded steps; seconds that the writer thread took for them
         self.time,self.cost,self.idle_cost = 0.,None,0. # medians: a step without recording; recording one, None if unknown; cost of other steps
@@ -140,7 +140,7 @@ class StepTimes:
 # %% ../../nbs/40_recorder/02_budget.ipynb #56deb09d
 class Budget:
     "Decides for each selected step if it can be recorded. It uses no clock: `add_step` gets the times."
-    patience = 100 # the first recorded step is charged at most what so many steps earn
+    patience = 100 # the first recorded step is charged at most the share of so many steps
     rarest = 1000 # one step in so many is recorded, whatever it costs
 
     def __init__(self, share:float): # share of the time that recording may take, above 0 and at most 1
@@ -153,7 +153,7 @@ class Budget:
         self.unknown = False # True if a step was recorded while code was loaded, so that its cost is unknown
 
     def add_step(self, took:float, cost:float, recorded:bool, late:float=0., hidden:bool=False, disturbed:bool=False):
-        """Add the times of a finished step, in seconds: what it `took`, and the `cost` of recording in it.
+        """Add the times of a finished step: the seconds that the step `took`, and the `cost` of recording among these seconds.
 
         `late`: seconds of the writer thread meanwhile, for earlier steps. `hidden`: True if the clock does not see all costs, on a GPU.
         `disturbed`: True if code was loaded meanwhile; then the times are ignored.

@@ -16,7 +16,7 @@ class ThreadContext(threading.local):
     outermost = None # `capture.module_state.ModuleState` of the outermost module
     skipped = False # True if this pass is not recorded: an evaluation, with `only_training`
     phase = None # phase of the rows of this pass, None for training
-    call = 0 # number of the running call among those of its module in this pass
+    call = 0 # number of the running call among the calls of its module in this pass
     pass_ = None # number of the pass that `log` belongs to
     box = None,0 # key of this thread in the black box, and the position of its modules there
     measuring = False # True while a statistic of the user runs, which may call the model

@@ -48,7 +48,7 @@ class Tape:
 
     @functools.cached_property # read only after the capture
     def before(self):
-        "Number of events to send before the graph runs: those of one pass, because weights are read with their values from before."
+        "Number of events to send before the graph runs: the events of one pass, because weights are read with their values from before."
         passes = 0
         for i,(what,*_) in enumerate(self.events):
             passes += what=='pass_begins'

@@ -283,7 +283,7 @@ class ModelEvents(Listener):
     @timed
     def recomputed(self, state, inputs, outputs): self.sources.gradients.recomputed(state, inputs, outputs)
 
-    # ---- what cannot be measured
+    # ---- tensors that cannot be measured
 
     def memory_reused(self): self.buffer.rows.forget_seen()
 

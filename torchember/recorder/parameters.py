@@ -37,7 +37,7 @@ class Arrivals:
     "Old gradients: from before the run, or of frozen parameters. They have no rows."
     def __init__(self):
         self.frozen = {} # (id of a `moduleTrack`, name) of a frozen parameter -> weak reference to its old gradient, or None
-        self.left = {} # the same of a trained parameter -> weak reference to the gradient from before the run, and its version
+        self.left = {} # (id of a `moduleTrack`, name) of a trained parameter -> weak reference to its gradient from before the run, and the version
 
     def arming(self, parameters): # parameters: as `Parameters.each` yields them
         "Note the gradients from before the run."
@@ -133,7 +133,7 @@ class Parameters:
                 yield st, i, n, p
 
     def at_boundary(self, wanted=None, scale=None): # wanted: ids of parameters; scale: factor of the gradients
-        "Measure the complete gradients at the end of a step; they replace those of the pass. Before, measure missing weights."
+        "Measure missing weights, then the complete gradients at the end of a step. They replace the gradients of the pass."
         which = list(self.each(wanted))
         if 'weight' in self.ttypes: self.missed(which)
         if 'weight_grad' in self.ttypes: self.again(('weight_grad',), which, scale)

@@ -64,7 +64,7 @@ class TrainingPass:
 
 # %% ../../nbs/40_recorder/45_refused.ipynb #4f0a100a
 class RefusedPasses:
-    "Training passes of the open step, with a search for passes whose gradients are not used."
+    "Training passes of the open step. Finds passes with unused gradients."
     def __init__(self, notify=lambda: None): # called when a backward begins: earlier passes may have been refused
         self.notify = notify
         self.parameters = [] # some parameters of the model

@@ -97,7 +97,7 @@ class HeldSteps:
     def __init__(self, n):
         self.steps = deque(maxlen=n) # `Measured`
         self.until = -1 # the log gets all steps up to this one
-        self.reasons = set() # what went wrong
+        self.reasons = set() # reasons of earlier releases, such as 'not finite'
 
     def wants(self, step): return step>self.until
 

@@ -127,7 +127,7 @@ class LocalShards:
         self.columns = {} # `place_of` a row -> columns
 
     def local(self, state, key, call:int, x) -> torch.Tensor:
-        "Return this rank's part of a tensor. Note the columns of its row, whose key is as `one_row` has it."
+        "Return this rank's part of a tensor. Note the columns of its row. The key of the row is as `one_row` has it."
         place,piece = place_of(key, call),self.piece(state, key, x)
         self.columns.pop(place, None)
         if piece: self.columns[place] = piece
@@ -179,7 +179,7 @@ class CustomRows:
 
     def clear_taken(self):
         "Forget the taken rows: new rows supersede nothing."
-        self.taken,self.discarded = set(),set() # (key, call, micro) of rows that were taken; of those whose pass raised afterwards
+        self.taken,self.discarded = set(),set() # (key, call, micro) of rows that were taken; of taken rows whose pass raised later
 
     def add(self, *fields):
         row = CustomRow(*fields)
@@ -248,7 +248,7 @@ class SelectedRows:
     def __array__(self, dtype=None, copy=None): return np.asarray(self.vectors)[self.at]
 
 def split_parts(parts:list, which) -> tuple:
-    "Divide parts (heads, vectors) into those with the chosen rows, and those with the others. `which`: heads -> array of booleans."
+    "Divide the rows of parts (heads, vectors) into chosen rows and other rows. `which`: heads -> array of booleans."
     def select(choose):
         some = [(h, v, np.flatnonzero(choose(which(h)))) for h,v in parts]
         return [(h[at], v[at] if isinstance(v, np.ndarray) else SelectedRows(v, at)) for h,v,at in some if len(at)]

@@ -99,6 +99,6 @@ class StepScalars:
         return new
 
     def rename(self, step:int, names:set) -> list:
-        "Return rows of a step that supersede earlier ones, with new names for `names`: those that the user has claimed."
+        "Return rows of a step that supersede earlier ones, with new names for `names`, because the user has claimed these names."
         some = [r for r in self.rows.values() if r['step']==step and names & r.keys()]
         return [{(f'recorded_{k}' if k in names else k): v for k,v in r.items()} | {'supersedes': True} for r in some]

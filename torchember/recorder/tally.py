@@ -15,7 +15,7 @@ not_called = "The optimizer steps, but the model that torchEmber was given is ne
 class Tally:
     "Counts of steps and passes of a run."
     def __init__(self):
-        self.steps = self.recorded = self.skipped = 0 # steps: all; recorded ones; those that a scaler skipped
+        self.steps = self.recorded = self.skipped = 0 # all steps; recorded steps; steps that a scaler skipped
         self.failed = self.refused = 0 # passes that raised; passes whose gradients no optimizer used
         self.called = False # True once a pass began
         self.long_wait = None # sentence about a step that waited long for an optimizer
