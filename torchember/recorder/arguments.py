@@ -85,7 +85,10 @@ def check_numbers(unnamed:tuple, numbers:dict): # unnamed: positional arguments;
             raise ValueError(f"{k!r} is a column of every row, so it cannot be the name of a number. Choose another name.")
 
 def check_marks(unnamed:tuple, marks:dict, several:bool):
-    "Raise if `te.mark` cannot use the arguments as columns. `unnamed`: positional arguments; `several`: True in a run of several processes."
+    """Raise if `te.mark` cannot use the arguments as columns.
+
+    `unnamed`: positional arguments; `several`: True in a run of several processes.
+    """
     if unnamed:
         raise TypeError(f"te.mark takes marks by name, got {an(unnamed[0])} without a name. Write te.mark(epoch=3), or te.mark(**marks) for a dict.")
     for k in marks:

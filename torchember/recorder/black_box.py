@@ -109,7 +109,10 @@ class BoxFile:
         os.rename(f'{self.path}.new', f'{self.path}.box')
 
     def allocate(self, size:int) -> tuple:
-        "Return the offset and the memory of a new piece of the file, of `size` bytes. Raise OSError if the disk is full."
+        """Return the offset and the memory of a new piece of the file, of `size` bytes.
+
+        Raise OSError if the disk is full.
+        """
         size = -(-size//self.page)*self.page
         if size>self.left: # the file doubles: each mapping needs a file descriptor, so there must be few
             self.end,more = self.end+self.left,max(size, self.end+self.left, self.least)
@@ -184,7 +187,10 @@ class Position:
             return self.modules[name]
 
     def claim_thread(self, here) -> int:
-        "Give this `calls.ThreadContext` a part of the table of threads. Return its first word, 0 if all parts are in use."
+        """Give this `calls.ThreadContext` a part of the table of threads.
+
+        Return its first word, 0 if all parts are in use.
+        """
         with self.lock:
             alive = {t.ident for t in threading.enumerate()}-{threading.get_ident()}
             places = range(THREAD, THREAD+most_threads*thread_width, thread_width)
@@ -233,11 +239,12 @@ class StepSlots:
     def free(self): self.next = self.words[LATE] = 0
 
     def keep(self, parts, custom, step:int, ts:str, over:bool=True, held:bool=False, of_parts=None, **metadata) -> int:
-        """Copy a step into a slot, without rows on their way from a GPU. Return the number of the step, 0 if it was not kept.
+        """Copy a step into a slot, without rows on their way from a GPU.
 
-        `parts` are pairs of heads and vectors, as `Arena.take` returns them; `custom` are rows of `CustomRows`; `ts` is the time of the first row.
-        The step is not `over` if more of it will come, and `held` if the log does not get it. `of_parts`: `place_of` a row -> columns about its shard.
-        `metadata`: marks, passes, and the numbers of earlier pieces of this step.
+        Return the number of the step, 0 if it was not kept. `parts` are pairs of heads and vectors, as `Arena.take`
+        returns them; `custom` are rows of `CustomRows`; `ts` is the time of the first row. The step is not `over` if
+        more of it will come, and `held` if the log does not get it. `of_parts`: `place_of` a row -> columns about its
+        shard. `metadata`: marks, passes, and the numbers of earlier pieces of this step.
         """
         parts = [(np.ascontiguousarray(h), v) for h,v in parts if isinstance(v, np.ndarray)]
         text,meta = b''.join(map(line_of_custom, custom)),b'{"ts":"%s",' % ts.encode()+self.line_of_metadata(metadata)[1:]
@@ -297,7 +304,8 @@ class BlackBox:
     def __init__(self, folder, run:str, root:str, is_written=lambda: False, n_held:int=1):
         """Create the box in a folder, for a run and the display name of its root.
 
-        `is_written` returns True if the file of the log has all rows. `n_held`: number of steps to keep that the log does not get.
+        `is_written` returns True if the file of the log has all rows. `n_held`: number of steps to keep that the log
+        does not get.
         """
         self.is_written,self.pid,self.marks = is_written,os.getpid(),None
         file = BoxFile(folder, f'{self.pid}-{token_hex(4)}')
@@ -399,7 +407,10 @@ def died_row(text, severity, step, module, ts, advice, evidence, look=None):
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #5b2cc3a8
 def exit_row(position, error:BaseException, root:str) -> dict:
-    "Return the finding about an exception that ends the process. `position`: a `Position`; `root`: display name of the root."
+    """Return the finding about an exception that ends the process.
+
+    `position`: a `Position`; `root`: display name of the root.
+    """
     w,names = position.words,[*position.modules]
     step,phase,failed = int(w[STEP]),int(w[PHASE]),names[w[FAILED]-1] if w[FAILED] else None
     kind = f"{type(error).__name__}: {text}" if (text := printable(error, 300)) else type(error).__name__

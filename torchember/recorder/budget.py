@@ -62,7 +62,10 @@ def call_overhead(notified=False) -> float:
 
 # %% ../../nbs/40_recorder/02_budget.ipynb #d6a83656
 def with_unit(x, **units) -> str:
-    "Format a number with the first of these units that is not larger than the number. Return '' if all units are larger."
+    """Format a number with the first of these units that is not larger than the number.
+
+    Return '' if all units are larger.
+    """
     return next((f'{x/n:.3g} {unit}' if x<999.5*n else f'{x/n:,.0f} {unit}' for unit,n in units.items() if x>=n), '')
 
 def duration(seconds) -> str:
@@ -95,8 +98,8 @@ class Report(dict):
 def recording_interval(cost:float, time:float, share:float, off:float=0.) -> float:
     """Return `n` to record one step in `n`: a whole number, or infinity.
 
-    `time` are the seconds of a step without torchember. `cost` and `off` are added in a recorded step and in another one. `share`: part of the time that
-    recording may take.
+    `time` are the seconds of a step without torchember. `cost` and `off` are added in a recorded step and in another
+    one. `share`: part of the time that recording may take.
     """
     cost,earned = (cost-off)*(1-share),share*time-off*(1-share)
     if cost<=0: return 1
@@ -155,8 +158,8 @@ class Budget:
     def add_step(self, took:float, cost:float, recorded:bool, late:float=0., hidden:bool=False, disturbed:bool=False):
         """Add the times of a finished step: the seconds that the step `took`, and the `cost` of recording among these seconds.
 
-        `late`: seconds of the writer thread meanwhile, for earlier steps. `hidden`: True if the clock does not see all costs, on a GPU.
-        `disturbed`: True if code was loaded meanwhile; then the times are ignored.
+        `late`: seconds of the writer thread meanwhile, for earlier steps. `hidden`: True if the clock does not see all
+        costs, on a GPU. `disturbed`: True if code was loaded meanwhile; then the times are ignored.
         """
         self.unknown = disturbed and (self.unknown or recorded)
         if disturbed: return

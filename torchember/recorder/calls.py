@@ -97,5 +97,8 @@ class Calls:
 recursion_lock = threading.Lock() # the limit is shared by all threads and embers
 
 def raise_recursion_limit(frames):
-    "Raise Python's recursion limit, because a deep armed model must not fail. With a negative number, lower the limit again."
+    """Raise Python's recursion limit, because a deep armed model must not fail.
+
+    With a negative number, lower the limit again.
+    """
     with recursion_lock: sys.setrecursionlimit(sys.getrecursionlimit()+frames)

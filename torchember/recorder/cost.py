@@ -91,7 +91,10 @@ class Cost:
         observe(torch.zeros(1), Arena().tap(None))
 
     def end_step(self, recorded:bool, late:float, hidden:bool=False):
-        "Give the times of a step to the budget. `late`: seconds of the writer thread until now; `hidden`: as `Budget.add_step` has it."
+        """Give the times of a step to the budget.
+
+        `late`: seconds of the writer thread until now; `hidden`: as `Budget.add_step` has it.
+        """
         if self.budget is None: return
         at,paid,loaded = clock(),self.total(),loading_seconds()
         disturbed = loading() or loaded!=self.loaded_before

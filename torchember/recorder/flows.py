@@ -12,7 +12,10 @@ class Flows:
     def __init__(self, buffer, ttypes): self.buffer,self.ttypes = buffer,tuple(t for t in self.ttypes if t in ttypes)
 
     def flow(self, state, ttype:str, named, call:int, phase=None):
-        "Measure the tensors of one call, `named` pairs of name and tensor. `ttype`: 'input', and later, with the same call, 'output'."
+        """Measure the tensors of one call, `named` pairs of name and tensor.
+
+        `ttype`: 'input', and later, with the same call, 'output'.
+        """
         if ttype in self.ttypes:
             for n,x in named: self.buffer.measure(state, ttype, n, x, None, call, phase)
 

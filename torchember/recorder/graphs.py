@@ -195,7 +195,8 @@ class Graphs(CapturedEvents):
     def __init__(self, events, optimizer_events, ttypes, set_listeners, drain):
         """Watch captures. `events` and `optimizer_events` are the listeners of the recorder.
 
-        `set_listeners` replaces the listeners of the model and of the optimizers. `drain` is called before a capture, as in `Quiet`.
+        `set_listeners` replaces the listeners of the model and of the optimizers. `drain` is called before a capture,
+        as in `Quiet`.
         """
         super().__init__(events, ttypes)
         self.optimizer_events,self.set_listeners,self.drain = optimizer_events,set_listeners,drain

@@ -54,7 +54,8 @@ class OtherModels:
     def is_caller(self, state) -> bool:
         """Return True if another model makes this call of a module, outside of any pass.
 
-        A part that only others call belongs to them until the weights of the recorded model change, although its root is never called.
+        A part that only others call belongs to them until the weights of the recorded model change, although its root
+        is never called.
         """
         if state.root: self.root_called = True; return False
         caller = calling_module(self.known)
@@ -100,7 +101,8 @@ class PassEvents:
     def begin(self, here, state, grad):
         """Begin a pass, or join the pass of another thread and continue its numbering of calls.
 
-        `here` is the `calls.ThreadContext`, `state` the `ModuleState` of the outermost module. `grad`: True if gradients will come.
+        `here` is the `calls.ThreadContext`, `state` the `ModuleState` of the outermost module. `grad`: True if
+        gradients will come.
         """
         path,training = state.track.path,state.track.module.training
         skipped = self.other_models.is_caller(state) or is_metadata_pass() or not grad and is_trace_check()

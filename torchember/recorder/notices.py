@@ -28,9 +28,10 @@ class Notices:
         self.places = {} # reason why tensors have no values -> (module, name) of the tensors that a warning has named
 
     def once(self, kind, text:str, severity:str|None=None) -> bool:
-        """Warn, unless a warning of this kind was given before: any hashable object. Return True if the warning was given now.
+        """Warn, unless a warning of this kind was given before: any hashable object.
 
-        `severity` of the finding for the run: 'warning' if rows mislead, 'info' if rows are missing, None for no finding.
+        Return True if the warning was given now. `severity` of the finding for the run: 'warning' if rows mislead,
+        'info' if rows are missing, None for no finding.
         """
         if kind in self.said: return False
         self.said.add(kind)

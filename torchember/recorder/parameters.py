@@ -112,10 +112,7 @@ class Parameters:
         self.buffer.measure_together(some, scale, replace)
 
     def after_call(self, state, outermost:bool, ttypes):
-        """Measure the parameters of a module after its forward.
-
-        If the module is the `outermost` one, and no other module is running, measure all modules inside it, too.
-        """
+        "Measure the parameters of a called module. For the `outermost` module, measure all modules inside it, too."
         self.of_module(state, ttypes)
         if outermost and state.track.children:
             for other in self.states if state.root else below(state, self.states): self.of_module(other, ttypes)
@@ -133,7 +130,10 @@ class Parameters:
                 yield st, i, n, p
 
     def at_boundary(self, wanted=None, scale=None): # wanted: ids of parameters; scale: factor of the gradients
-        "Measure missing weights, then the complete gradients at the end of a step. They replace the gradients of the pass."
+        """Measure missing weights, then the complete gradients at the end of a step.
+
+        They replace the gradients of the pass.
+        """
         which = list(self.each(wanted))
         if 'weight' in self.ttypes: self.missed(which)
         if 'weight_grad' in self.ttypes: self.again(('weight_grad',), which, scale)
@@ -162,7 +162,10 @@ class Parameters:
             if (grad := self.arrivals.gradient(st, n, p)) is not None: yield st, f'grad_{i}', n, grad
 
     def clips(self, ids, scale=None):
-        "Measure gradients before they are clipped, with this factor. If a step clips several times, the last time counts."
+        """Measure gradients before they are clipped, with this factor.
+
+        If a step clips several times, the last time counts.
+        """
         self.buffer.rows.forget_seen()
         for some in self.unclipped(ids): self.measure_unclipped(*some, scale)
 
@@ -174,7 +177,8 @@ class Parameters:
     def gradient_counts(self, manual:bool) -> tuple|None:
         """Return how many weight gradients the open step has, and how many gradients before clipping.
 
-        None if the rows do not cover every trained parameter of the model. In `manual` steps all gradients were looked at.
+        None if the rows do not cover every trained parameter of the model. In `manual` steps all gradients were looked
+        at.
         """
         n,unclipped = (len(self.gathered[t]) for t in ('weight_grad', 'unclipped_grad'))
         if not n or any(p.requires_grad for p in self.unrecorded): return None
@@ -207,8 +211,8 @@ class ZeroGradHint:
     def step_over(self, trained:bool, states, manual:bool, ttypes, boundary:bool=False):
         """Check a recorded step for gradients, and warn if the weights change without any.
 
-        `trained`: True if the step had a training pass. `manual`: True if an optimizer or `te.step()` ends the steps, so gradients would exist.
-        `boundary`: True if `te.step()` ended this step.
+        `trained`: True if the step had a training pass. `manual`: True if an optimizer or `te.step()` ends the steps,
+        so gradients would exist. `boundary`: True if `te.step()` ended this step.
         """
         self.steps_without += not self.in_step and trained
         self.in_step = False

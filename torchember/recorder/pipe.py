@@ -17,9 +17,10 @@ from .steps import Decision, ProvisionalSteps
 class Gate:
     "Turns measuring on and off for each step."
     def __init__(self, decide, steps, cost, notify=lambda on: None, measure_all:bool=False):
-        """Start with measuring turned off. `notify` is called with True when the next events are measured, with False when not.
+        """Start with measuring turned off.
 
-        With `measure_all`, steps that are not recorded are measured, too, for a black box.
+        `notify` is called with True when the next events are measured, with False when not. With `measure_all`, steps
+        that are not recorded are measured, too, for a black box.
         """
         self.decide,self.steps,self.cost,self.notify,self.measure_all = decide,steps,cost,notify,measure_all
         self.on = False # True if the open step is measured
@@ -197,7 +198,8 @@ class Pipe:
     def flush(self, over:bool=False, wait:bool=False):
         """Hand over all rows until now. This returns before they are written.
 
-        `over`: True if the step is over. `wait`: True to keep the rows back, because the step may turn out to be a micro-batch.
+        `over`: True if the step is over. `wait`: True to keep the rows back, because the step may turn out to be a
+        micro-batch.
         """
         if not over: self.remover.remove_refused()
         if not self.buffer.rows.arena.in_graph(): self.writer.write(self.buffer, self.steps, over, wait, self.gate.held_only)
@@ -220,7 +222,8 @@ class Pipe:
 def begin_pass(pipe, path:str, phase, root:bool, grad:bool, joins:bool=False):
     """Begin a pass. It may end an evaluation or a step.
 
-    `path`: of the outermost module. `root`: True if the root is called. `grad`: True if gradients will come. `joins`: as `StepState.begins_pass` has it.
+    `path`: of the outermost module. `root`: True if the root is called. `grad`: True if gradients will come. `joins`:
+    as `StepState.begins_pass` has it.
     """
     steps,remover,buffer = pipe.steps,pipe.remover,pipe.buffer
     if steps.ends_evaluation(phase, grad): pipe.end_evaluation()

@@ -274,7 +274,10 @@ def example_row(place, how, marks) -> dict:
 class Plan:
     "Rows, bytes and seconds of a recorded step: `rows`, `bytes`, `seconds`. `df` has a row for each tensor."
     def __init__(self, name:str, places:list, lines:list, seconds:list, notes=()):
-        "Sum up `PlannedTensor`s, with the bytes of the line and the seconds of each row. `notes`: sentences about unknown rows."
+        """Sum up `PlannedTensor`s, with the bytes of the line and the seconds of each row.
+
+        `notes`: sentences about unknown rows.
+        """
         self.name,self.places,self.lines,self.each,self.notes = name,places,lines,seconds,list(notes)
         self.rows,self.bytes,self.seconds = len(places),sum(lines),sum(seconds)
 

@@ -87,9 +87,10 @@ def shared_name(kind:str) -> str: # kind: class of the model
 
 # %% ../../nbs/40_recorder/70_process.ipynb #0cf7fd1f
 def store_for(run:str) -> tuple:
-    """Return a part of the store of the process group for the messages of one run, and the store. None, None without a store.
+    """Return a part of the store of the process group for the messages of one run, and the store.
 
-    The part has an own connection where possible: then waiting for a message does not delay the training.
+    None, None without a store. The part has an own connection where possible: then waiting for a message does not delay
+    the training.
     """
     d = torch.distributed
     store = shared_store() if d.is_available() and d.is_initialized() else None

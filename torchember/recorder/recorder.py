@@ -84,8 +84,9 @@ class ArmedModel:
         self.containers = Containers() # modules that are not armed, and may get children that are
 
     def arm(self, tracks, watched=None, owner=None, methods=None):
-        """Install the listeners. `tracks`: `moduleTrack`s of the modules, root first; `watched`: ids of the modules to record, None for all.
+        """Install the listeners.
 
+        `tracks`: `moduleTrack`s of the modules, root first; `watched`: ids of the modules to record, None for all.
         `owner` returns the ember. The model gets `methods` while it is armed.
         """
         root = tracks[0].module

@@ -155,7 +155,10 @@ def lines_of_box(box) -> tuple:
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #e92951a3
 def missing_lines(path, lines):
-    "Return the `lines` of a box that its log lacks, ordered by step. A log in Parquet parts has all rows up to the last step of a part."
+    """Return the `lines` of a box that its log lacks, ordered by step.
+
+    A log in Parquet parts has all rows up to the last step of a part.
+    """
     header,files = parts_and_lines(path) if os.path.exists(path) else (None, [])
     in_parts = max((p['last'] for p in header['parts']), default=-1) if header else -1
     steps = [load_row(line).get('step') for line in lines]
@@ -255,7 +258,8 @@ def death_row(box, step, lines:list) -> dict:
 def recover(path) -> str|None:
     """Append missing rows to the log, and a finding about the death of the process. Remove the box.
 
-    `path`: of a box without its ending, whose process is gone. Return the name of the run, None if the box cannot be read.
+    `path`: of a box without its ending, whose process is gone. Return the name of the run, None if the box cannot be
+    read.
     """
     path = str(path)
     try:

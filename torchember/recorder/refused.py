@@ -55,7 +55,10 @@ class TrainingPass:
             x.register_hook(comes)
 
     def is_removed(self, parameters, now:list) -> bool:
-        "Return True if the gradients from the backward of this pass do not exist any more. `now`: `gradient_state` of the parameters."
+        """Return True if the gradients from the backward of this pass do not exist any more.
+
+        `now`: `gradient_state` of the parameters.
+        """
         if self.before is None: return False
         brought = [i for i,(b,a) in enumerate(zip(self.before, self.after or now, strict=True)) if a!=b]
         if not brought: return self.after is None # the backward raised before any gradient came

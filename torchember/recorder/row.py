@@ -18,8 +18,8 @@ from ..store.log import listen_directly
 def one_row(key, call:int, micro, dtype:str, stats:dict, step:int, ts:str, marks:dict, many_passes:dict) -> dict:
     """Return the row of one tensor. Its key is module, ttype, tname, pname, phase, backward.
 
-    `call`: number of the call in the pass. `micro`: number of the micro-batch, None if micro-batches are merged. `ts`: local time.
-    `many_passes`: phase -> True if it had several passes.
+    `call`: number of the call in the pass. `micro`: number of the micro-batch, None if micro-batches are merged. `ts`:
+    local time. `many_passes`: phase -> True if it had several passes.
     """
     module,ttype,tname,pname,phase,backward = key
     if ttype=='scalar':

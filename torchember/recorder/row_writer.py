@@ -54,7 +54,10 @@ class ExtraRows:
         self.log.put_beside(lambda: [line])
 
     def note(self, values:dict, buffer, steps, on:bool):
-        "Add numbers of the user, as `as_number` returns them, to the step of the last pass. `on`: True if the open step is recorded."
+        """Add numbers of the user, as `as_number` returns them, to the step of the last pass.
+
+        `on`: True if the open step is recorded.
+        """
         step,phase = steps.noted,'eval' if steps.passes and steps.manual and steps.phase=='eval' else None
         if new := self.scalars.claim(values): self.log.put_beside(lambda: self.scalars.rename(step, new))
         key,call = (self.root_name, 'scalar', 'log', None, phase, 0),self.noted[step]
@@ -153,7 +156,8 @@ class RowWriter:
     def write(self, buffer, steps, over:bool, wait:bool=False, held:bool=False):
         """Hand over all new measurements of the step, and empty the buffer. `over`: True if the step is over.
 
-        `wait`: True if the step may turn out to be a micro-batch; it goes to the log before the next rows. `held`: True if the schedule leaves it out.
+        `wait`: True if the step may turn out to be a micro-batch; it goes to the log before the next rows. `held`: True
+        if the schedule leaves it out.
         """
         if not wait: self.release()
         self.last,held,rows = None,held and self.held.wants(steps.shown),buffer.rows
@@ -204,9 +208,10 @@ class RowWriter:
 
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #5a100002
 def write_refused(writer, buffer, steps, p, until, whole:bool, on:bool):
-    """Write the rows of a refused `TrainingPass` with the phase `refused`. `until`: first event of the pass after it, or None.
+    """Write the rows of a refused `TrainingPass` with the phase `refused`.
 
-    `whole`: True if nothing is left in the open step, and none of its rows was read. `on`: True if the open step is recorded.
+    `until`: first event of the pass after it, or None. `whole`: True if nothing is left in the open step, and none of
+    its rows was read. `on`: True if the open step is recorded.
     """
     writer.release()
     snapshot,custom,numbers = buffer.rows.take_out(p, until, whole)

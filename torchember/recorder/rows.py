@@ -24,9 +24,9 @@ from .step_scalars import StepScalars
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #fdd9f738
 def as_number(v):
-    """Return a number, or that of a tensor or an array of one. For a tensor on a device return a `Pending`, without waiting.
+    """Return a number, or that of a tensor or an array of one.
 
-    Raise `InGraph` while the device captures a graph.
+    For a tensor on a device return a `Pending`, without waiting. Raise `InGraph` while the device captures a graph.
     """
     if not isinstance(v, torch.Tensor): return v.item() if isinstance(v, np.ndarray) else v
     if being_captured(v.device.type): raise InGraph()
@@ -40,7 +40,8 @@ VALUE,TS,STEP,MARKS = b'\0',b'\1',b'\2',b'\3' # placeholders
 def template(names, key, dtype:str, parts, marks) -> bytes|None:
     """Return the line of a tap with placeholders for changing values. None if the row needs `line_of`.
 
-    `names`: of the columns of numbers. `key`: as `one_row` has it. `parts`: columns about a part of a tensor. `marks`: names of the marks.
+    `names`: of the columns of numbers. `key`: as `one_row` has it. `parts`: columns about a part of a tensor. `marks`:
+    names of the marks.
     """
     row = one_row(key, '\0', None, dtype, dict.fromkeys(names, '\0'), '\2', '\1', parts, {})
     line = regular_line(row)

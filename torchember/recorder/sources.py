@@ -84,7 +84,8 @@ class Sources:
     def __init__(self, ttypes, buffer, steps, notify=None, watch=None, note=None):
         """Make the sources of some tensor types. `watch`: `OptimizerWatch`, or None without an optimizer.
 
-        `notify` is called as `Listener.gradient` when a backward brings a gradient, `note` with changed metadata of the parameters.
+        `notify` is called as `Listener.gradient` when a backward brings a gradient, `note` with changed metadata of the
+        parameters.
         """
         self.ttypes,self.buffer,self.watch = ttypes,buffer,watch
         self.states = [] # `capture.module_state.ModuleState`s of the armed modules, root first
@@ -139,7 +140,10 @@ class Sources:
         return count_writes(self.sampled) if self.sampled and needed else None
 
     def flow(self, state, ttype:str, named, call:int, phase):
-        "Measure tensors of a call, `named` pairs of name and tensor, and wait for their gradients. `ttype`: 'input' or 'output'."
+        """Measure tensors of a call, `named` pairs of name and tensor, and wait for their gradients.
+
+        `ttype`: 'input' or 'output'.
+        """
         for source in self.at_calls: source.flow(state, ttype, named, call, phase)
 
     def begin_training(self):

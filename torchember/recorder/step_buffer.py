@@ -333,7 +333,8 @@ class StepRows:
     def take_out(self, p, until, whole:bool) -> tuple:
         """Remove the rows of a `TrainingPass` from the open step. `until`: first event of the pass after it, or None.
 
-        `whole`: True if nothing else is left in the step. Return a `Snapshot`, the custom rows, and how many numbers were noted in the pass.
+        `whole`: True if nothing else is left in the step. Return a `Snapshot`, the custom rows, and how many numbers
+        were noted in the pass.
         """
         custom,numbers = self.custom.take_out(p, until, whole)
         try: return self.snapshots.take_out(self.arena, p, whole), custom, numbers
@@ -367,8 +368,8 @@ class StepBuffer:
     def __init__(self, stats:dict, notices=None, calls=None, lock=None, ranks=None):
         """Measure with `stats`: tensor type -> names of built-in statistics, or a function: tensor -> dict.
 
-        The recorder's lock is taken before the lock of the generators, because a function of the user may call `te.log`.
-        `ranks`: `capture.ranks.Ranks`, if there are several processes.
+        The recorder's lock is taken before the lock of the generators, because a function of the user may call
+        `te.log`. `ranks`: `capture.ranks.Ranks`, if there are several processes.
         """
         lock = lock or threading.RLock()
         self.stats = {'before': ('rms',), **stats} # `before`: a weight before its update, for the ratio. It has no row
@@ -383,9 +384,10 @@ class StepBuffer:
         once:bool=False, replace:bool=False):
         """Measure one tensor `x` of the module with this `ModuleState`. Errors are reported, not raised.
 
-        `pname`: name in the module, for tensors that are measured `once` in a step. They must not change before `read_pending`.
-        `call`: number of the module's call. `backward`: number of the backward that brings the tensor. `scale`: factor that is divided out,
-        a number or a tensor. `replace`: earlier measurements of this step are replaced.
+        `pname`: name in the module, for tensors that are measured `once` in a step. They must not change before
+        `read_pending`. `call`: number of the module's call. `backward`: number of the backward that brings the tensor.
+        `scale`: factor that is divided out, a number or a tensor. `replace`: earlier measurements of this step are
+        replaced.
         """
         try:
             if type(x) not in ordinary or self.shards.columns or self.shards.ranks is not None:
@@ -408,7 +410,7 @@ class StepBuffer:
     def measure_together(self, some, scale=None, replace:bool=False):
         """Measure tensors with one row in a step. They must not change before `read_pending`.
 
-        `some`: state, tensor type, name, name of the parameter and tensor of each, as `measure` has them, and the same `scale` and `replace`.
+        `some`: state, tensor type, name, name of the parameter and tensor of each. Other arguments: as `measure` has them.
         """
         shards,custom = self.shards,self.rows.custom
         is_alone = scale is not None or shards.columns or shards.ranks is not None or replace and custom
@@ -432,7 +434,7 @@ class StepBuffer:
         self.rows.custom.add(next(self.rows.arena.clock), key, call, micro, dtype, stats)
 
     def use(self, how, ttypes, states=()):
-        "Change the statistics of some tensor types from now on: `how` is names, or a function: tensor -> dict. `states`: of the armed modules."
+        "Change the statistics of some tensor types from now on, as `__init__` has them. `states`: of the armed modules."
         self.stats.update(dict.fromkeys(ttypes, how))
         for st in states: st.taps = {place: tap for place,tap in st.taps.items() if place[0] not in ttypes}
 

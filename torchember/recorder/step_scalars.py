@@ -43,7 +43,8 @@ class GradientNorms:
     def __call__(self, snapshot, n:int, unclipped:int=0) -> tuple:
         """Return the norm over all gradients of a step that is over, and before clipping, if gradients were clipped.
 
-        `n` and `unclipped`: number of weight gradients, and of gradients before clipping. Empty if a gradient has no row.
+        `n` and `unclipped`: number of weight gradients, and of gradients before clipping. Empty if a gradient has no
+        row.
         """
         self.learn(snapshot.taps)
         found = list(self.gradient_rows(snapshot))

@@ -64,7 +64,8 @@ class SteppedOptimizers:
     def wait_too_long(self, new:int, few:int) -> bool:
         """Return True if one optimizer has stepped too often while a step of a second is missing.
 
-        The limit is `new` for an optimizer that has not stepped in this run, and at least `few` for another: more if it steps rarely.
+        The limit is `new` for an optimizer that has not stepped in this run, and at least `few` for another: more if it
+        steps rarely.
         """
         if len(self.waits)==len(self.awaited)>1 and min(self.waits.values())>=3: return True # each waits for the others: they alternate
         return any(self.max_count>=(max(few, 3*self.waits[o]) if o in self.waits else new) for o in self.missing)
@@ -91,7 +92,8 @@ class StepState:
     def begins_pass(self, path:str, phase:str|None, joins:bool=False) -> bool:
         """Return True if a call of the outermost armed module begins a pass, instead of joining the last one.
 
-        `phase`: from `Phases.find`. `joins`: True if one autograd Function made this call and the one before, as a solver does.
+        `phase`: from `Phases.find`. `joins`: True if one autograd Function made this call and the one before, as a
+        solver does.
         """
         lead = self.leader
         other = phase!=self.phase and 'eval' in (phase, self.phase) # parts without gradients join the pass
@@ -128,9 +130,10 @@ class StepState:
 class Steps:
     "Number and state of the open step, and the step before it."
     def __init__(self, number:int=0, manual:bool=False, awaited=()):
-        """Begin with the step `number`. `manual`: True if an optimizer or `torchEmber.step` ends the steps, otherwise the next pass does.
+        """Begin with the step `number`.
 
-        `awaited`: ids of the optimizers that all must step before a step is over.
+        `manual`: True if an optimizer or `torchEmber.step` ends the steps, otherwise the next pass does. `awaited`: ids
+        of the optimizers that all must step before a step is over.
         """
         self.number,self.manual = number,manual
         self.optimizers,self.phases,self.state = SteppedOptimizers(awaited),Phases(),StepState()
@@ -271,10 +274,11 @@ class ProvisionalSteps:
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #08e21200
 def stall_reason(steps, passes:int=1000, new:int=20, few:int=12) -> str|None:
-    """Return why the open step seems to have no end, because its optimizers do not step any more. None if it may still end.
+    """Return why the open step seems to have no end, because its optimizers do not step any more.
 
-    `passes`: limit of training passes. `new`: limit of steps of one optimizer while another has never stepped.
-    `few`: limit of steps, or of changes of the weights, while the missing optimizers have stepped before.
+    None if it may still end. `passes`: limit of training passes. `new`: limit of steps of one optimizer while another
+    has never stepped. `few`: limit of steps, or of changes of the weights, while the missing optimizers have stepped
+    before.
     """
     o,s = steps.optimizers,steps.state
     if s.changes<2 and s.training_passes<passes and not o.counts: return None # as in nearly every step

@@ -38,7 +38,10 @@ class Tally:
             f"it contains {o.max_count:,} steps of another optimizer.")
 
     def remarks(self, sources, manual:bool) -> list:
-        "Return a sentence for each unusual fact of the run. `manual`: True if an optimizer or `te.step()` ended the steps."
+        """Return a sentence for each unusual fact of the run.
+
+        `manual`: True if an optimizer or `te.step()` ended the steps.
+        """
         out,watch,hint,known = [],sources.watch,sources.parameters.hint,sources.parameters.known
         if self.steps and watch and not self.called: out.append(not_called)
         if not self.steps: out.append("No pass was seen: the model was never called while it was armed.")
