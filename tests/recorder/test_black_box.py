@@ -1,4 +1,4 @@
-"A process that dies, however it does, loses no finished step, and its run says where it was"
+"A process that dies in any way loses no finished step, and its run shows where it was"
 import gc
 import json
 import os
@@ -143,7 +143,7 @@ def check(name, kind, done):
 
 @pytest.mark.parametrize('kind', ['noted', *(pytest.param(k, marks=pytest.mark.slow) for k in ('eager', 'compiled', 'loader'))])
 @pytest.mark.parametrize('n', [2, pytest.param(60, marks=pytest.mark.release)])
-def test_killed_at_any_moment(kind, n):
+def test_a_kill_at_any_moment_loses_no_finished_step(kind, n):
     for i in range(n):
         random.seed(f'{kind} {i}')
         done = dies(f'{kind} {n} {i}', kind, moment=random.random()*.12)
@@ -180,7 +180,7 @@ def test_between_modules_the_phase_is_named(where):
 def texts_of(picture): return [t.get_text() for t in picture.figure.findobj(Text)]
 
 
-def test_all_that_shows_a_run_says_it(tmp_path):
+def test_every_view_of_a_run_shows_its_death(tmp_path):
     dies('shown', 'noted', 'kill', 7)
     sentence = 'died in step 7, in `layers.1.2` (forward)'
     assert sentence in str(diagnose('shown')) and sentence in brief('shown') and any(sentence in t for t in texts_of(overview('shown')))
@@ -193,7 +193,7 @@ def test_all_that_shows_a_run_says_it(tmp_path):
     assert not df.drop(columns='ts').astype(str).duplicated().any() and len(read('shown'))==len(df) # taken in once
 
 
-def test_a_run_that_goes_on_has_not_died_any_more():
+def test_a_resumed_run_is_not_shown_as_dead():
     dies('again', 'eager', 'kill', 7)
     model = torch.nn.Linear(8, 4)
     te = torchEmber(model, name='again', resume=True)
@@ -205,7 +205,7 @@ def test_a_run_that_goes_on_has_not_died_any_more():
     assert not any('died' in t for t in texts_of(overview('again')))
 
 
-def test_a_run_that_lives_is_left_alone():
+def test_the_box_of_a_living_process_is_not_recovered():
     with start(training, 'lives', 'eager', 'wait', '3', after=common, stdin=subprocess.PIPE) as p:
         while p.stdout.readline()!='waits\n': assert p.poll() is None, p.stderr.read()
         os.kill(p.pid, signal.SIGSTOP)
@@ -239,8 +239,8 @@ def run_is(folder, name, run):
     told.write_bytes(json.dumps({**json.loads(first), 'run': run}).encode()+b'\n'+rest)
 
 
-def test_what_a_box_says_is_data(left, tmp_path):
-    "No path gets out of the folder, whatever the run is called"
+def test_the_content_of_a_box_is_treated_as_data(left, tmp_path):
+    "No name of a run leads out of the folder"
     outside = tmp_path/'outside'
     for i,run_name in enumerate(('../../outside', str(outside), '..', '', 'a/b', 7, None)):
         home,name = copied(left, tmp_path/str(i))
@@ -249,8 +249,8 @@ def test_what_a_box_says_is_data(left, tmp_path):
         assert {p.name for p in (home/'log').iterdir()}<={'left', 'left_latest'} and not outside.exists() and (home/'box'/f'{name}.box').exists()
 
 
-def test_a_box_that_is_damaged_harms_no_reader(left, tmp_path):
-    "Bytes that are others, and files that are cut: a reader says it at most, and what the log had stays"
+def test_a_damaged_box_harms_no_reader(left, tmp_path):
+    "Changed bytes and cut files: a reader warns at most, and the rows of the log stay"
     before = (left[0]/'log'/'left').read_bytes()
     rng,read_all = random.Random(0),0
     for i in range(40):
@@ -269,7 +269,7 @@ def test_a_box_that_is_damaged_harms_no_reader(left, tmp_path):
     assert read_all>3 # not each byte counts
 
 
-def test_a_reader_that_is_killed_too_leaves_no_row_twice(left, tmp_path, monkeypatch):
+def test_a_killed_reader_leaves_no_row_twice(left, tmp_path, monkeypatch):
     home,_ = copied(left, tmp_path/'home')
     remove = os.unlink
     def ends(path, *args, **kwargs): raise KeyboardInterrupt
@@ -280,13 +280,13 @@ def test_a_reader_that_is_killed_too_leaves_no_row_twice(left, tmp_path, monkeyp
     assert take_in(home)==['left'] and (home/'log'/'left').read_bytes()==once and not (home/'box').exists()
 
 
-def test_a_process_that_has_the_number_of_one_that_died(left, tmp_path):
-    "As in a container that was started again, where each training is process 1"
+def test_a_new_process_may_have_the_id_of_a_dead_one(left, tmp_path):
+    "As in a restarted container, where each training is process 1"
     home,_ = copied(left, tmp_path/'home', f'{os.getpid()}-0')
     assert take_in(home)==['left']
 
 
-def test_a_box_of_another_version_is_left_to_that(left, tmp_path):
+def test_a_box_of_another_version_is_kept(left, tmp_path):
     home,name = copied(left, tmp_path/'home')
     told = home/'box'/f'{name}.told'
     told.write_bytes(told.read_bytes().replace(b'"width":', b'"width":1', 1))
@@ -294,8 +294,8 @@ def test_a_box_of_another_version_is_left_to_that(left, tmp_path):
     assert told.exists()
 
 
-def test_what_the_box_does_not_bear_harms_no_training(monkeypatch):
-    "Lines for which there is no room, and a step that cannot be kept"
+def test_rows_that_the_box_cannot_hold_harm_no_training(monkeypatch):
+    "Lines without space, and a step that cannot be kept"
     from torchember.recorder import black_box
     def full(self, line): raise OSError(28, 'No space left on device')
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh())
@@ -312,8 +312,7 @@ def test_what_the_box_does_not_bear_harms_no_training(monkeypatch):
     assert len(heard)==1 and read('lines')['step'].nunique()>=3 and read('steps')['step'].nunique()==3
 
 
-def test_nothing_is_left_open():
-    "Descriptors, files and threads after many armings are those after one"
+def test_many_armings_leave_no_descriptor_file_or_thread():
     model,me = torch.nn.Linear(3, 2),psutil.Process()
     def once(i):
         with torchEmber(model, name=f'arms {i}'): model(torch.ones(1, 3))
@@ -324,8 +323,8 @@ def test_nothing_is_left_open():
     assert me.num_fds()<=before[0]+1 and me.num_threads()<=before[1] and not (folder('torchember')/'box').exists()
 
 
-def test_a_long_run_needs_no_more_room():
-    "What the log has is written over: slots, and numbers that were noted of steps that are over"
+def test_a_long_run_reuses_its_space():
+    "Slots and notes are written over when the log has their rows"
     from torchember.recorder.black_box import LATE, NOTED, most_text
     model = torch.nn.Linear(3, 2)
     with torchEmber(model, name='long') as te:
@@ -373,7 +372,7 @@ for step in range(9):
 os.kill(os.getpid(), 9)
 """
 
-def test_an_exception_that_was_caught_has_nothing_to_do_with_it():
+def test_a_caught_exception_is_not_named_as_the_cause():
     run(caught, after=common)
     assert 'exception' not in diagnose('caught').iloc[0].text
 
@@ -396,7 +395,7 @@ for step in range(8):
 te.close()
 """
 
-def test_steps_that_were_handed_over_in_pieces():
+def test_steps_handed_over_in_parts_are_recovered_whole():
     run(in_pieces, 'pieces', after=common)
     run(in_pieces, 'in one', after=common)
     a,b = (read(n) for n in ('pieces', 'in one'))
@@ -405,8 +404,8 @@ def test_steps_that_were_handed_over_in_pieces():
     assert set(read('pieces', steps=6)['unfinished'].dropna())=={True}
 
 
-def test_the_end_of_a_large_log_is_enough(tmp_path):
-    "Whatever is at its end, all lines from a step on are looked at"
+def test_recovery_reads_only_the_end_of_a_large_log(tmp_path):
+    "All lines from a step on are compared, whatever follows them"
     from torchember.recorder.recovery import missing_lines, tail_lines
     lines = [b'{"step":%d,"i":%d,"x":"%s"}' % (i//1000, i, b'x'*400) for i in range(10_000)]
     log = tmp_path/'log'
@@ -418,7 +417,7 @@ def test_the_end_of_a_large_log_is_enough(tmp_path):
     assert missing_lines(tmp_path/'none', [new])==[new]
 
 
-def test_how_a_process_ended_in_words(monkeypatch):
+def test_the_cause_of_death_is_a_sentence(monkeypatch):
     from types import SimpleNamespace as Some
 
     from torchember.recorder import recovery
@@ -449,14 +448,14 @@ backward = 'in step 3, after the forward pass (loss or backward), by '
 
 @pytest.mark.parametrize('name, severity, sentence', [('within', 'error', backward+'KeyError: '), ('stopped', 'info', backward+'KeyboardInterrupt.'),
     ('after', 'info', 'after step 3, by ValueError: after all.')])
-def test_an_exception_that_ends_the_process(name, severity, sentence):
+def test_an_exception_that_ends_the_process_has_a_finding(name, severity, sentence):
     run(ended, name, after=common)
     found = diagnose(name)
     found = found[found.rule=='died'].iloc[0]
     assert found.severity==severity and sentence in found.text
 
 
-def test_a_process_that_ends_by_itself_has_not_died():
+def test_a_process_that_ends_normally_has_not_died():
     run(ended, 'exit', after=common)
     assert not (read('exit')['ttype']=='finding').any()
 
@@ -477,7 +476,7 @@ def test_a_step_that_the_loop_has_ended_is_over():
     assert 'died after step 4' in diagnose('by hand').iloc[0].text
 
 
-def test_threads_that_ended_give_their_place_free():
+def test_a_thread_gets_the_place_of_one_that_ended():
     from torchember.recorder.black_box import THREADS, most_threads
     model = torch.nn.Linear(3, 2)
     with torchEmber(model, name='threads') as te:
@@ -504,7 +503,7 @@ def test_a_full_disk_has_no_box_and_the_training_goes_on(monkeypatch):
     assert len(read('full')) and len(read('asked'))
 
 
-def test_a_disk_that_fills_later_takes_memory_of_its_own(monkeypatch):
+def test_if_the_disk_fills_later_rows_use_ordinary_memory(monkeypatch):
     from torchember.recorder import black_box
     model = torch.nn.Linear(3, 2)
     with torchEmber(model, name='later') as te:
@@ -517,7 +516,7 @@ def test_a_disk_that_fills_later_takes_memory_of_its_own(monkeypatch):
 
 
 @pytest.mark.parametrize('wish', [-1, 101, 'twenty', 2.5])
-def test_what_is_no_number_of_steps(wish):
+def test_wrong_values_of_blackbox_raise(wish):
     with pytest.raises((ValueError, TypeError), match='blackbox'): torchEmber(torch.nn.Linear(1, 1), blackbox=wish)
 
 
@@ -543,7 +542,7 @@ te.close()
 
 @pytest.mark.parametrize('way, steps', [('none', [0, 30, 60]), ('kill', [0, 30, *range(42, 47)]), ('raise', [0, 30, *range(42, 47)]),
     ('nan', [0, 30, *range(42, 53), 60])])
-def test_the_last_steps_whatever_the_schedule(way, steps):
+def test_the_last_steps_are_kept_whatever_the_schedule(way, steps):
     name = f'scheduled {way}'
     done = run(scheduled, name, way, after=common)
     assert (done.returncode==0)==(way in ('none', 'nan')), done.stderr
@@ -553,7 +552,7 @@ def test_the_last_steps_whatever_the_schedule(way, steps):
     assert df[df['ttype']=='output'].groupby('step').size().nunique()==1
 
 
-def test_runs_of_which_only_a_box_tells_are_there():
+def test_a_run_that_has_only_a_box_is_listed():
     dies('young', 'eager', 'kill', 0)
     assert 'young' in list(runs()['name'])
 
@@ -576,7 +575,7 @@ for s in range(30):
 """
 
 @pytest.mark.slow
-def test_each_of_two_processes_has_its_own():
+def test_each_of_two_processes_has_its_own_box():
     with pytest.raises(AssertionError, match='-9'): ranks(both)
     rows = {r: read(f'both.rank{r}') for r in (0, 1)}
     assert set(rows[1]['step'][rows[1]['ttype']=='weight_grad'])==set(range(17))
@@ -609,12 +608,12 @@ go.set()
 t.join()
 """
 
-def test_of_several_threads_the_one_that_is_inside_is_named():
+def test_the_thread_inside_a_module_is_named():
     run(several, after=common)
     assert '`1`' in diagnose('several').iloc[0].text
 
 
-def test_a_child_that_was_forked_writes_nothing():
+def test_a_forked_child_writes_nothing():
     model = torch.nn.Linear(3, 2)
     with torchEmber(model, name='forks') as te:
         model(torch.ones(1, 3))

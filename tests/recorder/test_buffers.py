@@ -1,4 +1,4 @@
-"Buffers are those at the end of a step, whoever ends it, compiled or not"
+"Buffers are measured at the end of a step, whatever ends it, compiled or not"
 from tensor_rows import df
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"Gradients as they were before they were clipped, by whoever clips them; and torch's functions are what they were"
+"Gradients are recorded as they were before clipping. Torch's clipping functions work as before"
 from tensor_rows import lines
 import functools
 import pickle
@@ -53,7 +53,7 @@ ways = {
 
 
 @pytest.mark.parametrize('clip', ways.values(), ids=ways)
-def test_both_are_there(clip):
+def test_gradients_before_and_after_clipping_have_rows(clip):
     te,before,after = clipped(clip)
     said_of_parameters(te, 'unclipped_grad', before)
     said_of_parameters(te, 'weight_grad', after)
@@ -104,38 +104,38 @@ def test_an_error_inside_does_not_stop_later_reports():
     assert reports==[1, 1]
 
 
-def test_a_plan_has_them():
+def test_a_plan_contains_unclipped_gradients():
     te,_,_ = clipped(lambda m: utils.clip_grad_norm_(m.parameters(), .01), data=batches(1))
     plan = te.plan()
     assert plan.rows==len(lines(te))==8 and 'before clipping' in str(plan)
 
 
-def test_some_parameters_alone():
+def test_clipping_some_parameters_measures_only_these():
     te,before,_ = clipped(lambda m: utils.clip_grad_norm_(m.a.weight, .01))
     said_of_parameters(te, 'unclipped_grad', [{'a.weight': g['a.weight']} for g in before])
 
 
-def test_the_last_time_counts():
-    "As of gradients that several backwards sum up"
+def test_the_last_clipping_of_a_step_counts():
+    "So does the last backward, if several backwards add up"
     te,_,after = clipped(lambda m: [utils.clip_grad_norm_(m.parameters(), n) for n in (.01, 1.)])
     said_of_parameters(te, 'unclipped_grad', after) # the second one changes nothing
 
 
-def test_a_norm_that_is_known():
+def test_a_norm_that_the_loop_computed_is_recorded():
     if not hasattr(utils, 'clip_grads_with_norm_'): pytest.skip('of a later torch')
     te,before,after = clipped(lambda m: utils.clip_grads_with_norm_(m.parameters(), .01, torch.tensor(1.)))
     said_of_parameters(te, 'unclipped_grad', before)
     said_of_parameters(te, 'weight_grad', after)
 
 
-def test_steps_that_are_wanted():
+def test_only_scheduled_steps_have_unclipped_gradients():
     te,_,_ = clipped(lambda m: utils.clip_grad_norm_(m.parameters(), .01), dict(every=2))
     assert {k[0] for k in table(te)}=={0, 2} and {k[2] for k in table(te)}=={*both}
 
 
 @pytest.mark.parametrize('unscale', [True, False])
-def test_a_scaler(unscale):
-    "The loss is multiplied; what is recorded is not"
+def test_unclipped_gradients_are_recorded_without_the_scale(unscale):
+    "A scaler multiplies the loss; the recorded gradients are divided by the same factor"
     model = seeded()
     opt,scaler = momentum(model),torch.amp.GradScaler('cpu', init_scale=1024.)
     want = by_hand(seeded(), torch.optim.SGD(seeded().parameters(), 0.), batches(1))
@@ -150,7 +150,7 @@ def test_a_scaler(unscale):
     said_of_parameters(te, 'weight_grad', want)
 
 
-def test_two_models_hear_their_own():
+def test_each_of_two_models_records_its_own_clipping():
     gen,dis = seeded(),seeded(seed=1)
     embers = [torchEmber(m, momentum(m), ttypes=both) for m in (gen, dis)]
     for te in embers: te.arm()
@@ -166,7 +166,7 @@ def test_two_models_hear_their_own():
         said_of_parameters(te, 'unclipped_grad', w)
 
 
-def test_nothing_stands_there_unless_it_is_asked_for():
+def test_without_unclipped_grad_nothing_is_patched():
     before = now()
     with torchEmber(seeded(), ttypes='weight_grad'): assert now()==before
     with torchEmber(seeded(), ttypes='unclipped_grad') as te:
@@ -177,7 +177,7 @@ def test_nothing_stands_there_unless_it_is_asked_for():
 
 
 @pytest.mark.parametrize('wraps', [lambda f: lambda g: g, functools.wraps], ids=['plain', 'functools.wraps'])
-def test_who_puts_another_around_it_keeps_theirs(wraps):
+def test_a_later_patch_of_the_user_stays(wraps):
     before,calls = utils.clip_grad_norm_,[]
     with torchEmber(seeded(), ttypes='unclipped_grad'):
         ours = utils.clip_grad_norm_
@@ -194,7 +194,7 @@ def test_who_puts_another_around_it_keeps_theirs(wraps):
 @pytest.mark.skipif(sys.platform!='linux', reason='a compiler is needed')
 @pytest.mark.slow
 def test_a_compiled_step_clips_as_before():
-    "Nobody is told, and the graph is whole"
+    "The graph has no break, and no listener is called"
     model = seeded()
     def run(model):
         utils.clip_grad_norm_(model.parameters(), .01)

@@ -1,4 +1,4 @@
-"Which step an evaluation is of: of the one before it, whose weights it looks at; and it is none itself"
+"An evaluation belongs to the step before, whose weights it uses, and is no step itself"
 from tensor_rows import df, lines
 import contextlib
 import json
@@ -53,8 +53,8 @@ in_turn = [r for pair in zip(training, evaluations, strict=True) for r in pair]
 @pytest.mark.parametrize('ends', ['optimizer', 'te.step'])
 @pytest.mark.parametrize('grad', [False, True], ids=['no_grad', 'with gradients'])
 @pytest.mark.parametrize('how', ['', 'read', 'compiled', 'before', 'only the last'])
-def test_an_evaluation_is_of_the_step_before(ends, grad, how):
-    "Before the first step it is of step 0, until there is another; the phase tells its rows from the training's; it adds no step and no weight"
+def test_an_evaluation_belongs_to_the_step_before(ends, grad, how):
+    "Before the first step it belongs to step 0. Its rows have a phase, and it adds no step and no weight"
     loop = Loop(ends, compiled=how=='compiled')
     if how=='before': loop.evaluate(1000, grad)
     for i in range(3):
@@ -69,16 +69,15 @@ def test_an_evaluation_is_of_the_step_before(ends, grad, how):
 
 
 @pytest.mark.parametrize('ends', ['optimizer', 'te.step'])
-def test_an_evaluation_before_all(ends):
-    "And none after the first step: it is of step 0"
+def test_an_evaluation_before_all_steps_belongs_to_step_0(ends):
     loop = Loop(ends)
     loop.evaluate(1000)
     loop.train(0)
     assert loop.te.close()['steps']==1 and sorted(rows(loop.te), key=str)==[(0, 'eval', 0, 1001), (0, None, 0, 0)]
 
 
-def test_a_row_of_step_0_takes_the_place_of_one_before():
-    "In the file are both, and the later one supersedes"
+def test_a_row_of_step_0_supersedes_that_of_an_evaluation_before():
+    "The file has both rows, and the later row supersedes"
     loop = Loop('optimizer')
     loop.evaluate(1000)
     loop.train(0)
@@ -91,8 +90,8 @@ def test_a_row_of_step_0_takes_the_place_of_one_before():
 
 
 @pytest.mark.parametrize('ends', ['optimizer', 'te.step'])
-def test_a_second_evaluation_of_a_step_takes_the_place_of_the_first(ends):
-    "Each of them was over when the file of the latest step was asked for"
+def test_a_second_evaluation_of_a_step_supersedes_the_first(ends):
+    "Each evaluation was over when the file of the latest step was requested"
     loop = Loop(ends)
     for i in range(2):
         loop.train(i)
@@ -104,8 +103,7 @@ def test_a_second_evaluation_of_a_step_takes_the_place_of_the_first(ends):
 
 
 @pytest.mark.parametrize('ends', ['optimizer', 'te.step'])
-def test_te_step_after_an_evaluation(ends):
-    "An evaluation without gradients is no step, also where te.step() follows it"
+def test_te_step_after_an_evaluation_ends_no_step(ends):
     loop = Loop(ends)
     for i in range(3):
         loop.train(i)
@@ -115,8 +113,8 @@ def test_te_step_after_an_evaluation(ends):
 
 
 @pytest.mark.parametrize('ends', ['optimizer', 'te.step'])
-def test_a_model_that_is_trained_in_eval_mode(ends):
-    "Its steps are steps, after the first without a phase; what has no gradients is an evaluation of the one before"
+def test_a_model_can_be_trained_in_eval_mode(ends):
+    "After the first step its rows have no phase. A pass without gradients is an evaluation of the step before"
     loop = Loop(ends, trains_in_eval=True)
     for i in range(3):
         loop.train(i)
@@ -125,8 +123,8 @@ def test_a_model_that_is_trained_in_eval_mode(ends):
 
 
 @pytest.mark.parametrize('ends', ['optimizer', 'te.step'])
-def test_from_train_mode_to_eval_mode(ends):
-    "The training goes on in `eval()` mode, as when normalisation is frozen: steps go on being counted"
+def test_steps_go_on_when_a_model_changes_to_eval_mode(ends):
+    "As when normalization is frozen"
     loop = Loop(ends)
     for i in range(4):
         if i==2: loop.model.eval(); loop.mode = False
@@ -135,8 +133,8 @@ def test_from_train_mode_to_eval_mode(ends):
 
 
 @pytest.mark.parametrize('ends', ['optimizer', 'te.step'])
-def test_nothing_but_evaluation(ends):
-    "Where nothing trains, te.step() makes steps of passes; nothing does where an optimizer would"
+def test_te_step_makes_steps_of_evaluations_if_nothing_trains(ends):
+    "With an optimizer they are no steps"
     loop = Loop(ends)
     for i in range(3):
         loop.evaluate(10*i)
@@ -154,16 +152,16 @@ def test_a_pass_in_train_mode_without_gradients_belongs_to_the_open_step_and_is_
     assert rows(loop.te)==[(0, None, 0, 0), (1, 'no_grad', 0, 10), (1, None, 0, 1), (2, 'no_grad', 0, 11)]
 
 
-def test_where_passes_are_steps():
-    "Without an optimizer or te.step() an evaluation is a step as any pass is"
+def test_an_evaluation_is_a_step_where_every_pass_is():
+    "Without an optimizer and te.step()"
     loop = Loop('passes')
     for i in range(2): loop.train(i); loop.evaluate(100+10*i)
     loop.te.close()
     assert rows(loop.te)==[(0, None, 0, 0), (1, None, 0, 100), (2, None, 0, 102), (3, None, 0, 1), (4, None, 0, 110), (5, None, 0, 112)]
 
 
-def test_a_schedule_and_only_training():
-    "An evaluation is recorded when the step that comes next is, or not at all"
+def test_an_evaluation_is_recorded_if_the_next_step_is():
+    "With only_training it is never recorded"
     loop = Loop('optimizer', every=2)
     for i in range(3): loop.train(i); loop.evaluate(100+10*i)
     loop.te.close()
@@ -173,8 +171,8 @@ def test_a_schedule_and_only_training():
     assert loop.te.close()['steps']==3 and rows(loop.te)==training
 
 
-def test_what_else_is_measured_after_an_evaluation():
-    "te.log joins the step before, log_model and a variable the one that comes"
+def test_te_log_joins_the_step_before_and_log_model_the_next():
+    "After an evaluation. A variable joins the next step, too"
     loop = Loop('optimizer')
     loop.te.watch_tensor('t', torch.ones(1))
     loop.train(0)
@@ -203,8 +201,8 @@ def test_disarmed_in_an_evaluation(last):
     loop.te.close()
 
 
-def test_a_closure_after_an_evaluation():
-    "Its pass is the first that tells that the evaluation is over, and its step has begun already: updates have their weights of before"
+def test_the_pass_of_a_closure_ends_the_evaluation_before():
+    "Its step has begun already, and updates use the weights from before"
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
     opt = torch.optim.SGD(model.parameters(), .5)
@@ -221,8 +219,8 @@ def test_a_closure_after_an_evaluation():
         (1, 'input', None, 1, None), (1, 'update', None, -1, None), (1, 'input', 'eval', 101, None)]
 
 
-def test_a_leaf_of_an_evaluation_hears_no_gradient_of_the_training():
-    "The same tensor is evaluated, with gradients that nobody asks for, and trained with"
+def test_a_leaf_of_an_evaluation_gets_no_gradient_of_the_training():
+    "The same tensor is evaluated with unused gradients, and used in training"
     model = nn.Linear(1, 1, bias=False)
     opt,x = torch.optim.SGD(model.parameters(), 0.),torch.ones(2, 1, requires_grad=True)
     with torchEmber(model, optimizer=opt, ttypes=('input_grad',), stats=['mean']) as te:
@@ -235,7 +233,7 @@ def test_a_leaf_of_an_evaluation_hears_no_gradient_of_the_training():
     assert [(r['step'], r['call'], r.get('phase'), r['mean']) for r in lines(te)]==[(0, 0, None, w), (1, 0, None, pytest.approx(2*w))]
 
 
-def test_an_evaluation_that_is_left_out_costs_what_calls_cost_that_nobody_is_told():
+def test_an_evaluation_left_out_costs_only_unreported_calls():
     "With `only_training`, also while a step is recorded"
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     te = torchEmber(model, only_training=True)

@@ -1,4 +1,4 @@
-"Modules and tensors that are copied, exchanged or made anew under an ember, by the user and by torch: rows keep to their names"
+"Modules and tensors that the user or torch copies, exchanges or creates again: rows keep their names"
 import copy
 import io
 import warnings

@@ -1,4 +1,4 @@
-"""Who ends steps by `te.step()` says so when the first is over: rows are then as if it had been known from the start"""
+"If `te.step()` ends the first step, earlier passes are joined: rows are as if this had been known from the start"
 from pathlib import Path
 
 import pandas as pd
@@ -62,7 +62,7 @@ cases = [dict(), dict(each=True), dict(log=True), dict(stats='numerics'), dict(s
 
 @pytest.mark.parametrize('passes', [1, 2, 3])
 @pytest.mark.parametrize('case', cases, ids=lambda c: '-'.join(map(str, c)) or 'plain')
-def test_as_if_it_had_been_known(passes, case):
+def test_passes_before_the_first_te_step_become_micro_batches(passes, case):
     (a,latest,report),(b,expected,told) = (rows(passes, known, ttypes=ttypes, **case) for known in (False, True))
     assert sorted(a.step.unique())==[0, 1, 2]
     assert not a.duplicated(key(a)).any()
@@ -78,8 +78,8 @@ def test_compiled(passes):
 
 
 @pytest.mark.parametrize('passes', [2, 3])
-def test_on_a_schedule(passes):
-    "Passes of steps that are not wanted are forgotten, and what is not in the log is not kept: there each is a step, as before"
+def test_on_a_schedule_only_passes_in_the_log_are_joined(passes):
+    "Passes of steps that are not selected are forgotten"
     df,_,report = rows(passes, False, every=every(2), steps=4)
     assert not df.duplicated(key(df)).any() and (df.step%2==0).all()
     assert report['recorded']==df.step.nunique()
@@ -88,16 +88,16 @@ def test_on_a_schedule(passes):
 @pytest.mark.parametrize('each', [True, False])
 @pytest.mark.parametrize('only', [dict(ttypes=('weight_grad',)), dict(ttypes=('output',), include='b', short=True),
     dict(ttypes=('output',), include='b', short=True, log=True)], ids=['gradients', 'layer', 'numbers'])
-def test_a_pass_of_which_nothing_was_measured(only, each):
-    "The first pass has no gradients yet; a layer is perhaps not called in the second"
+def test_passes_without_measurements_are_joined(only, each):
+    "The first pass has no gradients yet; the second may not call a layer"
     (a,_,report),(b,_,told) = (rows(3, known, each=each, **only) for known in (False, True))
     assert sorted(a.step.unique())==[0, 1, 2] and not a.duplicated(key(a)).any()
     same(a, b)
     assert report['steps']==told['steps']==3
 
 
-def test_what_was_read_stays_a_step():
-    "Somebody looks at one pass, and trains then"
+def test_a_pass_that_was_read_stays_a_step():
+    "The user looks at one pass, and trains afterwards"
     m = nn.Linear(3, 1)
     te = torchEmber(m, ttypes=('input',))
     m(torch.ones(2, 3))
@@ -109,16 +109,15 @@ def test_what_was_read_stays_a_step():
     assert te.close()['steps']==3 and te.t.df[['step', 'mean']].values.tolist()==[[0, 1], [1, 2.5], [2, 5]]
 
 
-def test_by_functions_of_the_users():
-    "Which cannot be merged: a row for each pass, once what a step has once. The first pass was written without its number"
+def test_custom_rows_of_joined_passes_are_numbered():
+    "They cannot be merged: each pass has a row, and rows of parameters come once. The first pass was written without its number"
     (a,*_),(b,*_) = (rows(2, known, stats=own) for known in (False, True))
     a,b = (d.assign(micro=d.micro.fillna(0).astype(int)) for d in (a, b))
     assert not a.duplicated(key(a)).any()
     same(a.sort_values(key(a), ignore_index=True), b.sort_values(key(b), ignore_index=True))
 
 
-def test_steps_by_passes_stay_steps():
-    "Weights that changed in between are of another step"
+def test_passes_with_other_weights_stay_steps():
     m = nn.Linear(3, 1)
     o,te = torch.optim.SGD(m.parameters(), .1),torchEmber(m)
     for _ in range(4): # as long as nothing is said, passes are steps
@@ -136,7 +135,7 @@ def test_steps_by_passes_stay_steps():
     assert sorted(df.step.unique())==[0, 1, 2, 3, 4, 5] and (df[df.ttype=='input'].numel.fillna(6)==[6]*4+[12]*2).all()
 
 
-def test_an_evaluation_in_between_is_no_part_of_it():
+def test_an_evaluation_between_passes_is_not_joined():
     m = nn.Sequential(nn.Linear(3, 1), nn.Dropout())
     te = torchEmber(m, ttypes=('input',))
     m(torch.ones(2, 3))
@@ -158,8 +157,8 @@ def test_too_many_passes_are_steps():
     assert te.close()['steps']==ProvisionalSteps.most+2 and te.t.df.step.nunique()==ProvisionalSteps.most+2
 
 
-def test_nothing_waits_for_it():
-    "What the first pass brought is on its way to the file when the next begins; where nothing can be trained with, that of each"
+def test_the_first_pass_is_written_before_the_next_begins():
+    "If nothing can be trained, so is every pass"
     m = nn.Linear(3, 1)
     def lines(te):
         te.t.file.flush()
@@ -177,7 +176,7 @@ def test_nothing_waits_for_it():
     te.close()
 
 
-def test_armed_anew_in_between():
+def test_rearming_between_passes_repeats_no_row():
     m = nn.Linear(3, 1)
     te = torchEmber(m, ttypes=('output',))
     for _ in range(2): m(torch.ones(2, 3))
@@ -192,8 +191,8 @@ def test_armed_anew_in_between():
 
 
 @pytest.mark.parametrize('brings', [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1)], ids=str)
-def test_passes_that_bring_nothing(brings):
-    "They are passes all the same, and nothing is counted in their place"
+def test_passes_without_rows_count_as_passes(brings):
+    "Nothing else is counted in their place"
     def got(known):
         m = nn.Linear(3, 1)
         te = torchEmber(m, ttypes=('output_grad',), stats=['mean', 'numel'])
@@ -210,8 +209,8 @@ def test_passes_that_bring_nothing(brings):
     assert [r[0] for r in got(True)[0]]==([0, 1] if any(brings) else [])
 
 
-def test_who_ends_a_step_and_which_number_it_has_can_be_said_at_once(tmp_path):
-    "With ends='step' a step is over where te.step() is, from the first one on and whoever steps; it begins with first_step"
+def test_ends_and_first_step_fix_the_first_step_in_advance(tmp_path):
+    "With ends='step' only te.step() ends a step, from the first step on. Steps begin with first_step"
     model = nn.Linear(2, 1)
     opt = torch.optim.SGD(model.parameters(), .1)
     for optimizer in (None, opt):
@@ -229,8 +228,8 @@ def test_who_ends_a_step_and_which_number_it_has_can_be_said_at_once(tmp_path):
         with pytest.raises(ValueError, match='first_step is a number from 0'): torchEmber(model, first_step=n)
 
 
-def test_a_run_goes_on_at_a_step_of_a_checkpoint(tmp_path):
-    "Steps that are left out, or not to be recorded, have no rows; those of the run are never recorded again"
+def test_a_run_continues_at_the_step_of_a_checkpoint(tmp_path):
+    "Steps that are left out or not selected have no rows. Recorded steps are never recorded again"
     model = nn.Linear(2, 3)
     def go(n, **kw):
         with torchEmber(model, name='r', include='', ttypes='output', stats='mean', home=tmp_path, **kw) as te:

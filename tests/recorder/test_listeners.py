@@ -1,4 +1,4 @@
-"""Whoever listens to a run's rows gets exactly what the file gets, and nobody waits for it or is harmed by it: not training, file, nor others who listen"""
+"Listeners get exactly the rows that the file gets. They delay and harm neither training nor file nor other listeners"
 import json
 import signal
 import textwrap
@@ -53,8 +53,8 @@ def until(true, seconds=20.):
 
 # ---- the same as in the file
 
-def test_an_optimizers_steps_off_schedule_numbers_marks_and_functions_of_the_user(tmp_path):
-    "Built-in statistics that are lines, rows with care, NaN, those of a function and of te.log; what is not on the schedule is no step to anybody"
+def test_listeners_get_every_kind_of_row(tmp_path):
+    "Lines and dicts, NaN, functions of the user and te.log. Steps that the schedule leaves out are not reported"
     model,a,b = net(),Heard(),Heard()
     opt = torch.optim.SGD(model.parameters(), .1)
     te = torchEmber(model, opt, ttypes=('input', 'output', 'weight_grad', 'update'), every=2, home=tmp_path)
@@ -72,8 +72,8 @@ def test_an_optimizers_steps_off_schedule_numbers_marks_and_functions_of_the_use
     assert any(r.get('nan') for r in a.rows) and any(r.get('of')=='me' for r in a.rows) and len(a.rows)>len(b.rows)
 
 
-def test_passes_that_turn_out_to_be_one_step(tmp_path):
-    "Nobody is told of a step that is none: three passes that `te.step()` joins, with what supersedes"
+def test_listeners_get_joined_passes_as_one_step(tmp_path):
+    "`te.step()` joins three passes. Listeners get the joined step, with the rows that supersede"
     model,heard = net(),Heard()
     te = torchEmber(model, home=tmp_path)
     te.t.listen(heard)
@@ -85,7 +85,7 @@ def test_passes_that_turn_out_to_be_one_step(tmp_path):
     assert same(heard, te.t) and set(heard.steps)=={0, 1} and any(r.get('supersedes') for r in heard.rows)
 
 
-def test_what_was_read_in_the_midst_grows_and_supersedes(tmp_path):
+def test_rows_read_within_a_step_are_superseded_for_listeners(tmp_path):
     model,heard = net(),Heard()
     te = torchEmber(model, torch.optim.SGD(model.parameters(), .1), ttypes='output', home=tmp_path)
     te.t.listen(heard)
@@ -96,8 +96,8 @@ def test_what_was_read_in_the_midst_grows_and_supersedes(tmp_path):
     assert same(heard, te.t) and set(heard.steps)=={0} and [any(r.get('supersedes') for r in rows) for _,rows in heard]==[False, True, True]
 
 
-def test_an_evaluation_a_late_loss_and_a_skipped_step(tmp_path):
-    "They are of the step before, and come by themselves"
+def test_listeners_get_evaluations_late_losses_and_skipped_steps(tmp_path):
+    "They belong to the step before, and come in batches of their own"
     model,heard = net(),Heard()
     opt = torch.optim.SGD(model.parameters(), .1)
     scaler = torch.amp.GradScaler('cpu', init_scale=4.)
@@ -116,8 +116,8 @@ def test_an_evaluation_a_late_loss_and_a_skipped_step(tmp_path):
     assert {r['step'] for r in heard.rows if r.get('phase')=='eval'}=={0, 1, 2}
 
 
-def test_rows_of_the_user_and_a_run_that_goes_on(tmp_path):
-    "A tracker without a model is listened to, too; what was there before it goes on is told to nobody"
+def test_listeners_of_a_resumed_run_get_new_rows_only(tmp_path):
+    "A tracker without a model has listeners, too"
     t,heard = emberTracker('mine', tmp_path),Heard()
     t + {'step': 0, 'loss': 1.}
     with t.listen(heard):
@@ -140,8 +140,8 @@ def test_rows_of_the_user_and_a_run_that_goes_on(tmp_path):
     assert repr(more.rows)==repr(in_file(te.t)[old:]) and set(more.steps)=={1}
 
 
-def test_a_listener_is_told_what_the_file_has_already(tmp_path):
-    "And may read the run, note numbers, ask for rows, and end its own listening"
+def test_the_file_has_a_row_before_a_listener_gets_it(tmp_path):
+    "A listener may read the run, note numbers, request rows, and remove itself"
     model,seen = net(),[]
     te = torchEmber(model, torch.optim.SGD(model.parameters(), .1), ttypes='output', home=tmp_path)
     def f(step, rows):
@@ -159,8 +159,8 @@ def test_a_listener_is_told_what_the_file_has_already(tmp_path):
     assert {r['step']: r.get('seen') for r in te.t.lines()}=={0: None, 1: 0, 2: 1, 3: 1}
 
 
-def test_of_the_open_step_all_is_told_and_of_steps_before_nothing(tmp_path):
-    "Also when the writer had not come to these yet; a listener knows where in the file it begins"
+def test_a_new_listener_gets_the_whole_open_step_and_no_earlier_step(tmp_path):
+    "Also if the writer has not reached the earlier steps yet. A listener knows its first byte in the file"
     t,heard = emberTracker('mine', tmp_path),Heard()
     for i in range(3): t.put(lambda i=i: [{'step': i}], True)
     listening = t.listen(heard)
@@ -179,8 +179,8 @@ def test_of_the_open_step_all_is_told_and_of_steps_before_nothing(tmp_path):
     assert repr(heard.rows)==repr([r for r in in_file(te.t) if r['step']==1]) and {r['tname'] for r in heard.rows}=={'output_0'} and len(heard.rows)==4
 
 
-def test_listeners_that_note_something_at_each_call(tmp_path):
-    "Nobody is told of what it has caused itself, also by way of others: two that answer each other come to an end. Whoever notes nothing gets it all"
+def test_listeners_do_not_get_the_rows_that_they_cause(tmp_path):
+    "Not through others either: two listeners that answer each other stop. A listener that notes nothing gets all rows"
     model,spy,calls = net(),Heard(),{'a': [], 'b': [], 'c': []}
     te = torchEmber(model, torch.optim.SGD(model.parameters(), .1), ttypes='output', home=tmp_path)
     def notes(name, say):
@@ -203,8 +203,8 @@ def test_listeners_that_note_something_at_each_call(tmp_path):
 # ---- nobody is harmed
 
 @pytest.mark.parametrize('error', [ValueError('too much'), SystemExit(3), KeyboardInterrupt()])
-def test_one_that_raises(tmp_path, error):
-    "It is told of the next steps; the user once, and in the end how many it lost. Others get everything"
+def test_a_listener_that_raises_gets_the_next_steps(tmp_path, error):
+    "The user gets one warning, and the number of lost rows at the end. Other listeners get everything"
     model,good,got = net(),Heard(),[]
     te = torchEmber(model, torch.optim.SGD(model.parameters(), .1), ttypes='output', home=tmp_path)
     def bad(step, rows):
@@ -222,8 +222,8 @@ def test_one_that_raises(tmp_path, error):
     assert [r for r in report['remarks'] if 'odd' in r]==[f'the odd one lost rows of 2 steps: {type(error).__name__}: {error} (at step 1).']
 
 
-def test_one_that_hangs(tmp_path, monkeypatch):
-    "Training, file and another one go on; who ends the run waits for a while, once, and says it. Its oldest rows are lost when its queue is full"
+def test_a_listener_that_hangs_delays_only_the_end_of_the_run(tmp_path, monkeypatch):
+    "Training, file and other listeners continue. The end waits once and warns. If the queue is full, the oldest rows are lost"
     monkeypatch.setattr(Listener, 'patience', .3)
     monkeypatch.setattr(BoundedQueue, 'max_pieces', 3)
     model,good,goes_on,got = net(),Heard(),threading.Event(),[]
@@ -252,8 +252,8 @@ def test_one_that_hangs(tmp_path, monkeypatch):
     te.close()
 
 
-def test_rows_that_wait_are_bounded_in_bytes(monkeypatch):
-    "One piece is told however large it is"
+def test_queued_rows_are_bounded_in_bytes(monkeypatch):
+    "A single batch is reported, however large"
     goes_on,got = threading.Event(),[]
     l = Listener(lambda step, rows: (got.append((step, len(rows[0]['of']))), goes_on.wait()))
     l.queue.max_bytes = 100
@@ -267,8 +267,8 @@ def test_rows_that_wait_are_bounded_in_bytes(monkeypatch):
     assert got==[(0, 5), (3, 300)] and l.lost.count==2
 
 
-def test_nobody_is_told_any_more(tmp_path):
-    "After close(), which waits for what there was; nor is there a thread when the run is gone"
+def test_no_listener_is_called_after_close(tmp_path):
+    "close() waits for queued rows. The thread ends with the run"
     t,heard = emberTracker('mine', tmp_path),Heard()
     slow = t.listen(lambda step, rows: (time.sleep(.01), heard(step, rows)))
     for i in range(9): t + {'step': i}
@@ -286,16 +286,14 @@ def test_nobody_is_told_any_more(tmp_path):
     assert heard.steps==[*range(12)][:9]+[10, 11] and last.thread is None
 
 
-def test_rows_cost_nothing_when_nobody_listens(tmp_path):
-    "Nothing is kept for anybody"
+def test_without_listeners_nothing_is_queued(tmp_path):
     t = emberTracker('mine', tmp_path)
     t.put(lambda: [{'step': 0}], True)
     t.barrier()
     assert not t.file.listeners.pieces and not t.file.listeners.all
 
 
-def test_a_disk_that_refuses(tmp_path):
-    "Listeners are told all the same, once"
+def test_listeners_get_rows_once_although_the_disk_is_full(tmp_path):
     t,heard = emberTracker('mine', tmp_path),Heard()
     t.listen(heard)
     t + {'step': 0}
@@ -329,12 +327,12 @@ program = """if True:
 
 
 @pytest.mark.slow
-def test_the_end_of_the_interpreter(tmp_path):
-    "All that is in the file was told, though nobody has closed the run"
+def test_listeners_get_all_rows_of_an_unclosed_run(tmp_path):
+    "The interpreter ends, and all rows in the file have been reported"
     assert run(program+'    te.t.listen(say); train(3)', tmp_path)[:2]==(0, '0:2 1:1 2:1 ')
 
 
-def test_the_end_of_the_interpreter_does_not_wait_for_one_that_hangs(tmp_path):
+def test_the_interpreter_does_not_wait_for_a_listener_that_hangs(tmp_path):
     began = time.monotonic()
     code,out,err = run(program+"""
     from torchember.store.listeners import Listener
@@ -344,8 +342,7 @@ def test_the_end_of_the_interpreter_does_not_wait_for_one_that_hangs(tmp_path):
     assert [r['step'] for r in emberTracker('r', tmp_path).lines()]==[0, 0, 1, 2] # the first one has the learning rate
 
 
-def test_a_kill(tmp_path):
-    "What a listener was told is in the file"
+def test_after_a_kill_the_file_has_all_reported_rows(tmp_path):
     code,out,_ = run(program+"""
     told = threading.Event()
     def kills(step, rows):
@@ -357,8 +354,8 @@ def test_a_kill(tmp_path):
     assert [r['step'] for r in parse((tmp_path/'log'/'r').read_bytes())[0]][:4]==[0, 0, 1, 2]
 
 
-def test_a_forked_process(tmp_path):
-    "It tells nobody, and its end waits for nobody; the other one goes on"
+def test_a_forked_process_calls_no_listener(tmp_path):
+    "It ends without waiting, and the parent continues"
     code,out,err = run(program+"""
     gate = threading.Event()
     def waits(step, rows): gate.wait(); say(step, rows)
@@ -379,8 +376,7 @@ def test_a_forked_process(tmp_path):
     assert (code, out)==(0, 'child 0:2 1:1 2:1 '), err
 
 
-def test_the_file_is_the_first(tmp_path):
-    "Before anybody is told, the file has the rows; and rows are made once"
+def test_rows_are_made_once_and_written_before_they_are_reported(tmp_path):
     t,got,made = emberTracker('mine', tmp_path),[],[]
     def look(rows): got.append([r['step'] for r in rows if isinstance(r, dict)]+[r['step'] for r in in_file(t)])
     listen_directly(t.file, look, lambda: None)
@@ -390,15 +386,15 @@ def test_the_file_is_the_first(tmp_path):
     assert got==[[0, 0], [1, 0, 1], [2, 0, 1, 2]] and made==[0, 1, 2]
 
 
-def test_steps_are_counted_that_lost_rows_and_not_pieces():
+def test_lost_rows_are_counted_in_steps_not_in_batches():
     l = Listener(lambda step, rows: 1/0)
     for i in (0, 0, 1, None, None, 2, 2): l.put([{'step': i}], json.dumps({'step': i}).encode()+b'\n')
     l.close()
     assert l.lost.count==4 and 'lost rows of 4 steps: ZeroDivisionError' in l.remark()
 
 
-def test_steps_that_passes_ended_are_written_in_their_order(tmp_path):
-    "They wait for `te.step()`, which might join them; whatever ends the wait, the log has them one after the other"
+def test_steps_ended_by_passes_are_written_in_order(tmp_path):
+    "They are kept back because `te.step()` might join them. Whatever ends this, the log has them in order"
     model,x = nn.Linear(2, 1),torch.ones(1, 2)
     with torchEmber(model, name='a', home=tmp_path) as te:
         got = []

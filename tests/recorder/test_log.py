@@ -1,4 +1,4 @@
-"te.log: a number joins the step that it is of, with the marks of its time"
+"te.log adds a number to the step of the last pass, with the marks of that time"
 from tensor_rows import df, lines
 import pytest
 import torch
@@ -28,8 +28,8 @@ def test_log_joins_the_step_that_closed():
     assert steps(te)==[0, 1, 2, 3]
 
 
-def test_log_inside_of_a_step():
-    "Called between forward and step, it is of the step that is open; one row for each call"
+def test_log_within_a_step_joins_that_step():
+    "Called between forward and step. Each call has its row"
     model = seeded()
     opt = momentum(model)
     with torchEmber(model, optimizer=opt) as te:
@@ -44,8 +44,8 @@ def test_log_inside_of_a_step():
         row for i in range(4) for row in ((i, i, None, None), (i, None, 10*i, None), (i, None, None, 100*i))]
 
 
-def test_calls_count_the_numbers_that_are_logged():
-    "Before and after the end of a step they are of that step, one after another, and the next one begins at 0"
+def test_calls_of_log_are_counted_in_each_step():
+    "Also after the end of the step. The next step begins at 0"
     model = seeded()
     opt = momentum(model)
     with torchEmber(model, optimizer=opt) as te:
@@ -59,14 +59,14 @@ def test_calls_count_the_numbers_that_are_logged():
         (s, *rest) for s in (0, 1) for rest in ((0, 1., None), (1, None, 2.), (2, None, 3.))]
 
 
-def test_log_where_passes_are_steps():
+def test_log_joins_the_last_pass_where_passes_are_steps():
     model = seeded()
     with torchEmber(model) as te:
         for i,(x,_) in enumerate(batches()): model(x); te.log(loss=i)
     assert [(r['step'], r['loss']) for r in scalars(te)]==[(i, i) for i in range(4)] and steps(te)==[0, 1, 2, 3]
 
 
-def test_log_where_te_step_closes():
+def test_log_after_te_step_joins_the_step_before():
     model = seeded()
     with torchEmber(model) as te:
         for i,(x,y) in enumerate(batches()):
@@ -76,8 +76,8 @@ def test_log_where_te_step_closes():
     assert [(r['step'], r['loss']) for r in scalars(te)]==[(i, i) for i in range(4)] and steps(te)==[0, 1, 2, 3]
 
 
-def test_log_of_a_validation():
-    "It joins the step that was just closed, after which the model was validated, and so do the rows of the pass itself"
+def test_log_of_a_validation_joins_the_step_before():
+    "The rows of the validation pass join the same step"
     model = seeded()
     opt = momentum(model)
     with torchEmber(model, optimizer=opt) as te:
@@ -89,8 +89,7 @@ def test_log_of_a_validation():
     assert [r['step'] for r in scalars(te)]==[0, 1, 2] and [r['step'] for r in outputs(te, phase='eval')]==[0, 1, 2]
 
 
-def test_log_off_schedule():
-    "The loss of each step is written, also where nothing else is"
+def test_log_is_written_in_steps_that_are_not_selected():
     model = seeded()
     opt = momentum(model)
     with torchEmber(model, optimizer=opt, every=10) as te:
@@ -124,8 +123,8 @@ def test_log_keeps_the_marks_of_its_time():
     assert [(r['step'], r['epoch']) for r in scalars(te)]==[(0, 0), (1, 1)]
 
 
-def test_a_loss_is_logged_not_marked():
-    "A float that changes step after step was meant for te.log: said once"
+def test_a_mark_that_changes_with_each_step_warns_once():
+    "Such a float was meant for te.log"
     model = seeded()
     opt = momentum(model)
     with heard('te.log') as said, torchEmber(model, optimizer=opt) as te:
@@ -133,8 +132,8 @@ def test_a_loss_is_logged_not_marked():
     assert len(said)==1
 
 
-def test_a_mark_that_says_which_piece(monkeypatch):
-    "`part` is the user's, but for a run of several processes, whose rows have one of their own"
+def test_a_mark_may_be_named_part_except_in_a_run_of_several_processes(monkeypatch):
+    "Rows of several processes have a column of this name"
     for k,v in dict(RANK='1', WORLD_SIZE='2').items(): monkeypatch.setenv(k, v)
     model = seeded()
     with torchEmber(model) as te:

@@ -1,4 +1,4 @@
-"Gradients that were there before: a frozen parameter has a gradient in the log only if this run has brought it"
+"A frozen parameter has a gradient in the log only if this run has produced it"
 import pytest
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"Optimizers that hold another, that take two steps for one, or that call themselves: what is recorded is what the outer step did"
+"Optimizers that wrap another, take two steps for one, or call themselves: the outer step is recorded"
 import copy
 import gc
 import warnings
@@ -141,8 +141,8 @@ def step_replaced(model, opt, x, y):
 @each_sam
 @pytest.mark.parametrize('loop', [by_hand_in_two, by_closure, step_replaced])
 @pytest.mark.parametrize('given', ['outer', 'inner'])
-def test_sam(make, loop, given):
-    "One step of two halves: weights before the first, the gradients of the second, the update of both"
+def test_sam_has_one_step_of_two_halves(make, loop, given):
+    "Weights before the first half, gradients of the second, the update of both"
     model = seeded()
     opt,truth = make(model.parameters(), torch.optim.SGD, lr=.1, momentum=.9),Truth(model)
     with heard() as said, torchEmber(model, optimizer=opt if given=='outer' else opt.base_optimizer, ttypes=ALL) as te:
@@ -178,8 +178,8 @@ def test_step_replaced_before_and_after_arming():
 
 @each_lookahead
 @pytest.mark.parametrize('closure', [False, True])
-def test_lookahead(make, closure):
-    "An update is what the outer step did, also where the slow weights pull back"
+def test_the_update_of_lookahead_is_that_of_the_outer_step(make, closure):
+    "Also where the slow weights pull back"
     model = seeded()
     opt,truth = make(sgd(model.parameters()), k=2),Truth(model)
     with heard() as said, torchEmber(model, optimizer=opt, ttypes=ALL) as te:
@@ -196,7 +196,7 @@ def test_lookahead(make, closure):
 
 
 @each_lookahead
-def test_disarming_gives_an_outer_optimizer_back(make):
+def test_disarming_restores_an_outer_optimizer(make):
     model = seeded()
     opt = make(sgd(model.parameters()))
     before = left(model, opt, opt.optimizer)
@@ -206,8 +206,8 @@ def test_disarming_gives_an_outer_optimizer_back(make):
 
 
 @each_lookahead
-def test_the_inner_optimizer_of_a_lookahead(make):
-    "Who hands over the inner one has its steps, no more and no fewer"
+def test_the_inner_optimizer_of_a_lookahead_ends_the_steps_if_given(make):
+    "It ends as many steps as it takes"
     model = seeded()
     opt = make(sgd(model.parameters()))
     with torchEmber(model, optimizer=opt.optimizer, ttypes=('weight', 'weight_grad', 'optimizer')) as te: seen = by_hand(model, opt, batches(5))
@@ -230,8 +230,8 @@ def test_an_optimizer_in_an_optimizer_in_an_optimizer():
 
 @pytest.mark.parametrize('make', [Super, Twice])
 @pytest.mark.parametrize('closure', [False, True])
-def test_a_step_that_calls_the_step_above(make, closure):
-    "Torch's hooks run for each of them: one step all the same"
+def test_a_step_that_calls_the_step_of_its_base_class_is_one_step(make, closure):
+    "Torch runs its hooks for both"
     torch.optim.Adam(Net().parameters()) # from now on Adam.step itself calls hooks
     model = seeded()
     opt,truth = make(model.parameters(), .1),Truth(model)
@@ -248,8 +248,8 @@ def test_a_step_that_calls_the_step_above(make, closure):
     assert not said and len(table(te, 'optimizer'))==3*4*2
 
 
-def test_a_step_that_steps_several_times():
-    "An outer step that takes three inner ones on the same gradients"
+def test_an_outer_step_with_several_inner_steps_is_one_step():
+    "It takes three inner steps on the same gradients"
     class Thrice(torch.optim.SGD):
         def step(self, closure=None):
             for _ in range(3): super().step()
@@ -268,8 +268,8 @@ def test_a_step_that_steps_several_times():
 
 # ---- those who listen, too
 
-def test_hooks_and_schedulers_of_others():
-    "A learning rate scheduler, which wraps `step`, and hooks of the user's: called as often as without us. Gradients that a hook clips are clipped"
+def test_hooks_and_schedulers_of_the_user_run_as_often_as_before():
+    "A learning rate scheduler wraps `step`. Gradients that a hook clips are recorded as clipped"
     after = []
     for armed in (False, True):
         model,calls = seeded(),[]
@@ -289,8 +289,7 @@ def test_hooks_and_schedulers_of_others():
     assert all(max(abs(r['max']), abs(r['min']))<=.01 for r in table(te, 'weight_grad').values())
 
 
-def test_several_optimizers_with_closures():
-    "The step is over when each has stepped"
+def test_a_step_ends_when_all_optimizers_with_closures_have_stepped():
     model,seen = seeded(),[]
     opts = [momentum(model.a), momentum(model.b)]
     with torchEmber(model, optimizer=opts, ttypes=ALL) as te:
@@ -305,8 +304,8 @@ def test_several_optimizers_with_closures():
     said_of_parameters(te, 'weight_grad', seen)
 
 
-def test_an_inner_and_its_outer_handed_over_together():
-    "The same parameters twice: the steps are not counted twice, and nothing waits for ever"
+def test_an_optimizer_given_with_its_wrapper_counts_once():
+    "They have the same parameters. No step waits forever"
     model = seeded()
     inner = sgd(model.parameters())
     opt,truth = Lookahead(inner),Truth(model)
@@ -326,8 +325,8 @@ either = pytest.mark.parametrize('make', [lambda o: o, Lookahead], ids=['plain',
 
 @either
 @pytest.mark.parametrize('first', [0, 1])
-def test_one_optimizer_of_two_models(make, first):
-    "Two embers listen to it: each has its own model's rows, and whichever is closed first, nothing is left"
+def test_two_embers_can_share_an_optimizer(make, first):
+    "Each has the rows of its model. After both are closed, nothing is left on the optimizer"
     models = [seeded(seed=k) for k in (0, 1)]
     inner = sgd([p for m in models for p in m.parameters()])
     opt,seen = make(inner),([], [])
@@ -345,8 +344,8 @@ def test_one_optimizer_of_two_models(make, first):
 
 
 @either
-def test_a_copied_optimizer(make):
-    "A deep copy of model and optimizer steps by itself, and nobody hears it"
+def test_steps_of_a_copied_optimizer_are_not_recorded(make):
+    "A deep copy of model and optimizer steps by itself"
     model = seeded()
     opt = make(sgd(model.parameters()))
     with torchEmber(model, optimizer=opt) as te:
@@ -362,8 +361,8 @@ def test_a_copied_optimizer(make):
 
 @either
 @pytest.mark.parametrize('closed', [False, True])
-def test_an_optimizer_is_let_go_of(make, closed):
-    "Armed or closed, ember, model and optimizer keep each other no longer than the user keeps them"
+def test_an_ember_keeps_no_optimizer_alive(make, closed):
+    "Armed or closed: ember, model and optimizer live as long as the user keeps them"
     def run():
         model = seeded()
         opt = make(sgd(model.parameters()))
@@ -377,8 +376,8 @@ def test_an_optimizer_is_let_go_of(make, closed):
 
 
 @either
-def test_one_that_is_not_the_models(make):
-    "Refused at once; and the model can be armed after that"
+def test_an_optimizer_of_another_model_is_refused(make):
+    "The error comes at once, and the model can be armed afterwards"
     model = seeded()
     opt,before = make(sgd(model.parameters())),left(model)
     with pytest.raises(ValueError, match='parameter'): torchEmber(model, optimizer=make(sgd(seeded().parameters())))

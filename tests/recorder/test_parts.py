@@ -1,4 +1,4 @@
-"What one rank holds of a tensor, and passes that are no training: placements, ratios of shards, a pipeline that asks for shapes"
+"Parts of tensors that a rank holds, and passes that are no training: placements, ratios of shards, a pipeline that asks for shapes"
 import json
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"A plan says what a recorded step then writes, and leaves the model as it was"
+"A plan lists the rows of a recorded step, and leaves the model as it was"
 from tensor_rows import df, is_computed, lines
 import copy
 import inspect

@@ -1,4 +1,4 @@
-"""A statistic of the user's may draw random numbers: the training draws the same ones as without it"""
+"A statistic of the user may draw random numbers without changing those of the training"
 import random
 import threading
 
@@ -48,15 +48,15 @@ def train(stats=None, steps=6, compiled=False, **kw):
 
 @pytest.mark.parametrize('fails', [False, True])
 @pytest.mark.parametrize('draw', [by_torch, by_numpy, by_python, by_normals])
-def test_the_training_is_the_same(draw, fails, recwarn):
+def test_the_training_draws_the_same_numbers(draw, fails, recwarn):
     alone,_ = train()
     seen,rows = train(drawn(draw, fails))
     assert seen==alone
     assert rows.step.nunique()==6 and ('error' in rows)==fails
 
 
-def test_beyond_the_first_rows(monkeypatch):
-    "Who has drawn from numpy's generator is followed for good, and who has not is left alone"
+def test_generators_are_restored_after_the_first_rows_if_used(monkeypatch):
+    "A function that has drawn from numpy's generator is followed for good. Another function is left alone"
     monkeypatch.setattr(Generators, 'tries', 3)
     alone,_ = train()
     for draw in (by_torch, by_numpy, by_python, by_normals): assert train(drawn(draw))[0]==alone
@@ -67,13 +67,13 @@ def test_beyond_the_first_rows(monkeypatch):
         assert (np.random.get_state()[2]==at)==(i!=4) # what begins to draw after that is not noticed, as the page says
 
 
-def test_compiled():
+def test_compiled_training_draws_the_same_numbers():
     alone,_ = train(compiled=True)
     assert train(drawn(by_torch), compiled=True)[0]==alone
 
 
-def test_draws_go_on():
-    "A statistic's own numbers are not the same again and again, also where the training draws none; and a seed decides them"
+def test_the_draws_of_a_statistic_continue():
+    "Its numbers do not repeat, also if the training draws none. A seed decides them"
     def run(seed):
         torch.manual_seed(seed)
         m = nn.Linear(50, 1)
@@ -89,8 +89,7 @@ def test_draws_go_on():
     assert len(first)==8 and len({tuple(a) for a in first})==8 and run(0)==first!=run(1)
 
 
-def test_only_around_functions_of_the_users(monkeypatch):
-    "Built-in statistics cost nothing of it"
+def test_built_in_statistics_save_no_generator(monkeypatch):
     monkeypatch.setattr(step_buffer, 'torch_generators', lambda device: 1/0)
     m = nn.Linear(3, 1)
     te = torchEmber(m, stats='full', on_error='raise')
@@ -99,8 +98,8 @@ def test_only_around_functions_of_the_users(monkeypatch):
     te.close()
 
 
-def test_nested_and_in_threads():
-    "A statistic may call another; and those of two threads do not mix their generators up with the training's"
+def test_nested_statistics_and_threads_keep_generators_apart():
+    "A statistic may call another. Two threads do not mix their generators with the training's"
     g,inner = Generators(),lambda x: torch.rand(())
     before = torch.get_rng_state()
     g.call(lambda x: (torch.rand(()), g.call(inner, x), torch.rand(())), torch.ones(1))
@@ -111,8 +110,8 @@ def test_nested_and_in_threads():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_notes_a_number():
-    "A statistic may note one, in any thread: the run's lock is taken before that of the generators, whoever asks"
+def test_a_statistic_may_log_a_number_in_any_thread():
+    "The lock of the run is taken before that of the generators"
     asked = []
     def free(te):
         got = te.recorder.lock.acquire(blocking=False)

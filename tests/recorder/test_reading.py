@@ -1,4 +1,4 @@
-"Who reads in the midst of a training takes nothing from its rows, and what is put beside them stands where it belongs"
+"Reading within a training takes nothing from the rows, and rows that are added meanwhile have their place"
 import warnings
 
 import pytest
@@ -9,8 +9,8 @@ from torch import nn
 from torchember import torchEmber
 
 
-def test_reading_changes_nothing():
-    "Accumulation with a table after each micro-batch: the rows are those of the whole step all the same"
+def test_reading_a_table_between_micro_batches_changes_no_row():
+    "Gradients are accumulated over several micro-batches. The rows are those of the whole step"
     tables = []
     for reads in (False, True):
         torch.manual_seed(0)
@@ -41,7 +41,7 @@ def test_a_row_of_the_user_is_part_of_the_latest_step():
     te.close()
 
 
-def test_log_model_sees_what_data_wrote():
+def test_log_model_sees_values_written_through_data():
     model = nn.Linear(4, 2)
     te = torchEmber(model)
     te.log_model()
@@ -64,8 +64,8 @@ def test_marks_hide_nothing():
 
 
 @pytest.mark.parametrize('read', [False, True])
-def test_a_probe_that_is_asked_several_times(read):
-    "Each has its row, whether somebody reads in between or not"
+def test_each_call_of_a_probe_has_its_row(read):
+    "With and without reading in between"
     class Probes(nn.Module):
         def __init__(self): super().__init__(); self.fc = nn.Linear(1, 1)
         def forward(self, x):
@@ -80,8 +80,7 @@ def test_a_probe_that_is_asked_several_times(read):
 
 
 @pytest.mark.parametrize('read', [False, True])
-def test_ratio_of_an_update(read):
-    "Reading in between takes nothing from it"
+def test_reading_does_not_change_the_ratio_of_an_update(read):
     model = nn.Linear(2, 1, bias=False)
     opt = torch.optim.SGD(model.parameters(), lr=.1)
     te,want = torchEmber(model, optimizer=opt, ttypes=('weight', 'update')),[]

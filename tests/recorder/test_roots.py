@@ -1,4 +1,4 @@
-"A root that is not called: the parts of a model run by themselves, once or several times, also compiled"
+"A root that is never called: its parts run by themselves, once or several times, also compiled"
 from tensor_rows import df as rows_of
 from tensor_rows import lines
 import gc
@@ -24,8 +24,8 @@ class VAE(nn.Module):
 
 
 @pytest.mark.parametrize('with_optimizer', [False, True])
-def test_a_root_that_is_not_called(with_optimizer):
-    "The step is over when the module that began it is called again, or when the optimizer has stepped"
+def test_steps_of_a_root_that_is_not_called_end(with_optimizer):
+    "When the module that began the step is called again, or the optimizer has stepped"
     model,short = seeded(VAE),None
     opt = momentum(model)
     with heard() as said, torchEmber(model, ttypes=('input', 'output', 'weight'), **(dict(optimizer=opt) if with_optimizer else {})) as te:
@@ -53,8 +53,8 @@ def test_the_log_of_a_root_that_is_not_called_does_not_grow():
             assert not [o for o in gc.get_objects() if type(o) is list and len(o)>100 and 'exit model(VAE).dec(Linear)' in [s for s in o if type(s) is str]]
 
 
-def test_micro_batches_of_a_root_that_is_not_called():
-    "The passes of a step merge, as they do where the root is called"
+def test_micro_batches_of_parts_are_merged():
+    "As where the root is called"
     model = seeded(VAE)
     opt = momentum(model)
     with torchEmber(model, optimizer=opt, ttypes=('input', 'output', 'weight', 'weight_grad')) as te:
@@ -68,7 +68,7 @@ def test_micro_batches_of_a_root_that_is_not_called():
         says({**r, 'shape': x.shape}, x)
 
 
-def test_one_part_alone():
+def test_one_part_called_alone_is_recorded():
     "A LightningModule whose training_step calls self.net"
     class Lit(nn.Module):
         def __init__(self): super().__init__(); self.net = Net()
@@ -78,8 +78,8 @@ def test_one_part_alone():
     assert steps(te)==[0, 1, 2, 3, 4] and len(table(te, 'output'))==5*4 and len(table(te, 'weight'))==5*4
 
 
-def test_weights_of_parts_that_no_call_reaches():
-    "Of a part that is called alone they are recorded with it, however deep they are; and none of a part beside it"
+def test_a_part_called_alone_records_all_weights_inside():
+    "However deep. Weights of a part beside it are not recorded"
     class Uses(nn.Module):
         def __init__(self): super().__init__(); self.a = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.Sequential(nn.Sequential(nn.Linear(3, 3))))
         def forward(self, x): return nn.functional.linear(nn.functional.linear(x, self.a[0][0].weight), self.a[1][0][0].weight)
@@ -93,8 +93,8 @@ def test_weights_of_parts_that_no_call_reaches():
 @pytest.mark.slow
 @needs_hooks
 @pytest.mark.parametrize('with_optimizer,every', [(False, 1), (False, 2), (True, 1), (True, 3)])
-def test_a_compiled_part_of_a_root_that_is_not_called(with_optimizer, every):
-    "It is the pass, as it is uncompiled. The compiler looks once more when it has turned out that it is called by itself"
+def test_a_compiled_part_begins_the_pass_as_an_uncompiled_part_does(with_optimizer, every):
+    "It is compiled once more when it turns out that it is called by itself"
     from torch._dynamo.testing import CompileCounterWithBackend
     class Lit(nn.Module):
         def __init__(self): super().__init__(); self.net = Net()
@@ -115,8 +115,8 @@ def test_a_compiled_part_of_a_root_that_is_not_called(with_optimizer, every):
     assert count.frame_count==2+(every>1)
 
 
-def test_a_leaf_that_is_given_in_every_pass():
-    "Each pass has a hook on it, and hears the backward of its own pass alone"
+def test_a_leaf_given_in_every_pass_has_a_gradient_of_each_pass():
+    "Each pass has its own hook on the leaf"
     model = seeded(lambda: nn.Linear(2, 1, bias=False))
     with torch.no_grad(): model.weight[:] = 1.
     x = torch.ones(3, 2, requires_grad=True)
@@ -126,8 +126,8 @@ def test_a_leaf_that_is_given_in_every_pass():
     assert [(r['mean'], r['min'], r['max'], r.get('backward')) for r in rows]==[(3, 1, 5, None)]
 
 
-def test_submodules_alone_off_schedule():
-    "A container whose parts are called: steps go on, and calls count from 0 in each"
+def test_parts_called_alone_count_steps_and_calls_off_schedule():
+    "Calls count from 0 in each step"
     class Gan(nn.Module):
         def __init__(self): super().__init__(); self.g,self.d = nn.Linear(4, 4),nn.Linear(4, 1)
     gan = Gan()

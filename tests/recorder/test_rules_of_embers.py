@@ -1,4 +1,4 @@
-"What is given to an ember arrives where it belongs, and what it does is undone: two embers, twice in a row, armed and not"
+"Arguments of an ember reach the parts that they are for, and disarming restores the model"
 from tensor_rows import df, lines
 import copy
 import json
@@ -20,8 +20,8 @@ def paths(te): return sorted({r['module'].rpartition('.')[2] for r in lines(te)}
 def of(te, *columns, **where): return [tuple(r.get(c) for c in columns) for r in lines(te) if all(r.get(k)==v for k,v in where.items())]
 
 
-def test_what_is_given_arrives(tmp_path):
-    "Folder, name, types, statistics, modules, schedule, and no evaluation"
+def test_arguments_reach_the_recorder(tmp_path):
+    "Folder, name, types, statistics, modules, schedule, and only_training"
     model = net()
     other = torchEmber(net(), home=tmp_path/'other', name='r')
     with torchEmber(model, ttypes=('output', 'weight'), include=['0', '2'], exclude='2', every=2, stats=['max', 'l2'], only_training=True, name='r',
@@ -36,8 +36,8 @@ def test_what_is_given_arrives(tmp_path):
     other.close()
 
 
-def test_modules_are_chosen_by_all_of_their_names():
-    "By the name of the place that is not the first, to record and to leave out"
+def test_modules_are_chosen_by_any_of_their_names():
+    "A shared module has several paths. Its second path works in include and in exclude"
     model = nn.Sequential(nn.ModuleDict({'a': nn.Linear(2, 2)}), nn.Linear(2, 2))
     model.register_module('twin', model[0]['a'])
     def chosen(**k):
@@ -49,8 +49,8 @@ def test_modules_are_chosen_by_all_of_their_names():
     assert chosen(include=['0.a', '1'], exclude='0.a')==['1'] and chosen()==['', '0', '0.a', '1']
 
 
-def test_a_run_that_goes_on_twice():
-    "Steps go on after the last, gradients that came stay known, and its own metadata is not begun anew"
+def test_a_run_can_be_resumed_twice():
+    "Steps continue, known gradients stay known, and the metadata is kept"
     model = net()
     for k in range(3):
         te = torchEmber(model, name='r', resume=k>0)
@@ -64,7 +64,7 @@ def test_a_run_that_goes_on_twice():
     assert torchEmber(model, name='s').recorder.step==0
 
 
-def test_armed_and_not_armed_twice():
+def test_arming_or_disarming_twice_changes_nothing():
     model = net()
     te = torchEmber(model, ttypes='output')
     states = te.recorder.sources.states
@@ -84,7 +84,7 @@ def test_armed_and_not_armed_twice():
 
 
 @pytest.mark.parametrize('value,off', [('1', True), ('yes', True), ('0', False), ('', False)])
-def test_switched_off_by_the_environment(value, off, monkeypatch):
+def test_the_environment_can_disable_recording(value, off, monkeypatch):
     monkeypatch.setenv('TORCHEMBER_DISABLE', value)
     model = net()
     with torchEmber(model) as te:
@@ -93,8 +93,8 @@ def test_switched_off_by_the_environment(value, off, monkeypatch):
     assert (len(lines(te))==0)==off and te.recorder.tally.steps==(not off)
 
 
-def test_an_ember_of_a_part_ends_that_of_the_whole():
-    "By its disarm, said in words that name the run; one that is over says nothing"
+def test_arming_a_part_disarms_the_ember_of_the_whole_model():
+    "A warning names the disarmed run. For a run that is over there is no warning"
     model = net()
     def said(m):
         with heard('already recorded') as got: te = torchEmber(m)
@@ -108,8 +108,8 @@ def test_an_ember_of_a_part_ends_that_of_the_whole():
     assert said(model)[1]==[]
 
 
-def test_how_record_is_for_the_types_that_were_named():
-    "By each of its names, of old and new; the function comes back"
+def test_a_statistic_applies_to_the_named_tensor_types():
+    "Old and new names of the types work, and the decorator returns the function"
     def f(x): return {'own': 1.}
     def changed(use):
         te = torchEmber(net(), stats=['mean'])
@@ -130,7 +130,7 @@ def test_how_record_is_for_the_types_that_were_named():
     te.close()
 
 
-def test_numbers_that_are_noted_and_those_that_are_none():
+def test_log_accepts_numbers_and_refuses_other_values():
     import numpy as np
     te = torchEmber(model := net())
     run(model)
@@ -146,7 +146,7 @@ def test_numbers_that_are_noted_and_those_that_are_none():
     assert [r[k] for k in 'abcdf']==[1, 2.5, 3., True, 4] and math.isnan(r['e']) and (r['step'], r['call'], r['module_'])==(0, 0, False)
 
 
-def test_a_variable_and_a_probe_come_back_as_they_were_given():
+def test_variable_and_probe_return_their_tensor():
     te,x = torchEmber(model := net()),torch.ones(2)
     assert te.watch_tensor('v', x) is x and te.probe('p', x) is x and te.recorder.sources.followed.tensors=={'v': x}
     assert te.watch_tensor('nobody', None) is None and te.watch_tensor('v', None) is None and te.recorder.sources.followed.tensors=={}
@@ -164,8 +164,8 @@ def test_a_variable_and_a_probe_come_back_as_they_were_given():
     assert {(r.get('epoch'), r.get('fold')) for r in lines(te) if r['ttype']!='probe'}=={(1, None)}
 
 
-def test_a_mark_that_comes_or_goes_in_the_middle_of_a_step():
-    "What was measured before keeps the marks that it had; the calls after it, and the next micro-batch, have the others. In a second step, too"
+def test_a_mark_set_within_a_step_applies_to_later_rows_only():
+    "Earlier rows keep their marks; later calls and the next micro-batch get the new marks. The second step behaves alike"
     model = net()
     opt = torch.optim.SGD(model.parameters(), .1)
     with torchEmber(model, opt, ttypes='output') as te:
@@ -180,8 +180,8 @@ def test_a_mark_that_comes_or_goes_in_the_middle_of_a_step():
         for m,fold in (('0(Linear)', None), ('1(ReLU)', None), ('2(Linear)', s))]
 
 
-def test_micro_batches_with_other_marks_are_not_one_row():
-    "Not where a mark comes, changes or goes between them, and where it is set to what it is they are"
+def test_micro_batches_with_different_marks_are_not_merged():
+    "This holds where a mark is added, changed or removed. Setting a mark to the same value changes nothing"
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
     opt = torch.optim.SGD(model.parameters(), 0.)
@@ -214,8 +214,8 @@ def test_a_copy_of_an_ember_reads_and_records_nothing():
     te.close()
 
 
-def test_what_the_closing_report_counts():
-    "Of a schedule, errors of functions and tensors that cannot be read; once more it says the same"
+def test_the_report_counts_steps_errors_and_unreadable_tensors():
+    "With a schedule. A second close() returns the same report"
     model = net()
     te = torchEmber(model, every=2, ttypes=('input', 'output'), name='r')
     def broken(x): raise ValueError
@@ -236,7 +236,7 @@ def test_what_the_closing_report_counts():
     assert te.mod_tree()['short']==names[0] and [*te.modules]==names
 
 
-def test_te_step_beside_an_optimizer_is_said_once_and_ends_nothing():
+def test_te_step_beside_an_optimizer_warns_once_and_ends_no_step():
     model = net()
     opt = torch.optim.SGD(model.parameters(), .1)
     te = torchEmber(model, optimizer=opt)

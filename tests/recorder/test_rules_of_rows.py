@@ -1,4 +1,4 @@
-"Which rows a training leaves: any order of passes, evaluations, steps, numbers, marks and readings, against hooks of torch and a list kept by hand"
+"Rows of any order of passes, evaluations, steps, numbers, marks and readings, against hooks of torch and a list kept by hand"
 from tensor_rows import df, lines
 import math
 import warnings

@@ -1,4 +1,4 @@
-"What each part of a recorder keeps, hands on and forgets: a second step after the first, a second module, optimizer, pass and parameter beside one"
+"State of each part of a recorder: a second step, module, optimizer, pass or parameter does not mix with the first"
 import random
 import threading
 from types import SimpleNamespace as Some

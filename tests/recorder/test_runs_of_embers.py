@@ -1,4 +1,4 @@
-"One run after another: resumed, armed anew, made within the same second; what is chosen and what is mistyped"
+"One run after another: resumed, armed again, created within the same second; chosen and misspelled arguments"
 from tensor_rows import df, lines
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"Loops that people write: which step a row belongs to, and of which tensor it is"
+"Training loops as people write them: the step and the tensor of each row"
 from tensor_rows import df, lines
 import os
 import random

@@ -1,4 +1,4 @@
-"What got nothing is seen: a parameter that is frozen, cut off, forgotten or never called is noted from the start, and said by whatever shows the run"
+"A parameter that is frozen, cut off, forgotten or never called is noted from the start, and each view of the run shows it"
 import gzip
 import json
 from base64 import b64decode

@@ -73,10 +73,7 @@ def not_a_number(name, got):
         f"For a column of all rows from now on, use te.mark({name}=...)."
     return f"te.log takes numbers, but {name} is {got!r:.80}, {an(got)}. {hint}"
 
-def check_numbers(
-    unnamed:tuple, # Positional arguments
-    numbers:dict # Named arguments
-):
+def check_numbers(unnamed:tuple, numbers:dict): # unnamed: positional arguments; numbers: named ones
     "Raise if `te.log` cannot record the arguments."
     if unnamed:
         raise TypeError(f"te.log takes numbers by name, got {an(unnamed[0])} without a name. Write te.log(loss=loss), or te.log(**numbers) for a dict.")
@@ -87,12 +84,11 @@ def check_numbers(
         if k in identity or k=='shape':
             raise ValueError(f"{k!r} is a column of every row, so it cannot be the name of a number. Choose another name.")
 
-def check_marks(
-    unnamed:tuple, # Positional arguments
-    marks:dict, # Named arguments
-    several:bool # True if the run has several processes
-):
-    "Raise if `te.mark` cannot use the arguments as columns."
+def check_marks(unnamed:tuple, marks:dict, several:bool):
+    """Raise if `te.mark` cannot use the arguments as columns.
+
+    `unnamed`: positional arguments; `several`: True in a run of several processes.
+    """
     if unnamed:
         raise TypeError(f"te.mark takes marks by name, got {an(unnamed[0])} without a name. Write te.mark(epoch=3), or te.mark(**marks) for a dict.")
     for k in marks:

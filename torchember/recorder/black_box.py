@@ -47,11 +47,8 @@ sum_names = [*index] # names of the numbers of a row
 # %% ../../nbs/40_recorder/17_black_box.ipynb #b5cf880d
 network_filesystems = 'nfs nfs4 cifs smb3 smbfs lustre ceph beegfs gpfs glusterfs 9p afs fuse.sshfs'.split()
 
-def filesystem_of(
-    path, # A folder
-    mounts='/proc/self/mountinfo' # List of mounts of the kernel
-) -> str: # '' if the list cannot be read
-    "Return the type of a folder's file system."
+def filesystem_of(path, mounts='/proc/self/mountinfo') -> str:
+    "Return the type of a folder's file system, '' if the kernel's list of `mounts` cannot be read."
     try:
         with open(mounts) as f: lines = [line.split() for line in f]
     except OSError: return ''
@@ -90,10 +87,7 @@ class BoxFile:
     page = mmap.ALLOCATIONGRANULARITY # pieces begin at multiples of this
     least = 1<<21 # bytes of the first mapping
 
-    def __init__(self,
-        folder, # Folder of the boxes of all runs
-        name:str # File name without an ending
-    ):
+    def __init__(self, folder, name:str): # folder: of the boxes of all runs; name: without an ending
         if fcntl is None: raise BoxUnavailable("this system has no lock that ends with its process")
         if (kind := filesystem_of(folder)) in network_filesystems:
             raise BoxUnavailable(f"its folder is on another machine ({kind})")
@@ -114,10 +108,11 @@ class BoxFile:
         "Rename the file, so readers find it. At this point the box is complete and locked."
         os.rename(f'{self.path}.new', f'{self.path}.box')
 
-    def allocate(self,
-        size:int # Bytes
-    ) -> tuple: # Offset in the file, and memory
-        "Return a new piece of the file. Raise OSError if the disk is full."
+    def allocate(self, size:int) -> tuple:
+        """Return the offset and the memory of a new piece of the file, of `size` bytes.
+
+        Raise OSError if the disk is full.
+        """
         size = -(-size//self.page)*self.page
         if size>self.left: # the file doubles: each mapping needs a file descriptor, so there must be few
             self.end,more = self.end+self.left,max(size, self.end+self.left, self.least)
@@ -156,12 +151,11 @@ class BoxHeader:
         try: self.file.append_line(line_of(fields))
         except OSError: self.words[MAGIC] = 0
 
-    def append_text(self,
-        line:bytes,
-        used:int, # Word that counts the bytes of the text: `NOTED` or `LATE`
-        at:int # First byte of the text
-    ):
-        "Append a line to one of the two texts, if there is space left."
+    def append_text(self, line:bytes, used:int, at:int):
+        """Append a line to one of the two texts, if there is space left.
+
+        The word `used` counts the bytes of the text: `NOTED` or `LATE`. The text begins at byte `at`.
+        """
         n = self.words[used]
         if n+len(line)>most_text: return
         self.memory[at+n:at+n+len(line)] = line
@@ -192,10 +186,11 @@ class Position:
                 self.modules[name] = len(self.modules)+1
             return self.modules[name]
 
-    def claim_thread(self,
-        here # `calls.ThreadContext` of this thread
-    ) -> int: # First word of the thread, 0 if all are in use
-        "Give this thread a part of the table of threads."
+    def claim_thread(self, here) -> int:
+        """Give this `calls.ThreadContext` a part of the table of threads.
+
+        Return its first word, 0 if all parts are in use.
+        """
         with self.lock:
             alive = {t.ident for t in threading.enumerate()}-{threading.get_ident()}
             places = range(THREAD, THREAD+most_threads*thread_width, thread_width)
@@ -235,10 +230,7 @@ def line_of_custom(row):
 
 class StepSlots:
     "Copies of steps on their way to the log."
-    def __init__(self,
-        header, # `BoxHeader`
-        n_held:int=1 # Number of steps to keep that the log does not get
-    ):
+    def __init__(self, header, n_held:int=1): # n_held: number of steps to keep that the log does not get
         self.header,self.words,self.n_held = header,header.words,n_held
         self.memories = {} # index of a slot -> its memory
         self.seq = self.next = self.next_held = 0 # number of the last step; next slots of both halves
@@ -246,17 +238,14 @@ class StepSlots:
 
     def free(self): self.next = self.words[LATE] = 0
 
-    def keep(self,
-        parts:list, # (heads, vectors) of the step, as `Arena.take` returns them
-        custom:list, # Rows of `CustomRows`
-        step:int,
-        ts:str, # Time of the step's first row
-        over:bool=True, # True if nothing more of the step will come
-        held:bool=False, # True if the log does not get the step
-        of_parts=None, # Rows of shards: `place_of` a row -> columns that describe the shard
-        **metadata # Marks, passes, and the numbers of earlier pieces of this step
-    ) -> int: # Number of the step, 0 if it was not kept
-        "Copy a step into a slot, without rows on their way from a GPU."
+    def keep(self, parts, custom, step:int, ts:str, over:bool=True, held:bool=False, of_parts=None, **metadata) -> int:
+        """Copy a step into a slot, without rows on their way from a GPU.
+
+        Return the number of the step, 0 if it was not kept. `parts` are pairs of heads and vectors, as `Arena.take`
+        returns them; `custom` are rows of `CustomRows`; `ts` is the time of the first row. The step is not `over` if
+        more of it will come, and `held` if the log does not get it. `of_parts`: `place_of` a row -> columns about its
+        shard. `metadata`: marks, passes, and the numbers of earlier pieces of this step.
+        """
         parts = [(np.ascontiguousarray(h), v) for h,v in parts if isinstance(v, np.ndarray)]
         text,meta = b''.join(map(line_of_custom, custom)),b'{"ts":"%s",' % ts.encode()+self.line_of_metadata(metadata)[1:]
         size = head_of_slot+sum(16+h.nbytes+v.nbytes for h,v in parts)+len(text)+len(meta)
@@ -312,13 +301,12 @@ class StepSlots:
 # %% ../../nbs/40_recorder/17_black_box.ipynb #897feaad
 class BlackBox:
     "Black box of recent steps. Raises OSError where no box is possible."
-    def __init__(self,
-        folder, # Folder of the boxes
-        run:str, # Name of the run
-        root:str, # Display name of the root
-        is_written=lambda: False, # Returns True if the file of the log has all rows
-        n_held:int=1 # Number of steps to keep that the log does not get
-    ):
+    def __init__(self, folder, run:str, root:str, is_written=lambda: False, n_held:int=1):
+        """Create the box in a folder, for a run and the display name of its root.
+
+        `is_written` returns True if the file of the log has all rows. `n_held`: number of steps to keep that the log
+        does not get.
+        """
         self.is_written,self.pid,self.marks = is_written,os.getpid(),None
         file = BoxFile(folder, f'{self.pid}-{token_hex(4)}')
         try:
@@ -399,9 +387,7 @@ def write_faults(path): # The open file; None if faulthandler is already in use
 # %% ../../nbs/40_recorder/17_black_box.ipynb #bd90a4f9
 most_held = 100
 
-def held_steps(
-    blackbox # None, True, False, or a number of steps
-) -> int:
+def held_steps(blackbox) -> int:
     "Return how many unrecorded steps the black box keeps. Raise TypeError or ValueError for wrong arguments."
     if blackbox is None or isinstance(blackbox, bool): return 0
     if not isinstance(blackbox, int): raise TypeError(f"blackbox is a number of steps, True, False or None, got {an(blackbox)}.")
@@ -420,12 +406,11 @@ def died_row(text, severity, step, module, ts, advice, evidence, look=None):
         'ttype': 'finding', 'tname': 'died', 'step': step, 'call': 0}
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #5b2cc3a8
-def exit_row(
-    position, # `Position`
-    error:BaseException, # Exception that ends the process
-    root:str # Display name of the root
-) -> dict: # Row of a finding
-    "Return the finding about an exception that ends the process."
+def exit_row(position, error:BaseException, root:str) -> dict:
+    """Return the finding about an exception that ends the process.
+
+    `position`: a `Position`; `root`: display name of the root.
+    """
     w,names = position.words,[*position.modules]
     step,phase,failed = int(w[STEP]),int(w[PHASE]),names[w[FAILED]-1] if w[FAILED] else None
     kind = f"{type(error).__name__}: {text}" if (text := printable(error, 300)) else type(error).__name__
@@ -440,21 +425,13 @@ def exit_row(
 # %% ../../nbs/40_recorder/17_black_box.ipynb #0462a459
 class RunBox:
     "Black box of one run: opened at the first recorded pass, removed when the file of the log has everything."
-    def __init__(self,
-        t, # The run
-        root:str, # Display name of the root
-        writer, # `RowWriter`
-        buffer, # `StepBuffer`
-        blackbox=None # True or a number if the user asked for a box: then say why there is none
-    ):
+    def __init__(self, t, root:str, writer, buffer, blackbox=None): # blackbox: None if the user has not asked for a box
         self.t,self.root,self.writer,self.buffer = t,root,writer,buffer
         self.is_asked_for,self.n_held = blackbox is not None,held_steps(blackbox)
         self.box,self.is_tried,self.why = None,False,None # why: reason why there is no box
 
-    def begins(self,
-        step:int, # Step of the pass that begins
-        on # True if the pass is recorded
-    ):
+    def begins(self, step:int, on):
+        "Note the begin of a pass. `on`: True if the pass is recorded."
         if self.box is None and on and not self.is_tried: self.open()
         if self.box is None: return
         self.box.position.begin_step(step)

@@ -90,12 +90,11 @@ class Cost:
         call_overhead(False)
         observe(torch.zeros(1), Arena().tap(None))
 
-    def end_step(self,
-        recorded:bool, # True if the step was recorded
-        late:float, # Seconds that the writer thread has taken until now
-        hidden:bool=False # True if the clock does not see all costs: on a GPU
-    ):
-        "Give the times of a step to the budget."
+    def end_step(self, recorded:bool, late:float, hidden:bool=False):
+        """Give the times of a step to the budget.
+
+        `late`: seconds of the writer thread until now; `hidden`: as `Budget.add_step` has it.
+        """
         if self.budget is None: return
         at,paid,loaded = clock(),self.total(),loading_seconds()
         disturbed = loading() or loaded!=self.loaded_before

@@ -9,19 +9,13 @@ __all__ = ['Flows']
 class Flows:
     "Measures inputs and outputs of calls."
     ttypes = 'input','output'
-    def __init__(self,
-        buffer, # `StepBuffer`
-        ttypes # Tensor types that are recorded
-    ): self.buffer,self.ttypes = buffer,tuple(t for t in self.ttypes if t in ttypes)
+    def __init__(self, buffer, ttypes): self.buffer,self.ttypes = buffer,tuple(t for t in self.ttypes if t in ttypes)
 
-    def flow(self,
-        state, # `capture.module_state.ModuleState` of the module
-        ttype:str, # 'input', and later, with the same call, 'output'
-        named, # Pairs of names and tensors
-        call:int, # Number of the call in its pass
-        phase=None # As `StepBuffer.measure` has it
-    ):
-        "Measure the tensors of one call."
+    def flow(self, state, ttype:str, named, call:int, phase=None):
+        """Measure the tensors of one call, `named` pairs of name and tensor.
+
+        `ttype`: 'input', and later, with the same call, 'output'.
+        """
         if ttype in self.ttypes:
             for n,x in named: self.buffer.measure(state, ttype, n, x, None, call, phase)
 

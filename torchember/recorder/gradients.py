@@ -12,13 +12,9 @@ from ..capture.backward import hook_gradients
 class Gradients:
     "Hooks on the tensors of calls. They report gradients."
     of = dict(input='input_grad', output='output_grad')
-    def __init__(self,
-        ttypes, # Tensor types that are recorded: 'input_grad', 'output_grad' or neither
-        steps, # `Steps`, which know the number of the pass
-        tell # `Listener.gradient`
-    ):
+    def __init__(self, ttypes, steps, notify): # notify: `Listener.gradient`
         self.ttypes = tuple(t for t in self.of.values() if t in ttypes)
-        self.steps,self.tell = steps,tell
+        self.steps,self.notify = steps,notify
         self.handles = [] # of hooks on leaves
         self.given = {} # id of a leaf -> number of the last pass that got it
         self.held = False # True if the step that ends may be a micro-batch of the next step: its gradients may still come
@@ -32,11 +28,11 @@ class Gradients:
         came,pass_ = {},self.steps.pass_ # tname -> number of the last backward that brought its gradient
         leaves = {n: id(x) for n,x in named if x.is_leaf}
         self.given.update(dict.fromkeys(leaves.values(), pass_))
-        def tell(n, g):
+        def report(n, g):
             if n in came and n in leaves and self.given.get(leaves[n])!=pass_: return # a later pass has its own hook on this leaf
             came[n] = came.get(n, -1)+1
-            self.tell(state, ttype, n, g, call, phase, came[n])
-        self.handles += hook_gradients(named, tell, (id(state), ttype), False, state.key, ttype)
+            self.notify(state, ttype, n, g, call, phase, came[n])
+        self.handles += hook_gradients(named, report, (id(state), ttype), False, state.key, ttype)
 
     def recomputed(self, state, inputs, outputs):
         "Wait for the gradients of a recomputed checkpoint. A reentrant checkpoint makes its graph only now."

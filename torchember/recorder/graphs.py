@@ -48,7 +48,7 @@ class Tape:
 
     @functools.cached_property # read only after the capture
     def before(self):
-        "Number of events to send before the graph runs: those of one pass, because weights are read with their values from before."
+        "Number of events to send before the graph runs: the events of one pass, because weights are read with their values from before."
         passes = 0
         for i,(what,*_) in enumerate(self.events):
             passes += what=='pass_begins'
@@ -59,10 +59,7 @@ class Tape:
 class CapturedEvents(Listener):
     "Listener during a capture: writes the events on a tape."
     running = 1
-    def __init__(self,
-        events, # `ModelEvents` of the recorder
-        ttypes # Tensor types that are recorded
-    ):
+    def __init__(self, events, ttypes): # events: `ModelEvents` of the recorder
         self.events,self.ttypes = events,ttypes
         self.tape = None # `Tape` of the capture that runs
         self.depth,self.stack = 0,[] # running calls of the outermost module; running `Call`s
@@ -136,10 +133,8 @@ class CapturedEvents(Listener):
 
     def clips(self, parameters):
         ids = {id(p) for p in parameters}
-        parameters = self.events.sources.parameters
-        for st,i,n,p in parameters.each(ids):
-            grad = parameters.arrivals.gradient(st, n, p)
-            if grad is not None: self.tape.add('clips', st, f'grad_{i}', n, self.tensor(st, 'unclipped_grad', f'grad_{i}', grad))
+        for st,tname,n,grad in self.events.sources.parameters.unclipped(ids):
+            self.tape.add('clips', st, tname, n, self.tensor(st, 'unclipped_grad', tname, grad))
 
     # ---- other events
 
@@ -197,13 +192,12 @@ class Player:
 # %% ../../nbs/40_recorder/79_graphs.ipynb #953c696a
 class Graphs(CapturedEvents):
     "CUDA graphs of a recorded model."
-    def __init__(self,
-        events, # `ModelEvents` of the recorder
-        optimizer_events, # `OptimizerEvents` of the recorder
-        ttypes, # Tensor types that are recorded
-        set_listeners, # Function that replaces the listeners of the model and of the optimizers
-        drain # Called before a capture, as in `Quiet`
-    ):
+    def __init__(self, events, optimizer_events, ttypes, set_listeners, drain):
+        """Watch captures. `events` and `optimizer_events` are the listeners of the recorder.
+
+        `set_listeners` replaces the listeners of the model and of the optimizers. `drain` is called before a capture,
+        as in `Quiet`.
+        """
         super().__init__(events, ttypes)
         self.optimizer_events,self.set_listeners,self.drain = optimizer_events,set_listeners,drain
         self.watch,self.player = GraphWatch(self),Player(events, optimizer_events)

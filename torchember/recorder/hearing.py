@@ -18,9 +18,9 @@ from ..capture.optimizer import count_writes
 from ..capture.private_torch import is_trace_check, enclosing_call, in_training_function, calling_module, is_metadata_pass, is_same_call
 from ..capture.tree import unwrap
 from ..measure.elements import Unmeasurable
-from .calls import stack_room
+from .calls import raise_recursion_limit
 from .optimizer import optimizer_names
-from .parameters import measure_unclipped
+from .pipe import begin_pass
 from .steps import stall_reason
 from .tally import not_called
 
@@ -51,12 +51,12 @@ class OtherModels:
         self.root,self.known,self.parameters = weakref.ref(root),frozenset(map(id, root.modules())),frozenset(map(id, root.parameters()))
         self.is_ours.clear()
 
-    def is_caller(self,
-        state # `capture.module_state.ModuleState` of the module that is called outside of any pass
-    ) -> bool:
-        """Return True if another model makes this call.
+    def is_caller(self, state) -> bool:
+        """Return True if another model makes this call of a module, outside of any pass.
 
-        A part that only others call belongs to them until the weights of the recorded model change, although its root is never called."""
+        A part that only others call belongs to them until the weights of the recorded model change, although its root
+        is never called.
+        """
         if state.root: self.root_called = True; return False
         caller = calling_module(self.known)
         if caller is None or self.acts_for_root(caller): return False
@@ -77,18 +77,15 @@ class OtherModels:
 # %% ../../nbs/40_recorder/79_hearing.ipynb #b625c6a3
 class PassEvents:
     "Begins and ends passes. All methods but `after_end` are called under the recorder's lock."
-    def __init__(self,
-        pipe, # `Pipe`
-        only_training:bool=False # True to skip evaluations and passes without gradients
-    ):
+    def __init__(self, pipe, only_training:bool=False): # only_training: skip evaluations and passes without gradients
         self.pipe,self.steps,self.sources,self.calls,self.cost = pipe,pipe.steps,pipe.sources,pipe.buffer.calls,pipe.cost
         self.only_training,self.functions,self.other_models = only_training,FunctionCalls(),OtherModels(pipe.sources)
         self.wanted = None # function of a trainer: (phase, True if gradients will come) -> True to record the pass
-        self.stack_room = 0 # frames by which Python's recursion limit is raised while the model runs
+        self.extra_frames = 0 # frames by which Python's recursion limit is raised while the model runs
 
     def prepare(self, root, depth):
         "Note the modules of a model before it is armed, and the frames of Python's stack for the depth of its innermost module."
-        self.stack_room = depth+100 if depth>50 else 0
+        self.extra_frames = depth+100 if depth>50 else 0
         self.other_models.prepare(root)
 
     def is_skipped(self, phase, grad) -> bool:
@@ -101,12 +98,12 @@ class PassEvents:
         phase = self.steps.phases.find(path, training, states[0].track.module.training if states else training, grad or in_training_function())
         return phase if self.steps.manual or phase!='no_grad' else None
 
-    def begin(self,
-        here, # `calls.ThreadContext` of this thread
-        state, # `capture.module_state.ModuleState` of the outermost module
-        grad # True if gradients will come
-    ):
-        "Begin a pass, or join the pass of another thread and continue its numbering of calls."
+    def begin(self, here, state, grad):
+        """Begin a pass, or join the pass of another thread and continue its numbering of calls.
+
+        `here` is the `calls.ThreadContext`, `state` the `ModuleState` of the outermost module. `grad`: True if
+        gradients will come.
+        """
         path,training = state.track.path,state.track.module.training
         skipped = self.other_models.is_caller(state) or is_metadata_pass() or not grad and is_trace_check()
         phase = None if skipped else self.phase_of(path, training, grad)
@@ -114,7 +111,7 @@ class PassEvents:
         self.cost.begin_pass(here.skipped)
         if here.skipped: return
         shared = self.calls.recorded>0
-        if not shared: self.pipe.begin_pass(path, phase, state.root, grad, self.functions.joins(phase))
+        if not shared: begin_pass(self.pipe, path, phase, state.root, grad, self.functions.joins(phase))
         if training and grad: self.sources.begin_training()
         self.steps.note_content(training and grad, bool(not shared and phase and grad))
         if self.pipe.box is not None: self.pipe.box.begins(self.steps.number, self.pipe.gate.on)
@@ -123,7 +120,7 @@ class PassEvents:
             self.pipe.writer.begins()
             self.pipe.flush_large()
         self.calls.begin_recorded(phase if self.steps.manual else None)
-        if not shared and self.stack_room: stack_room.more(self.stack_room)
+        if not shared and self.extra_frames: raise_recursion_limit(self.extra_frames)
 
     def fail(self, here):
         "Mark the pass as failed, unless more threads continue it."
@@ -133,7 +130,7 @@ class PassEvents:
         "End a pass of this thread."
         if self.pipe.box is not None: self.pipe.box.turns(AFTER)
         self.cost.end_pass(0 if compiled else len(self.sources.states), bool(self.pipe.gate.on and not here.skipped))
-        if not here.skipped and self.calls.end_recorded() and self.stack_room: stack_room.less(self.stack_room)
+        if not here.skipped and self.calls.end_recorded() and self.extra_frames: raise_recursion_limit(-self.extra_frames)
 
     def after_end(self):
         "Read queued parameters, and warn if the step seems to have no end."
@@ -173,13 +170,8 @@ class SpreadInCompiledCode(Unmeasurable):
 class ModelEvents(Listener):
     "Listener of a model: passes, calls and gradients."
     exclusive = True
-    def __init__(self,
-        recorder, # `Recorder` that `capture.forward.armed_by` shows to others
-        pipe, # `Pipe`
-        lock, # Lock of the recorder
-        only_training:bool=False # True to skip evaluations and passes without gradients
-    ):
-        self.recorder,self.pipe,self.lock = recorder,pipe,lock
+    def __init__(self, recorder, pipe, lock, only_training:bool=False):
+        self.recorder,self.pipe,self.lock = recorder,pipe,lock # recorder: `capture.forward.armed_by` shows it to others
         self.steps,self.sources,self.buffer,self.cost,self.calls = pipe.steps,pipe.sources,pipe.buffer,pipe.cost,pipe.buffer.calls
         self.pass_events,self.refused = PassEvents(pipe, only_training),pipe.remover.refused
         self.on = False # True if the open step is measured
@@ -293,7 +285,7 @@ class ModelEvents(Listener):
     @timed
     def recomputed(self, state, inputs, outputs): self.sources.gradients.recomputed(state, inputs, outputs)
 
-    # ---- what cannot be measured
+    # ---- tensors that cannot be measured
 
     def memory_reused(self): self.buffer.rows.forget_seen()
 
@@ -336,7 +328,7 @@ class OptimizerEvents(Listener):
             if not self.pipe.gate.on: return
             self.pipe.steps.note_content()
             ids = {id(p) for p in parameters}
-            measure_unclipped(self.sources.parameters, ids, self.sources.optimizers.scale_of(ids))
+            self.sources.parameters.clips(ids, self.sources.optimizers.scale_of(ids))
             self.pipe.read_pending()
 
     @timed

@@ -16,11 +16,11 @@ from ..measure.elements import Unmeasurable
 from .rows import as_number
 
 # %% ../../nbs/40_recorder/72_learning_rates.ipynb #d9b0e550
-def rates_in(
-    optimizer, # Optimizer
-    prefix:str='lr' # Begin of the names
-) -> dict: # Name -> number, or a tensor of one number
-    "Return the learning rates of all parameter groups."
+def rates_in(optimizer, prefix:str='lr') -> dict:
+    """Return the learning rates of all parameter groups: name -> number, or a tensor of one number.
+
+    `prefix`: begin of the names.
+    """
     groups = [(i, g) for i,g in enumerate(optimizer.param_groups) if is_rate(g.get('lr'))]
     if len(optimizer.param_groups)==1: return {prefix: groups[0][1]['lr']} if groups else {}
     often = Counter(str(g.get('name')) for g in optimizer.param_groups)

@@ -16,35 +16,34 @@ class Notices:
     "Warnings of one run, each given once, and the number of errors."
     most_places = 5 # tensors to name for each reason why tensors have no values
 
-    def __init__(self,
-        on_error:str='warn', # If something cannot be recorded: 'warn' once and continue, or 'raise'
-        report=None # Function of kind, text and severity that writes a warning into the run
-    ):
+    def __init__(self, on_error:str='warn', report=None):
+        """Collect warnings. If something cannot be recorded, `on_error` is 'warn' once and continue, or 'raise'.
+
+        `report` writes a warning into the run: a function of kind, text and severity.
+        """
         self.on_error,self.report = on_error,report
         self.said = set() # kinds of the warnings that were given
         self.errors = 0 # errors of functions, and tensors that could not be measured because of an error
         self.unmeasurable = 0 # tensors without values, or with values that torch cannot read
         self.places = {} # reason why tensors have no values -> (module, name) of the tensors that a warning has named
 
-    def once(self,
-        kind, # Identifies the warning: anything hashable
-        text:str, # One or two sentences
-        severity:str|None=None # Severity of the finding for the run: 'warning' if rows mislead, 'info' if rows are missing, None for no finding
-    ) -> bool: # True if the warning was given now
-        "Warn, unless a warning of this kind was given before."
+    def once(self, kind, text:str, severity:str|None=None) -> bool:
+        """Warn, unless a warning of this kind was given before: any hashable object.
+
+        Return True if the warning was given now. `severity` of the finding for the run: 'warning' if rows mislead,
+        'info' if rows are missing, None for no finding.
+        """
         if kind in self.said: return False
         self.said.add(kind)
         warn(text)
         if severity and self.report: self.report(kind if isinstance(kind, str) else 'unmeasured', text, severity)
         return True
 
-    def failed(self,
-        module:str, # Display name
-        tname:str, # Name of the tensor, or of the task that failed
-        error:Exception,
-        how=None # Statistics that were requested, or the user's function
-    ):
-        "Count a failed measurement. Warn once for each place, or for each function of the user."
+    def failed(self, module:str, tname:str, error:Exception, how=None):
+        """Count a failed measurement. Warn once for each place, or for each function of the user.
+
+        `tname` names the tensor or the task. `how`: the statistics that were requested, or the user's function.
+        """
         if self.on_error=='raise': raise error
         no_values = isinstance(error, Unmeasurable)
         self.unmeasurable += no_values
@@ -71,11 +70,8 @@ class ChangingMarks:
     "Finds marks that change with every step."
     def __init__(self): self.last = {} # name -> (value, step, number of consecutive steps in which the value changed)
 
-    def find(self,
-        marks:dict, # Name -> value, as the user sets them
-        step:int # Number of the open step
-    ) -> tuple|None: # Name and value, None if there is no such mark
-        "Return a mark that changes with every step."
+    def find(self, marks:dict, step:int) -> tuple|None:
+        "Return name and value of a mark that changes with every step. None if there is no such mark."
         for name,v in marks.items():
             if isinstance(v, torch.Tensor) and v.numel()==1: v = v.item()
             if type(v) is not float: continue

@@ -17,11 +17,7 @@ def optimizer_names(optimizers) -> str:
 # %% ../../nbs/40_recorder/50_optimizer.ipynb #502ecef1
 class Updates:
     "Measures updates of weights, and optimizer states."
-    def __init__(self,
-        buffer, # `StepBuffer`
-        parameters, # `Parameters`, which find the module of each parameter
-        ttypes # Tensor types that are recorded
-    ):
+    def __init__(self, buffer, parameters, ttypes):
         self.buffer,self.parameters,self.ttypes = buffer,parameters,ttypes
         self.copies = {} # id of a parameter -> its values before the step
 

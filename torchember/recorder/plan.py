@@ -33,7 +33,7 @@ from ..measure.arena import Arena
 from ..measure.tap import observe
 from ..ground.messages import printable
 from ..ground.record import line_of
-from .calls import stack_room
+from .calls import raise_recursion_limit
 from .process import open_recorders
 from .recorder import Recorder, Settings
 from .row import one_row
@@ -273,24 +273,19 @@ def example_row(place, how, marks) -> dict:
 # %% ../../nbs/40_recorder/90_plan.ipynb #8193001c
 class Plan:
     "Rows, bytes and seconds of a recorded step: `rows`, `bytes`, `seconds`. `df` has a row for each tensor."
-    def __init__(self,
-        name:str, # Name of the model
-        places:list, # `PlannedTensor`s
-        lines:list, # Bytes of each row
-        seconds:list, # Estimated seconds of each row
-        notes=() # Sentences about unknown rows
-    ):
+    def __init__(self, name:str, places:list, lines:list, seconds:list, notes=()):
+        """Sum up `PlannedTensor`s, with the bytes of the line and the seconds of each row.
+
+        `notes`: sentences about unknown rows.
+        """
         self.name,self.places,self.lines,self.each,self.notes = name,places,lines,seconds,list(notes)
         self.rows,self.bytes,self.seconds = len(places),sum(lines),sum(seconds)
 
     def kinds(self) -> list: # (ttype, rows, bytes of its tensors or None, bytes of rows, seconds)
         "Return the totals of each tensor type."
-        out = []
-        for t in dict.fromkeys(p.ttype for p in self.places):
-            at = [i for i,p in enumerate(self.places) if p.ttype==t]
-            tensors = [tensor_bytes(self.places[i]) for i in at]
-            out.append((t, len(at), None if None in tensors else sum(tensors), sum(self.lines[i] for i in at), sum(self.each[i] for i in at)))
-        return out
+        found = {}
+        for p,n,s in zip(self.places, self.lines, self.each, strict=True): found.setdefault(p.ttype, []).append((tensor_bytes(p), n, s))
+        return [(t, len(rows), *(None if None in column else sum(column) for column in zip(*rows, strict=True))) for t,rows in found.items()]
 
     def largest(self, n=3) -> list: # (seconds, place)
         "Return the slowest tensors."
@@ -320,11 +315,10 @@ class Plan:
         return '\n'.join(map(printable, [self.title(), *lines, 'Longest:', *('  '+t for t in self.tail()), *self.notes]))
 
     def _repr_html_(self):
-        head,*body = ([escape(v) for v in r] for r in self.table())
-        rows = ''.join('<tr>'+''.join(f'<td>{v}</td>' for v in r)+'</tr>' for r in body)
+        import pandas as pd
+        head,*body = self.table()
         rest = ''.join(f'<div>{escape(t)}</div>' for t in ('Longest:', *self.tail(), *self.notes))
-        return (f'<div><b>{escape(self.title())}</b><table class="dataframe"><thead><tr>{"".join(f"<th>{h}</th>" for h in head)}</tr></thead>'
-            f'<tbody>{rows}</tbody></table>{rest}</div>')
+        return f'<div><b>{escape(self.title())}</b>{pd.DataFrame(body, columns=head).to_html(index=False, border=0)}{rest}</div>'
 
 def tensor_bytes(p):
     "Return the bytes of the tensor of a `PlannedTensor`, None if unknown."
@@ -343,20 +337,16 @@ def plan_places(name, places, notes, r, device) -> Plan:
         seconds.append(sum(row_times(how))+more)
     return Plan(name, places, lines, seconds, notes)
 
-def plan_of(
-    model, # The root, armed
-    recorder, # Its `Recorder`
-    args:tuple=(), kwargs:dict=None, # An example input
-    name:str='' # Name of the model
-) -> Plan:
-    "Return the rows, bytes and seconds of a recorded step of a model."
+def plan_of(model, recorder, args:tuple=(), kwargs:dict=None, name:str='') -> Plan:
+    "Return the rows, bytes and seconds of a recorded step of an armed model. `args` and `kwargs` are an example input."
     flow,ended,more = [],[],[]
     if args or kwargs:
         if any(is_lazy(p) for p in model.parameters()):
             raise ValueError("the model has lazy parameters, which an example input would initialize. Run the model once, then plan.")
-        stack_room.more(recorder.events.pass_events.stack_room)
+        frames = recorder.events.pass_events.extra_frames
+        raise_recursion_limit(frames)
         try: flow,ended = rehearse(model, recorder, args, kwargs or {})
-        finally: stack_room.less(recorder.events.pass_events.stack_room)
+        finally: raise_recursion_limit(-frames)
     else: flow,more = flow_places(recorder)
     own,notes = parameter_places(recorder, ended)
     return plan_places(name, flow+own, notes+more, recorder, next((p.device for p in model.parameters()), torch.device('cpu')))

@@ -76,9 +76,7 @@ def rank_and_size() -> tuple:
     return 0, 1
 
 # %% ../../nbs/40_recorder/70_process.ipynb #c97ce35d
-def shared_name(
-    kind:str # Class of the model
-) -> str: # Name of a run
+def shared_name(kind:str) -> str: # kind: class of the model
     "Return a name for a run, the same in all processes."
     name = run_name(kind)
     store = shared_store() if torch.distributed.is_available() and torch.distributed.is_initialized() else None
@@ -88,12 +86,12 @@ def shared_name(
     return name if given[name]==1 else f'{name}_{given[name]}' # two models may be armed in the same second
 
 # %% ../../nbs/40_recorder/70_process.ipynb #0cf7fd1f
-def store_for(
-    run:str # Name of a run of several processes
-) -> tuple: # A part of the store, and the store. None, None without a store
-    """Return a part of the store of the process group for the messages of one run.
+def store_for(run:str) -> tuple:
+    """Return a part of the store of the process group for the messages of one run, and the store.
 
-    It has an own connection where possible: then waiting for a message does not delay the training."""
+    None, None without a store. The part has an own connection where possible: then waiting for a message does not delay
+    the training.
+    """
     d = torch.distributed
     store = shared_store() if d.is_available() and d.is_initialized() else None
     if store is None: return None, None

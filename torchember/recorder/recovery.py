@@ -39,9 +39,7 @@ class BoxContent:
     "Content of a box file: steps in slots, the open step, and the position of the process."
     fault = '' # stack that Python wrote when it crashed
 
-    def __init__(self,
-        path # Path of the box without its ending
-    ):
+    def __init__(self, path): # path of the box without its ending
         with open(f'{path}.box', 'rb') as f: self.data = f.read()
         with open(f'{path}.told', 'rb') as f: lines = [json.loads(line) for line in f.read().split(b'\n')[:-1]]
         self.w = w = np.frombuffer(self.data, np.int64, len(self.data)//8)
@@ -61,11 +59,8 @@ class BoxContent:
 
     def array(self, at, n, k, kind): return np.frombuffer(self.data, kind, n*k, at).reshape(n, k)
 
-    def rows(self,
-        heads:int, at:int, # Offsets of the heads and of the vectors, in bytes
-        n:int, length:int # Number of rows, and numbers in a row
-    ) -> tuple: # Heads, vectors
-        "Return rows with the dtype numbers of this process."
+    def rows(self, heads:int, at:int, n:int, length:int) -> tuple:
+        "Return heads and vectors with the dtype numbers of this process: `n` rows, at the offsets `heads` and `at` in bytes."
         h = self.array(heads, n, head_width, np.int64).copy()
         h[:, DTYPE] = self.dtypes[h[:, DTYPE]]
         return h, self.array(at, n, length, np.float64)
@@ -131,10 +126,11 @@ def measured_steps(box):
         out.append(Measured(snapshot, s.custom, s.step, s.ts, s.marks, dict(s.many), s.of_parts, getattr(s, 'norms', None)))
     return out
 
-def open_step(
-    box # `BoxContent`
-) -> tuple: # Number of the open step and its `Measured`, None twice if no step was open
-    "Return the unfinished step of the process. Its rows have the mark `unfinished`."
+def open_step(box) -> tuple:
+    """Return the number of the unfinished step of the process, and its `Measured`. None twice if no step was open.
+
+    Its rows have the mark `unfinished`.
+    """
     parts,custom = box.opened
     if not parts and not custom: return None, None
     last,step = box.slots[-1] if box.slots else None,int(box.w[STEP])
@@ -150,21 +146,19 @@ def open_step(
 def local_time(ns): return datetime.fromtimestamp(int(ns)/1e9).strftime('%Y-%m-%d %H:%M:%S') # in the format of `store.base.now`
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #7dbe60bc
-def lines_of_box(
-    box # `BoxContent`
-) -> tuple: # Lines of the steps that were handed over; number of the open step, or None; lines of the open step
-    "Return the lines of everything in a box."
+def lines_of_box(box) -> tuple:
+    "Return the lines of the steps that were handed over, the number of the open step or None, and the lines of the open step."
     def lines(rows): return [line if isinstance(line, bytes) else line_of(line) for line in rows]
     done = [line for rows in LineMaker()(measured_steps(box)) for line in lines(rows)] if box.slots else []
     step,measured = open_step(box)
     return done+box.late, step, [] if measured is None else lines(LineMaker()([measured])[0])
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #e92951a3
-def missing_lines(
-    path, # File of the log
-    lines # Lines of a box
-):
-    "Return the lines missing in the log, ordered by step. A log in Parquet parts has all rows up to the last step of a part."
+def missing_lines(path, lines):
+    """Return the `lines` of a box that its log lacks, ordered by step.
+
+    A log in Parquet parts has all rows up to the last step of a part.
+    """
     header,files = parts_and_lines(path) if os.path.exists(path) else (None, [])
     in_parts = max((p['last'] for p in header['parts']), default=-1) if header else -1
     steps = [load_row(line).get('step') for line in lines]
@@ -178,13 +172,11 @@ def missing_lines(
         else: out.append((step, line))
     return [line for _,line in sorted(out, key=lambda o: o[0])]
 
-def tail_lines(
-    path,
-    start:int, # Byte of the first line that counts
-    first:int, # First step that is needed
-    size:int # Bytes of the lines to compare with
-):
-    "Return the lines of a file from a step on, and some lines before. Only the end of a large file is read."
+def tail_lines(path, start:int, first:int, size:int):
+    """Return the lines of a file from the step `first` on, and some lines before. Only the end of a large file is read.
+
+    Lines before byte `start` do not count. `size`: bytes of the lines to compare with.
+    """
     tail = max(4*size, 1<<20)
     try: f = open(path, 'rb')
     except FileNotFoundError: return []
@@ -199,10 +191,11 @@ def tail_lines(
             tail *= 4
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #d6690df5
-def last_loss(
-    lines # Lines of the last steps
-) -> tuple|None: # Name and value
-    "Return the user's last number with 'loss' in its name. Without such a name, return the last number."
+def last_loss(lines) -> tuple|None:
+    """Return name and value of the user's last number in these lines with 'loss' in its name.
+
+    Without such a name, return the last number; without a number, None.
+    """
     found = None
     for line in lines:
         if b'"ttype":"scalar"' not in line: continue
@@ -234,12 +227,11 @@ def advice_for(cause):
         "Try a smaller batch or fewer workers, and look for activations that are kept."
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #b4e07241
-def death_row(
-    box, # `BoxContent`
-    step, # Number of the open step, None without one
-    lines:list # Lines of the run's last steps
-) -> dict: # Row of a finding
-    "Return the finding about the death of the process, with its last position."
+def death_row(box, step, lines:list) -> dict:
+    """Return the finding about the death of the process, with its last position.
+
+    `box`: a `BoxContent`; `step`: the open step, None without one; `lines`: of the run's last steps.
+    """
     w,running,fault = box.w,box.running,box.fault
     phase,last = int(w[PHASE]),int(box.slots[-1].step) if box.slots else None
     inside = max(running, key=len)[-1] if running else None
@@ -263,10 +255,12 @@ def death_row(
         None if step is not None else 'overview(run)')
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #a9b8d266
-def recover(
-    path # Path of a box without its ending. Its process must be gone
-) -> str|None: # Name of the run, None if the box cannot be read
-    "Append missing rows to the log, and a finding about the death of the process. Remove the box."
+def recover(path) -> str|None:
+    """Append missing rows to the log, and a finding about the death of the process. Remove the box.
+
+    `path`: of a box without its ending, whose process is gone. Return the name of the run, None if the box cannot be
+    read.
+    """
     path = str(path)
     try:
         box = BoxContent(path)
@@ -290,10 +284,8 @@ def warn_once(path, message):
     if path not in warned: warned.add(path); warn(message)
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #67a67b78
-def take_in(
-    folder # Folder of runs, with the folders `log` and `box`
-) -> list: # Names of runs
-    "Recover the boxes of all dead processes."
+def take_in(folder) -> list:
+    "Recover the boxes of all dead processes in a folder of runs, and return the names of these runs."
     boxes = os.path.join(folder, 'box')
     if fcntl is None: return [] # without locks, dead processes cannot be recognized
     try: names = sorted(n.removesuffix('.box') for n in os.listdir(boxes) if n.endswith('.box'))

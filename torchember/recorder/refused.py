@@ -14,10 +14,11 @@ from ..capture.private_torch import call_after_backward, is_wrapped, running_bac
 from .parameters import grad_of, plain_floats
 
 # %% ../../nbs/40_recorder/45_refused.ipynb #4f0a1005
-def gradient_state(
-    parameters # Some parameters
-) -> list: # None where there is no gradient, else its identity and version
-    "Return the state of gradients: it changes if a gradient comes, is written to, or is removed."
+def gradient_state(parameters) -> list:
+    """Return the state of gradients: it changes if a gradient comes, is written to, or is removed.
+
+    For each parameter None without a gradient, else the identity and version of the gradient.
+    """
     grads = [grad_of(p) for p in parameters]
     return [None if g is None else (id(g), 0 if g.is_inference() else g._version) for g in grads]
 
@@ -32,22 +33,18 @@ class TrainingPass:
     "Training pass of the open step."
     most = 8 # number of outputs that get a hook. For a pass with more outputs, it is not known whether no backward comes
 
-    def __init__(self,
-        number:int, # Number of the pass in the step
-        micro:int, # Number among the passes of its phase
-        first:int, # Number of its first event
-        weights:int # Versions of the weights
-    ):
+    def __init__(self, number:int, micro:int, first:int, weights:int):
+        """Note a pass: its number in the step, and its number `micro` among the passes of its phase.
+
+        `first` is the number of its first event. `weights` are the versions of the weights.
+        """
         self.number,self.micro,self.first,self.weights = number,micro,first,weights
         self.hooks,self.complete = 0,True # number of outputs with a hook; True if all outputs with a gradient have one
         self.reached = False # True once a backward came
         self.before = self.after = None # `gradient_state` before and after that backward; `after` is None if it raised
 
-    def add_hooks(self,
-        named, # Pairs of names and outputs
-        hook # Called with the pass when a gradient comes
-    ):
-        "Call `hook` when a backward comes to the outputs of the pass."
+    def add_hooks(self, named, hook):
+        "Call `hook` with the pass when a backward comes to one of its outputs, `named` pairs of name and tensor."
         def comes(g):
             if not torch.compiler.is_compiling(): hook(self)
             return g
@@ -57,11 +54,11 @@ class TrainingPass:
             self.hooks += 1
             x.register_hook(comes)
 
-    def is_removed(self,
-        parameters,
-        now:list # Their `gradient_state`
-    ) -> bool:
-        "Return True if the gradients from the backward of this pass do not exist any more."
+    def is_removed(self, parameters, now:list) -> bool:
+        """Return True if the gradients from the backward of this pass do not exist any more.
+
+        `now`: `gradient_state` of the parameters.
+        """
         if self.before is None: return False
         brought = [i for i,(b,a) in enumerate(zip(self.before, self.after or now, strict=True)) if a!=b]
         if not brought: return self.after is None # the backward raised before any gradient came
@@ -70,10 +67,8 @@ class TrainingPass:
 
 # %% ../../nbs/40_recorder/45_refused.ipynb #4f0a100a
 class RefusedPasses:
-    "Training passes of the open step, with a search for passes whose gradients are not used."
-    def __init__(self,
-        notify=lambda: None # Called when a backward begins: earlier passes may have been refused
-    ):
+    "Training passes of the open step. Finds passes with unused gradients."
+    def __init__(self, notify=lambda: None): # called when a backward begins: earlier passes may have been refused
         self.notify = notify
         self.parameters = [] # some parameters of the model
         self.passes = [] # `TrainingPass`es of the open step
@@ -82,10 +77,8 @@ class RefusedPasses:
         self.taken = 0 # number of refused passes of the open step
         self.made = [] # gradients of the last backward after a pass was refused
 
-    def arming(self,
-        model # About to be armed
-    ):
-        "Choose the parameters to look at. None if FSDP1 or Opacus replaces them or their gradients."
+    def arming(self, model):
+        "Choose the parameters of a model to look at. None if FSDP1 or Opacus replaces them or their gradients."
         parameters = [p for p in model.parameters() if not is_lazy(p) and p.requires_grad and p.is_leaf and not p.is_inference()]
         per_sample = any(hasattr(p, 'grad_sample') for p in parameters) # Opacus sums gradients elsewhere, and removes those of torch
         flattens = any(c.__name__=='FullyShardedDataParallel' for m in model.modules() for c in type(m).__mro__)

@@ -15,18 +15,12 @@ from ..ground.record import optional
 from ..store.log import listen_directly
 
 # %% ../../nbs/40_recorder/55_row.ipynb #dff900af
-def one_row(
-    key, # module, ttype, tname, pname, phase, backward
-    call:int, # Number of the call in the pass
-    micro, # Number of the micro-batch; None if micro-batches are merged
-    dtype:str, # 'float32'
-    stats:dict, # Statistic -> value
-    step:int,
-    ts:str, # Local time
-    marks:dict, # Column -> value
-    many_passes:dict # Phase -> True if it had several passes
-) -> dict:
-    "Return the row of one tensor."
+def one_row(key, call:int, micro, dtype:str, stats:dict, step:int, ts:str, marks:dict, many_passes:dict) -> dict:
+    """Return the row of one tensor. Its key is module, ttype, tname, pname, phase, backward.
+
+    `call`: number of the call in the pass. `micro`: number of the micro-batch, None if micro-batches are merged. `ts`:
+    local time. `many_passes`: phase -> True if it had several passes.
+    """
     module,ttype,tname,pname,phase,backward = key
     if ttype=='scalar':
         stats = {k: wait_for_number(v) for k,v in stats.items()}

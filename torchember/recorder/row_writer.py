@@ -21,10 +21,8 @@ from ..store.base import now
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #36541aae
 class StepLog:
     "Log of a run: adds rows to a step, or beside all steps."
-    def __init__(self,
-        t, # The run, a `tracker`
-        rank:int|None=None # Rank of this process, if there are several
-    ): self.t,self.rank,self.was_on = t,rank,False # was_on: True if the step before was recorded
+    def __init__(self, t, rank=None): # rank of this process, if there are several
+        self.t,self.rank,self.was_on = t,rank,False # was_on: True if the step before was recorded
 
     def columns(self):
         "Return the columns of every row: the rank and the user's marks."
@@ -46,11 +44,7 @@ class StepLog:
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #2935a935
 class ExtraRows:
     "Rows without a tap: numbers of the user, learning rates, warnings, and values of a `Monitor`."
-    def __init__(self,
-        log, # `StepLog`
-        scalars, # `StepScalars`, which know the names of numbers
-        root_name:str='model' # Display name of the root: these rows are rows of the root
-    ):
+    def __init__(self, log, scalars, root_name:str='model'): # these rows are rows of the root
         self.log,self.scalars,self.root_name = log,scalars,root_name
         self.noted = Counter() # step -> number of rows of `te.log`
 
@@ -59,12 +53,11 @@ class ExtraRows:
         line = line_of(report_row(kind, text, severity, self.root_name, steps.number, now()) | self.log.columns())
         self.log.put_beside(lambda: [line])
 
-    def note(self,
-        values:dict, # Name -> number, as `as_number` returns it
-        buffer, steps, # `StepBuffer` and `Steps`
-        on:bool # True if the open step is recorded
-    ):
-        "Add numbers of the user to the step of the last pass."
+    def note(self, values:dict, buffer, steps, on:bool):
+        """Add numbers of the user, as `as_number` returns them, to the step of the last pass.
+
+        `on`: True if the open step is recorded.
+        """
         step,phase = steps.noted,'eval' if steps.passes and steps.manual and steps.phase=='eval' else None
         if new := self.scalars.claim(values): self.log.put_beside(lambda: self.scalars.rename(step, new))
         key,call = (self.root_name, 'scalar', 'log', None, phase, 0),self.noted[step]
@@ -75,21 +68,16 @@ class ExtraRows:
         if box is not None and not any(isinstance(v, Pending) for v in values.values()): box.late(*rows())
         (self.log.put_late if step!=steps.number else self.log.put_beside)(rows)
 
-    def note_rates(self,
-        rates:dict, # Name -> learning rate, as `LearningRates.take` returns them
-        buffer # `StepBuffer`
-    ):
-        "Add the learning rates of the open step."
+    def note_rates(self, rates:dict, buffer):
+        "Add the learning rates of the open step, as `LearningRates.take` returns them."
         key = (self.root_name, 'scalar', 'lr', None, None, 0)
         buffer.add(key, 0, None, 'float64', {self.scalars.name(n): v for n,v in rates.items()})
 
-    def add(self,
-        step:int, # Step of the rows
-        rows:list, # (key, call, dtype, statistics), as `one_row` has them
-        buffer, steps, # `StepBuffer` and `Steps`
-        on:bool # True if the open step is recorded
-    ):
-        "Add rows of other code, such as a `Monitor` of this model."
+    def add(self, step:int, rows:list, buffer, steps, on:bool):
+        """Add rows of other code, such as a `Monitor`: (key, call, dtype, statistics), as `one_row` has them.
+
+        `on`: True if the open step is recorded.
+        """
         if step==steps.number and on and steps.opened:
             for key,call,dtype,stats in rows: buffer.add(key, call, None, dtype, stats)
             return
@@ -112,7 +100,7 @@ class HeldSteps:
     def __init__(self, n):
         self.steps = deque(maxlen=n) # `Measured`
         self.until = -1 # the log gets all steps up to this one
-        self.reasons = set() # what went wrong
+        self.reasons = set() # reasons of earlier releases, such as 'not finite'
 
     def wants(self, step): return step>self.until
 
@@ -121,11 +109,11 @@ class HeldSteps:
         if not self.steps.maxlen or 'not finite' in self.reasons: return False
         return any(isinstance(v, np.ndarray) and v[:, not_finite].any() for _,v in measured.snapshot.parts)
 
-    def release(self,
-        step:int, # The open step
-        why:str # Reason, in a word
-    ) -> list: # `Measured`
-        "Return the held steps, and let the log get as many of the next steps. Once for each reason: a run may be in trouble to its end."
+    def release(self, step:int, why:str) -> list:
+        """Return the held `Measured`, and let the log get as many of the steps after the open `step`.
+
+        `why` is a reason in one word. Steps are released once for each reason: a run may be in trouble to its end.
+        """
         if not self.steps.maxlen or why in self.reasons: return []
         self.reasons.add(why)
         self.until,out = step+self.steps.maxlen,list(self.steps)
@@ -144,12 +132,11 @@ class ProvisionalStep:
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #d68cf43a
 class RowWriter:
     "Hands the rows of steps to the log. Returns before they are written."
-    def __init__(self,
-        t, # The run, a `tracker`: its `put` takes a `Measured`, whether the step is over, and the `LineMaker` that make lines of it
-        rank:int|None=None, # Rank of this process, if there are several
-        root_name:str='model', # Display name of the root
-        held:int=0 # Number of steps to hold that the log does not get
-    ):
+    def __init__(self, t, rank:int|None=None, root_name:str='model', held:int=0):
+        """Write into a run `t`: its `put` takes a `Measured`, True if the step is over, and a `LineMaker`.
+
+        `rank` of this process, if there are several. `held`: number of steps to hold that the log does not get.
+        """
         self.lines,self.log,self.held = LineMaker(),StepLog(t, rank),HeldSteps(held)
         self.extra = ExtraRows(self.log, self.lines.scalars, root_name)
         self.ts = None # local time of the open step's first row
@@ -166,14 +153,12 @@ class RowWriter:
 
     def columns(self): return self.log.columns()
 
-    def write(self,
-        buffer, # `StepBuffer`, which is empty afterwards
-        steps, # `Steps`
-        over:bool, # True if the step is over
-        wait:bool=False, # True if the step may turn out to be a micro-batch: it goes to the log before the next rows
-        held:bool=False # True if the schedule leaves the step out
-    ):
-        "Hand over all new measurements of the step."
+    def write(self, buffer, steps, over:bool, wait:bool=False, held:bool=False):
+        """Hand over all new measurements of the step, and empty the buffer. `over`: True if the step is over.
+
+        `wait`: True if the step may turn out to be a micro-batch; it goes to the log before the next rows. `held`: True
+        if the schedule leaves it out.
+        """
         if not wait: self.release()
         self.last,held,rows = None,held and self.held.wants(steps.shown),buffer.rows
         closes = over and (rows.snapshots.taken or rows.custom.taken or self.log.file_is_open)
@@ -216,24 +201,18 @@ class RowWriter:
 
     def leave(self): self.waiting = [] # in a forked child: the parent writes them
 
-    def step_over(self,
-        step:int, # The step that is over
-        on:bool # True if it was recorded
-    ):
+    def step_over(self, step:int, on:bool): # on: True if the step was recorded
         self.log.was_on,self.skipped = on,False
         self.custom,self.ended = [],self.custom
         self.extra.step_over(step)
 
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #5a100002
-def write_refused(
-    writer, # `RowWriter`
-    buffer, steps, # `StepBuffer` and `Steps`
-    p, # `TrainingPass` that does not belong to the open step any more
-    until, # First event of the pass after it, None without one
-    whole:bool, # True if nothing is left in the open step, and none of its rows was read
-    on:bool # True if the open step is recorded
-):
-    "Write the rows of a refused pass, with the phase `refused`."
+def write_refused(writer, buffer, steps, p, until, whole:bool, on:bool):
+    """Write the rows of a refused `TrainingPass` with the phase `refused`.
+
+    `until`: first event of the pass after it, or None. `whole`: True if nothing is left in the open step, and none of
+    its rows was read. `on`: True if the open step is recorded.
+    """
     writer.release()
     snapshot,custom,numbers = buffer.rows.take_out(p, until, whole)
     writer.extra.noted[steps.number] -= numbers

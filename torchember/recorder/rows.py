@@ -7,7 +7,7 @@ __all__ = ['as_number', 'Measured', 'LineMaker']
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #f4b422a8
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import groupby
 
 import numpy as np
@@ -23,10 +23,11 @@ from .row import one_row
 from .step_scalars import StepScalars
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #fdd9f738
-def as_number(
-    v # A number, or a tensor or an array of one
-): # The number, or a `Pending`
-    "Return the number of a tensor without waiting for its device. Raise `InGraph` while the device captures a graph."
+def as_number(v):
+    """Return a number, or that of a tensor or an array of one.
+
+    For a tensor on a device return a `Pending`, without waiting. Raise `InGraph` while the device captures a graph.
+    """
     if not isinstance(v, torch.Tensor): return v.item() if isinstance(v, np.ndarray) else v
     if being_captured(v.device.type): raise InGraph()
     v = to_host(v.detach().reshape(()))
@@ -36,14 +37,12 @@ def as_number(
 last = np.iinfo(np.int64).max # event number of a row after all others
 VALUE,TS,STEP,MARKS = b'\0',b'\1',b'\2',b'\3' # placeholders
 
-def template(
-    names, # Columns of numbers
-    key, # Argument of `one_row`
-    dtype:str, # 'float32'
-    parts, # Columns that describe a part of a tensor
-    marks # Names of the marks
-) -> bytes|None: # A line with placeholders. None if the row needs `line_of`
-    "Return the line of a tap with placeholders for changing values."
+def template(names, key, dtype:str, parts, marks) -> bytes|None:
+    """Return the line of a tap with placeholders for changing values. None if the row needs `line_of`.
+
+    `names`: of the columns of numbers. `key`: as `one_row` has it. `parts`: columns about a part of a tensor. `marks`:
+    names of the marks.
+    """
     row = one_row(key, '\0', None, dtype, dict.fromkeys(names, '\0'), '\2', '\1', parts, {})
     line = regular_line(row)
     if line is None or row.keys() & set(marks) or line.count(b'\\u000')!=len(names)+3: return None
@@ -103,31 +102,26 @@ def add_numel(c, more):
         if len(at): yield c[at], {k: v[at] for k,v in more.items()} | ({'numel': n[at].astype(int)} if odd[at[0]] else {})
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #7a0b1ee6
-@cache
-def brackets(n): return b'[%s]' % b','.join([b'%d']*n)
-
 @lru_cache(4096)
-def shape_text(dims): return brackets(min(dims[0], len(dims)-1)) % dims[1:1+dims[0]]
+def shape_text(dims): return b'[%s]' % b','.join(b'%d' % d for d in dims[1:1+dims[0]])
 
 def shape_texts(dims) -> list:
     "Return the JSON of shapes, from an array with the number of dimensions and their sizes in each row."
     return [*map(shape_text, map(tuple, dims.tolist()))]
 
-def texts_of_columns(
-    columns # name -> array of numbers, array of lists, or list of texts
-) -> list: # For each column the text of each row
-    "Return the JSON of columns. All columns of floats are converted together."
+def texts_of_columns(columns) -> list:
+    """Return the JSON of each row, for each column: an array of numbers, an array of lists, or a list of texts.
+
+    All columns of floats are converted together.
+    """
     floats = [n for n,c in columns.items() if not isinstance(c, list) and c.ndim==1 and c.dtype==float]
     text = texts_of(np.stack([columns[n] for n in floats], 1).ravel()) if floats else []
     done = {n: text[i::len(floats)] for i,n in enumerate(floats)}
     return [c if isinstance(c, list) else done[n] if n in done else texts_of(c) for n,c in columns.items()]
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #d77aa2bf
-def fill_templates(
-    text, # Templates, joined
-    columns # For each column of numbers the text of each row
-) -> list: # Lines, without newlines
-    "Fill templates with numbers. Return lines."
+def fill_templates(text, columns) -> list:
+    "Fill joined templates with numbers: for each column the text of each row. Return lines without newlines."
     pieces = [b'']*(2*len(columns)*len(columns[0])+1)
     pieces[::2] = text.split(VALUE)
     for j,c in enumerate(columns): pieces[2*j+1::2*len(columns)] = c
@@ -162,10 +156,11 @@ class LineMaker:
         self.made_for,self.templates = None,{} # taps, parts and marks of the templates; names of columns -> number of tap and dtype -> template
         self.scalars = StepScalars()
 
-    def __call__(self,
-        measured # List of `Measured`, in order
-    ) -> list: # For each step a list: bytes of a line for each row, or a dict for a row that needs `line_of`
-        "Return the rows of steps, in the order of their events."
+    def __call__(self, measured) -> list:
+        """Return a list for each `Measured`: its rows in the order of their events.
+
+        A row is the bytes of a line, or a dict if it needs `line_of`.
+        """
         in_common = lambda m: (m.snapshot.taps, m.parts, (*m.marks,))
         return [rows for made_for,some in groupby(measured, in_common) for rows in self.alike(made_for, list(some))]
 

@@ -81,14 +81,12 @@ class KnownOptimizers:
 # %% ../../nbs/40_recorder/75_sources.ipynb #fe964441
 class Sources:
     "Sources of all recorded tensors of a model."
-    def __init__(self,
-        ttypes, # Tensor types that are recorded
-        buffer, # `StepBuffer`
-        steps, # `Steps`
-        notify=None, # Called as `Listener.gradient` when a backward brings a gradient
-        watch=None, # `OptimizerWatch`, or None without an optimizer
-        note=None # Called with the metadata of the parameters when these have changed
-    ):
+    def __init__(self, ttypes, buffer, steps, notify=None, watch=None, note=None):
+        """Make the sources of some tensor types. `watch`: `OptimizerWatch`, or None without an optimizer.
+
+        `notify` is called as `Listener.gradient` when a backward brings a gradient, `note` with changed metadata of the
+        parameters.
+        """
         self.ttypes,self.buffer,self.watch = ttypes,buffer,watch
         self.states = [] # `capture.module_state.ModuleState`s of the armed modules, root first
         self.sampled = [] # some of the weights: a change of their versions shows that an unknown optimizer has stepped
@@ -113,11 +111,11 @@ class Sources:
         ps = trained_by(self.watch.optimizers) if self.watch else root.parameters()
         self.sampled = evenly_spaced([p for p in ps if p.requires_grad and not is_lazy(p)])
 
-    def armed(self,
-        states, # `capture.module_state.ModuleState`s of the armed modules, root first. Empty after disarming
-        again:bool=False # True if the model was armed before, with other modules
-    ):
-        "Measure the tensors of these modules from now on."
+    def armed(self, states, again:bool=False):
+        """Measure the tensors of these modules from now on: `ModuleState`s, root first. Empty after disarming.
+
+        `again`: True if the model was armed before, with other modules.
+        """
         if not states: self.note_parameters(search=True)
         self.states = self.parameters.states = states
         if not again:
@@ -141,13 +139,11 @@ class Sources:
         needed = not (root and steps.manual) if self.watch is None else steps.opened and not self.watch.busy # LBFGS changes weights within a step
         return count_writes(self.sampled) if self.sampled and needed else None
 
-    def flow(self,
-        state, # `capture.module_state.ModuleState` of the module
-        ttype:str, # 'input' or 'output'
-        named, # Pairs of name and tensor
-        call:int, phase # Number of the call in its pass; phase of the pass
-    ):
-        "Measure tensors of a call, and wait for their gradients."
+    def flow(self, state, ttype:str, named, call:int, phase):
+        """Measure tensors of a call, `named` pairs of name and tensor, and wait for their gradients.
+
+        `ttype`: 'input' or 'output'.
+        """
         for source in self.at_calls: source.flow(state, ttype, named, call, phase)
 
     def begin_training(self):

@@ -126,13 +126,8 @@ class LocalShards:
         self.ranks,self.notices = ranks,notices # ranks: `capture.ranks.Ranks`. None for a single process, and after an error
         self.columns = {} # `place_of` a row -> columns
 
-    def local(self,
-        state, # `capture.module_state.ModuleState` of the module
-        key, # Key of the row, as `one_row` has it
-        call:int,
-        x
-    ) -> torch.Tensor:
-        "Return this rank's part of a tensor. Note the columns of its row."
+    def local(self, state, key, call:int, x) -> torch.Tensor:
+        "Return this rank's part of a tensor. Note the columns of its row. The key of the row is as `one_row` has it."
         place,piece = place_of(key, call),self.piece(state, key, x)
         self.columns.pop(place, None)
         if piece: self.columns[place] = piece
@@ -184,7 +179,7 @@ class CustomRows:
 
     def clear_taken(self):
         "Forget the taken rows: new rows supersede nothing."
-        self.taken,self.discarded = set(),set() # (key, call, micro) of rows that were taken; of those whose pass raised afterwards
+        self.taken,self.discarded = set(),set() # (key, call, micro) of rows that were taken; of taken rows whose pass raised later
 
     def add(self, *fields):
         row = CustomRow(*fields)
@@ -229,11 +224,11 @@ class CustomRows:
         self.taken |= {r[1:4] for r in rows}
         return rows
 
-def join_rows(
-    earlier, # `ProvisionalStep`s: steps that were passes of this step
-    own # Rows of this step
-) -> list:
-    "Return the custom rows of passes as rows of one step. If a step has a row once, the row of the last pass counts."
+def join_rows(earlier, own) -> list:
+    """Return the custom rows of passes as rows of one step: of `earlier` `ProvisionalStep`s, and its `own`.
+
+    If a step has a row once, the row of the last pass counts.
+    """
     numbers,rows,n = 0,[],len(earlier)
     for i,some in enumerate([*(e.custom for e in earlier), own]):
         for r in some if i else ():
@@ -252,11 +247,8 @@ class SelectedRows:
     def __init__(self, vectors, at): self.vectors,self.at,self.shape = vectors,at,(len(at), *vectors.shape[1:])
     def __array__(self, dtype=None, copy=None): return np.asarray(self.vectors)[self.at]
 
-def split_parts(
-    parts:list, # (heads, vectors)
-    which # Function: heads -> array of booleans
-) -> tuple: # Parts with the chosen rows, parts with the others
-    "Divide the rows of parts."
+def split_parts(parts:list, which) -> tuple:
+    "Divide the rows of parts (heads, vectors) into chosen rows and other rows. `which`: heads -> array of booleans."
     def select(choose):
         some = [(h, v, np.flatnonzero(choose(which(h)))) for h,v in parts]
         return [(h[at], v[at] if isinstance(v, np.ndarray) else SelectedRows(v, at)) for h,v,at in some if len(at)]
@@ -338,12 +330,12 @@ class StepRows:
         try: return self.snapshots.take(self.arena, over, None if box is None else keep), custom
         except RuntimeError as e: return self.report_device(e), custom
 
-    def take_out(self,
-        p, # `TrainingPass`
-        until, # First event of the pass after `p`, None without one
-        whole:bool # True if nothing else is left in the open step
-    ) -> tuple: # `Snapshot` of the arena, custom rows, and how many numbers were noted in the pass
-        "Remove the rows of a pass from the open step."
+    def take_out(self, p, until, whole:bool) -> tuple:
+        """Remove the rows of a `TrainingPass` from the open step. `until`: first event of the pass after it, or None.
+
+        `whole`: True if nothing else is left in the step. Return a `Snapshot`, the custom rows, and how many numbers
+        were noted in the pass.
+        """
         custom,numbers = self.custom.take_out(p, until, whole)
         try: return self.snapshots.take_out(self.arena, p, whole), custom, numbers
         except RuntimeError as e: return self.report_device(e), custom, numbers
@@ -373,13 +365,12 @@ def new_tap(arena, state, place, how, once):
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #2a1e4b42
 class StepBuffer:
     "Measurements of the open step, with the statistics of each tensor type."
-    def __init__(self,
-        stats:dict, # ttype -> names of built-in statistics, or a function: tensor -> dict
-        notices=None, # `Notices`
-        calls=None, # `Calls`
-        lock=None, # The recorder's. It is taken before the lock of the generators, because a function of the user may call `te.log`
-        ranks=None # `capture.ranks.Ranks`, if there are several processes
-    ):
+    def __init__(self, stats:dict, notices=None, calls=None, lock=None, ranks=None):
+        """Measure with `stats`: tensor type -> names of built-in statistics, or a function: tensor -> dict.
+
+        The recorder's lock is taken before the lock of the generators, because a function of the user may call
+        `te.log`. `ranks`: `capture.ranks.Ranks`, if there are several processes.
+        """
         lock = lock or threading.RLock()
         self.stats = {'before': ('rms',), **stats} # `before`: a weight before its update, for the ratio. It has no row
         self.notices,self.calls = notices or Notices(),calls or Calls()
@@ -389,20 +380,15 @@ class StepBuffer:
         self.functions = Functions(self.notices, self.calls, lock)
         self.shards,self.rows = LocalShards(ranks, self.notices),StepRows(self.notices, lock)
 
-    def measure(self,
-        state, # `capture.module_state.ModuleState` of the module
-        ttype:str,
-        tname:str,
-        x:torch.Tensor, # Any tensor
-        pname:str|None=None, # Name in the module, for what is measured once in a step
-        call:int=0, # Number of the module's call
-        phase=None, # 'eval' if the row has to say so
-        backward:int=0, # Number of the backward that brings it
-        scale=None, # Factor that it was multiplied by: a number, or a tensor
-        once:bool=False, # True if the step has one such row, and the last measurement counts. The tensor must not change before `read_pending`
-        replace:bool=False # True if it replaces earlier measurements of this step
-    ):
-        "Measure one tensor. Errors are reported, not raised."
+    def measure(self, state, ttype:str, tname:str, x, pname=None, call:int=0, phase=None, backward:int=0, scale=None,
+        once:bool=False, replace:bool=False):
+        """Measure one tensor `x` of the module with this `ModuleState`. Errors are reported, not raised.
+
+        `pname`: name in the module, for tensors that are measured `once` in a step. They must not change before
+        `read_pending`. `call`: number of the module's call. `backward`: number of the backward that brings the tensor.
+        `scale`: factor that is divided out, a number or a tensor. `replace`: earlier measurements of this step are
+        replaced.
+        """
         try:
             if type(x) not in ordinary or self.shards.columns or self.shards.ranks is not None:
                 x = self.shards.local(state, (state.track.name, ttype, tname, pname, phase, backward), call, x)
@@ -421,12 +407,11 @@ class StepBuffer:
             observe(x, tap, call, None if scale is None else float(scale) if x.is_cpu else scale, later=once)
         except Exception as e: self.notices.failed(state.track.name, tname, e, self.stats.get(ttype))
 
-    def measure_together(self,
-        some, # For each tensor: state, tensor type, name, name of the parameter, tensor, as `measure` has them
-        scale=None, # Factor that they were multiplied by: a number, or a tensor
-        replace:bool=False # True if they replace earlier measurements of this step
-    ):
-        "Measure tensors with one row in a step. They must not change before `read_pending`."
+    def measure_together(self, some, scale=None, replace:bool=False):
+        """Measure tensors with one row in a step. They must not change before `read_pending`.
+
+        `some`: state, tensor type, name, name of the parameter and tensor of each. Other arguments: as `measure` has them.
+        """
         shards,custom = self.shards,self.rows.custom
         is_alone = scale is not None or shards.columns or shards.ranks is not None or replace and custom
         waits = False if is_alone else None # a function, once it is needed
@@ -448,12 +433,8 @@ class StepBuffer:
         "Add a custom row."
         self.rows.custom.add(next(self.rows.arena.clock), key, call, micro, dtype, stats)
 
-    def use(self,
-        how, # Names of built-in statistics, or a function: tensor -> dict
-        ttypes,
-        states=() # Of the armed modules
-    ):
-        "Change the statistics of some tensor types from now on."
+    def use(self, how, ttypes, states=()):
+        "Change the statistics of some tensor types from now on, as `__init__` has them. `states`: of the armed modules."
         self.stats.update(dict.fromkeys(ttypes, how))
         for st in states: st.taps = {place: tap for place,tap in st.taps.items() if place[0] not in ttypes}
 

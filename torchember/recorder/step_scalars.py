@@ -40,12 +40,12 @@ class GradientNorms:
                 at = np.flatnonzero(self.place[h[:, TAP]]>=0)
                 if len(at): yield h[at], np.asarray(v, dtype=np.float64)[at, :width]
 
-    def __call__(self,
-        snapshot, # `Snapshot` of a step that is over
-        n:int, # Number of weight gradients of the step
-        unclipped:int=0 # Number of gradients before clipping
-    ) -> tuple: # The norm; and the norm before clipping, if gradients were clipped. Empty if a gradient has no row
-        "Return the norms over all gradients."
+    def __call__(self, snapshot, n:int, unclipped:int=0) -> tuple:
+        """Return the norm over all gradients of a step that is over, and before clipping, if gradients were clipped.
+
+        `n` and `unclipped`: number of weight gradients, and of gradients before clipping. Empty if a gradient has no
+        row.
+        """
         self.learn(snapshot.taps)
         found = list(self.gradient_rows(snapshot))
         if not found: return ()
@@ -71,11 +71,11 @@ class StepScalars:
         "Return the name of a number of torchember. It is prefixed if the user logs a number of this name."
         return f'recorded_{name}' if name in self.taken else name
 
-    def ask(self,
-        root_name:str, # Display name of the model
-        gradients # Result of `Parameters.gradient_counts`
-    ) -> dict: # Argument `norms` of a `Measured`: a list, because the black box writes it as JSON
-        "Return the arguments for `row` in the writer thread, under the key `norms`."
+    def ask(self, root_name:str, gradients) -> dict:
+        """Return the arguments for `row` in the writer thread, under the key `norms`: a list, because the black box writes it as JSON.
+
+        `gradients`: result of `Parameters.gradient_counts`.
+        """
         return {} if gradients is None else {'norms': [root_name, *gradients, *map(self.name, norm_names)]}
 
     def row(self, measured) -> dict|None:
@@ -99,10 +99,7 @@ class StepScalars:
         self.taken |= new
         return new
 
-    def rename(self,
-        step:int, # Step that the user logs a number of
-        names:set # Result of `claim`
-    ) -> list: # Rows that supersede earlier ones
-        "Return the rows of a step with new names, if the user has claimed their names."
+    def rename(self, step:int, names:set) -> list:
+        "Return rows of a step that supersede earlier ones, with new names for `names`, because the user has claimed these names."
         some = [r for r in self.rows.values() if r['step']==step and names & r.keys()]
         return [{(f'recorded_{k}' if k in names else k): v for k,v in r.items()} | {'supersedes': True} for r in some]

@@ -23,13 +23,12 @@ class Phases:
         self.trains_without_grad = False # True if a step ended before any pass had gradients
         self.without_grad = False # True if the open step has a pass without gradients
 
-    def find(self,
-        path:str, # Path of the called module, '' for the root
-        training:bool, # True if the module is in training mode
-        root_training:bool, # True if the root is in training mode
-        grad:bool=True # True if gradients will come. If the model is trained in `eval()` mode, such a pass trains
-    ) -> str|None: # 'eval', 'no_grad', or None for training
-        "Return the phase of a pass."
+    def find(self, path:str, training:bool, root_training:bool, grad:bool=True) -> str|None:
+        """Return the phase of a pass: 'eval', 'no_grad', or None for training. The path of the root is ''.
+
+        `training` and `root_training`: True if the module, and the root, are in training mode.
+        `grad`: True if gradients will come. If the model is trained in `eval()` mode, such a pass trains.
+        """
         if training: self.trained.add(path); self.trains_in_eval = False
         if grad and self.trains_in_eval: return None
         if not root_training or not training and path in self.trained: return 'eval'
@@ -62,11 +61,12 @@ class SteppedOptimizers:
         self.counts[optimizer] = self.counts.get(optimizer, 0)+1 # faster than `Counter` with a missing key
         return bool(self.awaited) and self.stepped>=self.awaited
 
-    def wait_too_long(self,
-        new:int, # Limit for an optimizer that has not stepped in this run
-        few:int # Least limit for an optimizer that has stepped
-    ) -> bool:
-        "Return True if one optimizer has stepped too often while a step of a second is missing. A rarely stepping optimizer has a higher limit."
+    def wait_too_long(self, new:int, few:int) -> bool:
+        """Return True if one optimizer has stepped too often while a step of a second is missing.
+
+        The limit is `new` for an optimizer that has not stepped in this run, and at least `few` for another: more if it
+        steps rarely.
+        """
         if len(self.waits)==len(self.awaited)>1 and min(self.waits.values())>=3: return True # each waits for the others: they alternate
         return any(self.max_count>=(max(few, 3*self.waits[o]) if o in self.waits else new) for o in self.missing)
 
@@ -89,21 +89,21 @@ class StepState:
 
     micro = property(lambda self: max(self.passes[self.phase]-1, 0), doc="Number of the last pass in its phase.")
 
-    def begins_pass(self,
-        path:str, # Path of the outermost armed module that is called
-        phase:str|None, # Phase of the call, from `Phases.find`
-        joins:bool=False # True if one autograd Function made this call and the one before, as a solver does
-    ) -> bool:
-        "Return True if a call begins a pass, instead of joining the last one."
+    def begins_pass(self, path:str, phase:str|None, joins:bool=False) -> bool:
+        """Return True if a call of the outermost armed module begins a pass, instead of joining the last one.
+
+        `phase`: from `Phases.find`. `joins`: True if one autograd Function made this call and the one before, as a
+        solver does.
+        """
         lead = self.leader
         other = phase!=self.phase and 'eval' in (phase, self.phase) # parts without gradients join the pass
         return lead is None or other or not joins and (path in ('', lead) or lead.startswith(f'{path}.'))
 
-    def add_call(self,
-        path:str, phase:str|None=None, # Arguments of `begins_pass`
-        weights=None, joins:bool=False # Anything that differs once the weights change; argument of `begins_pass`
-    ) -> bool: # True if the call begins a pass
-        "Note a call of the outermost armed module. Return True if it begins a pass."
+    def add_call(self, path:str, phase:str|None=None, weights=None, joins:bool=False) -> bool:
+        """Note a call of the outermost armed module, as `begins_pass` has it. Return True if it begins a pass.
+
+        `weights`: anything that differs once the weights change.
+        """
         new = self.begins_pass(path, phase, joins)
         if new:
             self.begun += 1
@@ -129,11 +129,12 @@ class StepState:
 # %% ../../nbs/40_recorder/10_steps.ipynb #759b03f7
 class Steps:
     "Number and state of the open step, and the step before it."
-    def __init__(self,
-        number:int=0, # Number of the first step
-        manual:bool=False, # True if an optimizer or `torchEmber.step` ends the steps. Otherwise the next pass does
-        awaited=() # Ids of the optimizers that all must step before a step is over
-    ):
+    def __init__(self, number:int=0, manual:bool=False, awaited=()):
+        """Begin with the step `number`.
+
+        `manual`: True if an optimizer or `torchEmber.step` ends the steps, otherwise the next pass does. `awaited`: ids
+        of the optimizers that all must step before a step is over.
+        """
         self.number,self.manual = number,manual
         self.optimizers,self.phases,self.state = SteppedOptimizers(awaited),Phases(),StepState()
         self.closed = None # number of the step that ended last
@@ -191,12 +192,8 @@ class Steps:
         self.pass_ += new
         return new
 
-    def note_content(self,
-        training=False, # True for a pass in training mode with gradients
-        eval_grads=False, # True for a pass in `eval()` mode with gradients
-        measured=False # True if something was measured outside of passes
-    ):
-        "Mark the open step as not empty."
+    def note_content(self, training=False, eval_grads=False, measured=False):
+        "Mark the open step as not empty: by a pass with gradients, in training mode or `eval()` mode, or by something `measured` outside of passes."
         s = self.state
         s.opened = True
         s.training_passes += training
@@ -276,13 +273,13 @@ class ProvisionalSteps:
         if len(self.kept)>self.most: self.kept,self.too_many = [],True
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #08e21200
-def stall_reason(
-    steps, # `Steps`
-    passes:int=1000, # Limit of training passes in one step
-    new:int=20, # Limit of steps of one optimizer while the step waits for another that has never stepped
-    few:int=12 # Limit of steps of one optimizer, or of changes of the weights, while the step waits for optimizers that have stepped
-) -> str|None: # None if the step may still end
-    "Return why the open step seems to have no end, because its optimizers do not step any more."
+def stall_reason(steps, passes:int=1000, new:int=20, few:int=12) -> str|None:
+    """Return why the open step seems to have no end, because its optimizers do not step any more.
+
+    None if it may still end. `passes`: limit of training passes. `new`: limit of steps of one optimizer while another
+    has never stepped. `few`: limit of steps, or of changes of the weights, while the missing optimizers have stepped
+    before.
+    """
     o,s = steps.optimizers,steps.state
     if s.changes<2 and s.training_passes<passes and not o.counts: return None # as in nearly every step
     if not o.missing: return None
@@ -294,11 +291,7 @@ def stall_reason(
 # %% ../../nbs/40_recorder/10_steps.ipynb #88219d60
 class Decision:
     "Decides for each step if it is recorded."
-    def __init__(self,
-        schedule, # Function: step -> True if it is selected, see `choose.schedule`
-        budget=None, # A `budget.Budget`, or None to record all selected steps
-        notices=None # `Notices` for a schedule that raises
-    ):
+    def __init__(self, schedule, budget=None, notices=None): # schedule: step -> True if it is selected
         self.schedule,self.budget,self.notices = schedule,budget,notices or Notices()
         self.step,self.is_recorded,self.denied = None,False,False # last decision: its step; its result; True if the budget refused a selected step
 
@@ -312,11 +305,8 @@ class Decision:
                 'info')
             return False
 
-    def __call__(self,
-        step:int,
-        pending=None # Function that returns the seconds that recording has taken in the open step
-    ) -> bool:
-        "Return True if a step is recorded."
+    def __call__(self, step:int, pending=None) -> bool:
+        "Return True if a step is recorded. `pending` returns the seconds that recording has taken in the open step."
         if self.budget is None: return self.is_selected(step)
         if self.step!=step:
             selected = self.is_selected(step)

@@ -15,7 +15,7 @@ not_called = "The optimizer steps, but the model that torchEmber was given is ne
 class Tally:
     "Counts of steps and passes of a run."
     def __init__(self):
-        self.steps = self.recorded = self.skipped = 0 # steps: all; recorded ones; those that a scaler skipped
+        self.steps = self.recorded = self.skipped = 0 # all steps; recorded steps; steps that a scaler skipped
         self.failed = self.refused = 0 # passes that raised; passes whose gradients no optimizer used
         self.called = False # True once a pass began
         self.long_wait = None # sentence about a step that waited long for an optimizer
@@ -37,11 +37,11 @@ class Tally:
         if missing: self.long_wait = (f"Step {steps.number} waited for {optimizer_names(missing)}: "
             f"it contains {o.max_count:,} steps of another optimizer.")
 
-    def remarks(self,
-        sources, # `Sources`
-        manual:bool # True if an optimizer or `te.step()` ended the steps
-    ) -> list:
-        "Return a sentence for each unusual fact of the run."
+    def remarks(self, sources, manual:bool) -> list:
+        """Return a sentence for each unusual fact of the run.
+
+        `manual`: True if an optimizer or `te.step()` ended the steps.
+        """
         out,watch,hint,known = [],sources.watch,sources.parameters.hint,sources.parameters.known
         if self.steps and watch and not self.called: out.append(not_called)
         if not self.steps: out.append("No pass was seen: the model was never called while it was armed.")
