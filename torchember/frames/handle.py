@@ -95,11 +95,8 @@ def read_facts(name, data):
 
 # %% ../../nbs/50_frames/04_handle.ipynb #6ffa4147
 class LogReader:
-    "One log that is open for reading."
-    def __init__(self,
-        path, # File of the log
-        tracker=None # Tracker of the log; None for a file outside of a home
-    ): self.path,self.t,self.name = path,tracker,path.name
+    "One log that is open for reading. `tracker`: None for a file outside of a home."
+    def __init__(self, path, tracker=None): self.path,self.t,self.name = path,tracker,path.name
 
     def blocks(self, after=(0, 0)):
         "Yield blocks of the log. `after`: bytes of the log and rows to skip."
@@ -153,12 +150,8 @@ def open_log(run, home=None):
 
 # %% ../../nbs/50_frames/04_handle.ipynb #4016b2c9
 class Run:
-    "A run open for reading: its logs, or a table."
-    def __init__(self,
-        name:str,
-        logs:dict, # Rank -> `LogReader`; {None: reader} for a run of one process
-        given=None # Table to use instead of logs
-    ): self.name,self.logs,self.given = name,logs,given
+    "A run open for reading: its logs (rank -> `LogReader`, or {None: reader} for one process), or a given table."
+    def __init__(self, name, logs, given=None): self.name,self.logs,self.given = name,logs,given
 
     def __repr__(self): return printable(f"<Run {self.name}{f' of {len(self.logs)} ranks' if self.is_ranked else ''}>")
 
