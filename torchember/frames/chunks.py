@@ -28,7 +28,7 @@ from torchember.store.columns import Expected, Missing, none
 from torchember.store.compaction import next_lines
 from torchember.store.lines import bad, is_step
 from torchember.store.older import is_older
-from torchember.store.parts import Part, SharedPart, arrow_type, open_part, overlaps, part_file, parts_and_lines, size_if_there
+from torchember.store.parts import Part, arrow_type, open_part, overlaps, part_file, parts_and_lines, read_current, size_if_there
 from torchember.store.reading import marks_in, path_of
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #49035eb0
@@ -51,7 +51,7 @@ class Segment:
     def open(self, steps=None): # first and last step to read
         "Give a block of the log: a `Part`, or lines."
         if self.entry is None: yield self.more or self.lines(); return
-        part = SharedPart(self.path, {self.of: dict(self.entry)}, steps) if self.is_shared else Part(self.path, dict(self.entry), self.of, steps)
+        part = Part(self.path, {self.of: dict(self.entry)}, steps)
         with part.file: yield part
 
     def lines(self):
@@ -179,13 +179,7 @@ def inspect_log(log, rows=1<<17, expected=None):
     disk = log.t.file.disk if log.t is not None else None
     size,more = disk.unwritten_lines() if disk else (None, b'')
     path = None if disk and disk.fresh else log.path
-    while True:
-        now = parts_and_lines(path)
-        try: out = inspect_files(log, *now, size, rows, expected)
-        except FileNotFoundError:
-            if is_url(path) or parts_and_lines(path)==now: raise
-            continue # the lines are in parts by now
-        if path is None or is_url(path) or parts_and_lines(path)==now: break
+    out = read_current(path, lambda listing, files: inspect_files(log, listing, files, size, rows, expected))
     return out.add(*inspect_unwritten(more, log.path)) if more else out
 
 def inspect_files(log, listing, files, size, rows, expected):

@@ -151,7 +151,7 @@ def join_parts(path, listing):
     while found := find_neighbours(listing['parts']):
         some,rows = listing['parts'][slice(*found)],[]
         for p in some:
-            part = Part(folder_of(path)/p['file'], p, listing['id'])
+            part = Part(folder_of(path)/p['file'], {listing['id']: p})
             with part.file: rows += part.parsed()[0]
         joined = store_part(path, listing, rows, start=some[0]['start'], end=some[-1]['end'], torn=sum(p['torn'] for p in some))
         listing = listing|{'parts': [*listing['parts'][:found[0]], joined, *listing['parts'][found[1]:]]}
