@@ -49,9 +49,12 @@ rank_pattern = re.compile(r'(.+)\.rank(0|[1-9][0-9]{0,5})')
 def rank_logs(name, home):
     "Return rank -> name of its log, for a run of several ranks."
     log = folder('torchember', home)/'log'
-    named = [(m, n) for n in log_files(log) if n.startswith(f'{name}.rank') and (m := rank_pattern.fullmatch(n)) and m[1]==name]
-    found = [(m, n) for m,n in named if is_url(log) or (log/n).is_file()]
-    return {int(m[2]): n for m,n in sorted(found, key=lambda f: int(f[0][2]))}
+    return {r: n for r,n in ranks_among(log_files(log), name).items() if is_url(log) or (log/n).is_file()}
+
+def ranks_among(names, run):
+    "Return rank -> name of its log, for the names that are logs of the ranks of a run."
+    found = {int(m[2]): n for n in names if n.startswith(f'{run}.rank') and (m := rank_pattern.fullmatch(n)) and m[1]==run}
+    return dict(sorted(found.items()))
 
 def without_ranks(names):
     "Return the names of runs: each group of logs of one run becomes one name."
@@ -272,6 +275,12 @@ def split_url(run, home):
 
 def is_glob(run): return isinstance(run, str) and os.sep not in run and bool(set(run)&set('*?['))
 
+def matching_runs(run, names):
+    "Return the names of runs that a name or a pattern means. The logs of the ranks of a run count as one name, if any run matches."
+    known = without_ranks(names)
+    if run in names or run in known or not is_glob(run): return [run]*(run in names or run in known)
+    return [n for n in known if fnmatchcase(n, run)] or [n for n in names if fnmatchcase(n, run)]
+
 def is_dataframe(run): return 'pandas' in sys.modules and isinstance(run, sys.modules['pandas'].DataFrame)
 
 def open_named(run, home):
@@ -300,11 +309,9 @@ def open_runs(run, home=None):
     if isinstance(run, Run): return [run], False
     run,home = split_url(run, home)
     if not is_glob(run): return [open_named(run, home)], False
-    names = log_names(home)
-    if run in names or run in without_ranks(names): return [open_named(run, home)], False
-    if not (some := [n for n in without_ranks(names) if fnmatchcase(n, run)] or [n for n in names if fnmatchcase(n, run)]):
+    if not (some := matching_runs(run, names := log_names(home))):
         raise FileNotFoundError(f"{unknown('run matches', run, names)} Looked in {printable(folder('torchember', home)/'log')}.")
-    return [open_named(n, home) for n in some], True
+    return [open_named(n, home) for n in some], some!=[run]
 
 # %% ../../nbs/50_frames/04_handle.ipynb #bf4dff6b
 def open_run(
