@@ -28,7 +28,7 @@ from torchember.store.columns import Expected, Missing, none
 from torchember.store.compaction import next_lines
 from torchember.store.lines import bad, is_step
 from torchember.store.older import is_older
-from torchember.store.parts import Part, arrow_type, open_part, overlaps, part_file, parts_and_lines, read_current, size_if_there
+from torchember.store.parts import Part, arrow_type, column_kind, open_part, overlaps, part_file, parts_and_lines, read_current, size_if_there
 from torchember.store.reading import marks_in, path_of
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #49035eb0
@@ -92,15 +92,7 @@ def common_kind(kinds):
 def kind_of_lines(values, types):
     "Return the kind of a column of some lines."
     types = types-{none, Missing}
-    if types=={int}:
-        try: np.fromiter((v for v in values if type(v) is int), np.int64)
-        except OverflowError: return 'json'
-    if types=={list}:
-        inner = set(map(type, chain.from_iterable(v for v in values if type(v) is list)))
-        return 'list<double>' if inner=={float} else 'list<int64>' if inner=={int} else 'json'
-    if not types: return None
-    if types<={int, float}: return 'int64' if types=={int} else 'double'
-    return {str: 'text', bool: 'bool'}.get(next(iter(types)), 'json') if len(types)==1 else 'json'
+    return column_kind(values, types) if types else None
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #4b5de9d0
 @dataclass

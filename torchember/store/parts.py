@@ -6,10 +6,11 @@
 __all__ = []
 
 # %% ../../nbs/30_store/09_parts.ipynb #a25ecace
-import json, os, tempfile
+import json, os
 from contextlib import contextmanager
 from copy import copy
 from functools import cached_property
+from io import BytesIO
 from itertools import accumulate, chain
 from pathlib import Path
 from secrets import token_hex
@@ -44,16 +45,16 @@ class Layouts:
 largest_exact = 2**53 # whole numbers up to here are exact floats
 
 def column_kind(values, kinds):
-    "Return how to store a column. `values`: values without None; `kinds`: their types."
-    if kinds<={int, float} and all(-2**63<=v<2**63 for v in values if type(v) is int):
-        if kinds=={int}: return 'int64'
-        return 'double' if all(abs(v)<=largest_exact for v in values if type(v) is int) else 'json'
-    if kinds=={str}: return 'text'
-    if kinds=={bool}: return 'bool'
-    if kinds!={list}: return 'json'
-    inner = set(map(type, chain.from_iterable(values)))
-    if inner=={float}: return 'list<double>'
-    return 'list<int64>' if inner=={int} and all(-2**63<=n<2**63 for n in chain.from_iterable(values)) else 'json'
+    "Return how to store a column. `kinds`: types of the values that are neither None nor missing."
+    if len(kinds)==1 and (alone := {float: 'double', str: 'text', bool: 'bool'}.get(*kinds)): return alone
+    if kinds=={list}:
+        inner = list(chain.from_iterable(v for v in values if type(v) is list))
+        kind = column_kind(inner, set(map(type, inner)))
+        return f'list<{kind}>' if kind in ('int64', 'double') and len({*map(type, inner)})==1 else 'json'
+    if not kinds or not kinds<={int, float}: return 'json' if kinds else 'double'
+    whole = [v for v in values if type(v) is int]
+    if kinds=={int}: return 'int64' if -2**63<=min(whole, default=0) and max(whole, default=0)<2**63 else 'json'
+    return 'double' if max(map(abs, whole))<=largest_exact else 'json'
 
 def arrow_type(pa, kind):
     "Return the Arrow type for a kind of column. Kinds without a type of their own are stored as texts."
@@ -64,7 +65,7 @@ def arrow_type(pa, kind):
 def arrow_column(pa, rows, k, kinds):
     "Return the values of rows under a key as an Arrow array, and their kind."
     values = [r.get(k) for r in rows]
-    kind = column_kind([v for v in values if v is not None], kinds)
+    kind = column_kind(values, kinds)
     if kind=='json': return pa.array([json.dumps(r[k]) if k in r else None for r in rows], pa.string()), kind
     if kind=='text': return pa.array(values, pa.string()).dictionary_encode(), kind
     return pa.array(values, arrow_type(pa, kind)), kind
@@ -94,14 +95,16 @@ def group_beside(logs):
 
 def write_part(table, path, group=group_rows):
     "Write an Arrow table to a Parquet file, which appears only when it is complete."
-    if is_url(path):
-        with tempfile.TemporaryDirectory() as d:
-            write_part(table, Path(d)/'part')
-            return replace(path, (Path(d)/'part').read_bytes())
-    pq = needs('pyarrow.parquet', for_='A run in Parquet', package='pyarrow')
+    if is_url(path): return replace(path, part_bytes(table, group))
     with part_in_progress(path) as temp:
-        pq.write_table(table, temp, row_group_size=group, **write_options(json.loads(table.schema.metadata[b'torchember'])['kinds'], table.column_names))
+        temp.write_bytes(part_bytes(table, group))
         check_part(temp, path, len(table))
+
+def part_bytes(table, group=group_rows):
+    "Return an Arrow table as the bytes of a Parquet file."
+    pq,out = needs('pyarrow.parquet', for_='A run in Parquet', package='pyarrow'),BytesIO()
+    pq.write_table(table, out, row_group_size=group, **write_options(json.loads(table.schema.metadata[b'torchember'])['kinds'], table.column_names))
+    return out.getvalue()
 
 # %% ../../nbs/30_store/09_parts.ipynb #480200ee
 def write_options(kinds, names):
