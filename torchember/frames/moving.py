@@ -192,22 +192,42 @@ class Moving:
         if self.deep or self.hashes.get(path, (None,))[0]!=mark: self.hashes[path] = mark, Piece(file=path)
         return self.hashes[path][1]
 
+# %% ../../nbs/50_frames/08_moving.ipynb #5e0a71c3
+class Manifest:
+    "Size and hashes of the files of one log that are in another home: what is there since the last `sync`, and what this one leaves there."
+    def __init__(self, to, name): # to: `Target`
+        self.to,self.file,self.folder = to,f'data/sync_{name}.json',f'log/{name}.parts/'
+        self.before = as_dict(to.read_json(self.file)) # of the last `sync`
+        self.noted = {k: v for k,v in as_dict(self.before.get('files')).items() if isinstance(v, dict) and {'size', 'sha256', 'md5'}<=set(v)}
+        self.lines = as_dict(self.before.get('lines')) # part -> hash of its lines
+        self.files = {} # file there -> fingerprint
+
+    def unnamed(self, over, sent):
+        "Return the files that no list names any more -> since when. `over`: True if the run is over; `sent`: True if this `sync` sent anything."
+        at,gone = time.time(),{k: v for k,v in as_dict(self.before.get('gone')).items() if isinstance(v, int|float)}
+        for rel in [*self.noted, *(gone if over else ())]: gone.setdefault(rel, at)
+        if over and sent: # also files of an interrupted `sync`
+            left = self.to.retry(lambda: list_folder(self.to.path(self.folder.rstrip('/'))))
+            gone |= {self.folder+e.name: at for e in left if e.name.startswith(('sync-', 'lines-'))}
+        return {rel: since for rel,since in gone.items() if rel not in self.files and rel.startswith(self.folder)}
+
+    def write(self, over, sent):
+        "Remove files that were unnamed for a minute, so that no reader needs them, and write the manifest if it has changed."
+        gone = self.unnamed(over, sent)
+        away = [rel for rel,since in gone.items() if over or time.time()-since>60]
+        for rel in away: self.to.remove(rel)
+        parts = {p.rpartition('/')[2] for p in self.files}
+        new = dict(files=self.files, lines={k: v for k,v in self.lines.items() if k in parts}, over=over, gone={k: v for k,v in gone.items() if k not in away})
+        if new!={k: v for k,v in self.before.items() if k!='at'}: self.to.send(self.file, json_piece(new|{'at': now()}))
+
 # %% ../../nbs/50_frames/08_moving.ipynb #9be2add1
 class OneLog:
     "A log that is being copied."
     def __init__(self, moving, h, name):
         self.m,self.to,self.h,self.name,self.path = moving,moving.target,h,name,h.log/name
         self.over = not may_continue(read_facts(name, h.data)[0])
-        self.files,self.sent,self.bytes = {},0,0 # files: file there -> fingerprint, as a dict
-        self.before = as_dict(self.to.read_json(self.manifest)) # manifest of the last `sync`
-        self.noted = {k: v for k,v in as_dict(self.before.get('files')).items() if isinstance(v, dict) and {'size', 'sha256', 'md5'}<=set(v)}
-        self.lines_of = as_dict(self.before.get('lines')) # part -> hash of its lines
-
-    @property
-    def manifest(self): return f'data/sync_{self.name}.json'
-
-    @property
-    def folder(self): return f'log/{self.name}.parts/'
+        self.manifest,self.sent,self.bytes = Manifest(self.to, name),0,0 # number of files that were sent, and their bytes
+        self.folder,self.files = self.manifest.folder,self.manifest.files
 
     def sync(self):
         flush_logs(self.path)
@@ -219,7 +239,7 @@ class OneLog:
         if listing is None and theirs is None and (not self.m.parquet or end<=small): self.send(f'log/{self.name}', Piece(lines.between(0, end)))
         else: self.send_parts(listing, theirs, lines, end, last)
         self.send_metadata()
-        self.write_manifest()
+        self.manifest.write(self.over, self.sent)
         return dict(name=self.name, files=len(self.files), size=sum(f['size'] for f in self.files.values()), sent=self.sent, bytes=self.bytes, over=self.over)
 
     def list_there(self):
@@ -252,9 +272,9 @@ class OneLog:
     def is_same(self, p, lines, end):
         "Return True if a part there is what was sent, and was made of these lines."
         rel = self.folder+p['file']
-        if p['end']>end or p['start']<lines.first or rel not in self.noted: return False
-        if not self.to.has(rel, self.noted[rel], self.m.deep): return False
-        if (mark := (self.name, p['file'], self.lines_of.get(p['file']))) in self.m.checked: return True
+        if p['end']>end or p['start']<lines.first or rel not in self.manifest.noted: return False
+        if not self.to.has(rel, self.manifest.noted[rel], self.m.deep): return False
+        if (mark := (self.name, p['file'], self.manifest.lines.get(p['file']))) in self.m.checked: return True
         if mark[2]!=lines.sha(p['start'], p['end']): return False
         self.m.checked.add(mark)
         return True
@@ -271,11 +291,11 @@ class OneLog:
 
     def keep(self, parts, p):
         parts.append(p)
-        self.files[self.folder+p['file']] = self.noted[self.folder+p['file']]
+        self.files[self.folder+p['file']] = self.manifest.noted[self.folder+p['file']]
 
     def add(self, parts, entry, piece, sha): # sha: of the lines
         self.send(self.folder+entry['file'], piece)
-        self.lines_of[entry['file']] = sha
+        self.manifest.lines[entry['file']] = sha
         parts.append(entry)
 
     def send_list(self, listing, lines, end):
@@ -299,21 +319,6 @@ class OneLog:
         try: piece = Piece(path.read_bytes()) if path.is_file() and not path.is_symlink() else None
         except FileNotFoundError: return # it is being replaced, or was removed
         if piece is not None: self.send(where+path.name, piece)
-
-    def write_manifest(self):
-        "Write the manifest, and remove files that nothing names any more."
-        at,gone = time.time(),{k: v for k,v in as_dict(self.before.get('gone')).items() if isinstance(v, int|float)}
-        for rel in [*self.noted, *(gone if self.over else ())]:
-            if rel not in self.files and rel.startswith(self.folder): gone.setdefault(rel, at)
-        if self.over and self.sent: # also files of an interrupted `sync`
-            left = self.to.retry(lambda: list_folder(self.to.path(self.folder.rstrip('/'))))
-            gone |= {self.folder+e.name: at for e in left if e.name.startswith(('sync-', 'lines-')) and self.folder+e.name not in self.files}
-        away = [rel for rel,since in gone.items() if rel not in self.files and rel.startswith(self.folder) and (self.over or at-since>60)]
-        for rel in away: self.to.remove(rel)
-        parts = {p.rpartition('/')[2] for p in self.files}
-        manifest = dict(files=self.files, lines={k: v for k,v in self.lines_of.items() if k in parts}, over=self.over,
-            gone={k: v for k,v in gone.items() if k not in away and k not in self.files})
-        if manifest!={k: v for k,v in self.before.items() if k!='at'}: self.to.send(self.manifest, json_piece(manifest|{'at': now()}))
 
 # %% ../../nbs/50_frames/08_moving.ipynb #160878ac
 def sync(
