@@ -9,6 +9,7 @@ import fsspec
 import pytest
 from torchember import compact, du, mv, read, rm, runs, scan, sync
 from torchember.frames import chunks, listing
+from torchember.show.board.some_steps import SomeSteps
 from torchember.store import compaction, parts, shared
 from torchember.store.log_file import last_step_of
 from torchember.store.parts import Part, blocks_of_run, part_file, read_part_list, summarize_parts
@@ -195,6 +196,14 @@ def test_lists_change_while_a_log_is_read(tmp_path):
     for r,(b,some) in enumerate(zip(reading, got, strict=True)):
         some += [p.parsed()[0] for p in b]
         assert json.dumps([x for rows in some for x in rows])==before[r][0]
+
+def test_the_board_reads_some_steps(tmp_path):
+    "of a log whose rows are in shared files: the same rows as from its lines"
+    paths = written(tmp_path, plain=True)
+    def some(): return [(r['step'], r['mean']) for r in SomeSteps(paths[3].name, tmp_path, [2, 9]).lines()]
+    before = some()
+    compact('a', home=tmp_path)
+    assert in_shared(paths)[3] and some()==before and {s for s,_ in before}=={2, 9}
 
 def test_a_file_of_another_run_is_noticed(tmp_path):
     "also when what is known of a file was read before it was exchanged"
