@@ -89,11 +89,6 @@ def common_kind(kinds):
     if len(kinds)<2: return next(iter(kinds), 'double')
     return 'double' if kinds=={'int64', 'double'} else 'list<double>' if kinds=={'list<int64>', 'list<double>'} else 'json'
 
-def kind_of_lines(values, types):
-    "Return the kind of a column of some lines."
-    types = types-{none, Missing}
-    return column_kind(values, types) if types else None
-
 # %% ../../nbs/50_frames/07_chunks.ipynb #4b5de9d0
 @dataclass
 class LogContents:
@@ -150,7 +145,12 @@ def inspect_lines(data, path, at, expected):
     steps = columns.get('step', ())
     all_steps = len(steps)>0 and all(map(is_step, steps))
     segment = Segment(path, at, at+len(data), len(block), *((min(steps), max(steps)) if all_steps else (None, None)))
-    return [segment], {k: {kind_of_lines(v, types[k])} for k,v in columns.items() if types[k]!={Missing}}, expected.layouts
+    kinds = {k: {kind_of_lines(v, types[k]-{none, Missing})} for k,v in columns.items() if types[k]!={Missing}}
+    return [segment], kinds, expected.layouts
+
+def kind_of_lines(values, types):
+    "Return the kind of a column of lines, None without values. Whole numbers among floats become floats, as in `read`."
+    return 'double' if types=={int, float} else column_kind(values, types) if types else None
 
 indexes,most_indexes = {},2000 # (file, first byte, rows of a segment) -> `LineIndex`
 
@@ -168,10 +168,8 @@ def inspect_log(log, rows=1<<17, expected=None):
         out = LogContents()
         for data in log.blocks(): out.add(*inspect_unwritten(data, log.path))
         return out
-    disk = log.t.file.disk if log.t is not None else None
-    size,more = disk.unwritten_lines() if disk else (None, b'')
-    path = None if disk and disk.fresh else log.path
-    out = read_current(path, lambda listing, files: inspect_files(log, listing, files, size, rows, expected))
+    size,more = log.store.unwritten_lines()
+    out = read_current(None if log.store.fresh else log.path, lambda listing, files: inspect_files(log, listing, files, size, rows, expected))
     return out.add(*inspect_unwritten(more, log.path)) if more else out
 
 def inspect_files(log, listing, files, size, rows, expected):

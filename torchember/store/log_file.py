@@ -14,7 +14,7 @@ from torchember.ground.messages import printable
 from torchember.store.anywhere import file_size, file_exists, path_exists, is_url, open_file
 from torchember.store.base import open_without_links, read_meta, replace
 from torchember.store.lines import line_blocks, is_step, parse
-from torchember.store.parts import blocks_of_run, read_current, summarize_parts
+from torchember.store.parts import blocks_of_run, layouts_in_parts, read_current, summarize_parts
 
 # %% ../../nbs/30_store/11_log_file.ipynb #22d83319
 class LogStore(Protocol):
@@ -23,6 +23,7 @@ class LogStore(Protocol):
     def flush(self): "Write all queued lines. Raise OSError if the disk refuses."
     def rows(self, after=(0, 0)): "Yield blocks of all rows, queued ones too. `after`: bytes of the log and rows to skip."
     def tail(self) -> int: "Return the number of the last step, -1 if there is none."
+    def layouts(self): "Return the keys of rows, as far as they are known without reading rows; None if they are not known."
     def metadata(self, kind:str): "Return the metadata of a kind, such as 'base'. Raise KeyError if there is none."
 
 # %% ../../nbs/30_store/11_log_file.ipynb #8eb0cabf
@@ -168,6 +169,8 @@ class JsonLines:
         return blocks_of_run(None if self.fresh else self.path, more, size, after)
 
     def tail(self): return last_step_of(self.path)
+
+    def layouts(self): return layouts_in_parts(self.path)
 
     def metadata(self, kind): return read_meta(self.path.parent.parent/'data'/f'{kind}_{self.path.name}.json')
 
