@@ -141,15 +141,12 @@ def runs_without_log(place, names):
 # %% ../../nbs/50_frames/04_listing.ipynb #a1c0ffee
 def group_ranks(rows, place):
     "Merge the rows of logs that belong to one run of several ranks."
-    out,groups,names = [],{},{r['name'] for r in rows}
+    names,groups = {r['name'] for r in rows},{} # name of a run -> rank -> row; id of a row that stays alone -> row
     for r in rows:
         m = rank_pattern.fullmatch(r['name'])
-        if m and m[1] not in names:
-            if m[1] not in groups: out.append(groups.setdefault(m[1], []))
-            groups[m[1]].append((int(m[2]), r))
-        else: out.append(r)
-    name_of = {id(rs): n for n,rs in groups.items()}
-    return [merge_rank_rows(name_of[id(r)], dict(sorted(r, key=lambda x: x[0])), place) if isinstance(r, list) else r for r in out]
+        if m and m[1] not in names: groups.setdefault(m[1], {})[int(m[2])] = r
+        else: groups[id(r)] = r
+    return [merge_rank_rows(k, dict(sorted(r.items())), place) if isinstance(k, str) else r for k,r in groups.items()]
 
 def describe_ranks(run):
     "Return a row of `runs` for a `Run` of several ranks."

@@ -87,17 +87,14 @@ class LostSteps:
 
 # %% ../../nbs/30_store/09_listeners.ipynb #ab5f60d4
 class Listener:
-    "A function that gets rows in a thread of its own."
+    """A function `f` that gets the number of a step (None for rows of no step) and its rows, in a thread of its own.
+
+    `name`: for messages. `note`: called with a message for the user. `remove`: called with this object when it is closed.
+    `convert`: function of the lines of a piece that returns the second argument of `f`.
+    `accepts`: function of rows and lines, called in the writing thread: True if `f` gets this piece. By default it gets all."""
     patience = 10. # seconds that the end of a run waits for it
 
-    def __init__(self,
-        f, # Function of the number of a step (None for rows of no step) and of its rows
-        name:str|None=None, # Name for messages
-        note=lambda text: None, # Called with a message for the user
-        remove=lambda listener: None, # Called with this object when it is closed
-        convert=lambda lines: parse(lines)[0], # Function of the lines of a piece: the second argument of `f`
-        accepts=None # Function of rows and lines, called in the writing thread: whether `f` gets this piece. By default it gets all
-    ):
+    def __init__(self, f, name=None, note=lambda text: None, remove=lambda listener: None, convert=lambda lines: parse(lines)[0], accepts=None):
         self.f,self.name,self.note,self.remove,self.convert,self.accepts = f,printable(name or callable_name(f)),note,remove,convert,accepts
         self.queue,self.lost,self.pid = BoundedQueue(),LostSteps(self.name, note),os.getpid()
         self.since = 0 # size of the log file in bytes when this listener was added

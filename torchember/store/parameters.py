@@ -10,21 +10,14 @@ __all__ = ['frozen', 'forgotten', 'cut_off', 'not_called', 'reasons', 'deepest',
 from collections import Counter
 
 # %% ../../nbs/30_store/05_parameters.ipynb #d3977f2c
-def parameter_entry(
-    path:str, # Path of its module
-    name:str, # Name in the module
-    shape, # None for a lazy parameter
-    dtype:str, # 'float32'
-    requires_grad:bool, # As torch has it
-    optimizer:bool|None=None, # True if an optimizer has it
-    gradient:bool|None=None, # True if a gradient ever arrived
-    called:bool|None=None, # True if its module was ever called
-    also=(), # Other names of the same parameter
-    recorded:bool=True, # True if its module is recorded
-    changes:bool=False, # True if the values change although no known optimizer has the parameter
-    elsewhere:bool=False # True if an optimizer that torchEmber was not given has the parameter
-) -> dict:
-    "Return the facts about a parameter. None means unknown."
+def parameter_entry(path, name, shape, dtype, requires_grad, optimizer=None, gradient=None, called=None, also=(),
+    recorded=True, changes=False, elsewhere=False):
+    """Return the facts about a parameter. None means unknown.
+
+    `path`: of its module. `name`: in the module. `shape`: None for a lazy parameter. `also`: other names of the same parameter.
+    `optimizer`: True if an optimizer has it. `gradient`: True if a gradient ever arrived. `called`: True if its module was ever called.
+    `recorded`: True if its module is recorded. `changes`: True if the values change although no known optimizer has the parameter.
+    `elsewhere`: True if an optimizer that torchEmber was not given has the parameter."""
     p = dict(path=path, name=name, shape=None if shape is None else list(shape), dtype=dtype, requires_grad=requires_grad,
         optimizer=optimizer, gradient=gradient, called=called)
     return p | ({'also': list(also)} if also else {}) | ({} if recorded else {'recorded': False}) | ({'changes': True} if changes else {}) \
