@@ -215,6 +215,13 @@ def test_nothing_is_lost_between_chunks(tmp_path, monkeypatch, again):
 
 # ---- lines that change
 
+def test_whole_numbers_among_floats(tmp_path):
+    "of lines are floats, as read has them; a part keeps each exactly, as JSON"
+    put(tmp_path, [row(0, big=2**60+1), row(1, big=.5)])
+    assert as_read(tmp_path, ['big'])==[(2.**60,), (.5,)]
+    compact('a', home=tmp_path)
+    assert rows_of(tmp_path, ['big'])==[(str(2**60+1),), ('0.5',)]
+
 def test_a_last_line_without_an_end(tmp_path):
     "Counts as a row while there is none after it, once"
     t = put(tmp_path, [row(0), row(1)])
@@ -264,7 +271,7 @@ def test_what_is_kept_of_logs_is_bounded(tmp_path, monkeypatch):
 def live(path, size=None, more=b'', fresh=False):
     "A run that is written here, whose disk has taken so many bytes of its file; the lines that are to follow"
     disk = SimpleNamespace(unwritten_lines=lambda: (size, more), fresh=fresh)
-    return SimpleNamespace(path=path, t=SimpleNamespace(older=lambda: False, file=SimpleNamespace(disk=disk)))
+    return SimpleNamespace(path=path, t=SimpleNamespace(older=lambda: False), store=disk)
 
 def steps_in(source):
     there = inspect_log(source)

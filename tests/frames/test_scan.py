@@ -260,7 +260,7 @@ def test_few_rows_of_many_logs(tmp_path, monkeypatch):
     first = scan('a', 'arrow', home=tmp_path).to_table().to_pandas()
     compact('a', home=tmp_path)
     told = read_part_list(tmp_path/'log'/'a.rank3')
-    part = Part(folder_of(tmp_path/'log'/'a.rank3')/told['parts'][0]['file'], told['parts'][0], told['id'], steps=(600, 601))
+    part = Part(folder_of(tmp_path/'log'/'a.rank3')/told['parts'][0]['file'], {told['id']: told['parts'][0]}, steps=(600, 601))
     with part.file: assert part.steps[1]==(512, 1023) and part.groups==[1] and len(part.layout)==512
     second = scan('a', 'arrow', home=tmp_path).to_table().to_pandas()
     same(first, want)

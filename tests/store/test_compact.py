@@ -69,7 +69,7 @@ def test_answers_are_those_of_the_lines(over, tmp_path_factory, rows, torn, size
 
 def parsed(path):
     about = json.loads(pq.read_schema(path).metadata[b'torchember'])
-    return parts.Part(path, about, about['id']).parsed()[0]
+    return parts.Part(path, {about['id']: about}).parsed()[0]
 
 
 killed = """

@@ -9,9 +9,10 @@ import fsspec
 import pytest
 from torchember import compact, du, mv, read, rm, runs, scan, sync
 from torchember.frames import chunks, listing
+from torchember.show.board.some_steps import SomeSteps
 from torchember.store import compaction, parts, shared
 from torchember.store.log_file import last_step_of
-from torchember.store.parts import SharedPart, blocks_of_run, part_file, read_part_list, summarize_parts
+from torchember.store.parts import Part, blocks_of_run, part_file, read_part_list, summarize_parts
 
 pytestmark = pytest.mark.filterwarnings('ignore::torchember.ground.messages.EmberWarning') # of torn lines, marks that differ, ranks that begin late
 
@@ -95,11 +96,11 @@ def test_some_steps_are_read_from_some_groups_of_each_file(tmp_path, monkeypatch
     paths = written(tmp_path, ranks=12, steps=60, plain=True)
     compact('a', home=tmp_path)
     wanted,opened,groups = read('a', home=tmp_path), [], []
-    first = SharedPart.__init__
+    first = Part.__init__
     def init(self, path, abouts, steps=None):
         first(self, path, abouts, steps)
         if len(abouts)>1: opened.append(path); groups.append(len(self.groups)/len(self.about.rows))
-    monkeypatch.setattr(SharedPart, '__init__', init)
+    monkeypatch.setattr(Part, '__init__', init)
     rows = scan('a', 'arrow', home=tmp_path)
     assert len(rows.pruned.chunks)>5 and not opened
     got = rows.to_table()
@@ -107,7 +108,7 @@ def test_some_steps_are_read_from_some_groups_of_each_file(tmp_path, monkeypatch
     assert len(opened)<=4*len(rows.pruned.chunks)+4 and sum(groups)/len(groups)<.6, (len(opened), len(rows.pruned.chunks), sum(groups)/len(groups))
     told = read_part_list(paths[3])
     one = parts.open_part(paths[3], told['parts'][0], told['id'])
-    assert len(one.groups)<len(one.about.rows)/2 and one.rows==told['parts'][0]['rows']
+    assert len(one.groups)<=len(one.about.rows)/2 and one.rows==told['parts'][0]['rows']
     opened.clear()
     assert read('a', home=tmp_path)['mean'].tolist()==wanted['mean'].tolist()
     assert sorted(opened)==shared_in(tmp_path) # each once
@@ -195,6 +196,14 @@ def test_lists_change_while_a_log_is_read(tmp_path):
     for r,(b,some) in enumerate(zip(reading, got, strict=True)):
         some += [p.parsed()[0] for p in b]
         assert json.dumps([x for rows in some for x in rows])==before[r][0]
+
+def test_the_board_reads_some_steps(tmp_path):
+    "of a log whose rows are in shared files: the same rows as from its lines"
+    paths = written(tmp_path, plain=True)
+    def some(): return [(r['step'], r['mean']) for r in SomeSteps(paths[3].name, tmp_path, [2, 9]).lines()]
+    before = some()
+    compact('a', home=tmp_path)
+    assert in_shared(paths)[3] and some()==before and {s for s,_ in before}=={2, 9}
 
 def test_a_file_of_another_run_is_noticed(tmp_path):
     "also when what is known of a file was read before it was exchanged"
@@ -290,7 +299,9 @@ def test_a_window_has_its_steps_alone(tmp_path):
     for p in paths: compaction.into_parts(p)
     files = shared.SharedFiles(some := [shared.LogRows(p, read_part_list(p), i) for i,p in enumerate(paths)], tmp_path, [])
     found = []
-    for tables in shared.windows([log.begin(files.table) for log in some], 200):
+    for log in some: log.begin(files.table)
+    for window in shared.windows(some, 200):
+        tables = [t for log,n in zip(some, window, strict=True) for t in log.take(n)]
         steps = [s for t in tables for s in t['step'].to_pylist()]
         assert not found or min(steps)>found[-1][1]
         assert [n for t in tables for n in t[files.log].to_pylist()]==sorted(n for t in tables for n in t[files.log].to_pylist())

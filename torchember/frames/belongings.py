@@ -7,10 +7,9 @@ __all__ = ['du', 'rm', 'mv']
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #b7000003
 import os, shutil, time
-from fnmatch import fnmatchcase
 from socket import gethostname
 
-from torchember.frames.handle import is_glob, is_run_name, log_names, read_facts, without_ranks
+from torchember.frames.handle import Run, is_run_name, log_names, matching_runs, ranks_among, read_facts, without_ranks
 from torchember.frames.listing import counted, is_running, stat_file
 from torchember.ground.messages import an, printable, unknown
 from torchember.ground.needs import needs
@@ -53,22 +52,18 @@ class Home:
 
     def members(self, run):
         "Return the names of a run's logs: its own name, or those of its ranks."
-        if run in self.names: return [run]
-        found = {int(n.rpartition('.rank')[2]): n for n in self.names if n.startswith(f'{run}.rank') and without_ranks([n])==[run]}
-        return [found[k] for k in sorted(found)]
+        return [run] if run in self.names else [*ranks_among(self.names, run).values()]
 
     def chosen(self, run):
-        "Return the names of runs. `run`: name, pattern, ember, tracker, or a list of these. Raise FileNotFoundError if there is none."
+        "Return the names of runs. `run`: name, pattern, ember, tracker, `Run`, or a list of these. Raise FileNotFoundError if there is none."
         if isinstance(run, list|tuple|set): return list(dict.fromkeys(n for r in run for n in self.chosen(r)))
-        t = run if isinstance(run, tracker) else getattr(run, 't', None)
-        if isinstance(t, tracker):
-            if t.dir!=self.place: raise ValueError(f"{printable(t.fname)} is a run in {printable(t.dir)}, and not in {printable(self.place)}. Say home=.")
-            run = t.fname
+        t = run if isinstance(run, tracker|Run) else getattr(run, 't', None)
+        if isinstance(t, tracker|Run):
+            run,place = (t.name, t.home) if isinstance(t, Run) else (t.fname, t.dir)
+            if place!=self.place: raise ValueError(f"{printable(run)} is a run in {printable(place)}, and not in {printable(self.place)}. Say home=.")
         if not isinstance(run, str): raise TypeError(f"a run is a name, a pattern, a torchEmber or its te.t, or a list of these, got {an(run)}.")
-        if self.members(run): return [run]
-        known = without_ranks(sorted(self.names))
-        some = [n for n in known if fnmatchcase(n, run)] or [n for n in sorted(self.names) if fnmatchcase(n, run)] if is_glob(run) else []
-        if not some: raise FileNotFoundError(f"{unknown('run', run, known)} Looked in {printable(self.log)}.")
+        if not (some := matching_runs(run, names := sorted(self.names))):
+            raise FileNotFoundError(f"{unknown('run', run, without_ranks(names))} Looked in {printable(self.log)}.")
         return some
 
     def files(self, name):

@@ -28,7 +28,7 @@ from torchember.store.columns import Expected, Missing, none
 from torchember.store.compaction import next_lines
 from torchember.store.lines import bad, is_step
 from torchember.store.older import is_older
-from torchember.store.parts import Part, SharedPart, arrow_type, open_part, overlaps, part_file, parts_and_lines, size_if_there
+from torchember.store.parts import Part, arrow_type, column_kind, open_part, overlaps, part_file, parts_and_lines, read_current, size_if_there
 from torchember.store.reading import marks_in, path_of
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #49035eb0
@@ -51,7 +51,7 @@ class Segment:
     def open(self, steps=None): # first and last step to read
         "Give a block of the log: a `Part`, or lines."
         if self.entry is None: yield self.more or self.lines(); return
-        part = SharedPart(self.path, {self.of: dict(self.entry)}, steps) if self.is_shared else Part(self.path, dict(self.entry), self.of, steps)
+        part = Part(self.path, {self.of: dict(self.entry)}, steps)
         with part.file: yield part
 
     def lines(self):
@@ -88,19 +88,6 @@ def common_kind(kinds):
     kinds = set(kinds)-{None}
     if len(kinds)<2: return next(iter(kinds), 'double')
     return 'double' if kinds=={'int64', 'double'} else 'list<double>' if kinds=={'list<int64>', 'list<double>'} else 'json'
-
-def kind_of_lines(values, types):
-    "Return the kind of a column of some lines."
-    types = types-{none, Missing}
-    if types=={int}:
-        try: np.fromiter((v for v in values if type(v) is int), np.int64)
-        except OverflowError: return 'json'
-    if types=={list}:
-        inner = set(map(type, chain.from_iterable(v for v in values if type(v) is list)))
-        return 'list<double>' if inner=={float} else 'list<int64>' if inner=={int} else 'json'
-    if not types: return None
-    if types<={int, float}: return 'int64' if types=={int} else 'double'
-    return {str: 'text', bool: 'bool'}.get(next(iter(types)), 'json') if len(types)==1 else 'json'
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #4b5de9d0
 @dataclass
@@ -158,7 +145,12 @@ def inspect_lines(data, path, at, expected):
     steps = columns.get('step', ())
     all_steps = len(steps)>0 and all(map(is_step, steps))
     segment = Segment(path, at, at+len(data), len(block), *((min(steps), max(steps)) if all_steps else (None, None)))
-    return [segment], {k: {kind_of_lines(v, types[k])} for k,v in columns.items() if types[k]!={Missing}}, expected.layouts
+    kinds = {k: {kind_of_lines(v, types[k]-{none, Missing})} for k,v in columns.items() if types[k]!={Missing}}
+    return [segment], kinds, expected.layouts
+
+def kind_of_lines(values, types):
+    "Return the kind of a column of lines, None without values. Whole numbers among floats become floats, as in `read`."
+    return 'double' if types=={int, float} else column_kind(values, types) if types else None
 
 indexes,most_indexes = {},2000 # (file, first byte, rows of a segment) -> `LineIndex`
 
@@ -176,16 +168,8 @@ def inspect_log(log, rows=1<<17, expected=None):
         out = LogContents()
         for data in log.blocks(): out.add(*inspect_unwritten(data, log.path))
         return out
-    disk = log.t.file.disk if log.t is not None else None
-    size,more = disk.unwritten_lines() if disk else (None, b'')
-    path = None if disk and disk.fresh else log.path
-    while True:
-        now = parts_and_lines(path)
-        try: out = inspect_files(log, *now, size, rows, expected)
-        except FileNotFoundError:
-            if is_url(path) or parts_and_lines(path)==now: raise
-            continue # the lines are in parts by now
-        if path is None or is_url(path) or parts_and_lines(path)==now: break
+    size,more = log.store.unwritten_lines()
+    out = read_current(None if log.store.fresh else log.path, lambda listing, files: inspect_files(log, listing, files, size, rows, expected))
     return out.add(*inspect_unwritten(more, log.path)) if more else out
 
 def inspect_files(log, listing, files, size, rows, expected):

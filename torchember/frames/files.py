@@ -98,10 +98,7 @@ def children_of(o):
     return o if isinstance(o, list|tuple) else ()
 
 # %% ../../nbs/50_frames/20_files.ipynb #c03cde30
-def read_parts(
-    file, # Binary file
-    name:str # Name for messages
-): # Lists, dicts, numbers, texts, and a `PicklePart` for each object
+def read_parts(file, name): # file: binary file; name: for messages
     """Return the content of a pickle: lists, dicts, numbers, texts, and a `PicklePart` for each object.
 
     Raise UnpicklingError, without running anything, if the file has other things than a table consists of."""
@@ -226,10 +223,7 @@ def attrs_of_part(x):
     return [attrs_of_part(v) for v in x] if isinstance(x, list|tuple) else scalar_of_part(x)
 
 # %% ../../nbs/50_frames/20_files.ipynb #5b3951c8
-def build_table(
-    x, # Result of `read_parts`
-    name:str # Name for messages
-): # A DataFrame
+def build_table(x, name): # x: result of `read_parts`; name: for messages
     "Return the DataFrame in a pickle. Raise SchemaException if it holds something else, UnpicklingError for a table that pandas does not write."
     if not is_object(x, 'DataFrame'): raise SchemaException(f"{name} holds {f'a pandas {x.what}' if isinstance(x, PicklePart) else an(x)}, not a DataFrame.")
     pd = needs('pandas', for_='read_pickle')

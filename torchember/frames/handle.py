@@ -17,16 +17,16 @@ from torchember.frames.rank_tables import merge_parameters, merge_trees, paths_o
 from torchember.frames.tables import columns_to_read, concat_tables, table_of_blocks, tidy
 from torchember.ground.messages import an, printable, unknown, warn
 from torchember.processes import ranks
-from torchember.store.anywhere import list_folder, file_size, file_exists, path_exists, is_url, located
+from torchember.store.anywhere import list_folder, file_exists, path_exists, is_url, located
 from torchember.store.base import valid_facts, folder, read_meta, safe_name
 from torchember.store.columns import ColumnBlock
 from torchember.store.jsonl import emberTracker, tracker
 from torchember.store.lines import parse_blocks
 from torchember.store.log import flush_logs
-from torchember.store.log_file import last_in, last_step_of
+from torchember.store.log_file import JsonLines, last_in
 from torchember.store.older import is_older, older_blocks
 from torchember.store.parameters import read_parameters
-from torchember.store.parts import blocks_of_run, layouts_in_parts, shared_files, summarize_parts
+from torchember.store.parts import shared_files
 from torchember.store.table import tree_in
 
 # %% ../../nbs/50_frames/04_handle.ipynb #5aca2988
@@ -49,9 +49,12 @@ rank_pattern = re.compile(r'(.+)\.rank(0|[1-9][0-9]{0,5})')
 def rank_logs(name, home):
     "Return rank -> name of its log, for a run of several ranks."
     log = folder('torchember', home)/'log'
-    named = [(m, n) for n in log_files(log) if n.startswith(f'{name}.rank') and (m := rank_pattern.fullmatch(n)) and m[1]==name]
-    found = [(m, n) for m,n in named if is_url(log) or (log/n).is_file()]
-    return {int(m[2]): n for m,n in sorted(found, key=lambda f: int(f[0][2]))}
+    return {r: n for r,n in ranks_among(log_files(log), name).items() if is_url(log) or (log/n).is_file()}
+
+def ranks_among(names, run):
+    "Return rank -> name of its log, for the names that are logs of the ranks of a run."
+    found = {int(m[2]): n for n in names if n.startswith(f'{run}.rank') and (m := rank_pattern.fullmatch(n)) and m[1]==run}
+    return dict(sorted(found.items()))
 
 def without_ranks(names):
     "Return the names of runs: each group of logs of one run becomes one name."
@@ -95,30 +98,29 @@ def read_facts(name, data):
 
 # %% ../../nbs/50_frames/04_handle.ipynb #6ffa4147
 class LogReader:
-    "One log that is open for reading."
-    def __init__(self,
-        path, # File of the log
-        tracker=None # Tracker of the log; None for a file outside of a home
-    ): self.path,self.t,self.name = path,tracker,path.name
+    "One log that is open for reading. `tracker`: None for a file outside of a home."
+    def __init__(self, path, tracker=None):
+        self.path,self.t,self.name = path,tracker,path.name
+        self.store = JsonLines(path) if tracker is None else tracker.file.disk # a `LogStore`
 
     def blocks(self, after=(0, 0)):
         "Yield blocks of the log. `after`: bytes of the log and rows to skip."
         if self.t is not None: return self.t.blocks(after)
-        return older_blocks(self.path) if is_older(self.path) else blocks_of_run(self.path, after=after)
+        return older_blocks(self.path) if is_older(self.path) else self.store.rows(after)
 
     def complete_file(self):
         "Return path and size of the log; None if some rows are not in its file."
         if self.t is not None: return self.t.whole_file()
-        return None if is_older(self.path) else (self.path, summarize_parts(self.path)['lines']+file_size(self.path))
+        return None if is_older(self.path) else self.store.complete_file()
 
     def may_supersede(self):
         "Return False if no row replaces an earlier row. Return True if this is not known without reading the rows."
-        layouts = None if self.complete_file() is None else layouts_in_parts(self.path)
+        layouts = None if self.complete_file() is None else self.store.layouts()
         return layouts is None or any('supersedes' in keys for keys in layouts)
 
     def last_step(self):
         "Return the number of the last step, -1 if there is none."
-        return last_step_of(self.path) if self.complete_file() is not None else max(map(last_in, self.blocks()), default=-1)
+        return self.store.tail() if self.complete_file() is not None else max(map(last_in, self.blocks()), default=-1)
 
     def metadata(self, kind):
         "Return the metadata of a kind, such as 'structure'; None if there is none that can be read."
@@ -153,12 +155,8 @@ def open_log(run, home=None):
 
 # %% ../../nbs/50_frames/04_handle.ipynb #4016b2c9
 class Run:
-    "A run open for reading: its logs, or a table."
-    def __init__(self,
-        name:str,
-        logs:dict, # Rank -> `LogReader`; {None: reader} for a run of one process
-        given=None # Table to use instead of logs
-    ): self.name,self.logs,self.given = name,logs,given
+    "A run open for reading: its logs (rank -> `LogReader`, or {None: reader} for one process), or a given table."
+    def __init__(self, name, logs, given=None): self.name,self.logs,self.given = name,logs,given
 
     def __repr__(self): return printable(f"<Run {self.name}{f' of {len(self.logs)} ranks' if self.is_ranked else ''}>")
 
@@ -224,13 +222,10 @@ class Run:
         files = [log.complete_file() for log in self.logs.values()]
         return None if None in files else (self.path, sum(size for _,size in files))
 
-    def table(self,
-        choice=None, # `Choice` of rows; all by default
-        columns=None, # Columns that the caller needs; all by default. The table may have more
-        per_rank=False, # Return the rows of each rank instead of merged rows
-        label=False # Add a column with the name of the run
-    ):
-        "Return the rows as a table. The rows of several ranks are merged into those of the whole model and batch."
+    def table(self, choice=None, columns=None, per_rank=False, label=False):
+        """Return the rows as a table. The rows of several ranks are merged into those of the whole model and batch, unless `per_rank`.
+
+        `choice`: `Choice` of rows. `columns`: columns that the caller needs; the table may have more. `label`: add a column with the name of the run."""
         if self.given is not None: return self.given
         choice = choice or Choice()
         df = self.log.table(choice, columns) if not self.is_ranked else self.table_per_rank(choice, columns) if per_rank else self.merged_table(choice)
@@ -279,6 +274,12 @@ def split_url(run, home):
 
 def is_glob(run): return isinstance(run, str) and os.sep not in run and bool(set(run)&set('*?['))
 
+def matching_runs(run, names):
+    "Return the names of runs that a name or a pattern means. The logs of the ranks of a run count as one name, if any run matches."
+    known = without_ranks(names)
+    if run in names or run in known or not is_glob(run): return [run]*(run in names or run in known)
+    return [n for n in known if fnmatchcase(n, run)] or [n for n in names if fnmatchcase(n, run)]
+
 def is_dataframe(run): return 'pandas' in sys.modules and isinstance(run, sys.modules['pandas'].DataFrame)
 
 def open_named(run, home):
@@ -307,11 +308,9 @@ def open_runs(run, home=None):
     if isinstance(run, Run): return [run], False
     run,home = split_url(run, home)
     if not is_glob(run): return [open_named(run, home)], False
-    names = log_names(home)
-    if run in names or run in without_ranks(names): return [open_named(run, home)], False
-    if not (some := [n for n in without_ranks(names) if fnmatchcase(n, run)] or [n for n in names if fnmatchcase(n, run)]):
+    if not (some := matching_runs(run, names := log_names(home))):
         raise FileNotFoundError(f"{unknown('run matches', run, names)} Looked in {printable(folder('torchember', home)/'log')}.")
-    return [open_named(n, home) for n in some], True
+    return [open_named(n, home) for n in some], some!=[run]
 
 # %% ../../nbs/50_frames/04_handle.ipynb #bf4dff6b
 def open_run(

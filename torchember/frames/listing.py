@@ -22,7 +22,7 @@ from torchember.store.jsonl import emberTracker
 from torchember.store.log import flush_logs
 from torchember.store.log_file import last_in, last_step_of
 from torchember.store.older import is_older, size_and_rows
-from torchember.store.parts import group_beside, many_logs, parts_and_lines, size_if_there, summarize_parts
+from torchember.store.parts import group_beside, many_logs, read_current, size_if_there, summarize_parts
 from torchember.store.shared import share_parts
 
 # %% ../../nbs/50_frames/04_listing.ipynb #661e914e
@@ -52,17 +52,13 @@ def estimate_lines(path, size, start=0, removed=0):
 
 def estimate_rows(path):
     "Return the number of rows of a log: rows of its parts, and lines that are in no part."
-    while True:
-        header,files = parts_and_lines(path)
-        before,n = header['removed'] if header else 0,sum(p['rows'] for p in (header['parts'] if header else ()))
-        try:
-            for f,start in files:
-                n += estimate_lines(f, size := size_if_there(f), start, before)
-                before += size # a file that is put aside is followed by another one of the same name
-        except FileNotFoundError:
-            if parts_and_lines(path)==(header, files): raise
-            continue # its lines are in parts by now
-        if is_url(path) or parts_and_lines(path)==(header, files): return n
+    def rows(listing, files):
+        before,n = (listing['removed'],sum(p['rows'] for p in listing['parts'])) if listing else (0, 0)
+        for f,start in files:
+            n += estimate_lines(f, size := size_if_there(f), start, before)
+            before += size # a file that is put aside is followed by another one of the same name
+        return n
+    return read_current(path, rows)
 
 def count_steps(path, size):
     "Return the number of steps of a log, from its last lines: steps only grow."
@@ -145,15 +141,12 @@ def runs_without_log(place, names):
 # %% ../../nbs/50_frames/04_listing.ipynb #a1c0ffee
 def group_ranks(rows, place):
     "Merge the rows of logs that belong to one run of several ranks."
-    out,groups,names = [],{},{r['name'] for r in rows}
+    names,groups = {r['name'] for r in rows},{} # name of a run -> rank -> row; id of a row that stays alone -> row
     for r in rows:
         m = rank_pattern.fullmatch(r['name'])
-        if m and m[1] not in names:
-            if m[1] not in groups: out.append(groups.setdefault(m[1], []))
-            groups[m[1]].append((int(m[2]), r))
-        else: out.append(r)
-    name_of = {id(rs): n for n,rs in groups.items()}
-    return [merge_rank_rows(name_of[id(r)], dict(sorted(r, key=lambda x: x[0])), place) if isinstance(r, list) else r for r in out]
+        if m and m[1] not in names: groups.setdefault(m[1], {})[int(m[2])] = r
+        else: groups[id(r)] = r
+    return [merge_rank_rows(k, dict(sorted(r.items())), place) if isinstance(k, str) else r for k,r in groups.items()]
 
 def describe_ranks(run):
     "Return a row of `runs` for a `Run` of several ranks."

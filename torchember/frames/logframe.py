@@ -72,9 +72,7 @@ def class_in_name(module):
     return module.rpartition('(')[2].removesuffix(')') if module.endswith(')') else ''
 
 # %% ../../nbs/50_frames/10_logframe.ipynb #c5f8eb02
-def named_tensors(
-    tensors # Dicts with path, module, ttype, tname and pname, in order of the log
-) -> list: # (name, type, tensor_type) of each
+def named_tensors(tensors): # dicts with path, module, ttype, tname and pname, in order of the log
     "Return (name, type, tensor_type) of tensors in a LogFrame."
     first = {}
     for t in sorted(tensors, key=lambda t: (t['ttype']!='output', number_order(t['tname']))):
@@ -252,10 +250,8 @@ def faults_of_types(df):
             elif c!='type' and x.isna().any(): yield f"{(t, c)} has {x.isna().sum():,} holes."
 
 # %% ../../nbs/50_frames/10_logframe.ipynb #71169a1e
-def unshifted(
-    lf # `LogFrame` of Track & Visualize
-): # Column n counts magnitudes from 2^n to 2^(n+1)
-    "Return a frame of Track & Visualize with the exponents of its schema."
+def unshifted(lf):
+    "Return a frame of Track & Visualize with the exponents of its schema: column n counts magnitudes from 2^n to 2^(n+1)."
     out = lf.copy(deep=False)
     out.columns = type(lf.columns).from_tuples([(t, c-1 if t==EXP and not math.isinf(c) else c) for t,c in lf.columns])
     out.attrs['torchember'] = {'logframe': 1, 'exponents': True, 'zeros': -1}
@@ -302,10 +298,8 @@ def display_names(classes):
     return {p: display(p) for p in classes}
 
 # %% ../../nbs/50_frames/10_logframe.ipynb #b5fa06c6
-def tensors_from(
-    names # (name, type, tensor_type), in the frame's order
-) -> list: # For each a dict with path, ttype, tname, pname and type
-    "Return path, ttype, tname, pname and type of tensors in a LogFrame: the inverse of `named_tensors`."
+def tensors_from(names): # names: (name, type, tensor_type), in the frame's order
+    "Return for each tensor in a LogFrame a dict with path, ttype, tname, pname and type: the inverse of `named_tensors`."
     kinds = [back.get(t.partition('.')[0], t) for _,_,t in names]
     modules = {n: cls for (n,cls,_),k in zip(names, kinds, strict=True) if k in ('output', 'output_grad')}
     holders = parent_modules(n for n,_,_ in names)

@@ -6,11 +6,10 @@
 __all__ = ['sync']
 
 # %% ../../nbs/50_frames/08_moving.ipynb #2fd12477
-import atexit, base64, hashlib, json, os, re, tempfile, threading, time
+import atexit, base64, hashlib, json, os, re, threading, time
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 from torchember.frames.belongings import Home, refuse_odd, refuse_written, rm
 from torchember.frames.handle import read_facts
@@ -19,36 +18,27 @@ from torchember.ground.messages import printable, warn
 from torchember.ground.record import plain
 from torchember.store.anywhere import StoreError, ask_store, list_folder, file_size, is_url, open_file, remove_remote
 from torchember.store.base import folder, now, read_meta, replace
-from torchember.store.compaction import most_bytes, next_lines, rows_before, step_of
+from torchember.store.compaction import lock_file, most_bytes, rows_of_parts, step_of
 from torchember.store.log import flush_logs
 from torchember.store.log_file import last_step_of
-from torchember.store.parts import arrow_table, part_file, parts_and_lines, read_part_list, write_part
+from torchember.store.parts import arrow_table, part_file, part_bytes, parts_and_lines, read_part_list
 
 # %% ../../nbs/50_frames/08_moving.ipynb #d21ae5b1
-class Fingerprint(NamedTuple):
-    "Size and hashes of a file, as the manifest has them."
-    size:int
-    sha256:str
-    md5:str
-
 class Piece:
-    "A file to send: its bytes, or a file of this disk."
+    "A file to send: its bytes, or a file of this disk. Its fingerprint has size and hashes, as the manifest has them."
     def __init__(self, data=None, file=None):
-        self.data,self.file,size = data,file,0
+        self.data,self.file,self.size = data,file,0
         sha,md5 = hashlib.sha256(),hashlib.md5(usedforsecurity=False)
         for block in [data] if file is None else read_blocks(file):
-            size += len(block)
+            self.size += len(block)
             sha.update(block), md5.update(block)
-        self.fingerprint = Fingerprint(size, sha.hexdigest(), md5.hexdigest())
-
-    @property
-    def size(self): return self.fingerprint.size
+        self.fingerprint = dict(size=self.size, sha256=sha.hexdigest(), md5=md5.hexdigest())
 
     def bytes(self): return Path(self.file).read_bytes() if self.data is None else self.data
 
-def read_blocks(path, block=1<<23):
+def read_blocks(path):
     with open_file(path) as f:
-        while data := f.read(block): yield data
+        while data := f.read(1<<23): yield data
 
 def md5_in(info):
     "Return the MD5 hash in the information of a store, None if there is none."
@@ -89,9 +79,9 @@ class Target:
     def has(self, rel, fingerprint, deep=True):
         "Return True if a file there has a fingerprint. `deep`: read the file if the store returns no hash, even if it was read before."
         info = self.info(rel)
-        if info is None or info['size']!=fingerprint.size: return False
-        if md5_in(info)==fingerprint.md5 or not deep and self.known.get(rel)==fingerprint.sha256: return True
-        return self.retry(lambda: self.sha(rel))==fingerprint.sha256
+        if info is None or info['size']!=fingerprint['size']: return False
+        if md5_in(info)==fingerprint['md5'] or not deep and self.known.get(rel)==fingerprint['sha256']: return True
+        return self.retry(lambda: self.sha(rel))==fingerprint['sha256']
 
     def sha(self, rel):
         h = hashlib.sha256()
@@ -106,11 +96,7 @@ class Target:
             if self.has(rel, piece.fingerprint): return
         raise StoreError(f"{printable(self.path(rel))} was sent twice, and is not what was sent.")
 
-    def write(self, path, piece):
-        if piece.size<=1<<26 or not is_url(path): return replace(path, piece.bytes())
-        with tempfile.NamedTemporaryFile() as f: # larger files are sent in several requests
-            if piece.file is None: f.write(piece.data), f.flush()
-            ask_store(path, lambda: path.fs.put_file(str(piece.file or f.name), path.path), 'written')
+    def write(self, path, piece): replace(path, piece.bytes())
 
     def read_json(self, rel):
         "Return the content of a JSON file there, None if it cannot be read."
@@ -167,26 +153,13 @@ class LogLines:
 # %% ../../nbs/50_frames/08_moving.ipynb #feaa105c
 least,small,together = 1<<16,1<<20,16 # bytes of lines that become a part; bytes of a log that stays lines; parts to merge into one
 
-class MadePart(NamedTuple):
-    "A part that was made of lines: its entry for the list, its file, and the hash of its lines."
-    entry:dict
-    piece:Piece
-    lines:str
-
 def make_sync_parts(lines, run, id, start, end, last):
-    "Yield parts of the lines between two bytes, as `MadePart`. `last`: step that is not over; None if the run is over."
-    while start<end:
-        data = next_lines(lines, start, end)
-        rows,torn,used = rows_before(data, last)
-        if not used: return
-        entry = dict(start=start, end=start+used, rows=len(rows), torn=torn)
-        with tempfile.TemporaryDirectory() as d:
-            write_part(arrow_table(rows, id=id, run=run, **entry), out := Path(d)/'part')
-            piece = Piece(out.read_bytes())
-        name = f'sync-{start:012}-{start+used:012}-{piece.fingerprint.sha256[:8]}.parquet'
-        entry |= dict(file=name, last=max(map(step_of, rows), default=-1), size=piece.size)
-        yield MadePart(entry, piece, hashlib.sha256(data[:used]).hexdigest())
-        start += used
+    "Yield (entry for the list, file, hash of the lines) of each part that the lines between two bytes become. `last`: as in `rows_of_parts`."
+    for rows,entry,data in rows_of_parts(lines, start, end, last):
+        entry['rows'] = len(rows)
+        piece = Piece(part_bytes(arrow_table(rows, id=id, run=run, **entry)))
+        name = f"sync-{entry['start']:012}-{entry['end']:012}-{piece.fingerprint['sha256'][:8]}.parquet"
+        yield entry|dict(file=name, last=max(map(step_of, rows), default=-1), size=piece.size), piece, hashlib.sha256(data).hexdigest()
 
 def count_to_merge(parts, first):
     "Return how many of the last parts should become one. `first`: first byte of the lines on this disk."
@@ -219,22 +192,42 @@ class Moving:
         if self.deep or self.hashes.get(path, (None,))[0]!=mark: self.hashes[path] = mark, Piece(file=path)
         return self.hashes[path][1]
 
+# %% ../../nbs/50_frames/08_moving.ipynb #5e0a71c3
+class Manifest:
+    "Size and hashes of the files of one log that are in another home: what is there since the last `sync`, and what this one leaves there."
+    def __init__(self, to, name): # to: `Target`
+        self.to,self.file,self.folder = to,f'data/sync_{name}.json',f'log/{name}.parts/'
+        self.before = as_dict(to.read_json(self.file)) # of the last `sync`
+        self.noted = {k: v for k,v in as_dict(self.before.get('files')).items() if isinstance(v, dict) and {'size', 'sha256', 'md5'}<=set(v)}
+        self.lines = as_dict(self.before.get('lines')) # part -> hash of its lines
+        self.files = {} # file there -> fingerprint
+
+    def unnamed(self, over, sent):
+        "Return the files that no list names any more -> since when. `over`: True if the run is over; `sent`: True if this `sync` sent anything."
+        at,gone = time.time(),{k: v for k,v in as_dict(self.before.get('gone')).items() if isinstance(v, int|float)}
+        for rel in [*self.noted, *(gone if over else ())]: gone.setdefault(rel, at)
+        if over and sent: # also files of an interrupted `sync`
+            left = self.to.retry(lambda: list_folder(self.to.path(self.folder.rstrip('/'))))
+            gone |= {self.folder+e.name: at for e in left if e.name.startswith(('sync-', 'lines-'))}
+        return {rel: since for rel,since in gone.items() if rel not in self.files and rel.startswith(self.folder)}
+
+    def write(self, over, sent):
+        "Remove files that were unnamed for a minute, so that no reader needs them, and write the manifest if it has changed."
+        gone = self.unnamed(over, sent)
+        away = [rel for rel,since in gone.items() if over or time.time()-since>60]
+        for rel in away: self.to.remove(rel)
+        parts = {p.rpartition('/')[2] for p in self.files}
+        new = dict(files=self.files, lines={k: v for k,v in self.lines.items() if k in parts}, over=over, gone={k: v for k,v in gone.items() if k not in away})
+        if new!={k: v for k,v in self.before.items() if k!='at'}: self.to.send(self.file, json_piece(new|{'at': now()}))
+
 # %% ../../nbs/50_frames/08_moving.ipynb #9be2add1
 class OneLog:
     "A log that is being copied."
     def __init__(self, moving, h, name):
         self.m,self.to,self.h,self.name,self.path = moving,moving.target,h,name,h.log/name
         self.over = not may_continue(read_facts(name, h.data)[0])
-        self.files,self.sent,self.bytes = {},0,0 # files: file there -> fingerprint, as a dict
-        self.before = as_dict(self.to.read_json(self.manifest)) # manifest of the last `sync`
-        self.noted = {k: v for k,v in as_dict(self.before.get('files')).items() if isinstance(v, dict) and {*Fingerprint._fields}<=set(v)}
-        self.lines_of = as_dict(self.before.get('lines')) # part -> hash of its lines
-
-    @property
-    def manifest(self): return f'data/sync_{self.name}.json'
-
-    @property
-    def folder(self): return f'log/{self.name}.parts/'
+        self.manifest,self.sent,self.bytes = Manifest(self.to, name),0,0 # number of files that were sent, and their bytes
+        self.folder,self.files = self.manifest.folder,self.manifest.files
 
     def sync(self):
         flush_logs(self.path)
@@ -246,7 +239,7 @@ class OneLog:
         if listing is None and theirs is None and (not self.m.parquet or end<=small): self.send(f'log/{self.name}', Piece(lines.between(0, end)))
         else: self.send_parts(listing, theirs, lines, end, last)
         self.send_metadata()
-        self.write_manifest()
+        self.manifest.write(self.over, self.sent)
         return dict(name=self.name, files=len(self.files), size=sum(f['size'] for f in self.files.values()), sent=self.sent, bytes=self.bytes, over=self.over)
 
     def list_there(self):
@@ -258,7 +251,7 @@ class OneLog:
         if not self.to.has(rel, piece.fingerprint, self.m.deep):
             self.to.send(rel, piece)
             self.sent,self.bytes = self.sent+1,self.bytes+piece.size
-        self.files[rel] = piece.fingerprint._asdict()
+        self.files[rel] = piece.fingerprint
 
     def send_parts(self, listing, theirs, lines, end, last):
         id = (listing or {}).get('id') or lines.id(self.name) if lines.first==0 else listing['id']
@@ -271,17 +264,17 @@ class OneLog:
             if n := count_to_merge(parts, lines.first):
                 parts,some = parts[:-n],parts[-n:]
                 for p in some: self.files.pop(self.folder+p['file'], None)
-                for made in make_sync_parts(lines, self.name, id, some[0]['start'], some[-1]['end'], None): self.add(parts, made)
-            for made in make_sync_parts(lines, self.name, id, done, end, last):
-                if self.over or made.entry['end']-made.entry['start']>=least: self.add(parts, made)
+                for made in make_sync_parts(lines, self.name, id, some[0]['start'], some[-1]['end'], None): self.add(parts, *made)
+            for entry,*made in make_sync_parts(lines, self.name, id, done, end, last):
+                if self.over or entry['end']-entry['start']>=least: self.add(parts, entry, *made)
         self.send_list(dict(run=self.name, id=id, removed=parts[-1]['end'] if parts else 0, parts=parts), lines, end)
 
     def is_same(self, p, lines, end):
         "Return True if a part there is what was sent, and was made of these lines."
         rel = self.folder+p['file']
-        if p['end']>end or p['start']<lines.first or rel not in self.noted: return False
-        if not self.to.has(rel, Fingerprint(**{k: self.noted[rel][k] for k in Fingerprint._fields}), self.m.deep): return False
-        if (mark := (self.name, p['file'], self.lines_of.get(p['file']))) in self.m.checked: return True
+        if p['end']>end or p['start']<lines.first or rel not in self.manifest.noted: return False
+        if not self.to.has(rel, self.manifest.noted[rel], self.m.deep): return False
+        if (mark := (self.name, p['file'], self.manifest.lines.get(p['file']))) in self.m.checked: return True
         if mark[2]!=lines.sha(p['start'], p['end']): return False
         self.m.checked.add(mark)
         return True
@@ -298,12 +291,12 @@ class OneLog:
 
     def keep(self, parts, p):
         parts.append(p)
-        self.files[self.folder+p['file']] = self.noted[self.folder+p['file']]
+        self.files[self.folder+p['file']] = self.manifest.noted[self.folder+p['file']]
 
-    def add(self, parts, made):
-        self.send(self.folder+made.entry['file'], made.piece)
-        self.lines_of[made.entry['file']] = made.lines
-        parts.append(made.entry)
+    def add(self, parts, entry, piece, sha): # sha: of the lines
+        self.send(self.folder+entry['file'], piece)
+        self.manifest.lines[entry['file']] = sha
+        parts.append(entry)
 
     def send_list(self, listing, lines, end):
         "Send the lines that are in no part, then the list: from then on, these are the run."
@@ -326,21 +319,6 @@ class OneLog:
         try: piece = Piece(path.read_bytes()) if path.is_file() and not path.is_symlink() else None
         except FileNotFoundError: return # it is being replaced, or was removed
         if piece is not None: self.send(where+path.name, piece)
-
-    def write_manifest(self):
-        "Write the manifest, and remove files that nothing names any more."
-        at,gone = time.time(),{k: v for k,v in as_dict(self.before.get('gone')).items() if isinstance(v, int|float)}
-        for rel in [*self.noted, *(gone if self.over else ())]:
-            if rel not in self.files and rel.startswith(self.folder): gone.setdefault(rel, at)
-        if self.over and self.sent: # also files of an interrupted `sync`
-            left = self.to.retry(lambda: list_folder(self.to.path(self.folder.rstrip('/'))))
-            gone |= {self.folder+e.name: at for e in left if e.name.startswith(('sync-', 'lines-')) and self.folder+e.name not in self.files}
-        away = [rel for rel,since in gone.items() if rel not in self.files and rel.startswith(self.folder) and (self.over or at-since>60)]
-        for rel in away: self.to.remove(rel)
-        parts = {p.rpartition('/')[2] for p in self.files}
-        manifest = dict(files=self.files, lines={k: v for k,v in self.lines_of.items() if k in parts}, over=self.over,
-            gone={k: v for k,v in gone.items() if k not in away and k not in self.files})
-        if manifest!={k: v for k,v in self.before.items() if k!='at'}: self.to.send(self.manifest, json_piece(manifest|{'at': now()}))
 
 # %% ../../nbs/50_frames/08_moving.ipynb #160878ac
 def sync(
@@ -406,15 +384,10 @@ def remove_moved(name, home, target):
 @contextmanager
 def sync_lock(h, name, target):
     "Wait until no other process of this machine copies this log."
-    try: import fcntl
-    except ImportError: yield; return # Windows
     try: f = open(h.log/f'.{name}.sync', 'ab')
     except OSError: yield; return # a disk that cannot be written
-    def lock():
-        try: fcntl.flock(f, fcntl.LOCK_EX|fcntl.LOCK_NB)
-        except BlockingIOError: raise StoreError(f"{printable(name)} is being brought elsewhere by another process.") from None
     with f:
-        target.retry(lock)
+        target.retry(lambda: lock_file(f, f"{printable(name)} is being brought elsewhere by another process."))
         yield
 
 # %% ../../nbs/50_frames/08_moving.ipynb #25e8ff44

@@ -15,7 +15,7 @@ from torchember.measure.summary import derived
 from torchember.processes import module_names
 from torchember.processes.axes import validate_metadata
 from torchember.store.columns import columns_of_lines
-from torchember.store.parts import SharedPart
+from torchember.store.parts import Part
 from torchember.store.reading import table_of_columns, without_superseded
 from torchember.store.table import tree_nodes, valid_tree
 
@@ -49,7 +49,7 @@ def read_ranks(logs, file=None, keep=None, shared=(), steps=None):
     def blocks():
         block_ranks.clear(); masks.clear()
         for path,entries in shared:
-            part = SharedPart(path, {id: p for id,p in entries.values()}, steps)
+            part = Part(path, {id: p for id,p in entries.values()}, steps)
             with part.file:
                 if keep: part.load([part.header['layout'], *part.kinds])
                 block_ranks.append(part.log_names({id: r for r,(id,_) in entries.items()}))

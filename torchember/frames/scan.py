@@ -64,15 +64,9 @@ def select_fields(fields, columns):
     return {k: fields[k] for k in dict.fromkeys(['run']*('run' in fields and 'run' not in asked)+asked)}
 
 # %% ../../nbs/50_frames/09_scan.ipynb #dd403113
-def arrow_dataset(chunks, reader):
-    needs('pyarrow.dataset', for_='scan', package='pyarrow')
-    from torchember.frames.dataset import LogDataset
-    return LogDataset(chunks, reader)
-
-def duckdb_relation(chunks, reader):
+def duckdb_relation(rows): # rows: `LogDataset`
     "Return a relation in a database of its own in memory."
-    duckdb = needs('duckdb', for_="scan(engine='duckdb')")
-    return duckdb.connect(':memory:').from_arrow(arrow_dataset(chunks, reader))
+    return needs('duckdb', for_="scan(engine='duckdb')").connect(':memory:').from_arrow(rows)
 
 # %% ../../nbs/50_frames/09_scan.ipynb #7293e2c1
 def conjuncts(condition):
@@ -94,10 +88,9 @@ def polars_table(pl, table):
     df.columns = table.column_names
     return df
 
-def polars_frame(chunks, reader):
+def polars_frame(rows):
     pl = needs('polars', for_="scan(engine='polars')")
     plugins = needs('polars.io.plugins', for_="scan(engine='polars')", package='polars')
-    rows = arrow_dataset(chunks, reader)
     schema = polars_table(pl, rows.schema.empty_table()).schema
     def batches(columns, condition, most, size):
         names = list(schema) if columns is None else columns
@@ -105,7 +98,7 @@ def polars_frame(chunks, reader):
         known = [] if condition is None else [c for c in conjuncts(condition) if c.meta.root_names() and {*c.meta.root_names()}<={'step', 'run'}]
         for c in rows.pruned.chunks:
             if schema.get('step')==pl.Int64 and not may_hold(pl, known, c): continue
-            df = polars_table(pl, reader(c, used))
+            df = polars_table(pl, rows.reader(c, used))
             if condition is not None: df = df.filter(condition)
             df = df.select(names) if most is None else df.select(names).head(most)
             if most is not None: most -= len(df)
@@ -127,20 +120,18 @@ class PandasReader:
         types = [pa.float64() if pa.types.is_int64(f.type) and not never_missing(f.name) else f.type for f in table.schema]
         return table.cast(pa.schema([(f.name, t) for f,t in zip(table.schema, types, strict=True)])).to_pandas()
 
-def pandas_tables(chunks, reader):
+def pandas_tables(rows):
     needs('pandas', for_="scan(engine='pandas')")
-    return (df for c in arrow_dataset(chunks, reader).pruned.chunks if len(df := PandasReader(reader)(c)))
+    return (df for c in rows.pruned.chunks if len(df := PandasReader(rows.reader)(c)))
 
-def dask_frame(chunks, reader):
-    dd = needs('dask.dataframe', for_="scan(engine='dask')")
-    rows,tables = arrow_dataset(chunks, reader),PandasReader(reader)
+def dask_frame(rows):
+    dd,tables = needs('dask.dataframe', for_="scan(engine='dask')"),PandasReader(rows.reader)
     like = tables.convert(rows.schema.empty_table())
     if not rows.pruned.chunks: return dd.from_pandas(like, npartitions=1)
     return dd.from_map(tables, rows.pruned.chunks, meta=like, label='torchember')
 
-def ray_dataset(chunks, reader):
-    data = needs('ray.data', for_="scan(engine='ray')")
-    rows = arrow_dataset(chunks, reader)
+def ray_dataset(rows):
+    data,reader = needs('ray.data', for_="scan(engine='ray')"),rows.reader
     class Source(data.Datasource):
         def get_name(self): return 'torchember'
         def estimate_inmemory_data_size(self): return None
@@ -151,7 +142,7 @@ def ray_dataset(chunks, reader):
     if not rows.pruned.chunks: return data.from_arrow(rows.schema.empty_table())
     return data.read_datasource(Source(), override_num_blocks=len(rows.pruned.chunks))
 
-engines = dict(polars=polars_frame, duckdb=duckdb_relation, arrow=arrow_dataset, pandas=pandas_tables, dask=dask_frame, ray=ray_dataset)
+engines = dict(polars=polars_frame, duckdb=duckdb_relation, arrow=lambda rows: rows, pandas=pandas_tables, dask=dask_frame, ray=ray_dataset)
 
 # %% ../../nbs/50_frames/09_scan.ipynb #94a07887
 @says_arguments
@@ -188,8 +179,8 @@ def scan(
     each = [inspect_run(r, per_rank, several, choice.needs_last_step) for r in found]
     chunks,fields = [c for cs,*_ in each for c in cs],merge_columns([f for _,f,_ in each], [m for *_,ms in each for m in ms], several)
     needs('pyarrow.dataset', for_='scan', package='pyarrow')
-    from torchember.frames.dataset import ChunkReader
-    return engines[engine](chunks, ChunkReader(select_fields(fields, columns), choice, fields))
+    from torchember.frames.dataset import ChunkReader, LogDataset
+    return engines[engine](LogDataset(chunks, ChunkReader(select_fields(fields, columns), choice, fields)))
 
 # %% ../../nbs/50_frames/09_scan.ipynb #fb0707e9
 def query(

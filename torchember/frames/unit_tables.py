@@ -19,13 +19,8 @@ class UnitHistory:
     "A vector statistic of a tensor over the steps. `value` has a row for each step and a column for each unit."
     def __init__(self, label, path, steps, value): self.label,self.path,self.steps,self.value = label,path,steps,value
 
-def histories(
-    run, # A run that `read` accepts, or a table of `read`
-    stat:str, # Statistic whose values are vectors
-    path=None, # A glob on the path, a compiled regex, or a list of these
-    ttype:str|None=None # Tensor type; all types with the statistic by default
-) -> list: # of `UnitHistory`
-    "Return a `UnitHistory` for each tensor that has a vector statistic, in order of the log. Raise ValueError if there is none."
+def histories(run, stat, path=None, ttype=None):
+    "Return a `UnitHistory` for each tensor that has the vector statistic `stat`, in order of the log. Raise ValueError if there is none."
     pd = needs('pandas', for_='A table of units')
     wanted = {stat, 'run', 'path', 'ttype', 'tname', 'pname', 'step', 'phase'}
     df = run if isinstance(run, pd.DataFrame) else read(run, columns=lambda c: c in wanted)

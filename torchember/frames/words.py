@@ -20,10 +20,8 @@ stats_of = {'rm2': 'rms', 'mean_abs': 'abs_mean', 'max_abs': 'abs_max', 'min_abs
     'rms': 'rm2', 'abs_mean': 'mean_abs', 'abs_max': 'max_abs', 'abs_min': 'min_abs'}
 
 # %% ../../nbs/50_frames/00_words.ipynb #02a00250
-def ttype_of(
-    name:str # 'output', 'Activation', 'Optimiser_State.exp_avg'
-) -> tuple: # 'optimizer', 'exp_avg': our word, and which of an optimizer's states, or None
-    "Return our tensor type, and the name of an optimizer state or None. Raise ValueError for an unknown type."
+def ttype_of(name): # name: 'output', 'Activation', 'Optimiser_State.exp_avg'
+    "Return our tensor type, and the name of an optimizer state or None: 'optimizer', 'exp_avg'. Raise ValueError for an unknown type."
     first,_,key = str(name).partition('.')
     ours = ttypes_of.get(first.lower(), first)
     if ours not in ttypes: raise ValueError(unknown('tensor type', name, ttypes, ttypes_of))
@@ -34,9 +32,7 @@ def ttypes_asked(ttype):
     return list(dict.fromkeys(ttype_of(t)[0] for t in (ttype if isinstance(ttype, list|tuple) else [ttype])))
 
 # %% ../../nbs/50_frames/00_words.ipynb #a5be0002
-def earlier_calls(
-    *order # Names of arguments after `run`, in the earlier order; by default the order is unchanged
-):
+def earlier_calls(*order): # order: names of arguments after `run`, in the earlier order; by default it is unchanged
     "Return a decorator: the function also accepts arguments in the order and words of earlier versions."
     def of(f):
         known = signature(f)
@@ -60,12 +56,8 @@ def earlier_calls(
 
 words_before = {'df': 'run', 'layer': 'path', 'tt': 'ttype', 'scalar_metric': 'stat'} # argument of Track & Visualize -> ours
 
-def in_our_words(
-    given, # Arguments by name
-    known, # Names of parameters
-    what:str='A picture' # Name of the function, for the message
-) -> dict:
-    "Return arguments under our names. Raise TypeError if an argument is given twice."
+def in_our_words(given, known, what='A picture'):
+    "Return arguments under our names. `known`: names of parameters. `what`: name of the function. Raise TypeError if an argument is given twice."
     out = {}
     if 'file' in known and {'path', 'layer'}<=given.keys(): given = {'file' if n=='path' else n: v for n,v in given.items()} # earlier order of `report`
     for typed,v in given.items():

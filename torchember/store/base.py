@@ -19,9 +19,7 @@ from ..ground.record import plain
 from .anywhere import is_url, located, open_file, write_whole, open_regular
 
 # %% ../../nbs/30_store/00_base.ipynb #3bae564e
-def now(
-    form:str='%Y-%m-%d %H:%M:%S' # As `strftime` has it
-) -> str:
+def now(form='%Y-%m-%d %H:%M:%S'): # as `strftime` has it
     "Return the local time, as rows have it."
     return datetime.now().strftime(form)
 
@@ -29,11 +27,7 @@ def now(
 forbidden = re.compile(r'[/\\\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]') # characters that leave a folder, or control a terminal
 
 # %% ../../nbs/30_store/00_base.ipynb #7501f978
-def safe_name(
-    name:str, # Name that the user chose
-    what:str, # Noun for the message
-    most:int=200 # Bytes: file systems accept 255, and we append to the name
-) -> str: # The same name
+def safe_name(name, what, most=200):
     """Return `name`. Raise ValueError unless it can be the name of a file in our folder.
 
     `what`: noun for the message. `most`: bytes; file systems accept 255, and we append to the name."""
@@ -52,18 +46,14 @@ def is_encodable(name):
     except UnicodeEncodeError: return False
 
 # %% ../../nbs/30_store/00_base.ipynb #ef7118b9
-def run_name(
-    kind:str # Name of the model's class
-) -> str: # `<kind>_<YYYYmmdd_HHMMSS>`, safe as a file name
+def run_name(kind):
     "Return `<kind>_<YYYYmmdd_HHMMSS>` for a run that starts now. `kind`: name of the class of the model."
     kind = re.sub(r'[^\w.-]', '_', ''.join(c if is_encodable(c) else '_' for c in kind)).lstrip('.') or 'model'
     while len(os.fsencode(kind))>120: kind = kind[:-1]
     return f"{kind}_{now('%Y%m%d_%H%M%S')}"
 
 # %% ../../nbs/30_store/00_base.ipynb #9f4c8ce4
-def portable_name(
-    name:str # A name that `safe_name` has seen
-) -> str: # The same name
+def portable_name(name): # as `safe_name` returns it
     "Return `name`. Raise ValueError unless it can be the name of a new run on every operating system."
     why = ('is the name of a device on Windows' if devices.fullmatch(name.partition('.')[0].rstrip()) else
         f'contains {found[0]!r}, which Windows does not allow in file names' if (found := re.search(r'[<>:"|?*]', name)) else
@@ -74,11 +64,8 @@ def portable_name(
 devices = re.compile(r'(?i)con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9¹²³]')
 
 # %% ../../nbs/30_store/00_base.ipynb #ef759c80
-def folder(
-    libname:str, # Name of the library that keeps logs; the folder is `~/.<libname>`
-    home=None # The folder itself, instead, or a URL
-): # Path
-    "Return the folder of the logs of a library, `~/.<libname>` by default. `home`: another folder, or a URL."
+def folder(libname, home=None):
+    "Return the folder of the logs of a library as a path: `~/.<libname>`, or `home`, a folder or a URL."
     if home is None and libname=='torchember': home = os.environ.get('TORCHEMBER_HOME') or None
     if home is not None:
         if '\0' in str(home): raise ValueError(f"The home for logs, {str(home)!r}, has a null character in it.")
@@ -110,9 +97,7 @@ def is_private_folder(place):
     return stat.S_ISDIR(s.st_mode) and (not hasattr(os, 'getuid') or s.st_uid==os.getuid() and not s.st_mode & 0o022)
 
 # %% ../../nbs/30_store/00_base.ipynb #86466caf
-def check_writable(
-    place # A folder; it need not exist yet
-):
+def check_writable(place):
     "Raise OSError if files cannot be created in a folder, as far as this is known without creating one. The folder need not exist."
     if is_url(place): raise OSError(local_only(place))
     place = near = Path(place)
@@ -132,19 +117,13 @@ def user():
     except (KeyError, OSError, ImportError): return 'unknown' # a user id that has no name
 
 # %% ../../nbs/30_store/00_base.ipynb #b1d453a2
-def open_without_links(
-    path, # File
-    flags:int # As `open` gives them
-) -> int: # A file descriptor
+def open_without_links(path, flags):
     "Open a file for writing, as an `opener` of `open`. Raise OSError for a link."
     if os.path.islink(path): raise OSError(f"{printable(path)} is a link, and what it leads to is not written to. Remove it, or choose another name.")
     return open_regular(path, flags | getattr(os, 'O_NOFOLLOW', 0))
 
 # %% ../../nbs/30_store/00_base.ipynb #5bc325aa
-def replace(
-    path:Path, # File
-    data:bytes # All of its content
-):
+def replace(path, data):
     "Write a file so that readers never see a part of it. A link of this name is replaced, not followed."
     if is_url(path): return write_whole(path, data)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -155,19 +134,14 @@ def replace(
     finally: temp.unlink(missing_ok=True)
 
 # %% ../../nbs/30_store/00_base.ipynb #49ebed3a
-def write_meta(
-    path:Path, # File that ends in .json
-    value # What JSON can hold, or tensors and numpy values; anything else raises TypeError
-):
+def write_meta(path, value): # value: what JSON can hold, tensors and numpy values
     "Write metadata as indented JSON. Raise TypeError for values that JSON, torch and numpy lack."
     data = (json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)+'\n').encode()
     if len(data)>most_meta:
         raise ValueError(f"Metadata may have {most_meta>>20} MB, {path.stem!r} has {len(data)>>20}. Keep what is larger in a file of its own.")
     replace(path, data)
 
-def read_meta(
-    path:Path # File that ends in .json
-):
+def read_meta(path):
     "Read metadata. Raise KeyError with the name of the file if there is none, ValueError or OSError if it cannot be read."
     try:
         with open_file(path) as f: data = f.read(most_meta+1)
@@ -181,10 +155,8 @@ def read_meta(
 most_meta = 1<<26 # bytes
 
 # %% ../../nbs/30_store/00_base.ipynb #84dd1f1f
-def valid_facts(
-    base # Metadata of the kind 'base'
-) -> dict: # The same, without what is of another type than it has to be
-    "Return the metadata 'base' without values of the wrong type. Raise ValueError if it is not an object."
+def valid_facts(base):
+    "Return `base`, metadata of the kind 'base', without values of the wrong type. Raise ValueError if it is not an object."
     if not isinstance(base, dict): raise ValueError(f"what is known of a run is an object, not {an(base)}.")
     return {k: v for k,v in base.items() if k not in fact_types or is_valid_fact(v, fact_types[k])}
 

@@ -24,12 +24,8 @@ class Missing: "Stands for a key that a row lacks."
 missing,none = Missing(),type(None)
 
 class ColumnBlock:
-    "Some rows as columns."
-    def __init__(self,
-        columns:dict, # key -> values, `missing` in rows without the key
-        n:int, # Number of rows
-        sure=None # key -> type, for columns with one type only
-    ): self.columns,self.n,self.sure = columns,n,sure or {}
+    "Some rows as columns: key -> values, `missing` in rows without the key. `sure`: key -> type, for columns with one type only."
+    def __init__(self, columns, n, sure=None): self.columns,self.n,self.sure = columns,n,sure or {}
 
     @classmethod
     def of(cls, rows): return cls({k: [r.get(k, missing) for r in rows] for k in dict.fromkeys(k for keys in map(tuple, rows) for k in keys)}, len(rows))
@@ -159,12 +155,10 @@ class Codes(dict):
     def __missing__(self, text): code = self[text] = len(self)-2; return code
 
 class Column:
-    "Values of a column, collected block by block."
-    def __init__(self,
-        before:int, # number of earlier rows, which lack the column
-        is_name:bool, # True if texts become a category and lists become tuples
-        as_it_is:bool # True if all values stay Python objects
-    ):
+    """Values of a column, collected block by block. `before`: number of earlier rows, which lack the column.
+
+    `is_name`: True if texts become a category and lists become tuples. `as_it_is`: True if all values stay Python objects."""
+    def __init__(self, before, is_name, as_it_is):
         self.pieces,self.codes,self.there = [('nothing', [missing]*before)],Codes(),False
         self.is_name,self.as_it_is = is_name,as_it_is
 
@@ -265,15 +259,13 @@ def collect(blocks, file, names, keep, only, as_it_is, expected):
     return {k: c for k,c in columns.items() if c.there}, expected.layouts, n, each
 
 # %% ../../nbs/30_store/07_columns.ipynb #4e35c17b
-def columns_of_lines(
-    blocks, # Function that yields blocks
-    file=None, # Path and size of the log, for a progress bar
-    names=(), # Columns to convert: texts to categories, lists to tuples, and 'ts' to times
-    keep=None, # Function of a block that returns a mask of rows; all rows by default
-    only=None, # Columns to read; all by default
-    expected=None # `Expected` of an earlier call with the same `names`
-) -> tuple: # Name -> column, layouts (keys of rows with a new key), number of rows, number of torn lines, rows and torn lines of each block
-    "Return the columns of a log, with the exact values of its rows."
+def columns_of_lines(blocks, file=None, names=(), keep=None, only=None, expected=None):
+    """Return the columns of a log with the exact values of its rows.
+
+    The result is: name -> column, layouts (keys of rows with a new key), number of rows, number of torn lines, and rows and torn lines of each block.
+    `blocks`: function that yields blocks. `file`: path and size of the log, for a progress bar. `only`: columns to read.
+    `names`: columns to convert: texts to categories, lists to tuples, and 'ts' to times. `keep`: function of a block that returns a mask of rows.
+    `expected`: `Expected` of an earlier call with the same `names`."""
     pd,as_it_is = needs('pandas', for_='A table of rows'),set()
     while True:
         columns,layouts,n,each = collect(blocks, file, names, keep, only, as_it_is, expected or Expected(names))

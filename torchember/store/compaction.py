@@ -55,6 +55,17 @@ def free_name(parts):
     "Return an unused name for a part. Names of joined parts are not used again."
     return f"part-{max((int(p['file'][5:-8]) for p in parts if re.fullmatch('part-[0-9]+[.]parquet', p['file'])), default=-1)+1:05}.parquet"
 
+def rows_of_parts(f, start, end, last, before=0):
+    """Yield the content of each part that lines become: rows, an entry for the list, and the lines.
+
+    `f`: file of lines; `before`: bytes of the log before it. `start`, `end`: bytes of the log. `last`: step that is not over; None if the run is over."""
+    while start<end:
+        data = next_lines(f, start-before, end-before)
+        rows,torn,used = rows_before(data, last)
+        if not used or last is not None and not data.endswith(b'\n') and used==len(data): return
+        yield rows, dict(start=start, end=start+used, torn=torn), data[:used]
+        start += used
+
 def store_part(path, listing, rows, **entry):
     "Write rows as a part of the log `path`. Return its entry for the list. `entry`: start, end, torn."
     entry = dict(entry, rows=len(rows))
@@ -68,25 +79,25 @@ def make_parts(path, listing, file, base, last):
     `base`: bytes of the log before this file. `last`: step that is not over; None if the run is over."""
     with open_file(file) as f:
         size = file_size(file) if is_url(file) else os.fstat(f.fileno()).st_size
-        while (start := listing['end'])-base<size:
-            data = next_lines(f, start-base, size)
-            rows,torn,used = rows_before(data, last)
-            if not used or last is not None and not data.endswith(b'\n') and used==len(data): break
-            part = store_part(path, listing, rows, start=start, end=start+used, torn=torn)
+        for rows,entry,_ in rows_of_parts(f, listing['end'], base+size, last, base):
+            part = store_part(path, listing, rows, **entry)
             listing = listing|{'parts': [*listing['parts'], part], 'end': part['end']}
             write_list(path, listing)
-            if used<len(data): break
     return listing
 
 # %% ../../nbs/30_store/10_compaction.ipynb #ee18a4ca
+def lock_file(f, message):
+    "Lock an open file until it is closed. Raise BlockingIOError if another process has locked it."
+    try: import fcntl
+    except ImportError: return # Windows
+    try: fcntl.flock(f, fcntl.LOCK_EX|fcntl.LOCK_NB)
+    except OSError: raise BlockingIOError(message) from None
+
 @contextmanager
 def lock_folder(folder):
     "Lock a folder of parts. Raise BlockingIOError if another process writes parts there."
-    try: import fcntl
-    except ImportError: yield; return # Windows
     with open(folder/'.lock', 'ab') as f:
-        try: fcntl.flock(f, fcntl.LOCK_EX|fcntl.LOCK_NB)
-        except OSError: raise BlockingIOError(f"{printable(folder)} is being written by another process. Wait until it is done.") from None
+        lock_file(f, f"{printable(folder)} is being written by another process. Wait until it is done.")
         yield
 
 def same_file(a, b): return os.path.exists(a) and os.path.exists(b) and os.path.samefile(a, b)
@@ -151,7 +162,7 @@ def join_parts(path, listing):
     while found := find_neighbours(listing['parts']):
         some,rows = listing['parts'][slice(*found)],[]
         for p in some:
-            part = Part(folder_of(path)/p['file'], p, listing['id'])
+            part = Part(folder_of(path)/p['file'], {listing['id']: p})
             with part.file: rows += part.parsed()[0]
         joined = store_part(path, listing, rows, start=some[0]['start'], end=some[-1]['end'], torn=sum(p['torn'] for p in some))
         listing = listing|{'parts': [*listing['parts'][:found[0]], joined, *listing['parts'][found[1]:]]}

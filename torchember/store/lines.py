@@ -39,15 +39,10 @@ def blocks(path, size, block=1<<18, said=lambda: None, longest=longest_line, sta
     elif n: yield b''.join(rest)
 
 # %% ../../nbs/30_store/06_lines.ipynb #2a02436b
-def line_blocks(
-    path, # File of JSON lines, or None
-    more:bytes=b'', # Lines to yield last
-    end:int|None=None, # Byte to stop at; the end of the file by default
-    size:int=1<<18, # Bytes of a block
-    *,
-    start:int=0 # Byte to begin at
-): # Blocks of whole lines
-    "Yield the content of a file in blocks of whole lines. `more`: lines to yield last."
+def line_blocks(path, more=b'', end=None, size=1<<18, *, start=0):
+    """Yield the content of a file in blocks of whole lines.
+
+    `path`: file of JSON lines, or None. `more`: lines to yield last. `start`, `end`: bytes to begin and stop at. `size`: bytes of a block."""
     try:
         for data in blocks(path, file_size(path) if end is None else end, size, lambda: warn_long_line(path), start=start) if path is not None else ():
             yield data if data.endswith(b'\n') else data+b'\n'
@@ -69,9 +64,7 @@ def restore_row(row):
     return row
 
 # %% ../../nbs/30_store/06_lines.ipynb #bc82c1d2
-def parse(
-    data # JSON lines, or a part of a log
-) -> tuple: # The rows, and the number of torn lines
+def parse(data):
     "Return the rows of a block of lines or a part, and the number of torn lines."
     if not isinstance(data, bytes): return data.parsed()
     lines = [line for line in data.split(b'\n') if line.strip()]

@@ -65,11 +65,8 @@ class BoundedQueue:
 
 # %% ../../nbs/30_store/09_listeners.ipynb #102c1f8f
 class LostSteps:
-    "Counts the steps of which a listener did not get all rows, and reports the first reason."
-    def __init__(self,
-        name:str, # Name of the listener
-        note # Called with a message for the user
-    ): self.name,self.note,self.count,self.last,self.reason = name,note,0,(),None
+    "Counts the steps of which a listener, `name`, did not get all rows. Calls `note` with a message for the user about the first reason."
+    def __init__(self, name, note): self.name,self.note,self.count,self.last,self.reason = name,note,0,(),None
 
     def add(self, step):
         "Count a step once, also if it loses several pieces."
@@ -83,26 +80,21 @@ class LostSteps:
         self.note(f"{self.name} does not get all rows: {printable(reason, 300)}, at {name_step(step)}. It gets the next ones, and the log has all of them. "
             "This warning comes once.")
 
-    def remark(self,
-        waiting=() # Steps that are lost because the listener hangs
-    ) -> str|None: # None if nothing was lost
-        "Return the sentence for the closing report."
+    def remark(self, waiting=()): # waiting: steps that are lost because the listener hangs
+        "Return the sentence for the closing report, None if nothing was lost."
         n = self.count+len({*waiting}-{self.last})
         if n: return f"{self.name} lost rows of {n:,} step{'s'*(n!=1)}: {self.reason or 'it has not returned'}."
 
 # %% ../../nbs/30_store/09_listeners.ipynb #ab5f60d4
 class Listener:
-    "A function that gets rows in a thread of its own."
+    """A function `f` that gets the number of a step (None for rows of no step) and its rows, in a thread of its own.
+
+    `name`: for messages. `note`: called with a message for the user. `remove`: called with this object when it is closed.
+    `convert`: function of the lines of a piece that returns the second argument of `f`.
+    `accepts`: function of rows and lines, called in the writing thread: True if `f` gets this piece. By default it gets all."""
     patience = 10. # seconds that the end of a run waits for it
 
-    def __init__(self,
-        f, # Function of the number of a step (None for rows of no step) and of its rows
-        name:str|None=None, # Name for messages
-        note=lambda text: None, # Called with a message for the user
-        remove=lambda listener: None, # Called with this object when it is closed
-        convert=lambda lines: parse(lines)[0], # Function of the lines of a piece: the second argument of `f`
-        accepts=None # Function of rows and lines, called in the writing thread: whether `f` gets this piece. By default it gets all
-    ):
+    def __init__(self, f, name=None, note=lambda text: None, remove=lambda listener: None, convert=lambda lines: parse(lines)[0], accepts=None):
         self.f,self.name,self.note,self.remove,self.convert,self.accepts = f,printable(name or callable_name(f)),note,remove,convert,accepts
         self.queue,self.lost,self.pid = BoundedQueue(),LostSteps(self.name, note),os.getpid()
         self.since = 0 # size of the log file in bytes when this listener was added
@@ -116,11 +108,7 @@ class Listener:
         except RuntimeError: self.thread = None # at interpreter exit, or if the system has no more threads
         return self.thread
 
-    def put(self,
-        rows, # Dicts or lines
-        lines:bytes, # The same rows as in the file
-        sources=() # Listeners that caused them
-    ):
+    def put(self, rows, lines, sources=()): # rows: dicts or lines; lines: the same rows as in the file; sources: listeners that caused them
         "Queue rows and return at once."
         if self.is_closed or self.pid!=os.getpid() or self.accepts is not None and not self.accepts(rows, lines): return
         step = (rows[0] if isinstance(rows[0], dict) else load_row(rows[0])).get('step')
@@ -139,18 +127,17 @@ class Listener:
 
     def end_step(self): "Nothing to do: rows are not collected."
 
-    def mark(self) -> threading.Event|None: # None if no thread must wait: in a forked process, in the own thread, or if this listener hangs
-        "Return an event that is set when all pieces of now have been passed on."
+    def mark(self):
+        """Return an event that is set when all pieces of now have been passed on.
+
+        Return None if no thread must wait: in a forked process, in the own thread, or if this listener hangs."""
         if self.pid!=os.getpid() or threading.current_thread() is self.thread or self.hangs: return None
         done = threading.Event()
         done.set() if self.thread is None else self.queue.queue.put(done)
         return done
 
-    def wait(self,
-        done, # Result of `mark`
-        until:float # When to give up, in the time of `time.monotonic`
-    ) -> bool: # True if the event was set in time
-        "Wait for an event of `mark`. Warn the user if the time is over."
+    def wait(self, done, until): # done: result of `mark`; until: when to give up, in the time of `time.monotonic`
+        "Wait for an event of `mark`. Return True if it was set in time, otherwise warn the user."
         if done is None: return False
         if done.wait(max(until-time.monotonic(), 0)): return True
         self.hangs = True # until the running call returns
@@ -191,11 +178,10 @@ class Listener:
 
 # %% ../../nbs/30_store/09_listeners.ipynb #9ad3f02c
 class DirectListener:
-    "A fast function of this package that the writing thread calls itself."
-    def __init__(self,
-        f, # Function of a list of rows: lines, or a dict where a value needed conversion
-        remark=lambda: None # Function: a sentence for the closing report, or None
-    ): self.f,self.remark = f,remark
+    """A fast function of this package that the writing thread calls itself.
+
+    `f`: function of a list of rows: lines, or a dict where a value needed conversion. `remark`: function that returns a sentence for the closing report."""
+    def __init__(self, f, remark=lambda: None): self.f,self.remark = f,remark
 
     def put(self, rows, lines, sources=()): self.f(rows)
 
@@ -207,18 +193,14 @@ class DirectListener:
 
 # %% ../../nbs/30_store/09_listeners.ipynb #06ae56ba
 class Listeners:
-    "All listeners of a log."
-    def __init__(self,
-        note # Called with a message for the user, and an exception
-    ): self.note,self.all,self.pieces = note,(),deque() # pieces that were written but not passed on
+    "All listeners of a log. `note`: function of a message for the user and an exception."
+    def __init__(self, note): self.note,self.all,self.pieces = note,(),deque() # pieces that were written but not passed on
 
     def add(self, listener): self.all = (*self.all, listener) # a `Listener`, or an object with put, end_step, mark, wait, rest and remark
 
     def remove(self, listener): self.all = tuple(l for l in self.all if l is not listener)
 
-    def collect(self,
-        rows, lines:bytes, sources=() # As in `Listener.put`
-    ):
+    def collect(self, rows, lines, sources=()): # as in `Listener.put`
         "Add a piece that `notify` will pass on."
         if self.all: self.pieces.append((rows, lines, sources))
 

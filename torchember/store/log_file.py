@@ -14,7 +14,7 @@ from torchember.ground.messages import printable
 from torchember.store.anywhere import file_size, file_exists, path_exists, is_url, open_file
 from torchember.store.base import open_without_links, read_meta, replace
 from torchember.store.lines import line_blocks, is_step, parse
-from torchember.store.parts import blocks_of_run, parts_and_lines, summarize_parts
+from torchember.store.parts import blocks_of_run, layouts_in_parts, read_current, summarize_parts
 
 # %% ../../nbs/30_store/11_log_file.ipynb #22d83319
 class LogStore(Protocol):
@@ -23,6 +23,7 @@ class LogStore(Protocol):
     def flush(self): "Write all queued lines. Raise OSError if the disk refuses."
     def rows(self, after=(0, 0)): "Yield blocks of all rows, queued ones too. `after`: bytes of the log and rows to skip."
     def tail(self) -> int: "Return the number of the last step, -1 if there is none."
+    def layouts(self): "Return the keys of rows, as far as they are known without reading rows; None if they are not known."
     def metadata(self, kind:str): "Return the metadata of a kind, such as 'base'. Raise KeyError if there is none."
 
 # %% ../../nbs/30_store/11_log_file.ipynb #8eb0cabf
@@ -77,12 +78,10 @@ class LatestStep:
 # %% ../../nbs/30_store/11_log_file.ipynb #7a537354
 def last_step_of(path):
     "Return the number of the last step in a log, -1 if there is none."
-    while True:
-        listing,files = parts_and_lines(path)
-        before = max((p['last'] for p in listing['parts']), default=-1) if listing else -1
-        try: last = next((n for f,_ in reversed(files) if (n := last_step_in(f))>=0), -1)
-        except FileNotFoundError: continue # its lines are in parts by now
-        if is_url(path) or parts_and_lines(path)==(listing, files): return max(last, before)
+    def last(listing, files):
+        in_lines = next((n for f,_ in reversed(files) if (n := last_step_in(f))>=0), -1)
+        return max(in_lines, *(p['last'] for p in (listing['parts'] if listing else ())), -1)
+    return read_current(path, last)
 
 def last_step_in(path):
     "Return the number of the last step in a file of lines."
@@ -170,6 +169,8 @@ class JsonLines:
         return blocks_of_run(None if self.fresh else self.path, more, size, after)
 
     def tail(self): return last_step_of(self.path)
+
+    def layouts(self): return layouts_in_parts(self.path)
 
     def metadata(self, kind): return read_meta(self.path.parent.parent/'data'/f'{kind}_{self.path.name}.json')
 

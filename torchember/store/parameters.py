@@ -10,21 +10,14 @@ __all__ = ['frozen', 'forgotten', 'cut_off', 'not_called', 'reasons', 'deepest',
 from collections import Counter
 
 # %% ../../nbs/30_store/05_parameters.ipynb #d3977f2c
-def parameter_entry(
-    path:str, # Path of its module
-    name:str, # Name in the module
-    shape, # None for a lazy parameter
-    dtype:str, # 'float32'
-    requires_grad:bool, # As torch has it
-    optimizer:bool|None=None, # True if an optimizer has it
-    gradient:bool|None=None, # True if a gradient ever arrived
-    called:bool|None=None, # True if its module was ever called
-    also=(), # Other names of the same parameter
-    recorded:bool=True, # True if its module is recorded
-    changes:bool=False, # True if the values change although no known optimizer has the parameter
-    elsewhere:bool=False # True if an optimizer that torchEmber was not given has the parameter
-) -> dict:
-    "Return the facts about a parameter. None means unknown."
+def parameter_entry(path, name, shape, dtype, requires_grad, optimizer=None, gradient=None, called=None, also=(),
+    recorded=True, changes=False, elsewhere=False):
+    """Return the facts about a parameter. None means unknown.
+
+    `path`: of its module. `name`: in the module. `shape`: None for a lazy parameter. `also`: other names of the same parameter.
+    `optimizer`: True if an optimizer has it. `gradient`: True if a gradient ever arrived. `called`: True if its module was ever called.
+    `recorded`: True if its module is recorded. `changes`: True if the values change although no known optimizer has the parameter.
+    `elsewhere`: True if an optimizer that torchEmber was not given has the parameter."""
     p = dict(path=path, name=name, shape=None if shape is None else list(shape), dtype=dtype, requires_grad=requires_grad,
         optimizer=optimizer, gradient=gradient, called=called)
     return p | ({'also': list(also)} if also else {}) | ({} if recorded else {'recorded': False}) | ({'changes': True} if changes else {}) \
@@ -35,9 +28,7 @@ def label_of(p): return f"{p['path']}.{p['name']}" if p['path'] else p['name'] #
 # %% ../../nbs/30_store/05_parameters.ipynb #9c6070c2
 frozen,forgotten,cut_off,not_called = reasons = ('frozen', 'not in the optimizer', 'no gradient ever arrived', 'module never called')
 
-def why_not(
-    p:dict # A `parameter_entry`
-) -> str|None: # Reason or None
+def why_not(p): # p: a `parameter_entry`
     "Return the reason why a parameter is not trained. Return None if it is trained, or nothing speaks against it."
     if p.get('recorded') is False or p.get('changes'): return None # another optimizer, or code of the user, changes it
     if not p.get('gradient') and p['requires_grad'] is False: return frozen
@@ -46,11 +37,8 @@ def why_not(
     return None
 
 # %% ../../nbs/30_store/05_parameters.ipynb #28f84829
-def parts_alike(
-    ps:list, # All entries
-    which # ids of some entries
-) -> list: # '' is the whole model
-    "Return the largest parts of a model all of whose parameters are among some: (name, number of parameters), in the order of `ps`."
+def parts_alike(ps, which):
+    "Return the largest parts of a model all of whose parameters are in `which`, a set of ids: (name, number of parameters). '' is the whole model."
     all_,some = Counter(),Counter()
     for p in ps:
         for part in parts_around(p):
@@ -67,12 +55,8 @@ def parts_around(p):
 deepest = 50 # levels of modules; deeper levels are one name
 
 # %% ../../nbs/30_store/05_parameters.ipynb #efcd0043
-def untrained(
-    ps:list, # All entries
-    only=None, # Entries to report; all by default
-    most:int=4 # Names per reason
-) -> str: # '' if all are trained
-    "Return a sentence about the parameters that are not trained, and why. Return '' if all are trained."
+def untrained(ps, only=None, most=4):
+    "Return a sentence about the parameters that are not trained, and why; '' if all are. `only`: entries to report. `most`: names per reason."
     why = {id(p): why_not(p) for p in (ps if only is None else only)}
     known = [p for p in ps if p.get('recorded') is not False]
     told = []
@@ -83,16 +67,12 @@ def untrained(
     return f"Not trained: {'; '.join(told)}." if told else ''
 
 # %% ../../nbs/30_store/05_parameters.ipynb #35274e3e
-def valid_entries(
-    meta # Metadata
-) -> list:
+def valid_entries(meta):
     "Return the valid entries in the metadata 'parameters'."
     ps = meta.get('parameters') if isinstance(meta, dict) else None
     return [p for p in ps[:most_entries] if is_valid_entry(p)] if isinstance(ps, list) else []
 
-def read_parameters(
-    t # `tracker`
-) -> list:
+def read_parameters(t): # t: `tracker`
     "Return the entries of a run. Return [] for a run without any."
     try: return valid_entries(t.about.get('parameters') or t[f'parameters_{t.fname}'])
     except (KeyError, ValueError, OSError): return [] # no file, or one that cannot be read

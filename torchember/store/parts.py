@@ -6,9 +6,11 @@
 __all__ = []
 
 # %% ../../nbs/30_store/09_parts.ipynb #a25ecace
-import json, os, tempfile
+import json, os
 from contextlib import contextmanager
+from copy import copy
 from functools import cached_property
+from io import BytesIO
 from itertools import accumulate, chain
 from pathlib import Path
 from secrets import token_hex
@@ -43,16 +45,16 @@ class Layouts:
 largest_exact = 2**53 # whole numbers up to here are exact floats
 
 def column_kind(values, kinds):
-    "Return how to store a column. `values`: values without None; `kinds`: their types."
-    if kinds<={int, float} and all(-2**63<=v<2**63 for v in values if type(v) is int):
-        if kinds=={int}: return 'int64'
-        return 'double' if all(abs(v)<=largest_exact for v in values if type(v) is int) else 'json'
-    if kinds=={str}: return 'text'
-    if kinds=={bool}: return 'bool'
-    if kinds!={list}: return 'json'
-    inner = set(map(type, chain.from_iterable(values)))
-    if inner=={float}: return 'list<double>'
-    return 'list<int64>' if inner=={int} and all(-2**63<=n<2**63 for n in chain.from_iterable(values)) else 'json'
+    "Return how to store a column. `kinds`: types of the values that are neither None nor missing."
+    if len(kinds)==1 and (alone := {float: 'double', str: 'text', bool: 'bool'}.get(*kinds)): return alone
+    if kinds=={list}:
+        inner = list(chain.from_iterable(v for v in values if type(v) is list))
+        kind = column_kind(inner, set(map(type, inner)))
+        return f'list<{kind}>' if kind in ('int64', 'double') and len({*map(type, inner)})==1 else 'json'
+    if not kinds or not kinds<={int, float}: return 'json' if kinds else 'double'
+    whole = [v for v in values if type(v) is int]
+    if kinds=={int}: return 'int64' if -2**63<=min(whole, default=0) and max(whole, default=0)<2**63 else 'json'
+    return 'double' if max(map(abs, whole))<=largest_exact else 'json'
 
 def arrow_type(pa, kind):
     "Return the Arrow type for a kind of column. Kinds without a type of their own are stored as texts."
@@ -63,7 +65,7 @@ def arrow_type(pa, kind):
 def arrow_column(pa, rows, k, kinds):
     "Return the values of rows under a key as an Arrow array, and their kind."
     values = [r.get(k) for r in rows]
-    kind = column_kind([v for v in values if v is not None], kinds)
+    kind = column_kind(values, kinds)
     if kind=='json': return pa.array([json.dumps(r[k]) if k in r else None for r in rows], pa.string()), kind
     if kind=='text': return pa.array(values, pa.string()).dictionary_encode(), kind
     return pa.array(values, arrow_type(pa, kind)), kind
@@ -93,14 +95,16 @@ def group_beside(logs):
 
 def write_part(table, path, group=group_rows):
     "Write an Arrow table to a Parquet file, which appears only when it is complete."
-    if is_url(path):
-        with tempfile.TemporaryDirectory() as d:
-            write_part(table, Path(d)/'part')
-            return replace(path, (Path(d)/'part').read_bytes())
-    pq = needs('pyarrow.parquet', for_='A run in Parquet', package='pyarrow')
+    if is_url(path): return replace(path, part_bytes(table, group))
     with part_in_progress(path) as temp:
-        pq.write_table(table, temp, row_group_size=group, **write_options(json.loads(table.schema.metadata[b'torchember'])['kinds'], table.column_names))
+        temp.write_bytes(part_bytes(table, group))
         check_part(temp, path, len(table))
+
+def part_bytes(table, group=group_rows):
+    "Return an Arrow table as the bytes of a Parquet file."
+    pq,out = needs('pyarrow.parquet', for_='A run in Parquet', package='pyarrow'),BytesIO()
+    pq.write_table(table, out, row_group_size=group, **write_options(json.loads(table.schema.metadata[b'torchember'])['kinds'], table.column_names))
+    return out.getvalue()
 
 # %% ../../nbs/30_store/09_parts.ipynb #480200ee
 def write_options(kinds, names):
@@ -156,23 +160,72 @@ def row_groups(metadata): return [metadata.row_group(i) for i in range(metadata.
 def overlaps(range_, steps): return steps is None or range_[0] is None or range_[0]<=steps[1] and range_[1]>=steps[0]
 
 # %% ../../nbs/30_store/09_parts.ipynb #b7617d81
-class Part:
-    "A Parquet file with rows of one log, open for reading."
-    def __init__(self, path, entry, run, steps=None): # entry: of the list of parts; run: id of the list; steps: first and last step to read
-        with readable_errors(path):
-            self.file = parquet_file(path, entry.get('size'))
-            self.header = json.loads(self.file.schema_arrow.metadata[b'torchember'])
-            self.layouts,self.kinds = Layouts(self.header['layouts']),self.header['kinds']
-            of,rows,groups = self.header['id'],self.header['rows'],row_groups(self.file.metadata)
-        if of!=run or any(self.header[k]!=entry[k] for k in ('start', 'end', 'rows')) or rows!=self.file.metadata.num_rows:
-            raise ValueError(another_run_message(path, self.header.get('run')))
-        self.known = {} # columns that were read
+class Footer:
+    "Metadata of a Parquet file with rows of one log, or of several."
+    def __init__(self, file):
+        self.metadata = file.metadata
+        self.header = h = json.loads(file.schema_arrow.metadata[b'torchember'])
+        self.layouts,self.kinds = Layouts(h['layouts']),h['kinds']
+        shared = self.metadata.metadata.get(b'torchember.of')
+        self.of = {h['id']: [h[k] for k in ('start', 'end', 'rows', 'torn')]} if shared is None else json.loads(shared) # id of a log -> what it has here
+        self.number = {id: i for i,id in enumerate(self.of)} # as in the column of logs
+        groups = row_groups(self.metadata)
+        self.rows = [g.num_rows for g in groups]
         self.steps = [step_range(g) for g in groups]
-        self.groups = [i for i,g in enumerate(groups) if overlaps(self.steps[i], steps) and g.num_rows]
-        self.rows = sum(groups[i].num_rows for i in self.groups)
-        self.first = 0 # number of the first row to yield
+        logs = [(s.min, s.max) for g in groups if shared is not None and (s := column_statistics(g, h['log']))]
+        self.logs = np.array(logs or [(0, 0)]*len(groups), int).reshape(-1, 2) # smallest and largest number of a log in each group
+
+footers,most_footers = {},256 # shared file -> its size and time, `Footer`: a run of 1,000 ranks opens the same files again and again
+
+def shared_footer(path, size):
+    "Return the `Footer` of a shared file. Read it again if the file has changed."
+    s = None if is_url(path) else os.stat(path)
+    mark = (size,) if s is None else (s.st_size, s.st_mtime_ns, s.st_ino)
+    if (known := footers.get(str(path))) is not None and known[0]==mark: return known[1]
+    with parquet_file(path, size) as file: found = Footer(file)
+    while len(footers)>=most_footers: footers.pop(next(iter(footers)), None)
+    footers[str(path)] = mark,found
+    return found
+
+class Part:
+    "The rows of one log, or of some logs, in a Parquet file that is open for reading."
+    def __init__(self, path, entries, steps=None): # entries: id of a log -> entry of its list of parts; steps: first and last step to read
+        entry = next(iter(entries.values()))
+        size = entry.get('whole', entry.get('size')) # of the file
+        with readable_errors(path):
+            f = shared_footer(path, size) if 'holder' in entry else None
+            self.file = parquet_file(path, size, f and f.metadata)
+            self.about = f = f or Footer(self.file)
+        if any(f.of.get(id, ())[:3]!=[p['start'], p['end'], p['rows']] for id,p in entries.items()) or sum(f.rows)!=sum(n for _,_,n,_ in f.of.values()):
+            raise ValueError(another_run_message(path, f.header.get('run')))
+        mine = [f.of[id] for id in entries]
+        self.header = f.header|dict(start=0, end=sum(end-start for start,end,*_ in mine), torn=sum(torn for *_,torn in mine))
+        self.known,self.first = {},0 # columns that were read; number of the first row to yield
+        self.numbers = np.sort([f.number[id] for id in entries])
+        nearest = np.searchsorted(self.numbers, f.logs[:, 0]) # the first of our logs that a group may have
+        has = (nearest<len(self.numbers)) & (np.append(self.numbers, 0)[nearest]<=f.logs[:, 1])
+        self.groups = [i for i,s in enumerate(f.steps) if has[i] and f.rows[i] and overlaps(s, steps)]
+        self.steps = [s for s,h in zip(f.steps, has, strict=True) if h]
 
     def __len__(self): return self.header['end']-self.header['start'] # bytes of the lines
+
+    @property
+    def layouts(self): return self.about.layouts
+
+    @property
+    def kinds(self): return self.about.kinds
+
+    @cached_property
+    def logs(self):
+        "Number of the log of each row of the selected row groups."
+        if 'log' not in self.header: return np.zeros(sum(self.about.rows[g] for g in self.groups), int)
+        return self.read([self.header['log']])[self.header['log']].to_numpy(zero_copy_only=False).astype(int)
+
+    @cached_property
+    def mask(self): return np.isin(self.logs, self.numbers) # rows of our logs
+
+    @property
+    def rows(self): return int(self.mask.sum())
 
     def read(self, columns):
         "Read columns of the selected row groups. Return name -> Arrow array."
@@ -181,7 +234,9 @@ class Part:
 
     def load(self, columns):
         "Read some columns at once, unless they are known."
-        if new := [k for k in columns if k not in self.known]: self.known |= self.read(new)
+        if not (new := [k for k in columns if k not in self.known]): return
+        mask = None if self.mask.all() else needs('pyarrow', for_='A run in Parquet').array(self.mask)
+        self.known |= {k: c if mask is None else c.filter(mask) for k,c in self.read(new).items()}
 
     def column(self, k):
         self.load([k])
@@ -195,6 +250,19 @@ class Part:
     def parsed(self):
         "Return the rows as dicts, and the number of torn lines."
         return self.block().rows(), self.header['torn']
+
+    def of_group(self, group):
+        "Return the part with the rows of one row group."
+        out = copy(self)
+        for k in 'logs','mask','layout': out.__dict__.pop(k, None)
+        out.groups,out.known = [group],{}
+        return out
+
+    def log_names(self, names):
+        "Return for each row the name of its log. `names`: id of a log -> number."
+        called = np.full(len(self.about.of), -1)
+        for id,name in names.items(): called[self.about.number[id]] = name
+        return called[self.logs[self.mask]]
 
 def one_chunk(column):
     column = column.unify_dictionaries()
@@ -270,81 +338,6 @@ class StoredBlock(ColumnBlock):
         used,again = np.unique(at, return_inverse=True)
         return 'texts', np.array([-1 if i<0 else column.codes[texts[i]] for i in used], np.int32)[again]
 
-# %% ../../nbs/30_store/09_parts.ipynb #5a11ed03
-class Footer:
-    "The metadata of a shared file."
-    def __init__(self, file):
-        self.metadata = file.metadata
-        self.header = json.loads(file.schema_arrow.metadata[b'torchember'])
-        self.layouts,self.kinds = Layouts(self.header['layouts']),self.header['kinds']
-        self.of = json.loads(self.metadata.metadata[b'torchember.of']) # id of a log -> start, end, rows, torn lines
-        self.number = {id: i for i,id in enumerate(self.of)} # as in the column of logs
-        groups = row_groups(self.metadata)
-        self.rows = [g.num_rows for g in groups]
-        self.steps = [step_range(g) for g in groups]
-        logs = [column_statistics(g, self.header['log']) for g in groups]
-        self.logs = np.array([(s.min, s.max) for s in logs], int).reshape(-1, 2) # smallest and largest number of a log in each group
-
-footers,most_footers = {},256 # file -> its size and time, `Footer`
-
-def footer(path, size):
-    "Return the `Footer` of a shared file. Read it again if the file has changed."
-    s = None if is_url(path) else os.stat(path)
-    mark = (size,) if s is None else (s.st_size, s.st_mtime_ns, s.st_ino)
-    if (known := footers.get(str(path))) is not None and known[0]==mark: return known[1]
-    with parquet_file(path, size) as file: found = Footer(file)
-    while len(footers)>=most_footers: footers.pop(next(iter(footers)), None)
-    footers[str(path)] = mark,found
-    return found
-
-# %% ../../nbs/30_store/09_parts.ipynb #5a11ed04
-class SharedPart(Part):
-    "The rows that some logs have in a shared file."
-    def __init__(self, path, entries, steps=None): # entries: id of a log -> entry of its list; steps: first and last step to read
-        whole = next(iter(entries.values()))['whole']
-        with readable_errors(path):
-            self.about = f = footer(path, whole)
-            self.file = parquet_file(path, whole, f.metadata)
-        if any(f.of.get(id, ())[:3]!=[p['start'], p['end'], p['rows']] for id,p in entries.items()):
-            raise ValueError(another_run_message(path, f.header.get('run')))
-        self.layouts,self.kinds,self.known,self.first = f.layouts,f.kinds,{},0
-        mine = [f.of[id] for id in entries]
-        self.header = f.header|dict(start=0, end=sum(end-start for start,end,*_ in mine), torn=sum(torn for *_,torn in mine))
-        self.numbers = np.sort([f.number[id] for id in entries])
-        nearest = np.searchsorted(self.numbers, f.logs[:, 0]) # the first of our logs that a group may have
-        has = (nearest<len(self.numbers)) & (np.append(self.numbers, 0)[nearest]<=f.logs[:, 1])
-        self.steps = [s for s,h in zip(f.steps, has, strict=True) if h]
-        self.groups = [i for i,s in enumerate(f.steps) if has[i] and overlaps(s, steps)]
-        self.mask = self.logs = None # our rows in these groups, and the number of the log of each; known after the first read
-
-    @property
-    def rows(self):
-        self.load([])
-        return len(self.logs)
-
-    def load(self, columns):
-        if self.mask is None: self.find_rows()
-        super().load(columns)
-
-    def find_rows(self):
-        "Read which rows are of our logs."
-        numbers = super().read([self.header['log']])[self.header['log']].to_numpy(zero_copy_only=False).astype(int)
-        self.mask = np.isin(numbers, self.numbers)
-        self.logs = numbers[self.mask]
-
-    def read(self, columns):
-        columns = super().read(columns)
-        if self.mask.all(): return columns
-        mask = needs('pyarrow', for_='A run in Parquet').array(self.mask)
-        return {k: c.filter(mask) for k,c in columns.items()}
-
-    def log_names(self, names):
-        "Return for each row the name of its log. `names`: id of a log -> number."
-        self.load([])
-        called = np.full(len(self.about.of), -1)
-        for id,name in names.items(): called[self.about.number[id]] = name
-        return called[self.logs]
-
 # %% ../../nbs/30_store/09_parts.ipynb #d3a7cbfd
 def folder_of(path):
     "Return the folder of a log's parts."
@@ -357,8 +350,7 @@ def part_file(path, entry):
 
 def open_part(path, entry, run, steps=None):
     "Open a part of the log `path`. `run`: id of its list; `steps`: first and last step to read."
-    file = part_file(path, entry)
-    return SharedPart(file, {run: entry}, steps) if 'holder' in entry else Part(file, entry, run, steps)
+    return Part(part_file(path, entry), {run: entry}, steps)
 
 def read_part_list(path):
     "Return the list of the parts of a log; None for a log without parts. Raise ValueError for a list that makes no sense."
@@ -405,6 +397,16 @@ def parts_and_lines(path):
         try: return listing, lines_after(path, listing)
         except (ValueError, FileNotFoundError):
             if read_part_list(path)==listing: raise
+
+def read_current(path, f):
+    "Return `f(list of parts, files of lines)`, called again if another process has changed them meanwhile."
+    while True:
+        now = parts_and_lines(path)
+        try: out = f(*now)
+        except FileNotFoundError: # lines become parts, and parts are joined
+            if is_url(path) or parts_and_lines(path)==now: raise
+            continue
+        if path is None or is_url(path) or parts_and_lines(path)==now: return out # behind a URL, old parts stay for a while
 
 def read_up_to(path, listing, files, end):
     "Return the parts to read, and the lines after them, if the file is read up to the byte `end`. A part beyond it is read as lines."
@@ -458,15 +460,11 @@ def layouts_in_parts(path):
 def summarize_parts(path):
     """Return the content of a log's parts: `rows`, `size` in bytes, `last` step, `lines` (bytes of JSON that left the file),
     and `start` (first byte of the file that is in no part)."""
-    listing,files = parts_and_lines(path)
-    if listing is None: return dict(rows=0, size=0, lines=0, start=0, last=-1)
-    parts = listing['parts']
-    try: aside = sum(file_size(f) for f,_ in files[:-1])
-    except FileNotFoundError:
-        if read_part_list(path)==listing: raise
-        return summarize_parts(path) # the lines are in parts by now
-    return dict(rows=sum(p['rows'] for p in parts), size=sum(p['size'] for p in parts), start=files[-1][1], last=max((p['last'] for p in parts), default=-1),
-        lines=listing['removed']+aside)
+    def summary(listing, files):
+        parts,before = (listing['parts'],listing['removed']) if listing else ((), 0)
+        return dict(rows=sum(p['rows'] for p in parts), size=sum(p['size'] for p in parts), lines=before+sum(file_size(f) for f,_ in files[:-1]),
+            start=files[-1][1], last=max((p['last'] for p in parts), default=-1))
+    return read_current(path, summary)
 
 many_logs = 33 # logs of a run from which on they share files
 

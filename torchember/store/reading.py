@@ -14,9 +14,7 @@ from .columns import columns_of_lines
 from .lines import bad
 
 # %% ../../nbs/30_store/08_reading.ipynb #73a2808d
-def marks_in(
-    layouts # Keys of rows
-) -> list:
+def marks_in(layouts):
     "Return the user's marks: columns that follow `tname` and are not ours. `layouts`: keys of rows."
     found = {}
     for keys in layouts:
@@ -30,11 +28,8 @@ def distinct_layouts(rows):
     return [keys for keys in dict.fromkeys(map(tuple, rows)) if not known.issuperset(keys) and not known.update(keys)]
 
 # %% ../../nbs/30_store/08_reading.ipynb #202deb91
-def frame(
-    rows:list, # Dicts
-    layouts=None # Keys of rows with a new key; of `rows` by default
-): # pandas.DataFrame
-    "Return rows as a table."
+def frame(rows, layouts=None):
+    "Return rows, which are dicts, as a table. `layouts`: keys of rows with a new key; of `rows` by default."
     pd = needs('pandas', for_='A table of rows')
     if layouts is None: layouts = distinct_layouts(rows)
     there = set().union(*rows)
@@ -60,10 +55,8 @@ def as_counts(values):
     return whole.astype('int64') if (abs(whole)<2**53).all() and (whole%1==0).all() else values
 
 # %% ../../nbs/30_store/08_reading.ipynb #ee1fa7d1
-def path_of(
-    module:str # Display name
-) -> str: # The name in `named_modules`; '' for the root
-    "Return the path of a module from its display name."
+def path_of(module):
+    "Return the path of a module, as in `named_modules`, from its display name. The root's is ''."
     return '.'.join(part.rpartition('(')[0] or part for part in module.split('.')[1:]) # a module of unknown class has no parentheses
 
 def with_path(df):
@@ -90,9 +83,7 @@ def paths_of_modules(modules):
 row_key = ('step', 'module', 'ttype', 'tname', 'call', 'micro', 'phase', 'backward', 'rank', 'shard') # columns that identify a row
 
 # %% ../../nbs/30_store/08_reading.ipynb #4174c1a4
-def without_superseded(
-    rows # List of dicts, or a table
-): # The same without those that a later one stands in place of
+def without_superseded(rows):
     "Return the rows without superseded rows. `rows`: list of dicts, or a table."
     try: return drop_superseded(rows)
     except TypeError: return drop_superseded(rows, hashable_value) # a value is a list or a dict, and not hashable
@@ -116,11 +107,10 @@ def drop_superseded(rows, f=None):
     return [{k:v for k,v in r.items() if k!='supersedes'} for i,(p,r) in enumerate(zip(places, rows, strict=True)) if i>=last.get(p, 0)]
 
 # %% ../../nbs/30_store/08_reading.ipynb #8c93150b
-def table_of_lines(
-    blocks, # Function that yields blocks
-    file=None # Path and size of the log, for a progress bar
-) -> tuple: # pandas.DataFrame, number of torn lines
-    "Return the table of JSON lines, and the number of torn lines. The table equals that of `frame`, and is made faster."
+def table_of_lines(blocks, file=None):
+    """Return the table of JSON lines, and the number of torn lines. The table equals that of `frame`, and is made faster.
+
+    `blocks`: function that yields blocks. `file`: path and size of the log, for a progress bar."""
     columns,layouts,n,torn,_ = columns_of_lines(blocks, file)
     return table_of_columns(columns, layouts, n), torn
 

@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/30_store/10_shared.ipynb #c1a2e008
 import json, os
 from contextlib import ExitStack
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -46,98 +46,64 @@ def convert_column(block, k, kind):
 
 # %% ../../nbs/30_store/10_shared.ipynb #74a29e29
 class LogRows:
-    "Reads the rows of one log in order, a row group at a time, and counts what it hands out."
+    "Reads the rows of one log in order."
     def __init__(self, path, listing, number): # number: of the log in the shared file
         self.path,self.listing,self.number = path,listing,number
         self.own = [p for p in listing['parts'] if 'holder' not in p]
-        self.ends = np.array([*accumulate((p['rows'] for p in self.own), initial=0)]) # rows before each part
-        self.taken = self.counted = 0 # rows that were handed out; of these, rows that `share` has counted
-        self.waiting,self.step,self.more = [],-1,None # (table, step of each row); last step read; tables to come
+        self.ends = np.cumsum([0, *(p['rows'] for p in self.own)]) # rows before each part
+        self.taken,self.more,self.rest = 0,iter(()),() # rows that were handed out; tables to read; rows of the last one that are left
 
-    def part(self, p): return Part(part_file(self.path, p), p, self.listing['id'])
+    def parts(self):
+        "Yield the parts, each open."
+        for p in self.own:
+            part = Part(part_file(self.path, p), {self.listing['id']: p})
+            with part.file: yield part
+
+    def rows_of_steps(self):
+        "Return the steps of the log, and how many rows each has. A row without a step counts to the step before it."
+        steps = np.concatenate([p.column('step').fill_null(-1).to_numpy() for p in self.parts()])
+        return np.unique(np.maximum.accumulate(np.where((steps>=0) & (steps<2**53), steps, -1)), return_counts=True)
 
     def begin(self, to_table):
-        "Start reading. `to_table`: function of a block and the number of the log."
-        self.more = self.groups(to_table)
+        "Start reading, a row group at a time. `to_table`: function of a block and the number of the log."
+        self.more = (to_table(part.of_group(g).block(), self.number) for part in self.parts() for g in part.groups)
         return self
 
-    def groups(self, to_table):
-        for p in self.own:
-            part = self.part(p)
-            with part.file:
-                for g in part.groups: yield to_table(group_block(part, g), self.number)
-
-    @property
-    def ready(self): return sum(len(t) for t,_ in self.waiting)
-
-    @property
-    def is_over(self): return self.more is None and not self.waiting
-
-    def fill(self, rows):
-        "Read until `rows` rows wait, or there are no more. A row without a step counts to the step before it."
-        while self.more is not None and self.ready<rows:
-            if (t := next(self.more, None)) is None: self.more = None; break
-            steps = t.column('step').to_numpy() if 'step' in t.column_names else np.full(len(t), -1)
-            known = np.where(np.isfinite(steps) & (steps>=0) & (steps<2**53), steps, -1).astype(np.int64)
-            steps = np.maximum.accumulate(np.concatenate([[self.step], known]))[1:]
-            if len(t): self.step = int(steps[-1]); self.waiting.append((t, steps))
-
-    def take(self, before):
-        "Return tables of the waiting rows before a step; of all if it is None."
+    def take(self, n):
+        "Return the next `n` rows as tables."
         out = []
-        while self.waiting:
-            t,steps = self.waiting[0]
-            n = len(t) if before is None else int(np.searchsorted(steps, before))
-            if n: out.append(t.slice(0, n))
-            self.taken += n
-            if n<len(t): self.waiting[0] = t.slice(n),steps[n:]; break
-            self.waiting.pop(0)
+        while n>0:
+            if not len(self.rest): self.rest = next(self.more)
+            out.append(self.rest.slice(0, n))
+            self.rest = self.rest.slice(n)
+            n,self.taken = n-len(out[-1]),self.taken+len(out[-1])
         return out
 
     def position(self, rows):
         "Return the byte of the log after `rows` rows (an estimate inside of a part), and torn lines of complete parts."
-        i = int(np.searchsorted(self.ends, rows, 'right'))-1
+        if not rows: return self.own[0]['start'], 0
         if rows==self.ends[-1]: return self.own[-1]['end'], sum(p['torn'] for p in self.own)
+        i = int(np.searchsorted(self.ends, rows, 'right'))-1
         p = self.own[i]
         return p['start']+(p['end']-p['start'])*int(rows-self.ends[i])//p['rows'], sum(p['torn'] for p in self.own[:i])
 
-    def share(self):
-        "Return start, end, rows and torn lines of the rows since the last call."
-        was,self.counted = self.counted,self.taken
-        (start,torn_before),(end,torn) = self.position(was) if was else (self.own[0]['start'], 0),self.position(self.taken)
-        return start, end, self.taken-was, torn-torn_before
-
-def group_block(part, group):
-    "Return the block of one row group of a part."
-    part.known.clear()
-    part.__dict__.pop('layout', None)
-    part.groups,part.rows = [group],part.file.metadata.row_group(group).num_rows
-    part.load([part.header['layout'], *part.kinds])
-    return part.block()
+    def share(self, before):
+        "Return start, end, rows and torn lines of the rows that were taken after the first `before` rows."
+        (start,torn_before),(end,torn) = self.position(before),self.position(self.taken)
+        return start, end, self.taken-before, torn-torn_before
 
 # %% ../../nbs/30_store/10_shared.ipynb #cd11178d
 window_rows = 1<<16 # rows of a window: some steps of all logs
 
 def windows(logs, rows=None):
-    "Yield windows of about `rows` rows: lists of tables of some steps, log after log. `logs`: list of `LogRows`."
-    rows = rows or window_rows
-    want,found,n = max(rows//len(logs), 1),{log.number: [] for log in logs},0
-    while not all(log.is_over for log in logs):
-        for log in logs: log.fill(want)
-        unfinished = [log for log in logs if log.more is not None]
-        before = min((log.step for log in unfinished), default=None) # more rows of this step may come
-        taken = 0
-        for log in logs:
-            some = log.take(before)
-            found[log.number] += some
-            taken += sum(map(len, some))
-        n += taken
-        if not taken:
-            for log in unfinished:
-                if log.step==before: log.fill(log.ready+want)
-        if n>=rows//2 or n and all(log.is_over for log in logs):
-            yield list(chain.from_iterable(found.values()))
-            found,n = {log.number: [] for log in logs},0
+    "Return windows of about `rows` rows: an array with the number of rows that each log has in it. A window has all rows of its steps."
+    known = [log.rows_of_steps() for log in logs]
+    steps = np.unique(np.concatenate([s for s,_ in known]))
+    counts = np.zeros((len(logs), len(steps)), int)
+    for at,(s,n) in zip(counts, known, strict=True): at[np.searchsorted(steps, s)] = n
+    ends = counts.sum(0).cumsum()
+    _,first = np.unique((ends-1)//(rows or window_rows), return_index=True) # a window ends with the step that fills it
+    return list(np.add.reduceat(counts, first, axis=1).T)
 
 # %% ../../nbs/30_store/10_shared.ipynb #82c455e8
 class SharedFiles:
@@ -145,8 +111,7 @@ class SharedFiles:
     def __init__(self, logs, folder, taken): # list of `LogRows`; folder to write to; file names that exist
         self.pa,self.pq = needs('pyarrow', for_='compact'),needs('pyarrow.parquet', for_='compact', package='pyarrow')
         self.logs,self.folder,self.taken,self.made = logs,folder,set(taken),[] # made: (name, share of each log, size)
-        parts = [log.part(p) for log in logs for p in log.own]
-        for p in parts: p.file.close()
+        parts = [p for log in logs for p in log.parts()]
         self.layouts = Layouts()
         for layout in chain.from_iterable(p.layouts.known for p in parts): self.layouts.known.setdefault(layout, len(self.layouts.known))
         names = list(dict.fromkeys(chain.from_iterable(self.layouts.keys())))
@@ -165,23 +130,23 @@ class SharedFiles:
 
     def write(self, rows):
         "Write all rows, into files of about `rows` rows each."
-        for log in self.logs: log.begin(self.table)
         every = windows(self.logs)
-        while (first := next(every, None)) is not None: self.write_file(chain([first], every), rows)
+        for log in self.logs: log.begin(self.table)
+        ends = np.cumsum([w.sum() for w in every])
+        for file in np.unique((ends-1)//rows): self.write_file([w for w,end in zip(every, ends, strict=True) if (end-1)//rows==file])
 
-    def write_file(self, every, rows):
+    def write_file(self, every):
+        "Write a file of some windows."
         name = next(n for n in (f'steps-{i:05}.parquet' for i in range(10**6)) if n not in self.taken)
-        path,n = self.folder/name,0
+        path,before = self.folder/name,[log.taken for log in self.logs]
         with part_in_progress(path) as temp:
             with self.pq.ParquetWriter(temp, self.schema, **write_options(self.kinds, self.schema.names)) as f:
-                for tables in every:
-                    t = self.pa.concat_tables(tables).unify_dictionaries().combine_chunks()
-                    f.write_table(t, row_group_size=group_rows)
-                    n += len(t)
-                    if n>=rows: break
-                share = {log.listing['id']: log.share() for log in self.logs}
+                for window in every:
+                    tables = [t for log,n in zip(self.logs, window, strict=True) for t in log.take(n)]
+                    f.write_table(self.pa.concat_tables(tables).unify_dictionaries().combine_chunks(), row_group_size=group_rows)
+                share = {log.listing['id']: log.share(n) for log,n in zip(self.logs, before, strict=True)}
                 f.add_key_value_metadata({'torchember.of': json.dumps(share)})
-            check_part(temp, path, n)
+            check_part(temp, path, sum(map(sum, every)))
         self.taken.add(name)
         self.made.append((name, share, os.path.getsize(path)))
 
@@ -210,7 +175,7 @@ def has_steps(path, listing):
     "Return True if the steps of a log are whole numbers."
     for p in listing['parts']:
         if 'holder' in p: continue
-        part = Part(part_file(path, p), p, listing['id'])
+        part = Part(part_file(path, p), {listing['id']: p})
         with part.file:
             if part.kinds.get('step')!='int64': return False
     return True

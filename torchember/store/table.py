@@ -13,10 +13,8 @@ from ..ground.record import identity, optional
 # %% ../../nbs/30_store/04_table.ipynb #a0fcf9eb
 shown_ttypes = ('output', 'input', 'weight') # tensor types that represent a module, best first
 
-def tree_nodes(
-    tree:dict # {'name', 'short', 'children'}
-): # (depth, node) pairs, in order
-    "Yield (depth, node) of a tree in order, without recursion."
+def tree_nodes(tree):
+    "Yield (depth, node) of a tree {'name', 'short', 'children'} in order, without recursion."
     todo = [(0, tree)]
     while todo:
         depth,node = todo.pop()
@@ -34,10 +32,7 @@ def row_per_module(rows):
 def html_cell(value): return escape(f'{value:.4g}' if isinstance(value, float) else '' if value is None else f'{value!s:.200}')
 
 # %% ../../nbs/30_store/04_table.ipynb #0209f9da
-def valid_tree(
-    value, # Metadata of the kind 'structure'
-    most:int=1_000_000 # Largest number of modules
-): # {'name', 'short', 'path', 'children'}, or None
+def valid_tree(value, most=1_000_000): # value: metadata of the kind 'structure'; most: modules
     "Return the tree of modules in metadata, with values of the right types. Return None if it is no tree."
     if not isinstance(value, dict) or not isinstance(value.get('name'), str): return None
     root,n = valid_node(value),1
@@ -56,9 +51,7 @@ def valid_node(value):
     more = {'aliases': aliases, 'activation': a if isinstance(a := value.get('activation'), str) else None}
     return {'name': name, 'short': short or name.rpartition('.')[2], 'path': path} | {k: v for k,v in more.items() if v}
 
-def activations_in(
-    value # Metadata of the kind 'structure'
-) -> dict: # Path -> class of the activation, 'ReLU'
+def activations_in(value): # value: metadata of the kind 'structure'
     "Return path -> class of the activation inside of a module, as in `keras.layers.Dense(3, activation='relu')`."
     tree = valid_tree(value)
     return {n['path']: n['activation'] for _,n in tree_nodes(tree) if 'activation' in n} if tree else {}
@@ -69,13 +62,8 @@ def tree_in(t):
     except (KeyError, ValueError, OSError): return None
 
 # %% ../../nbs/30_store/04_table.ipynb #b2543b34
-def tree_table(
-    title:str, # Text above the table
-    tree:dict, # {'name', 'short', 'children'} of all modules
-    rows:list, # Rows of one step
-    most:int=200 # Largest number of modules
-) -> str: # HTML
-    "Return HTML: the tree of modules with one line of numbers for each."
+def tree_table(title, tree, rows, most=200):
+    "Return HTML: a title, and the tree of modules with numbers of `rows`, the rows of one step. `most`: largest number of modules."
     best = row_per_module(rows)
     stats = [c for c in ('shape', 'mean', 'std', 'max', 'min') if any(c in r for r in best.values())]
     stats = stats or list(dict.fromkeys(k for r in best.values() for k in r if k not in identity+optional))[:6]

@@ -7,11 +7,11 @@ __all__ = ['read_steps', 'SomeSteps', 'is_noted', 'spaced_steps', 'run_of_steps'
 
 # %% ../../../nbs/62_board/05_some_steps.ipynb #beaeee33
 import os, re
+from functools import cached_property
 
 import numpy as np
 
 from ...frames.handle import Run, open_log, rank_logs
-from ...ground.needs import needs
 from ...store.anywhere import open_regular
 from ...store.jsonl import emberTracker
 from ...store.parts import Part, part_file, parts_and_lines
@@ -72,20 +72,16 @@ def read_steps(
 # %% ../../../nbs/62_board/05_some_steps.ipynb #bf684324
 class PartOfSteps(Part):
     "The rows of some steps of a part, without logged numbers and findings."
-    def __init__(self, path, about, run, steps):
-        super().__init__(path, about, run)
-        at = np.searchsorted(steps, [first or 0 for first,_ in self.steps])
-        self.groups = [g for g in self.groups if self.steps[g][0] is None or at[g]<len(steps) and steps[at[g]]<=self.steps[g][1]]
-        self.rows,self.kept = sum(self.file.metadata.row_group(g).num_rows for g in self.groups),None
-        step,ttype = (self.column(k).to_numpy(zero_copy_only=False) if self.groups else np.zeros(0) for k in ('step', 'ttype'))
-        self.known,self.kept = {},np.isin(step, steps) & (ttype!='scalar') & (ttype!='finding')
-        self.rows = int(self.kept.sum())
+    def __init__(self, path, entries, steps):
+        super().__init__(path, entries)
+        self.some,known = steps,self.about.steps
+        at = np.searchsorted(steps, [first or 0 for first,_ in known])
+        self.groups = [g for g in self.groups if known[g][0] is None or at[g]<len(steps) and steps[at[g]]<=known[g][1]]
 
-    def load(self, columns):
-        new = [k for k in columns if k not in self.known]
-        super().load(new)
-        if self.kept is not None and self.groups:
-            for k in new: self.known[k] = self.known[k].filter(needs('pyarrow', for_='A run in Parquet').array(self.kept))
+    @cached_property
+    def mask(self):
+        step,ttype = (c.to_numpy(zero_copy_only=False) for c in self.read(['step', 'ttype']).values())
+        return super().mask & np.isin(step, self.some) & (ttype!='scalar') & (ttype!='finding')
 
 # %% ../../../nbs/62_board/05_some_steps.ipynb #fb44c348
 class SomeSteps(emberTracker):
@@ -106,7 +102,7 @@ class SomeSteps(emberTracker):
         "Yield parts, and lines of whole steps; of logged numbers and findings, the kept ones."
         index,files = parts_and_lines(self.log_path)
         for p in index['parts'] if index else ():
-            part = PartOfSteps(part_file(self.log_path, p), p, index['id'], self.some)
+            part = PartOfSteps(part_file(self.log_path, p), {index['id']: p}, self.some)
             with part.file: yield part
         for file,start in files:
             if file not in self.found:
