@@ -24,9 +24,7 @@ from ..measure.summary import derive, derived, finite, index
 # %% ../../nbs/42_processes/08_merge.ipynb #415b3080
 class MergePlan:
     "Places of the ranks' rows in the merged table."
-    def __init__(self,
-        rows # `shards.RankRows`
-    ):
+    def __init__(self, rows): # rows: `RankRows`
         pd = needs('pandas', for_='A table of rows')
         shards = rows.shards
         self.axes,self.roles = rows.axes,shards.roles
@@ -64,10 +62,7 @@ def describe(row):
 # %% ../../nbs/42_processes/08_merge.ipynb #1e73d1b8
 class Merge:
     "Merged rows of one or several steps. `table` has the rows, `messages` reports lost and contradictory values."
-    def __init__(self,
-        plan, # `MergePlan`
-        df # Table of the `RankRows` of the plan, or of the same rows in another step
-    ):
+    def __init__(self, plan, df): # df: table of the plan's `RankRows`, or of the same rows in another step
         self.plan,self.messages = plan,[]
         self.rows = d = df.iloc[plan.kept].reset_index(drop=True)
         self.factor = self.column('gscale', 1.).fillna(1.).to_numpy(float)

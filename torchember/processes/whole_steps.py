@@ -328,9 +328,7 @@ class WholeSteps:
 
     # ---- called by the user's run
 
-    def listen(self,
-        f, name=None, **kwargs # As in `Listener`
-    ):
+    def listen(self, f, name=None, **kwargs):
         "Notify `f` of the rows of the whole."
         listener = Listener(f, name, self.note, self.listeners.remove, **kwargs)
         self.listeners.add(listener)

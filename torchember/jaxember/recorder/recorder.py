@@ -111,12 +111,7 @@ def function_name(f): return getattr(f, '__name__', None) or getattr(getattr(f, 
 # %% ../../../nbs/88_jaxember/75_recorder.ipynb #1a31be61
 class RunReporter:
     "Messages and metadata of a run: warnings once, metadata when it is known or changes."
-    def __init__(self,
-        t, # The run, an `emberTracker`
-        asks, # `TagRequest`
-        display, # `ModuleNames`
-        spread # `Spread`
-    ):
+    def __init__(self, t, asks, display, spread): # t: the run, an `emberTracker`; asks: `TagRequest`
         self.t,self.asks,self.display,self.spread = t,asks,display,spread
         self.begun,self.said,self.processes = False,set(),None # begun: True when the metadata is written; processes: metadata of the processes, as written last
 
@@ -235,10 +230,8 @@ class JaxRecorder:
         paths_by_request[self.asks].add(there.path)
         return tagged_tree(where, 'output', label, tree) if self.asks.wants(there.path) else tree
 
-    def end(self,
-        model_state, optimizer_state, gradients # Trees, or None
-    ) -> tuple: # Number of the step, and whether it was recorded
-        "End the step."
+    def end(self, model_state, optimizer_state, gradients) -> tuple:
+        "End the step. Return its number, and whether it was recorded. The arguments are trees, or None."
         n,seen = self.step,self.on
         if seen:
             self.states.at_end(gradients)

@@ -24,10 +24,8 @@ class ModuleNames:
     "Display names of the modules known so far."
     def __init__(self): self.known = {}
 
-    def learn(self,
-        where # `Place` of a module
-    ):
-        "Store the names of a module and of its parents."
+    def learn(self, where):
+        "Store the names of a module and of its parents. `where`: `Place`."
         path,name = where.path,where.name
         while path not in self.known:
             self.known[path] = name
@@ -35,10 +33,8 @@ class ModuleNames:
             path,_,key = path.rpartition('.')
             name = name[:max(name.rfind(f'.{key}('), 0)] or name.removesuffix(f'.{key}')
 
-    def __call__(self,
-        path:str # 'encoder.0'
-    ) -> str: # 'model(Net).encoder(Encoder).0(Dense)'
-        "Return the display name of a path."
+    def __call__(self, path:str) -> str:
+        "Return the display name of a path, such as 'model(Net).encoder(Encoder).0(Dense)'."
         if path in self.known: return self.known[path]
         if not path: return 'model'
         parent,_,key = path.rpartition('.')
@@ -66,14 +62,9 @@ def short_of(name, path):
 # %% ../../../nbs/88_jaxember/70_rows.ipynb #52bccf81
 class ModulePlaces:
     "Paths of models among the recorded parameters, and free paths for other models."
-    def __init__(self,
-        say=lambda text: None # Function that receives warnings
-    ): self.say,self.at,self.done,self.by,self.own = say,{},{},{},set()
+    def __init__(self, say=lambda text: None): self.say,self.at,self.done,self.by,self.own = say,{},{},{},set()
 
-    def learn(self,
-        named, # `Named` of the model
-        arrays # Arrays of the model
-    ):
+    def learn(self, named, arrays): # named: `Named` of the model
         "Store which parameters exist, and their names."
         below = defaultdict(list)
         for n,x in zip(named, arrays, strict=True):
@@ -84,9 +75,7 @@ class ModulePlaces:
         for p,leaves in below.items():
             for k in (tuple(sorted(leaves)), tuple(sorted(name for name,_ in leaves))): self.by.setdefault(k, []).append(p)
 
-    def settle(self,
-        models # `Model`s of one step, possibly with None
-    ):
+    def settle(self, models): # models: possibly with None
         "Find the paths of several models, unambiguous ones first."
         new = [m for m in dict.fromkeys(models) if m is not None and m not in self.at]
         for m in new:
@@ -115,10 +104,8 @@ class ModulePlaces:
         if '' not in taken and (not self.own or not m.leaves or any(name in self.own for name,_ in m.leaves)): return ''
         return next(n for i in range(1, len(taken)+2) if (n := f"{m.cls or 'model'}{i if i>1 else ''}") not in taken)
 
-    def __call__(self,
-        where # `Place` in a model
-    ): # `Place` in the log
-        "Return the place of a module."
+    def __call__(self, where):
+        "Return the `Place` in the log of a `Place` in a model."
         if where not in self.done:
             if where.model is not None and where.model not in self.at: self.settle([where.model])
             at = self.at.get(where.model, '')
@@ -128,11 +115,8 @@ class ModulePlaces:
         return self.done[where]
 
 # %% ../../../nbs/88_jaxember/70_rows.ipynb #699119c1
-def in_call_order(
-    notes, # Pairs of a note and its entries: index in its axes, and pieces
-    depth:int=0 # Number of axes already entered
-):
-    "Yield (note, index, pieces) in the order of computation: for one loop, iteration by iteration."
+def in_call_order(notes, depth:int=0): # depth: number of axes already entered
+    "Yield (note, index, pieces) in the order of computation: for one loop, iteration by iteration. `notes`: pairs of a note and its (index, pieces)."
     for axis,some in groupby(notes, key=lambda n: n[0].axes[depth:depth+1]):
         if not axis:
             yield from ((s, *e) for s,entries in some for e in entries)
@@ -175,11 +159,8 @@ class CallCounts:
         self.came[at, whose] += 1
         return whose, self.came[at, whose]-1
 
-def number_calls(
-    found, # Results of `Watching` in a step, in order
-    placed=lambda where: where # Function: `Place` in a model -> `Place` in the log
-) -> list: # (note, `Place`, call, backward, columns, pieces) of each; columns: {'shard': 'data=3'}
-    "Return the call of each value, and the backward of each gradient."
+def number_calls(found, placed=lambda where: where) -> list: # placed: `Place` in a model -> `Place` in the log
+    "Return (note, `Place`, call, backward, columns, pieces) of each value and gradient in results of `Watching`."
     calls,runs,out = Counter(),CallCounts(),[]
     def new(where, tag):
         name = where.path,tag.key.ttype,tag.key.tname,tag.grad
@@ -242,14 +223,10 @@ unwell = 'nan', 'posinf', 'neginf'
 # %% ../../../nbs/88_jaxember/70_rows.ipynb #c83db375
 class PlacedCalls:
     "Returns the tensors of modules and probes for each step, and remembers the order of the last step."
-    def __init__(self,
-        placed=lambda where: where # Function: `Place` in a model -> `Place` in the log
-    ): self.placed,self.notes,self.tensors,self.at = placed,(),[],[]
+    def __init__(self, placed=lambda where: where): self.placed,self.notes,self.tensors,self.at = placed,(),[],[]
 
-    def __call__(self,
-        found # Results of `Watching` in a step, in order
-    ) -> tuple: # `Tensor`s, and their measurements: a matrix of words, or a list of results of a user's function
-        "Return the tensors of a step."
+    def __call__(self, found) -> tuple:
+        "Return the `Tensor`s of a step, and their measurements: a matrix of words, or a list of results of a user's function."
         if not found or not all(map(is_fixed, found)): return self.one_by_one(found)
         notes = [f.notes for f in found]
         if len(notes)!=len(self.notes) or not all(a is b for a,b in zip(notes, self.notes, strict=True)):

@@ -44,9 +44,7 @@ def flat_names(what, named):
 def first_two(names): return ', '.join(sorted(names)[:2])+', ...'*(len(names)>2) or 'no arrays'
 
 # %% ../../../nbs/88_jaxember/50_states.ipynb #91ab3768
-def expected_trees(
-    model_state, optimizer_state # Arguments of `track`: trees, or None
-) -> ExpectedTrees:
+def expected_trees(model_state, optimizer_state) -> ExpectedTrees:
     "Return the names in the first trees. Raises TypeError for values that are no arrays."
     agreed = ExpectedTrees()
     known = [] if model_state is None else named_parameters(model_state)
@@ -55,10 +53,8 @@ def expected_trees(
     return agreed
 
 # %% ../../../nbs/88_jaxember/50_states.ipynb #4a47f66b
-def rate_places(
-    names:list # `Named` of an optimizer state
-) -> dict: # Name -> index
-    "Return the indices of the learning rates: 'lr', or 'lr/0', 'lr/1', ... if there are several."
+def rate_places(names:list) -> dict:
+    "Return a dict of the learning rates: 'lr', or 'lr/0', 'lr/1', ... if there are several -> index."
     found = [i for i,n in enumerate(names) if n.kind=='hyperparams' and n.pname=='learning_rate']
     return {'lr' if len(found)==1 else f'lr/{k}': i for k,i in enumerate(found)}
 
@@ -81,9 +77,7 @@ class StateRows:
         self.first,self.last = [],[] # measurements at the beginning and the end of the open step
         self.rates_of = None # names of an optimizer state, and the indices of its learning rates
 
-    def at_begin(self,
-        model_state, optimizer_state # Trees, or None
-    ):
+    def at_begin(self, model_state, optimizer_state):
         "Measure the states at the beginning of a step."
         whole = isinstance(model_state, dict) or is_train_state(model_state)
         some,both = [],whole and 'optimizer_state' not in self.tracked and is_training(model_state)
@@ -98,9 +92,7 @@ class StateRows:
             some.append((*of, lambda kind: 'optimizer'))
         self.first = self.measured('states', *some)
 
-    def at_end(self,
-        gradients # Tree, or None
-    ):
+    def at_end(self, gradients):
         "Measure the gradients at the end of a step."
         if gradients is None or 'gradients' not in self.tracked: return
         of = self.named['gradients'](gradients, 'gradients', 'grad', self.known)
@@ -113,10 +105,8 @@ class StateRows:
         "True if the step has gradients, and each of them is recorded."
         return any(len(todo)==sum(n.kind=='weight' for n in self.chosen[what][0][0]) for what,todo,_ in self.last)
 
-    def rates(self,
-        model_state, optimizer_state # Trees after the step, or None
-    ) -> dict: # Name -> array
-        "Return copies of the learning rates of `optax.inject_hyperparams`. The next step may overwrite the arrays."
+    def rates(self, model_state, optimizer_state) -> dict:
+        "Return copies of the learning rates of `optax.inject_hyperparams` by name. The next step may overwrite the arrays."
         both = 'optimizer_state' not in self.tracked
         state = model_state if both else optimizer_state
         if state is None or both and not is_training(state): return {}
@@ -125,10 +115,8 @@ class StateRows:
         here = {n: x if getattr(x := arrays[i], 'is_fully_addressable', True) else x.addressable_data(0) for n,i in self.rates_of[1].items()}
         return {n: jnp.copy(x) if isinstance(x, jax.Array) else x for n,x in here.items() if np.size(x)==1}
 
-    def measured(self,
-        what, # 'states' or 'gradients'
-        *some # `Named`, their arrays, and a function: kind -> ttype, or None to skip
-    ): # Pairs of selected names and measurements
+    def measured(self, what, *some): # some: `Named`, their arrays, and a function: kind -> ttype or None
+        "Measure 'states' or 'gradients'. Return (what, selected names, measurements) in a list."
         lists = [names for names,_,_ in some]
         if what not in self.chosen or self.chosen[what][0]!=lists:
             every = enumerate((p, of(p.kind)) for names,_,of in some for p in names)

@@ -27,10 +27,7 @@ from ..capture.tags import Tag, has_tags, retagged, slope_p, tap_p, trains
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #fa8af411
 class Summaries:
     "Measures summaries: one piece, a row of words."
-    def __init__(self,
-        wanted, # Groups of parts, as in `measure.summary`
-        alone:bool=True # True if the program runs on one device
-    ): self.wanted,self.alone = wanted,alone
+    def __init__(self, wanted, alone:bool=True): self.wanted,self.alone = wanted,alone # alone: True if the program runs on one device
     def __eq__(self, other): return type(other) is Summaries and (self.wanted, self.alone)==(other.wanted, other.alone)
     def __hash__(self): return hash((self.wanted, self.alone))
 
@@ -41,10 +38,7 @@ class Summaries:
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #c93119e3
 class UserStatistic:
     "Measures by a user's function, which returns a dict of numbers and arrays."
-    def __init__(self,
-        f, # Function: array -> dict
-        say=lambda text: None # Function that receives warnings
-    ): self.f,self.say,self.__name__ = f,say,getattr(f, '__name__', repr(f))
+    def __init__(self, f, say=lambda text: None): self.f,self.say,self.__name__ = f,say,getattr(f, '__name__', repr(f))
     def __eq__(self, other): return type(other) is UserStatistic and self.f is other.f
     def __hash__(self): return hash(self.f)
     alone = property(lambda self: False)
@@ -145,16 +139,10 @@ def scope_now():
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #836c6cc4
 class Evaluation:
     "Evaluates programs again and measures tagged values."
-    def __init__(self,
-        measure, # `Summaries` or `UserStatistic`
-        every:int=1 # In a training that is one `scan`, measure one of this many steps
-    ): self.measure,self.every,self.lost,self.told = measure,every,set(),{}
+    def __init__(self, measure, every:int=1): self.measure,self.every,self.lost,self.told = measure,every,set(),{}
 
-    def run(self,
-        closed, # `ClosedJaxpr`
-        args # Arguments of the program
-    ): # Outputs, pieces, and a `Note` for each tag
-        "Evaluate a program. Return its outputs and the measurements."
+    def run(self, closed, args): # closed: `ClosedJaxpr`
+        "Evaluate a program. Return its outputs, pieces, and a `Note` for each tag."
         known,pieces,seen = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *args], strict=True)),[],[]
         read = lambda v: v.val if isinstance(v, Literal) else known[v]
         for e in closed.jaxpr.eqns:
@@ -200,13 +188,8 @@ def unspecified():
     e, = jax.make_jaxpr(jax.jit(lambda x: x))(0.).eqns
     return e.params['out_shardings'][0], e.params['out_layouts'][0]
 
-def with_more(
-    params, # Parameters of a `jit`
-    twin, # Program to call instead
-    n:int, # Number of additional outputs
-    sharding=None # Sharding of these outputs
-) -> dict: # Parameters of a `jit`
-    "Return the parameters of a `jit` for more outputs."
+def with_more(params, twin, n:int, sharding=None) -> dict: # n: number of additional outputs
+    "Return the parameters of a `jit` that calls `twin` instead and has more outputs."
     free,layout = unspecified()
     return {**params, 'jaxpr': twin, 'out_shardings': (*params['out_shardings'], *[sharding or free]*n), 'out_layouts': (*params['out_layouts'], *[layout]*n)}
 
@@ -249,10 +232,7 @@ def scan_with_more(params, twin):
     return {**params, 'jaxpr': twin, **form_of_outputs(n, len(twin.out_avals)-n)}
 
 @cache
-def form_of_outputs(
-    carried, # Number of carried values of a `scan`
-    stacked # Number of stacked outputs
-) -> dict: # Parameters of a `scan`; empty if its body determines them
+def form_of_outputs(carried, stacked) -> dict: # numbers of carried values and of stacked outputs
     "Return how JAX describes which outputs of a body are carried. The body is made so that JAX moves nothing out of the loop."
     def body(carry, x): return [c+1 for c in carry], [x+i for i in range(stacked)]
     e, = jax.make_jaxpr(lambda carry, xs: lax.scan(body, carry, xs))([0]*carried, np.arange(2)).eqns
@@ -408,11 +388,8 @@ class TwinResult:
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #14dbd9a4
 def count_at(counts, i): return counts[i[:counts.ndim]]
 
-def one_buffer(
-    pieces, # Arrays
-    rows # Which of them are rows
-): # Kinds, and a function that packs such pieces
-    "Return how to pack pieces into few arrays."
+def one_buffer(pieces, rows): # rows: indices of the pieces that are rows
+    "Return the kinds of pieces, and a function that packs such pieces into few arrays."
     kinds = tuple('row' if i in rows else 'count' if p.dtype==jnp.int32 else None for i,p in enumerate(pieces))
     def pack(pieces):
         some = {k: [p for p,kind in zip(pieces, kinds, strict=True) if kind==k] for k in ('row', 'count', None)}
@@ -456,11 +433,7 @@ class Twin:
             return [*out, *pack(pieces)]
         return jax.make_jaxpr(f)(*closed.in_avals), evaluation
 
-    def __call__(self,
-        *args, # As for the function
-        trace=None, # Trace of JAX that runs it; the current one by default
-        start=None # Calling `Scope`; None outside of modules
-    ):
+    def __call__(self, *args, trace=None, start=None): # trace: of JAX that runs it; start: calling `Scope`
         "Return the outputs of the function, and a `TwinResult`."
         out = primitives.jit_p.bind(*args, **self.params) if trace is None else trace.process_primitive(primitives.jit_p, args, self.params)
         return out[:self.n], TwinResult(self.notes_in(start), self.shapes, self.kinds, out[self.n:])
