@@ -15,7 +15,7 @@ from ...store.base import run_name
 
 # %% ../../../nbs/88_jaxember/37_processes.ipynb #d93a5af3
 def key_value_store():
-    "Return the key-value store of `jax.distributed`. It is a private name of JAX: None if it is missing, or nothing is distributed."
+    "Return the key-value store of `jax.distributed`, a private name of JAX. None without distribution."
     try: from jax._src.distributed import global_state
     except ImportError: return None
     return getattr(global_state, 'client', None)
@@ -30,7 +30,7 @@ def first_value(store, key, text, patience=10):
 names = count()
 
 def agreed_name(kind:str) -> str: # kind: prefix
-    "Return a run name that all processes agree on: that of the first process to begin."
+    "Return the same run name in all processes. The first process to begin chooses it."
     name,store,n = run_name(kind),key_value_store(),next(names)
     return name if store is None else first_value(store, f'torchember/name/{n}', name)
 

@@ -47,20 +47,20 @@ def shape_of_regions(regions):
     return box if prod(box)==n and regions else (n,)
 
 class Spread:
-    "Describes which part of the whole each array is, and the processes with the other parts."
+    "Describes the local parts of arrays, and the processes that hold the other parts."
     def __init__(self, rank:int|None=None, world:int=1): # rank: None for a single process
         self.rank,self.world = rank,world
         self.axes,self.known,self.roles_known = {},{},{} # axes: name -> ranks along it
         self.own = () if rank is None else (('part', 'world:?'),) # for arrays of this process alone
 
     def axis(self, name, ranks):
-        "Return the name of an axis: that of the mesh, with a number if the name is used for other processes."
+        "Return the name of a mesh axis in the log, with a number if other processes use the name."
         name = '_'.join(name.split()) or 'axis'
         free = next(n for n in (name, *(f'{name}{i}' for i in range(2, len(self.axes)+3))) if self.axes.get(n, ranks)==ranks)
         self.axes[free] = ranks
         return free
 
-    def held(self, x) -> LocalPart: # x: a JAX array
+    def local_part(self, x) -> LocalPart: # x: a JAX array
         "Return the local part of an array, and the columns of its row."
         if len(x.sharding.device_set)==1: return LocalPart(None, x.shape, self.own)
         key = x.sharding,x.shape

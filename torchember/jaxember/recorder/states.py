@@ -17,10 +17,10 @@ from .watching import measure_all
 
 # %% ../../../nbs/88_jaxember/50_states.ipynb #851a1325
 class ExpectedTrees:
-    "Names in the trees given to `track`, to detect that `step` gets another tree."
+    "Names in the first trees. They show if `step` gets another tree than `track`."
     def __init__(self):
         self.names,self.seen = {},{} # argument -> names; argument -> latest list, the same object while names are equal
-        self.odd,self.told = [],set() # descriptions of differences; arguments that were reported
+        self.odd,self.reported = [],set() # descriptions of differences; arguments that were reported
 
     def first(self, what, named): self.names[what] = flat_names(what, named)
 
@@ -28,11 +28,11 @@ class ExpectedTrees:
         "Note a difference if less than half of a tree is left."
         if self.seen.get(what) is named: return
         self.seen[what],known,given = named,self.names.get(what),flat_names(what, named)
-        if not known or what in self.told or 2*len(known & given)>=min(len(known), len(given) or 1): return
-        self.told.add(what)
+        if not known or what in self.reported or 2*len(known & given)>=min(len(known), len(given) or 1): return
+        self.reported.add(what)
         self.odd.append(f'{what} ({first_two(given)} instead of {first_two(known)})')
 
-    def said(self):
+    def take_differences(self):
         "Return new differences, each argument once."
         odd,self.odd = self.odd,[]
         return odd
@@ -61,15 +61,11 @@ def rate_places(names:list) -> dict:
 # %% ../../../nbs/88_jaxember/50_states.ipynb #4a47f669
 class StateRows:
     "Selected arrays of the trees, and their measurements in the open step."
-    def __init__(self,
-        measure, # `Summaries` or `UserStatistic`
-        tracked, # Recorded ones among 'model_state', 'optimizer_state' and 'gradients'
-        asks, # `TagRequest`: modules that are recorded
-        places, # `ModulePlaces`, which learns the parameters of the model
-        agreed=None, # `ExpectedTrees`
-        spread=None # `Spread`; None for a single process
-    ):
-        self.measure,self.tracked,self.asks,self.places,self.agreed,self.spread = measure,tracked,asks,places,agreed or ExpectedTrees(),spread
+    def __init__(self, measure, tracked, asks, places, agreed=None, spread=None):
+        self.measure,self.asks,self.spread = measure,asks,spread
+        self.tracked = tracked # recorded ones among 'model_state', 'optimizer_state' and 'gradients'
+        self.places = places # `ModulePlaces`, which learns the parameters of the model
+        self.agreed = agreed or ExpectedTrees()
         namers = dict(model_state=named_parameters, optimizer_state=named_optimizer_states, gradients=named_parameters)
         self.named = {k: CachedNames(f) for k,f in namers.items()}
         self.known = () # `Named` of the model
@@ -125,7 +121,7 @@ class StateRows:
         _,todo,keys = self.chosen[what]
         arrays = [x for _,some,_ in some for x in some]
         found = measure_all([(key, arrays[i]) for i,key in keys], self.measure, self.spread)
-        found.leave()
+        found.start_copy()
         return [(what, todo, found)]
 
     def taken(self):

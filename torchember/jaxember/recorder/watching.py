@@ -28,7 +28,7 @@ def current_trace():
 
 @cache
 def trace_of_jax():
-    "Return the trace in which JAX computes immediately. A new thread has no other trace."
+    "Return the trace in which JAX computes at once. It is the current trace of a new thread."
     with ThreadPoolExecutor(1) as one: return one.submit(current_trace).result()
 
 def devices_of(arrays) -> tuple:
@@ -98,7 +98,7 @@ class EagerRows:
             numbers,arrays,counts = zip(*some, strict=True)
             self.parts.append(([*numbers], rows_of_shards(self.wanted, devices)([*arrays]), counts))
 
-    def leave(self):
+    def start_copy(self):
         "Start copying to the host without waiting, as one array for each set of devices."
         at = [i for i,g in enumerate(self.got) if isinstance(g, jax.Array)]
         if at and not any(at[0] in numbers for numbers,*_ in self.parts):
@@ -129,7 +129,7 @@ def measure_all(named, measure, spread=None) -> EagerRows:
     "Measure concrete arrays together, from pairs of a `Key` and an array."
     spread = spread or Spread()
     xs = [x if isinstance(x, jax.Array) else jnp.asarray(x) for _,x in named]
-    held = [spread.held(x) for x in xs]
+    held = [spread.local_part(x) for x in xs]
     if type(measure) is UserStatistic:
         found = EagerRows()
         for (key,_),x,h in zip(named, xs, held, strict=True): found.add(x, Tag(key, 0), measure.here(local_value(x, h)), held=h)
@@ -157,17 +157,13 @@ def mesh_of(args, params, known):
 class Watching(Trace):
     "Interpreter that observes a step and collects the measurements of its tags."
     ever = [] # all instances: nnx variables created under one can be changed only while it exists
-    def __init__(self,
-        measure, # `Summaries` or `UserStatistic`
-        every:int=1, # In a training that is one `scan`, measure one of this many steps
-        say=lambda text: None, # Function that receives warnings before something runs
-        spread=None, # `Spread`; None for a single process
-        trouble=None # Function: ranks of a program -> why it cannot be instrumented, '' if it can; for several processes
-    ):
+    def __init__(self, measure, every:int=1, say=lambda text: None, spread=None, trouble=None):
         super().__init__()
-        self.spread,self.trouble = spread or Spread(),trouble
+        self.measure,self.every = measure,every # every: as in `Evaluation`
+        self.say,self.found,self.lost = say,[],set() # say: receives warnings before something runs
+        self.spread = spread or Spread()
+        self.trouble = trouble # ranks of a program -> why it cannot be instrumented, '' if it can
         self.below = trace_of_jax()
-        self.measure,self.every,self.say,self.found,self.lost = measure,every,say,[],set()
         self.ever.append(self)
 
     def __eq__(self, other): return isinstance(other, Watching) or other is self.below # for nnx, whose variables remember their trace
@@ -180,7 +176,7 @@ class Watching(Trace):
     def taken(self):
         "Return the measurements since the last call, in order."
         found,self.found = self.found,[]
-        for f in found: f.leave()
+        for f in found: f.start_copy()
         return found
 
     def process_primitive(self, primitive, args, params, /):
@@ -217,7 +213,7 @@ class Watching(Trace):
     def tapped(self, x, tag):
         "Measure a concrete tagged value."
         if tag.again: return x
-        held = self.spread.held(x)
+        held = self.spread.local_part(x)
         if not (self.found and type(self.found[-1]) is EagerRows): self.found.append(EagerRows(getattr(self.measure, 'wanted', ())))
         eager = self.found[-1]
         if type(self.measure) is UserStatistic: got = self.measure.here(local_value(x, held))
@@ -241,7 +237,7 @@ class Watching(Trace):
         asked = measure,mesh,every,piece,*(v for k,v in params.items() if k!='jaxpr') # a program may be compiled with and without donation
         twin = known.get(asked)
         if twin is None: twin = known[asked] = Twin(params, measure, mesh, every, piece)
-        for text in twin.told: self.say(text)
+        for text in twin.warnings: self.say(text)
         self.lost |= twin.lost
         out,found = twin(*args, trace=self.below, start=scope_now())
         if found.notes: self.found.append(found) # programs whose tags are all lost have no notes
