@@ -69,7 +69,7 @@ def scope_in(where, parent):
         return scopes[-1]
 
 def innermost(start, numbers): # numbers: of the scopes entered in the program, outermost first
-    "Return the scope of an operation; None outside of modules. A program that was traced once belongs to the module that calls it."
+    "Return the scope of an operation, None outside of modules. A cached program belongs to its calling module."
     for n in numbers:
         s = scopes[n]
         start = s if start is None or s is start or s.parent is start else scope_from(s, start)
@@ -109,7 +109,7 @@ def current_place(): # `Place`, or None outside of modules
 # %% ../../../nbs/88_jaxember/05_modules.ipynb #f1080e1c
 @cache
 def user_class(cls):
-    "Return the name of the class that the user wrote, below the classes that linen transforms derive from it."
+    "Return the name of the user's class. Transforms of linen derive other classes from it."
     return next(c for c in cls.__mro__ if c.__module__!='flax.linen.transforms').__name__
 
 @cache
@@ -120,7 +120,7 @@ def linen_label(cls, name):
     return name if isinstance(getattr(cls, name, None), FunctionType) else None
 
 def place_of_nested(frame, module):
-    "Return the place of a model that runs inside a module of another model. The content of a bridge has the place of the bridge."
+    "Return the place of a model inside a module of another model. In a bridge, it is the place of the bridge."
     cls = user_class(type(module))
     return with_class(frame[0], cls) if is_bridge(type(frame[1])) else place_in(frame[0], cls, cls)
 

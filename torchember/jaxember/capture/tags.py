@@ -69,22 +69,22 @@ ad.primitive_jvps[tap_p] = tap_jvp
 ad.primitive_transposes[tap_p] = lambda ct, x, **kw: [ct] # for tags on tangents in custom derivatives of the user
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #17a0d5f0
-def kept_everywhere():
-    "Return an effect that every transformation of JAX accepts."
+def tolerated_effect():
+    "Return an effect that all transformations of JAX accept."
     effect, = jax.make_jaxpr(lambda: jax.debug.callback(lambda: None))().effects
     return type('Tagged', (type(effect),), {'__str__': lambda self: 'Tagged'})
 
-tagged = {kept_everywhere()()}
+tagged = {tolerated_effect()()}
 tap_p.def_effectful_abstract_eval(lambda x, tag: (x, set() if tag.again or tag.loose else tagged))
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #6fa1c0de
-def twice(saveable, unknown, instantiated, e):
+def split_for_checkpoint(saveable, unknown, instantiated, e):
     "Split a tag for `checkpoint`: record the first computation, and not the recomputation."
     needed = [] if instantiated[0] or isinstance(e.invars[0], Literal) else [e.invars[0]]
     if unknown[0]: return None, e, [True], [True], needed
     return e, e.replace(params={'tag': e.params['tag']._replace(again=True)}, effects=set()), [False], [True], needed
 
-partial_eval.partial_eval_jaxpr_custom_rules[tap_p] = twice
+partial_eval.partial_eval_jaxpr_custom_rules[tap_p] = split_for_checkpoint
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #6fa2c0de
 def has_tags(jaxpr) -> bool:
@@ -129,14 +129,14 @@ def branch_of_all(branch):
     if branch not in marked: marked[branch] = retagged(branch, lambda tag: tag._replace(all_examples=True))
     return marked[branch]
 
-def says_so(rule):
+def mark_shared_branches(rule):
     "Apply `vmap` to `cond`, and mark the tags if all examples pass through all branches."
     @wraps(rule)
     def batched(axis, args, dims, *, branches, **params):
         return rule(axis, args, dims, branches=branches if dims[0] is None else tuple(map(branch_of_all, branches)), **params)
     return batched
 
-batching.fancy_primitive_batchers[lax.cond_p] = says_so(batching.fancy_primitive_batchers[lax.cond_p])
+batching.fancy_primitive_batchers[lax.cond_p] = mark_shared_branches(batching.fancy_primitive_batchers[lax.cond_p])
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #6fa4c0de
 def known_loop_params(first, params):

@@ -34,7 +34,7 @@ def number_at(address, first, letters):
 
 # %% ../../../nbs/88_jaxember/15_kernel.ipynb #3585eccf
 def mode_of(b):
-    "Return the current floating-point mode of the processor, a function that sets it, and the bits that flush subnormals; None for other processors."
+    "Return the floating-point mode of this processor, a setter, and the bits that flush subnormals. None if unknown."
     machine = binding.get_process_triple().split('-')[0]
     if machine in ('x86_64', 'amd64', 'i386', 'i686'):
         at = cgutils.alloca_once(b, integer)
