@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['merge_groups', 'count_elements', 'concatenate_shapes', 'usual_samples', 'times_parts', 'Term', 'mean_of_sum',
-           'shift_exponents', 'merge_ratios', 'mean_by_group', 'merge_other_columns']
+           'shift_exponents', 'add_exponents', 'merge_ratios', 'mean_by_group', 'merge_other_columns']
 
 # %% ../../nbs/42_processes/06_columns.ipynb #125311da
 from collections import Counter, defaultdict
@@ -80,6 +80,11 @@ def shift_exponents(counts, factor):
     out,at = np.zeros_like(counts),np.arange(len(counts))
     np.add.at(out, np.where((at==0) | (at==len(counts)-1), at, np.clip(at+int(shift), 0, len(counts)-1)), counts)
     return out
+
+def add_exponents(lists, factors):
+    "Return the sum of counts of exponents, each of a tensor times a factor, as a list. None if they cannot be added."
+    counts = [shift_exponents(c, f) for c,f in zip(lists, factors, strict=True)]
+    return sum(counts).tolist() if all(c is not None for c in counts) and len({len(c) for c in counts})==1 else None
 
 # %% ../../nbs/42_processes/06_columns.ipynb #0a2c9397
 def merge_ratios(ratio, vectors, group, wholes):

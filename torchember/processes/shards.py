@@ -133,12 +133,7 @@ def name_own_modules(df, shards, paths) -> tuple: # paths: rank -> paths of its 
 # %% ../../nbs/42_processes/05_shards.ipynb #7f6415b3
 class RankRows:
     "Rows of all ranks under their names in the whole model, with their `Shards`."
-    def __init__(self,
-        df, # Rows of all ranks under each other, each with its `rank`
-        metadata, # Rank -> metadata
-        paths, # Rank -> paths of its modules
-        own=None # New names of modules with weights of a rank's own: rank -> path -> path. None: find them
-    ):
+    def __init__(self, df, metadata, paths, own=None): # paths: by rank; own: result of `own_names`
         self.metadata,self.messages = validate_metadata(metadata)
         self.axes = RankAxes(self.metadata, df['rank'].unique().tolist())
         df = df.reset_index(drop=True)
