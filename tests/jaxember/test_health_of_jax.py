@@ -52,6 +52,6 @@ def test_the_fault_is_the_first_finding(fault, rule, path, step):
 
 
 @pytest.mark.slow
-def test_a_healthy_training_is_left_in_peace():
+def test_a_healthy_training_has_no_findings():
     found = found_in()
     assert found.healthy, found

@@ -63,8 +63,8 @@ def by_hand(n, y=None):
 
 @pytest.mark.parametrize('f,n', [(nested, 3), (thrice, 6)])
 @pytest.mark.parametrize('compiled', ['nothing', 'all', 'inside'])
-def test_nested_checkpoints(f, n, compiled, tmp_path):
-    "Each value counts once, in the call that it is, and each gradient"
+def test_nested_checkpoints_record_each_value_once(f, n, compiled, tmp_path):
+    "Each value is recorded once, as its own call, and so is its gradient."
     loss = jax.jit(lambda y: f(y).sum()) if compiled=='inside' else lambda y: f(y).sum()
     g = jax.jit(jax.grad(loss)) if compiled=='all' else jax.grad(loss)
     rows,(values,grads) = trained(g, jnp.ones(2), home=tmp_path),by_hand(n)
@@ -73,8 +73,8 @@ def test_nested_checkpoints(f, n, compiled, tmp_path):
         assert means(rows, step, ttype='output_grad')=={('', 'p', i, 0): near(g) for i,g in enumerate(grads)}
 
 
-def test_a_checkpoint_keeps_no_tagged_value():
-    "Recording it does not make it keep what it would compute again"
+def test_a_checkpoint_stores_no_tagged_value():
+    "Recording does not make `checkpoint` store values that it computes again."
     from torchember.jaxember.capture.tags import TagRequest, asked
     def kept(f): return sorted(x.shape for x in jax.tree.leaves(jax.vjp(f, jnp.ones(2))[1]))
     plain = kept(nested)
@@ -91,7 +91,7 @@ class Deep(nn.Module):
         B = nn.remat(nn.scan(nn.remat(Block, prevent_cse=False), variable_axes={'params': 0}, split_rngs={'params': True}, length=3))
         return B(name='blocks')(x, None)[0]
 
-def test_remat_of_a_scan_of_remat(tmp_path):
+def test_nested_remat_records_each_iteration_once(tmp_path):
     x = jnp.ones((1, 2))
     p = Deep().init(jax.random.key(0), x)
     f = jax.jit(jax.grad(lambda p: Deep().apply(p, x).sum()))
@@ -108,8 +108,8 @@ def test_remat_of_a_scan_of_remat(tmp_path):
         assert means(rows, step, ttype='output_grad').keys()==want.keys()
 
 
-def test_a_bounded_loop_as_solvers_have_it(tmp_path):
-    "equinox's loop of checkpointed loops, by which diffrax differentiates its steps"
+def test_the_bounded_loop_of_equinox_is_recorded(tmp_path):
+    "A loop of checkpointed loops, with which diffrax differentiates its steps."
     eqxi = pytest.importorskip('equinox').internal
     def solve(y): return eqxi.while_loop(lambda c: c[0]<3, lambda c: (c[0]+1, layer(c[1], None)[0]), (0, y), max_steps=16, kind='bounded')[1].sum()
     rows,(values,grads) = trained(jax.jit(jax.grad(solve)), jnp.ones(2), home=tmp_path),by_hand(3)
@@ -129,8 +129,8 @@ def in_layers(w, x):
 
 @pytest.mark.parametrize('loss,want', [(equilibrium, [(0, 3), (0, 3)]), (in_layers, [(0, 3), (3, 6)])], ids=['for metrics, too', 'in checkpointed layers'])
 @pytest.mark.parametrize('gradients', [False, True])
-def test_a_loop_whose_gradient_is_stopped(loss, want, gradients, tmp_path):
-    "What a loop of unknown length found, as in a deep equilibrium model, is recorded once, and the step that is differentiated gives what it gave"
+def test_a_loop_with_a_stopped_gradient_is_recorded_once(loss, want, gradients, tmp_path):
+    "As in a deep equilibrium model. The differentiated step returns the same as without recording."
     f,w,x = jax.value_and_grad(loss, has_aux=True),jnp.array([.5, .1]),jnp.array([1., -.2])
     plain,zs = jax.jit(f)(w, x),[x]
     for _ in range(6): zs.append(jnp.tanh(w*zs[-1]+x))
@@ -187,8 +187,8 @@ def apart(call, params, states):
 def dense(p, name, x): return x@p['params'][name]['kernel']+p['params'][name]['bias']
 
 @pytest.mark.parametrize('way', ['one step', 'a step each', 'no state'])
-def test_two_models(way, tmp_path):
-    "A generator and a discriminator, whose layers have the same names: outputs are at the place of their weights"
+def test_outputs_of_two_models_have_the_paths_of_their_weights(way, tmp_path):
+    "The layers of a generator and a discriminator have the same names."
     params,states = gan()
     first = params
     with track(*(() if way=='no state' else (params, states)), track_gradients=True, home=tmp_path) as tracker:
@@ -214,8 +214,8 @@ def test_two_models(way, tmp_path):
     if way!='no state': assert rows[0, 'gen.Dense_0', 'weight', 'weight_1', 'kernel', 0, None]['mean']==near(kernel)
 
 
-def test_models_that_are_not_told_apart(tmp_path):
-    "Of a network and its target, which are alike, it is said; each call is there once"
+def test_a_warning_names_models_with_equal_parameters(tmp_path):
+    "A network and its target: each call is recorded once."
     p = D.init(jax.random.key(0), real)
     state = dict(online=p, target=jax.tree.map(lambda a: a*2, p))
     f = jax.jit(lambda s: D.apply(s['online'], real)-D.apply(s['target'], real))
@@ -232,7 +232,7 @@ class Pair(nnx.Module):
 
 class Other(Pair): pass
 
-def test_two_models_of_nnx(tmp_path):
+def test_outputs_of_two_nnx_models_have_the_paths_of_their_weights(tmp_path):
     a,b = Pair(4, nnx.Rngs(0)),Other(3, nnx.Rngs(1))
     @nnx.jit
     def step(a, b): return nnx.grad(lambda a: b(a(real)).sum())(a)
@@ -266,8 +266,8 @@ class Net(nn.Module):
         return nn.scan(lambda m, c, _: (m(c), None), length=2)(Calls(name='looped'), x, None)[0]
 
 @pytest.mark.parametrize('compiled', [False, True])
-def test_a_shared_helper(compiled, tmp_path):
-    "Its probes are those of the layer that calls it, and of none when it is called outside of all"
+def test_probes_of_a_shared_function_belong_to_the_calling_layer(compiled, tmp_path):
+    "Outside of all modules they belong to no layer."
     def f(x): return helper(Net().apply({}, x), 3.).sum()
     rows = trained(jax.jit(jax.grad(f)) if compiled else jax.grad(f), x := jnp.array([.3, -.7]), home=tmp_path)
     want,back = {},[]
@@ -294,8 +294,8 @@ class Shared(nn.Module):
 
 @pytest.mark.parametrize('checked', [True, False])
 @pytest.mark.parametrize('compiled', [False, True])
-def test_what_a_loop_gives_that_is_no_part_of_it(compiled, checked, tmp_path):
-    "flax traces a body ahead of its loop, for what does not depend on that: its gradient is recorded, and everything else once"
+def test_constants_of_a_scanned_body_are_recorded_once(compiled, checked, tmp_path):
+    "flax traces a body ahead of its loop, to find values that do not depend on it. Their gradients are recorded, too."
     class Loop(nn.Module):
         @nn.compact
         def __call__(self, x, s):
@@ -325,8 +325,7 @@ def test_what_a_loop_gives_that_is_no_part_of_it(compiled, checked, tmp_path):
         assert seen('weight_grad', 'b.t', 'grad_0')==[near(float(jnp.outer(s, of_t).mean()))]
 
 
-def test_a_helper_that_was_traced_before(tmp_path):
-    "For another model, in another run"
+def test_a_function_traced_in_another_run_belongs_to_the_new_model(tmp_path):
     class Fresh(nn.Module):
         @nn.compact
         def __call__(self, x): return Calls(name='mine')(x)
@@ -335,8 +334,8 @@ def test_a_helper_that_was_traced_before(tmp_path):
         assert {k[1] for k in rows if k[2] in ('probe', 'output_grad') and k[3] in ('scaled', 'inner')}=={'mine'}
 
 
-def test_a_helper_with_and_without_a_gradient(tmp_path):
-    "One program called twice, the second time for a target that has no gradient"
+def test_a_program_called_with_and_without_a_gradient_has_one_gradient(tmp_path):
+    "The second call is for a target without a gradient."
     @jax.jit
     def q(w, x): return probe('q', w*x)
     rows = trained(jax.jit(jax.grad(lambda w: (q(w, 2.)-q(5., 3.))**2)), 1., home=tmp_path)
@@ -354,8 +353,8 @@ class Twice(nn.Module):
     def setup(self): self.h = nn.scan(Add, variable_axes={'params': 0}, split_rngs={'params': True}, length=3)()
     def __call__(self, a, b): return self.h(a, None)[0], self.h(b, None)[0]
 
-def test_scanned_layers_that_run_twice(tmp_path):
-    "Calls as in the same step not compiled, and so are those of their gradients"
+def test_calls_of_scanned_layers_that_run_twice_are_those_without_compilation(tmp_path):
+    "Gradients have the calls of their values."
     m,zero = Twice(),jnp.zeros(2)
     p = m.init(jax.random.key(0), zero, zero)
     def loss(p): return (lambda a, b: 2*a.sum()+3*b.sum())(*m.apply(p, zero, zero+100))
@@ -365,8 +364,8 @@ def test_scanned_layers_that_run_twice(tmp_path):
         assert means(rows, 1, ttype='output_grad', path='h')=={('h', 'output_0', i, 0): v for i,v in enumerate((2., 2., 2., 3., 3., 3.))}
 
 
-def test_a_branch_for_each_example(tmp_path):
-    "`cond` under `vmap` sends all examples through both branches, and rows say so; one that is taken does not"
+def test_rows_say_that_all_examples_passed_a_branch(tmp_path):
+    "`cond` under `vmap` computes both branches for all examples. A branch that was chosen alone is not marked."
     x = jnp.linspace(-1, 1, 4)[:, None]*jnp.ones((4, 3))
     def one(x): return lax.cond(x.sum()>0, lambda x: probe('pos', x*2), lambda x: probe('neg', x*3), x).sum()
     for f in (jax.grad(lambda x: jax.vmap(one)(x).sum()), jax.jit(jax.grad(lambda x: jax.vmap(one)(x).sum()))):
@@ -381,8 +380,8 @@ def test_a_branch_for_each_example(tmp_path):
 
 # ---- derivatives of derivatives
 
-def test_a_gradient_penalty(tmp_path):
-    "Both gradients are of the value, and `backward` says which brought them: that of the penalty's inside, and that of the loss"
+def test_both_gradients_of_a_penalty_belong_to_the_value(tmp_path):
+    "The column `backward` tells the inner gradient from that of the loss."
     w,x = jnp.linspace(-.5, .8, 9).reshape(3, 3),jnp.linspace(.1, 1, 6).reshape(2, 3)
     def f(w, x, bump=0.): return (probe('y', jnp.tanh(x@w)+bump)**2).sum()
     def loss(w): return (jax.grad(f, 1)(w, x)**2).sum()+f(w, 2*x)
@@ -396,8 +395,7 @@ def test_a_gradient_penalty(tmp_path):
         assert means(rows, 1, ttype='output_grad')==want
 
 
-def test_two_pullbacks(tmp_path):
-    "A second backward through the same values"
+def test_a_second_backward_through_the_same_values_is_numbered(tmp_path):
     def f(x):
         _,back = jax.vjp(lambda x: probe('y', x*2), x)
         return back(jnp.float32(3))[0]+back(jnp.float32(5))[0]
@@ -409,8 +407,8 @@ def test_two_pullbacks(tmp_path):
 
 # ---- the state of a training as a dict
 
-def test_state_in_a_dict(tmp_path):
-    "Moments are optimizer rows once, and what is a copy of the parameters keeps its word"
+def test_moments_in_a_dict_are_optimizer_rows_once(tmp_path):
+    "A copy of the parameters keeps its name."
     p = {'Dense_0': {'kernel': jnp.ones((3, 2))}}
     state = {'params': p, 'opt_state': optax.adam(1e-3).init(p), 'ema': jax.tree.map(lambda x: x*3, p), 'step': 7}
     want = {('Dense_0', 'weight', 'weight_0', 'kernel', 1.), ('ema.Dense_0', 'buffer', 'kernel', None, 3.), ('', 'buffer', 'step', None, 7.),
@@ -424,8 +422,8 @@ def test_state_in_a_dict(tmp_path):
         assert all(np.isfinite(r['mean']) and k[0]==0 and k[5]==0 for k,r in rows.items())
 
 
-def test_a_train_state_with_fields_of_its_own(tmp_path):
-    "A moving average and a number in a subclass of flax's TrainState are recorded as those of a dict are, and so is the optimizer's state"
+def test_own_fields_of_a_train_state_are_recorded(tmp_path):
+    "A moving average and a number in a subclass of flax's TrainState, as in a dict; and the optimizer state."
     class Mine(TrainState):
         batch_stats:dict
         ema:dict
@@ -459,8 +457,8 @@ def looped(p, xs):
 
 @pytest.mark.parametrize('every', [1, 3, 7, 50])
 @pytest.mark.parametrize('gradients', [False, True])
-def test_a_training_in_a_loop(every, gradients, tmp_path):
-    "Its steps are calls, and `every=` chooses among them: each with all its layers, numbered as they are without"
+def test_steps_of_a_scanned_training_are_calls(every, gradients, tmp_path):
+    "`every=` chooses among the steps. Each one has all its layers, with the same numbers."
     p,xs = stack.init(jax.random.key(0), jnp.ones(2)),jnp.arange(7.)
     with track(p, track_gradients=gradients, every=every, home=tmp_path) as tracker:
         q = tracker.intercept(looped, p, xs)
@@ -478,8 +476,8 @@ def test_a_training_in_a_loop(every, gradients, tmp_path):
         assert told=={(n*per+j, i) for n,i in enumerate(range(0, 7, every)) for j in range(per)}
 
 
-def test_a_program_of_which_nothing_can_be_recorded(tmp_path):
-    "What else there is of the step is recorded: before it, after it and in the same program"
+def test_a_program_without_recordable_values_loses_nothing_else(tmp_path):
+    "Other values of the step are recorded: before it, after it, and in the same program."
     below = lambda x: lax.while_loop(lambda c: probe('condition', c).sum()<9, lambda c: c+1, x)
     alone,both,other = jax.jit(below),jax.jit(lambda x: probe('both', below(x))),jax.jit(lambda x: probe('other', x*2))
     with pytest.warns(EmberWarning, match='the condition of a while loop cannot be taken out'), track(home=tmp_path) as tracker:
@@ -489,8 +487,8 @@ def test_a_program_of_which_nothing_can_be_recorded(tmp_path):
     for i in range(2): assert means(table(tracker), i)=={('', 'other', 0, 0): 2*i, ('', 'both', 0, 0): 3, ('', 'other', 1, 0): 6}
 
 
-def test_a_long_loop_is_bounded(monkeypatch, tmp_path):
-    "What it would take is said before it runs, and it keeps less"
+def test_a_long_loop_keeps_fewer_iterations_and_warns(monkeypatch, tmp_path):
+    "The warning comes before the loop runs."
     from torchember.jaxember.recorder import twins
     monkeypatch.setattr(twins, 'most', 5*3*544*4)
     p,xs = stack.init(jax.random.key(0), jnp.ones(2)),jnp.arange(11.)
@@ -501,7 +499,7 @@ def test_a_long_loop_is_bounded(monkeypatch, tmp_path):
     assert rows=={('', 'output_0', n, 0): near(2*(i+2*(1-.5*i))) for n,i in enumerate(range(0, 11, 3))}
 
 
-def test_every_does_not_thin_layers(tmp_path):
+def test_every_does_not_skip_scanned_layers(tmp_path):
     p = stack.init(jax.random.key(0), jnp.ones(2))
     rows = trained(jax.jit(jax.grad(lambda p: stack.apply(p, jnp.zeros(2)))), p, every=2, steps=3, home=tmp_path)
     for step in (0, 2): assert means(rows, step, ttype='output', path='h')=={('h', 'output_0', i, 0): i+1. for i in (0, 1)}
@@ -510,8 +508,8 @@ def test_every_does_not_thin_layers(tmp_path):
 
 # ---- a step that raised
 
-def test_a_pass_that_raised_is_in_no_step(tmp_path):
-    "Tried again, a step has the rows of the try that came to its end, as its first call; what ran before in it stays; a last try is written at the end"
+def test_a_pass_that_raised_is_in_no_step_if_it_is_run_again(tmp_path):
+    "Rows of the completed run count as the first call. Earlier rows of the step stay. A last failed run is written at the end."
     def step(x, fail):
         y = probe('y', 2*x)
         if fail: raise KeyError('mine')
@@ -532,8 +530,8 @@ def test_a_pass_that_raised_is_in_no_step(tmp_path):
 
 # ---- another tree than the one that was given first
 
-def test_step_is_given_another_tree(tmp_path):
-    "Arguments that change places, and a loss among the gradients, are said once, by name, and recorded; a tree that grows or shrinks is not"
+def test_a_tree_in_the_place_of_another_is_reported_once(tmp_path):
+    "Swapped arguments, and a loss among the gradients, are named and recorded. A tree that grows or shrinks is not reported."
     p,g = {'a': {'kernel': jnp.ones((2, 3)), 'bias': jnp.ones(3)}},{'a': {'kernel': jnp.ones((2, 3)), 'bias': jnp.zeros(3)}}
     s = optax.adam(1e-3).init(p)
     bigger = {**p, 'b': p['a'], 'c': {'d': p['a']}}

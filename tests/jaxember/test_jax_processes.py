@@ -74,7 +74,7 @@ def parts(home, run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('case', ['replicated_2', 'sharded_2', 'tensor_parallel_2', 'not_compiled_2', 'mapped_2', 'laid_out_inside_2'])
-def test_as_one_process(two, case):
+def test_merged_rows_are_those_of_one_process(two, case):
     df,_ = same_as_one(two, case)
     if case=='replicated_2':
         assert set(parts(two, case).values())=={'data:R'} and df['exponents'].notna().all()
@@ -90,7 +90,7 @@ def test_as_one_process(two, case):
 
 
 @pytest.mark.slow
-def test_noted_numbers_and_the_list_of_runs(two):
+def test_logged_numbers_are_merged_and_the_run_is_listed_once(two):
     df,_ = merged(two, 'replicated_2', ttype='scalar')
     df = df[df.tname=='log']
     assert df['step'].tolist()==[0, 1] and df['loss'].notna().all()
@@ -101,8 +101,8 @@ def test_noted_numbers_and_the_list_of_runs(two):
 
 
 @pytest.mark.slow
-def test_arrays_of_each_process(two):
-    "Nobody says that outputs are parts of a batch: they differ, so they are taken for that. Of gradients nobody knows the scale, which is said"
+def test_outputs_of_each_process_are_parts_of_a_batch(two):
+    "No metadata says so, but they differ. A message says that the scale of gradients is unknown."
     df,said = merged(two, 'own_arrays_2')
     grads = df.ttype=='output_grad'
     assert grads.any() and "each rank's own loss" in said and set(parts(two, 'own_arrays_2').values())=={'world:?'}
@@ -129,34 +129,34 @@ def laid_out(home, run):
 
 
 @pytest.mark.slow
-def test_layouts(two):
+def test_layouts_over_processes_are_described(two):
     part,own = laid_out(two, 'layouts_2')
     assert {k: part[k] for k in layout}==layout
     assert {k: own[k]['n'] for k in ('rows', 'columns', 'all', 'mine')}=={'rows': 32, 'columns': 64, 'all': 64, 'mine': 8}
 
 
 @pytest.mark.slow
-def test_replicas_that_drift(two):
+def test_a_drifted_replica_is_reported(two):
     _,said = merged(two, 'drifted_2')
     assert 'drifted apart: rank 1 has another weight kernel of layer than rank 0 since step 1' in said
 
 
 @pytest.mark.slow
-def test_who_is_gone(two):
+def test_a_process_without_log_is_named(two):
     for f in [*(two/'log').glob('drifted_2.rank1*'), *(two/'data').glob('*drifted_2.rank1.json')]: f.unlink()
     _,said = merged(two, 'drifted_2')
     assert 'Of 2 ranks rank 1 left no rows' in said
 
 
 @pytest.mark.slow
-def test_one_name(two):
+def test_processes_agree_on_one_name(two):
     names = [(two/f'unnamed.{r}').read_text() for r in range(2)]
     assert names[0].startswith('jax_2') and names==[names[0].removesuffix('.rank0')+f'.rank{r}' for r in range(2)]
 
 
 @pytest.mark.slow
-def test_not_all_look_on(two):
-    "Nothing hangs: what programs that are shared give is not recorded, everything else is, and why is said"
+def test_a_process_that_does_not_record_blocks_nobody(two):
+    "Values of shared programs are not recorded, all others are, and a message gives the reason."
     said = [json.loads((two/f'not_all.{r}').read_text()) for r in range(2)]
     for r in range(2):
         first = [s for s in said[r] if 'what modules give in programs that processes 0, 1 share is not recorded' in s]
@@ -167,7 +167,7 @@ def test_not_all_look_on(two):
 
 
 @pytest.mark.slow
-def test_two_devices_in_each_of_two_processes(tmp_path):
+def test_two_devices_in_each_of_two_processes_are_merged(tmp_path):
     start(tmp_path, 2, 2, 'two_axes', 'layouts')
     df,_ = same_as_one(tmp_path, 'two_axes_2x2')
     assert parts(tmp_path, 'two_axes_2x2')['one', 'weight', 'weight_1']=='data:S0'
@@ -179,7 +179,7 @@ def test_two_devices_in_each_of_two_processes(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.release # two axes are in CI by two devices in each of two processes; four compile everything four times
-def test_four_processes(tmp_path):
+def test_four_processes_are_merged(tmp_path):
     start(tmp_path, 4, 1, 'two_axes', 'modules', 'layouts')
     for case in 'two_axes_4','modules_4': same_as_one(tmp_path, case)
     of = parts(tmp_path, 'two_axes_4')

@@ -92,8 +92,8 @@ def same_summaries(kind, size, scale, offset, spoiled, seed):
 
 @pytest.mark.skipif(not compiled, reason='numba is missing or switched off')
 @pytest.mark.parametrize('kind', ('float32', 'bfloat16', 'float16', 'int8', 'int32', 'float8_e5m2', 'bool'))
-def test_as_torch(kind):
-    "To the last bit: the loops are the same"
+def test_summaries_equal_those_of_torch(kind):
+    "To the last bit, because the compiled loops are the same."
     for scale,spoiled in ((1, ()), (1e4, (np.nan, np.inf, 0.)), (1e-41, ())):
         x = made(kind, 200_000, scale, 0, spoiled, 1)
         bits = np.asarray(x)
@@ -103,8 +103,8 @@ def test_as_torch(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('by_parts', (False, True))
-def test_inside(by_parts):
-    "In scan, cond, while_loop, remat and vmap, rows are those of the same arrays outside"
+def test_rows_inside_of_transformations_equal_those_outside(by_parts):
+    "scan, cond, while_loop, remat and vmap."
     x = np.random.default_rng(0).standard_normal((4, 500)).astype(np.float32)
     want = np.stack([read_array(y) for y in x])
     read = partial(summaries.summary_row, by_parts=by_parts)
@@ -143,8 +143,8 @@ assert 'torch' not in sys.modules
 
 @pytest.mark.slow
 @pytest.mark.parametrize('loops', '01' if compiled else '0')
-def test_elsewhere(loops, tmp_path):
-    "Without and with jax_enable_x64, without numba, without torch; and from programs that JAX kept on disk"
+def test_summaries_do_not_depend_on_the_installation(loops, tmp_path):
+    "With and without jax_enable_x64, numba and torch, and from programs that JAX has cached on disk."
     kept = {'JAX_COMPILATION_CACHE_DIR': str(tmp_path), 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0', 'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1'}
     env = os.environ | {'NUMBA_DISABLE_JIT': str(1-int(loops)), 'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'} | kept
     for _ in range(1+int(loops)): subprocess.run([sys.executable, '-c', elsewhere, loops], check=True, env=env)
@@ -153,8 +153,8 @@ def test_elsewhere(loops, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not compiled, reason='numba is missing or switched off')
-def test_loops_that_do_not_work(monkeypatch):
-    "Where numba is there and fails, operations of JAX measure, and it is said once"
+def test_operations_replace_broken_loops_and_one_warning_says_so(monkeypatch):
+    "numba is installed, and fails."
     from torchember.jaxember.measure import kernel
     def fails(*args): raise RuntimeError('no such processor')
     monkeypatch.setattr(kernel, 'target', fails)
@@ -169,6 +169,6 @@ def test_loops_that_do_not_work(monkeypatch):
 
 @pytest.mark.parametrize('form', forms)
 def test_norms_of_an_empty_array_are_zero(form):
-    "As in torch and numpy; the other moments are NaN"
+    "As in torch and numpy. The other moments are NaN."
     got = {k: float(v) for k,v in derive(reader(form, every)(jnp.zeros((0, 3)))).items()}
     assert (got.pop('l1'), got.pop('l2'), got.pop('numel'))==(0, 0, 0) and all(np.isnan(v) for v in got.values())

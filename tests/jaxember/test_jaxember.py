@@ -114,8 +114,8 @@ def name_of_row(r): return '.'.join(filter(None, (r['path'], r['pname'] if isins
 
 
 @pytest.mark.parametrize('name', [pytest.param(n, marks=[pytest.mark.slow]*(n not in ('mlp', 'nnx', 'equinox', 'recurrent'))) for n in jaxed.cases])
-def test_numbers_and_rows(name, optimized, tmp_path):
-    "A compiled training of three steps: no bit of it changes, and there is a row for each array, with the numbers that it has"
+def test_a_training_has_a_row_for_each_array_and_does_not_change(name, optimized, tmp_path):
+    "Three compiled steps: the results are equal to the bit."
     case = made(name)
     plain,(seen,tracker) = untracked(name),run(case, home=tmp_path)
     if name in fused: assert largest_difference(plain[0], seen[0])<1e-6
@@ -140,8 +140,7 @@ def test_numbers_and_rows(name, optimized, tmp_path):
     assert sorted(map(size, of(rows, 'optimizer')))==pytest.approx(moments, rel=1e-6) and moments
 
 
-def test_names_of_weights(tmp_path):
-    "What tandv has of each kernel, and the biases beside"
+def test_kernels_have_the_names_of_tandv_and_biases_stand_beside_them(tmp_path):
     _,tracker = run(made('mlp'), home=tmp_path)
     rows = rows_at(tracker, 1)
     both = {(f'Dense_{i}', p) for i in (0, 1) for p in ('kernel', 'bias')}
@@ -151,8 +150,8 @@ def test_names_of_weights(tmp_path):
     assert {r['module'] for r in of(rows, 'output')}=={'model(MLP)', 'model(MLP).Dense_0(Dense)', 'model(MLP).Dense_1(Dense)'}
 
 
-def test_names_of_one_tree_beside_another_model():
-    "The gradients of a part are of one form at each step; their numbers are those that the model has, as soon as it is known, and of another model others"
+def test_gradients_have_the_numbers_of_their_model_once_it_is_known():
+    "The gradients have one form at each step. With another model they have other numbers."
     one = {'kernel': jnp.ones(2)}
     again = CachedNames(named_parameters)
     def called(known):
@@ -163,8 +162,8 @@ def test_names_of_one_tree_beside_another_model():
     for known,i in (((), 0), (three, 2), (three, 2), (two, 1), ((), 0)): assert called(known)==([('', 'kernel', f'grad_{i}', i)], [True])
 
 
-def test_a_second_training_of_the_same_compiled_function(tmp_path):
-    "Names and warnings are those of the first, though nothing had to be traced"
+def test_a_second_training_has_the_names_and_warnings_of_the_first(tmp_path):
+    "Its compiled function is not traced again."
     case = made('mlp')
     with warnings.catch_warnings():
         warnings.simplefilter('error', EmberWarning)
@@ -197,8 +196,7 @@ class Compact(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('cls,jitted', [(BySetup, False), (Compact, True)])
-def test_names_as_tandv_has_them(cls, jitted, tmp_path):
-    "Each tensor type has the modules that have kernels"
+def test_each_tensor_type_has_the_modules_of_tandv(cls, jitted, tmp_path):
     x = jnp.ones((1, 16))
     model = cls(hidden=16, output=16)
     state = model.init(jax.random.PRNGKey(0), x)
@@ -224,8 +222,8 @@ def test_names_as_tandv_has_them(cls, jitted, tmp_path):
 
 
 @pytest.mark.slow
-def test_their_notebook(capsys, tmp_path):
-    "Not compiled, with float16 pictures from numpy, and a loss that is a `partial`"
+def test_the_notebook_of_tandv_runs(capsys, tmp_path):
+    "Without compilation, with float16 pictures from numpy, and with a `partial` as loss."
     class MLP(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -259,8 +257,8 @@ def test_their_notebook(capsys, tmp_path):
 # ---- a step that nobody compiled
 
 @pytest.mark.slow
-def test_python_runs_each_time(tmp_path, capsys):
-    "It branches on a value, reads what changes outside, prints, and numbers are the same without tracking"
+def test_python_code_of_a_step_runs_each_time(tmp_path, capsys):
+    "A step branches on a value, reads a changing variable and prints. Its numbers are those without tracking."
     model,p = MLP(),made('mlp').state()[0]
     scale,taken = [1.],[]
     def step(p, x, y):
@@ -294,8 +292,8 @@ def test_python_runs_each_time(tmp_path, capsys):
         assert sorted(df[(df.step==i) & (df.ttype=='output') & (df.path=='Dense_0')].call)==[0, 1][:1+(way=='up')]
 
 
-def test_an_exception_in_a_step(tmp_path):
-    "It is the user's; the log is closed, a LogFrame is there, and the model is as it was"
+def test_an_exception_of_the_step_closes_the_log(tmp_path):
+    "The user gets the exception and a LogFrame, and the model is as before."
     model,p = MLP(),made('mlp').state()[0]
     def step(p, x):
         out = model.apply(p, x)
@@ -318,8 +316,8 @@ def test_an_exception_in_a_step(tmp_path):
     assert {*again.t.df.step}=={0, 1}
 
 
-def test_left_early(tmp_path):
-    "By break, by return, by a generator that is closed"
+def test_leaving_the_loop_early_closes_the_log(tmp_path):
+    "By break, by return, and by closing a generator."
     case = made('mlp')
     def some():
         state = case.state()
@@ -337,8 +335,8 @@ def test_left_early(tmp_path):
 # ---- which steps
 
 @pytest.mark.parametrize('every,seen', [(3, [0, 3, 6]), (at(1, 5), [1, 5]), (lambda step: step in (2, 3), [2, 3])])
-def test_schedules(every, seen, optimized, tmp_path):
-    "Between them the user's own function runs, and nothing is traced anew"
+def test_steps_outside_of_the_schedule_call_the_plain_function(every, seen, optimized, tmp_path):
+    "Nothing is traced again."
     traced,model = [],MLP()
     @jax.jit
     def update(p, x, y):
@@ -359,8 +357,8 @@ def test_schedules(every, seen, optimized, tmp_path):
 
 # ---- bad input
 
-def test_a_branch_inside_of_a_loop():
-    "`cond` in `while_loop`: each branch has what it was given in the turns that took it, a function of one's own the last of that"
+def test_a_branch_inside_of_a_loop_merges_the_iterations_that_took_it():
+    "A user's function has the values of the last of these iterations."
     def tag(x, name): return tap_p.bind(x, tag=Tag(Key(Place('', 'model'), 'probe', name), 0))
     def user(x):
         def turn(s): return s[0]+1, lax.cond(s[0]%3==0, lambda y: tag(y+1, 'third'), lambda y: tag(y*2, 'other'), s[1])
@@ -373,7 +371,7 @@ def test_a_branch_inside_of_a_loop():
         assert {s.key.tname: [float(p) for _,ps in some for p in ps] for s,some in own(x*start)[1].each()}=={'third': [third], 'other': [other]}
 
 
-def test_bad_input(tmp_path):
+def test_bad_input_is_explained(tmp_path):
     p = made('mlp').state()[0]
     model = MLP()
     new = partial(track, home=tmp_path)
@@ -409,15 +407,15 @@ def test_bad_input(tmp_path):
     with pytest.raises(TypeError, match='needs a name first'): probe(x, 'x')
 
 
-def test_choice_of_modules(tmp_path):
-    "In outputs, weights, gradients and states"
+def test_chosen_modules_hold_for_all_tensor_types(tmp_path):
+    "Outputs, weights, gradients and states."
     for kw in (dict(include='Dense_1'), dict(include=re.compile('Dense'), exclude='_0$')):
         df = run(made('mlp'), 1, home=tmp_path, **kw)[1].t.df
         assert {*df.path}=={'Dense_1'} and {*df.ttype}=={'output', 'output_grad', 'weight', 'weight_grad', 'optimizer'}
 
 
-def test_own_function(tmp_path):
-    "It is given arrays where there are arrays, and otherwise what one may compute with; what it asks of a tracer is said once"
+def test_a_function_of_the_user_gets_arrays_or_tracers(tmp_path):
+    "One warning says what it cannot do with a tracer."
     case = made('mlp')
     def own(x): return {'largest': jnp.abs(x).max(), 'quantiles': jnp.sort(x.ravel())[:2]}
     df = run(case, 2, stash_value=own, home=tmp_path)[1].t.df
@@ -444,8 +442,8 @@ def test_own_function(tmp_path):
 
 # ---- on the way to disk
 
-def test_wandb(monkeypatch, tmp_path):
-    "W&B as far as track uses it"
+def test_wandb_gets_means_and_the_logframe(monkeypatch, tmp_path):
+    "A stand-in has the names of W&B that `track` uses."
     logged,handed,case = [],[],made('mlp')
     class Artifact:
         def __init__(self, name, type): self.name,self.type,self.files = name,type,[]
@@ -466,7 +464,7 @@ def test_wandb(monkeypatch, tmp_path):
     assert [(a.name, a.files) for a in handed]==[('w_b', [tracker.out_path])]
 
 
-def test_parts_and_steps(tmp_path):
+def test_rows_since_the_last_call_are_offloaded(tmp_path):
     got = []
     _,tracker = run(made('mlp'), 5, init_step=7, offload_inc=2, async_offload=True, offload_type='.parquet', name='parts', home=tmp_path,
         offload_fn=lambda name, step, df: got.append((name, step, sorted(df.metadata.step.unique()))))
@@ -478,7 +476,7 @@ def test_parts_and_steps(tmp_path):
     assert len(lf)==len(to_logframe(df))==len(df)==110 and sorted(lf.metadata.step.unique())==[7, 8, 9, 10, 11]
 
 
-def test_stashes_and_numbers_of_a_step(tmp_path):
+def test_a_tracker_lists_the_stashes_of_the_last_step(tmp_path):
     case = made('mlp')
     state = case.state()
     with track(state[0], home=tmp_path) as tracker:
@@ -494,8 +492,8 @@ def test_stashes_and_numbers_of_a_step(tmp_path):
 
 # ---- nnx models belong to the trace that they were made in
 
-def test_numbers_that_are_noted_several_times_in_a_step(tmp_path):
-    "A row for each, that is told from the others by its call; the next step counts from 0"
+def test_each_logged_number_is_a_row_with_its_call(tmp_path):
+    "The next step counts from 0."
     with track(home=tmp_path) as tracker:
         for s in range(2):
             tracker.intercept(lambda x: probe('x', x), jnp.ones(2))
@@ -506,8 +504,8 @@ def test_numbers_that_are_noted_several_times_in_a_step(tmp_path):
 
 
 @pytest.mark.slow
-def test_nnx_models_live_on(tmp_path):
-    "One that was made or changed in a tracked step can be changed afterwards, and in the next tracker"
+def test_nnx_models_can_be_changed_after_tracking(tmp_path):
+    "A model that was made or changed in a tracked step can be changed afterwards, and under the next tracker."
     class Net(nnx.Module):
         def __init__(self):
             layer = partial(nnx.Linear, 4, 4, rngs=nnx.Rngs(0), kernel_init=nnx.initializers.ones)
@@ -560,8 +558,8 @@ def arrays():
     yield 'complex64', (r.standard_normal((6, 6))+1j*r.standard_normal((6, 6))).astype(np.complex64)
 
 
-def test_numbers_are_torchs(tmp_path):
-    "Rows of weights, and of probes in and outside of jit, have what `get_stats` says of the same array in torch"
+def test_rows_have_the_statistics_of_torch(tmp_path):
+    "Rows of weights and of probes, with and without jit, have the result of `get_stats` for the same array in torch."
     both = [(jnp.asarray(x).astype(d), torch.as_tensor(x).to(getattr(torch, d))) for d,x in arrays()]
     xs = [a for a,_ in both]
     @jax.jit
@@ -642,8 +640,8 @@ print(json.dumps(out))
 '''
 
 @pytest.mark.slow
-def test_eight_devices(tmp_path):
-    "Rows of sharded arrays are of the whole, those in shard_map and pmap of each shard"
+def test_rows_of_sharded_arrays_are_those_of_the_whole(tmp_path):
+    "In shard_map and pmap, each shard has a row."
     ran = forked(eight, tmp_path, XLA_FLAGS='--xla_force_host_platform_device_count=8')
     assert ran.returncode==0, ran.stderr[-3000:]
     got = json.loads(ran.stdout.splitlines()[-1])
@@ -688,8 +686,7 @@ with track(state[0], home=sys.argv[1], name='killed') as tracker:
 '''
 
 @pytest.mark.slow
-def test_kill(tmp_path):
-    "What is on disk after `kill -9` is read, and drawn"
+def test_a_log_is_readable_after_kill(tmp_path):
     got = forked(killed, tmp_path)
     assert got.returncode==-signal.SIGKILL and got.stdout.split()==['now'], got.stderr[-2000:]
     df = read('killed', home=tmp_path)
@@ -721,14 +718,14 @@ print(after-before, m-n)
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists('/proc/self/status'), reason='needs /proc')
-def test_memory_is_flat(tmp_path):
+def test_memory_does_not_grow_with_steps(tmp_path):
     grown,arrays = map(int, done(f'import sys; sys.argv[1:] = [{str(tmp_path)!r}]\n'+flat).splitlines()[-1].split())
     assert grown<7.5e6 and arrays<=20, (grown, arrays)
 
 
 @pytest.mark.slow
-def test_without_torch(tmp_path):
-    "Train, read and draw where torch is not installed; and what is missing is said"
+def test_a_run_is_made_read_and_drawn_without_torch(tmp_path):
+    "Messages name what is missing."
     out = done(f'''
         import sys, warnings
         sys.modules['torch'] = None
@@ -752,7 +749,7 @@ def test_without_torch(tmp_path):
     assert 'blocks.attn.query' in (tmp_path/'report.html').read_text()
 
 
-def test_what_is_missing(tmp_path):
+def test_missing_libraries_are_named(tmp_path):
     out = done('''
         import sys
         sys.modules['jax'] = None

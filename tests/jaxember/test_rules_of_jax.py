@@ -34,8 +34,8 @@ def clock(monkeypatch):
     return at
 
 
-def test_two_trackers_take_turns(tmp_path, clock):
-    "One has every second step of another count, the other all of them with gradients: each row in its run, of its step, with the time and the mark of that"
+def test_rows_of_two_alternating_trackers_stay_apart(tmp_path, clock):
+    "One records every second step, the other all steps and gradients. Each row has the step, time and marks of its run."
     a,b = (jnp.full(2, float(x)) for x in (10, 100))
     with track({'w': a}, every=2, init_step=5, home=tmp_path, name='a') as one, \
             track({'u': 0*b, 'w': b}, {'mu': {'w': -b}}, True, exclude='no such', home=tmp_path, name='b') as two:
@@ -75,8 +75,8 @@ def test_two_trackers_take_turns(tmp_path, clock):
     assert norms==[(i, pytest.approx(3*(i+1)*2**.5)) for i in range(4)] # of two elements that are 3*(i+1)
 
 
-def test_a_state_whose_form_changes(tmp_path):
-    "Names, numbers and shapes are those of the tree that was given last, also where only a name or only a shape is another, and back again"
+def test_rows_follow_a_state_that_changes_its_form(tmp_path):
+    "Names, numbers and shapes are those of the last tree, also if only a name or a shape differs, and back again."
     forms = [{'a': 1., 'b': 2.}, {'a': 1., 'c': 2.}, {'c': 2.}, {'c': np.ones(3)}, {'a': 1., 'b': 2.}, {'b': 2., 'a': {'k': 1.}}]
     def of(form, by): return jax.tree.map(lambda v: jnp.full(np.shape(v), by*np.mean(v)), form)
     with track(of(forms[0], 1), {'mu': of(forms[0], -1)}, True, home=tmp_path) as t:
@@ -93,8 +93,8 @@ def test_a_state_whose_form_changes(tmp_path):
 
 
 @pytest.mark.parametrize(('lo', 'hi'), [(-2, 3), (0, 0)])
-def test_exponents_at_the_ends(lo, hi):
-    "Of an array that is there, and of one inside jit: 2 to the power of the last exponent is in it, and twice that is above"
+def test_the_last_exponent_is_counted_and_the_next_one_is_above(lo, hi):
+    "For concrete arrays and inside jit."
     some = [s*2.**k*f for k in range(-5, 6) for s in (1, -1) for f in (1, 1.5)]+[0., -0., np.nan, np.inf, -np.inf]
     within = [sum(2.**k<=abs(x)<2.**(k+1) for x in some) for k in range(lo, hi+1)]
     want = [sum(abs(x)<2.**lo for x in some), *within, sum(abs(x)>=2.**(hi+1) for x in some)]
@@ -109,8 +109,8 @@ def test_exponents_at_the_ends(lo, hi):
         assert {k: float(v) for k,v in got.items()}==pytest.approx(want, rel=1e-5, abs=1e-6)
 
 
-def test_what_is_known_of_a_run(tmp_path):
-    "Its model, that it is of JAX, how long it was; what is wrong with each step, and what is first not finite, is said once"
+def test_the_metadata_of_a_run_and_its_warnings_are_written_once(tmp_path):
+    "Model, framework and length of a run; findings of steps; the first value that is not finite."
     class Net(dict):
         def __call__(self): pass
     jax.tree_util.register_pytree_node(Net, lambda n: (tuple(n.values()), tuple(n)), lambda k, v: Net(zip(k, v, strict=True)))
@@ -127,8 +127,8 @@ def test_what_is_known_of_a_run(tmp_path):
     assert (base['framework'], base['steps'], base['rows'])==('jax', 2, 4)
 
 
-def test_who_looks_out_for_what_is_not_finite_is_the_first_that_listens(tmp_path):
-    "As in torch: it is told by who writes, and whoever else listens gets what the file gets"
+def test_the_watch_for_values_that_are_not_finite_is_the_first_listener(tmp_path):
+    "As for torch, the writer notifies it. Other listeners get the rows of the file."
     got,w = [],{'w': jnp.ones(2)}
     with warnings.catch_warnings(record=True) as said, track(w, home=tmp_path, name='r') as t:
         warnings.simplefilter('always', EmberWarning)
@@ -141,7 +141,7 @@ def test_who_looks_out_for_what_is_not_finite_is_the_first_that_listens(tmp_path
     assert 'step 1, probe x' in first and [s for s,_ in got]==[0, 1, 2] and [r for _,rows in got for r in rows]==t.t.lines()
 
 
-def test_a_step_that_raises_is_recorded_as_far_as_it_came_unless_it_is_run_again(tmp_path):
+def test_a_step_that_raises_is_recorded_unless_it_is_run_again(tmp_path):
     a = jnp.full(2, 3.)
     def broken(w):
         probe('x', 2*w)
@@ -153,3 +153,14 @@ def test_a_step_that_raises_is_recorded_as_far_as_it_came_unless_it_is_run_again
         t.intercept(broken, a+1)
     want = [(0, 'weight', 3.), (0, 'probe', 6.), (1, 'weight', 4.), (1, 'probe', 8.)]
     assert rows(t, 'step', 'ttype', 'mean', home=tmp_path)==want
+
+
+def test_a_row_that_merges_iterations_has_the_number_of_its_elements(tmp_path):
+    "The shape is that of one iteration of a `while_loop`. A row of one iteration has no such column."
+    def doubled(x): return jax.lax.while_loop(lambda x: x.sum()<40, lambda x: probe('x', 2*x), x)
+    with track(home=tmp_path, name='merged') as t:
+        for first in (3., 13.): # 12, 24, 48: three iterations; 52: one
+            t.intercept(jax.jit(doubled), jnp.full(2, first))
+            t.step()
+    want = [(0, (2,), 6., 14.), (1, (2,), None, 26.)]
+    assert [(s, tuple(shape), n, m) for s,shape,n,m in rows(t, 'step', 'shape', 'numel', 'mean', home=tmp_path)]==want

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['SCHEMA', 'flowing', 'ttypes', 'identity', 'beside_training', 'of_pieces', 'optional', 'reserved', 'unmarkable',
-           'norm_names', 'clipped_norm', 'computed', 'called_ttypes', 'computed_in', 'check_ttypes', 'pointer', 'plain',
-           'values_of', 'line_of', 'lines_of', 'texts_of', 'regular_line', 'dump_row', 'load_row', 'column_order']
+           'norm_names', 'clipped_norm', 'computed', 'called_ttypes', 'place_of', 'computed_in', 'check_ttypes',
+           'pointer', 'plain', 'values_of', 'line_of', 'lines_of', 'texts_of', 'regular_line', 'dump_row', 'load_row',
+           'column_order']
 
 # %% ../../nbs/05_ground/20_record.ipynb #e1362eea
 import json, math
@@ -33,6 +34,10 @@ unmarkable = frozenset(identity + optional + ('path',)) - {'phase'} # names that
 norm_names = 'grad_norm','grad_norm_unclipped'
 clipped_norm = 'recorded_grad_norm','grad_norm' # names of the norm of all gradients. The first is used if the user logs the second
 computed = ('grad_norm', 'lr') # `tname` of these rows
+
+def place_of(key, call): # key: as `recorder.row.one_row` has it
+    "Return the identity of a tensor in a step: parts of the key of its row, and the call." # a plain tuple: one is made for each row
+    return *key[:3], *key[4:6], call
 
 def computed_in(
     name:str # Name of a scalar

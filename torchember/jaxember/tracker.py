@@ -91,7 +91,7 @@ class JaxTracker(Tracker):
         super().__init__(recorder.t, **kwargs)
         self.recorder,self.stepped = recorder,False
 
-    what = property(lambda self: self.recorder.model, doc="Class of the model")
+    what = property(lambda self: self.recorder.reporter.model, doc="Class of the model")
     current_step = property(lambda self: self.recorder.step, doc="Number of the step that is open")
 
     def intercept(self,
@@ -172,7 +172,7 @@ class JaxTracker(Tracker):
     def __exit__(self, kind, error, traceback):
         self.recorder.finish()
         self.finish(kind is not None)
-        if kind is None and not self.stepped and self.recorder.begun:
+        if kind is None and not self.stepped and self.recorder.reporter.begun:
             self.recorder.warn("tracker.step() was never called, so everything is in one step. Call it each time.", 'warning')
 
 # %% ../../nbs/88_jaxember/80_tracker.ipynb #f7b3cb3f

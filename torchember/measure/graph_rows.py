@@ -13,10 +13,10 @@ import numpy as np
 
 from .devices import after, current_stream, on, undisturbed
 from .elements import Unmeasurable
-from .head import CALL, EVENT, MICRO, TAP, head_width
+from .head import CALL, EVENT, MICRO, SCALE, TAP, head_width
 from . import kernels
 from .summary import length
-from .blocks import SCALE, Block, address, write_dtype_and_shape
+from .blocks import Block, address, write_dtype_and_shape
 from .tap import divide_early, remove_transforms
 
 # %% ../../nbs/20_measure/55_graph_rows.ipynb #57009b40

@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .blocks import SCALE, dtype_names, dtypes
 from .columns import as_columns, as_dicts
-from .head import CALL, DIMS, DTYPE, EVENT, MICRO, SHAPE, TAP
+from .head import CALL, DIMS, DTYPE, EVENT, MICRO, SCALE, SHAPE, TAP, dtype_names, most_dtypes
 from .summary import bins, derive, finite, index, merge, sums, width
 
 # %% ../../nbs/20_measure/46_snapshot.ipynb #5a9c0006
@@ -89,7 +88,7 @@ class Columns:
     names = property(lambda self: self.taps[0].names, doc="The statistics.")
     events = property(lambda self: self.head[:, EVENT])
     calls = property(lambda self: self.head[:, CALL])
-    kinds = property(lambda self: self.head[:, TAP]*len(dtypes)+self.head[:, DTYPE], doc="One number for each pair of tap and dtype.")
+    kinds = property(lambda self: self.head[:, TAP]*most_dtypes+self.head[:, DTYPE], doc="One number for each pair of tap and dtype.")
     dims = property(lambda self: self.head[:, DIMS:], doc="Number of dimensions, then their sizes.")
 
     def dtypes(self): return [dtype_names[d] for d in self.head[:, DTYPE].tolist()]

@@ -15,10 +15,10 @@ import torch
 
 from ..capture.private_torch import count_dispatch_modes, count_function_modes, may_free_parameters, inside_transform, is_wrapped, unwrap
 from .arena import Tap
-from .blocks import SCALE, address, cpu, write_dtype_and_shape
+from .blocks import address, cpu, write_dtype_and_shape
 from .devices import being_captured, disturbs, stream_of, undisturbed
 from .elements import Unmeasurable, ordinary
-from .head import CALL, CALLS, DTYPE, EVENT, MICRO, NEXT, TAP, head_width
+from .head import CALL, CALLS, DTYPE, EVENT, MICRO, NEXT, SCALE, TAP, head_width
 from .kernels import for_list, read, read_into
 from .summary import parts_in, sums
 

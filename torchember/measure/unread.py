@@ -9,9 +9,8 @@ __all__ = ['ListPlan', 'is_freed', 'read_in_one_launch', 'UnreadTensors']
 import numpy as np
 import torch
 
-from .blocks import SCALE
 from .devices import after, to_device, undisturbed
-from .head import CALLS, EVENT, LIKE, MICRO, NEXT
+from .head import CALLS, EVENT, LIKE, MICRO, NEXT, SCALE
 from .kernels import for_list
 
 # %% ../../nbs/20_measure/47_unread.ipynb #0ead0006

@@ -28,10 +28,8 @@ checks = dict( # field of the metadata -> function: value, all metadata of the r
     stages=lambda x, about: isinstance(x, dict) and all(is_below(n, most_ranks) for n in x.values()),
     axes=lambda x, about: isinstance(x, dict) and all(is_line(ranks, about) for ranks in x.values()))
 
-def validate_metadata(
-    metadata # Rank -> metadata
-) -> tuple: # Rank -> metadata, of the ranks whose metadata is possible; messages about the others
-    "Return the possible metadata, and messages about the rest."
+def validate_metadata(metadata) -> tuple: # metadata: rank -> dict
+    "Return the possible metadata, and messages about the other ranks."
     good,messages = {},[]
     for rank,about in metadata.items():
         about = {'rank': rank, 'world': None, 'axes': {}, **about}
@@ -43,10 +41,7 @@ def validate_metadata(
 # %% ../../nbs/42_processes/03_axes.ipynb #e4716869
 class RankAxes:
     "Ranks along each axis, from the metadata of all ranks."
-    def __init__(self,
-        metadata, # Rank -> metadata, as `validate_metadata` returns it
-        ranks=() # Ranks that have a log
-    ):
+    def __init__(self, metadata, ranks=()): # metadata: as `validate_metadata` returns it; ranks: with a log
         self.world = max([0, *(about['world'] for about in metadata.values()), *(r+1 for r in ranks)])
         self.lines = defaultdict(set) # axis -> lines, each a tuple of ranks
         for about in metadata.values():
@@ -81,9 +76,7 @@ def parse_part(part):
 # %% ../../nbs/42_processes/03_axes.ipynb #da300004
 class Roles:
     "Role of the tensor of each row along each axis, from the column `part`."
-    def __init__(self,
-        part # Column of texts. Anything else stands for 'world:?'
-    ):
+    def __init__(self, part): # part: column of texts
         pd = needs('pandas', for_='A table of rows')
         if not isinstance(part.dtype, pd.CategoricalDtype): part = pd.Series([p if isinstance(p, str) else None for p in part], dtype=object)
         codes,texts = pd.factorize(part)

@@ -24,11 +24,7 @@ def steps_of_ranks(rows):
     steps = rows.df.groupby(rows.rank)['step'].agg(['min', 'max'])
     return {int(r): (int(first), int(last)) for r,first,last in steps.itertuples()}
 
-def missing_ranks(
-    steps, # Rank -> first and last step of its rows, None where these are not known
-    metadata, # Rank -> metadata, as `axes.validate_metadata` returns it
-    world # Number of ranks
-):
+def missing_ranks(steps, metadata, world): # steps: rank -> its first and last step, or None
     "Yield messages about ranks without rows, or with rows that begin late or end early."
     missing,known = [r for r in range(world) if r not in steps],{r: s for r,s in sorted(steps.items()) if s is not None}
     if missing: yield f"Of {world} ranks {join_ranks(missing)} left no rows: their shards are missing."
@@ -68,11 +64,8 @@ class DriftWatch:
 
     def __init__(self): self.since,self.reported = {},False # since: rank and tensor -> first step with a difference, number of such steps
 
-    def note(self,
-        rows, # `shards.RankRows` of a step
-        at, may # Result of `Shards.replicas` for these rows
-    ) -> str|None: # A message, once
-        "Note the different replicas of a step. Return a message when a difference has lasted."
+    def note(self, rows, at, may) -> str|None: # at, may: result of `Shards.replicas`
+        "Note the different replicas of a step. Return a message, once, when a difference has lasted."
         if self.reported: return None
         df = rows.df
         different = np.flatnonzero(differs_from(df, at) & may)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['merge_groups', 'count_elements', 'concatenate_shapes', 'usual_samples', 'times_parts', 'Term', 'mean_of_sum',
-           'shift_exponents', 'merge_ratios', 'mean_by_group', 'merge_other_columns']
+           'shift_exponents', 'add_exponents', 'merge_ratios', 'mean_by_group', 'merge_other_columns']
 
 # %% ../../nbs/42_processes/06_columns.ipynb #125311da
 from collections import Counter, defaultdict
@@ -46,12 +46,7 @@ def usual_samples(samples, rank, batch):
     several = batch & (samples>1)
     return {Counter(samples[several & (rank==r)].tolist()).most_common(1)[0][0] for r in np.unique(rank[several])}
 
-def times_parts(
-    shape, # Shape of the tensor on the ranks that have one part of the batch, or None
-    roles, # Axis -> role of its shards
-    axes, # `RankAxes`
-    ranks # Ranks of its shards
-):
+def times_parts(shape, roles, axes, ranks): # shape: on the ranks that have one part of the batch, or None
     "Return the shape of a tensor of the whole batch: the first dimension times the number of parts."
     if shape is None or not len(shape) or 'B' not in roles.values(): return shape
     others = frozenset(a for a,r in roles.items() if r!='B')
@@ -86,6 +81,11 @@ def shift_exponents(counts, factor):
     np.add.at(out, np.where((at==0) | (at==len(counts)-1), at, np.clip(at+int(shift), 0, len(counts)-1)), counts)
     return out
 
+def add_exponents(lists, factors):
+    "Return the sum of counts of exponents, each of a tensor times a factor, as a list. None if they cannot be added."
+    counts = [shift_exponents(c, f) for c,f in zip(lists, factors, strict=True)]
+    return sum(counts).tolist() if all(c is not None for c in counts) and len({len(c) for c in counts})==1 else None
+
 # %% ../../nbs/42_processes/06_columns.ipynb #0a2c9397
 def merge_ratios(ratio, vectors, group, wholes):
     "Return the ratio of update to weight of each group. `vectors`, `wholes`: summaries of the updates, and of the merged updates."
@@ -101,13 +101,8 @@ def mean_by_group(numbers, group, spoiled):
     with np.errstate(invalid='ignore'): mean = np.bincount(group, np.where(known, numbers, 0))/np.bincount(group, known)
     return np.where(np.bincount(group, ~known & spoiled)>0, np.nan, mean)
 
-def merge_other_columns(
-    out, # Table of the groups, which is written to
-    df, # Table of the rows
-    group, # Group of each row
-    done # Columns that were merged already
-) -> list: # Columns with values that differ, and are lost
-    "Merge columns without a rule of their own: equal values stay, scalars are averaged."
+def merge_other_columns(out, df, group, done) -> list: # done: merged columns
+    "Merge columns without a rule of their own into `out`: equal values stay, scalars are averaged. Return the columns that are lost."
     pd = needs('pandas', for_='A table of rows')
     is_scalar,lost = (out['ttype']=='scalar').to_numpy(bool),[]
     spoiled = sum((df[c]>0).to_numpy() for c in ('nan', 'posinf', 'neginf') if c in df)>0

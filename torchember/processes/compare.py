@@ -59,12 +59,7 @@ def differs_from(df, at):
 # %% ../../nbs/42_processes/04_compare.ipynb #c81cd819
 class Comparison:
     "Pairs of compared rows, and the groups with different statistics."
-    def __init__(self,
-        df, # Table with the statistics
-        group, # Group of each row
-        at, # For each row the index of the row with which it is compared
-        where # For each row whether it is compared at all
-    ):
+    def __init__(self, df, group, at, where): # at: row to compare each row with; where: mask of rows to compare
         self.group,self.at,self.where = group,at,where
         self.differs = self.find_different(df, without_statistics(df, len(group)))
 

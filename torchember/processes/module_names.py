@@ -16,10 +16,8 @@ from ..ground.messages import printable
 from ..ground.needs import needs
 
 # %% ../../nbs/42_processes/02_module_names.ipynb #6c6a73a3
-def paths_in(
-    tree # Tree of modules from the metadata of a run
-) -> list:
-    "Return the paths of all modules of a tree, in order."
+def paths_in(tree) -> list:
+    "Return the paths of all modules of a tree from the metadata of a run, in order."
     todo,out = [tree],[]
     while todo:
         node = todo.pop()
@@ -52,11 +50,8 @@ def add_offset(path, offsets):
     return path
 
 # %% ../../nbs/42_processes/02_module_names.ipynb #a6b08854
-def names_in_whole(
-    parts, # For each part of the model: paths of its modules, in order
-    tags # For each part: suffix that makes its paths unique, '@pp1'
-) -> list: # For each part: path -> path in the whole model
-    "Return the paths in the whole model of the modules of each part."
+def names_in_whole(parts, tags) -> list: # tags: suffix of each part, '@pp1'
+    "Return for each part of the model a dict: path of a module -> path in the whole model."
     paths = [with_containers(p) for p in parts]
     counts = [numbered_children(p) for p in paths]
     repeated = [c for c in set().union(*counts) if sum(c in n and n[c]>0 for n in counts)>1]
@@ -72,11 +67,8 @@ def names_in_whole(
     return [{p: f'{new}{tag}' if len(owners[new])>1 else new for p,new in of.items()} for of,tag in zip(names, tags, strict=True)]
 
 # %% ../../nbs/42_processes/02_module_names.ipynb #5e40af3d
-def names_of_stages(
-    metadata, # Rank -> metadata, as `axes.validate_metadata` returns it
-    paths # Function: rank -> paths of the modules there
-) -> dict: # Rank -> path -> path in the whole model; empty if there are no two stages
-    "Return the paths in the whole model of all modules of pipeline stages."
+def names_of_stages(metadata, paths) -> dict: # paths: rank -> paths of the modules there
+    "Return a dict: rank -> path -> path in the whole model, for pipeline stages. It is empty if there are no two stages."
     inside = defaultdict(dict) # stage -> (rank, path) -> path inside the stage
     for rank,about in metadata.items():
         for top,stage in about.get('stages', {}).items():
@@ -101,13 +93,8 @@ def display_name(module, new):
     return '.'.join([root, *parts])+at+tag
 
 # %% ../../nbs/42_processes/02_module_names.ipynb #637cef36
-def rename_modules(
-    df, # Rows with the columns `path` and `module`
-    rank, # Rank of each row
-    names, # Rank -> path -> new path
-    where=None # For each row whether it is renamed; None for all
-):
-    "Return a table with new paths and display names of modules."
+def rename_modules(df, rank, names, where=None): # where: mask of the rows
+    "Return a table with new paths and display names of modules. `names`: rank -> path -> new path."
     pd = needs('pandas', for_='A table of rows')
     path,module = (df[c].astype(object).to_numpy(copy=True) for c in ('path', 'module'))
     at = np.arange(len(df)) if where is None else np.flatnonzero(where)

@@ -17,12 +17,7 @@ from ..measure.summary import index, sums_of_squares
 # %% ../../nbs/42_processes/07_norms.ipynb #a15496b5
 class NormsOfWhole:
     "Norms of all gradients of the whole model, one pair for each step: after and before clipping."
-    def __init__(self,
-        table, # Merged rows
-        wholes, # Their summaries
-        plan, # `merge.MergePlan`
-        global_shapes # For each kept row of the plan the shape of the whole tensor, or None
-    ):
+    def __init__(self, table, wholes, plan, global_shapes): # wholes: summaries; global_shapes: of the kept rows
         self.world,ttype = plan.axes.world,table['ttype'].astype(object).to_numpy()
         rows = np.flatnonzero(np.isin(ttype, ['weight_grad', 'unclipped_grad']))
         steps,step = np.unique(table['step'].to_numpy()[rows], return_inverse=True)
@@ -44,11 +39,8 @@ class NormsOfWhole:
         self.is_unknown = any_in_step(incomplete)
         self.needs_all_ranks = any_in_step(plan.any_row(~plan.roles.all_of('R')[plan.kept]))
 
-    def of_step(self,
-        step:int,
-        ranks:set # Ranks that recorded a norm of what they hold
-    ) -> dict: # Name -> norm. Empty if a rank is missing that holds a part of a gradient
-        "Return the norms of a step."
+    def of_step(self, step:int, ranks:set) -> dict:
+        "Return the norms of a step by name: empty if none of these ranks has some part of a gradient."
         i = self.place.get(step)
         if i is None or self.is_unknown[i] or self.needs_all_ranks[i] and len(ranks)<self.world: return {}
         return {n: float(v[i]) for n,v in zip(norm_names, (self.norm, self.before_clipping), strict=True) if v[i]!=-1}
@@ -65,13 +57,8 @@ def rows_of_norms(table):
     "Return the indices of rows with norms of all gradients."
     return np.flatnonzero((table['ttype']=='scalar') & (table['tname']==computed[0]))
 
-def fill_norms(
-    table, # Merged rows
-    rows, # The rows that were merged
-    whole, # For each of these its place in `table`
-    norms # `NormsOfWhole`
-): # The table without steps whose norm is unknown
-    "Return the merged table with the norms of the whole model in its rows of norms."
+def fill_norms(table, rows, whole, norms): # whole: for each of `rows` its place in `table`
+    "Return the merged table with the norms of the whole model. Steps whose norm is unknown are left out."
     unknown = []
     for o in rows_of_norms(table).tolist():
         of = rows[whole==o]

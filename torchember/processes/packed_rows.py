@@ -95,9 +95,7 @@ def columns_key(ttype, tname, call):
 
 class StepLayout:
     "Table of the fixed parts of all ranks' rows, and the place of each number in it."
-    def __init__(self,
-        packets # Rank -> `Packet`
-    ):
+    def __init__(self, packets): # packets: rank -> `Packet`
         # column -> rows and places of its numbers; column -> (row, place, length) of its lists
         self.cells,self.lists = {},{}
         # column -> whether all its numbers are ints; `columns_key` -> its columns of numbers
@@ -156,10 +154,7 @@ def fixed_table(records):
     return df
 
 # %% ../../nbs/42_processes/20_packed_rows.ipynb #094b3739
-def as_rows(
-    df, # Merged table
-    layout # `StepLayout`
-) -> list: # Dicts
+def as_rows(df, layout) -> list:
     "Return the rows of a merged table as one process would have written them."
     pd = needs('pandas', for_='A table of rows')
     columns = {}
@@ -218,9 +213,7 @@ class StepMerger:
         elif self.own and not (df['ttype']=='weight').any(): rows = RankRows(df, metadata, self.paths, self.own)
         return rows
 
-    def rows(self,
-        packets # Rank -> `Packet`
-    ) -> list: # Dicts
+    def rows(self, packets) -> list: # packets: rank -> `Packet`
         "Return the merged rows of a step."
         key = tuple((r, packets[r].layout) for r in sorted(packets))
         layout = self.layout_of(key, packets)

@@ -42,11 +42,7 @@ def number_tensors(df, rank):
 
 class Shards:
     "Tensor and shard of each row. Rows with the same tensor and shard are replicas."
-    def __init__(self,
-        df, # Rows of all ranks, with the column `part`
-        rank, # Rank of each row
-        axes # `RankAxes`
-    ):
+    def __init__(self, df, rank, axes): # df: rows of all ranks, with the column `part`
         self.rank,self.axes,self.roles = rank,axes,Roles(df['part'])
         self.tensor = number_tensors(df, rank)
         self.no_statistics = without_statistics(df, len(df)) # such as scalars and the quantities of a monitor
@@ -115,12 +111,8 @@ def outermost_unshared(module, shared):
     return module
 
 # %% ../../nbs/42_processes/05_shards.ipynb #4189cf88
-def name_own_modules(
-    df, # Rows of all ranks, under the names of the ranks
-    shards, # `Shards` of these rows
-    paths # Function: rank -> paths of its modules
-) -> tuple: # Rank -> path -> new path; a message. Empty and None if no rank has weights of its own
-    "Return new names for modules with different weights on each rank, if no metadata explains the difference."
+def name_own_modules(df, shards, paths) -> tuple: # paths: rank -> paths of its modules
+    "Return rank -> path -> new path, and a message, for modules with different weights on each rank without a reason in the metadata."
     weights = (df['ttype']=='weight').to_numpy()
     own = shards.unsettled & weights & ~shards.no_statistics & (df['global_shape'].isna().to_numpy() if 'global_shape' in df else True)
     if not own.any(): return {}, None
@@ -141,12 +133,7 @@ def name_own_modules(
 # %% ../../nbs/42_processes/05_shards.ipynb #7f6415b3
 class RankRows:
     "Rows of all ranks under their names in the whole model, with their `Shards`."
-    def __init__(self,
-        df, # Rows of all ranks under each other, each with its `rank`
-        metadata, # Rank -> metadata
-        paths, # Rank -> paths of its modules
-        own=None # New names of modules with weights of a rank's own: rank -> path -> path. None: find them
-    ):
+    def __init__(self, df, metadata, paths, own=None): # paths: by rank; own: result of `own_names`
         self.metadata,self.messages = validate_metadata(metadata)
         self.axes = RankAxes(self.metadata, df['rank'].unique().tolist())
         df = df.reset_index(drop=True)
@@ -169,9 +156,7 @@ class RankRows:
         self.shards = Shards(self.df, self.rank, self.axes)
         self.comparisons = self.comparisons+self.shards.comparisons
 
-    def with_statistics(self,
-        columns # Name -> values, in the order of the given table; `step` is among them
-    ):
+    def with_statistics(self, columns): # columns: name -> values
         "Return the same rows with the statistics of another step. Return None if names or shards would change."
         new = {c: v[self.order] for c,v in columns.items()}
         no_statistics = without_statistics(new, len(self.order))

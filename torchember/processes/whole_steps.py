@@ -120,13 +120,7 @@ class Receiver:
     most = 8 # steps of the first rank that may wait
     pause = .002 # seconds between two reads of the store
 
-    def __init__(self,
-        store, # Key-value store with `set`, `get`, `check` and `delete_key`
-        world, # Number of ranks
-        note, # Called with messages for the user
-        report, # Called with the merged rows of each step
-        queued # Function that returns how many more steps of this rank wait
-    ):
+    def __init__(self, store, world, note, report, queued): # as in `Sharing`
         self.note,self.report,self.queued = note,report,queued
         self.merger,self.assembly = StepMerger(),Assembly(world)
         self.inboxes = {r: (Inbox(store, r), Unpacker()) for r in range(1, world)}
@@ -328,9 +322,7 @@ class WholeSteps:
 
     # ---- called by the user's run
 
-    def listen(self,
-        f, name=None, **kwargs # As in `Listener`
-    ):
+    def listen(self, f, name=None, **kwargs):
         "Notify `f` of the rows of the whole."
         listener = Listener(f, name, self.note, self.listeners.remove, **kwargs)
         self.listeners.add(listener)

@@ -68,11 +68,8 @@ def scope_in(where, parent):
         scopes.append(Scope(len(scopes), where, parent))
         return scopes[-1]
 
-def innermost(
-    start, # `Scope` that calls the program, or None
-    numbers # Numbers of the scopes entered in the program, outermost first
-): # `Scope`, or None outside of modules
-    "Return the scope of an operation. A program that was traced once belongs to the module that calls it."
+def innermost(start, numbers): # numbers: of the scopes entered in the program, outermost first
+    "Return the scope of an operation, None outside of modules. A cached program belongs to its calling module."
     for n in numbers:
         s = scopes[n]
         start = s if start is None or s is start or s.parent is start else scope_from(s, start)
@@ -112,7 +109,7 @@ def current_place(): # `Place`, or None outside of modules
 # %% ../../../nbs/88_jaxember/05_modules.ipynb #f1080e1c
 @cache
 def user_class(cls):
-    "Return the name of the class that the user wrote, below the classes that linen transforms derive from it."
+    "Return the name of the user's class. Transforms of linen derive other classes from it."
     return next(c for c in cls.__mro__ if c.__module__!='flax.linen.transforms').__name__
 
 @cache
@@ -123,7 +120,7 @@ def linen_label(cls, name):
     return name if isinstance(getattr(cls, name, None), FunctionType) else None
 
 def place_of_nested(frame, module):
-    "Return the place of a model that runs inside a module of another model. The content of a bridge has the place of the bridge."
+    "Return the place of a model inside a module of another model. In a bridge, it is the place of the bridge."
     cls = user_class(type(module))
     return with_class(frame[0], cls) if is_bridge(type(frame[1])) else place_in(frame[0], cls, cls)
 
@@ -185,9 +182,7 @@ def call_linen_method(fun, args, kwargs, context):
         return apply_taps(taps, where, label, out)
 
 # %% ../../../nbs/88_jaxember/05_modules.ipynb #f1080e1e
-def wrap_scan(
-    scan # flax's `scan`: takes a body, returns a function
-):
+def wrap_scan(scan):
     "Return flax's `scan` with the first trace of a body inside the context given to `hooked`."
     @wraps(scan)
     def wrapper(fn, *args, check_constancy_invariants=True, **kwargs):
@@ -235,11 +230,8 @@ def container_kind(cls):
 
 def by_key(item): return (0, int(item[0]), '') if str(item[0]).isdigit() else (1, 0, str(item[0])) # sort digits as numbers
 
-def modules_in(value, where, # Place of the value
-    seen, # Ids of visited values
-    to # List for the result, pairs of module and place
-):
-    "Return the nnx modules in a value, each once."
+def modules_in(value, where, seen, to): # where: `Place` of the value; seen: ids of visited values
+    "Return the list `to` with the nnx modules in a value, each once, as pairs of module and place."
     kind = container_kind(type(value))
     if id(value) in seen: return to
     seen.add(id(value))

@@ -23,9 +23,7 @@ from jax.tree_util import tree_flatten_with_path
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #8135e008
 class TagRequest(namedtuple('TagRequest', 'include exclude gradients loose', defaults=[False])):
     "Request for tags: patterns or None, whether gradients are recorded, and whether unused tags are kept."
-    def wants(self,
-        path # Path of a module
-    ):
+    def wants(self, path): # path: of a module
         "Return True if a module is recorded."
         return (self.include is None or self.include.search(path)) and not (self.exclude is not None and self.exclude.search(path))
 
@@ -71,27 +69,25 @@ ad.primitive_jvps[tap_p] = tap_jvp
 ad.primitive_transposes[tap_p] = lambda ct, x, **kw: [ct] # for tags on tangents in custom derivatives of the user
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #17a0d5f0
-def kept_everywhere():
-    "Return an effect that every transformation of JAX accepts."
+def tolerated_effect():
+    "Return an effect that all transformations of JAX accept."
     effect, = jax.make_jaxpr(lambda: jax.debug.callback(lambda: None))().effects
     return type('Tagged', (type(effect),), {'__str__': lambda self: 'Tagged'})
 
-tagged = {kept_everywhere()()}
+tagged = {tolerated_effect()()}
 tap_p.def_effectful_abstract_eval(lambda x, tag: (x, set() if tag.again or tag.loose else tagged))
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #6fa1c0de
-def twice(saveable, unknown, instantiated, e):
+def split_for_checkpoint(saveable, unknown, instantiated, e):
     "Split a tag for `checkpoint`: record the first computation, and not the recomputation."
     needed = [] if instantiated[0] or isinstance(e.invars[0], Literal) else [e.invars[0]]
     if unknown[0]: return None, e, [True], [True], needed
     return e, e.replace(params={'tag': e.params['tag']._replace(again=True)}, effects=set()), [False], [True], needed
 
-partial_eval.partial_eval_jaxpr_custom_rules[tap_p] = twice
+partial_eval.partial_eval_jaxpr_custom_rules[tap_p] = split_for_checkpoint
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #6fa2c0de
-def has_tags(
-    jaxpr # Program
-) -> bool:
+def has_tags(jaxpr) -> bool:
     "Return True if a program, or one inside it, has recorded tags."
     return any(e.primitive is tap_p and not e.params['tag'].again or any(has_tags(j) for j in jaxprs_in_params(e.params)) for e in jaxpr.eqns)
 
@@ -111,11 +107,8 @@ def loops_that_train(jaxpr):
     def one(e): return e.primitive is primitives.scan_p and trains(e.params['jaxpr'].jaxpr) or any(map(loops_that_train, jaxprs_in_params(e.params)))
     return any(map(one, jaxpr.eqns))
 
-def retagged(
-    x, # Program, closed or not, or a container of programs; other values are returned unchanged
-    f # Function: `Tag` -> `Tag`
-):
-    "Return the program with other tags."
+def retagged(x, f):
+    "Return a program, or a container of programs, with `f(tag)` for each `Tag`. Other values are returned unchanged."
     if isinstance(x, list|tuple) and any(isinstance(v, ClosedJaxpr|Jaxpr) for v in x): return type(x)(retagged(v, f) for v in x)
     if not isinstance(x, Jaxpr): return x.replace(jaxpr=retagged(x.jaxpr, f)) if isinstance(x, ClosedJaxpr) else x # one class in some versions of JAX
     def one(e):
@@ -136,14 +129,14 @@ def branch_of_all(branch):
     if branch not in marked: marked[branch] = retagged(branch, lambda tag: tag._replace(all_examples=True))
     return marked[branch]
 
-def says_so(rule):
+def mark_shared_branches(rule):
     "Apply `vmap` to `cond`, and mark the tags if all examples pass through all branches."
     @wraps(rule)
     def batched(axis, args, dims, *, branches, **params):
         return rule(axis, args, dims, branches=branches if dims[0] is None else tuple(map(branch_of_all, branches)), **params)
     return batched
 
-batching.fancy_primitive_batchers[lax.cond_p] = says_so(batching.fancy_primitive_batchers[lax.cond_p])
+batching.fancy_primitive_batchers[lax.cond_p] = mark_shared_branches(batching.fancy_primitive_batchers[lax.cond_p])
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #6fa4c0de
 def known_loop_params(first, params):
@@ -190,27 +183,18 @@ partial_eval.custom_partial_eval_rules[lax.while_p] = partial_eval_while(partial
 partial_eval.partial_eval_jaxpr_custom_rules[lax.while_p] = partial_eval_closed_while(partial_eval.partial_eval_jaxpr_custom_rules[lax.while_p])
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #8979ea79
-def has_numbers(
-    x # Any value
-) -> bool:
+def has_numbers(x) -> bool:
     "Return True for an array of JAX, traced or not, that contains numbers or booleans."
     return isinstance(x, jax.Array) and (jnp.issubdtype(x.dtype, jnp.number) or x.dtype==bool)
 
-def tagged_tree(
-    where, # `Place` of the module
-    ttype, # Tensor type: 'output', 'probe'
-    label, # Prefix of the names: 'output', or the name of another method
-    tree # Array, or tree of arrays
-): # The same tree, tagged
-    "Tag each array of a tree."
+def tagged_tree(where, ttype, label, tree): # label: prefix of the names, such as 'output'
+    "Tag each array of a tree. `where`: `Place` of the module."
     leaves,form = tree_flatten_with_path(tree)
     named = [(f"{label}_{'.'.join(map(key_text, path)) or 0}" if ttype!='probe' else '.'.join([label, *map(key_text, path)]), x) for path,x in leaves]
     def tagged(n, x): return tap_p.bind(x, tag=Tag(Key(where, ttype, n), next(numbers), loose=asked.value is not None and asked.value.loose))
     return jax.tree.unflatten(form, [tagged(n, x) if has_numbers(x) else x for n,x in named])
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #07c8997a
-def key_text(
-    key # Key object of JAX, for a dict, a sequence or an attribute
-) -> str:
-    "Return a key as text for a path."
+def key_text(key) -> str:
+    "Return a key object of JAX, for a dict, a sequence or an attribute, as text for a path."
     return str(next((getattr(key, n) for n in ('name', 'key', 'idx') if hasattr(key, n)), str(key).strip('.[]\'"')))

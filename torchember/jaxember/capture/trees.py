@@ -26,10 +26,8 @@ def box_classes():
     there = [(sys.modules.get('flax.nnx'), 'Variable'), (sys.modules.get('flax.core.meta'), 'AxisMetadata')]
     return tuple(getattr(m, n) for m,n in there if hasattr(m, n))
 
-def box_kind(
-    box # Array, or its wrapper of flax
-): # 'weight', 'buffer', None without a kind, '' for the state of a random generator
-    "Return the kind of a leaf."
+def box_kind(box):
+    "Return the kind of a leaf: 'weight', 'buffer', None without a kind, '' for the state of a random generator."
     nnx = sys.modules.get('flax.nnx')
     if nnx is None or not isinstance(box, nnx.Variable): return None
     return '' if isinstance(box, nnx.RngState) else 'weight' if isinstance(box, nnx.Param) else 'buffer'
@@ -41,19 +39,13 @@ def dtype_class(dtype):
     if dtype==jax.dtypes.float0: return 'void'
     return 'inexact' if jnp.issubdtype(dtype, np.inexact) else 'exact' if any(jnp.issubdtype(dtype, k) for k in (np.bool_, np.integer)) else None
 
-def value_class(
-    x # Any value
-):
+def value_class(x):
     "Return the kind of values in a leaf, as `dtype_class`."
     if isinstance(x, jax.Array|np.ndarray|np.generic): return dtype_class(x.dtype)
     return 'exact' if isinstance(x, bool|int) else 'inexact' if isinstance(x, float|complex) else None
 
-def leaves_of(
-    tree, # Any tree
-    what:str, # Name of the tree, for the error message
-    before=() # Keys that lead to the tree, for the error message
-) -> list: # (keys, kind, array) of each leaf
-    "Return the arrays of a tree in its order. Raises TypeError for a leaf that is no array."
+def leaves_of(tree, what:str, before=()) -> list: # what, before: name of the tree, and keys that lead to it
+    "Return (keys, kind, array) of each leaf of a tree, in order. Raises TypeError for a leaf that is no array."
     boxed,out,keyed = box_classes(),[],set()
     for keys,box in tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, boxed))[0]:
         kind = box_kind(box)
@@ -116,12 +108,8 @@ def array_fields(state):
     some = {key_text(k): x for k,x in items_in(state) if key_text(k) not in ('step', 'params')}
     return {k: x for k,x in some.items() if jax.tree.leaves(x) and all(map(value_class, jax.tree.leaves(x)))}
 
-def models_in(
-    tree, # As for `named_parameters`
-    at=(), # Keys that lead to the tree
-    kind=None # Kind of its arrays, 'buffer' in a copy of a model
-): # (keys, kind or None, tree, all keys to it) of each part with one naming scheme
-    "Yield the models in a tree. Names of linen collections are not part of a path."
+def models_in(tree, at=(), kind=None): # at: keys that lead to the tree; kind: 'buffer' in a copy of a model
+    "Yield (keys, kind, tree, all keys) of each part with one naming scheme. Names of linen collections are not part of a path."
     if is_train_state(tree):
         params,own = tree.params,array_fields(tree)
         if is_boxed(params):
@@ -146,10 +134,8 @@ def nnx_class(name):
     "Return a class of nnx, or a class without instances."
     return getattr(sys.modules.get('flax.nnx'), name, ())
 
-def module_and_name(
-    keys # Keys that lead to a leaf
-) -> tuple: # Path and name
-    "Return module and name of a parameter. Names of haiku contain slashes, and a tilde for arrays created in a constructor."
+def module_and_name(keys) -> tuple: # keys: of a leaf
+    "Return path and name of a parameter. Names of haiku contain slashes, and a tilde for arrays created in a constructor."
     parts = [p for k in keys for p in key_text(k).split('/') if p not in ('~', '')] or ['value']
     return '.'.join(parts[:-1]), parts[-1]
 
@@ -199,11 +185,8 @@ def named_parameters(
 holders = ('opt_state', 'inner_state', 'inner_opt_state', 'base_optimizer_state') # fields that hold inner states
 labelled = 'inner_states' # the same, by parameter labels
 
-def fields(
-    tree, # State of an optimizer
-    keys # Keys that lead to a leaf
-) -> list: # Positions of the fields of states, innermost first
-    "Return which keys are fields of optax states (named tuples with known names). In an `nnx.State`, it is the first name outside of containers."
+def fields(tree, keys) -> list:
+    "Return the positions of keys that are fields of optax states, innermost first. In an `nnx.State`, the first name outside of containers."
     out = []
     for i,k in enumerate(keys):
         if hasattr(tree, '_fields') and type(tree).__name__.endswith('State'): out.insert(0, i)
@@ -234,13 +217,8 @@ class KnownNames:
         of = [n for model,n in ends if ' '.join(model) in ' '.join(before)] if before else []
         return of[0] if len(of)==1 else ends[0][1] if len(ends)==1 and not name.isdigit() else None
 
-def parameter_of_leaf(
-    keys, # Keys that lead to a leaf
-    at, # Positions of the fields
-    known, # `KnownNames`
-    before=() # Words that lead to the state
-): # Position of the field, `Named`, and the words after it; None without a parameter
-    "Return the parameter in the keys of a leaf: the one that ends last, and the longest of these. It may contain an inner state."
+def parameter_of_leaf(keys, at, known, before=()): # at: positions of the fields; known: `KnownNames`
+    "Return position of the field, parameter, and words after it: of the parameter that ends last, the longest. None without a parameter."
     for i in at if known.full else ():
         inside = i!=at[0]
         if inside and key_text(keys[i]) in (*holders, labelled): continue
@@ -257,11 +235,8 @@ def model_words(keys):
 
 def split_words(keys): return [p for k in keys for p in key_text(k).split('/') if p not in ('~', '')]
 
-def states_in(
-    tree, # As for `named_optimizer_states`
-    at=() # Keys that lead to the tree
-): # Pairs of keys and an optimizer state
-    "Yield the optimizer states in training states. A tree without them is an optimizer state itself."
+def states_in(tree, at=()): # at: keys that lead to the tree
+    "Yield (keys, optimizer state) of training states. A tree without them is an optimizer state itself."
     if hasattr(tree, 'opt_state') and not hasattr(tree, '_fields'): yield at, tree.opt_state # flax's TrainState, or nnx.Optimizer
     elif isinstance(tree, Mapping) and 'opt_state' in tree: yield at, tree['opt_state']
     elif type(tree) in (dict, list, tuple) and any(is_training(x) for _,x in items_in(tree)):
@@ -301,15 +276,10 @@ def named_optimizer_states(
 # %% ../../../nbs/88_jaxember/12_trees.ipynb #6d62f10f
 class CachedNames:
     "Cached names of the arrays of a tree that arrives at each step."
-    def __init__(self,
-        f # `named_parameters` or `named_optimizer_states`
-    ): self.f,self.form,self.names,self.at = f,None,[],None
+    def __init__(self, f): self.f,self.form,self.names,self.at = f,None,[],None # f: `named_parameters` or `named_optimizer_states`
 
-    def __call__(self,
-        tree, # As for `f`
-        *args # Further arguments of `f`
-    ) -> tuple: # `Named` without arrays, the same list while they are equal; and the arrays
-        "Return the names and the arrays of a tree."
+    def __call__(self, tree, *args) -> tuple: # args: further ones of `f`
+        "Return names without arrays, the same list while they are equal, and the arrays of a tree."
         leaves,form = jax.tree.flatten(tree)
         form = form,args,[(type(x), getattr(x, 'shape', None), getattr(x, 'dtype', None)) for x in leaves]
         if self.at is not None and form==self.form: return self.names, [leaves[i] for i in self.at]
@@ -320,11 +290,8 @@ class CachedNames:
         return self.names, arrays
 
 # %% ../../../nbs/88_jaxember/12_trees.ipynb #19db1e09
-def positions(
-    leaves, # Leaves of a tree, in order
-    arrays # Some of them, in the same order
-): # Number of each; None if ambiguous: an array appears several times and not all are meant, or the order differs
-    "Return the positions of some arrays among the leaves."
+def positions(leaves, arrays):
+    "Return the positions of arrays among leaves; None if an array appears several times and not all are meant, or the order differs."
     there,meant = Counter(map(id, leaves)),Counter(map(id, arrays))
     if any(there[k]!=n for k,n in meant.items()): return None
     at = [i for i,x in enumerate(leaves) if id(x) in meant]

@@ -34,7 +34,7 @@ def number_at(address, first, letters):
 
 # %% ../../../nbs/88_jaxember/15_kernel.ipynb #3585eccf
 def mode_of(b):
-    "Return the current floating-point mode of the processor, a function that sets it, and the bits that flush subnormals; None for other processors."
+    "Return the floating-point mode of this processor, a setter, and the bits that flush subnormals. None if unknown."
     machine = binding.get_process_triple().split('-')[0]
     if machine in ('x86_64', 'amd64', 'i386', 'i686'):
         at = cgutils.alloca_once(b, integer)
@@ -112,17 +112,12 @@ def register(fmt):
     jax.ffi.register_ffi_target(symbol(fmt), capsule(entry.address, b'xla._CUSTOM_CALL_TARGET', None), platform='cpu', api_version=0)
     return symbol(fmt), entry # XLA keeps only the address
 
-def target(
-    fmt:str # 'float32', 'float64', 'bfloat16' or 'float16'
-) -> str: # Name of the custom call
+def target(fmt:str) -> str:
     "Return the name of the custom call for a number format. Waits until the loops are ready."
     with lock, waiting(compiling): return register(fmt)[0]
 
-def row_by_kernel(
-    x, # Traced array in one of the formats, on the CPU
-    wanted # Groups of parts to measure
-): # uint32: the bits of the float64 summary vector
-    "Return the row of an array, computed by the compiled loops."
+def row_by_kernel(x, wanted):
+    "Return the row of a traced array on the CPU, in one of the formats, computed by the compiled loops."
     how = start_of(wanted)[0]
     out = jax.ShapeDtypeStruct((2*length(wanted),), np.uint32),jax.ShapeDtypeStruct((ROOM+8*min(x.size, block),), np.uint8)
     return jax.ffi.ffi_call(target(x.dtype.name), out, custom_call_api_version=3, legacy_backend_config=call_text(x.size, how))(x)[0]

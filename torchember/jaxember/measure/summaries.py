@@ -20,26 +20,18 @@ from ...measure.summary import of_each, parts, parts_in, scalars, sums, width
 from ...ground.messages import warn
 
 # %% ../../../nbs/88_jaxember/20_summaries.ipynb #4b9d384d
-def words(
-    wanted=scalars # Groups of parts to measure
-) -> int:
-    "Return the number of words in a row."
+def words(wanted=scalars) -> int:
+    "Return the number of words in a row, for groups of parts."
     return 2*length(wanted)
 
-def row_vectors(
-    rows:np.ndarray, # uint32, shape (..., words)
-    wanted=scalars # Groups of parts that were measured
-) -> np.ndarray: # float64, shape (..., width); width `wide` with exponents
-    "Return the summary vectors of rows as numpy arrays, for `measure.summary`."
+def row_vectors(rows:np.ndarray, wanted=scalars) -> np.ndarray: # rows: uint32
+    "Return the summary vectors of rows as numpy arrays, for `measure.summary`. Shapes: (..., words) and (..., width)."
     rows = np.ascontiguousarray(rows, np.uint32)
     if rows.shape[-1:]!=(words(wanted),): raise ValueError(f"rows of {tuple(wanted)} have {words(wanted)} words, got an array of shape {rows.shape}.")
     return rows.view('<f8')
 
 # %% ../../../nbs/88_jaxember/20_summaries.ipynb #0e23a68c
-def empty_rows(
-    wanted=scalars, # Groups of parts to measure
-    shape=() # Shape in front of the words
-): # uint32, of shape `(*shape, words)`
+def empty_rows(wanted=scalars, shape=()): # shape: in front of the words
     "Return traced rows of empty arrays: for a branch that was not taken, and for the start of a loop."
     wanted = ordered_groups(wanted)
     empty = no_elements(wanted).view(np.uint32).tolist()
@@ -300,12 +292,8 @@ def summary_row(
     if not (jnp.issubdtype(x.dtype, np.number) or x.dtype==bool): raise TypeError(f"summaries are of numbers, got an array of {x.dtype}.")
     return measure_p.bind(lax.stop_gradient(x), wanted=ordered_groups(wanted), by_parts=bool(by_parts))
 
-def merged_row(
-    rows, # uint32, shape (..., k, ..., words), traced or not
-    wanted=scalars, # Groups of parts that were measured
-    axis:int=0 # Axis of the rows to merge
-): # uint32 rows without that axis
-    "Merge rows along an axis."
+def merged_row(rows, wanted=scalars, axis:int=0): # rows: uint32, shape (..., k, ..., words)
+    "Merge rows along an axis. The rows may be traced."
     rows = jnp.asarray(rows)
     if not -rows.ndim<=axis<rows.ndim-1 or axis==-1 or rows.dtype!=np.uint32 or rows.shape[-1]!=words(wanted):
         raise ValueError(f"rows of {tuple(wanted)} are uint32, with {words(wanted)} words in the last axis, "
@@ -313,10 +301,8 @@ def merged_row(
     return merge_p.bind(rows, wanted=ordered_groups(wanted), axis=axis%rows.ndim)
 
 # %% ../../../nbs/88_jaxember/20_summaries.ipynb #5d132b98
-def warm_up(
-    arrays=() # Arrays like those to measure, such as the parameters of a model
-):
-    "Start loading the compiled loops in a thread."
+def warm_up(arrays=()):
+    "Start loading the compiled loops in a thread, for arrays like these."
     if jax.default_backend()!='cpu' or not is_compiled(): return
     kinds = {number_format(x.dtype) for x in arrays} or {'float32'}
     def load():

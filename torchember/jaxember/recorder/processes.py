@@ -15,7 +15,7 @@ from ...store.base import run_name
 
 # %% ../../../nbs/88_jaxember/37_processes.ipynb #d93a5af3
 def key_value_store():
-    "Return the key-value store of `jax.distributed`. It is a private name of JAX: None if it is missing, or nothing is distributed."
+    "Return the key-value store of `jax.distributed`, a private name of JAX. None without distribution."
     try: from jax._src.distributed import global_state
     except ImportError: return None
     return getattr(global_state, 'client', None)
@@ -29,10 +29,8 @@ def first_value(store, key, text, patience=10):
 
 names = count()
 
-def agreed_name(
-    kind:str # Prefix of the name
-) -> str: # Name of a run
-    "Return a run name that all processes agree on: that of the first process to begin."
+def agreed_name(kind:str) -> str: # kind: prefix
+    "Return the same run name in all processes. The first process to begin chooses it."
     name,store,n = run_name(kind),key_value_store(),next(names)
     return name if store is None else first_value(store, f'torchember/name/{n}', name)
 
@@ -42,18 +40,12 @@ trackers = count()
 class Agreement:
     "Agreement of the processes of a program on instrumenting it."
     patience = 20 # seconds to wait for the others
-    def __init__(self,
-        rank:int, world:int, # Rank of this process; number of processes
-        asks, # Function that returns what this process will record, as a dict of texts
-        store=None # Key-value store
-    ):
+    def __init__(self, rank:int, world:int, asks, store=None): # asks: returns what is recorded here
         self.rank,self.asks,self.store,self.number = rank,asks,store,next(trackers)
         self.spread,self.known = Spread(rank, world),{} # known: ranks -> reason for disagreement, '' if they agree
 
-    def trouble(self,
-        ranks:tuple # Ranks of the processes of a program, including this one
-    ) -> str: # A sentence
-        "Return why a shared program cannot be instrumented; '' if it can."
+    def trouble(self, ranks:tuple) -> str:
+        "Return why a program that these processes share cannot be instrumented; '' if it can."
         if ranks not in self.known:
             try: why = self.asked(ranks)
             except Exception as e: why = f"they could not ask each other ({type(e).__name__}: {e})"[:300]

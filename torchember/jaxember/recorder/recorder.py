@@ -6,7 +6,7 @@
 __all__ = ['StepRowMaker', 'OpenStep', 'JaxRecorder']
 
 # %% ../../../nbs/88_jaxember/75_recorder.ipynb #93bf2045
-import math, re
+import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -14,17 +14,20 @@ import numpy as np
 from jax.extend.core import set_current_trace, take_current_trace
 
 from ...ground.messages import unknown, warn
-from ...ground.record import SCHEMA, computed_in, line_of, report_row
+from ...ground.record import SCHEMA
 from ..capture.modules import hooked
 from ..capture.tags import TagRequest, asked, discardable_tags, tagged_tree
 from ..measure.summaries import row_vectors
-from .rows import ModuleNames, PlacedCalls, ModulePlaces, Tensor, rows_of_steps
+from .rows import JaxMeasured, ModuleNames, ModulePlaces, PlacedCalls, Taps, Tensor
 from .spread import Spread
 from .states import StateRows
 from .twins import Summaries, named_scope
 from .watching import Watching
-from ...measure.summary import index, sums_of_squares
-from ...recorder.row import watch_first_bad, one_row
+from ...measure.head import EVENT, TAP
+from ...measure.snapshot import Snapshot
+from ...recorder.row import watch_first_bad
+from ...recorder.row_writer import StepLog
+from ...recorder.rows import LineMaker, last
 from ...store.base import now, user
 
 # %% ../../../nbs/88_jaxember/75_recorder.ipynb #6f2236bf
@@ -46,44 +49,41 @@ class MeasuredStep:
 # %% ../../../nbs/88_jaxember/75_recorder.ipynb #e9d83cfa
 class StepRowMaker:
     "Makes rows of steps, in the writer thread."
-    def __init__(self,
-        measure, # `Summaries` or `UserStatistic`
-        names, # Statistics to derive; None for a user's function
-        display, # `ModuleNames`
-        places, # `ModulePlaces`
-        keep # Function: result of a user's function -> columns
-    ):
-        self.measure,self.names,self.display,self.keep = measure,names,display,keep
+    def __init__(self, measure, names, display, places, keep): # names: statistics to derive
+        self.measure,self.display = measure,display
+        self.keep = keep # result of a user's function -> columns
         self.placed,self.tensors = PlacedCalls(places),{} # tensors: 'states' or 'gradients' -> notes, and their tensors
-        self.taken,self.rates = set(),{} # names that the user logs; learning rates written last
+        self.taps,self.lines,self.rates = Taps(names, display),LineMaker(),{} # rates: learning rates written last
 
-    def __call__(self,
-        steps # List of `MeasuredStep`
-    ) -> list: # For each step, its rows
-        "Return the rows of steps."
-        parts = [([*self.parts(s.states), self.placed(s.found), *self.parts(s.gradients)], s.step, s.ts, s.marks) for s in steps]
-        out = rows_of_steps(parts, self.measure.wanted if type(self.measure) is Summaries else (), self.names, self.display, self.keep)
-        for rows,s in zip(out, steps, strict=True):
-            of = self.display(''),'scalar','log',None,None,None
-            rows += [one_row(of, i, None, 'float64', n, s.step, s.ts, s.marks, {}) for i,n in enumerate(s.noted)]
-            self.taken |= {n for numbers in s.noted for n in numbers if computed_in(n)}
-            for tname,numbers in (('lr', self.new_rates(s.rates)), ('grad_norm', self.norm(s))):
-                key,named = (*of[:2], tname, *of[3:]),{f'recorded_{n}' if n in self.taken else n: v for n,v in numbers.items()}
-                if named: rows.append(one_row(key, 0, None, 'float64', named, s.step, s.ts, s.marks, {}))
-        return out
+    def __call__(self, steps):
+        "Return for each `MeasuredStep` its rows: bytes of a line, or a dict."
+        return self.lines([*map(self.measured, steps)])
+
+    def measured(self, s):
+        "Return a `MeasuredStep` as the `Measured` of a recorder."
+        groups = [g for g in (*self.parts(s.states), self.placed(s.found), *self.parts(s.gradients)) if g[0]]
+        heads,summaries,custom,at = self.taps([tensors for tensors,_ in groups]),[],[],0
+        for tensors,got in groups:
+            some = heads[at:at+len(tensors)]
+            if isinstance(got, np.ndarray): summaries.append((some, row_vectors(got, self.measure.wanted)))
+            else:
+                keys = [self.taps.taps[i].key for i in some[:, TAP]]
+                custom += [(e, key, t.call, None, t.dtype, self.keep(x)) for e,key,t,x in zip(some[:, EVENT], keys, tensors, got, strict=True)]
+            at += len(tensors)
+        scalars,root = self.lines.scalars,self.display('')
+        for numbers in s.noted: scalars.claim(numbers)
+        rates = {scalars.name(n): v for n,v in self.new_rates(s.rates).items()}
+        for tname,rows in (('log', s.noted), ('lr', [rates] if rates else [])):
+            custom += [(last, (root, 'scalar', tname, None, None, 0), i, None, 'float64', row) for i,row in enumerate(rows)]
+        known = s.has_all_gradients and type(self.measure) is Summaries
+        norms = scalars.ask(root, (sum(len(todo) for _,todo,_ in s.gradients), 0) if known else None)
+        return JaxMeasured(Snapshot(summaries, self.taps.taps, []), custom, s.step, s.ts, s.marks, {}, {}, **norms)
 
     def new_rates(self, rates):
         "Return the learning rates that have changed."
         new = {n: v for n,x in rates.items() if (v := float(np.asarray(x).item()))!=self.rates.get(n)}
         self.rates.update(new)
         return new
-
-    def norm(self, step):
-        "Return the norm of all gradients of a step, as a dict with its name. Empty if unknown."
-        if not step.has_all_gradients or type(self.measure) is not Summaries: return {}
-        measured = np.concatenate([row_vectors(found.values(), self.measure.wanted) for *_,found in step.gradients])
-        sums = sums_of_squares(measured)
-        return {} if np.isnan(sums[measured[:, index['nan']]==0]).any() else {'grad_norm': math.sqrt(sums.sum())}
 
     def parts(self, some):
         "Yield tensors and measurements of parameters and states."
@@ -102,7 +102,7 @@ class StepRowMaker:
 paths_by_request = defaultdict(set) # `TagRequest` -> module paths. A step traced for another tracker does not report excluded modules again
 
 def every_of(when):
-    "Return n for a `Schedule` that keeps every n-th step from the first on; 1 for any other."
+    "Return n for the schedule `every(n)`, 1 for other schedules."
     m = re.fullmatch(r'every\((\d+)\)', str(when))
     return int(m[1]) if m else 1
 
@@ -111,13 +111,8 @@ def function_name(f): return getattr(f, '__name__', None) or getattr(getattr(f, 
 # %% ../../../nbs/88_jaxember/75_recorder.ipynb #1a31be61
 class RunReporter:
     "Messages and metadata of a run: warnings once, metadata when it is known or changes."
-    def __init__(self,
-        t, # The run, an `emberTracker`
-        asks, # `TagRequest`
-        display, # `ModuleNames`
-        spread # `Spread`
-    ):
-        self.t,self.asks,self.display,self.spread = t,asks,display,spread
+    def __init__(self, t, asks, display, spread): # t: the run, an `emberTracker`; asks: `TagRequest`
+        self.log,self.asks,self.display,self.spread = StepLog(t, spread.rank),asks,display,spread
         self.begun,self.said,self.processes = False,set(),None # begun: True when the metadata is written; processes: metadata of the processes, as written last
 
     model = property(lambda self: self.display('').removeprefix('model(').removesuffix(')')) # class of the model
@@ -127,10 +122,7 @@ class RunReporter:
         if text in self.said: return
         self.said.add(text)
         warn(f'torchember: {text}')
-        if severity is None: return
-        rank = {} if self.spread.rank is None else {'rank': self.spread.rank}
-        line = line_of(report_row('recording', text, severity, self.display(''), step, now()) | rank | self.t.marked)
-        self.t.file.put(lambda: [line], joins=None)
+        if severity: self.log.report('recording', text, severity, self.display(''), step)
 
     def lost(self, places):
         for what in places: self.warn(f"values inside {what} cannot be taken out of it and are not recorded. Everything else is.")
@@ -151,13 +143,13 @@ class RunReporter:
             raise ValueError(f"include={include.pattern!r} is found in no module's name. {unknown('module', include.pattern, [p for p in seen if p])}")
         if exclude is not None and not any(exclude.search(p) for p in seen):
             self.warn(f"exclude={exclude.pattern!r} is found in no module's name, so nothing is left out.")
-        self.t.begin({'start': now(), 'user': user(), 'schema': SCHEMA, 'model': self.model, 'framework': 'jax'}, {'structure': self.display.tree()})
+        self.log.t.begin({'start': now(), 'user': user(), 'schema': SCHEMA, 'model': self.model, 'framework': 'jax'}, {'structure': self.display.tree()})
 
     def of_processes(self):
         "Write the metadata of the processes if it has changed: a new array may be distributed along other axes."
         if self.spread.rank is None or self.processes==(meta := self.spread.meta()): return
         self.processes = meta
-        self.t.amend('ranks', meta)
+        self.log.t.amend('ranks', meta)
 
 # %% ../../../nbs/88_jaxember/75_recorder.ipynb #23f3261a
 def check_not_inside_jax(f, running, below): # running: True while a step runs; below: the trace of JAX
@@ -203,8 +195,6 @@ class JaxRecorder:
         self.rows = StepRowMaker(measure, names, self.display, self.places, keep)
         watch_first_bad(t.file)
 
-    model = property(lambda self: self.reporter.model, doc="Class of the model.")
-    begun = property(lambda self: self.reporter.begun, doc="True when the metadata of the run is written.")
     on = property(lambda self: self.is_open and self.when(self.step), doc="True if the open step is recorded.")
 
     def run(self, f, args, kwargs):
@@ -235,10 +225,8 @@ class JaxRecorder:
         paths_by_request[self.asks].add(there.path)
         return tagged_tree(where, 'output', label, tree) if self.asks.wants(there.path) else tree
 
-    def end(self,
-        model_state, optimizer_state, gradients # Trees, or None
-    ) -> tuple: # Number of the step, and whether it was recorded
-        "End the step."
+    def end(self, model_state, optimizer_state, gradients) -> tuple:
+        "End the step. Return its number, and whether it was recorded. The arguments are trees, or None."
         n,seen = self.step,self.on
         if seen:
             self.states.at_end(gradients)
@@ -246,7 +234,7 @@ class JaxRecorder:
         self.step += 1
         self.current.ran = False
         if self.on: self.states.at_begin(model_state, optimizer_state)
-        if odd := self.states.agreed.said(): self.reporter.other_trees(odd)
+        if odd := self.states.agreed.take_differences(): self.reporter.other_trees(odd)
         return n, seen
 
     def note(self, numbers):
@@ -261,13 +249,13 @@ class JaxRecorder:
         self.places.settle([w.model for w in new])
         for w in new: self.display.learn(self.places(w)) # modules of functions traced earlier do not report their names
         if found: self.notes = found[-1].notes
-        if not self.begun: self.reporter.begin(first+last)
+        if not self.reporter.begun: self.reporter.begin(first+last)
         if self.current.ran and not (found or self.current.failed) and self.is_open and not self.watching.lost: self.reporter.nothing_seen()
         ts = self.current.ts or now()
         self.current = OpenStep(self.current.ran)
-        rank = {} if self.spread.rank is None else {'rank': self.spread.rank}
         self.reporter.of_processes()
-        self.t.put(MeasuredStep(first, found, last, noted, self.step, ts, {**rank, **self.t.marked}, rates or {}, whole), over, by=self.rows)
+        marks = self.reporter.log.columns()
+        self.t.put(MeasuredStep(first, found, last, noted, self.step, ts, marks, rates or {}, whole), over, by=self.rows)
 
     def finish(self):
         "Stop recording. Write the open step to the log."

@@ -20,11 +20,8 @@ from ..measure.summaries import summary_row, row_vectors
 from ...measure.summary import merge
 
 # %% ../../../nbs/88_jaxember/35_spread.ipynb #e23ba610
-def lines_in_mesh(
-    mesh, # Mesh of devices
-    rank:int # Rank of this process
-): # Name of an axis -> ranks along it, in order. None if processes form no grid, or this process has no part
-    "Return the processes along each axis of a mesh."
+def lines_in_mesh(mesh, rank:int):
+    "Return a dict: axis of a mesh -> ranks along it, in order. None if processes form no grid, or this rank has no part."
     of = np.array([d.process_index for d in mesh.devices.flat]).reshape(mesh.devices.shape)
     slices = [[np.take(of, i, a).tobytes() for i in range(n)] for a,n in enumerate(of.shape)]
     blocks = [[i for i,s in enumerate(some) if some.index(s)==i] for some in slices]
@@ -50,23 +47,20 @@ def shape_of_regions(regions):
     return box if prod(box)==n and regions else (n,)
 
 class Spread:
-    "Describes which part of the whole each array is, and the processes with the other parts."
-    def __init__(self,
-        rank:int|None=None, # Rank of this process; None for a single process
-        world:int=1 # Number of processes
-    ):
+    "Describes the local parts of arrays, and the processes that hold the other parts."
+    def __init__(self, rank:int|None=None, world:int=1): # rank: None for a single process
         self.rank,self.world = rank,world
         self.axes,self.known,self.roles_known = {},{},{} # axes: name -> ranks along it
         self.own = () if rank is None else (('part', 'world:?'),) # for arrays of this process alone
 
     def axis(self, name, ranks):
-        "Return the name of an axis: that of the mesh, with a number if the name is used for other processes."
+        "Return the name of a mesh axis in the log, with a number if other processes use the name."
         name = '_'.join(name.split()) or 'axis'
         free = next(n for n in (name, *(f'{name}{i}' for i in range(2, len(self.axes)+3))) if self.axes.get(n, ranks)==ranks)
         self.axes[free] = ranks
         return free
 
-    def held(self, x) -> LocalPart: # x: a JAX array
+    def local_part(self, x) -> LocalPart: # x: a JAX array
         "Return the local part of an array, and the columns of its row."
         if len(x.sharding.device_set)==1: return LocalPart(None, x.shape, self.own)
         key = x.sharding,x.shape
@@ -128,12 +122,8 @@ def rows_of_shards(wanted, devices):
     f = lambda xs: jnp.stack([summary_row(x, wanted) for x in xs])[None]
     return jax.jit(jax.shard_map(f, mesh=row_of_devices(devices), in_specs=PartitionSpec('here'), out_specs=PartitionSpec('here'), check_vma=False))
 
-def merged_rows(
-    rows, # Rows of shards, (devices, arrays, words)
-    counts, # For each array, the shards that count
-    wanted # Groups of parts that were measured
-): # Rows of the local parts, (arrays, words)
-    "Merge the rows of shards into rows of arrays."
+def merged_rows(rows, counts, wanted): # counts: shards of each array that count
+    "Merge the rows of shards, (devices, arrays, words), into rows of arrays, (arrays, words)."
     v = row_vectors(np.asarray(rows), wanted)
     return np.stack([merge(v[list(some), i]) for i,some in enumerate(counts)]).view(np.uint32)
 

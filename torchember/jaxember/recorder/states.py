@@ -17,10 +17,10 @@ from .watching import measure_all
 
 # %% ../../../nbs/88_jaxember/50_states.ipynb #851a1325
 class ExpectedTrees:
-    "Names in the trees given to `track`, to detect that `step` gets another tree."
+    "Names in the first trees. They show if `step` gets another tree than `track`."
     def __init__(self):
         self.names,self.seen = {},{} # argument -> names; argument -> latest list, the same object while names are equal
-        self.odd,self.told = [],set() # descriptions of differences; arguments that were reported
+        self.odd,self.reported = [],set() # descriptions of differences; arguments that were reported
 
     def first(self, what, named): self.names[what] = flat_names(what, named)
 
@@ -28,11 +28,11 @@ class ExpectedTrees:
         "Note a difference if less than half of a tree is left."
         if self.seen.get(what) is named: return
         self.seen[what],known,given = named,self.names.get(what),flat_names(what, named)
-        if not known or what in self.told or 2*len(known & given)>=min(len(known), len(given) or 1): return
-        self.told.add(what)
+        if not known or what in self.reported or 2*len(known & given)>=min(len(known), len(given) or 1): return
+        self.reported.add(what)
         self.odd.append(f'{what} ({first_two(given)} instead of {first_two(known)})')
 
-    def said(self):
+    def take_differences(self):
         "Return new differences, each argument once."
         odd,self.odd = self.odd,[]
         return odd
@@ -44,9 +44,7 @@ def flat_names(what, named):
 def first_two(names): return ', '.join(sorted(names)[:2])+', ...'*(len(names)>2) or 'no arrays'
 
 # %% ../../../nbs/88_jaxember/50_states.ipynb #91ab3768
-def expected_trees(
-    model_state, optimizer_state # Arguments of `track`: trees, or None
-) -> ExpectedTrees:
+def expected_trees(model_state, optimizer_state) -> ExpectedTrees:
     "Return the names in the first trees. Raises TypeError for values that are no arrays."
     agreed = ExpectedTrees()
     known = [] if model_state is None else named_parameters(model_state)
@@ -55,25 +53,19 @@ def expected_trees(
     return agreed
 
 # %% ../../../nbs/88_jaxember/50_states.ipynb #4a47f66b
-def rate_places(
-    names:list # `Named` of an optimizer state
-) -> dict: # Name -> index
-    "Return the indices of the learning rates: 'lr', or 'lr/0', 'lr/1', ... if there are several."
+def rate_places(names:list) -> dict:
+    "Return a dict of the learning rates: 'lr', or 'lr/0', 'lr/1', ... if there are several -> index."
     found = [i for i,n in enumerate(names) if n.kind=='hyperparams' and n.pname=='learning_rate']
     return {'lr' if len(found)==1 else f'lr/{k}': i for k,i in enumerate(found)}
 
 # %% ../../../nbs/88_jaxember/50_states.ipynb #4a47f669
 class StateRows:
     "Selected arrays of the trees, and their measurements in the open step."
-    def __init__(self,
-        measure, # `Summaries` or `UserStatistic`
-        tracked, # Recorded ones among 'model_state', 'optimizer_state' and 'gradients'
-        asks, # `TagRequest`: modules that are recorded
-        places, # `ModulePlaces`, which learns the parameters of the model
-        agreed=None, # `ExpectedTrees`
-        spread=None # `Spread`; None for a single process
-    ):
-        self.measure,self.tracked,self.asks,self.places,self.agreed,self.spread = measure,tracked,asks,places,agreed or ExpectedTrees(),spread
+    def __init__(self, measure, tracked, asks, places, agreed=None, spread=None):
+        self.measure,self.asks,self.spread = measure,asks,spread
+        self.tracked = tracked # recorded ones among 'model_state', 'optimizer_state' and 'gradients'
+        self.places = places # `ModulePlaces`, which learns the parameters of the model
+        self.agreed = agreed or ExpectedTrees()
         namers = dict(model_state=named_parameters, optimizer_state=named_optimizer_states, gradients=named_parameters)
         self.named = {k: CachedNames(f) for k,f in namers.items()}
         self.known = () # `Named` of the model
@@ -81,9 +73,7 @@ class StateRows:
         self.first,self.last = [],[] # measurements at the beginning and the end of the open step
         self.rates_of = None # names of an optimizer state, and the indices of its learning rates
 
-    def at_begin(self,
-        model_state, optimizer_state # Trees, or None
-    ):
+    def at_begin(self, model_state, optimizer_state):
         "Measure the states at the beginning of a step."
         whole = isinstance(model_state, dict) or is_train_state(model_state)
         some,both = [],whole and 'optimizer_state' not in self.tracked and is_training(model_state)
@@ -98,9 +88,7 @@ class StateRows:
             some.append((*of, lambda kind: 'optimizer'))
         self.first = self.measured('states', *some)
 
-    def at_end(self,
-        gradients # Tree, or None
-    ):
+    def at_end(self, gradients):
         "Measure the gradients at the end of a step."
         if gradients is None or 'gradients' not in self.tracked: return
         of = self.named['gradients'](gradients, 'gradients', 'grad', self.known)
@@ -113,10 +101,8 @@ class StateRows:
         "True if the step has gradients, and each of them is recorded."
         return any(len(todo)==sum(n.kind=='weight' for n in self.chosen[what][0][0]) for what,todo,_ in self.last)
 
-    def rates(self,
-        model_state, optimizer_state # Trees after the step, or None
-    ) -> dict: # Name -> array
-        "Return copies of the learning rates of `optax.inject_hyperparams`. The next step may overwrite the arrays."
+    def rates(self, model_state, optimizer_state) -> dict:
+        "Return copies of the learning rates of `optax.inject_hyperparams` by name. The next step may overwrite the arrays."
         both = 'optimizer_state' not in self.tracked
         state = model_state if both else optimizer_state
         if state is None or both and not is_training(state): return {}
@@ -125,10 +111,8 @@ class StateRows:
         here = {n: x if getattr(x := arrays[i], 'is_fully_addressable', True) else x.addressable_data(0) for n,i in self.rates_of[1].items()}
         return {n: jnp.copy(x) if isinstance(x, jax.Array) else x for n,x in here.items() if np.size(x)==1}
 
-    def measured(self,
-        what, # 'states' or 'gradients'
-        *some # `Named`, their arrays, and a function: kind -> ttype, or None to skip
-    ): # Pairs of selected names and measurements
+    def measured(self, what, *some): # some: `Named`, their arrays, and a function: kind -> ttype or None
+        "Measure 'states' or 'gradients'. Return (what, selected names, measurements) in a list."
         lists = [names for names,_,_ in some]
         if what not in self.chosen or self.chosen[what][0]!=lists:
             every = enumerate((p, of(p.kind)) for names,_,of in some for p in names)
@@ -137,7 +121,7 @@ class StateRows:
         _,todo,keys = self.chosen[what]
         arrays = [x for _,some,_ in some for x in some]
         found = measure_all([(key, arrays[i]) for i,key in keys], self.measure, self.spread)
-        found.leave()
+        found.start_copy()
         return [(what, todo, found)]
 
     def taken(self):

@@ -27,10 +27,7 @@ from ..capture.tags import Tag, has_tags, retagged, slope_p, tap_p, trains
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #fa8af411
 class Summaries:
     "Measures summaries: one piece, a row of words."
-    def __init__(self,
-        wanted, # Groups of parts, as in `measure.summary`
-        alone:bool=True # True if the program runs on one device
-    ): self.wanted,self.alone = wanted,alone
+    def __init__(self, wanted, alone:bool=True): self.wanted,self.alone = wanted,alone # alone: True if the program runs on one device
     def __eq__(self, other): return type(other) is Summaries and (self.wanted, self.alone)==(other.wanted, other.alone)
     def __hash__(self): return hash((self.wanted, self.alone))
 
@@ -41,10 +38,7 @@ class Summaries:
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #c93119e3
 class UserStatistic:
     "Measures by a user's function, which returns a dict of numbers and arrays."
-    def __init__(self,
-        f, # Function: array -> dict
-        say=lambda text: None # Function that receives warnings
-    ): self.f,self.say,self.__name__ = f,say,getattr(f, '__name__', repr(f))
+    def __init__(self, f, say=lambda text: None): self.f,self.say,self.__name__ = f,say,getattr(f, '__name__', repr(f))
     def __eq__(self, other): return type(other) is UserStatistic and self.f is other.f
     def __hash__(self): return hash(self.f)
     alone = property(lambda self: False)
@@ -135,7 +129,7 @@ def scopes_in(names):
     return tuple(map(int, re.findall(rf'{re.escape(scope_name)}(\d+)', str(names))))
 
 def scopes_of(e):
-    "Return the numbers of the modules in which an operation was traced. JAX keeps named scopes through all transformations."
+    "Return the numbers of the modules around an operation. Transformations of JAX keep named scopes."
     return scopes_in(e.source_info.name_stack)
 
 def scope_now():
@@ -145,16 +139,12 @@ def scope_now():
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #836c6cc4
 class Evaluation:
     "Evaluates programs again and measures tagged values."
-    def __init__(self,
-        measure, # `Summaries` or `UserStatistic`
-        every:int=1 # In a training that is one `scan`, measure one of this many steps
-    ): self.measure,self.every,self.lost,self.told = measure,every,set(),{}
+    def __init__(self, measure, every:int=1):
+        self.measure,self.lost,self.warnings = measure,set(),{}
+        self.every = every # in a training that is one `scan`, one of this many steps is measured
 
-    def run(self,
-        closed, # `ClosedJaxpr`
-        args # Arguments of the program
-    ): # Outputs, pieces, and a `Note` for each tag
-        "Evaluate a program. Return its outputs and the measurements."
+    def run(self, closed, args): # closed: `ClosedJaxpr`
+        "Evaluate a program. Return its outputs, pieces, and a `Note` for each tag."
         known,pieces,seen = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *args], strict=True)),[],[]
         read = lambda v: v.val if isinstance(v, Literal) else known[v]
         for e in closed.jaxpr.eqns:
@@ -184,6 +174,10 @@ class Evaluation:
         pieces,form = self.measure.pieces(tag.key, x)
         return pieces, [Note(tag, x.shape, str(x.dtype), tuple(range(len(pieces))), form)]
 
+    def empty(self, aval):
+        "Return an empty piece."
+        return self.measure.nothing(aval) if aval.dtype==jnp.uint32 else jnp.zeros(aval.shape, aval.dtype)
+
     def twin(self, closed):
         "Return the twin of a program, and its notes."
         notes = []
@@ -200,13 +194,8 @@ def unspecified():
     e, = jax.make_jaxpr(jax.jit(lambda x: x))(0.).eqns
     return e.params['out_shardings'][0], e.params['out_layouts'][0]
 
-def with_more(
-    params, # Parameters of a `jit`
-    twin, # Program to call instead
-    n:int, # Number of additional outputs
-    sharding=None # Sharding of these outputs
-) -> dict: # Parameters of a `jit`
-    "Return the parameters of a `jit` for more outputs."
+def with_more(params, twin, n:int, sharding=None) -> dict: # n: number of additional outputs
+    "Return the parameters of a `jit` that calls `twin` instead and has more outputs."
     free,layout = unspecified()
     return {**params, 'jaxpr': twin, 'out_shardings': (*params['out_shardings'], *[sharding or free]*n), 'out_layouts': (*params['out_layouts'], *[layout]*n)}
 
@@ -233,9 +222,9 @@ def without_constants(closed):
 def through_scan(self, e, vals):
     twin,notes = self.twin(e.params['jaxpr'])
     n = len(e.outvars)
-    k = self.kept(e.params, twin.out_avals[n:])
+    k = scan_stride(self, e.params, twin.out_avals[n:])
     loop = Loop(next(loops), k, k>1 or trains(e.params['jaxpr'].jaxpr))
-    out = e.primitive.bind(*vals, **scan_with_more(e.params, twin)) if loop.every==1 else self.thinned(e.params, vals, twin, loop.every)
+    out = e.primitive.bind(*vals, **scan_with_more(e.params, twin)) if k==1 else scan_every_kth(self, e.params, vals, twin, k)
     return out[:n], out[n:], [s.under(loop) for s in notes]
 
 def constants_and_carried(params):
@@ -249,11 +238,8 @@ def scan_with_more(params, twin):
     return {**params, 'jaxpr': twin, **form_of_outputs(n, len(twin.out_avals)-n)}
 
 @cache
-def form_of_outputs(
-    carried, # Number of carried values of a `scan`
-    stacked # Number of stacked outputs
-) -> dict: # Parameters of a `scan`; empty if its body determines them
-    "Return how JAX describes which outputs of a body are carried. The body is made so that JAX moves nothing out of the loop."
+def form_of_outputs(carried, stacked) -> dict: # numbers of carried values and of stacked outputs
+    "Return the `scan` parameters that describe carried outputs. JAX can move nothing out of the loop of this body."
     def body(carry, x): return [c+1 for c in carry], [x+i for i in range(stacked)]
     e, = jax.make_jaxpr(lambda carry, xs: lax.scan(body, carry, xs))([0]*carried, np.arange(2)).eqns
     return {k: v for k,v in e.params.items() if k=='ft_out'}
@@ -262,11 +248,11 @@ def form_of_outputs(
 most = 1<<26 # bytes that a loop may store
 
 def scan_stride(self, params, pieces):
-    "Return k: one of k iterations is measured. It is the requested number for a training, or larger to limit the memory."
+    "Return k, if one of k iterations is measured: as requested for a training, or more to limit the memory."
     length,size = params['length'],sum(int(np.prod(a.shape, dtype=int))*a.dtype.itemsize for a in pieces)
     asked = self.every if self.every>1 and trains(params['jaxpr'].jaxpr) else 1
     k = max(asked, -(-length//max(most//max(size, 1), 1)))
-    if k>asked: self.told[length, size] = (f"a loop of {length:,} iterations would keep {size_text(size*-(-length//asked))} of numbers until it ends"
+    if k>asked: self.warnings[length, size] = (f"a loop of {length:,} iterations would keep {size_text(size*-(-length//asked))} of numbers until it ends"
         f"{f', with one iteration in {asked:,}' if asked>1 else ''}. One in {k:,} is recorded, {size_text(size*-(-length//k))}. "
         f"Fewer: track(every={2*k}) or more, where the loop is a training; fewer modules (include=); stash_value=stash_scalar_stats.")
     return k
@@ -279,15 +265,15 @@ def scan_every_kth(self, params, vals, twin, k):
     plain = retagged(closed, lambda tag: tag._replace(again=True))
     pieces,size = twin.out_avals[len(closed.out_avals):],-(-length//k)
     def body(carry, x):
-        state,scan_stride,(i,*x) = *carry,x
+        state,kept,(i,*x) = *carry,x
         def as_it_is(*args): return [*jaxpr_as_fun(plain)(*args), *map(self.empty, pieces)]
         out = lax.cond(i%k==0, lambda *args: [*jaxpr_as_fun(twin)(*args)], as_it_is, *vals[:c], *state, *x)
         at = jnp.where(i%k==0, i//k, size) # one more slot, for skipped iterations
-        scan_stride = [lax.dynamic_update_index_in_dim(all_, new, at, 0) for all_,new in zip(scan_stride, out[len(closed.out_avals):], strict=True)]
-        return (out[:n], scan_stride), out[n:len(closed.out_avals)]
+        kept = [lax.dynamic_update_index_in_dim(all_, new, at, 0) for all_,new in zip(kept, out[len(closed.out_avals):], strict=True)]
+        return (out[:n], kept), out[n:len(closed.out_avals)]
     start = [*vals[c:c+n]],[jnp.zeros((size+1, *a.shape), a.dtype) for a in pieces]
-    (state,scan_stride),ys = lax.scan(body, start, (jnp.arange(length, dtype=jnp.int32), *vals[c+n:]), length, params['reverse'], params['unroll'])
-    return [*state, *ys, *(x[:size] for x in scan_stride)]
+    (state,kept),ys = lax.scan(body, start, (jnp.arange(length, dtype=jnp.int32), *vals[c+n:]), length, params['reverse'], params['unroll'])
+    return [*state, *ys, *(x[:size] for x in kept)]
 
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #005fb59c
 def through_cond(self, e, vals):
@@ -303,9 +289,6 @@ def through_cond(self, e, vals):
     notes = [replace(s, when=((-int(starts[i]), i), *s.when)).later(int(starts[i])) for i,(_,some) in enumerate(twins) for s in some]
     return out[:n], [taken, *out[n:]], notes
 
-def empty_piece(self, aval):
-    "Return an empty piece."
-    return self.measure.nothing(aval) if aval.dtype==jnp.uint32 else jnp.zeros(aval.shape, aval.dtype)
 
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #ff05d3b2
 def through_while(self, e, vals):
@@ -320,14 +303,14 @@ def through_while(self, e, vals):
     def one(state):
         out = jaxpr_as_fun(twin)(*body, *state[0])
         new,was = out[n:],state[1]
-        scan_stride,counts = list(was),list(state[2])
+        kept,counts = list(was),list(state[2])
         for k,s in enumerate(notes):
             ran = jnp.bool_(True)
             for i,v in s.when: ran = ran & (new[i]==v if v is not None else new[i]>0)
             ran = jnp.broadcast_to(ran, counts[k].shape)
             counts[k] += ran.astype(jnp.int32)
-            for i in s.at: scan_stride[i] = jnp.where(ran.reshape(ran.shape+(1,)*(new[i].ndim-ran.ndim)), self.measure.joined(was[i], new[i]), was[i])
-        return out[:n], scan_stride, counts
+            for i in s.at: kept[i] = jnp.where(ran.reshape(ran.shape+(1,)*(new[i].ndim-ran.ndim)), self.measure.joined(was[i], new[i]), was[i])
+        return out[:n], kept, counts
     def shape_of_run(s): return next((twin.out_avals[n+i].shape for i,_ in s.when), ())
     first = list(start),[self.empty(a) for a in twin.out_avals[n:]],[jnp.zeros(shape_of_run(s), jnp.int32) for s in notes]
     out,pieces,counts = lax.while_loop(lambda state: jaxpr_as_fun(e.params['cond_jaxpr'])(*check, *state[0])[0], one, first)
@@ -351,7 +334,7 @@ def through_shard_map(self, e, vals):
     jax.eval_shape(jax.shard_map(lambda *args: (f(*args)[0]), out_specs=list(prm['out_specs']), **settings), *vals) # finds the varying axes
     out,pieces = jax.shard_map(f, out_specs=(list(prm['out_specs']), specs(along)), **settings)(*vals)
     self.lost |= local.lost
-    self.told |= local.told
+    self.warnings |= local.warnings
     def shards(s): return tuple((a, prm['mesh'].shape[a]) for a in (along[s.at[0]] if s.at else ()))
     return out, pieces, [s.under(shards(s)) if shards(s) else s for s in notes]
 
@@ -364,7 +347,6 @@ def varying(x):
 def through_own_derivative(self, e, vals):
     return self.run(closed_of(e.params.get('call_jaxpr') or e.params['fun_jaxpr']), vals)
 
-Evaluation.empty,Evaluation.kept,Evaluation.thinned = empty_piece,scan_stride,scan_every_kth
 handlers = {'jit': through_jit, 'pjit': through_jit, 'remat2': through_checkpoint, 'checkpoint': through_checkpoint, 'scan': through_scan, 'cond': through_cond,
     'while': through_while, 'shard_map': through_shard_map, 'core_closed_call': through_own_derivative, 'custom_jvp_call': through_own_derivative,
     'custom_vjp_call': through_own_derivative, 'custom_vjp_call_jaxpr': through_own_derivative,
@@ -379,7 +361,7 @@ class TwinResult:
     kinds:tuple # Kinds of the pieces: 'row', 'count', or None for a separate array
     arrays:list # The matrix of rows, the counts, and the others
 
-    def leave(self):
+    def start_copy(self):
         "Start copying to the host, without waiting."
         for a in self.arrays: a.copy_to_host_async()
 
@@ -396,7 +378,7 @@ class TwinResult:
         return out
 
     def each(self):
-        "Yield for each tag its note, and pairs of an index in its leading axes and the pieces there, without skipped ones."
+        "Yield for each tag its note, and pairs of an index in its leading axes and the pieces there. Skip untaken branches."
         pieces = self.pieces()
         for s in self.notes:
             lead = pieces[s.at[0]].shape[:len(s.axes)] if s.at else ()
@@ -408,11 +390,8 @@ class TwinResult:
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #14dbd9a4
 def count_at(counts, i): return counts[i[:counts.ndim]]
 
-def one_buffer(
-    pieces, # Arrays
-    rows # Which of them are rows
-): # Kinds, and a function that packs such pieces
-    "Return how to pack pieces into few arrays."
+def one_buffer(pieces, rows): # rows: indices of the pieces that are rows
+    "Return the kinds of pieces, and a function that packs such pieces into few arrays."
     kinds = tuple('row' if i in rows else 'count' if p.dtype==jnp.int32 else None for i,p in enumerate(pieces))
     def pack(pieces):
         some = {k: [p for p,kind in zip(pieces, kinds, strict=True) if kind==k] for k in ('row', 'count', None)}
@@ -424,19 +403,13 @@ def one_buffer(
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #14f91e35
 class Twin:
     "Twin of a `jit`, ready to be called in its place."
-    def __init__(self,
-        params, # Parameters of the `jit`
-        measure, # `Summaries` or `UserStatistic`
-        mesh=None, # Mesh of the devices, if the arguments are distributed
-        every:int=1, # In a training that is one `scan`, measure one of this many steps
-        piece:tuple=() # Columns that describe the part of the whole
-    ):
+    def __init__(self, params, measure, mesh=None, every:int=1, piece:tuple=()): # piece: columns of the part of the whole
         closed,self.n,self.every,self.piece = params['jaxpr'],len(params['jaxpr'].out_avals),every,piece
         twin,evaluation = self.evaluated(closed, measure)
         if any(isinstance(c, jax.core.Tracer) for c in twin.consts): # the user's function kept a tracer of an earlier program
             error = measure.failed(TypeError(in_jit))
             twin,evaluation = self.evaluated(closed, UserStatistic(lambda x: error))
-        self.lost,self.told = evaluation.lost,[*evaluation.told.values()] # warnings before it runs
+        self.lost,self.warnings = evaluation.lost,[*evaluation.warnings.values()] # warnings before it runs
         everywhere = NamedSharding(mesh, PartitionSpec()) if mesh is not None else None
         self.params = with_more(params, twin, len(twin.out_avals)-self.n, everywhere)
         self.within = {None: tuple(s.within(None) for s in self.notes)} # calling `Scope` -> notes
@@ -456,11 +429,7 @@ class Twin:
             return [*out, *pack(pieces)]
         return jax.make_jaxpr(f)(*closed.in_avals), evaluation
 
-    def __call__(self,
-        *args, # As for the function
-        trace=None, # Trace of JAX that runs it; the current one by default
-        start=None # Calling `Scope`; None outside of modules
-    ):
+    def __call__(self, *args, trace=None, start=None): # trace: of JAX that runs it; start: calling `Scope`
         "Return the outputs of the function, and a `TwinResult`."
         out = primitives.jit_p.bind(*args, **self.params) if trace is None else trace.process_primitive(primitives.jit_p, args, self.params)
         return out[:self.n], TwinResult(self.notes_in(start), self.shapes, self.kinds, out[self.n:])

@@ -28,13 +28,11 @@ def current_trace():
 
 @cache
 def trace_of_jax():
-    "Return the trace in which JAX computes immediately. A new thread has no other trace."
+    "Return the trace in which JAX computes at once. It is the current trace of a new thread."
     with ThreadPoolExecutor(1) as one: return one.submit(current_trace).result()
 
-def devices_of(
-    arrays # Arrays
-) -> tuple: # Whether all are on one device, and the mesh of the others
-    "Return where arrays are."
+def devices_of(arrays) -> tuple:
+    "Return whether arrays are on one device, and the mesh of the others."
     devices,mesh = set(),None
     for a in arrays:
         if not isinstance(a, jax.Array): continue
@@ -43,10 +41,8 @@ def devices_of(
         if mesh is None and type(sharding) is not SingleDeviceSharding and isinstance(sharding, NamedSharding) and sharding.mesh.size>1: mesh = sharding.mesh
     return len(devices)<2, mesh
 
-def mesh_in(
-    params # Parameters of an operation
-): # The first mesh of several devices; an abstract one if there is no other; None
-    "Return the mesh over which a program distributes its values."
+def mesh_in(params):
+    "Return the first mesh of several devices in the parameters of an operation; else an abstract one, or None."
     abstract = None
     for v in params.values():
         for s in v if isinstance(v, list|tuple) else (v,):
@@ -68,10 +64,8 @@ def stacked_rows(measure):
 
 stacked = jax.jit(lambda rows: jnp.stack(rows))
 
-def group_by_devices(
-    arrays # JAX arrays
-) -> list: # Lists of their indices
-    "Group arrays by their devices: one program can measure a group."
+def group_by_devices(arrays) -> list:
+    "Return lists of the indices of arrays on the same devices: one program can measure a group."
     groups = {}
     for i,x in enumerate(arrays): groups.setdefault(frozenset(x.sharding.device_set), []).append(i)
     return [*groups.values()]
@@ -79,27 +73,17 @@ def group_by_devices(
 # %% ../../../nbs/88_jaxember/40_watching.ipynb #5eca60db
 class EagerRows:
     "Measurements of concrete values."
-    def __init__(self,
-        wanted=() # Groups of parts that are measured
-    ): self.wanted,self.notes,self.got,self.parts = wanted,[],[],[] # parts: note indices, row matrix, and for shards which of them count, or None
+    def __init__(self, wanted=()):
+        self.wanted,self.notes,self.got = wanted,[],[]
+        self.parts = [] # note indices, row matrix, and for shards which of them count, or None
 
-    def add(self,
-        x, # The value
-        tag, # `Tag` of the value
-        got=None, # Its row on the device, or the result of a user's function; None if rows are measured together
-        start=None, # `Scope` in which it is computed
-        held=None # `LocalPart`; None if it is complete
-    ):
-        "Add a value."
+    def add(self, x, tag, got=None, start=None, held=None): # start: `Scope`; held: `LocalPart`
+        "Add a value. `got`: its row on the device, or the result of a user's function; None if rows are measured together."
         shape,piece = (held.shape, held.columns) if held else (x.shape, ())
         self.notes.append(Note(tag, shape, dtype_name(x.dtype), (), 'given' if isinstance(got, dict) else None, piece=piece).within(start))
         self.got.append(got)
 
-    def measure(self,
-        at, # Indices of their notes
-        xs, # Arrays
-        held # `LocalPart` of each
-    ):
+    def measure(self, at, xs, held): # at: indices of their notes; held: `LocalPart`s
         "Measure arrays on their devices, by one program for each set of devices."
         whole = [(i, x if len(x.sharding.device_set)==1 else x.addressable_data(0)) for i,x,h in zip(at, xs, held, strict=True) if h.counts is None]
         for some in group_by_devices([x for _,x in whole]):
@@ -114,7 +98,7 @@ class EagerRows:
             numbers,arrays,counts = zip(*some, strict=True)
             self.parts.append(([*numbers], rows_of_shards(self.wanted, devices)([*arrays]), counts))
 
-    def leave(self):
+    def start_copy(self):
         "Start copying to the host without waiting, as one array for each set of devices."
         at = [i for i,g in enumerate(self.got) if isinstance(g, jax.Array)]
         if at and not any(at[0] in numbers for numbers,*_ in self.parts):
@@ -135,24 +119,17 @@ def dtype_name(dtype): return str(dtype)
 @lru_cache(4096)
 def note_of(key, shape, dtype, piece=()): return Note(Tag(key, 0), shape, dtype_name(dtype), (), piece=piece)
 
-def stack_rows(
-    parts, # Note indices, a matrix of rows, and for shards which of them count
-    wanted=() # Groups of parts that were measured
-): # Rows in the order of their indices
-    "Return several row matrices as one, on the host."
+def stack_rows(parts, wanted=()): # parts: as in `EagerRows`
+    "Return several row matrices as one, on the host, in the order of their indices."
     rows = [np.asarray(m) if counts is None else merged_rows(m, counts, wanted) for _,m,counts in parts]
     order = [i for at,*_ in parts for i in at]
     return rows[0] if len(rows)==1 and order==sorted(order) else np.concatenate(rows)[np.argsort(order)]
 
-def measure_all(
-    named, # Pairs of a `Key` and an array
-    measure, # `Summaries` or `UserStatistic`
-    spread=None # `Spread`; None for a single process
-) -> EagerRows:
-    "Measure concrete arrays together."
+def measure_all(named, measure, spread=None) -> EagerRows:
+    "Measure concrete arrays together, from pairs of a `Key` and an array."
     spread = spread or Spread()
     xs = [x if isinstance(x, jax.Array) else jnp.asarray(x) for _,x in named]
-    held = [spread.held(x) for x in xs]
+    held = [spread.local_part(x) for x in xs]
     if type(measure) is UserStatistic:
         found = EagerRows()
         for (key,_),x,h in zip(named, xs, held, strict=True): found.add(x, Tag(key, 0), measure.here(local_value(x, h)), held=h)
@@ -180,17 +157,13 @@ def mesh_of(args, params, known):
 class Watching(Trace):
     "Interpreter that observes a step and collects the measurements of its tags."
     ever = [] # all instances: nnx variables created under one can be changed only while it exists
-    def __init__(self,
-        measure, # `Summaries` or `UserStatistic`
-        every:int=1, # In a training that is one `scan`, measure one of this many steps
-        say=lambda text: None, # Function that receives warnings before something runs
-        spread=None, # `Spread`; None for a single process
-        trouble=None # Function: ranks of a program -> why it cannot be instrumented, '' if it can; for several processes
-    ):
+    def __init__(self, measure, every:int=1, say=lambda text: None, spread=None, trouble=None):
         super().__init__()
-        self.spread,self.trouble = spread or Spread(),trouble
+        self.measure,self.every = measure,every # every: as in `Evaluation`
+        self.say,self.found,self.lost = say,[],set() # say: receives warnings before something runs
+        self.spread = spread or Spread()
+        self.trouble = trouble # ranks of a program -> why it cannot be instrumented, '' if it can
         self.below = trace_of_jax()
-        self.measure,self.every,self.say,self.found,self.lost = measure,every,say,[],set()
         self.ever.append(self)
 
     def __eq__(self, other): return isinstance(other, Watching) or other is self.below # for nnx, whose variables remember their trace
@@ -203,7 +176,7 @@ class Watching(Trace):
     def taken(self):
         "Return the measurements since the last call, in order."
         found,self.found = self.found,[]
-        for f in found: f.leave()
+        for f in found: f.start_copy()
         return found
 
     def process_primitive(self, primitive, args, params, /):
@@ -240,7 +213,7 @@ class Watching(Trace):
     def tapped(self, x, tag):
         "Measure a concrete tagged value."
         if tag.again: return x
-        held = self.spread.held(x)
+        held = self.spread.local_part(x)
         if not (self.found and type(self.found[-1]) is EagerRows): self.found.append(EagerRows(getattr(self.measure, 'wanted', ())))
         eager = self.found[-1]
         if type(self.measure) is UserStatistic: got = self.measure.here(local_value(x, held))
@@ -264,7 +237,7 @@ class Watching(Trace):
         asked = measure,mesh,every,piece,*(v for k,v in params.items() if k!='jaxpr') # a program may be compiled with and without donation
         twin = known.get(asked)
         if twin is None: twin = known[asked] = Twin(params, measure, mesh, every, piece)
-        for text in twin.told: self.say(text)
+        for text in twin.warnings: self.say(text)
         self.lost |= twin.lost
         out,found = twin(*args, trace=self.below, start=scope_now())
         if found.notes: self.found.append(found) # programs whose tags are all lost have no notes
