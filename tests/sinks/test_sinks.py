@@ -12,7 +12,8 @@ import torch
 from sinked import by_hand, killed, same, train
 from torch import nn
 
-from torchember import emberTracker, read, replay, rm, torchEmber
+from torchember import emberTracker, mv, read, replay, rm, torchEmber
+from torchember.frames.handle import open_run
 from torchember.sinks.feed import Feed, StepSender
 from torchember.sinks.sink import Sink, rms_of_row
 
@@ -251,7 +252,10 @@ def test_a_run_is_sent_as_it_was_told_also_what_is_not_finite(tmp_path):
 def test_what_cannot_be_sent(tmp_path):
     train(tmp_path)
     with pytest.raises(FileNotFoundError, match='first'): replay('frist', print, home=tmp_path)
-    with pytest.raises(ValueError, match='run name'): replay('first*', print, home=tmp_path)
+    with pytest.raises(TypeError, match='got a table'): replay(read('first', home=tmp_path), print)
+    mv('first', 'first of two', tmp_path)
+    train(tmp_path)
+    with pytest.raises(ValueError, match='One run is expected'): replay('first*', print, home=tmp_path)
     assert emberTracker('first', tmp_path).last_step()==5
 
 
@@ -415,14 +419,15 @@ def test_wandb_is_alerted_once_of_what_begins_and_rows_end_once(monkeypatch):
     assert [commit for _,commit in run.rows]==[False, True]
 
 
-@pytest.mark.parametrize('what', ['name', 'run', 'ember'])
+@pytest.mark.parametrize('what', ['name', 'pattern', 'file', 'run', 'ember', 'handle'])
 def test_replay_finds_the_run_where_runs_are(tmp_path, monkeypatch, what):
     "The result is the same without home="
     monkeypatch.setenv('TORCHEMBER_HOME', str(tmp_path/'here'))
     model = nn.Linear(2, 2)
     with torchEmber(model, name='r') as te: model(torch.ones(1, 2))
     got = []
-    assert replay({'name': 'r', 'run': emberTracker('r'), 'ember': te}[what], lambda step, numbers: got.append(step))==1 and got==[0]
+    runs = {'name': 'r', 'pattern': 'r*', 'file': te.t.log_path, 'run': emberTracker('r'), 'ember': te, 'handle': open_run('r')}
+    assert replay(runs[what], lambda step, numbers: got.append(step))==1 and got==[0]
 
 
 def test_a_writer_of_another_library_is_told_number_by_number(tmp_path):
