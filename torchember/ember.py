@@ -189,12 +189,7 @@ class ArmedModel(RecordedRun):
     "Model of a run. It can be armed and disarmed."
     modules = property(lambda self: {t.name: t for t in self.tracks}, doc="Display name -> `moduleTrack`")
 
-    def __init__(self,
-        t, recorder, # The run, and its `Recorder`
-        model, # The user's model, perhaps wrapped
-        tracks, # `moduleTrack`s of the modules, root first
-        include=None, exclude=None # Selection of modules
-    ):
+    def __init__(self, t, recorder, model, tracks, include=None, exclude=None): # tracks: `moduleTrack`s of the modules, root first
         super().__init__(t, recorder)
         self.model,self.model_name,self.tracks = model,type(tracks[0].module).__name__,tracks
         self.include,self.exclude,self.armed = include,exclude,False
@@ -329,10 +324,7 @@ def merge_ranks(t, rank, world, tree):
         if (t := run()) is not None: note_soon(t.file, what)
     return WholeSteps(part, rank, world, about, note, store)
 
-def report_of(
-    recorder,
-    views=(), rules=None, feeds=() # Live pictures, the `RuleWatch`, and the `Feed`s of sinks
-) -> Report:
+def report_of(recorder, views=(), rules=None, feeds=()) -> Report: # views: live pictures; rules: `RuleWatch`; feeds: `Feed`s of sinks
     "Return the report of a run, and write its times into the metadata."
     r,f,cost,live = recorder,recorder.t.file,recorder.cost,sum(v.seconds for v in views)
     def spent():
@@ -509,11 +501,7 @@ class torchEmber(ArmedModel):
 class EmberCopy:
     "Replacement of a model's ember in copies of the model. It reads the run, and records nothing."
     armed = False
-    def __init__(self,
-        model_name:str, # Class of the model
-        fname:str, # Name of the run
-        home:str # Folder of the log
-    ): self.model_name,self.fname,self.home = model_name,fname,home
+    def __init__(self, model_name, fname, home): self.model_name,self.fname,self.home = model_name,fname,home
 
     t = property(lambda self: emberTracker(self.fname, self.home), doc="The run, for reading")
 

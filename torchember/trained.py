@@ -53,12 +53,8 @@ def outermost(some, modules):
     return max(around, key=lambda w: len([*w.modules()]), default=m)
 
 # %% ../nbs/91_trained.ipynb #0caac990
-def models_of(
-    parameters:list, # Parameters of an optimizer
-    called:nn.Module|None=None, # Outermost module that the program called, if known
-    modules:list|None=None # Candidates; all modules of the process by default
-) -> list: # Modules; the one with most of the parameters first
-    "Return the models with some parameters."
+def models_of(parameters, called=None, modules=None) -> list: # called: outermost called module; modules: candidates, default all
+    "Return the models with some parameters of an optimizer; the model with most of them first."
     left,found = ids_of(parameters),[]
     candidates = live_objects(nn.Module) if modules is None else modules
     held = [(m, ids) for m in holders(candidates+[m for m in [called] if m is not None], left) if (ids := parameters_in(m)) & left]
@@ -73,9 +69,7 @@ def models_of(
     return found
 
 # %% ../nbs/91_trained.ipynb #f26aa0d0
-def in_use(
-    optimizers:list # In the order in which they were created
-) -> list: # Without those that another optimizer replaced
+def in_use(optimizers) -> list: # in the order in which they were created
     "Return the optimizers in use: of several for the same parameters, the last one or the wrapper around it."
     def is_replaced(o, other, is_later):
         if ids_of(parameters_of(o))!=ids_of(parameters_of(other)): return False
@@ -138,10 +132,7 @@ def running_scaler():
         if isinstance(me, torch.amp.GradScaler): return me
         f = f.f_back
 
-def leads_to(
-    outputs, # A tensor, or a list of tensors
-    ids:set # Ids of parameters
-) -> bool:
+def leads_to(outputs, ids) -> bool: # outputs: a tensor, or a list of tensors; ids: of parameters
     "Return True if a backward pass from `outputs` reaches one of the parameters."
     nodes,seen = [x.grad_fn for x in (outputs if isinstance(outputs, list|tuple) else [outputs]) if torch.is_tensor(x)],set()
     while nodes:
@@ -288,10 +279,7 @@ class Patches:
         self.inits.install(wrap_init, self.on_created)
         self.handle = register_optimizer_step_pre_hook(self.on_step)
 
-    def update(self,
-        calls:bool, # True to be notified of module calls
-        scales:bool # True to be notified of scaled losses
-    ):
+    def update(self, calls, scales): # True to be notified of module calls, and of scaled losses
         "Install or uninstall the patches of module calls and scalers. `scaler.scale(model(x))` looks up `scale` before it calls the model."
         if calls: self.calls.install(wrap_call, self.on_call)
         else: self.calls.uninstall()
@@ -402,10 +390,8 @@ class Trainings:
 
     # ---- the end
 
-    def stop(self,
-        error=None # The exception that ended the program
-    ):
-        "Uninstall the patches and close the runs. If nothing was recorded, say why."
+    def stop(self, error=None):
+        "Uninstall the patches and close the runs, after the exception `error` that ended the program. If nothing was recorded, say why."
         if not self.is_on: return
         is_here,self.is_on = os.getpid()==self.pid,False
         self.patches.uninstall()

@@ -16,9 +16,7 @@ library = needs('fastai.callback.training', for_='torchember.integrations.fastai
 Callback = library.Callback # base class of `EmberCallback`
 
 # %% ../../nbs/90_integrations/40_fastai.ipynb #21fb71f9
-def steps_before(
-    learn # Learner whose epoch has begun
-) -> int: # Number of steps in earlier epochs
+def steps_before(learn) -> int: # learn: Learner whose epoch has begun
     "Return the number of steps that a training from a checkpoint skips."
     dl = learn.dls.train
     size = getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None) or 1

@@ -14,9 +14,7 @@ engine = needs('ignite.engine', for_='torchember.integrations.ignite', package='
 Events = engine.Events
 
 # %% ../../nbs/90_integrations/50_ignite.ipynb #b2cd9134
-def output_as_dict(
-    output # `engine.state.output`
-) -> dict: # Dict of numbers and other values
+def output_as_dict(output) -> dict: # output: `engine.state.output`
     "Return an output as a dict; a number as `loss`."
     return output if isinstance(output, dict) else {'loss': output}
 

@@ -21,18 +21,13 @@ def escape_part(part:str):
     if re.fullmatch(r'[\w.\- ]+', part) and part not in ('.', '..'): return part
     return re.sub(r'[^\w\- ]', '_', part)+f'-{crc32(part.encode()):08x}'
 
-def metric_name(
-    key:str # Key of a metric: `ttype/path/stat`
-) -> str: # The key itself if MLflow allows it
+def metric_name(key) -> str: # key: `ttype/path/stat`
     "Return the name of a metric in MLflow. Different keys have different names."
     name = '/'.join(map(escape_part, key.split('/')))
     return name if len(name)<=most_letters else f'{name[:most_letters-9]}-{crc32(key.encode()):08x}'
 
 # %% ../../nbs/56_sinks/40_mlflow.ipynb #0cfe6b15
-def percentile_edges(
-    edges, # Edges of a histogram of sizes
-    counts # Counts between the edges
-) -> dict: # 'p5', 'p50', 'p95' -> lower edge
+def percentile_edges(edges, counts) -> dict: # edges of a histogram, and the counts between the edges
     "Return the lower edges of the bins in which the smallest 5%, 50% and 95% of the values end."
     out,seen,total = {},0,sum(counts)
     for edge,n in zip(edges, counts, strict=False):
