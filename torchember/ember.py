@@ -158,6 +158,34 @@ class RecordedRun:
         from torchember import summary
         print(summary(self, *args, **kwargs))
 
+    def show(self,
+        *args, **kwargs # Of `overview`
+    ): # matplotlib Axes
+        """Draw the run: all layers and steps, the loss, and the first NaN or infinity.
+
+        Args:
+            *args, **kwargs: Of `overview`
+
+        Returns:
+            matplotlib Axes
+        """
+        from torchember import overview # the package show imports this Python module
+        return overview(self, *args, **kwargs)
+
+    def live(self,
+        **kwargs # Of `torchember.live`
+    ): # The view; its `close()` ends it earlier
+        """Show the run until `close`: in a notebook as `show` does, redrawn below this cell as rows arrive; in a terminal as a line.
+
+        Args:
+            **kwargs: Of `torchember.live`
+
+        Returns:
+            The view; its `close()` ends it earlier
+        """
+        from torchember import live
+        return live(self, **kwargs)
+
     def check(self,
         golden, # The correct run: a file of `keep_run`, or another argument of `diff`
         rtol:float|None=None # Tolerated difference, as a share of a tensor's size; by its format and number of elements by default
@@ -430,34 +458,6 @@ class torchEmber(ArmedModel):
         t.begin({'start': now(), 'user': user(), 'schema': SCHEMA, 'model': self.model_name},
             {'parameters': known.meta()} | ({'ranks': ranks.meta()} if ranks else {}) |
             ({} if resume else {'vis': {'vis_type': 'standard'}, 'structure': self.mod_tree()}))
-
-    def show(self,
-        *args, **kwargs # Of `overview`
-    ): # matplotlib Axes
-        """Draw the run: all layers and steps, the loss, and the first NaN or infinity.
-
-        Args:
-            *args, **kwargs: Of `overview`
-
-        Returns:
-            matplotlib Axes
-        """
-        from torchember import overview # the package show imports this Python module
-        return overview(self, *args, **kwargs)
-
-    def live(self,
-        **kwargs # Of `torchember.live`
-    ): # The view; its `close()` ends it earlier
-        """Show the run until `close`: in a notebook as `show` does, redrawn below this cell as rows arrive; in a terminal as a line.
-
-        Args:
-            **kwargs: Of `torchember.live`
-
-        Returns:
-            The view; its `close()` ends it earlier
-        """
-        from torchember import live
-        return live(self, **kwargs)
 
     def close(self): # A `Report`
         """End the run: disarm, write everything, and return a report.
