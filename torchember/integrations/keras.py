@@ -26,6 +26,14 @@ def on_torch():
     if (other := keras.backend.backend())!='torch': raise RuntimeError(f"EmberCallback records Keras on torch, but Keras runs on {other}. "
         "Set os.environ['KERAS_BACKEND'] = 'torch' before keras is imported.")
 
+# %% ../../nbs/90_integrations/60_keras.ipynb #5a1d0ac1
+activations = {n.lower(): n for n in nn.modules.activation.__all__} | {'swish': 'SiLU', 'hardsilu': 'Hardswish'} # name -> class of torch
+
+def activation_of(layer):
+    "Return the torch class of the last activation of a layer. None for other functions, and for cells with gates."
+    f = None if hasattr(layer, 'recurrent_activation') else getattr(layer, 'activation', None)
+    return activations.get(getattr(f, '__name__', type(f).__name__).replace('_', '').lower())
+
 # %% ../../nbs/90_integrations/60_keras.ipynb #671a3c49
 def inside(layer):
     "Return the inner layers of a layer."
@@ -54,14 +62,6 @@ def layer_parts(layer):
         for v in variables:
             if id(v.value) not in known: add_as(v.name, v.value, own, buffers if own is parameters else parameters)
     return LayerParts(modules, parameters, buffers, None if layers else activation_of(layer))
-
-# %% ../../nbs/90_integrations/60_keras.ipynb #5a1d0ac1
-activations = {n.lower(): n for n in nn.modules.activation.__all__} | {'swish': 'SiLU', 'hardsilu': 'Hardswish'} # name -> class of torch
-
-def activation_of(layer):
-    "Return the torch class of the last activation of a layer. None for other functions, and for cells with gates."
-    f = None if hasattr(layer, 'recurrent_activation') else getattr(layer, 'activation', None)
-    return activations.get(getattr(f, '__name__', type(f).__name__).replace('_', '').lower())
 
 # %% ../../nbs/90_integrations/60_keras.ipynb #8de07f2e
 @contextmanager

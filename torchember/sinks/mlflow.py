@@ -10,7 +10,7 @@ import os, re, time
 from zlib import crc32
 
 from .private_trackers import find_open_run
-from .sink import Sink, stable_id
+from .sink import Sink, plain_facts, stable_id
 from ..ground.needs import needs
 
 # %% ../../nbs/56_sinks/40_mlflow.ipynb #d3d78745
@@ -92,7 +92,7 @@ class MLflow(Sink):
             self.client.update_run(self.id_of(found[0]), status='RUNNING')
             return found[0]
         made = self.client.create_run(where, run_name=run, tags={self.tag: id})
-        params = [self.mlflow.entities.Param(f'torchember.{k}', str(v)) for k,v in about.items() if isinstance(v, str|int|float)]
+        params = [self.mlflow.entities.Param(f'torchember.{k}', str(v)) for k,v in plain_facts(about).items()]
         self.client.log_batch(self.id_of(made), params=params[:100], synchronous=True)
         return made
 

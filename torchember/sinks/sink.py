@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['default_ttypes', 'bad_counts', 'not_noted', 'rms_of_row', 'statistic_of', 'merge_calls', 'exponent_histogram',
-           'merge_histograms', 'MetricNames', 'noted_numbers', 'stable_id', 'Sink']
+           'merge_histograms', 'MetricNames', 'noted_numbers', 'stable_id', 'plain_facts', 'alerts_of', 'Sink']
 
 # %% ../../nbs/56_sinks/10_sink.ipynb #efc61c4c
 import math, re
 from zlib import crc32
 
 from ..ground.choose import NamedLayer, chosen, schedule
-from ..ground.messages import an
+from ..ground.messages import an, printable
 from ..ground.record import beside_training, check_ttypes, identity, of_pieces, optional
 from ..store.reading import path_of, without_superseded
 
@@ -108,6 +108,16 @@ def stable_id(run, about) -> str: # about: metadata of the run
     "Return an id of a run. Another run with this name, which began elsewhere or at another time, has another id."
     began = f"{about.get('start')} {about.get('host')}"
     return f"{re.sub(r'[^A-Za-z0-9_-]', '_', run)[:110]}-{crc32(began.encode()):08x}"
+
+def plain_facts(about):
+    "Return the metadata of a run that are text or numbers."
+    return {k: v for k,v in about.items() if isinstance(v, str|int|float)}
+
+def alerts_of(found):
+    "Return title, text and level of the alerts about findings. There is none for information, or for a finding that is over."
+    levels = {'error': 'ERROR', 'warning': 'WARN'}
+    return [(printable(f['rule'], 60), f"{f['text']} {f.get('advice') or ''}".strip(), levels[f['severity']])
+        for f in found if not f.get('over') and f.get('severity') in levels]
 
 # %% ../../nbs/56_sinks/10_sink.ipynb #9d96dd8c
 class Sink:

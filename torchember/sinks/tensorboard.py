@@ -39,6 +39,7 @@ def run_folder(run, about, log_dir): # about: metadata of the run; log_dir: cont
 
 owner_file = 'torchember.json' # file in a folder that says which run it is of
 
+# %% ../../nbs/56_sinks/30_tensorboard.ipynb #8b5e8906
 class TensorBoard(Sink):
     """Writes to TensorBoard: to a given `SummaryWriter`, or to a new one.
 
