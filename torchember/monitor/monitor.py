@@ -20,7 +20,7 @@ from ..measure.kernels import no_autocast
 from . import multi_step, single_step # noqa: F401
 from .quantities import MultiStepQuantity, Quantity, classes, numpy_value, parameter_ttypes, quantity_of_function, refuse_changes
 from .views import MissingTensor, View
-from .watching import ModelPasses, Watch, extension_ttypes, fill_view, is_due_or_fails, run_extensions, user_extensions
+from .watching import ModelPasses, Watch, captured_needs, fill_view, is_due_or_fails, run_extensions
 from ..ground.messages import an, printable, unknown
 from ..ground.record import SCHEMA
 from ..recorder.arguments import disabled
@@ -103,8 +103,7 @@ def parse_config(config, tracked) -> dict: # path -> (`moduleTrack`, {name: (cla
 # %% ../../nbs/47_monitor/50_monitor.ipynb #377bfeb4
 def row_ttype(q) -> str:
     "Return the tensor type of a quantity's row."
-    needed = [n.ttype for n in q.needs]+[t for e,b in user_extensions(q) for t in extension_ttypes(e, b)[:1]]
-    return needed[0] if needed else 'weight'
+    return next((t for t,*_ in (*q.needs, *captured_needs(q))), 'weight')
 
 def describe_tensor(ttype, module, described): # described: as `CapturedTensors` has it
     "Return tname, pname, call and dtype of a module's tensor."
@@ -206,17 +205,8 @@ class QuantityRows:
         self.notices.once(kind, f"{type(q).__name__} of {w.track.name}: {what} Training continues. This warning appears once.")
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #d3fa402b
-class EmberRun:
-    "Run of the ember armed on the model."
-    def __init__(self, recorder):
-        self.t,self.add_rows = recorder.t,recorder.add_rows
-        self.scaler = None if recorder.watch is None else recorder.watch.scaler
-
-    def close(self): self.t.barrier()
-
 class OwnRun:
     "Run of a monitor without an ember."
-    scaler = None
     def __init__(self, root, name=None, resume=False, home=None, store='jsonl'): # root: `moduleTrack` of the model
         kind,(rank,ranks) = type(root.module).__name__,rank_and_size()
         self.rank = {'rank': rank} if ranks>1 else {}
@@ -228,8 +218,6 @@ class OwnRun:
     def add_rows(self, step, rows): # rows: as `Recorder.add_rows` accepts them
         ts,marks = now(),{**self.rank, **self.t.marked}
         self.t.put(lambda: [one_row(key, call, None, dtype, stats, step, ts, marks, {}) for key,call,dtype,stats in rows], True)
-
-    def close(self): self.t.end()
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #af31027b
 def step_number(step):
@@ -278,9 +266,9 @@ class Monitor:
             raise TypeError(f"scaler= must be a torch.amp.GradScaler, got {an(scaler)}.")
         check_store(store)
         recorder = None if name or home or resume else getattr(armed_by(self.model), 'recorder', None)
-        self.run = OwnRun(tracked[0], name, resume, home, store) if recorder is None else EmberRun(recorder)
-        self.t = self.run.t
-        self.passes = ModelPasses(tracked[0], self.run.scaler if scaler is None else scaler)
+        self.run = OwnRun(tracked[0], name, resume, home, store) if recorder is None else recorder
+        self.t,optimizers = self.run.t,getattr(recorder, 'watch', None)
+        self.passes = ModelPasses(tracked[0], optimizers.scaler if scaler is None and optimizers is not None else scaler)
         for m in modules: self.passes.add(Watch(*m, self.passes))
         self.watches,self.outputs = self.passes.watches,QuantityValues()
         self.rows = QuantityRows(self.outputs, on_error)
@@ -350,7 +338,7 @@ class Monitor:
         "Remove all hooks from the model, and write all rows."
         self._leave()
         for w in self.watches: w.forget()
-        self.run.close()
+        (self.t.end if isinstance(self.run, OwnRun) else self.t.barrier)()
 
     def __enter__(self): return self
 
