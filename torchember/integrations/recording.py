@@ -168,9 +168,16 @@ class RecordingCallback:
     te = property(lambda self: self.recording.te, doc="The `torchEmber` of the training that goes on, None before and after")
     report = property(lambda self: self.recording.report, doc="What was done in the last training, `report['run']` its name")
 
+    place = None # `MethodPlace` in the trainer, until the run ends
+
+    def end(self):
+        if self.place is not None: self.place.remove()
+        self.place = None
+        return self.recording.end()
+
     def close(self): # `Report`, or None if nothing was recorded
         "End the run. Needed after an exception if the library does not notify callbacks."
-        return self.recording.end()
+        return self.end()
 
     def __enter__(self): return self
 
