@@ -7,6 +7,7 @@ import ast
 import json
 import re
 import sys
+import textwrap
 from functools import cache
 from io import StringIO
 from pathlib import Path
@@ -140,10 +141,17 @@ def cleaned(notebook):
     for c in found: c['source'] = stripped(''.join(c['source'])).splitlines(keepends=True)
     return json.dumps(nb, indent=1, ensure_ascii=False)+'\n' if found else notebook
 
+def import_hint(module, names):
+    "Return the import of some names as themselves, for editors, in lines of at most 120 characters."
+    pairs = ', '.join(f'{n}\0as\0{n}' for n in names) # \0: no line ends before `as`
+    line = f'    from {module} import {pairs}'
+    if len(line)>120: line = textwrap.fill(f'    from {module} import ({pairs})', 120, subsequent_indent='        ')
+    return line.replace('\0', ' ')+'\n'
+
 def hinted(code):
     "Return the text of `torchember/__init__.py` with an import of each name in `names` and `other_names`, for editors."
     listed = [ast.literal_eval(o.value) for o in ast.parse(code).body if isinstance(o, ast.Assign) and o.targets[0].id in ('names', 'other_names')]
-    lines = ''.join(f'    from .{module} import {n} as {n}\n' for names in listed for module,found in names.items() for n in found.split())
+    lines = ''.join(import_hint(f'.{module}', found.split()) for names in listed for module,found in names.items())
     return re.sub(r'(?<=\nif TYPE_CHECKING:\n)(    .*\n)+', lines, code, count=1)
 
 def modules(where): return [where] if where.suffix=='.py' else [p for p in sorted(where.rglob('*.py')) if p.name not in ('__init__.py', '_modidx.py')]

@@ -132,10 +132,10 @@ cases = {
     test_exit_meanwhile[0-True]
     ''',
 'run/test_run.py': '''
-    test_its_end_is_its_own[sys.exit('why')]
-    test_its_end_is_its_own[raise KeyboardInterrupt]
-    test_its_end_is_its_own[os._exit(4)]
-    test_its_end_is_its_own[raise ValueError('it')]
+    test_program_ends_as_under_python[sys.exit('why')]
+    test_program_ends_as_under_python[raise KeyboardInterrupt]
+    test_program_ends_as_under_python[os._exit(4)]
+    test_program_ends_as_under_python[raise ValueError('it')]
     ''',
 'show/test_report.py': '''
     test_a_page_of_whatever_there_is[a logframe]

@@ -8,19 +8,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .ember import torchEmber as torchEmber
     from .store.jsonl import emberTracker as emberTracker
-    from .frames.logs import read as read
-    from .frames.logs import wide as wide
-    from .frames.listing import runs as runs
-    from .frames.listing import compact as compact
-    from .frames.scan import scan as scan
-    from .frames.scan import query as query
+    from .frames.logs import read as read, wide as wide
+    from .frames.listing import runs as runs, compact as compact
+    from .frames.scan import scan as scan, query as query
     from .frames.moving import sync as sync
-    from .ground.choose import select as select
-    from .ground.choose import every as every
-    from .ground.choose import at as at
-    from .ground.choose import until as until
-    from .ground.choose import between as between
-    from .ground.choose import log_spaced as log_spaced
+    from .ground.choose import (select as select, every as every, at as at, until as until, between as between,
+        log_spaced as log_spaced)
     from .ground.messages import EmberWarning as EmberWarning
     from .measure.stats import get_stats as get_stats
     from .show.first_look import overview as overview
@@ -34,8 +27,7 @@ if TYPE_CHECKING:
     from .show.page.document import report as report
     from .health.diagnose import diagnose as diagnose
     from .health.brief import brief as brief
-    from .health.diff import diff as diff
-    from .health.diff import assert_same_run as assert_same_run
+    from .health.diff import diff as diff, assert_same_run as assert_same_run
     from .health.kept import keep_run as keep_run
     from .health.locate import locate as locate
     from .health.rules import rule as rule
@@ -52,67 +44,37 @@ if TYPE_CHECKING:
     from .ground.record import ttypes as ttypes
     from .measure.kernels import summarize as summarize
     from .measure.summary import Summary as Summary
-    from .measure.exponents import exponents_for as exponents_for
-    from .measure.exponents import headroom as headroom
-    from .measure.spectrum import covariance as covariance
-    from .measure.spectrum import cal_cov_matrix as cal_cov_matrix
-    from .measure.spectrum import cal_eig as cal_eig
-    from .measure.spectrum import rankme as rankme
-    from .measure.spectrum import effective_rank as effective_rank
-    from .measure.spectrum import SpectrumError as SpectrumError
-    from .frames.belongings import du as du
-    from .frames.belongings import mv as mv
-    from .frames.belongings import rm as rm
+    from .measure.exponents import exponents_for as exponents_for, headroom as headroom
+    from .measure.spectrum import (covariance as covariance, cal_cov_matrix as cal_cov_matrix, cal_eig as cal_eig,
+        rankme as rankme, effective_rank as effective_rank, SpectrumError as SpectrumError)
+    from .frames.belongings import du as du, mv as mv, rm as rm
     from .frames.unit_tables import dead_units as dead_units
-    from .frames.logframe import to_logframe as to_logframe
-    from .frames.logframe import from_logframe as from_logframe
-    from .frames.logframe import validate as validate
-    from .frames.logframe import LogFrame as LogFrame
-    from .frames.logframe import TrainingStats as TrainingStats
-    from .frames.logframe import SchemaException as SchemaException
-    from .frames.files import read_pickle as read_pickle
-    from .frames.files import read_csv as read_csv
-    from .frames.files import read_parquet as read_parquet
-    from .frames.files import write_parquet as write_parquet
+    from .frames.logframe import (to_logframe as to_logframe, from_logframe as from_logframe, validate as validate,
+        LogFrame as LogFrame, TrainingStats as TrainingStats, SchemaException as SchemaException)
+    from .frames.files import (read_pickle as read_pickle, read_csv as read_csv, read_parquet as read_parquet,
+        write_parquet as write_parquet)
     from .show.lines import FacetException as FacetException
-    from .show.histograms import exp_hist as exp_hist
-    from .show.histograms import ridge as ridge
+    from .show.histograms import exp_hist as exp_hist, ridge as ridge
     from .show.heatmaps import scalar_global_heatmap as scalar_global_heatmap
     from .show.ranges import out_of_range as out_of_range
-    from .show.surfaces import surface as surface
-    from .show.surfaces import Surface3d as Surface3d
+    from .show.surfaces import surface as surface, Surface3d as Surface3d
     from .show.differences import differences as differences
-    from .state.factories import from_weight as from_weight
-    from .state.factories import from_grad as from_grad
-    from .state.factories import from_state_dict as from_state_dict
-    from .state.factories import from_optimizer_state as from_optimizer_state
-    from .state.factories import from_together as from_together
-    from .state.factories import from_activation as from_activation
-    from .state.factories import from_activation_grad as from_activation_grad
-    from .state.factories import load as load
+    from .state.factories import (from_weight as from_weight, from_grad as from_grad,
+        from_state_dict as from_state_dict, from_optimizer_state as from_optimizer_state,
+        from_together as from_together, from_activation as from_activation,
+        from_activation_grad as from_activation_grad, load as load)
     from .state.ratios import trust_ratio as trust_ratio
-    from .state.noise import noise_scale as noise_scale
-    from .state.noise import NoiseScale as NoiseScale
-    from .monitor.quantities import MultiStepQuantity as MultiStepQuantity
-    from .monitor.quantities import SingleStepQuantity as SingleStepQuantity
-    from .monitor.views import Extension as Extension
-    from .monitor.views import ForwardInputExtension as ForwardInputExtension
-    from .monitor.views import ForwardOutputExtension as ForwardOutputExtension
-    from .monitor.views import ForwardInputEigOfCovExtension as ForwardInputEigOfCovExtension
-    from .monitor.views import BackwardInputExtension as BackwardInputExtension
-    from .monitor.views import BackwardOutputExtension as BackwardOutputExtension
-    from .monitor.views import BackwardOutputEigOfCovExtension as BackwardOutputEigOfCovExtension
-    from .compat.tandv import track as track
-    from .compat.tandv import stash_scalar_stats as stash_scalar_stats
-    from .compat.tandv import stash_hist as stash_hist
-    from .compat.tandv import stash_all_stats_and_hist as stash_all_stats_and_hist
-    from .compat.tandv import stash_full_tensor as stash_full_tensor
-    from .compat.nnstat import NetDict as NetDict
-    from .compat.nnstat import get_weight as get_weight
-    from .compat.nnstat import get_grad as get_grad
-    from .compat.nnstat import get_optimizer_state as get_optimizer_state
-    from .compat.nnstat import compute_stats as compute_stats
-    from .compat.nnstat import utils as utils
+    from .state.noise import noise_scale as noise_scale, NoiseScale as NoiseScale
+    from .monitor.quantities import MultiStepQuantity as MultiStepQuantity, SingleStepQuantity as SingleStepQuantity
+    from .monitor.views import (Extension as Extension, ForwardInputExtension as ForwardInputExtension,
+        ForwardOutputExtension as ForwardOutputExtension,
+        ForwardInputEigOfCovExtension as ForwardInputEigOfCovExtension,
+        BackwardInputExtension as BackwardInputExtension, BackwardOutputExtension as BackwardOutputExtension,
+        BackwardOutputEigOfCovExtension as BackwardOutputEigOfCovExtension)
+    from .compat.tandv import (track as track, stash_scalar_stats as stash_scalar_stats, stash_hist as stash_hist,
+        stash_all_stats_and_hist as stash_all_stats_and_hist, stash_full_tensor as stash_full_tensor)
+    from .compat.nnstat import (NetDict as NetDict, get_weight as get_weight, get_grad as get_grad,
+        get_optimizer_state as get_optimizer_state, compute_stats as compute_stats, utils as utils)
     from .compat.taiyi import Visualization as Visualization
 
 names = { # Python module -> main names

@@ -158,6 +158,34 @@ class RecordedRun:
         from torchember import summary
         print(summary(self, *args, **kwargs))
 
+    def show(self,
+        *args, **kwargs # Of `overview`
+    ): # matplotlib Axes
+        """Draw the run: all layers and steps, the loss, and the first NaN or infinity.
+
+        Args:
+            *args, **kwargs: Of `overview`
+
+        Returns:
+            matplotlib Axes
+        """
+        from torchember import overview # the package show imports this Python module
+        return overview(self, *args, **kwargs)
+
+    def live(self,
+        **kwargs # Of `torchember.live`
+    ): # The view; its `close()` ends it earlier
+        """Show the run until `close`: in a notebook as `show` does, redrawn below this cell as rows arrive; in a terminal as a line.
+
+        Args:
+            **kwargs: Of `torchember.live`
+
+        Returns:
+            The view; its `close()` ends it earlier
+        """
+        from torchember import live
+        return live(self, **kwargs)
+
     def check(self,
         golden, # The correct run: a file of `keep_run`, or another argument of `diff`
         rtol:float|None=None # Tolerated difference, as a share of a tensor's size; by its format and number of elements by default
@@ -189,12 +217,7 @@ class ArmedModel(RecordedRun):
     "Model of a run. It can be armed and disarmed."
     modules = property(lambda self: {t.name: t for t in self.tracks}, doc="Display name -> `moduleTrack`")
 
-    def __init__(self,
-        t, recorder, # The run, and its `Recorder`
-        model, # The user's model, perhaps wrapped
-        tracks, # `moduleTrack`s of the modules, root first
-        include=None, exclude=None # Selection of modules
-    ):
+    def __init__(self, t, recorder, model, tracks, include=None, exclude=None): # tracks: `moduleTrack`s of the modules, root first
         super().__init__(t, recorder)
         self.model,self.model_name,self.tracks = model,type(tracks[0].module).__name__,tracks
         self.include,self.exclude,self.armed = include,exclude,False
@@ -329,10 +352,7 @@ def merge_ranks(t, rank, world, tree):
         if (t := run()) is not None: note_soon(t.file, what)
     return WholeSteps(part, rank, world, about, note, store)
 
-def report_of(
-    recorder,
-    views=(), rules=None, feeds=() # Live pictures, the `RuleWatch`, and the `Feed`s of sinks
-) -> Report:
+def report_of(recorder, views=(), rules=None, feeds=()) -> Report: # views: live pictures; rules: `RuleWatch`; feeds: `Feed`s of sinks
     "Return the report of a run, and write its times into the metadata."
     r,f,cost,live = recorder,recorder.t.file,recorder.cost,sum(v.seconds for v in views)
     def spent():
@@ -439,34 +459,6 @@ class torchEmber(ArmedModel):
             {'parameters': known.meta()} | ({'ranks': ranks.meta()} if ranks else {}) |
             ({} if resume else {'vis': {'vis_type': 'standard'}, 'structure': self.mod_tree()}))
 
-    def show(self,
-        *args, **kwargs # Of `overview`
-    ): # matplotlib Axes
-        """Draw the run: all layers and steps, the loss, and the first NaN or infinity.
-
-        Args:
-            *args, **kwargs: Of `overview`
-
-        Returns:
-            matplotlib Axes
-        """
-        from torchember import overview # the package show imports this Python module
-        return overview(self, *args, **kwargs)
-
-    def live(self,
-        **kwargs # Of `torchember.live`
-    ): # The view; its `close()` ends it earlier
-        """Show the run until `close`: in a notebook as `show` does, redrawn below this cell as rows arrive; in a terminal as a line.
-
-        Args:
-            **kwargs: Of `torchember.live`
-
-        Returns:
-            The view; its `close()` ends it earlier
-        """
-        from torchember import live
-        return live(self, **kwargs)
-
     def close(self): # A `Report`
         """End the run: disarm, write everything, and return a report.
 
@@ -509,11 +501,7 @@ class torchEmber(ArmedModel):
 class EmberCopy:
     "Replacement of a model's ember in copies of the model. It reads the run, and records nothing."
     armed = False
-    def __init__(self,
-        model_name:str, # Class of the model
-        fname:str, # Name of the run
-        home:str # Folder of the log
-    ): self.model_name,self.fname,self.home = model_name,fname,home
+    def __init__(self, model_name, fname, home): self.model_name,self.fname,self.home = model_name,fname,home
 
     t = property(lambda self: emberTracker(self.fname, self.home), doc="The run, for reading")
 

@@ -22,10 +22,7 @@ def names_in_function(f):
     return [*f.co_names, *(n for c in inner for n in names_in_function(c))]
 
 # %% ../nbs/93_magics.ipynb #557bd1ba
-def named_in(
-    code:ast.AST, # Code of a cell
-    names:dict # Names of the notebook -> values
-) -> dict:
+def named_in(code, names) -> dict: # code: `ast.AST` of a cell; names: names of the notebook -> values
     "Return the notebook's names in a cell, and in functions of the notebook used there."
     found,todo = {},names_used(code)
     while todo:
@@ -70,11 +67,7 @@ def show(t):
     display(diagnose(t))
 
 # %% ../nbs/93_magics.ipynb #0aa367db
-def ember_cell(
-    shell, # IPython's shell
-    line:str, # Options after `%%ember`, as `torchember run` has them
-    cell:str # Text of the cell
-):
+def ember_cell(shell, line, cell): # line: options after `%%ember`, as `torchember run` has them
     "Run a cell with its models armed, and show their runs."
     __tracebackhide__ = '__ipython_bottom__'
     import torch

@@ -41,11 +41,7 @@ def add_options(p):
     p.add_argument('--store', choices=['jsonl', 'parquet'], help='format of the run')
 
 # %% ../nbs/92_run.ipynb #7fc9c0ec
-def options_in(
-    words:list, # `['--every', '10', ...]`
-    prog:str='torchember run', # The command, for messages
-    usage:str|None=None # How to call the command
-) -> dict: # Arguments of `torchEmber`
+def options_in(words, prog='torchember run', usage=None) -> dict: # words: such as ['--every', '10']; prog, usage: for messages
     "Return the options of a command line as arguments. Raise SystemExit for wrong options, as argparse does."
     from torchember.ground.choose import schedule
     from torchember.ground.record import check_ttypes
@@ -69,10 +65,8 @@ def options_in(
 # %% ../nbs/92_run.ipynb #a203b184
 usage = 'torchember run [options] [--] PROGRAM [arguments of the program], or torchember run [options] -m MODULE [its arguments]'
 
-def split_arguments(
-    argv:list # Arguments after `torchember run`
-) -> tuple: # Options; True if a Python module is named; the program and its arguments
-    "Return the options of torchember and the arguments of the program."
+def split_arguments(argv) -> tuple: # options; True if a Python module is named; the program and its arguments
+    "Split the arguments after `torchember run` into the options of torchember and the words of the program."
     i = 0
     while i<len(argv) and argv[i].startswith('-') and argv[i] not in ('--', '-m', '-h', '--help'): i += 1 if '=' in argv[i] else 2
     words,rest = argv[:i],argv[i:]
@@ -183,10 +177,8 @@ def run_source(program, recording, is_module):
     return 0
 
 # %% ../nbs/92_run.ipynb #7175f6d8
-def run_command(
-    argv:list # Arguments after `torchember run`
-) -> int: # Exit code: 0 if the program came to its end, 2 if there is no such program. Exceptions of the program pass through, also SystemExit
-    "Run a program, and record the models it trains."
+def run_command(argv) -> int: # exit code: 0 if the program came to its end, 2 if there is no such program
+    "Run a program, and record the models it trains. Exceptions of the program pass through, also SystemExit."
     words,is_module,program = split_arguments(argv)
     options = options_in(words, usage=usage)
     if not program: options_parser('torchember run', usage).error('name a program')

@@ -53,12 +53,8 @@ def outermost(some, modules):
     return max(around, key=lambda w: len([*w.modules()]), default=m)
 
 # %% ../nbs/91_trained.ipynb #0caac990
-def models_of(
-    parameters:list, # Parameters of an optimizer
-    called:nn.Module|None=None, # Outermost module that the program called, if known
-    modules:list|None=None # Candidates; all modules of the process by default
-) -> list: # Modules; the one with most of the parameters first
-    "Return the models with some parameters."
+def models_of(parameters, called=None, modules=None) -> list: # called: outermost called module; modules: candidates, default all
+    "Return the models with some parameters of an optimizer; the model with most of them first."
     left,found = ids_of(parameters),[]
     candidates = live_objects(nn.Module) if modules is None else modules
     held = [(m, ids) for m in holders(candidates+[m for m in [called] if m is not None], left) if (ids := parameters_in(m)) & left]
@@ -73,9 +69,7 @@ def models_of(
     return found
 
 # %% ../nbs/91_trained.ipynb #f26aa0d0
-def in_use(
-    optimizers:list # In the order in which they were created
-) -> list: # Without those that another optimizer replaced
+def in_use(optimizers) -> list: # in the order in which they were created
     "Return the optimizers in use: of several for the same parameters, the last one or the wrapper around it."
     def is_replaced(o, other, is_later):
         if ids_of(parameters_of(o))!=ids_of(parameters_of(other)): return False
@@ -85,31 +79,22 @@ def in_use(
 def names_of(optimizers): return ' and '.join(type(o).__name__ for o in optimizers)
 
 # %% ../nbs/91_trained.ipynb #1da3fab9
-def wrap_call(former, notify):
-    "Return a wrapper of `Module.__call__`: it first calls `notify(module)`."
-    @functools.wraps(former)
-    def __call__(self, *args, **kwargs):
-        if not torch.compiler.is_compiling(): notify(self)
-        return former(self, *args, **kwargs)
-    return __call__
-
-def wrap_init(former, notify):
-    "Return a wrapper of `Optimizer.__init__`: it calls `notify(optimizer)` at the end."
-    @functools.wraps(former)
-    def __init__(self, *args, **kwargs):
-        former(self, *args, **kwargs)
-        notify(self)
-    return __init__
-
 class ClassPatch:
-    "Temporary replacement of a method of a class. Patches on top of it stay."
-    def __init__(self, cls, name): self.cls,self.name,self.former,self.ours = cls,name,None,None
+    "Temporary replacement of a method of a class: it calls a function with the same arguments, too. Patches on top of it stay."
+    def __init__(self, cls, name, notify, after=False): # after: True to call `notify` after the method
+        self.cls,self.name,self.notify,self.after,self.former,self.ours = cls,name,notify,after,None,None
 
-    def install(self, wrap, notify):
+    def install(self):
         if self.ours is not None: return
-        self.former = getattr(self.cls, self.name)
-        self.ours = wrap(self.former, notify)
-        setattr(self.cls, self.name, self.ours)
+        former,notify,after = getattr(self.cls, self.name),self.notify,self.after
+        @functools.wraps(former)
+        def ours(me, *args, **kwargs):
+            if not after and not torch.compiler.is_compiling(): notify(me, *args, **kwargs)
+            result = former(me, *args, **kwargs)
+            if after: notify(me, *args, **kwargs)
+            return result
+        self.former,self.ours = former,ours
+        setattr(self.cls, self.name, ours)
 
     def uninstall(self):
         if self.ours is not None and vars(self.cls).get(self.name) is self.ours: setattr(self.cls, self.name, self.former)
@@ -117,14 +102,6 @@ class ClassPatch:
 
 # %% ../nbs/91_trained.ipynb #1d6f796e
 def has_closure(args, kwargs): return callable(kwargs.get('closure')) or any(map(callable, args[1:]))
-
-def wrap_scale(former, notify):
-    "Return a wrapper of `GradScaler.scale`: it first calls `notify(scaler, outputs)`."
-    @functools.wraps(former)
-    def scale(self, outputs, *args, **kwargs):
-        if not torch.compiler.is_compiling(): notify(self, outputs)
-        return former(self, outputs, *args, **kwargs)
-    return scale
 
 def classes_with(cls, name):
     "Return the classes with an own method `name`: of `cls` and its subclasses."
@@ -138,10 +115,7 @@ def running_scaler():
         if isinstance(me, torch.amp.GradScaler): return me
         f = f.f_back
 
-def leads_to(
-    outputs, # A tensor, or a list of tensors
-    ids:set # Ids of parameters
-) -> bool:
+def leads_to(outputs, ids) -> bool: # outputs: a tensor, or a list of tensors; ids: of parameters
     "Return True if a backward pass from `outputs` reaches one of the parameters."
     nodes,seen = [x.grad_fn for x in (outputs if isinstance(outputs, list|tuple) else [outputs]) if torch.is_tensor(x)],set()
     while nodes:
@@ -271,8 +245,8 @@ class ModelArmer:
 def never_raises(f):
     "Decorate a method of `Trainings`: after an error of torchember, the program trains on."
     @functools.wraps(f)
-    def guarded(self, *args):
-        try: return f(self, *args)
+    def guarded(self, *args, **kwargs):
+        try: return f(self, *args, **kwargs)
         except Exception as e: self.give_up(e)
     return guarded
 
@@ -280,24 +254,22 @@ def never_raises(f):
 class Patches:
     "Patches of optimizers, module calls and scalers. They notify a `Trainings` of events."
     def __init__(self, on_created, on_step, on_call, on_scale):
-        self.on_created,self.on_step,self.on_call,self.on_scale = on_created,on_step,on_call,on_scale
-        self.calls,self.inits = ClassPatch(nn.Module, '__call__'),ClassPatch(torch.optim.Optimizer, '__init__')
+        self.on_step,self.on_scale = on_step,on_scale
+        self.calls = ClassPatch(nn.Module, '__call__', on_call)
+        self.inits = ClassPatch(torch.optim.Optimizer, '__init__', on_created, after=True)
         self.scales,self.handle = {},None # class of scalers -> `ClassPatch`; handle of the hook of optimizer steps
 
     def install(self):
-        self.inits.install(wrap_init, self.on_created)
+        self.inits.install()
         self.handle = register_optimizer_step_pre_hook(self.on_step)
 
-    def update(self,
-        calls:bool, # True to be notified of module calls
-        scales:bool # True to be notified of scaled losses
-    ):
+    def update(self, calls, scales): # True to be notified of module calls, and of scaled losses
         "Install or uninstall the patches of module calls and scalers. `scaler.scale(model(x))` looks up `scale` before it calls the model."
-        if calls: self.calls.install(wrap_call, self.on_call)
+        if calls: self.calls.install()
         else: self.calls.uninstall()
         if scales:
             for cls in classes_with(torch.amp.GradScaler, 'scale'):
-                self.scales.setdefault(cls, ClassPatch(cls, 'scale')).install(wrap_scale, self.on_scale)
+                self.scales.setdefault(cls, ClassPatch(cls, 'scale', self.on_scale)).install()
         else:
             for patch in self.scales.values(): patch.uninstall()
 
@@ -305,6 +277,13 @@ class Patches:
         self.update(False, False)
         self.inits.uninstall()
         self.handle.remove()
+
+# %% ../nbs/91_trained.ipynb #d9adbfac
+def why_nothing(has_optimizer):
+    "Return the message for a program in which no model was armed."
+    if has_optimizer: return "nothing was recorded: no optimizer stepped, and no module with its parameters was called with gradients."
+    return ('nothing was recorded: the program created no torch optimizer. If it updates the weights itself, '
+        'call torchEmber(model) in the program.')
 
 # %% ../nbs/91_trained.ipynb #8e6ba163
 class Trainings:
@@ -342,7 +321,7 @@ class Trainings:
     def is_active(self): return self.is_on and not self.has_failed and os.getpid()==self.pid # a forked process is another program
 
     @never_raises
-    def on_created(self, optimizer):
+    def on_created(self, optimizer, *args, **kwargs):
         "Handle a new optimizer."
         if not self.is_active(): return
         self.created += 1
@@ -351,7 +330,7 @@ class Trainings:
         self.update_patches()
 
     @never_raises
-    def on_call(self, module):
+    def on_call(self, module, *args, **kwargs):
         "Handle the call of a module, before the calls of its children."
         has_grad = torch.is_grad_enabled()
         if not (has_grad or self.armer.models) or id(module) in self.pending.other_modules or not self.is_active(): return
@@ -385,7 +364,7 @@ class Trainings:
         self.update_patches()
 
     @never_raises
-    def on_scale(self, scaler, outputs):
+    def on_scale(self, scaler, outputs, *args, **kwargs):
         "Handle the loss in a scaler's `scale`: the scaler belongs to the training with parameters reached by the loss."
         if not self.is_active(): return
         found = [t for t in self.trainings if t.may_get_scaler and t.te() is not None]
@@ -402,10 +381,8 @@ class Trainings:
 
     # ---- the end
 
-    def stop(self,
-        error=None # The exception that ended the program
-    ):
-        "Uninstall the patches and close the runs. If nothing was recorded, say why."
+    def stop(self, error=None):
+        "Uninstall the patches and close the runs, after the exception `error` that ended the program. If nothing was recorded, say why."
         if not self.is_on: return
         is_here,self.is_on = os.getpid()==self.pid,False
         self.patches.uninstall()
@@ -413,10 +390,4 @@ class Trainings:
         for t in self.trainings:
             te = t.te()
             if te is None or te.armed: self.armer.end(t, error)
-        if not self.trainings and not self.armer.reasons: self.armer.say(self.why_nothing())
-
-    def why_nothing(self):
-        if self.stepped or self.created:
-            return "nothing was recorded: no optimizer stepped, and no module with its parameters was called with gradients."
-        return 'nothing was recorded: the program created no torch optimizer. ' \
-            'If it updates the weights itself, call torchEmber(model) in the program.'
+        if not self.trainings and not self.armer.reasons: self.armer.say(why_nothing(bool(self.stepped or self.created)))

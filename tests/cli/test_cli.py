@@ -100,7 +100,7 @@ def test_help_and_its_example(tmp_path, name, inside, monkeypatch):
     assert sorted(f.name for f in tmp_path.iterdir() if f.is_file())==sorted([made[n] for n in [name] if n in made]+['train.py'])
 
 
-def test_what_starts_without_pandas_and_torch(runs_there):
+def test_commands_start_without_pandas_and_torch(runs_there):
     for args in ['--help'], ['ls'], ['du'], ['tail', 'before'], ['completion', 'bash'], ['complete', 'zsh', 'show', '']:
         code = (f"import sys; from torchember.cli import main\ntry: main({args})\nexcept SystemExit: pass\n"
             "print([m for m in ('torch', 'pandas', 'matplotlib') if m in sys.modules])")
@@ -123,7 +123,7 @@ for name in [n for n,(_,what) in places.items() if what and n not in ('mv', 'boa
     assert (tmp_path/'before.png').exists() and sorted(runs(tmp_path/'home').name)==['after', 'before lr=3e-4']
 
 
-def test_json_has_what_the_library_says(runs_there, tmp_path, inside):
+def test_json_equals_the_results_of_the_library(runs_there, tmp_path, inside):
     def told(*args): return json.loads(inside(*args, '--json').stdout)
     there = runs(runs_there)
     assert [(r['name'], r['steps'], r['rows'], r['size']) for r in told('ls')]==[*there[['name', 'steps', 'rows', 'size']].itertuples(index=False, name=None)]
@@ -159,7 +159,7 @@ def test_lines_fit(inside, columns, monkeypatch):
     assert {'name', 'before', 'after', 'blown'}<={*names}
 
 
-def test_nothing_is_left_out_in_a_pipe_and_there_are_no_colours(runs_there):
+def test_pipe_gets_everything_without_colours(runs_there):
     out = shell(runs_there, 'ls').stdout
     assert long_name in out and '\x1b' not in out
 
@@ -209,7 +209,7 @@ def test_plot_draws_blocks_into_a_pipe(inside):
     assert '▀' in inside('plot', 'before', '--inline').stdout and not [*Path().iterdir()]
 
 
-def test_a_run_has_died_when_one_of_its_processes_has(tmp_path):
+def test_run_has_died_if_one_process_has(tmp_path):
     for rank in 0, 1: train(tmp_path, f'many.rank{rank}', steps=1)
     def state(): return json.loads(shell(tmp_path, 'ls', '--json').stdout)[0]['state']
     assert state()=='ended'
@@ -223,7 +223,7 @@ def test_a_run_has_died_when_one_of_its_processes_has(tmp_path):
     assert state()=='ended'
 
 
-def test_the_newest_run_stands_first(tmp_path):
+def test_newest_run_is_first(tmp_path):
     for name,day in (('b', 2), ('c', 3), ('a', 1)):
         train(tmp_path, name, steps=1)
         file = tmp_path/'data'/f'base_{name}.json'
@@ -233,7 +233,7 @@ def test_the_newest_run_stands_first(tmp_path):
     assert [l.split()[0] for l in shell(tmp_path, 'ls', 'a', 'b').stdout.splitlines()]==['name', 'a', 'b']
 
 
-def test_what_is_left_out_first(monkeypatch):
+def test_least_important_columns_are_dropped_first(monkeypatch):
     monkeypatch.setenv('COLUMNS', '24')
     lines = format_table([dict(name='x'*20, more='y'*8, less='z'*8)], ['name', 'more', 'less'], elastic=('name',), drop=('less', 'more'))
     assert [l.split() for l in lines]==[['name'], ['x'*20]] # other columns are left out before a name gets shorter than 16
@@ -244,7 +244,7 @@ def test_what_is_left_out_first(monkeypatch):
 
 @pytest.mark.parametrize(('severity', 'codes'), [('warning', {'error': 0, 'warning': 1, 'info': 1, 'never': 0}),
     ('info', {'error': 0, 'warning': 0, 'info': 1, 'never': 0}), ('error', {'error': 1, 'warning': 1, 'info': 1, 'never': 0})])
-def test_what_fails_a_job(runs_there, monkeypatch, capsys, severity, codes):
+def test_fail_on_decides_the_exit_code(runs_there, monkeypatch, capsys, severity, codes):
     def odd(history): yield torchember.finding('', 'It is odd.', 0)
     monkeypatch.setattr('torchember.diagnose', lambda run, rules, home, *, old=torchember.diagnose: old(run, [torchember.rule(severity=severity)(odd)], home))
     for fail_on,code in codes.items(): assert main(['diagnose', 'before', '--home', str(runs_there), '--fail-on', fail_on])==code, fail_on
@@ -268,7 +268,7 @@ def test_exit_codes(inside):
     assert '-n is a number of lines' in inside('tail', 'before', '-n', '-1').stderr
 
 
-def test_export_takes_the_place_of_a_file_only_when_it_is_told_and_whole(inside, monkeypatch):
+def test_export_replaces_a_file_only_with_force_and_when_complete(inside, monkeypatch):
     file = Path('x.csv')
     file.write_text('mine')
     assert inside('export', 'before', 'x.csv').returncode==2 and file.read_text()=='mine'
@@ -282,7 +282,7 @@ def test_export_takes_the_place_of_a_file_only_when_it_is_told_and_whole(inside,
     assert inside('export', 'before', 'x.csv', '--force').returncode==0 and len(pd.read_csv(file))==len(read('before'))
 
 
-def test_a_home_where_nothing_was_recorded(tmp_path):
+def test_empty_home(tmp_path):
     for c in 'ls', 'du':
         got = shell(tmp_path/'none', c)
         assert (got.returncode, got.stdout)==(0, '') and 'There are no runs in' in got.stderr
@@ -290,14 +290,14 @@ def test_a_home_where_nothing_was_recorded(tmp_path):
     assert not (tmp_path/'none').exists()
 
 
-def test_an_error_of_ours_is_no_finding(runs_there):
+def test_internal_error_has_exit_code_2(runs_there):
     code = ("import sys; import torchember.health.diff as d; d.diff = lambda *a, **k: {}['x']\n"
         "from torchember.cli import main; sys.exit(main(['diff', 'before', 'after']))")
     got = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, env=environment(TORCHEMBER_HOME=str(runs_there)))
     assert got.returncode==2 and 'KeyError' in got.stderr
 
 
-def test_a_pipe_that_is_closed(runs_there):
+def test_closed_pipe_ends_the_command(runs_there):
     for args in ['tail', 'blown'], ['--help'], ['export', 'blown', '-', '--as', 'jsonl']:
         with subprocess.Popen([sys.executable, '-m', 'torchember', *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env=environment(TORCHEMBER_HOME=str(runs_there))) as p:
@@ -365,7 +365,7 @@ def test_tail_of_a_run_that_another_process_writes(tmp_path, end):
     if end!='end': training.p.stdin.close()
 
 
-def test_tail_tells_an_open_step_when_nothing_more_comes(tmp_path):
+def test_tail_prints_an_open_step_after_a_pause(tmp_path):
     training = Training(tmp_path)
     training.step(0)
     tail = subprocess.Popen([sys.executable, '-m', 'torchember', 'tail', 'other process'], stdout=subprocess.PIPE, text=True,
@@ -374,13 +374,13 @@ def test_tail_tells_an_open_step_when_nothing_more_comes(tmp_path):
     for p in tail,training.p: p.kill(), p.communicate()
 
 
-def test_a_row_that_comes_late_holds_nothing_up():
+def test_late_row_delays_no_step():
     steps = UnprintedSteps()
     for step in 5, 3: steps.add('log', dict(step=step, ttype='output'))
     assert [s.step for s in steps.over(['log'])]==[3] and [s.step for s in steps.over([])]==[5]
 
 
-def test_what_is_told_of_a_step_is_what_was_first_not_finite():
+def test_tail_names_the_first_non_finite_tensor():
     s = StepRow(0)
     for path in 'a', 'b', 'c': s.add(dict(step=0, ttype='output', module=f'm(Net).{path}(Linear)', nan=int(path!='a')))
     assert s.trouble=='NaN in output of b and 1 more' and (s.rows, s.odd)==(3, 2)
@@ -395,7 +395,7 @@ def test_tail_of_several_processes(tmp_path):
     assert [(o['step'], o['rows']) for o in lines]==[(s, 2*n) for s,n in one.items()]
 
 
-def test_the_end_of_a_long_log_needs_no_beginning(tmp_path, monkeypatch):
+def test_tail_reads_only_the_end_of_a_long_log(tmp_path, monkeypatch):
     train(tmp_path, 'long', steps=40)
     log = RunLog('long', tmp_path/'log'/'long', tmp_path/'data')
     for most in 1, 5000, 20_000, None:

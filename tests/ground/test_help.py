@@ -143,9 +143,12 @@ if TYPE_CHECKING:
     from .old import c as c
 
 names = { # all
-    'a': 'b d', 'e.f': 'g'}
+    'a': 'b d', 'e.f': 'g', 'long': 'name_00 name_01 name_02 name_03 name_04 name_05'}
 if 1:
     y
 """
-    after = before.replace('    from .old import c as c\n', '    from .a import d as d\n    from .e.f import g as g\n')
+    pairs = [f'name_{i:02} as name_{i:02}' for i in range(6)]
+    more = f"    from .e.f import g as g\n    from .long import ({', '.join(pairs[:4])},\n        {', '.join(pairs[4:])})\n"
+    after = before.replace('b as b\n    from .old import c as c\n', 'b as b, d as d\n'+more)
+    assert max(map(len, after.splitlines()))<=120
     assert docstrings.hinted(before)==after==docstrings.hinted(after)

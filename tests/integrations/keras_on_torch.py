@@ -140,7 +140,7 @@ def test_names_of_layers_and_weights():
 
 
 @pytest.mark.parametrize('make', [noisy, functional])
-def test_the_training_is_the_one_that_it_was(make):
+def test_callback_does_not_change_training(make):
     ember = EmberCallback()
     a,b = (fit(compiled(make), *embers, epochs=2, validation_data=data(6)) for embers in ([ember], [])) # each seeded anew
     assert left(a)==left(b) and ember.te is None
@@ -157,7 +157,7 @@ def test_numbers_of_the_step_that_closed():
     assert {(r['step'], r['epoch']) for r in lines(ember)}=={(i, i//4) for i in range(8)}
 
 
-def test_a_validation_is_in_and_what_others_ask_for_is_not():
+def test_validation_is_recorded_and_other_evaluations_are_not():
     class Asks(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
             self.model.evaluate(np.full((2, 4), 100., 'float32'), np.array([0, 1]), verbose=0)
@@ -235,7 +235,7 @@ def test_with_ends_the_run():
     assert ember.te is None and ember.report['recorded']==2 and not [l for l in model.layers if 'forward' in l.__dict__]
 
 
-def test_what_is_saved_is_what_was(tmp_path):
+def test_saved_model_is_unchanged(tmp_path):
     for name,ember in (('a', [EmberCallback()]), ('b', [])):
         fit(compiled(noisy), *ember, keras.callbacks.ModelCheckpoint(str(tmp_path/f'{name}.keras')))
     a,b = (keras.models.load_model(tmp_path/f'{n}.keras') for n in 'ab')
@@ -243,7 +243,7 @@ def test_what_is_saved_is_what_was(tmp_path):
     assert sorted(zipfile.ZipFile(tmp_path/'a.keras').namelist())==sorted(zipfile.ZipFile(tmp_path/'b.keras').namelist())
 
 
-def test_steps_that_are_wanted():
+def test_every_selects_steps():
     ember = EmberCallback(every=2, ttypes=('output', 'weight_grad'))
     fit(compiled(), ember)
     assert sorted({r['step'] for r in lines(ember) if r['ttype']!='scalar'})==[0, 2] and ember.report['steps']==4

@@ -83,7 +83,7 @@ def plain(data, accumulate=1, opt=momentum, bf16=False):
 
 @pytest.mark.parametrize('first', ['trackers', 'prepare', 'no trackers'])
 @pytest.mark.parametrize(('n', 'accumulate'), [(4, 1), (4, 2), (5, 2)])
-def test_rows_are_those_of_the_plain_loop(first, n, accumulate):
+def test_rows_equal_those_of_a_plain_loop(first, n, accumulate):
     "A step at the end of an epoch has fewer batches, as Accelerate counts them"
     ember = callback()
     with heard() as said: model = Loop(ember, batches(n), first=first, gradient_accumulation_steps=accumulate).run().model
@@ -125,7 +125,7 @@ def test_numbers_without_a_step():
     assert numbers(ember, 'loss')=={0: 2.} and not numbers(ember, 'logged_step') and not numbers(ember, 'before') and not numbers(ember, 'after')
 
 
-def test_what_runs_before_is_left_out_and_evaluation_is_not():
+def test_earlier_passes_are_not_recorded_and_evaluation_is():
     ember = callback()
     l = Loop(ember, end=False)
     l.net.eval(); l.net(torch.full((2, 4), 77.))
@@ -167,7 +167,7 @@ def test_a_scaler():
 
 @pytest.mark.parametrize('opt', [adam, momentum])
 @pytest.mark.parametrize('named', [True, False])
-def test_resume_goes_on_in_the_run(opt, named, tmp_path):
+def test_resume_continues_the_run(opt, named, tmp_path):
     whole,name = callback(),dict(name='mine') if named else {}
     Loop(whole, batches(3), opt=opt).run(2)
     first = Loop(callback(**name), batches(3), opt=opt, end=False).run()
@@ -183,7 +183,7 @@ def test_resume_goes_on_in_the_run(opt, named, tmp_path):
     same({(k[0]+shift, *k[1:]): r for k,r in rows_of(ember).items()}, {k: r for k,r in rows_of(whole).items() if named or k[0]>2})
 
 
-def test_a_state_counts_for_the_training_that_follows(tmp_path):
+def test_loaded_state_counts_for_the_next_training(tmp_path):
     first = Loop(callback(name='mine'), end=False).run()
     first.a.save_state(tmp_path/'it')
     first.a.end_training()
@@ -197,7 +197,7 @@ def test_a_state_counts_for_the_training_that_follows(tmp_path):
     assert ember.report['run']=='mine_2' and steps_of(ember)==[*range(4)]
 
 
-def test_steps_are_those_of_the_parameter_that_has_most():
+def test_steps_are_counted_by_the_most_stepped_parameter():
     from torchember.integrations.accelerate import steps_so_far as counted
     late,early = adam(seeded()),adam(seeded())
     for n,p in enumerate(q for o in (late, early) for g in o.param_groups for q in g['params']):
@@ -212,7 +212,7 @@ def test_a_name_without_a_state_is_another_run():
         assert ember.report['run']==want and steps_of(ember)==[0, 1, 2, 3]
 
 
-def test_checkpoints_are_those_of_a_training_without(tmp_path):
+def test_checkpoints_equal_those_without_the_callback(tmp_path):
     for ember,folder in ((callback(), 'a'), (None, 'b')):
         l = Loop(ember, end=False)
         l.step(*batches()[0])
@@ -224,7 +224,7 @@ def test_checkpoints_are_those_of_a_training_without(tmp_path):
         assert b'torchember' not in (a/n).read_bytes()
 
 
-def test_the_model_and_the_class_are_given_back():
+def test_model_and_class_are_restored():
     import accelerate
     init = accelerate.Accelerator.__init__
     ember,model = callback(),seeded()
@@ -286,7 +286,7 @@ def test_a_tracker_of_accelerate():
     l.a.end_training()
 
 
-def test_trackers_of_others_are_theirs(tmp_path):
+def test_other_trackers_are_unchanged(tmp_path):
     import accelerate
     class Other(accelerate.tracking.GeneralTracker):
         name,requires_logging_directory,heard = 'other',False,[]

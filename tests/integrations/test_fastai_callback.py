@@ -92,7 +92,7 @@ def plain(data, accumulate=1, clip=None, model=None, opt=None, first_step=0, **o
 
 @pytest.mark.parametrize(('more', 'by_hand'), [(lambda f: [], {}), (lambda f: [f.GradientAccumulation(10)], dict(accumulate=2)),
     (lambda f: [f.GradientClip(.01)], dict(clip=.01)), (lambda f: [f.MixedPrecision('bf16')], {})], ids=['plain', 'accumulate', 'clip', 'bf16'])
-def test_rows_are_those_of_the_plain_loop(more, by_hand, tmp_path):
+def test_rows_equal_those_of_a_plain_loop(more, by_hand, tmp_path):
     ember,f = callback(),fastai()
     model = fit(tmp_path, ember, *more(f)).model
     same(rows_of(ember), plain(batches(), **by_hand))
@@ -158,7 +158,7 @@ def test_numbers_of_the_step_that_closed(tmp_path):
     assert {(r['step'], r['epoch']) for r in ran(ember).t.lines()}=={(i, i//4) for i in range(8)} and not numbers(ember, 'time')
 
 
-def test_rates_are_those_of_the_step(tmp_path):
+def test_learning_rates_belong_to_their_step(tmp_path):
     "One cycle, and a rate for each group"
     ember = callback()
     learn = learner(tmp_path, ember, splitter=lambda m: [[*m.a.parameters()], [*m.b.parameters()]])
@@ -168,7 +168,7 @@ def test_rates_are_those_of_the_step(tmp_path):
     assert len(learn.recorder.lrs)==8 and not numbers(ember, 'learning_rate_group2')
 
 
-def test_validation_is_in_and_others_are_not(tmp_path):
+def test_validation_is_recorded_and_other_evaluations_are_not(tmp_path):
     ember = callback()
     learn = fit(tmp_path, ember, data=batches(3), epochs=2)
     same(rows_of(ember), plain(batches(3)*2))
@@ -210,7 +210,7 @@ def test_lr_find_is_left_out(tmp_path):
     same(rows_of(ember), plain(batches()))
 
 
-def test_what_is_saved_is_that_of_a_training_without(tmp_path):
+def test_saved_files_equal_those_without_the_callback(tmp_path):
     f,saved = fastai(),[]
     for ember in (callback(), None):
         learn = fit(tmp_path/str(len(saved)), *([ember] if ember else []), f.SaveModelCallback(with_opt=True))
@@ -262,7 +262,7 @@ def test_an_exported_learner_needs_no_torchember(tmp_path):
     assert learn.ember is ember
 
 
-def test_the_learner_is_given_back(tmp_path):
+def test_learner_is_restored(tmp_path):
     ember,model = callback(),seeded()
     before = left(model)
     learn = fit(tmp_path, ember, model=model)
@@ -283,7 +283,7 @@ def test_an_exception_ends_the_run(error, at, tmp_path):
     same({k: r for k,r in rows_of(ember).items() if k[0]<at}, plain((batches()*2)[:at], model=seeded(Fails)))
 
 
-def test_where_an_exception_is_not_heard(tmp_path, monkeypatch):
+def test_exception_without_a_private_method(tmp_path, monkeypatch):
     "The run ends when the next fit begins"
     monkeypatch.setattr('torchember.integrations.fastai.around_events', lambda learn, call: None)
     ember,model = callback(),seeded(Fails)
@@ -340,7 +340,7 @@ def test_half_epochs(tmp_path):
 
 
 @pytest.mark.parametrize('which', [0, 1])
-def test_a_step_that_somebody_cancels(which, tmp_path):
+def test_cancelled_step_has_no_scalars(which, tmp_path):
     "It is no step: the next one is"
     f = fastai()
     class Cancels(f.Callback):
@@ -409,7 +409,7 @@ def test_a_fit_goes_on_where_another_one_ended(tmp_path):
     assert [*numbers(ember, 'valid_loss')]==[2, 5, 8] and {(r['step'], r['epoch']) for r in ran(ember).t.lines()}=={(i, i//3) for i in range(9)}
 
 
-def test_it_goes_on_with_accumulated_steps(tmp_path):
+def test_accumulated_steps_continue_the_run(tmp_path):
     f = fastai()
     ember = callback()
     learn = learner(tmp_path, ember, f.GradientAccumulation(8), data=batches(4))
@@ -431,7 +431,7 @@ def test_wrong_arguments_at_once():
     with pytest.raises(TypeError, match='takes first_step from the trainer'): callback(first_step=3)
 
 
-def test_a_class_will_do(tmp_path):
+def test_class_of_the_callback_is_accepted(tmp_path):
     fastai()
     from torchember.integrations.fastai import EmberCallback
     learn = fit(tmp_path, EmberCallback)

@@ -81,7 +81,7 @@ def plain(data, accumulate=1, model=None, first_step=0):
 
 
 @pytest.mark.parametrize('accumulate', [1, 2])
-def test_rows_are_those_of_the_plain_loop(accumulate):
+def test_rows_equal_those_of_a_plain_loop(accumulate):
     ember = callback()
     model = fit(ember, accumulate=accumulate).model
     same(rows_of(ember), plain(batches(), accumulate))
@@ -123,7 +123,7 @@ def test_losses_of_accumulated_steps():
 
 @pytest.mark.parametrize('event', ['ITERATION_STARTED', 'ITERATION_COMPLETED'])
 @pytest.mark.parametrize('first', [True, False])
-def test_the_rate_is_that_of_the_step(event, first):
+def test_learning_rate_belongs_to_its_step(event, first):
     "Whenever a scheduler steps, and whoever was attached first"
     ember,seen = callback(),{}
     trainer = engines(ember if first else None)
@@ -196,7 +196,7 @@ def test_trials_of_rates_are_left_out():
     same(rows_of(ember), plain(batches()))
 
 
-def test_checkpoints_are_those_of_a_training_without(tmp_path):
+def test_checkpoints_equal_those_without_the_callback(tmp_path):
     saved = []
     for ember in (callback(), None):
         trainer,folder = engines(ember),tmp_path/str(bool(ember))
@@ -210,7 +210,7 @@ def test_checkpoints_are_those_of_a_training_without(tmp_path):
 
 
 @pytest.mark.parametrize(('named', 'accumulate'), [(True, 1), (False, 1), (True, 2)])
-def test_resume_goes_on_in_the_run(named, accumulate):
+def test_resume_continues_the_run(named, accumulate):
     whole,name,n = callback(),dict(name='mine') if named else {},4//accumulate
     fit(whole, epochs=2, accumulate=accumulate)
     old = fit(callback(**name), accumulate=accumulate)
@@ -260,7 +260,7 @@ def test_an_epoch_that_is_cut_short():
     assert {(r['step'], r['epoch']) for r in ran(ember).t.lines()}=={(0, 1), (1, 1), *((i, 2) for i in range(2, 6))}
 
 
-def test_the_model_is_given_back():
+def test_model_is_restored():
     ember,model = callback(),seeded()
     before = left(model)
     trainer = fit(ember, model=model)
@@ -279,7 +279,7 @@ def test_an_exception_ends_the_run(error):
     same({k: r for k,r in rows_of(ember).items() if k[0]<2}, plain(batches(2), model=seeded(Fails)))
 
 
-def test_where_an_exception_is_not_heard(monkeypatch):
+def test_exception_without_a_private_method(monkeypatch):
     "The run waits for `close`, or for another one"
     monkeypatch.setattr('torchember.integrations.ignite.around_exceptions', lambda trainer, call: None)
     ember,model = callback(),seeded(Fails)
@@ -298,7 +298,7 @@ def test_an_exception_of_a_handler(event):
     assert ember.te is None and ember.report['steps']==(1 if event=='ITERATION_COMPLETED' else 8 if event=='COMPLETED' else 4)
 
 
-def test_exceptions_that_somebody_takes_care_of():
+def test_handled_exceptions_do_not_end_the_run():
     "An engine goes on with the next epoch after an error, and is over after Ctrl-C; so is the run"
     for error,steps in ((ValueError('broken'), [0, 1, 2, 3, 4]), (KeyboardInterrupt(), [0])):
         ember,model,caught = callback(),seeded(Fails),[]
@@ -309,7 +309,7 @@ def test_exceptions_that_somebody_takes_care_of():
         assert caught==[error] and ember.te is None and [*numbers(ember, 'loss')]==steps and '_handle_exception' not in vars(trainer)
 
 
-def test_interrupt_and_go_on():
+def test_interrupted_run_continues():
     "Meanwhile the model is the user's"
     E,ember = ignite().engine.Engine,callback()
     was,E.interrupt_resume_enabled = E.interrupt_resume_enabled,True
@@ -325,7 +325,7 @@ def test_interrupt_and_go_on():
     assert ember.te is None
 
 
-def test_an_interruption_from_which_nobody_goes_on():
+def test_interrupted_run_can_be_closed():
     with callback() as ember:
         trainer = engines(ember)
         trainer.add_event_handler(events().ITERATION_COMPLETED(once=2), trainer.interrupt)
@@ -366,7 +366,7 @@ def test_what_is_attached_between_two_runs():
     assert numbers(ember, 'learning_rate')==seen and len(set(seen.values()))==4
 
 
-def test_a_training_that_is_given_up():
+def test_abandoned_training_is_ended():
     "The next one ends it, and nothing of it is left"
     ember,model = callback(),seeded()
     before = left(model)

@@ -100,7 +100,7 @@ def plain(data, accumulate=1, clip=None, bf16=False, first_step=0, model=None, o
 
 @pytest.mark.parametrize(('options', 'by_hand'), [({}, {}), (dict(accumulate_grad_batches=2), dict(accumulate=2)),
     (dict(gradient_clip_val=.01), dict(clip=.01)), (dict(precision='bf16-mixed'), dict(bf16=True))], ids=['plain', 'accumulate', 'clip', 'bf16'])
-def test_rows_are_those_of_the_plain_loop(options, by_hand, tmp_path):
+def test_rows_equal_those_of_a_plain_loop(options, by_hand, tmp_path):
     ember = callback()
     model,_ = fit(tmp_path, ember, **options)
     same(rows_of(ember), plain(batches(), **by_hand))
@@ -132,7 +132,7 @@ def test_numbers_of_the_step_that_closed(tmp_path):
     assert {(r['step'], r['epoch']) for r in ran(ember).t.lines()}=={(i, i//4) for i in range(8)}
 
 
-def test_the_rate_is_that_of_the_step(tmp_path):
+def test_learning_rate_belongs_to_its_step(tmp_path):
     "A scheduler steps before the batch is over"
     class Falling(kinds()[0]):
         def configure_optimizers(self):
@@ -143,7 +143,7 @@ def test_the_rate_is_that_of_the_step(tmp_path):
     assert numbers(ember, 'learning_rate')==pytest.approx({0: .1, 1: .05, 2: .025, 3: .0125})
 
 
-def test_validation_is_in_and_the_sanity_check_is_not(tmp_path):
+def test_validation_is_recorded_and_the_sanity_check_is_not(tmp_path):
     ember = callback()
     model,trainer = fit(tmp_path, ember, data=batches(3), val=batches(2), num_sanity_val_steps=2, max_epochs=2)
     same(rows_of(ember), plain(batches(3)*2))
@@ -170,7 +170,7 @@ def test_fast_dev_run_is_recorded(tmp_path):
     assert steps_of(ember)==[0, 1] and {*numbers(ember, 'train_loss_step')}=={0, 1}
 
 
-def test_checkpoints_are_those_of_a_training_without(tmp_path):
+def test_checkpoints_equal_those_without_the_callback(tmp_path):
     L,saved = lightning(),[]
     for ember in (callback(), None):
         folder = tmp_path/str(len(saved))
@@ -183,7 +183,7 @@ def test_checkpoints_are_those_of_a_training_without(tmp_path):
     assert bits(a['state_dict'], b['state_dict']) and a['loops']==b['loops']
 
 
-def test_the_model_is_given_back(tmp_path):
+def test_model_is_restored(tmp_path):
     ember = callback()
     model = seeded(kinds()[0])
     before = left(model.net)
@@ -210,7 +210,7 @@ def checkpoint(trainer, folder):
 
 
 @pytest.mark.parametrize('every', [1, 2])
-def test_resume_goes_on_in_the_run(every, tmp_path):
+def test_resume_continues_the_run(every, tmp_path):
     whole = callback(every=every)
     fit(tmp_path, whole, data=batches(3), max_epochs=2)
     _,trainer = fit(tmp_path, callback(name='mine', every=every), data=batches(3))

@@ -17,18 +17,18 @@ def train(recording, first, n):
 def steps_of(run): return sorted({r['step'] for r in emberTracker(run).lines()})
 
 
-def test_steps_that_were_not_wanted_are_no_gap():
+def test_unrecorded_steps_are_no_gap():
     "The last row is of step 2, the checkpoint of step 4"
     for first in (0, 4): assert train(TrainingRecorder(name='mine', every=2), first, 4)=='mine'
     assert steps_of('mine')==[0, 2, 4, 6]
 
 
-def test_the_run_that_goes_on_is_the_last_one():
+def test_last_run_of_a_name_is_continued():
     for _ in range(2): train(TrainingRecorder(name='mine'), 0, 3)
     assert train(TrainingRecorder(name='mine'), 3, 2)=='mine_2' and steps_of('mine_2')==[0, 1, 2, 3, 4] and steps_of('mine')==[0, 1, 2]
 
 
-def test_it_is_said_once():
+def test_warning_about_another_run_is_given_once():
     recording = TrainingRecorder(name='mine')
     train(recording, 0, 3)
     with heard('this training begins at step 1') as said:
@@ -36,7 +36,7 @@ def test_it_is_said_once():
     assert len(said)==1
 
 
-def test_an_end_that_fails_hides_no_error(monkeypatch):
+def test_failed_end_hides_no_error(monkeypatch):
     recording,model = TrainingRecorder(),seeded()
     te = recording.begin(model, momentum(model))
     close = te.close

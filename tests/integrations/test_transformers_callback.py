@@ -92,7 +92,7 @@ def plain(data, accumulate=1, clip=None, bf16=False, **options):
 
 @pytest.mark.parametrize(('options', 'by_hand'), [({}, {}), (dict(gradient_accumulation_steps=2), dict(accumulate=2)),
     (dict(max_grad_norm=.01), dict(clip=.01))], ids=['plain', 'accumulate', 'clip'])
-def test_rows_are_those_of_the_plain_loop(options, by_hand, tmp_path):
+def test_rows_equal_those_of_a_plain_loop(options, by_hand, tmp_path):
     ember = callback()
     model = train(tmp_path, ember, **options).model
     same(rows_of(ember), plain(batches(), **by_hand))

@@ -293,7 +293,7 @@ def test_only_needed_tensors_are_captured():
     assert '_torchember' not in model.fc1.__dict__ and '_torchember' in model.fc2.__dict__
     kept = []
     watch = next(w for w in monitor.watches if w.track.path=='fc2')
-    train(model, monitor, seen=None, run=lambda x: (model(x), kept.append(len(watch.captured.reduced)))[0])
+    train(model, monitor, seen=None, run=lambda x: (model(x), kept.append(len(watch.view._reduced)))[0])
     assert kept==[1, 1, 1, 0, 0, 0] # the first two steps cannot be predicted
 
 

@@ -124,7 +124,7 @@ def test_step_prediction():
         out,seen[:] = [*seen],[]
         return out
     assert step(0, 2, 3, 2, 3)==[(False, 1, False, None), (False, 1, False, None), (True, 1, False, None), (False, 2, False, None)] # rank 3 replaces rank 2
-    assert (e.usual_passes, e.ranks.previous, e.number)==(2, 3, 3)
+    assert (e.usual_passes, e.ranks.previous, e.pass_)==(2, 3, 3)
     assert step(5, 1, 3)==[(True, 0, False, None), (False, 1, False, None)] # a pass without gradients, after a step with gradients
     assert (e.usual_passes, e.varies, e.step)==(1, True, 10)
     assert step(10, 3, 3)==[(False, 1, False, 10), (False, 2, False, None)] # one more than usual

@@ -55,7 +55,7 @@ def steps(name): return sorted({r['step'] for r in emberTracker(name).lines()})
 def given_back(model): return armed_by(model) is None and not hasattr(model, 'disarm') and type(model.__dict__) is dict
 
 
-def test_a_cell_that_trains(shell):
+def test_cell_that_trains_is_recorded(shell):
     "Through a function of the notebook; first the picture, then the findings"
     shell.run('%%ember --name it --every 2\nfor _ in range(5): step()').raise_error()
     assert steps('it')==[0, 2, 4] and shell.pictures==1 and 'image/png' in shell.kinds[0]
@@ -65,14 +65,14 @@ def test_a_cell_that_trains(shell):
     assert steps('it')==[0, 2, 4] and not shell.shown.outputs
 
 
-def test_what_the_cell_makes(shell):
+def test_model_created_in_the_cell_is_recorded(shell):
     "Its names are the notebook's, its last value is shown; a model of its own is armed when it trains"
     shell.run('%%ember --name it\nnew = net()\no = torch.optim.Adam(new.parameters())\nfor i in range(3): step(new, o)\ni+40')
     assert shell['i']==2 and '42' in shell.shown.stdout and shell['_']==42 and shell.pictures==1
     assert steps('it')==[0, 1, 2] and 'by Adam' in shell.shown.stdout and given_back(shell['new'])
 
 
-def test_a_cell_that_raises(shell):
+def test_cell_that_raises_is_recorded(shell):
     "It is raised, shown from the cell on, and what there was until then is shown"
     done = shell.run("%%ember --name it\nstep()\nraise ValueError('it')")
     assert isinstance(done.error_in_exec, ValueError) and shell.pictures==1 and steps('it')[0]==0 and given_back(shell['model'])
@@ -103,20 +103,20 @@ def test_models_without_an_optimizer(shell):
     assert steps('it')==[0, 1, 2] and list(runs().name)==['it'] and shell.pictures==1
 
 
-def test_an_optimizer_that_the_cell_makes_anew(shell):
+def test_optimizer_created_again_in_the_cell_is_used(shell):
     "Is the one that ends its steps"
     shell.run('%%ember --name it\nopt = torch.optim.Adam(model.parameters())\nfor _ in range(3): step()').raise_error()
     assert steps('it')==[0, 1, 2] and 'by Adam,' in shell.shown.stdout and list(runs().name)==['it']
 
 
-def test_an_optimizer_that_was_only_shown(shell):
+def test_displayed_optimizer_is_not_used(shell):
     "The notebook keeps it under a name with an underscore, and nobody steps it"
     shell.run('_2 = torch.optim.Adam(model.parameters())').raise_error()
     shell.run('%%ember --name it\nfor i in range(3): step()').raise_error()
     assert steps('it')==[0, 1, 2] and 'by SGD,' in shell.shown.stdout and list(runs().name)==['it']
 
 
-def test_options_that_make_no_sense(shell):
+def test_invalid_options_are_refused(shell):
     "Say so, and the cell does not run"
     shell.run('%%ember --every 0\nran = 1')
     assert 'n>=1' in shell.shown.stderr and 'ran' not in shell.ip.user_ns
@@ -127,7 +127,7 @@ def test_magics_in_the_cell(shell):
     assert steps('it')==[0, 1]
 
 
-def test_it_can_be_loaded_and_is_no_name_that_a_person_types():
+def test_extension_loads_and_is_not_listed():
     assert 'load_ipython_extension' not in dir(torchember) and callable(torchember.load_ipython_extension)
 
 

@@ -74,7 +74,7 @@ print('over', *sys.argv[1:])
 '''
 
 
-def test_rows_are_those_of_a_loop_that_was_armed_by_hand(tmp_path):
+def test_rows_equal_those_of_an_armed_loop(tmp_path):
     "From the first step on, its forward too; and the weights have the bits that they have without us"
     done = run(loop, 'with.pt', '--every', '3', folder=tmp_path)
     assert (done.returncode, done.stdout)==(0, 'over with.pt --every 3\n'), done.stderr
@@ -92,7 +92,7 @@ def test_rows_are_those_of_a_loop_that_was_armed_by_hand(tmp_path):
     assert done.stderr.count('\n')==2
 
 
-def test_options_are_those_of_torchEmber(tmp_path):
+def test_options_are_arguments_of_torchEmber(tmp_path):
     asked = {'--every': 'linear(2, 1)', '--ttypes': 'weight,update', '--include': 'a,b', '--stats': 'rms', '--home': tmp_path/'home', '--store': 'parquet',
         '--sinks': 'tensorboard'}
     run(loop, 'w', options=['--name=it', *(str(w) for pair in asked.items() for w in pair)], folder=tmp_path)
@@ -117,7 +117,7 @@ if __name__=='__main__':
 
 @pytest.mark.parametrize('how', ['script', 'module', 'package'])
 @pytest.mark.parametrize('by', ['python -m', 'command'])
-def test_what_it_finds_is_what_python_gives_it(how, by, tmp_path):
+def test_program_has_the_environment_of_python(how, by, tmp_path):
     "From another folder, by a link, as a module, as a package; each time in a Python of its own"
     (tmp_path/'sub').mkdir()
     (tmp_path/'sub'/'train.py').write_text(looks)
@@ -140,7 +140,7 @@ ends = {'sys.exit(3)': 3, "sys.exit('why')": 1, "raise ValueError('it')": 1, 'ra
 
 
 @pytest.mark.parametrize('last', ends)
-def test_its_end_is_its_own(last, tmp_path):
+def test_program_ends_as_under_python(last, tmp_path):
     "Code, output, and traceback; and the run has all steps"
     code = begun+f'''
 import os, signal
@@ -158,13 +158,13 @@ fails()
     assert len(said(got))==(1 if silent else 2) # of the others, how much was recorded
 
 
-def test_ctrl_c_where_there_is_no_torch(tmp_path):
+def test_ctrl_c_without_torch(tmp_path):
     (tmp_path/'train.py').write_text('raise KeyboardInterrupt')
     got,want = python('-m', 'torchember', 'run', 'train.py', folder=tmp_path),python('train.py', folder=tmp_path)
     assert got.returncode==want.returncode==-signal.SIGINT and theirs(got)==theirs(want)
 
 
-def test_what_has_ended_it_is_in_the_run(tmp_path):
+def test_run_has_the_exception_that_ended_it(tmp_path):
     run(begun+"by_hand(model, opt, batches())\nraise ValueError('the end')", folder=tmp_path)
     rows = [r for r in emberTracker('it').lines() if 'the end' in str(r)]
     assert len(rows)==1, rows
@@ -172,13 +172,13 @@ def test_what_has_ended_it_is_in_the_run(tmp_path):
     assert not [r for r in emberTracker('other').lines() if r.get('ttype')=='death' or 'SystemExit' in str(r)]
 
 
-def test_a_syntax_error_is_that_of_the_program(tmp_path):
+def test_syntax_error_is_shown_as_by_python(tmp_path):
     got,want = run('import torch\nif', folder=tmp_path),plain('import torch\nif', folder=tmp_path)
     assert got.returncode==want.returncode==1
     assert theirs(got)==theirs(want)[-len(theirs(got)):] and theirs(got)[0].endswith('train.py", line 2') and len(theirs(got))==4
 
 
-def test_signals_while_it_trains(tmp_path):
+def test_signals_during_training(tmp_path):
     "The handlers that it has are its own"
     code = begun+'''
 import signal, time
@@ -198,7 +198,7 @@ for i in range(10**6):
     assert read('it').step.max()>=3
 
 
-def test_a_kill_loses_nothing(tmp_path):
+def test_killed_program_keeps_its_rows(tmp_path):
     code = begun+"by_hand(model, opt, batches())\nprint('trained', flush=True)\nimport time; time.sleep(600)"
     with started(code, folder=tmp_path) as p:
         assert p.stdout.readline()=='trained\n'
@@ -225,13 +225,13 @@ o.step()''': 'torchEmber(model)'}
 
 
 @pytest.mark.parametrize('code', nones)
-def test_it_says_why_none(code, tmp_path):
+def test_message_says_why_nothing_was_recorded(code, tmp_path):
     done = run(code, folder=tmp_path)
     assert done.returncode==0 and len(said(done))==1 and nones[code] in said(done)[0], done.stderr
     assert not len(runs())
 
 
-def test_arguments_that_make_no_sense(tmp_path, monkeypatch, capsys):
+def test_invalid_arguments_are_refused(tmp_path, monkeypatch, capsys):
     (tmp_path/'train.py').write_text("print('runs')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, 'path', [*sys.path])
@@ -289,13 +289,13 @@ if __name__=='__main__':
     assert steps(Ran('it'))==[0, 1] and list(runs().name)==['it'] and len(said(done))==2
 
 
-def test_a_fork_that_comes_to_the_end_says_nothing(tmp_path):
+def test_forked_process_prints_nothing(tmp_path):
     (tmp_path/'train.py').write_text("import os\nchild = os.fork()\nif child: os.waitpid(child, 0)\nprint('over', flush=True)")
     done = python('-m', 'torchember', 'run', 'train.py', folder=tmp_path)
     assert (done.returncode, done.stdout, len(said(done)))==(0, 'over\nover\n', 1), done.stderr
 
 
-def test_torch_is_not_there_before_the_program(tmp_path):
+def test_torch_is_not_imported_before_the_program(tmp_path):
     "It may set what torch reads when it is imported"
     (tmp_path/'train.py').write_text("import sys\nwas = 'torch' in sys.modules, 'numpy' in sys.modules\n"+loop+'print(was)')
     done = python('-m', 'torchember', 'run', '--name', 'it', 'train.py', 'w', folder=tmp_path)
@@ -355,13 +355,13 @@ for x,y in batches(): acc.backward(loss_of(model, x, y)); opt.step(); opt.zero_g
     same(table(Ran('it')), table(te))
 
 
-def test_a_thread_that_trains_after_the_last_line(tmp_path):
+def test_thread_can_train_after_the_last_line(tmp_path):
     code = begun+"import threading, time\ndef f(): time.sleep(.5); by_hand(model, opt, batches())\nthreading.Thread(target=f).start()"
     done = run(code, folder=tmp_path)
     assert done.returncode==0 and steps(Ran('it'))==[0, 1, 2, 3] and 'it: 4 of 4 steps' in said(done)[-1], done.stderr
 
 
-def test_time_is_not_wasted_on_a_program_without_torch(tmp_path):
+def test_program_without_torch_starts_fast(tmp_path):
     (tmp_path/'train.py').write_text("import sys; print([m for m in ('torch', 'pandas', 'numba', 'matplotlib') if m in sys.modules])")
     done = python('-m', 'torchember', 'run', 'train.py', folder=tmp_path)
     assert done.stdout=='[]\n'

@@ -48,7 +48,7 @@ def one(w, n=1):
     return w.runs[0]
 
 
-def test_torch_is_given_back():
+def test_torch_is_restored():
     before = nn.Module.__call__,torch.optim.Optimizer.__init__,dict(step_hooks)
     model = seeded()
     with Watched() as w:
@@ -63,7 +63,7 @@ def test_torch_is_given_back():
     w.stop()
 
 
-def test_calls_are_heard_only_while_one_is_awaited():
+def test_calls_are_patched_only_while_an_optimizer_is_pending():
     former = nn.Module.__call__
     with Watched():
         assert nn.Module.__call__ is former
@@ -75,7 +75,7 @@ def test_calls_are_heard_only_while_one_is_awaited():
         assert nn.Module.__call__ is former
 
 
-def test_what_somebody_has_put_over_it_stays():
+def test_later_patch_of_the_user_stays():
     former = nn.Module.__call__
     try:
         with Watched():
@@ -114,7 +114,7 @@ class Loss(nn.Module):
     def forward(self, x, y): return F.cross_entropy(self.net(x), y)
 
 
-def test_averages_references_and_losses_are_left_alone():
+def test_averages_references_and_losses_are_not_armed():
     "None of them is armed, though they have the same layers and are called"
     model,ref = seeded(),seeded()
     ema = torch.optim.swa_utils.AveragedModel(model)
@@ -132,7 +132,7 @@ def test_averages_references_and_losses_are_left_alone():
     assert {r['module'] for r in one(w).t.lines()}=={'model(Net)', 'model(Net).a(Linear)', 'model(Net).act(Tanh)', 'model(Net).b(Linear)'}
 
 
-def test_frozen_layers_are_in():
+def test_frozen_layers_are_recorded():
     def train(model):
         model.a.requires_grad_(False)
         by_hand(model, momentum(model.b), batches())
@@ -196,7 +196,7 @@ def test_two_phases_are_two_runs():
     assert 'Adam' in w.said[1] and 'SGD' not in w.said[1] and len(w.reports)==2
 
 
-def test_an_optimizer_that_comes_later_for_other_parameters_joins():
+def test_later_optimizer_for_other_parameters_joins():
     model = seeded()
     def train():
         a = momentum(model.a)
@@ -207,7 +207,7 @@ def test_an_optimizer_that_comes_later_for_other_parameters_joins():
     assert [steps(r) for r in w.runs]==[[0, 1], [0, 1, 2]] and 'SGD and Adam' in w.said[1]
 
 
-def test_an_optimizer_that_was_made_anew_before_the_training():
+def test_optimizer_created_again_before_training_is_used():
     "The first one never steps, and is not waited for"
     kept = []
     def train(model):
@@ -217,7 +217,7 @@ def test_an_optimizer_that_was_made_anew_before_the_training():
     assert steps(one(armed(train, seeded())))==[0, 1, 2, 3]
 
 
-def test_an_optimizer_that_seemed_to_be_replaced_and_steps():
+def test_optimizer_that_seemed_replaced_can_step():
     model = seeded()
     def train():
         first,_second = momentum(model),momentum(model)
@@ -245,7 +245,7 @@ def test_a_wrapper_steps_once():
     assert in_use([a, b, b.base])==[b] and in_use([b, b.base, a])==[a]
 
 
-def test_models_that_are_made_anew_are_not_kept():
+def test_models_created_again_are_released():
     "Each is a run; that of one that is gone is whole"
     refs = []
     def train():
@@ -260,7 +260,7 @@ def test_models_that_are_made_anew_are_not_kept():
     assert [steps(r) for r in w.runs]==[[0, 1, 2, 3]]*3
 
 
-def test_what_the_program_has_armed_is_left_alone():
+def test_model_armed_by_the_program_is_not_armed_again():
     model = seeded()
     def train():
         opt = momentum(model)
@@ -270,7 +270,7 @@ def test_what_the_program_has_armed_is_left_alone():
     assert not warned and not w.runs and w.said==['Net is not recorded again: the program itself records it, as the run theirs.']
 
 
-def test_a_part_that_the_program_has_armed():
+def test_model_with_an_armed_part_is_not_armed():
     model = seeded()
     def train():
         with torchEmber(model.a, name='theirs'): by_hand(model, momentum(model), batches())
@@ -297,7 +297,7 @@ def test_a_model_whose_parts_are_called():
     assert {r['module'] for r in lines(one(w))}=={'model(Net).a(Linear)', 'model(Net).act(Tanh)', 'model(Net).b(Linear)'} and steps(one(w))==[0, 1, 2, 3]
 
 
-def test_a_step_whose_forward_nobody_hears():
+def test_step_without_a_visible_forward():
     "Of step 0 there are weights and gradients, and a sentence; from then on all"
     model = seeded()
     def given(x): return F.linear(F.linear(x, model.a.weight, model.a.bias).tanh(), model.b.weight, model.b.bias)
@@ -310,7 +310,7 @@ def test_a_step_whose_forward_nobody_hears():
     assert 'step 0 has only weights and their gradients' in w.said[1]
 
 
-def test_an_optimizer_that_came_from_a_copy():
+def test_copied_optimizer_is_recorded():
     "It was not made, but it steps"
     model = seeded()
     model.opt = momentum(model)
@@ -341,7 +341,7 @@ def test_gradients_are_unscaled(others):
     assert len(kept)==others and len(w.said)==1, w.said
 
 
-def test_a_scaler_that_is_left_over_scales_nothing():
+def test_unused_scaler_scales_nothing():
     kept = used(cpu_scaler())
     w = armed(lambda m: by_hand(m, momentum(m), batches()), seeded(), ttypes=ALL)
     model = seeded()
@@ -350,7 +350,7 @@ def test_a_scaler_that_is_left_over_scales_nothing():
     assert w.trainings[0].scaler is None and kept.is_enabled()
 
 
-def test_a_scaler_that_is_off_scales_nothing():
+def test_disabled_scaler_scales_nothing():
     off = torch.amp.GradScaler('cpu', enabled=False)
     w = armed(lambda m: scaled_by_hand(m, momentum(m), off, batches()), seeded(), ttypes=ALL)
     model = seeded()
@@ -388,7 +388,7 @@ def test_one_of_two_models_is_scaled(kind, first):
     assert (torch.amp.GradScaler.scale, Scales.scale)==former
 
 
-def test_scalers_are_heard_until_the_first_step():
+def test_scalers_are_patched_until_the_first_step():
     former = torch.amp.GradScaler.scale
     with Watched():
         model,scaler = seeded(),cpu_scaler()
@@ -411,7 +411,7 @@ def test_a_second_model_with_a_scaler_of_its_own():
     assert [t.scaler for t in w.trainings]==[s for _,s in kept] and len(w.said)==2, w.said
 
 
-def test_gradients_that_were_unscaled_by_hand():
+def test_gradients_unscaled_by_hand_are_not_unscaled_again():
     "And an optimizer that steps without its scaler"
     def train(model, opt, scaler):
         for x,y in batches():
@@ -424,7 +424,7 @@ def test_gradients_that_were_unscaled_by_hand():
     same(table(one(w)), table(te))
 
 
-def test_where_a_loss_leads():
+def test_leads_to_finds_the_parameters_of_a_loss():
     a,b = seeded(),seeded()
     ids = {id(p) for p in a.parameters()}
     x,y = batches(1)[0]
@@ -466,7 +466,7 @@ def test_a_compiled_step():
     torch.compiler.reset()
 
 
-def test_what_cannot_be_armed_trains_all_the_same(monkeypatch):
+def test_model_that_cannot_be_armed_trains(monkeypatch):
     def broken(*args, **kwargs): raise RuntimeError('no')
     monkeypatch.setattr('torchember.ember.torchEmber', broken)
     model,plain = seeded(),seeded()
@@ -477,7 +477,7 @@ def test_what_cannot_be_armed_trains_all_the_same(monkeypatch):
 
 
 @pytest.mark.parametrize('where', ['models_of', 'trained_by', 'running_scaler', 'ids_of'])
-def test_a_search_that_fails_is_told_once_and_the_program_trains_on(monkeypatch, where):
+def test_failed_search_is_reported_once_and_training_continues(monkeypatch, where):
     def broken(*args): raise RuntimeError('no')
     def train(model, also):
         scaler,other = cpu_scaler(),cpu_scaler()
@@ -510,7 +510,7 @@ def test_named_models_without_an_optimizer():
     assert steps(one(w))==[0, 1, 2, 3] and nn.Module.__call__ is w.patches.calls.former
 
 
-def test_a_lightning_module_is_the_model_though_its_parts_are_called():
+def test_lightning_module_is_the_model_if_its_parts_are_called():
     class LightningModule(nn.Module): pass
     class Own(LightningModule):
         def __init__(self):
@@ -558,7 +558,7 @@ def test_models_of(monkeypatch):
     for own in (Own(), nn.Sequential(Tells())): assert models_of(ps, modules=[own])==[own]
 
 
-def test_models_that_have_a_layer_in_common():
+def test_models_with_a_common_layer():
     shared,c = nn.Linear(2, 2),nn.Linear(2, 2)
     one,two = nn.Sequential(shared),nn.Sequential(shared, c)
     ps = [*shared.parameters(), *c.parameters()]
@@ -601,7 +601,7 @@ def test_a_model_that_was_called_before_its_optimizer_was_made():
     assert {r['step'] for r in one(w).t.lines() if r['ttype']=='output'}=={0, 1, 2, 3}
 
 
-def test_a_model_that_is_looked_at_before_it_trains():
+def test_model_called_before_training_is_recorded():
     "Beside one that was named"
     model,other = seeded(),seeded()
     with Watched([other]) as w:
@@ -611,7 +611,7 @@ def test_a_model_that_is_looked_at_before_it_trains():
     assert {r['step'] for r in one(w).t.lines() if r['ttype']=='output'}=={0, 1, 2, 3}
 
 
-def test_an_optimizer_in_the_place_of_one_that_is_gone():
+def test_optimizer_with_the_id_of_a_deleted_one():
     "It may have the same id"
     awaited,opt = torchember.trained.PendingOptimizers(),momentum(seeded())
     awaited.settle([opt])
@@ -621,7 +621,7 @@ def test_an_optimizer_in_the_place_of_one_that_is_gone():
     assert awaited.all()==[opt]
 
 
-def test_its_first_step_is_told_again():
+def test_first_step_of_a_new_optimizer_is_handled():
     opt = momentum(seeded())
     with Watched() as w:
         w.stepped.add(id(opt)) # of the one that is gone

@@ -62,7 +62,7 @@ def opened(**kwargs):
     return sink
 
 
-def test_a_run_of_its_own_has_what_the_file_has(store, tmp_path):
+def test_own_run_has_the_values_of_the_log(store, tmp_path):
     _,report = train(tmp_path, stats=['mean', 'std', 'rms'], sinks='mlflow')
     assert not report['remarks']
     run, = runs()
@@ -73,7 +73,7 @@ def test_a_run_of_its_own_has_what_the_file_has(store, tmp_path):
     assert [*found['output/0/rms']]==[*range(6)] and [*found['eval/output/2/rms']]==[5]
 
 
-def test_a_run_that_is_open_is_used_and_stays_open(store, tmp_path):
+def test_open_run_is_used_and_stays_open(store, tmp_path):
     with mlflow.start_run(run_name='mine') as mine:
         mlflow.log_metric('loss', 1., step=0)
         train(tmp_path, sinks='mlflow')
@@ -86,7 +86,7 @@ def test_a_run_that_is_open_is_used_and_stays_open(store, tmp_path):
 
 
 @pytest.mark.parametrize('given', [lambda run: run, lambda run: mlflow.get_run(run.info.run_id), lambda run: MLflow(run.info.run_id)])
-def test_a_run_of_the_users_is_a_sink(store, tmp_path, given):
+def test_run_of_the_user_can_be_a_sink(store, tmp_path, given):
     mine = mlflow.start_run(run_name='mine')
     mlflow.end_run()
     with mlflow.start_run(run_name='other'): train(tmp_path, sinks=given(mine))
@@ -95,7 +95,7 @@ def test_a_run_of_the_users_is_a_sink(store, tmp_path, given):
     assert isinstance(sink_of(mine), MLflow) and sink_of(mine).id==mine.info.run_id
 
 
-def test_one_sink_tells_of_one_run_after_another(store, tmp_path):
+def test_one_sink_can_send_two_runs_in_turn(store, tmp_path):
     "Each model has its metrics under its prefix"
     sink = MLflow(prefix='gen/', ttypes='input')
     for name,x in (('a', 1.), ('b', 2.)):
@@ -106,20 +106,20 @@ def test_one_sink_tells_of_one_run_after_another(store, tmp_path):
     assert {n: v['gen/input/model/rms'] for n,v in found.items()}=={n: dict.fromkeys(range(3), x) for n,x in (('a', 1.), ('b', 2.))}
 
 
-def test_a_run_that_is_opened_after_the_sink_is_used(store, tmp_path):
+def test_run_opened_after_the_sink_is_used(store, tmp_path):
     sink = MLflow()
     with mlflow.start_run(run_name='mine') as mine: train(tmp_path, sinks=sink)
     assert [r.info.run_id for r in runs()]==[mine.info.run_id] and [*metrics(mine)['output/0/rms']]==[*range(6)]
 
 
-def test_a_run_that_a_launcher_has_made_is_used(store, tmp_path, monkeypatch):
+def test_run_of_a_launcher_is_used(store, tmp_path, monkeypatch):
     mine = store.create_run('0')
     monkeypatch.setenv('MLFLOW_RUN_ID', mine.info.run_id)
     train(tmp_path, sinks='mlflow')
     assert [*metrics(mine)['output/0/rms']]==[*range(6)] and store.get_run(mine.info.run_id).info.status=='RUNNING'
 
 
-def test_the_experiment_is_that_which_was_chosen_else_ours(store, tmp_path, monkeypatch):
+def test_chosen_experiment_is_used_else_torchember(store, tmp_path, monkeypatch):
     monkeypatch.delenv('MLFLOW_EXPERIMENT_NAME')
     opened().close()
     assert [r.info.run_name for r in runs('torchember')]==['first']
@@ -133,7 +133,7 @@ def test_the_experiment_is_that_which_was_chosen_else_ours(store, tmp_path, monk
     assert len(runs('torchember'))==1
 
 
-def test_a_run_is_found_again_and_nothing_is_there_twice(store, tmp_path):
+def test_run_is_found_again_and_has_nothing_twice(store, tmp_path):
     train(tmp_path, stats='numerics', sinks='mlflow')
     run, = runs()
     before = metrics(run)
@@ -145,7 +145,7 @@ def test_a_run_is_found_again_and_nothing_is_there_twice(store, tmp_path):
     assert replay('first', 'mlflow', home=tmp_path)==0
 
 
-def test_another_run_of_that_name_is_another_one(store, tmp_path):
+def test_other_run_with_the_same_name_is_separate(store, tmp_path):
     for start in ('2026-01-01 00:00:00', '2026-01-01 00:00:01', '2026-01-01 00:00:00'):
         sink = MLflow()
         sink.open('first', {'start': start})
@@ -153,14 +153,14 @@ def test_another_run_of_that_name_is_another_one(store, tmp_path):
     assert len(runs())==2
 
 
-def test_a_run_that_goes_on_is_the_same_run(store, tmp_path):
+def test_continued_run_is_the_same_run(store, tmp_path):
     train(tmp_path, sinks='mlflow')
     train(tmp_path, sinks='mlflow', resume=True)
     run, = runs()
     assert [*metrics(run)['output/0/rms']]==[*range(12)] and run.info.status=='FINISHED'
 
 
-def test_a_run_that_goes_on_is_said_to_run(store):
+def test_continued_run_has_the_status_running(store):
     opened().close()
     again = opened()
     run, = runs()
@@ -170,7 +170,7 @@ def test_a_run_that_goes_on_is_said_to_run(store):
 
 
 @pytest.mark.filterwarnings('ignore:torchember')
-def test_what_a_store_refuses_is_sent_with_the_next_or_later(store, tmp_path, monkeypatch):
+def test_refused_numbers_are_sent_later(store, tmp_path, monkeypatch):
     monkeypatch.setattr('torchember.sinks.feed.StepSender.patience', 0.)
     real,calls = mlflow.MlflowClient.log_batch,[]
     def log_batch(self, *args, metrics=(), **kwargs):
@@ -189,7 +189,7 @@ def test_what_a_store_refuses_is_sent_with_the_next_or_later(store, tmp_path, mo
 
 
 @pytest.mark.filterwarnings('ignore:torchember')
-def test_a_store_that_always_refuses_is_sent_all_later(store, tmp_path, monkeypatch):
+def test_numbers_of_a_failing_store_are_sent_later(store, tmp_path, monkeypatch):
     with monkeypatch.context() as m:
         def refuses(*args, **kwargs): raise ConnectionError('away')
         m.setattr(mlflow.MlflowClient, 'get_experiment_by_name', refuses)
@@ -200,7 +200,7 @@ def test_a_store_that_always_refuses_is_sent_all_later(store, tmp_path, monkeypa
     assert [*metrics(run)['output/0/rms']]==[*range(6)] and run.info.status=='FINISHED'
 
 
-def test_numbers_go_by_thousands_and_are_there_after_flush(store, monkeypatch):
+def test_requests_have_at_most_a_thousand_numbers(store, monkeypatch):
     monkeypatch.setenv('MLFLOW_ENABLE_ASYNC_LOGGING', 'true') # which would come back before it is there
     real,sizes = mlflow.MlflowClient.log_batch,[]
     def log_batch(self, *args, metrics=(), **kwargs):
@@ -224,7 +224,7 @@ def test_numbers_go_by_thousands_and_are_there_after_flush(store, monkeypatch):
 def metrics_of(client, run, names): return {k: {m.step: m.value for m in client.get_metric_history(run.info.run_id, k)} for k in names}
 
 
-def test_what_is_not_finite_arrives_as_mlflow_has_it(store):
+def test_non_finite_values_arrive_as_in_mlflow(store):
     sink = opened()
     sink.scalars(0, {'scalar/a': math.nan, 'scalar/b': math.inf, 'scalar/c': -math.inf, 'scalar/d': 1e300})
     sink.close()
@@ -233,7 +233,7 @@ def test_what_is_not_finite_arrives_as_mlflow_has_it(store):
     assert math.isnan(found['scalar/a'][0]) and [found[f'scalar/{k}'][0] for k in 'bcd']==[most, -most, 1e300]
 
 
-def test_layers_with_names_that_mlflow_refuses_arrive(store, tmp_path):
+def test_layers_with_invalid_names_arrive(store, tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential()
     names = ['a(1)', 'a[1]', 'b//c', 'ü', '/', "it's", 'x'*300, 'nl\n', 'a:b', 'tab\t', '%41']
@@ -250,7 +250,7 @@ def test_layers_with_names_that_mlflow_refuses_arrive(store, tmp_path):
     assert all(found[metric_name(f'output/{n}/rms')]==pytest.approx(rms[n]) for n in names if n in rms.index)
 
 
-def test_names_are_what_mlflow_takes_and_differ():
+def test_metric_names_are_valid_and_differ():
     from mlflow.utils.validation import _validate_metric_name
     parts = ['a', 'A', 'a(', 'a)', 'a_', '', '.', '..', '...', ' ', 'é', '\n', 'a'*250, 'a'*251, 'a:b', '-']
     keys = [f'output/{a}{b}' for a in parts for b in ('', '/rms')]+['/a', 'a/', '../a', './a']
@@ -261,7 +261,7 @@ def test_names_are_what_mlflow_takes_and_differ():
     assert re.fullmatch(r'output/a_-[0-9a-f]{8}/rms', metric_name('output/a(/rms'))
 
 
-def test_sizes_are_those_below_which_so_many_lie():
+def test_percentiles_of_sizes_are_correct():
     assert percentile_edges([1., 2., 4., 8.], [5, 45, 50])=={'p5': 1., 'p50': 2., 'p95': 4.}
     assert percentile_edges([1., 2., 4., 8.], [4, 46, 50])=={'p5': 2., 'p50': 2., 'p95': 4.}
     sink = MLflow.__new__(MLflow)
@@ -316,7 +316,7 @@ def test_files_of_older_mlflow(store, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.release # test_sinks.py has the same for TensorBoard
-def test_a_run_that_was_killed_is_sent_later_without_doubles(store, tmp_path):
+def test_killed_run_is_sent_later_without_duplicates(store, tmp_path):
     p = subprocess.run([sys.executable, '-c', killed, str(tmp_path), 'mlflow'], cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert p.returncode==-signal.SIGKILL, p.stderr
     run, = runs()
@@ -331,7 +331,7 @@ def test_a_run_that_was_killed_is_sent_later_without_doubles(store, tmp_path):
 @pytest.mark.slow
 @pytest.mark.release # half a minute, in which nothing happens
 @pytest.mark.parametrize('silent', [False, True])
-def test_a_server_that_does_not_answer_ends_no_training_and_is_sent_all_later(store, tmp_path, silent):
+def test_silent_server_does_not_end_training_and_gets_all_later(store, tmp_path, silent):
     took,ended = told_where_nobody_answers(tmp_path, 'mlflow', silent, MLFLOW_TRACKING_URI='{}')
     assert took<60 and ended<10 # the import of MLflow, and the ten seconds for which a sink is waited
     assert replay('first', 'mlflow', home=tmp_path)==20

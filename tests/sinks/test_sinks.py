@@ -12,7 +12,8 @@ import torch
 from sinked import by_hand, killed, same, train
 from torch import nn
 
-from torchember import emberTracker, read, replay, rm, torchEmber
+from torchember import emberTracker, mv, read, replay, rm, torchEmber
+from torchember.frames.handle import open_run
 from torchember.sinks.feed import Feed, StepSender
 from torchember.sinks.sink import Sink, rms_of_row
 
@@ -30,7 +31,7 @@ def scalars(place):
     return found
 
 
-def test_tensorboard_has_what_the_file_has(tmp_path, monkeypatch):
+def test_tensorboard_has_the_values_of_the_log(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     _,report = train(tmp_path, stats=['mean', 'std', 'rms'], sinks='tensorboard')
     assert not report['remarks']
@@ -40,7 +41,7 @@ def test_tensorboard_has_what_the_file_has(tmp_path, monkeypatch):
     assert set(found['output/0/rms'])=={*range(6)} and set(found['eval/output/2/rms'])=={5}
 
 
-def test_rms_is_made_of_what_a_default_run_has(tmp_path):
+def test_rms_follows_from_default_statistics(tmp_path):
     told = {}
     model,_ = train(tmp_path, sinks=lambda step, numbers: told.setdefault(step, numbers))
     w = read('first', home=tmp_path, ttype='weight', steps=5)
@@ -54,7 +55,7 @@ def test_rms_is_made_of_what_a_default_run_has(tmp_path):
 
 
 @pytest.mark.parametrize('stats', [['mean', 'std'], ['mean', 'std', 'shape'], ['mean', 'std', 'numel']], ids=lambda s: s[-1])
-def test_the_rms_of_one_element_is_its_size(tmp_path, stats):
+def test_rms_of_one_element_is_its_absolute_value(tmp_path, stats):
     "The standard deviation of one element is NaN"
     model = nn.Sequential(nn.Linear(3, 1))
     with torch.no_grad(): model[0].bias.fill_(-2.)
@@ -70,13 +71,13 @@ def test_the_rms_of_one_element_is_its_size(tmp_path, stats):
     assert got['weight/0.weight/rms']==pytest.approx(unbiased, rel=1e-6)
 
 
-def test_the_rms_of_a_tensor_that_is_not_finite_is_not_made_up():
+def test_rms_of_a_non_finite_tensor_is_not_finite():
     nan = math.nan
     assert [rms_of_row(r) for r in ({'mean': 3.}, {'std': nan}, {'mean': 3., 'std': None, 'shape': [2]}, {'mean': -3., 'std': nan})]==[None, None, None, 3.]
     assert all(math.isnan(rms_of_row({'mean': nan, 'std': nan, **more})) for more in ({}, {'shape': [0]}, {'shape': [4]}))
 
 
-def test_a_training_with_sinks_is_bit_for_bit_the_one_without(tmp_path, monkeypatch):
+def test_sinks_do_not_change_training(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     a,_ = train(tmp_path/'a')
     b,_ = train(tmp_path/'b', sinks=['tensorboard', lambda step, numbers: None])
@@ -86,7 +87,7 @@ def test_a_training_with_sinks_is_bit_for_bit_the_one_without(tmp_path, monkeypa
     assert x.equals(y)
 
 
-def test_exponents_arrive_with_edges_of_powers_of_two(tmp_path, monkeypatch):
+def test_exponents_arrive_with_powers_of_two_as_edges(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train(tmp_path, stats='numerics', sinks='tensorboard')
     events = EventAccumulator(str(tmp_path/'runs'/'first'), size_guidance={'histograms': 0}).Reload()
@@ -106,7 +107,7 @@ class Shaky(Sink):
 
 
 @pytest.mark.filterwarnings('ignore:torchember')
-def test_what_a_sink_lacks_is_sent_later_and_nothing_twice(tmp_path):
+def test_missing_steps_are_sent_later_and_none_twice(tmp_path):
     sink = Shaky(1, 2)
     _,report = train(tmp_path, sinks=sink)
     assert sink.told==[0, 3, 4, 5] and any('shaky' in r for r in report['remarks'])
@@ -117,7 +118,7 @@ def test_what_a_sink_lacks_is_sent_later_and_nothing_twice(tmp_path):
 
 
 @pytest.mark.filterwarnings('ignore:torchember')
-def test_a_sink_that_never_works_is_left_alone_after_a_while(tmp_path):
+def test_sink_that_always_fails_is_given_up(tmp_path):
     sink = Shaky(*range(100))
     tried = []
     scalars = sink.scalars
@@ -127,7 +128,7 @@ def test_a_sink_that_never_works_is_left_alone_after_a_while(tmp_path):
 
 
 @pytest.mark.filterwarnings('ignore:torchember')
-def test_nobody_waits_for_a_sink_that_hangs(tmp_path, monkeypatch):
+def test_hanging_sink_does_not_delay_training(tmp_path, monkeypatch):
     monkeypatch.setattr(Feed, 'patience', .2)
     monkeypatch.setattr('torchember.store.listeners.Listener.patience', .2)
     stop = threading.Event()
@@ -138,7 +139,7 @@ def test_nobody_waits_for_a_sink_that_hangs(tmp_path, monkeypatch):
     stop.set()
 
 
-def test_choices_are_those_of_everywhere(tmp_path):
+def test_sink_selects_modules_and_steps_as_other_functions(tmp_path):
     class Told(Sink):
         def __init__(self, **kw): super().__init__(**kw); self.told = {}
         def scalars(self, step, numbers): self.told[step] = numbers
@@ -151,7 +152,7 @@ def test_choices_are_those_of_everywhere(tmp_path):
     assert {step: set(n) for step,n in few.told.items()}==want
 
 
-def test_not_finite_is_counted(tmp_path):
+def test_non_finite_values_are_counted(tmp_path):
     told = {}
     class Breaks(nn.Module):
         def __init__(self):
@@ -196,7 +197,7 @@ def test_findings_arrive(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_is_sent_later_without_doubles(tmp_path, monkeypatch):
+def test_killed_run_is_sent_later_without_duplicates(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     p = subprocess.run([sys.executable, '-c', killed, str(tmp_path), 'tensorboard'], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert p.returncode==-signal.SIGKILL, p.stderr
@@ -209,20 +210,20 @@ def test_a_run_that_was_killed_is_sent_later_without_doubles(tmp_path, monkeypat
 
 @pytest.mark.parametrize(('what', 'error', 'said'), [('tensorbord', ValueError, 'tensorboard'), (3, TypeError, 'sinks= takes'),
     ([None], TypeError, 'sinks= takes')])
-def test_what_is_no_sink(tmp_path, what, error, said):
+def test_invalid_sinks_raise(tmp_path, what, error, said):
     model = nn.Linear(2, 2)
     with pytest.raises(error, match=said): torchEmber(model, home=tmp_path, sinks=what)
     assert 'forward' not in vars(model)
 
 
-def test_a_process_that_ends_without_close_tells_the_last_step(tmp_path):
+def test_last_step_is_sent_without_close(tmp_path):
     code = killed.replace('os.kill(os.getpid(), signal.SIGKILL)', '').replace('400', '7')
     p = subprocess.run([sys.executable, '-c', code, str(tmp_path), 'tensorboard'], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert p.returncode==0, p.stderr
     assert set(scalars(tmp_path/'runs'/'first')['weight/0.weight/rms'])=={*range(7)}
 
 
-def test_a_run_that_was_removed_is_told_anew(tmp_path):
+def test_removed_run_is_sent_again(tmp_path):
     for _ in range(2):
         told = []
         train(tmp_path, sinks=lambda step, numbers, told=told: told.append(step))
@@ -231,7 +232,7 @@ def test_a_run_that_was_removed_is_told_anew(tmp_path):
         assert not list(tmp_path.rglob('*first*'))
 
 
-def test_a_run_is_sent_as_it_was_told_also_what_is_not_finite(tmp_path):
+def test_replay_sends_the_same_values_also_non_finite(tmp_path):
     live,later = {},{}
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 2), nn.ReLU()).double()
@@ -248,10 +249,13 @@ def test_a_run_is_sent_as_it_was_told_also_what_is_not_finite(tmp_path):
     assert math.isnan(live[2]['scalar/loss']) and live[1]['output/0/rms']>1e98
 
 
-def test_what_cannot_be_sent(tmp_path):
+def test_replay_refuses_unknown_runs_and_tables(tmp_path):
     train(tmp_path)
     with pytest.raises(FileNotFoundError, match='first'): replay('frist', print, home=tmp_path)
-    with pytest.raises(ValueError, match='run name'): replay('first*', print, home=tmp_path)
+    with pytest.raises(TypeError, match='got a table'): replay(read('first', home=tmp_path), print)
+    mv('first', 'first of two', tmp_path)
+    train(tmp_path)
+    with pytest.raises(ValueError, match='One run is expected'): replay('first*', print, home=tmp_path)
     assert emberTracker('first', tmp_path).last_step()==5
 
 
@@ -272,7 +276,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_of_two_processes_the_whole_is_told_once(tmp_path, monkeypatch):
+def test_merged_run_of_two_processes_is_sent_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path/'program.py').write_text(ranked)
     p = subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--nproc-per-node', '2', '--master-port', '0', '--rdzv-backend', 'c10d',
@@ -291,30 +295,30 @@ def row(path='0', ttype='output', tname='output_0', **more):
     return {'module': f'model(Net).{path}(Linear)', 'ttype': ttype, 'tname': tname, 'step': 0, 'call': 0, 'dtype': 'float32', **more}
 
 
-def test_an_update_is_told_as_its_share_of_the_weight(tmp_path):
+def test_update_is_sent_as_ratio_to_the_weight(tmp_path):
     told = {}
     train(tmp_path, ttypes=['weight', 'update'], sinks=lambda step, numbers: told.setdefault(step, numbers))
     r = read('first', home=tmp_path, ttype='update', path='2', steps=4).iloc[0]
     assert told[4][f"update/2.{r['pname']}/ratio"]==r['ratio'] and not any(k.startswith('update') and k.endswith('rms') for k in told[4])
 
 
-def test_several_calls_are_one_number():
+def test_calls_of_a_module_are_merged():
     calls = [row(call=c, max=m, min=-m, abs_max=m, mean=m, rms=m) for c,m in enumerate((1., 5., 3.))]
     numbers,_ = Sink(stats=['max', 'min', 'abs_max', 'mean']).chosen(calls)
     assert numbers=={'output/0/max': 5., 'output/0/min': -5., 'output/0/abs_max': 5., 'output/0/mean': 3., 'nonfinite/count': 0}
 
 
-def test_a_layer_that_comes_later_is_told():
+def test_layer_added_later_is_sent():
     sink = Sink(include='*')
     sink.chosen([row('0', rms=1.)])
     assert 'output/1/rms' in sink.chosen([row('0', rms=1.), row('1', rms=2.)])[0]
 
 
-def test_a_row_that_another_stands_in_place_of_is_not_told():
+def test_superseded_row_is_not_sent():
     assert Sink().chosen([row(rms=1.), row(rms=2., supersedes=True)])[0]['output/0/rms']==2.
 
 
-def test_names_of_an_evaluation_do_not_follow_from_those_of_the_training():
+def test_evaluation_has_metric_names_of_its_own():
     numbers,_ = Sink().chosen([row(rms=1.), row(tname='output_1', phase='eval', rms=2.)])
     assert numbers=={'output/0/rms': 1., 'eval/output/0/rms': 2., 'nonfinite/count': 0}
 
@@ -325,13 +329,13 @@ def test_histograms_can_be_left_out():
 
 
 @pytest.mark.filterwarnings('ignore:torchember')
-def test_failures_now_and_then_are_not_the_end(tmp_path):
+def test_sink_with_some_failures_continues(tmp_path):
     sink = Shaky(*range(0, 20, 2))
     train(tmp_path, steps=20, sinks=sink)
     assert sink.told==[*range(1, 20, 2)]
 
 
-def test_each_target_is_sent_all(tmp_path):
+def test_each_destination_gets_all_steps(tmp_path):
     train(tmp_path)
     a,b = Shaky(),Shaky()
     b.target = lambda: 'another'
@@ -339,7 +343,7 @@ def test_each_target_is_sent_all(tmp_path):
 
 
 @pytest.mark.filterwarnings('ignore:torchember')
-def test_a_sink_that_hangs_is_not_called_from_elsewhere(tmp_path, monkeypatch):
+def test_hanging_sink_is_not_called_by_other_threads(tmp_path, monkeypatch):
     monkeypatch.setattr(Feed, 'patience', .2)
     monkeypatch.setattr('torchember.store.listeners.Listener.patience', .2)
     stop,calls = threading.Event(),[]
@@ -349,7 +353,7 @@ def test_a_sink_that_hangs_is_not_called_from_elsewhere(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings('ignore:torchember')
-def test_what_was_not_flushed_is_not_noted_as_sent(tmp_path):
+def test_unflushed_steps_are_not_noted_as_sent(tmp_path):
     sink = Shaky()
     def fails(): raise OSError('disk full')
     sink.flush = fails
@@ -358,7 +362,7 @@ def test_what_was_not_flushed_is_not_noted_as_sent(tmp_path):
     assert replay('first', sink, home=tmp_path)==6
 
 
-def test_a_finding_of_an_earlier_step_does_not_end_the_one_that_is_open(tmp_path):
+def test_finding_of_an_earlier_step_does_not_end_the_open_step(tmp_path):
     told = {}
     te = torchEmber(nn.Linear(2, 2), home=tmp_path, name='first', sinks=lambda step, numbers: told.setdefault(step, numbers))
     feed, = te.feeds
@@ -369,7 +373,7 @@ def test_a_finding_of_an_earlier_step_does_not_end_the_one_that_is_open(tmp_path
     assert told=={5: {'output/0/rms': 1., 'output/1/rms': 2., 'nonfinite/count': 0}}
 
 
-def test_tensorboard_has_no_histogram_twice(tmp_path, monkeypatch):
+def test_no_histogram_is_written_twice(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train(tmp_path, stats='numerics', sinks='tensorboard')
     for p in tmp_path.rglob('sent_*.json'): p.unlink() # as if the process had died before it noted that
@@ -389,7 +393,7 @@ class Tracker:
     def init(self, **kwargs): raise AssertionError('a run is open')
 
 
-def test_a_run_of_wandb_that_is_opened_after_the_sink_is_used(monkeypatch):
+def test_wandb_run_opened_after_the_sink_is_used(monkeypatch):
     wandb = pytest.importorskip('torchember.sinks.wandb')
     library = Tracker()
     monkeypatch.setattr(wandb, 'needs', lambda *args, **kwargs: library)
@@ -401,7 +405,7 @@ def test_a_run_of_wandb_that_is_opened_after_the_sink_is_used(monkeypatch):
     assert library.run.rows==[({'output/0/rms': 1., 'torchember/step': 0}, False)] # never ends a row of somebody else's
 
 
-def test_wandb_is_alerted_once_of_what_begins_and_rows_end_once(monkeypatch):
+def test_wandb_gets_one_alert_per_finding_and_one_end_per_row(monkeypatch):
     wandb = pytest.importorskip('torchember.sinks.wandb')
     monkeypatch.setattr(wandb, 'needs', lambda *args, **kwargs: Tracker())
     sink = wandb.Wandb(run := Tracker(), commit=True)
@@ -415,17 +419,18 @@ def test_wandb_is_alerted_once_of_what_begins_and_rows_end_once(monkeypatch):
     assert [commit for _,commit in run.rows]==[False, True]
 
 
-@pytest.mark.parametrize('what', ['name', 'run', 'ember'])
-def test_replay_finds_the_run_where_runs_are(tmp_path, monkeypatch, what):
+@pytest.mark.parametrize('what', ['name', 'pattern', 'file', 'run', 'ember', 'handle'])
+def test_replay_accepts_each_way_to_name_a_run(tmp_path, monkeypatch, what):
     "The result is the same without home="
     monkeypatch.setenv('TORCHEMBER_HOME', str(tmp_path/'here'))
     model = nn.Linear(2, 2)
     with torchEmber(model, name='r') as te: model(torch.ones(1, 2))
     got = []
-    assert replay({'name': 'r', 'run': emberTracker('r'), 'ember': te}[what], lambda step, numbers: got.append(step))==1 and got==[0]
+    runs = {'name': 'r', 'pattern': 'r*', 'file': te.t.log_path, 'run': emberTracker('r'), 'ember': te, 'handle': open_run('r')}
+    assert replay(runs[what], lambda step, numbers: got.append(step))==1 and got==[0]
 
 
-def test_a_writer_of_another_library_is_told_number_by_number(tmp_path):
+def test_writer_of_another_library_gets_single_numbers(tmp_path):
     class Writer:
         log_dir = str(tmp_path)
         def __init__(self): self.told = []
@@ -446,7 +451,7 @@ def test_a_writer_of_another_library_is_told_number_by_number(tmp_path):
     assert repr(got)==repr(scalars(tmp_path/'theirs')) and len(got)==5
 
 
-def test_one_sink_tells_of_one_run_after_another(tmp_path, monkeypatch):
+def test_one_sink_can_send_two_runs_in_turn(tmp_path, monkeypatch):
     "Each run is complete, although another run of W&B is open the second time"
     from torchember.sinks import TensorBoard
     sink = TensorBoard(log_dir=tmp_path/'runs', ttypes='input')
@@ -475,7 +480,7 @@ def test_one_sink_tells_of_one_run_after_another(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings('ignore:torchember')
-def test_one_sink_of_two_runs_at_once_is_refused_for_the_second(tmp_path):
+def test_sink_refuses_a_second_run_at_once(tmp_path):
     class Told(Sink):
         def __init__(self): super().__init__(); self.runs = []
         def open(self, run, about): self.runs.append(run)
@@ -492,7 +497,7 @@ def test_one_sink_of_two_runs_at_once_is_refused_for_the_second(tmp_path):
     assert not a.close()['remarks'] and sink.of is None
 
 
-def test_a_folder_of_another_run_of_that_name_is_left_alone(tmp_path, monkeypatch):
+def test_folder_of_another_run_is_not_used(tmp_path, monkeypatch):
     "The folder is left from another home or another program. A run that continues keeps its folder"
     monkeypatch.chdir(tmp_path)
     train(tmp_path/'one', sinks='tensorboard', stats=['rms'])
@@ -509,7 +514,7 @@ def test_a_folder_of_another_run_of_that_name_is_left_alone(tmp_path, monkeypatc
     assert set(scalars(tmp_path/'runs'/'mine_2')['weight/model.weight/rms'])=={0, 1}
 
 
-def test_two_models_in_one_folder_have_names_of_their_own(tmp_path, recwarn):
+def test_two_models_in_one_folder_have_different_names(tmp_path, recwarn):
     from torch.utils.tensorboard import SummaryWriter
     from torchember.sinks import TensorBoard
     def both(**prefixes):
@@ -545,7 +550,7 @@ def test_sinks_can_be_pickled(name, tmp_path, monkeypatch):
     assert [s for s in range(21) if sink.when(s)]==[0, 10, 20] and sink.prefix=='a/'
 
 
-def test_only_rows_that_wandb_has_are_noted_as_sent(monkeypatch):
+def test_only_complete_rows_of_wandb_are_noted_as_sent(monkeypatch):
     "A row has no numbers of an earlier step"
     wandb = pytest.importorskip('torchember.sinks.wandb')
     class Run(Tracker):
@@ -572,7 +577,7 @@ def test_only_rows_that_wandb_has_are_noted_as_sent(monkeypatch):
     assert (sink.run, sink.open_row, sink.ended, sink.row)==(run and sink.given, {}, set(), None)
 
 
-def test_axes_of_wandb_under_a_prefix(monkeypatch):
+def test_prefix_does_not_change_axes_of_wandb(monkeypatch):
     wandb = pytest.importorskip('torchember.sinks.wandb')
     monkeypatch.setattr(wandb, 'needs', lambda *args, **kwargs: Tracker())
     sink = wandb.Wandb(run := Tracker(), prefix='gen/')
@@ -584,7 +589,7 @@ def test_axes_of_wandb_under_a_prefix(monkeypatch):
     assert [set(d) for d in sink.chosen([row('a', rms=1., **exponents)])]==[{'gen/output/a/rms', 'gen/nonfinite/count'}, {'gen/output/a'}]
 
 
-def test_a_step_whose_row_is_over_after_a_flush_is_noted(tmp_path):
+def test_step_is_noted_once_its_row_has_ended(tmp_path):
     "Only the last step without arrival can still arrive"
     class Late(Sink):
         there = ()
@@ -604,7 +609,7 @@ def test_a_step_whose_row_is_over_after_a_flush_is_noted(tmp_path):
     assert feeding.sent.steps=={8, 9} and sink.of is None
 
 
-def test_findings_of_several_steps_are_told_under_their_own(tmp_path):
+def test_findings_are_sent_with_their_step(tmp_path):
     found = []
     class Told(Sink):
         def scalars(self, step, numbers): pass

@@ -49,7 +49,7 @@ def opened(project, **kwargs):
     return sink
 
 
-def test_a_run_of_its_own_has_what_the_file_has_and_nothing_is_printed(project, tmp_path, capsys):
+def test_own_run_has_the_values_of_the_log_and_prints_nothing(project, tmp_path, capsys):
     _,report = train(tmp_path, stats=['mean', 'std', 'rms'], sinks=Trackio(project=project))
     assert not report['remarks'] and capsys.readouterr().out==''
     run, = trackio.Api().runs(project)
@@ -61,7 +61,7 @@ def test_a_run_of_its_own_has_what_the_file_has_and_nothing_is_printed(project, 
     assert trackio.context_vars.current_run.get() is None and not trackio.config.get('torchember')
 
 
-def test_the_project_is_ours_where_none_was_chosen(project, tmp_path):
+def test_default_project_is_torchember(project, tmp_path):
     name = f'ours {time.time_ns()}'
     te = torchEmber(model := nn.Linear(2, 2), home=tmp_path, name=name, sinks='trackio')
     model(torch.ones(1, 2))
@@ -70,7 +70,7 @@ def test_the_project_is_ours_where_none_was_chosen(project, tmp_path):
     assert {*rows('torchember', run)['output/model/rms']}=={0}
 
 
-def test_a_run_that_is_open_is_used_and_counts_as_before(project, tmp_path, capsys):
+def test_open_run_is_used_and_counts_as_before(project, tmp_path, capsys):
     run = mine(project, config={'lr': .1})
     trackio.log({'loss': 1.})
     capsys.readouterr()
@@ -84,7 +84,7 @@ def test_a_run_that_is_open_is_used_and_counts_as_before(project, tmp_path, caps
     assert theirs.name=='mine' and theirs.config['lr']==.1 and 'torchember' not in theirs.config
 
 
-def test_a_run_of_the_users_is_a_sink(project, tmp_path):
+def test_run_of_the_user_can_be_a_sink(project, tmp_path):
     run = mine(project)
     other = mine(f'{project} other') # which finishes the first one
     sink = sink_of(run)
@@ -95,7 +95,7 @@ def test_a_run_of_the_users_is_a_sink(project, tmp_path):
     assert not trackio.SQLiteStorage.get_logs(other.project, other.name, run_id=other.id)
 
 
-def test_one_sink_tells_of_one_run_after_another(project, tmp_path):
+def test_one_sink_can_send_two_runs_in_turn(project, tmp_path):
     "Each model has its metrics under its prefix"
     sink = Trackio(project=project, prefix='gen/', ttypes='input')
     for name,x in (('a', 1.), ('b', 2.)):
@@ -106,7 +106,7 @@ def test_one_sink_tells_of_one_run_after_another(project, tmp_path):
     assert {n: v['gen/input/model/rms'] for n,v in found.items()}=={n: dict.fromkeys(range(3), x) for n,x in (('a', 1.), ('b', 2.))}
 
 
-def test_a_run_is_found_again_and_nothing_is_there_twice(project, tmp_path):
+def test_run_is_found_again_and_has_nothing_twice(project, tmp_path):
     train(tmp_path, stats='numerics', sinks=Trackio(project=project))
     before = rows(project)
     forget(tmp_path)
@@ -119,7 +119,7 @@ def test_a_run_is_found_again_and_nothing_is_there_twice(project, tmp_path):
     assert h['_type']=='trackio.histogram' and [(round(math.log2(b)), n) for b,n in zip(h['bins'], h['values'], strict=False) if n]==full
 
 
-def test_what_a_run_lacks_is_sent_and_no_more(project):
+def test_only_missing_steps_are_sent(project):
     sink = opened(project)
     sink.scalars(3, {'output/0/rms': 1.})
     sink.close()
@@ -130,12 +130,12 @@ def test_what_a_run_lacks_is_sent_and_no_more(project):
     assert rows(project)=={'output/0/rms': {3: 1., 4: 3.}, 'output/1/rms': {3: 2.}}
 
 
-def test_a_run_that_goes_on_is_the_same_run(project, tmp_path):
+def test_continued_run_is_the_same_run(project, tmp_path):
     for resume in (False, True): train(tmp_path, sinks=Trackio(project=project), resume=resume)
     assert {*rows(project)['output/0/rms']}=={*range(12)}
 
 
-def test_another_run_of_that_name_is_another_one(project):
+def test_other_run_with_the_same_name_is_separate(project):
     for start in ('2026-01-01 00:00:00', '2026-01-01 00:00:01', '2026-01-01 00:00:00'):
         sink = Trackio(project=project)
         sink.open('first', {'start': start})
@@ -157,7 +157,7 @@ def test_findings_are_alerts_that_are_not_printed(project, capsys):
     assert capsys.readouterr().out==''
 
 
-def test_a_rule_that_breaks_again_later_is_an_alert_again(project):
+def test_repeated_finding_is_another_alert(project):
     sink = opened(project)
     nan = {'rule': 'nan', 'text': 'It is NaN.', 'severity': 'error'}
     sink.findings(3, [nan])
@@ -168,7 +168,7 @@ def test_a_rule_that_breaks_again_later_is_an_alert_again(project):
     assert sorted(a['step'] for a in trackio.Api().alerts(project))==[3, 8]
 
 
-def test_a_row_of_somebody_elses_is_not_taken_for_ours(project, monkeypatch):
+def test_row_of_the_user_does_not_count_as_sent(project, monkeypatch):
     sink = opened(project)
     sink.pending = {3: {'output/0/rms', 'output/1/rms'}, 4: {'output/0/rms'}}
     monkeypatch.setattr(sink, 'rows', lambda first: [(3, {'loss': 1.}), (3, {'output/0/rms': 1.}), (4, {'output/0/rms': 1.})])
@@ -178,7 +178,7 @@ def test_a_row_of_somebody_elses_is_not_taken_for_ours(project, monkeypatch):
     sink.close()
 
 
-def test_what_a_server_has_taken_is_not_waited_for_again(project, monkeypatch):
+def test_flush_does_not_wait_for_accepted_numbers(project, monkeypatch):
     sink = opened(project)
     monkeypatch.setattr(Trackio, 'local', False)
     for step in range(3):
@@ -188,7 +188,7 @@ def test_what_a_server_has_taken_is_not_waited_for_again(project, monkeypatch):
     sink.close()
 
 
-def test_an_alert_of_the_users_is_printed_as_before(project, capsys):
+def test_alert_of_the_user_is_printed(project, capsys):
     run = mine(project)
     sink = Trackio()
     sink.open('first', {})
@@ -202,7 +202,7 @@ def test_an_alert_of_the_users_is_printed_as_before(project, capsys):
 
 
 @pytest.mark.filterwarnings('ignore:torchember', 'ignore:trackio')
-def test_what_trackio_loses_is_noticed_and_sent_later(project, tmp_path, monkeypatch):
+def test_lost_numbers_are_noticed_and_sent_later(project, tmp_path, monkeypatch):
     monkeypatch.setattr(Trackio, 'patience', 1.5)
     with monkeypatch.context() as m:
         def refuses(*args, **kwargs): raise OSError('disk full')
@@ -213,7 +213,7 @@ def test_what_trackio_loses_is_noticed_and_sent_later(project, tmp_path, monkeyp
     assert {*rows(project)['output/0/rms']}=={*range(6)}
 
 
-def test_what_was_told_is_there_after_flush(project):
+def test_numbers_are_stored_after_flush(project):
     sink = opened(project)
     for step in range(50): sink.scalars(step, {'output/0/rms': step/2})
     sink.flush()
@@ -224,7 +224,7 @@ def test_what_was_told_is_there_after_flush(project):
 
 
 @pytest.mark.filterwarnings('ignore:torchember')
-def test_what_is_not_finite_and_odd_names_arrive(project, tmp_path):
+def test_non_finite_values_and_odd_names_arrive(project, tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential()
     names = ['a(1)', 'a[1]', 'b//c', 'ü', '/', "it's", 'x'*300, 'a:b', '"', '\\', '__x', 'step']
@@ -239,7 +239,7 @@ def test_what_is_not_finite_and_odd_names_arrive(project, tmp_path):
     assert len(rms)==len(names) and {k: v[0] for k,v in found.items() if k.endswith('/rms')}=={f'output/{n}/rms': pytest.approx(v) for n,v in rms.items()}
 
 
-def test_a_run_whose_id_has_a_quote(project):
+def test_id_with_a_quote_works(project):
     run = trackio.Run(None, project, None, name="it's", run_id="it's")
     sink = Trackio(run)
     sink.open('first', {})
@@ -249,7 +249,7 @@ def test_a_run_whose_id_has_a_quote(project):
     assert rows(project)=={'output/0/rms': {0: 1.}}
 
 
-def test_two_threads_that_log_at_once_do_not_move_each_others_steps(project):
+def test_two_logging_threads_keep_their_steps(project):
     run = mine(project)
     sink = Trackio()
     sink.open('first', {})
@@ -263,7 +263,7 @@ def test_two_threads_that_log_at_once_do_not_move_each_others_steps(project):
     assert {*found['loss']}=={*range(200)} and {*found['output/0/rms']}=={*range(1000, 1500)}
 
 
-def test_a_pane_reads_what_is_behind_it_and_keeps_what_is_set():
+def test_proxy_reads_the_run_and_keeps_what_is_set():
     class Run:
         n,more = 1,2
     run = Run()
@@ -274,7 +274,7 @@ def test_a_pane_reads_what_is_behind_it_and_keeps_what_is_set():
     with pytest.raises(AttributeError): _ = pane.other
 
 
-def test_what_is_silent_is_the_same_otherwise(capsys):
+def test_function_without_print_returns_the_same(capsys):
     def f(a, b=2, *, c=3):
         print('heard')
         return a,b,c
@@ -282,7 +282,7 @@ def test_what_is_silent_is_the_same_otherwise(capsys):
     assert f(1, 5)==(1, 5, 3) and capsys.readouterr().out=='heard\n'
 
 
-def test_another_place_is_another_target(project, monkeypatch):
+def test_other_folder_is_another_destination(project, monkeypatch):
     def target(url):
         sink = Trackio(trackio.Run(url, project, object() if url else None, name='first', run_id='first', server_base_url=url))
         sink.run.finish()
@@ -291,13 +291,13 @@ def test_another_place_is_another_target(project, monkeypatch):
 
 
 @pytest.mark.filterwarnings('ignore:torchember')
-def test_a_space_is_to_be_opened_by_its_user(project, tmp_path, monkeypatch):
+def test_closed_space_raises(project, tmp_path, monkeypatch):
     monkeypatch.setenv('TRACKIO_SPACE_ID', 'me/board')
     _,report = train(tmp_path, sinks=Trackio(project=project))
     assert any('trackio.init' in r for r in report['remarks'])
 
 
-def test_a_server_is_told(project, tmp_path, monkeypatch, capsys):
+def test_server_gets_the_numbers(project, tmp_path, monkeypatch, capsys):
     app,_,_,full = trackio.show(project, open_browser=False, block_thread=False)
     try:
         monkeypatch.setenv('TRACKIO_SERVER_URL', full)
@@ -317,7 +317,7 @@ def test_a_server_is_told(project, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 @pytest.mark.release # test_sinks.py has the same for TensorBoard
-def test_a_run_that_was_killed_is_sent_later_without_doubles(project, tmp_path):
+def test_killed_run_is_sent_later_without_duplicates(project, tmp_path):
     name = f'killed {time.time_ns()}'
     code = killed.replace("'first'", repr(name))
     p = subprocess.run([sys.executable, '-c', code, str(tmp_path), 'trackio'], cwd=tmp_path, capture_output=True, text=True, timeout=200)
@@ -332,7 +332,7 @@ def test_a_run_that_was_killed_is_sent_later_without_doubles(project, tmp_path):
 @pytest.mark.slow
 @pytest.mark.release # half a minute, in which nothing happens
 @pytest.mark.parametrize('silent', [False, True])
-def test_a_server_that_does_not_answer_ends_no_training_and_is_sent_all_later(project, tmp_path, silent):
+def test_silent_server_does_not_end_training_and_gets_all_later(project, tmp_path, silent):
     took,ended = told_where_nobody_answers(tmp_path, 'trackio', silent, TRACKIO_SERVER_URL='{}/?write_token=x')
     assert took<60 and ended<10 # the import of trackio, and the ten seconds for which a sink is waited
     assert 'TRACKIO_SERVER_URL' not in os.environ and replay('first', Trackio(project=project), home=tmp_path)==20

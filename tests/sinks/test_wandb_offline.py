@@ -63,7 +63,7 @@ def run(code, tmp_path, name='*'):
     return found
 
 
-def test_an_ember_in_a_run_of_the_users(tmp_path):
+def test_ember_adds_to_a_run_of_the_user(tmp_path):
     rows,axes = run('''
 with start():
     model = small()
@@ -79,7 +79,7 @@ with start():
     assert axes['output/2/*']=='torchember/step' and axes['weight_grad/0.weight/*']=='torchember/step'
 
 
-def test_rows_of_the_users_have_no_older_numbers_under_a_newer_step(tmp_path):
+def test_user_rows_have_no_older_numbers_under_a_newer_step(tmp_path):
     "A layer in some steps, rare losses, evaluations, and a user who logs every third step"
     rows,axes = run('''
 class Now(nn.Module):
@@ -119,7 +119,7 @@ with start() as mine:
     assert any(r.get('scalar/val_loss') is not None for r in rows) and any(r.get('eval/output/a/rms') is not None for r in rows)
 
 
-def test_an_ember_with_a_run_of_its_own(tmp_path):
+def test_ember_opens_its_own_run(tmp_path):
     rows,_ = run('''
 model = small()
 with torchEmber(model, name='r', ends='step', stats='full', sinks='wandb') as te: loop(model, lambda i, opt: te.step(), 6, log=False)
@@ -147,7 +147,7 @@ with start():
         assert axes[f'Numerics.{t}/*']=='torchember/step'
 
 
-def test_visualization_opens_a_run_where_there_is_none(tmp_path):
+def test_visualization_opens_a_run_if_there_is_none(tmp_path):
     rows,axes = run('''
 model = small()
 monitor = Monitor(model, {'Linear': ['WeightNorm']})
@@ -164,7 +164,7 @@ monitor.close()
 
 
 @pytest.mark.parametrize('reinit', [pytest.param('return_previous', marks=pytest.mark.release), 'finish_previous'])
-def test_a_run_that_the_user_opens_later_is_theirs(tmp_path, reinit):
+def test_run_that_the_user_opens_later_is_separate(tmp_path, reinit):
     "Our run continues beside an open run of W&B"
     rows,_ = run(f'''
 model = small()

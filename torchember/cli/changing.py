@@ -72,10 +72,6 @@ def compact_command(args):
     return 0
 
 # %% ../../nbs/95_cli/30_changing.ipynb #482e5392
-def write_lines(df, file): df.to_json(file, orient='records', lines=True, date_format='iso')
-
-def write_csv(df, file): df.to_csv(file, index=False)
-
 def write_rows_as_parquet(run, file, home):
     "Write all rows as Parquet, batch by batch. Return the number of rows."
     from torchember import scan
@@ -96,7 +92,8 @@ def write_run(run, file, form, home):
         lf.to_pickle(file, compression=None) if form=='logframe' else write_parquet(lf, file)
         return len(lf)
     df = read(run, home=home)
-    {'csv': write_csv, 'jsonl': write_lines}[form](df, file)
+    if form=='csv': df.to_csv(file, index=False)
+    else: df.to_json(file, orient='records', lines=True, date_format='iso')
     return len(df)
 
 forms = dict(parquet='rows', csv='rows', jsonl='rows, a line each', logframe='a pickled LogFrame', **{'logframe.parquet': 'a LogFrame in Parquet'})

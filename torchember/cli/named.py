@@ -41,7 +41,6 @@ def expand_one_name(asked, home, command):
     raise ValueError(f"{command} takes one run, and {asked!r:.80} matches {len(names)}: {printable(', '.join(names[:5]))}. Choose one.")
 
 def open_argument(name, home):
-    "Return a run for a picture: its name, or the run in another home."
-    if home is None or is_place(name): return name
+    "Return the `Run` of a command's argument."
     from torchember.frames.handle import open_run
     return open_run(name, home)

@@ -63,10 +63,8 @@ replacements = {
 gone = {name: (tool, what) for tool,names in replacements.items() for name,what in names.items()}
 
 # %% ../../nbs/80_compat/00_gone.ipynb #1ba4456a
-def sentence(
-    name:str # An attribute that torchember does not have
-) -> str|None: # None for a name that no older tool had
-    "Return the message for a name of an older tool."
+def sentence(name) -> str|None:
+    "Return the message for a name of an older tool, None for another name."
     if name not in gone: return None
     tool,what = gone[name]
     return f"torchember has no {name!r}, which was {tool}'s: {what}."

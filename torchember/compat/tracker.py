@@ -40,10 +40,8 @@ class Library:
 
 libraries = {} # class of tensors -> `Library`, filled by the Python modules for torch and JAX
 
-def find_library(
-    tensor # Tensor of a registered class, or a value that the first library converts
-) -> Library:
-    "Return the library of a tensor."
+def find_library(tensor) -> Library:
+    "Return the library of a tensor. The first library converts values of other classes."
     if not libraries:
         raise RuntimeError("no library is registered: import the stash functions from torchember, or for JAX from torchember.jaxember.")
     return next((lib for c,lib in libraries.items() if isinstance(tensor, c)), next(iter(libraries.values())))
@@ -108,31 +106,23 @@ def stash_full_tensor(
 # %% ../../nbs/80_compat/20_tracker.ipynb #0a49309d
 def hist_stat(min_exp=-16, max_exp=16): return f'exponents({min_exp}, {max_exp})'
 
-def builtin_statistics(
-    stash_value # Function: tensor -> dict, or a `partial`. None is the default
-): # Names of statistics; None for a user's function
-    "Return the statistics of torchember that replace a stash function."
+def builtin_statistics(stash_value): # function: tensor -> dict, or a `partial`
+    "Return the names of statistics that replace a stash function, None for a user's own function."
     f,kwargs = (stash_value.func, stash_value.keywords) if isinstance(stash_value, partial) and not stash_value.args else (stash_value, {})
     if f is stash_scalar_stats: return ('shape', *scalars)
     if f is stash_hist: return ('shape', 'mean', hist_stat(**kwargs)) # the schema requires a number
     return ('shape', *scalars, hist_stat(**kwargs)) if f in (None, stash_all_stats_and_hist) else None
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #3e55ce2c
-def save_array(
-    x, # Any array
-    path # Path of the file, without suffix
-):
+def save_array(x, path): # path: without suffix
     "Write an array as `.npy`. Dtypes unknown to numpy, such as bfloat16, are written as float32."
     x = np.asarray(x)
     np.save(f'{path}.npy', x.astype(np.float32) if x.dtype.kind=='V' else x)
 
 class Stash:
     "A user's stash function, as a statistic of the recorder."
-    def __init__(self,
-        f, # Function: tensor -> dict
-        folder, # Function that returns the folder for full tensors
-        save=save_array # Function: tensor, path without suffix. Writes the tensor
-    ): self.f,self.folder,self.save,self.number,self.__name__ = f,folder,save,count(),getattr(f, '__name__', repr(f))
+    def __init__(self, f, folder, save=save_array): # f: tensor -> dict; folder: function that returns the folder for full tensors
+        self.f,self.folder,self.save,self.number,self.__name__ = f,folder,save,count(),getattr(f, '__name__', repr(f))
 
     def __call__(self, x):
         got,out = self.f(x),{}
@@ -162,10 +152,8 @@ def hist_columns(hist, bins):
     return {'exponents': hist, 'exponent_min': bins[0]}
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #25019a77
-def means_by_type(
-    lf # Rows of one step, as a LogFrame
-) -> dict: # 'Numerics.<tensor type>/<statistic>' -> number
-    "Return the numbers of a step for W&B."
+def means_by_type(lf) -> dict: # 'Numerics.<tensor type>/<statistic>' -> number
+    "Return the numbers of one step, as a LogFrame, for W&B."
     stats,counts = lf[STAT].copy(),lf[EXP]
     n = counts.sum(axis=1).where(counts.any(axis=1))
     stats['underflow_rate'],stats['overflow_rate'] = counts[-float('inf')]/n,counts[float('inf')]/n
@@ -191,11 +179,8 @@ def check_arguments(offload_type, offload_inc, init_step, stash_value, name, hom
     if name is not None and exists(name, home):
         raise FileExistsError(f"The run {name!r} already exists in {folder('torchember', home)}. Choose another name=.")
 
-def compile_pattern(
-    pattern, # Text, compiled pattern, a list of these, or None
-    what:str # Name of the argument
-): # Compiled pattern; or `pattern` itself if it is None or another selection of modules
-    "Compile a pattern that is searched in names of modules. Raise ValueError if it is not a regular expression."
+def compile_pattern(pattern, what): # what: name of the argument
+    "Compile a pattern, or a list, to search in names of modules. Return other selections. Raise ValueError for an invalid pattern."
     if pattern is None or isinstance(pattern, Selection|type) or callable(pattern): return pattern
     if isinstance(pattern, list|tuple|set):
         parts = [compile_pattern(p, what) for p in pattern]
@@ -231,14 +216,8 @@ class Tracker:
     "Interface of Track & Visualize to a run. As a list, it contains a `TensorStash` for each tensor of the latest step."
     current_step = 0 # number of the open step
     what = 'a model' # name of the model
-    def __init__(self,
-        t, # The run, an `emberTracker`
-        prefix:str='', # Prefix of the module names in the LogFrame
-        offload_inc:int=10, # Number of steps between calls of `offload_fn`
-        offload_fn=None, # Function: name, step, LogFrame
-        offload_type:str='.pkl', # '.pkl' or '.parquet'
-        wandb=None # A `Wandb`, or None
-    ):
+    # t: `emberTracker` of the run; prefix: of the module names in the LogFrame; wandb: a `Wandb`, or None
+    def __init__(self, t, prefix='', offload_inc=10, offload_fn=None, offload_type='.pkl', wandb=None):
         self.t,self.prefix,self.wandb = t,prefix,wandb
         self.offload_inc,self.offload_fn,self.offload_type = offload_inc,offload_fn,offload_type
         self.out_path = None # path of the LogFrame, once it is written
@@ -248,11 +227,8 @@ class Tracker:
     name = property(lambda self: self.t.fname, doc="Name of the run.")
     stashes = property(lambda self: list(self), doc="A `TensorStash` for each tensor of the latest step.")
 
-    def note_step_end(self,
-        n:int, # Number of the step
-        seen:bool=True # True if the step has rows
-    ):
-        "Note that a step has ended. Send its numbers to W&B, and call `offload_fn` every `offload_inc` steps."
+    def note_step_end(self, n, seen=True): # seen: True if the step has rows
+        "Note that step `n` has ended. Send its numbers to W&B, and call `offload_fn` every `offload_inc` steps."
         self.calls += 1
         if seen and self.wandb is not None: self.log_to_wandb(n)
         if self.offload_fn and n%self.offload_inc==0: self.offload(n)

@@ -23,10 +23,8 @@ Accelerator,Tracker = library.Accelerator,library.tracking.GeneralTracker # base
 # %% ../../nbs/90_integrations/30_accelerate.ipynb #89cadc70
 waiting = weakref.WeakSet() # trackers without an Accelerator
 
-def wait_for_accelerator(
-    tracker # Tracker; its `joins` is called with the Accelerator
-):
-    "Connect a tracker to the Accelerator that receives it."
+def wait_for_accelerator(tracker):
+    "Connect a tracker to the Accelerator that receives it, by a call of its `joins`."
     waiting.add(tracker)
     init = Accelerator.__init__
     if hasattr(init, '_torchember'): return
@@ -40,18 +38,13 @@ def wait_for_accelerator(
     Accelerator.__init__ = told
 
 # %% ../../nbs/90_integrations/30_accelerate.ipynb #9b63212d
-def steps_so_far(
-    optimizers # As in the Accelerator
-) -> int: # Count of the optimizers; 0 without a count
-    "Return the number of steps so far."
+def steps_so_far(optimizers) -> int:
+    "Return the number of steps so far, by the counts of the optimizers; 0 without a count."
     counts = [s['step'] for o in optimizers for s in o.state.values() if isinstance(s, dict) and 'step' in s]
     return max((int(n) for n in counts), default=0)
 
-def next_step_of(
-    name:str|None, # Name of the run
-    home=None # Folder of logs
-) -> int: # 0 without a run
-    "Return the step after the last one of a run."
+def next_step_of(name, home=None) -> int:
+    "Return the step after the last one of a run; 0 without a run."
     runs = [n for n in (name, f'{name}.rank0') if name and exists(n, home)]
     return emberTracker(runs[0], home).last_step()+1 if runs else 0
 

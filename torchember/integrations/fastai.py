@@ -16,9 +16,7 @@ library = needs('fastai.callback.training', for_='torchember.integrations.fastai
 Callback = library.Callback # base class of `EmberCallback`
 
 # %% ../../nbs/90_integrations/40_fastai.ipynb #21fb71f9
-def steps_before(
-    learn # Learner whose epoch has begun
-) -> int: # Number of steps in earlier epochs
+def steps_before(learn) -> int: # learn: Learner whose epoch has begun
     "Return the number of steps that a training from a checkpoint skips."
     dl = learn.dls.train
     size = getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None) or 1
@@ -43,7 +41,7 @@ class EmberCallback(RecordingCallback, Callback):
     def __init__(self,
         **options # Arguments of `torchEmber`, except model, optimizer, scaler, first_step and resume
     ):
-        self.recording,self.place,self.skips,self.record = TrainingRecorder('EmberCallback', **options),None,None,None # record: values of the last epoch
+        self.recording,self.skips,self.record = TrainingRecorder('EmberCallback', **options),None,None # record: values of the last epoch
 
     apart = property(lambda self: self.learn.lock.locked(), doc="Whether what runs is a validation or a prediction that somebody asked for")
 
@@ -107,10 +105,5 @@ class EmberCallback(RecordingCallback, Callback):
         self.record = record
         names = recorder.metric_names[1:len(recorder.metric_names)-recorder.add_time]
         self.recording.noted(dict(zip(names[-len(record):] if recorder.cancel_train else names, record, strict=False)))
-
-    def end(self):
-        if self.place is not None: self.place.remove()
-        self.place = None
-        self.recording.end()
 
     def __reduce_ex__(self, protocol): return Callback, (), {'learn': self.learn} # for an exported Learner

@@ -14,9 +14,7 @@ engine = needs('ignite.engine', for_='torchember.integrations.ignite', package='
 Events = engine.Events
 
 # %% ../../nbs/90_integrations/50_ignite.ipynb #b2cd9134
-def output_as_dict(
-    output # `engine.state.output`
-) -> dict: # Dict of numbers and other values
+def output_as_dict(output) -> dict: # output: `engine.state.output`
     "Return an output as a dict; a number as `loss`."
     return output if isinstance(output, dict) else {'loss': output}
 
@@ -36,7 +34,7 @@ class EmberCallback(RecordingCallback):
     def __init__(self,
         **options # Arguments of `torchEmber`, except model, optimizer, scaler, first_step and resume
     ):
-        self.recording,self.place,self.trainer = TrainingRecorder('EmberCallback', **options),None,None
+        self.recording = TrainingRecorder('EmberCallback', **options)
 
     def attach(self,
         trainer, # Engine that trains
@@ -112,17 +110,3 @@ class EmberCallback(RecordingCallback):
         if trainer.should_terminate=='skip_completed': self.end()
 
     def completed(self, trainer): self.end()
-
-    def end(self):
-        if self.place is not None: self.place.remove()
-        self.place = None
-        self.recording.end()
-
-    def close(self): # `Report`, or None if nothing was recorded
-        """End the run, after an interruption that is not continued.
-
-        Returns:
-            `Report`, or None if nothing was recorded
-        """
-        self.end()
-        return self.report

@@ -26,6 +26,14 @@ def on_torch():
     if (other := keras.backend.backend())!='torch': raise RuntimeError(f"EmberCallback records Keras on torch, but Keras runs on {other}. "
         "Set os.environ['KERAS_BACKEND'] = 'torch' before keras is imported.")
 
+# %% ../../nbs/90_integrations/60_keras.ipynb #5a1d0ac1
+activations = {n.lower(): n for n in nn.modules.activation.__all__} | {'swish': 'SiLU', 'hardsilu': 'Hardswish'} # name -> class of torch
+
+def activation_of(layer):
+    "Return the torch class of the last activation of a layer. None for other functions, and for cells with gates."
+    f = None if hasattr(layer, 'recurrent_activation') else getattr(layer, 'activation', None)
+    return activations.get(getattr(f, '__name__', type(f).__name__).replace('_', '').lower())
+
 # %% ../../nbs/90_integrations/60_keras.ipynb #671a3c49
 def inside(layer):
     "Return the inner layers of a layer."
@@ -55,19 +63,9 @@ def layer_parts(layer):
             if id(v.value) not in known: add_as(v.name, v.value, own, buffers if own is parameters else parameters)
     return LayerParts(modules, parameters, buffers, None if layers else activation_of(layer))
 
-# %% ../../nbs/90_integrations/60_keras.ipynb #5a1d0ac1
-activations = {n.lower(): n for n in nn.modules.activation.__all__} | {'swish': 'SiLU', 'hardsilu': 'Hardswish'} # name -> class of torch
-
-def activation_of(layer):
-    "Return the torch class of the last activation of a layer. None for other functions, and for cells with gates."
-    f = None if hasattr(layer, 'recurrent_activation') else getattr(layer, 'activation', None)
-    return activations.get(getattr(f, '__name__', type(f).__name__).replace('_', '').lower())
-
 # %% ../../nbs/90_integrations/60_keras.ipynb #8de07f2e
 @contextmanager
-def as_modules(
-    model # Built Keras model
-):
+def as_modules(model): # model: a built one
     "Expose the layers, weights and buffers of a model to torch, and restore the model afterwards."
     layers,queue = {},[model]
     while queue:
@@ -97,9 +95,7 @@ class Anything:
 # %% ../../nbs/90_integrations/60_keras.ipynb #5a1d0ac2
 class BatchValue:
     "Last value added to the running mean of a loss."
-    def __init__(self,
-        metric # `keras.metrics.Mean`
-    ): self.name,self.given,self.place = metric.name,None,MethodPlace(metric, 'update_state', self.update)
+    def __init__(self, metric): self.name,self.given,self.place = metric.name,None,MethodPlace(metric, 'update_state', self.update)
 
     def update(self, run, values, sample_weight=None):
         "Store the value of a batch, and update the mean."
@@ -117,10 +113,7 @@ class BatchValue:
 # %% ../../nbs/90_integrations/60_keras.ipynb #5a1d0ac3
 class KerasOptimizer:
     "Keras optimizer with the attributes of a torch optimizer: parameter groups and states."
-    def __init__(self,
-        optimizer, # Keras optimizer
-        variables # Variables that it trains, before it is built
-    ):
+    def __init__(self, optimizer, variables): # variables: those that the optimizer trains, before it is built
         self.inner = getattr(optimizer, 'inner_optimizer', optimizer)
         self.variables = list(trained_variables(self.inner) or variables)
         self.param_groups,self.found_inf = [{'params': [v.value for v in self.variables]}],None
@@ -139,9 +132,7 @@ class KerasOptimizer:
 # %% ../../nbs/90_integrations/60_keras.ipynb #5a1d0ac4
 class KerasScaler:
     "Loss scale of a Keras optimizer with the attributes of a `GradScaler`."
-    def __init__(self,
-        optimizer # `LossScaleOptimizer`, or another with a `loss_scale_factor`
-    ):
+    def __init__(self, optimizer): # `LossScaleOptimizer`, or another one with a `loss_scale_factor`
         self.optimizer = optimizer
         self.note_scale()
 
@@ -170,9 +161,7 @@ class BatchNumbers:
     "Scalars of a batch: the learning rate, and the logs of Keras with the loss of the batch instead of the running mean."
     def __init__(self): self.values,self.rate = {},None # id of a metric -> `BatchValue`
 
-    def begin(self,
-        model # Trained model
-    ):
+    def begin(self, model):
         "Start a batch."
         for m in model.metrics:
             if type(m) is keras.metrics.Mean and id(m) not in self.values: self.values[id(m)] = BatchValue(m)
@@ -181,9 +170,7 @@ class BatchNumbers:
         rate = getattr(rate, 'value', rate)
         self.rate = rate.detach().clone() if isinstance(rate, torch.Tensor) else rate # not read: that would wait for the device
 
-    def end(self,
-        logs:dict # Logs of Keras
-    ) -> dict: # Name -> number
+    def end(self, logs) -> dict: # logs: of Keras
         "Return the scalars of the batch."
         taken = {v.name: v.take() for v in self.values.values()}
         rate = {} if self.rate is None else {'learning_rate': self.rate}

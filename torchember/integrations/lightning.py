@@ -30,9 +30,7 @@ class Fresh:
     "Finds metrics that were logged since the last call."
     def __init__(self): self.seen = {}
 
-    def __call__(self,
-        metrics:dict # Name -> tensor: `trainer.callback_metrics`
-    ) -> dict:
+    def __call__(self, metrics) -> dict: # metrics: `trainer.callback_metrics`
         "Return new metrics, each with one name."
         def same(a, b): return a is b or isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.data_ptr()==b.data_ptr()
         new = {k: v for k,v in metrics.items() if not same(self.seen.get(k), v)}

@@ -10,70 +10,48 @@ __all__ = ['own_parameters', 'optimizers_of', 'around_events', 'around_exception
 from .recording import MethodPlace
 
 # %% ../../nbs/90_integrations/05_private_trainers.ipynb #5af84e62
-def optimizers_of(
-    accelerator # `Accelerator`
-) -> list: # Empty if unknown
-    "Return the optimizers that an Accelerator has prepared."
+def optimizers_of(accelerator) -> list:
+    "Return the optimizers that an Accelerator has prepared; none if unknown."
     return list(getattr(accelerator, '_optimizers', ()))
 
 # %% ../../nbs/90_integrations/05_private_trainers.ipynb #d9308437
 def replace_method(o, name, call): return MethodPlace(o, name, call) if hasattr(o, name) else None
 
 # %% ../../nbs/90_integrations/05_private_trainers.ipynb #e9c4b105
-def around_events(
-    learn, # fastai Learner
-    call # Function to call instead, with the method, the function to run, the name of the event, and other arguments
-): # `MethodPlace`, or None without such a method
-    "Replace the method that runs a fit, an epoch or a batch between its events."
+def around_events(learn, call): # call: gets the method, the function to run, the name of the event, and other arguments
+    "Replace the method of a fastai Learner that runs a fit, an epoch or a batch. Return None without such a method."
     return replace_method(learn, '_with_events', call)
 
-def around_exceptions(
-    trainer, # Ignite Engine
-    call # Function to call instead, with the method and the exception
-): # `MethodPlace`, or None without such a method
-    "Replace the method by which an Engine handles an exception."
+def around_exceptions(trainer, call): # call: gets the method and the exception
+    "Replace the method by which an Ignite Engine handles an exception. Return None without such a method."
     return replace_method(trainer, '_handle_exception', call)
 
-def run_is_over(
-    trainer # Ignite Engine after a handled exception
-) -> bool: # True if unknown
-    "Return True if the run does not continue with the next epoch."
+def run_is_over(trainer) -> bool: # trainer: Ignite Engine after a handled exception
+    "Return True if the run does not continue with the next epoch, or if this is unknown."
     return getattr(trainer, '_dataloader_iter', None) is None
 
-def handlers_of(
-    trainer, # Ignite Engine
-    event # One of its `Events`
-) -> list: # Empty if unknown: a `FastaiLRFinder` is then recorded as a training
-    "Return the functions that are called at an event."
+def handlers_of(trainer, event) -> list: # none if unknown: a `FastaiLRFinder` is then recorded as a training
+    "Return the functions that an Ignite Engine calls at one of its `Events`."
     return [f for f,*_ in getattr(trainer, '_event_handlers', {}).get(event, ())]
 
 # %% ../../nbs/90_integrations/05_private_trainers.ipynb #25579971
-def inner_layers(
-    layer # Keras layer
-) -> list: # Empty if Keras does not expose them
-    "Return the inner layers of a layer."
+def inner_layers(layer) -> list:
+    "Return the inner layers of a Keras layer; none if Keras does not expose them."
     return getattr(layer, 'layers', None) or getattr(layer, '_flatten_layers', lambda **_: [])(include_self=False, recursive=False)
 
-def variables_of(
-    layer # Keras layer
-) -> tuple: # The trainable ones, also if frozen; the others, such as running statistics and generator states
-    "Return the variables of a layer and of its inner layers."
+def variables_of(layer) -> tuple: # the trainable ones, also if frozen; the others, such as running statistics
+    "Return the variables of a Keras layer and of its inner layers."
     made = getattr(layer, '_trainable_variables', None)
     if made is None: return list(layer.trainable_variables), list(layer.non_trainable_variables)
     ids = {id(v) for v in made}
     return list(made), [v for v in layer.variables if id(v) not in ids]
 
-def trained_variables(
-    optimizer # Built Keras optimizer
-) -> list|None: # None if Keras does not expose them
-    "Return the variables of an optimizer."
+def trained_variables(optimizer) -> list|None:
+    "Return the variables of a built Keras optimizer, None if Keras does not expose them."
     return getattr(optimizer, '_trainable_variables', None)
 
-def states_of_variables(
-    optimizer, # Built Keras optimizer
-    variables:list # As `trained_variables` returns them
-) -> dict: # Number of the variable -> name of the state -> its variable
-    "Return the states of an optimizer for each variable, assigned by position, as in Keras."
+def states_of_variables(optimizer, variables) -> dict: # number of the variable -> name of the state -> its variable
+    "Return the states of a Keras optimizer for each of `trained_variables`, assigned by position, as in Keras."
     lists = {k: v for k,v in vars(optimizer).items() if isinstance(v, list) and len(v)==len(variables) and k!='_trainable_variables'}
     found,own = {i: {} for i in range(len(variables))},{id(v) for v in optimizer.variables}
     for attribute,states in lists.items():
@@ -83,10 +61,8 @@ def states_of_variables(
             found[i].setdefault(state.name.removeprefix(prefix) if state.name.startswith(prefix) else attribute.strip('_'), state)
     return found
 
-def batches_applied(
-    optimizer # Keras optimizer
-) -> int: # `iterations` counts fewer with `gradient_accumulation_steps`
-    "Return the number of batches that an optimizer was called for."
+def batches_applied(optimizer) -> int: # `iterations` counts fewer with `gradient_accumulation_steps`
+    "Return the number of batches that a Keras optimizer was called for."
     return int(getattr(getattr(optimizer, 'inner_optimizer', optimizer), '_iterations', optimizer.iterations))
 
 own_parameters = '_torch_params' # name of the module with a layer's parameters

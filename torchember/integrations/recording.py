@@ -25,21 +25,15 @@ from_trainer = 'model', 'optimizer', 'scaler', 'first_step', 'resume' # argument
 known = tuple(n for n in arguments_of(torchEmber.__init__) if n not in from_trainer) # arguments of a callback
 
 # %% ../../nbs/90_integrations/00_recording.ipynb #a758c161
-def check_options(
-    what:str, # Name of the callback: 'EmberCallback'
-    options # Names of the given arguments
-):
+def check_options(what, options): # what: name of the callback; options: names of the given arguments
     "Raise TypeError for an unknown argument, or one that the trainer provides."
     for k in options:
         if k in from_trainer: raise TypeError(f"{what} takes {k} from the trainer. Leave {k}= out. Known: {', '.join(known)}.")
         if k not in known: raise TypeError(unknown_argument(what, k, known))
 
 # %% ../../nbs/90_integrations/00_recording.ipynb #9bf8b886
-def loggable_scalars(
-    logs:dict, # Logs of a trainer
-    marks=() # Marks: values with these names are left out
-) -> dict: # The numbers; `logged_<name>` if the name is a column
-    "Return the values that can be recorded as scalars."
+def loggable_scalars(logs, marks=()) -> dict:
+    "Return the values of a trainer's logs that are numbers, without names of marks. A name that is a column becomes `logged_<name>`."
     def is_number(v):
         if isinstance(v, torch.Tensor|np.ndarray): return math.prod(v.shape)==1 and not (v.is_complex() if isinstance(v, torch.Tensor) else np.iscomplexobj(v))
         return isinstance(v, int|float|np.integer|np.floating|np.bool_)
@@ -48,17 +42,13 @@ def loggable_scalars(
 # %% ../../nbs/90_integrations/00_recording.ipynb #c7ccf5c2
 wrappers = 'AcceleratedOptimizer', 'LightningOptimizer' # classes whose `optimizer` is the one that steps
 
-def unwrap_optimizer(
-    optimizer # As given by a trainer
-): # The optimizer that steps
+def unwrap_optimizer(optimizer):
     "Return the optimizer inside the wrappers of a trainer."
     while any(c.__name__ in wrappers for c in type(optimizer).__mro__): optimizer = optimizer.optimizer
     return optimizer
 
 # %% ../../nbs/90_integrations/00_recording.ipynb #5f0c1e21
-def learning_rates_of(
-    optimizers # As given by a trainer
-) -> dict: # Name -> number
+def learning_rates_of(optimizers) -> dict:
     "Return the learning rate of each parameter group."
     groups = [(i, j, g['lr']) for i,o in enumerate(optimizers) for j,g in enumerate(o.param_groups) if 'lr' in g]
     return {'_'.join(['learning_rate', *([str(i)] if len(optimizers)>1 else []), *([f'group{j}'] if j else [])]): lr for i,j,lr in groups}
@@ -66,11 +56,7 @@ def learning_rates_of(
 # %% ../../nbs/90_integrations/00_recording.ipynb #5f0c1e32
 class MethodPlace:
     "Replacement of an object's method, until it is removed."
-    def __init__(self,
-        o, # The object
-        name:str, # Name of the method
-        call # Function to call instead, with the original method and the arguments
-    ):
+    def __init__(self, o, name, call): # call: gets the original method `name` of the object `o`, and the arguments
         self.o,self.name,self.call,self.former = o,name,call,vars(o).get(name)
         self.run = getattr(o, name)
         setattr(o, name, self)
@@ -86,11 +72,7 @@ class MethodPlace:
     def __reduce__(self): return getattr, (self.o, self.name) # copies use the original
 
 # %% ../../nbs/90_integrations/00_recording.ipynb #d9c190e4
-def run_for(
-    name:str, # Name of the run, as given by the user
-    first_step:int, # First step of the training
-    home=None # Folder of the logs
-) -> tuple: # Name of the run; True if it exists and is continued; last step of the run `name` if it cannot be continued
+def run_for(name, first_step, home=None) -> tuple: # name; True if continued; last step of `name` if it cannot be continued
     "Return the run of a training: `name`, or `name_2`, `name_3`, ... All processes use the answer of the first."
     rank,world = rank_and_size()
     def log_of(n): return f'{n}.rank{rank}' if world>1 else n
@@ -118,20 +100,12 @@ def first_process_value(answer):
 class TrainingRecorder:
     "Recorder of the trainings of a trainer: one `torchEmber` for each, from its beginning to its end."
     at = None # the open step at the last call of `stepped`
-    def __init__(self,
-        what:str='EmberCallback', # Name for messages
-        **options # Arguments of `torchEmber`, except model, optimizer, scaler, first_step and resume
-    ):
+    def __init__(self, what='EmberCallback', **options): # what: name for messages; options: arguments of `torchEmber`
         check_options(what, options)
         self.what,self.options,self.te,self.report,self.said = what,options,None,None,False
 
-    def begin(self,
-        model, # Model for `torchEmber`
-        optimizers=(), # Optimizers, wrapped or not
-        first_step:int=0, # The library's number of the next step
-        scaler=None # `GradScaler` in use
-    ): # The ember
-        "Start recording a training. End an earlier one that is still open."
+    def begin(self, model, optimizers=(), first_step=0, scaler=None): # optimizers: wrapped or not; first_step: as the library counts
+        "Start recording a training, and return the ember. End an earlier training that is still open."
         self.end()
         options,resume = dict(self.options),False
         if (name := options.pop('name', None)) is not None:
@@ -147,16 +121,12 @@ class TrainingRecorder:
         warn(f"The run {self.options['name']!r} has {'other rows' if last==math.inf else f'steps to {last}'}, and this training begins at step {first_step}. "
             f"It is recorded as {name!r}, from step {first_step} on. To keep both apart, give another name=.")
 
-    def noted(self,
-        numbers:dict # Logs of the trainer for the step that has just ended; other values than numbers are left out
-    ):
-        "Record scalars of the step."
+    def noted(self, numbers): # numbers: logs of the trainer for the step that has just ended
+        "Record scalars of the step. Other values than numbers are left out."
         if self.te is not None and (found := loggable_scalars(numbers, self.te.t.marked)): self.te.log(**found)
 
-    def claim(self,
-        *names:str # Names that the trainer will log
-    ):
-        "Reserve names for the trainer from the first step on, see `StepScalars.claim`."
+    def claim(self, *names):
+        "Reserve names that the trainer will log, from the first step on: see `StepScalars.claim`."
         if self.te is not None: self.te.recorder.writer.lines.scalars.claim(names)
 
     def stepped(self): # True if a step has ended since the last call
@@ -164,15 +134,11 @@ class TrainingRecorder:
         was,self.at = self.at,None if self.te is None else self.te.recorder.step
         return self.te is not None and self.at!=was
 
-    def mark(self,
-        **marks # As for `torchEmber.mark`
-    ):
+    def mark(self, **marks):
         "Add columns to all following rows."
         if self.te is not None: self.te.mark(**marks)
 
-    def only(self,
-        wanted # Function of the phase of a pass ('eval', 'no_grad' or None) and of whether it has gradients
-    ):
+    def only(self, wanted): # wanted: function of the phase of a pass ('eval', 'no_grad', None), and of whether it has gradients
         "Record only passes that belong to the training."
         if self.te is not None: self.te.recorder.events.pass_events.wanted = wanted
 
@@ -202,9 +168,16 @@ class RecordingCallback:
     te = property(lambda self: self.recording.te, doc="The `torchEmber` of the training that goes on, None before and after")
     report = property(lambda self: self.recording.report, doc="What was done in the last training, `report['run']` its name")
 
+    place = None # `MethodPlace` in the trainer, until the run ends
+
+    def end(self):
+        if self.place is not None: self.place.remove()
+        self.place = None
+        return self.recording.end()
+
     def close(self): # `Report`, or None if nothing was recorded
         "End the run. Needed after an exception if the library does not notify callbacks."
-        return self.recording.end()
+        return self.end()
 
     def __enter__(self): return self
 

@@ -20,7 +20,7 @@ from ..measure.kernels import no_autocast
 from . import multi_step, single_step # noqa: F401
 from .quantities import MultiStepQuantity, Quantity, classes, numpy_value, parameter_ttypes, quantity_of_function, refuse_changes
 from .views import MissingTensor, View
-from .watching import ModelPasses, Watch, extension_ttypes, fill_view, is_due_or_fails, run_extensions, user_extensions
+from .watching import ModelPasses, Watch, captured_needs, fill_view, is_due_or_fails, run_extensions
 from ..ground.messages import an, printable, unknown
 from ..ground.record import SCHEMA
 from ..recorder.arguments import disabled
@@ -33,11 +33,8 @@ from ..store.jsonl import new_run
 from ..store.rotation import check_store
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #e7f14e06
-def find_modules(
-    key, # Path or glob, class, or name of a class
-    tracked:list # `moduleTrack`s of the model
-) -> tuple: # List of `moduleTrack`s, and True if the key is the path of one module
-    "Find the modules for a key of a configuration. Raise ValueError if there are none."
+def find_modules(key, tracked) -> tuple: # tracked: `moduleTrack`s of the model
+    "Return the `moduleTrack`s for a key of a configuration, and True if the key is the path of one module. Raise ValueError if there are none."
     paths = {p: t for t in tracked for p in (t.path, *t.aliases)}
     if isinstance(key, str):
         short = re.sub(r'^(module\.|_orig_mod\.)+', '', key) # prefixes of DataParallel and of compiled modules
@@ -47,10 +44,8 @@ def find_modules(
     return [by_id[id(m)] for m in select(key).pick((p, t.module) for p,t in paths.items())], False
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #69843774
-def find_quantity(
-    what # Name of a quantity, its class, or a function
-) -> type:
-    "Return the class of a quantity. Raise ValueError or TypeError if there is none."
+def find_quantity(what) -> type:
+    "Return the class of a quantity, from its name, its class, or a function. Raise ValueError or TypeError if there is none."
     if isinstance(what, str):
         if re.match(r'\s*\w+\(', what):
             raise ValueError(f"{what!r} is a schedule. A quantity and its schedule are a pair: [['WeightNorm', {what!r}]].")
@@ -76,13 +71,8 @@ def config_pairs(asked, key):
         yield pair[0], pair[1] if len(pair)>1 and pair[1] not in ('', None) else 1
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #0bc94fed
-def check_fit(
-    what, # Quantity, or its class
-    t, # `moduleTrack` of a module
-    key, # Key of the configuration that selects the module
-    is_path:bool # True if the key is a path
-):
-    "Raise ValueError if a quantity cannot be computed for a module."
+def check_fit(what, t, key, is_path): # t: `moduleTrack` of the module; key: selects it; is_path: True if the key is a path
+    "Raise ValueError if a quantity, or its class, cannot be computed for a module."
     c = type(what) if isinstance(what, Quantity) else what
     if reason := c.unfit(t.module):
         name = repr(key) if isinstance(key, str) else getattr(key, '__name__', key)
@@ -91,10 +81,7 @@ def check_fit(
     if isinstance(what, Quantity) and what._module._real() is not t.module:
         raise ValueError(f"this {c.__name__} was made for another module than {t.name}. Give the class, or its name.")
 
-def parse_config(
-    config:dict, # Module -> quantities
-    tracked:list # `moduleTrack`s of the model
-) -> dict: # path -> (`moduleTrack`, {name: (class or quantity, schedule)})
+def parse_config(config, tracked) -> dict: # path -> (`moduleTrack`, {name: (class or quantity, schedule)})
     "Return the quantities of each module. Raise ValueError or TypeError for mistakes in the configuration."
     if not isinstance(config, dict): raise TypeError(f"a configuration must be a dict such as {{'fc1': ['WeightNorm']}}, got {an(config)}.")
     found,by_path,schedules = {},set(),{} # by_path: (path, quantity) pairs that were selected by path
@@ -116,8 +103,7 @@ def parse_config(
 # %% ../../nbs/47_monitor/50_monitor.ipynb #377bfeb4
 def row_ttype(q) -> str:
     "Return the tensor type of a quantity's row."
-    needed = [n.ttype for n in q.needs]+[t for e,b in user_extensions(q) for t in extension_ttypes(e, b)[:1]]
-    return needed[0] if needed else 'weight'
+    return next((t for t,*_ in (*q.needs, *captured_needs(q))), 'weight')
 
 def describe_tensor(ttype, module, described): # described: as `CapturedTensors` has it
     "Return tname, pname, call and dtype of a module's tensor."
@@ -170,10 +156,7 @@ def size_in_memory(value): return getattr(value, 'size', 1)+10
 # %% ../../nbs/47_monitor/50_monitor.ipynb #f0789139
 class QuantityRows:
     "Computes the due quantities of a module and returns rows. An error gives one warning, and a row with the error."
-    def __init__(self,
-        values, # `QuantityValues`
-        on_error:str='warn' # Or 'raise'
-    ): self.values,self.notices = values,Notices(on_error)
+    def __init__(self, values, on_error='warn'): self.values,self.notices = values,Notices(on_error) # values: `QuantityValues`
 
     def __call__(self, w, qs, step) -> list: # As `Recorder.add_rows` accepts them
         "Return the rows of the module of a `Watch`, one for each tensor type."
@@ -187,7 +170,6 @@ class QuantityRows:
             of.update(columns)
             for n,v in columns.items():
                 if n!='error': self.values.add(w.track.path, n, step, v)
-        w.view.forget_tensors()
         return [self.make_row(w, ttype, of) for ttype,of in stats.items()]
 
     def compute(self, w, q, step): # Columns of the row, or None
@@ -195,7 +177,7 @@ class QuantityRows:
         name = type(q).__name__
         try:
             run_extensions(w.view, w.captured, q)
-            held = [h.x for h in w.captured.whole.values()]+[x for x in w.track.module._parameters.values() if x is not None]
+            held = [x for (_,f),x in w.view._reduced.items() if f is None]+[x for x in w.track.module._parameters.values() if x is not None]
             with refuse_changes(held, name): q.track(step)
             if step not in q._output: return None
             value = q._output.pop(step)
@@ -223,17 +205,8 @@ class QuantityRows:
         self.notices.once(kind, f"{type(q).__name__} of {w.track.name}: {what} Training continues. This warning appears once.")
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #d3fa402b
-class EmberRun:
-    "Run of the ember armed on the model."
-    def __init__(self, recorder):
-        self.t,self.add_rows = recorder.t,recorder.add_rows
-        self.scaler = None if recorder.watch is None else recorder.watch.scaler
-
-    def close(self): self.t.barrier()
-
 class OwnRun:
     "Run of a monitor without an ember."
-    scaler = None
     def __init__(self, root, name=None, resume=False, home=None, store='jsonl'): # root: `moduleTrack` of the model
         kind,(rank,ranks) = type(root.module).__name__,rank_and_size()
         self.rank = {'rank': rank} if ranks>1 else {}
@@ -245,8 +218,6 @@ class OwnRun:
     def add_rows(self, step, rows): # rows: as `Recorder.add_rows` accepts them
         ts,marks = now(),{**self.rank, **self.t.marked}
         self.t.put(lambda: [one_row(key, call, None, dtype, stats, step, ts, marks, {}) for key,call,dtype,stats in rows], True)
-
-    def close(self): self.t.end()
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #af31027b
 def step_number(step):
@@ -295,9 +266,9 @@ class Monitor:
             raise TypeError(f"scaler= must be a torch.amp.GradScaler, got {an(scaler)}.")
         check_store(store)
         recorder = None if name or home or resume else getattr(armed_by(self.model), 'recorder', None)
-        self.run = OwnRun(tracked[0], name, resume, home, store) if recorder is None else EmberRun(recorder)
-        self.t = self.run.t
-        self.passes = ModelPasses(tracked[0], self.run.scaler if scaler is None else scaler)
+        self.run = OwnRun(tracked[0], name, resume, home, store) if recorder is None else recorder
+        self.t,optimizers = self.run.t,getattr(recorder, 'watch', None)
+        self.passes = ModelPasses(tracked[0], optimizers.scaler if scaler is None and optimizers is not None else scaler)
         for m in modules: self.passes.add(Watch(*m, self.passes))
         self.watches,self.outputs = self.passes.watches,QuantityValues()
         self.rows = QuantityRows(self.outputs, on_error)
@@ -367,7 +338,7 @@ class Monitor:
         "Remove all hooks from the model, and write all rows."
         self._leave()
         for w in self.watches: w.forget()
-        self.run.close()
+        (self.t.end if isinstance(self.run, OwnRun) else self.t.barrier)()
 
     def __enter__(self): return self
 

@@ -6,6 +6,8 @@
 __all__ = ['MeanTID', 'VarTID', 'WeightParamJump', 'UpdateEffectiveRank', 'GradSNR', 'UnitActivity']
 
 # %% ../../nbs/47_monitor/30_multi_step.ipynb #b0bf2100
+from functools import cached_property
+
 from ..measure.spectrum import effective_rank
 from ..measure.units import SignalToNoise, Signs, Sketch, activity, count_bits, mean_gap, std_gap
 from .quantities import MultiStepQuantity, Need, missing_parameter, reduce_to_means, reduce_to_stats
@@ -63,10 +65,7 @@ class WeightParamJump(MultiStepQuantity):
     rate, or prune these weights.
     """
     needs,unfit = (Need('weight', lambda x, axis, module: Signs(x)),),classmethod(missing_parameter)
-    def __init__(self, module, track_schedule=1):
-        super().__init__(module, track_schedule)
-        self.last = None
-
+    last = None # signs at the last tracked step
     def _compute_ones(self, global_step):
         signs = self.reduced()
         last,self.last = self.last,signs
@@ -90,10 +89,7 @@ class UpdateEffectiveRank(MultiStepQuantity):
     train the layer as well.
     """
     needs,unfit = (Need('weight', None),),WeightEffectiveRank.unfit
-    def __init__(self, module, track_schedule=1):
-        super().__init__(module, track_schedule)
-        self.last = None
-
+    last = None # weight at the last due step
     def _compute_ones(self, global_step): pass
     def _keep(self, one): pass
     def _compute(self, global_step):
@@ -122,16 +118,11 @@ class GradSNR(MultiStepQuantity):
     layers: a layer at the floor does not learn.
     """
     needs,unfit = (Need('weight_grad', lambda x, axis, module: sketch(x)),),classmethod(missing_parameter)
-    def __init__(self, module, track_schedule=1):
-        super().__init__(module, track_schedule)
-        self.sums = SignalToNoise()
-
+    sums = cached_property(lambda self: SignalToNoise())
     def _compute_ones(self, global_step): return self.reduced()
     def _keep(self, one): self.sums.add(one)
     def _restart(self): self.sums = SignalToNoise()
-    def _compute(self, global_step):
-        value,self.sums = self.sums.value,SignalToNoise()
-        return value
+    def _compute(self, global_step): return self.sums.value
 
 # %% ../../nbs/47_monitor/30_multi_step.ipynb #1e9337ed
 class UnitActivity(MultiStepQuantity):

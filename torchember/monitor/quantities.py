@@ -8,6 +8,7 @@ __all__ = ['SingleStepQuantity', 'MultiStepQuantity', 'quantity']
 # %% ../../nbs/47_monitor/10_quantities.ipynb #a45dedcb
 import inspect
 from contextlib import contextmanager
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -39,8 +40,7 @@ def reduce_to_covariance(x, axis, module): return covariance(x, axis)
 def reduce_to_means(x, axis, module): return channel_means(x, axis)
 def reduce_to_stats(x, axis, module): return channel_stats(x, axis)
 
-# reduction -> the reduction that its result contains, and a function that returns it
-contained = {reduce_to_stats: (reduce_to_means, lambda got: got[0])}
+contained = {reduce_to_means: reduce_to_stats} # reduction -> a reduction whose result begins with the result of the first
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #0032403f
 def is_parametrized(module, name):
@@ -80,12 +80,18 @@ def read_parameter_tensor(view, ttype):
     p = unscale(p.detach(), scale)
     return p.full_tensor() if hasattr(p, 'full_tensor') else p # sharded over ranks
 
+def reduce_into(view, ttype, f, x):
+    "Reduce a tensor, and store the result in the view. If the reduction raises, store the exception."
+    more = view._reduced.get((ttype, contained.get(f)))
+    try: got = x if f is None else more[0] if isinstance(more, tuple) else f(x, feature_axis(view, x), view)
+    except Exception as e: got = e
+    view._reduced[ttype, f] = got
+
 def reduce_need(view, need):
     "Return the reduction of a captured tensor. If none is stored yet, reduce the tensor of the view now."
     key = need.ttype,need.reduce
     if key not in view._reduced:
-        x = read_parameter_tensor(view, need.ttype) if need.ttype in parameter_ttypes else getattr(view, need.ttype)
-        view._reduced[key] = x if need.reduce is None else need.reduce(x, feature_axis(view, x), view)
+        reduce_into(view, *key, read_parameter_tensor(view, need.ttype) if need.ttype in parameter_ttypes else getattr(view, need.ttype))
     got = view._reduced[key]
     if isinstance(got, Exception): raise got
     return got
@@ -128,6 +134,9 @@ def register_quantity(c):
     classes[c.__name__] = c
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #2789016d
+extensions = {'input': ForwardInputExtension, 'output': ForwardOutputExtension, 'input_grad': BackwardInputExtension,
+    'output_grad': BackwardOutputExtension}
+
 class Quantity:
     "Base class of single-step and multi-step quantities."
     needs = () # `Need`s
@@ -151,21 +160,19 @@ class Quantity:
 
     def forward_extensions(self):
         "Return the extensions for tensors of the forward pass."
-        have = {'input': ForwardInputExtension, 'output': ForwardOutputExtension}
-        return [have[t]() for t in dict.fromkeys(n.ttype for n in self.needs) if t in have]
+        return self._extensions('input', 'output')
 
     def backward_extensions(self):
         "Return the extensions for tensors of the backward pass."
-        have = {'input_grad': BackwardInputExtension, 'output_grad': BackwardOutputExtension}
-        return [have[t]() for t in dict.fromkeys(n.ttype for n in self.needs) if t in have]
+        return self._extensions('input_grad', 'output_grad')
 
-    def reduced(self,
-        i:int=0 # Number of the need
-    ):
+    def _extensions(self, *ttypes): return [extensions[t]() for t in dict.fromkeys(n.ttype for n in self.needs) if t in ttypes]
+
+    def reduced(self, i=0): # i: number of the need
         """Return the reduced tensor of a need.
 
         Args:
-            i: Number of the need
+            i: number of the need
         """
         return reduce_need(self._module, self.needs[i])
 
@@ -173,9 +180,7 @@ class Quantity:
 
     def _should_compute(self, global_step): return self._track_schedule(global_step)
 
-    def should_show(self,
-        global_step:int
-    ) -> bool:
+    def should_show(self, global_step) -> bool:
         "Return True if the quantity is due at this step."
         return bool(self._should_compute(global_step))
 
@@ -185,9 +190,7 @@ class Quantity:
     def _save(self, global_step, result): self._output[global_step] = stored_value(result)
 
     @torch.no_grad()
-    def track(self,
-        global_step:int
-    ):
+    def track(self, global_step):
         "Compute the value of this step if the quantity is due."
         if not self._should_compute(global_step): return
         result = self._compute(global_step)
@@ -219,12 +222,7 @@ class MultiStepQuantity(Quantity):
         track_schedule: When the quantity is due, as `schedule` accepts it
     """
     multi = True
-    def __init__(self,
-        module, # The module that the quantity describes, or its view
-        track_schedule=1 # When the quantity is due, as `schedule` accepts it
-    ):
-        super().__init__(module, track_schedule)
-        self.cache = []
+    cache = cached_property(lambda self: [])
 
     def _compute_ones(self, global_step):
         raise NotImplementedError(f"{type(self).__name__} needs a method _compute_ones(global_step) that returns what to keep of a step.")
@@ -233,19 +231,15 @@ class MultiStepQuantity(Quantity):
     def _restart(self): self.cache.clear()
 
     @torch.no_grad()
-    def track(self,
-        global_step:int
-    ):
+    def track(self, global_step):
         "Add this step to the cache. Compute the value if the quantity is due."
-        one = self._compute_ones(global_step)
+        one,is_due,result = self._compute_ones(global_step),True,None
         try:
             self._keep(one)
-            if not self._should_compute(global_step): return
-            result = self._compute(global_step)
-        except BaseException:
-            self._restart() # the cache may no longer fit: a layer may have a new size
-            raise
-        self.cache.clear()
+            is_due = self._should_compute(global_step)
+            if is_due: result = self._compute(global_step)
+        finally:
+            if is_due: self._restart() # also after an exception: the cache may no longer fit, if a layer has a new size
         if result is not None: self._save(global_step, result)
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #6022c061

@@ -29,11 +29,8 @@ def feature_layout(c):
     return next((int(m[1]) for k in c.__mro__ if (m := re.search(r'([123])d$', k.__name__))), None)
 
 # %% ../../nbs/47_monitor/00_views.ipynb #5b9519fe
-def feature_axis(
-    module, # A module, or its `View`
-    x:torch.Tensor # An input or output of the module
-) -> int: # Dimension
-    "Return the dimension of features or channels of `x`."
+def feature_axis(module, x) -> int:
+    "Return the dimension of features or channels of `x`, an input or output of a module or of its `View`."
     last = max(x.dim()-1, 0)
     layout = feature_layout(module.__class__)
     if x.dim()<2 or layout=='last': return last
@@ -53,10 +50,7 @@ tensor_attributes = {**{t: t for t in tensor_descriptions}, 'input_eig_data': 'i
 # %% ../../nbs/47_monitor/00_views.ipynb #5059560f
 class View:
     "A module as quantities see it: the attributes of the module, and tensors captured in the current step."
-    def __init__(self,
-        module:nn.Module, # The module. The view holds only a weak reference
-        name:str='' # Name of the module in messages
-    ):
+    def __init__(self, module, name=''): # the view has only a weak reference to the module; name: for messages
         self._real,self._name = weakref.ref(module),name or type(module).__name__
         self._reduced,self._missing = {},{} # (ttype, reduction) -> result; ttype -> why the tensor is missing
         self._extended,self._scale = {},None # attribute -> the `Extension` that set it; loss scale of the gradients of parameters
@@ -84,10 +78,8 @@ class View:
 # %% ../../nbs/47_monitor/00_views.ipynb #e16ec0b7
 views = weakref.WeakKeyDictionary()
 
-def view_of(
-    module # A module, or a view
-) -> View:
-    "Return the view of a module. It exists as long as the module."
+def view_of(module) -> View:
+    "Return the view of a module, for a view the view itself. It exists as long as the module."
     if type(module) is View: return module
     if module not in views: views[module] = View(module)
     return views[module]
@@ -116,14 +108,8 @@ class Extension:
     def _default(self, module, input, output):
         raise NotImplementedError(f"{type(self).__name__} needs a method _default(module, input, output) that returns the value to store.")
 
-    def alike(self,
-        other # Extension, or None
-    ) -> bool:
-        """Return True if the other extension has the same class and the same arguments, so that it stores the same value.
-
-        Args:
-            other: Extension, or None
-        """
+    def alike(self, other) -> bool:
+        "Return True if the other extension has the same class and the same arguments, so that it stores the same value."
         if type(other) is not type(self) or vars(other).keys()!=vars(self).keys(): return False
         pairs = [(a, vars(other)[k]) for k,a in vars(self).items()]
         return all(a is b or type(a) is type(b) in (str, int, float, bool) and a==b for a,b in pairs)

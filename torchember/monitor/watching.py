@@ -8,13 +8,12 @@ __all__ = []
 # %% ../../nbs/47_monitor/40_watching.ipynb #41755832
 import torch
 
-from ..capture.backward import hook_gradients
 from ..capture.events import Listener, always
 from ..capture.tensors import lone_output
 from ..measure.kernels import no_autocast
-from .quantities import Quantity, captured_ttypes, contained, unscale
-from .views import View, feature_axis
+from .quantities import Quantity, captured_ttypes, contained, reduce_into, unscale
 from ..capture.private_torch import has_unscaled, is_wrapped, loss_scale
+from ..recorder.gradients import Gradients
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #b9d07334
 def pass_rank(training, grad):
@@ -50,7 +49,7 @@ class StepPredictor:
         self.last_step = self.stride = None # the step tracked last, and its distance to the step before
         self.passes,self.usual_passes = 0,1 # passes since the last step, and between the last two steps
         self.regular_steps,self.needed_steps = 0,1 # steps at the same distance, and how many of them a prediction needs
-        self.number = 0 # of the latest pass that counts, among all
+        self.pass_ = 0 # number of the latest pass that counts, among all
         self.ranks,self.skipped = BestRank(),False # skipped: True if the running pass does not count
         self.varies = False # True if steps had different numbers of passes
 
@@ -64,19 +63,15 @@ class StepPredictor:
         several = self.stride is not None and (1<self.usual_passes<=self.stride or self.usual_passes>self.most_micro_batches)
         return several and self.passes<self.usual_passes and not self.varies or self.passes>self.usual_passes+self.patience
 
-    def begin_pass(self,
-        rank:int=3 # As `pass_rank` returns it
-    ):
-        "Note the begin of a pass."
+    def begin_pass(self, rank=3):
+        "Note the begin of a pass. `rank`: from `pass_rank`."
         replaces = rank>self.ranks.best
         self.skipped = not self.ranks.accepts(rank)
         if self.skipped: return
         self.passes = 1 if replaces else self.passes+1
-        self.number += 1
+        self.pass_ += 1
 
-    def end_step(self,
-        step:int
-    ):
+    def end_step(self, step):
         "Note the end of a step, with its number."
         if self.last_step is not None:
             if self.passes and self.step not in (None, step): self.needed_steps *= 4 # the prediction was wrong
@@ -100,10 +95,8 @@ class QuantityGroups:
         else: key,is_due = id(q._track_schedule),q._track_schedule
         self.groups.setdefault(key, (is_due, set()))[1].add(q)
 
-    def due(self,
-        step # None if the number is unknown
-    ) -> frozenset: # Keys of groups
-        "Return the due groups of a step, all groups if the number is unknown."
+    def due(self, step) -> frozenset:
+        "Return the keys of the due groups of a step, all keys if its number is unknown (None)."
         def due(schedule): return step is None or schedule is None or is_due_or_fails(schedule, step)
         return frozenset(k for k,(schedule,_) in self.groups.items() if due(schedule))
 
@@ -122,10 +115,7 @@ class ModelPasses(Listener):
     wants = always(False, False)
     running = False # True while the root is called
     rank = -1 # of the running pass
-    def __init__(self,
-        root, # `moduleTrack` of the model
-        scaler=None # A `GradScaler`
-    ):
+    def __init__(self, root, scaler=None): # root: `moduleTrack` of the model; scaler: a `GradScaler`
         self.root,self.scaler = root,scaler
         self.predictor,self.groups = StepPredictor(),QuantityGroups()
         self.watches,self.plans = [],{} # plans: groups that are due -> watches and their quantities
@@ -184,77 +174,6 @@ class ModelPasses(Listener):
         self.running = False
         for w in self.watches: w.on = True # until the next pass begins
 
-# %% ../../nbs/47_monitor/40_watching.ipynb #fb1f8e62
-class HeldTensor:
-    "A tensor kept until a step is tracked."
-    def __init__(self, x, copy, alone=True):
-        self.alone = alone # True if the module returned the tensor itself, False if it was inside a tuple or dict
-        self.x,self.version = (x.detach().clone(), None) if copy else (x.detach(), None if x.is_inference() else x._version)
-
-    @property
-    def is_overwritten(self): return self.version is not None and self.x._version!=self.version
-
-# %% ../../nbs/47_monitor/40_watching.ipynb #c158cfe4
-class CaptureRequest:
-    "Request for one tensor of a module in the coming pass: the tensor itself, or reductions of it."
-    def __init__(self):
-        self.reductions,self.whole = [],False
-        self.copy = False # True if the tensor was overwritten in an earlier step
-
-    def __bool__(self): return bool(self.whole or self.reductions)
-
-# %% ../../nbs/47_monitor/40_watching.ipynb #3a99ab1e
-class CapturedTensors:
-    "Requests for a module's tensors, and the results until the step is tracked."
-    def __init__(self,
-        module, # The module
-        view, # Its `View`, an argument of reductions
-        needed, # ttype -> (reduction or None, quantity) pairs
-        passes # `ModelPasses`, or an object with `scale` and `measuring`
-    ):
-        self.module,self.view,self.needed,self.passes = module,view,needed,passes
-        self.requests = {t: CaptureRequest() for t in captured_ttypes}
-        self.reduced,self.whole = {},{} # (ttype, reduction) -> result or exception; ttype -> `HeldTensor`
-        self.described = {} # ttype -> tname, call, dtype
-
-    def request(self,
-        is_due # Function: quantity -> True if it is due in the coming pass
-    ) -> bool:
-        "Request the tensors of the due quantities. Return True if there are any."
-        for ttype,pairs in self.needed.items():
-            r = self.requests[ttype]
-            r.whole = any(reduction is None and is_due(q) for reduction,q in pairs)
-            functions = {f for f,q in pairs if f is not None and is_due(q)}
-            r.reductions = sorted(functions, key=lambda f: f not in contained) # reductions that contain others first
-        return any(self.requests.values())
-
-    def add(self, ttype, tname, x, call, copy):
-        "Reduce a tensor now, or keep it. If a reduction raises, keep the exception in place of the result."
-        r = self.requests[ttype]
-        self.described[ttype] = tname,call,str(x.dtype).removeprefix('torch.')
-        scale = self.passes.scale() if ttype.endswith('_grad') else None
-        if r.whole: self.whole[ttype] = HeldTensor(unscale(x.detach(), scale), scale is None and (copy or r.copy), tname is lone_output)
-        if not r.reductions: return
-        self.passes.measuring,done = True,{}
-        try:
-            with torch.no_grad(), no_autocast(x.device.type):
-                x = unscale(x.detach(), scale)
-                axis = feature_axis(self.module, x)
-                for f in r.reductions:
-                    if (ttype, f) in done: continue
-                    try: got = f(x, axis, self.view)
-                    except Exception as e: got = e
-                    done[ttype, f] = got
-                    if f in contained and not isinstance(got, Exception):
-                        inner,take = contained[f]
-                        done[ttype, inner] = take(got)
-                self.reduced.update(done)
-        finally: self.passes.measuring = False
-
-    def clear(self): self.reduced.clear(); self.whole.clear(); self.described.clear()
-
-    def __bool__(self): return bool(self.described or self.reduced or self.whole)
-
 # %% ../../nbs/47_monitor/40_watching.ipynb #20b7c6d1
 def user_extensions(q):
     "Return the extensions of a user's class, as pairs with True for gradients. Classes of torchember have `needs` instead."
@@ -274,20 +193,47 @@ def captured_needs(q):
     for e,b in user_extensions(q): out += [(t, None) for t in extension_ttypes(e, b) if (t, None) not in out]
     return list(dict.fromkeys(out))
 
-# %% ../../nbs/47_monitor/40_watching.ipynb #11554902
-class CallsOfPass:
-    "Calls of one module in the latest accepted pass."
-    def __init__(self):
-        self.pass_number,self.count = None,0
-        self.arrived = set() # types of the gradients that arrived in this pass
-        self.failed = False # True if the pass raised an exception
+# %% ../../nbs/47_monitor/40_watching.ipynb #3a99ab1e
+class CapturedTensors:
+    "Requests for a module's tensors in the coming pass. Captured tensors and their reductions go into the view."
+    def __init__(self, view, quantities, passes): # passes: `ModelPasses`, or an object with `scale` and `measuring`
+        self.view,self.passes = view,passes
+        pairs = [(ttype, f, q) for q in quantities for ttype,f in captured_needs(q)]
+        self.needed = {t: [(f, q) for ttype,f,q in pairs if ttype==t] for t in captured_ttypes}
+        self.requests = dict.fromkeys(captured_ttypes, ()) # ttype -> reductions; None stands for the tensor itself
+        self.described = {} # ttype -> tname, call, dtype
+        self.versions = {} # ttype -> version of a tensor that is kept without a copy
+        self.copied = set() # types of tensors that were overwritten in an earlier step
 
-    last = property(lambda self: self.count-1, doc="Number of the last call.")
+    def request(self, is_due) -> bool: # is_due: function of a quantity
+        "Request the tensors of the quantities that are due in the coming pass. Return True if there are any."
+        for ttype,pairs in self.needed.items():
+            # reductions that contain others come first
+            self.requests[ttype] = sorted({f for f,q in pairs if is_due(q)}, key=lambda f: f in contained)
+        return any(self.requests.values())
 
-    def begin_pass(self, number): self.pass_number,self.count,self.arrived = number,0,set()
+    def add(self, ttype, tname, x, call, copy):
+        "Reduce a tensor now, or keep it."
+        self.described[ttype] = tname,call,str(x.dtype).removeprefix('torch.')
+        scale = self.passes.scale() if ttype.endswith('_grad') else None
+        x = unscale(x.detach(), scale)
+        self.versions.pop(ttype, None)
+        if None in self.requests[ttype] and scale is None:
+            if copy or ttype in self.copied: x = x.clone()
+            elif not x.is_inference(): self.versions[ttype] = x._version
+        self.passes.measuring = True
+        try:
+            with torch.no_grad(), no_autocast(x.device.type):
+                for f in self.requests[ttype]: reduce_into(self.view, ttype, f, x)
+        finally: self.passes.measuring = False
 
-    def end_step(self): self.pass_number,self.count,self.failed = None,0,False
+    def clear(self):
+        "Drop all captured tensors."
+        self.described.clear()
+        self.versions.clear()
+        self.view.forget_tensors()
 
+# %% ../../nbs/47_monitor/40_watching.ipynb #772fd378
 def is_transformed(named):
     "Return True for tensors inside a transformation such as vmap or grad. These are not captured."
     return bool(named) and is_wrapped(named[0][1])
@@ -297,20 +243,13 @@ class Watch(Listener):
     "Listener for one module, capturing tensors for the module's quantities."
     running = 1 # a pass never begins with this module
     on = wants_any = True
-    def __init__(self,
-        track, # `moduleTrack` of the module
-        quantities:list, # Its quantities, made with `view`
-        view:View, # View of the module
-        passes # `ModelPasses` of the model
-    ):
+    rank = -1 # of the running call
+    def __init__(self, track, quantities, view, passes): # quantities: made with `view`; passes: `ModelPasses` of the model
         self.track,self.quantities,self.view,self.passes = track,quantities,view,passes
-        needed = {t: [] for t in captured_ttypes}
-        for q in quantities:
-            for ttype,reduce in captured_needs(q): needed[ttype].append((reduce, q))
-        self.captured = CapturedTensors(track.module, view, needed, passes)
-        self.handles = [] # of hooks on leaf tensors
-        self.calls,self.ranks,self.rank = CallsOfPass(),BestRank(),-1 # rank: of the running call
-        self.wants = always(*(bool(needed[t]) for t in captured_ttypes))
+        self.captured,self.ranks = CapturedTensors(view, quantities, passes),BestRank()
+        self.wants = always(*(bool(self.captured.needed[t]) for t in captured_ttypes))
+        self.gradients = Gradients(captured_ttypes, passes.predictor, self.gradient)
+        self.pass_,self.failed = None,False # pass of the captured tensors: its number and rank; True if it raised an exception
 
     listens = property(lambda self: self.wants.inputs or self.wants.outputs)
 
@@ -324,90 +263,69 @@ class Watch(Listener):
         return self.capture_call('output', state, outputs, compiled, not self.wants.inputs)
 
     def capture_call(self, ttype, state, named, compiled, begins): # begins: True for the first event of a call
-        "Capture the first tensor of a call, and its gradient. Return the result of `await_gradient`."
+        "Capture the first tensor of a call, and wait for its gradient. Compiled code returns the result of this method with the gradient."
         if self.passes.measuring or is_transformed(named) or not self.counts(compiled, begins): return None
-        self.calls.count += begins
-        if named and self.captured.requests[ttype]: self.captured.add(ttype, *named[0], self.calls.last, compiled)
-        return self.await_gradient(f'{ttype}_grad', state, named, compiled)
+        if begins: state.number(self.pass_)
+        call,requests = state.calls-1,self.captured.requests
+        if named and requests[ttype]: self.captured.add(ttype, *named[0], call, compiled)
+        if not named or not requests[f'{ttype}_grad']: return None
+        of = self.pass_,named[0][0],compiled
+        if compiled: return call, of
+        self.gradients.flow(state, ttype, named[:1], call, of)
 
     def counts(self, graph, begins):
         "Return True if the running call counts and a quantity is due."
         p = self.passes.predictor
         if begins: self.rank = self.passes.rank if self.passes.running else self.passes.rank_of_lone_call(graph)
-        if p.skipped and self.passes.running: return False
-        replaces = self.rank>self.ranks.best
-        if not self.ranks.accepts(self.rank): return False
-        if replaces or self.calls.pass_number!=p.number:
-            self.calls.begin_pass(p.number)
+        if p.skipped and self.passes.running or not self.ranks.accepts(self.rank): return False
+        if self.pass_!=(p.pass_, self.rank):
+            self.pass_ = p.pass_,self.rank
             self.captured.clear()
         return self.wants_any
 
     def pass_failed(self):
         "Drop the tensors of a failed pass."
-        if self.calls.pass_number==self.passes.predictor.number: self.captured.clear(); self.calls.failed = True
+        if self.pass_ is not None and self.pass_[0]==self.passes.predictor.pass_: self.captured.clear(); self.failed = True
 
-    def await_gradient(self, ttype, state, named, compiled):
-        "Capture the gradient of the first tensor of this call once it exists. Compiled code returns the result of this function with the gradient."
-        if not named or not self.captured.requests[ttype]: return None
-        number,call = self.calls.pass_number,self.calls.last
-        if compiled: return call, (number, named[0][0])
-        def add(n, g):
-            if number==self.calls.pass_number and call==self.calls.last: self.captured.add(ttype, n, g, call, False)
-        self.handles += hook_gradients(named[:1], add, (id(self), ttype), False, state.key, ttype)
-
-    def gradient(self, state, ttype, tname, grad, call, phase=None, backward=0):
-        if phase is None: self.add_first_gradient(ttype, tname, grad)
-        elif phase==(self.calls.pass_number, tname) and call==self.calls.last and self.captured.requests[ttype]:
-            self.captured.add(ttype, tname, grad.detach(), call, True)
+    def gradient(self, state, ttype, tname, grad, call, phase=None, backward=0): # phase: from `capture_call`, None in a recomputation
+        if call!=state.calls-1 or not self.captured.requests[ttype] or phase is not None and phase[:2]!=(self.pass_, tname): return
+        self.captured.add(ttype, tname, grad.detach(), call, phase is None or phase[2])
 
     def recomputed(self, state, inputs, outputs):
-        for ttype,named in (('input_grad', inputs), ('output_grad', outputs)):
-            if not named or not self.captured.requests[ttype]: continue
-            def add(n, g, ttype=ttype): self.add_first_gradient(ttype, n, g)
-            self.handles += hook_gradients(named[:1], add, (id(self), ttype), True, state.key, ttype)
-
-    def add_first_gradient(self, ttype, n, g):
-        "Capture a gradient of an unknown call. The backward pass begins with the last call, so the first gradient is the right one."
-        if ttype in self.calls.arrived or not self.captured.requests[ttype]: return
-        self.calls.arrived.add(ttype)
-        self.captured.add(ttype, n, g.detach(), max(self.calls.last, 0), True)
+        if any(self.captured.requests[t] for t in ('input_grad', 'output_grad')): self.gradients.recomputed(state, inputs[:1], outputs[:1])
 
     def forget(self):
         "Drop all captured tensors, and remove the hooks on leaf tensors."
-        if not (self.handles or self.captured): return
-        for h in self.handles: h.remove()
-        self.handles,self.calls.count = [],0
+        self.gradients.step_over()
         self.captured.clear()
+        self.pass_ = None
 
     def end_step(self):
         self.forget()
         self.ranks.end_step()
-        self.calls.end_step()
+        self.failed = False
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #d7f48c02
 def fill_view(watch):
-    "Put the captured tensors of a module into its view, and the reasons for missing tensors."
+    "Put the loss scale into the view of a module, and the reasons for missing tensors."
     v,captured,passes = watch.view,watch.captured,watch.passes
-    v.forget_tensors()
     v._scale = None if has_unscaled(passes.scaler) else passes.scale()
-    v._reduced.update(captured.reduced)
-    for ttype,held in captured.whole.items():
-        if held.is_overwritten:
-            captured.requests[ttype].copy = True
-            v._missing[ttype] = (f"the {ttype.replace('_', ' ')} of {v._name} was changed in place after it was captured. "
-                "From the next step on, a copy is made.")
-        else: v._reduced[ttype, None] = held.x
+    for ttype,version in captured.versions.items():
+        if v._reduced[ttype, None]._version==version: continue
+        captured.copied.add(ttype)
+        del v._reduced[ttype, None]
+        v._missing[ttype] = (f"the {ttype.replace('_', ' ')} of {v._name} was changed in place after it was captured. "
+            "From the next step on, a copy is made.")
     for ttype in captured_ttypes:
-        if ttype not in v._missing and captured.needed[ttype] and ttype not in captured.described:
-            v._missing[ttype] = explain_missing(watch, ttype)
+        if captured.needed[ttype] and ttype not in captured.described: v._missing[ttype] = explain_missing(watch, ttype)
 
 def explain_missing(watch, ttype):
     "Return why a tensor was not captured in this step."
     name,p,request = watch.view._name,watch.passes.predictor,watch.captured.requests[ttype]
-    if watch.calls.failed: return f"the last pass that called {name} raised an error."
+    if watch.failed: return f"the last pass that called {name} raised an error."
     if not p.passes and p.ranks.ignored>=0 or watch.ranks.best<0<=watch.ranks.ignored:
         return f"{name} was only called in eval() mode, or without gradients, unlike in the step before."
-    if not p.passes or request and not watch.calls.count:
+    if not p.passes or request and watch.pass_ is None:
         return f"no call of {name} was seen since the last tracked step."
     if ttype.endswith('_grad') and request:
         return (f"no gradient of the {ttype.removesuffix('_grad')} of {name} arrived. Call track after backward. If you do, the loss does not "
@@ -423,5 +341,5 @@ def run_extensions(view, captured, q):
         builtin = type(e).__module__.startswith('torchember.')
         # without the tensor, reading the attribute of the view raises with the reason
         if builtin and view._reduced.get((e.ttype, None)) is None or all(x is None for x in given): continue
-        lone_output = not backward and ('output' not in captured.whole or captured.whole['output'].alone)
-        e(view, (given[0],), given[1] if lone_output else (given[1],))
+        is_lone = not backward and captured.described.get('output', (lone_output,))[0] is lone_output
+        e(view, (given[0],), given[1] if is_lone else (given[1],))

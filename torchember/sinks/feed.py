@@ -4,19 +4,17 @@
 
 # %% auto #0
 __all__ = ['sinks', 'open_feeds', 'Function', 'find_sink', 'sink_of', 'sinks_of', 'SentSteps', 'StepSender', 'Feed',
-           'close_feeds', 'load_lines', 'replay']
+           'close_feeds', 'rows_of', 'replay']
 
 # %% ../../nbs/56_sinks/60_feed.ipynb #e7329b53
 import atexit, os, threading, time, weakref
 
-from ..frames.logs import read
+from ..frames.handle import open_run
 from ..ground.messages import an, printable, unknown
 from ..ground.plugins import find_plugins, load_plugin
 from ..ground.progress import progress
 from ..ground.record import line_of, load_row
-from ..recorder.recovery import take_in
-from ..store.base import folder
-from ..store.jsonl import emberTracker, exists
+from ..store.jsonl import emberTracker
 from ..store.lines import is_step
 from ..store.log import listen_to_run, note_soon
 from .mlflow import MLflow
@@ -30,10 +28,7 @@ sinks = {'wandb': Wandb, 'tensorboard': TensorBoard, 'mlflow': MLflow, 'trackio'
 
 class Function(Sink):
     "A function as a sink. `replay` sends all steps to a function without a name, such as a lambda."
-    def __init__(self,
-        f, # Function of the step number and a dict: key -> number
-        **choice # Arguments of `Sink`
-    ):
+    def __init__(self, f, **choice): # f: function of a step and a dict: key -> number; choice: arguments of `Sink`
         super().__init__(**choice)
         self.f,self.name = f,getattr(f, '__qualname__', type(f).__qualname__)
 
@@ -62,19 +57,14 @@ def sink_of(what):
     raise TypeError(f"sinks= takes {', '.join(map(repr, sinks))}, a function of a step and its numbers, a SummaryWriter, a run of W&B, MLflow "
         f"or trackio, a Sink, or a list of these; got {an(what)}.")
 
-def sinks_of(
-    what # Name, function, `Sink`, or a list of them
-) -> list:
+def sinks_of(what) -> list: # what: name, function, `Sink`, or a list of them
     "Return sinks from the argument `torchEmber(sinks=)`. Raises ValueError, TypeError, or ImportError if a library is missing."
     return [sink_of(w) for w in (what if isinstance(what, list|tuple) else [what] if what else [])]
 
 # %% ../../nbs/56_sinks/60_feed.ipynb #f512a34d
 class SentSteps:
     "The steps of a run that have arrived at a destination, in a file beside the run with one line per range."
-    def __init__(self,
-        t, # The run: a `tracker`
-        target:str|None # As returned by `Sink.target`
-    ):
+    def __init__(self, t, target): # t: `tracker` of the run; target: from `Sink.target`
         self.path,self.target,self.steps = t.about.path(f'sent_{t.fname}'),target,set()
         if target is not None and self.path.exists():
             for line in self.path.read_bytes().splitlines():
@@ -97,10 +87,7 @@ class SentSteps:
 class StepSender:
     "Sends steps of a run to a sink, and notes which ones have arrived."
     patience,most_failures = 2.,5 # seconds between two flushes; failed steps in a row, after which it gives up
-    def __init__(self,
-        t, # The run: a `tracker`
-        sink # A `Sink`
-    ):
+    def __init__(self, t, sink): # t: `tracker` of the run
         self.t,self.sink,self.sent,self.unconfirmed,self.flushed,self.failures = t,sink,None,[],time.monotonic(),0 # sent: a `SentSteps`
         self.run = t.fname.removesuffix('.rank0') # of several processes, the first one sends
 
@@ -154,10 +141,7 @@ class Feed:
     "Sends a run to a sink while it is recorded, in a thread of its own. The training never waits for it."
     patience = 10. # seconds that the end of a run waits for a sink
 
-    def __init__(self,
-        t, # The run: a `tracker`
-        sink # A `Sink`
-    ):
+    def __init__(self, t, sink): # t: `tracker` of the run
         self.ended,self.is_alone = False,None # is_alone: False after a warning that another run sends under the same names
         self.t,self.sender,self.now,self.rows,self.why = t,StepSender(t, sink),None,[],None # now: the open step; why: the first failure
         self.name = f'the sink {printable(sink.name)}'
@@ -240,12 +224,10 @@ def close_feeds():
     for f in list(open_feeds): f.close()
 
 # %% ../../nbs/56_sinks/60_feed.ipynb #09cef4c1
-def load_lines(t, home):
-    "Return all rows of a run: as written, or merged if several processes have written."
-    take_in(folder('torchember', home)) # adds rows that a killed process had not written
-    if exists(t.fname, home): return t.lines()
-    rows = read(t.fname, home=home).to_dict('records') # raises for a run that does not exist
-    return [{k: v for k,v in r.items() if isinstance(v, list|tuple|str) or v is not None and v==v} for r in rows]
+def rows_of(run):
+    "Return all rows of a `Run`: as written, or merged if several processes have written."
+    if not run.is_ranked: return run.rows()
+    return [{k: v for k,v in r.items() if isinstance(v, list|tuple|str) or v is not None and v==v} for r in run.table().to_dict('records')]
 
 def replay(
     run, # Name of a run, or anything else that `read` takes
@@ -262,18 +244,16 @@ def replay(
     Returns:
         Number of steps that were sent
     """
-    sink = sink_of(sink)
-    t = run if hasattr(run, 'about') else getattr(run, 't', None) or emberTracker(run, home)
-    if home is None: home = t.dir
+    sink,run = sink_of(sink),open_run(run, home)
+    if run.log is None: raise TypeError("replay needs the name of a stored run, got a table. Only a stored run notes which steps were sent.")
     steps = {}
-    for r in load_lines(t, home):
+    for r in rows_of(run):
         if is_step(r.get('step')): steps.setdefault(r['step'], []).append(r)
-    first = t if exists(t.fname, home) else emberTracker(f'{t.fname}.rank0', home) # the first process notes which steps were sent
-    steps,sender = dict(sorted(steps.items())),StepSender(first, sink)
+    sender = StepSender(run.log.t or emberTracker(run.name, run.home), sink) # the first process notes which steps were sent
     sender.open()
     n = len(sender.sent.steps)
     try:
-        for step,rows in progress(steps.items(), f'sending to {sink.name}'):
+        for step,rows in progress(dict(sorted(steps.items())).items(), f'sending to {sink.name}'):
             found = [r for r in rows if r.get('ttype')=='finding']
             if found and step not in sender.sent.steps: sender.findings(step, found)
             sender.step(step, [r for r in rows if r.get('ttype')!='finding'])

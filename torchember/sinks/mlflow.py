@@ -10,7 +10,7 @@ import os, re, time
 from zlib import crc32
 
 from .private_trackers import find_open_run
-from .sink import Sink, stable_id
+from .sink import Sink, plain_facts, stable_id
 from ..ground.needs import needs
 
 # %% ../../nbs/56_sinks/40_mlflow.ipynb #d3d78745
@@ -21,18 +21,13 @@ def escape_part(part:str):
     if re.fullmatch(r'[\w.\- ]+', part) and part not in ('.', '..'): return part
     return re.sub(r'[^\w\- ]', '_', part)+f'-{crc32(part.encode()):08x}'
 
-def metric_name(
-    key:str # Key of a metric: `ttype/path/stat`
-) -> str: # The key itself if MLflow allows it
+def metric_name(key) -> str: # key: `ttype/path/stat`
     "Return the name of a metric in MLflow. Different keys have different names."
     name = '/'.join(map(escape_part, key.split('/')))
     return name if len(name)<=most_letters else f'{name[:most_letters-9]}-{crc32(key.encode()):08x}'
 
 # %% ../../nbs/56_sinks/40_mlflow.ipynb #0cfe6b15
-def percentile_edges(
-    edges, # Edges of a histogram of sizes
-    counts # Counts between the edges
-) -> dict: # 'p5', 'p50', 'p95' -> lower edge
+def percentile_edges(edges, counts) -> dict: # edges of a histogram, and the counts between the edges
     "Return the lower edges of the bins in which the smallest 5%, 50% and 95% of the values end."
     out,seen,total = {},0,sum(counts)
     for edge,n in zip(edges, counts, strict=False):
@@ -97,7 +92,7 @@ class MLflow(Sink):
             self.client.update_run(self.id_of(found[0]), status='RUNNING')
             return found[0]
         made = self.client.create_run(where, run_name=run, tags={self.tag: id})
-        params = [self.mlflow.entities.Param(f'torchember.{k}', str(v)) for k,v in about.items() if isinstance(v, str|int|float)]
+        params = [self.mlflow.entities.Param(f'torchember.{k}', str(v)) for k,v in plain_facts(about).items()]
         self.client.log_batch(self.id_of(made), params=params[:100], synchronous=True)
         return made
 

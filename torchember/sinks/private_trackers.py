@@ -6,20 +6,14 @@
 __all__ = ['find_open_run', 'detach_run', 'has_unsent']
 
 # %% ../../nbs/56_sinks/05_private_trackers.ipynb #1346b90e
-def find_open_run(
-    mlflow # The library
-): # The open run of this thread if MLflow has no such function; None without a run
-    "Return the run of MLflow that any thread has open. Publicly, each thread knows only its own run."
+def find_open_run(mlflow):
+    "Return the run of MLflow that any thread has open, None without one. Publicly, each thread knows only its own run."
     return getattr(mlflow.tracking.fluent, '_get_latest_active_run', mlflow.active_run)()
 
-def detach_run(
-    run # A run of W&B that we opened
-):
+def detach_run(run): # a run of W&B that we opened
     "Make `wandb.init` neither return nor end this run. Without this function of W&B, a run that a user opens later may be ours."
     if setup := getattr(run, '_wl', None): setup.remove_active_run(run)
 
-def has_unsent(
-    run # A run of trackio
-) -> bool: # False if trackio has no such function: then a flush does not wait
+def has_unsent(run) -> bool: # run: of trackio. False if trackio has no such function: then a flush does not wait
     "Return True if trackio has data that its server has not."
     return bool(getattr(run, '_queued_logs', None) or getattr(run, '_sending_batch', None))

@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['default_ttypes', 'bad_counts', 'not_noted', 'rms_of_row', 'statistic_of', 'merge_calls', 'exponent_histogram',
-           'merge_histograms', 'MetricNames', 'noted_numbers', 'stable_id', 'Sink']
+           'merge_histograms', 'MetricNames', 'noted_numbers', 'stable_id', 'plain_facts', 'alerts_of', 'Sink']
 
 # %% ../../nbs/56_sinks/10_sink.ipynb #efc61c4c
 import math, re
 from zlib import crc32
 
 from ..ground.choose import NamedLayer, chosen, schedule
-from ..ground.messages import an
+from ..ground.messages import an, printable
 from ..ground.record import beside_training, check_ttypes, identity, of_pieces, optional
 from ..store.reading import path_of, without_superseded
 
@@ -44,9 +44,7 @@ def merge_calls(stat, values):
     return sum(values)/len(values)
 
 # %% ../../nbs/56_sinks/10_sink.ipynb #26d35c5a
-def exponent_histogram(
-    row:dict # A row
-): # (edges, counts between them) without empty ends; None if the row has no counts
+def exponent_histogram(row): # (edges, counts between them) without empty ends; None if the row has no counts
     "Return a histogram of the absolute values of a tensor, between powers of two."
     counts,lo = row.get('exponents'),row.get('exponent_min')
     if not isinstance(counts, list|tuple) or len(counts)<3 or not isinstance(lo, int|float): return None
@@ -69,10 +67,9 @@ def merge_histograms(histograms):
 # %% ../../nbs/56_sinks/10_sink.ipynb #70ff8a0b
 class MetricNames:
     "The modules that a sink gets, and the names of their metrics."
-    def __init__(self,
-        include=None, # Modules, as in `select`; without it, all; of outputs, those without submodules
-        exclude=None # Modules to leave out
-    ): self.include,self.exclude,self.layers,self.picked,self.inner = include,exclude,{},None,set() # layers: path -> `NamedLayer`; inner: paths with submodules
+    def __init__(self, include=None, exclude=None): # as for `Sink`
+        self.include,self.exclude,self.picked = include,exclude,None
+        self.layers,self.inner = {},set() # path -> `NamedLayer`; paths with submodules
 
     def learn(self, rows):
         "Add modules that were not seen before."
@@ -107,13 +104,20 @@ def noted_numbers(row, known): # known: columns that are no noted numbers
     "Return the numbers that the user noted in a row."
     return {k: float(v) for k,v in row.items() if k not in known and isinstance(v, int|float) and not isinstance(v, bool)}
 
-def stable_id(
-    run:str, # Name of a run
-    about:dict # Metadata of the run
-) -> str: # Letters, digits, underscores and dashes
+def stable_id(run, about) -> str: # about: metadata of the run
     "Return an id of a run. Another run with this name, which began elsewhere or at another time, has another id."
     began = f"{about.get('start')} {about.get('host')}"
     return f"{re.sub(r'[^A-Za-z0-9_-]', '_', run)[:110]}-{crc32(began.encode()):08x}"
+
+def plain_facts(about):
+    "Return the metadata of a run that are text or numbers."
+    return {k: v for k,v in about.items() if isinstance(v, str|int|float)}
+
+def alerts_of(found):
+    "Return title, text and level of the alerts about findings. There is none for information, or for a finding that is over."
+    levels = {'error': 'ERROR', 'warning': 'WARN'}
+    return [(printable(f['rule'], 60), f"{f['text']} {f.get('advice') or ''}".strip(), levels[f['severity']])
+        for f in found if not f.get('over') and f.get('severity') in levels]
 
 # %% ../../nbs/56_sinks/10_sink.ipynb #9d96dd8c
 class Sink:

@@ -24,11 +24,7 @@ def read_events(place):
     texts = {(k, e.step, e.tensor_proto.string_val[0].decode()) for k in tags['tensors'] if k.startswith('finding/') for e in events.Tensors(k)}
     return texts | {(k, e.step) for kind,of in (('scalars', events.Scalars), ('histograms', events.Histograms)) for k in tags[kind] for e in of(k)}
 
-def run_folder(
-    run:str, # Name of the run
-    about:dict, # Metadata of the run
-    log_dir # Folder that contains the folders of runs
-): # An existing folder
+def run_folder(run, about, log_dir): # about: metadata of the run; log_dir: contains the folders of runs
     "Return the folder of a run: `<name>`, or `<name>_2`, ... if another run has used that name."
     id = {k: str(about.get(k)) for k in ('start', 'host')}
     for i in count(1):
@@ -43,6 +39,7 @@ def run_folder(
 
 owner_file = 'torchember.json' # file in a folder that says which run it is of
 
+# %% ../../nbs/56_sinks/30_tensorboard.ipynb #8b5e8906
 class TensorBoard(Sink):
     """Writes to TensorBoard: to a given `SummaryWriter`, or to a new one.
 

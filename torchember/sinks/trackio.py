@@ -10,8 +10,7 @@ import json, os, time
 from types import FunctionType
 
 from .private_trackers import has_unsent
-from .sink import Sink, stable_id
-from ..ground.messages import printable
+from .sink import Sink, alerts_of, plain_facts, stable_id
 from ..ground.needs import needs
 
 # %% ../../nbs/56_sinks/50_trackio.ipynb #58a9110e
@@ -72,9 +71,8 @@ class Trackio(Sink):
             token = token or os.environ.get('TRACKIO_WRITE_TOKEN')
             remote = {'server_base_url': url, 'write_token': token, 'existing_runs': [], 'initial_last_step': 0}
             remote['client'] = self.trackio.RemoteClient(url, hf_token=None, write_token=token, verbose=False) # raises an error if the server does not answer
-        config = {'torchember': {k: v for k,v in about.items() if isinstance(v, str|int|float)}}
         return self.trackio.Run(**{'url': remote.get('server_base_url'), 'client': None, **remote}, project=self.project, name=run,
-            run_id=stable_id(run, about), config=config)
+            run_id=stable_id(run, about), config={'torchember': plain_facts(about)})
 
     @property
     def local(self): return self.run.url is None and self.trackio.utils.get_storage_mode()=='sqlite'
@@ -100,12 +98,9 @@ class Trackio(Sink):
         self.put(step, {f'{k}/exponents': self.trackio.Histogram(np_histogram=(n, edges)) for k,(edges,n) in counts.items()})
 
     def findings(self, step, found):
-        levels = {'error': 'ERROR', 'warning': 'WARN'}
-        for f in found:
-            title = printable(f['rule'], 60)
-            if f.get('over') or f.get('severity')=='info' or (title, step) in self.alerted: continue
-            level = self.trackio.AlertLevel[levels[f['severity']]]
-            without_print(type(self.run).alert)(self.beside, title, f"{f['text']} {f.get('advice') or ''}".strip(), level, step)
+        for title,text,level in alerts_of(found):
+            if (title, step) in self.alerted: continue
+            without_print(type(self.run).alert)(self.beside, title, text, self.trackio.AlertLevel[level], step)
 
     def is_persisted(self):
         "Return True if all numbers have arrived."

@@ -9,8 +9,7 @@ __all__ = ['Wandb']
 import re
 
 from .private_trackers import detach_run
-from .sink import Sink, stable_id
-from ..ground.messages import printable
+from .sink import Sink, alerts_of, plain_facts, stable_id
 from ..ground.needs import needs
 
 # %% ../../nbs/56_sinks/20_wandb.ipynb #a1ee9bab
@@ -46,7 +45,7 @@ class Wandb(Sink):
         self.run = self.run or self.wandb.run # a run that was opened in the meantime
         if self.run is None:
             self.run = self.wandb.init(project=self.project, name=run, id=stable_id(run, about), resume='allow', reinit='create_new',
-                config={'torchember': {k: v for k,v in about.items() if isinstance(v, str|int|float)}})
+                config={'torchember': plain_facts(about)})
             self.own = self.commit = True
             detach_run(self.run)
         self.run.define_metric(self.axis, hidden=True)
@@ -96,10 +95,7 @@ class Wandb(Sink):
         self.put(step, {f'{k}/exponents': self.wandb.Histogram(np_histogram=(n, edges)) for k,(edges,n) in counts.items()})
 
     def findings(self, step, found):
-        levels = {'error': 'ERROR', 'warning': 'WARN', 'info': 'INFO'}
-        for f in found:
-            if f.get('over') or f.get('severity')=='info': continue
-            self.run.alert(title=printable(f['rule'], 60), text=f"{f['text']} {f.get('advice') or ''}".strip(), level=levels[f['severity']])
+        for title,text,level in alerts_of(found): self.run.alert(title=title, text=text, level=level)
 
     def file(self,
         path, # Path of the file
