@@ -43,12 +43,12 @@ def common_names(df):
 
 # %% ../../nbs/55_health/78_aligned.ipynb #654421ee
 class ComparedRun:
-    "One of two runs: rows of its tensors, and its noted numbers."
-    def __init__(self,
-        df, # Rows, as `read` returns them
-        name:str, # Name of the run
-        paths=None # Path of a module -> path in the other run: a dict or a function. None leaves a module out
-    ):
+    """One of two runs: rows of its tensors, and its noted numbers.
+
+    df: rows, as `read` returns them
+    name: name of the run
+    paths: path of a module -> path in the other run: a dict or a function. None leaves a module out"""
+    def __init__(self, df, name:str, paths=None):
         if not {'step', 'ttype'}<=set(df.columns):
             raise ValueError("diff compares rows of a run, with the columns step, ttype, path and tname. "
                 f"This table has {', '.join(map(str, df.columns[:6]))}. "
@@ -85,11 +85,10 @@ def user_statistics(df):
 
 # %% ../../nbs/55_health/78_aligned.ipynb #6609f108
 class RowPairs:
-    "Pairs of rows of the same tensor and step, in the order of the first run. `at`: positions of the rows in each run."
-    def __init__(self,
-        a:ComparedRun, b:ComparedRun, # The two runs
-        common:bool=False # True to compare names that do not depend on the framework
-    ):
+    """Pairs of rows of the same tensor and step, in the order of the first run. `at`: positions of the rows in each run.
+
+    common: True to compare names that do not depend on the framework"""
+    def __init__(self, a:ComparedRun, b:ComparedRun, common=False):
         pd,self.a,self.b,n = needs('pandas', for_='diff'),a,b,len(a.df)
         code = np.zeros(n+len(b.df), np.int64)
         for c in tensor_key:

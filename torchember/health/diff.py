@@ -154,14 +154,14 @@ def find_missing(pairs):
     return [f"{t} {printable(n, 60)} of {f'`{printable(p, 60)}`' if p else 'the model'}" for p,t,n,_ in pairs.alone[0]]
 
 class Difference:
-    "The result of `diff`. It is true if the runs differ, and prints as one sentence."
-    def __init__(self,
-        names:tuple, # Names of the two runs
-        table, # `Difference.table`
-        first, # Row of the first difference, or None
-        notes:list, # Sentences about what was not compared
-        lacking:list=() # Tensors that only the first run has in common steps, in words
-    ):
+    """The result of `diff`. It is true if the runs differ, and prints as one sentence.
+
+    names: names of the two runs
+    table: all comparisons, see `difference_table`
+    first: row of the first difference, or None
+    notes: sentences about what was not compared
+    lacking: tensors that only the first run has in common steps, in words"""
+    def __init__(self, names:tuple, table, first, notes:list, lacking:list=()):
         self.names,self.table,self.first,self.notes,self.lacking = names,table,first,notes,lacking
         row = None if first is None else table.loc[first]
         self.step = None if row is None else int(row['step'])
@@ -190,10 +190,8 @@ class Difference:
         "The result in sentences: place, both values, distance, tolerance, rows before, and what was not compared."
         return ' '.join([describe_difference(self), *self.notes])
 
-    def plot(self,
-        ax=None # Axes to draw into
-    ): # matplotlib Axes
-        "Plot how the difference grows."
+    def plot(self, ax=None):
+        "Plot how the difference grows. Return the matplotlib Axes."
         from torchember import differences # `show` imports this Python module, so it is imported at first use
         return differences(self, ax=ax)
 

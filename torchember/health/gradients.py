@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .finding import finding, fmt, median, plain_median, finite_max
+from .finding import finding, find_tail, fmt, median, plain_median, finite_max
 from .rules import rule
 from .sizes import is_harmed, loss_sentence
 
@@ -46,11 +46,6 @@ def report_vanishing(h, gs, size, lost, lasting, depth):
         "and a suitable initialization (torch.nn.init.kaiming_normal_).")
 
 # %% ../../nbs/55_health/35_gradients.ipynb #d732a91b
-def find_tail(flags):
-    "Return the position at which the last run of true values begins."
-    off = np.flatnonzero(~flags)
-    return int(off[-1]+1) if len(off) else 0
-
 def is_vanished(s, limit):
     "Return True if a gradient is below a limit in the last steps, and in a fifth of all steps."
     i = np.flatnonzero(s.rms<limit)
@@ -72,13 +67,12 @@ def find_vanished_later(h, gs, over_time, many=.7):
 # %% ../../nbs/55_health/35_gradients.ipynb #ca03e71d
 @rule(severity='error', needs='weight_grad',
     after=('dead_units', 'saturated', 'poor_scale', 'equal_units', 'not_trained', 'update_too_large', 'weights_decay'))
-def vanishing_gradient(
-    h, # A `History`
-    depth:float=1e-5, # Size of a gradient over that of the last layers, below which it vanishes
-    over_time:float=1e-6, # Size of a gradient over that at the start, below which it vanishes
-    least:int=4 # Least number of layers to compare depths
-):
-    "Gradients that vanish on their way back through the layers, or during the training"
+def vanishing_gradient(h, depth=1e-5, over_time=1e-6, least=4):
+    """Gradients that vanish on their way back through the layers, or during the training
+
+    depth: size of a gradient over that of the last layers, below which it vanishes
+    over_time: size of a gradient over that at the start, below which it vanishes
+    least: least number of layers to compare depths"""
     gs = {k: s for k,s in h.matrices.items() if len(s)>=20 and 'Embedding' not in s.kind}
     size,lost = find_vanishing(gs, depth, least)
     if lost:
@@ -112,8 +106,8 @@ def is_worse_after(p, step):
     return bool(plain_median(after[-max(3, len(after)//3):])>plain_median(before)+max(2*p.noise, .2*abs(plain_median(before))))
 
 def value_at(s, step):
-    i = np.searchsorted(s.steps, step)
-    return float(s.rms[i]) if i<len(s) and s.steps[i]==step and np.isfinite(s.rms[i]) else 0.
+    i = s.at_step(step)
+    return float(s.rms[i]) if i is not None and np.isfinite(s.rms[i]) else 0.
 
 def largest_jump(gs, step):
     "Return the gradient that is the largest multiple of its usual size in a step."
@@ -190,14 +184,13 @@ def find_endless_growth(h, gs, steps, norm, jump):
 
 # %% ../../nbs/55_health/35_gradients.ipynb #bb787dfd
 @rule(severity='error', needs='weight_grad', after=('poor_scale', 'poor_input_scale', 'update_too_large', 'gradients_add_up', 'loss_spike', 'gradient_spike'))
-def exploding_gradient(
-    h, # A `History`
-    jump:float=1000., # Norm over the usual one, after which the training does not recover
-    depth:float=1e4, # Size in the first layers over that in the last layers
-    huge:float=1e3, # Norm at the start that is huge if the loss suffers
-    steep:float=100. # Percent by which the loss changes at most if a weight changes by 1%
-):
-    "Gradients that grow from layer to layer or from step to step, and harm the loss"
+def exploding_gradient(h, jump=1000., depth=1e4, huge=1e3, steep=100.):
+    """Gradients that grow from layer to layer or from step to step, and harm the loss
+
+    jump: norm over the usual one, after which the training does not recover
+    depth: size in the first layers over that in the last layers
+    huge: norm at the start that is huge if the loss suffers
+    steep: percent by which the loss changes at most if a weight changes by 1%"""
     gs = {k: s for k,s in h.matrices.items() if len(s)>2}
     if not gs: return
     if found := find_growth_with_depth(h, gs, depth): yield found; return
@@ -246,13 +239,12 @@ def find_common_spike(h, gs, times):
 
 # %% ../../nbs/55_health/35_gradients.ipynb #9b6396f2
 @rule(severity='warning', needs='weight_grad', after=('not_finite', 'update_too_large'))
-def gradient_spike(
-    h, # A `History`
-    alone:float=50., # Factor above the usual size, relative to the other layers
-    times:float=100., # Factor above the usual size, in one layer
-    all_of_them:float=1000. # Factor above the usual norm, in all layers
-):
-    "A single step in which a gradient is far from its usual size"
+def gradient_spike(h, alone=50., times=100., all_of_them=1000.):
+    """A single step in which a gradient is far from its usual size
+
+    alone: factor above the usual size, relative to the other layers
+    times: factor above the usual size, in one layer
+    all_of_them: factor above the usual norm, in all layers"""
     gs = {k: s for k,s in h.matrices.items() if len(s)>=8 and not s.skipped.any()}
     if len(gs)<2: return
     common = sorted(set.intersection(*(set(s.steps.tolist()) for s in gs.values())))
@@ -261,10 +253,11 @@ def gradient_spike(
     if not found: yield from find_common_spike(h, gs, all_of_them); return
     step,k,size,others = max(found, key=lambda f: f.size)
     s = gs[k]
-    yield finding(s, f"At step {step}, the gradient of {s.title} is {fmt(size)} times its usual size ({fmt(value_at(s, step))}), "
-        f"and the gradients of the other layers are {fmt(others)} times theirs.",
-        step, look=f"scalar_line(run, {s.label!r}, 'weight_grad', 'std')", times=size, others=others,
-        advice="Check this batch, and the operations of this layer: divisions, products and lookups. clip_grad_value_ or clip_grad_norm_ limits the harm.")
+    at = s.at_step(step)
+    yield s.finding(at, f"At step {step}, the gradient of {s.title} is {fmt(size)} times its usual size ({fmt(value_at(s, step))}), "
+        f"and the gradients of the other layers are {fmt(others)} times theirs.", last=at, times=size, others=others,
+        advice="Check this batch, and the operations of this layer: divisions, products and lookups. "
+        "clip_grad_value_ or clip_grad_norm_ limits the harm.")
 
 # %% ../../nbs/55_health/35_gradients.ipynb #2420abd5
 def mean_change(s):
@@ -294,12 +287,11 @@ def has_each_step(h, gs, first):
 
 # %% ../../nbs/55_health/35_gradients.ipynb #1463e70e
 @rule(severity='error', needs='weight_grad', after=('not_trained',))
-def gradients_add_up(
-    h, # A `History`
-    first:int=6, # Steps to compare
-    many:float=.4 # Least share of such gradients
-):
-    "Gradients that are never set to zero: each step adds its gradients to the earlier ones"
+def gradients_add_up(h, first=6, many=.4):
+    """Gradients that are never set to zero: each step adds its gradients to the earlier ones
+
+    first: steps to compare
+    many: least share of such gradients"""
     gs = {k: s for k,s in h.grads.items() if len(s)>=max(10, first+2) and 'Embedding' not in s.kind}
     gs = {k: s for k,s in gs.items() if k not in h.without_optimizer} # an optimizer sets only its own gradients to zero
     if not gs or not has_each_step(h, gs, first): return
@@ -309,8 +301,6 @@ def gradients_add_up(
     if len(like)<max(1, many*len(gs)): return
     s = gs[max(like, key=lambda k: gs[k].rows.sizes[gs[k].at][0])]
     times,where = [float(v/s.rms[0]) for v in s.rms[:first]],'' if len(like)>.8*len(gs) else common_path([k[0] for k in like])
-    yield finding(where, f"Gradients add up: in the first {first} steps, the gradient of {s.title} is "
-        f"{', '.join(map(fmt, times))} times the first one. {len(like)} of {len(gs)} gradients grow like this, so they are never set to zero.",
-        s.steps[1], s.steps[-1], ttype='weight_grad',
-        look=f"scalar_line(run, {s.label!r}, 'weight_grad', 'std')", times=times,
+    yield s.finding(1, f"Gradients add up: in the first {first} steps, the gradient of {s.title} is {', '.join(map(fmt, times))} times the "
+        f"first one. {len(like)} of {len(gs)} gradients grow like this, so they are never set to zero.", where, times=times,
         advice="Call optimizer.zero_grad() in each step before backward(), on the optimizer that has these parameters.")

@@ -53,11 +53,11 @@ def is_repeated(flags):
     return bool(len(flags)) and bool(flags.sum()>1 or flags.all())
 
 # %% ../../nbs/55_health/10_history.ipynb #dee0d067
-def find_makers(
-    trained, # Series of training passes
-    most=20_000 # Series to compare at most
-) -> dict: # Path -> paths of the modules whose output this module takes as input
-    "Find which module feeds which, by the numbers of one step."
+def find_makers(trained, most=20_000) -> dict:
+    """Return a dict: path -> modules whose output this module takes as input. It compares the numbers of one step.
+
+    trained: series of training passes
+    most: number of series to compare at most"""
     flows = [s for s in trained if s.ttype in ('input', 'output') and len(s)]
     if not flows or not any('mean' in s for s in flows[:5]): return {}
     step = int(np.median(np.unique(np.concatenate([s.steps for s in trained]))[:3]))
@@ -79,10 +79,11 @@ def has_same_numbers(a, b, *stats, last=None):
 
 # %% ../../nbs/55_health/10_history.ipynb #0b671842
 class ModuleGraph:
-    "The modules of a run in the order of their calls, and which module feeds which."
-    def __init__(self,
-        trained # Series of training passes
-    ): self.trained,self.ins,self.outs = trained,[s for s in trained if s.ttype=='input'],[s for s in trained if s.ttype=='output']
+    """The modules of a run in the order of their calls, and which module feeds which.
+
+    trained: series of training passes"""
+    def __init__(self, trained):
+        self.trained,self.ins,self.outs = trained,[s for s in trained if s.ttype=='input'],[s for s in trained if s.ttype=='output']
 
     @cached_property
     def calls(self):
@@ -158,13 +159,13 @@ def correct_entry(p, h):
 
 # %% ../../nbs/55_health/10_history.ipynb #49f48f26
 class History:
-    "A run as rules see it: series of tensors, order of the modules, noted numbers, and entries of the parameters."
-    def __init__(self,
-        df, # Rows, as `read` returns them
-        parameters=(), # Entries of the parameters: `store.parameters.entry`
-        name:str='', # Name of the run in sentences
-        activations:dict|None=None # Path -> class of the activation that a module applies to its own output, see `activations_in`
-    ):
+    """A run as rules see it: series of tensors, order of the modules, noted numbers, and entries of the parameters.
+
+    df: rows, as `read` returns them
+    parameters: entries of the parameters, see `store.parameters.parameter_entry`
+    name: name of the run in sentences
+    activations: path -> class of the activation that a module applies to its own output, see `activations_in`"""
+    def __init__(self, df, parameters=(), name='', activations:dict|None=None):
         if len(df) and not {'step', 'ttype'}<=set(df.columns):
             raise ValueError(f"The rows of a run have the columns step and ttype, as read(run) gives them; these have {', '.join(map(str, df.columns[:6]))}.")
         df = clean_types(df)
@@ -181,11 +182,8 @@ class History:
         self.steps = np.unique(np.concatenate([s.steps for s in self.trained])) if self.trained else np.zeros(0, int)
         self.graph = ModuleGraph(self.trained)
 
-    def series(self,
-        *ttypes:str, # Tensor types
-        evaluated:bool=False # True for series of evaluations instead of training passes
-    ) -> list:
-        "Return the series of some tensor types, in the order of calls."
+    def series(self, *ttypes:str, evaluated=False) -> list:
+        "Return the series of some tensor types, in the order of calls. `evaluated`: of evaluations instead of training passes."
         return [s for s in (self.evaluated if evaluated else self.trained) if s.ttype in ttypes]
 
     @cached_property

@@ -50,10 +50,8 @@ def is_readable(x):
     if not is_plain_tensor(type(x)) or x.layout is not torch.strided or x.is_nested or x.device.type=='meta': return False
     return (x.is_floating_point() or x.is_complex()) and x.numel()>0
 
-def read_values(
-    x # A tensor for which `is_readable` is True
-) -> TensorValues:
-    "Count the non-finite values of a tensor, and find the range of the finite ones."
+def read_values(x) -> TensorValues:
+    "Count the non-finite values of a readable tensor, and find the range of the finite ones."
     shape,dtype,n = tuple(x.shape),str(x.dtype).removeprefix('torch.'),x.numel()
     with without_dispatch_modes(), torch.no_grad():
         x = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
@@ -80,10 +78,10 @@ def first_argument(frame):
     code = frame.f_code
     return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
 
-def find_spots(
-    last # Code object of the frame at which the search ends
-) -> tuple: # Two `CodeSpot`s; the second differs from the first only in a backward pass
-    "Return the running code, and the code that called `backward`."
+def find_spots(last) -> tuple:
+    """Return the running code, and the code that called `backward`, as `CodeSpot`s. They differ only in a backward pass.
+
+    last: code object of the frame at which the search ends"""
     frame,found,users = sys._getframe(1),{},False
     inner = None
     while frame is not None and frame.f_code is not last:
@@ -439,11 +437,11 @@ class OriginTracker(DispatchMode):
         return next((n for k in known if k is not None for n in [k[1]]), None)
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e31
-def choose_origin(
-    tracker, # An `OriginTracker`, after the step
-    failed=False # True if the step raised an exception, so that it has no results
-): # (`Origin`, names of the results that contain it), or None
-    "Return the first origin whose value is left in a result."
+def choose_origin(tracker, failed=False):
+    """Return the first origin whose value is left in a result, and the names of these results. None if there is none.
+
+    tracker: an `OriginTracker`, after the step
+    failed: True if the step raised an exception, so that it has no results"""
     of = tracker.origins
     for ranks,intended in (((1, 'returned', 'buffer'), False), ((1,), True), ((2,), False)):
         found = [(what, ids) for rank,what,ids in tracker.destinations.found if rank in ranks and any(of[i].intended==intended for i in ids)]
@@ -522,17 +520,15 @@ nothing_left = ("No NaN or infinity is left after this step. Did model, optimize
 class Located:
     """The result of `locate`. It prints as sentences, and is true if an operation was found.
 
-    The attributes `op, made, count, tensor, inputs, output` describe the operation, and `phase, path, kind, node, file, line, text` its place."""
+    The attributes `op, made, count, tensor, inputs, output` describe the operation, and `phase, path, kind, node, file, line, text` its place.
+
+    reached: names of results that contain the bad values
+    of: intended infinities that became NaN here
+    notes: further sentences"""
     op,made,count,tensor,inputs,output = (property(attrgetter(f'cause.{n}')) for n in Cause._fields)
     phase,path,kind,node,file,line,text = (property(attrgetter(f'place.{n}')) for n in Whereabouts._fields)
 
-    def __init__(self,
-        origin=None, # An `Origin`; None if nothing was found
-        names=None, # `TensorNames` of the step
-        reached=(), # Names of results that contain the bad values
-        of=(), # Intended infinities that became NaN here
-        notes=() # Further sentences
-    ):
+    def __init__(self, origin=None, names=None, reached=(), of=(), notes=()):
         self.found,self.reached,self.notes = origin is not None,reached,list(notes)
         self.cause,self.place,self.sentence,self.then,self.meant = Cause(),Whereabouts(),nothing_left,None,[]
         if not self.found: return
@@ -558,10 +554,8 @@ class IgnoreEvents(Listener):
     on,running = False,1
 
 @contextmanager
-def pause_recording(
-    model=None # A model to pause, besides those that embers record
-):
-    "Pause all recorders, and all listeners of their models."
+def pause_recording(model=None):
+    "Pause all recorders, and all listeners of their models and of `model`."
     recorders = [r for r in list(open_recorders) if getattr(getattr(r, 'sources', None), 'states', None)]
     roots = {id(m): m for m in [*(r.sources.states[0].track.module for r in recorders)]}
     if model is not None and states_of(inner := unwrap(model)): roots[id(inner)] = inner

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from .finding import name_module, finding, fmt, median, plain_median
+from .finding import finding, fmt, median, plain_median
 from .gradients import is_worse_after
 from .progress import guessing_losses, running_median, rank_trend
 from .rules import rule
@@ -24,10 +24,7 @@ def model_output(h):
     "Return the output of the model, or of the last module if the root was not recorded. None without outputs."
     return h.outputs.get('') or (h.outputs[h.graph.leaves[-1]] if h.graph.leaves else None)
 
-def enough_losses(p, least):
-    "Return the values of a loss if there are at least `least`, else None."
-    values = p.values
-    return values if len(values)>=least else None
+
 
 # %% ../../nbs/55_health/45_losses.ipynb #16c8c2e3
 def find_rise(p):
@@ -46,12 +43,11 @@ def rises_steadily(p):
 
 # %% ../../nbs/55_health/45_losses.ipynb #519ceb7d
 @rule(severity='error', needs='scalar', after=loss_causes)
-def diverging(
-    h, # A `History`
-    times:float=3., # Factor above the loss at the start
-    largest:float=10. # Factor above the output of the model at the start
-):
-    "A loss that grows: at the end it is several times its start, or the output of the model has grown with it"
+def diverging(h, times=3., largest=10.):
+    """A loss that grows: at the end it is several times its start, or the output of the model has grown with it
+
+    times: factor above the loss at the start
+    largest: factor above the output of the model at the start"""
     p = h.progress
     if p.verdict!='rises' or p.start<=0: return
     out = model_output(h)
@@ -88,12 +84,11 @@ def find_ascent(h, share, least):
 
 # %% ../../nbs/55_health/45_losses.ipynb #809205d5
 @rule(severity='error', needs='scalar', after=loss_causes)
-def loss_rises(
-    h, # A `History`
-    share:float=.8, # Share of the steps in which weights move along their gradients
-    least:int=20 # Least number of steps
-):
-    "A loss that is maximized: weights move along their gradients, or the loss rises steadily from the first step on"
+def loss_rises(h, share=.8, least=20):
+    """A loss that is maximized: weights move along their gradients, or the loss rises steadily from the first step on
+
+    share: share of the steps in which weights move along their gradients
+    least: least number of steps"""
     if found := find_ascent(h, share, least): yield found; return
     p = h.progress
     if p.verdict!='rises' or not rises_steadily(p) or h.has_large_first_steps: return
@@ -115,13 +110,12 @@ def falls_faster(v):
 
 # %% ../../nbs/55_health/45_losses.ipynb #3e8a3ee8
 @rule(severity='warning', needs='scalar', after=loss_causes)
-def loss_below(
-    h, # A `History`
-    times:float=5. # Factor of the start (or of 1) by which a loss of unknown kind is below zero
-):
-    "A loss below its minimum"
+def loss_below(h, times=5.):
+    """A loss below its minimum
+
+    times: factor of the start (or of 1) by which a loss of unknown kind is below zero"""
     p = h.progress
-    if enough_losses(p, 10) is None or p.verdict=='means nothing': return
+    if len(p.values)<10 or p.verdict=='means nothing': return
     v,name,out = running_median(p.values),p.loss.name.lower(),model_output(h)
     if v[-1]>=0 or v[-1]>p.start: return
     grown,endless = out is not None and len(out)>3 and out.rms[-1]>3*max(plain_median(out.rms[:3]), 1e-30),falls_faster(v)
@@ -163,7 +157,7 @@ def find_relu_logits(h, p):
         if s is None or s.shape is None or len(s.shape)!=2 or s.shape[-1]<3 or 'min' not in s or len(s)<20 or gives_probabilities(s): continue
         guess = math.log(s.shape[-1])
         if not (s['min']==0).all() or not (s['max']>0).any() or abs(p.values[0]-guess)>.3*guess: continue
-        return finding(path, f"The logits of {name_module(path, s.kind)} are never below zero, and the loss is a cross-entropy "
+        return finding(path, f"The logits of {s.title} are never below zero, and the loss is a cross-entropy "
             f"({fmt(p.start)} to {fmt(p.end)}; guessing gives {guess:.3f} = ln {s.shape[-1]}): "
             "a ReLU after the logits removes the gradient of all logits below zero.",
             p.steps[0], p.steps[-1],
@@ -186,14 +180,13 @@ def find_double_sigmoid(h, p):
 
 # %% ../../nbs/55_health/45_losses.ipynb #b9ce36e8
 @rule(severity='warning', needs='scalar', after=loss_causes)
-def loss_stalls(
-    h, # A `History`
-    least:int=30, # Least number of steps; below twice as many, the finding is an 'info'
-    close:float=.03 # Share by which a loss may differ from that of guessing
-):
-    "A loss that does not fall"
+def loss_stalls(h, least=30, close=.03):
+    """A loss that does not fall
+
+    least: least number of steps; below twice as many, the finding is an 'info'
+    close: share by which a loss may differ from that of guessing"""
     p = h.progress
-    if enough_losses(p, least) is None: return
+    if len(p.values)<least: return
     if found := find_double_softmax(h, p) or find_double_sigmoid(h, p) or find_relu_logits(h, p): yield found; return
     if p.verdict!='stalls' or abs(p.end)<1e-6 or h.started_low: return
     if p.noise/math.sqrt(len(p.values)/5)>.05*abs(p.start): return # a fall could not be seen yet
@@ -218,21 +211,20 @@ def find_loss_jump(p, times, part):
 def data_size_ratio(h, step, times=5):
     "Return the size of the data of a step relative to their usual size, or None if it is usual."
     for s in h.series('input'):
-        if s.path not in h.graph.first_modules or len(s)<=5 or step not in s.steps: continue
-        size = s.rms[np.searchsorted(s.steps, step)]/median(s.rms)
+        if s.path not in h.graph.first_modules or len(s)<=5 or (i := s.at_step(step)) is None: continue
+        size = s.rms[i]/median(s.rms)
         if size>times: return size
     return None
 
 # %% ../../nbs/55_health/45_losses.ipynb #479b84ad
 @rule(severity='warning', needs='scalar', after=('exploding_gradient', 'update_too_large', 'gradient_spike', 'poor_input_scale'))
-def loss_spike(
-    h, # A `History`
-    times:float=10., # Factor above the usual loss before it
-    part:float=.5 # Least size, as a share of the loss at the start
-):
-    "A loss, or a few, far above those around it"
+def loss_spike(h, times=10., part=.5):
+    """A loss, or a few, far above those around it
+
+    times: factor above the usual loss before it
+    part: least size, as a share of the loss at the start"""
     p = h.progress
-    if enough_losses(p, 12) is None or p.verdict in ('means nothing', 'rises') or (found := find_loss_jump(p, times, part)) is None: return
+    if len(p.values)<12 or p.verdict in ('means nothing', 'rises') or (found := find_loss_jump(p, times, part)) is None: return
     i,usual = found
     v,step = p.values,p.steps[i]
     if any(h.changes_data_at(s) for s in p.steps[5:i+1]): return # another task begins
@@ -256,8 +248,8 @@ def find_constant_data(s, share=.9):
 def report_constant_data(h, s, at, alone):
     "Return the finding of data with a single value."
     severity = 'info' if not alone else 'error' if h.progress.verdict in ('stalls', 'rises', 'none', 'short') else 'warning'
-    return finding(s, f"The data are constant: all values of {s.tname} of {name_module(s.path, s.kind)} are {fmt(s['max'][at])} from step {s.steps[at]} on.",
-        s.steps[at], s.steps[-1], severity=severity, look=f"scalar_line(run, {s.path!r}, 'input', 'std')", value=float(s['max'][at]),
+    return s.finding(at, f"The data are constant: all values of {s.tname} of {s.title} are {fmt(s['max'][at])} from step {s.steps[at]} on.",
+        severity=severity, value=float(s['max'][at]),
         advice="Check the batches of the loader: a transform may clip all values, or an array was never filled.")
 
 def is_unchanging(s):
@@ -271,11 +263,10 @@ def held_out_losses(h):
 
 # %% ../../nbs/55_health/45_losses.ipynb #97e4d3bf
 @rule(severity='info', needs='input')
-def same_data(
-    h, # A `History`
-    least:int=8 # Least number of steps
-):
-    "One batch that repeats in each step, or data with a single value"
+def same_data(h, least=8):
+    """One batch that repeats in each step, or data with a single value
+
+    least: least number of steps"""
     ins = [s for s in h.series('input') if s.path in h.graph.first_modules and len(s)>=least and 'mean' in s]
     own = [s for s in ins if s.path in h.graph.data_modules]
     for s in own:
@@ -283,8 +274,8 @@ def same_data(
     if not own or not all(map(is_unchanging, own)): return
     s,held = own[0],held_out_losses(h)
     parts = h.progress.is_good and any(n.values[-1]>=n.values[0] for n in held)
-    yield finding(s, f"All {len(s)} steps use the same data: {s.tname} of {name_module(s.path, s.kind)} has the same mean, standard deviation, "
-        f"maximum and minimum in each step.{f' The held-out loss {held[0].name} does not fall.' if parts else ''}", s.steps[0], s.steps[-1],
-        severity='warning' if parts else None,
-        look=f"scalar_line(run, {s.path!r}, 'input', 'mean')",
-        advice="Nothing, if all data fit in one batch. Otherwise check that the loop takes a new batch in each step, and that the loader shuffles.")
+    more = f' The held-out loss {held[0].name} does not fall.' if parts else ''
+    yield s.finding(0, f"All {len(s)} steps use the same data: {s.tname} of {s.title} has the same mean, standard deviation, "
+        f"maximum and minimum in each step.{more}", stat='mean', severity='warning' if parts else None,
+        advice="Nothing, if all data fit in one batch. Otherwise check that the loop takes a new batch in each step, "
+        "and that the loader shuffles.")

@@ -26,11 +26,11 @@ def count_inputs(w):
 
 # %% ../../nbs/55_health/07_moves.ipynb #ad37960e
 class RelativeMoves:
-    "Changes of a weight in each step, as shares of its size: as recorded, or estimated from its statistics."
-    def __init__(self,
-        s, # Series of a weight
-        update=None # Series of its updates, or None
-    ):
+    """Changes of a weight in each step, as shares of its size: as recorded, or estimated from its statistics.
+
+    s: series of a weight
+    update: series of its updates, or None"""
+    def __init__(self, s, update=None):
         self.s = s
         self.exact = update is not None and 'ratio' in update # True if the changes were recorded
         self.steps,self.ratio = (update.steps,update['ratio']) if self.exact else (s.steps[:-1],estimate_ratio(s))

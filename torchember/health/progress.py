@@ -37,11 +37,10 @@ def rank_trend(v):
     return float(np.corrcoef(ranks, np.arange(len(v)))[0, 1])
 
 # %% ../../nbs/55_health/05_progress.ipynb #8e331aa2
-def judge_direction(start, end, noise, way,
-    fall=.03, # Least fall, as a share of the start
-    rise=.05 # Least rise, as a share of the start
-):
-    "Return 'falls', 'rises' or 'stalls'. `way`: the trend, in standard deviations of a trend that is noise."
+def judge_direction(start, end, noise, way, fall=.03, rise=.05):
+    """Return 'falls', 'rises' or 'stalls'. `way`: the trend, in standard deviations of a trend that is noise.
+
+    fall, rise: least change, as a share of the start"""
     up = end-start
     if -up>fall*abs(start) and (-up>.7*noise or way<-3): return 'falls'
     return 'rises' if up>max(rise*abs(start), noise) or up>.25*noise and way>4 else 'stalls'
@@ -56,12 +55,12 @@ rising_names = re.compile(r'elbo|reward|return|likelihood|log_?prob|acc(uracy)?$
 class LossProgress:
     """What a loss did, as `verdict`: 'falls', 'stalls' or 'rises'.
 
-    It is 'short' if there are too few values, 'none' without a loss, and 'means nothing' if a fall is not the aim."""
-    def __init__(self,
-        loss, # Object with `name`, `steps` and `values`, or None
-        names=(), # Names of modules, of other numbers and of the run, which may show an adversarial training
-        least:int=6 # Least number of values for a verdict
-    ):
+    It is 'short' if there are too few values, 'none' without a loss, and 'means nothing' if a fall is not the aim.
+
+    loss: an object with `name`, `steps` and `values`, or None
+    names: names of modules, of other numbers and of the run, which may show an adversarial training
+    least: least number of values for a verdict"""
+    def __init__(self, loss, names=(), least=6):
         self.loss,self.steps,self.values = loss,np.zeros(0, int),np.zeros(0)
         self.start = self.end = self.best = self.noise = self.fell = math.nan # fell: share of the start by which the loss fell
         if loss is None: self.verdict = 'none'; return

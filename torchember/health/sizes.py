@@ -8,7 +8,7 @@ __all__ = ['update_too_large', 'update_too_small', 'poor_scale', 'poor_input_sca
 # %% ../../nbs/55_health/30_sizes.ipynb #f32f9f25
 import numpy as np
 
-from .finding import name_module, finding, fmt, median, plain_median, finite_max, list_names
+from .finding import finding, fmt, median, plain_median, finite_max, list_names
 from .moves import count_inputs, is_linear, is_norm, relative_moves, keeps_moving
 from .progress import guessing_losses
 from .rules import rule
@@ -71,13 +71,12 @@ def report_larger_steps(h, moves, late):
 
 # %% ../../nbs/55_health/30_sizes.ipynb #e63dddfe
 @rule(severity='error', needs=('weight', 'weight_grad'), after=('poor_input_scale',))
-def update_too_large(
-    h, # A `History`
-    ratio:float=.3, # Size of an update over that of its weight, above which it is too large
-    growth:float=10., # Growth of a weight that counts as harm if there is no loss
-    many:float=.34 # Least share of such weights
-):
-    "Updates as large as the weights: one step overwrites what was learned"
+def update_too_large(h, ratio=.3, growth=10., many=.34):
+    """Updates as large as the weights: one step overwrites what was learned
+
+    ratio: size of an update over that of its weight, above which it is too large
+    growth: growth of a weight that counts as harm if there is no loss
+    many: least share of such weights"""
     if len(h.steps)<12: ratio = max(ratio, 2.) # the first few steps show little
     moves = select_moves({k: adjust_small_weights(m) for k,m in relative_moves(h).items()}, ratio)
     if not moves: return
@@ -178,14 +177,13 @@ def find_slow_group(h, moves, usual, ratio):
 
 # %% ../../nbs/55_health/30_sizes.ipynb #21e17a7e
 @rule(severity='warning', needs=('weight', 'weight_grad'), after=('not_trained', 'vanishing_gradient', 'dead_units', 'scaler_skips', 'not_finite'))
-def update_too_small(
-    h, # A `History`
-    ratio:float=1e-5, # Size of an update over that of its weight, below which it is too small
-    drop:float=1e-3, # Size of an update over the largest one before, below which a schedule has ended
-    least:int=20, # Least number of steps
-    many:float=.8 # Least share of such weights
-):
-    "Updates that hardly change a weight: a learning rate that is too small, or a schedule that ends before the loss has fallen"
+def update_too_small(h, ratio=1e-5, drop=1e-3, least=20, many=.8):
+    """Updates that hardly change a weight: a learning rate that is too small, or a schedule that ends before the loss has fallen
+
+    ratio: size of an update over that of its weight, below which it is too small
+    drop: size of an update over the largest one before, below which a schedule has ended
+    least: least number of steps
+    many: least share of such weights"""
     moves = {k: m for k,m in relative_moves(h).items() if np.isfinite(m.ratio).any()}
     if not moves or len(h.steps)<least: return
     usual = {k: m.median(.1, .9) for k,m in moves.items()}
@@ -281,14 +279,13 @@ def report_tiny_start(h, tiny):
 
 # %% ../../nbs/55_health/30_sizes.ipynb #ade09c25
 @rule(severity='warning', needs=('input', 'output', 'weight'))
-def poor_scale(
-    h, # A `History`
-    away:float=5., # Factor above the size that keeps a signal, for weights and for the gain of the layer
-    least:float=.012, # Factor below which nothing is left of a signal
-    growth:float=200., # Growth of a signal over all layers, relative to the data
-    embedded:float=8. # Size of the values of an embedding; torch begins with 1
-):
-    "Initial weights with which a signal explodes or vanishes"
+def poor_scale(h, away=5., least=.012, growth=200., embedded=8.):
+    """Initial weights with which a signal explodes or vanishes
+
+    away: factor above the size that keeps a signal, for weights and for the gain of the layer
+    least: factor below which nothing is left of a signal
+    growth: growth of a signal over all layers, relative to the data
+    embedded: size of the values of an embedding; torch begins with 1"""
     if not len(h.steps): return
     starts = list(layer_starts(h))
     large = [(s.w, s.scaled, s.by) for s in starts if s.too_large(away)]
@@ -316,32 +313,29 @@ def starts_with_high_loss(h, times=8):
     values,guess = h.progress.values,guessing_losses(h)
     return bool(guess) and len(values)>0 and bool(values[0]>times*min(guess.values()))
 
-def report_not_normalised(h, s, bad):
+def report_not_normalised(h, s, size, bad):
     "Return the finding of large data."
-    p,size = h.progress,median(s.rms)
-    worst = 'error' if h.is_broken or p.verdict=='rises' else None if bad else 'info'
-    return finding(s, f"The data are not normalized: the input of {name_module(s.path, s.kind)} has an rms of {fmt(size)} and reaches "
-        f"{fmt(finite_max(s.abs_max))}, where about 1 is usual. {loss_sentence(p)}",
-        s.steps[0], s.steps[-1], severity=worst, look=f"scalar_line(run, {s.path!r}, 'input', 'std')",
+    worst = 'error' if h.is_broken or h.progress.verdict=='rises' else None if bad else 'info'
+    return s.finding(0, f"The data are not normalized: the input of {s.title} has an rms of {fmt(size)} and reaches "
+        f"{fmt(finite_max(s.abs_max))}, where about 1 is usual. {loss_sentence(h.progress)}", severity=worst,
         advice="Normalize each feature with mean and standard deviation of the training set: (x-mean)/std. Or put a BatchNorm first.",
         rms=size, largest=finite_max(s.abs_max))
 
 def report_not_centred(s, size, spread):
     "Return the finding of data with a mean far from zero."
-    return finding(s, f"The data are far from zero: the input of {name_module(s.path, s.kind)} has a mean of {fmt(median(s['mean']))} and a "
-        f"standard deviation of only {fmt(spread)}.", s.steps[0], s.steps[-1], advice="Subtract the mean of the training set: x-mean.",
-        look=f"scalar_line(run, {s.path!r}, 'input', 'mean')", rms=size, std=spread)
+    return s.finding(0, f"The data are far from zero: the input of {s.title} has a mean of {fmt(median(s['mean']))} and a "
+        f"standard deviation of only {fmt(spread)}.", stat='mean', rms=size, std=spread,
+        advice="Subtract the mean of the training set: x-mean.")
 
 # %% ../../nbs/55_health/30_sizes.ipynb #09b0ca7b
 @rule(severity='warning', needs='input')
-def poor_input_scale(
-    h, # A `History`
-    large:float=30., # Size of the data, above which the loss may suffer
-    much:float=300., # Size above which data are reported in any case
-    offset:float=20., # Distance of the mean from zero, in standard deviations
-    least:int=10 # Least number of steps to judge the size
-):
-    "Data that are not normalized: the input of the first layer is far from 1, and its gradients are larger than all others by this factor"
+def poor_input_scale(h, large=30., much=300., offset=20., least=10):
+    """Data that are not normalized: the input of the first layer is far from 1, and its gradients are larger than all others by this factor
+
+    large: size of the data, above which the loss may suffer
+    much: size above which data are reported in any case
+    offset: distance of the mean from zero, in standard deviations
+    least: least number of steps to judge the size"""
     if not len(h.steps): return
     weighted = [p for p in h.graph.leaves if any(k[0]==p and h.is_matrix(k, w) for k,w in h.weights.items())]
     bad = h.progress.verdict in ('stalls', 'rises', 'none', 'short') or h.is_broken or starts_with_high_loss(h)
@@ -350,7 +344,7 @@ def poor_input_scale(
         if s is None: continue
         size = median(s.rms)
         spread = median(s['std']) if 'std' in s else size
-        if len(h.steps)>=least and (size>large and bad or size>much): yield report_not_normalised(h, s, bad); return
+        if len(h.steps)>=least and (size>large and bad or size>much): yield report_not_normalised(h, s, size, bad); return
         if spread>0 and size/spread>offset and bad and np.nanmin(s['std'])>0: yield report_not_centred(s, size, spread); return
 
 # %% ../../nbs/55_health/30_sizes.ipynb #23571116
@@ -372,20 +366,20 @@ def consequence_phrase(h, k):
 
 # %% ../../nbs/55_health/30_sizes.ipynb #1370bcce
 @rule(severity='error', needs='weight')
-def equal_units(
-    h, # A `History`
-    least:int=5 # Least number of steps with zeros
-):
-    "Weights of a layer that are all equal: its units have equal outputs, and stay equal forever if the next weights are equal, too"
+def equal_units(h, least=5):
+    """Weights of a layer that are all equal: its units have equal outputs, and stay equal forever if the next weights are equal, too
+
+    least: least number of steps with zeros"""
     for k,w in h.weights.items() if len(h.steps) else ():
         if not starts_equal(h, k, w) or is_frozen(h, k): continue
         value,same,last = float(w['max'][0]),w['max']==w['min'],not later_weights(h, k)
         if value==0 and (last or not same.all() or len(w)<least or k not in h.grads): continue
         until = int(w.steps[same][-1])
         why = f", and stay zero up to step {until}: no signal and no gradient passes." if value==0 else f": its units are equal{consequence_phrase(h, k)}."
-        yield finding(w, f"All {int(np.prod(w.shape)):,} weights of {w.title} are {fmt(value)} at step {w.steps[0]}{why}", w.steps[0], until,
-            severity='warning' if last else None, look=f"scalar_line(run, {w.label!r}, 'weight', 'std')", value=value,
-            advice="Initialize with random numbers: torch.nn.init.kaiming_normal_(weight), or the default of torch. Biases may begin equal, weights may not.")
+        yield w.finding(0, f"All {int(np.prod(w.shape)):,} weights of {w.title} are {fmt(value)} at step {w.steps[0]}{why}",
+            last=np.flatnonzero(same)[-1], severity='warning' if last else None, value=value,
+            advice="Initialize with random numbers: torch.nn.init.kaiming_normal_(weight), or the default of torch. "
+            "Biases may begin equal, weights may not.")
 
 # %% ../../nbs/55_health/30_sizes.ipynb #75a70348
 def falls_steadily(values): return float((np.diff(values)<=0).mean())>.9
@@ -397,12 +391,11 @@ def shrinks_away(w, left):
 
 # %% ../../nbs/55_health/30_sizes.ipynb #ac894f0c
 @rule(severity='error', needs='weight', after=('update_too_large',))
-def weights_decay(
-    h, # A `History`
-    left:float=.15, # Share of its size to which a weight shrinks
-    many:float=.6 # Least share of such weights; two are enough if the loss suffers
-):
-    "Weights that shrink to nothing: the weight decay removes more than the training learns"
+def weights_decay(h, left=.15, many=.6):
+    """Weights that shrink to nothing: the weight decay removes more than the training learns
+
+    left: share of its size to which a weight shrinks
+    many: least share of such weights; two are enough if the loss suffers"""
     ws = {k: w for k,w in h.weights.items() if h.is_matrix(k, w) and len(w)>5 and w.rms[0]>0 and k in h.grads}
     gone = [k for k,w in ws.items() if shrinks_away(w, left)]
     if not gone or len(gone)<many*len(ws) and (h.progress.is_good or len(gone)<2): return

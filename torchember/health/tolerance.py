@@ -19,12 +19,12 @@ weight_roundings = 16 # roundings of a weight; the fallback reader of a tensor h
 
 def eps_of(dtype): return format_eps.get(str(dtype), 2**-52)
 
-def rounding_error(
-    eps:float, # `eps` of the coarsest format involved
-    numel:float, # Number of elements of the layer's largest tensor
-    weight:bool=False # True for weights
-) -> float: # Share of the size of the tensor
-    "Return the largest rounding error of one operation, as a share of the size of the tensor."
+def rounding_error(eps:float, numel:float, weight=False) -> float:
+    """Return the largest rounding error of one operation, as a share of the size of the tensor.
+
+    eps: `eps` of the coarsest format involved
+    numel: number of elements of the layer's largest tensor
+    weight: True for weights"""
     stored,added = 2*eps*(eps>2**-23),np.minimum(eps, 2**-23) # a coarse format rounds once, and sums are computed in float32
     return np.where(weight, weight_roundings*added+stored, np.maximum(stored, sum_roundings*added*np.maximum(numel, 1)**.25))
 
@@ -161,13 +161,12 @@ def step_gaps(steps):
     known = np.unique(steps)
     return dict(zip(known.tolist(), np.maximum(np.diff(known, prepend=known[:1]), 1).tolist(), strict=True))
 
-def find_limits(
-    pairs:RowPairs,
-    d:Distances,
-    eps, # For each pair, `eps` of the coarsest format involved
-    floor # For each pair, rounding error of one operation
-) -> tuple: # Limit of each pair up to the first one beyond it; position of this pair or None
-    "Return how far each pair may be apart, and the position of the first pair beyond its limit."
+def find_limits(pairs:RowPairs, d:Distances, eps, floor) -> tuple:
+    """Return how far each pair may be apart, and the position of the first pair beyond its limit or None.
+
+    eps: for each pair, `eps` of the coarsest format involved
+    floor: for each pair, rounding error of one operation
+    Limits are computed up to the first pair beyond its limit."""
     out,c,gap,step = floor.copy(),CauseTracker(set(pairs.ttype)),step_gaps(pairs.step),None
     jump,way = element_jump(eps),relative_changes(pairs, d.size)
     flat = np.array([len(s)<2 if isinstance(s, list|tuple|np.ndarray) else True for s in pairs.a.texts('shape', pairs.at[0])])

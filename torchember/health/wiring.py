@@ -267,14 +267,14 @@ def find_stopped_parts(h, known, reported, least, share=.1):
 
 # %% ../../nbs/55_health/25_wiring.ipynb #d15e1e3e
 @rule(severity='error', needs=('weight', 'weight_grad'))
-def not_trained(h,
-    held=.6, # Share of the model that no optimizer has, above which this may be intended
-    part=.5, # Share of the model that is frozen, below which it may be a leftover
-    least=5, # Steps without change of a weight
-    tiny=1e-4, # Gradient over weight, below which an update may round to nothing
-    most=6 # Weights with a finding each
-):
-    "Parameters that do not learn: not in the optimizer, cut off from the loss, never called, frozen, or never changed although they get gradients"
+def not_trained(h, held=.6, part=.5, least=5, tiny=1e-4, most=6):
+    """Parameters that do not learn: not in the optimizer, cut off from the loss, never called, frozen, or never changed although they get gradients
+
+    held: share of the model that no optimizer has, above which this may be intended
+    part: share of the model that is frozen, below which it may be a leftover
+    least: steps without change of a weight
+    tiny: gradient over weight, below which an update may round to nothing
+    most: weights with a finding each"""
     known,reported = ParameterStates(h.parameters),set()
     names = {label_of(p): p for p in known.ps}
     first,last = (h.steps[0], h.steps[-1]) if len(h.steps) else (0, 0)
