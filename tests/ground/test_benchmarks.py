@@ -30,7 +30,7 @@ def rows(tmp_path, monkeypatch):
     return ['--rows-of', 'fake_rows', '--results', str(tmp_path/'results')]
 
 
-def test_a_row_runs_elsewhere(rows):
+def test_a_row_runs_in_its_own_process(rows):
     import os
 
     from benchmarks.runner import run_row
@@ -52,7 +52,7 @@ def test_a_run_is_printed_and_saved(rows, tmp_path, capsys):
     assert str(Path.home()) not in page+json.dumps(saved)
 
 
-def test_a_row_that_fails_is_a_line_that_says_so(rows, tmp_path, capsys):
+def test_a_row_that_fails_is_reported_in_its_line(rows, tmp_path, capsys):
     from benchmarks.__main__ import main
     assert main(rows)==1
     out,err = capsys.readouterr()
@@ -65,7 +65,7 @@ def test_a_row_that_fails_is_a_line_that_says_so(rows, tmp_path, capsys):
     assert [r['row'] for r in after]==['fake', 'broken'] and after[1]==before[1] and after[0]!=before[0]
 
 
-def test_a_row_that_needs_another_machine_says_so(rows, tmp_path):
+def test_a_row_that_needs_another_machine_is_reported(rows, tmp_path):
     from benchmarks.runner import run_row
     from benchmarks.table import cells
     (tmp_path/'far_rows.py').write_text("""
@@ -79,13 +79,13 @@ def far(quick):
     assert 'error' not in r and cells(r)[0][:3]==['far', 'there', 'skipped: it needs the sea']
 
 
-def test_several_modules_of_rows(rows, tmp_path):
+def test_rows_of_several_modules_run(rows, tmp_path):
     from benchmarks.registry import load
     (tmp_path/'more_rows.py').write_text("from benchmarks.registry import row\n\n@row('more', 'rows')\ndef more(quick): return []\n")
     assert list(load('fake_rows,more_rows'))==['fake', 'broken', 'more']
 
 
-def test_tools_that_cannot_be_asked(rows, tmp_path, monkeypatch):
+def test_a_missing_or_broken_tool_is_reported(rows, tmp_path, monkeypatch):
     from benchmarks import peers
     monkeypatch.delenv('TORCHEMBER_PEERS', raising=False)
     monkeypatch.setattr(peers, 'tools', {'absent': (['nothing'], 'absent', ['absent']), 'broken': (['nothing'], 'absent', ['tandv'])})
@@ -99,7 +99,7 @@ def test_tools_that_cannot_be_asked(rows, tmp_path, monkeypatch):
     assert peers.line('absent', None, '%')['verdict'] is None
 
 
-def test_processes_that_were_started_count(rows):
+def test_cpu_time_of_child_processes_counts(rows):
     from subprocess import run
     from sys import executable
     from time import process_time
@@ -110,7 +110,7 @@ def test_processes_that_were_started_count(rows):
     assert family()-before >= .25 > process_time()-own # what a process used is known to the tick once it has ended
 
 
-def test_list_and_names(rows, capsys):
+def test_rows_are_listed_and_selected_by_name(rows, capsys):
     from benchmarks.__main__ import main
     main([*rows, '--list'])
     assert capsys.readouterr().out.splitlines()==['fake    two numbers', 'broken  nothing']
@@ -120,7 +120,7 @@ def test_list_and_names(rows, capsys):
     assert "no row 'faek'. Rows: fake, broken" in capsys.readouterr().err
 
 
-def test_the_median_and_its_interval(rows):
+def test_medians_have_intervals_and_pairs_alternate(rows):
     from benchmarks.timing import interval, pairs, quartiles, spread
     assert interval(range(9))==[1, 7] # 8 of 9 on one side has a p-value of .039, 7 of 9 one of .18: scipy.stats.binomtest
     assert interval(range(3))==[0, 2]
