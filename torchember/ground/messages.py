@@ -79,7 +79,7 @@ def misnamed(f, args, kwargs):
 
 # %% ../../nbs/05_ground/10_messages.ipynb #8d320c90
 def article(name):
-    "'a' or 'an', as the name is spoken: letter by letter where it begins with capitals, as SGD does"
+    "Return 'a' or 'an' for a name. Names that begin with two capitals are spoken letter by letter: an SGD."
     spelt = len(name)>1 and name[:2].isupper()
     return 'an' if name.startswith(tuple('AEFHILMNORSX')) and spelt or not spelt and name.lower().startswith((*'aeio', 'nd')) else 'a'
 

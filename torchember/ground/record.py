@@ -12,7 +12,7 @@ import json, math
 from enum import Enum
 from uuid import UUID
 
-from .messages import EmberWarning as EmberWarning # who imported it from here still does
+from .messages import EmberWarning as EmberWarning # earlier code imports it from here
 from .messages import an, unknown
 
 # %% ../../nbs/05_ground/20_record.ipynb #30b5f42b
