@@ -96,13 +96,10 @@ class RowPairs:
             one = pd.factorize(np.concatenate(values))[0]
             code = pd.factorize(code*(int(one.max(initial=0))+1)+one)[0]
         steps = np.concatenate([a.df['step'].to_numpy(int), b.df['step'].to_numpy(int)])
-        run = np.arange(len(code))>=n
-        nth = pd.Series(code).groupby([run, steps, code]).cumcount().to_numpy()
-        which = pd.factorize(pd.Series(list(zip(steps.tolist(), code.tolist(), nth.tolist(), strict=True))))[0]
-        _,ia,ib = np.intersect1d(which[:n], which[n:], assume_unique=True, return_indices=True)
-        order = np.lexsort((ia, steps[:n][ia]))
-        self.at = (ia[order], ib[order])
-        self.tensor,self.step = code[self.at[0]],steps[:n][self.at[0]]
+        rows = pd.DataFrame({'step': steps, 'code': code, 'row': np.r_[:n, :len(code)-n]})
+        rows['nth'] = rows.groupby([np.arange(len(code))>=n, 'step', 'code']).cumcount() # a step may have several rows of a tensor
+        pairs = rows[:n].merge(rows[n:], on=['step', 'code', 'nth']).sort_values(['step', 'row_x'])
+        self.at,self.tensor,self.step = (pairs['row_x'].to_numpy(), pairs['row_y'].to_numpy()),pairs['code'].to_numpy(),pairs['step'].to_numpy()
         self.path,self.ttype,self.tname,self.pname = (a.texts(c, self.at[0]) for c in ('path', 'ttype', 'tname', 'pname'))
         self.call = a.numbers('call', self.at[0])
         self.alone = tuple(find_unmatched(s, c, o, self.steps) for s,c,o in ((a, code[:n], code[n:]), (b, code[n:], code[:n])))

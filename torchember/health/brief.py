@@ -13,7 +13,7 @@ import numpy as np
 from ..ground.messages import printable
 from ..ground.record import clipped_norm
 from .diagnose import choose_rules, run_rules, load_history, find_unrecorded, order_findings
-from .finding import median, plain_median
+from .finding import finite_max, median, plain_median
 from .moves import relative_moves
 
 # %% ../../nbs/55_health/70_brief.ipynb #f11a3d9d
@@ -40,7 +40,7 @@ def layer_sizes(h):
     return rows
 
 def rank_unusual(rows:dict, most=10) -> list:
-    "Return the layers that differ most from the others: (path, its row, what is unusual). `rows`: result of `layer_sizes`."
+    "Return the layers that differ most from the others: (path, its row, unusual column). `rows`: result of `layer_sizes`."
     usual = {c: median([r[c] for r in rows.values() if r.get(c, 0)>0]) for c in ('output', 'gradient', 'step')}
     def away(r): return {c: np.inf if r[c]==0 else abs(np.log10(r[c]/usual[c])) for c in usual if c in r and r[c]>=0 and usual[c]>0}
     scored = [(max(d.values()), max(d, key=d.get), p) for p,r in rows.items() if (d := away(r))]
@@ -51,11 +51,11 @@ def norm_line(h):
     "Return the line about the norm of all gradients, or no line if the run has none."
     n = next((n for name in clipped_norm for n in h.noted if n.name==name), None)
     if n is None: return []
-    ok = np.isfinite(n.values)
-    finite,bad = n.values[ok],n.steps[~ok]
-    some = [('first', n.values[0]), *((('median', plain_median(finite)), ('largest', finite.max())) if len(finite) else ()), ('last', n.values[-1])]
+    bad = n.steps[~np.isfinite(n.values)]
+    some = {'first': n.values[0], 'median': median(n.values), 'largest': finite_max(n.values), 'last': n.values[-1]}
+    if len(bad)==len(n): del some['median'],some['largest']
     odd = f"; not finite at {len(bad):,} steps, first at step {bad[0]:,}" if len(bad) else ''
-    return [f"- norm of all gradients ({quote_name(n.name)}): {', '.join(f'{k} {format_value(v)}' for k,v in some)}{odd}"]
+    return [f"- norm of all gradients ({quote_name(n.name)}): {', '.join(f'{k} {format_value(v)}' for k,v in some.items())}{odd}"]
 
 def run_facts(h, name):
     "Return the lines about the run: model, steps, and what was recorded."

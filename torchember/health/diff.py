@@ -29,20 +29,19 @@ def compare_formats(pairs, dtypes):
     a,b = dtypes
     floats = np.array([x!=y and ('float' in x or 'float' in y) for x,y in zip(a, b, strict=True)], bool)
     flow = np.isin(pairs.ttype, flow_types) & np.array(['float' in x or 'float' in y for x,y in zip(a, b, strict=True)], bool)
-    meant = floats[flow].mean()>=format_share if flow.any() else floats.mean()>=format_share if len(floats) else False
+    counted = floats[flow] if flow.any() else floats
+    meant = bool(len(counted) and counted.mean()>=format_share)
     both = np.array(['float' in x and 'float' in y for x,y in zip(a, b, strict=True)], bool)
     names = list(dict.fromkeys(zip(a[floats & both], b[floats & both], strict=True))) if meant else []
     return names, floats & ~(both & meant)
 
 def compare_shapes(pairs, shapes, common):
     "Return flags of pairs whose shapes differ, and of pairs that differ in more than the batch size. `common`: ignore the order of dimensions."
-    flow,known = np.isin(pairs.ttype, (*flow_types, *backward_types)),{}
+    flow = np.isin(pairs.ttype, (*flow_types, *backward_types))
     differ,beyond = np.zeros(len(pairs), bool),np.zeros(len(pairs), bool)
     for i,(s,o) in enumerate(zip(*shapes, strict=True)):
-        if s is None or o is None or s==o: continue
-        if common and (known.setdefault(s, sorted(s))==known.setdefault(o, sorted(o))): continue
-        differ[i] = True
-        beyond[i] = not (flow[i] and s[1:]==o[1:])
+        if s is None or o is None or s==o or common and sorted(s)==sorted(o): continue
+        differ[i],beyond[i] = True,not (flow[i] and s[1:]==o[1:])
     return differ, beyond
 
 def coarsest_eps(pairs, dtypes, shapes):
@@ -165,8 +164,9 @@ class Difference:
         self.names,self.table,self.first,self.notes,self.lacking = names,table,first,notes,lacking
         row = None if first is None else table.loc[first]
         self.step = None if row is None else int(row['step'])
-        self.path,self.ttype,self.tname,self.pname,self.stat,self.a,self.b = [None if row is None else row[c] or None if c=='pname' else row[c]
-            for c in ('path', 'ttype', 'tname', 'pname', 'stat', 'a', 'b')]
+        columns = ('path', 'ttype', 'tname', 'pname', 'stat', 'a', 'b')
+        values = [None if row is None else row[c] or None if c=='pname' else row[c] for c in columns]
+        self.path,self.ttype,self.tname,self.pname,self.stat,self.a,self.b = values
 
     def __bool__(self): return self.first is not None
 
@@ -245,16 +245,15 @@ def difference_table(pairs, d, may, noted):
     t = pd.DataFrame(columns | {'stat': d.stat, 'a': d.a, 'b': d.b, 'distance': d.far, 'tolerance': may})[d.compared]
     for c in 'a','b': t[c] = t[c].astype(object)
     if not noted: return t.reset_index(drop=True)
-    rows = [{'pair': -1, 'step': s, 'path': '', 'ttype': 'scalar', 'tname': n, 'pname': '', 'call': 0, 'stat': n, 'a': a, 'b': b, 'distance': far,
-        'tolerance': m}
-        for n,s,a,b,far,m in noted]
-    more = pd.DataFrame(rows).astype({'a': object, 'b': object})
+    more = pd.DataFrame(noted).assign(pair=-1, path='', ttype='scalar', pname='', call=0, tname=lambda t: t['name'])
+    more = more.rename(columns={'name': 'stat'})[list(t.columns)].astype({'a': object, 'b': object})
     return (pd.concat([t, more]) if len(t) else more).sort_values('step', kind='stable', ignore_index=True)
 
 def check_common(pairs, d, noted):
     "Raise ValueError if two runs have nothing that can be compared."
     a,b = pairs.a,pairs.b
-    if not len(a.df)+len(a.noted) or not len(b.df)+len(b.noted): raise ValueError(f"{a.name if not len(a.df)+len(a.noted) else b.name} has no rows to compare.")
+    for side in (a, b):
+        if not len(side.df)+len(side.noted): raise ValueError(f"{side.name} has no rows to compare.")
     if not len(pairs.steps):
         spans = [describe_steps(s.steps.tolist()) for s in (a, b)]
         raise ValueError(f"{a.name} and {b.name} have no step in common: {spans[0]} against {spans[1]}.")

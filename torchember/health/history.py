@@ -62,9 +62,8 @@ def find_makers(trained, most=20_000) -> dict:
     if not flows or not any('mean' in s for s in flows[:5]): return {}
     step = int(np.median(np.unique(np.concatenate([s.steps for s in trained]))[:3]))
     made,out = {},{}
-    for s in sorted(flows[:most], key=lambda s: s.order):
-        at = np.searchsorted(s.steps, step)
-        if at>=len(s) or s.steps[at]!=step: at = 0
+    for s in flows[:most]:
+        at = s.at_step(step) or 0
         sign = tuple(s[c][at] for c in ('mean', 'std', 'max', 'min'))
         if s.ttype=='output': made.setdefault(sign, []).append(s.path)
         elif sign in made and sign!=(0, 0, 0, 0): out.setdefault(s.path, []).extend(p for p in made[sign][:1] if p!=s.path)
@@ -88,9 +87,7 @@ class ModuleGraph:
     @cached_property
     def calls(self):
         "Path -> position in the order in which modules return."
-        first = {}
-        for s in self.outs: first.setdefault(s.path, s.order)
-        return {p: i for i,p in enumerate(sorted(first, key=first.get))}
+        return {p: i for i,p in enumerate(dict.fromkeys(s.path for s in self.outs))}
 
     @cached_property
     def leaves(self):
@@ -116,7 +113,7 @@ class ModuleGraph:
         return found
 
     def feeder(self, path):
-        "Return the path of the module that feeds another. If numbers do not show it, return the leaf that returned last before its call."
+        "Return the path of the module that feeds another: by its numbers, else the last leaf that returned before its call."
         if makers := self.makers.get(path): return makers[-1]
         if path not in self.calls: return None
         earlier = [p for p in self.leaves if self.calls[p]<self.calls[path] and not p.startswith(path+'.')]
@@ -141,6 +138,12 @@ class ModuleGraph:
         return {s.path for s in self.outs if any(has_same_numbers(r, s, lambda s: s.rms, last=3) for r in roots)} | {*self.leaves[-1:]}
 
 # %% ../../nbs/55_health/10_history.ipynb #fd806469
+def group_by_path(series):
+    "Return a dict: path -> its series."
+    found = {}
+    for s in series: found.setdefault(s.path, []).append(s)
+    return found
+
 def is_finding_row(row):
     "Return True if a row of type 'finding' has a rule, a sentence and a step."
     return isinstance(row.get('rule'), str) and isinstance(row.get('text'), str) and row.get('step')==row.get('step')
@@ -177,8 +180,8 @@ class History:
         self.all = list(split_series(self.df)) if len(self.df) else []
         self.evaluated = [s for s in self.all if s.phase=='eval']
         self.trained = [s for s in self.all if s.phase not in beside_training]
-        beside = len(self.trained)<len(self.all)
-        if beside and not any(s.ttype in ('input', 'output') for s in self.trained): self.trained,self.evaluated = self.all,[]
+        in_eval_mode = not any(s.ttype in ('input', 'output') for s in self.trained) # a training without passes of its own
+        if in_eval_mode: self.trained,self.evaluated = self.all,[]
         self.steps = np.unique(np.concatenate([s.steps for s in self.trained])) if self.trained else np.zeros(0, int)
         self.graph = ModuleGraph(self.trained)
 
@@ -186,19 +189,8 @@ class History:
         "Return the series of some tensor types, in the order of calls. `evaluated`: of evaluations instead of training passes."
         return [s for s in (self.evaluated if evaluated else self.trained) if s.ttype in ttypes]
 
-    @cached_property
-    def outputs(self):
-        "Path -> series of the first output of the first call."
-        found = {}
-        for s in self.series('output'): found.setdefault(s.path, s)
-        return found
-
-    @cached_property
-    def inputs(self):
-        "Path -> list of the series of all inputs."
-        found = {}
-        for s in self.series('input'): found.setdefault(s.path, []).append(s)
-        return found
+    inputs = cached_property(lambda self: group_by_path(self.series('input'))) # path -> series of all inputs
+    outputs = cached_property(lambda self: {p: ss[0] for p,ss in group_by_path(self.series('output')).items()}) # of the first call
 
     @cached_property
     def grads(self):
@@ -255,7 +247,7 @@ class History:
         "Return True if the shape of the data changes at a step, apart from the batch size."
         for s in self.series('input'):
             if s.path not in self.graph.data_modules or s.shape is None: continue
-            i = np.searchsorted(s.steps, step)
-            a,b = (as_tuple(s.rows.shapes[s.at][j]) for j in (max(i-1, 0), min(i, len(s)-1)))
+            i,shapes = np.searchsorted(s.steps, step),s.rows.shapes[s.at]
+            a,b = as_tuple(shapes[max(i-1, 0)]),as_tuple(shapes[min(i, len(s)-1)])
             if a is not None and b is not None and a[1:]!=b[1:]: return True
         return False

@@ -55,9 +55,8 @@ def diverging(h, times=3., largest=10.):
     if p.end<times*p.start and not blown or rises_steadily(p) and not h.has_large_first_steps: return
     i = find_rise(p)
     grown = f", and the output of the model grew from {fmt(out.rms[0])} to {fmt(out.rms[-1])}" if blown else ''
-    yield finding('', f"The loss diverges: it grows from step {p.steps[i]} on, from {fmt(p.start)} at the start to {fmt(p.end)} at the end{grown}.",
-        p.steps[i], p.steps[-1],
-        ttype='scalar', look="overview(run)", start=p.start, end=p.end,
+    yield finding('', f"The loss diverges: it grows from step {p.steps[i]} on, from {fmt(p.start)} at the start to {fmt(p.end)} "
+        f"at the end{grown}.", p.steps[i], p.steps[-1], ttype='scalar', look="overview(run)", start=p.start, end=p.end,
         advice="Divide the learning rate by 10, add a warm-up, or clip the gradients (torch.nn.utils.clip_grad_norm_).")
 
 # %% ../../nbs/55_health/45_losses.ipynb #8785bc53
@@ -77,8 +76,8 @@ def find_ascent(h, share, least):
     shares = np.array([v for v in shares if v is not None])
     if len(shares)<2 or plain_median(shares)<share or (shares>.6).mean()<.75: return None
     usual = plain_median(shares)
-    return finding('', f"The optimizer maximizes the loss: the weights move along their gradients and not against them, in {usual:.0%} of the steps, "
-        f"for {len(shares)} weights.", h.steps[0], h.steps[-1], ttype='weight', stands=True, look="overview(run)",
+    return finding('', f"The optimizer maximizes the loss: the weights move along their gradients and not against them, in {usual:.0%} "
+        f"of the steps, for {len(shares)} weights.", h.steps[0], h.steps[-1], ttype='weight', stands=True, look="overview(run)",
         advice="Check for maximize=True, a wrong sign of the loss, a negative learning rate, or a hook that flips gradients.",
         along=usual, weights=len(shares))
 
@@ -137,7 +136,7 @@ def gives_probabilities(s):
     return bool((abs(s['mean']*s.shape[-1]-1)<1e-3).all() and not np.nanmin(s['min'])<0)
 
 def find_double_softmax(h, p):
-    "Return the finding of outputs that are probabilities, with a loss that stays above the minimum of a second softmax. None for others."
+    "Return the finding of a second softmax: the outputs are probabilities, and the loss stays above a minimum. None for others."
     for path in dict.fromkeys(['', *h.graph.last_modules]):
         if not gives_probabilities(s := h.outputs.get(path)): continue
         n = int(s.shape[-1])
@@ -151,17 +150,16 @@ def find_double_softmax(h, p):
             floor=floor, end=p.end)
 
 def find_relu_logits(h, p):
-    "Return the finding of logits that are never below zero, because of a ReLU after them. None for others."
+    "Return the finding of a ReLU after the logits: they are never below zero. None for others."
     for path in dict.fromkeys(['', *h.graph.last_modules]):
         s = h.outputs.get(path)
         if s is None or s.shape is None or len(s.shape)!=2 or s.shape[-1]<3 or 'min' not in s or len(s)<20 or gives_probabilities(s): continue
         guess = math.log(s.shape[-1])
         if not (s['min']==0).all() or not (s['max']>0).any() or abs(p.values[0]-guess)>.3*guess: continue
         return finding(path, f"The logits of {s.title} are never below zero, and the loss is a cross-entropy "
-            f"({fmt(p.start)} to {fmt(p.end)}; guessing gives {guess:.3f} = ln {s.shape[-1]}): "
-            "a ReLU after the logits removes the gradient of all logits below zero.",
-            p.steps[0], p.steps[-1],
-            ttype='output', look="overview(run)", advice="Remove the activation after the last layer: cross_entropy expects logits of either sign.")
+            f"({fmt(p.start)} to {fmt(p.end)}; guessing gives {guess:.3f} = ln {s.shape[-1]}): a ReLU after the logits removes the gradient "
+            "of all logits below zero.", p.steps[0], p.steps[-1], ttype='output', look="overview(run)",
+            advice="Remove the activation after the last layer: cross_entropy expects logits of either sign.")
 
 def find_double_sigmoid(h, p):
     "Return the finding of confident outputs with the loss of a second sigmoid: ln(1+1/e) for each yes, ln 2 for each no. None for others."
@@ -231,11 +229,13 @@ def loss_spike(h, times=10., part=.5):
     end = next((j for j in range(i+1, len(v)) if v[j]<2*usual), None)
     data = data_size_ratio(h, step)
     why = f" The data of this step are {fmt(data)} times as large as usual." if data else ''
-    learnt = end is not None and i+3<len(v) and min(v[i+1:i+4])>.4*v[i] # the loss stays high and falls slowly: the data differ from there on
-    severity = ('warning' if not learnt and (data or is_worse_after(p, step)) else 'info') if end else 'error' if len(v)-i>=30 else 'info'
+    if end is None: severity = 'error' if len(v)-i>=30 else 'info'
+    else: # if the loss stays high and falls slowly, the data differ from there on
+        learnt = i+3<len(v) and min(v[i+1:i+4])>.4*v[i]
+        severity = 'warning' if not learnt and (data or is_worse_after(p, step)) else 'info'
     yield finding('', f"At step {step}, the loss jumps to {fmt(v[i])}, where {fmt(usual)} was usual, and "
-        f"{f'returns at step {p.steps[end]}' if end else 'does not return'}.{why}",
-        step, p.steps[end-1] if end else p.steps[-1], ttype='scalar', severity=severity, look="overview(run)", loss=float(v[i]), usual=usual,
+        f"{f'returns at step {p.steps[end]}' if end else 'does not return'}.{why}", step, p.steps[end-1] if end else p.steps[-1],
+        ttype='scalar', severity=severity, look="overview(run)", loss=float(v[i]), usual=usual,
         advice="Check the batch of this step, and clip the gradients (torch.nn.utils.clip_grad_norm_).")
 
 # %% ../../nbs/55_health/45_losses.ipynb #b9084578

@@ -39,7 +39,7 @@ def has_changing_statistics(h, path):
     return any(is_repeated(find_changes(s)) for s in h.series('buffer') if s.path==path and s.tname in (*means, *variances))
 
 def find_eval_mode(h, out):
-    "Return the finding of a module whose output equals its input: it is in evaluation mode, with its first statistics. None for others."
+    "Return the finding of a module in evaluation mode with its first statistics: its output equals its input. None for others."
     ins,w = h.inputs.get(out.path),first_present(h.weights, gains, out.path)
     if not ins or w is None or first_present(h.grads, gains, out.path) is None or len(out)<10 or len(ins[0])!=len(out): return None
     x,first = ins[0],slice(0, 3)

@@ -29,7 +29,7 @@ not_finite = b'"nan":', b'"posinf":', b'"neginf":' # a row has these if values a
 kind_columns = re.compile(rb'"(ttype|rank|phase|skipped)":("?[\w.]+)')
 
 def kinds_of_trouble(lines):
-    """Return the kinds of rows with values that are not finite: which values, tensor type, rank, phase, skipped or not; of noted numbers, also their names.
+    """Return the kinds of rows with values that are not finite. A kind is: which values, tensor type, rank, phase, skipped, names of numbers.
 
     The first step of each kind is kept. So a mask of -inf in each step, or a step that a loss scaler skips, does not hide the first fault."""
     here = [n for n in not_finite if n in lines]
@@ -77,7 +77,7 @@ class KeptSteps:
         return bool(gone)
 
     def some(self, most:int=80): # Lines
-        "Return all lines of at most `most` steps and of steps that were first not finite. Of the other steps, return only noted numbers."
+        "Return all lines of `most` steps, and of each first step that is not finite. Of the other steps, return only noted numbers."
         steps = list(self.lines)
         between = steps[self.first:-self.last]
         few = max(most-self.first-self.last, 1)
@@ -104,7 +104,7 @@ class Pace:
         self.share,self.next,self.more,self.took,self.cost = share,first,more,0.,0. # took: seconds of all looks; cost: of the last look
 
     def due(self, steps:int, recording) -> bool:
-        "Return True if rules shall run now. `recording`: function that returns the seconds that recording took."
+        "Return True if it is time to run the rules. `recording`: function that returns the seconds of recording so far."
         return steps>=self.next and (not self.cost or self.took+2*self.cost<=self.share*recording())
 
     def note_cost(self, steps, seconds):
