@@ -18,20 +18,25 @@ from .messages import an, unknown
 # %% ../../nbs/05_ground/20_record.ipynb #30b5f42b
 SCHEMA = 1 # Version of the row layout. A reader of version n reads all versions up to n
 
-flowing = dict(input='flows.Flows', output='flows.Flows') # tensor types that are measured at a call of a module -> class in `recorder` that measures them
+# tensor types that are measured at a call of a module -> class in `recorder` that measures them
+flowing = dict(input='flows.Flows', output='flows.Flows')
 ttypes = (*flowing, 'weight', 'weight_grad', 'unclipped_grad', 'input_grad', 'output_grad', 'optimizer', 'update', 'buffer', 'probe',
     *(of_no_tensor := ('scalar', 'finding'))) # numbers that the user logs; results of rules
 identity = ('module', 'ts', 'ttype', 'tname', 'step', 'call', 'dtype', 'pname', 'micro', 'phase', 'backward', 'skipped', 'unfinished',
     'rank', 'shard') # location and time
-beside_training = ('eval', 'no_grad', 'refused') # phases of passes that do not train: evaluation, without gradients, gradients thrown away
-of_pieces = ('part', 'gscale', 'placement', 'global_shape') # which shard of a tensor, beside a `rank`. In other rows the user may use these names
+# phases of passes that do not train: evaluation, without gradients, gradients thrown away
+beside_training = ('eval', 'no_grad', 'refused')
+# which shard of a tensor, beside a `rank`. In other rows the user may use these names
+of_pieces = ('part', 'gscale', 'placement', 'global_shape')
 optional = ('nan', 'posinf', 'neginf', 'nonfinite', 'error', 'supersedes') # in a row only if they apply
 reserved = frozenset(identity + ('nonfinite', 'error', 'supersedes')) # names that a statistic cannot have
-unmarkable = frozenset(identity + optional + ('path',)) - {'phase'} # names that a mark cannot have. te.mark(phase='warmup') is allowed
+# names that a mark cannot have. te.mark(phase='warmup') is allowed
+unmarkable = frozenset(identity + optional + ('path',)) - {'phase'}
 
 # %% ../../nbs/05_ground/20_record.ipynb #c0de0002
 norm_names = 'grad_norm','grad_norm_unclipped'
-clipped_norm = 'recorded_grad_norm','grad_norm' # names of the norm of all gradients. The first is used if the user logs the second
+# names of the norm of all gradients. The first is used if the user logs the second
+clipped_norm = 'recorded_grad_norm','grad_norm'
 computed = ('grad_norm', 'lr') # `tname` of these rows
 
 def computed_in(name:str) -> str|None:
@@ -95,7 +100,8 @@ def plain(value, where='', lost:dict|None=None):
     if isinstance(value, list|tuple|set|frozenset|range): return [v if is_json(v) else plain(v, f'{where}/{i}', lost) for i,v in enumerate(value)]
     if hasattr(value, 'tolist') and not isinstance(value, type):
         got = value.tolist()
-        return plain(float(got) if type(got) is type(value) else got, where, lost) # tolist of numpy's longdouble returns a longdouble
+        # tolist of numpy's longdouble returns a longdouble
+        return plain(float(got) if type(got) is type(value) else got, where, lost)
     raise TypeError(f"{value!r:.80} is {an(value)}, which JSON does not have. "
         "Return numbers, strings, lists, dicts, tensors or numpy values.")
 

@@ -18,7 +18,8 @@ from .series import noted_series
 from ..measure.summary import derived
 
 # %% ../../nbs/55_health/78_aligned.ipynb #40aedc99
-tensor_key = ('path', 'ttype', 'tname', 'call', 'phase', 'backward', 'micro') # columns that identify the tensor of a row
+# columns that identify the tensor of a row
+tensor_key = ('path', 'ttype', 'tname', 'call', 'phase', 'backward', 'micro')
 torch_names = { # name in JAX -> name in torch
     'kernel': 'weight', 'scale': 'weight', 'embedding': 'weight', 'mu': 'exp_avg', 'nu': 'exp_avg_sq', 'trace': 'momentum_buffer'}
 
@@ -56,7 +57,8 @@ class ComparedRun:
         self.own,df = user_statistics(df),clean_types(df)
         ttype = df['ttype'].astype(object).to_numpy()
         self.name,self.noted = printable(name, 80),{n.name: n for n in noted_series(df[ttype=='scalar'])} if (ttype=='scalar').any() else {}
-        self.noted = {n: v for n,v in self.noted.items() if computed_in(n)!='grad_norm'} # gradients are compared directly
+        # gradients are compared directly
+        self.noted = {n: v for n,v in self.noted.items() if computed_in(n)!='grad_norm'}
         self.df = df[(ttype!='scalar') & (ttype!='finding')].reset_index(drop=True)
         self.paths = filled_column(self.df, 'path')
         if paths is not None:
@@ -97,7 +99,8 @@ class RowPairs:
             code = pd.factorize(code*(int(one.max(initial=0))+1)+one)[0]
         steps = np.concatenate([a.df['step'].to_numpy(int), b.df['step'].to_numpy(int)])
         rows = pd.DataFrame({'step': steps, 'code': code, 'row': np.r_[:n, :len(code)-n]})
-        rows['nth'] = rows.groupby([np.arange(len(code))>=n, 'step', 'code']).cumcount() # a step may have several rows of a tensor
+        # a step may have several rows of a tensor
+        rows['nth'] = rows.groupby([np.arange(len(code))>=n, 'step', 'code']).cumcount()
         pairs = rows[:n].merge(rows[n:], on=['step', 'code', 'nth']).sort_values(['step', 'row_x'])
         self.at,self.tensor,self.step = (pairs['row_x'].to_numpy(), pairs['row_y'].to_numpy()),pairs['code'].to_numpy(),pairs['step'].to_numpy()
         self.path,self.ttype,self.tname,self.pname = (a.texts(c, self.at[0]) for c in ('path', 'ttype', 'tname', 'pname'))

@@ -202,7 +202,8 @@ def run_rules(rules, h, fails=None): # fails: function of a rule and its excepti
     "Return the findings of some rules. A rule that fails is reported, and the others continue."
     found,names = [],{r.name for r in rules}
     for r in rules:
-        try: found += [f for f in r(h) if f['rule']==r.name or f['rule'] not in names] # a finding of the rule replaces the row of an earlier finding
+        # a finding of the rule replaces the row of an earlier finding
+        try: found += [f for f in r(h) if f['rule']==r.name or f['rule'] not in names]
         except Exception as e:
             if fails: fails(r, e)
             else: warn(f"The rule {r.name} failed and reports nothing: {type(e).__name__}: {printable(e, 300)}. The other rules continue.")

@@ -84,7 +84,8 @@ def compare_noted(pairs, d, eps, steps, rtol=None):
             a,b = values[0][s],values[1][s]
             size = max(abs(a), abs(b), usual)
             far = 0. if a==b or a!=a and b!=b else abs(a-b)/size if np.isfinite([a, b]).all() else np.inf
-            at = int(measured[max(np.searchsorted(measured, s, 'right')-1, 0)]) if len(measured) else s # the last step with recorded tensors
+            # the last step with recorded tensors
+            at = int(measured[max(np.searchsorted(measured, s, 'right')-1, 0)]) if len(measured) else s
             cause = max(known, level.get(at, 0.))
             may = max(noted_rounding if rtol is None else rtol, most_growth*gap.get(at, 1)*cause, coarse*(cause>0 and at!=s))
             if cause and differ_by_one_example(a, b, *batch.get(s, (0,))): may = max(may, far)

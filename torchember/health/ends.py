@@ -30,7 +30,8 @@ def recording(h):
     for r in h.reported:
         if r['rule']!='died': last[tuple(str(r.get(k)) for k in ('rule', 'path', 'of', 'pname', *(['text'] if r['rule']=='recording' else [])))] = r
     for r in last.values():
-        if str(r.get('over')).lower() not in ('true', '1', '1.0'): yield finding_from_row(r) # a table may store True as 1.0
+        # a table may store True as 1.0
+        if str(r.get('over')).lower() not in ('true', '1', '1.0'): yield finding_from_row(r)
 
 def finding_from_row(row):
     "Return the finding of a row of type 'finding'. Another program may have written the row, so any value may be missing."

@@ -31,7 +31,8 @@ def find_loss(noted):
 
 # %% ../../nbs/55_health/10_history.ipynb #2b5de1a7
 change_statistics = 'mean', 'std', 'max', 'min', 'rms', 'abs_max' # statistics that show a change
-sure_statistics = 'std', 'var', 'rms', 'l2' # each training step changes these; the mean of a bias or the largest value can stay the same
+# each training step changes these; the mean of a bias or the largest value can stay the same
+sure_statistics = 'std', 'var', 'rms', 'l2'
 
 def find_changes(s):
     "Return a flag for each pair of neighbouring steps: True if a statistic of the tensor differs between them."
@@ -157,7 +158,8 @@ def correct_entry(p, h):
     if p.get('called') is False and any(path in h.graph.calls for path,_ in keys): more['called'] = True
     if weight is not None and len(weight)>1:
         changes = is_repeated(find_changes(weight)) or update is not None and is_repeated(update.rms>0)
-        if changes or any(c in weight for c in sure_statistics): more['changes'] = changes # else the version counters of the entry know more
+        # else the version counters of the entry know more
+        if changes or any(c in weight for c in sure_statistics): more['changes'] = changes
     return p | more
 
 # %% ../../nbs/55_health/10_history.ipynb #49f48f26
@@ -180,7 +182,8 @@ class History:
         self.all = list(split_series(self.df)) if len(self.df) else []
         self.evaluated = [s for s in self.all if s.phase=='eval']
         self.trained = [s for s in self.all if s.phase not in beside_training]
-        in_eval_mode = not any(s.ttype in ('input', 'output') for s in self.trained) # a training without passes of its own
+        # a training without passes of its own
+        in_eval_mode = not any(s.ttype in ('input', 'output') for s in self.trained)
         if in_eval_mode: self.trained,self.evaluated = self.all,[]
         self.steps = np.unique(np.concatenate([s.steps for s in self.trained])) if self.trained else np.zeros(0, int)
         self.graph = ModuleGraph(self.trained)
@@ -189,8 +192,9 @@ class History:
         "Return the series of some tensor types, in the order of calls. `evaluated`: of evaluations instead of training passes."
         return [s for s in (self.evaluated if evaluated else self.trained) if s.ttype in ttypes]
 
-    inputs = cached_property(lambda self: group_by_path(self.series('input'))) # path -> series of all inputs
-    outputs = cached_property(lambda self: {p: ss[0] for p,ss in group_by_path(self.series('output')).items()}) # of the first call
+    # path -> series of all inputs; path -> series of the first output of the first call
+    inputs = cached_property(lambda self: group_by_path(self.series('input')))
+    outputs = cached_property(lambda self: {p: ss[0] for p,ss in group_by_path(self.series('output')).items()})
 
     @cached_property
     def grads(self):
@@ -206,9 +210,10 @@ class History:
         "Return the class of the activation of an output: its module, or the function that the module applies last, as in Keras's Dense."
         return self.activations.get(s.path, s.kind)
 
-    weights = cached_property(lambda self: {(s.path, s.pname): s for s in self.series('weight')}) # (path, pname) -> series
-    updates = cached_property(lambda self: {(s.path, s.pname): s for s in self.series('update')}) # (path, pname) -> series
-    matrices = cached_property(lambda self: {k: s for k,s in self.grads.items() if self.is_matrix(k, s)}) # gradients of matrices
+    # (path, pname) -> series; `matrices`: gradients of matrices
+    weights = cached_property(lambda self: {(s.path, s.pname): s for s in self.series('weight')})
+    updates = cached_property(lambda self: {(s.path, s.pname): s for s in self.series('update')})
+    matrices = cached_property(lambda self: {k: s for k,s in self.grads.items() if self.is_matrix(k, s)})
     kinds = cached_property(lambda self: {s.path: s.kind for s in self.all}) # path -> class of the module
     parameters = cached_property(lambda self: [correct_entry(p, self) for p in self.noted_parameters])
     loss = cached_property(lambda self: find_loss(self.noted)) # a `NotedSeries`, or None

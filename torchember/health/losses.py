@@ -91,7 +91,8 @@ def loss_rises(h, share=.8, least=20):
     if found := find_ascent(h, share, least): yield found; return
     p = h.progress
     if p.verdict!='rises' or not rises_steadily(p) or h.has_large_first_steps: return
-    classes = any(abs(p.start-v)<.2*v for v in guessing_losses(h).values()) # a cross-entropy; games and moving targets have other losses
+    # a cross-entropy; games and moving targets have other losses
+    classes = any(abs(p.start-v)<.2*v for v in guessing_losses(h).values())
     yield finding('', f"The loss rises steadily from the first step on, from {fmt(p.start)} to {fmt(p.end)}: the optimizer minimizes another number.",
         p.steps[0], p.steps[-1], ttype='scalar', severity='warning' if h.is_broken else None if classes or p.end>3*abs(p.start) else 'info',
         look="overview(run)", start=p.start, end=p.end,
@@ -191,7 +192,8 @@ def loss_stalls(h, least=30, close=.03):
     guess = next(((n, v) for n,v in guessing_losses(h).items() if abs(p.end-v)<close*v and abs(p.start-v)<3*close*v), None)
     chance = f" Guessing among {guess[0]} classes gives {guess[1]:.3f} = ln {guess[0]}." if guess else ''
     long = len(p.values)>=2*least
-    severity = 'error' if guess and long else None if p.noise<1e-6*abs(p.end) else 'info' # no one knows how far another loss can fall
+    # no one knows how far another loss can fall
+    severity = 'error' if guess and long else None if p.noise<1e-6*abs(p.end) else 'info'
     yield finding('', f"The loss does not fall: it is {fmt(p.start)} in the first steps, and {fmt(p.end)} in the last of {len(p.values)}.{chance}",
         p.steps[0], p.steps[-1], ttype='scalar', severity=severity, look="overview(run)", start=p.start, end=p.end, **({'guessing': guess[1]} if guess else {}),
         advice="Train on a single batch until its loss is near zero. If that fails, the model or the loss is wrong. If it works, check the data "

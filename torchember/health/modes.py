@@ -44,7 +44,8 @@ def find_eval_mode(h, out):
     if not ins or w is None or first_present(h.grads, gains, out.path) is None or len(out)<10 or len(ins[0])!=len(out): return None
     x,first = ins[0],slice(0, 3)
     same = (abs(x.rms*w.rms[0]-out.rms)<.01*out.rms) & (abs(x['mean']*w['mean'][0]-out['mean'])<.01*out.rms)
-    if not same[first].all() or (abs(x.rms[first]-1)<.05).all(): return None # for normalized data, input and output are equal in both modes
+    # for normalized data, input and output are equal in both modes
+    if not same[first].all() or (abs(x.rms[first]-1)<.05).all(): return None
     if has_changing_statistics(h, out.path): return None # in evaluation mode they would not change
     return out.finding(0, f"The output of {out.title} equals its input: the model trains in evaluation mode, with the first running "
         "statistics.", advice="Call model.train() before training, and model.eval() only to evaluate.")

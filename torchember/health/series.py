@@ -72,6 +72,21 @@ class SeriesColumns:
         n = self.column('numel')
         return np.where(np.isnan(n), np.array([of_shape(as_tuple(s)) for s in self.shapes], float), n)
 
+# %% ../../nbs/55_health/06_series.ipynb #7c41d2ea
+# rows that differ in one of these columns belong to different series
+apart = ('module', 'ttype', 'tname', 'phase', 'call', 'backward', 'micro')
+named,counted = ('path', 'module', 'ttype', 'tname', 'pname', 'phase'),('call', 'backward')
+
+def group_rows(df):
+    "Return a number for each row. Rows of the same tensor have the same number."
+    pd = needs('pandas', for_='A history of a run')
+    codes = np.zeros(len(df), np.int64)
+    for c in apart:
+        if c not in df: continue
+        one = df[c].cat.codes.to_numpy() if isinstance(df[c].dtype, pd.CategoricalDtype) else pd.factorize(df[c])[0]
+        codes = pd.factorize(codes*(int(one.max(initial=0))+2)+one+1)[0] # a missing value has the code -1
+    return codes
+
 # %% ../../nbs/55_health/06_series.ipynb #284c9cfa
 class SeriesKey(NamedTuple):
     "The columns that identify a series."
@@ -113,7 +128,8 @@ class Series:
         "Root mean square as recorded, or from mean and standard deviation. NaN if both are missing."
         n = self.rows.sizes[self.at]
         unbiased = np.where(n>1, (n-1)/np.where(n>1, n, 1), np.isnan(n)*1.) # one value has no standard deviation
-        made = np.hypot(self['mean'], np.nan_to_num(self['std'])*np.sqrt(unbiased)) # hypot, because the square of 1e300 overflows
+        # hypot, because the square of 1e300 overflows
+        made = np.hypot(self['mean'], np.nan_to_num(self['std'])*np.sqrt(unbiased))
         return np.where(np.isnan(self['rms']), made, self['rms']) if 'rms' in self else made
 
     @cached_property
@@ -141,19 +157,6 @@ class Series:
     def __repr__(self): return f"<{self.ttype} {self.tname} of {self.label or 'the model'}, {len(self)} steps>"
 
 # %% ../../nbs/55_health/06_series.ipynb #f0b928aa
-apart = ('module', 'ttype', 'tname', 'phase', 'call', 'backward', 'micro') # rows that differ in one of these columns belong to different series
-named,counted = ('path', 'module', 'ttype', 'tname', 'pname', 'phase'),('call', 'backward')
-
-def group_rows(df):
-    "Return a number for each row. Rows of the same tensor have the same number."
-    pd = needs('pandas', for_='A history of a run')
-    codes = np.zeros(len(df), np.int64)
-    for c in apart:
-        if c not in df: continue
-        one = df[c].cat.codes.to_numpy() if isinstance(df[c].dtype, pd.CategoricalDtype) else pd.factorize(df[c])[0]
-        codes = pd.factorize(codes*(int(one.max(initial=0))+2)+one+1)[0] # a missing value has the code -1
-    return codes
-
 def split_series(df):
     "Yield the series of a table of rows, in the order of calls."
     codes = group_rows(df)

@@ -83,7 +83,8 @@ def update_too_large(h, ratio=.3, growth=10., many=.34):
     blown = [k for k,m in moves.items() if growth_factor(m.s)>growth]
     large = [k for k,m in moves.items() if m.median(0, .2)>ratio and finite_max(m.ratio[:5])>ratio]
     bad = is_harmed(h) or p.verdict in ('none', 'means nothing', 'short') and len(blown)>=enough
-    leaps = [k for k in blown if moves[k].s.rms[0]>1e-4 and moves[k].ratio[0]>3] # one step, after which updates are small relative to the new weight
+    # one step, after which updates are small relative to the new weight
+    leaps = [k for k in blown if moves[k].s.rms[0]>1e-4 and moves[k].ratio[0]>3]
     leapt = len(leaps)>=max(1, .5*len(moves)) and p.verdict!='means nothing' and p.fell<.3
     if len(large)>=max(1, enough) and bad or leapt: yield report_large_steps(h, moves, large or leaps, ratio); return
     late = {k: int(at[0]) for k,m in moves.items() if len(at := np.flatnonzero(m.ratio>3*ratio)) and at[0]>=2}
@@ -145,7 +146,8 @@ def find_early_end(h, moves, drop, many=.7):
     step,k,peak,now = sorted(ends, key=lambda e: e[0])[len(ends)//2]
     if p.verdict not in ('none', 'short') and not was_falling(p, step): return
     rare = {k for k,w in h.weights.items() if 'Embedding' in w.kind} # a step changes few of their rows
-    if keeps_moving(h, step, rare): return # other weights keep moving, so no schedule stopped these: `not_trained` reports them
+    # other weights keep moving, so no schedule stopped these: `not_trained` reports them
+    if keeps_moving(h, step, rare): return
     smaller = f"{fmt(peak/now)} times smaller than before" if now>0 else "zero"
     gradients = ", while the gradients are not" if k in h.grads else ''
     why,advice = explain_small_steps(h, step, drop)
@@ -204,18 +206,21 @@ class LayerStart:
     def __init__(self, w, fan, given, out):
         self.w,self.out = w,out
         self.scaled,self.gave = float(w.rms[0]*np.sqrt(fan)),float(out.rms[0])
-        self.given = 1. if given is None else float(given.rms[0]) # without recorded inputs: the size that a layer should get
+        # without recorded inputs: the size that a layer should get
+        self.given = 1. if given is None else float(given.rms[0])
         self.mean = 'Attention' in w.kind # its output is a weighted mean, for any logits
         self.finite = bool(np.isfinite(self.gave))
         self.gain = self.gave/self.given if self.given>0 else np.nan
         self.by = self.gain if self.finite and not self.mean else self.scaled
 
     def too_large(self, away):
-        loop = self.w.kind in recurrent and 'hh' in self.w.pname and self.gain>100 and self.scaled>1 # it multiplies once per position of a sequence
+        # it multiplies once per position of a sequence
+        loop = self.w.kind in recurrent and 'hh' in self.w.pname and self.gain>100 and self.scaled>1
         return loop or self.scaled>away and (self.mean or not self.finite or self.gain>away)
 
     def too_small(self, least):
-        return 0<self.scaled<least and (self.scaled*self.given<.05*max(self.gave, 1e-30) or self.gain<least) # its output is its bias, or zero
+        # its output is its bias, or zero
+        return 0<self.scaled<least and (self.scaled*self.given<.05*max(self.gave, 1e-30) or self.gain<least)
 
 # %% ../../nbs/55_health/30_sizes.ipynb #9b04647f
 def is_only_path(h, path, out):
@@ -300,7 +305,8 @@ def data_of_layer(h, path, first):
     ins = [s for s in h.inputs.get(path, ()) if s.tname!='output' and 'float' in str(s.dtype)]
     kind = h.kinds.get(path, '')
     if not ins or not is_linear(kind) and not any(r in kind for r in ('LSTM', 'GRU', 'RNN')): return None
-    if h.graph.makers.get(path) or path!=first and not equals_model_input(h, ins[0]): return None # the model computes this input
+    # the model computes this input
+    if h.graph.makers.get(path) or path!=first and not equals_model_input(h, ins[0]): return None
     return ins[0]
 
 def equals_model_input(h, s): return any(r.path=='' and np.array_equal(r.rms, s.rms) for r in h.series('input'))

@@ -9,6 +9,7 @@ __all__ = ['most_growth', 'Distances', 'relative_changes', 'element_jump', 'free
 import numpy as np
 
 from .aligned import RowPairs
+from ..ground.needs import needs
 from ..ground.not_finite import counts
 
 # %% ../../nbs/55_health/79_tolerance.ipynb #ac4d7945
@@ -25,7 +26,8 @@ def rounding_error(eps:float, numel:float, weight=False) -> float:
     eps: `eps` of the coarsest format involved
     numel: number of elements of the layer's largest tensor
     weight: True for weights"""
-    stored,added = 2*eps*(eps>2**-23),np.minimum(eps, 2**-23) # a coarse format rounds once, and sums are computed in float32
+    # a coarse format rounds once, and sums are computed in float32
+    stored,added = 2*eps*(eps>2**-23),np.minimum(eps, 2**-23)
     return np.where(weight, weight_roundings*added+stored, np.maximum(stored, sum_roundings*added*np.maximum(numel, 1)**.25))
 
 # %% ../../nbs/55_health/79_tolerance.ipynb #4ec59d35
@@ -42,14 +44,10 @@ def tensor_sizes(pairs:RowPairs):
         top = np.fmax.reduce([stats[c] for c in extremes])
     rms,top = np.where((rms>0) & np.isfinite(rms), rms, np.nan),np.where(np.isfinite(top), top, np.nan)
     rms,top = (np.nan_to_num(np.where(np.isnan(x), y, x)) for x,y in ((rms, top), (top, rms)))
-    of_module,known = (rms.copy(), top.copy()),pairs.ttype=='weight_grad'
-    if known.any():
-        modules = list(zip(pairs.step[known].tolist(), pairs.path[known], strict=True))
-        for out,values in zip(of_module, (rms, top), strict=True):
-            largest = {}
-            for k,v in zip(modules, values[known].tolist(), strict=True): largest[k] = max(largest.get(k, 0.), v)
-            out[known] = [largest[k] for k in modules]
-    return (rms, top), of_module
+    sizes,grads = needs('pandas', for_='diff').DataFrame({'rms': rms, 'top': top}),pairs.ttype=='weight_grad'
+    of_module = sizes.copy()
+    of_module.loc[grads] = sizes[grads].groupby([pairs.step[grads], pairs.path[grads]]).transform('max')
+    return (rms, top), (of_module['rms'].to_numpy(), of_module['top'].to_numpy())
 
 def relative_to(x, of):
     "Divide a distance by a size. 0 if the distance is 0."
@@ -67,7 +65,8 @@ class Distances:
             a,b = pairs.both(c)
             kind = 0 if c in averages else 1 if c in extremes else None
             weight = 1/4 if c in extremes else 1
-            with np.errstate(invalid='ignore'): x = np.where(a==b, 0, abs(a-b))*weight # inf-inf is NaN, but is not used if both are equal
+            # inf-inf is NaN, but is not used if both are equal
+            with np.errstate(invalid='ignore'): x = np.where(a==b, 0, abs(a-b))*weight
             known = ~np.isnan(x)
             scale = np.fmax(abs(a), abs(b)) if kind is None else of_module[kind]
             self.add(c, far := np.where(known, relative_to(x, scale), 0), known, a, b)
@@ -94,9 +93,12 @@ class CauseTracker:
     "The differences of earlier rows. It returns the largest difference among the causes of a row, and is asked row by row, in order."
     def __init__(self, ttypes): # Tensor types that both runs have
         self.ttypes,self.step = ttypes,None
-        self.before,self.parameters = {},{} # tensor -> largest difference in all steps; parameter -> the same of its weight, gradient and states
-        self.inside,self.made = {},{} # of this step: path -> largest difference inside; numbers of a tensor -> its difference
-        self.flow = self.back = self.last = 0. # largest difference in the forward pass, in the backward pass, in the step before
+        # tensor -> largest difference in all steps; parameter -> the same of its weight, gradient and states
+        self.before,self.parameters = {},{}
+        # of this step: path -> largest difference inside; numbers of a tensor -> its difference
+        self.inside,self.made = {},{}
+        # largest difference in the forward pass, in the backward pass, in the step before
+        self.flow = self.back = self.last = 0.
         self.any = False # True if any row differs
 
     @property

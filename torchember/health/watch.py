@@ -45,10 +45,12 @@ def names_not_finite(line):
 # %% ../../nbs/55_health/60_watch.ipynb #c7bcbcfa
 class KeptSteps:
     "Log lines of some steps of a run: the first, the last, and fewer and fewer of those between."
-    first,last,most_bytes = 20,40,24_000_000 # steps that are always kept at the beginning and at the end; limit of memory
+    # steps that are always kept at the beginning and at the end; limit of memory
+    first,last,most_bytes = 20,40,24_000_000
 
     def __init__(self):
-        self.lines,self.noted = {},{} # step -> list of line blocks; step -> (its lines of noted numbers, number of blocks then)
+        # step -> list of line blocks; step -> (its lines of noted numbers, number of blocks then)
+        self.lines,self.noted = {},{}
         self.size,self.count = 0,0 # bytes; steps received
         self.reports = [] # lines of the recorder's own warnings
         self.first_bad = {} # kind of a row, see `kinds_of_trouble` -> first step with values that are not finite
@@ -101,7 +103,8 @@ class Pace:
     first: steps before the first look
     more: factor by which the run must be longer before the next look"""
     def __init__(self, share=.02, first=8, more=1.33):
-        self.share,self.next,self.more,self.took,self.cost = share,first,more,0.,0. # took: seconds of all looks; cost: of the last look
+        # took: seconds of all looks; cost: of the last look
+        self.share,self.next,self.more,self.took,self.cost = share,first,more,0.,0.
 
     def due(self, steps:int, recording) -> bool:
         "Return True if it is time to run the rules. `recording`: function that returns the seconds of recording so far."
@@ -162,7 +165,8 @@ class Reporter:
     stop: called with an exception to raise in the training
     alarm: called when an error is found"""
     def __init__(self, file, on_finding='warn', stop=lambda error: None, alarm=lambda: None):
-        self.file,self.on_finding,self.stop,self.alarm,self.failed = file,check_on_finding(on_finding),stop,alarm,set() # failed: rules and functions
+        # failed: rules and functions
+        self.file,self.on_finding,self.stop,self.alarm,self.failed = file,check_on_finding(on_finding),stop,alarm,set()
 
     def report(self, f, is_cause=True):
         "Report a new finding. Consequences of other findings and information are not shown."
@@ -208,7 +212,8 @@ class RuleWatch:
         self.rules,self.t,self.reporter = choose_rules(rules),t,Reporter(t.file, on_finding, stop, alarm)
         self.kept,self.known,self.pace,self.found = KeptSteps(),KnownFindings(),pace or Pace(),[]
         self.adding,self.looking = threading.Lock(),threading.Lock()
-        self.has_new = self.is_asked = self.had_trouble = False # rows since the last look; a look was requested; a value was not finite
+        # rows since the last look; a look was requested; a value was not finite
+        self.has_new = self.is_asked = self.had_trouble = False
         self.expected = Expected(typed_columns) # columns of the last look, which make the next one faster
         seconds = recording or (lambda: t.file.seconds)
         def keep(rows, lines): return self.keep(rows, lines, seconds)
@@ -230,7 +235,8 @@ class RuleWatch:
 
     def hear(self, step, lines):
         "Run the rules if there are new rows. Called in the thread of the listener."
-        if not self.looking.acquire(timeout=self.listening.patience): return # an earlier call of on_finding does not return
+        # an earlier call of on_finding does not return
+        if not self.looking.acquire(timeout=self.listening.patience): return
         try:
             if self.has_new: self.look()
         finally:

@@ -23,9 +23,11 @@ class ParameterStates:
     def __init__(self, entries):
         self.ps = [p for p in entries if p.get('recorded') is not False]
         self.of = {reason: [p for p in self.ps if why_not(p)==reason] for reason in reasons}
-        self.learn = [p for p in self.ps if why_not(p) is None and (p['requires_grad'] or p.get('gradient'))] # trained, as far as is known
+        # trained, as far as is known
+        self.learn = [p for p in self.ps if why_not(p) is None and (p['requires_grad'] or p.get('gradient'))]
         others = [p for p in self.ps if p.get('optimizer') is False and p.get('gradient')]
-        self.elsewhere = [p for p in others if p.get('changes') or p.get('elsewhere')] # an optimizer that torchEmber does not know has them
+        # an optimizer that torchEmber does not know has them
+        self.elsewhere = [p for p in others if p.get('changes') or p.get('elsewhere')]
 
     def share(self, ps):
         "Return the number of values of some parameters, as a share of all values."
@@ -84,7 +86,8 @@ def is_intended(h, known, held):
     last = max((h.graph.position(p['path']) for p in known.ps if p['path'] in h.graph.calls or p['path']==''), default=0)
     return max(h.graph.position(p['path']) for p in known.learn)>=last or len({p['path'] for p in known.learn})>=3
 
-untrained_names = 'teacher', 'target', 'ema', 'momentum', 'fixed', 'frozen' # in names of parts that are not trained on purpose
+# in names of parts that are not trained on purpose
+untrained_names = 'teacher', 'target', 'ema', 'momentum', 'fixed', 'frozen'
 
 def explain_forgotten(h, known, part, own, held):
     "Return sentence, severity and advice for a part that is not in the optimizer."
@@ -164,14 +167,16 @@ def find_trained_elsewhere(known, h):
 def find_never_moved(h, known, reported, least, tiny, most):
     "Yield findings of weights that keep their values although they get gradients. `reported`: names of parameters with a finding."
     fixed = {(p['path'], p['name']) for p in known.ps if p['requires_grad'] is False or label_of(p) in reported}
-    moved = {(p['path'], p['name']) for p in known.ps if p.get('changes') or p.get('elsewhere')} # version counters of the recorder show it
+    # version counters of the recorder show it
+    moved = {(p['path'], p['name']) for p in known.ps if p.get('changes') or p.get('elsewhere')}
     asked = [s for k,s in h.weights.items() if len(s)>=least and not s.skipped.all() and k not in fixed | moved]
     same = [s for s in asked if never_changes(s) and not has_values(h.updates.get((s.path, s.pname)))]
     still = [s for s in same if s.dtype not in half_digit and has_values(h.grads.get((s.path, s.pname)))]
     if still and len(same)==len(asked) and not moved & h.weights.keys(): yield report_none_moved(h, still); return
     for s in still[:most]:
         size = median(h.grads[s.path, s.pname].rms)
-        if s.shape is not None and np.prod(s.shape)<=1 or size<tiny*median(s.rms): continue # an update that rounds to nothing
+        # an update that rounds to nothing
+        if s.shape is not None and np.prod(s.shape)<=1 or size<tiny*median(s.rms): continue
         yield s.finding(0, f"{s.title} did not change in {len(s)} steps, although it gets gradients (rms {fmt(size)}) and other weights change.",
             look="updates(run)", steps=len(s),
             advice="Check the learning rate of its parameter group (0?), and whether another optimizer has a copy of it.")
@@ -196,7 +201,8 @@ class Stopped:
         if grad is None: return
         after = grad.rms[grad.steps>=self.step]
         self.gradient = 'none' if not len(after) else 'some' if (after>0).any() else 'zero'
-        self.size = median(after)/max(median(s.rms), 1e-300) if len(after) else 0. # size of the gradients, as a share of the weight
+        # size of the gradients, as a share of the weight
+        self.size = median(after)/max(median(s.rms), 1e-300) if len(after) else 0.
 
     frozen = property(lambda self: self.p['requires_grad'] is False, doc="True if the run knows that the parameter is frozen")
     same = property(lambda self: (self.step, self.frozen, self.gradient, self.still_moves),
