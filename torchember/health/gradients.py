@@ -15,7 +15,10 @@ from .rules import rule
 from .sizes import is_harmed, loss_sentence
 
 # %% ../../nbs/55_health/35_gradients.ipynb #61a42e75
-heatmap_call = dict(look="scalar_global_heatmap(run, ttype='weight_grad', stat='std')")
+def report_gradients(h, where, text, first_step, last_step=None, **more):
+    "Return a finding about gradients, with a sentence about the loss and a heatmap. `more`: as in `finding`."
+    return finding(where, f"{text} {loss_sentence(h.progress)}", first_step, last_step, ttype='weight_grad',
+        look="scalar_global_heatmap(run, ttype='weight_grad', stat='std')", **more)
 
 def typical_size(s, lo=0., hi=1.):
     "Return the median size of a gradient from the share `lo` to the share `hi` of the training, or NaN."
@@ -38,12 +41,12 @@ def report_vanishing(h, gs, size, lost, lasting, depth):
     "Return the finding of layers with vanishing gradients."
     keys = list(gs)
     s,first,top = gs[keys[lost[0]]],size[lost[0]],finite_max(size[len(size)//2:])
-    return finding(s, f"Gradients vanish in the backward pass: the gradient of {s.title} is {fmt(first) if first else 'exactly zero'}, "
-        f"and that of `{gs[keys[int(np.nanargmax(size))]].label}` is {fmt(top)}. {len(lost)} of {len(keys)} layers get less than {depth:g} of it. "
-        f"{loss_sentence(h.progress)}",
-        s.steps[0], s.steps[-1], severity='warning' if h.progress.is_good and lasting>=depth else None, **heatmap_call, first=first, last=top, layers=len(lost),
+    largest = gs[keys[int(np.nanargmax(size))]].label
+    return report_gradients(h, s, f"Gradients vanish in the backward pass: the gradient of {s.title} is "
+        f"{fmt(first) if first else 'exactly zero'}, and that of `{largest}` is {fmt(top)}. {len(lost)} of {len(keys)} layers get less than "
+        f"{depth:g} of it.", s.steps[0], s.steps[-1], severity='warning' if h.progress.is_good and lasting>=depth else None,
         advice="Use ReLU or GELU instead of sigmoid or tanh, normalization layers, residual connections, "
-        "and a suitable initialization (torch.nn.init.kaiming_normal_).")
+        "and a suitable initialization (torch.nn.init.kaiming_normal_).", first=first, last=top, layers=len(lost))
 
 # %% ../../nbs/55_health/35_gradients.ipynb #d732a91b
 def is_vanished(s, limit):
@@ -59,9 +62,9 @@ def find_vanished_later(h, gs, over_time, many=.7):
     k = min(gone, key=lambda k: gs[k].steps[np.flatnonzero(gs[k].rms<over_time*start[k])[0]])
     s = gs[k]
     i = find_tail(s.rms<over_time*start[k])
-    yield finding(s if len(gone)<len(gs) else '', f"From step {s.steps[i]} on, gradients vanish: the gradient of {s.title} fell from {fmt(start[k])} to "
-        f"{fmt(plain_median(s.rms[i:]))}. {len(gone)} of {len(gs)} layers have such gradients. {loss_sentence(h.progress)}",
-        s.steps[i], s.steps[-1], ttype='weight_grad', **heatmap_call, start=start[k], layers=len(gone),
+    yield report_gradients(h, s if len(gone)<len(gs) else '', f"From step {s.steps[i]} on, gradients vanish: the gradient of {s.title} fell "
+        f"from {fmt(start[k])} to {fmt(plain_median(s.rms[i:]))}. {len(gone)} of {len(gs)} layers have such gradients.",
+        s.steps[i], s.steps[-1], start=start[k], layers=len(gone),
         advice="An activation has saturated or died: plot the activations around this step with overview(run, ttype='output').")
 
 # %% ../../nbs/55_health/35_gradients.ipynb #ca03e71d
@@ -122,10 +125,10 @@ def find_growth_with_depth(h, gs, depth):
     ratio = finite_max(size[:half])/max(-finite_max(-size[half:]), 1e-300)
     s = gs[keys[int(np.nanargmax(size))]]
     if not ratio>depth or largest<=1 or h.graph.position(s.path)>=h.graph.position(keys[-1][0]) or not (is_harmed(h) or ratio>100*depth): return None
-    return finding(s, f"Gradients explode in the backward pass: the gradient of {s.title} has an rms of {fmt(largest)}, and that of "
-        f"`{gs[keys[-1]].label}` has {fmt(size[-1])}. {loss_sentence(h.progress)}", s.steps[0], s.steps[-1],
-        **heatmap_call, largest=largest, ratio=float(ratio),
-        advice="Start with smaller weights (torch.nn.init.kaiming_normal_), add normalization layers or residual connections. clip_grad_norm_ limits the harm.")
+    return report_gradients(h, s, f"Gradients explode in the backward pass: the gradient of {s.title} has an rms of {fmt(largest)}, and that "
+        f"of `{gs[keys[-1]].label}` has {fmt(size[-1])}.", s.steps[0], s.steps[-1], largest=largest, ratio=float(ratio),
+        advice="Start with smaller weights (torch.nn.init.kaiming_normal_), add normalization layers or residual connections. "
+        "clip_grad_norm_ limits the harm.")
 
 def find_jumps(norm, times):
     "Yield (position, usual norm before) of each norm that is far above the 30 before it, and not small relative to the first norms."
@@ -138,8 +141,8 @@ def find_lasting_jump(h, gs, steps, norm, jump):
     for i,usual in find_jumps(norm, jump):
         if not is_worse_after(h.progress, steps[i]) or recovers(norm, i, usual): continue
         s = largest_jump(gs, steps[i])
-        return finding('', f"At step {steps[i]}, the gradient norm explodes to {fmt(norm[i])}, where {fmt(usual)} was usual, most of all in "
-            f"{s.title}. {loss_sentence(h.progress)}", steps[i], steps[-1], ttype='weight_grad', **heatmap_call, norm=float(norm[i]), usual=float(usual),
+        return report_gradients(h, '', f"At step {steps[i]}, the gradient norm explodes to {fmt(norm[i])}, where {fmt(usual)} was usual, "
+            f"most of all in {s.title}.", steps[i], steps[-1], norm=float(norm[i]), usual=float(usual),
             advice="Clip the gradients between backward() and step(): torch.nn.utils.clip_grad_norm_(model.parameters(), 1.)")
 
 # %% ../../nbs/55_health/35_gradients.ipynb #2c2d7106
@@ -159,18 +162,18 @@ def find_steep_loss(h, gs, steps, norm, steep):
     if not by or max(by.values())<=steep: return None
     k = max(by, key=by.get)
     s = gs[k]
-    return finding(s, f"Gradients explode from the start: the gradient of {s.title} has an rms of {fmt(typical_size(s, 0, .1))}, "
-        f"so a change of its weights by 0.1% changes the loss by {by[k]/10:.0f}%. {loss_sentence(h.progress)}", steps[0], steps[-1], **heatmap_call,
-        advice="Clip the gradients (clip_grad_norm_), start with smaller weights (recurrent networks: torch.nn.init.orthogonal_), or normalize between layers.",
-        elasticity=by[k], norm=plain_median(norm[:5]))
+    return report_gradients(h, s, f"Gradients explode from the start: the gradient of {s.title} has an rms of {fmt(typical_size(s, 0, .1))}, "
+        f"so a change of its weights by 0.1% changes the loss by {by[k]/10:.0f}%.", steps[0], steps[-1],
+        advice="Clip the gradients (clip_grad_norm_), start with smaller weights (recurrent networks: torch.nn.init.orthogonal_), "
+        "or normalize between layers.", elasticity=by[k], norm=plain_median(norm[:5]))
 
 def find_huge_start(h, gs, steps, norm, huge):
     "Return the finding of a huge norm at the start together with a loss that does not fall, or None."
     start = plain_median(norm[:5])
     if start<=huge or not is_harmed(h): return None
     s = max(gs.values(), key=lambda s: typical_size(s, 0, .1))
-    return finding(s, f"Gradients are huge from the start: their norm is {fmt(start)}, most of all in {s.title}. {loss_sentence(h.progress)}",
-        steps[0], steps[-1], **heatmap_call, norm=start,
+    return report_gradients(h, s, f"Gradients are huge from the start: their norm is {fmt(start)}, most of all in {s.title}.",
+        steps[0], steps[-1], norm=start,
         advice="Clip the gradients (clip_grad_norm_), start with smaller weights, normalize the data and the targets.")
 
 def find_endless_growth(h, gs, steps, norm, jump):
@@ -178,8 +181,8 @@ def find_endless_growth(h, gs, steps, norm, jump):
     start = plain_median(norm[:5])
     i = max(find_tail(norm>jump*start), 3)
     if not start>0 or not is_harmed(h) or len(norm)-i<3: return None
-    return finding('', f"The gradients keep growing: their norm rises from {fmt(start)} to {fmt(norm[-1])}, and exceeds {jump:,.0f} times its start "
-        f"from step {steps[i]} on. {loss_sentence(h.progress)}", steps[i], steps[-1], ttype='weight_grad', **heatmap_call, start=start, end=float(norm[-1]),
+    return report_gradients(h, '', f"The gradients keep growing: their norm rises from {fmt(start)} to {fmt(norm[-1])}, and exceeds "
+        f"{jump:,.0f} times its start from step {steps[i]} on.", steps[i], steps[-1], start=start, end=float(norm[-1]),
         advice="Lower the learning rate by a factor of 10, or clip the gradients (clip_grad_norm_).")
 
 # %% ../../nbs/55_health/35_gradients.ipynb #bb787dfd
@@ -230,9 +233,8 @@ def find_common_spike(h, gs, times):
     for i,usual in find_jumps(norm, times):
         if not recovers(norm, i, usual): continue
         s = largest_jump(gs, steps[i])
-        yield finding('', f"Only at step {steps[i]}, the gradient norm is {fmt(norm[i]/usual)} times its usual size ({fmt(norm[i])}), in all layers "
-            f"and most in {s.title}. {loss_sentence(h.progress)}",
-            steps[i], ttype='weight_grad', **heatmap_call, norm=float(norm[i]), usual=usual,
+        yield report_gradients(h, '', f"Only at step {steps[i]}, the gradient norm is {fmt(norm[i]/usual)} times its usual size "
+            f"({fmt(norm[i])}), in all layers and most in {s.title}.", steps[i], norm=float(norm[i]), usual=usual,
             severity=None if is_worse_after(h.progress, steps[i]) else 'info',
             advice="Check this batch, its targets and its weight in the loss. clip_grad_norm_ limits the harm.")
         return
@@ -295,7 +297,8 @@ def gradients_add_up(h, first=6, many=.4):
     gs = {k: s for k,s in h.grads.items() if len(s)>=max(10, first+2) and 'Embedding' not in s.kind}
     gs = {k: s for k,s in gs.items() if k not in h.without_optimizer} # an optimizer sets only its own gradients to zero
     if not gs or not has_each_step(h, gs, first): return
-    noise = 1e-5*finite_max([median(s.rms[:first]) for s in gs.values()]) # a bias before a normalization has a gradient of rounding errors
+    # a bias before a normalization has a gradient of rounding errors
+    noise = 1e-5*finite_max([median(s.rms[:first]) for s in gs.values()])
     gs = {k: s for k,s in gs.items() if median(s.rms[:first])>noise and np.isfinite(s.rms[:first]).all()}
     like = [k for k,s in gs.items() if is_accumulating(s, first)]
     if len(like)<max(1, many*len(gs)): return
