@@ -59,13 +59,13 @@ cases = {
     test_a_model_on_two_devices[operations-1]
     ''',
 'health/test_diff.py': '''
-    test_what_rounding_parts_is_the_same[order in a batch, large steps]
-    test_what_rounding_parts_is_the_same[order in a batch, BatchNorm, SGD]
-    test_what_rounding_parts_is_the_same[order in a batch, only weights]
-    test_what_rounding_parts_is_the_same[order in a batch, each fifth step]
-    test_what_rounding_parts_is_the_same[order in a batch, all types]
+    test_runs_that_differ_by_rounding_are_the_same[order in a batch, large steps]
+    test_runs_that_differ_by_rounding_are_the_same[order in a batch, BatchNorm, SGD]
+    test_runs_that_differ_by_rounding_are_the_same[order in a batch, only weights]
+    test_runs_that_differ_by_rounding_are_the_same[order in a batch, each fifth step]
+    test_runs_that_differ_by_rounding_are_the_same[order in a batch, all types]
     test_compiled_is_the_same_as_eager[inductor]
-    test_what_rounding_parts_is_the_same[two threads]
+    test_runs_that_differ_by_rounding_are_the_same[two threads]
     ''',
 'jaxember/test_jaxember.py': '''
     test_numbers_and_rows[normed]
@@ -116,7 +116,7 @@ cases = {
     test_ends[error]
     ''',
 'ground/test_readme.py': '''
-    test_alone[1]
+    test_a_block_that_stands_alone_runs_alone[1]
     ''',
 'measure/test_numbers.py': '''
     test_fuzz_threads[torch]
@@ -164,7 +164,7 @@ cases = {
     test_cpu[armed-no loops]
     ''',
 'ground/test_programs.py': '''
-    test_as_a_python[True]
+    test_a_forked_program_is_like_a_new_python[True]
     ''',
 'compat/test_visualization.py': '''
     test_wandb_offline[wandb]
@@ -202,27 +202,27 @@ cases = {
     test_fields_of_another_type[run-some]
     ''',
 'health/test_no_numpy_warnings.py': '''
-    test_a_run_of_odd_numbers[all masked]
-    test_a_run_of_odd_numbers[inf]
-    test_a_run_of_odd_numbers[nan]
-    test_a_run_of_odd_numbers[zero]
-    test_a_run_of_odd_numbers[scalar]
-    test_a_run_of_odd_numbers[tiny]
-    test_a_run_of_odd_numbers[half]
-    test_a_run_of_odd_numbers[complex]
-    test_a_run_of_odd_numbers[whole]
-    test_a_run_of_odd_numbers[loss nan]
-    test_a_run_of_odd_numbers[loss -inf]
-    test_a_run_of_odd_numbers[loss 0.0]
-    test_a_run_of_odd_numbers[loss 1e+30]
-    test_a_run_of_odd_numbers[data 0.0]
-    test_a_run_of_odd_numbers[data 1e+20]
-    test_a_run_of_odd_numbers[data inf]
+    test_a_run_of_odd_numbers_gives_no_numpy_warning[all masked]
+    test_a_run_of_odd_numbers_gives_no_numpy_warning[inf]
+    test_a_run_of_odd_numbers_gives_no_numpy_warning[nan]
+    test_a_run_of_odd_numbers_gives_no_numpy_warning[zero]
+    test_a_run_of_odd_numbers_gives_no_numpy_warning[scalar]
+    test_a_run_of_odd_numbers_gives_no_numpy_warning[tiny]
+    test_a_run_of_odd_numbers_gives_no_numpy_warning[half]
+    test_a_run_of_odd_numbers_gives_no_numpy_warning[complex]
+    test_a_run_of_odd_numbers_gives_no_numpy_warning[whole]
+    test_a_run_of_odd_numbers_gives_no_numpy_warning[loss nan]
+    test_a_run_of_odd_numbers_gives_no_numpy_warning[loss -inf]
+    test_a_run_of_odd_numbers_gives_no_numpy_warning[loss 0.0]
+    test_a_run_of_odd_numbers_gives_no_numpy_warning[loss 1e+30]
+    test_a_run_of_odd_numbers_gives_no_numpy_warning[data 0.0]
+    test_a_run_of_odd_numbers_gives_no_numpy_warning[data 1e+20]
+    test_a_run_of_odd_numbers_gives_no_numpy_warning[data inf]
     ''',
 'health/test_zoo.py': '''
-    test_with_more_statistics_a_healthy_one_is_left_in_peace_too[rezero_and_masks_of_infinity]
-    test_with_more_statistics_a_healthy_one_is_left_in_peace_too[mixture_density]
-    test_with_more_statistics_a_healthy_one_is_left_in_peace_too[flow_of_time]
+    test_a_healthy_training_with_all_statistics_has_no_finding[rezero_and_masks_of_infinity]
+    test_a_healthy_training_with_all_statistics_has_no_finding[mixture_density]
+    test_a_healthy_training_with_all_statistics_has_no_finding[flow_of_time]
     ''',
 'frameworks/test_ranks.py': '''
     test_a_few_steps_at_a_time[experts_4]

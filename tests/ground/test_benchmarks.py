@@ -79,7 +79,7 @@ def far(quick):
     assert 'error' not in r and cells(r)[0][:3]==['far', 'there', 'skipped: needs the sea']
 
 
-def test_several_modules_of_rows(rows, tmp_path):
+def test_rows_of_several_modules_run(rows, tmp_path):
     from benchmarks.registry import load
     (tmp_path/'more_rows.py').write_text("from benchmarks.registry import row\n\n@row('more', 'rows')\ndef more(quick): return []\n")
     assert list(load('fake_rows,more_rows'))==['fake', 'broken', 'more']
@@ -99,7 +99,7 @@ def test_missing_and_broken_tools_are_reported(rows, tmp_path, monkeypatch):
     assert peers.line('absent', None, '%')['verdict'] is None
 
 
-def test_processes_that_were_started_count(rows):
+def test_cpu_time_of_child_processes_counts(rows):
     from subprocess import run
     from sys import executable
     from time import process_time
@@ -110,7 +110,7 @@ def test_processes_that_were_started_count(rows):
     assert family()-before >= .25 > process_time()-own # what a process used is known to the tick once it has ended
 
 
-def test_list_and_names(rows, capsys):
+def test_rows_are_listed_and_selected_by_name(rows, capsys):
     from benchmarks.__main__ import main
     main([*rows, '--list'])
     assert capsys.readouterr().out.splitlines()==['fake    two numbers', 'broken  nothing']
@@ -120,7 +120,7 @@ def test_list_and_names(rows, capsys):
     assert "no row 'faek'. Rows: fake, broken" in capsys.readouterr().err
 
 
-def test_the_median_and_its_interval(rows):
+def test_medians_have_intervals_and_pairs_alternate(rows):
     from benchmarks.timing import interval, pairs, quartiles, spread
     assert interval(range(9))==[1, 7] # 8 of 9 on one side has a p-value of .039, 7 of 9 one of .18: scipy.stats.binomtest
     assert interval(range(3))==[0, 2]

@@ -85,7 +85,7 @@ def test_a_monitor_a_tracker_and_a_table_choose_the_same(word, run, tmp_path):
         with track(net, include=word) as tracker: net(torch.ones(1, 3)); tracker.step()
         assert {*read(tracker.name).path}==want
 
-def test_names_alone_choose_as_modules_do():
+def test_names_select_the_same_as_modules():
     net = Net()
     pairs = [*net.named_modules()]
     layers = [(p, NamedLayer(p, kinds_of(m))) for p,m in pairs]
@@ -95,13 +95,13 @@ def test_names_alone_choose_as_modules_do():
             ids = chosen(layers, word, out)
             assert {p for p,m in layers if id(m) in ids}==wanted(net, word, out)
 
-def test_what_has_no_modules_is_chosen_by_path():
+def test_runs_without_modules_select_by_path():
     d = from_state_dict(Net().state_dict())
     assert [*d.filter(include='enc.1.fc*')]==['enc.1.fc1.weight', 'enc.1.fc1.bias', 'enc.1.fc10.weight']
     assert [*d.filter('.*bias', exclude=re.compile('norm'))]==['enc.0.fc1.bias', 'enc.1.fc1.bias', 'head.bias']
     with pytest.raises(ValueError, match="No module matches 'Linear'"): d.filter(include='Linear')
 
-def test_a_weight_that_two_modules_share_is_of_the_one_that_is_chosen():
+def test_a_shared_weight_belongs_to_the_selected_module():
     net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     net[1].weight = net[0].weight
     assert [*from_weight(net, include='1')]==['1.weight'] and [*from_weight(net)]==['0.weight']

@@ -51,7 +51,7 @@ def test_each_package_has_its_names():
         for name in dir(getattr(torchember, package)): assert re.search(rf'[ (]{name} as {name}\b', hints)
 
 
-def test_every_public_name():
+def test_every_public_name_can_be_imported():
     import torchember
     assert {'torchEmber', 'emberTracker', 'tracker', 'moduleTrack', 'get_stats', 'select', 'every'} <= set(torchember.module_of)
     for name in torchember.module_of: assert getattr(torchember, name) is not None
@@ -105,7 +105,7 @@ def strict(line):
     return json.loads(line, parse_constant=bad)
 
 
-def test_other_readers(tmp_path):
+def test_other_readers_get_numbers(tmp_path):
     "NaN and infinity in the log: every reader still gets numbers."
     import duckdb
     import pandas as pd
@@ -128,7 +128,7 @@ def test_other_readers(tmp_path):
     assert emberTracker('bad', home=tmp_path).lines()[-1]['mean']!=emberTracker('bad', home=tmp_path).lines()[-1]['mean'] # NaN came back
 
 
-def test_what_jax_needs_is_there_without_torch(tmp_path):
+def test_modules_for_jax_work_without_torch(tmp_path):
     "All Python modules that read and draw, and those for trackers of other libraries: from summary vectors to a LogFrame and a picture."
     code = f"""if True:
         import pkgutil, sys

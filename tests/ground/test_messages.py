@@ -62,7 +62,7 @@ def test_no_warning_counts_levels():
 
 
 @pytest.mark.parametrize('backend', [None, 'eager', 'aot_eager'])
-def test_a_statistic_that_fails_in_a_forward(backend):
+def test_a_statistic_that_fails_in_a_forward_warns_at_its_line(backend):
     "The warning points into the user's forward; for compiled code into the user's file."
     torch._dynamo.reset()
     model = Net()
@@ -75,7 +75,7 @@ def test_a_statistic_that_fails_in_a_forward(backend):
 
 
 @pytest.mark.parametrize('backend', [None, 'aot_eager'])
-def test_a_statistic_that_fails_in_a_backward(backend):
+def test_a_statistic_that_fails_in_a_backward_warns_at_its_line(backend):
     torch._dynamo.reset()
     model = Net()
     with torchEmber(model, include='fc', ttypes=['output_grad']) as te:
@@ -86,7 +86,7 @@ def test_a_statistic_that_fails_in_a_backward(backend):
         points(backward, 'loss.backward() # here', 'output_0 of model(Net).fc(Linear)')
 
 
-def test_what_an_optimizer_step_finds():
+def test_a_problem_in_an_optimizer_step_warns_at_its_line():
     model = Net()
     opt = torch.optim.SGD(model.parameters(), lr=.1)
     with torchEmber(model, optimizer=opt, include='fc', ttypes=['weight_grad']) as te:
@@ -97,7 +97,7 @@ def test_what_an_optimizer_step_finds():
         points(step, 'opt.step() # here', 'grad_0 of model(Net).fc(Linear)')
 
 
-def test_in_another_thread():
+def test_a_warning_of_another_thread_has_a_line_of_the_user():
     "A thread of the user has own lines. Without any, the warning points at the line where the main thread waits."
     def of_mine(waits): warn('told') # mine
     def run(target):
@@ -109,7 +109,7 @@ def test_in_another_thread():
     points(lambda: run(late), 'waits.set(); t.join() # waits', 'told')
 
 
-def test_arming_twice():
+def test_arming_twice_warns_at_the_second_call():
     model = Net()
     te = torchEmber(model)
     def again():
@@ -123,7 +123,7 @@ def test_arming_twice():
     other.close()
 
 
-def test_a_log_that_cannot_be_written(tmp_path):
+def test_a_log_that_cannot_be_written_warns_where_the_user_waits(tmp_path):
     "The writer thread finds the problem; the warning points at the line where the user waits for the rows."
     model = Net()
     te = torchEmber(model, home=tmp_path)
@@ -137,7 +137,7 @@ def test_a_log_that_cannot_be_written(tmp_path):
     assert heard(te.close)==[] and len(te.t.df)==10
 
 
-def test_of_a_snapshot_and_of_noise():
+def test_snapshots_and_noise_warn_at_the_line_of_the_user():
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True))
     with from_activation(model) as caught:
         model(x)
@@ -162,7 +162,7 @@ te.how_record('output')(lambda t: 1/0)
 trainer.fit(model) # line 10
 '''
 
-def test_not_at_an_installed_trainer(tmp_path):
+def test_no_warning_points_into_an_installed_trainer(tmp_path):
     "Frames of an installed training loop are skipped: the user cannot change them."
     site = tmp_path/'lib'/'site-packages'
     site.mkdir(parents=True)
@@ -200,7 +200,7 @@ def train(model, te, order, steps=3, zero=None):
     ('fbozs', None, [(4, 's')]), # at the first te.step() that found nothing
     ('fbozs', {'set_to_none': False}, [(4, 's')]), # gradients that are zero have a sentence of their own
     ('fsboz', None, [(6, 's')])]) # the first one could not know yet
-def test_step_that_finds_no_gradients(order, zero, at):
+def test_a_step_without_gradients_warns_once(order, zero, at):
     "There is one warning, at once, and only if gradients are lost."
     model = Net()
     te = torchEmber(model)
@@ -212,7 +212,7 @@ def test_step_that_finds_no_gradients(order, zero, at):
     te.close()
 
 
-def test_step_without_training_says_nothing():
+def test_a_step_without_training_does_not_warn():
     "Passes without training, and models without parameters to train, have no gradients to lose."
     model = Net()
     with torchEmber(model) as te:
@@ -222,7 +222,7 @@ def test_step_without_training_says_nothing():
         assert heard(lambda: [(model(x), te.step()) for _ in range(3)])==[]
 
 
-def test_optimizer_by_position():
+def test_an_optimizer_may_be_given_by_position():
     model = Net()
     opt = torch.optim.SGD(model.parameters(), lr=.1)
     with torchEmber(model, opt) as te:
@@ -247,7 +247,7 @@ def test_a_picture_names_what_was_typed(typed, ours):
             assert f"has no rows of {ours!r};" in text
 
 
-def test_the_way_to_record_it_works():
+def test_the_advice_how_to_record_works():
     "The advice of a picture can be typed as it is."
     from torchember import scalar_line
     model = Net()
@@ -265,7 +265,7 @@ def test_the_way_to_record_it_works():
         scalar_line(next_, **asked if 'norm' not in asked.values() else dict(scalar_metric='l2'))
 
 
-def test_a_misspelt_statistic_is_not_to_be_recorded():
+def test_a_misspelt_statistic_is_not_suggested_for_recording():
     "Only recordable names are suggested."
     from torchember import read, scalar_line, wide
     with torchEmber(Net()) as te: te.model(x)
@@ -280,7 +280,7 @@ def test_a_misspelt_statistic_is_not_to_be_recorded():
 
 
 @pytest.mark.parametrize('nothing', [(), [], set()])
-def test_nothing_to_record(nothing):
+def test_an_empty_choice_raises(nothing):
     "Empty tensor types or statistics are refused: the user would find a run without rows only at its end."
     model = Net()
     assert "no tensor type, so nothing would be recorded" in told(ValueError, torchEmber, model, ttypes=nothing)
@@ -292,7 +292,7 @@ def test_nothing_to_record(nothing):
     assert [r['ttype'] for r in te.t.lines()]==['scalar']
 
 
-def test_numbers_that_are_none():
+def test_log_and_mark_explain_wrong_arguments():
     with torchEmber(Net()) as te:
         te.model(x)
         assert 'of shape (3,). Give one number: te.log(loss=loss.mean())' in told(TypeError, lambda: te.log(loss=torch.ones(3)))
@@ -303,7 +303,7 @@ def test_numbers_that_are_none():
     assert te.t.df.query("ttype=='scalar'").loss.tolist()==[1.]
 
 
-def test_before_anything_ran():
+def test_functions_report_a_run_without_rows():
     "For a run without rows all functions say so."
     from torchember import overview, report, scalar_global_heatmap, scalar_line, wide
     te = torchEmber(Net())
@@ -312,7 +312,7 @@ def test_before_anything_ran():
     te.close()
 
 
-def test_a_number_was_noted_before_anything_ran():
+def test_functions_report_a_run_with_scalars_only():
     "A run with scalar rows only has no tensors to draw. The message blames no argument that was not given."
     from torchember import overview, summary
     te = torchEmber(Net())
@@ -323,7 +323,7 @@ def test_a_number_was_noted_before_anything_ran():
     te.close()
 
 
-def test_an_argument_that_does_not_exist():
+def test_an_unknown_argument_names_the_known_ones():
     "The message names the arguments of the function. A TypeError from inside the function does not change."
     import matplotlib.pyplot as plt
 
@@ -341,7 +341,7 @@ def test_an_argument_that_does_not_exist():
     plt.close('all')
 
 
-def test_another_model_is_trained():
+def test_a_model_that_is_never_called_warns():
     "A watched model that is never called: a warning at the second step, and at the end."
     model = Net()
     opt = torch.optim.SGD(model.parameters(), lr=.1)
@@ -356,7 +356,7 @@ def test_another_model_is_trained():
     assert 'is never called' in str(te.close())
 
 
-def test_names_that_are_elsewhere():
+def test_unknown_attributes_suggest_known_names():
     import torchember
     te = torchEmber(Net())
     assert told(AttributeError, lambda: te.df)=="a torchEmber has no attribute 'df'. Its run has: te.t.df."

@@ -82,14 +82,14 @@ def run(code, *args, site, **env):
     return programs.run(f'import sys; sys.path.append({str(site)!r})\n{code}', *args, **env)
 
 
-def test_a_sink_of_another_package_by_its_name(site, tmp_path):
+def test_a_sink_of_another_package_is_used_by_name(site, tmp_path):
     got = run(train, tmp_path/'home', 'csv', site=site, CSV_FILE=tmp_path/'steps.csv')
     assert got.returncode==0, got.stderr
     rows = (tmp_path/'steps.csv').read_text().splitlines()
     assert [r.split(',')[0] for r in rows]==['0', '1', '2'] and 'output/model/rms=' in rows[0]
 
 
-def test_a_function_as_sink(site, tmp_path):
+def test_a_function_of_another_package_is_a_sink(site, tmp_path):
     got = run(train, tmp_path/'home', 'lines', site=site)
     assert [l.split()[:2] for l in got.stdout.splitlines()]==[['step', '0'], ['step', '1'], ['step', '2']], got.stderr
 
@@ -109,7 +109,7 @@ def test_a_package_that_cannot_be_imported_is_named(site, tmp_path):
     assert "ImportError: The plugin 'broken' of the package 'my-package' cannot be imported from 'my_package:missing': AttributeError" in got.stderr
 
 
-def test_a_command_of_another_package(site, tmp_path):
+def test_a_command_of_another_package_runs(site, tmp_path):
     assert run(train, tmp_path/'home', 'lines', site=site).returncode==0
     main = "from torchember.cli import main; sys.exit(main(sys.argv[1:]))"
     got = run(main, 'count', 'watched', '--home', tmp_path/'home', site=site)
@@ -121,7 +121,7 @@ def test_a_command_of_another_package(site, tmp_path):
     assert got.returncode==2 and 'defines no silent_command' in got.stderr
 
 
-def test_rules_of_another_package(site, tmp_path):
+def test_rules_of_another_package_run(site, tmp_path):
     code = """
 import warnings
 from torchember import diagnose

@@ -89,7 +89,7 @@ leaves = { # what is done, which gives how to take it back -> what is said
 
 
 @pytest.mark.parametrize('said', leaves)
-def test_what_is_left_is_named(said):
+def test_a_change_that_stays_is_named(said):
     "A change that was undone is not named."
     before = process.Before()
     assert before.left()==[]
@@ -100,7 +100,7 @@ def test_what_is_left_is_named(said):
     assert before.left()==[]
 
 
-def test_what_nobody_holds_is_collected_and_not_named():
+def test_garbage_is_collected_and_not_named():
     before = process.Before()
     te = torchEmber(nn.Linear(1, 1), name='mine')
     te.model(torch.ones(1, 1))
@@ -113,7 +113,7 @@ def test_what_nobody_holds_is_collected_and_not_named():
     finally: gc.enable()
 
 
-def test_what_libraries_do_to_themselves_is_not_named(monkeypatch):
+def test_changes_by_libraries_are_not_named(monkeypatch):
     "Libraries set variables, names for compiled code and the recursion limit on first use. Our changes are named all the same."
     names = '_140_c2', '__compiled_fn_1', '_ours'
     for n in names: monkeypatch.setattr(jsonl, n, once, raising=False)
@@ -127,13 +127,13 @@ def test_what_libraries_do_to_themselves_is_not_named(monkeypatch):
     finally: sys.setrecursionlimit(was)
 
 
-def test_what_was_there_before_may_go():
+def test_a_resource_from_before_may_be_released():
     with torchEmber(nn.Linear(1, 1)), warnings.catch_warnings(): before = process.Before()
     assert before.left()==[]
 
 
 @pytest.mark.slow
-def test_the_test_that_left_something_fail(pytester, request):
+def test_a_test_that_leaves_a_change_fails(pytester, request):
     "A test that fails is not blamed twice."
     root = request.config.rootpath
     pytester.makeconftest(f'import sys\nsys.path[:0] = [{str(root/"tests")!r}]\n'+(root/'tests'/'conftest.py').read_text())
@@ -150,7 +150,7 @@ def test_the_test_that_left_something_fail(pytester, request):
 
 
 @pytest.mark.slow
-def test_a_section_that_left_something_fails(pytester, request):
+def test_a_section_that_leaves_a_change_fails(pytester, request):
     "At the end of the cell, by name. Resources that later cells may use belong to the notebook."
     root,nbs = request.config.rootpath,pytester.path/'nbs'
     nbs.mkdir()

@@ -33,7 +33,7 @@ def by_itself(monkeypatch): monkeypatch.setattr(programs, 'forks', lambda env: F
 
 @pytest.mark.slow
 @pytest.mark.parametrize('script', [False, True])
-def test_as_a_python(script, tmp_path, monkeypatch):
+def test_a_forked_program_is_like_a_new_python(script, tmp_path, monkeypatch):
     "Its environment, random numbers and end are the same, and random numbers without a seed differ."
     (tmp_path/'program.py').write_text(looks)
     def run():
@@ -54,7 +54,7 @@ ends = {'raise ValueError("it")': 1, 'raise SystemExit("it")': 1, '': 0, 'import
 
 
 @pytest.mark.parametrize('code', ends)
-def test_ends(code, monkeypatch):
+def test_output_and_exit_status_are_the_same(code, monkeypatch):
     "Output and exit status, for each way to end."
     forked = programs.run(code)
     by_itself(monkeypatch)
@@ -63,7 +63,7 @@ def test_ends(code, monkeypatch):
     assert forked.stderr.splitlines()[-1:]==started.stderr.splitlines()[-1:]
 
 
-def test_others_go_on_beside_it():
+def test_two_programs_run_at_once():
     "Two programs run at once; each can be polled, killed, and waited for twice."
     code = 'print("there", flush=True); input(); print("over")'
     with programs.start(code, stdin=subprocess.PIPE) as a, programs.start(code, stdin=subprocess.PIPE) as b:
@@ -73,14 +73,14 @@ def test_others_go_on_beside_it():
         assert b.communicate('\n', 60)==('there\nover\n', '') and b.returncode==0
 
 
-def test_what_is_not_over_in_time_is_killed_with_its_children(tmp_path):
+def test_a_program_over_its_time_is_killed_with_its_children(tmp_path):
     code = f"import os, time; open({str(tmp_path/'pid')!r}, 'w').write(str(os.fork() or os.getpid())); time.sleep(600)"
     with pytest.raises(subprocess.TimeoutExpired): programs.run(code, timeout=2)
     pid,end = int((tmp_path/'pid').read_text()),time.time()+60
     while Path(f'/proc/{pid}/stat').exists() and Path(f'/proc/{pid}/stat').read_text().split()[2]!='Z': assert time.time()<end
 
 
-def test_what_many_have_in_common_is_done_once():
+def test_common_code_runs_once():
     "Programs start with own names, and functions that see later names."
     after = 'import os, torch\nbegun,more = os.getpid(),[]\ndef said(): return begun!=os.getpid(), more, later'
     drawn = set()
@@ -93,7 +93,7 @@ def test_what_many_have_in_common_is_done_once():
     assert seeded[0]==seeded[1]
 
 
-def test_what_is_read_when_torch_is_loaded(monkeypatch):
+def test_variables_that_torch_reads_start_a_new_python(monkeypatch):
     "starts the program by itself. Variables that libraries set do not: after a test that imports sklearn, programs are forked"
     monkeypatch.setenv('KMP_INIT_AT_FORK', 'FALSE')
     code = 'import torch; print(torch.get_num_threads())'

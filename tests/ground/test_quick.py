@@ -6,7 +6,7 @@ import near
 import quick
 
 
-def test_tests_of_files():
+def test_each_file_has_its_tests():
     assert quick.tests_of_file('nbs/05_ground/30_choose.ipynb')==quick.tests_of_file('torchember/ground/choose.py')
     assert quick.tests_of_file('torchember/ground/choose.py')[0]=='nbs/05_ground/30_choose.ipynb'
     assert quick.tests_of_file('tests/ground/test_quick.py')==['tests/ground/test_quick.py']
@@ -19,7 +19,7 @@ def test_a_module_without_an_entry_has_the_tests_that_import_it():
     assert {'nbs/91_trained.ipynb', 'tests/run/test_trained.py'} <= {*near.tests_near('trained')}
 
 
-def test_files_take_turns():
+def test_tests_of_files_alternate():
     first,second = (quick.tests_of_file(f) for f in ('torchember/store/lines.py', 'torchember/measure/stats.py'))
     chosen = quick.choose(['torchember/store/lines.py', 'torchember/measure/stats.py'])
     assert chosen[:2]==[first[0], second[0]] and {*second} <= {*chosen}

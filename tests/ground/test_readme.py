@@ -38,12 +38,12 @@ def run(code, tmp_path):
     return got.stdout
 
 
-def test_unbound():
+def test_undefined_names_are_found():
     assert unbound('import a.b\nfrom c import d\ndef f(x, *y): return x+e\nclass G: h = d\n[i for i in f(1)]; j(k=2); len(l := 3)')=={'e', 'j'}
 
 
 @pytest.mark.slow
-def test_in_order(tmp_path):
+def test_all_blocks_run_in_order(tmp_path):
     "All blocks in one program. The lines of the table stand where the table stands, on runs with all statistics."
     at = next(i for i,b in enumerate(blocks) if b.startswith('from torchember import compare'))
     runs = """te.close()
@@ -61,12 +61,12 @@ alone = [b for b in blocks if not unbound(b)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize('i', range(len(alone)))
-def test_alone(i, tmp_path):
+def test_a_block_that_stands_alone_runs_alone(i, tmp_path):
     "A block that uses no name of an earlier block is a program."
     run(alone[i], tmp_path)
 
 
-def test_programs_among_the_blocks():
+def test_the_expected_blocks_are_programs():
     "The training with a mistake, and the imports for the table."
     assert [b.splitlines()[0] for b in alone]==['import torch', 'from torchember import compare, overview, read, scalar_line, updates, wide']
 
@@ -74,7 +74,7 @@ def test_programs_among_the_blocks():
 def test_the_readme_is_short(): assert len(readme.splitlines())<=160
 
 
-def test_commands():
+def test_extras_and_targets_of_make_exist():
     "The extras and the targets of make that the README names exist."
     ini = ConfigParser()
     ini.read(root/'settings.ini', encoding='utf-8')
@@ -87,7 +87,7 @@ def test_commands():
     assert [l for kind,code in shown if kind=='sh' for l in code.splitlines() if not re.match(r"make \w+|pip install '\.\[[\w,]+\]'|torchember \w+", l)]==[]
 
 
-def test_commands_of_the_shell():
+def test_the_command_line_accepts_each_line():
     "The command line accepts each line."
     lines = [l for kind,code in shown if kind=='sh' for l in code.splitlines() if l.startswith('torchember ')]
     asked = [make_parser().parse_args(shlex.split(l, comments=True)[1:]) for l in lines]

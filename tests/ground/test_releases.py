@@ -15,7 +15,7 @@ class Item:
     def get_closest_marker(self, name): return name if name in self.marks else None
 
 
-def test_what_is_marked(monkeypatch):
+def test_listed_cases_are_marked(monkeypatch):
     monkeypatch.setattr(releases, 'cases', {'a/test_x.py': 'test_one[1-*\n test_one[2]', 'test_y.py': 'test_two[0]\ntest_gone[1]', 'test_z.py': 'test_it[0]'})
     items = [Item('a/test_x.py', f'test_one[{n}]') for n in ('1-a', '1-b', '2', '2-a', '3')]+[Item('test_y.py', n) for n in ('test_two[0]', 'test_else')]
     items.append(Item('../nbs/test_x.py', 'test_one[2]'))
@@ -23,7 +23,7 @@ def test_what_is_marked(monkeypatch):
     assert [o.name for o in items if o.marks]==['test_one[1-a]', 'test_one[1-b]', 'test_one[2]', 'test_two[0]']
 
 
-def test_each_is_a_case_of_a_test_that_keeps_others(tmp_path):
+def test_each_listed_case_exists_and_its_test_keeps_others(tmp_path):
     "Return the cases that pytest collects here. Tests of missing packages are not collected, and count as skipped."
     program = tmp_path/'look.py'
     program.write_text(f'''

@@ -14,8 +14,8 @@ import torchember
 root = Path(__file__).parents[2]
 package = root/'torchember'
 most_lines,most_attributes = 120,14 # lines of code of a class, see `class_lines`; attributes of an object
-larger = {} # class -> attributes that it has today. A class may leave this table, and none may be added
-# room -> what it looks up in the package when it is asked to show something, and not before
+larger = {} # class -> number of attributes. Classes may leave this table, and none may be added
+# Python module -> names that its methods for display import from the package
 shows = {'ember': {'overview', 'live', 'summary'}, 'health.diff': {'differences'}}
 
 
@@ -33,28 +33,28 @@ def class_lines(code):
 
 
 def reading_order():
-    "The rooms, as the numbers of their notebooks have them"
+    "Yield the names of all Python modules in the order of their notebooks."
     for p in sorted((root/'nbs').rglob('*.ipynb')):
         code = '\n'.join(''.join(c['source']) for c in json.loads(p.read_text(encoding='utf-8'))['cells'] if c['cell_type']=='code')
         if (m := re.search(r'^#\| default_exp ([\w.]+)$', code, re.M)): yield m[1]
 
 
-def imported(code, room, rooms):
-    "Rooms that a module imports, wherever in it that is; and names that it looks up in the package"
+def imported(code, module, known):
+    "Return the Python modules that some code imports, also in functions, and the names that it imports from the package."
     found,names = set(),set()
     for o in ast.walk(ast.parse(code)):
         if isinstance(o, ast.Import): some = [a.name for a in o.names]
         elif isinstance(o, ast.ImportFrom):
-            above = ['torchember', *room.split('.')[:-1]][:len(room.split('.'))-o.level+1] if o.level else []
+            above = ['torchember', *module.split('.')[:-1]][:len(module.split('.'))-o.level+1] if o.level else []
             base = '.'.join([*above, *([o.module] if o.module else [])])
             some = [base, *(f'{base}.{a.name}' for a in o.names)]
             if base=='torchember': names |= {a.name for a in o.names}
         else: continue
         found |= {s.removeprefix('torchember.') for s in some if s.startswith('torchember.')}
-    return found & {*rooms}, names & torchember.module_of.keys()
+    return found & {*known}, names & torchember.module_of.keys()
 
 
-def test_lines_of_a_class():
+def test_docstrings_and_comments_do_not_count_as_lines():
     code = '''x = 1
 class A:
     "What it is"
@@ -70,16 +70,16 @@ class B: y = 2'''
     assert class_lines(code)=={'A': 5, 'B': 1}
 
 
-@pytest.mark.parametrize(('line', 'rooms', 'names'), [('from ..store.base import now', {'store.base'}, set()),
+@pytest.mark.parametrize(('line', 'known', 'names'), [('from ..store.base import now', {'store.base'}, set()),
     ('from . import ranks', {'frames.ranks'}, set()), ('from ..measure import ranks', set(), set()),
     ('from torchember.store import base', {'store.base'}, set()),
     ('import torchember.ember', {'ember'}, set()), ('def f():\n    from ..ember import torchEmber', {'ember'}, set()),
     ('from torchember import read, ember', {'ember'}, {'read'}), ('import store.base', set(), set())])
-def test_imports_of_a_module(line, rooms, names):
-    assert imported(line, 'frames.logs', ['store.base', 'frames.ranks', 'ember'])==(rooms, names)
+def test_relative_and_absolute_imports_are_found(line, known, names):
+    assert imported(line, 'frames.logs', ['store.base', 'frames.ranks', 'ember'])==(known, names)
 
 
-def test_imports_of_a_room_without_a_wing():
+def test_imports_of_a_module_without_a_package_are_found():
     assert imported('from .frames.logs import read\nfrom . import gone', 'ember', ['frames.logs', 'gone'])==({'frames.logs', 'gone'}, set())
 
 
@@ -98,7 +98,7 @@ def attributes_of_classes(code):
     return {name: inherited(c) for name,c in classes.items()}
 
 
-def test_attributes_of_a_class():
+def test_inherited_attributes_count():
     code = 'class A:\n    def f(self): self.x,self.y = 1,self.z\nclass B(A):\n    def g(self, o): self.w = o.v = 2'
     assert attributes_of_classes(code)=={'A': {'x', 'y'}, 'B': {'x', 'y', 'w'}}
 
@@ -108,12 +108,12 @@ def test_objects_have_few_attributes():
     assert {c: n for c,n in found.items() if n>most_attributes}==larger
 
 
-def test_no_room_imports_one_that_comes_later():
-    order = {room: i for i,room in enumerate(reading_order())}
+def test_no_module_imports_a_later_one():
+    order = {module: i for i,module in enumerate(reading_order())}
     assert order.keys()==modules().keys() and len(order)>100
     later = []
-    for room,p in modules().items():
-        found,names = imported(p.read_text(encoding='utf-8'), room, order)
-        found |= {torchember.module_of[n] for n in names-shows.get(room, set())}
-        later += [f'{room} imports {r}' for r in sorted(found) if order[r]>=order[room] and r!=room]
+    for module,p in modules().items():
+        found,names = imported(p.read_text(encoding='utf-8'), module, order)
+        found |= {torchember.module_of[n] for n in names-shows.get(module, set())}
+        later += [f'{module} imports {r}' for r in sorted(found) if order[r]>=order[module] and r!=module]
     assert not later, later

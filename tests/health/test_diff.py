@@ -98,7 +98,7 @@ unlike = {'learning rate': 'lr', 'one sample more': 'shape', 'NaN': 'nan', 'floa
 
 
 @pytest.mark.parametrize('what', planted)
-def test_what_is_planted_is_named(home, what):
+def test_a_planted_difference_is_named(home, what):
     how,other,place = planted[what]
     d = diff(run(home, **how), run(home, **{**how, **other}))
     at = where(d)
@@ -116,7 +116,7 @@ too_small = 'order of data', 'learning rate, of updates', 'weight decay of AdamW
 
 
 @pytest.mark.parametrize('what', [w for w in planted if w not in too_small])
-def test_what_is_planted_is_named_where_rounding_parts_the_runs_as_well(home, what):
+def test_a_planted_difference_is_named_although_rounding_differs(home, what):
     "Permute the rows of the batches. Left out: faults smaller than rounding, and Dropout"
     how,other,place = planted[what]
     each = other.get('each')
@@ -203,7 +203,7 @@ def in_autocast(m, x):
 
 
 @pytest.mark.parametrize('what', rounded)
-def test_what_rounding_parts_is_the_same(home, what):
+def test_runs_that_differ_by_rounding_are_the_same(home, what):
     how,other = rounded[what]
     d = diff(run(home, **how), run(home, **{**how, **other}))
     assert not d, d.text
@@ -223,7 +223,7 @@ def test_compiled_is_the_same_as_eager(home, backend):
 
 
 @pytest.mark.slow # two processes
-def test_another_number_of_ranks_is_the_same(tmp_path):
+def test_runs_with_other_numbers_of_ranks_are_the_same(tmp_path):
     programs.ranks(Path(__file__).with_name('trained_by_two.py'), tmp_path)
     d = diff('one', 'two', home=tmp_path)
     assert not d and d.table['step'].nunique()==10 and {'input', 'output', 'weight', 'weight_grad', 'update'}<={*d.table['ttype']}, d.text
@@ -234,7 +234,7 @@ def test_another_number_of_ranks_is_the_same(tmp_path):
 # ---- two libraries
 
 @pytest.mark.slow # it compiles
-def test_jax_is_the_same_as_torch_by_a_mapping_of_paths(tmp_path):
+def test_jax_and_torch_are_the_same_with_mapped_paths(tmp_path):
     jax = pytest.importorskip('jax')
     import optax
     from flax import nnx
@@ -279,7 +279,7 @@ def test_jax_is_the_same_as_torch_by_a_mapping_of_paths(tmp_path):
 
 # ---- what one has and the other has not
 
-def test_another_length_and_schedule_are_said(home):
+def test_another_length_or_schedule_is_reported(home):
     a,b = run(home),run(home, n=12)
     d = diff(a.assign(path=a['path'].astype(object)), b)
     assert not d and f'Only a has {steps-12} steps from 12 to {steps-1}.' in d.text and d.table['step'].max()==11
@@ -291,7 +291,7 @@ def test_another_length_and_schedule_are_said(home):
     assert diff(a[a.step<3], a[a.step==2]).table['step'].unique().tolist()==[2]
 
 
-def test_other_statistics_are_compared_as_far_as_both_have_them(home):
+def test_only_common_statistics_are_compared(home):
     a,b = run(home),run(home, stats='full')
     assert not diff(a, b) and not diff(b, a)
     only = run(home, stats=['l2', 'zero_frac'])
@@ -300,7 +300,7 @@ def test_other_statistics_are_compared_as_far_as_both_have_them(home):
     assert diff(only, run(home, stats='full', before=scaled('2.weight'))).stat=='l2'
 
 
-def test_a_layer_that_only_one_has_is_said(home):
+def test_a_layer_of_only_one_run_is_reported(home):
     def longer():
         m = dense()
         m.extra = nn.Identity()
@@ -311,7 +311,7 @@ def test_a_layer_that_only_one_has_is_said(home):
     assert not d and 'Only a has rows of weight, weight_grad.' in d.text
 
 
-def test_a_mapping_of_paths(home):
+def test_paths_are_mapped(home):
     class Named(nn.Module):
         def __init__(self):
             super().__init__()
@@ -328,7 +328,7 @@ def test_a_mapping_of_paths(home):
     assert (d.path, d.pname)==('2', 'weight')
 
 
-def test_a_run_is_as_itself_after_a_resume(tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     def half(name, batches, state=None, **more):
         torch.manual_seed(0)
         model = dense()
@@ -352,7 +352,7 @@ def test_a_run_is_as_itself_after_a_resume(tmp_path):
     assert (d.step, d.path, d.ttype)==(11, '0', 'weight'), d.text
 
 
-def test_lines_and_parquet_are_the_same(home):
+def test_json_lines_and_parquet_compare_as_equal(home):
     a = run(home)
     train(home, 'columns', store='parquet')
     train(home, 'packed')
@@ -365,7 +365,7 @@ def test_lines_and_parquet_are_the_same(home):
 
 # ---- noted numbers, evaluations, own statistics
 
-def test_a_noted_number_comes_after_what_the_model_did(home):
+def test_a_tensor_is_named_before_a_noted_number_of_the_same_step(home):
     def noting(name, lr, n=6, shift=0.):
         torch.manual_seed(0)
         model = dense()
@@ -386,7 +386,7 @@ def test_a_noted_number_comes_after_what_the_model_did(home):
     assert (d.step, d.tname)==(3, 'lr') and d.b!=d.b
 
 
-def test_an_evaluation_is_compared_with_that_of_the_same_step(home):
+def test_evaluations_of_the_same_step_are_compared(home):
     def evaluating(name, by=1.):
         torch.manual_seed(0)
         model = dense()
@@ -406,7 +406,7 @@ def test_an_evaluation_is_compared_with_that_of_the_same_step(home):
     assert (d.path, d.ttype)==('', 'input') and a[(a.step==d.step) & (a.phase=='eval')].size and d.step in (2, 3)
 
 
-def test_own_statistics_are_compared_and_marks_are_not(home):
+def test_statistics_of_the_user_are_compared_and_marks_are_not(home):
     def own(name, mark, add=0.):
         with torchEmber(nn.Linear(2, 2), name=name, home=home) as te:
             @te.how_record('output')
@@ -425,7 +425,7 @@ def test_own_statistics_are_compared_and_marks_are_not(home):
 
 # ---- a stored run as a test
 
-def test_check_holds_a_training_against_a_stored_run(home, tmp_path):
+def test_check_compares_a_training_with_a_stored_run(home, tmp_path):
     golden = keep_run(run(home), tmp_path/'golden.parquet')
     assert golden.stat().st_size<300_000
     torch.manual_seed(0)
@@ -446,7 +446,7 @@ def test_check_holds_a_training_against_a_stored_run(home, tmp_path):
     with pytest.raises(FileExistsError, match='overwrite=True'): keep_run(run(home), golden)
 
 
-def test_what_is_kept_has_no_time_and_no_place(home, tmp_path):
+def test_a_kept_run_has_no_time_and_no_path(home, tmp_path):
     train(home, 'with more', stats='full')
     df = pd.read_parquet(keep_run('with more', tmp_path/'sub'/'golden.parquet', home=home))
     assert not {'ts', 'skew', 'kurtosis'}&{*df.columns} and {'mean', 'rms', 'step', 'shape', 'dtype', 'loss', 'pname'}<={*df.columns}
@@ -456,7 +456,7 @@ def test_what_is_kept_has_no_time_and_no_place(home, tmp_path):
 
 # ---- a shell
 
-def test_exit_codes_of_the_command(home, capsys):
+def test_the_command_returns_exit_codes(home, capsys):
     a,b,c = (n for n in ('shell a', 'shell b', 'shell c'))
     train(home, a, n=3), train(home, b, n=3), train(home, c, n=3, seed=1)
     assert main(['diff', a, b, '--home', str(home)])==0 and 'to the last digit' in capsys.readouterr().out
@@ -469,7 +469,7 @@ def test_exit_codes_of_the_command(home, capsys):
 
 
 @pytest.mark.slow # a Python of its own
-def test_the_command_as_a_process(home):
+def test_the_command_runs_as_a_process(home):
     train(home, 'process a', n=2), train(home, 'process b', n=2, seed=1)
     def shell(*args): return subprocess.run([sys.executable, '-m', 'torchember', *args], capture_output=True, text=True)
     said = shell('diff', 'process a', 'process b', '--home', str(home))
@@ -482,7 +482,7 @@ def test_the_command_as_a_process(home):
 
 # ---- what it looks like
 
-def test_it_shows_itself(home):
+def test_a_difference_has_text_html_table_and_curve(home):
     d = diff(run(home), run(home, before=scaled('2.weight')))
     assert repr(d)==d.text and '<p' in d._repr_html_() and '`2.weight`' in d._repr_html_()
     assert d.table.columns.tolist()==['step', 'path', 'ttype', 'tname', 'pname', 'call', 'stat', 'a', 'b', 'distance', 'tolerance']
@@ -498,13 +498,13 @@ def test_it_shows_itself(home):
     (lambda a: diff(a[a.path=='0'], a[a.path=='2']), ValueError, 'paths={'), (lambda a: diff(a, a, rtol='1'), ValueError, 'a share'),
     (lambda a: diff(a, a, paths=['0']), TypeError, 'a dict or a function'), (lambda a: diff(a, a, paths={'x': '0'}), ValueError, "No path 'x'"),
     (lambda a: diff(a[['mean']], a), ValueError, 'with the columns step')])
-def test_what_cannot_be_compared_says_why(home, wrong, kind, says):
+def test_runs_that_cannot_be_compared_raise_with_the_reason(home, wrong, kind, says):
     a = run(home, note=False)
     with pytest.raises(kind) as e: wrong(a)
     assert says in str(e.value)
 
 
-def test_only_some_layers_and_types(home):
+def test_layers_and_tensor_types_can_be_selected(home):
     a,b = run(home),run(home, before=scaled('2.weight'))
     d = diff(a, b, ttype='output')
     assert (d.step, d.path, d.ttype)==(0, '2', 'output') and set(d.table['ttype'])=={'output'}
@@ -513,13 +513,13 @@ def test_only_some_layers_and_types(home):
     assert (d.step, d.path, d.ttype)==(0, '0', 'weight_grad') and set(d.table['path'])=={'0', ''} # '' of the loss
 
 
-def test_rtol_takes_the_place_of_rounding(home):
+def test_rtol_replaces_the_tolerance_for_rounding(home):
     a,b = run(home),run(home, before=scaled('2.weight'))
     assert [bool(diff(a, b, rtol=r)) for r in (0, 5e-4, 2)]==[True, True, False]
     assert diff(a, run(home, each=shuffled), rtol=0).step==0 and diff(a, a, rtol=0).step is None
 
 
-def test_what_is_missing_is_not_the_same():
+def test_a_run_that_lacks_a_tensor_is_not_the_same():
     "A shorter run passes. A run that lacks a tensor fails"
     of = lambda p, t, s: dict(shape=(4,), mean=.1+s, std=1., module=f'model(Net).{p}(Linear)', path=p, ttype=t, tname='x', step=s, call=0, dtype='float32')
     whole = pd.DataFrame([of(p, t, s) for s in range(5) for p in 'ab' for t in ('input', 'output')])

@@ -42,7 +42,7 @@ def killed(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('n', [4, pytest.param(200, marks=pytest.mark.release)])
-def test_nothing_is_lost(n):
+def test_no_written_row_is_lost(n):
     for i in range(n):
         random.seed(i)
         last = killed(f'k{i}')

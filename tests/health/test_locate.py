@@ -57,7 +57,7 @@ class Entropy(nn.Module):
         return plogp
 
 
-def test_log_of_zero_in_a_module():
+def test_log_of_zero_in_a_module_is_named():
     model,(x,y) = mlp(Entropy()),batch()
     model[2] = nn.Linear(5, 3)
     def step(): F.cross_entropy(model(x), y).backward()
@@ -74,7 +74,7 @@ def test_log_of_zero_in_a_module():
     assert 'self: [6, 5] float32, 0 to ' in said
 
 
-def test_log_of_zero_in_a_loss_outside_of_any_module():
+def test_log_of_zero_in_a_loss_has_no_module():
     model,(x,y) = mlp(),batch()
     def loss_of(out): return -(F.one_hot(y, 3)*(out*1000).softmax(-1).log()).sum()
     def step(): loss_of(model(x)).backward()
@@ -83,7 +83,7 @@ def test_log_of_zero_in_a_loss_outside_of_any_module():
     assert 'outside of any module' in str(got)
 
 
-def test_log_of_zero_that_stays_infinite():
+def test_an_infinity_that_stays_infinite_is_named():
     p = torch.tensor([.5, 0.], requires_grad=True)
     losses = []
     def step():
@@ -97,7 +97,7 @@ def test_log_of_zero_that_stays_infinite():
     assert locate(step).reached[0]=='the return value of the step'
 
 
-def test_a_loss_that_is_a_module():
+def test_a_loss_module_has_no_path():
     class Ratio(nn.Module):
         def forward(self, out): return (out/out.detach().relu()).mean()
     model,(x,_),loss = mlp(),batch(),Ratio()
@@ -107,7 +107,7 @@ def test_a_loss_that_is_a_module():
     assert 'in the forward of a Ratio' in str(got)
 
 
-def test_zero_by_zero():
+def test_zero_divided_by_zero_is_named():
     class Standardize(nn.Module):
         def forward(self, x): return (x-x.mean(0))/x.std(0)
     model,(x,y) = nn.Sequential(nn.Sequential(Standardize()), nn.Linear(4, 3)),batch()
@@ -123,14 +123,14 @@ def softmax_by_hand(x):
     return e/e.sum(-1, keepdim=True)
 
 
-def test_exp_overflows():
+def test_an_exp_that_overflows_is_named():
     model,(x,y) = mlp(),batch()
     def step(): (softmax_by_hand(model(x)*1000)*F.one_hot(y, 3)).sum().backward()
     got = locate(step)
     assert told(got)==('aten.exp', 'inf', 'forward', None, None) and at(got, softmax_by_hand, 'x.exp()') and 'aten.div turned it into NaN' in got.then
 
 
-def test_half_precision_overflows():
+def test_an_overflow_of_float16_is_named():
     class Square(nn.Module):
         def forward(self, x): return x*x
     model,(x,_) = nn.Sequential(nn.Linear(4, 4), Square(), nn.LayerNorm(4)).half(),batch()
@@ -141,7 +141,7 @@ def test_half_precision_overflows():
 
 
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
-def test_autocast(dtype):
+def test_an_overflow_under_autocast_is_named(dtype):
     model,(x,y) = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)),batch()
     nn.init.constant_(model[1].weight, 200. if dtype is torch.float16 else 2e38)
     def step():
@@ -153,7 +153,7 @@ def test_autocast(dtype):
     assert got.output['dtype']==str(dtype)[6:]
 
 
-def test_a_recurrent_network_explodes():
+def test_the_growing_loop_of_a_recurrent_network_is_named():
     class Recurrent(nn.Module):
         def __init__(self): super().__init__(); self.cell,self.head = nn.RNNCell(4, 4, nonlinearity='relu'),nn.Linear(4, 3)
         def forward(self, x):
@@ -168,7 +168,7 @@ def test_a_recurrent_network_explodes():
     assert at(got, Recurrent, 'h = self.cell(x, h)')
 
 
-def test_a_module_of_torch_that_loops_in_c():
+def test_a_recurrent_module_of_torch_is_named():
     model,x = nn.LSTM(4, 4, proj_size=2),torch.randn(5, 2, 4)
     with torch.no_grad(): model.weight_hr_l0.fill_(1e38)
     x = x.abs()*100
@@ -179,7 +179,7 @@ def test_a_module_of_torch_that_loops_in_c():
 
 # ---- in the backward
 
-def test_the_derivative_of_a_root_at_zero():
+def test_the_derivative_of_a_root_at_zero_is_named():
     class Norm(nn.Module):
         def forward(self, x): return x.square().sum(-1).sqrt()
     model,(x,_) = nn.Sequential(nn.Linear(4, 4), Norm()),batch()
@@ -192,7 +192,7 @@ def test_the_derivative_of_a_root_at_zero():
     assert {'the gradient of `0.bias`', 'the gradient of `0.weight`'}=={*got.reached}
 
 
-def test_where_does_not_stop_a_gradient():
+def test_the_gradient_of_the_unused_branch_of_where_is_named():
     w = nn.Parameter(torch.tensor([0., 1.]))
     def step(): torch.where(w>0, w.log(), 0.).sum().backward()
     got = locate(step) # nothing of the infinity of the forward is left: it is the backward's own
@@ -208,7 +208,7 @@ def test_the_line_is_that_of_the_operation_with_a_gradient():
     assert at(locate(step), step, 'w.sqrt()')
 
 
-def test_a_backward_of_ones_own():
+def test_a_backward_of_the_user_is_named():
     class Bad(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x): return x+1
@@ -223,7 +223,7 @@ def test_a_backward_of_ones_own():
     assert (got.op, got.phase, got.path, got.kind, got.node)==('aten.div', 'backward', '1', 'Calls', 'BadBackward') and at(got, Bad, 'zeros_like')
 
 
-def test_a_hook_on_a_tensor():
+def test_a_hook_on_a_tensor_is_named():
     model,(x,y) = mlp(),batch()
     def spoil(g): return g*1e38*1e38
     def step():
@@ -253,7 +253,7 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize('reentrant', [False, True])
-def test_a_checkpointed_block(reentrant):
+def test_an_operation_in_a_checkpointed_block_is_named(reentrant):
     model,(x,y) = Checkpointed(reentrant),batch()
     def step(): F.cross_entropy(model(x), y).backward()
     got = locate(step)
@@ -262,7 +262,7 @@ def test_a_checkpointed_block(reentrant):
 
 
 @pytest.mark.parametrize('reentrant', [False, True])
-def test_the_backward_of_a_checkpointed_block(reentrant):
+def test_an_operation_in_the_backward_of_a_checkpointed_block_is_named(reentrant):
     class Root(nn.Module):
         def forward(self, x): return (x-x.detach()).abs().sqrt()
     model,(x,y) = Checkpointed(reentrant),batch()
@@ -272,7 +272,7 @@ def test_the_backward_of_a_checkpointed_block(reentrant):
     assert (got.phase, got.node, got.path, got.kind)==('backward', 'SqrtBackward0', 'block', 'Root') and at(got, Root, 'sqrt()')
 
 
-def test_only_what_is_computed_again_is_bad():
+def test_an_operation_that_fails_only_when_recomputed_is_named():
     "The recomputed values differ from those of the forward"
     class Worse(nn.Module):
         n = 0
@@ -286,7 +286,7 @@ def test_only_what_is_computed_again_is_bad():
     assert got.op=='aten.div' and (got.phase, got.path, got.kind)==('forward', 'block', 'Worse') and at(got, Worse, 'exp()')
 
 
-def test_a_compiled_model():
+def test_a_compiled_model_runs_uncompiled():
     model,(x,y) = mlp(Block(True)),batch()
     compiled = []
     fast = torch.compile(model, backend=lambda graph, inputs: compiled.append(graph) or graph)
@@ -303,7 +303,7 @@ def test_a_compiled_model():
 # ---- in the step
 
 @pytest.mark.parametrize('foreach', [False, True])
-def test_a_step_too_large(foreach):
+def test_an_update_that_overflows_is_named(foreach):
     model,(x,y) = mlp(),batch()
     opt = torch.optim.SGD(model.parameters(), lr=1e38, foreach=foreach)
     def step():
@@ -315,7 +315,7 @@ def test_a_step_too_large(foreach):
 
 
 @pytest.mark.parametrize('foreach', [False, True])
-def test_adam_without_eps(foreach):
+def test_adam_without_eps_is_named(foreach):
     model,(x,y) = mlp(),batch()
     model[1].weight.requires_grad_(True)
     opt = torch.optim.Adam(model.parameters(), eps=0., foreach=foreach)
@@ -330,7 +330,7 @@ def test_adam_without_eps(foreach):
 
 
 @pytest.mark.parametrize('layer', [0, 1])
-def test_weights_that_were_bad_before(layer):
+def test_weights_that_were_bad_before_the_step_are_named(layer):
     model,(x,y) = mlp(),batch()
     with torch.no_grad(): model[layer].weight.zero_()[0, 0] = inf # as a mask would be
     def step(): F.cross_entropy(model(x), y).backward()
@@ -341,7 +341,7 @@ def test_weights_that_were_bad_before(layer):
     assert str(got).startswith(f'1 of {n} values of `{layer}.weight` are inf, and no operation of this step made them so. aten.addmm reads them first')
 
 
-def test_what_an_optimizer_kept_was_bad_before():
+def test_an_optimizer_state_that_was_bad_before_the_step_is_named():
     model,(x,y) = mlp(),batch()
     opt = torch.optim.Adam(model.parameters())
     def step():
@@ -354,7 +354,7 @@ def test_what_an_optimizer_kept_was_bad_before():
 
 
 @pytest.mark.parametrize('row', [0, 5])
-def test_data_that_are_bad(row):
+def test_bad_data_are_named_by_their_variable(row):
     model,(x,y) = mlp(),batch()
     x[row, 1] = nan
     def step():
@@ -363,7 +363,7 @@ def test_data_that_are_bad(row):
     assert (got.phase, got.made, got.count, got.tensor, got.path)==('before', 'NaN', 1, '`x`', '0')
 
 
-def test_data_in_a_dict():
+def test_bad_data_in_a_dict_are_named_by_their_key():
     model,(_,y) = mlp(),batch()
     def loaded(): return {'x': torch.from_numpy(np.float32([[inf], *[[v] for v in range(5)]])+np.zeros((6, 4), np.float32)), 'y': y}
     def step():
@@ -372,14 +372,14 @@ def test_data_in_a_dict():
     assert locate(step).tensor=="`batch['x']`"
 
 
-def test_data_that_look_nearly_like_a_mask():
+def test_data_similar_to_a_mask_are_a_fault():
     model,(x,y) = mlp(),batch()
     x.zero_()[0, :2] = torch.tensor([inf, -inf])
     got = locate(lambda: F.cross_entropy(model(x), y).backward())
     assert (got.phase, got.made, got.tensor)==('before', 'inf', '`x`')
 
 
-def test_a_nan_that_is_written_into_the_code():
+def test_a_nan_in_the_code_is_named():
     got = locate(lambda: torch.ones(2)*nan)
     assert (got.op, got.made, got.count, got.reached)==('aten.mul', 'NaN', 2, ['the return value of the step'])
 
@@ -405,12 +405,12 @@ def test_a_mask_is_no_fault(mask):
 @pytest.mark.parametrize('make', [lambda: torch.full((6, 6), -inf).triu(1),
     lambda: torch.zeros(6, 6).masked_fill_(torch.ones(6, 6).triu(1)>0, -inf),
     lambda: torch.where(torch.ones(6, 6).tril()>0, 0., -inf), lambda: torch.ones(6, 6).tril().log(), lambda: nn.Transformer.generate_square_subsequent_mask(6)])
-def test_a_mask_that_is_made_in_the_step_is_no_fault(make):
+def test_a_mask_made_in_the_step_is_no_fault(make):
     model,(x,y) = mlp(),batch()
     assert not locate(lambda: F.cross_entropy(causal(model(x), make()), y).backward())
 
 
-def test_attention_of_torch():
+def test_masked_attention_of_torch_is_no_fault():
     model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0., batch_first=True)
     x = torch.randn(2, 5, 8)
     mask = nn.Transformer.generate_square_subsequent_mask(5)
@@ -421,7 +421,7 @@ def test_attention_of_torch():
     assert got.made!='-inf' or not got.op.startswith('aten.masked_fill')
 
 
-def test_a_row_that_is_all_masked():
+def test_a_row_with_all_entries_masked_is_a_fault():
     model,(x,y) = mlp(),batch()
     def attend(x):
         s = x@x.T
@@ -433,7 +433,7 @@ def test_a_row_that_is_all_masked():
     assert re.search('This infinity looks intended: aten.masked_fill made -inf outside of any module, at test_locate.py:', str(got))
 
 
-def test_a_row_that_a_buffer_masks():
+def test_a_row_that_a_buffer_masks_is_a_fault():
     class Attend(nn.Module):
         def __init__(self): super().__init__(); self.register_buffer('mask', torch.full((6, 6), -inf).triu())
         def forward(self, x): return (x@x.T+self.mask).softmax(-1)@x
@@ -442,7 +442,7 @@ def test_a_row_that_a_buffer_masks():
     assert told(got)==('aten._softmax', 'NaN', 'forward', '1', 'Attend') and 'the buffer `1.mask` has -inf' in str(got)
 
 
-def test_a_fault_behind_a_mask():
+def test_a_fault_after_a_mask_is_named():
     "An intended infinity does not hide a fault"
     model,(x,_),y = mlp().half(),batch(),torch.zeros(6).long()
     def attend(x):
@@ -453,7 +453,7 @@ def test_a_fault_behind_a_mask():
     assert (got.op, got.made in ('inf', '-inf'))==('aten.mm', True) and at(got, attend, 's = (x*300)')
 
 
-def test_a_mask_that_a_module_keeps_is_no_fault():
+def test_a_mask_in_a_module_is_no_fault():
     class Attend(nn.Module):
         def __init__(self): super().__init__(); self.register_buffer('mask', torch.zeros(6, 6))
         def forward(self, x):
@@ -463,7 +463,7 @@ def test_a_mask_that_a_module_keeps_is_no_fault():
     assert not locate(lambda: F.cross_entropy(model(x), y).backward())
 
 
-def test_logits_that_are_masked_are_no_fault():
+def test_masked_logits_are_no_fault():
     model,(x,_) = mlp(),batch()
     class Masked(nn.Module):
         def forward(self, x): return x.masked_fill(torch.arange(3)==0, -inf)
@@ -472,13 +472,13 @@ def test_logits_that_are_masked_are_no_fault():
     assert not locate(lambda: F.cross_entropy(model(x), torch.ones(6).long()).backward())
 
 
-def test_an_infinity_that_is_gone():
+def test_an_infinity_that_disappears_is_no_fault():
     w = nn.Parameter(torch.tensor([200., 1.]))
     got = locate(lambda: (1/(1+w.detach().exp())+w).sum().backward())
     assert not got and 'inf occurred and did not last: aten.exp made 1 of 2 values inf, outside of any module' in got.notes[0]
 
 
-def test_a_rate_that_is_nan():
+def test_a_learning_rate_of_nan_is_named():
     w = nn.Parameter(torch.ones(3))
     opt = torch.optim.SGD([w], lr=.1)
     opt.param_groups[0]['lr'] = nan
@@ -489,14 +489,14 @@ def test_a_rate_that_is_nan():
     assert (got.made, got.phase, got.tensor)==('NaN', 'optimizer', '`parameter 0 of SGD`')
 
 
-def test_tensors_that_stand_for_others():
+def test_an_operation_on_nested_tensors_is_named():
     layer,x = nn.Linear(4, 4),torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
     def step(): (layer(x)/0).values().sum().backward()
     got = locate(step)
     assert (got.op, got.phase)==('aten.div', 'forward') and at(got, step, '/0')
 
 
-def test_a_closure_is_no_step_of_the_optimizer():
+def test_a_closure_counts_as_forward():
     model,(x,y) = mlp(),batch()
     opt = torch.optim.LBFGS(model.parameters())
     def closure():
@@ -508,7 +508,7 @@ def test_a_closure_is_no_step_of_the_optimizer():
     assert (got.op, got.made, got.phase)==('aten.log', 'NaN', 'forward') and at(got, closure, '.log()')
 
 
-def test_a_gradient_of_a_gradient():
+def test_a_gradient_of_a_gradient_is_located():
     model,(x,_) = mlp(),batch()
     def penalty():
         z = x.clone().requires_grad_()
@@ -519,7 +519,7 @@ def test_a_gradient_of_a_gradient():
     assert (got.op, got.made, got.phase, got.node)==('aten.div', 'inf', 'backward', 'SqrtBackward0') and at(got, penalty, 'sqrt()')
 
 
-def test_a_rate_that_is_infinite():
+def test_an_infinite_learning_rate_is_named():
     "An infinity in an optimizer is never intended"
     w = nn.Parameter(torch.ones(3))
     opt = torch.optim.SGD([w], lr=inf)
@@ -531,7 +531,7 @@ def test_a_rate_that_is_infinite():
     assert (got.op, got.made, got.phase)==('aten.add_', '-inf', 'optimizer') and 'the return value of the step' in got.reached
 
 
-def test_each_of_a_list_has_its_own_origin():
+def test_each_tensor_of_a_list_has_its_own_origin():
     a,b = nn.Parameter(torch.ones(2)),nn.Parameter(torch.ones(3))
     opt = torch.optim.SGD([a, b], lr=1e38, foreach=True)
     a.grad,b.grad = torch.full((2,), 1e38),torch.tensor([nan, 1., 1.])
@@ -545,14 +545,14 @@ def test_each_of_a_list_has_its_own_origin():
     assert (got.op, got.phase, got.tensor, got.made)==('aten._foreach_add_', 'optimizer', '`parameter 0 of SGD`', '-inf')
 
 
-def test_an_output_that_nobody_asks_for():
+def test_a_bad_output_without_a_loss_is_named():
     model,(x,_) = mlp(Block(True)),batch()
     def step(): model(x)
     got = locate(step)
     assert got.op=='aten.div' and got.reached==['the output of a Sequential']
 
 
-def test_what_was_meant_and_reaches_the_loss():
+def test_an_intended_infinity_that_reaches_the_loss_is_named():
     model,(x,_) = mlp(),batch()
     def step(): model(x).masked_fill(torch.arange(3)==0, -inf).sum().backward()
     got = locate(step)
@@ -561,7 +561,7 @@ def test_what_was_meant_and_reaches_the_loss():
 
 # ---- memory
 
-def test_memory_that_nobody_has_written_to(monkeypatch):
+def test_uninitialized_memory_is_named(monkeypatch):
     x = torch.ones(4, requires_grad=True)
     def step():
         out = torch.empty(4)
@@ -571,7 +571,7 @@ def test_memory_that_nobody_has_written_to(monkeypatch):
     assert (got.phase, got.op, got.made)==('unwritten', 'aten.mul', 'NaN') and at(got, step, 'torch.empty(4)')
 
 
-def test_memory_that_is_written_over():
+def test_overwritten_memory_counts_with_its_new_values():
     x = torch.ones(4, requires_grad=True)
     def step():
         out = torch.empty(4)
@@ -594,7 +594,7 @@ def test_memory_that_is_written_over():
     assert (got.op, got.made, got.phase)==('aten.div', 'inf', 'forward') and at(got, step, 'torch.div')
 
 
-def test_memory_that_is_written_over_with_a_fault():
+def test_a_fault_written_over_uninitialized_memory_is_named():
     x = torch.zeros(4)
     def step():
         out = torch.empty(4)
@@ -604,7 +604,7 @@ def test_memory_that_is_written_over_with_a_fault():
     assert (got.op, got.made, got.phase)==('aten.div', 'NaN', 'forward') and at(got, step, 'x/0')
 
 
-def test_memory_that_is_written_over_with_what_is_meant():
+def test_an_intended_infinity_written_over_memory_is_no_fault():
     def step():
         out = torch.empty(4)
         out.numpy()[:] = [inf, -inf, 0, 1] # as it may be
@@ -612,7 +612,7 @@ def test_memory_that_is_written_over_with_what_is_meant():
     assert not locate(step)
 
 
-def test_memory_that_is_written_to_unseen():
+def test_memory_written_outside_of_torch_is_named():
     def step():
         h = torch.ones(3)+1
         h.numpy()[0] = nan
@@ -621,7 +621,7 @@ def test_memory_that_is_written_to_unseen():
     assert (got.op, got.phase, got.made, got.count, got.tensor)==('aten.mul', 'before', 'NaN', 1, '`h`')
 
 
-def test_two_origins_in_one_memory():
+def test_the_first_of_two_origins_in_one_storage_is_named():
     x = torch.zeros(2)
     def step():
         out = torch.zeros(4)
@@ -632,7 +632,7 @@ def test_two_origins_in_one_memory():
     assert (got.op, got.made)==('aten.log', '-inf') and 'aten.sum turned it into NaN' in got.then
 
 
-def test_in_place_operations():
+def test_in_place_operations_are_named():
     x = torch.tensor([1., 0., 3.])
     def step():
         h = x.clone()
@@ -647,7 +647,7 @@ def test_in_place_operations():
 
 # ---- a step that raises
 
-def test_a_step_that_raises():
+def test_a_step_that_raises_is_located():
     def step(): raise KeyError('of the user')
     with pytest.raises(KeyError, match='of the user'): locate(step)
     w = nn.Parameter(torch.zeros(2))
@@ -660,7 +660,7 @@ def test_a_step_that_raises():
     with pytest.raises(KeyboardInterrupt): locate(step)
 
 
-def test_a_step_that_raises_after_a_harmless_infinity():
+def test_a_harmless_infinity_is_not_blamed_for_an_exception():
     def step():
         (1/torch.tensor([200.]).exp()).sqrt()
         (torch.zeros(2)/torch.zeros(2)).add(1)
@@ -669,7 +669,7 @@ def test_a_step_that_raises_after_a_harmless_infinity():
     assert (got.op, got.made, got.reached)==('aten.div', 'NaN', [])
 
 
-def test_anomaly_mode():
+def test_an_exception_of_anomaly_mode_becomes_a_note():
     w = nn.Parameter(torch.zeros(2))
     def step():
         with torch.autograd.detect_anomaly(): (w.sqrt()*0).sum().backward()
@@ -677,13 +677,13 @@ def test_anomaly_mode():
     assert (got.op, got.made, got.phase, got.node)==('aten.div', 'NaN', 'backward', 'SqrtBackward0') and got.notes[0].startswith('The step raised RuntimeError')
 
 
-def test_what_is_no_step():
+def test_an_argument_that_is_no_function_raises():
     with pytest.raises(TypeError, match=r'got a Tensor. Write locate\(lambda: step\(batch\)\)'): locate(torch.ones(1))
 
 
 # ---- a scaler
 
-def test_a_scaler_that_skips_the_step():
+def test_a_step_that_a_scaler_skips_is_located():
     model,(x,y) = mlp(),batch()
     opt,scaler = torch.optim.SGD(model.parameters(), lr=.1),torch.amp.GradScaler('cpu', init_scale=2.**120)
     def step():
@@ -707,7 +707,7 @@ def global_hooks():
 
 
 @pytest.mark.parametrize('fails', [None, ValueError, KeyboardInterrupt])
-def test_nothing_is_left_behind(fails):
+def test_locate_leaves_no_hooks_and_modes(fails):
     model,(x,y) = mlp(Block(False)),batch()
     opt = torch.optim.Adam(model.parameters())
     def step():
@@ -725,7 +725,7 @@ def test_nothing_is_left_behind(fails):
     assert torch._C._len_torch_dispatch_stack()==0 and torch.compiler.is_compiling() is False
 
 
-def test_the_step_is_what_it_would_be():
+def test_the_step_computes_the_same_numbers():
     "Numbers and random numbers are equal to the last bit"
     x,y = batch()
     def trained(how):
@@ -773,7 +773,7 @@ def test_an_armed_ember_records_nothing(ends, given):
     te.close()
 
 
-def test_a_step_that_is_open_stays_open():
+def test_an_open_step_of_an_ember_stays_open():
     model,(x,_) = mlp(),batch()
     te = torchEmber(model, ends='step')
     model(x).sum().backward()
@@ -784,7 +784,7 @@ def test_a_step_that_is_open_stays_open():
     te.close()
 
 
-def test_nobody_else_hears_the_model_that_is_given():
+def test_other_listeners_of_the_model_are_paused():
     class Spy(Listener):
         told = 0
         def call_begins(self, state, inputs, compiled=False): self.told += 1
@@ -799,7 +799,7 @@ def test_nobody_else_hears_the_model_that_is_given():
     finally: disarm(ts, spy)
 
 
-def test_no_model_is_kept():
+def test_locate_keeps_no_model_alive():
     def found():
         model,(x,y) = mlp(Block(True)),batch()
         opt = torch.optim.SGD(model.parameters(), lr=.1)
@@ -812,7 +812,7 @@ def test_no_model_is_kept():
     assert got.op=='aten.div' and [r() for r in gone]==[None, None]
 
 
-def test_the_path_is_that_in_the_whole_model():
+def test_the_path_begins_at_the_outermost_model():
     class Second(nn.Module):
         n = 0
         def forward(self, x):
@@ -824,7 +824,7 @@ def test_the_path_is_that_in_the_whole_model():
     assert (got.op, got.path, got.kind)==('aten.div', '1', 'Second')
 
 
-def test_of_a_paths_model():
+def test_the_path_begins_at_the_given_model():
     model = nn.ModuleDict({'net': mlp(Block(True))})
     (x,y) = batch()
     def step(): F.cross_entropy(model['net'](x), y).backward()
@@ -834,5 +834,5 @@ def test_of_a_paths_model():
     te.close()
 
 
-def test_what_is_found_says_so():
+def test_the_result_is_true_only_if_something_was_found():
     assert isinstance(locate(lambda: None), Located) and not locate(lambda: None)

@@ -1,4 +1,4 @@
-"Data of the user may be NaN, infinite, masked, empty or constant. No part that looks at a run then gives a warning of numpy"
+"Readers of a run give no numpy warnings for data that are NaN, infinite, masked, empty or constant"
 import warnings
 
 import matplotlib
@@ -84,7 +84,7 @@ often = 'mask', 'both', 'empty', 'loss inf', 'data nan' # the others take long
 
 @pytest.mark.filterwarnings('ignore::torchember.EmberWarning')
 @pytest.mark.parametrize('how', [pytest.param(how, id=k, marks=() if k in often else pytest.mark.slow) for k,how in cases])
-def test_a_run_of_odd_numbers(how, tmp_path):
+def test_a_run_of_odd_numbers_gives_no_numpy_warning(how, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter('error', RuntimeWarning)
         train('odd', **dict(mask=tensors['mask']) | how)
@@ -92,7 +92,7 @@ def test_a_run_of_odd_numbers(how, tmp_path):
     assert len(df[df.path=='same'])>40
 
 
-def test_a_mask_in_evaluations_only_is_no_other_size():
+def test_a_mask_in_evaluations_is_not_reported_as_another_size():
     "An infinite size does not count in the comparison of training and evaluation"
     train('odd', tensors['mask'])
     assert diagnose('odd').rule.tolist().count('train_eval')==0

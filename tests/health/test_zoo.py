@@ -9,19 +9,19 @@ from torchember.health.history import History
 
 zoo.load()
 pytestmark = pytest.mark.filterwarnings('error:The rule') # one that fails is a defect
-rises = {'up_before_it_goes_down'} # whose first steps are as those of a training that diverges
+rises = {'up_before_it_goes_down'} # healthy trainings whose first steps look like a divergence
 
 
-moments = 12, 24, 48 # steps, after which a training that goes on is judged, too
+moments = 12, 24, 48 # steps after which an unfinished training is judged, too
 
 
 def some(trainings, one_in, in_ci=1):
     "Return all trainings as parameters: one of `one_in` for `make test`, one of `in_ci` for CI, the others for a release."
-    def marks(i, t): return () if i%one_in==0 else pytest.mark.slow if t.room in zoo.rooms and i%in_ci==0 else pytest.mark.release
+    def marks(i, t): return () if i%one_in==0 else pytest.mark.slow if t.module in zoo.first_modules and i%in_ci==0 else pytest.mark.release
     return [pytest.param(t, id=n, marks=marks(i, t)) for i,(n,t) in enumerate(trainings.items())]
 
 
-def left_in_peace(training, home, *moments):
+def check_no_findings(training, home, *moments):
     for e in run(training, home)[0]:
         h = load_history(e.fname, home)
         found = diagnose(h)
@@ -34,26 +34,26 @@ def left_in_peace(training, home, *moments):
 
 
 @pytest.mark.parametrize('training', some(zoo.healthy, 12, 3))
-def test_a_healthy_training_is_left_in_peace(training, tmp_path):
-    "Check the finished training and one moment of it, which does not depend on the other trainings"
-    left_in_peace(training, tmp_path, moments[len(training.name)%3])
+def test_a_healthy_training_has_no_finding(training, tmp_path):
+    "Check the finished training and one moment of it, chosen by the name of the training"
+    check_no_findings(training, tmp_path, moments[len(training.name)%3])
 
 
 @pytest.mark.release # rules that are silent after all of it, and at one of the moments, nearly always are at the others
 @pytest.mark.parametrize('training', [pytest.param(t, id=n) for n,t in zoo.healthy.items()])
-def test_a_healthy_training_is_left_in_peace_at_every_moment(training, tmp_path): left_in_peace(training, tmp_path, *moments)
+def test_a_healthy_training_has_no_finding_at_any_moment(training, tmp_path): check_no_findings(training, tmp_path, *moments)
 
 
 @pytest.mark.parametrize('training', some(zoo.broken, 12, 2))
-def test_the_first_finding_is_the_fault(training, tmp_path):
+def test_the_first_finding_is_the_planted_fault(training, tmp_path):
     embers,_ = run(training, tmp_path)
     wrong = [training.said_by(diagnose(e.fname, home=tmp_path)) for e in embers]
     if training.name in zoo.unknown: pytest.xfail(zoo.unknown[training.name])
     assert '' in wrong, wrong
 
 
-@pytest.mark.parametrize('training', some({n: t for n,t in zoo.healthy.items() if t.room in zoo.rooms}, 30, 10))
-def test_with_more_statistics_a_healthy_one_is_left_in_peace_too(training, tmp_path):
+@pytest.mark.parametrize('training', some({n: t for n,t in zoo.healthy.items() if t.module in zoo.first_modules}, 30, 10))
+def test_a_healthy_training_with_all_statistics_has_no_finding(training, tmp_path):
     "One of ten in CI: few rules need stats='full', and each has its own tests"
     for e in run(training, tmp_path, stats='full', ttypes=ALL)[0]:
         found = diagnose(e.fname, home=tmp_path)

@@ -1,16 +1,16 @@
-"Data that trainings of the zoo share, and what says that one has learned"
+"Data that trainings of the zoo share, and checks that a model has learned"
 import torch
 from sklearn import datasets
 
 
 def standard(x):
-    "Columns of mean 0 and standard deviation 1"
+    "Standardize columns to mean 0 and standard deviation 1."
     x = torch.as_tensor(x, dtype=torch.float32)
     return (x-x.mean(0))/x.std(0).clamp(min=1e-6)
 
 
 def digits(images=False, classes=range(10)):
-    "Pictures of 8 by 8, and which digit each is"
+    "Return pictures of 8 by 8 pixels, and their digits."
     x,y = datasets.load_digits(return_X_y=True)
     x,y = torch.tensor(x, dtype=torch.float32)/16,torch.tensor(y)
     keep = torch.isin(y, torch.tensor(list(classes)))
@@ -23,7 +23,7 @@ def batch(size, *tensors):
 
 
 def fell(losses, to=.5):
-    "Of a loss above 0: the last tenth of it is a fraction `to` of the first"
+    "Return True if the last tenth of a positive loss is below a share `to` of the first tenth."
     n = max(1, len(losses)//10)
     first,last = sum(losses[:max(1, n//2)])/max(1, n//2),sum(losses[-n:])/n
     assert last<to*first, f'loss went from {first:.4g} to {last:.4g}'
@@ -38,26 +38,26 @@ def accuracy(model, x, y):
 
 
 def table(name):
-    "A table of scikit-learn: its standardised columns, and what belongs to each row"
+    "Return a data set of scikit-learn: standardized features, and targets."
     x,y = getattr(datasets, f'load_{name}')(return_X_y=True)
     return standard(x),torch.tensor(y)
 
 
 def text():
-    "English with some code, as numbers of characters, and how many of these there are"
+    "Return English text with some code as character numbers, and the number of characters."
     docs = '\n'.join(getattr(torch.nn, n).__doc__ for n in ('Linear', 'Conv2d', 'LSTM', 'BatchNorm1d', 'Transformer', 'Embedding', 'Dropout', 'CTCLoss'))
     letters = sorted(set(docs))
     return torch.tensor([letters.index(c) for c in docs]),len(letters)
 
 
 def windows(size, length, series):
-    "`size` pieces of a series, of `length` each"
+    "Return `size` random windows of a series."
     at = torch.randint(len(series)-length+1, (size, 1))
     return series[at+torch.arange(length)]
 
 
 def plain(te, opt, n, loss_of, after=lambda: None):
-    "The loop that most people write. Returns the losses"
+    "Run the usual training loop. Return the losses."
     losses = []
     for _ in range(n):
         opt.zero_grad()

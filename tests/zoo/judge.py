@@ -1,4 +1,4 @@
-"`python -m zoo.judge`: run all trainings, ask `diagnose` what it says first, and save the table of what was planted and what was said"
+"`python -m zoo.judge`: run all trainings and `diagnose`, and save a table of planted and reported faults"
 import argparse
 import json
 import tempfile
@@ -19,7 +19,7 @@ def first_of(
     training, # A broken `Training`
     tables # What `diagnose` gives of each of its embers
 ): # Its first rule and '', or what is wrong with the first finding
-    "What is said first; of several embers by the one that says it best"
+    "Return the rule of the first finding. With several embers, the one with the right finding counts."
     said = [(found.iloc[0]['rule'] if len(found) else '-', training.said_by(found)) for found in tables]
     return min(said, key=lambda s: s[1]!='')
 
@@ -27,7 +27,7 @@ def first_of(
 def confusion(
     results # (training, tables) pairs
 ) -> dict:
-    "Planted rule -> rule that was said first -> how many; an accepted one counts as the planted one. Of healthy ones: what was said above 'info'"
+    "Return counts: planted rule -> rule of the first finding -> number. For healthy trainings, count findings above 'info'."
     counts,alarms,n = {},Counter(),0
     for training,tables in results:
         if not training.rules:

@@ -1,18 +1,18 @@
-"What the unseen trainings share: data that are made up as they are asked for, the usual loop, and an ember that sees nothing"
+"Random data, loop and networks of the trainings whose authors did not know the rules"
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 
 class Silent:
-    "In place of an ember, to train alone"
+    "Replacement for an ember that records nothing"
     def __init__(self, model, optimizer=None, **about): pass
     def log(self, **numbers): pass
     def close(self): pass
 
 
 def fit(arm, model, opt, loss_of, n, clip=None, schedule=None, after=None, **about):
-    "The usual loop: the loss of each of `n` steps"
+    "Run `n` steps of the usual loop. Return their losses."
     te,losses = arm(model, optimizer=opt, **about),[]
     for i in range(n):
         loss = loss_of(i)
@@ -28,35 +28,35 @@ def fit(arm, model, opt, loss_of, n, clip=None, schedule=None, after=None, **abo
     return losses
 
 def ends(losses, n=10):
-    "Means of the first and of the last losses"
+    "Return the mean of the first losses and of the last losses."
     return sum(losses[:n])/n, sum(losses[-n:])/n
 
 def fell(losses, to, n=10):
-    "Whether the loss has come down to a share of what it was"
+    "Return True if the loss has fallen to a share of its start."
     first,last = ends(losses, n)
     return last < to*first
 
 def fixed(*shape, seed=7):
-    "Random numbers that are the same each time, for what is to be learned"
+    "Return random numbers that are the same in each call, as the function to learn."
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 def blobs(n, classes=4, dim=16, far=1.5):
-    "Points around a middle for each class"
+    "Return points around the center of each class, and the classes."
     y = torch.randint(classes, (n,))
     return far*fixed(classes, dim)[y] + torch.randn(n, dim), y
 
 def pictures(n, classes=4, size=12, channels=1):
-    "A pattern for each class, in noise"
+    "Return pictures of one noisy pattern per class, and the classes."
     y = torch.randint(classes, (n,))
     return fixed(classes, channels, size, size)[y] + torch.randn(n, channels, size, size), y
 
 def curve(n, dim=8):
-    "Something smooth of some inputs"
+    "Return inputs, and a smooth function of them."
     x = torch.randn(n, dim)
     return x, torch.sin(x[:, :1]) + .5*x[:, 1:2]*x[:, 2:3]
 
 def sentences(n, length=12, words=24):
-    "Each word is followed by one of two, mostly the first"
+    "Return sentences in which each word has two possible successors, of which the first is more frequent."
     follow = torch.stack([torch.randperm(words, generator=torch.Generator().manual_seed(s)) for s in (1, 2)])
     out = [torch.randint(words, (n,))]
     for _ in range(length-1): out.append(follow[(torch.rand(n)<.15).long(), out[-1]])
@@ -65,7 +65,7 @@ def sentences(n, length=12, words=24):
 def next_word(logits, ids): return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 def seen(module, x):
-    "What comes out of `module` for `x`, with nothing noted for the gradient and the mode as it was"
+    "Return the output of a module in evaluation mode, without gradients. The mode is restored."
     mode = module.training
     module.eval()
     with torch.no_grad(): y = module(x)
@@ -74,7 +74,7 @@ def seen(module, x):
 
 
 class Block(nn.Module):
-    "Two convolutions around which the input goes"
+    "A residual block of two convolutions"
     def __init__(self, c, zero=False):
         super().__init__()
         self.conv1,self.bn1 = nn.Conv2d(c, c, 3, padding=1, bias=False),nn.BatchNorm2d(c)
@@ -95,7 +95,7 @@ class ResNet(nn.Module):
 
 
 class Words(nn.Module):
-    "A recurrent network that says the next word"
+    "A recurrent network that predicts the next word"
     def __init__(self, kind=nn.LSTM, words=24, width=32, **about):
         super().__init__()
         self.embed,self.rnn,self.head = nn.Embedding(words, width),kind(width, width, batch_first=True, **about),nn.Linear(width, words)
@@ -114,7 +114,7 @@ def bert(**about):
         'num_attention_heads': 2, 'intermediate_size': 64, 'num_labels': 2, **about}))
 
 def has_word(n, length=10, words=24):
-    "Whether one of the first three words is among them"
+    "Return sentences, and whether each contains one of the first three words."
     ids = torch.randint(3, words, (n, length))
     y = torch.randint(2, (n,))
     ids[torch.arange(n), torch.randint(length, (n,))] = torch.where(y==1, torch.randint(3, (n,)), ids[:, 0])

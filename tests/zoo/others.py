@@ -1,4 +1,4 @@
-"What the second set of unseen trainings shares: small networks of many families, and data for them"
+"Small networks of many families and their data, for the second set of trainings whose authors did not know the rules"
 import math
 import torch
 from torch import nn
@@ -13,13 +13,13 @@ def mlp(i, *widths, out, act=nn.ReLU):
 def copies(model): return {k: p.detach().clone() for k,p in model.named_parameters()}
 
 def moved(model, before):
-    "How far each parameter went, as a share of its size"
+    "Return the change of each parameter, as a share of its size."
     return {k: ((p.detach()-before[k]).norm()/before[k].norm().clamp(min=1e-12)).item() for k,p in model.named_parameters()}
 
 def grads(model): return {k: p.grad.abs().mean().item() for k,p in model.named_parameters() if p.grad is not None}
 
 class Named:
-    "An ember whose loss goes by another name, or is not noted"
+    "An ember whose loss has another name, or is not noted"
     def __init__(self, te, name): self.te,self.name = te,name
     def log(self, loss): self.name and self.te.log(**{self.name: loss})
     def close(self): self.te.close()
@@ -28,7 +28,7 @@ def under(name, arm): return lambda model, optimizer=None, **about: Named(arm(mo
 
 
 class Mix(nn.Module):
-    "Patches are mixed with each other, and then channels"
+    "A block that mixes patches, and then channels"
     def __init__(self, patches=9, width=16, act=nn.GELU):
         super().__init__()
         self.norm1,self.across = nn.LayerNorm(width),mlp(patches, 16, out=patches, act=act)
@@ -69,7 +69,7 @@ class WaveNet(nn.Module):
     def forward(self, ids): return self.head(self.layers(self.inward(ids).mT))
 
 def waves(n, length=32, codes=16):
-    "Sines of some length and place, in codes"
+    "Return quantized sines of random length and phase."
     t = torch.arange(length+1)/length*2*math.pi
     y = torch.sin(t*(1+2*torch.rand(n, 1)) + 6*torch.rand(n, 1)) + .05*torch.randn(n, length+1)
     return ((y+1.2)/2.4*codes).long().clamp(0, codes-1)
@@ -78,7 +78,7 @@ def next_code(model, ids): return F.cross_entropy(model(ids[:, :-1]), ids[:, 1:]
 
 
 class Dense(nn.Module):
-    "Each convolution sees what all before it said"
+    "A network in which each convolution gets the outputs of all earlier ones"
     def __init__(self, grow=4, layers=3, classes=4):
         super().__init__()
         self.stem = nn.Conv2d(1, grow, 3, stride=2, padding=1)
@@ -94,7 +94,7 @@ class Dense(nn.Module):
 
 
 class Pointer(nn.Module):
-    "Says at which place of a list the largest stands"
+    "A network that points at the largest number of a list"
     def __init__(self, width=24, heat=1.):
         super().__init__()
         self.read,self.query,self.key,self.softmax = nn.Linear(1, width),nn.Linear(width, width),nn.Linear(width, width),nn.Softmax(-1)
@@ -111,7 +111,7 @@ def lists(n, length=6):
 
 
 class Translator(nn.Module):
-    "Reads with one recurrent network and writes with another, which looks back"
+    "A recurrent encoder, and a recurrent decoder with attention"
     def __init__(self, words=12, width=32, detach=False):
         super().__init__()
         self.source,self.target = nn.Embedding(words, width),nn.Embedding(words+1, width)
@@ -127,7 +127,7 @@ class Translator(nn.Module):
         return self.head(torch.cat([s, a@h], -1))
 
 def backwards(n, length=6, words=12):
-    "Words, what has been said so far, and what has to be said: the same words from the end"
+    "Return words, the input of the decoder, and its target: the words in reverse."
     ids = torch.randint(words, (n, length))
     out = ids.flip(1)
     return ids, F.pad(out[:, :-1], (1, 0), value=words), out
@@ -148,7 +148,7 @@ class ConvLSTM(nn.Module):
         return self.out(h)
 
 def films(n, size=8, length=4):
-    "A spot that goes to one side, and where it is next"
+    "Return films of a moving spot, and the next picture of each."
     at,go = torch.randint(size, (n, 1)),torch.randint(1, 3, (n, 1))
     row = torch.randint(size, (n,))
     x = torch.zeros(n, length+1, size, size)
@@ -157,7 +157,7 @@ def films(n, size=8, length=4):
 
 
 class Codebook(nn.Module):
-    "The nearest of some codes, with the gradient of what came in"
+    "The nearest of some codes, with a straight-through gradient"
     def __init__(self, n=16, dim=4):
         super().__init__()
         self.codes = nn.Embedding(n, dim)
@@ -179,7 +179,7 @@ class VQ(nn.Module):
 
 
 class EdgeAttention(nn.Module):
-    "A graph's nodes look at those next to them"
+    "Attention of the nodes of a graph to their neighbors"
     def __init__(self, i, o):
         super().__init__()
         self.lin,self.left,self.right,self.softmax = nn.Linear(i, o, bias=False),nn.Linear(o, 1, bias=False),nn.Linear(o, 1, bias=False),nn.Softmax(-1)
@@ -198,14 +198,14 @@ class GAT(nn.Module):
     def forward(self, x, near): return self.conv2(self.drop(F.elu(self.conv1(x, near))), near)
 
 def circles_of_friends(n=90):
-    "Nodes of three kinds: what each is like, which stand next to which, and their kind"
+    "Return a graph with three kinds of nodes: features, adjacency matrix, kinds."
     y = torch.arange(n)%3
     near = torch.rand(n, n, generator=torch.Generator().manual_seed(1)) < torch.where(y[:, None]==y, .2, .03)
     return fixed(n, 12, seed=2) + .7*fixed(3, 12)[y], near | near.T | torch.eye(n, dtype=torch.bool), y
 
 
 class Experts(nn.Module):
-    "A soft choice among experts"
+    "A soft mixture of experts"
     def __init__(self, n=4, i=16, o=4):
         super().__init__()
         self.gate,self.softmax,self.experts = nn.Linear(i, n),nn.Softmax(-1),nn.ModuleList(mlp(i, 16, out=o) for _ in range(n))
@@ -216,7 +216,7 @@ class Experts(nn.Module):
 
 
 class Table(nn.Module):
-    "Columns that are numbers, and two that are names"
+    "A network for a table with numeric columns and two categorical ones"
     def __init__(self, **about):
         super().__init__()
         self.town,self.trade,self.net = nn.Embedding(30, 4, **about),nn.Embedding(8, 4, **about),mlp(6+8, 32, out=1)

@@ -1,4 +1,4 @@
-"What broken trainings have in common: the loop, data of several kinds, and small networks"
+"Loop, data and small networks of the broken trainings"
 import math
 from itertools import pairwise
 
@@ -11,7 +11,7 @@ from .data import batch, digits, standard
 
 
 def fit(arm, model, opt, batches, loss_of=F.cross_entropy, **armed):
-    "Train as most do. The losses"
+    "Run the usual training loop. Return the losses."
     te,losses = arm(model, optimizer=opt, **armed),[]
     for x,y in batches:
         loss = loss_of(model(x), y)
@@ -29,7 +29,7 @@ def batches(n, size, *tensors):
 
 
 def first(found):
-    "Number of the first that is so"
+    "Return the position of the first true value."
     return next(i for i,f in enumerate(found) if f)
 
 
@@ -37,7 +37,7 @@ def first_not_finite(losses): return first(not math.isfinite(l) for l in losses)
 
 
 def ends(losses, n=10):
-    "Mean of the first losses, and of the last"
+    "Return the mean of the first losses and of the last losses."
     return sum(losses[:n])/n,sum(losses[-n:])/n
 
 
@@ -51,12 +51,12 @@ def weights(model): return {n: p.detach().clone() for n,p in model.named_paramet
 
 
 def changed(model, before):
-    "Names of the parameters that are other than before"
+    "Return the names of the parameters that have changed."
     return {n for n,p in model.named_parameters() if not torch.equal(p, before[n])}
 
 
 def table(name, raw=False, regression=False):
-    "A table of sklearn's: columns, and what is asked of them"
+    "Return a data set of scikit-learn: features and targets."
     x,y = getattr(datasets, f'load_{name}')(return_X_y=True)
     x = torch.tensor(x, dtype=torch.float32)
     return x if raw else standard(x),standard(torch.tensor(y, dtype=torch.float32)) if regression else torch.tensor(y)
@@ -69,21 +69,21 @@ text = torch.tensor([letters.index(c) for c in prose])
 
 
 def passages(n, size, length=24):
-    "Batches of text, and of the same text one letter on"
+    "Yield batches of text, and the same text shifted by one letter."
     for _ in range(n):
         at = torch.randint(len(text)-length-1, (size, 1))+torch.arange(length)
         yield text[at],text[at+1]
 
 
 def echoes(n, size, length=20, late=None):
-    "Sequences whose first number is asked for at their end. From batch `late[0]` on they are of length `late[1]`"
+    "Yield sequences whose target is their first number. From batch `late[0]` on, their length is `late[1]`."
     for i in range(n):
         x = torch.randn(size, late[1] if late and i>=late[0] else length, 1)
         yield x,x[:, 0, 0]
 
 
 def ring(n=60):
-    "A graph of three communities: features, normalised adjacency, communities"
+    "Return a graph of three communities: features, normalized adjacency matrix, communities."
     y = torch.arange(n)%3
     a = (torch.rand(n, n)<torch.where(y[:, None]==y, .3, .03)).float().triu(1)
     a = a+a.T+torch.eye(n)
@@ -108,7 +108,7 @@ class Convolutions(nn.Module):
 
 
 class Letters(nn.Module):
-    "The next letter, by an LSTM"
+    "An LSTM that predicts the next letter"
     def __init__(self, d=32, layers=1):
         super().__init__()
         self.embed = nn.Embedding(len(letters), d)
@@ -119,7 +119,7 @@ class Letters(nn.Module):
 
 
 class Recurrent(nn.Module):
-    "One number of a sequence"
+    "A recurrent network with one output per sequence"
     def __init__(self, d=32, kind=nn.RNN, **kwargs):
         super().__init__()
         self.cell = kind(1, d, batch_first=True, **kwargs)
@@ -129,7 +129,7 @@ class Recurrent(nn.Module):
 
 
 class Attention(nn.Module):
-    "Of one head, causal; its scores are multiplied by `scale`"
+    "Causal attention with one head, whose scores are multiplied by `scale`"
     def __init__(self, d, scale=None):
         super().__init__()
         self.q,self.k,self.v,self.out = (nn.Linear(d, d) for _ in range(4))
@@ -153,7 +153,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    "The next letter, by attention"
+    "A transformer that predicts the next letter"
     def __init__(self, d=32, blocks=2, length=24, **kwargs):
         super().__init__()
         self.embed,self.place = nn.Embedding(len(letters), d),nn.Embedding(length, d)
@@ -167,7 +167,7 @@ class Transformer(nn.Module):
 
 
 class Graph(nn.Module):
-    "Two convolutions on a graph, and a reading of each node"
+    "Two graph convolutions, and an output for each node"
     def __init__(self, d=16):
         super().__init__()
         self.conv1,self.conv2,self.read = nn.Linear(3, d),nn.Linear(d, d),nn.Linear(d, 3)
@@ -188,7 +188,7 @@ class Auto(nn.Module):
 
 
 def pictures(n, size=64):
-    "Batches of digits for an autoencoder"
+    "Yield batches of digits for an autoencoder."
     x,_ = digits()
     for _ in range(n):
         b, = batch(size, x)

@@ -1,4 +1,4 @@
-"`python -m zoo.run`: run trainings of the zoo with a real ember, and say what each took"
+"`python -m zoo.run`: run trainings of the zoo with a real ember, and print the time of each"
 import argparse
 import os
 import sys
@@ -16,7 +16,7 @@ ALL = ('input', 'output', 'weight', 'weight_grad', 'output_grad', 'input_grad', 
 
 
 def with_name(t, embers, home=None, **forced):
-    "What a training calls in place of `torchEmber`. What it arms goes to `embers`; a second one is `<name>_2`"
+    "Return the function that a training calls in place of `torchEmber`. It appends each ember to `embers`; a second ember is `<name>_2`."
     def arm(model, **asked):
         name = t.name if not embers else f'{t.name}_{len(embers)+1}'
         wanted = {'name': name, 'home': home} | asked | t.more | forced
@@ -27,7 +27,7 @@ def with_name(t, embers, home=None, **forced):
 
 
 def rows_and_loss(ember):
-    "How many rows a run has, and the last number that was noted as a loss: that of which most steps have one"
+    "Return the number of rows of a run, and the last value of the loss that was noted in most steps."
     df = ember.t.df
     noted = df.dropna(axis=1, how='all').columns.difference(['step', 'module'])
     losses = [c for c in noted if any(w in str(c).lower() for w in ('loss', 'nll', 'elbo', 'return'))]
@@ -36,7 +36,7 @@ def rows_and_loss(ember):
 
 
 def run(t, home=None, **forced):
-    "Run one training. Returns its embers and the seconds of CPU that it took; raises what it raises"
+    "Run one training. Return its embers and its CPU seconds."
     embers,start = [],time.process_time()
     try: t.run(with_name(t, embers, home, **forced))
     finally:
@@ -47,7 +47,7 @@ def run(t, home=None, **forced):
 
 
 def warm(home):
-    "What the first ember of a process has to load is not counted to a training"
+    "Load what the first ember of a process loads, so that no training is charged for it."
     model = torch.nn.Linear(2, 1)
     opt = torch.optim.SGD(model.parameters(), lr=.1)
     for name,form in (('warm', {}), ('warm_full', {'stats': 'full', 'ttypes': ALL})):
@@ -66,9 +66,9 @@ def main(argv=None):
     torch.set_num_threads(1)
     load()
     kinds = {'healthy': healthy, 'broken': broken}
-    rooms = [kinds[n] for n in a.names if n in kinds] or [healthy, broken]
+    wanted = [kinds[n] for n in a.names if n in kinds] or [healthy, broken]
     names = [n for n in a.names if n not in kinds]
-    known = {n: t for room in rooms for n,t in room.items()}
+    known = {n: t for trainings in wanted for n,t in trainings.items()}
     if missing := [n for n in names if n not in known]: p.error(f"no training {', '.join(missing)}")
     forced = {'stats': 'full', 'ttypes': ALL} if a.full else {}
     failed = []

@@ -20,7 +20,8 @@ def interpreter_flags():
 def path_of_child():
     "Return the import path of this process without the current folder."
     known = [os.path.abspath(p) for p in map(str, sys.path) if p not in ('', os.curdir)]
-    return list(dict.fromkeys([*known, os.path.dirname(os.path.dirname(find_spec('torchember').origin))])) # the folder that contains torchember
+    # the folder that contains torchember
+    return list(dict.fromkeys([*known, os.path.dirname(os.path.dirname(find_spec('torchember').origin))]))
 
 # %% ../../nbs/05_ground/50_child.ipynb #680a75bb
 def environment_of_child(**more):

@@ -15,16 +15,15 @@ from .messages import an, printable, unknown
 
 # %% ../../nbs/05_ground/30_choose.ipynb #fb427cc3
 class Selection:
-    "A choice of modules. Combine with `&`, `|`, `~`; apply with `Selection.pick`."
-    def __init__(self,
-        what:str, # Name of the choice in an error
-        ids # Function: (path, module) pairs -> set of `id(module)`
-    ): self.what,self.ids = what,ids
+    """A choice of modules. Combine with `&`, `|`, `~`; apply with `Selection.pick`.
 
-    def pick(self,
-        pairs # (path, module) pairs. A module may have several paths
-    ) -> list: # Modules in order, each once
-        "Return the selected modules. Raises ValueError if there are none."
+    what: name of the choice in an error
+    ids: function of (path, module) pairs that returns the `id` of each selected module"""
+    def __init__(self, what:str, ids):
+        self.what,self.ids = what,ids
+
+    def pick(self, pairs) -> list:
+        "Return the selected modules in order, each once. Raises ValueError if there are none. A module may have several paths."
         pairs = list(pairs)
         ids = self.ids(pairs)
         if not ids: raise ValueError(no_match_message(self.what, pairs))
@@ -44,15 +43,11 @@ def no_match_message(what, pairs):
 # %% ../../nbs/05_ground/30_choose.ipynb #21b86c02
 class NamedLayer:
     "Path and class names of a layer, in place of a module: logs and snapshots have no modules."
-    def __init__(self,
-        path:str, # Path of the module
-        kinds=() # Names of its class and base classes
-    ): self.path,self.kinds = path,kinds
+    def __init__(self, path:str, kinds=()):
+        self.path,self.kinds = path,kinds
 
-def kinds_of(
-    module # A module, or a `NamedLayer`
-) -> tuple: # Names of its class and base classes
-    "Return the class names of a module."
+def kinds_of(module) -> tuple:
+    "Return the names of the class and base classes of a module, or of a `NamedLayer`."
     return module.kinds if isinstance(module, NamedLayer) else tuple(c.__name__ for c in type(module).__mro__[:-1])
 
 
@@ -99,12 +94,10 @@ def select(
         "Give a glob ('features.*'), a class or its name, a compiled regex, a predicate, or a list of these.")
 
 # %% ../../nbs/05_ground/30_choose.ipynb #e319d466
-def chosen(
-    pairs, # (path, module) pairs
-    include=None, # As in `select`. None: all modules
-    exclude=None # As in `select`
-) -> set: # The `id` of each module
-    "Return the modules that are included and not excluded. Raises ValueError if there are none."
+def chosen(pairs, include=None, exclude=None) -> set:
+    """Return the `id` of each module that is included and not excluded. Raises ValueError if there are none.
+
+    include, exclude: as in `select`. Without `include`: all modules"""
     pairs = list(pairs)
     ids = {id(m) for m in (select(include).pick(pairs) if include is not None else (m for _,m in pairs))}
     if exclude is not None: ids -= {id(m) for m in select(exclude).pick(pairs)}
@@ -114,10 +107,8 @@ def chosen(
 # %% ../../nbs/05_ground/30_choose.ipynb #8b5fa0d0
 class Schedule:
     "A choice of steps: a function from step to bool. Combine with `&`, `|`, `~`."
-    def __init__(self,
-        keep, # Function: step -> bool
-        name:str # Name for display
-    ): self.keep,self.name = keep,name
+    def __init__(self, keep, name:str):
+        self.keep,self.name = keep,name
 
     def __call__(self, step): return bool(self.keep(step))
     def __and__(self, other): return Schedule(lambda s: self(s) and schedule(other)(s), f'({self} & {schedule(other)})')
@@ -151,10 +142,10 @@ def every(
 linear_form = re.compile(r'\s*linear\(\s*(\d+)\s*(?:,\s*(\d+)\s*)?\)\s*')
 
 # %% ../../nbs/05_ground/30_choose.ipynb #3ee9a2db
-def schedule(
-    when # Whole number n (every n), function of the step, string 'linear(5, 2)', or a `Schedule`
-) -> Schedule:
-    "Return a `Schedule`. Raises TypeError for other objects."
+def schedule(when) -> Schedule:
+    """Return a `Schedule`. Raises TypeError for other objects.
+
+    when: whole number n (every n), function of the step, string 'linear(5, 2)', or a `Schedule`"""
     if isinstance(when, Schedule): return when
     if isinstance(when, int): return every(when)
     if isinstance(when, str):

@@ -9,12 +9,12 @@ __all__ = ['lazy_attributes']
 from importlib import import_module
 
 # %% ../../nbs/05_ground/05_lazy.ipynb #4cda83b4
-def lazy_attributes(
-    package:str, # `__name__` of the package
-    names:dict, # Python module -> its names, separated by spaces. Modules of other packages begin with dots: '..frames.logframe'
-    before=lambda: None # Called before each import: may raise an error for a missing library
-) -> tuple: # `__getattr__` and `__dir__` for the package
-    "Return `__getattr__` and `__dir__` of a package with lazy names. An unknown name raises AttributeError."
+def lazy_attributes(package:str, names:dict, before=lambda: None) -> tuple:
+    """Return `__getattr__` and `__dir__` of a package with lazy names. An unknown name raises AttributeError.
+
+    package: its `__name__`
+    names: Python module -> its names, separated by spaces. Modules of other packages begin with dots: '..frames.logframe'
+    before: called before each import; may raise an error for a missing library"""
     modules = {n: module if module[0]=='.' else f'.{module}' for module,found in names.items() for n in found.split()}
     def get(name):
         if name not in modules: raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name)

@@ -11,11 +11,10 @@ import difflib, functools, inspect, os, re, sys, threading, warnings
 from typing import TypeVar
 
 # %% ../../nbs/05_ground/10_messages.ipynb #610d3dc5
-def printable(
-    text, # A name, or any object
-    most:int|None=None # Most letters: the middle of a longer text is left out
-) -> str: # Text without control characters and secrets
-    "Return a name for a message. Tables and files keep the name as it is."
+def printable(text, most:int|None=None) -> str:
+    """Return a name without control characters and secrets, for a message. Tables and files keep the name as it is.
+
+    most: number of letters; the middle of a longer text is left out"""
     text = str(text)
     if '://' in text: text = secrets.sub(r'\1…', passwords.sub('://', text))
     if most is not None and len(text)>most: text = f'{text[:most//2]}…{text[-(most-1-most//2):]}'
@@ -25,14 +24,12 @@ passwords = re.compile(r'://[^/\s]*@') # user:password@ of a URL
 secrets = re.compile(r'(?i)([?&][\w-]*(?:key|token|secret|sig|signature|credential|password)[\w-]*=)[^&\s\'"]+')
 
 # %% ../../nbs/05_ground/10_messages.ipynb #eeb67d8f
-def unknown(
-    what:str, # Kind of name, 'tensor type'
-    got, # The unknown name
-    known, # All known names
-    called=(), # Name in other libraries -> our name
-    others=() # Names that exist elsewhere and may be meant
-) -> str: # A sentence with the name, the known names and the closest
-    "Return the sentence for an unknown name."
+def unknown(what:str, got, known, called=(), others=()) -> str:
+    """Return the sentence for an unknown name, with the known names and the closest one.
+
+    what: kind of name, 'tensor type'
+    called: name in other libraries -> our name
+    others: names that exist elsewhere and may be meant"""
     known = [printable(k, longest) for k in known]
     close = [] if got in others else closest(got, [*known, *others], called)
     shown = ', '.join(known[:12]) + (f', ... ({len(known)} in all)' if len(known)>12 else '')
@@ -49,12 +46,8 @@ longest = 200 # letters of a name in a message. The search for close names takes
 alike = ('stat stats statistic statistics metric metrics scalar_metric', 'tt ttype ttypes tensor_type tensor_types', 'step steps',
     'layer layers path paths module modules include', 'optimizer optimizers optimiser optim opt') # arguments with the same meaning
 
-def unknown_argument(
-    what:str, # Name of the function, 'torchEmber'
-    got:str, # The unknown argument
-    known # Known arguments
-) -> str: # A sentence, as from `unknown`
-    "Return the sentence for an unknown argument."
+def unknown_argument(what:str, got:str, known) -> str:
+    "Return the sentence for an unknown argument. `what`: name of the function."
     same = {n for names in alike if got in names.split() for n in names.split()}
     return unknown(f'argument of {what}', got, known, {got.lower(): next((k for k in known if k in same), None)})
 
@@ -65,10 +58,8 @@ def arguments_of(f):
     "Return the names of the arguments of a function."
     return [n for n,p in inspect.signature(f).parameters.items() if n!='self' and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
-def says_arguments(
-    f:F # A function
-) -> F: # The same function, with a helpful TypeError for an unknown argument
-    "Wrap a function to name its arguments in the error for an unknown argument."
+def says_arguments(f:F) -> F:
+    "Wrap a function: its TypeError for an unknown argument then names the known arguments."
     @functools.wraps(f)
     def g(*args, **kwargs):
         try: return f(*args, **kwargs)
@@ -88,15 +79,13 @@ def misnamed(f, args, kwargs):
 
 # %% ../../nbs/05_ground/10_messages.ipynb #8d320c90
 def article(name):
-    "'a' or 'an', as the name is spoken: letter by letter where it begins with capitals, as SGD does"
+    "Return 'a' or 'an' for a name. Names that begin with two capitals are spoken letter by letter: an SGD."
     spelt = len(name)>1 and name[:2].isupper()
     return 'an' if name.startswith(tuple('AEFHILMNORSX')) and spelt or not spelt and name.lower().startswith((*'aeio', 'nd')) else 'a'
 
 # %% ../../nbs/05_ground/10_messages.ipynb #1fb1331a
-def an(
-    thing # Anything
-) -> str: # 'a dict', 'an int', 'the class Net', 'None'
-    "Return the kind of an object, for a message."
+def an(thing) -> str:
+    "Return the kind of an object, for a message: 'a dict', 'an int', 'the class Net', 'None'."
     if thing is None: return 'None'
     name = printable(thing.__name__ if isinstance(thing, type) else type(thing).__name__, longest)
     return f'the class {name}' if isinstance(thing, type) else f'{article(name)} {name}'
@@ -130,9 +119,7 @@ def users_frame():
     return next((f for fs in (here, waits) for f in fs if is_users(f)), here[-1])
 
 # %% ../../nbs/05_ground/10_messages.ipynb #abe87448
-def warn(
-    text:str # A sentence or two
-):
+def warn(text:str):
     "Warn with an `EmberWarning` at the user's line."
     frame = users_frame()
     place = frame.f_globals

@@ -9,12 +9,10 @@ __all__ = ['needs']
 from importlib import import_module
 
 # %% ../../nbs/05_ground/00_needs.ipynb #a59a5486
-def needs(
-    name:str, # Library to import
-    for_:str, # What needs it, for the message
-    package:str|None=None # Name of the package to install, if it differs
-): # The imported module
-    "Import a library. Raises ModuleNotFoundError with the command to install it."
+def needs(name:str, for_:str, package:str|None=None):
+    """Import a library and return it. Raises ModuleNotFoundError with the command to install it. `for_`: what needs the library.
+
+    package: name of the package to install, if it differs"""
     try: return import_module(name)
     except ModuleNotFoundError as e:
         if e.name and not name.startswith(e.name): raise # the library is installed, but one of its own imports fails

@@ -25,20 +25,15 @@ def is_alarming(row):
     return not row.get('skipped') and any(row.get(c) for c in (counts[:2] if masked else counts))
 
 # %% ../../nbs/05_ground/25_not_finite.ipynb #8f57594f
-def first_not_finite(
-    rows, # Dicts
-    which=has_some # Function of a row: True if it counts
-) -> dict|None:
-    "Return the first such row of the earliest step, or None."
+def first_not_finite(rows, which=has_some) -> dict|None:
+    "Return the first row of the earliest step that counts, or None. `which`: function of a row, True if it counts."
     return min(filter(which, rows), key=lambda r: r['step'], default=None)
 
 class FirstNotFinite:
     "First row with a NaN or infinity, during a run. Rows of evaluations count only until the first training row."
     def __init__(self): self.row,self.trained = None,False
 
-    def add(self,
-        rows # Dicts: the next rows of the run
-    ):
+    def add(self, rows):
         "Check the next rows."
         tensors = [r for r in rows if r.get('ttype')!='scalar']
         if not self.trained and any(r.get('phase') not in beside_training for r in tensors): self.row,self.trained = None,True

@@ -9,16 +9,14 @@ __all__ = ['find_plugins', 'load_plugin']
 from importlib.metadata import EntryPoint, entry_points
 
 # %% ../../nbs/05_ground/55_plugins.ipynb #b1a90005
-def find_plugins(
-    group:str # 'sinks', 'rules' or 'commands'
-) -> dict: # Name -> `EntryPoint`, nothing is imported
-    "Return the entry points of a group, from all installed packages."
+def find_plugins(group:str) -> dict:
+    """Return a dict: name -> entry point of a group, from all installed packages. Nothing is imported.
+
+    group: 'sinks', 'rules' or 'commands'"""
     return {e.name: e for e in entry_points(group=f'torchember.{group}')}
 
-def load_plugin(
-    plugin:EntryPoint # A value of `find_plugins`
-): # The object that the entry point names
-    "Import the object of an entry point. Any error becomes an ImportError with the name of the package."
+def load_plugin(plugin:EntryPoint):
+    "Import and return the object of an entry point. Any error becomes an ImportError with the name of the package."
     try: return plugin.load()
     except Exception as e:
         raise ImportError(f"The plugin {plugin.name!r} of the package {plugin.dist.name!r} cannot be imported from {plugin.value!r}: {type(e).__name__}: {e}. "

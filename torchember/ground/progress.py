@@ -34,21 +34,19 @@ def new_bar(what, total, done, form=None):
     return tqdm(**how)
 
 class Progress:
-    "Amount of finished work, with a bar after `delay` seconds."
+    """Amount of finished work, with a bar after `delay` seconds.
+
+    total: amount of work, in any unit, or None if it is unknown
+    what: description, 'reading GPT_20260401_120000'
+    form: format of the bar, as in tqdm"""
     delay = 2. # seconds until the bar appears
 
-    def __init__(self,
-        total:float|None, # Amount of work, in any unit. None: unknown
-        what:str, # Description: 'reading GPT_20260401_120000'
-        form:str|None=None # Format of the bar, as in tqdm
-    ):
+    def __init__(self, total:float|None, what:str, form:str|None=None):
         self.total,self.what,self.form = total,what,form
         self.done,self.bar,self.seen,self.began = 0,None,in_notebook() or in_terminal(),monotonic()
 
-    def update(self,
-        n:float=1 # Work done since the last call
-    ):
-        "Add finished work."
+    def update(self, n=1):
+        "Add work that was done since the last call."
         self.done += n
         if self.bar is not None: self.bar.update(n)
         elif self.seen and monotonic()-self.began>self.delay: self.bar = new_bar(self.what, self.total, self.done, self.form)
@@ -61,11 +59,11 @@ class Progress:
 # %% ../../nbs/05_ground/40_progress.ipynb #8c26a270
 without_units = '{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}' # for an amount in any unit
 
-def progress(
-    work, # Iterable, or the amount of work: a number, or None if unknown
-    what:str # Description: 'reading GPT_20260401_120000'
-): # Iterator over `work`; for an amount a context with an `update`
-    "Show a bar for work that takes more than two seconds, in a notebook or terminal."
+def progress(work, what:str):
+    """Show a bar for work that takes more than two seconds, in a notebook or terminal. Return an iterator over `work`.
+
+    work: an iterable. For an amount (a number, or None if unknown), the result is a context with an `update`
+    what: description, 'reading GPT_20260401_120000'"""
     if work is None or isinstance(work, int|float): return Progress(work, what, '{desc}: {elapsed}' if work is None else without_units)
     return iterate(work, what)
 
@@ -78,10 +76,8 @@ def iterate(work, what):
 
 # %% ../../nbs/05_ground/40_progress.ipynb #7be2cfdb
 @contextmanager
-def waiting(
-    what:str # Description: 'compiling'
-):
-    "Show the elapsed time of a wait of more than two seconds, in a notebook or terminal."
+def waiting(what:str):
+    "Show the elapsed time of a wait of more than two seconds, in a notebook or terminal. `what`: description, 'compiling'."
     if not (in_notebook() or in_terminal()):
         yield
         return

@@ -11,19 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .finding import name_module, finding, fmt, median, plain_median, finite_max
+from .finding import name_module, finding, fmt, lasts_from, median, plain_median, finite_max
 from .moves import is_linear, is_norm
 from .rules import rule
-
-# %% ../../nbs/55_health/40_activations.ipynb #1cdd4108
-def lasts_from(flags, least=3, share=.15, enough=10):
-    "Return the position from which a state lasts to the end, or None if it does not last."
-    flags = np.asarray(flags)
-    if not len(flags) or not flags[-1]: return None
-    off = np.flatnonzero(~flags)
-    start = int(off[-1]+1) if len(off) else 0
-    n = len(flags)-start
-    return start if n>=min(least, len(flags)) and (n>=share*len(flags) or n>=enough) else None
 
 # %% ../../nbs/55_health/40_activations.ipynb #dee878a6
 def feeding_layer(h, s, far=6):
@@ -41,8 +31,7 @@ def is_fed_below_zero(h, s, at):
     before = h.graph.feeder(s.path)
     fed = h.outputs.get(before) if before is not None else None
     if fed is None or 'max' not in fed: return False
-    i = np.searchsorted(fed.steps, s.steps[at])
-    return i<len(fed) and median(fed['max'][i:])<=0
+    return median(fed['max'][fed.steps>=s.steps[at]])<=0 # the median of no value is NaN
 
 def has_zero_weights(h, s, at):
     "Return True if the output of a layer is zero because its weights are zero, which other rules report."
@@ -70,10 +59,9 @@ def find_nearly_dead(h, share):
         at = lasts_from(s['zero_frac']>=share)
         if at is None: continue
         layer,zeros = feeding_layer(h, s),median(s['zero_frac'][at:])
-        yield finding(s.path if layer is None else layer, f"From step {s.steps[at]} on, {zeros:.1%} of the outputs of "
-            f"{name_module(s.path, s.kind)} are zero: most of its units are dead.", s.steps[at], s.steps[-1], severity='warning', ttype='output',
-            look=f"scalar_line(run, {s.path!r}, 'output', 'zero_frac')",
-            advice="Start with biases near zero, lower the learning rate, or use LeakyReLU or GELU.", zero_frac=zeros, dead=s.path)
+        yield s.finding(at, f"From step {s.steps[at]} on, {zeros:.1%} of the outputs of {s.title} are zero: most of its units are dead.",
+            s.path if layer is None else layer, stat='zero_frac', severity='warning', zero_frac=zeros, dead=s.path,
+            advice="Start with biases near zero, lower the learning rate, or use LeakyReLU or GELU.")
         return
 
 dead_advice = ("Start with biases near zero and the default weights of torch. Lower the learning rate if the layer died during the training. "
@@ -90,30 +78,29 @@ def find_dead_by_gradient(h):
         grads = [o for k,o in h.grads.items() if k[0]==path]
         if len(s)<5 or not grads or path in h.graph.last_modules or (at := lasts_from(flag_nonpositive(s))) is None: continue
         if any((i := lasts_from(o.zero)) is None or o.steps[i]>s.steps[at]+1 for o in grads): continue
-        return [finding(path, f"The activation after {name_module(path, s.kind)} is dead from step {s.steps[at]} on: all outputs of this layer are below "
-            f"zero (mean {fmt(median(s['mean'][at:]))}), and its gradients are exactly zero, so it cannot recover.", s.steps[at], s.steps[-1], ttype='output',
+        return [s.finding(at, f"The activation after {s.title} is dead from step {s.steps[at]} on: all outputs of this layer are below "
+            f"zero (mean {fmt(median(s['mean'][at:]))}), and its gradients are exactly zero, so it cannot recover.",
             look="overview(run)", dead=path, advice=dead_advice)]
     return []
 
 def below_zero_phrase(fed, s, step):
     "Return a phrase about the layer that feeds the zeros, if all its outputs are below zero."
     if fed is None or fed is s or 'max' not in fed: return ''
-    i = np.searchsorted(fed.steps, step)
-    return f": all outputs of {name_module(fed.path, fed.kind)} are below zero (at most {fmt(fed['max'][i])})" if i<len(fed) and fed['max'][i]<=0 else ''
+    later = fed['max'][fed.steps>=step]
+    return f": all outputs of {fed.title} are below zero (at most {fmt(later[0])})" if len(later) and later[0]<=0 else ''
 
 def has_gradients(h, layer, step):
     "Return True if a layer has gradients that are not zero in most steps after a step."
-    grads = [fmt.rms[fmt.steps>step] for k,fmt in h.grads.items() if k[0]==layer]
+    grads = [s.rms[s.steps>step] for k,s in h.grads.items() if k[0]==layer]
     return any(len(v) and (v>0).mean()>.5 for v in grads)
 
 # %% ../../nbs/55_health/40_activations.ipynb #72849866
 @rule(severity='error', needs=('input', 'output'),
     after=('poor_scale', 'update_too_large', 'equal_units', 'poor_input_scale', 'gradient_spike', 'exploding_gradient', 'loss_spike'))
-def dead_units(
-    h, # A `History`
-    share:float=.98 # Share of zeros of a layer, if it is recorded
-):
-    "A layer whose output is zero for the whole batch up to the end: after a ReLU no gradient passes, so the layer cannot recover"
+def dead_units(h, share=.98):
+    """A layer whose output is zero for the whole batch up to the end: after a ReLU no gradient passes, so the layer cannot recover
+
+    share: share of zeros of a layer, if it is recorded"""
     tensors = {}
     for s in h.series('input', 'output'): tensors.setdefault((s.ttype, s.path), []).append(s)
     zeros = [(ss[0], at) for ss in tensors.values() if (at := find_zeros(h, ss)) is not None]
@@ -123,14 +110,13 @@ def dead_units(
     s,at = min(zeros, key=lambda f: (f[0].steps[f[1]], f[0].order))
     step,layer = int(s.steps[at]),feeding_layer(h, s)
     fed = h.outputs.get(layer) if layer is not None else None
-    what = f"The {s.ttype} of {name_module(s.path, s.kind)}"
     when = f"from step {step} on{' (the first step)' if step==h.steps[0] else ''}"
     alive = has_gradients(h, layer, step)
-    then = f"Gradients still reach `{layer}` another way, so the layer may recover." if alive else "No gradient passes through it, so it cannot recover."
-    yield finding(s.path if fed is None else fed.path, f"{what} is zero for all samples {when}{below_zero_phrase(fed, s, step)}. {then}", step, s.steps[-1],
-        ttype='output', severity='warning' if alive else None,
-        look="overview(run)", zeros_in=len({z.path for z,_ in zeros}), first_zero=s.path, dead=s.path,
-        advice=dead_advice)
+    then = "No gradient passes through it, so it cannot recover."
+    if alive: then = f"Gradients still reach `{layer}` another way, so the layer may recover."
+    yield s.finding(at, f"The {s.ttype} of {s.title} is zero for all samples {when}{below_zero_phrase(fed, s, step)}. {then}",
+        s.path if fed is None else fed.path, ttype='output', severity='warning' if alive else None, look="overview(run)",
+        zeros_in=len({z.path for z,_ in zeros}), first_zero=s.path, dead=s.path, advice=dead_advice)
 
 # %% ../../nbs/55_health/40_activations.ipynb #b3d04178
 def is_at_one_end(s):
@@ -173,27 +159,23 @@ def find_saturation(h, s, slope):
 
 # %% ../../nbs/55_health/40_activations.ipynb #e6b4b7f7
 @rule(severity='warning', needs='output', after=('poor_scale', 'poor_input_scale', 'update_too_large'))
-def saturated(
-    h, # A `History`
-    slope:float=.05 # Mean slope, as a share of the slope at zero
-):
-    "An activation at its ends, where its slope is near zero"
+def saturated(h, slope=.05):
+    """An activation at its ends, where its slope is near zero
+
+    slope: mean slope, as a share of the slope at zero"""
     found = [f for s in h.series('output', 'input') if (f := find_saturation(h, s, slope))]
     if not found: return
     s,at,kind,left = min(found, key=lambda f: (f.s.steps[f.at], f.s.order))
     step,layer = int(s.steps[at]),feeding_layer(h, s)
     fed = h.outputs.get(layer) if layer is not None else None
-    by = f" Its input from {name_module(layer, fed.kind)} has an rms of {fmt(median(fed.rms[-5:]))}." if fed is not None and fed is not s else ''
-    what = name_module(s.path, s.kind) if s.ttype=='output' else f'The {kind} before {name_module(s.path, s.kind)}'
-    yield finding(s.path if layer is None else layer, f"{what} is saturated from step {step} on: its mean slope is {fmt(left)}, where "
-        f"{full_slope[kind]:g} is the most.{by} Hardly any gradient passes.",
-        step, s.steps[-1], severity='error' if h.progress.is_bad else None, ttype='output',
-        advice="Use smaller weights before it (torch.nn.init.xavier_uniform_), normalized inputs, a normalization layer, or a lower learning rate.",
-        look=f"scalar_line(run, {s.path!r}, {s.ttype!r}, 'std')", slope=left, saturated=s.path, layers=len(found))
+    by = f" Its input from {fed.title} has an rms of {fmt(median(fed.rms[-5:]))}." if fed is not None and fed is not s else ''
+    what = s.title if s.ttype=='output' else f'The {kind} before {s.title}'
+    yield s.finding(at, f"{what} is saturated from step {step} on: its mean slope is {fmt(left)}, where {full_slope[kind]:g} is the most.{by} "
+        "Hardly any gradient passes.", s.path if layer is None else layer, severity='error' if h.progress.is_bad else None, ttype='output',
+        advice="Use smaller weights before it (torch.nn.init.xavier_uniform_), normalized inputs, a normalization layer, "
+        "or a lower learning rate.", slope=left, saturated=s.path, layers=len(found))
 
 # %% ../../nbs/55_health/40_activations.ipynb #0cb0c418
-attention_advice = dict(advice="Divide the logits by sqrt(head size), normalize queries and keys, or lower the learning rate.")
-
 def is_attention_weights(h, s):
     "Return True if the rows of a tensor add up to 1, also under dropout, and the tensor is not the output of the model."
     softmax = h.activation(s)=='Softmax'
@@ -209,10 +191,10 @@ def find_peaked_rows(h, peak):
         at = lasts_from(squares>peak)
         if at is None: continue
         size = plain_median(squares[at:])
-        yield finding(s, f"From step {s.steps[at]} on, the attention of {name_module(s.path, s.kind)} puts nearly all weight on one of {s.shape[-1]} "
-            f"positions: the squared weights of a row add up to {fmt(size)}. Hardly any gradient passes.", s.steps[at], s.steps[-1],
+        yield s.finding(at, f"From step {s.steps[at]} on, the attention of {s.title} puts nearly all weight on one of {s.shape[-1]} "
+            f"positions: the squared weights of a row add up to {fmt(size)}. Hardly any gradient passes.", squares=size,
             severity='error' if h.progress.is_bad else 'info' if h.progress.is_good and at>2 else None, # if it was learned, it may be right
-            look=f"scalar_line(run, {s.path!r}, 'output', 'std')", squares=size, **attention_advice)
+            advice="Divide the logits by sqrt(head size), normalize queries and keys, or lower the learning rate.")
 
 # %% ../../nbs/55_health/40_activations.ipynb #893f4d6c
 logit_text = "Queries and keys{of} are so large that the softmax puts nearly all weight on one position: "
@@ -226,11 +208,10 @@ def find_large_weights(h, logit):
         each = ins[0].rms[:n]*w.rms[:n]*np.sqrt(w.shape[1])
         at = lasts_from(each**2>logit)
         if at is None: continue
-        yield finding(path, logit_text.format(of=f" of {name_module(path, w.kind)}")+f"the weights give them an rms of about {fmt(each[at])}, "
-            f"so logits are about {fmt(each[at]**2)}, from step {w.steps[at]} on.", w.steps[at], w.steps[-1], ttype='weight', pname=pname,
-            severity='error' if h.progress.is_bad else None,
-            look=f"scalar_line(run, {w.label!r}, 'weight', 'std')", logits=float(each[at]**2),
-            advice="Start with smaller weights (torch.nn.init.xavier_uniform_), normalize queries and keys, or lower the learning rate.")
+        yield w.finding(at, f"{logit_text.format(of=f' of {name_module(path, w.kind)}')}the weights give them an rms of about {fmt(each[at])}, "
+            f"so logits are about {fmt(each[at]**2)}, from step {w.steps[at]} on.", severity='error' if h.progress.is_bad else None,
+            advice="Start with smaller weights (torch.nn.init.xavier_uniform_), normalize queries and keys, or lower the learning rate.",
+            logits=float(each[at]**2))
 
 # %% ../../nbs/55_health/40_activations.ipynb #253e2c1e
 query_key_names = ('q_proj', 'k_proj'), ('query', 'key'), ('q', 'k'), ('wq', 'wk'), ('to_q', 'to_k'), ('q_lin', 'k_lin'), ('W_q', 'W_k'), ('Wq', 'Wk')
@@ -255,20 +236,18 @@ def find_large_products(h, logit):
         at = lasts_from(size>logit)
         if at is None: continue
         severity = 'error' if h.progress.is_bad else 'info' if h.progress.is_good else None # it may be right
-        yield finding(q, logit_text.format(of='')+f"{name_module(q.path)} has an rms of {fmt(q.rms[n-1])} and {name_module(k.path)} of {fmt(k.rms[n-1])}, "
-            f"so logits are about {fmt(size[n-1])}, from step {q.steps[at]} on.", q.steps[at], q.steps[-1], severity=severity,
-            look=f"scalar_line(run, {q.path!r}, 'output', 'std')",
-            advice="Divide the logits by sqrt(head size), normalize queries and keys (q_norm, k_norm), start with smaller weights, or lower the learning rate.",
-            logits=float(size[n-1]))
+        yield q.finding(at, f"{logit_text.format(of='')}{name_module(q.path)} has an rms of {fmt(q.rms[n-1])} and {name_module(k.path)} "
+            f"of {fmt(k.rms[n-1])}, so logits are about {fmt(size[n-1])}, from step {q.steps[at]} on.", severity=severity,
+            advice="Divide the logits by sqrt(head size), normalize queries and keys (q_norm, k_norm), start with smaller weights, "
+            "or lower the learning rate.", logits=float(size[n-1]))
 
 # %% ../../nbs/55_health/40_activations.ipynb #56a72632
 @rule(severity='warning', needs='output', after=('update_too_large',))
-def attention(
-    h, # A `History`
-    logit:float=30., # Standard deviation of the input of a softmax
-    peak:float=.97 # Sum of the squares of a row of attention weights
-):
-    "Attention to one position only: softmax rows with a single large number, or queries and keys that are too large"
+def attention(h, logit=30., peak=.97):
+    """Attention to one position only: softmax rows with a single large number, or queries and keys that are too large
+
+    logit: standard deviation of the input of a softmax
+    peak: sum of the squares of a row of attention weights"""
     yield from islice(chain(find_peaked_rows(h, peak), find_large_weights(h, logit), find_large_products(h, logit)), 1)
 
 # %% ../../nbs/55_health/40_activations.ipynb #06f41c23
@@ -297,11 +276,10 @@ def find_posterior_collapse(h, least=1e-3):
             nats = .5*(m.rms**2+.5*v.rms**2)
             at = lasts_from(nats<least)
             if at is None or nats[0]<=3*least: continue
-            yield finding(m, f"From step {m.steps[at]} on, the latent code carries no information: {name_module(p)} has an rms of {fmt(m.rms[-1])} "
-                f"and {name_module(q)} of {fmt(v.rms[-1])}, which is the prior ({fmt(nats[-1])} nats per value).", m.steps[at], m.steps[-1],
-                look=f"scalar_line(run, {p!r}, 'output', 'std')", nats=float(nats[-1]),
+            yield m.finding(at, f"From step {m.steps[at]} on, the latent code carries no information: {name_module(p)} has an rms of "
+                f"{fmt(m.rms[-1])} and {name_module(q)} of {fmt(v.rms[-1])}, which is the prior ({fmt(nats[-1])} nats per value).",
                 advice="Start with a small weight of the KL divergence and raise it slowly, sum the reconstruction error over all values, "
-                "or use free bits.")
+                "or use free bits.", nats=float(nats[-1]))
 
 collapse_advice = ("Check what the loss rewards: equal outputs may be its optimum. Add negative samples, stop the gradient on one side, "
     "or lower the weight decay.")
@@ -316,11 +294,10 @@ def find_rank_collapse(h):
 
 # %% ../../nbs/55_health/40_activations.ipynb #7052a2ad
 @rule(severity='warning', needs='output', after=('dead_units', 'saturated', 'equal_units', 'update_too_large', 'weights_decay', 'poor_scale'))
-def collapse(
-    h, # A `History`
-    small:float=1e-3 # Standard deviation of an output, relative to the first steps
-):
-    "Outputs that become equal for every input"
+def collapse(h, small=1e-3):
+    """Outputs that become equal for every input
+
+    small: standard deviation of an output, relative to the first steps"""
     found = [(s, at) for path,s in h.outputs.items() if (at := find_equal_outputs(h, path, s, small)) is not None]
     if not found:
         yield from islice(find_posterior_collapse(h), 1)
@@ -328,6 +305,6 @@ def collapse(
         return
     s,at = min(found, key=lambda f: (f[0].steps[f[1]], f[0].order))
     std,start = median(s['std'][at:]),median(s['std'][:3])
-    yield finding(s, f"The output of {name_module(s.path, s.kind)} is the same for every input: from step {s.steps[at]} on, its standard deviation is "
-        f"{fmt(std)} (mean {fmt(median(s['mean'][at:]))}), after {fmt(start)} at the start.", s.steps[at], s.steps[-1],
-        severity='error' if h.progress.is_bad else None, look=f"scalar_line(run, {s.path!r}, 'output', 'std')", std=std, start=start, advice=collapse_advice)
+    yield s.finding(at, f"The output of {s.title} is the same for every input: from step {s.steps[at]} on, its standard deviation is "
+        f"{fmt(std)} (mean {fmt(median(s['mean'][at:]))}), after {fmt(start)} at the start.",
+        severity='error' if h.progress.is_bad else None, std=std, start=start, advice=collapse_advice)

@@ -18,7 +18,8 @@ from .series import noted_series
 from ..measure.summary import derived
 
 # %% ../../nbs/55_health/78_aligned.ipynb #40aedc99
-tensor_key = ('path', 'ttype', 'tname', 'call', 'phase', 'backward', 'micro') # columns that identify the tensor of a row
+# columns that identify the tensor of a row
+tensor_key = ('path', 'ttype', 'tname', 'call', 'phase', 'backward', 'micro')
 torch_names = { # name in JAX -> name in torch
     'kernel': 'weight', 'scale': 'weight', 'embedding': 'weight', 'mu': 'exp_avg', 'nu': 'exp_avg_sq', 'trace': 'momentum_buffer'}
 
@@ -43,12 +44,12 @@ def common_names(df):
 
 # %% ../../nbs/55_health/78_aligned.ipynb #654421ee
 class ComparedRun:
-    "One of two runs: rows of its tensors, and its noted numbers."
-    def __init__(self,
-        df, # Rows, as `read` returns them
-        name:str, # Name of the run
-        paths=None # Path of a module -> path in the other run: a dict or a function. None leaves a module out
-    ):
+    """One of two runs: rows of its tensors, and its noted numbers.
+
+    df: rows, as `read` returns them
+    name: name of the run
+    paths: path of a module -> path in the other run: a dict or a function. None leaves a module out"""
+    def __init__(self, df, name:str, paths=None):
         if not {'step', 'ttype'}<=set(df.columns):
             raise ValueError("diff compares rows of a run, with the columns step, ttype, path and tname. "
                 f"This table has {', '.join(map(str, df.columns[:6]))}. "
@@ -56,7 +57,8 @@ class ComparedRun:
         self.own,df = user_statistics(df),clean_types(df)
         ttype = df['ttype'].astype(object).to_numpy()
         self.name,self.noted = printable(name, 80),{n.name: n for n in noted_series(df[ttype=='scalar'])} if (ttype=='scalar').any() else {}
-        self.noted = {n: v for n,v in self.noted.items() if computed_in(n)!='grad_norm'} # gradients are compared directly
+        # gradients are compared directly
+        self.noted = {n: v for n,v in self.noted.items() if computed_in(n)!='grad_norm'}
         self.df = df[(ttype!='scalar') & (ttype!='finding')].reset_index(drop=True)
         self.paths = filled_column(self.df, 'path')
         if paths is not None:
@@ -85,11 +87,10 @@ def user_statistics(df):
 
 # %% ../../nbs/55_health/78_aligned.ipynb #6609f108
 class RowPairs:
-    "Pairs of rows of the same tensor and step, in the order of the first run. `at`: positions of the rows in each run."
-    def __init__(self,
-        a:ComparedRun, b:ComparedRun, # The two runs
-        common:bool=False # True to compare names that do not depend on the framework
-    ):
+    """Pairs of rows of the same tensor and step, in the order of the first run. `at`: positions of the rows in each run.
+
+    common: True to compare names that do not depend on the framework"""
+    def __init__(self, a:ComparedRun, b:ComparedRun, common=False):
         pd,self.a,self.b,n = needs('pandas', for_='diff'),a,b,len(a.df)
         code = np.zeros(n+len(b.df), np.int64)
         for c in tensor_key:
@@ -97,13 +98,11 @@ class RowPairs:
             one = pd.factorize(np.concatenate(values))[0]
             code = pd.factorize(code*(int(one.max(initial=0))+1)+one)[0]
         steps = np.concatenate([a.df['step'].to_numpy(int), b.df['step'].to_numpy(int)])
-        run = np.arange(len(code))>=n
-        nth = pd.Series(code).groupby([run, steps, code]).cumcount().to_numpy()
-        which = pd.factorize(pd.Series(list(zip(steps.tolist(), code.tolist(), nth.tolist(), strict=True))))[0]
-        _,ia,ib = np.intersect1d(which[:n], which[n:], assume_unique=True, return_indices=True)
-        order = np.lexsort((ia, steps[:n][ia]))
-        self.at = (ia[order], ib[order])
-        self.tensor,self.step = code[self.at[0]],steps[:n][self.at[0]]
+        rows = pd.DataFrame({'step': steps, 'code': code, 'row': np.r_[:n, :len(code)-n]})
+        # a step may have several rows of a tensor
+        rows['nth'] = rows.groupby([np.arange(len(code))>=n, 'step', 'code']).cumcount()
+        pairs = rows[:n].merge(rows[n:], on=['step', 'code', 'nth']).sort_values(['step', 'row_x'])
+        self.at,self.tensor,self.step = (pairs['row_x'].to_numpy(), pairs['row_y'].to_numpy()),pairs['code'].to_numpy(),pairs['step'].to_numpy()
         self.path,self.ttype,self.tname,self.pname = (a.texts(c, self.at[0]) for c in ('path', 'ttype', 'tname', 'pname'))
         self.call = a.numbers('call', self.at[0])
         self.alone = tuple(find_unmatched(s, c, o, self.steps) for s,c,o in ((a, code[:n], code[n:]), (b, code[n:], code[:n])))

@@ -13,14 +13,11 @@ import numpy as np
 from ..ground.messages import printable
 from ..ground.record import clipped_norm
 from .diagnose import choose_rules, run_rules, load_history, find_unrecorded, order_findings
-from .finding import median, plain_median
+from .finding import finite_max, median, plain_median
 from .moves import relative_moves
 
 # %% ../../nbs/55_health/70_brief.ipynb #f11a3d9d
-def quote_name(
-    name, # Anything
-    most:int=60 # Characters
-) -> str:
+def quote_name(name, most=60) -> str:
     "Return a name in backticks that it cannot end: without backticks, line breaks and table bars, and not too long."
     text = printable(' '.join(str(name).split()), 1000).replace('`', "'").replace('|', '/')
     return f"`{text if len(text)<=most else text[:most//2-1]+'...'+text[-most//2+2:]}`"
@@ -28,11 +25,8 @@ def quote_name(
 def format_value(v): return 'NaN' if v is None or v!=v else f'{v:.3g}'
 
 # %% ../../nbs/55_health/70_brief.ipynb #0a2f7a61
-def thin_curve(
-    steps, values, # Of a noted number
-    n:int=20 # How many are left
-) -> list: # (step, median from there on to the next)
-    "Return a curve as `n` numbers: (step, median up to the next step)."
+def thin_curve(steps, values, n=20) -> list:
+    "Return a noted number as a curve of `n` points: (step, median from there up to the next step)."
     edges = np.unique(np.linspace(0, len(steps), n+1).astype(int))
     return [(int(steps[a]), plain_median(values[a:b])) for a,b in zip(edges[:-1], edges[1:], strict=True)]
 
@@ -45,11 +39,8 @@ def layer_sizes(h):
     for (p,_),m in relative_moves(h).items(): rows.setdefault(p, {'class': m.s.kind}).setdefault('step', end(m.ratio))
     return rows
 
-def rank_unusual(
-    rows:dict, # The result of `layer_sizes`
-    most:int=10
-) -> list: # (path, its row, what is unusual)
-    "Return the layers that differ most from the others."
+def rank_unusual(rows:dict, most=10) -> list:
+    "Return the layers that differ most from the others: (path, its row, unusual column). `rows`: result of `layer_sizes`."
     usual = {c: median([r[c] for r in rows.values() if r.get(c, 0)>0]) for c in ('output', 'gradient', 'step')}
     def away(r): return {c: np.inf if r[c]==0 else abs(np.log10(r[c]/usual[c])) for c in usual if c in r and r[c]>=0 and usual[c]>0}
     scored = [(max(d.values()), max(d, key=d.get), p) for p,r in rows.items() if (d := away(r))]
@@ -60,11 +51,11 @@ def norm_line(h):
     "Return the line about the norm of all gradients, or no line if the run has none."
     n = next((n for name in clipped_norm for n in h.noted if n.name==name), None)
     if n is None: return []
-    ok = np.isfinite(n.values)
-    finite,bad = n.values[ok],n.steps[~ok]
-    some = [('first', n.values[0]), *((('median', plain_median(finite)), ('largest', finite.max())) if len(finite) else ()), ('last', n.values[-1])]
+    bad = n.steps[~np.isfinite(n.values)]
+    some = {'first': n.values[0], 'median': median(n.values), 'largest': finite_max(n.values), 'last': n.values[-1]}
+    if len(bad)==len(n): del some['median'],some['largest']
     odd = f"; not finite at {len(bad):,} steps, first at step {bad[0]:,}" if len(bad) else ''
-    return [f"- norm of all gradients ({quote_name(n.name)}): {', '.join(f'{k} {format_value(v)}' for k,v in some)}{odd}"]
+    return [f"- norm of all gradients ({quote_name(n.name)}): {', '.join(f'{k} {format_value(v)}' for k,v in some.items())}{odd}"]
 
 def run_facts(h, name):
     "Return the lines about the run: model, steps, and what was recorded."

@@ -31,10 +31,10 @@ def find_rule(what):
     if what not in rules: raise ValueError(unknown('rule', what, list(rules)))
     return rules[what]
 
-def choose_rules(
-    rules # 'default', a name, a `Rule`, a function, or a list of these
-) -> list: # `Rule`s; for equal names, the last one
-    "Return the rules of an argument `rules=`."
+def choose_rules(rules) -> list:
+    """Return the `Rule`s of an argument `rules=`. Of equal names, the last one counts.
+
+    rules: 'default', a name, a `Rule`, a function, or a list of these"""
     if rules is None: rules = 'default'
     found = {}
     for r in [rules] if isinstance(rules, str) or callable(rules) else rules:
@@ -51,12 +51,11 @@ cause_order = ( # names of rules, causes first
 # share of a training by which a cause may appear later than its consequence
 late_share = {'loss_stalls': .6, 'diverging': .2, 'loss_rises': .2, 'vanishing_gradient': .1, 'collapse': .1}
 
-def explains(
-    cause:dict, found:dict, # Findings
-    after:dict, # Name of a rule -> names of rules that explain it
-    length:int=0 # Steps of the run
-) -> bool:
-    "Return True if one finding may be the cause of another."
+def explains(cause:dict, found:dict, after:dict, length=0) -> bool:
+    """Return True if one finding may be the cause of another.
+
+    after: name of a rule -> names of rules that explain it
+    length: steps of the run"""
     if found['stands'] or cause['severity']=='info' or cause['rule'] not in after.get(found['rule'], ()): return False
     return cause['first_step']<=max(found['first_step'], 2)+late_share.get(found['rule'], 0)*length
 
@@ -65,12 +64,11 @@ def find_root(causes, i):
     while i in causes: i = causes[i]
     return i
 
-def order_findings(
-    found:list, # Findings
-    rules=(), # `Rule`s of these findings
-    length:int=0 # Steps of the run
-) -> list: # (finding, position of its cause in this list or None)
-    "Sort findings, the worst first, with consequences below their cause."
+def order_findings(found:list, rules=(), length=0) -> list:
+    """Sort findings, the worst first, with consequences below their cause. Return (finding, position of its cause or None) pairs.
+
+    found: findings of `rules`
+    length: steps of the run"""
     after,place = {r.name: set(r.after) for r in rules},{name: i for i,name in enumerate(cause_order)}
     key = lambda f: (severity_rank[f['severity']], f['rule']!='died', f['first_step'], place.get(f['rule'], len(place)))
     found,causes = sorted(found, key=key),{}
@@ -89,10 +87,8 @@ wanted_types = { # tensor type -> what it shows, and whether a run can have it
     'weight_grad': ('gradients', lambda h: True), 'weight': ('weights', lambda h: True), 'output': ('activations', lambda h: True),
     'buffer': ('running statistics of BatchNorm', lambda h: any('BatchNorm' in (k or '') for k in h.kinds.values()))}
 
-def find_unrecorded(
-    h # `History`
-) -> list: # (what, how to record it)
-    "Return what no rule could check, because it was not recorded."
+def find_unrecorded(h) -> list:
+    "Return what no rule could check, because it was not recorded: (what, how to record it) pairs."
     recorded = {s.ttype for s in h.all}
     out = [(what, f"ttypes=[..., {ttype!r}]") for ttype,(what,could) in wanted_types.items() if ttype not in recorded and could(h)]
     if h.loss is None: out.insert(0, ('the loss', 'te.log(loss=loss)'))
@@ -108,11 +104,11 @@ def coverage_phrase(h, rules):
     return f"{len(rules)} rules checked {len(h.steps):,} step{'s'*(len(h.steps)!=1)} of {len(h.all):,} tensors ({kinds}){loss}"
 
 # %% ../../nbs/55_health/50_diagnose.ipynb #19f4bc2e
-def findings_as_lines(
-    findings, # Dicts or named tuples' `_asdict()`, with `follows`
-    most:int=5 # Consequences of a finding to list
-) -> list: # Lines
-    "Return findings as lines of text, with consequences below their cause."
+def findings_as_lines(findings, most=5) -> list:
+    """Return findings as lines of text, with consequences below their cause.
+
+    findings: dicts with `follows`
+    most: number of consequences of a finding to list"""
     lines,below = [],{}
     for f in findings:
         follows = f.get('follows')
@@ -206,7 +202,8 @@ def run_rules(rules, h, fails=None): # fails: function of a rule and its excepti
     "Return the findings of some rules. A rule that fails is reported, and the others continue."
     found,names = [],{r.name for r in rules}
     for r in rules:
-        try: found += [f for f in r(h) if f['rule']==r.name or f['rule'] not in names] # a finding of the rule replaces the row of an earlier finding
+        # a finding of the rule replaces the row of an earlier finding
+        try: found += [f for f in r(h) if f['rule']==r.name or f['rule'] not in names]
         except Exception as e:
             if fails: fails(r, e)
             else: warn(f"The rule {r.name} failed and reports nothing: {type(e).__name__}: {printable(e, 300)}. The other rules continue.")

@@ -29,20 +29,19 @@ def compare_formats(pairs, dtypes):
     a,b = dtypes
     floats = np.array([x!=y and ('float' in x or 'float' in y) for x,y in zip(a, b, strict=True)], bool)
     flow = np.isin(pairs.ttype, flow_types) & np.array(['float' in x or 'float' in y for x,y in zip(a, b, strict=True)], bool)
-    meant = floats[flow].mean()>=format_share if flow.any() else floats.mean()>=format_share if len(floats) else False
+    counted = floats[flow] if flow.any() else floats
+    meant = bool(len(counted) and counted.mean()>=format_share)
     both = np.array(['float' in x and 'float' in y for x,y in zip(a, b, strict=True)], bool)
     names = list(dict.fromkeys(zip(a[floats & both], b[floats & both], strict=True))) if meant else []
     return names, floats & ~(both & meant)
 
 def compare_shapes(pairs, shapes, common):
     "Return flags of pairs whose shapes differ, and of pairs that differ in more than the batch size. `common`: ignore the order of dimensions."
-    flow,known = np.isin(pairs.ttype, (*flow_types, *backward_types)),{}
+    flow = np.isin(pairs.ttype, (*flow_types, *backward_types))
     differ,beyond = np.zeros(len(pairs), bool),np.zeros(len(pairs), bool)
     for i,(s,o) in enumerate(zip(*shapes, strict=True)):
-        if s is None or o is None or s==o: continue
-        if common and (known.setdefault(s, sorted(s))==known.setdefault(o, sorted(o))): continue
-        differ[i] = True
-        beyond[i] = not (flow[i] and s[1:]==o[1:])
+        if s is None or o is None or s==o or common and sorted(s)==sorted(o): continue
+        differ[i],beyond[i] = True,not (flow[i] and s[1:]==o[1:])
     return differ, beyond
 
 def coarsest_eps(pairs, dtypes, shapes):
@@ -85,7 +84,8 @@ def compare_noted(pairs, d, eps, steps, rtol=None):
             a,b = values[0][s],values[1][s]
             size = max(abs(a), abs(b), usual)
             far = 0. if a==b or a!=a and b!=b else abs(a-b)/size if np.isfinite([a, b]).all() else np.inf
-            at = int(measured[max(np.searchsorted(measured, s, 'right')-1, 0)]) if len(measured) else s # the last step with recorded tensors
+            # the last step with recorded tensors
+            at = int(measured[max(np.searchsorted(measured, s, 'right')-1, 0)]) if len(measured) else s
             cause = max(known, level.get(at, 0.))
             may = max(noted_rounding if rtol is None else rtol, most_growth*gap.get(at, 1)*cause, coarse*(cause>0 and at!=s))
             if cause and differ_by_one_example(a, b, *batch.get(s, (0,))): may = max(may, far)
@@ -154,19 +154,20 @@ def find_missing(pairs):
     return [f"{t} {printable(n, 60)} of {f'`{printable(p, 60)}`' if p else 'the model'}" for p,t,n,_ in pairs.alone[0]]
 
 class Difference:
-    "The result of `diff`. It is true if the runs differ, and prints as one sentence."
-    def __init__(self,
-        names:tuple, # Names of the two runs
-        table, # `Difference.table`
-        first, # Row of the first difference, or None
-        notes:list, # Sentences about what was not compared
-        lacking:list=() # Tensors that only the first run has in common steps, in words
-    ):
+    """The result of `diff`. It is true if the runs differ, and prints as one sentence.
+
+    names: names of the two runs
+    table: all comparisons, see `difference_table`
+    first: row of the first difference, or None
+    notes: sentences about what was not compared
+    lacking: tensors that only the first run has in common steps, in words"""
+    def __init__(self, names:tuple, table, first, notes:list, lacking:list=()):
         self.names,self.table,self.first,self.notes,self.lacking = names,table,first,notes,lacking
         row = None if first is None else table.loc[first]
         self.step = None if row is None else int(row['step'])
-        self.path,self.ttype,self.tname,self.pname,self.stat,self.a,self.b = [None if row is None else row[c] or None if c=='pname' else row[c]
-            for c in ('path', 'ttype', 'tname', 'pname', 'stat', 'a', 'b')]
+        columns = ('path', 'ttype', 'tname', 'pname', 'stat', 'a', 'b')
+        values = [None if row is None else row[c] or None if c=='pname' else row[c] for c in columns]
+        self.path,self.ttype,self.tname,self.pname,self.stat,self.a,self.b = values
 
     def __bool__(self): return self.first is not None
 
@@ -190,10 +191,8 @@ class Difference:
         "The result in sentences: place, both values, distance, tolerance, rows before, and what was not compared."
         return ' '.join([describe_difference(self), *self.notes])
 
-    def plot(self,
-        ax=None # Axes to draw into
-    ): # matplotlib Axes
-        "Plot how the difference grows."
+    def plot(self, ax=None):
+        "Plot how the difference grows. Return the matplotlib Axes."
         from torchember import differences # `show` imports this Python module, so it is imported at first use
         return differences(self, ax=ax)
 
@@ -247,16 +246,15 @@ def difference_table(pairs, d, may, noted):
     t = pd.DataFrame(columns | {'stat': d.stat, 'a': d.a, 'b': d.b, 'distance': d.far, 'tolerance': may})[d.compared]
     for c in 'a','b': t[c] = t[c].astype(object)
     if not noted: return t.reset_index(drop=True)
-    rows = [{'pair': -1, 'step': s, 'path': '', 'ttype': 'scalar', 'tname': n, 'pname': '', 'call': 0, 'stat': n, 'a': a, 'b': b, 'distance': far,
-        'tolerance': m}
-        for n,s,a,b,far,m in noted]
-    more = pd.DataFrame(rows).astype({'a': object, 'b': object})
+    more = pd.DataFrame(noted).assign(pair=-1, path='', ttype='scalar', pname='', call=0, tname=lambda t: t['name'])
+    more = more.rename(columns={'name': 'stat'})[list(t.columns)].astype({'a': object, 'b': object})
     return (pd.concat([t, more]) if len(t) else more).sort_values('step', kind='stable', ignore_index=True)
 
 def check_common(pairs, d, noted):
     "Raise ValueError if two runs have nothing that can be compared."
     a,b = pairs.a,pairs.b
-    if not len(a.df)+len(a.noted) or not len(b.df)+len(b.noted): raise ValueError(f"{a.name if not len(a.df)+len(a.noted) else b.name} has no rows to compare.")
+    for side in (a, b):
+        if not len(side.df)+len(side.noted): raise ValueError(f"{side.name} has no rows to compare.")
     if not len(pairs.steps):
         spans = [describe_steps(s.steps.tolist()) for s in (a, b)]
         raise ValueError(f"{a.name} and {b.name} have no step in common: {spans[0]} against {spans[1]}.")

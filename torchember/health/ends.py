@@ -12,9 +12,7 @@ from ..store.reading import path_of
 
 # %% ../../nbs/55_health/18_ends.ipynb #b4e8ae6d
 @rule(severity='error', needs='finding')
-def died(
-    h # A `History`
-):
+def died(h):
     "A process that was killed, crashed, or ended by an exception, with step and module. An 'info' if the run continued afterwards"
     for r in (r for r in h.reported if r['rule']=='died'):
         step,last = int(r['step']),int(h.steps[-1]) if len(h.steps) else -1
@@ -26,15 +24,14 @@ def died(
 
 # %% ../../nbs/55_health/18_ends.ipynb #d29b6c04
 @rule(severity='warning', needs='finding')
-def recording(
-    h # A `History`
-):
+def recording(h):
     "Warnings of the recorder during the training, such as an optimizer that was created again, and findings of rules that only the training program had"
     last = {} # a warning of several processes is one finding
     for r in h.reported:
         if r['rule']!='died': last[tuple(str(r.get(k)) for k in ('rule', 'path', 'of', 'pname', *(['text'] if r['rule']=='recording' else [])))] = r
     for r in last.values():
-        if str(r.get('over')).lower() not in ('true', '1', '1.0'): yield finding_from_row(r) # a table may store True as 1.0
+        # a table may store True as 1.0
+        if str(r.get('over')).lower() not in ('true', '1', '1.0'): yield finding_from_row(r)
 
 def finding_from_row(row):
     "Return the finding of a row of type 'finding'. Another program may have written the row, so any value may be missing."

@@ -62,8 +62,7 @@ def finite_values(values):
 
 def median(values):
     "Return the median of the finite values, or NaN if there are none."
-    v = finite_values(values)
-    return plain_median(v) if len(v) else np.nan
+    return plain_median(finite_values(values))
 
 def plain_median(values):
     "Return the median like numpy, but faster: rules compute thousands of medians of a few numbers each."
@@ -75,6 +74,18 @@ def finite_max(values):
     "Return the largest finite value, or NaN if there is none."
     v = finite_values(values)
     return float(v.max()) if len(v) else np.nan
+
+# %% ../../nbs/55_health/00_finding.ipynb #0e7e7227
+def find_tail(flags):
+    "Return the position at which the last run of true values begins."
+    off = np.flatnonzero(~np.asarray(flags, bool))
+    return int(off[-1]+1) if len(off) else 0
+
+def lasts_from(flags, least=3, share=.15, enough=10):
+    "Return the position from which a state lasts to the end, or None if it does not last."
+    start = find_tail(flags)
+    n = len(flags)-start
+    return start if n and n>=min(least, len(flags)) and (n>=share*len(flags) or n>=enough) else None
 
 # %% ../../nbs/55_health/00_finding.ipynb #ad0d9052
 def name_module(path, kind=None):

@@ -10,12 +10,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .finding import finding, fmt, median, plain_median, finite_max
+from .finding import finding, find_tail, fmt, median, plain_median, finite_max
 from .rules import rule
 from .sizes import is_harmed, loss_sentence
 
 # %% ../../nbs/55_health/35_gradients.ipynb #61a42e75
-heatmap_call = dict(look="scalar_global_heatmap(run, ttype='weight_grad', stat='std')")
+def report_gradients(h, where, text, first_step, last_step=None, **more):
+    "Return a finding about gradients, with a sentence about the loss and a heatmap. `more`: as in `finding`."
+    return finding(where, f"{text} {loss_sentence(h.progress)}", first_step, last_step, ttype='weight_grad',
+        look="scalar_global_heatmap(run, ttype='weight_grad', stat='std')", **more)
 
 def typical_size(s, lo=0., hi=1.):
     "Return the median size of a gradient from the share `lo` to the share `hi` of the training, or NaN."
@@ -38,19 +41,14 @@ def report_vanishing(h, gs, size, lost, lasting, depth):
     "Return the finding of layers with vanishing gradients."
     keys = list(gs)
     s,first,top = gs[keys[lost[0]]],size[lost[0]],finite_max(size[len(size)//2:])
-    return finding(s, f"Gradients vanish in the backward pass: the gradient of {s.title} is {fmt(first) if first else 'exactly zero'}, "
-        f"and that of `{gs[keys[int(np.nanargmax(size))]].label}` is {fmt(top)}. {len(lost)} of {len(keys)} layers get less than {depth:g} of it. "
-        f"{loss_sentence(h.progress)}",
-        s.steps[0], s.steps[-1], severity='warning' if h.progress.is_good and lasting>=depth else None, **heatmap_call, first=first, last=top, layers=len(lost),
+    largest = gs[keys[int(np.nanargmax(size))]].label
+    return report_gradients(h, s, f"Gradients vanish in the backward pass: the gradient of {s.title} is "
+        f"{fmt(first) if first else 'exactly zero'}, and that of `{largest}` is {fmt(top)}. {len(lost)} of {len(keys)} layers get less than "
+        f"{depth:g} of it.", s.steps[0], s.steps[-1], severity='warning' if h.progress.is_good and lasting>=depth else None,
         advice="Use ReLU or GELU instead of sigmoid or tanh, normalization layers, residual connections, "
-        "and a suitable initialization (torch.nn.init.kaiming_normal_).")
+        "and a suitable initialization (torch.nn.init.kaiming_normal_).", first=first, last=top, layers=len(lost))
 
 # %% ../../nbs/55_health/35_gradients.ipynb #d732a91b
-def find_tail(flags):
-    "Return the position at which the last run of true values begins."
-    off = np.flatnonzero(~flags)
-    return int(off[-1]+1) if len(off) else 0
-
 def is_vanished(s, limit):
     "Return True if a gradient is below a limit in the last steps, and in a fifth of all steps."
     i = np.flatnonzero(s.rms<limit)
@@ -64,21 +62,20 @@ def find_vanished_later(h, gs, over_time, many=.7):
     k = min(gone, key=lambda k: gs[k].steps[np.flatnonzero(gs[k].rms<over_time*start[k])[0]])
     s = gs[k]
     i = find_tail(s.rms<over_time*start[k])
-    yield finding(s if len(gone)<len(gs) else '', f"From step {s.steps[i]} on, gradients vanish: the gradient of {s.title} fell from {fmt(start[k])} to "
-        f"{fmt(plain_median(s.rms[i:]))}. {len(gone)} of {len(gs)} layers have such gradients. {loss_sentence(h.progress)}",
-        s.steps[i], s.steps[-1], ttype='weight_grad', **heatmap_call, start=start[k], layers=len(gone),
+    yield report_gradients(h, s if len(gone)<len(gs) else '', f"From step {s.steps[i]} on, gradients vanish: the gradient of {s.title} fell "
+        f"from {fmt(start[k])} to {fmt(plain_median(s.rms[i:]))}. {len(gone)} of {len(gs)} layers have such gradients.",
+        s.steps[i], s.steps[-1], start=start[k], layers=len(gone),
         advice="An activation has saturated or died: plot the activations around this step with overview(run, ttype='output').")
 
 # %% ../../nbs/55_health/35_gradients.ipynb #ca03e71d
 @rule(severity='error', needs='weight_grad',
     after=('dead_units', 'saturated', 'poor_scale', 'equal_units', 'not_trained', 'update_too_large', 'weights_decay'))
-def vanishing_gradient(
-    h, # A `History`
-    depth:float=1e-5, # Size of a gradient over that of the last layers, below which it vanishes
-    over_time:float=1e-6, # Size of a gradient over that at the start, below which it vanishes
-    least:int=4 # Least number of layers to compare depths
-):
-    "Gradients that vanish on their way back through the layers, or during the training"
+def vanishing_gradient(h, depth=1e-5, over_time=1e-6, least=4):
+    """Gradients that vanish on their way back through the layers, or during the training
+
+    depth: size of a gradient over that of the last layers, below which it vanishes
+    over_time: size of a gradient over that at the start, below which it vanishes
+    least: least number of layers to compare depths"""
     gs = {k: s for k,s in h.matrices.items() if len(s)>=20 and 'Embedding' not in s.kind}
     size,lost = find_vanishing(gs, depth, least)
     if lost:
@@ -112,8 +109,8 @@ def is_worse_after(p, step):
     return bool(plain_median(after[-max(3, len(after)//3):])>plain_median(before)+max(2*p.noise, .2*abs(plain_median(before))))
 
 def value_at(s, step):
-    i = np.searchsorted(s.steps, step)
-    return float(s.rms[i]) if i<len(s) and s.steps[i]==step and np.isfinite(s.rms[i]) else 0.
+    i = s.at_step(step)
+    return float(s.rms[i]) if i is not None and np.isfinite(s.rms[i]) else 0.
 
 def largest_jump(gs, step):
     "Return the gradient that is the largest multiple of its usual size in a step."
@@ -128,10 +125,10 @@ def find_growth_with_depth(h, gs, depth):
     ratio = finite_max(size[:half])/max(-finite_max(-size[half:]), 1e-300)
     s = gs[keys[int(np.nanargmax(size))]]
     if not ratio>depth or largest<=1 or h.graph.position(s.path)>=h.graph.position(keys[-1][0]) or not (is_harmed(h) or ratio>100*depth): return None
-    return finding(s, f"Gradients explode in the backward pass: the gradient of {s.title} has an rms of {fmt(largest)}, and that of "
-        f"`{gs[keys[-1]].label}` has {fmt(size[-1])}. {loss_sentence(h.progress)}", s.steps[0], s.steps[-1],
-        **heatmap_call, largest=largest, ratio=float(ratio),
-        advice="Start with smaller weights (torch.nn.init.kaiming_normal_), add normalization layers or residual connections. clip_grad_norm_ limits the harm.")
+    return report_gradients(h, s, f"Gradients explode in the backward pass: the gradient of {s.title} has an rms of {fmt(largest)}, and that "
+        f"of `{gs[keys[-1]].label}` has {fmt(size[-1])}.", s.steps[0], s.steps[-1], largest=largest, ratio=float(ratio),
+        advice="Start with smaller weights (torch.nn.init.kaiming_normal_), add normalization layers or residual connections. "
+        "clip_grad_norm_ limits the harm.")
 
 def find_jumps(norm, times):
     "Yield (position, usual norm before) of each norm that is far above the 30 before it, and not small relative to the first norms."
@@ -144,8 +141,8 @@ def find_lasting_jump(h, gs, steps, norm, jump):
     for i,usual in find_jumps(norm, jump):
         if not is_worse_after(h.progress, steps[i]) or recovers(norm, i, usual): continue
         s = largest_jump(gs, steps[i])
-        return finding('', f"At step {steps[i]}, the gradient norm explodes to {fmt(norm[i])}, where {fmt(usual)} was usual, most of all in "
-            f"{s.title}. {loss_sentence(h.progress)}", steps[i], steps[-1], ttype='weight_grad', **heatmap_call, norm=float(norm[i]), usual=float(usual),
+        return report_gradients(h, '', f"At step {steps[i]}, the gradient norm explodes to {fmt(norm[i])}, where {fmt(usual)} was usual, "
+            f"most of all in {s.title}.", steps[i], steps[-1], norm=float(norm[i]), usual=float(usual),
             advice="Clip the gradients between backward() and step(): torch.nn.utils.clip_grad_norm_(model.parameters(), 1.)")
 
 # %% ../../nbs/55_health/35_gradients.ipynb #2c2d7106
@@ -165,18 +162,18 @@ def find_steep_loss(h, gs, steps, norm, steep):
     if not by or max(by.values())<=steep: return None
     k = max(by, key=by.get)
     s = gs[k]
-    return finding(s, f"Gradients explode from the start: the gradient of {s.title} has an rms of {fmt(typical_size(s, 0, .1))}, "
-        f"so a change of its weights by 0.1% changes the loss by {by[k]/10:.0f}%. {loss_sentence(h.progress)}", steps[0], steps[-1], **heatmap_call,
-        advice="Clip the gradients (clip_grad_norm_), start with smaller weights (recurrent networks: torch.nn.init.orthogonal_), or normalize between layers.",
-        elasticity=by[k], norm=plain_median(norm[:5]))
+    return report_gradients(h, s, f"Gradients explode from the start: the gradient of {s.title} has an rms of {fmt(typical_size(s, 0, .1))}, "
+        f"so a change of its weights by 0.1% changes the loss by {by[k]/10:.0f}%.", steps[0], steps[-1],
+        advice="Clip the gradients (clip_grad_norm_), start with smaller weights (recurrent networks: torch.nn.init.orthogonal_), "
+        "or normalize between layers.", elasticity=by[k], norm=plain_median(norm[:5]))
 
 def find_huge_start(h, gs, steps, norm, huge):
     "Return the finding of a huge norm at the start together with a loss that does not fall, or None."
     start = plain_median(norm[:5])
     if start<=huge or not is_harmed(h): return None
     s = max(gs.values(), key=lambda s: typical_size(s, 0, .1))
-    return finding(s, f"Gradients are huge from the start: their norm is {fmt(start)}, most of all in {s.title}. {loss_sentence(h.progress)}",
-        steps[0], steps[-1], **heatmap_call, norm=start,
+    return report_gradients(h, s, f"Gradients are huge from the start: their norm is {fmt(start)}, most of all in {s.title}.",
+        steps[0], steps[-1], norm=start,
         advice="Clip the gradients (clip_grad_norm_), start with smaller weights, normalize the data and the targets.")
 
 def find_endless_growth(h, gs, steps, norm, jump):
@@ -184,20 +181,19 @@ def find_endless_growth(h, gs, steps, norm, jump):
     start = plain_median(norm[:5])
     i = max(find_tail(norm>jump*start), 3)
     if not start>0 or not is_harmed(h) or len(norm)-i<3: return None
-    return finding('', f"The gradients keep growing: their norm rises from {fmt(start)} to {fmt(norm[-1])}, and exceeds {jump:,.0f} times its start "
-        f"from step {steps[i]} on. {loss_sentence(h.progress)}", steps[i], steps[-1], ttype='weight_grad', **heatmap_call, start=start, end=float(norm[-1]),
+    return report_gradients(h, '', f"The gradients keep growing: their norm rises from {fmt(start)} to {fmt(norm[-1])}, and exceeds "
+        f"{jump:,.0f} times its start from step {steps[i]} on.", steps[i], steps[-1], start=start, end=float(norm[-1]),
         advice="Lower the learning rate by a factor of 10, or clip the gradients (clip_grad_norm_).")
 
 # %% ../../nbs/55_health/35_gradients.ipynb #bb787dfd
 @rule(severity='error', needs='weight_grad', after=('poor_scale', 'poor_input_scale', 'update_too_large', 'gradients_add_up', 'loss_spike', 'gradient_spike'))
-def exploding_gradient(
-    h, # A `History`
-    jump:float=1000., # Norm over the usual one, after which the training does not recover
-    depth:float=1e4, # Size in the first layers over that in the last layers
-    huge:float=1e3, # Norm at the start that is huge if the loss suffers
-    steep:float=100. # Percent by which the loss changes at most if a weight changes by 1%
-):
-    "Gradients that grow from layer to layer or from step to step, and harm the loss"
+def exploding_gradient(h, jump=1000., depth=1e4, huge=1e3, steep=100.):
+    """Gradients that grow from layer to layer or from step to step, and harm the loss
+
+    jump: norm over the usual one, after which the training does not recover
+    depth: size in the first layers over that in the last layers
+    huge: norm at the start that is huge if the loss suffers
+    steep: percent by which the loss changes at most if a weight changes by 1%"""
     gs = {k: s for k,s in h.matrices.items() if len(s)>2}
     if not gs: return
     if found := find_growth_with_depth(h, gs, depth): yield found; return
@@ -237,22 +233,20 @@ def find_common_spike(h, gs, times):
     for i,usual in find_jumps(norm, times):
         if not recovers(norm, i, usual): continue
         s = largest_jump(gs, steps[i])
-        yield finding('', f"Only at step {steps[i]}, the gradient norm is {fmt(norm[i]/usual)} times its usual size ({fmt(norm[i])}), in all layers "
-            f"and most in {s.title}. {loss_sentence(h.progress)}",
-            steps[i], ttype='weight_grad', **heatmap_call, norm=float(norm[i]), usual=usual,
+        yield report_gradients(h, '', f"Only at step {steps[i]}, the gradient norm is {fmt(norm[i]/usual)} times its usual size "
+            f"({fmt(norm[i])}), in all layers and most in {s.title}.", steps[i], norm=float(norm[i]), usual=usual,
             severity=None if is_worse_after(h.progress, steps[i]) else 'info',
             advice="Check this batch, its targets and its weight in the loss. clip_grad_norm_ limits the harm.")
         return
 
 # %% ../../nbs/55_health/35_gradients.ipynb #9b6396f2
 @rule(severity='warning', needs='weight_grad', after=('not_finite', 'update_too_large'))
-def gradient_spike(
-    h, # A `History`
-    alone:float=50., # Factor above the usual size, relative to the other layers
-    times:float=100., # Factor above the usual size, in one layer
-    all_of_them:float=1000. # Factor above the usual norm, in all layers
-):
-    "A single step in which a gradient is far from its usual size"
+def gradient_spike(h, alone=50., times=100., all_of_them=1000.):
+    """A single step in which a gradient is far from its usual size
+
+    alone: factor above the usual size, relative to the other layers
+    times: factor above the usual size, in one layer
+    all_of_them: factor above the usual norm, in all layers"""
     gs = {k: s for k,s in h.matrices.items() if len(s)>=8 and not s.skipped.any()}
     if len(gs)<2: return
     common = sorted(set.intersection(*(set(s.steps.tolist()) for s in gs.values())))
@@ -261,10 +255,11 @@ def gradient_spike(
     if not found: yield from find_common_spike(h, gs, all_of_them); return
     step,k,size,others = max(found, key=lambda f: f.size)
     s = gs[k]
-    yield finding(s, f"At step {step}, the gradient of {s.title} is {fmt(size)} times its usual size ({fmt(value_at(s, step))}), "
-        f"and the gradients of the other layers are {fmt(others)} times theirs.",
-        step, look=f"scalar_line(run, {s.label!r}, 'weight_grad', 'std')", times=size, others=others,
-        advice="Check this batch, and the operations of this layer: divisions, products and lookups. clip_grad_value_ or clip_grad_norm_ limits the harm.")
+    at = s.at_step(step)
+    yield s.finding(at, f"At step {step}, the gradient of {s.title} is {fmt(size)} times its usual size ({fmt(value_at(s, step))}), "
+        f"and the gradients of the other layers are {fmt(others)} times theirs.", last=at, times=size, others=others,
+        advice="Check this batch, and the operations of this layer: divisions, products and lookups. "
+        "clip_grad_value_ or clip_grad_norm_ limits the harm.")
 
 # %% ../../nbs/55_health/35_gradients.ipynb #2420abd5
 def mean_change(s):
@@ -294,23 +289,21 @@ def has_each_step(h, gs, first):
 
 # %% ../../nbs/55_health/35_gradients.ipynb #1463e70e
 @rule(severity='error', needs='weight_grad', after=('not_trained',))
-def gradients_add_up(
-    h, # A `History`
-    first:int=6, # Steps to compare
-    many:float=.4 # Least share of such gradients
-):
-    "Gradients that are never set to zero: each step adds its gradients to the earlier ones"
+def gradients_add_up(h, first=6, many=.4):
+    """Gradients that are never set to zero: each step adds its gradients to the earlier ones
+
+    first: steps to compare
+    many: least share of such gradients"""
     gs = {k: s for k,s in h.grads.items() if len(s)>=max(10, first+2) and 'Embedding' not in s.kind}
     gs = {k: s for k,s in gs.items() if k not in h.without_optimizer} # an optimizer sets only its own gradients to zero
     if not gs or not has_each_step(h, gs, first): return
-    noise = 1e-5*finite_max([median(s.rms[:first]) for s in gs.values()]) # a bias before a normalization has a gradient of rounding errors
+    # a bias before a normalization has a gradient of rounding errors
+    noise = 1e-5*finite_max([median(s.rms[:first]) for s in gs.values()])
     gs = {k: s for k,s in gs.items() if median(s.rms[:first])>noise and np.isfinite(s.rms[:first]).all()}
     like = [k for k,s in gs.items() if is_accumulating(s, first)]
     if len(like)<max(1, many*len(gs)): return
     s = gs[max(like, key=lambda k: gs[k].rows.sizes[gs[k].at][0])]
     times,where = [float(v/s.rms[0]) for v in s.rms[:first]],'' if len(like)>.8*len(gs) else common_path([k[0] for k in like])
-    yield finding(where, f"Gradients add up: in the first {first} steps, the gradient of {s.title} is "
-        f"{', '.join(map(fmt, times))} times the first one. {len(like)} of {len(gs)} gradients grow like this, so they are never set to zero.",
-        s.steps[1], s.steps[-1], ttype='weight_grad',
-        look=f"scalar_line(run, {s.label!r}, 'weight_grad', 'std')", times=times,
+    yield s.finding(1, f"Gradients add up: in the first {first} steps, the gradient of {s.title} is {', '.join(map(fmt, times))} times the "
+        f"first one. {len(like)} of {len(gs)} gradients grow like this, so they are never set to zero.", where, times=times,
         advice="Call optimizer.zero_grad() in each step before backward(), on the optimizer that has these parameters.")

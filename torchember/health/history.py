@@ -31,7 +31,8 @@ def find_loss(noted):
 
 # %% ../../nbs/55_health/10_history.ipynb #2b5de1a7
 change_statistics = 'mean', 'std', 'max', 'min', 'rms', 'abs_max' # statistics that show a change
-sure_statistics = 'std', 'var', 'rms', 'l2' # each training step changes these; the mean of a bias or the largest value can stay the same
+# each training step changes these; the mean of a bias or the largest value can stay the same
+sure_statistics = 'std', 'var', 'rms', 'l2'
 
 def find_changes(s):
     "Return a flag for each pair of neighbouring steps: True if a statistic of the tensor differs between them."
@@ -53,18 +54,17 @@ def is_repeated(flags):
     return bool(len(flags)) and bool(flags.sum()>1 or flags.all())
 
 # %% ../../nbs/55_health/10_history.ipynb #dee0d067
-def find_makers(
-    trained, # Series of training passes
-    most=20_000 # Series to compare at most
-) -> dict: # Path -> paths of the modules whose output this module takes as input
-    "Find which module feeds which, by the numbers of one step."
+def find_makers(trained, most=20_000) -> dict:
+    """Return a dict: path -> modules whose output this module takes as input. It compares the numbers of one step.
+
+    trained: series of training passes
+    most: number of series to compare at most"""
     flows = [s for s in trained if s.ttype in ('input', 'output') and len(s)]
     if not flows or not any('mean' in s for s in flows[:5]): return {}
     step = int(np.median(np.unique(np.concatenate([s.steps for s in trained]))[:3]))
     made,out = {},{}
-    for s in sorted(flows[:most], key=lambda s: s.order):
-        at = np.searchsorted(s.steps, step)
-        if at>=len(s) or s.steps[at]!=step: at = 0
+    for s in flows[:most]:
+        at = s.at_step(step) or 0
         sign = tuple(s[c][at] for c in ('mean', 'std', 'max', 'min'))
         if s.ttype=='output': made.setdefault(sign, []).append(s.path)
         elif sign in made and sign!=(0, 0, 0, 0): out.setdefault(s.path, []).extend(p for p in made[sign][:1] if p!=s.path)
@@ -79,17 +79,16 @@ def has_same_numbers(a, b, *stats, last=None):
 
 # %% ../../nbs/55_health/10_history.ipynb #0b671842
 class ModuleGraph:
-    "The modules of a run in the order of their calls, and which module feeds which."
-    def __init__(self,
-        trained # Series of training passes
-    ): self.trained,self.ins,self.outs = trained,[s for s in trained if s.ttype=='input'],[s for s in trained if s.ttype=='output']
+    """The modules of a run in the order of their calls, and which module feeds which.
+
+    trained: series of training passes"""
+    def __init__(self, trained):
+        self.trained,self.ins,self.outs = trained,[s for s in trained if s.ttype=='input'],[s for s in trained if s.ttype=='output']
 
     @cached_property
     def calls(self):
         "Path -> position in the order in which modules return."
-        first = {}
-        for s in self.outs: first.setdefault(s.path, s.order)
-        return {p: i for i,p in enumerate(sorted(first, key=first.get))}
+        return {p: i for i,p in enumerate(dict.fromkeys(s.path for s in self.outs))}
 
     @cached_property
     def leaves(self):
@@ -115,7 +114,7 @@ class ModuleGraph:
         return found
 
     def feeder(self, path):
-        "Return the path of the module that feeds another. If numbers do not show it, return the leaf that returned last before its call."
+        "Return the path of the module that feeds another: by its numbers, else the last leaf that returned before its call."
         if makers := self.makers.get(path): return makers[-1]
         if path not in self.calls: return None
         earlier = [p for p in self.leaves if self.calls[p]<self.calls[path] and not p.startswith(path+'.')]
@@ -140,6 +139,12 @@ class ModuleGraph:
         return {s.path for s in self.outs if any(has_same_numbers(r, s, lambda s: s.rms, last=3) for r in roots)} | {*self.leaves[-1:]}
 
 # %% ../../nbs/55_health/10_history.ipynb #fd806469
+def group_by_path(series):
+    "Return a dict: path -> its series."
+    found = {}
+    for s in series: found.setdefault(s.path, []).append(s)
+    return found
+
 def is_finding_row(row):
     "Return True if a row of type 'finding' has a rule, a sentence and a step."
     return isinstance(row.get('rule'), str) and isinstance(row.get('text'), str) and row.get('step')==row.get('step')
@@ -153,18 +158,19 @@ def correct_entry(p, h):
     if p.get('called') is False and any(path in h.graph.calls for path,_ in keys): more['called'] = True
     if weight is not None and len(weight)>1:
         changes = is_repeated(find_changes(weight)) or update is not None and is_repeated(update.rms>0)
-        if changes or any(c in weight for c in sure_statistics): more['changes'] = changes # else the version counters of the entry know more
+        # else the version counters of the entry know more
+        if changes or any(c in weight for c in sure_statistics): more['changes'] = changes
     return p | more
 
 # %% ../../nbs/55_health/10_history.ipynb #49f48f26
 class History:
-    "A run as rules see it: series of tensors, order of the modules, noted numbers, and entries of the parameters."
-    def __init__(self,
-        df, # Rows, as `read` returns them
-        parameters=(), # Entries of the parameters: `store.parameters.entry`
-        name:str='', # Name of the run in sentences
-        activations:dict|None=None # Path -> class of the activation that a module applies to its own output, see `activations_in`
-    ):
+    """A run as rules see it: series of tensors, order of the modules, noted numbers, and entries of the parameters.
+
+    df: rows, as `read` returns them
+    parameters: entries of the parameters, see `store.parameters.parameter_entry`
+    name: name of the run in sentences
+    activations: path -> class of the activation that a module applies to its own output, see `activations_in`"""
+    def __init__(self, df, parameters=(), name='', activations:dict|None=None):
         if len(df) and not {'step', 'ttype'}<=set(df.columns):
             raise ValueError(f"The rows of a run have the columns step and ttype, as read(run) gives them; these have {', '.join(map(str, df.columns[:6]))}.")
         df = clean_types(df)
@@ -176,31 +182,19 @@ class History:
         self.all = list(split_series(self.df)) if len(self.df) else []
         self.evaluated = [s for s in self.all if s.phase=='eval']
         self.trained = [s for s in self.all if s.phase not in beside_training]
-        beside = len(self.trained)<len(self.all)
-        if beside and not any(s.ttype in ('input', 'output') for s in self.trained): self.trained,self.evaluated = self.all,[]
+        # a training without passes of its own
+        in_eval_mode = not any(s.ttype in ('input', 'output') for s in self.trained)
+        if in_eval_mode: self.trained,self.evaluated = self.all,[]
         self.steps = np.unique(np.concatenate([s.steps for s in self.trained])) if self.trained else np.zeros(0, int)
         self.graph = ModuleGraph(self.trained)
 
-    def series(self,
-        *ttypes:str, # Tensor types
-        evaluated:bool=False # True for series of evaluations instead of training passes
-    ) -> list:
-        "Return the series of some tensor types, in the order of calls."
+    def series(self, *ttypes:str, evaluated=False) -> list:
+        "Return the series of some tensor types, in the order of calls. `evaluated`: of evaluations instead of training passes."
         return [s for s in (self.evaluated if evaluated else self.trained) if s.ttype in ttypes]
 
-    @cached_property
-    def outputs(self):
-        "Path -> series of the first output of the first call."
-        found = {}
-        for s in self.series('output'): found.setdefault(s.path, s)
-        return found
-
-    @cached_property
-    def inputs(self):
-        "Path -> list of the series of all inputs."
-        found = {}
-        for s in self.series('input'): found.setdefault(s.path, []).append(s)
-        return found
+    # path -> series of all inputs; path -> series of the first output of the first call
+    inputs = cached_property(lambda self: group_by_path(self.series('input')))
+    outputs = cached_property(lambda self: {p: ss[0] for p,ss in group_by_path(self.series('output')).items()})
 
     @cached_property
     def grads(self):
@@ -216,9 +210,10 @@ class History:
         "Return the class of the activation of an output: its module, or the function that the module applies last, as in Keras's Dense."
         return self.activations.get(s.path, s.kind)
 
-    weights = cached_property(lambda self: {(s.path, s.pname): s for s in self.series('weight')}) # (path, pname) -> series
-    updates = cached_property(lambda self: {(s.path, s.pname): s for s in self.series('update')}) # (path, pname) -> series
-    matrices = cached_property(lambda self: {k: s for k,s in self.grads.items() if self.is_matrix(k, s)}) # gradients of matrices
+    # (path, pname) -> series; `matrices`: gradients of matrices
+    weights = cached_property(lambda self: {(s.path, s.pname): s for s in self.series('weight')})
+    updates = cached_property(lambda self: {(s.path, s.pname): s for s in self.series('update')})
+    matrices = cached_property(lambda self: {k: s for k,s in self.grads.items() if self.is_matrix(k, s)})
     kinds = cached_property(lambda self: {s.path: s.kind for s in self.all}) # path -> class of the module
     parameters = cached_property(lambda self: [correct_entry(p, self) for p in self.noted_parameters])
     loss = cached_property(lambda self: find_loss(self.noted)) # a `NotedSeries`, or None
@@ -257,7 +252,7 @@ class History:
         "Return True if the shape of the data changes at a step, apart from the batch size."
         for s in self.series('input'):
             if s.path not in self.graph.data_modules or s.shape is None: continue
-            i = np.searchsorted(s.steps, step)
-            a,b = (as_tuple(s.rows.shapes[s.at][j]) for j in (max(i-1, 0), min(i, len(s)-1)))
+            i,shapes = np.searchsorted(s.steps, step),s.rows.shapes[s.at]
+            a,b = as_tuple(shapes[max(i-1, 0)]),as_tuple(shapes[min(i, len(s)-1)])
             if a is not None and b is not None and a[1:]!=b[1:]: return True
         return False

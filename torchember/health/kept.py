@@ -60,9 +60,7 @@ def keep_run(
     return path
 
 # %% ../../nbs/55_health/77_kept.ipynb #f6444490
-def read_kept(
-    path # A file of `keep_run`
-): # pandas.DataFrame
+def read_kept(path):
     "Return the rows of a file of `keep_run`."
     needs('pyarrow', for_='A kept run')
     try: return needs('pandas', for_='A kept run').read_parquet(path)

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from .finding import name_module, finding, fmt, median, plain_median
+from .finding import finding, fmt, median, plain_median
 from .gradients import is_worse_after
 from .progress import guessing_losses, running_median, rank_trend
 from .rules import rule
@@ -24,10 +24,7 @@ def model_output(h):
     "Return the output of the model, or of the last module if the root was not recorded. None without outputs."
     return h.outputs.get('') or (h.outputs[h.graph.leaves[-1]] if h.graph.leaves else None)
 
-def enough_losses(p, least):
-    "Return the values of a loss if there are at least `least`, else None."
-    values = p.values
-    return values if len(values)>=least else None
+
 
 # %% ../../nbs/55_health/45_losses.ipynb #16c8c2e3
 def find_rise(p):
@@ -46,12 +43,11 @@ def rises_steadily(p):
 
 # %% ../../nbs/55_health/45_losses.ipynb #519ceb7d
 @rule(severity='error', needs='scalar', after=loss_causes)
-def diverging(
-    h, # A `History`
-    times:float=3., # Factor above the loss at the start
-    largest:float=10. # Factor above the output of the model at the start
-):
-    "A loss that grows: at the end it is several times its start, or the output of the model has grown with it"
+def diverging(h, times=3., largest=10.):
+    """A loss that grows: at the end it is several times its start, or the output of the model has grown with it
+
+    times: factor above the loss at the start
+    largest: factor above the output of the model at the start"""
     p = h.progress
     if p.verdict!='rises' or p.start<=0: return
     out = model_output(h)
@@ -59,9 +55,8 @@ def diverging(
     if p.end<times*p.start and not blown or rises_steadily(p) and not h.has_large_first_steps: return
     i = find_rise(p)
     grown = f", and the output of the model grew from {fmt(out.rms[0])} to {fmt(out.rms[-1])}" if blown else ''
-    yield finding('', f"The loss diverges: it grows from step {p.steps[i]} on, from {fmt(p.start)} at the start to {fmt(p.end)} at the end{grown}.",
-        p.steps[i], p.steps[-1],
-        ttype='scalar', look="overview(run)", start=p.start, end=p.end,
+    yield finding('', f"The loss diverges: it grows from step {p.steps[i]} on, from {fmt(p.start)} at the start to {fmt(p.end)} "
+        f"at the end{grown}.", p.steps[i], p.steps[-1], ttype='scalar', look="overview(run)", start=p.start, end=p.end,
         advice="Divide the learning rate by 10, add a warm-up, or clip the gradients (torch.nn.utils.clip_grad_norm_).")
 
 # %% ../../nbs/55_health/45_losses.ipynb #8785bc53
@@ -81,23 +76,23 @@ def find_ascent(h, share, least):
     shares = np.array([v for v in shares if v is not None])
     if len(shares)<2 or plain_median(shares)<share or (shares>.6).mean()<.75: return None
     usual = plain_median(shares)
-    return finding('', f"The optimizer maximizes the loss: the weights move along their gradients and not against them, in {usual:.0%} of the steps, "
-        f"for {len(shares)} weights.", h.steps[0], h.steps[-1], ttype='weight', stands=True, look="overview(run)",
+    return finding('', f"The optimizer maximizes the loss: the weights move along their gradients and not against them, in {usual:.0%} "
+        f"of the steps, for {len(shares)} weights.", h.steps[0], h.steps[-1], ttype='weight', stands=True, look="overview(run)",
         advice="Check for maximize=True, a wrong sign of the loss, a negative learning rate, or a hook that flips gradients.",
         along=usual, weights=len(shares))
 
 # %% ../../nbs/55_health/45_losses.ipynb #809205d5
 @rule(severity='error', needs='scalar', after=loss_causes)
-def loss_rises(
-    h, # A `History`
-    share:float=.8, # Share of the steps in which weights move along their gradients
-    least:int=20 # Least number of steps
-):
-    "A loss that is maximized: weights move along their gradients, or the loss rises steadily from the first step on"
+def loss_rises(h, share=.8, least=20):
+    """A loss that is maximized: weights move along their gradients, or the loss rises steadily from the first step on
+
+    share: share of the steps in which weights move along their gradients
+    least: least number of steps"""
     if found := find_ascent(h, share, least): yield found; return
     p = h.progress
     if p.verdict!='rises' or not rises_steadily(p) or h.has_large_first_steps: return
-    classes = any(abs(p.start-v)<.2*v for v in guessing_losses(h).values()) # a cross-entropy; games and moving targets have other losses
+    # a cross-entropy; games and moving targets have other losses
+    classes = any(abs(p.start-v)<.2*v for v in guessing_losses(h).values())
     yield finding('', f"The loss rises steadily from the first step on, from {fmt(p.start)} to {fmt(p.end)}: the optimizer minimizes another number.",
         p.steps[0], p.steps[-1], ttype='scalar', severity='warning' if h.is_broken else None if classes or p.end>3*abs(p.start) else 'info',
         look="overview(run)", start=p.start, end=p.end,
@@ -115,13 +110,12 @@ def falls_faster(v):
 
 # %% ../../nbs/55_health/45_losses.ipynb #3e8a3ee8
 @rule(severity='warning', needs='scalar', after=loss_causes)
-def loss_below(
-    h, # A `History`
-    times:float=5. # Factor of the start (or of 1) by which a loss of unknown kind is below zero
-):
-    "A loss below its minimum"
+def loss_below(h, times=5.):
+    """A loss below its minimum
+
+    times: factor of the start (or of 1) by which a loss of unknown kind is below zero"""
     p = h.progress
-    if enough_losses(p, 10) is None or p.verdict=='means nothing': return
+    if len(p.values)<10 or p.verdict=='means nothing': return
     v,name,out = running_median(p.values),p.loss.name.lower(),model_output(h)
     if v[-1]>=0 or v[-1]>p.start: return
     grown,endless = out is not None and len(out)>3 and out.rms[-1]>3*max(plain_median(out.rms[:3]), 1e-30),falls_faster(v)
@@ -143,7 +137,7 @@ def gives_probabilities(s):
     return bool((abs(s['mean']*s.shape[-1]-1)<1e-3).all() and not np.nanmin(s['min'])<0)
 
 def find_double_softmax(h, p):
-    "Return the finding of outputs that are probabilities, with a loss that stays above the minimum of a second softmax. None for others."
+    "Return the finding of a second softmax: the outputs are probabilities, and the loss stays above a minimum. None for others."
     for path in dict.fromkeys(['', *h.graph.last_modules]):
         if not gives_probabilities(s := h.outputs.get(path)): continue
         n = int(s.shape[-1])
@@ -157,17 +151,16 @@ def find_double_softmax(h, p):
             floor=floor, end=p.end)
 
 def find_relu_logits(h, p):
-    "Return the finding of logits that are never below zero, because of a ReLU after them. None for others."
+    "Return the finding of a ReLU after the logits: they are never below zero. None for others."
     for path in dict.fromkeys(['', *h.graph.last_modules]):
         s = h.outputs.get(path)
         if s is None or s.shape is None or len(s.shape)!=2 or s.shape[-1]<3 or 'min' not in s or len(s)<20 or gives_probabilities(s): continue
         guess = math.log(s.shape[-1])
         if not (s['min']==0).all() or not (s['max']>0).any() or abs(p.values[0]-guess)>.3*guess: continue
-        return finding(path, f"The logits of {name_module(path, s.kind)} are never below zero, and the loss is a cross-entropy "
-            f"({fmt(p.start)} to {fmt(p.end)}; guessing gives {guess:.3f} = ln {s.shape[-1]}): "
-            "a ReLU after the logits removes the gradient of all logits below zero.",
-            p.steps[0], p.steps[-1],
-            ttype='output', look="overview(run)", advice="Remove the activation after the last layer: cross_entropy expects logits of either sign.")
+        return finding(path, f"The logits of {s.title} are never below zero, and the loss is a cross-entropy "
+            f"({fmt(p.start)} to {fmt(p.end)}; guessing gives {guess:.3f} = ln {s.shape[-1]}): a ReLU after the logits removes the gradient "
+            "of all logits below zero.", p.steps[0], p.steps[-1], ttype='output', look="overview(run)",
+            advice="Remove the activation after the last layer: cross_entropy expects logits of either sign.")
 
 def find_double_sigmoid(h, p):
     "Return the finding of confident outputs with the loss of a second sigmoid: ln(1+1/e) for each yes, ln 2 for each no. None for others."
@@ -186,21 +179,21 @@ def find_double_sigmoid(h, p):
 
 # %% ../../nbs/55_health/45_losses.ipynb #b9ce36e8
 @rule(severity='warning', needs='scalar', after=loss_causes)
-def loss_stalls(
-    h, # A `History`
-    least:int=30, # Least number of steps; below twice as many, the finding is an 'info'
-    close:float=.03 # Share by which a loss may differ from that of guessing
-):
-    "A loss that does not fall"
+def loss_stalls(h, least=30, close=.03):
+    """A loss that does not fall
+
+    least: least number of steps; below twice as many, the finding is an 'info'
+    close: share by which a loss may differ from that of guessing"""
     p = h.progress
-    if enough_losses(p, least) is None: return
+    if len(p.values)<least: return
     if found := find_double_softmax(h, p) or find_double_sigmoid(h, p) or find_relu_logits(h, p): yield found; return
     if p.verdict!='stalls' or abs(p.end)<1e-6 or h.started_low: return
     if p.noise/math.sqrt(len(p.values)/5)>.05*abs(p.start): return # a fall could not be seen yet
     guess = next(((n, v) for n,v in guessing_losses(h).items() if abs(p.end-v)<close*v and abs(p.start-v)<3*close*v), None)
     chance = f" Guessing among {guess[0]} classes gives {guess[1]:.3f} = ln {guess[0]}." if guess else ''
     long = len(p.values)>=2*least
-    severity = 'error' if guess and long else None if p.noise<1e-6*abs(p.end) else 'info' # no one knows how far another loss can fall
+    # no one knows how far another loss can fall
+    severity = 'error' if guess and long else None if p.noise<1e-6*abs(p.end) else 'info'
     yield finding('', f"The loss does not fall: it is {fmt(p.start)} in the first steps, and {fmt(p.end)} in the last of {len(p.values)}.{chance}",
         p.steps[0], p.steps[-1], ttype='scalar', severity=severity, look="overview(run)", start=p.start, end=p.end, **({'guessing': guess[1]} if guess else {}),
         advice="Train on a single batch until its loss is near zero. If that fails, the model or the loss is wrong. If it works, check the data "
@@ -218,32 +211,33 @@ def find_loss_jump(p, times, part):
 def data_size_ratio(h, step, times=5):
     "Return the size of the data of a step relative to their usual size, or None if it is usual."
     for s in h.series('input'):
-        if s.path not in h.graph.first_modules or len(s)<=5 or step not in s.steps: continue
-        size = s.rms[np.searchsorted(s.steps, step)]/median(s.rms)
+        if s.path not in h.graph.first_modules or len(s)<=5 or (i := s.at_step(step)) is None: continue
+        size = s.rms[i]/median(s.rms)
         if size>times: return size
     return None
 
 # %% ../../nbs/55_health/45_losses.ipynb #479b84ad
 @rule(severity='warning', needs='scalar', after=('exploding_gradient', 'update_too_large', 'gradient_spike', 'poor_input_scale'))
-def loss_spike(
-    h, # A `History`
-    times:float=10., # Factor above the usual loss before it
-    part:float=.5 # Least size, as a share of the loss at the start
-):
-    "A loss, or a few, far above those around it"
+def loss_spike(h, times=10., part=.5):
+    """A loss, or a few, far above those around it
+
+    times: factor above the usual loss before it
+    part: least size, as a share of the loss at the start"""
     p = h.progress
-    if enough_losses(p, 12) is None or p.verdict in ('means nothing', 'rises') or (found := find_loss_jump(p, times, part)) is None: return
+    if len(p.values)<12 or p.verdict in ('means nothing', 'rises') or (found := find_loss_jump(p, times, part)) is None: return
     i,usual = found
     v,step = p.values,p.steps[i]
     if any(h.changes_data_at(s) for s in p.steps[5:i+1]): return # another task begins
     end = next((j for j in range(i+1, len(v)) if v[j]<2*usual), None)
     data = data_size_ratio(h, step)
     why = f" The data of this step are {fmt(data)} times as large as usual." if data else ''
-    learnt = end is not None and i+3<len(v) and min(v[i+1:i+4])>.4*v[i] # the loss stays high and falls slowly: the data differ from there on
-    severity = ('warning' if not learnt and (data or is_worse_after(p, step)) else 'info') if end else 'error' if len(v)-i>=30 else 'info'
+    if end is None: severity = 'error' if len(v)-i>=30 else 'info'
+    else: # if the loss stays high and falls slowly, the data differ from there on
+        learnt = i+3<len(v) and min(v[i+1:i+4])>.4*v[i]
+        severity = 'warning' if not learnt and (data or is_worse_after(p, step)) else 'info'
     yield finding('', f"At step {step}, the loss jumps to {fmt(v[i])}, where {fmt(usual)} was usual, and "
-        f"{f'returns at step {p.steps[end]}' if end else 'does not return'}.{why}",
-        step, p.steps[end-1] if end else p.steps[-1], ttype='scalar', severity=severity, look="overview(run)", loss=float(v[i]), usual=usual,
+        f"{f'returns at step {p.steps[end]}' if end else 'does not return'}.{why}", step, p.steps[end-1] if end else p.steps[-1],
+        ttype='scalar', severity=severity, look="overview(run)", loss=float(v[i]), usual=usual,
         advice="Check the batch of this step, and clip the gradients (torch.nn.utils.clip_grad_norm_).")
 
 # %% ../../nbs/55_health/45_losses.ipynb #b9084578
@@ -256,8 +250,8 @@ def find_constant_data(s, share=.9):
 def report_constant_data(h, s, at, alone):
     "Return the finding of data with a single value."
     severity = 'info' if not alone else 'error' if h.progress.verdict in ('stalls', 'rises', 'none', 'short') else 'warning'
-    return finding(s, f"The data are constant: all values of {s.tname} of {name_module(s.path, s.kind)} are {fmt(s['max'][at])} from step {s.steps[at]} on.",
-        s.steps[at], s.steps[-1], severity=severity, look=f"scalar_line(run, {s.path!r}, 'input', 'std')", value=float(s['max'][at]),
+    return s.finding(at, f"The data are constant: all values of {s.tname} of {s.title} are {fmt(s['max'][at])} from step {s.steps[at]} on.",
+        severity=severity, value=float(s['max'][at]),
         advice="Check the batches of the loader: a transform may clip all values, or an array was never filled.")
 
 def is_unchanging(s):
@@ -271,11 +265,10 @@ def held_out_losses(h):
 
 # %% ../../nbs/55_health/45_losses.ipynb #97e4d3bf
 @rule(severity='info', needs='input')
-def same_data(
-    h, # A `History`
-    least:int=8 # Least number of steps
-):
-    "One batch that repeats in each step, or data with a single value"
+def same_data(h, least=8):
+    """One batch that repeats in each step, or data with a single value
+
+    least: least number of steps"""
     ins = [s for s in h.series('input') if s.path in h.graph.first_modules and len(s)>=least and 'mean' in s]
     own = [s for s in ins if s.path in h.graph.data_modules]
     for s in own:
@@ -283,8 +276,8 @@ def same_data(
     if not own or not all(map(is_unchanging, own)): return
     s,held = own[0],held_out_losses(h)
     parts = h.progress.is_good and any(n.values[-1]>=n.values[0] for n in held)
-    yield finding(s, f"All {len(s)} steps use the same data: {s.tname} of {name_module(s.path, s.kind)} has the same mean, standard deviation, "
-        f"maximum and minimum in each step.{f' The held-out loss {held[0].name} does not fall.' if parts else ''}", s.steps[0], s.steps[-1],
-        severity='warning' if parts else None,
-        look=f"scalar_line(run, {s.path!r}, 'input', 'mean')",
-        advice="Nothing, if all data fit in one batch. Otherwise check that the loop takes a new batch in each step, and that the loader shuffles.")
+    more = f' The held-out loss {held[0].name} does not fall.' if parts else ''
+    yield s.finding(0, f"All {len(s)} steps use the same data: {s.tname} of {s.title} has the same mean, standard deviation, "
+        f"maximum and minimum in each step.{more}", stat='mean', severity='warning' if parts else None,
+        advice="Nothing, if all data fit in one batch. Otherwise check that the loop takes a new batch in each step, "
+        "and that the loader shuffles.")

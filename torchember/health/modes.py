@@ -10,21 +10,20 @@ from itertools import islice
 
 import numpy as np
 
-from .activations import lasts_from
-from .finding import name_module, finding, fmt, median, plain_median
+from .finding import fmt, lasts_from, median, plain_median
 from .history import find_changes, is_repeated
 from .rules import rule
 
 # %% ../../nbs/55_health/42_modes.ipynb #013c2fe6
-def find_tiny_batch(h, path, kind, few=2):
+def find_tiny_batch(h, out, few=2):
     "Return the finding of a batch with so few values per channel that the output shows only their order, or None."
-    s = (h.inputs.get(path) or [None])[0]
+    s = (h.inputs.get(out.path) or [None])[0]
     if s is None or s.shape is None or len(s.shape)<2: return None
     values = [np.prod(x)/x[1] for x in s.rows.shapes[s.at] if x is not None and len(x)>1 and x[1]]
     if not values or plain_median(values)>few: return None
     n = int(plain_median(values))
-    return finding(path, f"{name_module(path, kind)} normalizes over only {n} value{'s' if n>1 else ''} per channel, so its output shows hardly more "
-        "than their order.", s.steps[0], s.steps[-1], ttype='input', look=f"scalar_line(run, {path!r}, 'output', 'std')",
+    return s.finding(0, f"{out.title} normalizes over only {n} value{'s' if n>1 else ''} per channel, so its output shows hardly more "
+        "than their order.", look=f"scalar_line(run, {out.path!r}, 'output', 'std')",
         advice="Use a larger batch, GroupNorm or LayerNorm.", values=plain_median(values))
 
 # %% ../../nbs/55_health/42_modes.ipynb #8410a922
@@ -39,158 +38,138 @@ def has_changing_statistics(h, path):
     "Return True if recorded running statistics of a module change in two steps or more."
     return any(is_repeated(find_changes(s)) for s in h.series('buffer') if s.path==path and s.tname in (*means, *variances))
 
-def find_eval_mode(h, path, kind):
-    "Return the finding of a module whose output equals its input: it is in evaluation mode, with its first statistics. None for others."
-    out,ins,w = h.outputs[path],h.inputs.get(path),first_present(h.weights, gains, path)
-    if not ins or w is None or first_present(h.grads, gains, path) is None or len(out)<10 or len(ins[0])!=len(out): return None
+def find_eval_mode(h, out):
+    "Return the finding of a module in evaluation mode with its first statistics: its output equals its input. None for others."
+    ins,w = h.inputs.get(out.path),first_present(h.weights, gains, out.path)
+    if not ins or w is None or first_present(h.grads, gains, out.path) is None or len(out)<10 or len(ins[0])!=len(out): return None
     x,first = ins[0],slice(0, 3)
     same = (abs(x.rms*w.rms[0]-out.rms)<.01*out.rms) & (abs(x['mean']*w['mean'][0]-out['mean'])<.01*out.rms)
-    if not same[first].all() or (abs(x.rms[first]-1)<.05).all(): return None # for normalized data, input and output are equal in both modes
-    if has_changing_statistics(h, path): return None # in evaluation mode they would not change
-    return finding(path,
-        f"The output of {name_module(path, kind)} equals its input: the model trains in evaluation mode, with the first running statistics.",
-        out.steps[0], out.steps[-1], ttype='output', look=f"scalar_line(run, {path!r}, 'output', 'std')",
-        advice="Call model.train() before training, and model.eval() only to evaluate.")
+    # for normalized data, input and output are equal in both modes
+    if not same[first].all() or (abs(x.rms[first]-1)<.05).all(): return None
+    if has_changing_statistics(h, out.path): return None # in evaluation mode they would not change
+    return out.finding(0, f"The output of {out.title} equals its input: the model trains in evaluation mode, with the first running "
+        "statistics.", advice="Call model.train() before training, and model.eval() only to evaluate.")
 
-def find_wrong_scale(h, path, kind, times=3, share=.6):
+def find_wrong_scale(h, out, times=3, share=.6):
     "Return the finding of a module whose output does not have the size of its weight and bias in training, or None."
-    out = h.outputs[path]
-    w,b = (first_present(h.weights, names, path) for names in (gains, offsets))
+    w,b = (first_present(h.weights, names, out.path) for names in (gains, offsets))
     if w is None or len(out)<3: return None
     n = min(len(out), len(w))
     expected = np.sqrt(w.rms[:n]**2+(b.rms[:n]**2 if b is not None and len(b)>=n else 0))
-    ok = expected>0
-    gap = out.rms[:n][ok]/expected[ok]
+    known = np.flatnonzero(expected>0)
+    gap = out.rms[known]/expected[known]
     off = (gap>times) | (gap<1/times)
-    if not len(gap) or off.mean()<share or out.zero[:n].mean()>.5 or has_changing_statistics(h, path): return None
-    first = int(out.steps[:n][ok][np.flatnonzero(off)[0]])
-    return finding(path, f"{name_module(path, kind)} does not normalize during training: its output has an rms of {fmt(out.rms[0])}, and its weight and "
-        f"bias give {fmt(expected[0])}. It is in evaluation mode, with running statistics that do not fit the data.", first, out.steps[-1],
-        ttype='output',
-        look=f"scalar_line(run, {path!r}, 'output', 'std')", times=plain_median(gap), advice="Call model.train() before training, and model.eval() after it. "
-        "If a trained BatchNorm shall stay fixed, give it data like those of its own training.")
+    if not len(gap) or off.mean()<share or out.zero[:n].mean()>.5 or has_changing_statistics(h, out.path): return None
+    return out.finding(known[off][0], f"{out.title} does not normalize during training: its output has an rms of {fmt(out.rms[0])}, and "
+        f"its weight and bias give {fmt(expected[0])}. It is in evaluation mode, with running statistics that do not fit the data.",
+        advice="Call model.train() before training, and model.eval() after it. "
+        "If a trained BatchNorm shall stay fixed, give it data like those of its own training.", times=plain_median(gap))
 
 # %% ../../nbs/55_health/42_modes.ipynb #9f68f32c
-running_advice = ("Check momentum (0.1 is usual; 0 never updates, None averages all batches). Train long enough before model.eval(), and prepare the "
-    "data in the same way for both. Use one BatchNorm per kind of data, and GroupNorm for batches of a few samples.")
+running_advice = ("Check momentum (0.1 is usual; 0 never updates, None averages all batches). Train long enough before model.eval(), and "
+    "prepare the data in the same way for both. Use one BatchNorm per kind of data, and GroupNorm for batches of a few samples.")
 
-def report_unchanged_statistics(path, kind, var):
-    "Return the finding of running statistics that never change."
-    return finding(path, f"The running statistics of {name_module(path, kind)} have not changed in {len(var)} steps, "
-        "so in model.eval() they do not fit the data.", var.steps[0], var.steps[-1], ttype='buffer', look=f"scalar_line(run, {path!r}, 'buffer', 'mean')",
-        advice=running_advice)
-
-def uses_batch_statistics(h, path):
+def uses_batch_statistics(h, out):
     "Return True if a module normalizes by the batch: then the mean of its output is that of its bias."
-    out,b = h.outputs[path],first_present(h.weights, offsets, path)
+    b = first_present(h.weights, offsets, out.path)
     mean = b['mean'][:len(out)] if b is not None and len(b)>=len(out) else 0
     return bool(plain_median(abs(out['mean']-mean))<2e-3*median(out.rms))
 
-def compare_buffers(h, path, kind, least, away=2., shifted=1.5):
+def compare_buffers(h, out, least, away=2., shifted=1.5):
     "Return the finding of running statistics that do not fit the batches in the second half of the training, or None."
-    buffers = {s.tname: s for s in h.series('buffer') if s.path==path}
-    ins,var,mean = h.inputs.get(path),first_present(buffers, variances),first_present(buffers, means)
+    buffers = {s.tname: s for s in h.series('buffer') if s.path==out.path}
+    ins,var,mean = h.inputs.get(out.path),first_present(buffers, variances),first_present(buffers, means)
     if var is None or mean is None or not ins or len(var)<10: return None
     is_constant = all((b[c]==b[c][0]).all() for b in (var, mean) for c in ('mean', 'std', 'max', 'min') if c in b)
-    if is_constant and uses_batch_statistics(h, path): return report_unchanged_statistics(path, kind, var)
-    batch = ins[0]
-    n = min(len(var), len(batch))
+    if is_constant and uses_batch_statistics(h, out): return var.finding(0, f"The running statistics of {out.title} have not changed in "
+        f"{len(var)} steps, so in model.eval() they do not fit the data.", stat='mean', advice=running_advice)
+    batch,n = ins[0],min(len(var), len(ins[0]))
     if n<least: return None
     part = slice(n//2, n)
     have,spread = median(batch.rms[part]),median(batch['std'][part])
     know = median(np.sqrt(np.maximum(var['mean'][part]+mean.rms[part]**2, 0)))
     mean_known,mean_had = median(mean['mean'][part]),median(batch['mean'][part])
     if 1/away<(know/have if have>0 else np.inf)<away and abs(mean_known-mean_had)/max(spread, 1e-30)<shifted: return None
-    return finding(path, f"The running statistics of {name_module(path, kind)} do not fit its data: mean {fmt(mean_known)} and rms {fmt(know)}, "
-        f"while its batches have {fmt(mean_had)} and {fmt(have)}. In model.eval(), the outputs differ.", var.steps[n//2], var.steps[-1], ttype='buffer',
-        look=f"scalar_line(run, {path!r}, 'buffer', 'mean')", advice=running_advice, running=know, batch=have)
+    return var.finding(n//2, f"The running statistics of {out.title} do not fit its data: mean {fmt(mean_known)} and rms {fmt(know)}, "
+        f"while its batches have {fmt(mean_had)} and {fmt(have)}. In model.eval(), the outputs differ.", stat='mean',
+        advice=running_advice, running=know, batch=have)
 
-def size_ratios(ev, tr, which):
-    "Return the size of a tensor in evaluations over that in the last training step before each. NaN if a size is not finite."
-    before = [max(np.searchsorted(tr.steps, ev.steps[i], 'right')-1, 0) for i in which]
-    a,b = ev.rms[which],tr.rms[before]
-    known = np.isfinite(a) & np.isfinite(b) # a mask of -inf has an infinite size, and numpy warns of inf/inf
-    return np.divide(a, np.maximum(b, 1e-30), out=np.full(len(a), np.nan), where=known)
+def compare_sizes(ev, tr, late, away, share=.6):
+    """Return (usual factor, position of the first) if a tensor has another size in evaluations than in training, else None.
 
-def compare_evaluation(h, path, kind, away, least, share=.6):
-    "Return the finding of a BatchNorm whose output in evaluation has another size than in training, or None."
-    ev,tr = next((s for s in h.series('output', evaluated=True) if s.path==path), None),h.outputs.get(path)
-    if ev is None or tr is None: return None
-    late = np.flatnonzero((ev.steps>=h.steps[0]+least) & np.isfinite(ev.rms))
+    ev, tr: its series in evaluations and in training
+    late: positions in `ev`; each is compared with the last training step before it"""
     if not len(late): return None
-    gap = size_ratios(ev, tr, late)
+    a,b = ev.rms[late],tr.rms[np.maximum(np.searchsorted(tr.steps, ev.steps[late], 'right')-1, 0)]
+    known = np.isfinite(a) & np.isfinite(b) # a mask of -inf has an infinite size, and numpy warns of inf/inf
+    gap = np.divide(a, np.maximum(b, 1e-30), out=np.full(len(a), np.nan), where=known)
     off = (gap>away) | (gap<1/away)
-    if off.mean()<=share: return None
-    return finding(path, f"{name_module(path, kind)} has an output in evaluation that is {fmt(median(gap))} times as large as in training (rms). "
-        "Its running statistics do not fit the data.", ev.steps[late[np.flatnonzero(off)[0]]], ev.steps[-1], ttype='output',
-        look=f"scalar_line(run, {path!r}, 'output', 'std')", advice=running_advice, times=median(gap))
+    return (median(gap), int(late[off][0])) if off.mean()>share else None
+
+def compare_evaluation(h, out, away, least):
+    "Return the finding of a BatchNorm whose output in evaluation has another size than in training, or None."
+    ev = next((s for s in h.series('output', evaluated=True) if s.path==out.path), None)
+    if ev is None: return None
+    gap = compare_sizes(ev, out, np.flatnonzero((ev.steps>=h.steps[0]+least) & np.isfinite(ev.rms)), away)
+    return gap and ev.finding(gap[1], f"{out.title} has an output in evaluation that is {fmt(gap[0])} times as large as in training (rms). "
+        "Its running statistics do not fit the data.", advice=running_advice, times=gap[0])
 
 # %% ../../nbs/55_health/42_modes.ipynb #2570d7a3
 @rule(severity='warning', needs='output', after=('update_too_large', 'not_finite'))
-def batch_norm(
-    h, # A `History`
-    away:float=4., # Factor between the sizes in evaluation and in training
-    least:int=30 # Steps in which running statistics are still late
-):
-    "Batch normalization that does not normalize, or whose running statistics do not fit the batches, so that the model differs in evaluation"
+def batch_norm(h, away=4., least=30):
+    """Batch normalization that does not normalize, or whose running statistics do not fit the batches, so that the model differs in evaluation
+
+    away: factor between the sizes in evaluation and in training
+    least: steps in which running statistics are still late"""
     for path in h.graph.calls:
-        kind = h.kinds.get(path, '')
-        if 'BatchNorm' not in kind: continue
-        found = (find_tiny_batch(h, path, kind) or find_eval_mode(h, path, kind) or find_wrong_scale(h, path, kind)
-            or compare_buffers(h, path, kind, least) or compare_evaluation(h, path, kind, away, least))
+        out = h.outputs[path]
+        if 'BatchNorm' not in out.kind: continue
+        found = (find_tiny_batch(h, out) or find_eval_mode(h, out) or find_wrong_scale(h, out) or compare_buffers(h, out, least)
+            or compare_evaluation(h, out, away, least))
         if found: yield found; return
 
 # %% ../../nbs/55_health/42_modes.ipynb #3c77b07b
-def flag_training_mode(h, path, out):
+def flag_training_mode(h, out):
     "Return a flag for each step: True if a module is in training mode. None for modules that behave the same in both modes."
-    if 'Dropout' in out.kind and path in h.inputs:
-        x = h.inputs[path][0]
+    if 'Dropout' in out.kind and out.path in h.inputs:
+        x = h.inputs[out.path][0]
         return abs(out.rms-x.rms)>1e-4*x.rms if len(x)==len(out) else None
-    w,b = h.weights.get((path, 'weight')),h.weights.get((path, 'bias'))
+    w,b = h.weights.get((out.path, 'weight')),h.weights.get((out.path, 'bias'))
     if 'BatchNorm' not in out.kind or w is None or len(w)!=len(out): return None
     return abs(out['mean']-(b['mean'] if b is not None and len(b)==len(out) else 0))<2e-3*out.rms
 
 def find_missing_train_call(h, least=5):
     "Yield the findings of a model that trains in evaluation mode from some step on."
     for path,out in h.outputs.items():
-        if len(out)<3*least or 'mean' not in out or (working := flag_training_mode(h, path, out)) is None: continue
+        if len(out)<3*least or 'mean' not in out or (working := flag_training_mode(h, out)) is None: continue
         at = lasts_from(~working)
         if at is None or at<least or working[:at].mean()<.9 or len(out)-at<least: continue
         how = 'drops nothing' if 'Dropout' in out.kind else 'normalizes with its running statistics'
-        yield finding('', f"From step {out.steps[at]} on, the model trains in evaluation mode: {name_module(path, out.kind)} {how} "
-            f"in {len(out)-at} training steps.", out.steps[at], out.steps[-1], ttype='output', stands=True,
-            look=f"scalar_line(run, {path!r}, 'output', 'std')",
-            advice="Call model.train() after each evaluation, before the next step.", module=path, steps=int(len(out)-at))
+        yield out.finding(at, f"From step {out.steps[at]} on, the model trains in evaluation mode: {out.title} {how} in {len(out)-at} "
+            "training steps.", '', stands=True, advice="Call model.train() after each evaluation, before the next step.",
+            module=path, steps=int(len(out)-at))
 
 # %% ../../nbs/55_health/42_modes.ipynb #f7ff8a81
-def training_series(h, s):
-    "Return the training series of a tensor from an evaluation, or None."
-    return next((t for t in h.series(s.ttype) if (t.path, t.tname, t.call)==(s.path, s.tname, s.call)), None)
-
-def compare_with_training(h, s, away, share=.6):
-    "Return (tensor, factor, first step) if a tensor has another size in evaluations, else None. The first third of the training does not count."
-    tr = training_series(h, s)
+def compare_with_training(h, s, away):
+    "Return (tensor, factor, position) if a tensor has another size in evaluations, else None. The first third of the training does not count."
+    tr = next((t for t in h.series(s.ttype) if (t.path, t.tname, t.call)==(s.path, s.tname, s.call)), None)
     if tr is None or 'float' not in str(s.dtype) or len(tr)<10: return None
     late = np.flatnonzero(s.steps>=h.steps[min(len(h.steps)-1, max(10, len(h.steps)//3))])
-    if not len(late): return None
-    gap = size_ratios(s, tr, late)
-    off = (gap>away) | (gap<1/away)
-    return (s, median(gap), int(s.steps[late[np.flatnonzero(off)[0]]])) if off.mean()>share else None
+    return (gap := compare_sizes(s, tr, late, away)) and (s, *gap)
 
 # %% ../../nbs/55_health/42_modes.ipynb #b086b49b
 @rule(severity='warning', needs='output', after=('batch_norm', 'update_too_large', 'not_finite'))
-def train_eval(
-    h, # A `History`
-    away:float=3. # Factor between the sizes in evaluation and in training
-):
-    "A model whose values differ between training and evaluation: other data, or a Dropout or normalization that behaves differently"
+def train_eval(h, away=3.):
+    """A model whose values differ between training and evaluation: other data, or a Dropout or normalization that behaves differently
+
+    away: factor between the sizes in evaluation and in training"""
     yield from islice(find_missing_train_call(h), 1)
     found = [f for s in h.series('output', 'input', evaluated=True) if (f := compare_with_training(h, s, away))]
     if not found: return
-    s,times,step = min(found, key=lambda f: f[0].order)
+    s,times,at = min(found, key=lambda f: f[0].order)
     of_data = s.ttype=='input' and s.path in h.graph.first_modules
     if not of_data and not any(f[0].path=='' or f[0].path in h.graph.last_modules for f in found): return
-    yield finding(s, f"In evaluation, {s.tname} of {name_module(s.path, s.kind)} is {fmt(times)} times as large as in training, from step {step} on"
-        f"{': the data differ, or are prepared in another way.' if of_data else '.'}", step, s.steps[-1], times=times,
-        advice="Prepare the data in the same way for both. Check hand-written Dropout (divide by 1-p in training) and normalization layers.",
-        look=f"scalar_line(run, {s.path!r}, {s.ttype!r}, 'std')")
+    why = ': the data differ, or are prepared in another way.' if of_data else '.'
+    yield s.finding(at, f"In evaluation, {s.tname} of {s.title} is {fmt(times)} times as large as in training, from step {s.steps[at]} on{why}",
+        times=times, advice="Prepare the data in the same way for both. "
+        "Check hand-written Dropout (divide by 1-p in training) and normalization layers.")

@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/55_health/07_moves.ipynb #60e5c488
 import numpy as np
 
-from .finding import median, plain_median
+from .finding import median
 
 # %% ../../nbs/55_health/07_moves.ipynb #a6622072
 linear_kinds = ('Linear', 'Conv', 'Conv1d', 'Conv2d', 'Conv3d', 'NonDynamicallyQuantizableLinear', 'LazyLinear', 'ConvTranspose1d', 'ConvTranspose2d', 'Conv1D',
@@ -26,21 +26,24 @@ def count_inputs(w):
 
 # %% ../../nbs/55_health/07_moves.ipynb #ad37960e
 class RelativeMoves:
-    "Changes of a weight in each step, as shares of its size: as recorded, or estimated from its statistics."
-    def __init__(self,
-        s, # Series of a weight
-        update=None # Series of its updates, or None
-    ):
+    """Changes of a weight in each step, as shares of its size: as recorded, or estimated from its statistics.
+
+    s: series of a weight
+    update: series of its updates, or None"""
+    def __init__(self, s, update=None):
         self.s = s
         self.exact = update is not None and 'ratio' in update # True if the changes were recorded
         self.steps,self.ratio = (update.steps,update['ratio']) if self.exact else (s.steps[:-1],estimate_ratio(s))
 
+    @property
+    def size(self):
+        "Size of the weight in each of these steps."
+        return self.s.rms[np.searchsorted(self.s.steps, self.steps).clip(max=len(self.s)-1)]
+
     def median(self, lo=0., hi=1.):
         "Return the median change from the share `lo` to the share `hi` of the training, or NaN if it is unknown."
         n = len(self.ratio)
-        part = self.ratio[int(lo*n):max(int(np.ceil(hi*n)), int(lo*n)+1)]
-        part = part[np.isfinite(part)]
-        return plain_median(part) if len(part) else np.nan
+        return median(self.ratio[int(lo*n):max(int(np.ceil(hi*n)), int(lo*n)+1)])
 
 def estimate_ratio(s):
     "Return the relative change of a weight in each step, estimated from its statistics."

@@ -37,11 +37,10 @@ def rank_trend(v):
     return float(np.corrcoef(ranks, np.arange(len(v)))[0, 1])
 
 # %% ../../nbs/55_health/05_progress.ipynb #8e331aa2
-def judge_direction(start, end, noise, way,
-    fall=.03, # Least fall, as a share of the start
-    rise=.05 # Least rise, as a share of the start
-):
-    "Return 'falls', 'rises' or 'stalls'. `way`: the trend, in standard deviations of a trend that is noise."
+def judge_direction(start, end, noise, way, fall=.03, rise=.05):
+    """Return 'falls', 'rises' or 'stalls'. `way`: the trend, in standard deviations of a trend that is noise.
+
+    fall, rise: least change, as a share of the start"""
     up = end-start
     if -up>fall*abs(start) and (-up>.7*noise or way<-3): return 'falls'
     return 'rises' if up>max(rise*abs(start), noise) or up>.25*noise and way>4 else 'stalls'
@@ -50,20 +49,22 @@ def judge_direction(start, end, noise, way,
 opponent_names = ('disc(riminator)?', 'gen(erator)?', 'critic', 'policy', 'actor', 'adversary', 'd_net', 'g_net', 'netd', 'netg', 'adv', 'gan',
     '(d|g)_?loss', 'loss_?(d|g)', 'pg', 'ppo', 'reinforce', 'reward', 'return', 'advantage')
 adversarial_names = re.compile(rf"(^|[._])({'|'.join(opponent_names)})([._]|$|\d)", re.I)
-rising_names = re.compile(r'elbo|reward|return|likelihood|log_?prob|acc(uracy)?$|score', re.I) # numbers that are better when larger
+# numbers that are better when larger
+rising_names = re.compile(r'elbo|reward|return|likelihood|log_?prob|acc(uracy)?$|score', re.I)
 
 # %% ../../nbs/55_health/05_progress.ipynb #e2ba3a19
 class LossProgress:
     """What a loss did, as `verdict`: 'falls', 'stalls' or 'rises'.
 
-    It is 'short' if there are too few values, 'none' without a loss, and 'means nothing' if a fall is not the aim."""
-    def __init__(self,
-        loss, # Object with `name`, `steps` and `values`, or None
-        names=(), # Names of modules, of other numbers and of the run, which may show an adversarial training
-        least:int=6 # Least number of values for a verdict
-    ):
+    It is 'short' if there are too few values, 'none' without a loss, and 'means nothing' if a fall is not the aim.
+
+    loss: an object with `name`, `steps` and `values`, or None
+    names: names of modules, of other numbers and of the run, which may show an adversarial training
+    least: least number of values for a verdict"""
+    def __init__(self, loss, names=(), least=6):
         self.loss,self.steps,self.values = loss,np.zeros(0, int),np.zeros(0)
-        self.start = self.end = self.best = self.noise = self.fell = math.nan # fell: share of the start by which the loss fell
+        # fell: share of the start by which the loss fell
+        self.start = self.end = self.best = self.noise = self.fell = math.nan
         if loss is None: self.verdict = 'none'; return
         ok = np.isfinite(loss.values)
         self.steps,self.values = loss.steps[ok],loss.values[ok]
@@ -74,7 +75,8 @@ class LossProgress:
         v = self.values
         self.start,self.end = start_and_end(v)
         self.best,self.noise = float(np.min(running_median(v))),estimate_noise(v)
-        if abs(self.start-v[0])>3*self.noise: self.start = float(v[0]) # the first step changed the loss much, in either direction
+        # the first step changed the loss much, in either direction
+        if abs(self.start-v[0])>3*self.noise: self.start = float(v[0])
         last = float(np.median(v[-3:]))
         if last>3*self.start>0: self.end = last # the loss has just begun to rise, and far
         self.fell = (self.start-self.end)/max(abs(self.start), 1e-12)
@@ -87,7 +89,8 @@ class LossProgress:
         "Return True for an adversarial training or a policy, in which a rising loss is no bad sign."
         if any(adversarial_names.search(n) for n in (*names, self.loss.name)): return True
         v = self.values
-        return bool((v>0).mean()>.1 and (v<0).mean()>.1 and v[0]*v[-1]<0 and abs(v[0])<5*self.noise) # around zero from the beginning
+        # around zero from the beginning
+        return bool((v>0).mean()>.1 and (v<0).mean()>.1 and v[0]*v[-1]<0 and abs(v[0])<5*self.noise)
 
     is_good = property(lambda self: self.verdict=='falls')
     is_bad = property(lambda self: self.verdict in ('stalls', 'rises'))

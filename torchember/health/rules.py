@@ -14,14 +14,14 @@ from .finding import severities
 
 # %% ../../nbs/55_health/15_rules.ipynb #a18da291
 class Rule:
-    "A function of a `History` that yields findings, with its severity, tensor types and thresholds. Created by `rule`."
-    def __init__(self,
-        f, # The function; its first argument is the history, the others are thresholds
-        severity:str='warning', # Severity of findings that state none
-        needs=(), # Tensor types that it reads
-        after=(), # Names of rules that find causes
-        thresholds:dict|None=None # Values that replace the defaults
-    ):
+    """A function of a `History` that yields findings, with its severity, tensor types and thresholds. Created by `rule`.
+
+    f: the function; its first argument is the history, the others are thresholds
+    severity: of findings that state none
+    needs: tensor types that it reads
+    after: names of rules that find causes
+    thresholds: values that replace the defaults"""
+    def __init__(self, f, severity='warning', needs=(), after=(), thresholds:dict|None=None):
         self.f,self.severity,self.needs,self.after = f,severity,tuple(needs),tuple(after)
         self.name,self.thresholds = f.__name__,dict(thresholds or {})
         functools.update_wrapper(self, f)
@@ -32,17 +32,13 @@ class Rule:
         ps = list(inspect.signature(self.f).parameters.values())[1:]
         return {p.name: p.default for p in ps} | self.thresholds
 
-    def but(self,
-        **thresholds # New values, by name
-    ): # A new rule
-        "Return this rule with other thresholds. Raises TypeError for an unknown name."
+    def but(self, **thresholds):
+        "Return a rule with other thresholds, given by name. Raises TypeError for an unknown name."
         for k in thresholds:
             if k not in self.defaults: raise TypeError(unknown(f'threshold of {self.name}', k, list(self.defaults)))
         return Rule(self.f, self.severity, self.needs, self.after, self.thresholds|thresholds)
 
-    def __call__(self,
-        history # A `History`
-    ) -> list: # Findings
+    def __call__(self, history) -> list:
         "Return the findings of this rule in a run."
         found = list(self.f(history, **self.thresholds) or ())
         for one in found: one |= dict(rule=one['rule'] or self.name, severity=one['severity'] or self.severity)

@@ -7,7 +7,7 @@ __all__ = ['SeriesKey', 'Series']
 
 # %% ../../nbs/55_health/06_series.ipynb #1e465baf
 import math
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from ..frames.tables import mark_columns
 from ..ground.needs import needs
 from ..ground.not_finite import counts
 from ..ground.record import computed, computed_in, identity, of_pieces, optional
-from .finding import name_module
+from .finding import finding, name_module
 from ..measure.summary import derived
 
 # %% ../../nbs/55_health/06_series.ipynb #449f3a86
@@ -33,23 +33,23 @@ def as_tuple(shape): return tuple(shape) if isinstance(shape, list|tuple|np.ndar
 
 # %% ../../nbs/55_health/06_series.ipynb #db7397b4
 class SeriesColumns:
-    "Columns of all series, ordered by series and step. A `Series` is a slice of them."
-    def __init__(self,
-        df, # A table of rows
-        order # Positions of the rows in `df`, ordered by series and step
-    ):
+    "Columns of the table `df`, ordered by series and step. `order`: positions of the rows. A `Series` is a slice of these columns."
+    def __init__(self, df, order):
         self.df,self.order,self.columns,self.cache = df,order,set(df.columns),{}
         self.steps = df['step'].to_numpy()[order]
 
     def column(self, name):
         "Return a statistic as floats, with NaN for missing values."
         if name not in self.cache:
-            self.cache[name] = to_floats(self.df[name])[self.order] if name in self.columns else np.full(len(self.order), np.nan)
+            known = name in self.columns
+            self.cache[name] = to_floats(self.df[name])[self.order] if known else np.full(len(self.order), np.nan)
         return self.cache[name]
 
     def count(self, *names):
         "Return the sum of some columns of counts."
-        if names not in self.cache: self.cache[names] = sum((np.nan_to_num(self.column(c)) for c in names if c in self.columns), np.zeros(len(self.order)))
+        if names not in self.cache:
+            columns = (np.nan_to_num(self.column(c)) for c in names if c in self.columns)
+            self.cache[names] = sum(columns, np.zeros(len(self.order)))
         return self.cache[names]
 
     def objects(self, name):
@@ -68,10 +68,24 @@ class SeriesColumns:
     @cached_property
     def sizes(self):
         "Number of elements of each tensor, from the column `numel` or the shape. NaN if both are missing."
-        known = {}
-        by_shape = np.array([known[s] if s in known else known.setdefault(s, elements_of_row(s)) for s in map(as_tuple, self.shapes)], float)
+        of_shape = cache(elements_of_row) # a run has few shapes, and many rows
         n = self.column('numel')
-        return np.where(np.isnan(n), by_shape, n)
+        return np.where(np.isnan(n), np.array([of_shape(as_tuple(s)) for s in self.shapes], float), n)
+
+# %% ../../nbs/55_health/06_series.ipynb #7c41d2ea
+# rows that differ in one of these columns belong to different series
+apart = ('module', 'ttype', 'tname', 'phase', 'call', 'backward', 'micro')
+named,counted = ('path', 'module', 'ttype', 'tname', 'pname', 'phase'),('call', 'backward')
+
+def group_rows(df):
+    "Return a number for each row. Rows of the same tensor have the same number."
+    pd = needs('pandas', for_='A history of a run')
+    codes = np.zeros(len(df), np.int64)
+    for c in apart:
+        if c not in df: continue
+        one = df[c].cat.codes.to_numpy() if isinstance(df[c].dtype, pd.CategoricalDtype) else pd.factorize(df[c])[0]
+        codes = pd.factorize(codes*(int(one.max(initial=0))+2)+one+1)[0] # a missing value has the code -1
+    return codes
 
 # %% ../../nbs/55_health/06_series.ipynb #284c9cfa
 class SeriesKey(NamedTuple):
@@ -87,13 +101,10 @@ class SeriesKey(NamedTuple):
     module: str|None # display name
 
 class Series:
-    "The statistics of one tensor over the steps. `s['max']` has one number per step, with NaN for missing ones. `'max' in s` is True if there is any."
-    def __init__(self,
-        rows, # A `SeriesColumns`
-        at:slice, # Slice of this series
-        key, # A `SeriesKey`
-        order:int # Position among all series, in the order of calls
-    ):
+    """The statistics of one tensor over the steps. `s['max']` has one number per step, with NaN for missing ones.
+
+    `'max' in s` is True if there is any number. `order`: position among all series, in the order of calls."""
+    def __init__(self, rows:SeriesColumns, at:slice, key:SeriesKey, order:int):
         self.rows,self.at,self.order = rows,at,order
         self.path,self.kind,self.ttype,self.tname,self.pname,self.phase,self.call,self.backward,self.module = key
 
@@ -105,7 +116,7 @@ class Series:
 
     steps = property(lambda self: self.rows.steps[self.at], doc="Steps, ascending.")
     label = property(lambda self: '.'.join(filter(None, [self.path, self.pname])), doc="Name in plots: path and parameter.")
-    title = property(lambda self: name_module(self.label, self.kind), doc="Name in sentences: path, parameter, and class of the module.")
+    title = property(lambda self: name_module(self.label, self.kind), doc="Name in sentences: path, parameter, and class.")
     shape = property(lambda self: as_tuple(self.rows.shapes[self.at][0]), doc="First shape, or None if it was not recorded.")
     dtype = property(lambda self: self.rows.dtypes[self.at][0], doc="First dtype.")
 
@@ -117,7 +128,8 @@ class Series:
         "Root mean square as recorded, or from mean and standard deviation. NaN if both are missing."
         n = self.rows.sizes[self.at]
         unbiased = np.where(n>1, (n-1)/np.where(n>1, n, 1), np.isnan(n)*1.) # one value has no standard deviation
-        made = np.hypot(self['mean'], np.nan_to_num(self['std'])*np.sqrt(unbiased)) # hypot, because the square of 1e300 overflows
+        # hypot, because the square of 1e300 overflows
+        made = np.hypot(self['mean'], np.nan_to_num(self['std'])*np.sqrt(unbiased))
         return np.where(np.isnan(self['rms']), made, self['rms']) if 'rms' in self else made
 
     @cached_property
@@ -131,22 +143,20 @@ class Series:
         if 'max' in self and 'min' in self: return (self['max']==0) & (self['min']==0) & (self.bad==0)
         return self.abs_max==0
 
+    def at_step(self, step):
+        "Return the position of a step, or None if the series lacks it."
+        i = np.searchsorted(self.steps, step)
+        return int(i) if i<len(self) and self.steps[i]==step else None
+
+    def finding(self, at, text, where=None, last=-1, stat='std', **more):
+        "Return a finding of the steps from position `at` to `last`, with a line plot of `stat`. `where`, `more`: as in `finding`."
+        look = f"scalar_line(run, {self.label!r}, {self.ttype!r}, {stat!r})"
+        more = {'ttype': self.ttype, 'look': look} | more
+        return finding(self if where is None else where, text, self.steps[at], self.steps[last], **more)
+
     def __repr__(self): return f"<{self.ttype} {self.tname} of {self.label or 'the model'}, {len(self)} steps>"
 
 # %% ../../nbs/55_health/06_series.ipynb #f0b928aa
-apart = ('module', 'ttype', 'tname', 'phase', 'call', 'backward', 'micro') # rows that differ in one of these columns belong to different series
-named,counted = ('path', 'module', 'ttype', 'tname', 'pname', 'phase'),('call', 'backward')
-
-def group_rows(df):
-    "Return a number for each row. Rows of the same tensor have the same number."
-    pd = needs('pandas', for_='A history of a run')
-    codes = np.zeros(len(df), np.int64)
-    for c in apart:
-        if c not in df: continue
-        one = df[c].cat.codes.to_numpy() if isinstance(df[c].dtype, pd.CategoricalDtype) else pd.factorize(df[c])[0]
-        codes = pd.factorize(codes*(int(one.max(initial=0))+2)+one+1)[0] # a missing value has the code -1
-    return codes
-
 def split_series(df):
     "Yield the series of a table of rows, in the order of calls."
     codes = group_rows(df)

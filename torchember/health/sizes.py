@@ -8,19 +8,18 @@ __all__ = ['update_too_large', 'update_too_small', 'poor_scale', 'poor_input_sca
 # %% ../../nbs/55_health/30_sizes.ipynb #f32f9f25
 import numpy as np
 
-from .finding import name_module, finding, fmt, median, plain_median, finite_max, list_names
+from .finding import finding, find_tail, fmt, median, plain_median, finite_max, list_names
 from .moves import count_inputs, is_linear, is_norm, relative_moves, keeps_moving
 from .progress import guessing_losses
 from .rules import rule
 
 # %% ../../nbs/55_health/30_sizes.ipynb #661033d2
+loss_sentences = {'none': "The loss was not recorded (te.log(loss=loss)).", 'short': "The loss has too few values to judge.",
+    'means nothing': "The loss does not show whether this harms.", 'stalls': "The loss does not fall ({} to {})."}
+
 def loss_sentence(p):
     "Return a sentence about the loss."
-    if p.verdict=='none': return "The loss was not recorded (te.log(loss=loss))."
-    if p.verdict=='short': return "The loss has too few values to judge."
-    if p.verdict=='means nothing': return "The loss does not show whether this harms."
-    if p.verdict=='stalls': return f"The loss does not fall ({fmt(p.start)} to {fmt(p.end)})."
-    return f"The loss {p.verdict} from {fmt(p.start)} to {fmt(p.end)}."
+    return loss_sentences.get(p.verdict, f"The loss {p.verdict} from {{}} to {{}}.").format(fmt(p.start), fmt(p.end))
 
 def is_harmed(h):
     "Return True if the loss does not fall, or if the loss, a weight, a gradient or an update is not finite."
@@ -29,13 +28,13 @@ def is_harmed(h):
 # %% ../../nbs/55_health/30_sizes.ipynb #425eb155
 def adjust_small_weights(m):
     "Scale the moves of a weight that begins small on purpose: relate them to the usual size of such a weight."
-    size = m.s.rms[np.searchsorted(m.s.steps, m.steps).clip(max=len(m.s)-1)]
-    m.ratio = m.ratio*size/np.maximum(size, .2/np.sqrt(max(count_inputs(m.s), 1)))
+    m.ratio = m.ratio*m.size/np.maximum(m.size, .2/np.sqrt(max(count_inputs(m.s), 1)))
     return m
 
 def select_moves(moves, ratio):
     "Return the moves that show how large updates are. Embeddings count only if they move far more, since a step changes few of their rows."
-    return {k: m for k,m in moves.items() if 'Embedding' not in m.s.kind} or {k: m for k,m in moves.items() if m.median(0, .2)>10*ratio}
+    dense = {k: m for k,m in moves.items() if 'Embedding' not in m.s.kind}
+    return dense or {k: m for k,m in moves.items() if m.median(0, .2)>10*ratio}
 
 def growth_factor(w):
     "Return the largest size of a weight divided by its first size, or NaN if it began with zeros."
@@ -43,19 +42,20 @@ def growth_factor(w):
 
 def share_phrase(ratio): return f"{fmt(ratio)} of its size" if ratio<1 else f"{fmt(ratio)} times its size"
 
-def rate_divisor(ratio): return f"{10**max(1, int(round(np.log10(max(ratio, 1e-9)/3e-3)))):,}" # power of ten that leads to updates of about 0.003
+def rate_divisor(ratio):
+    "Return the power of ten that leads to updates of about 0.003, in words."
+    return f"{10**max(1, int(round(np.log10(max(ratio, 1e-9)/3e-3)))):,}"
 
 # %% ../../nbs/55_health/30_sizes.ipynb #ed9125c0
 def report_large_steps(h, moves, large, ratio):
     "Return the finding of updates that are too large from the start."
     first = {k: m.median(0, .2) for k,m in moves.items()}
     k = max(large, key=lambda k: np.nan_to_num(first[k]))
-    w = moves[k].s
-    size = max(first[k], finite_max(moves[k].ratio[:3]))
+    w,size = moves[k].s,max(first[k], finite_max(moves[k].ratio[:3]))
     return finding('', f"The updates are too large: each of the first updates changes {w.title} by {share_phrase(size)}, and "
         f"{len(large)} of {len(moves)} weights change by more than {ratio:g}. About 0.001 is usual. {loss_sentence(h.progress)}",
-        moves[k].steps[0], w.steps[-1], ttype='weight',
-        advice=f"Divide the learning rate by {rate_divisor(size)}, or start with a warm-up.", look="updates(run)",
+        moves[k].steps[0], w.steps[-1], ttype='weight', look="updates(run)",
+        advice=f"Divide the learning rate by {rate_divisor(size)}, or start with a warm-up.",
         ratio=size, weights=len(large), of=len(moves), loss=h.progress.verdict)
 
 def report_larger_steps(h, moves, late):
@@ -63,21 +63,19 @@ def report_larger_steps(h, moves, late):
     k = min(late, key=lambda k: (late[k], h.graph.position(k[0])))
     m,i = moves[k],late[k]
     step,before = int(m.steps[i]),median(m.ratio[:i])
-    return finding(m.s if len(late)==1 else '', f"The update of step {step} changes {m.s.title} by "
-        f"{share_phrase(m.ratio[i])}, where {fmt(before)} was usual. {len(late)} of {len(moves)} weights have such updates. {loss_sentence(h.progress)}",
-        step, m.s.steps[-1], ttype='weight', look="updates(run)",
-        advice="Clip the gradients (torch.nn.utils.clip_grad_norm_), lower the learning rate, or check the batch of this step.",
-        ratio=float(m.ratio[i]), before=before, weights=len(late))
+    return finding(m.s if len(late)==1 else '', f"The update of step {step} changes {m.s.title} by {share_phrase(m.ratio[i])}, where "
+        f"{fmt(before)} was usual. {len(late)} of {len(moves)} weights have such updates. {loss_sentence(h.progress)}",
+        step, m.s.steps[-1], ttype='weight', look="updates(run)", ratio=float(m.ratio[i]), before=before, weights=len(late),
+        advice="Clip the gradients (torch.nn.utils.clip_grad_norm_), lower the learning rate, or check the batch of this step.")
 
 # %% ../../nbs/55_health/30_sizes.ipynb #e63dddfe
 @rule(severity='error', needs=('weight', 'weight_grad'), after=('poor_input_scale',))
-def update_too_large(
-    h, # A `History`
-    ratio:float=.3, # Size of an update over that of its weight, above which it is too large
-    growth:float=10., # Growth of a weight that counts as harm if there is no loss
-    many:float=.34 # Least share of such weights
-):
-    "Updates as large as the weights: one step overwrites what was learned"
+def update_too_large(h, ratio=.3, growth=10., many=.34):
+    """Updates as large as the weights: one step overwrites what was learned
+
+    ratio: size of an update over that of its weight, above which it is too large
+    growth: growth of a weight that counts as harm if there is no loss
+    many: least share of such weights"""
     if len(h.steps)<12: ratio = max(ratio, 2.) # the first few steps show little
     moves = select_moves({k: adjust_small_weights(m) for k,m in relative_moves(h).items()}, ratio)
     if not moves: return
@@ -85,15 +83,14 @@ def update_too_large(
     blown = [k for k,m in moves.items() if growth_factor(m.s)>growth]
     large = [k for k,m in moves.items() if m.median(0, .2)>ratio and finite_max(m.ratio[:5])>ratio]
     bad = is_harmed(h) or p.verdict in ('none', 'means nothing', 'short') and len(blown)>=enough
-    leaps = [k for k in blown if moves[k].s.rms[0]>1e-4 and moves[k].ratio[0]>3] # one step, after which updates are small relative to the new weight
+    # one step, after which updates are small relative to the new weight
+    leaps = [k for k in blown if moves[k].s.rms[0]>1e-4 and moves[k].ratio[0]>3]
     leapt = len(leaps)>=max(1, .5*len(moves)) and p.verdict!='means nothing' and p.fell<.3
     if len(large)>=max(1, enough) and bad or leapt: yield report_large_steps(h, moves, large or leaps, ratio); return
     late = {k: int(at[0]) for k,m in moves.items() if len(at := np.flatnonzero(m.ratio>3*ratio)) and at[0]>=2}
     if len(late)>=max(1, enough) and is_harmed(h): yield report_larger_steps(h, moves, late)
 
 # %% ../../nbs/55_health/30_sizes.ipynb #61c67ee1
-def has_gradient(h, k): return k not in h.grads or (h.grads[k].rms>0).any()
-
 def report_small_steps(h, moves, k, n, ratio):
     "Return the finding of updates that were never large. `k`: key of the weight with the largest updates."
     w = moves[k].s
@@ -104,10 +101,13 @@ def report_small_steps(h, moves, k, n, ratio):
 # %% ../../nbs/55_health/30_sizes.ipynb #2f8c8086
 def gradients_continue(grad, steps, start):
     "Return True if gradients arrive from position `start` on, and are not small: then the training was neither frozen nor converged."
-    before,later_weights = (grad.rms[(grad.steps>=a) & (grad.steps<b)] for a,b in ((steps[max(0, start//2)], steps[start]), (steps[start], steps[-1]+1)))
-    return bool((later_weights>0).any()) and not median(later_weights)<.03*median(before)
+    spans = (steps[max(0, start//2)], steps[start]),(steps[start], steps[-1]+1)
+    before,after = (grad.rms[(grad.steps>=a) & (grad.steps<b)] for a,b in spans)
+    return bool((after>0).any()) and not median(after)<.03*median(before)
 
-def learning_rates(h): return [n for n in h.noted if n.name in ('lr', 'learning_rate') or n.name.startswith('lr/')] # one rate per parameter group
+def learning_rates(h):
+    "Return the recorded learning rates, one per parameter group."
+    return [n for n in h.noted if n.name in ('lr', 'learning_rate') or n.name.startswith('lr/')]
 
 def explain_small_steps(h, step, drop):
     "Return why updates are small from a step on, and advice. The cause is a schedule, unless recorded learning rates exclude it."
@@ -121,21 +121,18 @@ def explain_small_steps(h, step, drop):
 
 def find_end(h, k, m, drop, left=.35):
     "Return (step, key, size before, size after) for a weight whose updates become small while its gradients do not. None for others."
-    size = m.s.rms[np.searchsorted(m.s.steps, m.steps).clip(max=len(m.s)-1)]
-    moved = np.where(np.isfinite(m.ratio), m.ratio*size, 0)
+    moved = np.where(np.isfinite(m.ratio), m.ratio*m.size, 0)
     n = len(moved)
     if n<20 or moved.max()<=0: return None
     peak = float(moved[:max(5, n//3)].max())
-    large = np.flatnonzero(moved>=drop*peak)
-    start = int(large[-1])+1 if len(large) else 0
-    if n-start<max(left*n, 8): return None
-    if k in h.grads and not gradients_continue(h.grads[k], m.steps, start): return None
+    start = find_tail(moved<drop*peak)
+    if n-start<max(left*n, 8) or k in h.grads and not gradients_continue(h.grads[k], m.steps, start): return None
     return int(m.steps[start]), k, peak, plain_median(moved[start:])
 
 def was_falling(p, step):
     "Return True if the loss was falling before a step, and was not yet near zero."
-    before,later_weights = p.values[p.steps<step],p.values[p.steps>=step]
-    if len(before)<3 or len(later_weights)<5: return True
+    before,after = p.values[p.steps<step],p.values[p.steps>=step]
+    if len(before)<3 or len(after)<5: return True
     if abs(p.end)<.02*max(abs(p.start), abs(p.values[0])): return False # the loss is near zero
     n = max(3, len(before)//3)
     early,late = plain_median(before[:n]),plain_median(before[-n:])
@@ -149,47 +146,45 @@ def find_early_end(h, moves, drop, many=.7):
     step,k,peak,now = sorted(ends, key=lambda e: e[0])[len(ends)//2]
     if p.verdict not in ('none', 'short') and not was_falling(p, step): return
     rare = {k for k,w in h.weights.items() if 'Embedding' in w.kind} # a step changes few of their rows
-    if keeps_moving(h, step, rare): return # other weights keep moving, so no schedule stopped these: `not_trained` reports them
-    w,left = moves[k].s,len(h.steps)-int(np.searchsorted(h.steps, step))
+    # other weights keep moving, so no schedule stopped these: `not_trained` reports them
+    if keeps_moving(h, step, rare): return
     smaller = f"{fmt(peak/now)} times smaller than before" if now>0 else "zero"
     gradients = ", while the gradients are not" if k in h.grads else ''
     why,advice = explain_small_steps(h, step, drop)
-    yield finding('', f"From step {step} on, the updates are {smaller} "
-        f"({fmt(now)} in {w.title}, {fmt(peak)} before){gradients}: {why} {left:,} of {len(h.steps):,} steps left. {loss_sentence(p)}",
-        step, h.steps[-1], ttype='weight', look="updates(run)", advice=advice, before=peak, now=now)
+    yield finding('', f"From step {step} on, the updates are {smaller} ({fmt(now)} in {moves[k].s.title}, {fmt(peak)} before){gradients}: "
+        f"{why} {(h.steps>=step).sum():,} of {len(h.steps):,} steps left. {loss_sentence(p)}", step, h.steps[-1], ttype='weight',
+        look="updates(run)", advice=advice, before=peak, now=now)
 
 # %% ../../nbs/55_health/30_sizes.ipynb #cbb40c01
 def find_slow_group(h, moves, usual, ratio):
     "Yield the finding of a part that hardly moves while others do. `usual`: key -> median move."
     largest = finite_max(list(usual.values()))
-    slow = [k for k in moves if 0<usual[k]<min(ratio/10, largest*1e-3) and k in h.grads and median(h.grads[k].rms)>1e-10]
-    rest = [k for k in moves if k not in slow and k in h.grads]
+    grads = {k: median(h.grads[k].rms) for k in moves if k in h.grads}
+    slow = [k for k in grads if 0<usual[k]<min(ratio/10, largest*1e-3) and grads[k]>1e-10]
+    rest = [k for k in grads if k not in slow]
     if not slow or not rest or largest<10*ratio: return
-    rate = lambda k: usual[k]*median(moves[k].s.rms)/max(median(h.grads[k].rms), 1e-30) # update divided by gradient
-    typical = median([rate(k) for k in rest])
-    slow = [k for k in slow if rate(k)<1e-2*typical]
+    rate = {k: usual[k]*median(moves[k].s.rms)/max(grads[k], 1e-30) for k in grads} # update divided by gradient
+    slow = [k for k in slow if rate[k]<1e-2*median([rate[k] for k in rest])]
     if not slow: return
     k = min(slow, key=lambda k: h.graph.position(k[0]))
-    w = moves[k].s
-    yield finding(w, f"{w.title} hardly changes: its updates are {fmt(usual[k])} of its size, and those of the other weights "
-        f"{fmt(largest)}."+(f" {len(slow)} weights have such updates." if len(slow)>1 else ''), h.steps[0], h.steps[-1],
-        advice="Check the learning rate of its parameter group.", look="updates(run)", ratio=usual[k], usual=largest,
-        weights=list_names([moves[k].s.label for k in slow]))
+    w,more = moves[k].s,f" {len(slow)} weights have such updates." if len(slow)>1 else ''
+    yield finding(w, f"{w.title} hardly changes: its updates are {fmt(usual[k])} of its size, and those of the other weights {fmt(largest)}."
+        f"{more}", h.steps[0], h.steps[-1], advice="Check the learning rate of its parameter group.", look="updates(run)",
+        ratio=usual[k], usual=largest, weights=list_names([moves[k].s.label for k in slow]))
 
 # %% ../../nbs/55_health/30_sizes.ipynb #21e17a7e
 @rule(severity='warning', needs=('weight', 'weight_grad'), after=('not_trained', 'vanishing_gradient', 'dead_units', 'scaler_skips', 'not_finite'))
-def update_too_small(
-    h, # A `History`
-    ratio:float=1e-5, # Size of an update over that of its weight, below which it is too small
-    drop:float=1e-3, # Size of an update over the largest one before, below which a schedule has ended
-    least:int=20, # Least number of steps
-    many:float=.8 # Least share of such weights
-):
-    "Updates that hardly change a weight: a learning rate that is too small, or a schedule that ends before the loss has fallen"
+def update_too_small(h, ratio=1e-5, drop=1e-3, least=20, many=.8):
+    """Updates that hardly change a weight: a learning rate that is too small, or a schedule that ends before the loss has fallen
+
+    ratio: size of an update over that of its weight, below which it is too small
+    drop: size of an update over the largest one before, below which a schedule has ended
+    least: least number of steps
+    many: least share of such weights"""
     moves = {k: m for k,m in relative_moves(h).items() if np.isfinite(m.ratio).any()}
     if not moves or len(h.steps)<least: return
     usual = {k: m.median(.1, .9) for k,m in moves.items()}
-    small = [k for k in moves if usual[k]<ratio and has_gradient(h, k)]
+    small = [k for k in moves if usual[k]<ratio and (k not in h.grads or (h.grads[k].rms>0).any())]
     if not small or len(small)<many*len(moves) or h.progress.verdict not in ('stalls', 'none', 'short'):
         yield from list(find_early_end(h, moves, drop)) or find_slow_group(h, moves, usual, ratio)
     elif any(finite_max(moves[k].ratio)>0 for k in small): # otherwise they never change, and `not_trained` reports them
@@ -211,18 +206,21 @@ class LayerStart:
     def __init__(self, w, fan, given, out):
         self.w,self.out = w,out
         self.scaled,self.gave = float(w.rms[0]*np.sqrt(fan)),float(out.rms[0])
-        self.given = 1. if given is None else float(given.rms[0]) # without recorded inputs: the size that a layer should get
+        # without recorded inputs: the size that a layer should get
+        self.given = 1. if given is None else float(given.rms[0])
         self.mean = 'Attention' in w.kind # its output is a weighted mean, for any logits
         self.finite = bool(np.isfinite(self.gave))
         self.gain = self.gave/self.given if self.given>0 else np.nan
         self.by = self.gain if self.finite and not self.mean else self.scaled
 
     def too_large(self, away):
-        loop = self.w.kind in recurrent and 'hh' in self.w.pname and self.gain>100 and self.scaled>1 # it multiplies once per position of a sequence
+        # it multiplies once per position of a sequence
+        loop = self.w.kind in recurrent and 'hh' in self.w.pname and self.gain>100 and self.scaled>1
         return loop or self.scaled>away and (self.mean or not self.finite or self.gain>away)
 
     def too_small(self, least):
-        return 0<self.scaled<least and (self.scaled*self.given<.05*max(self.gave, 1e-30) or self.gain<least) # its output is its bias, or zero
+        # its output is its bias, or zero
+        return 0<self.scaled<least and (self.scaled*self.given<.05*max(self.gave, 1e-30) or self.gain<least)
 
 # %% ../../nbs/55_health/30_sizes.ipynb #9b04647f
 def is_only_path(h, path, out):
@@ -252,43 +250,44 @@ def find_large_embeddings(h, embedded):
 
 # %% ../../nbs/55_health/30_sizes.ipynb #d3d4c649
 init_advice = "Use the default initialization of torch, or torch.nn.init.kaiming_normal_(weight)."
-start_advice = dict(look="scalar_global_heatmap(run, ttype='output', stat='std')", advice=init_advice+" If the scale is intended, normalize after this layer.")
+
+def report_start(h, w, text, severity, advice=f"{init_advice} If the scale is intended, normalize after this layer.", **evidence):
+    "Return a finding of the first step, of the weight `w`."
+    return finding(w, text, h.steps[0], severity=severity, advice=advice, **evidence,
+        look="scalar_global_heatmap(run, ttype='output', stat='std')")
 
 def report_large_start(h, large, away):
     "Return the finding of layers that begin too large. `large`: (weight, factor above the usual size, gain) of each."
     w,scaled,by = min(large, key=lambda f: h.graph.position(f[0].path))
-    n = len({w.path for w,*_ in large})
-    gain = f", and its output is {fmt(by)} times its input at step {h.steps[0]}" if 'Attention' not in w.kind and 'Embedding' not in w.kind else ''
-    return finding(w, f"{w.title} begins with weights that are {fmt(scaled)} times too large to keep the size of a signal{gain}."
-        f"{f' {n} layers begin too large.' if n>1 else ''} The largest value in the model is {fmt(finite_max([o.abs_max[0] for o in h.outputs.values()]))}.",
-        h.steps[0], h.steps[0],
-        severity='error' if is_harmed(h) and by>10*away else None, **start_advice, gain=by, scaled=scaled, layers=n)
+    n,gain = len({w.path for w,*_ in large}),f", and its output is {fmt(by)} times its input at step {h.steps[0]}"
+    if 'Attention' in w.kind or 'Embedding' in w.kind: gain = ''
+    more,most = f' {n} layers begin too large.' if n>1 else '',finite_max([o.abs_max[0] for o in h.outputs.values()])
+    return report_start(h, w, f"{w.title} begins with weights that are {fmt(scaled)} times too large to keep the size of a signal{gain}.{more} "
+        f"The largest value in the model is {fmt(most)}.", 'error' if is_harmed(h) and by>10*away else None, gain=by, scaled=scaled, layers=n)
 
 def report_growing_start(h, growing):
     "Return the finding of layers that each make the signal a little larger."
     first,last = min(growing, key=lambda s: h.graph.position(s.w.path)),max(growing, key=lambda s: s.gave)
-    usual = median([s.scaled for s in growing])
-    return finding(first.w, f"The signal grows from layer to layer, to {fmt(last.gave)} in `{last.w.path}` at step {h.steps[0]}: {len(growing)} layers begin "
-        f"with weights that are about {fmt(usual)} times too large to keep its size. The first is {first.w.title}.",
-        h.steps[0], h.steps[0], severity='error' if is_harmed(h) else None, **start_advice, largest=last.gave, scaled=first.scaled, layers=len(growing))
+    return report_start(h, first.w, f"The signal grows from layer to layer, to {fmt(last.gave)} in `{last.w.path}` at step {h.steps[0]}: "
+        f"{len(growing)} layers begin with weights that are about {fmt(median([s.scaled for s in growing]))} times too large to keep its size. "
+        f"The first is {first.w.title}.", 'error' if is_harmed(h) else None, largest=last.gave, scaled=first.scaled, layers=len(growing))
 
 def report_tiny_start(h, tiny):
-    "Return the finding of layers whose weights are so small that their output hardly depends on the data."
-    s = min(tiny, key=lambda s: h.graph.position(s.w.path))
-    return finding(s.w, f"{s.w.title} begins with weights of only {fmt(s.scaled)} times the size that keeps a signal"
-        f"{f' ({len(tiny)} layers do so)' if len(tiny)>1 else ''}: the next layers see its bias and hardly any data.", h.steps[0], h.steps[0],
-        severity='error' if len(tiny)>1 and is_harmed(h) else None, **start_advice | {'advice': init_advice}, gain=s.gain, scaled=s.scaled, layers=len(tiny))
+    "Return the finding of layers that begin so small that their output hardly depends on the data."
+    s,n = min(tiny, key=lambda s: h.graph.position(s.w.path)),len(tiny)
+    return report_start(h, s.w, f"{s.w.title} begins with weights of only {fmt(s.scaled)} times the size that keeps a signal"
+        f"{f' ({n} layers do so)' if n>1 else ''}: the next layers see its bias and hardly any data.",
+        'error' if n>1 and is_harmed(h) else None, init_advice, gain=s.gain, scaled=s.scaled, layers=n)
 
 # %% ../../nbs/55_health/30_sizes.ipynb #ade09c25
 @rule(severity='warning', needs=('input', 'output', 'weight'))
-def poor_scale(
-    h, # A `History`
-    away:float=5., # Factor above the size that keeps a signal, for weights and for the gain of the layer
-    least:float=.012, # Factor below which nothing is left of a signal
-    growth:float=200., # Growth of a signal over all layers, relative to the data
-    embedded:float=8. # Size of the values of an embedding; torch begins with 1
-):
-    "Initial weights with which a signal explodes or vanishes"
+def poor_scale(h, away=5., least=.012, growth=200., embedded=8.):
+    """Initial weights with which a signal explodes or vanishes
+
+    away: factor above the size that keeps a signal, for weights and for the gain of the layer
+    least: factor below which nothing is left of a signal
+    growth: growth of a signal over all layers, relative to the data
+    embedded: size of the values of an embedding; torch begins with 1"""
     if not len(h.steps): return
     starts = list(layer_starts(h))
     large = [(s.w, s.scaled, s.by) for s in starts if s.too_large(away)]
@@ -306,7 +305,8 @@ def data_of_layer(h, path, first):
     ins = [s for s in h.inputs.get(path, ()) if s.tname!='output' and 'float' in str(s.dtype)]
     kind = h.kinds.get(path, '')
     if not ins or not is_linear(kind) and not any(r in kind for r in ('LSTM', 'GRU', 'RNN')): return None
-    if h.graph.makers.get(path) or path!=first and not equals_model_input(h, ins[0]): return None # the model computes this input
+    # the model computes this input
+    if h.graph.makers.get(path) or path!=first and not equals_model_input(h, ins[0]): return None
     return ins[0]
 
 def equals_model_input(h, s): return any(r.path=='' and np.array_equal(r.rms, s.rms) for r in h.series('input'))
@@ -316,32 +316,29 @@ def starts_with_high_loss(h, times=8):
     values,guess = h.progress.values,guessing_losses(h)
     return bool(guess) and len(values)>0 and bool(values[0]>times*min(guess.values()))
 
-def report_not_normalised(h, s, bad):
+def report_not_normalised(h, s, size, bad):
     "Return the finding of large data."
-    p,size = h.progress,median(s.rms)
-    worst = 'error' if h.is_broken or p.verdict=='rises' else None if bad else 'info'
-    return finding(s, f"The data are not normalized: the input of {name_module(s.path, s.kind)} has an rms of {fmt(size)} and reaches "
-        f"{fmt(finite_max(s.abs_max))}, where about 1 is usual. {loss_sentence(p)}",
-        s.steps[0], s.steps[-1], severity=worst, look=f"scalar_line(run, {s.path!r}, 'input', 'std')",
+    worst = 'error' if h.is_broken or h.progress.verdict=='rises' else None if bad else 'info'
+    return s.finding(0, f"The data are not normalized: the input of {s.title} has an rms of {fmt(size)} and reaches "
+        f"{fmt(finite_max(s.abs_max))}, where about 1 is usual. {loss_sentence(h.progress)}", severity=worst,
         advice="Normalize each feature with mean and standard deviation of the training set: (x-mean)/std. Or put a BatchNorm first.",
         rms=size, largest=finite_max(s.abs_max))
 
 def report_not_centred(s, size, spread):
     "Return the finding of data with a mean far from zero."
-    return finding(s, f"The data are far from zero: the input of {name_module(s.path, s.kind)} has a mean of {fmt(median(s['mean']))} and a "
-        f"standard deviation of only {fmt(spread)}.", s.steps[0], s.steps[-1], advice="Subtract the mean of the training set: x-mean.",
-        look=f"scalar_line(run, {s.path!r}, 'input', 'mean')", rms=size, std=spread)
+    return s.finding(0, f"The data are far from zero: the input of {s.title} has a mean of {fmt(median(s['mean']))} and a "
+        f"standard deviation of only {fmt(spread)}.", stat='mean', rms=size, std=spread,
+        advice="Subtract the mean of the training set: x-mean.")
 
 # %% ../../nbs/55_health/30_sizes.ipynb #09b0ca7b
 @rule(severity='warning', needs='input')
-def poor_input_scale(
-    h, # A `History`
-    large:float=30., # Size of the data, above which the loss may suffer
-    much:float=300., # Size above which data are reported in any case
-    offset:float=20., # Distance of the mean from zero, in standard deviations
-    least:int=10 # Least number of steps to judge the size
-):
-    "Data that are not normalized: the input of the first layer is far from 1, and its gradients are larger than all others by this factor"
+def poor_input_scale(h, large=30., much=300., offset=20., least=10):
+    """Data that are not normalized: the input of the first layer is far from 1, and its gradients are larger than all others by this factor
+
+    large: size of the data, above which the loss may suffer
+    much: size above which data are reported in any case
+    offset: distance of the mean from zero, in standard deviations
+    least: least number of steps to judge the size"""
     if not len(h.steps): return
     weighted = [p for p in h.graph.leaves if any(k[0]==p and h.is_matrix(k, w) for k,w in h.weights.items())]
     bad = h.progress.verdict in ('stalls', 'rises', 'none', 'short') or h.is_broken or starts_with_high_loss(h)
@@ -350,7 +347,7 @@ def poor_input_scale(
         if s is None: continue
         size = median(s.rms)
         spread = median(s['std']) if 'std' in s else size
-        if len(h.steps)>=least and (size>large and bad or size>much): yield report_not_normalised(h, s, bad); return
+        if len(h.steps)>=least and (size>large and bad or size>much): yield report_not_normalised(h, s, size, bad); return
         if spread>0 and size/spread>offset and bad and np.nanmin(s['std'])>0: yield report_not_centred(s, size, spread); return
 
 # %% ../../nbs/55_health/30_sizes.ipynb #23571116
@@ -366,26 +363,26 @@ def later_weights(h, k):
     return sorted((q for q,w in h.weights.items() if h.is_matrix(q, w) and h.graph.position(q[0])>h.graph.position(k[0])), key=lambda q: h.graph.position(q[0]))
 
 def consequence_phrase(h, k):
-    "Return what happens to units that begin equal, as the end of a sentence."
+    "Return the consequence of equal units, as the end of a sentence."
     if not (later := later_weights(h, k)): return ", and have equal outputs at first"
     return ", get equal gradients, and stay one unit" if starts_equal(h, later[0], h.weights[later[0]]) else ", and only later weights distinguish them"
 
 # %% ../../nbs/55_health/30_sizes.ipynb #1370bcce
 @rule(severity='error', needs='weight')
-def equal_units(
-    h, # A `History`
-    least:int=5 # Least number of steps with zeros
-):
-    "Weights of a layer that are all equal: its units have equal outputs, and stay equal forever if the next weights are equal, too"
+def equal_units(h, least=5):
+    """Weights of a layer that are all equal: its units have equal outputs, and stay equal forever if the next weights are equal, too
+
+    least: least number of steps with zeros"""
     for k,w in h.weights.items() if len(h.steps) else ():
         if not starts_equal(h, k, w) or is_frozen(h, k): continue
         value,same,last = float(w['max'][0]),w['max']==w['min'],not later_weights(h, k)
         if value==0 and (last or not same.all() or len(w)<least or k not in h.grads): continue
         until = int(w.steps[same][-1])
         why = f", and stay zero up to step {until}: no signal and no gradient passes." if value==0 else f": its units are equal{consequence_phrase(h, k)}."
-        yield finding(w, f"All {int(np.prod(w.shape)):,} weights of {w.title} are {fmt(value)} at step {w.steps[0]}{why}", w.steps[0], until,
-            severity='warning' if last else None, look=f"scalar_line(run, {w.label!r}, 'weight', 'std')", value=value,
-            advice="Initialize with random numbers: torch.nn.init.kaiming_normal_(weight), or the default of torch. Biases may begin equal, weights may not.")
+        yield w.finding(0, f"All {int(np.prod(w.shape)):,} weights of {w.title} are {fmt(value)} at step {w.steps[0]}{why}",
+            last=np.flatnonzero(same)[-1], severity='warning' if last else None, value=value,
+            advice="Initialize with random numbers: torch.nn.init.kaiming_normal_(weight), or the default of torch. "
+            "Biases may begin equal, weights may not.")
 
 # %% ../../nbs/55_health/30_sizes.ipynb #75a70348
 def falls_steadily(values): return float((np.diff(values)<=0).mean())>.9
@@ -397,12 +394,11 @@ def shrinks_away(w, left):
 
 # %% ../../nbs/55_health/30_sizes.ipynb #ac894f0c
 @rule(severity='error', needs='weight', after=('update_too_large',))
-def weights_decay(
-    h, # A `History`
-    left:float=.15, # Share of its size to which a weight shrinks
-    many:float=.6 # Least share of such weights; two are enough if the loss suffers
-):
-    "Weights that shrink to nothing: the weight decay removes more than the training learns"
+def weights_decay(h, left=.15, many=.6):
+    """Weights that shrink to nothing: the weight decay removes more than the training learns
+
+    left: share of its size to which a weight shrinks
+    many: least share of such weights; two are enough if the loss suffers"""
     ws = {k: w for k,w in h.weights.items() if h.is_matrix(k, w) and len(w)>5 and w.rms[0]>0 and k in h.grads}
     gone = [k for k,w in ws.items() if shrinks_away(w, left)]
     if not gone or len(gone)<many*len(ws) and (h.progress.is_good or len(gone)<2): return

@@ -9,6 +9,7 @@ __all__ = ['most_growth', 'Distances', 'relative_changes', 'element_jump', 'free
 import numpy as np
 
 from .aligned import RowPairs
+from ..ground.needs import needs
 from ..ground.not_finite import counts
 
 # %% ../../nbs/55_health/79_tolerance.ipynb #ac4d7945
@@ -19,13 +20,14 @@ weight_roundings = 16 # roundings of a weight; the fallback reader of a tensor h
 
 def eps_of(dtype): return format_eps.get(str(dtype), 2**-52)
 
-def rounding_error(
-    eps:float, # `eps` of the coarsest format involved
-    numel:float, # Number of elements of the layer's largest tensor
-    weight:bool=False # True for weights
-) -> float: # Share of the size of the tensor
-    "Return the largest rounding error of one operation, as a share of the size of the tensor."
-    stored,added = 2*eps*(eps>2**-23),np.minimum(eps, 2**-23) # a coarse format rounds once, and sums are computed in float32
+def rounding_error(eps:float, numel:float, weight=False) -> float:
+    """Return the largest rounding error of one operation, as a share of the size of the tensor.
+
+    eps: `eps` of the coarsest format involved
+    numel: number of elements of the layer's largest tensor
+    weight: True for weights"""
+    # a coarse format rounds once, and sums are computed in float32
+    stored,added = 2*eps*(eps>2**-23),np.minimum(eps, 2**-23)
     return np.where(weight, weight_roundings*added+stored, np.maximum(stored, sum_roundings*added*np.maximum(numel, 1)**.25))
 
 # %% ../../nbs/55_health/79_tolerance.ipynb #4ec59d35
@@ -42,14 +44,10 @@ def tensor_sizes(pairs:RowPairs):
         top = np.fmax.reduce([stats[c] for c in extremes])
     rms,top = np.where((rms>0) & np.isfinite(rms), rms, np.nan),np.where(np.isfinite(top), top, np.nan)
     rms,top = (np.nan_to_num(np.where(np.isnan(x), y, x)) for x,y in ((rms, top), (top, rms)))
-    of_module,known = (rms.copy(), top.copy()),pairs.ttype=='weight_grad'
-    if known.any():
-        modules = list(zip(pairs.step[known].tolist(), pairs.path[known], strict=True))
-        for out,values in zip(of_module, (rms, top), strict=True):
-            largest = {}
-            for k,v in zip(modules, values[known].tolist(), strict=True): largest[k] = max(largest.get(k, 0.), v)
-            out[known] = [largest[k] for k in modules]
-    return (rms, top), of_module
+    sizes,grads = needs('pandas', for_='diff').DataFrame({'rms': rms, 'top': top}),pairs.ttype=='weight_grad'
+    of_module = sizes.copy()
+    of_module.loc[grads] = sizes[grads].groupby([pairs.step[grads], pairs.path[grads]]).transform('max')
+    return (rms, top), (of_module['rms'].to_numpy(), of_module['top'].to_numpy())
 
 def relative_to(x, of):
     "Divide a distance by a size. 0 if the distance is 0."
@@ -67,7 +65,8 @@ class Distances:
             a,b = pairs.both(c)
             kind = 0 if c in averages else 1 if c in extremes else None
             weight = 1/4 if c in extremes else 1
-            with np.errstate(invalid='ignore'): x = np.where(a==b, 0, abs(a-b))*weight # inf-inf is NaN, but is not used if both are equal
+            # inf-inf is NaN, but is not used if both are equal
+            with np.errstate(invalid='ignore'): x = np.where(a==b, 0, abs(a-b))*weight
             known = ~np.isnan(x)
             scale = np.fmax(abs(a), abs(b)) if kind is None else of_module[kind]
             self.add(c, far := np.where(known, relative_to(x, scale), 0), known, a, b)
@@ -94,9 +93,12 @@ class CauseTracker:
     "The differences of earlier rows. It returns the largest difference among the causes of a row, and is asked row by row, in order."
     def __init__(self, ttypes): # Tensor types that both runs have
         self.ttypes,self.step = ttypes,None
-        self.before,self.parameters = {},{} # tensor -> largest difference in all steps; parameter -> the same of its weight, gradient and states
-        self.inside,self.made = {},{} # of this step: path -> largest difference inside; numbers of a tensor -> its difference
-        self.flow = self.back = self.last = 0. # largest difference in the forward pass, in the backward pass, in the step before
+        # tensor -> largest difference in all steps; parameter -> the same of its weight, gradient and states
+        self.before,self.parameters = {},{}
+        # of this step: path -> largest difference inside; numbers of a tensor -> its difference
+        self.inside,self.made = {},{}
+        # largest difference in the forward pass, in the backward pass, in the step before
+        self.flow = self.back = self.last = 0.
         self.any = False # True if any row differs
 
     @property
@@ -161,13 +163,12 @@ def step_gaps(steps):
     known = np.unique(steps)
     return dict(zip(known.tolist(), np.maximum(np.diff(known, prepend=known[:1]), 1).tolist(), strict=True))
 
-def find_limits(
-    pairs:RowPairs,
-    d:Distances,
-    eps, # For each pair, `eps` of the coarsest format involved
-    floor # For each pair, rounding error of one operation
-) -> tuple: # Limit of each pair up to the first one beyond it; position of this pair or None
-    "Return how far each pair may be apart, and the position of the first pair beyond its limit."
+def find_limits(pairs:RowPairs, d:Distances, eps, floor) -> tuple:
+    """Return how far each pair may be apart, and the position of the first pair beyond its limit or None.
+
+    eps: for each pair, `eps` of the coarsest format involved
+    floor: for each pair, rounding error of one operation
+    Limits are computed up to the first pair beyond its limit."""
     out,c,gap,step = floor.copy(),CauseTracker(set(pairs.ttype)),step_gaps(pairs.step),None
     jump,way = element_jump(eps),relative_changes(pairs, d.size)
     flat = np.array([len(s)<2 if isinstance(s, list|tuple|np.ndarray) else True for s in pairs.a.texts('shape', pairs.at[0])])

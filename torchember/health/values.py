@@ -9,7 +9,7 @@ __all__ = ['not_finite', 'scaler_skips', 'underflow', 'overflow']
 import numpy as np
 
 from ..ground.not_finite import counts
-from .finding import name_module, finding, fmt, median
+from .finding import name_module, finding, find_tail, finite_max, fmt, median
 from .history import never_changes
 from .rules import rule
 
@@ -26,12 +26,12 @@ def flag_bad_steps(s):
 
 def count_bad(s, i):
     "Return the bad values of a tensor in a step in words: '2 NaN and 1 inf'."
-    words = zip(('nan', 'posinf', 'neginf'), ('NaN', 'inf', '-inf'), strict=True)
+    words = zip(counts, ('NaN', 'inf', '-inf'), strict=True)
     return ' and '.join(f'{int(s[c][i]):,} {w}' for c,w in words if c in s.rows.columns and s[c][i]>0)
 
 # %% ../../nbs/55_health/20_values.ipynb #bdecc946
-step_order = dict(weight=0, buffer=0, input=1, output=1, probe=1, output_grad=3, input_grad=3, unclipped_grad=4, weight_grad=4, optimizer=5,
-    update=6) # order in which tensor types are computed in a step
+step_order = dict(weight=0, buffer=0, input=1, output=1, probe=1, output_grad=3, input_grad=3, unclipped_grad=4, weight_grad=4,
+    optimizer=5, update=6) # order in which tensor types are computed in a step
 
 def order_of(s): return step_order.get(s.ttype, 1)
 
@@ -42,11 +42,10 @@ def find_bad_loss(h):
 
 def find_minus_infinity(h, step):
     "Return the first output with -inf in a step, if the -inf reaches the output of the model. Then it is no mask."
-    with_some = []
-    for s in h.series('output'):
-        i = np.searchsorted(s.steps, step)
-        if 'neginf' in s.rows.columns and i<len(s) and s.steps[i]==step and s['neginf'][i]>0: with_some.append((s, np.array([i])))
-    return min(with_some, key=lambda f: f[0].order) if any(s.path=='' or s.path in h.graph.last_modules for s,_ in with_some) else None
+    at = [(s, i) for s in h.series('output') if 'neginf' in s.rows.columns and (i := s.at_step(step)) is not None]
+    with_some = [(s, np.array([i])) for s,i in at if s['neginf'][i]>0]
+    reaches_end = any(s.path=='' or s.path in h.graph.last_modules for s,_ in with_some)
+    return min(with_some, key=lambda f: f[0].order) if reaches_end else None
 
 def find_bad_series(h, loss):
     "Return the series that are not finite, with the positions of their bad steps, and the first bad step."
@@ -71,15 +70,16 @@ anomaly_hint = "torch.autograd.set_detect_anomaly(True) names the operation."
 loss_advice = ("Check each division, logarithm and square root in the loss: use log(x+eps), torch.nn.functional.cross_entropy on logits "
     f"instead of log(softmax), and clamp before sqrt. {anomaly_hint}")
 
+# %% ../../nbs/55_health/20_values.ipynb #546b85dc
 def find_largest_input(h, s, step):
     "Return the largest finite absolute value among the inputs of a module in a step, or 0 if it is unknown."
-    sizes = [float(x.abs_max[np.searchsorted(x.steps, step)]) for x in h.inputs.get(s.path, ()) if step in x.steps]
-    return max((v for v in sizes if np.isfinite(v)), default=0)
+    sizes = [x.abs_max[i] for x in h.inputs.get(s.path, ()) if (i := x.at_step(step)) is not None]
+    return float(np.nan_to_num(finite_max(sizes)))
 
-# %% ../../nbs/55_health/20_values.ipynb #546b85dc
 def explain_input(h, s):
     if s.path=='' or s.order==min(o.order for o in h.series('input')): return ("the data contain it.",
-        "Check this batch: run np.isfinite over the data set, and check what it is divided by. Remove such samples, or replace the values.")
+        "Check this batch: run np.isfinite over the data set, and check what it is divided by. "
+        "Remove such samples, or replace the values.")
     return ("the model makes it between its modules, before this module.",
         f"Check the operations before {name_module(s.path)}: a division, log, sqrt, or a softmax in which all entries are -inf.")
 
@@ -87,28 +87,33 @@ def explain_forward(h, s, i):
     top,huge = largest_number.get(s.dtype),find_largest_input(h, s, s.steps[i])
     if top and 'posinf' in s.rows.columns and (s['posinf'][i]>0 or huge>top/8): return (
         f"the largest number of {s.dtype} is {top:,.0f}, and the input was finite, up to {fmt(huge)}.",
-        "Train in bfloat16, which has the range of float32, or keep this module in float32. Smaller activations (normalization, smaller weights) also help.")
-    if not h.inputs.get(s.path): return ("its input was not recorded, so the value comes from this module or from its input.",
-        f"Check the data of this step, and the computation of {name_module(s.path, s.kind)}. Record the inputs to tell the two apart: ttypes=[..., 'input'].")
+        "Train in bfloat16, which has the range of float32, or keep this module in float32. "
+        "Smaller activations (normalization, smaller weights) also help.")
+    if not h.inputs.get(s.path): return (
+        "its input was not recorded, so the value comes from this module or from its input.",
+        f"Check the data of this step, and the computation of {s.title}. "
+        "Record the inputs to tell the two apart: ttypes=[..., 'input'].")
     return (f"its input was finite{f', up to {fmt(huge)}' if huge else ''}, so the module itself makes it.",
-        f"Check the computation of {name_module(s.path, s.kind)}: log or sqrt of values at or below zero, a division by a standard deviation of zero, "
+        f"Check the computation of {s.title}: log or sqrt of values at or below zero, a division by a standard deviation of zero, "
         "exp of large values, or a softmax in which all entries are -inf.")
 
 def explain_backward(h, s, bad):
-    after = [p for p in dict.fromkeys(p for p,_ in h.grads if p) if h.graph.position(p)>h.graph.position(s.path) and (p, 'weight_grad') not in bad]
-    if after: return (f"all values of the forward pass were finite, and so are the gradients of {name_module(after[0])} after it. "
+    at = h.graph.position(s.path)
+    after = [p for p,_ in h.grads if p and h.graph.position(p)>at and (p, 'weight_grad') not in bad]
+    if after: return (
+        f"all values of the forward pass were finite, and so are the gradients of {name_module(after[0])} after it. "
         "So the backward pass between the two makes it.",
         "sqrt and norm have no gradient at 0, and where(ok, f(x), 0) uses the gradient of f also for the other branch: "
         f"add an eps inside, or mask the input of f. {anomaly_hint}")
-    return ("all values of the forward pass were finite, and this is the last layer. So the backward pass of the loss, or of operations after this module, "
-        "makes it.",
+    return ("all values of the forward pass were finite, and this is the last layer. "
+        "So the backward pass of the loss, or of operations after this module, makes it.",
         f"sqrt, norm and std have no gradient at 0, and the gradient of log grows without limit there: add an eps inside. {anomaly_hint}")
 
 def explain_source(h, s, i, bad):
     "Return the source of a bad value in words, and advice. `bad`: (path, ttype) of all tensors that are not finite in this step."
     if s.ttype=='input': return explain_input(h, s)
     if s.ttype in ('output', 'probe'): return explain_forward(h, s, i)
-    if s.ttype in ('output_grad', 'input_grad', 'unclipped_grad', 'weight_grad'): return explain_backward(h, s, bad)
+    if order_of(s) in (3, 4): return explain_backward(h, s, bad)
     if s.ttype in ('weight', 'update', 'optimizer'): return (
         "all recorded gradients were finite before, so the optimizer step makes it, or other code that writes to the weight.",
         "An update that is too large overflows. An eps of 0 divides by zero. A learning rate of NaN has the same effect: check the scheduler.")
@@ -116,64 +121,62 @@ def explain_source(h, s, i, bad):
         f"Check which code writes to {s.title}: a running mean keeps every bad value that it is given.")
 
 # %% ../../nbs/55_health/20_values.ipynb #2ebc6959
-@rule(severity='error', needs=('input', 'output', 'weight', 'weight_grad'),
-    after=('update_too_large', 'exploding_gradient', 'poor_scale', 'poor_input_scale', 'loss_spike', 'scaler_skips', 'gradients_add_up'))
+@rule(severity='error', needs=('input', 'output', 'weight', 'weight_grad'), after=('update_too_large', 'exploding_gradient',
+    'poor_scale', 'poor_input_scale', 'loss_spike', 'scaler_skips', 'gradients_add_up'))
 def not_finite(h):
     "The first NaN or infinity of the training, and where it comes from: data, forward, loss, backward, or the range of a dtype"
     loss = find_bad_loss(h)
     found,step = find_bad_series(h, loss)
-    if loss and (not found or loss[0]<step): yield report_bad_loss(*loss, found, not len(h.steps) or loss[0] in h.steps)
+    if loss and (not found or loss[0]<step): yield report_bad_loss(h, *loss, found)
     elif found: yield report_bad_tensors(h, found, step, loss)
 
 # %% ../../nbs/55_health/20_values.ipynb #55c32276
-def report_bad_loss(step, loss, found, recorded):
-    "Return the finding of a loss that is not finite before any tensor is. `recorded`: True if the step has rows of tensors."
+def report_bad_loss(h, step, loss, found):
+    "Return the finding of a loss that is not finite before any tensor is."
     bad = np.flatnonzero(~np.isfinite(loss.values))
-    is_bad = f"{loss.name} is {loss.values[bad[0]]} at step {step}"
-    if not recorded: return finding('', f"{is_bad}. No tensor of this step was recorded, so it may come from the model or from the loss.", step,
-        loss.steps[bad[-1]], look='overview(run)', ttype='scalar',
-        advice=f"Record every step (every=1), or keep the last steps with blackbox=20. {anomaly_hint}")
-    text = f"{is_bad}, while all tensors of the model are{' still' if found else ''} finite: the computation of the loss makes it."
-    return finding('', text, step, loss.steps[bad[-1]], advice=loss_advice, look='overview(run)', ttype='scalar')
+    text,advice = f"{loss.name} is {loss.values[bad[0]]} at step {step}",loss_advice
+    if len(h.steps) and step not in h.steps:
+        text += ". No tensor of this step was recorded, so it may come from the model or from the loss."
+        advice = f"Record every step (every=1), or keep the last steps with blackbox=20. {anomaly_hint}"
+    else: text += f", while all tensors of the model are{' still' if found else ''} finite: the computation of the loss makes it."
+    return finding('', text, step, loss.steps[bad[-1]], advice=advice, look='overview(run)', ttype='scalar')
 
 def report_bad_tensors(h, found, step, loss):
     "Return the finding of tensors that are not finite, possibly with the loss among the consequences."
     s,i = choose_first_bad(h, found, step)
-    last = max(int(s.steps[i[-1]]) for s,i in found)
-    evidence = dict(tensors=sum(len(i) for _,i in found), reached=len({s.path for s,_ in found}))
-    n = evidence['reached']
+    last,n = max(int(s.steps[i[-1]]) for s,i in found),len({s.path for s,_ in found})
+    evidence = dict(tensors=sum(len(i) for _,i in found), reached=n)
     if order_of(s) in (3, 4) and loss and loss[0]<=step: # only the loss was bad before: it is the origin
-        where,noted = loss
-        text = f"{noted.name} is {noted.values[noted.steps==where][0]} at step {step}, while all outputs of the model are finite"
-        return finding('', f"{text}: the computation of the loss makes it. Then the gradients of {'one module' if n==1 else f'{n} modules'} are bad, too.",
+        value = loss[1].values[loss[1].steps==loss[0]][0]
+        return finding('', f"{loss[1].name} is {value} at step {step}, while all outputs of the model are finite: the computation of "
+            f"the loss makes it. Then the gradients of {'one module' if n==1 else f'{n} modules'} are bad, too.",
             step, last, advice=loss_advice, look="overview(run)", ttype='scalar', **evidence)
     why,advice = explain_source(h, s, i, {(o.path, o.ttype) for o,at in found if o.steps[at[0]]==step})
-    text = f"{s.tname} of {s.title} has {count_bad(s, i)} at step {step}, the first of the run: {why}"
-    return finding(s, text+(f" It reached {n} modules by step {last}." if n>1 else ''), step, last, advice=advice, look=f"overview(run, ttype='{s.ttype}')",
-        stands=s.dtype in largest_number and order_of(s)==1, **evidence)
+    reached = f" It reached {n} modules by step {last}." if n>1 else ''
+    return finding(s, f"{s.tname} of {s.title} has {count_bad(s, i)} at step {step}, the first of the run: {why}{reached}", step, last,
+        advice=advice, look=f"overview(run, ttype='{s.ttype}')", stands=s.dtype in largest_number and order_of(s)==1, **evidence)
 
 # %% ../../nbs/55_health/20_values.ipynb #9ce4e38e
 @rule(severity='error', needs='weight_grad')
-def scaler_skips(h,
-    share=.5, # Share of all steps that is too large, if these are also at least `most` steps
-    most=20 # Steps at the end that may be skipped in a row: the first scale of torch needs 16 halvings
-):
-    "A loss scaler that skips most steps, or all steps at the end"
+def scaler_skips(h, share=.5, most=20):
+    """A loss scaler that skips most steps, or all steps at the end
+
+    share: share of all steps that is too large, if these are also at least `most` steps
+    most: steps at the end that may be skipped in a row; the first scale of torch needs 16 halvings"""
     skipped = [s for s in h.trained if s.skipped.any()]
-    at = {int(x) for s in skipped for x in s.steps[s.skipped]}
-    flags = np.array([int(x) in at for x in h.steps], bool)
-    if not flags.any(): return
-    tail = len(flags)-1-int(np.flatnonzero(~flags)[-1]) if not flags.all() else len(flags)
-    if tail<most and not (flags.mean()>share and flags.sum()>=most): return
+    at = sorted({int(x) for s in skipped for x in s.steps[s.skipped]})
+    flags = np.isin(h.steps, at)
+    tail,n = len(flags)-find_tail(flags),int(flags.sum())
+    if not n or tail<most and not (flags.mean()>share and n>=most): return
     bad = [s for s in skipped if s.ttype=='weight_grad' and s.bad[s.skipped].any()]
     s = max(bad, key=lambda s: h.graph.position(s.path)) if bad else None
     effect = 'the weights do not change' if tail>=most or flags.all() else 'the weights change in the other steps only'
-    text = f"The loss scaler skipped {int(flags.sum())} of {len(flags)} steps{f', among them the last {tail}' if tail>1 else ''}: {effect}."
+    text = f"The loss scaler skipped {n} of {len(flags)} steps{f', among them the last {tail}' if tail>1 else ''}: {effect}."
     where = f" In the backward pass, the first gradient that is not finite is that of {s.title}." if s else ''
-    yield finding(s or '', text+where, h.steps[len(flags)-tail] if tail>=most else min(at), max(at),
-        advice="If the scale keeps falling, the gradients are not finite at any scale: find their origin with torch.autograd.set_detect_anomaly(True). "
-        "If only the first scale is too high, use GradScaler(init_scale=...) with a smaller value, and keep backoff_factor below 1.",
-        look="updates(run)", skipped=int(flags.sum()), of=len(flags))
+    yield finding(s or '', text+where, h.steps[len(flags)-tail] if tail>=most else at[0], at[-1],
+        advice="If the scale keeps falling, the gradients are not finite at any scale: find their origin with "
+        "torch.autograd.set_detect_anomaly(True). If only the first scale is too high, use GradScaler(init_scale=...) with a smaller "
+        "value, and keep backoff_factor below 1.", look="updates(run)", skipped=n, of=len(flags))
 
 # %% ../../nbs/55_health/20_values.ipynb #04b82dd7
 def find_lost_gradients(h, share, many):
@@ -181,13 +184,13 @@ def find_lost_gradients(h, share, many):
     grads = [s for s in h.grads.values() if len(s)>2]
     if not grads or h.ends_at_zero_loss or not any(s.dtype in smallest_numbers for s in h.series('output')): return None
     zero = [s for s in grads if s.zero.mean()>share]
-    tiny = [s for s in grads if s.dtype in smallest_numbers and s not in zero and np.mean(s.abs_max<smallest_numbers[s.dtype][0])>share]
+    tiny = [s for s in grads if s not in zero and np.mean(s.abs_max<smallest_numbers.get(s.dtype, (0,))[0])>share]
     if len(zero)+len(tiny)<max(2, many*len(grads)) and len(zero)<len(grads): return None
     s = (zero or tiny)[0]
     size = 'exactly zero' if zero else f'at most {fmt(median(s.abs_max))}'
-    text = (f"Gradients underflow in float16: the gradient of {s.title} is {size} in nearly all steps. "
-        f"{len(zero)} of {len(grads)} gradients are zero, and {len(tiny)} are below the normal range (6.1e-05). Values below 6e-08 become zero.")
-    return finding(s, text, s.steps[0], s.steps[-1], severity='error' if len(zero)>=.5*len(grads) else None,
+    return s.finding(0, f"Gradients underflow in float16: the gradient of {s.title} is {size} in nearly all steps. "
+        f"{len(zero)} of {len(grads)} gradients are zero, and {len(tiny)} are below the normal range (6.1e-05). "
+        "Values below 6e-08 become zero.", severity='error' if len(zero)>=.5*len(grads) else None,
         advice="Scale the loss (torch.amp.GradScaler), or train in bfloat16.", look="out_of_range(run, ttype='weight_grad')",
         zero=len(zero), small=len(tiny), of=len(grads))
 
@@ -198,36 +201,37 @@ def find_lost_steps(h, few):
     still = [w for w,grad in trained if len(w)>4 and (grad.rms>0).mean()>.5 and w.rms[0]>0 and never_changes(w)]
     if len(still)<max(1, few*len(trained)): return None
     w = still[0]
-    text = (f"Updates are too small for {w.dtype}, which has {2 if w.dtype=='bfloat16' else 3} digits: {w.title} did not change in "
-        f"{len(w)} steps, although it gets gradients."+(f" The same holds for {len(still)} of {len(trained)} weights." if len(trained)>1 else ''))
-    return finding('' if len(still)>1 else w, text, w.steps[0], w.steps[-1], severity='error' if h.progress.is_bad else None, ttype='weight',
-        advice="Keep the weights in float32 and train under torch.autocast, or let the optimizer keep float32 copies. Stochastic rounding also helps.",
-        look="updates(run)", weights=len(still), of=len(trained))
+    more = f" The same holds for {len(still)} of {len(trained)} weights." if len(trained)>1 else ''
+    return w.finding(0, f"Updates are too small for {w.dtype}, which has {2 if w.dtype=='bfloat16' else 3} digits: {w.title} did not change "
+        f"in {len(w)} steps, although it gets gradients.{more}", '' if len(still)>1 else w,
+        severity='error' if h.progress.is_bad else None, look="updates(run)", weights=len(still), of=len(trained),
+        advice="Keep the weights in float32 and train under torch.autocast, or let the optimizer keep float32 copies. "
+        "Stochastic rounding also helps.")
 
 # %% ../../nbs/55_health/20_values.ipynb #88f85987
 @rule(severity='warning', needs='weight_grad', after=('dead_units', 'not_finite'))
-def underflow(h,
-    share=.9, # Share of the steps in which a gradient is zero or below the normal range
-    many=.5, # Share of the gradients that are lost
-    few=.15 # Share of the weights that do not move
-):
-    """Gradients that their dtype rounds to zero, or updates that are smaller than the last digit of the weight. float16 holds nothing below 6e-8, and has few
-    digits below 6e-5. bfloat16 has two digits"""
+def underflow(h, share=.9, many=.5, few=.15):
+    """Gradients that their dtype rounds to zero, or updates that are smaller than the last digit of the weight.
+    float16 holds nothing below 6e-8, and has few digits below 6e-5. bfloat16 has two digits
+
+    share: share of the steps in which a gradient is zero or below the normal range
+    many: share of the gradients that are lost
+    few: share of the weights that do not move"""
     one = find_lost_gradients(h, share, many) or find_lost_steps(h, few)
     if one: yield one
 
 # %% ../../nbs/55_health/20_values.ipynb #f2d59cae
 @rule(severity='warning', needs='output')
-def overflow(h,
-    share=.25 # Share of the largest number of a dtype, above which a value is close to it
-):
-    "Activations close to the largest number of their dtype: four times as much is infinite"
+def overflow(h, share=.25):
+    """Activations close to the largest number of their dtype: four times as much is infinite
+
+    share: share of the largest number of a dtype, above which a value is close to it"""
     for s in h.series('output'):
         top = largest_number.get(s.dtype, np.inf)
-        near = (s.abs_max>share*top) & (s.bad==0)
-        if not near.any(): continue
-        step,size = s.steps[near][0],float(s.abs_max[near].max())
-        text = f"{s.tname} of {name_module(s.path, s.kind)} reaches {fmt(size)} from step {step} on, close to {top:,.0f}, the largest number of {s.dtype}."
-        yield finding(s, text, step, s.steps[near][-1], advice="Train in bfloat16, normalize before this module, or keep it in float32.",
-            look=f"scalar_line(run, {s.path!r}, 'output', 'max')", largest=size)
+        near = np.flatnonzero((s.abs_max>share*top) & (s.bad==0))
+        if not len(near): continue
+        step,size = s.steps[near[0]],float(s.abs_max[near].max())
+        yield s.finding(near[0], f"{s.tname} of {s.title} reaches {fmt(size)} from step {step} on, close to {top:,.0f}, "
+            f"the largest number of {s.dtype}.", last=near[-1], stat='max', largest=size,
+            advice="Train in bfloat16, normalize before this module, or keep it in float32.")
         return

@@ -29,7 +29,7 @@ not_finite = b'"nan":', b'"posinf":', b'"neginf":' # a row has these if values a
 kind_columns = re.compile(rb'"(ttype|rank|phase|skipped)":("?[\w.]+)')
 
 def kinds_of_trouble(lines):
-    """Return the kinds of rows with values that are not finite: which values, tensor type, rank, phase, skipped or not; of noted numbers, also their names.
+    """Return the kinds of rows with values that are not finite. A kind is: which values, tensor type, rank, phase, skipped, names of numbers.
 
     The first step of each kind is kept. So a mask of -inf in each step, or a step that a loss scaler skips, does not hide the first fault."""
     here = [n for n in not_finite if n in lines]
@@ -45,19 +45,18 @@ def names_not_finite(line):
 # %% ../../nbs/55_health/60_watch.ipynb #c7bcbcfa
 class KeptSteps:
     "Log lines of some steps of a run: the first, the last, and fewer and fewer of those between."
-    first,last,most_bytes = 20,40,24_000_000 # steps that are always kept at the beginning and at the end; limit of memory
+    # steps that are always kept at the beginning and at the end; limit of memory
+    first,last,most_bytes = 20,40,24_000_000
 
     def __init__(self):
-        self.lines,self.noted = {},{} # step -> list of line blocks; step -> (its lines of noted numbers, number of blocks then)
+        # step -> list of line blocks; step -> (its lines of noted numbers, number of blocks then)
+        self.lines,self.noted = {},{}
         self.size,self.count = 0,0 # bytes; steps received
         self.reports = [] # lines of the recorder's own warnings
         self.first_bad = {} # kind of a row, see `kinds_of_trouble` -> first step with values that are not finite
 
-    def add(self,
-        step, # None for rows without a step
-        lines:bytes # As they are in the file
-    ):
-        "Add lines of a step."
+    def add(self, step, lines:bytes):
+        "Add lines of a step, as they are in the file. Lines without a step (None) are dropped."
         if step is None: return
         if b'"ttype":"finding"' in lines: return self.reports.extend(l+b'\n' for l in lines.split(b'\n') if b'"rule":"recording"' in l)
         for kind in kinds_of_trouble(lines): self.first_bad.setdefault(kind, step)
@@ -80,7 +79,7 @@ class KeptSteps:
         return bool(gone)
 
     def some(self, most:int=80): # Lines
-        "Return all lines of at most `most` steps and of steps that were first not finite. Of the other steps, return only noted numbers."
+        "Return all lines of `most` steps, and of each first step that is not finite. Of the other steps, return only noted numbers."
         steps = list(self.lines)
         between = steps[self.first:-self.last]
         few = max(most-self.first-self.last, 1)
@@ -98,18 +97,17 @@ class KeptSteps:
 
 # %% ../../nbs/55_health/60_watch.ipynb #b1704b21
 class Pace:
-    "Decides when rules run again."
-    def __init__(self,
-        share:float=.02, # Time for rules, as a share of the time for recording
-        first:int=8, # Steps before the first look
-        more:float=1.33 # Factor by which the run must be longer before the next look
-    ): self.share,self.next,self.more,self.took,self.cost = share,first,more,0.,0. # took: seconds of all looks; cost: of the last look
+    """Decides when rules run again.
 
-    def due(self,
-        steps:int, # Steps of the run
-        recording # Function that returns the seconds that recording took
-    ) -> bool:
-        "Return True if rules shall run now."
+    share: time for rules, as a share of the time for recording
+    first: steps before the first look
+    more: factor by which the run must be longer before the next look"""
+    def __init__(self, share=.02, first=8, more=1.33):
+        # took: seconds of all looks; cost: of the last look
+        self.share,self.next,self.more,self.took,self.cost = share,first,more,0.,0.
+
+    def due(self, steps:int, recording) -> bool:
+        "Return True if it is time to run the rules. `recording`: function that returns the seconds of recording so far."
         return steps>=self.next and (not self.cost or self.took+2*self.cost<=self.share*recording())
 
     def note_cost(self, steps, seconds):
@@ -124,10 +122,8 @@ class KnownFindings:
     patience = 2 # looks in a row without a finding, after which it is over
     def __init__(self): self.open,self.missed = {},{} # key -> finding; key -> looks in a row without it
 
-    def compare(self,
-        found # Findings of a look
-    ): # New findings, and findings that are over
-        "Compare the findings of a look with the open ones."
+    def compare(self, found):
+        "Compare the findings of a look with the open ones. Return new findings, and findings that are over."
         here = {identity_of(f): f for f in found}
         new = [f for k,f in here.items() if k not in self.open]
         for k in self.open: self.missed[k] = 0 if k in here else self.missed.get(k, 0)+1
@@ -144,12 +140,11 @@ class TrainingStopped(RuntimeError):
     "Raised in the training by `on_finding='stop'`. The attribute `finding` has the reason."
     def __init__(self, found): self.finding = found; super().__init__(f"{found['rule']}: {found['text']} {found['advice']}".strip())
 
-def row_of_finding(
-    found:dict, # A finding
-    module:str, # Display name of its module
-    over:int|None=None # Step in which it is over
-) -> dict:
-    "Return a finding as a row of the run. Its step is the one in which the finding began, or is over."
+def row_of_finding(found:dict, module:str, over:int|None=None) -> dict:
+    """Return a finding as a row of the run. Its step is the one in which the finding began, or is over.
+
+    module: display name of its module
+    over: step in which it is over"""
     copied = {k: found[k] for k in ('severity', 'rule', 'text', 'advice', 'look', 'evidence', 'first_step', 'last_step')}
     return {**copied, 'module': module, 'ts': now(), 'ttype': 'finding', 'tname': found['rule'], 'step': found['first_step'] if over is None else over,
         'call': 0, **({'of': found['ttype']} if found['ttype'] else {}), **({'pname': found['pname']} if found['pname'] else {}),
@@ -163,13 +158,15 @@ def check_on_finding(what):
     raise error(f"on_finding is 'warn', 'stop' or a function of a finding, got {got}.")
 
 class Reporter:
-    "Reports findings during the training: as warnings, to a function, or by stopping the training."
-    def __init__(self,
-        file, # Log of the run: its reader sees the warnings
-        on_finding='warn', # 'warn', 'stop', or a function of a finding (a dict), called in the thread of the rules
-        stop=lambda error: None, # Called with an exception to raise in the training
-        alarm=lambda: None # Called when an error is found
-    ): self.file,self.on_finding,self.stop,self.alarm,self.failed = file,check_on_finding(on_finding),stop,alarm,set() # failed: rules and functions
+    """Reports findings during the training: as warnings, to a function, or by stopping the training.
+
+    file: log of the run, whose reader sees the warnings
+    on_finding: 'warn', 'stop', or a function of a finding (a dict), called in the thread of the rules
+    stop: called with an exception to raise in the training
+    alarm: called when an error is found"""
+    def __init__(self, file, on_finding='warn', stop=lambda error: None, alarm=lambda: None):
+        # failed: rules and functions
+        self.file,self.on_finding,self.stop,self.alarm,self.failed = file,check_on_finding(on_finding),stop,alarm,set()
 
     def report(self, f, is_cause=True):
         "Report a new finding. Consequences of other findings and information are not shown."
@@ -202,21 +199,21 @@ def history_of_lines(lines, t, expected=None): # expected: as in `table_of_block
 
 # %% ../../nbs/55_health/60_watch.ipynb #d92870de
 class RuleWatch:
-    "Runs rules on a run while it is recorded."
-    def __init__(self,
-        t, # The run: a `tracker`
-        rules='default', # As in `diagnose`
-        on_finding='warn', # 'warn', 'stop', or a function of a finding (a dict), called in the thread of the rules
-        stop=lambda error: None, # Called with an exception to raise in the training
-        pace=None, # A `Pace`
-        recording=None, # Function that returns the seconds that recording took, with looks; without it, the seconds of the writer
-        alarm=lambda: None # Called when an error is found
-    ):
+    """Runs rules on a run while it is recorded.
+
+    t: the run, a `tracker`
+    rules: as in `diagnose`
+    on_finding, stop, alarm: as in `Reporter`
+    pace: a `Pace`
+    recording: function that returns the seconds that recording took, with looks; without it, the seconds of the writer"""
+    def __init__(self, t, rules='default', on_finding='warn', stop=lambda error: None, pace=None, recording=None,
+        alarm=lambda: None):
         needs('pandas', for_='rules=') # import it now, and not during the training
         self.rules,self.t,self.reporter = choose_rules(rules),t,Reporter(t.file, on_finding, stop, alarm)
         self.kept,self.known,self.pace,self.found = KeptSteps(),KnownFindings(),pace or Pace(),[]
         self.adding,self.looking = threading.Lock(),threading.Lock()
-        self.has_new = self.is_asked = self.had_trouble = False # rows since the last look; a look was requested; a value was not finite
+        # rows since the last look; a look was requested; a value was not finite
+        self.has_new = self.is_asked = self.had_trouble = False
         self.expected = Expected(typed_columns) # columns of the last look, which make the next one faster
         seconds = recording or (lambda: t.file.seconds)
         def keep(rows, lines): return self.keep(rows, lines, seconds)
@@ -238,7 +235,8 @@ class RuleWatch:
 
     def hear(self, step, lines):
         "Run the rules if there are new rows. Called in the thread of the listener."
-        if not self.looking.acquire(timeout=self.listening.patience): return # an earlier call of on_finding does not return
+        # an earlier call of on_finding does not return
+        if not self.looking.acquire(timeout=self.listening.patience): return
         try:
             if self.has_new: self.look()
         finally:

@@ -9,28 +9,29 @@ __all__ = ['not_trained']
 import numpy as np
 
 from ..store.parameters import cut_off, parameter_entry, forgotten, frozen, label_of, not_called, parts_alike, reasons, why_not
-from .finding import name_module, finding, fmt, median, list_names
+from .finding import name_module, finding, find_tail, fmt, median, list_names
 from .history import find_changes, never_changes
 from .moves import keeps_moving
 from .rules import rule
 from .values import half_digit
 
 # %% ../../nbs/55_health/25_wiring.ipynb #80c218c1
-def count_values(p): return int(np.prod(p['shape'])) if p.get('shape') is not None else 0
+def count_values(ps): return sum(int(np.prod(p['shape'])) for p in ps if p.get('shape') is not None)
 
 class ParameterStates:
     "The parameters of a run by the reason why they are not trained."
     def __init__(self, entries):
         self.ps = [p for p in entries if p.get('recorded') is not False]
         self.of = {reason: [p for p in self.ps if why_not(p)==reason] for reason in reasons}
-        self.learn = [p for p in self.ps if why_not(p) is None and (p['requires_grad'] or p.get('gradient'))] # trained, as far as is known
+        # trained, as far as is known
+        self.learn = [p for p in self.ps if why_not(p) is None and (p['requires_grad'] or p.get('gradient'))]
         others = [p for p in self.ps if p.get('optimizer') is False and p.get('gradient')]
-        self.elsewhere = [p for p in others if p.get('changes') or p.get('elsewhere')] # an optimizer that torchEmber does not know has them
-        self.values = sum(map(count_values, self.ps))
+        # an optimizer that torchEmber does not know has them
+        self.elsewhere = [p for p in others if p.get('changes') or p.get('elsewhere')]
 
     def share(self, ps):
         "Return the number of values of some parameters, as a share of all values."
-        return sum(map(count_values, ps))/max(self.values, 1)
+        return count_values(ps)/max(count_values(self.ps), 1)
 
     def parts(self, own):
         "Yield (name, parameters) of the largest parts that consist of the given parameters only. The name of the whole model is ''."
@@ -40,7 +41,13 @@ class ParameterStates:
 def describe_part(part, own):
     "Return name and size of a part, as the beginning of a sentence."
     n = 'one parameter' if len(own)==1 else f'{len(own):,} parameters'
-    return f"{name_module(part) if part else 'The whole model'} ({n}, {sum(map(count_values, own)):,} values)"
+    return f"{name_module(part) if part else 'The whole model'} ({n}, {count_values(own):,} values)"
+
+def report_part(h, part, own, said, first, reason):
+    "Return the finding of a part. `said`: sentence, severity and advice."
+    path,pname = (own[0]['path'], own[0]['name']) if part==label_of(own[0]) else (part, None)
+    return finding(path, said[0], first, h.steps[-1] if len(h.steps) else 0, severity=said[1], advice=said[2], look="updates(run)",
+        ttype='weight', pname=pname, parameters=len(own), values=count_values(own), reason=reason)
 
 # %% ../../nbs/55_health/25_wiring.ipynb #b6d4c25e
 def enclosing_modules(path):
@@ -79,24 +86,24 @@ def is_intended(h, known, held):
     last = max((h.graph.position(p['path']) for p in known.ps if p['path'] in h.graph.calls or p['path']==''), default=0)
     return max(h.graph.position(p['path']) for p in known.learn)>=last or len({p['path'] for p in known.learn})>=3
 
-untrained_names = 'teacher', 'target', 'ema', 'momentum', 'fixed', 'frozen' # in names of parts that are not trained on purpose
+# in names of parts that are not trained on purpose
+untrained_names = 'teacher', 'target', 'ema', 'momentum', 'fixed', 'frozen'
 
 def explain_forgotten(h, known, part, own, held):
     "Return sentence, severity and advice for a part that is not in the optimizer."
     what,has_gradient = describe_part(part, own),any(p.get('gradient') for p in own)
     # a single change: `load_state_dict`, or an optimizer that steps rarely
     wrote = any((w := h.weights.get((p['path'], p['name']))) is not None and find_changes(w).any() for p in own)
+    effect,severity = ('is not trained', 'warning') if wrote else ('never changes', 'error')
     if not known.learn and part=='': return (
-        f"No parameter of the model is in the optimizer: {what[0].lower()+what[1:]} gets gradients, but {'is not trained' if wrote else 'never changes'}.",
-        'warning' if wrote else 'error',
+        f"No parameter of the model is in the optimizer: {what[0].lower()+what[1:]} gets gradients, but {effect}.", severity,
         "Create the optimizer after the model is final (after .to(device), new heads, load_model), or add the new parameters: "
         "optimizer.add_param_group({'params': model.parameters()}).")
     named = all(any(w in p['path'].lower() for w in untrained_names) for p in own)
     if named or is_intended(h, known, held): return (
-        f"{what} is not in the optimizer, so it {'is not trained' if wrote else 'never changes'}. It is {known.share(own):.0%} of the model.", 'info',
+        f"{what} is not in the optimizer, so it {effect}. It is {known.share(own):.0%} of the model.", 'info',
         "Nothing, if you train only a part of the model. Then requires_grad_(False) saves the time for its gradients.")
-    return (f"{what} is not in the optimizer, so it {'is not trained' if wrote else 'never changes'}{', although it gets gradients' if has_gradient else ''}.",
-        'warning' if wrote else 'error',
+    return (f"{what} is not in the optimizer, so it {effect}{', although it gets gradients' if has_gradient else ''}.", severity,
         "Give it to the optimizer: torch.optim.Adam(model.parameters()), or optimizer.add_param_group({'params': ...}) for new parameters. "
         "To keep it fixed, call requires_grad_(False).")
 
@@ -142,49 +149,47 @@ def explain_frozen(h, known, part, own, most):
 other_optimizer = 'trained by another optimizer' # a hint to give torchEmber the other optimizer, no fault
 
 def find_trained_elsewhere(known, h):
-    "Yield a finding for parameters that another optimizer trains, and one for those that another optimizer has and that have not changed."
+    "Yield findings of parameters of another optimizer: of those that change, and of those without a known change."
     for changes in (True, False):
-        if own := [p for p in known.elsewhere if bool(p.get('changes'))==changes]: yield report_elsewhere(known, h, own, changes)
-
-def report_elsewhere(known, h, own, changes):
-    "Return the finding of parameters that another optimizer has. `changes`: True if their values change."
-    parts = [part or 'the model' for part,_ in known.parts(own)]
-    its,them = ('its', 'it') if len(parts)==1 else ('their', 'them')
-    reason = f"but {its} values change: another optimizer trains {them}." if changes else (
-        f"but another optimizer has {them}. No change of {its} values is known in {len(h.steps):,} recorded steps.")
-    values = sum(map(count_values, own))
-    return finding(own[0]['path'] if len(own)==1 else '', f"{list_names(parts)} {'is' if len(parts)==1 else 'are'} not in the optimizer that torchEmber was "
-        f"given ({len(own):,} parameter{'s'*(len(own)>1)}, {values:,} values), {reason}",
-        h.steps[0], h.steps[-1], severity='info', look="updates(run)", ttype='weight', parameters=len(own), values=values, reason=other_optimizer,
-        advice="Give torchEmber all optimizers: optimizer=[a, b]. Then a step ends when all have stepped, and all updates and states are recorded.")
+        own = [p for p in known.elsewhere if bool(p.get('changes'))==changes]
+        if not own: continue
+        parts,n = [part or 'the model' for part,_ in known.parts(own)],count_values(own)
+        its,them,verb = ('its', 'it', 'is') if len(parts)==1 else ('their', 'them', 'are')
+        reason = f"but {its} values change: another optimizer trains {them}." if changes else (
+            f"but another optimizer has {them}. No change of {its} values is known in {len(h.steps):,} recorded steps.")
+        yield finding(own[0]['path'] if len(own)==1 else '', f"{list_names(parts)} {verb} not in the optimizer that torchEmber was given "
+            f"({len(own):,} parameter{'s'*(len(own)>1)}, {n:,} values), {reason}", h.steps[0], h.steps[-1], severity='info',
+            look="updates(run)", ttype='weight', parameters=len(own), values=n, reason=other_optimizer,
+            advice="Give torchEmber all optimizers: optimizer=[a, b]. Then a step ends when all have stepped, "
+            "and all updates and states are recorded.")
 
 # %% ../../nbs/55_health/25_wiring.ipynb #77b5d3b8
 def find_never_moved(h, known, reported, least, tiny, most):
     "Yield findings of weights that keep their values although they get gradients. `reported`: names of parameters with a finding."
     fixed = {(p['path'], p['name']) for p in known.ps if p['requires_grad'] is False or label_of(p) in reported}
-    moved = {(p['path'], p['name']) for p in known.ps if p.get('changes') or p.get('elsewhere')} # version counters of the recorder show it
+    # version counters of the recorder show it
+    moved = {(p['path'], p['name']) for p in known.ps if p.get('changes') or p.get('elsewhere')}
     asked = [s for k,s in h.weights.items() if len(s)>=least and not s.skipped.all() and k not in fixed | moved]
-    same = [s for s in asked if never_changes(s) and not has_updates(h, s)]
-    still = [s for s in same if s.dtype not in half_digit and (grad := h.grads.get((s.path, s.pname))) is not None and (grad.rms>0).any()]
+    same = [s for s in asked if never_changes(s) and not has_values(h.updates.get((s.path, s.pname)))]
+    still = [s for s in same if s.dtype not in half_digit and has_values(h.grads.get((s.path, s.pname)))]
     if still and len(same)==len(asked) and not moved & h.weights.keys(): yield report_none_moved(h, still); return
     for s in still[:most]:
         size = median(h.grads[s.path, s.pname].rms)
-        if s.shape is not None and np.prod(s.shape)<=1 or size<tiny*median(s.rms): continue # an update that rounds to nothing
-        text = f"{s.title} did not change in {len(s)} steps, although it gets gradients (rms {fmt(size)}) and other weights change."
-        yield finding(s, text, s.steps[0], s.steps[-1], look="updates(run)", steps=len(s),
+        # an update that rounds to nothing
+        if s.shape is not None and np.prod(s.shape)<=1 or size<tiny*median(s.rms): continue
+        yield s.finding(0, f"{s.title} did not change in {len(s)} steps, although it gets gradients (rms {fmt(size)}) and other weights change.",
+            look="updates(run)", steps=len(s),
             advice="Check the learning rate of its parameter group (0?), and whether another optimizer has a copy of it.")
 
-def has_updates(h, s):
-    "Return True if the run has updates of a weight that are not zero."
-    update = h.updates.get((s.path, s.pname))
-    return update is not None and bool((update.rms>0).any())
+def has_values(s): return s is not None and bool((s.rms>0).any())
 
 def report_none_moved(h, still):
     "Return the finding of a run in which no weight changes."
     n = 'the only trained weight has' if len(still)==1 else f'all {len(still)} trained weights have'
-    return finding('', f"No weight changed in {len(h.steps)} steps, although there are gradients: {n} the same numbers in the first and the last step.",
-        h.steps[0], h.steps[-1], advice="Check that the learning rate is not zero, that optimizer.step() is called, and that the optimizer has the parameters "
-        "of this model (it may have been created before the model was final).", look="updates(run)", ttype='weight', parameters=len(still))
+    return finding('', f"No weight changed in {len(h.steps)} steps, although there are gradients: {n} the same numbers in the first "
+        "and the last step.", h.steps[0], h.steps[-1], look="updates(run)", ttype='weight', parameters=len(still),
+        advice="Check that the learning rate is not zero, that optimizer.step() is called, and that the optimizer has the parameters "
+        "of this model (it may have been created before the model was final).")
 
 # %% ../../nbs/55_health/25_wiring.ipynb #b31c9d70
 class Stopped:
@@ -196,23 +201,25 @@ class Stopped:
         if grad is None: return
         after = grad.rms[grad.steps>=self.step]
         self.gradient = 'none' if not len(after) else 'some' if (after>0).any() else 'zero'
-        self.size = median(after)/max(median(s.rms), 1e-300) if len(after) else 0. # size of the gradients, as a share of the weight
+        # size of the gradients, as a share of the weight
+        self.size = median(after)/max(median(s.rms), 1e-300) if len(after) else 0.
 
     frozen = property(lambda self: self.p['requires_grad'] is False, doc="True if the run knows that the parameter is frozen")
-    same = property(lambda self: (self.step, self.frozen, self.gradient, self.still_moves), doc="Equal for weights that one sentence can describe")
+    same = property(lambda self: (self.step, self.frozen, self.gradient, self.still_moves),
+        doc="Equal for weights that one sentence can describe")
 
 def stops_at(s, p, grad):
     "Return the position of the first step without training of a weight, or None if it was never trained."
     arrived = grad.steps[grad.rms>0] if grad is not None else ()
-    if p['requires_grad'] is False and len(arrived): return int(np.searchsorted(s.steps, arrived[-1], 'right')) # momentum may change it for some steps
-    moves = np.flatnonzero(find_changes(s))
-    return int(moves[-1])+1 if len(moves) else None
+    if p['requires_grad'] is False and len(arrived): # momentum may change it for some steps
+        return int(np.searchsorted(s.steps, arrived[-1], 'right'))
+    return find_tail(~find_changes(s)) or None
 
 def longest_pause(s):
     "Return the longest distance between two changes of a weight. An optimizer may step in every 10th step only."
     return int(np.diff(np.flatnonzero(find_changes(s))).max(initial=0))
 
-def stopped(h, k, s, p, least, share):
+def find_stop(h, k, s, p, least, share):
     "Return a `Stopped` if a weight was trained at first and not in the last steps, else None."
     if s.dtype in half_digit or s.steps[-1]<h.steps[-2:][0]: return None
     at = stops_at(s, p, h.grads.get(k))
@@ -220,14 +227,11 @@ def stopped(h, k, s, p, least, share):
     if at is None or (~s.skipped[at:]).sum()<max(least, share*len(s), 2*pause): return None
     return Stopped(s, at, h.grads.get(k), p)
 
-def make_entries(h):
-    "Return an entry for each recorded weight, for a run without entries of its parameters. Their `requires_grad` is None."
-    return [parameter_entry(path, name, s.shape, s.dtype, None) for (path,name),s in h.weights.items() if name]
-
+# %% ../../nbs/55_health/25_wiring.ipynb #ebc8766f
 def find_stops(h, entries, least, share):
-    "Return the weights that stopped, if others continue or the run knows that they are frozen."
+    "Return the weights that stopped while others continue, or that are known to be frozen."
     of = {(p['path'], p['name']): p for p in entries}
-    found = [s for k,w in h.weights.items() if k in of and (s := stopped(h, k, w, of[k], least, share)) is not None]
+    found = [s for k,w in h.weights.items() if k in of and (s := find_stop(h, k, w, of[k], least, share)) is not None]
     if not found: return []
     go_on = keeps_moving(h, min(s.step for s in found), {(s.s.path, s.s.pname) for s in found})
     return [s for s in found if s.frozen or go_on and is_worth_reporting(s)]
@@ -237,57 +241,52 @@ def is_worth_reporting(s, tiny=1e-4):
     if s.gradient=='some': return s.size>=tiny # smaller updates may round to nothing
     return s.gradient=='none' or s.gradient=='zero' and s.p['requires_grad'] is None
 
-stop_reasons = {'none': 'It no longer gets a gradient: it is frozen or cut off.', 'zero': 'Its gradients are exactly zero: it is frozen or cut off.',
+stop_reasons = {'none': 'It no longer gets a gradient: it is frozen or cut off.',
+    'zero': 'Its gradients are exactly zero: it is frozen or cut off.',
     'some': 'It still gets gradients: its learning rate is zero, or the optimizer no longer has it.', None: 'It may be frozen.'}
 
 def explain_stopped(h, part, own, s):
     "Return sentence, severity and advice for a part of a model whose weights stopped as `s` did."
-    what = describe_part(part, own)
-    if s.frozen:
-        moves = "It still changes: momentum or weight decay moves it, as its gradient is zero and not None." if s.still_moves else "Its values stay the same."
-        goes_on = h.loss is not None and h.loss.steps[-1]>s.step
-        return (f"{what} was trained at first and is frozen from step {s.step} on (requires_grad is False). {moves}",
-            'warning' if not part and goes_on else 'info', "Nothing, if this is intended. Otherwise call requires_grad_(True) for each part to train.")
-    return (f"{what} was trained at first and does not change from step {s.step} on, while other weights do. {stop_reasons[s.gradient]}", 'info',
+    what = f"{describe_part(part, own)} was trained at first and"
+    if not s.frozen: return (
+        f"{what} does not change from step {s.step} on, while other weights do. {stop_reasons[s.gradient]}", 'info',
         "Nothing, if this is intended. Otherwise search for requires_grad_(False), detach() or a mask, check the learning rate of its group, "
         "and check that it is called.")
+    moves,goes_on = "Its values stay the same.",h.loss is not None and h.loss.steps[-1]>s.step
+    if s.still_moves: moves = "It still changes: momentum or weight decay moves it, as its gradient is zero and not None."
+    return (f"{what} is frozen from step {s.step} on (requires_grad is False). {moves}", 'warning' if not part and goes_on else 'info',
+        "Nothing, if this is intended. Otherwise call requires_grad_(True) for each part to train.")
 
 def find_stopped_parts(h, known, reported, least, share=.1):
     "Yield findings of parts that were trained at first, and stopped."
-    entries = known.ps or make_entries(h)
+    # a run without entries of its parameters: `requires_grad` is unknown
+    entries = known.ps or [parameter_entry(path, name, s.shape, s.dtype, None) for (path,name),s in h.weights.items() if name]
     by = {}
     for s in find_stops(h, entries, least, share):
         if label_of(s.p) not in reported: by.setdefault(s.same, []).append(s)
     for stops in by.values():
-        for name,own in ParameterStates(entries).parts([s.p for s in stops]):
-            path,pname = (own[0]['path'], own[0]['name']) if name==label_of(own[0]) else (name, None)
-            text,severity,advice = explain_stopped(h, name, own, stops[0])
-            yield finding(path, text, stops[0].step, h.steps[-1], severity=severity, advice=advice, look="updates(run)", ttype='weight', pname=pname,
-                parameters=len(own), values=sum(map(count_values, own)), reason='stopped')
+        for part,own in ParameterStates(entries).parts([s.p for s in stops]):
+            yield report_part(h, part, own, explain_stopped(h, part, own, stops[0]), stops[0].step, 'stopped')
 
 # %% ../../nbs/55_health/25_wiring.ipynb #d15e1e3e
 @rule(severity='error', needs=('weight', 'weight_grad'))
-def not_trained(h,
-    held=.6, # Share of the model that no optimizer has, above which this may be intended
-    part=.5, # Share of the model that is frozen, below which it may be a leftover
-    least=5, # Steps without change of a weight
-    tiny=1e-4, # Gradient over weight, below which an update may round to nothing
-    most=6 # Weights with a finding each
-):
-    "Parameters that do not learn: not in the optimizer, cut off from the loss, never called, frozen, or never changed although they get gradients"
+def not_trained(h, held=.6, part=.5, least=5, tiny=1e-4, most=6):
+    """Parameters that do not learn: not in the optimizer, cut off from the loss, never called, frozen, or never changed although they get gradients
+
+    held: share of the model that no optimizer has, above which this may be intended
+    part: share of the model that is frozen, below which it may be a leftover
+    least: steps without change of a weight
+    tiny: gradient over weight, below which an update may round to nothing
+    most: weights with a finding each"""
     known,reported = ParameterStates(h.parameters),set()
-    names = {label_of(p): p for p in known.ps}
-    first,last = (h.steps[0], h.steps[-1]) if len(h.steps) else (0, 0)
-    for reason in (forgotten, cut_off, not_called, frozen):
+    explain = {forgotten: lambda *of: explain_forgotten(h, known, *of, held), cut_off: lambda *of: explain_cut_off(h, known, *of),
+        not_called: explain_not_called, frozen: lambda *of: explain_frozen(h, known, *of, part)}
+    for reason,f in explain.items():
         for name,own in known.parts(known.of[reason]):
-            path,pname = (names[name]['path'], names[name]['name']) if name in names else (name, None)
-            if reason==forgotten: one = explain_forgotten(h, known, name, own, held)
-            elif reason==cut_off: one = explain_cut_off(h, known, name, own)
-            else: one = explain_not_called(name, own) if reason==not_called else explain_frozen(h, known, name, own, part)
-            if one is None: continue
+            said = f(name, own)
+            if said is None: continue
             reported |= {label_of(p) for p in own}
-            yield finding(path, one[0], first, last, severity=one[1], advice=one[2], look="updates(run)", ttype='weight', pname=pname,
-                parameters=len(own), values=sum(map(count_values, own)), reason=reason)
+            yield report_part(h, name, own, said, h.steps[0] if len(h.steps) else 0, reason)
     yield from find_never_moved(h, known, reported, least, tiny, most)
     yield from find_trained_elsewhere(known, h)
     yield from find_stopped_parts(h, known, reported, least)
