@@ -34,12 +34,8 @@ def wrapper_prefix(module):
     inner = unwrap(module)
     return next((n for n,m in module.named_modules() if m is inner), '') if isinstance(module, torch.nn.Module) else ''
 
-def select_by_pattern(
-    pattern, # String, compiled pattern, another argument of `select`, a list of these, or None
-    what:str, # Name of the argument
-    prefix:str # Prefix of the names
-): # A `Selection`, or None
-    "Select the modules whose names contain a pattern."
+def select_by_pattern(pattern, what, prefix): # what: name of the argument; prefix: of the names
+    "Select the modules whose names contain a pattern, or with other arguments of `select`. Return None for None."
     if isinstance(pattern, list|tuple|set): return select([select_by_pattern(p, what, prefix) for p in pattern])
     found = compile_pattern(pattern, what)
     if not isinstance(found, re.Pattern): return None if found is None else select(found)
@@ -54,10 +50,7 @@ def check_exclude(exclude, module):
 # %% ../../nbs/80_compat/30_tandv.ipynb #a723ea83
 class TorchTracker(Tracker):
     "Result of `track`: it ends steps, and writes a LogFrame at the end. As a list, it contains a `TensorStash` for each tensor of the latest step."
-    def __init__(self,
-        te, # An armed `torchEmber`
-        **kwargs # Other arguments of `Tracker`
-    ):
+    def __init__(self, te, **kwargs): # te: an armed `torchEmber`
         super().__init__(te.t, **kwargs)
         self.te = te
 

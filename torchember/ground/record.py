@@ -13,36 +13,39 @@ import json, math
 from enum import Enum
 from uuid import UUID
 
-from .messages import EmberWarning as EmberWarning # who imported it from here still does
+from .messages import EmberWarning as EmberWarning # earlier code imports it from here
 from .messages import an, unknown
 
 # %% ../../nbs/05_ground/20_record.ipynb #30b5f42b
 SCHEMA = 1 # Version of the row layout. A reader of version n reads all versions up to n
 
-flowing = dict(input='flows.Flows', output='flows.Flows') # tensor types that are measured at a call of a module -> class in `recorder` that measures them
+# tensor types that are measured at a call of a module -> class in `recorder` that measures them
+flowing = dict(input='flows.Flows', output='flows.Flows')
 ttypes = (*flowing, 'weight', 'weight_grad', 'unclipped_grad', 'input_grad', 'output_grad', 'optimizer', 'update', 'buffer', 'probe',
     *(of_no_tensor := ('scalar', 'finding'))) # numbers that the user logs; results of rules
 identity = ('module', 'ts', 'ttype', 'tname', 'step', 'call', 'dtype', 'pname', 'micro', 'phase', 'backward', 'skipped', 'unfinished',
     'rank', 'shard') # location and time
-beside_training = ('eval', 'no_grad', 'refused') # phases of passes that do not train: evaluation, without gradients, gradients thrown away
-of_pieces = ('part', 'gscale', 'placement', 'global_shape') # which shard of a tensor, beside a `rank`. In other rows the user may use these names
+# phases of passes that do not train: evaluation, without gradients, gradients thrown away
+beside_training = ('eval', 'no_grad', 'refused')
+# which shard of a tensor, beside a `rank`. In other rows the user may use these names
+of_pieces = ('part', 'gscale', 'placement', 'global_shape')
 optional = ('nan', 'posinf', 'neginf', 'nonfinite', 'error', 'supersedes') # in a row only if they apply
 reserved = frozenset(identity + ('nonfinite', 'error', 'supersedes')) # names that a statistic cannot have
-unmarkable = frozenset(identity + optional + ('path',)) - {'phase'} # names that a mark cannot have. te.mark(phase='warmup') is allowed
+# names that a mark cannot have. te.mark(phase='warmup') is allowed
+unmarkable = frozenset(identity + optional + ('path',)) - {'phase'}
 
 # %% ../../nbs/05_ground/20_record.ipynb #c0de0002
 norm_names = 'grad_norm','grad_norm_unclipped'
-clipped_norm = 'recorded_grad_norm','grad_norm' # names of the norm of all gradients. The first is used if the user logs the second
+# names of the norm of all gradients. The first is used if the user logs the second
+clipped_norm = 'recorded_grad_norm','grad_norm'
 computed = ('grad_norm', 'lr') # `tname` of these rows
 
 def place_of(key, call): # key: as `recorder.row.one_row` has it
     "Return the identity of a tensor in a step: parts of the key of its row, and the call." # a plain tuple: one is made for each row
     return *key[:3], *key[4:6], call
 
-def computed_in(
-    name:str # Name of a scalar
-) -> str|None: # 'grad_norm' or 'lr'
-    "Return the `tname` of rows for a scalar of this name, if torchember records it. Else None."
+def computed_in(name:str) -> str|None:
+    "Return the `tname` of rows for a scalar of this name, 'grad_norm' or 'lr', if torchember records it. Else None."
     name = name.removeprefix('recorded_')
     return 'grad_norm' if name in norm_names else 'lr' if name=='lr' or name.startswith('lr/') else None
 
@@ -52,11 +55,8 @@ called_ttypes = {'gradient': 'weight_grad', 'gradients': 'weight_grad', 'grad': 
     'parameter': 'weight', 'parameters': 'weight', 'bias': 'weight', 'updates': 'update', 'momentum': 'optimizer', 'buffers': 'buffer',
     'loss': 'scalar'} # name in other libraries -> tensor type
 
-def check_ttypes(
-    names, # One tensor type, or a list of them
-    known=ttypes # Allowed tensor types
-) -> tuple: # The tensor types
-    "Check tensor types. Raises ValueError for an unknown name."
+def check_ttypes(names, known=ttypes) -> tuple:
+    "Return tensor types as a tuple. Raises ValueError for an unknown name. `names`: one tensor type, or a list of them."
     names = (names,) if isinstance(names, str) else names
     if not isinstance(names, list|tuple|set|frozenset): raise TypeError(f"tensor types are names such as 'input', or a list of them, got {names!r:.80}.")
     for n in names:
@@ -89,12 +89,12 @@ def json_scalar(value):
 def pointer(key): return json_scalar(str(key)).replace('~', '~0').replace('/', '~1')
 
 # %% ../../nbs/05_ground/20_record.ipynb #115ab4a4
-def plain(
-    value, # Scalar, string, None, list, dict, tensor or numpy value, nested in any way
-    where:str='', # JSON pointer to this value
-    lost:dict|None=None # Receives pointer -> 'NaN', 'Infinity' or '-Infinity'
-):
-    "Convert `value` to JSON types. A number that is not finite becomes None, and is noted in `lost`."
+def plain(value, where='', lost:dict|None=None):
+    """Convert `value` to JSON types. A number that is not finite becomes None, and is noted in `lost`.
+
+    value: scalar, string, None, list, dict, tensor or numpy value, nested in any way
+    where: JSON pointer to this value
+    lost: receives pointer -> 'NaN', 'Infinity' or '-Infinity'"""
     if type(value) is not float and (value is None or isinstance(value, str|int|float|Enum|UUID)): value = json_scalar(value)
     if type(value) is float and not math.isfinite(value):
         if lost is not None: lost[where] = words.get(value, 'NaN')
@@ -105,15 +105,14 @@ def plain(
     if isinstance(value, list|tuple|set|frozenset|range): return [v if is_json(v) else plain(v, f'{where}/{i}', lost) for i,v in enumerate(value)]
     if hasattr(value, 'tolist') and not isinstance(value, type):
         got = value.tolist()
-        return plain(float(got) if type(got) is type(value) else got, where, lost) # tolist of numpy's longdouble returns a longdouble
+        # tolist of numpy's longdouble returns a longdouble
+        return plain(float(got) if type(got) is type(value) else got, where, lost)
     raise TypeError(f"{value!r:.80} is {an(value)}, which JSON does not have. "
         "Return numbers, strings, lists, dicts, tensors or numpy values.")
 
 # %% ../../nbs/05_ground/20_record.ipynb #9658e841
-def values_of(
-    numbers # Tensor, array, list of these, or any object
-): # The same, with lists instead of tensors
-    "Replace tensors by lists of their numbers, without an effect on the memory of the tensors."
+def values_of(numbers):
+    "Replace tensors by lists of their numbers, also in lists of tensors. The memory of the tensors is not changed."
     if isinstance(numbers, list|tuple): return [values_of(v) for v in numbers]
     return numbers.tolist() if hasattr(numbers, 'untyped_storage') else numbers
 
@@ -140,10 +139,8 @@ def careful_line(row):
     return line.encode()
 
 # %% ../../nbs/05_ground/20_record.ipynb #2322c1de
-def line_of(
-    row:dict # A row
-) -> bytes: # One line of JSON, without the newline
-    "Return a row as a line of strict JSON, in UTF-8."
+def line_of(row:dict) -> bytes:
+    "Return a row as a line of strict JSON in UTF-8, without the newline."
     line = quick_line(row)
     return careful_line(row) if line is None else line
 
@@ -156,35 +153,29 @@ def quick_line(row):
     return line if is_final(line) else None
 
 # %% ../../nbs/05_ground/20_record.ipynb #3f766e1f
-def lines_of(
-    rows:list # Rows
-) -> bytes|None: # Their lines, each with a newline. None if a row needs `careful_line`
-    "Return the lines of many rows. One check of the whole text takes a third of a check of each line."
+def lines_of(rows:list) -> bytes|None:
+    """Return the lines of many rows, each with a newline. None if a row needs `careful_line`.
+
+    One check of the whole text takes a third of a check of each line."""
     if orjson is None or not all(type(r) is dict and 'nonfinite' not in r for r in rows): return None
     try: text = b'\n'.join([orjson.dumps(r, option=options) for r in rows])
     except (TypeError, RecursionError): return None
     return text+b'\n' if is_final(text) else None
 
 # %% ../../nbs/05_ground/20_record.ipynb #c6e242ad
-def texts_of(
-    numbers # Array of finite numbers, or of lists of numbers
-) -> list: # bytes
-    "Return the JSON of each number, or of each list in an array of lists."
+def texts_of(numbers) -> list:
+    "Return the JSON of each number, or of each list in an array of lists, as bytes. All numbers are finite."
     if numbers.ndim>1: return [b'[%s]' % b','.join(texts_of(row)) for row in numbers]
     text = orjson.dumps(numbers, option=orjson.OPT_SERIALIZE_NUMPY) if orjson is not None and numbers.flags.c_contiguous else encode(numbers.tolist()).encode()
     return text[1:-1].split(b',')
 
-def regular_line(
-    row:dict # A row
-) -> bytes|None: # Its line. None for a row that needs `careful_line`: its numbers may have other digits
-    "Return the line of a row, with the digits of `texts_of`."
+def regular_line(row:dict) -> bytes|None:
+    "Return the line of a row, with the digits of `texts_of`. None for a row of `careful_line`, whose numbers may have other digits."
     return careful_line(row) if orjson is None else quick_line(row)
 
 # %% ../../nbs/05_ground/20_record.ipynb #a9c17fb3
-def dump_row(
-    row:dict # A row
-) -> str: # One line of JSON, without the newline
-    "Return a row as a line of strict JSON."
+def dump_row(row:dict) -> str:
+    "Return a row as a line of strict JSON, without the newline."
     return line_of(row).decode()
 
 # %% ../../nbs/05_ground/20_record.ipynb #fa842645
@@ -223,33 +214,25 @@ def put_back(o, where, word):
     except (LookupError, TypeError, ValueError): return False
 
 # %% ../../nbs/05_ground/20_record.ipynb #4d307bc8
-def load_row(
-    line:str|bytes # A line that `dump_row` made
-) -> dict: # The row
+def load_row(line:str|bytes) -> dict:
     "Return the row of a line, with NaN and infinities. Raises ValueError for a line without a row."
     row = loads(line)
     if not isinstance(row, dict): raise ValueError(f"a row is a JSON object, got {line!r:.80}")
     return restore(row) if 'nonfinite' in row else row
 
 # %% ../../nbs/05_ground/20_record.ipynb #5616a33b
-def column_order(
-    names, # Column names, in the order of their first rows
-    marks=() # Names that are marks of the user
-) -> list: # Statistics, then identity, then marks
-    "Return the columns of a table in order."
+def column_order(names, marks=()) -> list:
+    "Return the columns of a table in order: statistics, then identity, then marks. `names`: in the order of their first rows."
     names,marks = list(names),set(marks)
     last = [c for c in ('run', 'module', 'path', *identity[1:], *of_pieces, *optional) if c in names and c not in marks]
     return [n for n in names if n not in last and n not in marks] + last + [n for n in names if n in marks]
 
 # %% ../../nbs/05_ground/20_record.ipynb #c5f09a17
-def report_row(
-    kind:str, # Kind of warning, one word: the `tname` of the row
-    text:str, # A sentence or two
-    severity:str, # 'error', 'warning' or 'info'
-    module:str, # Display name
-    step:int,
-    ts:str # Local time
-) -> dict:
-    "Return a row of the type 'finding' for a warning during the training, so that the run keeps it."
+def report_row(kind:str, text:str, severity:str, module:str, step:int, ts:str) -> dict:
+    """Return a row of the type 'finding' for a warning during the training, so that the run keeps it.
+
+    kind: kind of warning, one word: the `tname` of the row
+    module: its display name
+    ts: local time"""
     return {'severity': severity, 'rule': 'recording', 'text': text, 'advice': '', 'look': '', 'evidence': {}, 'first_step': step, 'last_step': step,
         'module': module, 'ts': ts, 'ttype': 'finding', 'tname': kind, 'step': step, 'call': 0}

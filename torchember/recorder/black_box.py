@@ -14,9 +14,8 @@ import numpy as np
 
 from ..ground.messages import an, printable
 from ..ground.record import line_of
-from ..measure.head import head_width
+from ..measure.head import dtype_names, head_width
 from ..measure.summary import index, width
-from ..measure.blocks import dtype_names
 from ..store.base import now
 from ..store.reading import path_of
 

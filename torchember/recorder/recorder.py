@@ -30,7 +30,7 @@ from .process import open_recorders
 from .row_writer import RowWriter
 from ..measure import devices
 from ..measure.elements import Unmeasurable
-from .rows import as_number
+from .learning_rates import as_number
 from .sources import Sources
 from .step_buffer import StepBuffer
 from .steps import Decision, Steps

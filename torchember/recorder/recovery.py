@@ -16,9 +16,8 @@ import numpy as np
 
 from ..ground.messages import printable, warn
 from ..ground.record import computed, line_of, load_row
-from ..measure.head import DTYPE, EVENT, MICRO, head_width
+from ..measure.head import DTYPE, EVENT, MICRO, dtype_number, head_width
 from ..measure.summary import width
-from ..measure.blocks import dtype_names
 from ..measure.snapshot import Snapshot
 from torchember.recorder.black_box import (ALIVE, BEGAN, BETWEEN, BLOCK, BLOCKS, FAILED, FORWARD, LATE, MAGIC, NOTED, NOTES, PHASE,
     SEQ, SLOT, SLOTS, SLOT_META, SLOT_OVER, SLOT_PARTS, SLOT_STEP, SLOT_TEXT, SLOT_TOLD, STEP, THREAD, THREADS, VERSION, boot_id,
@@ -53,8 +52,7 @@ class BoxContent:
         self.modules = [line['module'] for line in lines if 'module' in line]
         self.marks = next((line['marks'] for line in reversed(lines) if 'marks' in line), {})
         self.shards = {0: {}, **{line['parts']: {tuple(k): v for k,v in line['rows']} for line in lines if 'parts' in line}}
-        codes = {name: i for i,name in enumerate(dtype_names)}
-        self.dtypes = np.array([codes.get(name, -1) for name in self.about['dtypes']]) # this process may number dtypes otherwise
+        self.dtypes = np.array([dtype_number(str(name)) for name in self.about['dtypes']]) # this process may number dtypes otherwise
         self.slots = sorted(filter(None, map(self.slot, range(w[SLOTS]))), key=lambda s: s.number)
 
     def array(self, at, n, k, kind): return np.frombuffer(self.data, kind, n*k, at).reshape(n, k)

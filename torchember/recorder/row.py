@@ -36,9 +36,13 @@ def one_row(key, call:int, micro, dtype:str, stats:dict, step:int, ts:str, marks
         'step': step, 'call': call, 'dtype': dtype, **extra, **late, **marks}
 
 # %% ../../nbs/40_recorder/55_row.ipynb #66311b0d
+def is_pending(v):
+    "Return True for a number on its way from a device: an array of JAX, or a `Pending`."
+    return hasattr(v, '__array__') and not isinstance(v, np.generic|np.ndarray)
+
 def wait_for_number(v):
     "Return a number of a row. Wait for it if it is on its way from a device."
-    return np.asarray(v).item() if hasattr(v, '__array__') and not isinstance(v, np.generic|np.ndarray) else v
+    return np.asarray(v).item() if is_pending(v) else v
 
 # %% ../../nbs/40_recorder/55_row.ipynb #9eeccf0c
 def describe_trouble(row):

@@ -13,8 +13,7 @@ import numpy as np
 
 from ..ground.record import line_of, report_row
 from ..measure.summary import index
-from ..measure.devices import Pending
-from .row import one_row
+from .row import is_pending, one_row
 from .rows import LineMaker, Measured
 from ..store.base import now
 
@@ -31,6 +30,11 @@ class StepLog:
     def put_beside(self, rows):
         "Add rows outside of the steps of the file. rows: a function; it returns the rows."
         self.t.file.put(rows, joins=None)
+
+    def report(self, kind, text, severity, name, step):
+        "Write a warning into the run, as a finding of a step and of the module with this display name."
+        line = line_of(report_row(kind, text, severity, name, step, now()) | self.columns())
+        self.put_beside(lambda: [line])
 
     def put_late(self, rows, **by):
         "Add rows to the step before."
@@ -50,8 +54,7 @@ class ExtraRows:
 
     def report(self, steps, kind, text, severity): # as `Notices.once` has them; steps: `Steps`
         "Write a warning into the run, as a finding of the open step."
-        line = line_of(report_row(kind, text, severity, self.root_name, steps.number, now()) | self.log.columns())
-        self.log.put_beside(lambda: [line])
+        self.log.report(kind, text, severity, self.root_name, steps.number)
 
     def note(self, values:dict, buffer, steps, on:bool):
         """Add numbers of the user, as `as_number` returns them, to the step of the last pass.
@@ -65,7 +68,7 @@ class ExtraRows:
         if step==steps.number and on: return buffer.add(key, call, None, 'float64', values)
         ts,marks,box = now(),self.log.columns(),buffer.rows.box
         rows = lambda: [one_row(key, call, None, 'float64', values, step, ts, marks, {})]
-        if box is not None and not any(isinstance(v, Pending) for v in values.values()): box.late(*rows())
+        if box is not None and not any(map(is_pending, values.values())): box.late(*rows())
         (self.log.put_late if step!=steps.number else self.log.put_beside)(rows)
 
     def note_rates(self, rates:dict, buffer):

@@ -20,7 +20,7 @@ from ..measure.arena import Arena, of_pass
 from ..measure.snapshot import Snapshot
 from ..measure.tap import OnMeta, observe
 from ..ground.messages import an, printable
-from ..ground.record import plain, pointer, reserved
+from ..ground.record import place_of, plain, pointer, reserved
 from .calls import Calls
 from .notices import Notices
 
@@ -115,10 +115,6 @@ def is_part(x):
     return hasattr(x, 'placements') and not all(p.is_replicate() for p in x.placements)
 
 def placement(x): return ', '.join(map(str, x.placements)) # in torch's words, such as 'S(0), R'
-
-def place_of(key, call):
-    "Return the identity of a tensor in a step: parts of the key of its row, and the call." # a plain tuple: one is made for each row
-    return *key[:3], *key[4:6], call
 
 class LocalShards:
     "Columns about parts of tensors."
