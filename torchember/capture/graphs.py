@@ -58,9 +58,7 @@ class GraphWatch:
     "Notifies a listener of all CUDA graphs of this process."
     attached = weakref.WeakSet() # all watches that notify now
     former = {} # (class, name of a method) -> replaced method
-    def __init__(self,
-        listener # Has `graph_to_come`, `graph_begins`, `graph_ends`, `replay_begins` and `replay_ends` of `Listener`
-    ): self.listener = listener
+    def __init__(self, listener): self.listener = listener # has the methods for graphs of `Listener`
 
     def attach(self):
         "Replace the methods of graphs, if no watch is attached yet."

@@ -86,12 +86,11 @@ def remove_our_hooks(x):
 never_compile(remove_our_hooks)
 
 # %% ../../nbs/10_capture/19_patch.ipynb #4f912039
-def patched(
-    former=None, # Callable that is replaced, if it does not take the module
-    function=None, # Function that is replaced, if it takes the module and is not the class's
-    inner=None # For a second listener or later one: its state, the callable that it replaces, and the patch
-):
-    "Return the forward of an armed module: notify the listener, call the module's own forward."
+def patched(former=None, function=None, inner=None):
+    """Return the forward of an armed module: notify the listener, call the module's own forward.
+
+    `former`: callable that is replaced, if it does not take the module. `function`: function that is replaced, if it takes the module and is not the
+    class's. `inner`: for a second listener or later one its state, the callable that it replaces, and the patch."""
     place = function if former is None else former
     def forward(self, *args, **kwargs):
         if inner is None:

@@ -30,12 +30,10 @@ from ..ground.messages import warn
 newest = 2,15 # the newest torch that the tests were run with
 missing = {} # private name that this torch lacks -> consequence for the user
 
-def private(
-    path:str, # Where torch has the object, 'torch._C._functorch.get_unwrapped'
-    without, # Fallback
-    then:str # Consequence of the fallback
-):
-    "Return a private object of torch, or the fallback. A fallback is noted in `missing`."
+def private(path, without, then):
+    """Return the private object of torch at `path`, 'torch._C._functorch.get_unwrapped', or the fallback `without`.
+
+    A fallback is noted in `missing`, with the consequence `then`."""
     module,_,name = path.rpartition('.')
     try: return getattr(import_module(module), name)
     except (ImportError, AttributeError):
@@ -43,11 +41,8 @@ def private(
         return without
 
 @contextmanager
-def noting_failure(
-    path:str, # Private name that is used inside
-    then:str # Consequence of a failure
-):
-    "Note an exception inside the context in `missing`."
+def noting_failure(path, then):
+    "Note an exception inside the context in `missing`. `path`: private name that is used inside. `then`: consequence of a failure."
     try: yield
     except Exception: missing[path] = then
 

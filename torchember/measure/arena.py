@@ -74,13 +74,10 @@ class CpuReadPlan:
 no_plan = CpuReadPlan()
 
 class DeviceReadPlan:
-    "How tensors like the last one of a tap are read on their device."
-    def __init__(self,
-        x:torch.Tensor, # A tensor like those to read
-        number:int, # Of the tap
-        reading, # `readers.triton.Reading`, or None without kernels for such tensors
-        made=None # dtype to which tensors are converted before they are read
-    ):
+    """How tensors like `x`, the last one of a tap, are read on their device.
+
+    `reading`: a `TensorLaunch`, or None without kernels for such tensors. `made`: dtype to which tensors are converted before they are read."""
+    def __init__(self, x, number, reading, made=None):
         self.dtype,self.shape,self.stride,self.device,self.count = x.dtype,x.shape,x.stride(),x.device,x.numel()
         self.reading,self.made = reading,made
         self.head = np.zeros(head_width, np.int64) # of each row, without call, micro-batch and event
@@ -177,9 +174,7 @@ def rows_to_host(block, used):
 # %% ../../nbs/20_measure/48_arena.ipynb #a4e90019
 class Arena:
     "Rows of all tensors of a model: `tap` makes a place, `observe` writes rows, `take` returns the rows of a step."
-    def __init__(self,
-        size:int=256 # Rows of a block
-    ):
+    def __init__(self, size=256): # rows of a block
         self.size,self.blocks,self.taps,self.cursors,self.unread = size,[],[],Cursors(size),UnreadTensors()
         self.clock = itertools.count(1) # event numbers
         self.lock = threading.RLock() # reentrant: a signal handler may read in between
@@ -195,13 +190,10 @@ class Arena:
             self.box = box
             for t in self.taps if box is not None else (): box.tap(t)
 
-    def tap(self,
-        key, # Identifies the place for the reader of rows. It must not refer to the module
-        stats='basic', # Named set or list of statistics
-        once:bool=False, # True if the last row of a step counts, as for a weight
-        repeats:bool=False # True if the rows of one call do not merge with each other
-    ) -> Tap:
-        "Make a tap."
+    def tap(self, key, stats='basic', once=False, repeats=False) -> Tap:
+        """Make a tap for a named set or list of statistics. `key` identifies the tap for the reader of rows. It must not refer to the module.
+
+        `once`: whether only the last row of a step counts, as for a weight. `repeats`: whether the rows of one call do not merge with each other."""
         with self.lock:
             t = Tap(self, key, len(self.taps), stat_names(stats), once, repeats, self.cursors.new())
             t.cursor.array[LIKE+MICRO] = self.micro
@@ -274,11 +266,10 @@ class Arena:
             for b in self.blocks: b.head[:b.used, MICRO] = micro
             self.cursors.set(LIKE+MICRO, micro)
 
-    def take(self,
-        earlier=None, # `Snapshot`s of the same step that were taken before
-        keep=None # Function of the rows that is called before the arena reuses their memory
-    ) -> Snapshot:
-        "Return all rows since the last call, and empty the arena."
+    def take(self, earlier=None, keep=None) -> Snapshot:
+        """Return all rows since the last call, and empty the arena. `earlier`: `Snapshot`s of the same step that were taken before.
+
+        `keep` is called with the rows before the arena reuses their memory."""
         with self.lock:
             parts,error = [],None
             try:
@@ -295,10 +286,10 @@ class Arena:
         if error is not None: raise error
         return Snapshot(parts, self.taps, earlier or [])
 
-    def waiter(self,
-        again:bool=False # True if tensors replace the tensors that their taps have
-    ): # Function, or None where each tensor must be observed for itself
-        "Return a function `queue(tensor, tap)` for tensors to read in one launch. It returns False if this tensor must be observed for itself."
+    def waiter(self, again=False):
+        """Return a function `queue(tensor, tap)` for tensors to read in one launch, or None where each tensor must be observed for itself.
+
+        `queue` returns False if this tensor must be observed for itself. `again`: whether tensors replace the tensors that their taps have."""
         if count_function_modes() or inside_transform() is not None or count_dispatch_modes() or may_free_parameters(): return None
         streams = {} # device -> its current stream; None while it captures a graph
         def queue(x, tap):

@@ -176,15 +176,9 @@ def from_gram(gram, features, count):
 class Covariance:
     """Covariance of the features of a tensor, small enough to keep until its spectrum is needed.
 
-    It has a matrix of at most 1024 x 1024: sums of products of features, or of samples if these are fewer. For a larger matrix,
-    the spectrum is computed at once, and `gram` is None."""
-    def __init__(self,
-        count, # Samples
-        mean, # Mean of each feature, float64
-        trace, # Sum of the variances
-        gram=None, # Sums of products, features x features or samples x samples
-        spectrum=None # If it is known already
-    ):
+    It has a matrix of at most 1024 x 1024: `gram`, sums of products of features, or of samples if these are fewer. For a larger matrix,
+    the spectrum is computed at once, and `gram` is None. `mean`: of each feature. `trace`: sum of the variances."""
+    def __init__(self, count, mean, trace, gram=None, spectrum=None):
         self.count,self.features,self.mean,self.trace,self.gram = count,len(mean),mean,trace,gram
         if spectrum is not None: self.spectrum = spectrum
 
