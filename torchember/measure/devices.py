@@ -130,9 +130,8 @@ class Pending:
         self.host,self.done,self.memory,self.which = host,done,memory,None
         self.shape,self.numbers,self.lock = tuple(host.shape),None,threading.Lock()
 
-    def spread(self,
-        which # Row of the copy for each row of the result
-    ):
+    def spread(self, which):
+        "Repeat rows in the result. `which`: row of the copy for each row of the result."
         self.which,self.shape = which,(len(which), *self.host.shape[1:])
         return self
 

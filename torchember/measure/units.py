@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['summable', 'channel_stats', 'channel_means', 'activity', 'dead_share', 'saturated_share', 'mean_gap', 'std_gap',
-           'Sketch', 'SignalToNoise', 'signal_to_noise', 'Signs', 'packed_bits', 'count_bits']
+           'Sketch', 'SignalToNoise', 'Signs', 'packed_bits', 'count_bits']
 
 # %% ../../nbs/20_measure/40_units.ipynb #4fbd298b
 import math
@@ -146,28 +146,20 @@ def above_zero(p):
 
 # %% ../../nbs/20_measure/40_units.ipynb #6c666c66
 @torch.no_grad()
-def mean_gap(
-    means:list, # For each batch the means of the units
-    running_mean, running_var # Buffers of the layer
-) -> float: # NaN without batches, or if all variances are zero
-    "Return the mean distance of batch means from the running mean, in running deviations."
-    return relative_gap(means, running_mean, running_var)
+def mean_gap(means, running_mean, running_var) -> float:
+    """Return the mean distance of batch means from the running mean, in running deviations.
 
-@torch.no_grad()
-def std_gap(
-    stds:list, # For each batch the standard deviations of the units
-    running_var # Buffer of the layer
-) -> float: # NaN without batches, or if all variances are zero
-    "Return the mean distance of batch deviations from the running deviation, relative to it."
-    return relative_gap(stds, running_var.detach().to(widest(running_var.device)).sqrt(), running_var)
-
-# %% ../../nbs/20_measure/40_units.ipynb #2d0cb8ca
-def relative_gap(vectors, target, running_var):
+    `means`: for each batch the means of the units. NaN without batches, or if all variances are zero."""
     to = widest(running_var.device)
     size = running_var.detach().to(to).sum().sqrt() # length of the vector of deviations
-    if not len(vectors) or not size>0: return math.nan
-    far = [(v.detach().to(target.device, to)-target.to(to)).norm() for v in vectors]
+    if not len(means) or not size>0: return math.nan
+    far = [(v.detach().to(running_mean.device, to)-running_mean.to(to)).norm() for v in means]
     return (torch.stack(far).mean()/size).item()
+
+@torch.no_grad()
+def std_gap(stds, running_var) -> float:
+    "Return the mean distance of batch deviations from the running deviation, relative to it. NaN as in `mean_gap`."
+    return mean_gap(stds, running_var.detach().to(widest(running_var.device)).sqrt(), running_var)
 
 # %% ../../nbs/20_measure/40_units.ipynb #854d361a
 class Sketch:
@@ -248,14 +240,6 @@ class SignalToNoise:
         if self.k<2: return math.nan
         signal,noise = self.mean.norm().item(),math.sqrt(float(self.squares)/(self.k-1))
         return signal/noise if noise>0 else math.inf if signal>0 else math.nan
-
-def signal_to_noise(vectors) -> float:
-    """Return the length of the mean of vectors over the root of the sum of their unbiased variances.
-
-    For k vectors of pure noise it is about 1/sqrt(k). NaN for fewer than two vectors."""
-    s = SignalToNoise()
-    for v in vectors: s.add(v)
-    return s.value
 
 # %% ../../nbs/20_measure/40_units.ipynb #ad0099df
 class Signs:
