@@ -158,6 +158,12 @@ class OpenSteps:
 
     def any(self): return any(self.depth.values())
 
+# %% ../../nbs/10_capture/40_optimizer.ipynb #33637749
+def add_hooks(o, begin, end):
+    "Have `begin(optimizer, args, kwargs)` and `end(optimizer)` called before and after each step. Return the handles."
+    return [o.register_step_pre_hook(never_compile(lambda o, args, kwargs: begin(o, args, kwargs))),
+        o.register_step_post_hook(never_compile(lambda o, args, kwargs: end(o)))]
+
 # %% ../../nbs/10_capture/40_optimizer.ipynb #abf984a9
 class OptimizerWatch:
     "Notifies a listener when optimizers step, and when a scaler skips a step."
@@ -176,11 +182,8 @@ class OptimizerWatch:
         "Add hooks to the optimizers, and replace the `step` of wrappers, scaler and optimizers without hooks."
         self.attached = True
         for o in self.optimizers:
-            if not has_step_hooks(o): self.handles.append(replace_step(o, self.run_plain))
-            else: self.handles += [o.register_step_pre_hook(never_compile(lambda o, args, kwargs: self.begin(o, args, kwargs))),
-                o.register_step_post_hook(never_compile(lambda o, args, kwargs: self.end(o)))]
-        for o in self.given:
-            if not any(o is w for w in self.optimizers): self.handles.append(replace_step(o, self.run_wrapper))
+            self.handles += add_hooks(o, self.begin, self.end) if has_step_hooks(o) else [replace_step(o, self.run_plain)]
+        self.handles += [replace_step(o, self.run_wrapper) for o in self.given if not any(o is w for w in self.optimizers)]
         self.use(self.scaler)
 
     def use(self, scaler):
@@ -266,8 +269,7 @@ class OptimizerWatch:
         ours = self.workers_of.get(id(given)) or [o for o in self.optimizers if o is given]
         self.ready -= {id(o) for o in ours}
         out = go(*args, **kwargs)
-        for o in ours:
-            if id(o) in self.ready: continue
+        for o in [o for o in ours if id(o) not in self.ready]:
             self.stepped.add(id(o))
             self.listener.gradients_ready(o, None, True)
             self.listener.step_skipped(o)

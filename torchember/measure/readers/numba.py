@@ -82,12 +82,14 @@ def add_words(b, words, planes):
     for d in range(level, digits): planes[d],carry = b.xor(planes[d], carry),b.and_(planes[d], carry)
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #5b6ea573
+def step_of(how): return lanes*(8 if how & EXPONENTS else 4) # elements of a step of the loop
+
 def one_pass(element, how):
-    """Return the loop over a block, and the elements of a step. The loop is an intrinsic without result.
+    """Return the loop over a block, an intrinsic without result.
 
     `element`: LLVM type, `single` or `double`. `how`: flags of the sums; exponents only with `single`. Arguments of the loop: address, steps, base,
     end of the memory, address of results, first exponent, address of planes."""
-    unroll,size = (8 if how & EXPONENTS else 4),4 if element is single else 8
+    unroll,size = step_of(how)//lanes,4 if element is single else 8
     floats = ir.VectorType(element, lanes)
     sums = [D1, D2, *(SIZE,)*bool(how & ABSOLUTE), *(D3, D4)*bool(how & HIGHER), *(P4, P8)*bool(how & POWERS)]
 
@@ -151,20 +153,16 @@ def one_pass(element, how):
     @intrinsic
     def loop(typing, address, n, base, end, to, first, planes_to):
         return types.void(types.uint64, types.int64, types.float64, types.uint64, types.uint64, types.int32, types.uint64), make
-    return loop, lanes*unroll
+    return loop
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #51d8c14c
 def ways(element):
     "Return the compiled function for a block of floats."
-    moments,few = one_pass(element, 0)
-    sizes,_ = one_pass(element, ABSOLUTE)
-    powers,_ = one_pass(element, ABSOLUTE|POWERS)
-    higher,_ = one_pass(element, ABSOLUTE|HIGHER)
-    all_sums,_ = one_pass(element, ABSOLUTE|HIGHER|POWERS)
+    moments = one_pass(element, 0)
+    sizes,powers,higher,all_sums = (one_pass(element, ABSOLUTE|more) for more in (0, POWERS, HIGHER, HIGHER|POWERS))
     counting = EXPONENTS if element is single else 0
-    exponents,many = one_pass(element, ABSOLUTE|counting)
-    numerics,_ = one_pass(element, ABSOLUTE|POWERS|counting)
-    everything,_ = one_pass(element, ABSOLUTE|HIGHER|POWERS|counting)
+    exponents,numerics,everything = (one_pass(element, ABSOLUTE|counting|more) for more in (0, POWERS, HIGHER|POWERS))
+    few,many = step_of(0),step_of(counting)
 
     @njit(nogil=True)
     def find(v, end, base, how, found, first, planes):
@@ -255,14 +253,7 @@ def count(e, n, tables, recent):
         w = e.view(np.uint64)
         for i in range(whole):
             b = w[i]
-            tables[0, b&255] += 1
-            tables[1, (b>>8)&255] += 1
-            tables[2, (b>>16)&255] += 1
-            tables[3, (b>>24)&255] += 1
-            tables[4, (b>>32)&255] += 1
-            tables[5, (b>>40)&255] += 1
-            tables[6, (b>>48)&255] += 1
-            tables[7, b>>56] += 1
+            for t in range(8): tables[t, (b>>np.uint64(8*t))&np.uint64(255)] += 1
         for t in range(8):
             for i in range(bins): recent[i] += tables[t, i]
     for i in range(whole*8, n): recent[e[i]] += 1
