@@ -19,6 +19,18 @@ from torchember.capture import patch
 
 package = Path(private_torch.__file__).parents[1]
 python = {'_asdict', '_getframe', '_current_frames', '_fields', '_replace'} # documented names of Python's library
+well_known = { # name -> meaning, and why torch will keep it
+    '_parameters': "a module's own parameters by name, without its children's; pickled models are made of them",
+    '_modules': "a module's children by name, None among them; pickled models are made of them",
+    '_buffers': "a module's own buffers by name; pickled models are made of them",
+    '_version': 'how often a tensor was written to: described in the notes on autograd',
+    '_orig_mod': 'the model that torch.compile wraps; saved state dicts have it in their keys',
+    '_fsdp_wrapped_module': 'the model that FSDP wraps; saved state dicts have it in their keys',
+    '_extra_state': 'the key of the result of `get_extra_state`',
+    '_backward_hooks': 'the hooks on a tensor; pickled parameters are made of them',
+    '__prepare_scriptable__': 'a method that torch.jit.script calls on each module before it compiles the module',
+    '_replicate_for_data_parallel': 'a method that torch calls on modules, and that an armed module refuses',
+    '_foreach_*': 'an operation on a list of tensors: described in the reference of torch'}
 endings = {'_grad', '_latest', '_r'} # of our own words, and of reversed colour maps of matplotlib
 
 
@@ -49,7 +61,7 @@ def foreign(sources):
     trees = {k: ast.parse(v) for k,v in sources.items()}
     known = {n for t in trees.values() for n in ours(t)} | python | endings
     return [(k, line, n) for k,t in trees.items() for n,line in said_in(t)
-        if n not in known and not n.startswith('_torchember') and not any(fnmatch(n, w) for w in private_torch.well_known)]
+        if n not in known and not n.startswith('_torchember') and not any(fnmatch(n, w) for w in well_known)]
 
 
 def test_private_names_are_in_one_python_module():

@@ -12,15 +12,11 @@ from .compiled import graded
 from .private_torch import is_wrapped, never_compile
 
 # %% ../../nbs/10_capture/30_backward.ipynb #fbe91981
-def hook_gradients(
-    named:list, # (tname, tensor) pairs
-    report, # Called with tname and gradient
-    place=None, # Module of the tensors. With `again`, a tensor that has a hook with the same place and name is skipped
-    again:bool=False, # Whether the forward is recomputed
-    key=None, # Key of a holder whose `graded` a compiled backward calls instead
-    ttype='output_grad' # Tensor type, for that
-) -> list: # Handles of hooks on leaves, which live longer than the pass: to be removed after it
-    "Report the gradients of some tensors. Tensors without a gradient are skipped."
+def hook_gradients(named, report, place=None, again=False, key=None, ttype='output_grad'):
+    """Report the gradients of tensors, `named` in pairs, by `report(tname, gradient)`. Return the handles of hooks on leaves.
+
+    Leaves outlive the pass: remove their hooks after it. Tensors without a gradient are skipped. If a forward is recomputed (`again`), tensors are skipped
+    that have a hook with the same `place` (a module) and name. A compiled backward calls `graded` of the holder of `key` instead, with `ttype`."""
     handles = []
     if not torch.is_grad_enabled(): return handles
     for n,x in named:

@@ -34,9 +34,7 @@ class ClippingWatch:
     "Reports the parameters to a listener before their gradients are clipped, anywhere in this process."
     attached = weakref.WeakSet() # all watches that report now
     replaced = [] # (place, name, torch's function, ours)
-    def __init__(self,
-        listener # Called as `listener.clips(parameters)`
-    ): self.listener = listener
+    def __init__(self, listener): self.listener = listener # called as `listener.clips(parameters)`
 
     def attach(self):
         "Replace the functions of torch, if no watch is attached yet."

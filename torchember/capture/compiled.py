@@ -36,14 +36,11 @@ def unused_name(name):
     names = (f'{name}_{i}' if i>1 else name for i in itertools.count(1))
     return next(n for n in names if not hasattr(torch.ops.torchember, n))
 
-def define_operator(
-    name:str, # Name of the operator
-    arguments:str, # Further arguments in its schema
-    f, # Called with the holder, the tensors and the further arguments
-    token:bool=True, # Whether torch shall thread a token through the graph, to keep the order
-    tensors:str='Tensor[]' # Type of the first argument in the schema
-):
-    "Define an operator for graphs. The compiler keeps it, in order, and cannot look into it."
+def define_operator(name, arguments, f, token=True, tensors='Tensor[]'):
+    """Define an operator for graphs. The compiler keeps it, in order, and cannot look into it.
+
+    The operator calls `f` with the holder, the tensors and further arguments. `arguments` and `tensors` are parts of its schema. With `token`, torch
+    threads a token through the graph to keep the order."""
     def run(xs, key, *rest):
         holder = holder_of(key)
         if holder is not None: f(holder, xs, *rest)

@@ -13,14 +13,10 @@ from .private_torch import never_compile
 
 # %% ../../nbs/10_capture/18_events.ipynb #3f1c7a21
 class Wants:
-    "Types of tensors for one listener: inputs, outputs, and the gradients of either."
-    def __init__(self,
-        inputs:bool=True, # Arguments of a call
-        outputs:bool=True, # Its result
-        input_grad:bool=False, # Gradients of arguments. Then the arguments are reported, too
-        output_grad:bool=False, # Gradients of results. Then the results are reported, too
-        compiled:bool=True # Whether compiled code reports calls: see `turn`
-    ):
+    """Types of tensors for one listener: inputs, outputs, and the gradients of either.
+
+    An input or output is reported, too, if its gradient is wanted."""
+    def __init__(self, inputs=True, outputs=True, input_grad=False, output_grad=False, compiled=True): # compiled: whether compiled code reports
         self.inputs,self.outputs = inputs or input_grad,outputs or output_grad
         self.input_grad,self.output_grad,self.compiled = input_grad,output_grad,compiled
         self.joints = weakref.WeakSet() # the `Joint`s that contain this
@@ -46,10 +42,8 @@ class Joint:
 
 joints = weakref.WeakValueDictionary() # parts -> `Joint`
 
-def joint_of(
-    parts:frozenset # `Wants`
-): # One `Joint` for all modules with the same listeners, so that a switch changes few objects
-    "Return the union of some `Wants`. Equal sets share one `Joint`."
+def joint_of(parts:frozenset):
+    "Return the union of some `Wants`. Equal sets share one `Joint`, so a switch changes few objects."
     found = joints.get(parts)
     if found is None: found = joints[parts] = Joint(parts)
     return found

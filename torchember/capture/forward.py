@@ -8,8 +8,6 @@ __all__ = ['refuse_data_parallel', 'patch_of', 'arm', 'states_of', 'disarm', 'ar
 # %% ../../nbs/10_capture/20_forward.ipynb #4caf40ec
 from contextlib import contextmanager
 
-from torch import nn
-
 from .hidden_attributes import install, uninstall
 from .module_state import KEY, ModuleState
 from .patch import Patch
@@ -31,13 +29,10 @@ def patch_of(module, known):
     return patch
 
 # %% ../../nbs/10_capture/20_forward.ipynb #66825953
-def arm(
-    tracks:list, # `moduleTrack`s, root first
-    listener, # `events.Listener`
-    watched:set|None=None, # ids of the modules whose calls are reported; None for all
-    extra:dict|None=None # Attributes that the root has while it is armed. An existing one is not replaced
-) -> list: # `ModuleState`s, in the order of the tracks
-    "Have a listener notified of the passes of the root, and of the calls of each watched module."
+def arm(tracks, listener, watched=None, extra=None) -> list: # `ModuleState`s, in the order of the tracks
+    """Have a listener notified of the passes of the root (the first track), and of the calls of each watched module.
+
+    `watched`: ids of these modules, None for all. `extra`: attributes for the root while it is armed; an existing attribute is not replaced."""
     known,states = {},[]
     try:
         for t in tracks:
@@ -55,34 +50,24 @@ def arm(
     return states
 
 # %% ../../nbs/10_capture/20_forward.ipynb #212fd520
-def states_of(
-    module:nn.Module # Any module
-) -> tuple: # `ModuleState`s, in the order in which the listeners came
-    "Return the states of the listeners of a module."
+def states_of(module) -> tuple:
+    "Return the `ModuleState`s of the listeners of a module, in the order in which the listeners came."
     patch = module.__dict__.get(KEY)
     return () if patch is None else patch.states
 
-def disarm(
-    tracks:list, # The same tracks
-    listener # Listener to remove
-):
+def disarm(tracks, listener):
     "Remove a listener from all modules. After its last listener a module is as it was before."
     for t in tracks:
         for st in states_of(t.module):
             if st.listener is listener: st.leave()
 
 # %% ../../nbs/10_capture/20_forward.ipynb #8b2bb421
-def armed_by(
-    module:nn.Module # Any module
-): # The listener, or None
-    "Return the first exclusive listener of a module in `module`: the recorder of a run."
+def armed_by(module):
+    "Return the first exclusive listener of a module in `module`: the recorder of a run. None if there is none."
     return next((st.listener for m in module.modules() for st in states_of(m) if st.listener.exclusive), None)
 
 @contextmanager
-def only(
-    module:nn.Module, # Any module
-    listener # One of its listeners
-):
+def only(module, listener):
     "Notify only one listener of the modules in `module`, inside the context."
     patches = [(p, p.states) for m in module.modules() if (p := m.__dict__.get(KEY)) is not None]
     try:

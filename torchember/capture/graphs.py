@@ -15,38 +15,24 @@ def notify_watches(event, *args):
     "Call a method of the listener of each attached watch."
     for watch in list(GraphWatch.attached): getattr(watch.listener, event)(*args)
 
-def run_and_notify(event, f, graph, *args, **kwargs):
-    "Call `f`. Notify the listeners when it ends, and whether it raised no exception."
-    whole = False
-    try:
-        out = f(graph, *args, **kwargs)
-        whole = True
-    finally: notify_watches(event, graph, whole)
-    return out
+# method -> events before and after it
+events_of = dict(capture_begin=('graph_to_come', 'graph_begins'), capture_end=(None, 'graph_ends'), replay=('replay_begins', 'replay_ends'))
+ends = 'graph_ends','replay_ends' # events that follow an exception, too. They get whether there was none
 
-def wrap_capture_begin(f):
+def with_events(f, before, after):
+    "Wrap a method of graphs to notify the listeners of two events, before and after it."
     @functools.wraps(f)
-    def capture_begin(graph, *args, **kwargs):
-        notify_watches('graph_to_come', graph)
-        out = f(graph, *args, **kwargs)
-        notify_watches('graph_begins', graph)
+    def run(graph, *args, **kwargs):
+        if before: notify_watches(before, graph)
+        whole = False
+        try:
+            out = f(graph, *args, **kwargs)
+            whole = True
+        finally:
+            if after in ends: notify_watches(after, graph, whole)
+        if after not in ends: notify_watches(after, graph)
         return out
-    return capture_begin
-
-def wrap_capture_end(f):
-    @functools.wraps(f)
-    def capture_end(graph, *args, **kwargs): return run_and_notify('graph_ends', f, graph, *args, **kwargs)
-    return capture_end
-
-def wrap_replay(f):
-    @functools.wraps(f)
-    def replay(graph, *args, **kwargs):
-        notify_watches('replay_begins', graph)
-        return run_and_notify('replay_ends', f, graph, *args, **kwargs)
-    return replay
-
-# method -> function that wraps it
-wrappers_of = dict(capture_begin=wrap_capture_begin, capture_end=wrap_capture_end, replay=wrap_replay)
+    return run
 
 def graph_classes():
     "Return the classes of graphs in this version of torch."
@@ -58,17 +44,15 @@ class GraphWatch:
     "Notifies a listener of all CUDA graphs of this process."
     attached = weakref.WeakSet() # all watches that notify now
     former = {} # (class, name of a method) -> replaced method
-    def __init__(self,
-        listener # Has `graph_to_come`, `graph_begins`, `graph_ends`, `replay_begins` and `replay_ends` of `Listener`
-    ): self.listener = listener
+    def __init__(self, listener): self.listener = listener # has the methods for graphs of `Listener`
 
     def attach(self):
         "Replace the methods of graphs, if no watch is attached yet."
         for c in graph_classes():
-            for name,wrap in wrappers_of.items():
+            for name,events in events_of.items():
                 if (c, name) in self.former: continue # also if the other watch was dropped without `detach`
                 self.former[c, name] = f = getattr(c, name)
-                setattr(c, name, wrap(f))
+                setattr(c, name, with_events(f, *events))
         self.attached.add(self)
 
     def detach(self):

@@ -60,20 +60,14 @@ class ArmedDict(dict):
         for k in [k for k in super().keys() if k not in self.installed]: del self[k]
 
 # %% ../../nbs/10_capture/12_hidden_attributes.ipynb #bee541fe
-def install(
-    module, # Any module
-    new:dict # Attributes to add
-):
+def install(module, new:dict):
     "Add attributes to a module. Copies of the module do not get them."
     d = module.__dict__
     if not isinstance(d, ArmedDict): object.__setattr__(module, '__dict__', d := ArmedDict(d))
     d.install(new)
 
-def uninstall(
-    module, # The same module
-    new:dict # The same dict
-):
-    "Remove installed attributes. After the last one the module has its own `__dict__` again."
+def uninstall(module, new:dict):
+    "Remove attributes that `install` added. After the last one the module has its own `__dict__` again."
     d = module.__dict__
     if not isinstance(d, ArmedDict): return # another `__dict__` was set meanwhile
     d.uninstall(new)

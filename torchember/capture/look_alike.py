@@ -28,13 +28,10 @@ def code_for(forward, code):
     return codes[forward]
 
 # %% ../../nbs/10_capture/14_look_alike.ipynb #84aa0a14
-def look_like(
-    f, # Function that replaces another
-    forward, # The other: a function that takes the module, or a callable that is bound to it
-    is_bound, # Whether `forward` is bound
-    is_own # Whether `forward` is on the instance, not on its class
-): # `f`
-    "Give a replacement the name, docstring, signature and code of the replaced function."
+def look_like(f, forward, is_bound, is_own):
+    """Give `f` the name, docstring, signature and code of the function that it replaces. Return `f`.
+
+    `forward`: the replaced function. `is_bound`: whether it is bound to the module. `is_own`: whether it is on the instance, not on its class."""
     functools.update_wrapper(f, forward)
     del f.__wrapped__ # programs that unwrap functions would skip ours,
     # unless there was something to unwrap before

@@ -76,13 +76,10 @@ class CompiledPasses:
 
 # %% ../../nbs/10_capture/16_module_state.ipynb #3f64cbbc
 class ModuleState:
-    "One listener's view of one module."
-    def __init__(self,
-        track, # `tree.moduleTrack` of the module
-        listener, # `events.Listener`
-        watched=True, # Whether the listener is notified of calls, or only of passes
-        attributes=None # Attributes that the module has for this listener
-    ):
+    """One listener's view of one module. `attributes`: those that the module has for this listener.
+
+    With `watched` the listener is notified of calls, else only of passes."""
+    def __init__(self, track, listener, watched=True, attributes=None):
         self.track,self.listener,self.watched = track,listener,watched
         self.root,self.wants = track.root_module,listener.wants
         self.attributes,self.made_of = attributes or {},own_parts(track.module) # made_of: when it was armed

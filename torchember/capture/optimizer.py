@@ -35,10 +35,8 @@ def live_objects(kind):
     "Return all objects of a class in this process."
     return [o for o in gc.get_objects() if issubclass(type(o), kind)]
 
-def in_live_optimizers(
-    wanted:set # ids of parameters
-) -> set: # Those of `wanted` that an optimizer has
-    "Return the ids of the parameters in any torch optimizer of this process."
+def in_live_optimizers(wanted:set) -> set:
+    "Return the ids in `wanted` that belong to parameters in any torch optimizer of this process."
     return wanted & {id(p) for o in live_objects(torch.optim.Optimizer) for g in getattr(o, 'param_groups', ()) for p in g['params']}
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #afd21f76
@@ -62,11 +60,8 @@ def workers(optimizer) -> list:
     return found or [optimizer]
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #0cab1003
-def reporting_closure(
-    closure, # Closure that the user passes to `step`, or None
-    report # Called after each call of it
-):
-    "Wrap a closure to report when its gradients are ready."
+def reporting_closure(closure, report):
+    "Wrap a closure of the user to call `report` when its gradients are ready, after each call. None stays None."
     if closure is None or hasattr(closure, '_torchember'): return closure
     @functools.wraps(closure)
     def run(*args, **kwargs):
@@ -107,11 +102,10 @@ class ReplacedStep:
             if top.former is None: del self.o.step
             else: self.o.step = top.former
 
-def replace_step(
-    o, # An optimizer or a scaler
-    run # Called in place of its `step`, with the object, the replaced `step`, and the arguments
-) -> ReplacedStep:
-    "Replace the `step` of an instance."
+def replace_step(o, run) -> ReplacedStep:
+    """Replace the `step` of an optimizer or a scaler by `run`.
+
+    `run` is called with the object, the replaced `step`, and the positional and keyword arguments."""
     former = vars(o).get('step')
     def step(self, *args, **kwargs):
         def go(*args, **kwargs): return type(self).step(self, *args, **kwargs) if former is None else former(*args, **kwargs)
@@ -164,14 +158,16 @@ class OpenSteps:
 
     def any(self): return any(self.depth.values())
 
+# %% ../../nbs/10_capture/40_optimizer.ipynb #33637749
+def add_hooks(o, begin, end):
+    "Have `begin(optimizer, args, kwargs)` and `end(optimizer)` called before and after each step. Return the handles."
+    return [o.register_step_pre_hook(never_compile(lambda o, args, kwargs: begin(o, args, kwargs))),
+        o.register_step_post_hook(never_compile(lambda o, args, kwargs: end(o)))]
+
 # %% ../../nbs/10_capture/40_optimizer.ipynb #abf984a9
 class OptimizerWatch:
     "Notifies a listener when optimizers step, and when a scaler skips a step."
-    def __init__(self,
-        optimizers:list, # Optimizers, perhaps in wrappers
-        scaler, # A `GradScaler`, or None
-        listener # `capture.events.Listener`
-    ):
+    def __init__(self, optimizers, scaler, listener):
         self.given,self.scaler,self.listener,self.attached = optimizers,scaler,listener,False
         self.workers_of = {id(o): workers(o) for o in optimizers}
         # optimizers: the workers, each once
@@ -186,11 +182,8 @@ class OptimizerWatch:
         "Add hooks to the optimizers, and replace the `step` of wrappers, scaler and optimizers without hooks."
         self.attached = True
         for o in self.optimizers:
-            if not has_step_hooks(o): self.handles.append(replace_step(o, self.run_plain))
-            else: self.handles += [o.register_step_pre_hook(never_compile(lambda o, args, kwargs: self.begin(o, args, kwargs))),
-                o.register_step_post_hook(never_compile(lambda o, args, kwargs: self.end(o)))]
-        for o in self.given:
-            if not any(o is w for w in self.optimizers): self.handles.append(replace_step(o, self.run_wrapper))
+            self.handles += add_hooks(o, self.begin, self.end) if has_step_hooks(o) else [replace_step(o, self.run_plain)]
+        self.handles += [replace_step(o, self.run_wrapper) for o in self.given if not any(o is w for w in self.optimizers)]
         self.use(self.scaler)
 
     def use(self, scaler):
@@ -276,8 +269,7 @@ class OptimizerWatch:
         ours = self.workers_of.get(id(given)) or [o for o in self.optimizers if o is given]
         self.ready -= {id(o) for o in ours}
         out = go(*args, **kwargs)
-        for o in ours:
-            if id(o) in self.ready: continue
+        for o in [o for o in ours if id(o) not in self.ready]:
             self.stepped.add(id(o))
             self.listener.gradients_ready(o, None, True)
             self.listener.step_skipped(o)

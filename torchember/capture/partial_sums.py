@@ -20,13 +20,11 @@ def partial_sums(named):
     return [x for _,x in named if type(x) is not torch.Tensor and any(p.is_partial() for p in getattr(x, 'placements', ()))]
 
 # %% ../../nbs/10_capture/17_partial_sums.ipynb #7e1d0a02
-def report_after_hooks(
-    state, # `ModuleState` of the module whose forward has returned
-    named:list, # Its result, as pairs of name and tensor
-    variables:tuple, # Names of the variables of our patched forward, which identify its frames
-    again=False # Whether a checkpoint recomputes the forward in a backward
-) -> bool: # Whether it will be reported
-    "Report a partial sum after the module's own hooks have added it up."
+def report_after_hooks(state, named, variables, again=False) -> bool:
+    """Report a partial sum after the module's own hooks have added it up. Return False if there is nothing to wait for.
+
+    `named`: result of the forward, as pairs. `variables`: names of the variables of our patched forward, which identify its frames.
+    `again`: whether a checkpoint recomputes the forward in a backward."""
     frames = who_calls_hooks(state.track.module, variables) if state.named_tensors('output', partial_sums, named) else ()
     if not frames: return False
     listener = state.listener

@@ -30,12 +30,10 @@ from ..ground.messages import warn
 newest = 2,15 # the newest torch that the tests were run with
 missing = {} # private name that this torch lacks -> consequence for the user
 
-def private(
-    path:str, # Where torch has the object, 'torch._C._functorch.get_unwrapped'
-    without, # Fallback
-    then:str # Consequence of the fallback
-):
-    "Return a private object of torch, or the fallback. A fallback is noted in `missing`."
+def private(path, without, then):
+    """Return the private object of torch at `path`, 'torch._C._functorch.get_unwrapped', or the fallback `without`.
+
+    A fallback is noted in `missing`, with the consequence `then`."""
     module,_,name = path.rpartition('.')
     try: return getattr(import_module(module), name)
     except (ImportError, AttributeError):
@@ -43,11 +41,8 @@ def private(
         return without
 
 @contextmanager
-def noting_failure(
-    path:str, # Private name that is used inside
-    then:str # Consequence of a failure
-):
-    "Note an exception inside the context in `missing`."
+def noting_failure(path, then):
+    "Note an exception inside the context in `missing`. `path`: private name that is used inside. `then`: consequence of a failure."
     try: yield
     except Exception: missing[path] = then
 
@@ -416,17 +411,3 @@ def who_calls_hooks(module, ours):
     known = frame is not None and frame.f_code.co_filename==torch.nn.Module.register_forward_hook.__code__.co_filename
     if not known or frame.f_locals.get('self') is not module: return ()
     return id(frame), id(frame.f_back) # the second one calls hooks with `always_call`
-
-# %% ../../nbs/10_capture/05_private_torch.ipynb #03torch40
-well_known = { # name -> meaning, and why torch will keep it
-    '_parameters': "a module's own parameters by name, without its children's; pickled models are made of them",
-    '_modules': "a module's children by name, None among them; pickled models are made of them",
-    '_buffers': "a module's own buffers by name; pickled models are made of them",
-    '_version': 'how often a tensor was written to: described in the notes on autograd',
-    '_orig_mod': 'the model that torch.compile wraps; saved state dicts have it in their keys',
-    '_fsdp_wrapped_module': 'the model that FSDP wraps; saved state dicts have it in their keys',
-    '_extra_state': 'the key of the result of `get_extra_state`',
-    '_backward_hooks': 'the hooks on a tensor; pickled parameters are made of them',
-    '__prepare_scriptable__': 'a method that torch.jit.script calls on each module before it compiles the module',
-    '_replicate_for_data_parallel': 'a method that torch calls on modules, and that an armed module refuses',
-    '_foreach_*': 'an operation on a list of tensors: described in the reference of torch'}

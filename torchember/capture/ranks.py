@@ -104,15 +104,13 @@ scaled_types = 'input_grad', 'output_grad' # tensor types whose gradients are th
 
 # %% ../../nbs/10_capture/45_ranks.ipynb #5842246e
 class Ranks:
-    "Returns the columns `part` and `gscale` of a row, for the tensors of one model on one rank."
+    """Returns the columns `part` and `gscale` of a row, for the tensors of one model, wrapped or not, on one rank.
+
+    `report` is called with the metadata of this rank when it has changed."""
     # passes before which wrappers are searched for. Later, a `DistributedDataParallel` is found when it runs
     searches = 3
 
-    def __init__(self,
-        model:nn.Module, # The model, wrapped or not
-        rank:int, world:int, # Number of this rank, and of all ranks
-        report=lambda meta: None # Called with the metadata of this rank when it has changed
-    ):
+    def __init__(self, model, rank, world, report=lambda meta: None):
         self.model,self.rank,self.world,self.report,self.reported = model,rank,world,report,None
         # batches: module -> `DataParallel`
         self.axes,self.batches,self.pipeline = Axes(),WeakKeyDictionary(),Pipeline({})
@@ -149,13 +147,10 @@ class Ranks:
             self.find_axes()
             if (meta := self.meta())!=self.reported: self.reported = meta; self.report(meta)
 
-    def roles(self,
-        module, # Module of the tensor
-        ttype:str,
-        x, # The tensor
-        pname=None # Name in the module of the parameter that it is, or belongs to; None for activations
-    ) -> dict: # Axis -> role
-        "Return the roles of a tensor along all known axes."
+    def roles(self, module, ttype, x, pname=None) -> dict:
+        """Return a dict, axis -> role, for the tensor `x` of a module.
+
+        `pname`: name in the module of the parameter that the tensor is, or belongs to; None for activations."""
         out = {}
         for (name,ranks),p in zip(axes_of_mesh(x.device_mesh) or (), x.placements, strict=False) if hasattr(x, 'placements') else ():
             if axis := self.axes.add(name or 'mesh', ranks): out[axis] = role_of(p)
@@ -168,10 +163,8 @@ class Ranks:
         if prod(map(len, self.axes.values()))<self.world: out['world'] = '?'
         return out
 
-    def columns(self,
-        module, ttype:str, x, pname=None # As in `roles`
-    ) -> dict: # Column -> value
-        "Return the columns `part` and `gscale` of a tensor."
+    def columns(self, module, ttype, x, pname=None) -> dict:
+        "Return the columns `part` and `gscale` of a tensor. Arguments as in `roles`."
         if not self.searched: self.pass_begins()
         placed = (x.device_mesh, tuple(x.placements)) if hasattr(x, 'placements') else None
         key = id(module),ttype,placed,pname

@@ -23,13 +23,11 @@ def keyed_items(value):
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [(f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value)]
 
-def find_tensors(
-    value, # A tensor, or a container of tensors and containers
-    name:str, # Name of the value itself
-    joint:str='.', # Text between the name and a key, at the first level
-    inside:tuple=() # ids of the containers around it: a list that contains itself is not searched forever
-) -> list: # (name, tensor) pairs in order
-    "Return every tensor in `value` with its name."
+def find_tensors(value, name, joint='.', inside=()):
+    """Return (name, tensor) pairs of every tensor in `value`, in order. `name`: of the value itself.
+
+    `joint`: text between the name and a key, at the first level. `inside`: ids of the containers around it, so that a list that contains itself
+    is not searched forever."""
     if isinstance(value, torch.Tensor): return [(name, value)]
     pairs = None if value is None or (inside and id(value) in inside) else keyed_items(value)
     if pairs is None: return []
@@ -38,22 +36,15 @@ def find_tensors(
     return [o for k,v in pairs if type(v) not in scalars for o in find_tensors(v, f'{name}{joint}{k}', '.', inside)]
 
 # %% ../../nbs/10_capture/00_tensors.ipynb #a80e6279
-def argument_names(
-    forward # A bound `forward`
-) -> tuple: # Names of the positional parameters; name for further arguments
-    "Return the names of a forward's positional parameters."
+def argument_names(forward) -> tuple:
+    "Return the names of the positional parameters of a bound `forward`, and the name for further arguments."
     try: ps = list(inspect.signature(forward).parameters.values())
     except (TypeError, ValueError): return (), 'args'
     names = tuple(p.name for p in ps if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
     return names, next((p.name for p in ps if p.kind is p.VAR_POSITIONAL), 'args')
 
-def inputs(
-    args:tuple, # Positional arguments of a call
-    kwargs:dict, # Keyword arguments of the call
-    names:tuple, # Names of the positional parameters
-    rest:str # Name for further arguments
-) -> list: # (tname, tensor) pairs
-    "Return every tensor in the arguments of a call."
+def inputs(args, kwargs, names, rest) -> list:
+    "Return (tname, tensor) pairs of the arguments of a call. `names`, `rest`: result of `argument_names`."
     if len(args)==1 and not kwargs and names and isinstance(args[0], torch.Tensor): return [(names[0], args[0])]
     n = len(names)
     out = [o for k,v in zip(names, args, strict=False) for o in find_tensors(v, k)]
@@ -64,9 +55,7 @@ def inputs(
 # name of a tensor that is returned by itself. The identity of this string object distinguishes it from the first tensor of a tuple
 lone_output = 'output_0'
 
-def outputs(
-    result # Return value of a forward
-) -> list: # (tname, tensor) pairs
-    "Return every tensor in the result of a call."
+def outputs(result) -> list:
+    "Return (tname, tensor) pairs of the result of a call."
     if isinstance(result, torch.Tensor): return [(lone_output, result)]
     return find_tensors(result, 'output', '_')

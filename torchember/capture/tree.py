@@ -20,9 +20,7 @@ wrappers = dict(OptimizedModule='_orig_mod', DistributedDataParallel='module', F
 ACTIVATION = '_torchember_activation'
 
 # %% ../../nbs/10_capture/10_tree.ipynb #d5fdf751
-def unwrap(
-    module:nn.Module # A model, perhaps in one or several wrappers
-) -> nn.Module:
+def unwrap(module):
     "Return a model without its wrappers. Raise TypeError for `nn.DataParallel`: its copies cannot be recorded."
     while True:
         kind = type(module).__name__
@@ -66,10 +64,8 @@ class moduleTrack:
         return f'<{printable(self.name)} @ {hex(self.id)}>' + shapes('Inputs', self.input_dt) + shapes('Outputs', self.output_dt)
 
 # %% ../../nbs/10_capture/10_tree.ipynb #89b14de9
-def tracks(
-    model:nn.Module # The root
-) -> list: # One `moduleTrack` for each module, root first, in the order of `named_modules`
-    "Return the tracks of all modules of a model, linked into a tree."
+def tracks(model) -> list:
+    "Return one `moduleTrack` for each module of a model, linked into a tree: root first, in the order of `named_modules`."
     model = unwrap(model)
     root = moduleTrack(model, f'model({type(model).__name__})', True)
     found,out,todo = {id(model): root},[root],[(root, c) for c in reversed(list(model._modules.items()))]
@@ -88,10 +84,8 @@ def tracks(
     return out
 
 # %% ../../nbs/10_capture/10_tree.ipynb #3acf6581
-def tree_dict(
-    root:moduleTrack # Root of the tree
-) -> dict: # {'name', 'short', 'path', 'children'}; 'aliases' and 'activation' only if there are any
-    "Return a tree of tracks as nested dicts."
+def tree_dict(root) -> dict:
+    "Return a tree of tracks as nested dicts: 'name', 'short', 'path', 'children'; 'aliases' and 'activation' only if there are any."
     made,todo = {},[root]
     for t in todo:
         made[t.id] = {'name': t.name, 'short': t.short, 'path': t.path} | ({'aliases': list(t.aliases)} if t.aliases else {})

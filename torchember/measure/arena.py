@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['no_plan', 'Cursor', 'Cursors', 'RowFormat', 'row_format', 'CpuReadPlan', 'DeviceReadPlan', 'ParkedRows', 'Tap',
-           'of_pass', 'rows_to_host', 'Arena']
+           'of_pass', 'emptied', 'rows_to_host', 'Arena']
 
 # %% ../../nbs/20_measure/48_arena.ipynb #a4e90003
 import itertools, threading
@@ -74,13 +74,10 @@ class CpuReadPlan:
 no_plan = CpuReadPlan()
 
 class DeviceReadPlan:
-    "How tensors like the last one of a tap are read on their device."
-    def __init__(self,
-        x:torch.Tensor, # A tensor like those to read
-        number:int, # Of the tap
-        reading, # `readers.triton.Reading`, or None without kernels for such tensors
-        made=None # dtype to which tensors are converted before they are read
-    ):
+    """How tensors like `x`, the last one of a tap, are read on their device.
+
+    `reading`: a `TensorLaunch`, or None without kernels for such tensors. `made`: dtype to which tensors are converted before they are read."""
+    def __init__(self, x, number, reading, made=None):
         self.dtype,self.shape,self.stride,self.device,self.count = x.dtype,x.shape,x.stride(),x.device,x.numel()
         self.reading,self.made = reading,made
         self.head = np.zeros(head_width, np.int64) # of each row, without call, micro-batch and event
@@ -105,7 +102,10 @@ class ParkedRows(NamedTuple):
     turn:int # `Arena.turn` when the rows were parked
 
 class Tap:
-    "A place where tensors are measured. `Arena.tap` makes it."
+    """A place where tensors are measured. `Arena.tap` makes it.
+
+    `key` identifies the tap for the reader of rows. It must not refer to the module. `once`: whether only the last row of a step counts, as for a
+    weight. `repeats`: whether the rows of one call do not merge with each other."""
     def __init__(self, arena, key, number, names, once, repeats, cursor):
         self.arena,self.key,self.number,self.names,self.once,self.repeats = arena,key,number,names,once,repeats
         self.format,self.cursor = row_format(names),cursor
@@ -126,6 +126,19 @@ class Tap:
         if rows.block.out is not None: c[[ROWS, HEADS, LAID]] = *rows.block.addresses(rows.first),rows.size
 
     def park_rows(self, turn): self.elsewhere[self.place] = ParkedRows(self.rows, int(self.cursor.array[NEXT]), turn)
+
+    def leave_rows(self, key, turn):
+        "Use parked rows on the device and stream `key`, if any are free. Return 0 then, else the number of new rows that the tap needs."
+        rows = self.rows
+        if self.place!=key:
+            if self.place is not None: self.park_rows(turn)
+            rows,at,parked = self.elsewhere.pop(key, (no_rows, 0, 0))
+            if parked!=turn: at = 0
+            if at<rows.size:
+                self.use_rows(RowRange(*rows), at) # a new object: plans of lists are not current any more
+                return 0
+        if rows.size: self.former.append(rows)
+        return 2*rows.size or 1
 
     def all_rows(self):
         "Return all row ranges of the tap."
@@ -164,6 +177,11 @@ def of_pass(heads, micro, once):
     "Return a mask of the rows of the pass `micro`, except once-per-step rows."
     return (heads[:, EVENT]!=0) & (heads[:, MICRO]==micro) & ~once[heads[:, TAP]]
 
+def emptied(which, heads, vectors, taps):
+    "Replace the summaries of some rows by those of no elements. `which`: mask of the rows."
+    for i in np.flatnonzero(which): vectors[i] = no_elements(taps[heads[i, TAP]].format.wanted)
+    return vectors
+
 # %% ../../nbs/20_measure/48_arena.ipynb #c0171afd
 def rows_to_host(block, used):
     "Return the numbers of the rows `used`; from a device as a `Pending` copy, without waiting."
@@ -174,12 +192,34 @@ def rows_to_host(block, used):
         rows = to_host(block.rows.data[need[0]:need[-1]+1] if one_run else block.rows.data[to_device(need, block.device)])
     return rows.spread(which) if isinstance(rows, Pending) else rows.double().numpy()[which]
 
+# %% ../../nbs/20_measure/48_arena.ipynb #4f569ad0
+def queue_of(arena, again):
+    """Return a function `queue(tensor, tap)` for tensors to read in one launch, or None where each tensor must be observed for itself.
+
+    `queue` returns False if this tensor must be observed for itself. `again`: whether tensors replace the tensors that their taps have."""
+    if count_function_modes() or inside_transform() is not None or count_dispatch_modes() or may_free_parameters(): return None
+    streams = {} # device -> its current stream; None while it captures a graph
+    def queue(x, tap):
+        p = tap.device
+        try:
+            if p is None or p.reading is None or p.made is not None or type(x) not in ordinary or not p.fits(x) or x.is_neg(): return False
+            if p.count and not x.data_ptr(): return False
+        except RuntimeError: return False # no strides or no address, as a gradient that has become sparse
+        if p.device not in streams: streams[p.device] = None if being_captured(p.device.type) else p.reading.stream()
+        block = tap.rows.block
+        if p.stream is None or p.stream!=streams[p.device] or p.block is not block or block.graph is not None: return False
+        with arena.lock:
+            if tap in arena.unread.queued: arena.unread.assign_rows()
+            if not again and tap.cursor.array[NEXT]>=tap.rows.size: return False
+            arena.unread.queued[tap] = x.detach(),next(arena.clock),again
+            arena.filled += tap.format.share
+        return True
+    return queue
+
 # %% ../../nbs/20_measure/48_arena.ipynb #a4e90019
 class Arena:
     "Rows of all tensors of a model: `tap` makes a place, `observe` writes rows, `take` returns the rows of a step."
-    def __init__(self,
-        size:int=256 # Rows of a block
-    ):
+    def __init__(self, size=256): # rows of a block
         self.size,self.blocks,self.taps,self.cursors,self.unread = size,[],[],Cursors(size),UnreadTensors()
         self.clock = itertools.count(1) # event numbers
         self.lock = threading.RLock() # reentrant: a signal handler may read in between
@@ -195,13 +235,8 @@ class Arena:
             self.box = box
             for t in self.taps if box is not None else (): box.tap(t)
 
-    def tap(self,
-        key, # Identifies the place for the reader of rows. It must not refer to the module
-        stats='basic', # Named set or list of statistics
-        once:bool=False, # True if the last row of a step counts, as for a weight
-        repeats:bool=False # True if the rows of one call do not merge with each other
-    ) -> Tap:
-        "Make a tap."
+    def tap(self, key, stats='basic', once=False, repeats=False) -> Tap:
+        "Make a tap for a named set or list of statistics."
         with self.lock:
             t = Tap(self, key, len(self.taps), stat_names(stats), once, repeats, self.cursors.new())
             t.cursor.array[LIKE+MICRO] = self.micro
@@ -211,16 +246,9 @@ class Arena:
 
     def add_rows(self, tap, device):
         "Give `tap` rows on `device` and its current stream: its parked rows, else new ones, twice as many as before."
-        key,n = (device, stream_of(device)),2*tap.rows.size
-        if tap.place==key: tap.former.append(tap.rows)
-        else:
-            if tap.place is not None: tap.park_rows(self.turn)
-            rows,at,turn = tap.elsewhere.pop(key, (no_rows, 0, 0))
-            if turn!=self.turn: at = 0
-            if at<rows.size: return tap.use_rows(RowRange(*rows), at) # a new object: plans of lists are not current any more
-            if rows.size: tap.former.append(rows)
-            n = 2*rows.size
-        n = n or 1
+        key = device, stream_of(device)
+        n = tap.leave_rows(key, self.turn)
+        if not n: return
         block = next((b for b in self.blocks if b.key==key and b.length==tap.format.length and len(b.head)-b.used>=n), None)
         if block is None:
             block = Block(max(self.size, n), device, tap.format.length, self.box)
@@ -260,11 +288,7 @@ class Arena:
                 b.head[at, EVENT] = 0
                 self.filled -= len(at)*(b.length//width)
             self.seen.clear()
-        for s in earlier: s.parts = [(h, self.emptied(of_pass(h, micro, once), h, np.array(v, dtype=np.float64))) for h,v in s.parts]
-
-    def emptied(self, which, heads, vectors):
-        for i in np.flatnonzero(which): vectors[i] = no_elements(self.taps[heads[i, TAP]].format.wanted)
-        return vectors
+        for s in earlier: s.parts = [(h, emptied(of_pass(h, micro, once), h, np.array(v, dtype=np.float64), self.taps)) for h,v in s.parts]
 
     def renumber(self, micro):
         "Count all rows since `begin`, and the next rows, as rows of the pass `micro`."
@@ -274,11 +298,8 @@ class Arena:
             for b in self.blocks: b.head[:b.used, MICRO] = micro
             self.cursors.set(LIKE+MICRO, micro)
 
-    def take(self,
-        earlier=None, # `Snapshot`s of the same step that were taken before
-        keep=None # Function of the rows that is called before the arena reuses their memory
-    ) -> Snapshot:
-        "Return all rows since the last call, and empty the arena."
+    def take(self, earlier=None, keep=None) -> Snapshot:
+        "Return all rows since the last call, and empty the arena. `keep` is called with the rows before their memory is reused."
         with self.lock:
             parts,error = [],None
             try:
@@ -295,25 +316,6 @@ class Arena:
         if error is not None: raise error
         return Snapshot(parts, self.taps, earlier or [])
 
-    def waiter(self,
-        again:bool=False # True if tensors replace the tensors that their taps have
-    ): # Function, or None where each tensor must be observed for itself
-        "Return a function `queue(tensor, tap)` for tensors to read in one launch. It returns False if this tensor must be observed for itself."
-        if count_function_modes() or inside_transform() is not None or count_dispatch_modes() or may_free_parameters(): return None
-        streams = {} # device -> its current stream; None while it captures a graph
-        def queue(x, tap):
-            p = tap.device
-            try:
-                if p is None or p.reading is None or p.made is not None or type(x) not in ordinary or not p.fits(x) or x.is_neg(): return False
-                if p.count and not x.data_ptr(): return False
-            except RuntimeError: return False # no strides or no address, as a gradient that has become sparse
-            if p.device not in streams: streams[p.device] = None if being_captured(p.device.type) else p.reading.stream()
-            block = tap.rows.block
-            if p.stream is None or p.stream!=streams[p.device] or p.block is not block or block.graph is not None: return False
-            with self.lock:
-                if tap in self.unread.queued: self.unread.assign_rows()
-                if not again and tap.cursor.array[NEXT]>=tap.rows.size: return False
-                self.unread.queued[tap] = x.detach(),next(self.clock),again
-                self.filled += tap.format.share
-            return True
-        return queue
+    def waiter(self, again=False):
+        "Return the function of `queue_of`, or None."
+        return queue_of(self, again)

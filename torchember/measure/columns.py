@@ -17,10 +17,8 @@ sets = dict(basic=('shape', 'mean', 'std', 'max', 'min'),
     full=('shape', *(n for n in derived if {*groups_for([n])}<={'basic', 'absolute', 'higher'})),
     numerics=('shape', 'mean', 'std', 'abs_mean', 'abs_max', 'abs_min', 'rms', 'rm4', 'rm8', 'exponents'))
 
-def stat_names(
-    stats # 'basic', 'full', 'numerics', or a list of statistics
-) -> tuple: # Names of statistics
-    "Return the statistics of a named set or a list. Raises ValueError for an unknown name."
+def stat_names(stats) -> tuple:
+    "Return the names of statistics in a named set or a list. Raises ValueError for an unknown name."
     if isinstance(stats, str):
         if stats in sets: return sets[stats]
         if not is_statistic(stats): raise ValueError(unknown('set of statistics', stats, [*sets, *known], also_called))
@@ -39,12 +37,10 @@ def is_statistic(name):
     return name in known or exponent_range(name) is not None
 
 # %% ../../nbs/20_measure/09_columns.ipynb #6f7f4346
-def as_columns(
-    vectors, # Summary vectors, shape (n, width), or (n, wide) with exponents
-    names, # Statistics
-    shapes # The shape of each tensor
-) -> dict: # Statistic -> array of n numbers or n lists. The shapes are a list
-    "Return the statistics of summary vectors as columns."
+def as_columns(vectors, names, shapes) -> dict:
+    """Return statistics of n summary vectors as columns: a dict, statistic -> array of n numbers, or of n lists.
+
+    `vectors`: shape (n, width), or (n, wide) with exponents. `shapes`: the shape of each tensor, as a list; it becomes the column 'shape'."""
     got = derive(vectors, [n for n in names if n in derived])
     columns = {}
     for n in names:
@@ -55,12 +51,8 @@ def as_columns(
             columns['exponents'],columns['exponent_min'] = exponents(vectors, lo, hi),np.full(len(vectors), lo)
     return columns
 
-def as_dicts(
-    vectors, # Summary vectors, shape (n, width), or (n, wide) with exponents
-    names, # Statistics
-    shapes # The shape of each tensor
-) -> list: # A dict for each vector
-    "Return the statistics of summary vectors as dicts of Python numbers."
+def as_dicts(vectors, names, shapes) -> list:
+    "Return the statistics of each summary vector as a dict of Python numbers. Arguments as in `as_columns`."
     columns = as_columns(vectors, names, shapes)
     lists = [[list(s) for s in c] if n=='shape' else c.tolist() for n,c in columns.items()]
     return [dict(zip(columns, values, strict=True)) for values in zip(*lists, strict=True)]

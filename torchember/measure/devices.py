@@ -21,18 +21,14 @@ from ..capture.private_torch import without_dispatch_modes, without_function_mod
 
 # %% ../../nbs/20_measure/01_devices.ipynb #a3f8f963
 @cache
-def has_float64(
-    kind:str # Type of a device, 'cpu'
-) -> bool:
-    "Return True if a kind of device computes in float64."
+def has_float64(kind) -> bool:
+    "Return True if a kind of device, such as 'cpu', computes in float64."
     if kind in ('cpu', 'cuda', 'meta'): return True
     if kind=='mps': return False
     try: return (torch.full((2,), 1+2.**-40, dtype=torch.float64, device=kind)*2).sum().item()==4+2.**-38
     except (RuntimeError, TypeError): return False
 
-def widest(
-    device # torch.device
-) -> torch.dtype:
+def widest(device) -> torch.dtype:
     "Return the float dtype for sums on a device."
     return torch.float64 if has_float64(device.type) else torch.float32
 
@@ -87,17 +83,13 @@ def being_captured(kind):
     except RuntimeError: return False # the device has failed: its next user gets the error
 
 # %% ../../nbs/20_measure/01_devices.ipynb #48afe234
-def disturbs(
-    kind:str # Type of a device, 'cpu'
-) -> bool:
-    "Return True if autocast, a mode or a transform is active."
+def disturbs(kind) -> bool:
+    "Return True if autocast for a kind of device, a mode or a transform is active."
     return torch.is_autocast_enabled(kind) or count_dispatch_modes()>0 or count_function_modes()>0 or inside_transform() is not None
 
 @contextmanager
-def undisturbed(
-    kind:str # Type of a device, 'cpu'
-):
-    "Switch autocast, modes and transforms off."
+def undisturbed(kind):
+    "Switch autocast for a kind of device, modes and transforms off."
     with torch.autocast(kind, enabled=False), without_dispatch_modes(), without_function_modes(), without_transforms(): yield
 
 # %% ../../nbs/20_measure/01_devices.ipynb #cbd9f26d
@@ -138,9 +130,8 @@ class Pending:
         self.host,self.done,self.memory,self.which = host,done,memory,None
         self.shape,self.numbers,self.lock = tuple(host.shape),None,threading.Lock()
 
-    def spread(self,
-        which # Row of the copy for each row of the result
-    ):
+    def spread(self, which):
+        "Repeat rows in the result. `which`: row of the copy for each row of the result."
         self.which,self.shape = which,(len(which), *self.host.shape[1:])
         return self
 
@@ -174,25 +165,18 @@ def start_copy(x):
     return Pending(host, done, memory)
 
 @cache
-def sends(
-    device # torch.device
-) -> bool:
+def sends(device) -> bool:
     "Return True if a device copies to the host without waiting. It is tried once."
     if device.type!=accelerator() or device.type=='mps': return False
     try: return np.array_equal(np.asarray(start_copy(torch.arange(5, device=device))), range(5))
     except (RuntimeError, TypeError, AttributeError, NotImplementedError): return False
 
-def to_host(
-    x:torch.Tensor # On any device
-): # `Pending`, or a tensor on the CPU
-    "Copy a tensor to the host. Do not wait if the device can copy by itself."
+def to_host(x):
+    "Copy a tensor to the host: as `Pending`, without waiting, if the device can copy by itself, else as a tensor."
     return start_copy(x.detach()) if sends(x.device) else x.detach().cpu()
 
-def to_device(
-    numbers, # Whole numbers: array or list
-    device # torch.device
-) -> torch.Tensor: # int64
-    "Copy whole numbers to a device. Do not wait if the device can copy by itself."
+def to_device(numbers, device) -> torch.Tensor:
+    "Copy whole numbers to a device, as int64. Do not wait if the device can copy by itself."
     a = torch.from_numpy(np.array(numbers, dtype=np.int64))
     if not sends(device): return a.to(device)
     n = a.numel()*a.element_size()

@@ -15,10 +15,8 @@ from ..capture.private_torch import is_wrapped
 class Unmeasurable(TypeError):
     "Raised for a tensor without readable values. The message says why."
 
-def flat(
-    x:torch.Tensor # Dense tensor, any shape and strides
-) -> tuple: # One-dimensional tensor, and how often it is repeated
-    "Return the elements of `x` in memory order, without a copy if possible."
+def flat(x) -> tuple:
+    "Return the elements of a strided tensor in memory order, without a copy if possible, and how often they are repeated."
     times = 1
     if x.is_contiguous(): return x.view(-1), times
     for d in range(x.dim()):
@@ -27,10 +25,10 @@ def flat(
     return x.reshape(-1), times
 
 # %% ../../nbs/20_measure/05_elements.ipynb #7f3911f8
-def layout(
-    x:torch.Tensor # Dense tensor, any shape and strides
-) -> tuple: # Sizes and strides, outermost first, and how often the elements are repeated
-    "Return the fewest dimensions that have the elements of `x`."
+def layout(x) -> tuple:
+    """Return the fewest dimensions that have the elements of a strided tensor.
+
+    The result is sizes and strides, outermost first, and how often the elements are repeated."""
     times,dims = 1,[]
     for size,stride in sorted(zip(x.shape, x.stride(), strict=True), key=lambda d: (-d[1], -d[0])):
         if size==1: continue
@@ -76,10 +74,8 @@ class MemoryView:
         strides = tuple(s*kind.itemsize for s in x.stride())
         self.__array_interface__ = dict(data=(x.data_ptr(), True), shape=tuple(x.shape), strides=strides, typestr=kind.str, version=3)
 
-def as_array(
-    x # CPU tensor of float32, float64 or complex128
-): # Read-only array on the same memory
-    "Return the elements of a tensor as an array."
+def as_array(x):
+    "Return a CPU tensor of float32, float64 or complex128 as a read-only array on the same memory."
     return np.asarray(MemoryView(x)) if type(x) in ordinary else x.clone().numpy() # a subclass may store its elements elsewhere
 
 def as_float64(x):

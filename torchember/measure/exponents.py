@@ -14,11 +14,10 @@ from .summary import index, width
 from ..ground.needs import needs
 
 # %% ../../nbs/20_measure/02_exponents.ipynb #4a674bb9
-def exponents(
-    v, # Summary vectors with exponents, shape (..., wide)
-    lo:int=-16, hi:int=16 # First and last exponent with an own column
-) -> np.ndarray: # Counts, int, shape (..., hi-lo+3)
-    "Return counts of exponents: below `lo`, `lo` to `hi`, above `hi`."
+def exponents(v, lo=-16, hi=16) -> np.ndarray:
+    """Return counts of exponents: below `lo`, `lo` to `hi`, above `hi`. They are integers of shape (..., hi-lo+3).
+
+    `v`: summary vectors with exponents, shape (..., wide)."""
     v = np.asarray(v)
     if v.shape[-1]==width: raise ValueError("these summaries have no exponents. Measure them with 'exponents' among the groups or statistics.")
     counts = v[..., width:]
@@ -29,10 +28,8 @@ def exponents(
 # %% ../../nbs/20_measure/02_exponents.ipynb #5b0c9a1e
 farthest = 1100 # exponents of float64 go from -1074 to 1023
 
-def with_counts(
-    df # Table of rows
-) -> np.ndarray: # bool
-    "Return a mask of the rows with valid counts of exponents."
+def with_counts(df) -> np.ndarray:
+    "Return a mask of the rows of a table with valid counts of exponents."
     if 'exponents' not in df or 'exponent_min' not in df: return np.zeros(len(df), bool)
     return np.array([are_counts(c, m) for c,m in zip(df['exponents'], df['exponent_min'], strict=True)], bool)
 
@@ -45,10 +42,10 @@ def are_counts(counts, lo):
     return c.ndim==1 and c.dtype.kind in 'iuf' and bool((c>=0).all() and (c<2**62).all())
 
 # %% ../../nbs/20_measure/02_exponents.ipynb #8caf212d
-def exponent_range(
-    name:str # Statistic
-): # First and last exponent. None for other statistics
-    "Return the range in the name of a statistic. Raises ValueError for a range outside float32."
+def exponent_range(name):
+    """Return the first and the last exponent in the name of a statistic, None for other statistics.
+
+    Raises ValueError for a range outside float32."""
     if name=='exponents': return -16, 16
     m = isinstance(name, str) and re.fullmatch(r'exponents\((-?\d+), *(-?\d+)\)', name)
     if not m: return None
@@ -57,10 +54,10 @@ def exponent_range(
     return lo, hi
 
 # %% ../../nbs/20_measure/02_exponents.ipynb #51df359b
-def limits(
-    dtype:str # Name of a number format: 'float16', 'bfloat16', 'float8_e4m3fn', ...
-) -> dict: # 'max', 'normal', 'subnormal': exponents of the largest, the smallest normal and the smallest number
-    "Return the exponents of the limits of a format. Raises ValueError for an unknown format."
+def limits(dtype) -> dict:
+    """Return exponents of a number format such as 'float8_e4m3fn': of its largest, smallest normal and smallest number.
+
+    The keys are 'max', 'normal' and 'subnormal'. Raises ValueError for an unknown format."""
     formats = needs('ml_dtypes', for_='headroom')
     dtype = str(dtype).removeprefix('torch.')
     try: f = formats.finfo(dtype)

@@ -34,11 +34,10 @@ def mean_and_m2(c, n):
 # %% ../../nbs/20_measure/12_inverse.ipynb #087e48d5
 neutral = np.array([p in sums and p not in ('count', 'nan', 'posinf', 'neginf') for p in (*parts, *['']*(width-len(parts)))])
 
-def vectors_of(
-    columns, # Statistic -> array of numbers, NaN for rows without it; with `nan`, `posinf` and `neginf`
-    count # Number of elements of each row
-) -> np.ndarray: # Summary vectors, float64, shape (n, width). Unknown sums are NaN
-    "Restore the summaries of tensors from their statistics."
+def vectors_of(columns, count) -> np.ndarray:
+    """Restore the summaries of tensors from their statistics: float64, shape (n, width). Unknown sums are NaN.
+
+    `columns`: dict, statistic -> array of numbers, NaN for rows without it; with `nan`, `posinf` and `neginf`. `count`: elements of each row."""
     count = np.asarray(count, np.float64)
     c = LogColumns(columns, len(count))
     bad = {p: np.nan_to_num(getattr(c, p)) for p in ('nan', 'posinf', 'neginf')}
@@ -55,11 +54,8 @@ def vectors_of(
     return np.where((lost | (n==0)[:, None]) & neutral, no_elements()[:width], out)
 
 # %% ../../nbs/20_measure/12_inverse.ipynb #bde0d670
-def scaled(
-    vectors, # Summary vectors, shape (n, width)
-    factor # Positive factors of the elements, shape (n,)
-) -> np.ndarray: # The summaries of the products
-    "Return the summaries of tensors after a multiplication by a factor."
+def scaled(vectors, factor) -> np.ndarray:
+    "Return the summaries of tensors, shape (n, width), after a multiplication by positive factors, shape (n,)."
     factor,out = np.asarray(factor, np.float64),np.array(vectors, np.float64)
     for p,s in sums.items():
         by = np.where(factor==1, 1., np.nan) if s.degree is None else factor**s.degree

@@ -32,11 +32,8 @@ def as_float(x):
     return x.to(torch.complex128).abs() if x.is_complex() else x.to(float_for(x.dtype))
 
 # %% ../../nbs/20_measure/08_kernels.ipynb #49109b45
-def by_loops(
-    x:torch.Tensor, # Dense tensor on the CPU, any strides
-    wanted=('basic',) # Groups of parts to measure
-) -> np.ndarray: # The summary vector
-    "Read a CPU tensor by compiled loops."
+def by_loops(x, wanted=('basic',)) -> np.ndarray:
+    "Read a strided CPU tensor by compiled loops."
     fmt = formats.get(x.dtype)
     if fmt is None: return by_pieces(x, wanted)
     if x.is_contiguous(): return loops().read_on_cores(x.data_ptr(), x.numel(), fmt, wanted, torch.get_num_threads())
@@ -62,11 +59,10 @@ def putter(tap, fmt, wanted):
     return loops().ready_to_put(tap, fmt, wanted) if loops() and loader.has(fmt) else None
 
 # %% ../../nbs/20_measure/08_kernels.ipynb #3ca31281
-def read(
-    x:torch.Tensor, # Any tensor
-    wanted=('basic',) # Groups of sums
-): # Summary vector: numpy for a CPU tensor, else a tensor on the device of `x`
-    "Read a tensor into a summary vector. Raises `Unmeasurable` if its values cannot be read."
+def read(x, wanted=('basic',)):
+    """Read a tensor into a summary vector: numpy for a CPU tensor, else a tensor on the device of `x`.
+
+    Raises `Unmeasurable` if its values cannot be read."""
     x,zeros = dense(x.detach())
     if x.device.type!='cpu': return read_elsewhere(x, zeros, wanted)
     if type(x) in ordinary and loops() and loader.has(format_for(x.dtype)): v = by_loops(x, wanted) # a subclass may store its elements elsewhere
@@ -131,12 +127,8 @@ def read_elsewhere(x, zeros, wanted, out=None): # out: row to write
     gpu.read_one(x, wanted, v)
     return v
 
-def read_into(
-    x:torch.Tensor, # Any tensor that is not on the CPU
-    wanted:tuple, # Groups of sums
-    row:torch.Tensor # Summary to write, on the same device
-):
-    "Read a tensor into a row."
+def read_into(x, wanted, row):
+    "Read a tensor that is not on the CPU into a row on the same device."
     x,zeros = dense(x.detach())
     v = read_elsewhere(x, zeros, wanted, row)
     if v is not row: row.copy_(v)
@@ -158,10 +150,8 @@ def operations_are_right(device, dtype, wanted):
     return not why
 
 # %% ../../nbs/20_measure/08_kernels.ipynb #5773a6cb
-def no_autocast(
-    kind:str # Type of a device, 'cpu'
-):
-    "Return a context without autocast, also for a device without autocast such as 'meta'."
+def no_autocast(kind):
+    "Return a context without autocast, also for a kind of device without autocast such as 'meta'."
     return torch.autocast(kind if torch.amp.is_autocast_available(kind) else 'cpu', enabled=False)
 
 def summarize(

@@ -129,19 +129,17 @@ def loops():
     "Return the Python module `measure.readers.numba`. None without numba, or while it is loaded in a thread."
     return loader.module if loader.has('float32') else None
 
-def warm(
-    tensors=() # Tensors like those to read: the parameters of a model
-):
-    "Load the loops for tensors, so that no step waits. With TORCHEMBER_WAIT=0 load in a thread."
+def warm(tensors=()):
+    """Load the loops for tensors like these, such as parameters, so that no step waits.
+
+    With TORCHEMBER_WAIT=0 load in a thread."""
     loader.in_thread = os.environ.get('TORCHEMBER_WAIT', '')=='0'
     dtypes,before = {x.dtype: None for x in tensors if x.device.type=='cpu'},loader.times.total-loader.times.in_thread
     for d in dtypes: loader.has(format_for(d))
     loader.times.arming += loader.times.total-loader.times.in_thread-before
 
-def ready(
-    timeout:float|None=None # Seconds to wait at most
-) -> bool: # True if there are compiled loops
-    "Wait until loading has ended."
+def ready(timeout=None) -> bool:
+    "Wait until loading has ended, for at most `timeout` seconds. Return True if there are compiled loops."
     loader.wait(timeout)
     return loops() is not None
 

@@ -16,11 +16,8 @@ from .summary import fast, index, parts, read_array, width
 # %% ../../nbs/20_measure/02_self_check.ipynb #21610a1e
 def wave(n): return 3*np.sin(1.7*np.arange(n))+.25
 
-def trials(
-    dtype:torch.dtype, # A float
-    block:int=64 # Elements that a kernel reads at once
-) -> dict: # Name -> tensor on the CPU
-    "Return small tensors with hard cases."
+def trials(dtype, block=64) -> dict:
+    "Return small tensors of a float dtype with hard cases, by name. `block`: elements that a kernel reads at once."
     def tensor(a): return torch.from_numpy(a).to('cpu', dtype) # not on the user's default device
     numbers = wave(2*block+3)
     odd = numbers.copy()
@@ -33,13 +30,10 @@ def trials(
 # %% ../../nbs/20_measure/02_self_check.ipynb #d7bfa856
 exact = 'count', 'min', 'max', 'min_abs', 'zeros', 'nan', 'posinf', 'neginf'
 
-def difference(
-    v, # Summary vector to check: array
-    x, # The elements: array of float64
-    wanted, # Groups of sums
-    rel:float # Tolerance of a sum, relative to its size
-): # 'mean is 2 instead of 1', or None
-    "Return the first difference from the summary vector of numpy."
+def difference(v, x, wanted, rel):
+    """Return the first difference of a summary vector from that of numpy, 'mean is 2 instead of 1', or None.
+
+    `x`: the elements, float64. `rel`: tolerance of a sum, relative to its size."""
     want,ok = read_array(x, tuple(wanted)),x[np.isfinite(x)]
     d = abs(ok-ok.mean()) if len(ok) else ok
     size = dict(zip(parts, abs(want), strict=False)) | {'mean': abs(ok).max(initial=0), 'm3': (d**3).sum()} | dict.fromkeys(exact, 0.)
@@ -50,23 +44,18 @@ def difference(
     return f"{int(v[width+bins[0]])} instead of {int(want[width+bins[0]])} elements have the exponent {bins[0]-127}" if len(bins) else None
 
 # %% ../../nbs/20_measure/02_self_check.ipynb #aa0ff7c2
-def first_wrong(
-    read, # Function (tensor on the CPU, groups) -> summary vector
-    dtype:torch.dtype,
-    wanted, # Groups of sums
-    block:int=64, # As in `trials`
-    rel:float=1e-9 # Tolerance of a sum, relative to its size
-): # A sentence without its end, or None
-    "Return the first mistake of a reader."
+def first_wrong(read, dtype, wanted, block=64, rel=1e-9):
+    """Return the first mistake of `read(CPU tensor, groups) -> summary vector`: a sentence without its end, or None.
+
+    `block`: as in `trials`. `rel`: as in `difference`."""
     for name,x in trials(dtype, block).items():
         found = difference(np.asarray(read(x, wanted), np.float64), x.double().numpy().ravel(), wanted, rel)
         if found: return f"of {name} in {str(dtype).removeprefix('torch.')}, {found}"
 
-def run_checks(
-    *checks, # Functions without arguments that return what `first_wrong` returns
-    patience:float|None=None # Seconds to wait for all checks
-) -> str: # '' without a mistake
-    "Run checks. Return the first mistake. They run in an own thread, without the user's modes and default device."
+def run_checks(*checks, patience=None) -> str:
+    """Return the first mistake that a check returns, '' for none. Checks are functions without arguments.
+
+    They run in an own thread, without the user's modes and default device, for at most `patience` seconds."""
     found = []
     def run():
         try:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ..ground.messages import an
+from .kernels import no_autocast
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #1d63ed0f
 class SpectrumError(ValueError):
@@ -31,11 +32,10 @@ def features_at(x, axis):
     return at%x.dim()
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #4b511bba
-def samples(
-    x, # Tensor of at least one dimension
-    axis=None # Dimension that holds the features; None: 1 of 4 dimensions and more, else the last
-) -> torch.Tensor: # Shape (samples, features); a view where strides allow
-    "Return features as columns: `(N, C, H, W)` becomes `(N*H*W, C)`, `(B, T, D)` becomes `(B*T, D)`, and `(D,)` is one sample."
+def samples(x, axis=None) -> torch.Tensor:
+    """Return features as columns: `(N, C, H, W)` becomes `(N*H*W, C)`, `(B, T, D)` becomes `(B*T, D)`, and `(D,)` is one sample.
+
+    `axis`: dimension that holds the features. None: 1 of 4 dimensions and more, else the last. The result is a view where strides allow."""
     at = features_at(x, axis)
     return x.movedim(at, -1).reshape(-1, x.shape[at]) if x.numel() else x.new_empty(x.numel()//max(x.shape[at], 1), x.shape[at])
 
@@ -45,10 +45,6 @@ CHUNK = 2**18 # numbers that are converted to float64 at a time
 def to_float64_device(x):
     "Detach a tensor. Move it to the CPU if its device has no float64."
     return (x.detach().cpu() if x.device.type=='mps' else x.detach())
-
-def without_autocast(x):
-    "Return a context without autocast."
-    return torch.autocast(x.device.type, enabled=False)
 
 def pieces(y, limit):
     "Yield blocks of rows, shape (rows, features), of a tensor with features last; each with about `limit` numbers."
@@ -176,15 +172,9 @@ def from_gram(gram, features, count):
 class Covariance:
     """Covariance of the features of a tensor, small enough to keep until its spectrum is needed.
 
-    It has a matrix of at most 1024 x 1024: sums of products of features, or of samples if these are fewer. For a larger matrix,
-    the spectrum is computed at once, and `gram` is None."""
-    def __init__(self,
-        count, # Samples
-        mean, # Mean of each feature, float64
-        trace, # Sum of the variances
-        gram=None, # Sums of products, features x features or samples x samples
-        spectrum=None # If it is known already
-    ):
+    It has a matrix of at most 1024 x 1024: `gram`, sums of products of features, or of samples if these are fewer. For a larger matrix,
+    the spectrum is computed at once, and `gram` is None. `mean`: of each feature. `trace`: sum of the variances."""
+    def __init__(self, count, mean, trace, gram=None, spectrum=None):
         self.count,self.features,self.mean,self.trace,self.gram = count,len(mean),mean,trace,gram
         if spectrum is not None: self.spectrum = spectrum
 
@@ -200,14 +190,24 @@ class Covariance:
 KEPT = 1024 # most rows of a matrix that is kept
 LARGE = 8192 # for as many rows or more, eigenvalues are estimated
 
-def check_samples(n, C, shape):
-    if n<2: raise SpectrumError(f"a covariance needs several samples, got {n or 'none'} in a tensor of shape {tuple(shape)}. Watch larger batches.")
-    if C<1: raise SpectrumError(f"a covariance needs features, got none in a tensor of shape {tuple(shape)}.")
+def sizes_of(x, axis):
+    "Return the dimension of the features, the number of samples and that of features. Raises SpectrumError for too few."
+    at = features_at(x, axis)
+    C = x.shape[at]
+    n = x.numel()//max(C, 1)
+    if n<2: raise SpectrumError(f"a covariance needs several samples, got {n or 'none'} in a tensor of shape {tuple(x.shape)}. Watch larger batches.")
+    if C<1: raise SpectrumError(f"a covariance needs features, got none in a tensor of shape {tuple(x.shape)}.")
+    return at, n, C
 
-def check_finite(x, trace):
-    if math.isfinite(trace): return
+def refuse_infinite(x, need):
+    "Raise SpectrumError if there are NaN and infinite numbers. `need`: begin of the sentence, 'a covariance needs'."
     bad = x.numel()-int(x.isfinite().sum())
-    if bad: raise SpectrumError(f"a covariance needs finite numbers, got {bad} NaN or infinite of {x.numel()}.")
+    if bad: raise SpectrumError(f"{need} finite numbers, got {bad} NaN or infinite of {x.numel()}.")
+
+def check_trace(x, trace):
+    "Raise SpectrumError if the sum of variances is not finite."
+    if math.isfinite(trace): return
+    refuse_infinite(x, 'a covariance needs')
     raise SpectrumError("the numbers are finite, but their squares are too large for float64. Divide the tensor by its largest number.")
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #c2dc41f0
@@ -234,17 +234,14 @@ def covariance(
     Returns:
         Its `spectrum` is computed on first access
     """
-    at = features_at(x, axis)
-    C = x.shape[at]
-    n = x.numel()//max(C, 1)
-    check_samples(n, C, x.shape)
+    at,n,C = sizes_of(x, axis)
     if C<2: raise SpectrumError(f"a spectrum needs several features, got one in a tensor of shape {tuple(x.shape)}. Give their dimension as `axis`.")
     x,small = to_float64_device(x),min(n, C)
-    with torch.no_grad(), without_autocast(x):
+    with torch.no_grad(), no_autocast(x.device.type):
         if exact is False or exact is None and small>=LARGE: return estimate_covariance(x, at, n, C)
         mean,gram = feature_gram(x, at) if C<=n else sample_gram(x, at)
         trace = gram.trace().item()/(n-1)
-        check_finite(x, trace)
+        check_trace(x, trace)
         if small<=KEPT: return Covariance(n, mean, trace, gram)
         return Covariance(n, mean, trace, spectrum=from_gram(gram, C, n))
 
@@ -260,7 +257,7 @@ def centred_product(x, at, n, C):
         square += rows.square_().sum(0)
     off /= n
     trace = ((square-n*off*off).sum()/(n-1)).item()
-    check_finite(x, trace)
+    check_trace(x, trace)
     unit = math.sqrt(trace/C) or 1.
     single = x.dtype.is_floating_point and x.dtype.itemsize<8 and 1e-30<unit<1e37/math.sqrt(n*C)
     of = torch.float32 if single else torch.float64
@@ -355,14 +352,11 @@ def cal_cov_matrix(
     Returns:
         Shape (features, features), in the dtype of the tensor, or the default dtype for integers
     """
-    at = features_at(x, axis)
-    C = x.shape[at]
-    n = x.numel()//max(C, 1)
-    check_samples(n, C, x.shape)
+    at,n,C = sizes_of(x, axis)
     y = to_float64_device(x)
-    with torch.no_grad(), without_autocast(y):
+    with torch.no_grad(), no_autocast(y.device.type):
         gram = feature_gram(y, at)[1]/(n-1)
-        check_finite(y, gram.trace().item())
+        check_trace(y, gram.trace().item())
         return gram.to(x.dtype if x.dtype.is_floating_point else torch.get_default_dtype()).to(x.device)
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #fa348993
@@ -384,8 +378,7 @@ def cal_eig(
     dtype = matrix.dtype if matrix.dtype.is_floating_point else torch.get_default_dtype()
     with torch.no_grad():
         m = to_float64_device(matrix).double()
-        bad = m.numel()-int(m.isfinite().sum())
-        if bad: raise SpectrumError(f"eigenvalues need finite numbers, got {bad} NaN or infinite of {m.numel()}.")
+        refuse_infinite(m, 'eigenvalues need')
         apart,scale = (m-m.T).abs().max().item(),m.abs().max().item()
         if apart>math.sqrt(torch.finfo(dtype).eps)*scale:
             raise SpectrumError(f"cal_eig needs a symmetric matrix, got one that differs from its transpose by {apart:.3g}, with a largest number of "
@@ -398,12 +391,11 @@ WHOLE = 2**22 # most numbers of a matrix for an SVD
 def singular_values(z, whole=None):
     "Return the singular values of a matrix, float64. For a large matrix: roots of eigenvalues of the smaller Gram matrix, precise to 1e-8 of the largest."
     y = to_float64_device(z)
-    with torch.no_grad(), without_autocast(y):
+    with torch.no_grad(), no_autocast(y.device.type):
         if y.is_complex(): raise SpectrumError(f"an effective rank needs real numbers, got {y.dtype}.")
         if not y.numel(): raise SpectrumError(f"an effective rank needs numbers, got none in shape {tuple(z.shape)}.")
         y = y.reshape(len(y), -1) if y.dim() else y.reshape(1, 1)
-        bad = 0 if y.dtype.is_floating_point is False else y.numel()-int(y.isfinite().sum())
-        if bad: raise SpectrumError(f"an effective rank needs finite numbers, got {bad} NaN or infinite of {y.numel()}.")
+        refuse_infinite(y, 'an effective rank needs')
         scale = max(abs(y.max().item()), abs(y.min().item())) or 1.
         if y.numel()<=(WHOLE if whole is None else whole):
             try: return torch.linalg.svdvals(y.double()/scale).cpu().numpy()

@@ -62,27 +62,20 @@ def no_elements(wanted=scalars):
     return v
 
 # %% ../../nbs/20_measure/00_summary.ipynb #93e27f4f
-def parts_in(
-    wanted # Groups of parts
-) -> tuple: # Names of sums, each once
-    "Return the sums of some groups."
+def parts_in(wanted) -> tuple:
+    "Return the names of the sums of some groups, each once."
     return tuple(dict.fromkeys(p for g in wanted for p in groups[g]))
 
 @cache
-def not_in_loops(
-    wanted # Groups of parts, a tuple
-) -> tuple: # Parts
-    "Return the sums of some groups without a loop in the readers."
+def not_in_loops(wanted) -> tuple:
+    "Return the sums of some groups, a tuple, for which readers have no loop."
     return tuple(p for p in parts_in(wanted) if p not in fast)
 
 # %% ../../nbs/20_measure/00_summary.ipynb #ef91351c
-def of_each(
-    part:str, # Name of a sum with `each`
-    x, # Elements, an array of floats, not empty
-    xp=np, # numpy, torch or jax.numpy
-    ok=None # Mask of the finite elements. None: all are finite
-): # Array without dimensions
-    "Compute a sum from the expression of `sums`."
+def of_each(part, x, xp=np, ok=None):
+    """Compute a sum from the expression of `sums`, as an array without dimensions.
+
+    `x`: floats, not empty. `xp`: numpy, torch or jax.numpy. `ok`: mask of the finite elements, None if all are finite."""
     s = sums[part]
     if ok is not None: x = xp.where(ok, x, 0.)
     with np.errstate(all='ignore'): # log(0) is -inf: no warning
@@ -91,11 +84,8 @@ def of_each(
         return getattr(xp, dict(sum='sum', min='amin', max='amax')[s.merge])(each)
 
 # %% ../../nbs/20_measure/00_summary.ipynb #d4787f50
-def read_array(
-    x, # Array of numbers, any shape. Complex numbers by magnitude
-    wanted=scalars # Groups to measure: some of 'basic', 'absolute', 'higher', 'powers', 'exponents'
-) -> np.ndarray: # The vector, float64
-    "Return the summary vector of an array, in float64 and several passes."
+def read_array(x, wanted=scalars) -> np.ndarray:
+    "Return the summary vector of an array, in float64 and several passes. Complex numbers are measured by magnitude."
     v,x = no_elements(wanted),np.asarray(values_of(x))
     x = (np.abs(x) if np.iscomplexobj(x) else x).astype(np.float64).ravel()
     ok = x[np.isfinite(x)]
@@ -116,11 +106,10 @@ def finite(v):
 # %% ../../nbs/20_measure/00_summary.ipynb #77ae51dd
 moments = ('mean', 'm2', 'm3', 'm4')
 
-def merged_moments(
-    n, mean, m2, m3, m4, # Of pieces, along the last axis. `n` counts the finite elements
-    xp=np # numpy, torch or jax.numpy
-) -> tuple: # mean, m2, m3, m4 of the wholes: arrays, in compiled code of JAX
-    "Merge means and centred moments of pieces."
+def merged_moments(n, mean, m2, m3, m4, xp=np) -> tuple:
+    """Merge means and centred moments of pieces along the last axis. Return mean, m2, m3 and m4 of the wholes.
+
+    `n` counts the finite elements. `xp`: numpy, torch or jax.numpy, also in compiled code of JAX."""
     total = n.sum(-1)
     base = xp.take_along_axis(mean, n.argmax(-1)[..., None], -1) # mean of the largest piece: small differences round less
     d = xp.where(n>0, mean-base, 0.)
@@ -132,10 +121,8 @@ def merged_moments(
 # %% ../../nbs/20_measure/00_summary.ipynb #f43754a5
 slots = {how: [index[p] for p,s in sums.items() if s.merge==how] for how in ('moments', 'min', 'max')}
 
-def merge(
-    vectors # Summary vectors of k pieces, shape (..., k, width), or (..., k, wide) with exponents
-) -> np.ndarray: # Summary vectors of the wholes, shape (..., width)
-    "Merge the summaries of pieces."
+def merge(vectors) -> np.ndarray:
+    "Merge the summary vectors of k pieces, shape (..., k, width) or (..., k, wide), into those of the wholes, shape (..., width)."
     v = np.asarray(vectors, dtype=np.float64)
     with np.errstate(invalid='ignore', over='ignore', divide='ignore'):
         out = v.sum(-2)
@@ -172,9 +159,7 @@ def spread(p): return np.where(p.n>1, p.m2/np.maximum(p.n-1, 1), np.nan)
 # %% ../../nbs/20_measure/00_summary.ipynb #759bc021
 def squares(p): return p.m2 + p.n*p.mean**2
 
-def sums_of_squares(
-    vectors # Summary vectors, shape (..., width)
-) -> np.ndarray: # Shape (...)
+def sums_of_squares(vectors) -> np.ndarray:
     "Return the sum of squares of the elements of each tensor. A NaN makes it NaN, an infinity makes it infinite."
     count,mean,m2,*bad = (vectors[..., index[p]] for p in ('count', 'mean', 'm2', 'nan', 'posinf', 'neginf'))
     if not any(b.any() for b in bad): return np.where(count>0, m2+count*mean**2, 0.) # three times as fast
@@ -224,29 +209,25 @@ def groups_behind(name):
     return tuple(g for g in groups if any(sums[part].group==g for part in p.asked) and g!='basic')
 
 # %% ../../nbs/20_measure/00_summary.ipynb #d0c56084
-def derive(
-    v, # Summary vectors, shape (..., width)
-    names=tuple(derived) # Statistics to derive
-) -> dict: # name -> array of shape (...)
-    "Derive statistics from summaries. NaN if sums were not measured. Raises ValueError for an unknown name."
+def derive(v, names=tuple(derived)) -> dict:
+    """Return a dict, statistic -> array of shape (...), from summary vectors of shape (..., width).
+
+    A statistic is NaN if its sums were not measured. Raises ValueError for an unknown name."""
     for n in names:
         if n not in derived: raise ValueError(unknown('statistic', n, derived, also_called))
     p = Parts(np.asarray(v, dtype=np.float64))
     with np.errstate(all='ignore'): return {n: derived[n](p) for n in names}
 
-def groups_for(
-    names # Statistics
-) -> tuple: # The groups to measure
-    "Return the groups of sums for statistics."
+def groups_for(names) -> tuple:
+    "Return the groups of sums to measure for statistics."
     return ('basic', *dict.fromkeys(g for n in names for g in groups_behind(n)))
 
 # %% ../../nbs/20_measure/00_summary.ipynb #9683bc68
 @cache
-def lost_value(
-    name:str, # Statistic
-    nan:bool, posinf:bool, neginf:bool # True if the tensor had such elements
-) -> float: # NaN or an infinity
-    "Restore the value of a statistic from a null."
+def lost_value(name, nan, posinf, neginf) -> float:
+    """Restore the NaN or infinity of a statistic from a null.
+
+    `nan`, `posinf`, `neginf`: whether the tensor had such elements."""
     if not (nan or posinf or neginf): return np.nan # no elements, or too large for a float
     v = no_elements()
     for p,any_ in (('nan', nan), ('posinf', posinf), ('neginf', neginf)): v[index[p]] = v[index['count']] = bool(any_)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['summable', 'channel_stats', 'channel_means', 'activity', 'dead_share', 'saturated_share', 'mean_gap', 'std_gap',
-           'Sketch', 'SignalToNoise', 'signal_to_noise', 'Signs', 'packed_bits', 'count_bits']
+           'Sketch', 'SignalToNoise', 'Signs', 'packed_bits', 'count_bits']
 
 # %% ../../nbs/20_measure/40_units.ipynb #4fbd298b
 import math
@@ -15,11 +15,10 @@ import torch
 from .devices import widest
 
 # %% ../../nbs/20_measure/40_units.ipynb #ae156f00
-def by_unit(
-    x, # Any tensor
-    axis:int|None=None # Dimension of the units. None: 1 for 4 dimensions or more, else the last
-): # Tensor of three dimensions: before, units, after
-    "Return a tensor with its units in the middle."
+def by_unit(x, axis=None):
+    """Return a tensor of three dimensions: before, units, after.
+
+    `axis`: dimension of the units. None: 1 for 4 dimensions or more, else the last."""
     if not isinstance(x, torch.Tensor): raise TypeError(f"units need a tensor, got {type(x).__name__}. torch.as_tensor converts an array.")
     if x.is_complex(): raise TypeError(f"numbers of {x.dtype} have no order, so none of them is above zero. Give x.real, x.imag or x.abs().")
     x = x.detach()
@@ -41,21 +40,17 @@ def cache_pieces(x):
 
 # %% ../../nbs/20_measure/40_units.ipynb #88542511
 @torch.no_grad()
-def channel_stats(
-    x, # Any tensor
-    axis:int|None=None # Dimension of the units. None: 1 for 4 dimensions or more, else the last
-) -> tuple: # mean, std: float64 vectors with a number for each unit
-    "Return the mean and unbiased standard deviation of each unit. NaN for no values; the deviation also for one value."
+def channel_stats(x, axis=None) -> tuple:
+    """Return the mean and the unbiased standard deviation of each unit, as float64 vectors. `axis`: as in `by_unit`.
+
+    NaN for no values; the deviation also for one value."""
     x = by_unit(x, axis)
     n,(mean,squares) = len(x)*x.shape[2],unit_moments(x, True)
     return mean, (squares/(n-1 if n>1 else math.nan)).sqrt()
 
 @torch.no_grad()
-def channel_means(
-    x, # Any tensor
-    axis:int|None=None # Dimension of the units. None: 1 for 4 dimensions or more, else the last
-): # float64 vector with a number for each unit
-    "Return the mean of each unit. NaN for no values."
+def channel_means(x, axis=None):
+    "Return the mean of each unit, as a float64 vector. NaN for no values. `axis`: as in `by_unit`."
     x = by_unit(x, axis)
     if x.dtype not in summable: return unit_moments(x, False)[0]
     total = torch.zeros(x.shape[1], dtype=widest(x.device), device=x.device)
@@ -104,11 +99,10 @@ def is_too_narrow(base, first, second, squared):
 
 # %% ../../nbs/20_measure/40_units.ipynb #3b75d028
 @torch.no_grad()
-def activity(
-    x, # Any tensor
-    axis:int|None=None # Dimension of the units. None: 1 for 4 dimensions or more, else the last
-): # float64 vector
-    "Return the share of values above zero for each unit. NaN for no values, and for a NaN without values above zero."
+def activity(x, axis=None):
+    """Return the share of values above zero for each unit, as a float64 vector. `axis`: as in `by_unit`.
+
+    NaN for no values, and for a NaN without values above zero."""
     x = by_unit(x, axis)
     count = torch.zeros(x.shape[1], dtype=widest(x.device), device=x.device)
     for p in cache_pieces(x): count += above_zero(p)
@@ -119,22 +113,19 @@ def activity(
     return share
 
 @torch.no_grad()
-def dead_share(
-    x, # Any tensor
-    axis:int|None=None # Dimension of the units. None: 1 for 4 dimensions or more, else the last
-) -> float: # NaN without units or values
-    "Return the share of units without a value above zero in the batch. A unit with a NaN is not dead."
+def dead_share(x, axis=None) -> float:
+    """Return the share of units without a value above zero in the batch. NaN without units or values. `axis`: as in `by_unit`.
+
+    A unit with a NaN is not dead."""
     x = by_unit(x, axis)
     return (x.amax((0, 2))<=0).double().mean().item() if x.numel() else math.nan
 
 @torch.no_grad()
-def saturated_share(
-    x, # Any tensor
-    low:float, high:float, # The bounds: -1 and 1 of tanh, 0 and 1 of sigmoid
-    within:float=.01, # Tolerance: a share of the distance between the bounds
-    axis:int|None=None # Dimension of the units. None: 1 for 4 dimensions or more, else the last
-) -> float: # NaN without units or values
-    "Return the share of units whose values are all at one or the other bound in the batch. A unit with a NaN is not saturated."
+def saturated_share(x, low, high, within=.01, axis=None) -> float:
+    """Return the share of units whose values are all at one or the other bound in the batch. NaN without units or values.
+
+    `low`, `high`: the bounds, -1 and 1 of tanh, 0 and 1 of sigmoid. `within`: tolerance, as a share of their distance. `axis`: as in `by_unit`.
+    A unit with a NaN is not saturated."""
     if not (high>low and 0<=within<=.5):
         raise ValueError(f"bounds are a lower and a higher number, and within from 0 to .5, got {low!r}, {high!r} and within={within!r}.")
     x = by_unit(x, axis)
@@ -155,37 +146,27 @@ def above_zero(p):
 
 # %% ../../nbs/20_measure/40_units.ipynb #6c666c66
 @torch.no_grad()
-def mean_gap(
-    means:list, # For each batch the means of the units
-    running_mean, running_var # Buffers of the layer
-) -> float: # NaN without batches, or if all variances are zero
-    "Return the mean distance of batch means from the running mean, in running deviations."
-    return relative_gap(means, running_mean, running_var)
+def mean_gap(means, running_mean, running_var) -> float:
+    """Return the mean distance of batch means from the running mean, in running deviations.
 
-@torch.no_grad()
-def std_gap(
-    stds:list, # For each batch the standard deviations of the units
-    running_var # Buffer of the layer
-) -> float: # NaN without batches, or if all variances are zero
-    "Return the mean distance of batch deviations from the running deviation, relative to it."
-    return relative_gap(stds, running_var.detach().to(widest(running_var.device)).sqrt(), running_var)
-
-# %% ../../nbs/20_measure/40_units.ipynb #2d0cb8ca
-def relative_gap(vectors, target, running_var):
+    `means`: for each batch the means of the units. NaN without batches, or if all variances are zero."""
     to = widest(running_var.device)
     size = running_var.detach().to(to).sum().sqrt() # length of the vector of deviations
-    if not len(vectors) or not size>0: return math.nan
-    far = [(v.detach().to(target.device, to)-target.to(to)).norm() for v in vectors]
+    if not len(means) or not size>0: return math.nan
+    far = [(v.detach().to(running_mean.device, to)-running_mean.to(to)).norm() for v in means]
     return (torch.stack(far).mean()/size).item()
+
+@torch.no_grad()
+def std_gap(stds, running_var) -> float:
+    "Return the mean distance of batch deviations from the running deviation, relative to it. NaN as in `mean_gap`."
+    return mean_gap(stds, running_var.detach().to(widest(running_var.device)).sqrt(), running_var)
 
 # %% ../../nbs/20_measure/40_units.ipynb #854d361a
 class Sketch:
-    "A linear map of a vector to few numbers. It nearly keeps lengths and products."
-    def __init__(self,
-        numel:int, # Length of the vectors
-        size:int=4096, # Most numbers of a sketch. An even size is reduced by one: no rotation may be its own inverse
-        seed:int=0 # Seed of signs and rotations
-    ):
+    """A linear map of a vector of `numel` numbers to at most `size` numbers. It nearly keeps lengths and products.
+
+    An even size is reduced by one: no rotation may be its own inverse. `seed`: of signs and rotations."""
+    def __init__(self, numel, size=4096, seed=0):
         if size<3: raise ValueError(f"a sketch needs size=3 or more, got size={size!r}.")
         self.numel,self.size = numel,numel if numel<=size else size-1+size%2
         g = torch.Generator().manual_seed(seed*1_000_003+numel)
@@ -200,10 +181,8 @@ class Sketch:
         return self.size==self.numel
 
     @torch.no_grad()
-    def __call__(self,
-        x # Tensor of `numel` numbers, any shape
-    ): # Vector of `size` numbers; float64 of float64, else float32
-        "Return the sketch of a tensor."
+    def __call__(self, x):
+        "Return the sketch of a tensor of `numel` numbers, of any shape: a vector, float64 of float64, else float32."
         if x.numel()!=self.numel: raise ValueError(f"this sketch takes {self.numel:,} numbers, got a tensor of {x.numel():,}.")
         x = x.detach().reshape(-1)
         to = torch.float64 if x.dtype==torch.float64 else torch.float32
@@ -242,10 +221,8 @@ class SignalToNoise:
     def __init__(self): self.k,self.mean,self.squares = 0,None,0.
 
     @torch.no_grad()
-    def add(self,
-        x # Tensor, of the same shape each time
-    ):
-        "Add a vector."
+    def add(self, x):
+        "Add a vector: a tensor, of the same shape each time."
         x = x.detach().reshape(-1)
         to = torch.float64 if x.dtype==torch.float64 else torch.float32
         if self.mean is None: self.mean = torch.zeros_like(x, dtype=to)
@@ -264,45 +241,29 @@ class SignalToNoise:
         signal,noise = self.mean.norm().item(),math.sqrt(float(self.squares)/(self.k-1))
         return signal/noise if noise>0 else math.inf if signal>0 else math.nan
 
-def signal_to_noise(
-    vectors # Tensors of the same shape
-) -> float: # For k vectors of pure noise about 1/sqrt(k). NaN for fewer than two
-    "Return the length of the mean of vectors over the root of the sum of their unbiased variances."
-    s = SignalToNoise()
-    for v in vectors: s.add(v)
-    return s.value
-
 # %% ../../nbs/20_measure/40_units.ipynb #ad0099df
 class Signs:
     "Signs of a tensor, two bits per number: above zero, below zero; neither for zero and NaN."
     @torch.no_grad()
-    def __init__(self,
-        w # Any tensor
-    ):
+    def __init__(self, w):
         w = w.detach().reshape(-1)
         parts = w.split(1<<18 if w.device.type=='cpu' else 1<<28)
         self.numel,self.above,self.below = w.numel(),*(torch.cat([packed_bits(of(p)) for p in parts]) for of in (lambda p: p>0, lambda p: p<0))
 
-    def flipped(self,
-        other:'Signs' # Of the same tensor at another time
-    ): # int64 vector with a bit for each number
-        "Return bits: 1 for numbers with a changed sign."
+    def flipped(self, other):
+        "Return an int64 vector with a bit for each number: 1 if its sign differs from that in the `Signs` of the same tensor at another time."
         if other.numel!=self.numel: raise ValueError(f"signs of {self.numel:,} numbers cannot be compared with those of {other.numel:,}.")
         return self.above & other.below | self.below & other.above
 
-def packed_bits(
-    mask # Tensor of booleans
-): # int64 vector, 64 booleans in each number
-    "Pack booleans into bits."
+def packed_bits(mask):
+    "Pack a tensor of booleans into bits: an int64 vector, 64 booleans in each number."
     mask = mask.reshape(-1)
     if len(mask)%64: mask = torch.nn.functional.pad(mask, (0, -len(mask)%64))
     eights = mask.contiguous().view(torch.int64)*0x0102040810204080 >> 56 # lowest bits of eight bytes
     return eights.to(torch.int8).view(torch.int64)
 
-def count_bits(
-    words # int64 vector, from `packed_bits` or `Signs.flipped`
-) -> int:
-    "Count the bits with value 1."
+def count_bits(words) -> int:
+    "Count the bits with value 1 in an int64 vector, from `packed_bits` or `Signs.flipped`."
     x = words - (words>>1 & 0x5555555555555555)
     x = (x & 0x3333333333333333) + (x>>2 & 0x3333333333333333)
     return int(((x + (x>>4) & 0x0f0f0f0f0f0f0f0f)*0x0101010101010101 >> 56).sum())

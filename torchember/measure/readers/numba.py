@@ -82,12 +82,14 @@ def add_words(b, words, planes):
     for d in range(level, digits): planes[d],carry = b.xor(planes[d], carry),b.and_(planes[d], carry)
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #5b6ea573
-def one_pass(
-    element, # LLVM type of an element: `single` or `double`
-    how, # Flags of the sums. Exponents only with `single`
-): # Intrinsic (address, steps, base, end of the memory, address of results, first exponent, address of planes), and elements of a step
-    "Return the loop over a block."
-    unroll,size = (8 if how & EXPONENTS else 4),4 if element is single else 8
+def step_of(how): return lanes*(8 if how & EXPONENTS else 4) # elements of a step of the loop
+
+def one_pass(element, how):
+    """Return the loop over a block, an intrinsic without result.
+
+    `element`: LLVM type, `single` or `double`. `how`: flags of the sums; exponents only with `single`. Arguments of the loop: address, steps, base,
+    end of the memory, address of results, first exponent, address of planes."""
+    unroll,size = step_of(how)//lanes,4 if element is single else 8
     floats = ir.VectorType(element, lanes)
     sums = [D1, D2, *(SIZE,)*bool(how & ABSOLUTE), *(D3, D4)*bool(how & HIGHER), *(P4, P8)*bool(how & POWERS)]
 
@@ -151,20 +153,16 @@ def one_pass(
     @intrinsic
     def loop(typing, address, n, base, end, to, first, planes_to):
         return types.void(types.uint64, types.int64, types.float64, types.uint64, types.uint64, types.int32, types.uint64), make
-    return loop, lanes*unroll
+    return loop
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #51d8c14c
 def ways(element):
     "Return the compiled function for a block of floats."
-    moments,few = one_pass(element, 0)
-    sizes,_ = one_pass(element, ABSOLUTE)
-    powers,_ = one_pass(element, ABSOLUTE|POWERS)
-    higher,_ = one_pass(element, ABSOLUTE|HIGHER)
-    all_sums,_ = one_pass(element, ABSOLUTE|HIGHER|POWERS)
+    moments = one_pass(element, 0)
+    sizes,powers,higher,all_sums = (one_pass(element, ABSOLUTE|more) for more in (0, POWERS, HIGHER, HIGHER|POWERS))
     counting = EXPONENTS if element is single else 0
-    exponents,many = one_pass(element, ABSOLUTE|counting)
-    numerics,_ = one_pass(element, ABSOLUTE|POWERS|counting)
-    everything,_ = one_pass(element, ABSOLUTE|HIGHER|POWERS|counting)
+    exponents,numerics,everything = (one_pass(element, ABSOLUTE|counting|more) for more in (0, POWERS, HIGHER|POWERS))
+    few,many = step_of(0),step_of(counting)
 
     @njit(nogil=True)
     def find(v, end, base, how, found, first, planes):
@@ -255,14 +253,7 @@ def count(e, n, tables, recent):
         w = e.view(np.uint64)
         for i in range(whole):
             b = w[i]
-            tables[0, b&255] += 1
-            tables[1, (b>>8)&255] += 1
-            tables[2, (b>>16)&255] += 1
-            tables[3, (b>>24)&255] += 1
-            tables[4, (b>>32)&255] += 1
-            tables[5, (b>>40)&255] += 1
-            tables[6, (b>>48)&255] += 1
-            tables[7, b>>56] += 1
+            for t in range(8): tables[t, (b>>np.uint64(8*t))&np.uint64(255)] += 1
         for t in range(8):
             for i in range(bins): recent[i] += tables[t, i]
     for i in range(whole*8, n): recent[e[i]] += 1
@@ -539,10 +530,10 @@ def kept(compiled, function):
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #589d843e
 @cache
-def kernel(
-    fmt:str # 'float32', 'float64', 'bfloat16' or 'float16'
-): # Address of compiled code with the arguments of `float32`, and a callable that releases the GIL
-    "Return the compiled loops for a format."
+def kernel(fmt):
+    """Return the compiled loops for a format: 'float32', 'float64', 'bfloat16' or 'float16'.
+
+    The result is the address of code with the arguments of `float32`, and a callable that releases the GIL."""
     entry,memory = entries[fmt]
     number,numbers = types.int64,types.CPointer(types.int64)
     signature = types.void(types.CPointer(memory), number, number, numbers, numbers, number, types.CPointer(types.float64), number)
@@ -582,14 +573,10 @@ def start_of(wanted):
     v[FINITE] = 0
     return sum(f for f,g in zip(flags, ('absolute', 'higher', 'powers', 'exponents'), strict=True) if g in wanted), v, len(v)
 
-def read_at(
-    address:int, # Address of the first element
-    n:int, # Elements
-    fmt:str, # 'float32', 'float64', 'bfloat16' or 'float16'
-    wanted=('basic',), # Groups of parts to measure
-    sizes=(), strides=() # Dimensions of a tensor with holes, in elements
-) -> np.ndarray: # The summary vector
-    "Return the summary vector of the numbers at an address."
+def read_at(address, n, fmt, wanted=('basic',), sizes=(), strides=()) -> np.ndarray:
+    """Return the summary vector of `n` numbers at an address.
+
+    `sizes`, `strides`: dimensions of a tensor with holes, in elements."""
     how,start,length = start_of(wanted)
     out,(to,*lists,room) = desk.out,desk.at
     out[:length] = start
@@ -636,25 +623,21 @@ def fill_next_row(tap, x, n, call, event):
     return to
 
 @cache
-def row_putter(
-): # Function (address of the cursor, address of the elements, number of elements, call or -1, event) -> address of the row, 0 if no row is left
-    "Return compiled code to read memory into the next row of a tap. With -1 elements it copies the row at the address."
+def row_putter():
+    """Return compiled code to read memory into the next row of a tap. With -1 elements it copies the row at the address.
+
+    Its arguments: address of the cursor, address of the elements, number of elements, call or -1, event. It returns the address of the row, 0 if no
+    row is left."""
     return prompt(fill_next_row, 5, types.int64)
 
 workplace = np.empty(DESK, np.uint8) # work space of the thread that has the GIL
 
-def ready_to_put(
-    tap, # Cursor of a tap: array
-    fmt:str, # 'float32', 'float64', 'bfloat16' or 'float16'
-    wanted=('basic',) # Groups of parts to measure
-):
-    "Prepare a cursor for tensors of a format. Return the compiled code to read them."
+def ready_to_put(tap, fmt, wanted=('basic',)):
+    "Prepare the cursor of a tap, an array, for tensors of a format. Return the compiled code to read them."
     tap[HOW],tap[CODE],tap[WORK] = start_of(wanted)[0],kernel(fmt)[0],address_of(workplace)
     return row_putter()
 
-def load(
-    fmt:str # 'float32', 'float64', 'bfloat16' or 'float16'
-):
+def load(fmt):
     "Compile the functions for a format, or load them from disk."
     kernel(fmt),runner(),row_putter()
 
@@ -667,14 +650,8 @@ if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=pool.cach
 item = dict(float32=4, float64=8, bfloat16=2, float16=2) # bytes
 long = 1<<20 # elements of a piece. For fewer, starting a thread costs more than it saves
 
-def read_on_cores(
-    address:int, # Address of the first element
-    n:int, # Elements
-    fmt:str, # 'float32', 'float64', 'bfloat16' or 'float16'
-    wanted, # Groups of parts to measure
-    threads:int # Number of threads
-) -> np.ndarray: # The summary vector
-    "Return the summary vector of a run of memory, read by several threads. The numbers do not depend on the number of threads."
+def read_on_cores(address, n, fmt, wanted, threads) -> np.ndarray:
+    "Return the summary vector of `n` numbers at an address, read by several threads. Their number does not change the result."
     if n<=long: return read_at(address, n, fmt, wanted)
     kernel(fmt) # compile once, before the threads start
     pieces = [(address+i*item[fmt], min(long, n-i), fmt, wanted) for i in range(0, n, long)]

@@ -16,11 +16,8 @@ from ..elements import as_array, as_float64, narrow, piece
 from ..summary import index, merge, no_elements, of_each, parts, parts_in, sums, width
 
 # %% ../../../nbs/20_measure/06_torch.ipynb #d10a0015
-def read_float64(
-    x, # Flat float64 array
-    wanted # Groups of sums
-) -> np.ndarray: # The summary vector
-    "Return the summary vector of a float64 array."
+def read_float64(x, wanted) -> np.ndarray:
+    "Return the summary vector of a flat float64 array."
     n,bad = len(x),(0, 0, 0)
     lo,hi = min_and_max(x)
     if not (math.isfinite(lo) and math.isfinite(hi)):
@@ -58,11 +55,10 @@ row = 1024 # elements summed in float32
 ones = np.ones(row, dtype=np.float32)
 rowdot = getattr(np, 'vecdot', None) or (lambda a,b: np.einsum('...j,...j->...', a, b)) # numpy 1 has no vecdot
 
-def read_float32(
-    x, # Flat array of float32
-    centred=False # True if a number near the mean was subtracted
-): # The basic summary vector, or None if float32 is not precise enough
-    "Return the basic summary vector of a float32 array, by float32 sums."
+def read_float32(x, centred=False):
+    """Return the basic summary vector of a flat float32 array, by float32 sums. None if these are not precise enough.
+
+    `centred`: whether a number near the mean was subtracted."""
     n,filled = len(x),len(x)//row*row
     rows,rest = x[:filled].reshape(-1, row),x[filled:].astype(np.float64)
     lo,hi = float32_min_and_max(x)
@@ -86,10 +82,7 @@ def float32_min_and_max(x):
 stretch = 1<<17 # elements: 512 KB of float32
 cached = 1<<15 # elements: 256 KB of float64
 
-def read_cpu(
-    x:torch.Tensor, # Flat tensor on the CPU
-    wanted=('basic',) # Groups of parts to measure
-) -> np.ndarray: # The summary vector
+def read_cpu(x, wanted=('basic',)) -> np.ndarray:
     "Return the summary vector of a flat CPU tensor, piece by piece."
     if not x.numel(): return no_elements(wanted)
     if 'exponents' in wanted: return with_exponents(x, wanted)
@@ -130,11 +123,8 @@ def exponent_counts(p):
     return of, zeros
 
 # %% ../../../nbs/20_measure/06_torch.ipynb #5bf46c36
-def read_device(
-    x:torch.Tensor, # Flat tensor, any device
-    wanted=('basic',) # Groups of parts to measure
-) -> torch.Tensor: # The summary vector, on the device of `x`
-    "Return the summary vector of a flat tensor without waiting for its device."
+def read_device(x, wanted=('basic',)) -> torch.Tensor:
+    "Return the summary vector of a flat tensor, on its device, without waiting for the device."
     to = widest(x.device)
     def full(value): return torch.full((), value, dtype=to, device=x.device)
     if not len(x): # a copy from the host would wait

@@ -416,22 +416,17 @@ def span_of(blocks): return min(max(blocks//programs, 1), 64, tile) # blocks of 
 
 def up(a, b): return -(-a//b)
 
-def cut_tensors(
-    sizes, # Elements of each tensor: array
-    B:int, # Elements of a block
-    span:int, # Blocks that a program reads
-    per:int # Programs of a group
-) -> tuple: # Arrays: blocks, programs and groups of each
-    "Cut tensors into blocks, programs and groups."
+def cut_tensors(sizes, B, span, per) -> tuple:
+    """Return the numbers of blocks, programs and groups of each tensor, as arrays.
+
+    `sizes`: elements of each tensor. `B`: elements of a block. `span`: blocks that a program reads. `per`: programs of a group."""
     blocks = np.maximum(up(sizes, B), 1)
     return blocks, up(blocks, span), up(up(blocks, span), per)
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #d087bbd8
 @cache
-def available(
-    device # torch.device or its name
-) -> bool:
-    "Return True if Triton is installed and has a driver for `device`."
+def available(device) -> bool:
+    "Return True if Triton is installed and has a driver for a device or its name."
     device = torch.device(device)
     if triton is None: return False
     if interpreted: return device.type=='cpu'
@@ -448,10 +443,8 @@ def device_type(driver): return driver.get_active_torch_device().type if hasattr
 def flags(wanted): return sum(bits[g] for g in set(wanted) if g in bits)
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #9eba464e
-def fills(
-    x:torch.Tensor # Any strides
-) -> bool:
-    "Return True if the elements of `x` are a run of memory without holes."
+def fills(x) -> bool:
+    "Return True if the elements of a strided tensor are a run of memory without holes."
     n = 1
     for stride,size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size==1: continue
@@ -489,11 +482,8 @@ class StreamMemory:
             turn.advance()
         return x
 
-    def arguments(self,
-        dtype, wanted, # Of the tensors; groups of parts
-        blocks:int, groups:int, tensors:int=1 # Numbers of blocks, groups and tensors
-    ) -> tuple: # Arguments of the kernel, from `rows` on
-        "Return the memory for one launch."
+    def arguments(self, dtype, wanted, blocks, groups, tensors=1) -> tuple:
+        "Return the arguments of the kernel from `rows` on: memory for one launch with these numbers of blocks, groups and tensors."
         kind = torch.float64 if dtype is torch.float64 else torch.float32
         rows = self.get(('rows', kind), width_of(wanted)*blocks, kind)
         part = self.get('groups', len(fast)*groups, torch.float64)
@@ -505,10 +495,8 @@ memories = {} # (device, stream) -> `StreamMemory`
 
 def memory_of(device, stream): return memories.get((device, stream)) or memories.setdefault((device, stream), StreamMemory(device))
 
-def exchange(
-    own # Dict like `memories`
-): # The memories before
-    "Use other memories from now on. A CUDA graph has its own: it may be replayed on any stream."
+def exchange(own):
+    "Use other memories from now on, and return those from before. A CUDA graph has its own: it may be replayed on any stream."
     global memories
     memories,former = own,memories
     turn.advance()
@@ -531,13 +519,10 @@ handles = {} # `kernel_key` -> `Handle`, or None if the code cannot be launched 
 
 def launch_argument(x): return x.data_ptr() if isinstance(x, torch.Tensor) else x
 
-def launch(
-    x, out, jobs, between:int, # Tensor, its row, table of jobs, distance of rows
-    programs:int, stream, args, # Number of programs, stream, arguments after the number of tensors
-    n:int=0, tensors:int=0, # Elements of `x`; tensors in the table, 0 without a table
-    wanted=('basic',), aligned=False # Groups of sums; True if addresses are multiples of 16
-):
-    "Launch the kernel. Keep its handle."
+def launch(x, out, jobs, between, programs, stream, args, n=0, tensors=0, wanted=('basic',), aligned=False):
+    """Launch the kernel, and keep its handle. Either `x` is a tensor of `n` elements and `out` its row, or `jobs` a table of `tensors`.
+
+    `between`: distance of rows. `args`: arguments after the number of tensors. `aligned`: whether addresses are multiples of 16."""
     key,const = kernel_key(x.dtype, x.device, wanted, n, aligned),constants(wanted, x.dtype, aligned)
     args = x, out, jobs, n, between, tensors, *args
     h = handles.get(key)
@@ -576,13 +561,7 @@ def add_torch_expressions(x, wanted, row):
 # %% ../../../nbs/20_measure/04_triton.ipynb #85fb521c
 class TensorLaunch:
     "A launch for tensors of one size, dtype and device."
-    def __init__(self,
-        n:int, # Elements
-        dtype:torch.dtype,
-        device:torch.device,
-        wanted:tuple, # Groups of sums
-        per:int|None=None # Most programs of a group
-    ):
+    def __init__(self, n, dtype, device, wanted, per=None): # n: elements. per: most programs of a group
         self.n,self.dtype,self.device,self.wanted = n,dtype,device,wanted
         k = max(up(n, blocks[dtype]), 1)
         self.span = span_of(k)
@@ -624,13 +603,8 @@ def driver():
 @lru_cache(maxsize=4096)
 def reading(n, dtype, device, wanted, per=None): return TensorLaunch(n, dtype, device, wanted, per)
 
-def read_one(
-    x:torch.Tensor, # Floating-point tensor on a GPU
-    wanted:tuple, # Groups of parts, and 'exponents'
-    out:torch.Tensor, # Row to write, float64 on the same device
-    per:int|None=None # Programs of a group
-):
-    "Read `x` into `out`."
+def read_one(x, wanted, out, per=None):
+    "Read a floating-point tensor on a GPU into the row `out`, float64 on the same device. `per`: programs of a group."
     x,_ = as_run(x),check_length(wanted, out)
     with on(x.device):
         r = reading(x.numel(), x.dtype, x.device, tuple(wanted), per)
@@ -639,13 +613,10 @@ def read_one(
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #a20cfeea
 @lru_cache(maxsize=64)
-def plan(
-    tensors:tuple, # For each tensor: address, elements, row of `out`
-    dtype:torch.dtype,
-    device:torch.device, # Where the table will be
-    stream=0 # For which stream
-) -> tuple: # Jobs, blocks, groups, blocks of a span, programs of a group, True if addresses are multiples of 16
-    "Return the jobs for a list of tensors of one dtype."
+def plan(tensors, dtype, device, stream=0) -> tuple:
+    """Return the table of jobs for tensors of one dtype, given as triples: address, elements, row of `out`.
+
+    Further results: numbers of blocks and groups, blocks of a span, programs of a group, and True if addresses are multiples of 16."""
     where,sizes,to = (np.array(a, dtype=np.int64) for a in zip(*tensors, strict=True))
     B = blocks[dtype]
     span = span_of(int(np.maximum(up(sizes, B), 1).sum()))
@@ -656,13 +627,10 @@ def plan(
     jobs = [where[whose], sizes[whose], j, (np.cumsum(k)-k)[whose], (np.cumsum(groups)-groups)[whose], whose, to[whose]]
     return to_device(np.stack(jobs, 1), device), int(k.sum()), int(groups.sum()), span, per, not (where%16).any()
 
-def read_list(
-    xs:list, # Floating-point tensors on one GPU
-    wanted:tuple, # Groups of parts, and 'exponents'
-    out:torch.Tensor, # Rows to write, float64 on the same device
-    to=None # The row of each tensor. None: the first rows
-):
-    "Read each of `xs` into its row of `out`."
+def read_list(xs, wanted, out, to=None):
+    """Read floating-point tensors on one GPU, each into its row of `out`, float64 on the same device.
+
+    `to`: the row of each tensor; None for the first rows."""
     check_length(wanted, out)
     device,xs,to = out.device,[as_run(x) for x in xs],range(len(xs)) if to is None else to
     with on(device):
@@ -698,11 +666,7 @@ def first_mistake(device, dtype, wanted):
         with on(device): return first_wrong(way(device), dtype, wanted, blocks[dtype], 1e-6)
     return run_checks(lambda: test(read_alone), lambda: test(lambda device: read_alone(device, 1)), lambda: test(read_among), patience=patience)
 
-def reads(
-    dtype:torch.dtype,
-    wanted:tuple, # Groups of parts, and 'exponents'
-    device:torch.device
-) -> bool:
+def reads(dtype, wanted, device) -> bool:
     "Return True if the kernels read tensors of a dtype on a device correctly. It is tried once."
     key = device,dtype,wanted
     if key not in trusted:
