@@ -18,11 +18,8 @@ from .legend import meanings, short_names, make_title, words
 from .style import drawn, panels
 
 # %% ../../nbs/60_show/80_comparison.ipynb #103ad9bb
-def first_differences(
-    runs:list, # `select.TensorSeries` of each run
-    rtol:float=1e-5 # Relative difference that counts
-) -> dict: # Label -> first step with different values, or None; in the order of the first run
-    "Return the step from which the tensors of runs differ. Steps are skipped if a run lacks them."
+def first_differences(runs:list, rtol:float=1e-5) -> dict: # runs: `TensorSeries` of each; rtol: relative difference
+    "Return from which step each tensor differs between runs, None if nowhere. Steps are skipped if a run lacks them."
     maps = [{label: (x, y) for label,x,y,_ in s} for s in runs]
     out = {}
     for label in (l for l in maps[0] if all(l in m for m in maps)):

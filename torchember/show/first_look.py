@@ -69,12 +69,8 @@ def draw_panels(parts, numbers, norms, tensors, run, ax, found=()):
     else: (top or ax).set_title(title)
     return [top, *axes] if top is not None and ax is None else axes
 
-def title_for(
-    run, # Name of the run
-    found, # Open findings, the worst first
-    first # The first non-finite row, or None
-) -> str: # One or two lines
-    "Return the title: the run with its first non-finite value, and the worst finding, unless both are the same."
+def title_for(run, found, first) -> str: # found: open findings, the worst first; first: non-finite row, or None
+    "Return a title of one or two lines: the run with its first non-finite value, and the worst finding, unless both are the same."
     cause = next(iter(found), None)
     beside = first is not None and not is_about_row(cause, first)
     return '\n'.join(filter(None, [make_title(run, trouble_sentence(first) if beside else ''), title_text(cause) if cause else '']))

@@ -45,10 +45,8 @@ def column_edges(steps):
     middle = (s[1:]+s[:-1])/2
     return np.concatenate([[s[0]-(middle[0]-s[0])], middle, [s[-1]+(s[-1]-middle[-1])]])
 
-def column_spans(
-    steps # Steps of the columns, ascending
-) -> tuple: # Edges of the cells, and the index of the edge at which each column begins
-    "Return the edges of columns. A step far from its neighbors is narrow: nothing was recorded between them."
+def column_spans(steps) -> tuple:
+    "Return the edges of cells, and the index of the edge at which each column begins. A step far from its neighbors is narrow."
     edges = column_edges(steps)
     if len(steps)<3: return edges, np.arange(len(steps))
     s,gaps = np.asarray(steps, float),np.diff(steps)

@@ -19,10 +19,8 @@ from .legend import palettes, short_names, make_title, words
 from .style import base2, canvas, drawn, is_dark, panels, axes_size
 
 # %% ../../nbs/60_show/30_histograms.ipynb #e9d5b93d
-def total_counts(
-    df # Rows with columns `exponents` and `exponent_min`. Raises ValueError without them
-) -> tuple: # Counts per exponent, the first exponent, the number of smaller or zero, the number of larger
-    "Add the exponent counts of several rows."
+def total_counts(df) -> tuple:
+    "Add the exponent counts of rows. Return counts, their first exponent, and the number of smaller values, with zeros, and of larger values."
     if not with_counts(df).any():
         raise ValueError("These rows have no exponent counts. To record them next time: torchEmber(..., stats='numerics'), or stats=[..., 'exponents'].")
     exponents,counts = count_columns(df)

@@ -21,10 +21,7 @@ scale = ['#'+c for c in re.findall('.{6}', ''.join(( # matplotlib's viridis, for
     '65cb5e6ece5877d15381d34d8bd64695d840a0da39aadc32b5de2bc0df25cae11fd5e21adfe318eae51af4e61efde725')))]
 
 # %% ../../nbs/60_show/00_legend.ipynb #32fcdd91
-def short_names(
-    names:list, # Names with dots
-    width:int=26 # Characters, at most
-) -> list:
+def short_names(names:list, width:int=26) -> list: # names: with dots; width: characters
     "Shorten names to fit beside a picture: drop the common prefix, and keep all names distinct."
     parts = [n.split('.') for n in names]
     k = 0

@@ -22,14 +22,8 @@ from .style import drawn, is_dark, panels, axes_size
 # %% ../../nbs/60_show/20_lines.ipynb #4da1c2aa
 most_points = 400_000 # points of all lines together
 
-def draw_lines(
-    ax, # Axes
-    lines:list, # (label, steps, values, mask of not finite) of each line
-    kind:str='line', # 'line' or 'scatter'
-    colors=None, # One per line; default distinct colors for few lines, a gradient for many
-    **kwargs # Arguments of matplotlib's `plot`
-): # The colors
-    "Draw lines, and mark non-finite steps."
+def draw_lines(ax, lines:list, kind:str='line', colors=None, **kwargs): # kwargs: of `plot`
+    "Draw lines (label, steps, values, mask of not finite), and mark non-finite steps. Return the colors."
     n = max(min(most_points//max(len(lines), 1), 4000), 24)
     given,colors = colors,colors or line_colors(len(lines))
     many,bad_steps = [],[]
@@ -86,12 +80,7 @@ def log_if_wide(axes, lines):
         for ax in axes: ax.set_yscale('log')
 
 # %% ../../nbs/60_show/20_lines.ipynb #645813a5
-def name_lines(
-    ax, # Axes with lines
-    lines:list, # Lines, as in `draw_lines`
-    colors:list, # Color of each line
-    most:int=9 # Number of names, if there is no space for all
-):
+def name_lines(ax, lines:list, colors:list, most:int=9): # most: names, if there is no space for all
     "Write the names of lines at their ends. Without space for all, name the most unusual."
     ends = [(y[ok][-1], i) for i,(_,x,y,_) in enumerate(lines) if (ok := np.isfinite(y)).any()]
     if len(lines)<2 or not ends: return

@@ -147,11 +147,8 @@ class CrossHair:
         self.cross = line,dots,text
         self.surface.above(line, *dots, text)
 
-    def put(self,
-        step, # Step, or None to hide the cross-hair
-        recorded=None # Function from a step to the recorded step that the picture shows
-    ): # Step of the cross-hair
-        "Move the cross-hair to a step."
+    def put(self, step, recorded=None): # recorded: function: step -> recorded step
+        "Move the cross-hair to a step, or hide it for None. Return the step of the cross-hair."
         line,dots,text = self.cross
         for a in (line, *dots, text): a.set_visible(step is not None)
         at = None
@@ -272,12 +269,8 @@ def slider_under(W, loss, go):
     return s
 
 # %% ../../nbs/60_show/94_pointing.ipynb #e05da9a6
-def tensor_at(
-    rows, col, g, # Result of `heat_map_cells`
-    i:int, j:int, # Row and column of a patch
-    by:str='step' # Name of the x axis
-): # A row, None if nothing was recorded
-    "Return the row of the tensor and step of a patch."
+def tensor_at(rows, col, g, i:int, j:int, by:str='step'): # i, j: row and column of a patch
+    "Return the row of the tensor and step of a patch, None if nothing was recorded. Of several, take the one in the grid."
     rows = training(rows)
     code,_ = places(rows)
     first = sum(map(len, g.members[:i]))

@@ -18,11 +18,8 @@ from .legend import palettes, make_title, words
 from .style import drawn, is_dark, panels
 
 # %% ../../nbs/60_show/60_ranges.ipynb #dd7424aa
-def shares(
-    rows, # Rows of one step, with exponents
-    dtype:str # Name of a number format
-): # Labels, and a dict of arrays: 'over', 'subnormal', 'under'. Raises ValueError if the counts do not cover the format
-    "Return the share of nonzero numbers outside a format, for each tensor."
+def shares(rows, dtype:str): # rows: of one step
+    "Return labels, and the shares of nonzero numbers outside a format. Raise ValueError if the counts do not cover the format."
     code,labels = places(rows)
     out = {k: np.zeros(len(labels)) for k in ('over', 'subnormal', 'under')}
     for i in range(len(labels)):

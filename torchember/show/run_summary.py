@@ -21,10 +21,8 @@ from torchember.show.select import (find_stat, has_ttype, name_of_run, numeric_c
     with_statistics)
 
 # %% ../../nbs/60_show/88_run_summary.ipynb #ee8d9996
-def first_trouble(
-    df # Rows
-): # A row, None if all are finite
-    "Return the first row of the earliest step with a non-finite tensor. For dicts use `first_not_finite`."
+def first_trouble(df):
+    "Return the first row of the earliest step with a non-finite tensor, None if all are finite. For dicts use `first_not_finite`."
     at = np.flatnonzero(trouble(df))
     if not len(at): return None
     step = df['step'].to_numpy()[at]

@@ -19,10 +19,8 @@ from ..ground.messages import printable, says_arguments
 from .legend import palettes
 
 # %% ../../nbs/60_show/00_style.ipynb #a62cbf1a
-def is_dark(
-    color=None # Any color of matplotlib; default the current background of figures
-) -> bool:
-    "Return True if a background is dark."
+def is_dark(color=None) -> bool:
+    "Return True if a color, by default the background of figures, is dark."
     color = mpl.rcParams['figure.facecolor'] if color is None else color
     if color=='none': color = mpl.rcParams['axes.facecolor']
     return float(np.dot(to_rgb(color), (.299, .587, .114)))<.5
@@ -76,10 +74,8 @@ def draw_as_letters(fig, users):
             for label in (tick.label1, tick.label2): label.set_parse_math(True)
 
 # %% ../../nbs/60_show/00_style.ipynb #ee344c0f
-def drawn(
-    f # A function that draws
-): # The same function, in the look of torchember
-    "Decorate a picture: apply torchember's look during the call, and return Axes or `Panels`."
+def drawn(f):
+    "Decorate a function that draws: apply torchember's look during the call, and return Axes or `Panels`."
     @says_arguments
     @functools.wraps(f)
     def g(*args, **kwargs):
@@ -98,9 +94,7 @@ def return_axes(axes, own=True):
     return ax
 
 # %% ../../nbs/60_show/00_style.ipynb #d6994220
-def figure(
-    size:tuple # Width and height of a new figure in inches
-): # Figure
+def figure(size:tuple): # size: width and height in inches
     "Return an empty figure to draw into."
     fig,wanted = given.get()
     if fig is None: return plt.figure(figsize=size, layout='constrained')
@@ -111,19 +105,13 @@ def figure(
 given = ContextVar('given', default=(None, None))
 
 @contextmanager
-def drawing_on(
-    fig, # Figure, or part of a figure. Each picture replaces the one before
-    wanted=None # Function of the size that a picture would choose, called before drawing
-):
-    "Draw all pictures of the context into one figure."
+def drawing_on(fig, wanted=None):
+    "Draw all pictures of the context into one figure, each instead of the one before. Call `wanted` with the size that a picture would choose."
     was = given.set((fig, wanted))
     try: yield fig
     finally: given.reset(was)
 
-def canvas(
-    ax=None, # Axes to draw into; default new ones
-    size:tuple=(7, 3.5) # Width and height of a new figure in inches
-): # Axes
+def canvas(ax=None, size:tuple=(7, 3.5)): # size: of a new figure, in inches
     "Return axes to draw into."
     return figure(size).subplots() if ax is None else ax
 
@@ -171,10 +159,8 @@ def whole_figure(fig):
     return fig
 
 # %% ../../nbs/60_show/00_style.ipynb #31387a25
-def base2(
-    x # Exponents
-) -> list:
-    "Format an axis of exponents as powers of two."
+def base2(x) -> list:
+    "Format exponents as powers of two."
     return [f'$2^{{{int(n)}}}$' for n in x]
 
 def axes_size(ax):

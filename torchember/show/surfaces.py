@@ -21,11 +21,8 @@ from .legend import alarm, meanings, short_names, make_title, words, zero
 from .style import drawing_on, drawn, is_dark, panels
 
 # %% ../../nbs/60_show/75_surfaces.ipynb #83eb96c8
-def thin_matrix(
-    h:UnitHistory,
-    most_steps:int, most_units:int # Size of the result
-) -> tuple: # Steps, numbers of units, values, mask of not finite
-    "Reduce a matrix to a visible size."
+def thin_matrix(h:UnitHistory, most_steps:int, most_units:int) -> tuple:
+    "Reduce a matrix to a visible size. Return steps, numbers of units, values, and the mask of not finite."
     ok,bounds = np.isfinite(h.value),[np.unique(np.linspace(0, n, min(n, most)+1).astype(int))[:-1]
         for n,most in zip(h.value.shape, (most_steps, most_units), strict=True)]
     steps,units = h.steps[bounds[0]],np.arange(h.value.shape[1])[bounds[1]]

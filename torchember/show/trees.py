@@ -19,18 +19,11 @@ from .style import canvas, drawn, is_dark, axes_size
 # %% ../../nbs/60_show/50_trees.ipynb #5601def5
 class Box:
     "A module in the picture."
-    def __init__(self,
-        path:str, # '' for the root
-        depth:int, # Number of modules around it
-        top:float, # Position of the upper edge, in layers
-        height:float # Height, in layers
-    ): self.path,self.depth,self.top,self.height = path,depth,top,height
+    def __init__(self, path:str, depth:int, top:float, height:float): # depth: number of modules around it
+        self.path,self.depth,self.top,self.height = path,depth,top,height
 
-def boxes(
-    paths:list, # Paths of modules, in order
-    deepest:int|None=None # Depth at which drawing stops
-) -> list: # `Box`es, the root first
-    "Return the box of each module."
+def boxes(paths:list, deepest:int|None=None) -> list:
+    "Return the `Box` of each module, the root first. `deepest` is the depth at which drawing stops."
     inside = {'': {}}
     for p in paths:
         node,parts = inside[''],p.split('.') if p else []

@@ -286,12 +286,8 @@ class EditableLayers(Layers):
 # %% ../../nbs/70_state/06_algebra.ipynb #1125e2e5
 def is_scalar_value(x): return isinstance(x, Number|np.number) or (isinstance(x, torch.Tensor) and x.dim()==0)
 
-def apply_operation(
-    op:str, # Name of a function of torch
-    d, # A StateDict
-    *other # Nothing, a number, or another StateDict
-): # A StateDict with the names of `d`
-    "Apply an operation to all layers."
+def apply_operation(op:str, d, *other): # other: nothing, a number, or another StateDict
+    "Apply a function of torch, by its name, to all layers of a StateDict."
     o = other[0] if other else None
     if isinstance(o, NamedValues):
         if why := find_mismatch(d, o): raise ValueError(why)

@@ -19,10 +19,8 @@ from ..page.data import page_of
 from ..page.document import checksum, read_web_file
 
 # %% ../../../nbs/62_board/20_server.ipynb #29294e07
-def render_board(
-    wanted:str='' # Names of runs, for the title
-) -> tuple: # The page, and its Content-Security-Policy
-    "Return the page without a run."
+def render_board(wanted:str='') -> tuple: # wanted: names of runs, for the title
+    "Return the page without a run, and its Content-Security-Policy."
     styles = [read_web_file(n) for n in ('uPlot.min.css', 'report.css', 'board.css')]
     scripts = [f"/*\n{read_web_file('uPlot.LICENSE')}*/\n{read_web_file('uPlot.iife.min.js')}", read_web_file('report.js'), read_web_file('board.js')]
     policy = f"default-src 'none'; script-src {' '.join(map(checksum, scripts))}; style-src {' '.join(map(checksum, styles))}; " \
@@ -57,10 +55,8 @@ class Pages:
 
     def row(self, name): return next((r for r in self.listing.rows if r['name']==name), None)
 
-    def of(self,
-        name:str # Name of a run in the list
-    ) -> tuple: # Compressed JSON and its version; (None, None) for an unknown run
-        "Return the page of a run."
+    def of(self, name:str) -> tuple:
+        "Return the page of a run as compressed JSON, and its version; (None, None) for an unknown run."
         row = self.row(name)
         if row is None: return None, None
         version,data,at,took,more = self.made.get(name, (None, b'', 0., 0., False))

@@ -25,10 +25,8 @@ def read_web_file(name): return (files('torchember.show.page')/'web'/name).read_
 
 def checksum(text): return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
 
-def render_page(
-    page:dict # Result of `page_of`
-) -> str:
-    "Return the page with scripts, styles and data inside."
+def render_page(page:dict) -> str:
+    "Return the page with scripts, styles and data inside. `page` is the result of `page_of`."
     styles = [read_web_file(n) for n in ('uPlot.min.css', 'report.css')]
     scripts = [f"/*\n{read_web_file('uPlot.LICENSE')}*/\n{read_web_file('uPlot.iife.min.js')}", read_web_file('report.js')]
     # a name of a layer cannot close the element
