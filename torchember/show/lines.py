@@ -14,10 +14,10 @@ from matplotlib.collections import LineCollection
 
 from ..ground.messages import arguments_of, unknown, unknown_argument
 from ..measure.summary import derived
-from ..frames.words import earlier_calls, stats_of, ttype_of, ttypes_asked
-from .select import has_ttype, name_of_run, pick, root_name, series, find_stat, rows_to_draw, thin_indices
-from .legend import alarm, meanings, palettes, short_names, make_title, words
-from .style import drawn, is_dark, panels, axes_size
+from ..frames.words import earlier_calls, stats_of
+from .select import name_of_run, root_name, series, find_stat, rows_to_draw, tensors_to_draw, thin_indices
+from .legend import alarm, meanings, name_of_type, palettes, short_names, make_title, words
+from .style import drawn, is_dark, label_figure, panels, axes_size
 
 # %% ../../nbs/60_show/20_lines.ipynb #4da1c2aa
 most_points = 400_000 # points of all lines together
@@ -205,10 +205,7 @@ def scalar_line(
     metrics = [stat] if isinstance(stat, str) else list(stat)
     if ttype=='output' and not any(m in derived or m in stats_of for m in metrics):
         run,ttype = rows_with_statistics(run, metrics)
-    table = rows_to_draw(run, metrics, **({} if ttype is None else {'ttype': ttypes_asked(ttype)}))
-    name,x = name_of_run(table),x[1] if isinstance(x, tuple) else x
-    if ttype is None: table = table[~has_ttype(table, 'scalar')]
-    rows = pick(table, path, ttype)
+    rows,x = tensors_to_draw(run, path, ttype, metrics),x[1] if isinstance(x, tuple) else x
     cols = [find_stat(rows, m) for m in metrics]
     if x not in rows: raise ValueError(unknown('column', x, [c for c in ('step', 'call', 'ts') if c in rows]))
     parts = parts_by_type(rows) if by_type else parts_by_layer(rows) if path is not None and is_several(path) else [('', rows)]
@@ -226,8 +223,9 @@ def scalar_line(
         log_if_wide([a for a,_ in some], [l for _,(_,lines) in some for _,l in lines])
     for ax,(_,lines) in zip(axes, drawn_parts, strict=True):
         name_distinct_lines(ax, lines, metrics if named else [], len(parts))
-    what = ['' if by_type else words.get(ttype_of(ttype)[0], ttype), path if isinstance(path, str) and path!='*' else '']
-    label_figure(fig, axes, metrics, x, fig_title or make_title(name, *what))
+    what = ['' if by_type else name_of_type(ttype), path if isinstance(path, str) and path!='*' else '']
+    y = meanings.get(metrics[0], metrics[0]) if len(metrics)==1 else ''
+    label_figure(axes, fig_title or make_title(name_of_run(rows), *what), x, y)
     if len(metrics)>1 and named: add_legend(fig, metrics, loc, bbox_to_anchor, kwargs.get('palette'))
     return axes
 
@@ -270,12 +268,6 @@ def name_distinct_lines(ax, lines, metrics, n):
     "Name the lines if colors distinguish tensors."
     if len(metrics)==1: name_lines(ax, [l for _,l in lines], ax.colors_of_lines, 9 if n==1 else 5)
     del ax.colors_of_lines
-
-def label_figure(fig, axes, metrics, x, title):
-    y = meanings.get(metrics[0], metrics[0]) if len(metrics)==1 else ''
-    if len(axes)==1: axes[0].set(xlabel=x, ylabel=y)
-    else: fig.supxlabel(x, fontsize=mpl.rcParams['axes.labelsize']); fig.supylabel(y, fontsize=mpl.rcParams['axes.labelsize'])
-    if title: fig.suptitle(title, x=.01, ha='left')
 
 def add_legend(fig, metrics, loc, bbox_to_anchor, palette=None):
     colors = line_colors(len(metrics)) if palette is None else palette_colors(palette, metrics)

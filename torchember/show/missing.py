@@ -9,7 +9,8 @@ __all__ = []
 import numpy as np
 
 from ..frames.handle import open_run
-from .select import TensorSeries, parameter_names, paths_like
+from ..frames.words import ttype_of
+from .select import TensorSeries, grid, parameter_names, paths_like, series
 from ..store.parameters import cut_off, forgotten, label_of, untrained, why_not
 
 # %% ../../nbs/60_show/15_missing.ipynb #07bc4faf
@@ -73,7 +74,7 @@ def add_missing(s, missing, order:list):
     first = np.argsort(code, kind='stable') # a stable sort keeps the order of steps
     return TensorSeries(labels, code[first], s.step[first], s.value[first], s.bad[first])
 
-def row_reasons(g, why:dict) -> list: # why: label -> reason
-    "Return for each row of a `Grid` why it is empty or not reliable, or None."
-    each = [{why.get(m) for m in members} for members in g.members]
-    return [next(iter(e)) if len(e)==1 else None if None in e else 'not trained' for e in each]
+def grid_with_missing(rows, col, ttype, ps, layer=None, by='step'):
+    "Return a statistic as a `Grid`, with a row for each parameter that is not trained and the reason."
+    why = untrained_reasons(rows, ttype_of(ttype)[0], ps, layer)
+    return grid(add_missing(series(rows, col, by), why, [label_of(p) for p in ps]), why=why)

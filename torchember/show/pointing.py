@@ -21,9 +21,9 @@ from .controls import Arguments, LayerPicker, StepSlider, set_layout
 from .run_summary import loss_curve
 from .heatmaps import axis_roles, heat_map_cells, column_edges
 from .histograms import exp_hist
-from ..frames.words import in_our_words, ttype_of, ttypes_asked
+from ..frames.words import in_our_words, ttypes_asked
 from .select import name_of_run, places, rows_to_draw, training, trouble
-from .legend import make_title, words
+from .legend import make_title, name_of_type
 from .style import drawing_on, drawn, figures_of
 
 # %% ../../nbs/60_show/94_pointing.ipynb #15eb8416
@@ -305,7 +305,7 @@ def tensor_histogram(label):
     "Return `exp_hist` for one tensor, with the tensor in its title."
     @functools.wraps(exp_hist)
     def f(run, **values):
-        title = make_title(name_of_run(run), words.get(ttype_of(values['ttype'])[0], values['ttype']), label, f"step {values['step']}")
+        title = make_title(name_of_run(run), name_of_type(values['ttype']), label, f"step {values['step']}")
         return exp_hist(run, **{**values, 'fig_title': values.get('fig_title') or title})
     return f
 

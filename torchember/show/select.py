@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/60_show/10_select.ipynb #ba2c4074
 import re
 from os import PathLike
+from types import MappingProxyType
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from ..frames.choice import NothingChosen, no_rows_message
 from ..frames.handle import Run, open_run
 from ..frames.logs import measured_any
 from ..frames.tables import clean_types, is_vectors, not_recorded
-from ..frames.words import stats_of, ttype_of
+from ..frames.words import stats_of, ttype_of, ttypes_asked
 from ..measure.summary import derived
 from ..ground.choose import NamedLayer, Selection, chosen
 from ..ground.needs import needs
@@ -210,6 +211,11 @@ def no_ttype_message(typed, ttype, there, name):
     meant = " Did you mean 'weight_grad'?" if ttype=='output_grad' and str(typed)!=ttype and 'weight_grad' in there else ''
     return f"{printable(name)} has no rows of {name_of_type}; it has {', '.join(map(repr, there))}.{meant} To record {ttype!r} next time: {how}."
 
+def tensors_to_draw(run, path, ttype, stats=None):
+    "Return the rows of some layers and tensor types, with some statistics. Raise ValueError if there are none."
+    df = rows_to_draw(run, stats, **({} if ttype is None else {'ttype': ttypes_asked(ttype)}))
+    return pick(df if ttype is not None else df[~has_ttype(df, 'scalar')], path, ttype)
+
 # %% ../../nbs/60_show/10_select.ipynb #7e2e294a
 def find_stat(df, stat:str) -> str:
     "Return the column of a statistic, by our name or that of Track & Visualize. Raise ValueError if it was not recorded."
@@ -330,11 +336,17 @@ def extremes_between(values, edges, at):
 # %% ../../nbs/60_show/10_select.ipynb #4e91369c
 class Grid:
     "One statistic as a matrix: layers x steps."
-    def __init__(self, labels:list, steps, value, bad, members:list): # members: for each row, the labels of its tensors
-        self.labels,self.steps,self.value,self.bad,self.members = labels,steps,value,bad,members
+    def __init__(self, labels:list, steps, value, bad, members:list, why=()):
+        # members: for each row, the labels of its tensors; why: for each row, the reason why it is empty or not reliable, or None
+        self.labels,self.steps,self.value,self.bad,self.members,self.why = labels,steps,value,bad,members,why
 
-def grid(s:TensorSeries, most_rows:int=500, most_columns:int=1000) -> Grid:
-    "Return lines as a grid."
+def row_reasons(members, why):
+    "Return for each group of labels why it is empty or not reliable, or None. why: label -> reason"
+    each = [{why.get(m) for m in some} for some in members]
+    return [next(iter(e)) if len(e)==1 else None if None in e else 'not trained' for e in each]
+
+def grid(s:TensorSeries, most_rows:int=500, most_columns:int=1000, why:dict=MappingProxyType({})) -> Grid:
+    "Return lines as a grid of at most this size. why: label -> reason of an empty line"
     steps,column = np.unique(s.step, return_inverse=True)
     row,labels,members = s.code,s.labels,[[l] for l in s.labels]
     if len(labels)>most_rows:
@@ -352,7 +364,8 @@ def grid(s:TensorSeries, most_rows:int=500, most_columns:int=1000) -> Grid:
     # the last one counts: on a tie, the larger value
     order = np.arange(len(cell)) if alone else np.lexsort((s.value, distance_from_median(s), cell))
     value[cell[order]] = s.value[order]
-    return Grid(labels, steps, value.reshape(len(labels), len(steps)), bad.reshape(len(labels), len(steps)), members)
+    shape = len(labels),len(steps)
+    return Grid(labels, steps, value.reshape(shape), bad.reshape(shape), members, row_reasons(members, why))
 
 def distance_from_median(s):
     "Return the distance of each value from the median of its tensor, in powers of ten if all values are positive."

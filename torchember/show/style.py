@@ -32,7 +32,7 @@ def rc_settings():
     ink,line = ('#e6e6e6', '#8a8a8a') if dark else ('#1c1c1c', '#8a8a8a')
     # a size that the user chose stays
     size = 9 if mpl.rcParams['font.size']==mpl.rcParamsDefault['font.size'] else mpl.rcParams['font.size']
-    return {'font.size': size, 'axes.titlesize': size+1, 'figure.titlesize': size+2, 'axes.labelsize': size,
+    return {'font.size': size, 'axes.titlesize': size+1, 'figure.titlesize': size+2, 'axes.labelsize': size, 'figure.labelsize': size,
         'legend.fontsize': size-1, 'xtick.labelsize': size-1, 'ytick.labelsize': size-1, 'axes.titlelocation': 'left',
         'axes.spines.top': False, 'axes.spines.right': False, 'axes.edgecolor': line,
         'axes.labelcolor': ink, 'text.color': ink, 'axes.titlecolor': ink,
@@ -132,6 +132,21 @@ def panels(
     for ax in grid[n:]: ax.remove()
     for ax in grid[max(n-across, 0):n]: ax.xaxis.set_tick_params(labelbottom=True) # no panel below has the labels
     return fig, list(grid[:n])
+
+def axes_for(n, ax, what, wrap=None, size=None, **kwargs): # what: a word for n things; others: as in `panels`
+    "Return the given Axes as a list, or those of a new figure. Raise ValueError if their number is not `n`."
+    if ax is None: return panels(n, wrap, size, **kwargs)[1]
+    axes = list(np.ravel(np.array(ax, dtype=object)))
+    if len(axes)!=n: raise ValueError(f"{n} {what} need as many axes, got {len(axes)}.")
+    return axes
+
+def label_figure(axes, title, x='', y=''):
+    "Write the title of a figure, and labels beside the only Axes or all of them."
+    fig = axes[0].figure
+    if title: fig.suptitle(title, x=.01, ha='left')
+    if len(axes)==1: return axes[0].set(xlabel=x, ylabel=y)
+    fig.supxlabel(x)
+    fig.supylabel(y)
 
 # %% ../../nbs/60_show/00_style.ipynb #9a3e0002
 class Panels(np.ndarray):

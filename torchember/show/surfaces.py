@@ -17,7 +17,7 @@ from ..ground.record import values_of
 from .heatmaps import heat
 from ..frames.words import earlier_calls, ttype_of
 from .select import Grid, name_of_run, rows_to_draw
-from .legend import alarm, meanings, short_names, make_title, words, zero
+from .legend import alarm, meanings, name_of_type, short_names, make_title, zero
 from .style import drawing_on, drawn, is_dark, panels
 
 # %% ../../nbs/60_show/75_surfaces.ipynb #83eb96c8
@@ -79,7 +79,7 @@ def surface(
         names = printable(', '.join(h.label for h in found[:4]))
         raise ValueError(f"{len(found)} layers have {stat!r}: {names}, ... These are too many to read. "
             f"Choose one: surface(run, {found[0].path!r}, stat={stat!r}).")
-    what = words.get(ttype_of(ttype)[0], ttype) if ttype else ''
+    what = name_of_type(ttype) if ttype else ''
     return draw(found, stat, kind, make_title(name_of_run(table), what, meanings.get(stat, stat)), figsize, col_wrap, kwargs)
 
 # %% ../../nbs/60_show/75_surfaces.ipynb #1051bcb7
