@@ -115,22 +115,18 @@ class NoiseEstimate:
         ax=None # Matplotlib axes; new ones when None
     ): # The axes
         "Plot squared norms by inverse batch size: the intercept is the squared gradient norm, the slope is the trace."
-        return plot_estimate(self, ax or needs('matplotlib.pyplot', for_='plot').subplots()[1])
-
-# %% ../../nbs/70_state/20_noise.ipynb #05299d35
-def plot_estimate(e, ax):
-    "Plot the line of a noise estimate with its error, and the measured points."
-    x = np.linspace(0, 1.05/e.sizes[0], 50)
-    y,sd = e.grad_sq+e.trace*x,np.sqrt(e.cov[0, 0]+2*x*e.cov[0, 1]+x*x*e.cov[1, 1])
-    ax.plot(x, y, label=f"two sizes: {e.format('noise_scale')}")
-    ax.fill_between(x, y-sd, y+sd, alpha=.2)
-    if e.squares is not None:
-        n,at = len(e.squares),1/np.asarray(e.sizes)
-        ax.errorbar(at, e.squares.mean(0), e.squares.std(0, ddof=1)/n**.5 if n>1 else None, fmt='o', ms=4, color='k', capsize=2)
-    if e.fit is not None: ax.plot(x, e.fit.grad_sq+e.fit.trace*x, '--', label=f"line: {e.fit.format('noise_scale')}")
-    ax.set(xlabel='1 / batch size', ylabel='squared norm of the gradient', xlim=(0, None))
-    ax.legend(title='noise scale')
-    return ax
+        ax = ax or needs('matplotlib.pyplot', for_='plot').subplots()[1]
+        x = np.linspace(0, 1.05/self.sizes[0], 50)
+        y,sd = self.grad_sq+self.trace*x,np.sqrt(self.cov[0, 0]+2*x*self.cov[0, 1]+x*x*self.cov[1, 1])
+        ax.plot(x, y, label=f"two sizes: {self.format('noise_scale')}")
+        ax.fill_between(x, y-sd, y+sd, alpha=.2)
+        if self.squares is not None:
+            n,at = len(self.squares),1/np.asarray(self.sizes)
+            ax.errorbar(at, self.squares.mean(0), self.squares.std(0, ddof=1)/n**.5 if n>1 else None, fmt='o', ms=4, color='k', capsize=2)
+        if self.fit is not None: ax.plot(x, self.fit.grad_sq+self.fit.trace*x, '--', label=f"line: {self.fit.format('noise_scale')}")
+        ax.set(xlabel='1 / batch size', ylabel='squared norm of the gradient', xlim=(0, None))
+        ax.legend(title='noise scale')
+        return ax
 
 # %% ../../nbs/70_state/20_noise.ipynb #87fdc70a
 def squared_norms(groups) -> list: # groups: lists of summary vectors
