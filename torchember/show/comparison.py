@@ -10,7 +10,7 @@ import matplotlib as mpl
 import matplotlib.patheffects as effects
 import numpy as np
 
-from ..ground.messages import printable
+from ..ground.messages import an, printable
 from .lines import log_if_wide, draw_lines, line_colors
 from ..frames.words import earlier_calls
 from .select import name_of_run, series, find_stat, tensors_to_draw
@@ -58,7 +58,8 @@ def compare(
         Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
     """
     if not isinstance(runs, list|tuple) or len(runs)<2:
-        raise ValueError(f"compare needs a list of two runs or more, got {runs!r:.80}.")
+        n = f' of {len(runs)}' if isinstance(runs, list|tuple) else ''
+        raise ValueError(f"compare needs a list of two runs or more, got {an(runs)}{n}.")
     tables = [tensors_to_draw(r, path, ttype, [stat]) for r in runs]
     names = [name_of_run(t) or f'run {i}' for i,t in enumerate(tables)]
     found = [series(t, find_stat(t, stat)) for t in tables]

@@ -141,7 +141,7 @@ def heat(
     **kwargs # Arguments of matplotlib's `pcolormesh`
 ): # The axes
     "Draw a grid as colors."
-    kwargs = check_drawn_with(kwargs, known(), 'a heat map', refused, arguments_of(scalar_global_heatmap))
+    kwargs = check_drawn_with(kwargs, known(), 'a heat map', refused, arguments_of(heat)[3:])
     dark,finite = is_dark(ax.get_facecolor()),g.value[np.isfinite(g.value)]
     zeros = zeros and center is None and bool((finite==0).any()) and not (finite<0).any()
     if norm is None: norm = color_norm(finite[finite>0] if zeros else finite, vmin, vmax, center, robust)
@@ -205,7 +205,8 @@ def scalar_global_heatmap(
     Returns:
         The Axes
     """
-    check_drawn_with({k: kwargs[k] for k in refused if k in kwargs}, (), 'a heat map', refused)
+    options = arguments_of(heat)[3:] # without axes, grid and label
+    check_drawn_with(kwargs, known() | {*options}, 'a heat map', refused, [*arguments_of(scalar_global_heatmap), *options])
     by,turned = axis_roles(x, y)
     rows,col,g = heat_map_cells(run, path, ttype, stat, inc, by, parameters_of_run(run))
     ax = canvas(None, figsize or ((min(3+.2*len(g.labels), 14), 6) if turned else (8, picture_height(len(g.labels)))))

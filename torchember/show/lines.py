@@ -214,15 +214,15 @@ def scalar_line(
     options,limits = grid_options(facet_kws, sharex=True, sharey=not by_type)
     size = figsize or (None if len(parts)>1 or 'each' in options else (7.5, 3.6))
     fig,axes = panels(len(parts), col_wrap, size, **options)
-    for ax,(title,lines) in zip(axes, drawn_parts, strict=True):
-        draw_panel(ax, lines, metrics, kind, kwargs)
+    both,colors = list(zip(axes, drawn_parts, strict=True)),[]
+    for ax,(title,lines) in both:
+        colors.append(draw_panel(ax, lines, metrics, kind, kwargs))
         ax.set_title(title)
         ax.set(**limits)
-    both = list(zip(axes, drawn_parts, strict=True))
     for some in [both] if options.get('sharey') else [[b] for b in both]:
         log_if_wide([a for a,_ in some], [l for _,(_,lines) in some for _,l in lines])
-    for ax,(_,lines) in zip(axes, drawn_parts, strict=True):
-        name_distinct_lines(ax, lines, metrics if named else [], len(parts))
+    if named and len(metrics)==1: # colors distinguish tensors
+        for (ax,(_,lines)),c in zip(both, colors, strict=True): name_lines(ax, [l for _,l in lines], c, 9 if len(parts)==1 else 5)
     what = ['' if by_type else name_of_type(ttype), path if isinstance(path, str) and path!='*' else '']
     y = meanings.get(metrics[0], metrics[0]) if len(metrics)==1 else ''
     label_figure(axes, fig_title or make_title(name_of_run(rows), *what), x, y)
@@ -254,7 +254,7 @@ def parts_by_layer(rows):
     return [(t or root_name(rows), rows[where==i]) for i,t in enumerate(short_names(names, 34))]
 
 def draw_panel(ax, lines, metrics, kind, kwargs):
-    "Draw one panel: colored by statistic if there are several, else by tensor."
+    "Draw one panel: colored by statistic if there are several, else by tensor. Return the colors of the lines."
     kwargs,palette = dict(kwargs),kwargs.get('palette')
     kwargs.pop('palette', None)
     colors = [kwargs.pop('color')]*len(lines) if 'color' in kwargs else None
@@ -262,12 +262,7 @@ def draw_panel(ax, lines, metrics, kind, kwargs):
     if colors is None and len(metrics)>1:
         c = line_colors(len(metrics)) if palette is None else palette_colors(palette, metrics)
         colors = [c[metrics.index(m)] for m,_ in lines]
-    ax.colors_of_lines = draw_lines(ax, [l for _,l in lines], kind, colors, **kwargs)
-
-def name_distinct_lines(ax, lines, metrics, n):
-    "Name the lines if colors distinguish tensors."
-    if len(metrics)==1: name_lines(ax, [l for _,l in lines], ax.colors_of_lines, 9 if n==1 else 5)
-    del ax.colors_of_lines
+    return draw_lines(ax, [l for _,l in lines], kind, colors, **kwargs)
 
 def add_legend(fig, metrics, loc, bbox_to_anchor, palette=None):
     colors = line_colors(len(metrics)) if palette is None else palette_colors(palette, metrics)

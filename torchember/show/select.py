@@ -28,7 +28,7 @@ from ..store.reading import path_of
 # %% ../../nbs/60_show/10_select.ipynb #734937ed
 def rows_to_draw(source, stats=None, rows=None, **wanted): # rows: all rows, if they have been read
     "Return the rows of a run for a picture, without findings. `attrs['run']` is its name; `wanted` are arguments of `read`."
-    df = every_row(source, stats, wanted, rows)
+    df = without_findings(rows_of_source(source, stats, wanted, rows))
     return df if stats is None else with_statistics(df, stats)
 
 def with_statistics(df, stats=()):
@@ -38,8 +38,6 @@ def with_statistics(df, stats=()):
     return df if some.all() else df[some]
 
 usual = {*derived, 'shape', 'ratio', 'exponents'}
-
-def every_row(source, stats, wanted, rows=None): return without_findings(rows_of_source(source, stats, wanted, rows))
 
 def table_and_findings(source, ttype=None): # ttype: tensor types to read; default all
     "Return the rows of a run to draw, and its findings."
@@ -55,11 +53,9 @@ def without_findings(df):
     df = df[~found]
     return df.drop(columns=[c for c in of_findings if c in df and df[c].isna().all()])
 
-def tracker_in(source): return getattr(source, 't', source)
-
 def run_of(source):
     "Open the run of a picture. Raise TypeError for anything else."
-    if isinstance(source, str|PathLike|Run) or is_url(source) or hasattr(tracker_in(source), 'log_path'):
+    if isinstance(source, str|PathLike|Run) or is_url(source) or hasattr(getattr(source, 't', source), 'log_path'):
         return open_run(source)
     hint = " To see where runs part: compare([...])." if isinstance(source, list|tuple) else ""
     raise TypeError(f"A picture needs the name of a run, a torchEmber, its te.t or a table of rows, got {an(source)}.{hint}")

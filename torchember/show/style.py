@@ -86,6 +86,11 @@ def drawn(f):
         return return_axes(got, theirs is None) if isinstance(got, list|mpl.axes.Axes) else got
     return g
 
+def whole_figure(fig):
+    "Return the figure around a subfigure."
+    while fig.figure is not fig: fig = fig.figure
+    return fig
+
 def return_axes(axes, own=True):
     "Return the Axes of one panel, or `Panels` of several. Saving one Axes saves its own figure."
     ax = axes if isinstance(axes, mpl.axes.Axes) else axes[0] if len(axes)==1 else None
@@ -167,11 +172,6 @@ class Panels(np.ndarray):
     def __getattr__(self, name):
         if name[0]=='_': raise AttributeError(name)
         return getattr(self.figure, name)
-
-def whole_figure(fig):
-    "Return the figure around a subfigure."
-    while fig.figure is not fig: fig = fig.figure
-    return fig
 
 # %% ../../nbs/60_show/00_style.ipynb #31387a25
 def base2(x) -> list:

@@ -39,7 +39,7 @@ def thin_matrix(h:UnitHistory, most_steps:int, most_units:int) -> tuple:
 def has_zeros(value):
     "Return True if zero is the smallest value."
     finite = value[np.isfinite(value)]
-    return bool(len(finite)) and finite.min()==0 and finite.max()>0
+    return bool(len(finite) and finite.min()==0 and finite.max()>0)
 
 # %% ../../nbs/60_show/75_surfaces.ipynb #386396c9
 @earlier_calls('stat', 'path', 'ttype', 'kind', 'figsize', 'col_wrap')

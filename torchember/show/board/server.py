@@ -8,7 +8,6 @@ __all__ = ['render_board', 'Pages', 'Board', 'make_server', 'bind_socket', 'boar
 # %% ../../../nbs/62_board/20_server.ipynb #12d873f1
 import asyncio, gzip, hmac, json, os, re, secrets, socket, time, webbrowser
 from contextlib import asynccontextmanager
-from html import escape
 from ipaddress import ip_address
 from urllib.parse import parse_qs
 
@@ -16,22 +15,18 @@ from ...ground.messages import printable
 from ...ground.needs import needs
 from .listing import Listing
 from ..page.data import page_of
-from ..page.document import checksum, read_web_file
+from ..page.document import checksum, fill_page, read_page_files, read_web_file
 
 # %% ../../../nbs/62_board/20_server.ipynb #29294e07
 def render_board(wanted:str='') -> tuple: # wanted: names of runs, for the title
     "Return the page without a run, and its Content-Security-Policy."
-    styles = [read_web_file(n) for n in ('uPlot.min.css', 'report.css', 'board.css')]
-    scripts = [f"/*\n{read_web_file('uPlot.LICENSE')}*/\n{read_web_file('uPlot.iife.min.js')}", read_web_file('report.js'), read_web_file('board.js')]
+    styles,scripts = read_page_files('board')
     policy = f"default-src 'none'; script-src {' '.join(map(checksum, scripts))}; style-src {' '.join(map(checksum, styles))}; " \
         "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"
     text = read_web_file('report.html')
     meta = text[text.index('<meta http-equiv'):text.index('<meta name="viewport"')]
     text = text.replace(meta, '').replace('<header>', read_web_file('board.html')+'<header>', 1)
-    put = {'title': escape(f'{wanted or "runs"} · torchember'), 'head': ''.join(f'<style>{s}</style>\n' for s in styles),
-        'body': ''.join(f'<script>{s}</script>\n' for s in scripts)}
-    for k,v in put.items(): text = v.join(text.split('{'+k+'}', 1))
-    return text, policy
+    return fill_page(text, wanted or 'runs', styles, scripts), policy
 
 # %% ../../../nbs/62_board/20_server.ipynb #3b37a3b4
 class Pages:

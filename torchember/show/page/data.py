@@ -45,34 +45,29 @@ def pack_array(values, exact:bool=False) -> dict: # exact: keep all bits, for co
     return {'shape': list(v.shape), 'zip': b64encode(gzip.compress(bits.astype('<u4').view('u1').reshape(-1, 4).T.tobytes(), 6, mtime=0)).decode()}
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #89371515
+deepest = 100 # levels of modules; deeper paths become one name
+
+def structure_of_paths(paths, root):
+    "Return nested dicts, as `torchEmber.mod_tree`, from the paths of modules."
+    nodes = {'': {'path': '', 'short': root, 'children': []}}
+    for path in paths:
+        parts = path.split('.', deepest) if path else []
+        for i,name in enumerate(parts):
+            p = '.'.join(parts[:i+1])
+            if p in nodes: continue
+            nodes[p] = {'path': p, 'short': name, 'children': []}
+            nodes['.'.join(parts[:i])]['children'].append(nodes[p])
+    return nodes['']
+
 def list_modules(structure, paths:list, root:str='model') -> list: # structure: `torchEmber.mod_tree`, or None
     "Return [path, name, class, depth] of each module, parents before children."
-    if structure is None: return list_modules_of_paths(paths, root)
-    out,todo = [],[(structure, 0)]
+    out,todo = [],[(structure or structure_of_paths(paths, root), 0)]
     while todo:
         node,depth = todo.pop()
         name,kind = re.fullmatch(r'(?s)(.*?)(?:\((.*)\))?', str(node.get('short') or node.get('name', ''))).groups()
         if not node.get('path'): name,kind = kind or name,''
         out.append([node.get('path', ''), name, kind or '', depth])
         todo += [(c, depth+1) for c in reversed(node.get('children', []))]
-    return out
-
-deepest = 100 # levels of modules; deeper paths become one name
-
-def list_modules_of_paths(paths, root):
-    children = {'': []}
-    for path in paths:
-        parts = path.split('.', deepest) if path else []
-        for i in range(1, len(parts)+1):
-            p = '.'.join(parts[:i])
-            if p not in children:
-                children[p] = []
-                children['.'.join(parts[:i-1])].append(p)
-    out,todo = [],[('', 0)]
-    while todo:
-        p,depth = todo.pop()
-        out.append([p, p.rpartition('.')[2] or root, '', depth])
-        todo += [(c, depth+1) for c in reversed(children[p])]
     return out
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #096c71ed
