@@ -146,14 +146,8 @@ def settable(*artists):
         found |= {*i.get_setters(), *(n for names in i.get_aliases().values() for n in names)}
     return found
 
-def check_drawn_with(
-    given:dict, # Arguments for matplotlib
-    known, # Names that matplotlib knows
-    what:str, # What is drawn, for the message
-    refused=of_seaborn, # Argument -> why it is refused
-    own=() # Names of the picture's own arguments
-): # The arguments that have an effect
-    "Check arguments for matplotlib. Raise TypeError with a reason."
+def check_drawn_with(given:dict, known, what:str, refused=of_seaborn, own=()): # own: names to suggest first
+    "Return the arguments for matplotlib that have an effect. Raise TypeError with the reason in `refused`, or with the nearest `known` name."
     given = {k: v for k,v in given.items() if not (k in harmless and any(v is h or type(v) is type(h) is str and v==h for h in harmless[k]))}
     for k in given:
         if k in known: continue

@@ -120,15 +120,8 @@ def canvas(ax=None, size:tuple=(7, 3.5)): # size: of a new figure, in inches
     "Return axes to draw into."
     return figure(size).subplots() if ax is None else ax
 
-def panels(
-    n:int, # Number of panels
-    wrap:int|None=None, # Panels per row, at most
-    size:tuple|None=None, # Size of the figure in inches
-    each:tuple=(3.2, 2.2), # Size of one panel in inches, if `size` is None
-    least:tuple=(4.5, 2.8), # Smallest size of the figure in inches, if `size` is None
-    **kwargs # `sharex`, `sharey`, `subplot_kw`, `gridspec_kw` of matplotlib's `subplots`
-): # Figure and list of axes
-    "Return a figure with a grid of axes."
+def panels(n, wrap=None, size=None, each=(3.2, 2.2), least=(4.5, 2.8), **kwargs): # kwargs: of `subplots`
+    "Return a figure with a grid of axes, at most `wrap` in a row, and their list. Sizes are in inches: of the figure, of a panel, the least."
     across = min(n, wrap or (n if n<4 else math.ceil(n**.5)))
     down = math.ceil(n/across)
     if size is None: size = max(each[0]*across, least[0]), max(each[1]*down, least[1])

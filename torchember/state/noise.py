@@ -60,12 +60,8 @@ def format_number(x, digits): return f'{x:.0f}' if 10**digits<=abs(x)<1e7 else f
 
 class NoiseEstimate:
     "Noise scale with its errors, and a plot of the measured norms."
-    def __init__(self,
-        pairs:PairMean, # Estimates of squared gradient norm and trace
-        sizes=(math.nan, math.nan), # Batch sizes
-        squares=None, # Mean squared norms at these sizes, shape (chains, sizes)
-        fit=None # `NoiseEstimate` from a line through all sizes
-    ):
+    def __init__(self, pairs:PairMean, sizes=(math.nan, math.nan), squares=None, fit=None):
+        # squares: mean squared norms, shape (chains, sizes); fit: `NoiseEstimate` from a line through all sizes
         self.grad_sq,self.trace = (float(x) for x in pairs.mean) if pairs.count else (math.nan, math.nan)
         self.cov,self.count,self.sizes,self.squares,self.fit = pairs.cov,pairs.count,list(sizes),squares,fit
 

@@ -182,13 +182,8 @@ def nest_findings(found):
     return {'findings': out, 'more': sum(cause is None for _,cause in found)-len(out)}
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #d11a48b2
-def page_of(
-    run, # Name of a run, an ember, a tracker, or a table
-    path=None, # A path, a glob, a compiled regex, or a list; default all layers
-    ttype=None, # A tensor type, or a list; default all
-    stats=None # A statistic, or a list; default four informative ones
-) -> dict: # Dict with the keys above. Raises ValueError for a run without rows
-    "Convert a run to JSON for a page."
+def page_of(run, path=None, ttype=None, stats=None) -> dict:
+    "Convert a run, or some layers, tensor types and statistics of a run, to JSON for a page. Raise ValueError for a run without rows."
     every = None if is_table(run) else read(run_of(run)) # rules need all rows
     table = rows_to_draw(run, rows=every) if ttype is None else rows_to_draw(run, ttype=[*ttypes_asked(ttype), 'scalar'])
     if not len(table): raise ValueError(no_rows_message(name_of_run(table) or 'The table'))
