@@ -220,7 +220,8 @@ def in_place(method):
     def f(self, *args, **kwargs): return self.take(method(self, *args, **kwargs))
     f.__name__ += '_'
     f.__qualname__ += '_'
-    f.__doc__ = f"Replace the values by those of `{method.__name__}`. Return this snapshot."
+    first = f"Replace the values by those of `{method.__name__}`. Return this snapshot."
+    f.__doc__ = '\n'.join([first, *method.__doc__.split('\n')[1:]]) # with the arguments
     return f
 
 class EditableLayers(Layers):
