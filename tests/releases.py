@@ -138,18 +138,18 @@ cases = {
     test_program_ends_as_under_python[raise ValueError('it')]
     ''',
 'show/test_report.py': '''
-    test_a_page_of_whatever_there_is[a logframe]
-    test_a_page_of_whatever_there_is[gradients that vanish]
-    test_a_page_of_whatever_there_is[still going on]
-    test_a_page_of_whatever_there_is[every third step]
-    test_a_page_of_whatever_there_is[a constant]
+    test_a_page_accepts_odd_tables[a logframe]
+    test_a_page_accepts_odd_tables[gradients that vanish]
+    test_a_page_accepts_odd_tables[still going on]
+    test_a_page_accepts_odd_tables[every third step]
+    test_a_page_accepts_odd_tables[a constant]
     ''',
 'show/test_words_of_pictures.py': '''
-    test_words_and_orders[exp_hist]
-    test_words_and_orders[updates]
-    test_words_and_orders[surface]
-    test_words_and_orders[ridge]
-    test_words_and_orders[out_of_range]
+    test_all_names_and_orders_of_arguments_are_equal[exp_hist]
+    test_all_names_and_orders_of_arguments_are_equal[updates]
+    test_all_names_and_orders_of_arguments_are_equal[surface]
+    test_all_names_and_orders_of_arguments_are_equal[ridge]
+    test_all_names_and_orders_of_arguments_are_equal[out_of_range]
     ''',
 'cli/test_cli.py': '''
     test_tail_of_a_run_that_another_process_writes[kill]

@@ -20,8 +20,8 @@ from torchember.show.controls import (Arguments, ControlRequest, LayerPicker, St
 from torchember.show.heatmaps import scalar_global_heatmap
 from torchember.show.histograms import exp_hist, ridge
 from torchember.show.lines import scalar_line
-from torchember.show.pointing import (Interactive, Losses, PageFigure, axes_with_steps, error_text, read_losses, rows_of_same_tensor, tensor_at,
-    tensor_labels, vertical_line)
+from torchember.show.pointing import (HeatmapCells, Interactive, Losses, PageFigure, axes_with_steps, error_text, read_losses, rows_of_same_tensor, tensor_at,
+    vertical_line)
 from torchember.show.select import grid, series
 from torchember.show.style import figure
 
@@ -49,7 +49,7 @@ def rows_of(steps=range(0, 40, 10), loss=True):
 t = rows_of()
 
 
-def test_what_a_table_offers():
+def test_choices_come_from_the_table():
     "In the order of the log. Logged numbers belong to no tensor, a mark is no statistic, and a constant column is no x axis"
     assert list(type_labels(t).items())==[('outputs', 'output'), ('weights', 'weight'), ('optimizer states', 'optimizer'),
         ('optimizer states: exp_avg', 'optimizer.exp_avg'), ('optimizer states: exp_avg_sq', 'optimizer.exp_avg_sq')]
@@ -65,7 +65,7 @@ def test_what_a_table_offers():
     assert set(of_types(t, 'update').ttype)=={'output', 'weight', 'optimizer'} and set(of_types(t, 'weight').ttype)=={'weight'}
 
 
-def test_a_value_is_called_by_its_own_name():
+def test_each_value_has_a_label():
     "1 is not True. An unknown value gets a label of its own"
     labels = {'none': None, 'one': 1, 'yes': True, 'half': .5}
     assert [label_for(labels, v) for v in (None, 1, True, .5)]==[*labels] and len(labels)==4
@@ -73,7 +73,7 @@ def test_a_value_is_called_by_its_own_name():
     assert [is_same_value(a, b) for a,b in [(1, True), (1, 1), (None, None), ((1,), (1,)), ([1], [2]), ('a', 'b')]]==[False, True, True, True, False, False]
 
 
-def test_what_is_offered_anew_keeps_what_was_chosen():
+def test_new_labels_keep_the_selection():
     "Offering others does not notify; changes after that do"
     told = []
     c = make_choice(W, 'n', {'a': 1, 'b': 2, 'c': 3}, 2)
@@ -101,7 +101,7 @@ def test_what_is_offered_anew_keeps_what_was_chosen():
     assert l.value=={'a': 1} and make_literal(W, 'n', (1, 2), (1, 2)).widget.placeholder=='(1, 2)'
 
 
-def test_places_of_steps():
+def test_the_slider_uses_the_nearest_recorded_step():
     "The nearest recorded step; negative numbers count from the end. Slider and field move together"
     s = StepSlider(W, 'step', np.array([-2, 0, 10, 20, 40]), 10)
     assert [s.position(v) for v in (None, -1, -2, -3, -5, -6, 14, 15, 16, 99, 0)]==[4, 4, 0, 2, 0, 0, 2, 2, 3, 4, 1]
@@ -119,7 +119,7 @@ def test_places_of_steps():
     assert (s.value, s.box.value, s.box.min, s.box.max)==(2, 2, 1, 2)
 
 
-def test_layers_to_choose_from():
+def test_the_layer_picker_keeps_the_selection_on_top():
     "The selection stays at the top; typing finds others, in the order of the model; a selection notifies once"
     names = ['', *(f'h.{i}.{p}' for i in range(300) for p in ('b', 'a')), 'head']
     l,told = LayerPicker(W, 'layer', names, ['h.7.a', 'head'], root='Net'),[]
@@ -150,7 +150,7 @@ def control(f, name, value=..., table=t):
     return control_for(ControlRequest(W, f, name, p, p.default if value is ... else value, table))
 
 
-def test_the_control_of_each_argument():
+def test_each_argument_has_its_control():
     "The values that it offers, its initial value, and arguments without a control"
     for name in ('figsize', 'legend_kws'): assert control(exp_hist, name) is None
     assert control(scalar_global_heatmap, 'col_wrap') is None and control(scalar_line, 'col_wrap').widget.options==('automatic', *'12345678')
@@ -185,7 +185,7 @@ def test_the_control_of_each_argument():
     assert layer.one and not control(scalar_line, 'path').one and layer.widget.options[:2]==('automatic', 'Net')
 
 
-def test_arguments_of_a_picture():
+def test_arguments_follow_their_controls():
     "Given and changed arguments; layers and steps depend on the tensor type; several changes notify once"
     calls = []
     a = Arguments(exp_hist, t, {'tt': 'Weights', 'figsize': (3, 4), 'step': 20}, ('col_wrap',), lambda a: calls.append(a.values()))
@@ -207,7 +207,7 @@ def test_arguments_of_a_picture():
     assert argument_help(scalar_global_heatmap)['inc']=='Draw every `inc`-th step' and a.controls['kind'].widget.tooltip==argument_help(exp_hist)['kind']
 
 
-def test_controls_lie_in_the_order_of_their_use():
+def test_frequent_controls_come_first():
     "Frequently used controls are above the others, which are folded away; low controls in pairs, tall ones after them"
     a = Arguments(scalar_line, t, {})
     names = {id(c.shown): n for n,c in a.controls.items()}
@@ -281,7 +281,7 @@ def crossed(i):
     return (line.get_xdata()[0], [d.get_ydata()[0] for d in dots], text.get_text()), [l.get_xdata()[0] for l in i.picture.lines if l.get_visible()]
 
 
-def test_losses_to_point_at():
+def test_losses_are_sorted_by_step():
     "In the order of steps, each curve with its own values; the given ones do not change"
     given = {'steps': [20, 0, 10], 'a': [1., 500., 2.], 'none': None, 'b': [3., math.nan, 5.]}
     l = read_losses(given, None)
@@ -300,7 +300,7 @@ def test_losses_to_point_at():
     with pytest.raises(TypeError, match='got a dict$|got a dict[^w]*$'): read_losses({'steps': [1], 'a': None}, t)
 
 
-def test_the_tensor_under_a_patch():
+def test_tensor_at_returns_the_tensor_that_gives_the_color():
     "The tensor and step that determine the color; in a patch with a value that is not finite, that tensor"
     df = t[t.ttype=='output'].reset_index(drop=True)
     df.loc[(df.path=='a') & (df.step==30), ['std', 'nan']] = math.nan, 2
@@ -330,12 +330,19 @@ def test_rows_of_the_same_tensor():
     df = pd.DataFrame([own, own, *({**own, **o} for o in (dict(path='b'), dict(ttype='input'), dict(tname='y'), dict(call=1)))])
     assert rows_of_same_tensor(df, df.iloc[0]).index.tolist()==[0, 1] and rows_of_same_tensor(df, df.iloc[5]).index.tolist()==[5]
     assert rows_of_same_tensor(df.drop(columns='call'), df.iloc[0]).index.tolist()==[0, 1, 5]
-    keys,labels = tensor_labels(pd.concat([df.assign(phase='eval', path='z'), df]))
-    assert [k[0] for k in keys]==[*'abaaa'] and len(set(labels))==5 and keys[1]==('b', 'output', 'x', '0')
+
+
+def test_tensors_of_a_heat_map_have_labels():
+    "Rows of evaluations have none; two tensors of one module have two"
+    def row(path, tname, **more): return dict(path=path, ttype='output', tname=tname, call=0, step=0, std=1., nan=0, **more)
+    cells = HeatmapCells(None, pd.DataFrame([row('z', 'x', phase='eval'), row('a', 'x'), row('b', 'x'), row('a', 'y')]))
+    cells.drawn_with({})
+    assert cells.labels()==['a x', 'b', 'a y'] and cells.of_name('a y', 0)[['path', 'tname', 'label']].tolist()==['a', 'y', 'a y']
+    assert cells.of_name('no such', 0)['label']=='a x' and cells.of_name('b', 3) is None and cells.at(0, 1.5)['label']=='b'
 
 
 def test_the_cross_hair_follows_the_pointer(pointed):
-    "It moves to the nearest step of the loss. If the pointer leaves, it returns"
+    "The cross-hair moves to the nearest step of the loss, and returns if the pointer leaves"
     i = pointed(quick('scalar_line'))
     assert crossed(i)==(None, []) and len(i.picture.lines)==1
     send('motion_notify_event', i.cursor.loss.axes, 12)
@@ -369,7 +376,7 @@ def test_a_click_goes_to_a_recorded_step(pointed):
     assert i.cursor.pinned==0 and crossed(i)[0][0]==0 and calls[-1]['step']==0
 
 
-def test_the_last_place_of_a_quick_pointer_is_not_lost(pointed):
+def test_the_last_position_of_a_fast_pointer_is_kept(pointed):
     "The cross-hair moves at once, then as often as requested, and at last to where the pointer is"
     async def moved():
         i,at = pointed(quick('scalar_line'), pause=.05),[]
@@ -384,7 +391,7 @@ def test_the_last_place_of_a_quick_pointer_is_not_lost(pointed):
     assert (before, at, where, waiting)==([1], [1, 31], 30, None)
 
 
-def test_what_cannot_be_drawn_is_said_and_the_last_picture_stays(pointed):
+def test_a_failed_change_shows_a_message_and_keeps_the_picture(pointed):
     "The message disappears when the picture can be drawn again"
     i = pointed(quick('scalar_line'))
     n = len(calls)
@@ -400,7 +407,7 @@ def test_what_cannot_be_drawn_is_said_and_the_last_picture_stays(pointed):
     assert i.message.startswith('ZeroDivisionError: ')
 
 
-def test_into_a_patch_and_back(pointed):
+def test_a_click_opens_a_histogram_and_escape_closes_it(pointed):
     "Only a left click on the heat map opens a histogram; a right click, Escape or Back return; steps are those of the tensor"
     i = pointed(scalar_global_heatmap, tt='weight', scalar_metric='std')
     outside = i.stack[0]
@@ -436,8 +443,8 @@ def test_into_a_patch_and_back(pointed):
     assert i.figure.get_suptitle()=='r · outputs · a · step 30'
 
 
-def test_a_patch_without_rows(pointed):
-    "A message, and no histogram; also without exponents"
+def test_a_patch_without_rows_opens_no_histogram(pointed):
+    "A message appears instead, also without exponents"
     i = pointed(quick('scalar_global_heatmap'), t[(t.path!='b') | (t.step!=10)])
     i.enter(i.patches.at(10, 1))
     assert (len(i.stack), i.message)==(1, 'Nothing was recorded there.')
@@ -452,7 +459,7 @@ def test_a_patch_without_rows(pointed):
     assert len(plain.stack)==1 and 'no exponent counts' in plain.message and plain.layout.top.children==children and len(plain.figure.axes[0].lines)==2
 
 
-def test_where_nothing_can_be_clicked_on(pointed):
+def test_images_have_a_slider_and_a_button(pointed):
     "A slider replaces the pointer on the loss; a tensor, a step and a button that on the heat map. A histogram has none of them"
     i = pointed(scalar_global_heatmap, tt='weight', live=False)
     chooser = i.chooser
@@ -477,7 +484,7 @@ def test_where_nothing_can_be_clicked_on(pointed):
     assert (holes.message, len(holes.stack))==('Nothing was recorded there.', 1)
 
 
-def test_a_patch_of_a_heat_map_whose_layers_go_across(pointed):
+def test_a_turned_heat_map_returns_the_same_tensor(pointed):
     "The same tensor and step as with steps downwards; also with another column"
     down,across,rate = (pointed(scalar_global_heatmap, stats=False, **x) for x in ({}, dict(x='name'), dict(x='name', y='lr')))
     for step,layer in ((0, 0), (10, 2), (30, 1)):
@@ -486,7 +493,7 @@ def test_a_patch_of_a_heat_map_whose_layers_go_across(pointed):
         assert rate.patches.at(layer+.5, want.lr).equals(want)
 
 
-def test_lines_that_are_moved():
+def test_lines_at_a_step_do_not_change_limits():
     "In axes with steps, not in a color bar; they do not change limits"
     fig = mpl.figure.Figure()
     a,b = fig.subplots(2)
@@ -515,8 +522,8 @@ def test_lines_that_are_moved():
 @pytest.mark.parametrize('f,n', [(scalar_line, 1), (scalar_global_heatmap, 1), (overview, 2), (updates, 1), (tree, 0), (exp_hist, 0), (ridge, 0),
     (lambda t: scalar_line(t, ['a', 'b']), 2), (lambda t: compare([t, t]), 2), (lambda t: scalar_global_heatmap(t, x='name'), 0),
     (lambda t: scalar_line(t, x='lr'), 0)])
-def test_pictures_whose_steps_are_followed(f, n):
-    "By the label of the x axis"
+def test_axes_with_steps_are_found_by_their_label(f, n):
+    "Axes count if their x axis, or the figure, has the label step"
     t = pd.DataFrame([dict(path=p, module=f'm(N).{p}(L)', ttype=k, tname=f'{k}_0', pname='weight' if k=='update' else None, step=s, call=0, std=1.+s, ratio=.1,
         lr=s/2, exponents=[0, 1, 2, 0], exponent_min=0, dtype='float32') for s in range(3) for p in 'ab' for k in ('output', 'update')]
         +[dict(path='', module='m(N)', ttype='scalar', tname='log', step=s, loss=1.) for s in range(3)])
@@ -525,7 +532,7 @@ def test_pictures_whose_steps_are_followed(f, n):
     assert len(got)==n
 
 
-def test_a_figure_on_the_page():
+def test_moving_artists_are_painted_over_the_stored_figure():
     "Visible artists are painted over the stored picture; an image is drawn whole"
     s = Agg(W, 500, 4., True)
     line = vertical_line(s.figure.subplots())
@@ -547,8 +554,8 @@ def test_a_figure_on_the_page():
     assert not other.get_animated() and image.back is None and image.widget.value[:4]==b'\x89PNG'
 
 
-def test_what_is_read_and_when(pointed, monkeypatch):
-    "Once for the picture; exponents of a tensor type at the first histogram, and again for another type"
+def test_interactive_reads_a_run_once(pointed, monkeypatch):
+    "The picture needs one read; exponents of a tensor type are read at its first histogram"
     import torchember.frames.logs as logs
     asked = []
     monkeypatch.setattr(logs, 'read', lambda source, columns=None, **wanted: (asked.append((wanted, columns('exponents'))), t.copy())[1])
@@ -567,8 +574,8 @@ def test_what_is_read_and_when(pointed, monkeypatch):
     assert asked==[({}, True)] # number formats need exponents
 
 
-def test_interactive_where_there_are_no_controls(monkeypatch):
-    "It returns the picture, under either name of the run; the caller's arguments stay unchanged"
+def test_interactive_outside_a_notebook_returns_the_picture(monkeypatch):
+    "The run may have either name; the caller's arguments stay unchanged"
     def scalar_line(frame, layer=None): return frame, layer
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter('always')
@@ -585,8 +592,8 @@ def test_interactive_where_there_are_no_controls(monkeypatch):
     assert not pointing.reports_pointer()
 
 
-def test_it_is_shown_once_in_a_cell(pointed, monkeypatch):
-    "And again in another cell"
+def test_interactive_is_displayed_once_per_cell(pointed, monkeypatch):
+    "An expression in another cell displays the picture again"
     i,n,shown = pointed(quick('scalar_line'), live=False),[1],[]
     monkeypatch.setattr(pointing, 'execution_count', lambda: n[0])
     monkeypatch.setattr('IPython.display.display', shown.append)
@@ -596,8 +603,8 @@ def test_it_is_shown_once_in_a_cell(pointed, monkeypatch):
     assert shown==[i.layout.box]*3 and repr(i)=='interactive scalar_line of r'
 
 
-def test_its_look_is_that_of_where_it_was_made(pointed):
-    "Also if the style changes before it is redrawn"
+def test_interactive_keeps_the_style_of_its_creation(pointed):
+    "A change of the style before a redraw has no effect"
     with mpl.rc_context({'figure.facecolor': '#000010'}): i = pointed(quick('scalar_line'))
     i.controls['kind'].value = 'scatter'
     dark = mpl.colors.to_rgba('#000010')

@@ -60,7 +60,7 @@ def test_a_line_has_step_loss_and_the_worst_finding(home):
     assert line_about({'name': 'r', 'steps': 2, 'loss': ['loss', None], 'finding': None}, ', 2 steps/s')=='r: step 1, loss NaN, 2 steps/s'
 
 
-def test_the_speed_is_that_of_the_last_looks():
+def test_the_speed_is_that_of_the_last_16_looks():
     "Of the last 16 looks, in words that fit"
     for seconds,text in ((1., ', 20 steps/s'), (20., ', 1 steps/s'), (200., ', 0.1 steps/s'), (400., ', 20 s a step'), (2., ', 10 steps/s')):
         s = Speed()
@@ -74,7 +74,7 @@ def test_the_speed_is_that_of_the_last_looks():
     assert still.text()=='' and Speed().text_now(1e9)==''
 
 
-def test_answers_of_a_viewer(home, monkeypatch):
+def test_a_viewer_draws_only_what_is_new(home, monkeypatch):
     "A line at each look, a picture if something is new or at the end; another name starts again"
     v,drawn = Viewer(home, True, {}),[]
     monkeypatch.setattr(v, 'draw', lambda over: drawn.append((v.name, over)) or b'png')
@@ -112,7 +112,7 @@ def test_the_last_picture_has_no_speed(home, monkeypatch):
     assert Viewer(home, True, {}).answer('numbers', True)['png'] is None
 
 
-def test_a_log_that_is_compacted_while_it_is_followed(home, monkeypatch):
+def test_compaction_loses_no_row_of_a_followed_log(home, monkeypatch):
     "Numbers are those of all rows, each once; also for a viewer that starts later"
     monkeypatch.setattr(compaction, 'most_rows', 4)
     path,v = home/'log'/'r',Viewer(home, False, {})
@@ -155,7 +155,7 @@ def test_a_picture_of_a_notebook_stays(monkeypatch):
         ({'text/plain': 'b', 'image/png': 'cA=='}, True), ({'text/plain': 'd', 'image/png': 'cQ=='}, True)]
 
 
-def test_a_long_name_leaves_room_on_a_terminal(monkeypatch):
+def test_a_long_name_is_shortened_on_a_terminal(monkeypatch):
     "The name is shortened to show the rest of the line"
     monkeypatch.setattr(live_view, 'get_terminal_size', lambda: os.terminal_size((40, 20)))
     monkeypatch.setattr(sys, 'stderr', io.StringIO())
@@ -220,14 +220,14 @@ def test_drawing_takes_a_twentieth_of_a_core(answers):
     assert v.pauses[:2]==[2., 2.] and v.pauses[2:]==[pytest.approx(10, abs=1), pytest.approx(20, abs=1)]
 
 
-def test_a_run_without_rows_says_so(answers):
+def test_a_run_without_rows_shows_a_message(answers):
     v = answers([{}, {}], [0, 1])
     v.run()
     assert v.screen.shown==[('r: nothing was recorded', None)]
 
 
 @pytest.mark.parametrize('state', ['ended', 'died'])
-def test_a_run_that_is_over_is_shown_once_more(answers, state):
+def test_an_ended_run_is_drawn_once_more(answers, state):
     "At once. A silent run on another machine is followed on"
     v = answers([{'line': 'r: 1', 'state': 'silent'}, {'line': 'r: 2', 'state': state}, {'line': 'r: 3', 'state': state}], [0]*9)
     v.run()
@@ -236,7 +236,7 @@ def test_a_run_that_is_over_is_shown_once_more(answers, state):
 
 @pytest.mark.parametrize(('answer', 'said'), [({'error': 'KeyError: 3'}, 'has stopped: KeyError: 3'), ({'gone': True}, 'has ended: the log of r was removed'),
     (EOFError(), 'has stopped: its process has ended'), (ValueError('x'), 'has stopped: ValueError: x')])
-def test_what_ends_it_is_said(answers, answer, said):
+def test_an_error_ends_a_view_with_one_warning(answers, answer, said):
     "One warning; the screen and the process are closed. After `close(last=False)` there is no warning"
     v = answers([{}, answer], [0])
     with pytest.warns(EmberWarning, match=f'torchember: live {said}. Everything else goes on.'): v.run()
@@ -250,7 +250,7 @@ def test_what_ends_it_is_said(answers, answer, said):
 
 
 @pytest.mark.parametrize('last', [True, False])
-def test_closing(answers, last):
+def test_close_asks_for_the_last_picture(answers, last):
     "Asks for the last picture, or kills the process at once. A second call does nothing"
     v = answers([{'line': 'r: 1'}, {'line': 'r: 2'}], [0]*9)
     began,go_on = threading.Event(),threading.Event()
@@ -270,7 +270,7 @@ def test_closing(answers, last):
     assert v.calls.qsize()==n
 
 
-def test_the_end_of_the_interpreter_ends_them(monkeypatch):
+def test_the_end_of_the_interpreter_closes_all_views(monkeypatch):
     "Rows are written before. An error in one view does not affect others"
     done = []
     class V:
@@ -288,7 +288,7 @@ def test_the_end_of_the_interpreter_ends_them(monkeypatch):
     assert done==[log, (1, 10.), log, log, (3, 10.)] and 'division' in err.getvalue()
 
 
-def test_which_view_of_a_run_is_made(tmp_path, monkeypatch):
+def test_an_ember_has_one_view(tmp_path, monkeypatch):
     "An ember's own view replaces its last one. A run of another process is waited for, one that is over is not"
     made = []
     class View:
@@ -330,7 +330,7 @@ def test_which_view_of_a_run_is_made(tmp_path, monkeypatch):
     t.close()
 
 
-def test_what_was_appended(tmp_path):
+def test_tail_returns_each_line_once(tmp_path):
     "Whole lines, each once. A truncated log continues at its end; another file of the same name is an error"
     path = tmp_path/'r'
     path.write_bytes(b'{"a":1}\n{"a":2}\n{"a":')
@@ -347,7 +347,7 @@ def test_what_was_appended(tmp_path):
     with pytest.raises(FileNotFoundError, match='another file'): t.more()
 
 
-def test_a_line_that_is_too_long_is_passed_over(tmp_path, monkeypatch):
+def test_tail_skips_a_line_that_is_too_long(tmp_path, monkeypatch):
     "The next line is read"
     monkeypatch.setattr('torchember.show.live.following.longest_line', 20)
     path = tmp_path/'r'
@@ -357,7 +357,7 @@ def test_a_line_that_is_too_long_is_passed_over(tmp_path, monkeypatch):
     assert got[0]==b'1\n' and b''.join(got).endswith(b'2\n')
 
 
-def test_a_log_that_is_rotated_is_followed_on(tmp_path):
+def test_tail_follows_a_rotated_log(tmp_path):
     "The file that was put aside is read to its end, then the new file, each line once; also after two rotations"
     path,rows = tmp_path/'r',[b'{"a":%d}\n'%i for i in range(9)]
     def add(*some):

@@ -73,7 +73,7 @@ def lab(chromium, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('dpr', [1, pytest.param(2, marks=[pytest.mark.slow, pytest.mark.release])])
-def test_pointing(lab, dpr):
+def test_the_pointer_moves_the_cross_hair(lab, dpr):
     cells = ['%matplotlib widget', RUN, "a = interactive(scalar_line, df=te, layer=['0', '2'], tt='Gradient', scalar_metric=['std', 'rm2'], width=900)\na",
         "b = interactive(exp_hist, df=te, layer='2', dtype_annotation='float8_e4m3fn', width=900)",
         "c = interactive(scalar_global_heatmap, df='small', tt='weight', scalar_metric='rm2', width=900)\nviews = a, b, c"]
@@ -130,7 +130,7 @@ def test_pointing(lab, dpr):
 
 
 @pytest.mark.slow
-def test_images(lab):
+def test_images_have_the_same_controls(lab):
     "Without ipympl: the same controls, a slider over the steps, and a button to open a histogram"
     cells = ['%matplotlib inline', RUN, "a = interactive(scalar_line, df=te, layer='0', tt='Gradient', width=900)",
         "b = interactive(scalar_global_heatmap, df='small', tt='weight', width=900)\nviews = a, b\nb"]
@@ -208,7 +208,7 @@ THEIRS = ["interactive(exp_hist, df=lf, layer='output', tt='Activation', step=0,
 
 @pytest.mark.slow
 @pytest.mark.release # these calls do not change; test_words_of_pictures and test_controls test them, and a browser drives such pictures above
-def test_calls_of_track_and_visualize(lab):
+def test_calls_of_track_and_visualize_work(lab):
     calls = [f'v = {call}\nviews.append(v)' for call in THEIRS]
     nb = Notebook(lab(1), '%matplotlib widget', LLAMA, 'views = []', *calls, size=(1800, 1600), fresh=False)
     assert nb.run()
@@ -231,7 +231,7 @@ def picture(nb): return nb.page.evaluate("[...document.querySelectorAll('.jp-Out
 
 
 @pytest.mark.slow
-def test_live(lab):
+def test_live_redraws_while_a_cell_trains(lab):
     "The picture is redrawn while a cell trains; the report has its cost"
     cells = [program("import matplotlib.pyplot as plt; plt.style.use('dark_background'); other = plt.figure(); plt.close(other)"),
         "view = te.live(every=.5); train(600, lambda: os.path.exists('enough')); print('trained: 1')",

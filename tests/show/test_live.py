@@ -56,7 +56,7 @@ def steps_in(out): return [int(n.replace(',', '')) for n in re.findall(r'followe
 
 
 @pytest.mark.slow
-def test_terminal():
+def test_a_terminal_shows_one_line():
     code = program("te.live(every=.2); train(3); print('\\n'+repr(te.close()))")
     out,rc = on_terminal(code)
     steps = steps_in(out)
@@ -67,7 +67,7 @@ def test_terminal():
 
 
 @pytest.mark.slow
-def test_no_close():
+def test_a_program_without_close_ends():
     "A program that does not call `close` ends, and its last line is about the last step"
     out,rc = on_terminal(program("te.live(every=.2); train(2); print('\\nlast:', te.recorder.step)"))
     assert rc==0 and abs(steps_in(out)[-1]-int(re.findall(r'last: (\d+)', out)[0]))<=1
@@ -86,7 +86,7 @@ def other():
     for p in procs: p.kill(); p.communicate()
 
 
-def test_killed(other, capfd):
+def test_a_killed_training_ends_the_view(other, capfd):
     p = other('train(600)')
     view = live('followed', every=.1, wait=False)
     while 'step' not in capfd.readouterr().err: time.sleep(.1)
@@ -97,7 +97,7 @@ def test_killed(other, capfd):
     assert not view.thread.is_alive() and 'followed: step' in capfd.readouterr().err
 
 
-def test_waits(other):
+def test_wait_follows_a_run_of_another_process(other):
     "A run of another process is followed until its end, and an interrupt leaves no traceback"
     p = other('train(600)')
     out,rc = on_terminal("import torchember; torchember.live('followed', every=.1); print('gone on')", stop=b'steps/s')
@@ -111,7 +111,7 @@ def trained(te, n=3):
 def ember(): return torchEmber(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.ReLU()))
 
 
-def test_what_a_rule_sees_is_said_until_it_is_over():
+def test_open_findings_are_shown():
     "In the line, in the title of a picture, and in a summary"
     wrong = [True]
     def loud(h):
@@ -136,7 +136,7 @@ def test_what_a_rule_sees_is_said_until_it_is_over():
     assert [o is True for o in read(te, ttype='finding')['over']]==[False, True]
 
 
-def test_removed(capfd):
+def test_a_removed_log_ends_the_view(capfd):
     "A picture ends with the log, with a warning. The training goes on"
     te = ember()
     trained(te)
@@ -152,7 +152,7 @@ def test_removed(capfd):
     assert te.close()['live']>0
 
 
-def test_ends(capfd, recwarn):
+def test_a_view_ends_with_its_ember(capfd, recwarn):
     "Without training, twice, after the end, and for an ember that was deleted"
     te = ember()
     first = te.live()
@@ -179,7 +179,7 @@ def test_ends(capfd, recwarn):
     assert not view.thread.is_alive()
 
 
-def test_fails(capfd):
+def test_a_dead_process_gives_one_warning(capfd):
     "If the process dies, there is one warning, and the training goes on"
     te = ember()
     view = te.live(every=.05)
@@ -191,7 +191,7 @@ def test_fails(capfd):
     assert len(w)==1 and te.close()['recorded']==3
 
 
-def test_fork():
+def test_a_forked_child_keeps_the_view_of_its_parent():
     "A forked child does not close the picture of its parent"
     te = ember()
     view = te.live()

@@ -49,7 +49,7 @@ def test_a_run_of_several_processes_is_one_row(home):
     assert min(rows)>0 and got.problem.isna().all() and got.end.notna().all()
 
 
-def test_what_is_wrong_with_a_process_is_said(home):
+def test_a_missing_rank_is_reported(home):
     (home/'log/sharded_2.rank1').unlink()
     for f in (home/'data').glob('*sharded_2.rank1.json'): f.unlink()
     lines = (home/'log/pipeline_2.rank1').read_bytes().splitlines(True)
@@ -61,7 +61,7 @@ def test_what_is_wrong_with_a_process_is_said(home):
     assert 'rank 1: Its log is gone' in got['drifted_2']
 
 
-def test_a_long_log_without_an_end_is_not_looked_through(tmp_path, monkeypatch):
+def test_a_long_log_without_an_end_is_not_read(tmp_path, monkeypatch):
     from torchember.frames import listing
     (tmp_path/'log').mkdir()
     line = b'{"step": 0, "ttype": "output", "tname": "a", "module": "N", "mean": 1.0}\n'
@@ -73,7 +73,7 @@ def test_a_long_log_without_an_end_is_not_looked_through(tmp_path, monkeypatch):
 
 # ---- files
 
-def test_removed_with_all_that_belongs_to_it_and_nothing_else(home, capsys):
+def test_removal_deletes_only_the_files_of_the_run(home, capsys):
     for n in 'sharded_20.rank0', 'sharded_2.rank10x', 'a_sharded_2.rank1': shutil.copy(home/'log/sharded_2.rank0', home/'log'/n)
     shutil.copy(home/'data/base_sharded_2.rank0.json', home/'data/base_a_sharded_2.rank1.json')
     (home/'data/mine_sharded_2.rank0.json').write_text('1') # metadata of the user
@@ -91,14 +91,14 @@ def test_removed_with_all_that_belongs_to_it_and_nothing_else(home, capsys):
     with pytest.raises(FileNotFoundError, match=r"No run 'sharded_2'"): rm('sharded_2')
 
 
-def test_one_process_of_several_is_named_by_itself(home):
+def test_one_rank_has_its_own_name(home):
     shutil.copy(home/'log/sharded_2.rank1', home/'log/sharded_2.rank10')
     before = files(home)
     rm('sharded_2.rank1')
     assert set(before)-set(files(home))=={f for f in before if f.removesuffix('.json').removesuffix('_latest').endswith('sharded_2.rank1')}
 
 
-def test_cut_short_it_is_listed_and_can_be_removed(home, monkeypatch):
+def test_an_interrupted_removal_can_be_repeated(home, monkeypatch):
     class Stop(Exception): pass
     n,unlink = len(du('pipeline_2')) and int(du('pipeline_2').files[0]),Path.unlink
     for k in range(n):
@@ -114,7 +114,7 @@ def test_cut_short_it_is_listed_and_can_be_removed(home, monkeypatch):
 
 
 @pytest.mark.parametrize('how', (rm, lambda run: mv(run, 'other')))
-def test_what_is_written_or_not_ours_stays(home, how):
+def test_running_and_foreign_runs_are_not_removed(home, how):
     base = home/'data/base_sharded_2.rank1.json'
     was = base.read_text()
     known = json.loads(was)
@@ -134,7 +134,7 @@ def test_what_is_written_or_not_ours_stays(home, how):
     assert (home/'log/drifted_2.rank0').exists() and (home/'log/link').is_symlink()
 
 
-def test_several_are_removed_together_or_not_at_all(home):
+def test_ranks_are_removed_together_or_not_at_all(home):
     base = home/'data/base_sharded_2.rank1.json'
     base.write_text(base.read_text().replace('"end"', '"was"').replace('"pid": ', '"pid": 1, "p": '))
     before = files(home)
@@ -144,7 +144,7 @@ def test_several_are_removed_together_or_not_at_all(home):
     assert runs().name.tolist()==['sharded_2']
 
 
-def test_moved_it_is_the_same_run(home):
+def test_a_moved_run_is_the_same_run(home):
     before,there = read('pipeline_2'),files(home)
     assert mv('pipeline_2', 'cut lr=3e-4')=='cut lr=3e-4'
     assert files(home)==sorted(f.replace('pipeline_2', 'cut lr=3e-4') for f in there)
@@ -178,7 +178,7 @@ def data_of(file): return json.loads(re.search(r'<script type="application/json"
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings('ignore:drifted_2')
-def test_every_picture_takes_its_name(home):
+def test_every_picture_accepts_a_run_of_several_ranks(home):
     name = 'pipeline_2'
     for f in 'overview', 'scalar_line', 'exp_hist', 'ridge', 'updates', 'tree', 'out_of_range', 'scalar_global_heatmap':
         fig = getattr(torchember, f)(name).figure
@@ -197,7 +197,7 @@ def test_every_picture_takes_its_name(home):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings('ignore:drifted_2')
-def test_what_is_said_of_the_processes_stands_in_words_and_on_the_page(home, tmp_path, monkeypatch):
+def test_notes_about_ranks_are_in_the_summary_and_on_the_page(home, tmp_path, monkeypatch):
     said = 'Replicas have drifted apart: rank 1 has another weight'
     assert said in repr(got := torchember.summary('drifted_2')) and said in got._repr_html_() and len(got.said)==1
     assert torchember.summary('sharded_2').said==() and 'said' not in read('sharded_2').attrs
@@ -226,6 +226,6 @@ def test_a_parameter_that_is_not_trained_on_any_process_is_named(home):
     plt.close('all')
 
 
-def test_all_of_its_processes_are_followed(home, capfd):
+def test_live_follows_all_ranks(home, capfd):
     torchember.live('sharded_2', every=.1, wait=True)
     assert 'sharded_2: step 2' in capfd.readouterr().err

@@ -71,7 +71,7 @@ def at_row(page, label):
     return (k.index(label)+.5)/len(k)*page.locator('#heat .u-over').bounding_box()['height']
 
 
-def test_a_page_asks_nobody_for_anything_and_says_what_the_run_was(chromium, tmp_path):
+def test_a_page_needs_no_network_and_describes_the_run(chromium, tmp_path):
     te = train(net(), 'calm')
     file = report(te, tmp_path/'calm.html')
     with opened(chromium, file) as page:
@@ -108,7 +108,7 @@ def test_the_table_is_that_of_the_log(chromium, tmp_path):
         assert highest==sorted(highest, reverse=True) and page.locator('#layers th[aria-sort=descending]').count()==1
 
 
-def test_a_click_leads_to_the_sizes_of_a_layer_and_the_address_remembers(chromium, tmp_path):
+def test_a_click_opens_the_sizes_of_a_layer_and_changes_the_address(chromium, tmp_path):
     te = train(net(), 'click')
     df = te.t.df
     file = report(te, tmp_path/'a.html')
@@ -187,7 +187,7 @@ def test_search_narrows_the_heat_map_and_the_lines(chromium, tmp_path):
         assert rows(page)==every and page.evaluate('charts.lines.series.length')==8 and not page.wrong
 
 
-def test_what_is_not_trained_is_there_with_its_reason(chromium, tmp_path):
+def test_parameters_without_training_have_a_reason(chromium, tmp_path):
     model = net()
     model[0].requires_grad_(False)
     te = train(model, 'frozen')
@@ -204,7 +204,7 @@ def test_what_is_not_trained_is_there_with_its_reason(chromium, tmp_path):
         assert page.evaluate("charts.heat.axes[1]._values")==['0.weight', '0.bias'] and not page.wrong
 
 
-def test_a_step_that_stands_alone_is_a_mark(chromium, tmp_path):
+def test_a_step_without_neighbors_is_a_mark(chromium, tmp_path):
     steps = [0, 1, 36, 72]
     df = pd.DataFrame([{'path': p, 'ttype': 'output', 'tname': 'output_0', 'step': s, 'call': 0, 'std': 1.+s} for s in steps for p in 'ab'])
     with opened(chromium, report(df, tmp_path/'a.html')) as page:
@@ -214,7 +214,7 @@ def test_a_step_that_stands_alone_is_a_mark(chromium, tmp_path):
         assert page.evaluate('columnEnds({ step: [7] })')==[[6.5, 7.5]] and not page.wrong
 
 
-def test_one_bar_of_all_numbers_is_a_sentence(chromium, tmp_path):
+def test_one_bar_of_all_numbers_becomes_a_sentence(chromium, tmp_path):
     rows = [{'path': p, 'ttype': 'output', 'tname': 'output_0', 'step': 0, 'call': 0, 'std': 1., 'exponent_min': -2, 'exponents': e}
         for p,e in (('low', [5, 0, 0, 0]), ('high', [0, 0, 0, 7]), ('some', [1, 2, 0, 3]))]
     with opened(chromium, report(pd.DataFrame(rows), tmp_path/'a.html')) as page:
@@ -226,7 +226,7 @@ def test_one_bar_of_all_numbers_is_a_sentence(chromium, tmp_path):
 
 
 @pytest.mark.slow
-def test_all_of_it_by_keyboard(chromium, tmp_path):
+def test_all_actions_work_by_keyboard(chromium, tmp_path):
     train(net(), 'keys')
     with opened(chromium, report('keys', tmp_path/'a.html')) as page:
         for _ in range(12):
@@ -255,7 +255,7 @@ def test_all_of_it_by_keyboard(chromium, tmp_path):
         expect(page.locator('#sizes h2')).to_contain_text('step 0')
 
 
-def test_what_was_first_not_finite_is_a_click_away(chromium, tmp_path):
+def test_a_click_opens_the_first_non_finite_tensor(chromium, tmp_path):
     train(net(), 'sick', nan_at=20)
     with opened(chromium, report('sick', tmp_path/'a.html')) as page:
         expect(page.locator('#trouble')).to_have_text('First not finite: step 20, input of the model (1 NaN)')
@@ -279,7 +279,7 @@ def said(*found, **more):
 def with_health(monkeypatch, health): monkeypatch.setattr('torchember.show.page.data.check_health', lambda run, table=None, rows=None: health)
 
 
-def test_what_rules_saw_is_on_top_and_a_click_away(chromium, tmp_path):
+def test_findings_are_on_top_and_open_by_click(chromium, tmp_path):
     train(net(), 'sick', nan_at=20)
     with opened(chromium, report('sick', tmp_path/'a.html')) as page:
         health = page.locator('#health')
@@ -296,7 +296,7 @@ def test_what_rules_saw_is_on_top_and_a_click_away(chromium, tmp_path):
         page.locator('#heat').wait_for(state='visible')
 
 
-def test_a_finding_leads_to_its_tensor_by_click_and_by_keyboard(chromium, tmp_path, monkeypatch):
+def test_a_finding_opens_its_tensor_by_click_and_by_keyboard(chromium, tmp_path, monkeypatch):
     below = [dict(severity='warning', rule='later', text='That follows.', path='2.1', ttype='output', first=12, last=30)]
     odd = dict(text='`3.weight` is `odd', path='3', ttype='weight_grad', pname='weight', first=7, last=9, below=below, more=4,
         advice='Divide `lr`.', look='updates(run)')
@@ -340,7 +340,7 @@ def test_a_finding_leads_to_its_tensor_by_click_and_by_keyboard(chromium, tmp_pa
     with opened(chromium, tmp_path/'a.html', address) as page: assert page.evaluate('[state.kind, state.label, state.step]')==['output', '2.1', 12]
 
 
-def test_a_healthy_run_says_so_and_what_was_not_looked_at(chromium, tmp_path):
+def test_a_healthy_run_lists_what_was_not_checked(chromium, tmp_path):
     torch.manual_seed(1)
     model,w = nn.Linear(8, 2),torch.randn(8, 2)
     opt = torch.optim.SGD(model.parameters(), .05)
@@ -359,7 +359,7 @@ def test_a_healthy_run_says_so_and_what_was_not_looked_at(chromium, tmp_path):
         expect(page.locator('#health > p')).to_have_text(re.compile(f"^No problem found\\. {looked} {unseen}$"))
 
 
-def test_rules_that_fail_cost_no_report(chromium, tmp_path, monkeypatch):
+def test_a_failing_rule_does_not_prevent_the_report(chromium, tmp_path, monkeypatch):
     te = train(net(), 'failing', 6)
     def broken(run, df=None): raise RuntimeError('<b>no</b>')
     monkeypatch.setattr('torchember.show.page.data.load_history', broken)
@@ -369,7 +369,7 @@ def test_rules_that_fail_cost_no_report(chromium, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('scheme', ['light', 'dark'])
-def test_words_of_findings_are_text_that_can_be_read(chromium, tmp_path, monkeypatch, scheme):
+def test_findings_are_readable_text(chromium, tmp_path, monkeypatch, scheme):
     "Any text, on a phone, and with enough contrast"
     words = dict(text=f'{evil[0]} `{evil[1]}` {evil[4]}', rule=evil[0], path=evil[1], ttype=evil[0], pname=evil[4], advice=f'`{evil[0]}`', look=evil[1])
     more = dict(words, severity='warning', below=[dict(words, severity=evil[0], first=0, last=0)])
@@ -398,7 +398,7 @@ def luminance(css): # as defined by WCAG
 @pytest.mark.slow
 @pytest.mark.parametrize('size', [(390, 800), (1300, 900)], ids=['phone', 'desk'])
 @pytest.mark.parametrize('scheme', ['light', 'dark'])
-def test_on_a_phone_and_a_desk_in_light_and_dark(chromium, tmp_path, size, scheme):
+def test_a_page_fits_phone_and_desktop_in_light_and_dark(chromium, tmp_path, size, scheme):
     train(net(), 'seen', steps=12)
     phone = size[0]<700
     with opened(chromium, report('seen', tmp_path/'a.html'), viewport=dict(zip(('width', 'height'), size, strict=True)), color_scheme=scheme, is_mobile=phone,
@@ -422,7 +422,7 @@ def test_on_a_phone_and_a_desk_in_light_and_dark(chromium, tmp_path, size, schem
 
 
 @pytest.mark.slow
-def test_names_are_text_whatever_they_are(chromium, tmp_path):
+def test_hostile_names_are_shown_as_text(chromium, tmp_path):
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()
@@ -511,7 +511,7 @@ def unfinished():
 
 @pytest.mark.slow
 @pytest.mark.parametrize('what,source', [pytest.param(w, s, id=w) for w,s in sources()])
-def test_a_page_of_whatever_there_is(chromium, tmp_path, what, source):
+def test_a_page_accepts_odd_tables(chromium, tmp_path, what, source):
     with opened(chromium, report(source(), tmp_path/'a.html')) as page:
         for o in page.locator('#kind option').all():
             if page.locator('#kind').is_enabled(): page.locator('#kind').select_option(o.get_attribute('value'))
@@ -525,7 +525,7 @@ def test_a_page_of_whatever_there_is(chromium, tmp_path, what, source):
 
 
 @pytest.mark.parametrize('ttype', [None, 'weight_grad'])
-def test_rules_see_all_of_a_run_and_a_log_is_read_as_seldom_as_can_be(monkeypatch, ttype):
+def test_rules_check_the_whole_run_with_one_read(monkeypatch, ttype):
     "The log is read once, and once more for a page of some rows. The page shows what `diagnose` shows"
     te = train(net(), 'whole', nan_at=20)
     times,once = [],Run.table
@@ -557,7 +557,7 @@ def test_exponents_of_micro_batches_are_added():
     assert unpacked(c).tolist()==[[[1, 7, 3, 5], [1, 0, 0, 0]], [[9, 9, 9, 9], [0, 0, 0, 0]]]
 
 
-def test_what_cannot_be_reported_is_said(tmp_path):
+def test_a_report_without_data_is_an_error(tmp_path):
     te = train(net(), 'b', 2)
     with pytest.raises(FileNotFoundError, match='The folder .*missing.* does not exist'): report(te, tmp_path/'missing'/'a.html')
     with pytest.raises(ValueError, match='no rows'): report(te.t.df[:0], tmp_path/'a.html')
@@ -567,7 +567,7 @@ def test_what_cannot_be_reported_is_said(tmp_path):
 
 
 @pytest.mark.slow
-def test_quick_hands_do_no_harm(chromium, tmp_path):
+def test_fast_clicks_break_nothing(chromium, tmp_path):
     train(net(), 'quick', ttypes=('input', 'output', 'weight', 'weight_grad', 'update', 'optimizer'))
     with opened(chromium, report('quick', tmp_path/'a.html')) as page:
         small = page.locator('#small').inner_text()
@@ -582,7 +582,7 @@ def test_quick_hands_do_no_harm(chromium, tmp_path):
 
 
 @pytest.mark.slow
-def test_zooming_chooses_nothing(chromium, tmp_path):
+def test_zooming_selects_nothing(chromium, tmp_path):
     train(net(), 'zoom', steps=39, every=4) # so that tensors end before the loss does
     with opened(chromium, report('zoom', tmp_path/'a.html')) as page:
         scales = 'Object.fromEntries(Object.entries(charts).filter(([n]) => n!="sizes").map(([n, u]) => [n, [u.scales.x.min, u.scales.x.max]]))'
@@ -607,7 +607,7 @@ def test_zooming_chooses_nothing(chromium, tmp_path):
         assert page.evaluate('location.hash')==before and page.evaluate('document.activeElement.id')=='main'
 
 
-def test_a_loss_that_is_not_finite_is_said_where_tensors_are(chromium, tmp_path):
+def test_a_non_finite_loss_is_shown_beside_tensors(chromium, tmp_path):
     model = net()
     te = torchEmber(model, name='loss')
     for i in range(6):
@@ -622,7 +622,7 @@ def test_a_loss_that_is_not_finite_is_said_where_tensors_are(chromium, tmp_path)
 
 
 @pytest.mark.slow
-def test_sizes_of_a_module_that_is_called_twice_now_and_then(chromium, tmp_path):
+def test_a_module_that_is_sometimes_called_twice_has_sizes(chromium, tmp_path):
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
@@ -639,7 +639,7 @@ def test_sizes_of_a_module_that_is_called_twice_now_and_then(chromium, tmp_path)
 
 
 @pytest.mark.slow
-def test_the_table_of_a_long_run_is_exact_and_charts_say_which_steps(chromium, tmp_path):
+def test_the_table_of_a_long_run_is_exact_and_charts_name_their_steps(chromium, tmp_path):
     steps = 2500
     df = pd.DataFrame(dict(path='a', ttype='output', tname='output_0', step=range(steps), std=np.random.default_rng(0).lognormal(size=steps)))
     with opened(chromium, report(df, tmp_path/'a.html')) as page:
@@ -653,7 +653,7 @@ def test_the_table_of_a_long_run_is_exact_and_charts_say_which_steps(chromium, t
         assert 'neighbouring' not in page.locator('#small').inner_text()
 
 
-def test_paths_and_choices(tmp_path):
+def test_report_accepts_paths_and_selections(tmp_path):
     te = train(net(), 'paths', 2)
     (tmp_path/'b.html').write_text('old')
     (tmp_path/'a.html').symlink_to('b.html')

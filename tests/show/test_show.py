@@ -85,7 +85,7 @@ def test_every_text_can_be_read(run, theme):
             plt.close('all')
 
 
-def test_overview_says_where_it_went_wrong(run):
+def test_overview_names_the_first_problem(run):
     title = overview(run).figure.get_suptitle()
     assert title.startswith('seen · first not finite: step 6, weight of 2.weight (1 +inf)')
     text = repr(summary(run))
@@ -103,7 +103,7 @@ def test_the_numbers_drawn_are_those_of_the_run(run):
     plt.close('all')
 
 
-def test_without_torch(run):
+def test_pictures_work_without_torch(run):
     code = f"""if True:
         import sys
         sys.modules['torch'] = None
@@ -123,7 +123,7 @@ def test_without_torch(run):
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), min_size=1, max_size=3000), st.integers(10, 200))
-def test_no_extreme_is_thinned_away(values, n):
+def test_thinning_keeps_extremes(values, n):
     y = np.array(values)
     bad = ~np.isfinite(y)
     keep = thin_indices(np.arange(len(y)), y, bad, n)
@@ -159,7 +159,7 @@ def test_a_cell_of_several_steps_has_the_most_unusual_value():
     assert grid(lines_of(low, high), most_columns=2).value.tolist()==[[1e-6, 1.1], [1e6, .9]]
 
 
-def test_runs_part_also_where_values_are_small():
+def test_small_values_are_compared_relatively():
     "The difference is relative. Each layer has its own first step"
     one = np.array([1e-9, 1e-9, 1e-9])
     assert first_differences([lines_of(one, one), lines_of(one*[1, 2, 5], one*[1, 1, 3])])=={'a': 1, 'b': 2}
@@ -188,7 +188,7 @@ def test_zeros_fit_every_format(tmp_path, more):
     plt.close('all')
 
 
-def test_in_a_figure_of_the_users_own(run):
+def test_pictures_draw_into_axes_of_the_user(run):
     "Axes may be in a subfigure; its title stays, and a small tree has short names"
     pytest.importorskip('ml_dtypes')
     fig = plt.figure(figsize=(12, 6), layout='constrained')
@@ -209,7 +209,7 @@ def test_in_a_figure_of_the_users_own(run):
 
 @pytest.mark.parametrize(('value', 'message'), [('text', "cannot be drawn: its first value is 'text', not a number"),
     ([1, 2], r'is a vector, not a number\. To draw it: surface\('), ({'a': 1}, "cannot be drawn: its first value is {'a': 1}, not a number")])
-def test_a_statistic_that_is_no_number(run, value, message):
+def test_a_statistic_without_numbers_is_an_error(run, value, message):
     df = read(run).assign(mine=[value]*len(read(run)))
     for f in (lambda: scalar_line(df, scalar_metric='mine'), lambda: tree(df, 'mine'), lambda: overview(df, 'mine')):
         with pytest.raises(ValueError, match=f"The statistic 'mine' {message}"): f()

@@ -50,7 +50,7 @@ more = {'wide': dict(stat='std'), 'surface': dict(ttype='output', stat='units'),
 
 
 @pytest.mark.parametrize('name', of_runs)
-def test_one_order(name):
+def test_pictures_have_one_order_of_arguments(name):
     "Each public picture, now and in future: after the run come path, ttype, stat, with these names"
     f = of_runs[name]
     words = list(inspect.signature(f).parameters)
@@ -81,7 +81,7 @@ def test_one_panel_is_its_axes_and_several_are_panels(name, t, tmp_path):
 
 
 @pytest.mark.parametrize('name', sorted(of_runs.keys()-{'compare', 'read', 'dead_units'}))
-def test_track_and_visualizes_words_are_understood(name, t, tmp_path):
+def test_words_of_track_and_visualize_work(name, t, tmp_path):
     "Each picture accepts Track & Visualize's names for the run, the layers and the tensor type"
     pytest.importorskip('ml_dtypes')
     f,words = of_runs[name],inspect.signature(of_runs[name]).parameters
@@ -108,7 +108,7 @@ calls = { # the same picture, called in three ways
 
 @pytest.mark.slow
 @pytest.mark.parametrize('f', calls, ids=lambda f: f.__name__)
-def test_words_and_orders(f, t):
+def test_all_names_and_orders_of_arguments_are_equal(f, t):
     "Our names, theirs, and the earlier order"
     if f is out_of_range: pytest.importorskip('ml_dtypes')
     ours,theirs,before = calls[f]
@@ -126,7 +126,7 @@ def test_compare(t):
         compare([t, other], path='fc1', ttype='weight', stat='std'))
 
 
-def test_where_both_orders_can_be_meant(t):
+def test_earlier_calls_keep_their_meaning(t):
     "Earlier calls keep their meaning: a tensor type, a statistic, a number format. A layer of such a name needs path="
     odd = t.assign(path=t.path.replace({'fc1': 'output', 'fc2': 'std'}), module=t.module.str.replace('fc1', 'output').str.replace('fc2', 'std'))
     assert seen(scalar_global_heatmap(odd, 'output'))==seen(scalar_global_heatmap(odd, ttype='output'))!=seen(scalar_global_heatmap(odd, path='output'))
@@ -137,7 +137,7 @@ def test_where_both_orders_can_be_meant(t):
     assert repr(summary(t, None, ['rms']))==repr(summary(t, stats=['rms'])) and repr(summary(t, 'fc1'))==repr(summary(t, path='fc1'))
 
 
-def test_what_is_none_of_them(t):
+def test_an_unknown_value_names_the_nearest_meaning(t):
     "The message is about the nearest meaning. Giving one argument under two names is an error"
     for f,args,says in ((tree, ('sdt',), "Did you mean 'std'"), (tree, ('fc3',), "Did you mean 'fc"), (overview, ('mien',), "Did you mean .*'mine'"),
             (scalar_global_heatmap, ('outputt',), "Did you mean 'output'"), (scalar_global_heatmap, ('weight', 'sdt'), "Did you mean 'std'"),
@@ -192,7 +192,7 @@ def test_a_report_of_some_of_a_run(t, tmp_path):
         (tmp_path/'c.html').unlink()
 
 
-def test_wide_of_some_layers(t):
+def test_wide_accepts_both_orders(t):
     "In both orders, of a table and of a part of it"
     assert wide(t, 'fc1', 'weight', 'std').equals(wide(t, 'std', 'weight')[['fc1']]) and wide(t, ['fc*'], 'weight', 'mine').equals(wide(t, 'mine', 'weight'))
     for bad,says in ((dict(path='fc3'), "No path matches 'fc3'"), (dict(), 'several tensor types')):
@@ -200,7 +200,7 @@ def test_wide_of_some_layers(t):
     with pytest.raises(TypeError, match='needs a statistic'): wide(t, ttype='weight')
 
 
-def test_which_one_of_several_counts(t):
+def test_one_of_several_layers_or_steps_is_the_default(t):
     "The layer that differs first; the first tensor type, the last module, the last row; a step before one counted from the end"
     other = t.assign(std=np.where((t.path=='fc2') & (t.step>2), t['std']*2, t['std']))
     other.attrs['run'] = 's'

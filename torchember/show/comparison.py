@@ -10,19 +10,16 @@ import matplotlib as mpl
 import matplotlib.patheffects as effects
 import numpy as np
 
-from ..ground.messages import printable
+from ..ground.messages import an, printable
 from .lines import log_if_wide, draw_lines, line_colors
-from ..frames.words import earlier_calls, ttype_of, ttypes_asked
-from .select import name_of_run, pick, series, find_stat, rows_to_draw
-from .legend import meanings, short_names, make_title, words
-from .style import drawn, panels
+from ..frames.words import earlier_calls
+from .select import name_of_run, series, find_stat, tensors_to_draw
+from .legend import meanings, name_of_type, short_names, make_title
+from .style import axes_for, drawn, label_figure
 
 # %% ../../nbs/60_show/80_comparison.ipynb #103ad9bb
-def first_differences(
-    runs:list, # `select.TensorSeries` of each run
-    rtol:float=1e-5 # Relative difference that counts
-) -> dict: # Label -> first step with different values, or None; in the order of the first run
-    "Return the step from which the tensors of runs differ. Steps are skipped if a run lacks them."
+def first_differences(runs:list, rtol:float=1e-5) -> dict: # runs: `TensorSeries` of each; rtol: relative difference
+    "Return from which step each tensor differs between runs, None if nowhere. Steps are skipped if a run lacks them."
     maps = [{label: (x, y) for label,x,y,_ in s} for s in runs]
     out = {}
     for label in (l for l in maps[0] if all(l in m for m in maps)):
@@ -61,8 +58,9 @@ def compare(
         Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
     """
     if not isinstance(runs, list|tuple) or len(runs)<2:
-        raise ValueError(f"compare needs a list of two runs or more, got {runs!r:.80}.")
-    tables = [pick(rows_to_draw(r, [stat], ttype=ttypes_asked(ttype)), path, ttype) for r in runs]
+        n = f' of {len(runs)}' if isinstance(runs, list|tuple) else ''
+        raise ValueError(f"compare needs a list of two runs or more, got {an(runs)}{n}.")
+    tables = [tensors_to_draw(r, path, ttype, [stat]) for r in runs]
     names = [name_of_run(t) or f'run {i}' for i,t in enumerate(tables)]
     found = [series(t, find_stat(t, stat)) for t in tables]
     parted = first_differences(found, rtol)
@@ -71,8 +69,7 @@ def compare(
         raise ValueError(f"The runs have no layer in common: {one}, ... against {other}, ...")
     order = sorted(parted, key=lambda l: (parted[l] is None, parted[l] or 0))
     shown = [l for l in parted if l in set(order[:most])]
-    fig,axes = panels(len(shown), 3, sharex=True) if ax is None else (None, list(np.ravel(np.array(ax, dtype=object))))
-    if len(axes)!=len(shown): raise ValueError(f"{len(shown)} layers need as many axes, got {len(axes)}.")
+    axes = axes_for(len(shown), ax, 'layers', 3, sharex=True)
     colors = line_colors(len(runs))
     for a,label,title in zip(axes, shown, short_names(shown, 32), strict=True):
         lines = [next(l for l in s if l[0]==label) for s in found]
@@ -82,11 +79,10 @@ def compare(
         if parted[label] is not None: mark_difference(a, parted[label])
     first = order[0]
     what = 'they do not part' if parted[first] is None else f'they part at step {parted[first]:,}, in {first}'
-    if fig is not None:
-        fig.suptitle(make_title(words.get(ttype_of(ttype)[0], ttype), meanings.get(stat, stat), what), x=.01, ha='left')
-        fig.supxlabel('step', fontsize=mpl.rcParams['axes.labelsize'])
+    if ax is None:
+        label_figure(axes, make_title(name_of_type(ttype), meanings.get(stat, stat), what), 'step')
         handles = [mpl.lines.Line2D([], [], color=c, label=n) for n,c in zip(names, colors, strict=True)]
-        fig.legend(handles=handles, loc='outside lower right', ncols=min(len(runs), 3))
+        axes[0].figure.legend(handles=handles, loc='outside lower right', ncols=min(len(runs), 3))
     return axes
 
 def mark_difference(ax, step):

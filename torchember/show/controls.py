@@ -80,12 +80,8 @@ def recorded_steps(table, tt=None):
 # %% ../../nbs/60_show/82_controls.ipynb #ebbb641e
 class Control:
     "A widget for one argument. `value` is for the argument, `shown` is the widget on the page."
-    def __init__(self,
-        widget, # Widget with a `value`
-        read=lambda v: v, # Function from the widget's value to the argument
-        write=lambda v: v, # Function from the argument to the widget's value
-        shown=None # Widget on the page, if it contains more than `widget`
-    ): self.widget,self.read,self.write,self.shown,self.muted = widget,read,write,widget if shown is None else shown,False
+    def __init__(self, widget, read=lambda v: v, write=lambda v: v, shown=None): # shown: if it contains more than `widget`
+        self.widget,self.read,self.write,self.shown,self.muted = widget,read,write,widget if shown is None else shown,False
 
     @property
     def value(self): return self.read(self.widget.value)
@@ -409,13 +405,7 @@ def columns(W, controls):
 # %% ../../nbs/60_show/82_controls.ipynb #39fdef74
 class Arguments:
     "The arguments of a picture, with their controls."
-    def __init__(self,
-        f, # A picture, whose first argument is the run
-        table, # Table of the run, or a list of tables
-        given:dict, # Arguments that the user gave
-        but=(), # Names of arguments without a control
-        on_change=lambda arguments: None # Function to call when the user changes a value
-    ):
+    def __init__(self, f, table, given:dict, but=(), on_change=lambda arguments: None):
         W = needs('ipywidgets', for_='interactive')
         known,help_texts = controllable(f),argument_help(f)
         self.f,self.table,self.on_change,self.muted,self.defaults,self.controls = f,table,on_change,False,{},Controls()

@@ -15,11 +15,8 @@ from .legend import alarm, palettes, make_title
 from .style import canvas, drawn, is_dark
 
 # %% ../../nbs/60_show/87_differences.ipynb #fd0d186e
-def distance_lines(
-    table, # `Difference.table`
-    most:int=200 # Lines, of the tensors with the largest distances
-) -> list: # (steps, distances); NaN for zero and not finite
-    "Return the distance of each tensor at each step."
+def distance_lines(table, most:int=200) -> list: # table: of a `Difference`
+    "Return steps and distances of the tensors with the largest distances. Zero and non-finite distances are NaN."
     t = table[table['ttype']!='scalar']
     y = t['distance'].where(np.isfinite(t['distance']) & (t['distance']>0))
     by = t.assign(y=y).groupby(['path', 'ttype', 'tname', 'call'], sort=False, dropna=False, observed=True)

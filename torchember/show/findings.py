@@ -18,10 +18,8 @@ class OpenFindings:
     "Open errors and warnings of a run."
     def __init__(self): self.open,self.step = {},0 # open: key -> finding; step: the last step
 
-    def add(self,
-        rows # The next rows of the run, as dicts; other rows than findings are ignored
-    ):
-        "Take in more rows."
+    def add(self, rows):
+        "Take in the next rows of the run, as dicts. Other rows than findings are ignored."
         for r in rows:
             if r.get('ttype')!='finding': continue
             self.step = max(self.step, int_or_none(r.get('step')) or 0)
@@ -54,10 +52,7 @@ def int_or_none(v):
     except (TypeError, ValueError, OverflowError): return None # NaN in a table, or no number
 
 # %% ../../nbs/60_show/85_findings.ipynb #cf0e2e0a
-def shorten_sentence(
-    text, # A sentence
-    most:int=90 # Characters; 90 fit above a picture
-) -> str:
+def shorten_sentence(text, most:int=90) -> str: # most: characters; 90 fit above a picture
     "Shorten a text to its first sentence or words."
     text = printable(' '.join(str(text).split()))
     if len(text)<=most: return text
@@ -67,19 +62,13 @@ def shorten_sentence(
 
 def title_text(finding): return f"{finding['severity']}: {shorten_sentence(finding['text'])}"
 
-def open_findings(
-    df, # A table of rows
-    last=None # The last step of the run: a run that continues has not died
-):
+def open_findings(df, last=None): # last: the last step of the run. A run that continues has not died
     "Return the open findings of a table, the worst first."
     is_finding = has_ttype(df, 'finding')
     if not is_finding.any(): return []
     rows = df[is_finding].to_dict('records')
     return [f for f in OpenFindings().add(rows).causes if f['rule']!='died' or last is None or last<=f['first_step']]
 
-def is_about_row(
-    finding, # A finding, or None
-    first # The first non-finite row, or None
-) -> bool:
-    "Return True if a finding reports the first non-finite row."
+def is_about_row(finding, first) -> bool:
+    "Return True if a finding reports the first non-finite row. Both may be None."
     return finding is not None and first is not None and finding['rule']=='not_finite' and finding['first_step']==int(first['step'])

@@ -11,17 +11,16 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from ..frames.choice import no_rows_message
 from ..ground.record import clipped_norm
-from ..store.parameters import label_of
 from ..frames.words import earlier_calls, ttype_of, ttypes_asked
 from .findings import open_findings, title_text, is_about_row
 from .heatmaps import column_spans, heat, sizes
-from .legend import alarm, meanings, palettes, make_title, words
+from .legend import alarm, meanings, name_of_type, palettes, make_title
 from .lines import draw_lines
-from .missing import parameters_of_run, untrained_reasons, row_reasons, add_missing, drop_missing
+from .missing import parameters_of_run, grid_with_missing, drop_missing
 from torchember.show.run_summary import (default_ttypes, first_trouble, logged_names, loss_curve, no_tensors, pick_stat, rows_of_type, trouble_sentence,
     types_to_draw)
 from .run_summary import summary # noqa: F401 (it was here)
-from .select import grid, has_ttype, name_of_run, pick, series, table_and_findings, training, with_statistics
+from .select import has_ttype, name_of_run, pick, table_and_findings, training, with_statistics
 from .style import drawn, figure, is_dark
 
 # %% ../../nbs/60_show/90_first_look.ipynb #c192557b
@@ -41,7 +40,7 @@ def gradient_norms(table):
 def draw_panels(parts, numbers, norms, tensors, run, ax, found=()):
     "Draw the loss, the norm of all gradients, and the heat maps below."
     curves = [c for c in (numbers, norms) if c]
-    tall = [min(.3+.155*len(g.labels), 6.) for *_,g,_ in parts]
+    tall = [min(.3+.155*len(g.labels), 6.) for *_,g in parts]
     if ax is None:
         heights = ([1.] if curves else [])+tall
         fig = figure((8, sum(heights)+1.1))
@@ -51,11 +50,11 @@ def draw_panels(parts, numbers, norms, tensors, run, ax, found=()):
     else:
         fig,axes = ax.figure,[ax]
         top = ax.inset_axes([0, 1.04, 1, .3], sharex=ax) if curves else None
-    for a,(kind,col,_,g,why) in zip(axes, parts, strict=True):
-        heat(a, g, meanings.get(col, col), zeros=col in sizes, why=row_reasons(g, why))
-        a.set_ylabel(words.get(ttype_of(kind)[0], kind))
+    for a,(kind,col,_,g) in zip(axes, parts, strict=True):
+        heat(a, g, meanings.get(col, col), zeros=col in sizes)
+        a.set_ylabel(name_of_type(kind))
     axes[-1].set_xlabel('step')
-    steps = np.concatenate([g.steps for *_,g,_ in parts])
+    steps = np.concatenate([g.steps for *_,g in parts])
     if top is not None: draw_top(top, numbers, norms)
     ends = column_spans(np.unique(steps))[0] # axes end at the last column, or at the last point of a curve
     at = np.concatenate([ends, *(c[1] for c in curves)])
@@ -69,12 +68,8 @@ def draw_panels(parts, numbers, norms, tensors, run, ax, found=()):
     else: (top or ax).set_title(title)
     return [top, *axes] if top is not None and ax is None else axes
 
-def title_for(
-    run, # Name of the run
-    found, # Open findings, the worst first
-    first # The first non-finite row, or None
-) -> str: # One or two lines
-    "Return the title: the run with its first non-finite value, and the worst finding, unless both are the same."
+def title_for(run, found, first) -> str: # found: open findings, the worst first; first: non-finite row, or None
+    "Return a title of one or two lines: the run with its first non-finite value, and the worst finding, unless both are the same."
     cause = next(iter(found), None)
     beside = first is not None and not is_about_row(cause, first)
     return '\n'.join(filter(None, [make_title(run, trouble_sentence(first) if beside else ''), title_text(cause) if cause else '']))
@@ -123,7 +118,7 @@ def mark_first(axes, parts, first, top):
     "Draw a line at the first non-finite step, and a ring around the cell."
     c,step = alarm[is_dark()],first['step']
     for a in axes+([top] if top is not None else []): a.axvline(step, color=c, lw=1, ls='--')
-    for a,(_,_,rows,g,_) in zip(axes, parts, strict=True):
+    for a,(_,_,rows,g) in zip(axes, parts, strict=True):
         if str(first['ttype']) not in set(rows['ttype'].astype(str)): continue
         at = [i for i,(m,b) in enumerate(zip(g.members, g.bad, strict=True)) if b.any() and any(str(first['path']) in n for n in m)]
         where = np.searchsorted(g.steps, step, 'right')-1
@@ -171,6 +166,6 @@ def overview(
     for kind in kinds:
         rows = training(pick(tensors, drop_missing(rows_of_type(tensors, kind), path, ps), kind))
         if ttype_of(kind)[0]=='output': rows = drop_scalars(rows)
-        col,why = pick_stat(rows, stat),untrained_reasons(rows, ttype_of(kind)[0], ps, path)
-        parts.append((kind, col, rows, grid(add_missing(series(rows, col), why, [label_of(p) for p in ps])), why))
+        col = pick_stat(rows, stat)
+        parts.append((kind, col, rows, grid_with_missing(rows, col, kind, ps, path)))
     return draw_panels(parts, numbers, norms, tensors, name_of_run(table), ax, open_findings(findings, table['step'].max()))

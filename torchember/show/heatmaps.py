@@ -14,11 +14,10 @@ import numpy as np
 
 from ..ground.messages import arguments_of, unknown
 from .lines import check_drawn_with, settable
-from .missing import parameters_of_run, untrained_reasons, row_reasons, add_missing
-from ..frames.words import earlier_calls, ttype_of, ttypes_asked
-from .select import grid, name_of_run, pick, series, find_stat, rows_to_draw
-from ..store.parameters import label_of
-from .legend import alarm, meanings, short_names, make_title, words, zero
+from .missing import parameters_of_run, grid_with_missing
+from ..frames.words import earlier_calls
+from .select import name_of_run, find_stat, tensors_to_draw
+from .legend import alarm, meanings, name_of_type, short_names, make_title, zero
 from .style import canvas, drawn, is_dark, axes_size
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #e3ee4805
@@ -45,10 +44,8 @@ def column_edges(steps):
     middle = (s[1:]+s[:-1])/2
     return np.concatenate([[s[0]-(middle[0]-s[0])], middle, [s[-1]+(s[-1]-middle[-1])]])
 
-def column_spans(
-    steps # Steps of the columns, ascending
-) -> tuple: # Edges of the cells, and the index of the edge at which each column begins
-    "Return the edges of columns. A step far from its neighbors is narrow: nothing was recorded between them."
+def column_spans(steps) -> tuple:
+    "Return the edges of cells, and the index of the edge at which each column begins. A step far from its neighbors is narrow."
     edges = column_edges(steps)
     if len(steps)<3: return edges, np.arange(len(steps))
     s,gaps = np.asarray(steps, float),np.diff(steps)
@@ -66,13 +63,13 @@ def with_gaps(values, at, empty):
     return out
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #e3ee4806
-def write_reasons(ax, g, why, turned=False):
+def write_reasons(ax, g, turned):
     "Write the reasons into empty rows, once for neighbors with the same reason."
     tall,size,low = axes_size(ax)[not turned]/max(len(g.labels), 1),mpl.rcParams['legend.fontsize']-1,-np.inf
     style = {'fontsize': size, 'va': 'center', 'clip_on': True, 'transform': ax.get_xaxis_transform() if turned else ax.get_yaxis_transform(),
         'path_effects': [effects.withStroke(linewidth=2, foreground=ax.figure.get_facecolor(), alpha=.75)]}
     i = 0
-    for reason,rows in groupby(why):
+    for reason,rows in groupby(g.why):
         n = len(list(rows))
         middle,empty = i+n/2,not np.isfinite(g.value[i:i+n]).any()
         i += n
@@ -136,7 +133,6 @@ def heat(
     cbar:bool=True, # True for a color bar
     cbar_kws:dict|None=None, # Arguments of matplotlib's `colorbar`
     yticklabels=True, xticklabels=True, # True to name rows and columns
-    why=(), # For each row the reason why it is empty, or None
     turned:bool=False, # True for steps downwards and layers across
     annot:bool=False, fmt:str='.2g', annot_kws:dict|None=None, # True to write each value into its cell; its format; arguments of matplotlib's `text`
     square:bool=False, # True for square cells
@@ -145,7 +141,7 @@ def heat(
     **kwargs # Arguments of matplotlib's `pcolormesh`
 ): # The axes
     "Draw a grid as colors."
-    kwargs = check_drawn_with(kwargs, known(), 'a heat map', refused, arguments_of(scalar_global_heatmap))
+    kwargs = check_drawn_with(kwargs, known(), 'a heat map', refused, arguments_of(heat)[3:])
     dark,finite = is_dark(ax.get_facecolor()),g.value[np.isfinite(g.value)]
     zeros = zeros and center is None and bool((finite==0).any()) and not (finite<0).any()
     if norm is None: norm = color_norm(finite[finite>0] if zeros else finite, vmin, vmax, center, robust)
@@ -167,7 +163,7 @@ def heat(
     label_axes(ax, g, xticklabels, yticklabels, turned)
     if annot: write_values(ax, g, (edges[at]+edges[at+1])/2, norm, cmap, fmt, annot_kws, turned)
     if square: w = float(np.median(edges[at+1]-edges[at])); ax.set_aspect(1/w if turned else w)
-    write_reasons(ax, g, why, turned)
+    write_reasons(ax, g, turned)
     if cbar and len(finite):
         more = {'extend': 'min', 'extendrect': True} if zeros else {}
         place = {'cax': cbar_ax} if cbar_ax is not None else {'ax': ax, 'pad': .01, 'fraction': .04, 'aspect': 30}
@@ -209,15 +205,14 @@ def scalar_global_heatmap(
     Returns:
         The Axes
     """
-    ps = parameters_of_run(run)
-    check_drawn_with({k: kwargs[k] for k in refused if k in kwargs}, (), 'a heat map', refused)
+    options = arguments_of(heat)[3:] # without axes, grid and label
+    check_drawn_with(kwargs, known() | {*options}, 'a heat map', refused, [*arguments_of(scalar_global_heatmap), *options])
     by,turned = axis_roles(x, y)
-    rows,col,g = heat_map_cells(run, path, ttype, stat, inc, by, ps)
+    rows,col,g = heat_map_cells(run, path, ttype, stat, inc, by, parameters_of_run(run))
     ax = canvas(None, figsize or ((min(3+.2*len(g.labels), 14), 6) if turned else (8, picture_height(len(g.labels)))))
-    why = row_reasons(g, untrained_reasons(rows, ttype_of(ttype)[0], ps, path))
-    heat(ax, g, meanings.get(col, col), **{'zeros': col in sizes, 'turned': turned, 'why': why, **kwargs})
+    heat(ax, g, meanings.get(col, col), **{'zeros': col in sizes, 'turned': turned, **kwargs})
     (ax.set_ylabel if turned else ax.set_xlabel)(by)
-    ax.figure.suptitle(make_title(name_of_run(rows), words.get(ttype_of(ttype)[0], ttype), meanings.get(col, col)), x=.01, ha='left')
+    ax.figure.suptitle(make_title(name_of_run(rows), name_of_type(ttype), meanings.get(col, col)), x=.01, ha='left')
     return ax
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #a4a56049
@@ -241,7 +236,7 @@ def heat_map_cells(run, path=None, ttype='output', stat='std', inc=1, x='step', 
         raise ValueError(f"inc=n draws every n-th step; it is a whole number, at least 1, got {inc!r}.")
     if not isinstance(stat, str): raise ValueError(f"A heat map shows one statistic, got {stat!r}.")
     if ttype is None or not isinstance(ttype, str): raise ValueError(f"A heat map shows one tensor type, got ttype={ttype!r}.")
-    rows = pick(rows_to_draw(run, [stat], ttype=ttypes_asked(ttype)), path, ttype)
+    rows = tensors_to_draw(run, path, ttype, [stat])
     if inc>1:
         rows = rows[(rows['step']%inc==0).to_numpy()]
         if not len(rows): raise ValueError(f"No recorded step is a multiple of inc={inc}.")
@@ -249,5 +244,4 @@ def heat_map_cells(run, path=None, ttype='output', stat='std', inc=1, x='step', 
     x = axis_roles(x, None)[0]
     if x not in rows or rows[x].dtype.kind not in 'iufM':
         raise ValueError(unknown('column of numbers for the steps of a heat map', x, [c for c in ('step', 'call', 'ts', 'micro', 'rank') if c in rows]))
-    found = untrained_reasons(rows, ttype_of(ttype)[0], ps, path)
-    return rows, col, grid(add_missing(series(rows, col, x), found, [label_of(p) for p in ps]))
+    return rows, col, grid_with_missing(rows, col, ttype, ps, path, x)

@@ -13,16 +13,14 @@ import numpy as np
 from ..measure.exponents import limits, with_counts
 from .lines import FacetException, check_drawn_with, grid_options, settable, is_several, parts_by_type
 from ..frames.logframe import count_columns
-from ..frames.words import earlier_calls, ttype_of, ttypes_asked
-from .select import has_ttype, name_of_run, pick, places, rows_to_draw, training
-from .legend import palettes, short_names, make_title, words
-from .style import base2, canvas, drawn, is_dark, panels, axes_size
+from ..frames.words import earlier_calls
+from .select import name_of_run, places, tensors_to_draw, training
+from .legend import name_of_type, palettes, short_names, make_title
+from .style import base2, canvas, drawn, is_dark, label_figure, panels, axes_size
 
 # %% ../../nbs/60_show/30_histograms.ipynb #e9d5b93d
-def total_counts(
-    df # Rows with columns `exponents` and `exponent_min`. Raises ValueError without them
-) -> tuple: # Counts per exponent, the first exponent, the number of smaller or zero, the number of larger
-    "Add the exponent counts of several rows."
+def total_counts(df) -> tuple:
+    "Add the exponent counts of rows. Return counts, their first exponent, and the number of smaller values, with zeros, and of larger values."
     if not with_counts(df).any():
         raise ValueError("These rows have no exponent counts. To record them next time: torchEmber(..., stats='numerics'), or stats=[..., 'exponents'].")
     exponents,counts = count_columns(df)
@@ -123,21 +121,18 @@ def exp_hist(
     by_type,by_layer = ttype is None or isinstance(ttype, list|tuple),path is None or is_several(path)
     if by_type and path is not None and by_layer:
         raise FacetException(f"Panels are for layers or for tensor types, not both: choose one of path={path!r:.60}, or one of ttype={ttype!r}.")
-    table = rows_to_draw(run, ['exponents'], **({} if ttype is None else {'ttype': ttypes_asked(ttype)}))
-    if ttype is None: table = table[~has_ttype(table, 'scalar')]
-    rows,step = rows_at_step(training(pick(table, path, ttype)), step)
+    rows,step = rows_at_step(training(tensors_to_draw(run, path, ttype, ['exponents'])), step)
     parts = parts_by_type(rows) if by_type and not (by_layer and rows['path'].nunique()>1) else split_by_tensor(rows)
     if len(parts)>64: raise ValueError(f"{len(parts)} panels are too many to read. Choose layers: path='...*' or a list.")
     options,limits_ = grid_options(facet_kws, sharex=False, sharey=False)
-    fig,axes = panels(len(parts), col_wrap, figsize or (None if len(parts)>1 else (7, 3.6)), **options)
+    _,axes = panels(len(parts), col_wrap, figsize or (None if len(parts)>1 else (7, 3.6)), **options)
     for ax,(title,part) in zip(axes, parts, strict=True):
         draw_histogram(ax, part, kind, formats_to_draw(dtype_annotation, part), dtype_info, dict(sp_kws or {}), xtick_labelsize, xtick_rotation)
         ax.set_title(title)
         ax.set(**limits_)
-    what = '' if by_type else words.get(ttype_of(ttype)[0], ttype)
-    fig.suptitle(fig_title or make_title(name_of_run(table), what, path if isinstance(path, str) and path!='*' else '', f'step {step}'), x=.01, ha='left')
-    (axes[0].set_ylabel if len(axes)==1 else fig.supylabel)('share of the numbers', fontsize=mpl.rcParams['axes.labelsize'])
-    (axes[0].set_xlabel if len(axes)==1 else fig.supxlabel)('size, from a power of two to the next', fontsize=mpl.rcParams['axes.labelsize'])
+    what = ['' if by_type else name_of_type(ttype), path if isinstance(path, str) and path!='*' else '', f'step {step}']
+    title = fig_title or make_title(name_of_run(rows), *what)
+    label_figure(axes, title, 'size, from a power of two to the next', 'share of the numbers')
     return axes
 
 # %% ../../nbs/60_show/30_histograms.ipynb #3b51c3a2
@@ -228,7 +223,7 @@ def ridge(
     Returns:
         The axes
     """
-    rows = training(pick(rows_to_draw(run, ['exponents'], ttype=ttypes_asked(ttype)), path, ttype))
+    rows = training(tensors_to_draw(run, path, ttype, ['exponents']))
     if path is None and 'exponents' in rows:
         have = rows[rows['exponents'].notna()]
         if len(have): rows = have[(have['path'].astype(str)==str(have['path'].iloc[-1])).to_numpy()]
@@ -249,6 +244,6 @@ def ridge(
     ax.set_ylim(-.1, (len(curves)+.9)*space_for_bars(ax, dtypes))
     exponent_axis(ax, lo, hi)
     ax.set_yticks(range(len(curves)), [f'{s:,}' for s in which][::-1])
-    ax.set(xlabel='size', ylabel='step', title=make_title(name_of_run(rows), words.get(ttype_of(ttype)[0], ttype), path or str(rows['path'].iloc[0])))
+    ax.set(xlabel='size', ylabel='step', title=make_title(name_of_run(rows), name_of_type(ttype), path or str(rows['path'].iloc[0])))
     draw_ranges(ax, dtypes, (True, True, True), lo, hi)
     return ax

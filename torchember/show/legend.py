@@ -8,6 +8,8 @@ __all__ = []
 # %% ../../nbs/60_show/00_legend.ipynb #1e6e0010
 import re
 
+from ..frames.words import ttype_of
+
 # %% ../../nbs/60_show/00_legend.ipynb #27ffc18e
 palettes = {
     False: ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9', '#444444', '#b8a800'), # on a light background
@@ -21,10 +23,7 @@ scale = ['#'+c for c in re.findall('.{6}', ''.join(( # matplotlib's viridis, for
     '65cb5e6ece5877d15381d34d8bd64695d840a0da39aadc32b5de2bc0df25cae11fd5e21adfe318eae51af4e61efde725')))]
 
 # %% ../../nbs/60_show/00_legend.ipynb #32fcdd91
-def short_names(
-    names:list, # Names with dots
-    width:int=26 # Characters, at most
-) -> list:
+def short_names(names:list, width:int=26) -> list: # names: with dots; width: characters
     "Shorten names to fit beside a picture: drop the common prefix, and keep all names distinct."
     parts = [n.split('.') for n in names]
     k = 0
@@ -48,6 +47,10 @@ words = {'input': 'inputs', 'output': 'outputs', 'weight': 'weights', 'weight_gr
 meanings = {'std': 'standard deviation', 'rms': 'root mean square', 'abs_mean': 'mean |x|', 'abs_max': 'largest |x|', 'abs_min': 'smallest |x|',
     'l2': 'L2 norm', 'l1': 'L1 norm',
     'ratio': 'update / weight (rms)', 'zero_frac': 'share of zeros'}
+
+def name_of_type(ttype):
+    "Return a tensor type in words. An optimizer state has the words of all states."
+    return words.get(ttype_of(ttype)[0], ttype)
 
 def make_title(run, *what):
     "Return a title: the run, then what is drawn."

@@ -14,22 +14,16 @@ from matplotlib.collections import LineCollection
 
 from ..ground.messages import arguments_of, unknown, unknown_argument
 from ..measure.summary import derived
-from ..frames.words import earlier_calls, stats_of, ttype_of, ttypes_asked
-from .select import has_ttype, name_of_run, pick, root_name, series, find_stat, rows_to_draw, thin_indices
-from .legend import alarm, meanings, palettes, short_names, make_title, words
-from .style import drawn, is_dark, panels, axes_size
+from ..frames.words import earlier_calls, stats_of
+from .select import name_of_run, root_name, series, find_stat, rows_to_draw, tensors_to_draw, thin_indices
+from .legend import alarm, meanings, name_of_type, palettes, short_names, make_title, words
+from .style import drawn, is_dark, label_figure, panels, axes_size
 
 # %% ../../nbs/60_show/20_lines.ipynb #4da1c2aa
 most_points = 400_000 # points of all lines together
 
-def draw_lines(
-    ax, # Axes
-    lines:list, # (label, steps, values, mask of not finite) of each line
-    kind:str='line', # 'line' or 'scatter'
-    colors=None, # One per line; default distinct colors for few lines, a gradient for many
-    **kwargs # Arguments of matplotlib's `plot`
-): # The colors
-    "Draw lines, and mark non-finite steps."
+def draw_lines(ax, lines:list, kind:str='line', colors=None, **kwargs): # kwargs: of `plot`
+    "Draw lines (label, steps, values, mask of not finite), and mark non-finite steps. Return the colors."
     n = max(min(most_points//max(len(lines), 1), 4000), 24)
     given,colors = colors,colors or line_colors(len(lines))
     many,bad_steps = [],[]
@@ -86,12 +80,7 @@ def log_if_wide(axes, lines):
         for ax in axes: ax.set_yscale('log')
 
 # %% ../../nbs/60_show/20_lines.ipynb #645813a5
-def name_lines(
-    ax, # Axes with lines
-    lines:list, # Lines, as in `draw_lines`
-    colors:list, # Color of each line
-    most:int=9 # Number of names, if there is no space for all
-):
+def name_lines(ax, lines:list, colors:list, most:int=9): # most: names, if there is no space for all
     "Write the names of lines at their ends. Without space for all, name the most unusual."
     ends = [(y[ok][-1], i) for i,(_,x,y,_) in enumerate(lines) if (ok := np.isfinite(y)).any()]
     if len(lines)<2 or not ends: return
@@ -157,14 +146,8 @@ def settable(*artists):
         found |= {*i.get_setters(), *(n for names in i.get_aliases().values() for n in names)}
     return found
 
-def check_drawn_with(
-    given:dict, # Arguments for matplotlib
-    known, # Names that matplotlib knows
-    what:str, # What is drawn, for the message
-    refused=of_seaborn, # Argument -> why it is refused
-    own=() # Names of the picture's own arguments
-): # The arguments that have an effect
-    "Check arguments for matplotlib. Raise TypeError with a reason."
+def check_drawn_with(given:dict, known, what:str, refused=of_seaborn, own=()): # own: names to suggest first
+    "Return the arguments for matplotlib that have an effect. Raise TypeError with the reason in `refused`, or with the nearest `known` name."
     given = {k: v for k,v in given.items() if not (k in harmless and any(v is h or type(v) is type(h) is str and v==h for h in harmless[k]))}
     for k in given:
         if k in known: continue
@@ -216,10 +199,7 @@ def scalar_line(
     metrics = [stat] if isinstance(stat, str) else list(stat)
     if ttype=='output' and not any(m in derived or m in stats_of for m in metrics):
         run,ttype = rows_with_statistics(run, metrics)
-    table = rows_to_draw(run, metrics, **({} if ttype is None else {'ttype': ttypes_asked(ttype)}))
-    name,x = name_of_run(table),x[1] if isinstance(x, tuple) else x
-    if ttype is None: table = table[~has_ttype(table, 'scalar')]
-    rows = pick(table, path, ttype)
+    rows,x = tensors_to_draw(run, path, ttype, metrics),x[1] if isinstance(x, tuple) else x
     cols = [find_stat(rows, m) for m in metrics]
     if x not in rows: raise ValueError(unknown('column', x, [c for c in ('step', 'call', 'ts') if c in rows]))
     parts = parts_by_type(rows) if by_type else parts_by_layer(rows) if path is not None and is_several(path) else [('', rows)]
@@ -228,17 +208,18 @@ def scalar_line(
     options,limits = grid_options(facet_kws, sharex=True, sharey=not by_type)
     size = figsize or (None if len(parts)>1 or 'each' in options else (7.5, 3.6))
     fig,axes = panels(len(parts), col_wrap, size, **options)
-    for ax,(title,lines) in zip(axes, drawn_parts, strict=True):
-        draw_panel(ax, lines, metrics, kind, kwargs)
+    both,colors = list(zip(axes, drawn_parts, strict=True)),[]
+    for ax,(title,lines) in both:
+        colors.append(draw_panel(ax, lines, metrics, kind, kwargs))
         ax.set_title(title)
         ax.set(**limits)
-    both = list(zip(axes, drawn_parts, strict=True))
     for some in [both] if options.get('sharey') else [[b] for b in both]:
         log_if_wide([a for a,_ in some], [l for _,(_,lines) in some for _,l in lines])
-    for ax,(_,lines) in zip(axes, drawn_parts, strict=True):
-        name_distinct_lines(ax, lines, metrics if named else [], len(parts))
-    what = ['' if by_type else words.get(ttype_of(ttype)[0], ttype), path if isinstance(path, str) and path!='*' else '']
-    label_figure(fig, axes, metrics, x, fig_title or make_title(name, *what))
+    if named and len(metrics)==1: # colors distinguish tensors
+        for (ax,(_,lines)),c in zip(both, colors, strict=True): name_lines(ax, [l for _,l in lines], c, 9 if len(parts)==1 else 5)
+    what = ['' if by_type else name_of_type(ttype), path if isinstance(path, str) and path!='*' else '']
+    y = meanings.get(metrics[0], metrics[0]) if len(metrics)==1 else ''
+    label_figure(axes, fig_title or make_title(name_of_run(rows), *what), x, y)
     if len(metrics)>1 and named: add_legend(fig, metrics, loc, bbox_to_anchor, kwargs.get('palette'))
     return axes
 
@@ -267,7 +248,7 @@ def parts_by_layer(rows):
     return [(t or root_name(rows), rows[where==i]) for i,t in enumerate(short_names(names, 34))]
 
 def draw_panel(ax, lines, metrics, kind, kwargs):
-    "Draw one panel: colored by statistic if there are several, else by tensor."
+    "Draw one panel: colored by statistic if there are several, else by tensor. Return the colors of the lines."
     kwargs,palette = dict(kwargs),kwargs.get('palette')
     kwargs.pop('palette', None)
     colors = [kwargs.pop('color')]*len(lines) if 'color' in kwargs else None
@@ -275,18 +256,7 @@ def draw_panel(ax, lines, metrics, kind, kwargs):
     if colors is None and len(metrics)>1:
         c = line_colors(len(metrics)) if palette is None else palette_colors(palette, metrics)
         colors = [c[metrics.index(m)] for m,_ in lines]
-    ax.colors_of_lines = draw_lines(ax, [l for _,l in lines], kind, colors, **kwargs)
-
-def name_distinct_lines(ax, lines, metrics, n):
-    "Name the lines if colors distinguish tensors."
-    if len(metrics)==1: name_lines(ax, [l for _,l in lines], ax.colors_of_lines, 9 if n==1 else 5)
-    del ax.colors_of_lines
-
-def label_figure(fig, axes, metrics, x, title):
-    y = meanings.get(metrics[0], metrics[0]) if len(metrics)==1 else ''
-    if len(axes)==1: axes[0].set(xlabel=x, ylabel=y)
-    else: fig.supxlabel(x, fontsize=mpl.rcParams['axes.labelsize']); fig.supylabel(y, fontsize=mpl.rcParams['axes.labelsize'])
-    if title: fig.suptitle(title, x=.01, ha='left')
+    return draw_lines(ax, [l for _,l in lines], kind, colors, **kwargs)
 
 def add_legend(fig, metrics, loc, bbox_to_anchor, palette=None):
     colors = line_colors(len(metrics)) if palette is None else palette_colors(palette, metrics)

@@ -9,26 +9,20 @@ __all__ = []
 import numpy as np
 
 from ..frames.handle import open_run
-from .select import TensorSeries, parameter_names, paths_like
+from ..frames.words import ttype_of
+from .select import TensorSeries, grid, parameter_names, paths_like, series
 from ..store.parameters import cut_off, forgotten, label_of, untrained, why_not
 
 # %% ../../nbs/60_show/15_missing.ipynb #07bc4faf
-def parameters_of_run(
-    run # Name of a run, an ember, a tracker, or a table
-) -> list: # Dicts, see `store.parameters`
-    "Return the parameters of a run."
+def parameters_of_run(run) -> list:
+    "Return the parameters of a run as dicts, see `store.parameters`."
     return [p for p in open_run(run).parameters() if p.get('recorded') is not False]
 
 # %% ../../nbs/60_show/15_missing.ipynb #884f03b8
 kinds_of_parameters = ('weight_grad', 'update') # tensor types of which each trained parameter has rows
 
-def untrained_reasons(
-    rows, # Rows of one tensor type
-    kind:str, # The tensor type
-    ps:list, # All parameters of the run
-    layer=None # A path, a glob, a label, a compiled regex, or a list of these; default all
-) -> dict: # Label -> reason, in the order of the model; also for parameters whose gradient is not used
-    "Return the reasons why parameters are not trained."
+def untrained_reasons(rows, kind:str, ps:list, layer=None) -> dict: # kind: tensor type of the rows; ps: all parameters
+    "Return label -> reason for parameters that are not trained, in the order of the model, also if their gradient is not used."
     if kind not in kinds_of_parameters or 'pname' not in rows: return {}
     have = set(zip(rows['path'].astype(str), rows['pname'].astype(str), strict=True))
     found = {}
@@ -46,12 +40,8 @@ def selected_parameters(ps, layer):
     paths = set().union(*(paths_like(one, {p['path'] for p in ps}) for one in asked))
     return [p for p in ps if p['path'] in paths or label_of(p) in asked]
 
-def drop_missing(
-    rows, # Rows of one tensor type
-    layer, # A path, a glob, a label, a compiled regex, or a list of these; default all
-    ps:list # All parameters of the run
-): # The other layers. Raises ValueError if none are left
-    "Remove layers without rows from a choice."
+def drop_missing(rows, layer, ps:list): # ps: all parameters
+    "Remove layers without rows from a choice. Raise ValueError if none are left."
     if layer is None or not ps: return layer
     asked = list(layer) if isinstance(layer, list|tuple|set) else [layer]
     paths,labels = set(rows['path'].astype(str)),set(parameter_names(rows)) if 'pname' in rows else set()
@@ -60,12 +50,8 @@ def drop_missing(
     return left if len(left)<len(asked) else layer
 
 # %% ../../nbs/60_show/15_missing.ipynb #95d579d6
-def insert_missing(
-    labels:list, # Labels of tensors with rows, in order
-    missing, # Labels of tensors without rows
-    order:list # All labels, in the order of the model
-) -> tuple: # All labels, and the positions of those with rows
-    "Insert each missing label after its predecessor in the model. If all labels are known, use the order of the model."
+def insert_missing(labels:list, missing, order:list) -> tuple: # order: all labels, as in the model
+    "Insert each missing label after its predecessor in the model. Return all labels, and the positions of those with rows."
     missing,there = set(missing),set(labels)
     if there<=set(order) and len(there)==len(labels):
         out = [label for label in order if label in there or label in missing]
@@ -81,21 +67,14 @@ def insert_missing(
         out += [label, *after.get(label, ())]
     return out, at
 
-def add_missing(
-    s, # `select.TensorSeries`
-    missing, # Labels of tensors without rows
-    order:list # All labels, in the order of the model
-): # `TensorSeries` with the missing labels, which have no values
-    "Add tensors without rows to a statistic."
+def add_missing(s, missing, order:list):
+    "Add tensors without rows to a `TensorSeries`. They have no values. `order` has all labels, as in the model."
     labels,at = insert_missing(s.labels, set(missing)-set(s.labels), order)
     code = np.asarray(at, int)[s.code]
     first = np.argsort(code, kind='stable') # a stable sort keeps the order of steps
     return TensorSeries(labels, code[first], s.step[first], s.value[first], s.bad[first])
 
-def row_reasons(
-    g, # A `select.Grid`
-    why:dict # Label -> reason
-) -> list: # For each row a reason, or None
-    "Return why rows of a grid are empty or not reliable."
-    each = [{why.get(m) for m in members} for members in g.members]
-    return [next(iter(e)) if len(e)==1 else None if None in e else 'not trained' for e in each]
+def grid_with_missing(rows, col, ttype, ps, layer=None, by='step'):
+    "Return a statistic as a `Grid`, with a row for each parameter that is not trained and the reason."
+    why = untrained_reasons(rows, ttype_of(ttype)[0], ps, layer)
+    return grid(add_missing(series(rows, col, by), why, [label_of(p) for p in ps]), why=why)

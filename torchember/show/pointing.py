@@ -21,9 +21,9 @@ from .controls import Arguments, LayerPicker, StepSlider, set_layout
 from .run_summary import loss_curve
 from .heatmaps import axis_roles, heat_map_cells, column_edges
 from .histograms import exp_hist
-from ..frames.words import in_our_words, ttype_of, ttypes_asked
+from ..frames.words import in_our_words, ttypes_asked
 from .select import name_of_run, places, rows_to_draw, training, trouble
-from .legend import make_title, words
+from .legend import make_title, name_of_type
 from .style import drawing_on, drawn, figures_of
 
 # %% ../../nbs/60_show/94_pointing.ipynb #15eb8416
@@ -51,7 +51,7 @@ class PageFigure:
     def show(self):
         "Draw the figure, and update the page."
         if self.live:
-            self.whole()
+            self.canvas._force_full = True
             return self.canvas.draw()
         png = io.BytesIO()
         self.figure.savefig(png, dpi=2*dpi, facecolor=self.figure.get_facecolor())
@@ -76,12 +76,8 @@ class PageFigure:
         if not self.live or self.back is None: return self.show()
         self.canvas.restore_region(self.back)
         self.paint()
-        self.whole()
+        self.canvas._force_full = True # of two partial images in a row, the page may lose the first
         self.canvas.blit(self.figure.bbox)
-
-    def whole(self):
-        "Send the next image whole. Of two partial images in a row, the page may lose the first."
-        self.canvas._force_full = True
 
 # %% ../../nbs/60_show/94_pointing.ipynb #84182a45
 class Losses:
@@ -147,11 +143,8 @@ class CrossHair:
         self.cross = line,dots,text
         self.surface.above(line, *dots, text)
 
-    def put(self,
-        step, # Step, or None to hide the cross-hair
-        recorded=None # Function from a step to the recorded step that the picture shows
-    ): # Step of the cross-hair
-        "Move the cross-hair to a step."
+    def put(self, step, recorded=None): # recorded: function: step -> recorded step
+        "Move the cross-hair to a step, or hide it for None. Return the step of the cross-hair."
         line,dots,text = self.cross
         for a in (line, *dots, text): a.set_visible(step is not None)
         at = None
@@ -272,12 +265,8 @@ def slider_under(W, loss, go):
     return s
 
 # %% ../../nbs/60_show/94_pointing.ipynb #e05da9a6
-def tensor_at(
-    rows, col, g, # Result of `heat_map_cells`
-    i:int, j:int, # Row and column of a patch
-    by:str='step' # Name of the x axis
-): # A row, None if nothing was recorded
-    "Return the row of the tensor and step of a patch."
+def tensor_at(rows, col, g, i:int, j:int, by:str='step'): # i, j: row and column of a patch
+    "Return the row of the tensor and step of a patch, None if nothing was recorded. Of several, take the one in the grid."
     rows = training(rows)
     code,_ = places(rows)
     first = sum(map(len, g.members[:i]))
@@ -299,20 +288,11 @@ def rows_of_same_tensor(table, row):
     return table[same]
 
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a011
-def tensor_key(row): return tuple(str(row.get(c)) for c in ('path', 'ttype', 'tname', 'call'))
-
-def tensor_labels(rows):
-    "Return the keys and the labels of the tensors in a table."
-    rows = training(rows)
-    code,labels = places(rows)
-    first = rows.iloc[np.unique(code, return_index=True)[1]]
-    return [tensor_key(r) for r in first.to_dict('records')], labels
-
 def tensor_histogram(label):
     "Return `exp_hist` for one tensor, with the tensor in its title."
     @functools.wraps(exp_hist)
     def f(run, **values):
-        title = make_title(name_of_run(run), words.get(ttype_of(values['ttype'])[0], values['ttype']), label, f"step {values['step']}")
+        title = make_title(name_of_run(run), name_of_type(values['ttype']), label, f"step {values['step']}")
         return exp_hist(run, **{**values, 'fig_title': values.get('fig_title') or title})
     return f
 
@@ -325,35 +305,38 @@ class HeatmapCells:
     def drawn_with(self, values): self.values,self.found = in_our_words(values, signature(heat_map_cells).parameters),None
 
     def cells(self):
-        "Return the rows, the statistic, the grid and the labels of the tensors."
+        "Return the rows with the `label` of their tensor, the statistic, and the grid."
         if self.found is None:
             self.by,self.turned = axis_roles(self.values.get('x', 'step'), self.values.get('y'))
-            got = heat_map_cells(self.table, **{k: v for k,v in self.values.items() if k in signature(heat_map_cells).parameters}|{'x': self.by})
-            self.found = *got,dict(zip(*tensor_labels(got[0]), strict=True))
+            rows,*rest = heat_map_cells(self.table, **{k: v for k,v in self.values.items() if k in signature(heat_map_cells).parameters}|{'x': self.by})
+            rows = training(rows)
+            code,labels = places(rows)
+            self.found = rows.assign(label=np.array(labels, object)[code]),*rest
         return self.found
 
     def at(self, x, y):
         "Return the row of the tensor at a place of the axes, None if nothing was recorded."
-        rows,col,g,_ = self.cells()
+        rows,col,g = self.cells()
         if self.turned: x,y = y,x # layers on the x axis
         j = min(max(int(np.searchsorted(column_edges(g.steps), x))-1, 0), len(g.steps)-1)
         return tensor_at(rows, col, g, min(max(int(y), 0), len(g.labels)-1), j, self.by)
 
     def of_name(self, which, step):
         "Return the row of a tensor at a step. For an unknown name, use the first tensor."
-        rows,_,_,labels = self.cells()
-        names,rows = list(labels.values()),training(rows)
-        at = np.flatnonzero((places(rows)[0]==(names.index(which) if which in names else 0)) & (rows['step']==step).to_numpy())
-        return rows.iloc[at[0]] if len(at) else None
+        rows,labels = self.cells()[0],self.labels()
+        found = rows[(rows['label']==(which if which in labels else labels[0])) & (rows['step']==step)]
+        return found.iloc[0] if len(found) else None
+
+    def labels(self): return self.cells()[0]['label'].unique().tolist()
 
     def histogram(self, row):
         "Return the arguments for a histogram of the tensor of a row."
-        ttype,label = self.values.get('ttype', 'output'),self.cells()[3][tensor_key(row)]
+        ttype = self.values.get('ttype', 'output')
         if ttype not in self.exponents:
             self.exponents[ttype] = self.table if hasattr(self.source, 'columns') else read_rows_for(exp_hist, self.source, ttype)
         given = {'step': int(row['step']), 'ttype': ttype}
         rows = rows_of_same_tensor(self.exponents[ttype], row)
-        return Arguments(tensor_histogram(label), rows, given, ('path', 'ttype', 'col_wrap', 'facet_kws'), self.on_change)
+        return Arguments(tensor_histogram(row['label']), rows, given, ('path', 'ttype', 'col_wrap', 'facet_kws'), self.on_change)
 
 def read_rows_for(f, source, ttype=None):
     "Return the table for a picture. Moving a control reads nothing more."
@@ -376,11 +359,10 @@ class TensorChooser:
 
     def offer(self):
         "Offer the tensors and steps of the current heat map."
-        rows,_,_,labels = self.patches.cells()
-        first,self.names = not self.names,list(labels.values())
+        first,self.names = not self.names,self.patches.labels()
         if self.which.value not in self.names: self.which.chosen = self.names[:1]
         self.which.offer(self.names)
-        self.when.offer(np.unique(rows['step']))
+        self.when.offer(np.unique(self.patches.cells()[0]['step']))
         if first: self.when.value = None
 
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a012
@@ -436,17 +418,10 @@ class Interactive:
         with self.lock: self.draw(self.now, self.now.values()) # invalid arguments raise here
         self.settle()
 
-    @property
-    def now(self): return self.stack[-1]
-
-    @property
-    def controls(self): return self.now.controls
-
-    @property
-    def figure(self): return self.picture.surface.figure
-
-    @property
-    def message(self): return self.layout.text
+    now = property(lambda self: self.stack[-1])
+    controls = property(lambda self: self.now.controls)
+    figure = property(lambda self: self.picture.surface.figure)
+    message = property(lambda self: self.layout.text)
 
     def __repr__(self): return f"interactive {self.stack[0].f.__name__} of {name_of_run(self.stack[0].one) or 'a table'}"
 

@@ -12,17 +12,14 @@ import numpy as np
 from ..measure.exponents import exponents_for, headroom, reach
 from .heatmaps import name_rows, picture_height
 from .histograms import rows_at_step, total_counts
-from ..frames.words import earlier_calls, ttype_of, ttypes_asked
-from .select import name_of_run, pick, places, rows_to_draw, training
-from .legend import palettes, make_title, words
-from .style import drawn, is_dark, panels
+from ..frames.words import earlier_calls
+from .select import name_of_run, places, tensors_to_draw, training
+from .legend import name_of_type, palettes, make_title
+from .style import axes_for, drawn, is_dark
 
 # %% ../../nbs/60_show/60_ranges.ipynb #dd7424aa
-def shares(
-    rows, # Rows of one step, with exponents
-    dtype:str # Name of a number format
-): # Labels, and a dict of arrays: 'over', 'subnormal', 'under'. Raises ValueError if the counts do not cover the format
-    "Return the share of nonzero numbers outside a format, for each tensor."
+def shares(rows, dtype:str): # rows: of one step
+    "Return labels, and the shares of nonzero numbers outside a format. Raise ValueError if the counts do not cover the format."
     code,labels = places(rows)
     out = {k: np.zeros(len(labels)) for k in ('over', 'subnormal', 'under')}
     for i in range(len(labels)):
@@ -83,7 +80,7 @@ def out_of_range(
     Returns:
         Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
     """
-    rows,step = rows_at_step(training(pick(rows_to_draw(run, ['exponents'], ttype=ttypes_asked(ttype)), path, ttype)), step)
+    rows,step = rows_at_step(training(tensors_to_draw(run, path, ttype, ['exponents'])), step)
     if 'exponents' in rows: rows = rows[rows['exponents'].notna()]
     if dtypes is None: dtypes = formats_in_range(rows, common) or common
     dtypes = [dtypes] if isinstance(dtypes, str) else list(dtypes)
@@ -94,21 +91,19 @@ def out_of_range(
         how = f"torchEmber(..., stats=['mean', 'std', 'zero_frac', {exponents_for(*dtypes)!r}])"
         raise ValueError(f"The run has no exponent counts. To record them next time: {how}.") from None
     labels = found[0][0]
-    if ax is None:
-        _,axes = panels(len(dtypes), len(dtypes), (2.2+2.1*len(dtypes), picture_height(len(labels), 12)), sharey=True)
-    else: axes = list(np.ravel(np.array(ax, dtype=object)))
-    if len(axes)!=len(dtypes): raise ValueError(f"{len(dtypes)} formats need as many axes, got {len(axes)}.")
+    size = 2.2+2.1*len(dtypes),picture_height(len(labels), 12)
+    axes = axes_for(len(dtypes), ax, 'formats', len(dtypes), size, sharey=True)
     worst = [max(max(f(got).max(initial=0) for _,got in found), .01) for f in (lambda g: g['subnormal']+g['under'], lambda g: g['over'])]
     for a,d,(_,got) in zip(axes, dtypes, found, strict=True): draw_format(a, d, got, *worst)
     name_rows(axes[0], labels)
     for a in axes[1:]: a.yaxis.set_tick_params(length=0)
-    title = make_title(name_of_run(rows), words.get(ttype_of(ttype)[0], ttype), f'step {step:,}')
+    title = make_title(name_of_run(rows), name_of_type(ttype), f'step {step:,}')
     small = 'too small' if 'zero_frac' in rows else 'too small, or zero'
     if ax is not None:
         axes[0].set(title=make_title(title, dtypes[0]), xlabel=f'← {small} · too large →') # the figure has a title
     else:
         axes[0].figure.suptitle(title, x=.01, ha='left')
-        axes[0].figure.supxlabel(f'← {small} · kept with fewer digits (faint) · too large →', fontsize=mpl.rcParams['axes.labelsize'])
+        axes[0].figure.supxlabel(f'← {small} · kept with fewer digits (faint) · too large →')
     return axes
 
 common = 'float16','float8_e4m3fn','float8_e5m2'

@@ -15,16 +15,14 @@ from ..ground.record import computed, computed_in, values_of
 from ..store.parameters import label_of, untrained
 from ..frames.words import earlier_calls, ttype_of
 from .findings import open_findings, title_text, is_about_row
-from .legend import make_title, words
+from .legend import make_title, name_of_type, words
 from .missing import selected_parameters, parameters_of_run, insert_missing, untrained_reasons, drop_missing
 from torchember.show.select import (find_stat, has_ttype, name_of_run, numeric_columns, pick, series, table_and_findings, training, trouble, usual,
     with_statistics)
 
 # %% ../../nbs/60_show/88_run_summary.ipynb #ee8d9996
-def first_trouble(
-    df # Rows
-): # A row, None if all are finite
-    "Return the first row of the earliest step with a non-finite tensor. For dicts use `first_not_finite`."
+def first_trouble(df):
+    "Return the first row of the earliest step with a non-finite tensor, None if all are finite. For dicts use `first_not_finite`."
     at = np.flatnonzero(trouble(df))
     if not len(at): return None
     step = df['step'].to_numpy()[at]
@@ -142,7 +140,7 @@ def summary(
     labels,_ = insert_missing(list(lines), missing, [label_of(p) for p in ps])
     df = pd.DataFrame.from_dict({n: lines.get(n, {'steps': 0, 'not finite': 0}) for n in labels}, orient='index')
     df = df[[c for c in df.columns if c!='not finite']+['not finite']]
-    df.index.name = words.get(ttype_of(kind)[0], kind)
+    df.index.name = name_of_type(kind)
     first,n,causes = first_trouble(training(tensors)),tensors['step'].nunique(),open_findings(findings, table['step'].max())[:3]
     finite = 'all finite' if first is None else '' if any(is_about_row(f, first) for f in causes) else trouble_sentence(first)
     title = make_title(name_of_run(table), f'{n:,} step{"s"*(n!=1)}', finite)

@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/60_show/10_select.ipynb #ba2c4074
 import re
 from os import PathLike
+from types import MappingProxyType
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from ..frames.choice import NothingChosen, no_rows_message
 from ..frames.handle import Run, open_run
 from ..frames.logs import measured_any
 from ..frames.tables import clean_types, is_vectors, not_recorded
-from ..frames.words import stats_of, ttype_of
+from ..frames.words import stats_of, ttype_of, ttypes_asked
 from ..measure.summary import derived
 from ..ground.choose import NamedLayer, Selection, chosen
 from ..ground.needs import needs
@@ -25,34 +26,21 @@ from ..store.anywhere import is_url
 from ..store.reading import path_of
 
 # %% ../../nbs/60_show/10_select.ipynb #734937ed
-def rows_to_draw(
-    source, # Name of a run, an ember, a tracker, or a table of rows or of tandv's LogFrame
-    stats=None, # Statistics to draw, so that no others are read; default all but exponents
-    rows=None, # All rows of the run, if they have been read
-    **wanted # `ttype`, `path` and `steps` of `read`, to read fewer rows
-): # pandas.DataFrame with `path`; `attrs['run']` is the name of the run
-    "Return the rows of a run for a picture, without findings."
-    df = every_row(source, stats, wanted, rows)
+def rows_to_draw(source, stats=None, rows=None, **wanted): # rows: all rows, if they have been read
+    "Return the rows of a run for a picture, without findings. `attrs['run']` is its name; `wanted` are arguments of `read`."
+    df = without_findings(rows_of_source(source, stats, wanted, rows))
     return df if stats is None else with_statistics(df, stats)
 
-def with_statistics(
-    df, # Rows
-    stats=() # Statistics; default those of an ember, or the user's own if no row has these
-):
-    "Return the rows with some statistics, without rows of a `Monitor`."
+def with_statistics(df, stats=()):
+    "Return the rows with some statistics, or with those of an ember, or with the user's own. Rows of a `Monitor` are left out."
     names = [n for s in stats for n in (s, stats_of.get(s)) if n in df] if len(stats) else [c for c in df.columns if c in usual]
     some = measured_any(df, names)
     return df if some.all() else df[some]
 
 usual = {*derived, 'shape', 'ratio', 'exponents'}
 
-def every_row(source, stats, wanted, rows=None): return without_findings(rows_of_source(source, stats, wanted, rows))
-
-def table_and_findings(
-    source, # A run, as in `rows_to_draw`
-    ttype=None # Tensor types to read; default all
-): # Rows to draw, and rows of findings
-    "Return the rows of a run and its findings."
+def table_and_findings(source, ttype=None): # ttype: tensor types to read; default all
+    "Return the rows of a run to draw, and its findings."
     df = rows_of_source(source, None, {} if ttype is None else {'ttype': [*ttype, 'finding']})
     return without_findings(df), df[has_ttype(df, 'finding')]
 
@@ -65,11 +53,9 @@ def without_findings(df):
     df = df[~found]
     return df.drop(columns=[c for c in of_findings if c in df and df[c].isna().all()])
 
-def tracker_in(source): return getattr(source, 't', source)
-
 def run_of(source):
     "Open the run of a picture. Raise TypeError for anything else."
-    if isinstance(source, str|PathLike|Run) or is_url(source) or hasattr(tracker_in(source), 'log_path'):
+    if isinstance(source, str|PathLike|Run) or is_url(source) or hasattr(getattr(source, 't', source), 'log_path'):
         return open_run(source)
     hint = " To see where runs part: compare([...])." if isinstance(source, list|tuple) else ""
     raise TypeError(f"A picture needs the name of a run, a torchEmber, its te.t or a table of rows, got {an(source)}.{hint}")
@@ -221,12 +207,14 @@ def no_ttype_message(typed, ttype, there, name):
     meant = " Did you mean 'weight_grad'?" if ttype=='output_grad' and str(typed)!=ttype and 'weight_grad' in there else ''
     return f"{printable(name)} has no rows of {name_of_type}; it has {', '.join(map(repr, there))}.{meant} To record {ttype!r} next time: {how}."
 
+def tensors_to_draw(run, path, ttype, stats=None):
+    "Return the rows of some layers and tensor types, with some statistics. Raise ValueError if there are none."
+    df = rows_to_draw(run, stats, **({} if ttype is None else {'ttype': ttypes_asked(ttype)}))
+    return pick(df if ttype is not None else df[~has_ttype(df, 'scalar')], path, ttype)
+
 # %% ../../nbs/60_show/10_select.ipynb #7e2e294a
-def find_stat(
-    df, # Rows
-    stat:str # Name of a statistic, ours or Track & Visualize's
-) -> str: # Name of the column. Raises ValueError if the statistic was not recorded
-    "Return the column of a statistic."
+def find_stat(df, stat:str) -> str:
+    "Return the column of a statistic, by our name or that of Track & Visualize. Raise ValueError if it was not recorded."
     if stat in df and df[stat].notna().any():
         if is_vectors(df[stat]):
             raise ValueError(f"The statistic {stat!r} is a vector, not a number. To draw it: surface(run, path=..., stat={stat!r}).")
@@ -247,13 +235,8 @@ def numeric_columns(df):
 # %% ../../nbs/60_show/10_select.ipynb #6bc987c2
 class TensorSeries:
     "One statistic of many tensors: labels, and for each value its tensor and step."
-    def __init__(self,
-        labels:list, # One per tensor
-        code, # For each value the position of its label, ascending
-        step, # For each value its step
-        value, # The statistic
-        bad # True if the tensor was not finite
-    ): self.labels,self.code,self.step,self.value,self.bad = labels,code,step,value,bad
+    def __init__(self, labels:list, code, step, value, bad): # code: for each value its label, ascending
+        self.labels,self.code,self.step,self.value,self.bad = labels,code,step,value,bad
 
     def __len__(self): return len(self.labels)
 
@@ -264,12 +247,7 @@ class TensorSeries:
             at = slice(ends[i], ends[i+1])
             yield label, self.step[at], self.value[at], self.bad[at]
 
-def series(
-    df, # Rows
-    stat:str, # A column
-    by:str='step', # Column for the x axis
-    known=None # Result of `places` for the rows of the training, if known
-) -> TensorSeries:
+def series(df, stat:str, by:str='step', known=None) -> TensorSeries: # by: x axis; known: result of `places`
     "Return a statistic of all tensors as lines."
     if known is None: known = places(df := training(df))
     code,labels = known
@@ -300,10 +278,8 @@ def training(df):
     return df[~beside] if beside.any() and not beside.all() else df
 
 # %% ../../nbs/60_show/10_select.ipynb #7a0ffafd
-def places(
-    df # Rows
-) -> tuple: # For each row the number of its tensor, and the labels of tensors, in the order of the log
-    "Number the tensors of a table."
+def places(df) -> tuple:
+    "Number the tensors of a table. Return the number for each row, and the labels of tensors, in the order of the log."
     cols = [c for c in ('path', 'ttype', 'tname', 'call', 'shard') if c in df]
     code = df.groupby(cols, sort=False, observed=True, dropna=False).ngroup().to_numpy()
     _,first = np.unique(code, return_index=True)
@@ -338,13 +314,8 @@ def root_name(df):
     return 'model'
 
 # %% ../../nbs/60_show/10_select.ipynb #07512929
-def thin_indices(
-    x, # Steps, ascending
-    y, # Values
-    bad, # Mask of the values of non-finite tensors
-    n:int=2000 # Number of points, about
-) -> np.ndarray: # Positions to keep, ascending
-    "Return the visible points of a line."
+def thin_indices(x, y, bad, n:int=2000) -> np.ndarray: # n: points, about
+    "Return the positions of the visible points of a line, ascending. `bad` masks the values of non-finite tensors."
     if len(x)<=n: return np.arange(len(x))
     edges = np.linspace(0, len(x), max(n//2, 1)+1).astype(int)
     low,high = np.where(np.isfinite(y), y, np.inf),np.where(np.isfinite(y), y, -np.inf)
@@ -361,19 +332,17 @@ def extremes_between(values, edges, at):
 # %% ../../nbs/60_show/10_select.ipynb #4e91369c
 class Grid:
     "One statistic as a matrix: layers x steps."
-    def __init__(self,
-        labels:list, # Labels of the rows
-        steps, # Steps of the columns
-        value, # Matrix; NaN without a value
-        bad, # Matrix; True if a tensor was not finite
-        members:list # For each row, the labels of its tensors
-    ): self.labels,self.steps,self.value,self.bad,self.members = labels,steps,value,bad,members
+    def __init__(self, labels:list, steps, value, bad, members:list, why=()):
+        # members: for each row, the labels of its tensors; why: for each row, the reason why it is empty or not reliable, or None
+        self.labels,self.steps,self.value,self.bad,self.members,self.why = labels,steps,value,bad,members,why
 
-def grid(
-    s:TensorSeries,
-    most_rows:int=500, most_columns:int=1000 # Size of the grid
-) -> Grid:
-    "Return lines as a grid."
+def row_reasons(members, why):
+    "Return for each group of labels why it is empty or not reliable, or None. why: label -> reason"
+    each = [{why.get(m) for m in some} for some in members]
+    return [next(iter(e)) if len(e)==1 else None if None in e else 'not trained' for e in each]
+
+def grid(s:TensorSeries, most_rows:int=500, most_columns:int=1000, why:dict=MappingProxyType({})) -> Grid:
+    "Return lines as a grid of at most this size. why: label -> reason of an empty line"
     steps,column = np.unique(s.step, return_inverse=True)
     row,labels,members = s.code,s.labels,[[l] for l in s.labels]
     if len(labels)>most_rows:
@@ -391,7 +360,8 @@ def grid(
     # the last one counts: on a tie, the larger value
     order = np.arange(len(cell)) if alone else np.lexsort((s.value, distance_from_median(s), cell))
     value[cell[order]] = s.value[order]
-    return Grid(labels, steps, value.reshape(len(labels), len(steps)), bad.reshape(len(labels), len(steps)), members)
+    shape = len(labels),len(steps)
+    return Grid(labels, steps, value.reshape(shape), bad.reshape(shape), members, row_reasons(members, why))
 
 def distance_from_median(s):
     "Return the distance of each value from the median of its tensor, in powers of ten if all values are positive."

@@ -19,10 +19,8 @@ from ..ground.messages import printable, says_arguments
 from .legend import palettes
 
 # %% ../../nbs/60_show/00_style.ipynb #a62cbf1a
-def is_dark(
-    color=None # Any color of matplotlib; default the current background of figures
-) -> bool:
-    "Return True if a background is dark."
+def is_dark(color=None) -> bool:
+    "Return True if a color, by default the background of figures, is dark."
     color = mpl.rcParams['figure.facecolor'] if color is None else color
     if color=='none': color = mpl.rcParams['axes.facecolor']
     return float(np.dot(to_rgb(color), (.299, .587, .114)))<.5
@@ -34,7 +32,7 @@ def rc_settings():
     ink,line = ('#e6e6e6', '#8a8a8a') if dark else ('#1c1c1c', '#8a8a8a')
     # a size that the user chose stays
     size = 9 if mpl.rcParams['font.size']==mpl.rcParamsDefault['font.size'] else mpl.rcParams['font.size']
-    return {'font.size': size, 'axes.titlesize': size+1, 'figure.titlesize': size+2, 'axes.labelsize': size,
+    return {'font.size': size, 'axes.titlesize': size+1, 'figure.titlesize': size+2, 'axes.labelsize': size, 'figure.labelsize': size,
         'legend.fontsize': size-1, 'xtick.labelsize': size-1, 'ytick.labelsize': size-1, 'axes.titlelocation': 'left',
         'axes.spines.top': False, 'axes.spines.right': False, 'axes.edgecolor': line,
         'axes.labelcolor': ink, 'text.color': ink, 'axes.titlecolor': ink,
@@ -76,10 +74,8 @@ def draw_as_letters(fig, users):
             for label in (tick.label1, tick.label2): label.set_parse_math(True)
 
 # %% ../../nbs/60_show/00_style.ipynb #ee344c0f
-def drawn(
-    f # A function that draws
-): # The same function, in the look of torchember
-    "Decorate a picture: apply torchember's look during the call, and return Axes or `Panels`."
+def drawn(f):
+    "Decorate a function that draws: apply torchember's look during the call, and return Axes or `Panels`."
     @says_arguments
     @functools.wraps(f)
     def g(*args, **kwargs):
@@ -90,6 +86,11 @@ def drawn(
         return return_axes(got, theirs is None) if isinstance(got, list|mpl.axes.Axes) else got
     return g
 
+def whole_figure(fig):
+    "Return the figure around a subfigure."
+    while fig.figure is not fig: fig = fig.figure
+    return fig
+
 def return_axes(axes, own=True):
     "Return the Axes of one panel, or `Panels` of several. Saving one Axes saves its own figure."
     ax = axes if isinstance(axes, mpl.axes.Axes) else axes[0] if len(axes)==1 else None
@@ -98,9 +99,7 @@ def return_axes(axes, own=True):
     return ax
 
 # %% ../../nbs/60_show/00_style.ipynb #d6994220
-def figure(
-    size:tuple # Width and height of a new figure in inches
-): # Figure
+def figure(size:tuple): # size: width and height in inches
     "Return an empty figure to draw into."
     fig,wanted = given.get()
     if fig is None: return plt.figure(figsize=size, layout='constrained')
@@ -111,31 +110,18 @@ def figure(
 given = ContextVar('given', default=(None, None))
 
 @contextmanager
-def drawing_on(
-    fig, # Figure, or part of a figure. Each picture replaces the one before
-    wanted=None # Function of the size that a picture would choose, called before drawing
-):
-    "Draw all pictures of the context into one figure."
+def drawing_on(fig, wanted=None):
+    "Draw all pictures of the context into one figure, each instead of the one before. Call `wanted` with the size that a picture would choose."
     was = given.set((fig, wanted))
     try: yield fig
     finally: given.reset(was)
 
-def canvas(
-    ax=None, # Axes to draw into; default new ones
-    size:tuple=(7, 3.5) # Width and height of a new figure in inches
-): # Axes
+def canvas(ax=None, size:tuple=(7, 3.5)): # size: of a new figure, in inches
     "Return axes to draw into."
     return figure(size).subplots() if ax is None else ax
 
-def panels(
-    n:int, # Number of panels
-    wrap:int|None=None, # Panels per row, at most
-    size:tuple|None=None, # Size of the figure in inches
-    each:tuple=(3.2, 2.2), # Size of one panel in inches, if `size` is None
-    least:tuple=(4.5, 2.8), # Smallest size of the figure in inches, if `size` is None
-    **kwargs # `sharex`, `sharey`, `subplot_kw`, `gridspec_kw` of matplotlib's `subplots`
-): # Figure and list of axes
-    "Return a figure with a grid of axes."
+def panels(n, wrap=None, size=None, each=(3.2, 2.2), least=(4.5, 2.8), **kwargs): # kwargs: of `subplots`
+    "Return a figure with a grid of axes, at most `wrap` in a row, and their list. Sizes are in inches: of the figure, of a panel, the least."
     across = min(n, wrap or (n if n<4 else math.ceil(n**.5)))
     down = math.ceil(n/across)
     if size is None: size = max(each[0]*across, least[0]), max(each[1]*down, least[1])
@@ -144,6 +130,21 @@ def panels(
     for ax in grid[n:]: ax.remove()
     for ax in grid[max(n-across, 0):n]: ax.xaxis.set_tick_params(labelbottom=True) # no panel below has the labels
     return fig, list(grid[:n])
+
+def axes_for(n, ax, what, wrap=None, size=None, **kwargs): # what: a word for n things; others: as in `panels`
+    "Return the given Axes as a list, or those of a new figure. Raise ValueError if their number is not `n`."
+    if ax is None: return panels(n, wrap, size, **kwargs)[1]
+    axes = list(np.ravel(np.array(ax, dtype=object)))
+    if len(axes)!=n: raise ValueError(f"{n} {what} need as many axes, got {len(axes)}.")
+    return axes
+
+def label_figure(axes, title, x='', y=''):
+    "Write the title of a figure, and labels beside the only Axes or all of them."
+    fig = axes[0].figure
+    if title: fig.suptitle(title, x=.01, ha='left')
+    if len(axes)==1: return axes[0].set(xlabel=x, ylabel=y)
+    fig.supxlabel(x)
+    fig.supylabel(y)
 
 # %% ../../nbs/60_show/00_style.ipynb #9a3e0002
 class Panels(np.ndarray):
@@ -165,16 +166,9 @@ class Panels(np.ndarray):
         if name[0]=='_': raise AttributeError(name)
         return getattr(self.figure, name)
 
-def whole_figure(fig):
-    "Return the figure around a subfigure."
-    while fig.figure is not fig: fig = fig.figure
-    return fig
-
 # %% ../../nbs/60_show/00_style.ipynb #31387a25
-def base2(
-    x # Exponents
-) -> list:
-    "Format an axis of exponents as powers of two."
+def base2(x) -> list:
+    "Format exponents as powers of two."
     return [f'$2^{{{int(n)}}}$' for n in x]
 
 def axes_size(ax):

@@ -17,15 +17,12 @@ from ..ground.record import values_of
 from .heatmaps import heat
 from ..frames.words import earlier_calls, ttype_of
 from .select import Grid, name_of_run, rows_to_draw
-from .legend import alarm, meanings, short_names, make_title, words, zero
+from .legend import alarm, meanings, name_of_type, short_names, make_title, zero
 from .style import drawing_on, drawn, is_dark, panels
 
 # %% ../../nbs/60_show/75_surfaces.ipynb #83eb96c8
-def thin_matrix(
-    h:UnitHistory,
-    most_steps:int, most_units:int # Size of the result
-) -> tuple: # Steps, numbers of units, values, mask of not finite
-    "Reduce a matrix to a visible size."
+def thin_matrix(h:UnitHistory, most_steps:int, most_units:int) -> tuple:
+    "Reduce a matrix to a visible size. Return steps, numbers of units, values, and the mask of not finite."
     ok,bounds = np.isfinite(h.value),[np.unique(np.linspace(0, n, min(n, most)+1).astype(int))[:-1]
         for n,most in zip(h.value.shape, (most_steps, most_units), strict=True)]
     steps,units = h.steps[bounds[0]],np.arange(h.value.shape[1])[bounds[1]]
@@ -42,7 +39,7 @@ def thin_matrix(
 def has_zeros(value):
     "Return True if zero is the smallest value."
     finite = value[np.isfinite(value)]
-    return bool(len(finite)) and finite.min()==0 and finite.max()>0
+    return bool(len(finite) and finite.min()==0 and finite.max()>0)
 
 # %% ../../nbs/60_show/75_surfaces.ipynb #386396c9
 @earlier_calls('stat', 'path', 'ttype', 'kind', 'figsize', 'col_wrap')
@@ -82,7 +79,7 @@ def surface(
         names = printable(', '.join(h.label for h in found[:4]))
         raise ValueError(f"{len(found)} layers have {stat!r}: {names}, ... These are too many to read. "
             f"Choose one: surface(run, {found[0].path!r}, stat={stat!r}).")
-    what = words.get(ttype_of(ttype)[0], ttype) if ttype else ''
+    what = name_of_type(ttype) if ttype else ''
     return draw(found, stat, kind, make_title(name_of_run(table), what, meanings.get(stat, stat)), figsize, col_wrap, kwargs)
 
 # %% ../../nbs/60_show/75_surfaces.ipynb #1051bcb7

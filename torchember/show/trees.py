@@ -11,49 +11,33 @@ import numpy as np
 
 from .heatmaps import color_norm
 from .histograms import rows_at_step
-from ..frames.words import earlier_calls, ttype_of, ttypes_asked
-from .select import name_of_run, pick, root_name, find_stat, rows_to_draw, training, trouble
-from .legend import alarm, shorten_middle, meanings, make_title, words
+from ..frames.words import earlier_calls
+from .select import name_of_run, root_name, find_stat, tensors_to_draw, training, trouble
+from .legend import alarm, shorten_middle, meanings, make_title, name_of_type
 from .style import canvas, drawn, is_dark, axes_size
 
 # %% ../../nbs/60_show/50_trees.ipynb #5601def5
 class Box:
     "A module in the picture."
-    def __init__(self,
-        path:str, # '' for the root
-        depth:int, # Number of modules around it
-        top:float, # Position of the upper edge, in layers
-        height:float # Height, in layers
-    ): self.path,self.depth,self.top,self.height = path,depth,top,height
+    def __init__(self, path:str, depth:int, top:float, height:float): # depth: number of modules around it
+        self.path,self.depth,self.top,self.height = path,depth,top,height
 
-def boxes(
-    paths:list, # Paths of modules, in order
-    deepest:int|None=None # Depth at which drawing stops
-) -> list: # `Box`es, the root first
-    "Return the box of each module."
-    inside = {'': {}}
+def boxes(paths:list, deepest:int|None=None) -> list:
+    "Return the `Box` of each module, the root first. `deepest` is the depth at which drawing stops."
+    around = {'': None} # path -> path of the module around it; outer modules first
     for p in paths:
-        node,parts = inside[''],p.split('.') if p else []
-        for part in parts[:deepest]: node = node.setdefault(part, {})
-    out,todo = [],[('', inside[''], 0, 0.)]
-    tall = heights('', inside[''], {})
-    while todo:
-        path,node,depth,top = todo.pop()
-        out.append(Box(path, depth, top, tall[path]))
-        for name,child in node.items():
-            below = f'{path}.{name}' if path else name
-            todo.append((below, child, depth+1, top))
-            top += tall[below]
+        parts = p.split('.')[:deepest] if p else []
+        for i in range(len(parts)): around.setdefault('.'.join(parts[:i+1]), '.'.join(parts[:i]))
+    heights = dict.fromkeys(around, 0) # in layers
+    for p,outer in reversed(around.items()):
+        heights[p] = heights[p] or 1
+        if p: heights[outer] += heights[p]
+    out,free = [],{None: 0.} # free: module -> upper edge of its next inner module
+    for p,outer in around.items():
+        free[p] = free[outer]
+        free[outer] += heights[p]
+        out.append(Box(p, p.count('.')+1 if p else 0, free[p], heights[p]))
     return sorted(out, key=lambda b: (b.depth, b.top))
-
-def heights(path, node, found):
-    "Count the layers in each module, without recursion: models may be nested deeply."
-    todo = [(path, node, False)]
-    while todo:
-        p,n,ready = todo.pop()
-        if ready or not n: found[p] = sum(found[f'{p}.{k}' if p else k] for k in n) or 1
-        else: todo += [(p, n, True), *((f'{p}.{k}' if p else k, c, False) for k,c in n.items())]
-    return found
 
 # %% ../../nbs/60_show/50_trees.ipynb #0c5b6a76
 @earlier_calls('stat', 'ttype', 'step', 'path', 'deepest', 'ax')
@@ -81,7 +65,7 @@ def tree(
     Returns:
         The axes
     """
-    rows,step = rows_at_step(training(pick(rows_to_draw(run, [stat], ttype=ttypes_asked(ttype)), path, ttype)), step)
+    rows,step = rows_at_step(training(tensors_to_draw(run, path, ttype, [stat])), step)
     col = find_stat(rows, stat)
     paths = rows['path'].astype(str)
     value = {}
@@ -98,7 +82,7 @@ def tree(
     colours = mpl.cm.ScalarMappable(color_norm(finite), 'viridis')
     space = (axes_size(ax)[0]/72 if given else ax.figure.get_size_inches()[0]*.8)/depth*11
     for b in bs: draw_box(ax, b, value.get(b.path), b.path in bad, colours, root_name(rows), space)
-    ax.set(xlim=(0, depth), ylim=(leaves, 0), xticks=[], yticks=[], title=make_title(name_of_run(rows), words.get(ttype_of(ttype)[0], ttype), f'step {step:,}'))
+    ax.set(xlim=(0, depth), ylim=(leaves, 0), xticks=[], yticks=[], title=make_title(name_of_run(rows), name_of_type(ttype), f'step {step:,}'))
     for s in ax.spines.values(): s.set_visible(False)
     if len(finite):
         bar = ax.figure.colorbar(colours, ax=ax, label=meanings.get(col, col), pad=.01, fraction=.03, aspect=30)

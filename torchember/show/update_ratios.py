@@ -30,9 +30,7 @@ def has_bounds(table):
     weights = table[has_ttype(table, 'weight')]
     return len(weights)>0 and parameter_sizes(weights) is not None
 
-def least_ratios(
-    rows # Rows of weights
-) -> list: # Lines, as in `draw_lines`
+def least_ratios(rows) -> list: # rows: of weights
     "Return lower bounds of the ratio of update to weight between recorded steps, as a mean per step."
     if 'std' in (stats := parameter_sizes(rows)): rows = rows.assign(std=population_std(rows))
     out = []
@@ -74,11 +72,8 @@ def unchanged_mask(rows, code):
     still[order[1:]],before[order[1:]] = same,code[order][1:]==code[order][:-1]
     return still & before, before
 
-def count_standstills(
-    rows, # Rows of updates, or of weights
-    known:bool # True if the rows are of updates
-) -> dict: # Label -> number of steps without a move, and of all recorded steps
-    "Count how often each weight did not move."
+def count_standstills(rows, known:bool) -> dict: # known: True for rows of updates, False for weights
+    "Count how often each weight did not move: label -> steps without a move, and all recorded steps."
     code,labels = places(rows)
     still,counted = (zero_update_mask(rows), np.ones(len(rows), bool)) if known else unchanged_mask(rows, code)
     each = zip(labels, np.bincount(code, still, len(labels)), np.bincount(code, counted, len(labels)), strict=True)
@@ -93,12 +88,7 @@ def find_unmoved(table, rows, path, known):
     return {l: found.get(l, (1, 1)) for l in dict.fromkeys([*places(weights)[1], *found])}
 
 # %% ../../nbs/60_show/70_update_ratios.ipynb #accf216f
-def standstill_text(
-    never, # Labels of weights that never moved
-    still:dict, # Counts from `count_standstills`
-    why:dict, # Label -> reason, if known
-    most:int=4 # Number of names, at most
-) -> str: # Lines of text
+def standstill_text(never, still:dict, why:dict, most:int=4) -> str: # still: result of `count_standstills`
     "Return a text about weights without a move, always or sometimes."
     names = lambda some: ', '.join(some[:most])+(f' and {len(some)-most} more' if len(some)>most else '')
     short = dict(zip(never, short_names(list(never)), strict=True))

@@ -6,6 +6,7 @@
 __all__ = ['find_mismatch', 'StateDict']
 
 # %% ../../nbs/70_state/06_algebra.ipynb #1309bed1
+import functools
 from collections import OrderedDict
 from numbers import Number
 
@@ -48,15 +49,8 @@ class NamedValues(OrderedDict):
         "True if the values are numbers, not tensors."
         return bool(self) and not isinstance(next(iter(self.values())), torch.Tensor)
 
-    @property
-    def device(self):
-        "Device of the tensors. None if there are several, or no tensors."
-        return self.common('device')
-
-    @property
-    def dtype(self):
-        "Dtype of the tensors. None if there are several, or no tensors."
-        return self.common('dtype')
+    device = property(lambda self: self.common('device'), doc="Device of the tensors. None if there are several, or no tensors.")
+    dtype = property(lambda self: self.common('dtype'), doc="Dtype of the tensors. None if there are several, or no tensors.")
 
     def common(self,
         attribute # 'device' or 'dtype'
@@ -220,6 +214,16 @@ class Layers(NamedValues):
         return self.apply(lambda x: torch.ones_like(x) if isinstance(x, torch.Tensor) else type(x)(1))
 
 # %% ../../nbs/70_state/06_algebra.ipynb #b5d0ab0f
+def in_place(method):
+    "Return a method that replaces the values of a snapshot by the result of another method."
+    @functools.wraps(method)
+    def f(self, *args, **kwargs): return self.take(method(self, *args, **kwargs))
+    f.__name__ += '_'
+    f.__qualname__ += '_'
+    first = f"Replace the values by those of `{method.__name__}`. Return this snapshot."
+    f.__doc__ = '\n'.join([first, *method.__doc__.split('\n')[1:]]) # with the arguments
+    return f
+
 class EditableLayers(Layers):
     "Layers that can be copied, moved, saved and changed."
     def save(self,
@@ -271,27 +275,13 @@ class EditableLayers(Layers):
         self._ttype = ttype
         return self
 
-    def apply_(self, func):
-        "Replace each layer by a function of it."
-        return self.take(self.apply(func))
-
-    def zeros_(self):
-        "Replace all values by zeros."
-        return self.take(self.zeros())
-
-    def ones_(self):
-        "Replace all values by ones."
-        return self.take(self.ones())
+    apply_,zeros_,ones_ = map(in_place, (Layers.apply, Layers.zeros, Layers.ones))
 
 # %% ../../nbs/70_state/06_algebra.ipynb #1125e2e5
 def is_scalar_value(x): return isinstance(x, Number|np.number) or (isinstance(x, torch.Tensor) and x.dim()==0)
 
-def apply_operation(
-    op:str, # Name of a function of torch
-    d, # A StateDict
-    *other # Nothing, a number, or another StateDict
-): # A StateDict with the names of `d`
-    "Apply an operation to all layers."
+def apply_operation(op:str, d, *other): # other: nothing, a number, or another StateDict
+    "Apply a function of torch, by its name, to all layers of a StateDict."
     o = other[0] if other else None
     if isinstance(o, NamedValues):
         if why := find_mismatch(d, o): raise ValueError(why)
@@ -356,25 +346,7 @@ class Arithmetic(EditableLayers):
         if not self.is_result: return self.apply(lambda x: x.clip(min=min, max=max))
         return self.like(zip(self, results_tensor(self).clip(min=min, max=max).tolist(), strict=True))
 
-    def neg_(self):
-        "Negate the snapshot in place."
-        return self.take(self.neg())
-
-    def abs_(self):
-        "Replace the values by their absolute values."
-        return self.take(self.abs())
-
-    def sqrt_(self):
-        "Replace the values by their square roots."
-        return self.take(self.sqrt())
-
-    def sign_(self):
-        "Replace the values by their signs."
-        return self.take(self.sign())
-
-    def clip_(self, min=None, max=None):
-        "Limit the values to a range."
-        return self.take(self.clip(min, max))
+    neg_,abs_,sqrt_,sign_,clip_ = map(in_place, (neg, abs, sqrt, sign, clip))
 
     def __neg__(self): return self.neg()
     def __abs__(self): return self.abs()
@@ -437,16 +409,15 @@ def apply_torch_function(func, args, kwargs):
     return d.like({k: y.item() for k,y in out.items()} if d.is_result else out)
 
 # %% ../../nbs/70_state/06_algebra.ipynb #fc3ce81a
-def tensors_to_reduce(d, pattern):
-    "Return the tensors that a reduction reads. Results are joined into one tensor."
+def tensors_to_reduce(d, pattern, lw):
+    "Return the tensors that a reduction reads. Results are a tensor for each name (`lw`), or joined into one."
     some = select_layers(d, pattern)
     if not d.is_result: return some
-    return {'': results_tensor(d.like(some))}
+    return {k: torch.tensor(v, dtype=torch.float64) for k,v in some.items()} if lw else {'': results_tensor(d.like(some))}
 
 def reduce_layers(d, name, lw, pattern, change=None, dtype=None): # change: function: numbers, counts of elements -> corrected numbers
     "Return one of `reduction_stats`, or 'sum'."
-    if d.is_result and lw: layers = {k: torch.tensor(v, dtype=torch.float64) for k,v in select_layers(d, pattern).items()}
-    else: layers = tensors_to_reduce(d, pattern)
+    layers = tensors_to_reduce(d, pattern, lw)
     refuse_complex(layers, [name])
     rows = summarize_layers(layers, groups_for_reductions([name]))
     v = rows if lw else merge(np.stack([no_elements(groups_for_reductions([name])), *rows]))
@@ -473,8 +444,8 @@ def correct_bias(name, got, n):
 def reduce_norm(d, p, lw, pattern, dtype=None):
     "Return the p-norm for any p."
     if p=='fro': p = 2
-    layers = {k: torch.tensor(v, dtype=torch.float64) for k,v in select_layers(d, pattern).items()} if d.is_result else select_layers(d, pattern)
     if p in (1, 2): return reduce_layers(d, f'norm{int(p)}', lw, pattern, None, dtype)
+    layers = tensors_to_reduce(d, pattern, True)
     got = norm_per_layer(layers, p)
     return reduction_result(d, layers, got if lw else combine_norms(got, p), lw, dtype)
 

@@ -28,12 +28,8 @@ def check_copy(clone, device, dtype):
     if not clone and (device is not None or dtype is not None):
         raise ValueError("device= and dtype= make a copy, so they need clone=True. With clone=False a snapshot shares the memory of the model.")
 
-def take_snapshot(
-    items, # (name, tensor, columns of its log row) triples
-    pattern, clone, device, dtype, name,
-    ttype=None # Tensor type
-) -> StateDict:
-    "Return a snapshot of some tensors."
+def take_snapshot(items, pattern, clone, device, dtype, name, ttype=None) -> StateDict:
+    "Return a snapshot of some (name, tensor, columns of its log row)."
     check_copy(clone, device, dtype)
     places = {k: (x, p) for k,x,p in items}
     d = StateDict((k, x) for k,(x,_) in select_layers(places, pattern).items())
@@ -67,9 +63,7 @@ def check_model(model):
     if isinstance(model, nn.Module): return
     raise TypeError(f"a snapshot is taken of a torch.nn.Module, got a {type(model).__name__}. For a dict of tensors, use from_state_dict.")
 
-def named_parameters_of(
-    model, include=None, exclude=None # Model, and selection of its modules
-):
+def named_parameters_of(model, include=None, exclude=None):
     "Yield (name, parameter, columns of its log row) for each parameter of a model, in the order of `named_parameters`."
     check_model(model)
     if isinstance(model, nn.DataParallel): model = model.module
@@ -215,21 +209,14 @@ def load(
     return from_state_dict(raw, pattern, clone=device is not None or dtype is not None, device=device, dtype=dtype, name=name)
 
 # %% ../../nbs/70_state/08_factories.ipynb #9fcd3109
-def activation_key(
-    path:str, # Path of the module
-    name:str, # Name of the output. '' if the module returns one tensor
-    call:int=0 # Number of the call in its pass
-) -> str:
-    "Return the name of an output in the snapshot."
+def activation_key(path:str, name:str, call:int=0) -> str:
+    "Return the name of an output in the snapshot. `name` is '' if the module returns one tensor."
     return '.'.join(filter(None, (path, name or ('' if path else 'output_0'))))+(f'@{call}' if call else '')
 
 # %% ../../nbs/70_state/08_factories.ipynb #8b6ab2ac
 class LatestPass:
     "Tensors of one pass by name, in the order of the forward pass."
-    def __init__(self,
-        state, # A StateDict to fill
-        copy=None # Arguments of `Tensor.to` for copies. None shares the memory
-    ):
+    def __init__(self, state, copy=None): # state: to fill; copy: arguments of `Tensor.to` for copies, or None
         self.state,self.copy = state,copy
         self.shown = 0 # number of the pass whose tensors the snapshot has
         self.count,self.position = 0,{} # names in the running pass, and the position of each

@@ -44,21 +44,16 @@ def name_layers(layers):
     return {k: known.get(k, {}).get('layer') or NamedLayer(k.rpartition('.')[0]) for k in layers}
 
 # %% ../../nbs/70_state/00_layers.ipynb #9eb9d673
-def require_values(
-    layers:dict # Name -> tensor
-) -> dict: # The same layers
-    "Raise `Unmeasurable` if a layer is on the meta device."
+def require_values(layers:dict) -> dict:
+    "Return the layers. Raise `Unmeasurable` if one is on the meta device."
     for k,x in layers.items():
         if getattr(x, 'is_meta', False):
             raise Unmeasurable(f"{k!r} is on the meta device: it has a shape, but no values. Ask for shapes and counts, or load the weights first.")
     return layers
 
 # %% ../../nbs/70_state/00_layers.ipynb #f54c68b0
-def summarize_local(
-    xs:list, # Ordinary tensors, on any devices
-    wanted=scalars # Groups of parts to measure
-) -> np.ndarray: # Summary vectors, shape (n, width)
-    "Return the summary vectors of tensors without shards."
+def summarize_local(xs:list, wanted=scalars) -> np.ndarray: # wanted: groups of parts
+    "Return the summary vectors of tensors without shards, shape (n, width)."
     out,places = np.empty((len(xs), length(wanted))),{}
     for i,x in enumerate(xs): places.setdefault(x.device, []).append(i)
     for device,at in places.items():
@@ -107,12 +102,8 @@ def gather_rows(rows, mesh):
         out = torch.stack(pieces)
     return out.cpu().numpy()
 
-def merge_over_ranks(
-    rows:np.ndarray, # A row for each layer, from the shard of this process
-    xs:list, # The layers
-    fold=merge # Function: rows of all shards, shape (k, width) -> row of the whole layer
-) -> np.ndarray: # Rows of whole layers
-    "Replace the rows of shards by those of whole layers, with one collective for each mesh."
+def merge_over_ranks(rows:np.ndarray, xs:list, fold=merge) -> np.ndarray: # rows: of the shards of this process
+    "Replace the rows of shards by those of whole layers, with one collective for each mesh. `fold`: rows of all shards -> row of the layer."
     meshes = {}
     for i,x in enumerate(xs):
         if is_sharded(x) and not all(p.is_replicate() for p in x.placements): meshes.setdefault(x.device_mesh, []).append(i)
@@ -124,11 +115,8 @@ def merge_over_ranks(
     return rows
 
 # %% ../../nbs/70_state/00_layers.ipynb #6fe24bdc
-def summarize_layers(
-    layers:dict, # Name -> tensor
-    wanted=scalars # Groups of parts to measure
-) -> np.ndarray: # A summary vector for each layer
-    "Return the summaries of layers. Read each layer once. Raise `Unmeasurable` for a layer without values."
+def summarize_layers(layers:dict, wanted=scalars) -> np.ndarray: # wanted: groups of parts
+    "Return the summary vector of each layer. Read each layer once. Raise `Unmeasurable` for a layer without values."
     xs = list(require_values(layers).values())
     if not xs: return np.empty((0, length(wanted)))
     with no_grad_no_autocast({x.device.type for x in xs}):
@@ -147,10 +135,7 @@ def find_unreadable(layers):
 reduction_stats = dict(norm1='l1', norm2='l2', norm1_mean='abs_mean', mean='mean', var='var', std='std', skew='skew', kurtosis='kurtosis',
     max='max', min='min', abs_min='abs_min', abs_max='abs_max') # reduction -> statistic of a summary
 
-def derive_reduction(
-    v:np.ndarray, # Summary vectors
-    name:str # 'sum', or one of `reduction_stats`
-) -> np.ndarray:
+def derive_reduction(v:np.ndarray, name:str) -> np.ndarray: # name: 'sum', or one of `reduction_stats`
     "Return a reduction of each summary vector."
     got = derive(v, ['mean' if name=='sum' else reduction_stats[name]]).popitem()[1]
     n = v[..., 0]
@@ -161,10 +146,7 @@ def derive_reduction(
 magnitude_reductions = ('norm1', 'norm2', 'norm1_mean', 'abs_min', 'abs_max')
 
 # %% ../../nbs/70_state/00_layers.ipynb #3fdb2bb0
-def refuse_complex(
-    layers:dict, # Name -> tensor
-    names # Reductions
-):
+def refuse_complex(layers:dict, names):
     "Raise TypeError for reductions of complex layers that are not reductions of magnitudes."
     asked = [n for n in names if n=='sum' or n in reduction_stats and n not in magnitude_reductions]
     k = next((k for k,x in layers.items() if x.is_complex()), None)
@@ -172,18 +154,12 @@ def refuse_complex(
         raise TypeError(f"{k!r} is complex, so its {asked[0]} is not a real number. "
             f"Ask for norms, or for abs().{asked[0]}(), the {asked[0]} of the magnitudes.")
 
-def groups_for_reductions(
-    names # Reductions
-) -> tuple: # Groups of parts
-    "Return the groups of summary parts that these reductions need."
+def groups_for_reductions(names) -> tuple:
+    "Return the groups of summary parts that some reductions need."
     return groups_for([reduction_stats[n] for n in names if n in reduction_stats])
 
 # %% ../../nbs/70_state/00_layers.ipynb #56365dde
-def scalar_tensor(
-    value:float,
-    dtypes, # Dtypes of the reduced layers
-    name='' # Name of the reduction
-) -> torch.Tensor: # Without dimensions, on the CPU
+def scalar_tensor(value:float, dtypes, name='') -> torch.Tensor: # dtypes: of the reduced layers
     "Return a reduction of a whole model as a tensor, in the dtype of torch's own reduction, but at least float32."
     dtypes = set(dtypes)
     floating = [d for d in dtypes if d.is_floating_point or d.is_complex]
@@ -192,10 +168,7 @@ def scalar_tensor(
     return torch.tensor(value, dtype=torch.float64 if wide else torch.float32)
 
 # %% ../../nbs/70_state/00_layers.ipynb #868b92f4
-def combine_norms(
-    norms, # p-norms of the parts
-    p:float
-) -> float: # p-norm of the whole
+def combine_norms(norms, p:float) -> float:
     "Return the p-norm of the whole from the p-norms of its parts."
     norms = np.asarray(norms, dtype=np.float64)
     if p==0: return norms.sum()
@@ -213,10 +186,7 @@ def tensor_norm(x, p):
     return combine_norms(pieces*times+[0.]*bool(zeros and p<0), p)
 
 # %% ../../nbs/70_state/00_layers.ipynb #16d88abc
-def norm_per_layer(
-    layers:dict, # Name -> tensor
-    p:float # inf returns the largest absolute value, 0 the number of nonzero elements
-) -> np.ndarray: # A number for each layer
+def norm_per_layer(layers:dict, p:float) -> np.ndarray: # p: 0 for the number of nonzero elements
     "Return the p-norm of each layer."
     known = {1: 'norm1', 2: 'norm2', math.inf: 'abs_max', -math.inf: 'abs_min'}.get(p)
     if known:
@@ -237,12 +207,8 @@ def have_one_kind(xs):
     return a.is_floating_point() and all(type(x) is torch.Tensor and x.layout is torch.strided and x.dtype is a.dtype and x.device==a.device for x in xs)
 
 # %% ../../nbs/70_state/00_layers.ipynb #a0c403fe
-def apply_each(
-    op:str, # Name of a function of torch, one of `foreach_functions`
-    xs:list, # Tensors
-    *others # At most one: a number, or a list with a tensor or number for each
-) -> list: # New tensors
-    "Apply an operation to each tensor, in one call if possible."
+def apply_each(op:str, xs:list, *others) -> list: # others: at most a number, or a list with one for each tensor
+    "Apply one of `foreach_functions` to each tensor, in one call if possible. Return new tensors."
     if not xs: return []
     listed = [o for o in others if isinstance(o, list)]
     def fits(x, y): return isinstance(y, torch.Tensor) and y.shape==x.shape

@@ -19,20 +19,14 @@ from ..ground.needs import needs
 from ..ground.messages import warn
 
 # %% ../../nbs/70_state/20_noise.ipynb #9dab8816
-def two_sizes(
-    small, big, # Batch sizes
-    small_sq, big_sq # Mean squared norms of the gradients of batches of these sizes
-) -> tuple: # Squared norm of the true gradient, and trace of the covariance of a sample's gradient
-    "Solve for the squared norm of the true gradient and the trace. Raise ValueError for equal batch sizes."
+def two_sizes(small, big, small_sq, big_sq) -> tuple: # small_sq, big_sq: mean squared norms of gradients
+    "Solve for the squared norm of the true gradient, and the trace of the covariance of a sample's gradient."
     if not 0<small<big: raise ValueError(f"two_sizes compares a batch with a larger one, got sizes {small} and {big}.")
     return (big*big_sq-small*small_sq)/(big-small), (small_sq-big_sq)/(1/small-1/big)
 
 # %% ../../nbs/70_state/20_noise.ipynb #83c02aed
-def fit_sizes(
-    sizes, # Batch sizes, shape (n,)
-    squares # Mean squared norms of gradients, shape (..., n)
-) -> tuple: # Squared norm of the true gradient, and trace of the covariance of a sample's gradient, shape (...)
-    "Fit a line to squared norms as a function of the inverse batch size. Raise ValueError for fewer than two sizes."
+def fit_sizes(sizes, squares) -> tuple: # squares: mean squared norms, shape (..., n)
+    "Fit a line to squared norms as a function of the inverse batch size. Return norm and trace as `two_sizes`."
     sizes = np.asarray(sizes, dtype=float)
     if len(np.unique(sizes))<2: raise ValueError(f"a line needs two batch sizes or more, got {sizes.tolist()}.")
     x = np.stack([np.ones(len(sizes)), 1/sizes], 1)
@@ -42,9 +36,7 @@ def fit_sizes(
 # %% ../../nbs/70_state/20_noise.ipynb #768502fc
 class PairMean:
     "Moving average of pairs of numbers, with its covariance."
-    def __init__(self,
-        decay:float=1. # Factor for the weight of older pairs at each new pair. 1 is the plain mean
-    ):
+    def __init__(self, decay:float=1.): # decay: factor for the weight of older pairs at each new pair
         if not 0<decay<=1: raise ValueError(f"decay must be above 0 and at most 1, got {decay}.")
         self.decay,self.count,self.weight,self.weight2 = decay,0,0.,0.
         self.mean,self.spread = np.zeros(2),np.zeros((2, 2))
@@ -68,12 +60,8 @@ def format_number(x, digits): return f'{x:.0f}' if 10**digits<=abs(x)<1e7 else f
 
 class NoiseEstimate:
     "Noise scale with its errors, and a plot of the measured norms."
-    def __init__(self,
-        pairs:PairMean, # Estimates of squared gradient norm and trace
-        sizes=(math.nan, math.nan), # Batch sizes
-        squares=None, # Mean squared norms at these sizes, shape (chains, sizes)
-        fit=None # `NoiseEstimate` from a line through all sizes
-    ):
+    def __init__(self, pairs:PairMean, sizes=(math.nan, math.nan), squares=None, fit=None):
+        # squares: mean squared norms, shape (chains, sizes); fit: `NoiseEstimate` from a line through all sizes
         self.grad_sq,self.trace = (float(x) for x in pairs.mean) if pairs.count else (math.nan, math.nan)
         self.cov,self.count,self.sizes,self.squares,self.fit = pairs.cov,pairs.count,list(sizes),squares,fit
 
@@ -123,27 +111,21 @@ class NoiseEstimate:
         ax=None # Matplotlib axes; new ones when None
     ): # The axes
         "Plot squared norms by inverse batch size: the intercept is the squared gradient norm, the slope is the trace."
-        return plot_estimate(self, ax or needs('matplotlib.pyplot', for_='plot').subplots()[1])
-
-# %% ../../nbs/70_state/20_noise.ipynb #05299d35
-def plot_estimate(e, ax):
-    "Plot the line of a noise estimate with its error, and the measured points."
-    x = np.linspace(0, 1.05/e.sizes[0], 50)
-    y,sd = e.grad_sq+e.trace*x,np.sqrt(e.cov[0, 0]+2*x*e.cov[0, 1]+x*x*e.cov[1, 1])
-    ax.plot(x, y, label=f"two sizes: {e.format('noise_scale')}")
-    ax.fill_between(x, y-sd, y+sd, alpha=.2)
-    if e.squares is not None:
-        n,at = len(e.squares),1/np.asarray(e.sizes)
-        ax.errorbar(at, e.squares.mean(0), e.squares.std(0, ddof=1)/n**.5 if n>1 else None, fmt='o', ms=4, color='k', capsize=2)
-    if e.fit is not None: ax.plot(x, e.fit.grad_sq+e.fit.trace*x, '--', label=f"line: {e.fit.format('noise_scale')}")
-    ax.set(xlabel='1 / batch size', ylabel='squared norm of the gradient', xlim=(0, None))
-    ax.legend(title='noise scale')
-    return ax
+        ax = ax or needs('matplotlib.pyplot', for_='plot').subplots()[1]
+        x = np.linspace(0, 1.05/self.sizes[0], 50)
+        y,sd = self.grad_sq+self.trace*x,np.sqrt(self.cov[0, 0]+2*x*self.cov[0, 1]+x*x*self.cov[1, 1])
+        ax.plot(x, y, label=f"two sizes: {self.format('noise_scale')}")
+        ax.fill_between(x, y-sd, y+sd, alpha=.2)
+        if self.squares is not None:
+            n,at = len(self.squares),1/np.asarray(self.sizes)
+            ax.errorbar(at, self.squares.mean(0), self.squares.std(0, ddof=1)/n**.5 if n>1 else None, fmt='o', ms=4, color='k', capsize=2)
+        if self.fit is not None: ax.plot(x, self.fit.grad_sq+self.fit.trace*x, '--', label=f"line: {self.fit.format('noise_scale')}")
+        ax.set(xlabel='1 / batch size', ylabel='squared norm of the gradient', xlim=(0, None))
+        ax.legend(title='noise scale')
+        return ax
 
 # %% ../../nbs/70_state/20_noise.ipynb #87fdc70a
-def squared_norms(
-    groups # Lists of summary vectors: arrays, or tensors on a device
-) -> list: # A number for each list
+def squared_norms(groups) -> list: # groups: lists of summary vectors
     "Return the squared norm of all tensors of each list, with one transfer from the device."
     flat = [v for g in groups for v in g]
     if not flat: return [0. for _ in groups]
@@ -159,9 +141,7 @@ all_watches = weakref.WeakSet() # all `GradWatch`es. `noise_scale` pauses those 
 
 class GradWatch:
     "Hooks on parameters that measure each gradient before it is added to `p.grad`."
-    def __init__(self,
-        params # Parameters. Frozen parameters are left out
-    ):
+    def __init__(self, params): # params: frozen parameters are left out
         self.params = [p for p in params if p.requires_grad]
         if not self.params: raise ValueError("no parameter requires a gradient, so there is no gradient noise to measure.")
         self.on = True

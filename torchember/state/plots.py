@@ -27,11 +27,8 @@ def dense_tensor(x):
     if x.layout is not torch.strided: x = x.to_dense()
     return x.abs() if x.is_complex() else x
 
-def sample_values(
-    layers:dict, # Name -> tensor
-    n:int=max_values # Number of values, at most
-) -> tuple: # float64 array of values, and a note about missing values, or ''
-    "Return the values of layers. If there are more than `n`, return a random sample of each layer in proportion to its size."
+def sample_values(layers:dict, n:int=max_values) -> tuple: # n: values, at most
+    "Return the finite values of layers, and a note about others. If there are more than `n`, sample each layer in proportion to its size."
     total = sum(x.numel() for x in layers.values())
     g,out = torch.Generator().manual_seed(0),[]
     for x in layers.values():
@@ -46,13 +43,8 @@ def sample_values(
     return values[ok], ', '.join(notes)
 
 # %% ../../nbs/70_state/04_plots.ipynb #1b29280b
-def make_axes(
-    names:list, # A title for each panel
-    ax=None, # Axes to draw into: one, or an array with one for each name
-    size=(4, 2.6), # Size of a panel in inches
-    title='' # Title of the figure
-): # Axes, one for each name, and a note
-    "Return axes for panels: the given ones, or a new grid."
+def make_axes(names:list, ax=None, size=(4, 2.6), title=''): # names: titles of panels; size: of a panel, inches
+    "Return axes for panels, the given ones or a new grid, and a note."
     from torchember.show.style import Panels, panels
     if not names: raise ValueError('there is nothing to plot: no layer matches.')
     note = f'the first {max_panels} of {len(names)} layers' if ax is None and len(names)>max_panels else ''
@@ -97,14 +89,8 @@ def new_plot_file(what):
     stem = os.path.join(pictures['folder'], re.sub(r'[^\w.-]+', '_', what)+time.strftime('_%y%m%d%H%M%S'))
     return next(f for i in range(10**9) if not os.path.exists(f := f'{stem}{f"_{i}" if i else ""}.png'))
 
-def finish_plot(
-    axes, # Axes of the plot
-    note:str, # Text below the figure
-    one:bool, # Return the first axes, not an array
-    to=None, # File to write
-    what:str='' # Name of the file in the user's folder
-):
-    "Write a note below the figure, save the figure if a file is named, and return the axes."
+def finish_plot(axes, note:str, one:bool, to=None, what:str=''):
+    "Write a note below the figure, save the figure if a file is named, and return the axes, or the first one."
     if note: axes[0].figure.supxlabel(note, fontsize=8)
     to = to or new_plot_file(what)
     if to is not None: axes[0].figure.savefig(to)

@@ -24,11 +24,7 @@ def as_list(names):
     return [] if names is None else [names] if isinstance(names, str) else list(names)
 
 # %% ../../nbs/70_state/02_tables.ipynb #f9ec588c
-def select_columns(
-    group=None, # Name of a group
-    include_keys=None, # A column, or a list of them
-    exclude_keys=None # A column, or a list of them
-) -> list:
+def select_columns(group=None, include_keys=None, exclude_keys=None) -> list:
     "Return the columns to show. With `include_keys` and no group, only these columns are shown."
     include,exclude = as_list(include_keys),as_list(exclude_keys)
     if group is not None and group not in columns_group: raise ValueError(unknown('group of columns', group, columns_group))
@@ -44,10 +40,7 @@ def snapshot_cell(value):
     return f'{value:.6g}' if isinstance(value, float) else str(value)
 
 # %% ../../nbs/70_state/02_tables.ipynb #97892a72
-def snapshot_table(
-    title:str,
-    rows:list # Dicts with the same keys
-) -> str: # Lines
+def snapshot_table(title:str, rows:list) -> str: # rows: dicts with the same keys
     "Return a text table with a title."
     title = printable(title)
     if not rows: return f'[{f" {title} ":=^40}]\nNothing to show'
@@ -59,12 +52,7 @@ def snapshot_table(
     return '\n'.join([f'[{f" {title} ":=^{max(len(head), len(title)+8)}}]', head, *map(line, zip(*cells.values(), strict=True))])
 
 # %% ../../nbs/70_state/02_tables.ipynb #c0c3e379
-def format_layers(
-    head:str, # Headline
-    names:list, # Names of layers
-    values:list, # Texts, one for each layer
-    joint:str=' ' # Text between name and value
-) -> str:
+def format_layers(head:str, names:list, values:list, joint:str=' ') -> str: # values: a text for each
     "Return a numbered list of layers."
     head,names,values = printable(head),[*map(printable, names)],[*map(printable, values)]
     if not names: return head
@@ -72,10 +60,7 @@ def format_layers(
     right = max(map(len, values)) if joint==' ' else 0
     return head + '\n(\n' + ''.join(f'\t{i:0>{digits}}: {n:<{wide}}{joint}{v:>{right}}\n' for i,(n,v) in enumerate(zip(names, values, strict=True))) + ')'
 
-def format_html(
-    head:str, # Headline
-    rows:list # Dicts with the same keys
-) -> str:
+def format_html(head:str, rows:list) -> str: # rows: dicts with the same keys
     "Return a scrollable HTML table of layers, for notebooks."
     if not rows: return f'<code>{html.escape(head)}</code>'
     th = ''.join(f'<th>{html.escape(k)}</th>' for k in rows[0])

@@ -22,12 +22,8 @@ from ...store.base import folder
 # %% ../../../nbs/62_board/10_listing.ipynb #01b825e9
 until_silent = 300. # seconds without a new row until a run on another machine counts as silent
 
-def run_state(
-    about:dict, # Row about a run
-    base:dict, # Metadata of the run
-    written:float=0. # Time of the last change, in seconds since 1970
-) -> str:
-    "Return 'running', 'ended', 'died' (process gone, end not recorded) or 'silent' (on another machine, nothing new for 5 minutes)."
+def run_state(about:dict, base:dict, written:float=0.) -> str:
+    "Return 'running', 'ended', 'died' (without recording its end) or 'silent' (on another machine, nothing `written` for 5 minutes)."
     if about.get('running'): return 'running'
     if 'end' in base or not base: return 'ended'
     if base.get('host')==gethostname(): return 'died'
@@ -44,11 +40,7 @@ def recover_rows(place):
 # %% ../../../nbs/62_board/10_listing.ipynb #7d2c82c6
 class Listing:
     "The runs of a home, or some of them, as rows that `look` brings up to date."
-    def __init__(self,
-        home=None, # Folder of logs, instead of `~/.torchember`
-        names=() # Names or globs of runs; default all
-    ):
-        # version: increases with each change
+    def __init__(self, home=None, names=()): # names: names or globs of runs; default all
         self.place,self.wanted,self.logs,self.version,self.rows = folder('torchember', home),tuple(names),{},0,[]
         self.born = token_hex(4) # part of each version: other listings have other versions
 
@@ -110,11 +102,8 @@ class Listing:
             loss=loss and [loss[0], last], spark=loss[1].values() if loss else [],
             errors=len(errors) or int(bool(bad)), warnings=len(warnings), finding=next(iter(sentences), None))
 
-    def source(self,
-        row:dict, # Row of a run
-        most:int # Rows of tensors that may be read, about
-    ): # Run as `read` takes it, and the steps that were selected, None if these are all
-        "Return a run for a page or a picture. Of a large run, take evenly spaced steps, and the notable ones."
+    def source(self, row:dict, most:int): # most: rows of tensors, about
+        "Return a run for a page or a picture, and the steps that were selected. Of a small run, take all steps, and return None for them."
         name,logs = row['name'],self.logs_of(row['name'])
         if row['rows']<=most: return open_run(name, self.place), None
         notable = {step for log in logs for step in log.notable_steps}

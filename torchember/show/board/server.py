@@ -8,7 +8,6 @@ __all__ = ['render_board', 'Pages', 'Board', 'make_server', 'bind_socket', 'boar
 # %% ../../../nbs/62_board/20_server.ipynb #12d873f1
 import asyncio, gzip, hmac, json, os, re, secrets, socket, time, webbrowser
 from contextlib import asynccontextmanager
-from html import escape
 from ipaddress import ip_address
 from urllib.parse import parse_qs
 
@@ -16,24 +15,18 @@ from ...ground.messages import printable
 from ...ground.needs import needs
 from .listing import Listing
 from ..page.data import page_of
-from ..page.document import checksum, read_web_file
+from ..page.document import checksum, fill_page, read_page_files, read_web_file
 
 # %% ../../../nbs/62_board/20_server.ipynb #29294e07
-def render_board(
-    wanted:str='' # Names of runs, for the title
-) -> tuple: # The page, and its Content-Security-Policy
-    "Return the page without a run."
-    styles = [read_web_file(n) for n in ('uPlot.min.css', 'report.css', 'board.css')]
-    scripts = [f"/*\n{read_web_file('uPlot.LICENSE')}*/\n{read_web_file('uPlot.iife.min.js')}", read_web_file('report.js'), read_web_file('board.js')]
+def render_board(wanted:str='') -> tuple: # wanted: names of runs, for the title
+    "Return the page without a run, and its Content-Security-Policy."
+    styles,scripts = read_page_files('board')
     policy = f"default-src 'none'; script-src {' '.join(map(checksum, scripts))}; style-src {' '.join(map(checksum, styles))}; " \
         "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"
     text = read_web_file('report.html')
     meta = text[text.index('<meta http-equiv'):text.index('<meta name="viewport"')]
     text = text.replace(meta, '').replace('<header>', read_web_file('board.html')+'<header>', 1)
-    put = {'title': escape(f'{wanted or "runs"} · torchember'), 'head': ''.join(f'<style>{s}</style>\n' for s in styles),
-        'body': ''.join(f'<script>{s}</script>\n' for s in scripts)}
-    for k,v in put.items(): text = v.join(text.split('{'+k+'}', 1))
-    return text, policy
+    return fill_page(text, wanted or 'runs', styles, scripts), policy
 
 # %% ../../../nbs/62_board/20_server.ipynb #3b37a3b4
 class Pages:
@@ -57,10 +50,8 @@ class Pages:
 
     def row(self, name): return next((r for r in self.listing.rows if r['name']==name), None)
 
-    def of(self,
-        name:str # Name of a run in the list
-    ) -> tuple: # Compressed JSON and its version; (None, None) for an unknown run
-        "Return the page of a run."
+    def of(self, name:str) -> tuple:
+        "Return the page of a run as compressed JSON, and its version; (None, None) for an unknown run."
         row = self.row(name)
         if row is None: return None, None
         version,data,at,took,more = self.made.get(name, (None, b'', 0., 0., False))

@@ -34,10 +34,8 @@ class Tail:
         self.removed = self.given = self.rows = 0
         self.earlier = None # iterator over blocks that left the file; None before the first read
 
-    def more(self,
-        most:int=1<<26 # Bytes to read, about
-    ): # Whole lines as bytes, or a part in Parquet; b'' if nothing is new
-        "Return the next rows. Raise FileNotFoundError if the log was removed or replaced by another file."
+    def more(self, most:int=1<<26): # most: bytes to read, about
+        "Return the next rows: whole lines as bytes, or a part in Parquet; b'' if nothing is new. Raise FileNotFoundError if the log is gone."
         try: block = self.next_block(most)
         except FileNotFoundError:
             if not self.was_compacted(): raise
@@ -118,11 +116,8 @@ of_interest = re.compile(rb'"ttype":\s?"(?:scalar|finding)"')
 of_evaluation = re.compile(rb'"phase":\s?"(?:%s)"' % '|'.join(beside_training).encode())
 or_not_finite = re.compile(of_interest.pattern+rb'|"(?:nan|posinf|neginf)":\s?[1-9]')
 
-def rows_of_interest(
-    block, # Lines, or a part in Parquet, from `Tail.more`
-    all_finite:bool=True # True if all rows before were finite
-) -> list: # Dicts
-    "Return the rows of logged numbers and findings, and the first non-finite row."
+def rows_of_interest(block, all_finite:bool=True) -> list:
+    "Return logged numbers and findings of a block from `Tail.more`. If `all_finite`, return also the first non-finite row."
     if not isinstance(block, bytes): return part_rows(block, all_finite)
     out = []
     for line in lines_of_interest(block, all_finite):
@@ -178,10 +173,7 @@ class Spark:
     def values(self): return [float(f'{a/n:.5g}') for a,n in self.points]
 
 # %% ../../../nbs/60_show/91_following.ipynb #2a35aeaf
-def extreme_lines(
-    lines, # (step, line, numbers), numbers as a dict
-    width:int # Steps per bin
-):
+def extreme_lines(lines, width:int): # lines: (step, line, numbers as a dict); width: steps per bin
     "Return the lines with the smallest, the largest and the first non-finite value of each number in each bin."
     found = {}
     for i,(step,_,numbers) in enumerate(lines):
@@ -221,10 +213,7 @@ def may_have_grown(before, now): # inode, size and time of a file, None if there
 class FollowedLog:
     "One growing log: curves of its numbers, open findings, first problem, and a row about the run."
     most = 1<<26 # bytes read per look
-    def __init__(self,
-        name, # Of the log
-        place # Folder of logs
-    ):
+    def __init__(self, name, place): # place: folder of logs
         self.name,self.place,self.path = name,place,place/'log'/name
         # files: their state at the last look; about: row about the run, as `runs` returns them
         self.files = self.about = self.tail = None
@@ -244,10 +233,8 @@ class FollowedLog:
             return s.st_ino, s.st_size, s.st_mtime_ns
         return state(self.path), state(self.place/'data'/f'base_{self.name}.json')
 
-    def look(self,
-        always:bool=False # Check the process of the run, also if no file has changed
-    ) -> bool: # True if something is new
-        "Read new rows."
+    def look(self, always:bool=False) -> bool: # always: check the process, also if no file has changed
+        "Read new rows. Return True if something is new."
         files = self.state_of_files()
         if files==self.files and not self.is_behind and not always: return False
         if self.files and not may_have_grown(self.files[0], files[0]): self.restart()

@@ -52,22 +52,15 @@ class Viewer:
     "One run as a line or a picture, from growing files."
     most = 15_000 # rows of tensors in a picture
 
-    def __init__(self,
-        home, # Folder of logs
-        picture:bool, # True to draw, False for the line only
-        look:dict # Settings of matplotlib
-    ):
+    def __init__(self, home, picture:bool, look:dict): # picture: False for the line only; look: settings of matplotlib
         self.home,self.picture,self.name = home,picture,None
         if not picture: return
         import matplotlib as mpl
         from torchember.show import first_look # noqa: F401
         mpl.rcParams.update(look)
 
-    def answer(self,
-        name:str, # Of the run. Before the first row, it may change
-        over:bool=False # True for the last picture
-    ) -> dict: # line: text, png: bytes, state: of the run, behind: share that is read if not all is
-        "Return the line and the picture. {} before the first row. Raise FileNotFoundError if the log was removed."
+    def answer(self, name:str, over:bool=False) -> dict: # name: may still change; over: draw the last picture
+        "Return `line`, `png` and `state`; `behind`, the share that is read, if not all is; {} before the first row."
         if name!=self.name: self.name,self.listing,self.speed,self.row = name,Listing(self.home, [name]),Speed(),None
         news,now = self.listing.look(),time.monotonic()
         row = next((r for r in self.listing.rows if self.listing.logs_of(r['name'])), None)
@@ -233,13 +226,7 @@ class Live:
     "A live view of a run. `close()` ends it; `seconds` is its CPU time."
     share,credit = .05,1. # share of a core that drawing may take; seconds of CPU time in advance
 
-    def __init__(self,
-        home, # Folder of logs
-        name, # Function that returns the name of the run
-        screen, # Where to show the run
-        every:float, # Seconds between two looks, at least
-        is_wanted=lambda: True # Function that returns False to stop
-    ):
+    def __init__(self, home, name, screen, every:float, is_wanted=lambda: True): # every: seconds between looks, at least
         self.home,self.name,self.screen,self.every,self.is_wanted = home,name,screen,every,is_wanted
         self.calls,self.closing,self.dropped,self.reader = SimpleQueue(),False,False,None
         self.thread_seconds = self.process_seconds = 0. # CPU seconds of the thread and of the process
@@ -297,10 +284,7 @@ class Live:
         try: warn(f"torchember: live {what}. Everything else goes on.")
         except EmberWarning as e: print(e, file=sys.stderr) # if warnings are errors
 
-    def close(self,
-        last:bool=True, # True to draw what has come since the last picture
-        patience:float=60. # Seconds to wait for the last picture
-    ):
+    def close(self, last:bool=True, patience:float=60.): # last: draw what has come since; patience: seconds to wait
         "Draw the last picture, and end."
         # in a forked process it is not alive
         if not self.thread.is_alive() or threading.current_thread() is self.thread: return

@@ -32,11 +32,8 @@ from ...store.parameters import label_of, untrained
 from ..legend import alarm, meanings, palettes, scale, words, zero
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #693dbb4d
-def pack_array(
-    values, # Numbers of any shape
-    exact:bool=False # True to keep all bits, for counts
-) -> dict: # `shape`, and `zip`: float32, bytes by position, gzip, base64
-    "Pack an array for the page."
+def pack_array(values, exact:bool=False) -> dict: # exact: keep all bits, for counts
+    "Pack an array for the page: its `shape`, and `zip` with float32, bytes by position, gzip, base64."
     # the page shows a float64 above 3.4e38 as infinite
     with np.errstate(over='ignore'): v = np.ascontiguousarray(values, '<f4')
     bits = v.view('<u4')
@@ -48,38 +45,29 @@ def pack_array(
     return {'shape': list(v.shape), 'zip': b64encode(gzip.compress(bits.astype('<u4').view('u1').reshape(-1, 4).T.tobytes(), 6, mtime=0)).decode()}
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #89371515
-def list_modules(
-    structure, # Nested dicts of `torchEmber.mod_tree`, or None
-    paths:list, # Paths of the rows, in order
-    root:str='model' # Name of the root, if there is no structure
-) -> list: # [path, name, class, depth] of each module, parents before children
-    "Return the modules of a model as a list."
-    if structure is None: return list_modules_of_paths(paths, root)
-    out,todo = [],[(structure, 0)]
+deepest = 100 # levels of modules; deeper paths become one name
+
+def structure_of_paths(paths, root):
+    "Return nested dicts, as `torchEmber.mod_tree`, from the paths of modules."
+    nodes = {'': {'path': '', 'short': root, 'children': []}}
+    for path in paths:
+        parts = path.split('.', deepest) if path else []
+        for i,name in enumerate(parts):
+            p = '.'.join(parts[:i+1])
+            if p in nodes: continue
+            nodes[p] = {'path': p, 'short': name, 'children': []}
+            nodes['.'.join(parts[:i])]['children'].append(nodes[p])
+    return nodes['']
+
+def list_modules(structure, paths:list, root:str='model') -> list: # structure: `torchEmber.mod_tree`, or None
+    "Return [path, name, class, depth] of each module, parents before children."
+    out,todo = [],[(structure or structure_of_paths(paths, root), 0)]
     while todo:
         node,depth = todo.pop()
         name,kind = re.fullmatch(r'(?s)(.*?)(?:\((.*)\))?', str(node.get('short') or node.get('name', ''))).groups()
         if not node.get('path'): name,kind = kind or name,''
         out.append([node.get('path', ''), name, kind or '', depth])
         todo += [(c, depth+1) for c in reversed(node.get('children', []))]
-    return out
-
-deepest = 100 # levels of modules; deeper paths become one name
-
-def list_modules_of_paths(paths, root):
-    children = {'': []}
-    for path in paths:
-        parts = path.split('.', deepest) if path else []
-        for i in range(1, len(parts)+1):
-            p = '.'.join(parts[:i])
-            if p not in children:
-                children[p] = []
-                children['.'.join(parts[:i-1])].append(p)
-    out,todo = [],[('', 0)]
-    while todo:
-        p,depth = todo.pop()
-        out.append([p, p.rpartition('.')[2] or root, '', depth])
-        todo += [(c, depth+1) for c in reversed(children[p])]
     return out
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #096c71ed
@@ -95,14 +83,7 @@ def stats_to_send(rows, stats):
     first = [pick_stat(rows, None), *(c for c in favourites if c in there), *there]
     return list(dict.fromkeys(first))[:4]
 
-def pack_tensor_type(
-    rows, # Rows of one tensor type
-    known:tuple, # Result of `places` for the rows
-    stats:list, # Columns
-    columns:int, # Number of steps, at most
-    why:dict=types.MappingProxyType({}), # Label -> why the tensor is not trained; also for tensors without rows
-    ps=() # All parameters of the run
-) -> dict:
+def pack_tensor_type(rows, known:tuple, stats:list, columns:int, why:dict=types.MappingProxyType({}), ps=()) -> dict:
     "Return the part of a page for one tensor type."
     labels,one = known[1],rows.iloc[first_positions(known[0])]
     text = lambda c: [v if isinstance(v, str) else None for v in one[c].astype(object)] if c in one else [None]*len(one)
@@ -146,12 +127,8 @@ def pick_steps(steps, also=(), most=None):
     at = np.unique(np.linspace(0, len(steps)-1, min(len(steps), most or most_steps)).round().astype(int)) if len(steps) else []
     return sorted({*steps[at].tolist(), *(s for s in also if s in steps)})
 
-def pack_exponents(
-    rows, # Rows of one tensor type, with exponent counts
-    keys:dict, # Position -> tensor, from `tensor_keys`
-    n:int # Number of tensors, including those without rows
-) -> dict|None: # `first` exponent, `step`, and `counts` of shape (tensors, steps, exponents+2): smaller values first, larger values last
-    "Return the exponent counts of some steps, None without counts."
+def pack_exponents(rows, keys:dict, n:int) -> dict|None: # keys: position -> tensor; n: number of tensors
+    "Return the exponent counts of some steps, None without counts. Smaller values are first, larger values last."
     rows = rows[with_counts(rows)]
     if not len(rows): return None
     known = {k: i for i,k in keys.items()}
@@ -167,11 +144,7 @@ def pack_exponents(
 # findings in total; consequences of one cause; characters of a text
 most_findings,most_followers,most_letters = 100,20,400
 
-def check_health(
-    run, # Name of a run, an ember, a tracker, or a table
-    table=None, # Rows, if `run` is a table
-    rows=None # All rows of the log, if they have been read
-) -> dict: # `findings`, `more`: number of findings left out, `looked`, `unseen`: (what, how to record it), `failed`: sentences
+def check_health(run, table=None, rows=None) -> dict: # table: rows, if `run` is a table; rows: all of the log, if read
     "Return the findings of the rules for a page."
     failed = []
     try:
@@ -209,13 +182,8 @@ def nest_findings(found):
     return {'findings': out, 'more': sum(cause is None for _,cause in found)-len(out)}
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #d11a48b2
-def page_of(
-    run, # Name of a run, an ember, a tracker, or a table
-    path=None, # A path, a glob, a compiled regex, or a list; default all layers
-    ttype=None, # A tensor type, or a list; default all
-    stats=None # A statistic, or a list; default four informative ones
-) -> dict: # Dict with the keys above. Raises ValueError for a run without rows
-    "Convert a run to JSON for a page."
+def page_of(run, path=None, ttype=None, stats=None) -> dict:
+    "Convert a run, or some layers, tensor types and statistics of a run, to JSON for a page. Raise ValueError for a run without rows."
     every = None if is_table(run) else read(run_of(run)) # rules need all rows
     table = rows_to_draw(run, rows=every) if ttype is None else rows_to_draw(run, ttype=[*ttypes_asked(ttype), 'scalar'])
     if not len(table): raise ValueError(no_rows_message(name_of_run(table) or 'The table'))

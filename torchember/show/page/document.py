@@ -25,23 +25,27 @@ def read_web_file(name): return (files('torchember.show.page')/'web'/name).read_
 
 def checksum(text): return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
 
-def render_page(
-    page:dict # Result of `page_of`
-) -> str:
-    "Return the page with scripts, styles and data inside."
-    styles = [read_web_file(n) for n in ('uPlot.min.css', 'report.css')]
-    scripts = [f"/*\n{read_web_file('uPlot.LICENSE')}*/\n{read_web_file('uPlot.iife.min.js')}", read_web_file('report.js')]
+def read_page_files(*more): # more: names without ending of further scripts with styles
+    "Return the styles and the scripts of a page."
+    plot = f"/*\n{read_web_file('uPlot.LICENSE')}*/\n{read_web_file('uPlot.iife.min.js')}"
+    names = 'report',*more
+    return [read_web_file(f'{n}.css') for n in ('uPlot.min', *names)], [plot, *(read_web_file(f'{n}.js') for n in names)]
+
+def fill_page(text, title, styles, scripts, data=''):
+    "Return a page with title, styles, data and scripts, and with the checksums of both."
+    put = {'title': escape(f'{title} · torchember'), 'head': ''.join(f'<style>{s}</style>\n' for s in styles),
+        'body': data+''.join(f'<script>{s}</script>\n' for s in scripts),
+        'styles': ' '.join(map(checksum, styles)), 'scripts': ' '.join(map(checksum, scripts))}
+    # one pass: inserted text is not searched for placeholders
+    return re.sub(r'\{(\w+)\}', lambda m: put[m[1]], text)
+
+def render_page(page:dict) -> str:
+    "Return the page with scripts, styles and data inside. `page` is the result of `page_of`."
+    styles,scripts = read_page_files()
     # a name of a layer cannot close the element
     data = json.dumps(page, allow_nan=False, separators=(',', ':')).replace('<', r'\u003c')
-    put = {'scripts': ' '.join(map(checksum, scripts)), 'styles': ' '.join(map(checksum, styles)), 'title': escape(f"{page['run']['name']} · torchember"),
-        'head': ''.join(f'<style>{s}</style>\n' for s in styles),
-        'body': f'<script type="application/json" id="data">{data}</script>\n'+''.join(f'<script>{s}</script>\n' for s in scripts)}
-    first,*parts = read_web_file('report.html').split('{')
-    pieces = [first]
-    for part in parts: # one pass: inserted text is not searched for placeholders
-        name,_,rest = part.partition('}')
-        pieces += [put[name], rest]
-    return ''.join(pieces)
+    data = f'<script type="application/json" id="data">{data}</script>\n'
+    return fill_page(read_web_file('report.html'), page['run']['name'], styles, scripts, data)
 
 # %% ../../../nbs/60_show/98_page.ipynb #4df4c5a2
 @earlier_calls('file', 'stats', 'ttype', 'path', 'home')
