@@ -17,11 +17,8 @@ from .head import DTYPE, EVENT, SHAPE, address_of, dtype_number, head_width
 # %% ../../nbs/20_measure/45_blocks.ipynb #b10c0006
 dtype_code = {d: dtype_number(str(d).removeprefix('torch.')) for d in vars(torch).values() if isinstance(d, torch.dtype)}
 
-def write_dtype_and_shape(
-    x:torch.Tensor, # Any tensor
-    head # Array of `head_width` int64 numbers
-):
-    "Write the dtype and shape of `x` into a head."
+def write_dtype_and_shape(x, head):
+    "Write the dtype and shape of a tensor into a head: an array of `head_width` int64 numbers."
     shape = x.shape
     dims = len(shape)
     head[DTYPE:SHAPE] = dtype_code[x.dtype],dims
@@ -39,15 +36,11 @@ cpu = torch.device('cpu')
 def as_cells(a): return memoryview(a).cast('B').cast('q') # int64 numbers, written one at a time
 
 class Block:
-    "Rows of one length on one device, with their heads on the host."
-    def __init__(self,
-        n:int, # Rows
-        device:torch.device,
-        length:int, # Numbers of a row
-        box=None, # `recorder.black_box.BlackBox` that provides memory for rows on the CPU
-        graph=None, # Weak reference to the CUDA graph that writes the rows
-        for_taps:bool=True # True if an arena may give the rows to taps
-    ):
+    """`n` rows of `length` numbers on one device, with their heads on the host.
+
+    `box`: black box that provides memory for rows on the CPU. `graph`: weak reference to the CUDA graph that writes the rows.
+    `for_taps`: whether an arena may give the rows to taps."""
+    def __init__(self, n, device, length, box=None, graph=None, for_taps=True):
         self.device,self.length,self.used,self.graph = device,length,0,graph
         self.stream = current_stream(device)
         self.key = (device, stream_of(device)) if for_taps else None

@@ -34,11 +34,7 @@ class OtherStatistics(Unmeasurable):
 class GraphTensor:
     "Shape and row of a tensor in a CUDA graph."
     is_leaf = requires_grad = False
-    def __init__(self,
-        x, # The tensor, during the capture
-        groups=frozenset(), # Groups of sums that are measured
-        block=None, row:int=0 # Its row, if it is measured
-    ):
+    def __init__(self, x, groups=frozenset(), block=None, row=0): # groups of sums, block and row: if it is measured
         self.shape = x.shape
         self.groups,self.block,self.row = groups,block,row
         self.head = np.zeros(head_width, np.int64) # without tap, call, pass and event
@@ -49,10 +45,7 @@ class GraphRows:
     "Rows that one CUDA graph writes."
     size = 128 # rows of a block
     captured = {} # id of a graph -> (`GraphRows` that use it, memory of its kernels, memory before the capture)
-    def __init__(self,
-        graph, # `torch.cuda.CUDAGraph` that is being captured
-        device # torch.device of the graph
-    ):
+    def __init__(self, graph, device): # graph: that is being captured on the device
         self.graph,self.blocks = weakref.ref(graph),[]
         self.seen = {} # id of a tensor -> (weak reference, (version, address), groups, block, row)
         self.lock,self.kernels,self.ended = threading.RLock(),kernels.gpu_kernels(device),False
@@ -79,13 +72,8 @@ class GraphRows:
             self.blocks.append(block)
         return block, block.reserve(1)
 
-    def read(self,
-        x, # Any tensor on the device
-        wanted:tuple, # Groups of sums
-        was_read, # `Arena.was_read`
-        scale=None # Factor of the tensor, as in `observe`
-    ) -> GraphTensor:
-        "Read a tensor inside the graph."
+    def read(self, x, wanted, was_read, scale=None) -> GraphTensor:
+        "Read a tensor inside the graph. `was_read`: of the arena. `scale`: as in `observe`."
         kind = x.device.type
         if kind in ('cpu', 'meta'): raise Unmeasurable(f"it is on the device {kind!r}, and no Python runs when a CUDA graph is replayed")
         if hasattr(x, 'to_local'): raise Unmeasurable("it is sharded over processes, and tensors in a CUDA graph are recorded on one device only")
@@ -110,11 +98,8 @@ class GraphRows:
 def keep_until_freed(*held): "Do nothing: the arguments of this finalizer live as long as the graph."
 
 # %% ../../nbs/20_measure/55_graph_rows.ipynb #40dfd9f6
-def about_to_write(
-    arena, # `Arena`
-    rows # `GraphRows`
-):
-    "Prepare a replay: move the rows in use, and wait for unfinished copies."
+def about_to_write(arena, rows):
+    "Prepare a replay: move the rows in use, and wait for unfinished copies. `rows`: `GraphRows`."
     with arena.lock:
         for b in rows.blocks:
             if b not in arena.blocks: arena.blocks.append(b)
@@ -136,12 +121,8 @@ def set_aside(arena, b):
     other.head[:],other.source[:] = b.head,b.source
     b.head[:, EVENT] = 0
 
-def count_row(
-    x:GraphTensor, # A tensor of the graph that is replayed
-    tap, # `Tap` that observes it
-    call:int # Call of the pass
-):
-    "Count the row of a tensor."
+def count_row(x, tap, call):
+    "Count the row of a `GraphTensor` that a tap observes in a call of the pass."
     if x.block is None: return
     a = tap.arena
     if tap.format.length!=x.block.length or not tap.format.groups<=x.groups: raise OtherStatistics()
@@ -151,10 +132,7 @@ def count_row(
         h[TAP],h[CALL],h[MICRO],h[EVENT] = tap.number,call,a.micro,next(a.clock)
         a.filled += tap.format.share
 
-def count_none(
-    arena, # `Arena`
-    rows # `GraphRows`
-):
-    "Drop the rows of a graph: its replay has raised."
+def count_none(arena, rows):
+    "Drop the rows of a graph, whose replay has raised. `rows`: `GraphRows`."
     with arena.lock:
         for b in rows.blocks: b.head[:, EVENT] = 0

@@ -16,10 +16,10 @@ from .head import CALL, DIMS, DTYPE, EVENT, MICRO, SCALE, SHAPE, TAP, dtype_name
 from .summary import bins, derive, finite, index, merge, sums, width
 
 # %% ../../nbs/20_measure/46_snapshot.ipynb #5a9c0006
-def unscaled(
-    vectors # Summary vectors, shape (n, width) or (n, wide), changed in place; the last slot of `width` is the factor, or NaN
-): # The same array
-    "Divide the factors of scaled tensors out of their summaries."
+def unscaled(vectors):
+    """Divide the factors of scaled tensors out of their summaries, in place. Return the same array.
+
+    The last slot of `width` is the factor, or NaN."""
     s = vectors[:, SCALE]
     if not np.isfinite(s).any(): return vectors
     s = np.where(np.isfinite(s), s, 1.)
@@ -54,11 +54,10 @@ def count_before(keys):
     out[at] = np.arange(len(keys))-np.repeat(first, np.diff(first, append=len(keys)))
     return out
 
-def merge_passes(
-    rows:Rows,
-    taps # Taps by number, with `once` and `repeats`
-) -> Rows:
-    "Merge the rows of each owner, tap and call over micro-batches. Drop rows without anything new."
+def merge_passes(rows, taps) -> Rows:
+    """Merge the rows of each owner, tap and call over micro-batches. Drop rows without anything new.
+
+    `taps`: by number, with `once` and `repeats`."""
     head,vectors,owner,again = rows
     if not again.any() and not head[:, MICRO].any(): return rows
     turn = count_before(np.column_stack([owner, head[:, [TAP, CALL, MICRO]]])) # several rows of one call do not merge with each other
@@ -76,10 +75,7 @@ def merge_passes(
 # %% ../../nbs/20_measure/46_snapshot.ipynb #5a9c0015
 class Columns:
     "Rows with the same statistics, in the order of their events."
-    def __init__(self,
-        rows:Rows,
-        taps:list # The `Tap` of each row
-    ): self.head,self.vectors,self.owner,self.again,self.taps = *rows,taps
+    def __init__(self, rows, taps): self.head,self.vectors,self.owner,self.again,self.taps = *rows,taps
 
     def __len__(self): return len(self.head)
 
@@ -120,12 +116,10 @@ class Columns:
 
 # %% ../../nbs/20_measure/46_snapshot.ipynb #5a9c0020
 class Snapshot:
-    "Rows of a step, taken from an `Arena`."
-    def __init__(self,
-        parts:list, # (heads, numbers) pairs
-        taps:list, # All taps of the arena
-        earlier:list, # `Snapshot`s of the same step that were handed out before
-    ): self.parts,self.taps,self.earlier,self.number = parts,taps,earlier,0 # number: of its slot in a black box
+    """Rows of a step, taken from an `Arena`, as pairs of heads and numbers.
+
+    `taps`: all taps of the arena. `earlier`: `Snapshot`s of the same step that were handed out before."""
+    def __init__(self, parts, taps, earlier): self.parts,self.taps,self.earlier,self.number = parts,taps,earlier,0 # number: of its slot in a black box
 
     def __len__(self): return sum(len(h) for h,_ in self.parts)
 
@@ -139,10 +133,10 @@ class Snapshot:
         "Return the rows as dicts, in the order of their events."
         return sorted((r for c in columns_of([self]) for r in c.rows()), key=lambda r: r['event'])
 
-def columns_of(
-    snapshots:list # Snapshots of one arena, in order
-) -> list: # `Columns`, one for each choice of statistics. `owner` is the index of the snapshot
-    "Return the rows of several snapshots as tables. Merge the micro-batches of each snapshot."
+def columns_of(snapshots) -> list:
+    """Return the rows of several snapshots of one arena, in order: one `Columns` for each choice of statistics.
+
+    `owner` of a row is the index of its snapshot. The micro-batches of each snapshot are merged."""
     lengths = dict.fromkeys(v.shape[1] for s in snapshots for _,v in s.parts)
     return [c for n in lengths for c in group_by_names(rows_of_length(snapshots, n), snapshots[0].taps)]
 

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from ..capture.private_torch import count_dispatch_modes, count_function_modes, may_free_parameters, inside_transform, is_wrapped, unwrap
-from .arena import Tap
 from .blocks import address, cpu, write_dtype_and_shape
 from .devices import being_captured, disturbs, stream_of, undisturbed
 from .elements import Unmeasurable, ordinary
@@ -23,12 +22,10 @@ from .kernels import for_list, read, read_into
 from .summary import parts_in, sums
 
 # %% ../../nbs/20_measure/50_tap.ipynb #7ac90002
-def divide_early(
-    x:torch.Tensor, # Tensor that was multiplied by `scale`
-    wanted:tuple, # Groups of sums
-    scale # Number, tensor or None
-) -> tuple: # Tensor to measure, factor for its row
-    "Divide `x` by `scale` if the factor cannot be divided out of its sums."
+def divide_early(x, wanted, scale) -> tuple:
+    """Divide a tensor by `scale` if the factor cannot be divided out of its sums. `scale`: number, tensor or None.
+
+    Return the tensor to measure, and the factor for its row."""
     powers = scale is None or 'exponents' not in wanted or not isinstance(scale, torch.Tensor) and math.frexp(scale)[0]==.5
     if scale is None or powers and divides_out(wanted): return x, scale
     return (x if x.dtype in (torch.float32, torch.float64) or x.is_complex() else x.float())/scale, None
@@ -186,14 +183,11 @@ def write_row(x, tap, call=None, scale=None, later=False):
         arena.filled += tap.format.share
 
 # %% ../../nbs/20_measure/50_tap.ipynb #a7869dc2
-def observe(
-    x:torch.Tensor, # Any tensor
-    tap:Tap, # Where it was observed
-    call:int|None=None, # Call of the pass that it belongs to. None: the next
-    scale=None, # Factor of the tensor, a number or a tensor, to be divided out
-    later:bool=False # True if `x` does not change before `Arena.read_pending`, so that it may be read then
-):
-    "Measure `x` into the next row of `tap`. Raises `Unmeasurable` if its values cannot be read."
+def observe(x, tap, call=None, scale=None, later=False):
+    """Measure a tensor into the next row of `tap`. Raises `Unmeasurable` if its values cannot be read.
+
+    `call`: call of the pass, None for the next. `scale`: factor of the tensor, a number or a tensor, to be divided out.
+    `later`: whether `x` does not change before `Arena.read_pending`, so that it may be read then."""
     if scale is None and type(x) in ordinary and not count_function_modes() and inside_transform() is None:
         try:
             with tap.arena.lock:

@@ -16,9 +16,7 @@ from .kernels import for_list
 # %% ../../nbs/20_measure/47_unread.ipynb #0ead0006
 class ListPlan:
     "Rows and heads of taps with one common launch in every step."
-    def __init__(self,
-        taps:tuple # `Tap`s with a `DeviceReadPlan`
-    ):
+    def __init__(self, taps): # each with a `DeviceReadPlan`
         one = taps[0]
         self.taps,self.block,self.wanted = taps,one.rows.block,one.format.wanted
         self.known = [(t.device, t.rows) for t in taps]
@@ -33,11 +31,8 @@ class ListPlan:
         "Return True if all taps still have the rows and plans of before."
         return all(t.device is d and t.rows is r for t,(d,r) in zip(self.taps, self.known, strict=True))
 
-    def write_heads(self,
-        events:list, # Event number of each row
-        replaces:bool # True if the tensors replace those of the rows
-    ) -> bool:
-        "Write the heads of all rows. Return False if a row is in use and must not be replaced."
+    def write_heads(self, events, replaces) -> bool:
+        "Write the heads of all rows, with an event number each. Return False if a row is in use and the tensors do not replace (`replaces`) its tensor."
         if not replaces and any(c[at, NEXT].any() for c,at in self.cursors): return False
         head,rows = self.block.head,self.rows
         head[rows] = self.heads

@@ -54,12 +54,8 @@ def read_step(f, step, start, end):
     return found, lines
 
 # %% ../../../nbs/62_board/05_some_steps.ipynb #04352bac
-def read_steps(
-    path, # File of JSON lines
-    steps, # Steps, ascending
-    start:int=0 # Byte to begin at
-): # Pairs of a step and its lines
-    "Yield the lines of some steps of a file."
+def read_steps(path, steps, start:int=0): # steps: ascending; start: byte to begin at
+    "Yield pairs of a step and its lines, for some steps of a file."
     with open(path, 'rb', buffering=0, opener=open_regular) as f:
         end,done = os.fstat(f.fileno()).st_size,-1
         for step in steps:
@@ -86,12 +82,7 @@ class PartOfSteps(Part):
 # %% ../../../nbs/62_board/05_some_steps.ipynb #fb44c348
 class SomeSteps(emberTracker):
     "A run with some of its steps."
-    def __init__(self,
-        name:str, # Name of the run
-        home, # Folder of logs
-        steps, # Steps, ascending
-        kept=() # Lines to include in any case: (step, line)
-    ):
+    def __init__(self, name:str, home, steps, kept=()): # kept: (step, line) of lines to include in any case
         super().__init__(name, home)
         # found: file -> lines, since a page reads them several times
         self.some,self.kept,self.found = list(steps),list(kept),{}
@@ -113,20 +104,11 @@ class SomeSteps(emberTracker):
 def is_noted(line): return re.search(rb'"ttype":\s?"(?:scalar|finding)"', line) is not None
 
 # %% ../../../nbs/62_board/05_some_steps.ipynb #1e9886fb
-def spaced_steps(
-    last:int, # The last step
-    most:int, # Number of steps
-    also=() # More steps to include
-) -> list:
-    "Return evenly spaced steps, with the first and the last."
+def spaced_steps(last:int, most:int, also=()) -> list:
+    "Return about `most` evenly spaced steps with the first and the last, and the steps of `also`."
     return sorted({*np.linspace(0, last, max(min(most, last+1), 2)).round().astype(int).tolist(), *(s for s in also if 0<=s<=last)})
 
-def run_of_steps(
-    name:str, # Name of a run
-    home, # Folder of logs
-    steps:list, # Steps, ascending
-    kept:dict # Name of a log -> lines to include in any case
-): # Run as `read` takes it
+def run_of_steps(name:str, home, steps:list, kept:dict): # kept: name of a log -> lines to include in any case
     "Return a run with some of its steps, also of several processes."
     def one(n): return SomeSteps(n, home, steps, kept.get(n, ()))
     ranks = rank_logs(name, home)
