@@ -291,7 +291,7 @@ def test_nothing_is_put_aside_while_somebody_may_read_up_to_a_byte(tmp_path, sma
     refuse.clear()
     t.barrier()
     assert t.log_path.stat().st_size and rows_of(blocks)==t.lines() and numbers(t)==[*range(60)]
-    t.file.again = -100
+    t.file.files.retry_at = -100
     t + row(60)
     assert parts.summarize_parts(t.log_path)['rows']==61 and numbers(t)==[*range(61)]
 

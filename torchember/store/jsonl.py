@@ -333,7 +333,7 @@ class tracker(AppendedRun):
             value: New value
         """
         self.about.amend(kind, value)
-        self.file.first = self.about.write
+        self.file.write_metadata_with(self.about.write)
 
     def end(self,
         **more # More facts about the run

@@ -172,11 +172,66 @@ class Batches:
         if len(line)<=longest_line: return line
         self.note(f"a row is lost that has more than {longest_line>>20} MB. Keep what is so large in a file of its own")
 
+# %% ../../nbs/30_store/13_log.ipynb #8c2274c7
+class LogFiles:
+    "The file of a log and that of its latest step. Lines that the disk refuses stay in memory until a later write."
+    grace = 10. # seconds after a refusal in which readers may still use a byte of the file
+
+    def __init__(self, disk, first, note, hold):
+        "`first`: function to call once the file has rows, or None. `hold`: called with True if a later write is needed, else with False."
+        self.disk,self.first,self.note,self.hold = disk,first,note,hold
+        self.step = LatestStep()
+        self.is_refused,self.retry_at = False,0
+
+    @property
+    def latest(self): return self.disk.path.with_name(f'{self.disk.path.name}_latest') # rows of the latest step
+
+    @property
+    def is_due(self): return not self.is_refused or time.monotonic()>=self.retry_at
+
+    def add(self, rows, data, joins):
+        "Add lines to both files. `joins`: as in `Log.put`."
+        if joins is not None: self.step.add(data, joins)
+        self.disk.append(data, len(rows))
+
+    def write(self, now):
+        "Update the files, or note why this is impossible."
+        try:
+            self.disk.flush()
+            if self.first is not None and self.disk.written_rows: self.call_first()
+            if self.step.is_due(now): self.step.write(self.latest)
+        except OSError as e: return self.keep_rows(e)
+        if time.monotonic()>self.retry_at+self.grace: self.disk.after_flush()
+        self.is_refused = False
+        self.hold(self.step.stale and self.step.closed) # then it is written at the next due time
+        self.disk.report_dropped()
+
+    def keep_rows(self, e):
+        "Keep the rows that the disk refuses, and warn once."
+        self.retry_at = time.monotonic()+writer.patience
+        self.hold(True)
+        if self.is_refused: return
+        self.is_refused = True
+        self.note(f"cannot write {self.disk.path}: {e}. Training goes on; rows are kept in memory (up to {self.disk.keep//1_000_000} MB) "
+            "and written as soon as it is possible. Make room, or choose another place with home= or TORCHEMBER_HOME.", once=False)
+
+    def create(self):
+        "Create the file now, and call `first`. Raise OSError if this is impossible."
+        if self.disk.fresh: self.disk.create()
+        if self.first is not None: self.call_first()
+
+    def call_first(self):
+        first,self.first = self.first,None # before the call, which may add more
+        try: first()
+        except OSError:
+            self.first = first
+            raise
+        except Exception as e: self.note("the run has no metadata", e)
+
 # %% ../../nbs/30_store/13_log.ipynb #eb735ff7
 class Log:
-    "One log: its queue, its file, the lines of the latest step, and its listeners."
+    "One log: its queue, its files, and its listeners."
     bound = 64 # batches that may wait. With more, the thread that adds one writes
-    readers = 10. # seconds after a refusal in which readers may still use a byte of the file
 
     def __init__(self, path, fresh=False, fsync='never', first=None, exact=False, store='jsonl', ranks=1):
         "Arguments as in `tracker`. `first`: function to call once there are rows."
@@ -184,10 +239,9 @@ class Log:
         self.note = self.messages.note
         args = dict(fresh=fresh, exact=exact, sync=fsync=='step', note=self.note)
         self.disk = ParquetLog(path, group=group_beside(ranks), **args) if store=='parquet' else JsonLines(path, **args)
-        self.batches,self.step,self.listeners = Batches(self.note),LatestStep(),Listeners(self.note)
-        self.fsync,self.first = fsync,first
+        self.files = LogFiles(self.disk, first, self.note, self.hold)
+        self.batches,self.listeners,self.fsync = Batches(self.note),Listeners(self.note),fsync
         self.queued,self.busy = False,False # True if the writer will come; True while rows are written
-        self.refusal,self.again = False,0 # True if the disk refuses; when to ask it again
         self.seconds = 0. # CPU time of writing
 
     @property
@@ -197,7 +251,15 @@ class Log:
     def path(self): return self.disk.path
 
     @property
-    def latest(self): return self.path.with_name(f'{self.path.name}_latest') # rows of the latest step
+    def latest(self): return self.files.latest
+
+    @property
+    def step(self): return self.files.step
+
+    def hold(self, needed):
+        "Let the writer try this log again later, if this is `needed`."
+        if needed: writer.hold(self)
+        else: writer.holding.discard(self)
 
     def put(self, rows, close=False, joins=False, by=call_each, here=False):
         """Queue rows, and return at once.
@@ -223,7 +285,7 @@ class Log:
             try:
                 while self.batches:
                     for ready in self.batches.take(): self.add(ready)
-                if insist or not self.refusal or time.monotonic()>=self.again: self.write(insist)
+                if insist or self.files.is_due: self.files.write(insist)
                 self.listeners.notify()
             finally:
                 self.busy = False
@@ -232,49 +294,20 @@ class Log:
         self.messages.show()
 
     def add(self, ready):
-        "Hand the lines of a batch to the file, the latest step and the listeners."
+        "Hand the lines of a batch to the files and the listeners."
         rows,data,batch = ready
         if data:
-            if batch.joins is not None: self.step.add(data, batch.joins)
+            self.files.add(rows, data, batch.joins)
             self.listeners.collect(rows, data, batch.listeners)
-            self.disk.append(data, len(rows))
         if batch.close: self.step.closed = True; self.listeners.end_step()
-
-    def write(self, now):
-        "Update the files, or note why this is impossible."
-        try:
-            self.disk.flush()
-            if self.first is not None and self.disk.written_rows: self.begin()
-            if self.step.is_due(now): self.step.write(self.latest)
-        except OSError as e: return self.keep_rows(e)
-        if time.monotonic()>self.again+self.readers: self.disk.after_flush()
-        self.refusal = False
-        if self.step.stale and self.step.closed: writer.hold(self) # written at the next due time
-        else: writer.holding.discard(self)
-        self.disk.report_dropped()
-
-    def keep_rows(self, e):
-        "Keep the rows that the disk refuses, and warn once."
-        self.again = time.monotonic()+writer.patience
-        writer.hold(self)
-        if self.refusal: return
-        self.refusal = True
-        self.note(f"cannot write {self.path}: {e}. Training goes on; rows are kept in memory (up to {self.disk.keep//1_000_000} MB) "
-            "and written as soon as it is possible. Make room, or choose another place with home= or TORCHEMBER_HOME.", once=False)
 
     def create_file(self):
         "Create the file now, and write the metadata. Raise OSError if this is impossible."
-        with self.disk.lock:
-            if self.disk.fresh: self.disk.create()
-            if self.first is not None: self.begin()
+        with self.disk.lock: self.files.create()
 
-    def begin(self):
-        first,self.first = self.first,None # before the call, which may add more
-        try: first()
-        except OSError:
-            self.first = first
-            raise
-        except Exception as e: self.note("the run has no metadata", e)
+    def write_metadata_with(self, first):
+        "Call `first` with the next rows, to write metadata that has changed."
+        self.files.first = first
 
     def add_listener_time(self, seconds):
         "Count CPU time of a listener as time of writing."
