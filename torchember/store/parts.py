@@ -97,14 +97,19 @@ def write_part(table, path, group=group_rows):
     "Write an Arrow table to a Parquet file, which appears only when it is complete."
     if is_url(path): return replace(path, part_bytes(table, group))
     with part_in_progress(path) as temp:
-        temp.write_bytes(part_bytes(table, group))
+        write_table(table, temp, group)
         check_part(temp, path, len(table))
+
+def write_table(table, file, group=group_rows): # file: a path, or an open file
+    "Write an Arrow table as Parquet, with the compression that suits each column."
+    pq = needs('pyarrow.parquet', for_='A run in Parquet', package='pyarrow')
+    pq.write_table(table, file, row_group_size=group, **write_options(json.loads(table.schema.metadata[b'torchember'])['kinds'], table.column_names))
 
 def part_bytes(table, group=group_rows):
     "Return an Arrow table as the bytes of a Parquet file."
-    pq,out = needs('pyarrow.parquet', for_='A run in Parquet', package='pyarrow'),BytesIO()
-    pq.write_table(table, out, row_group_size=group, **write_options(json.loads(table.schema.metadata[b'torchember'])['kinds'], table.column_names))
-    return out.getvalue()
+    file = BytesIO()
+    write_table(table, file, group)
+    return file.getvalue()
 
 # %% ../../nbs/30_store/09_parts.ipynb #480200ee
 def write_options(kinds, names):
