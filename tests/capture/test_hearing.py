@@ -315,7 +315,7 @@ def test_a_plan_runs_a_pass_without_other_listeners():
     te,acts,monitor,ear = torchEmber(m),from_activation(m),Monitor(m, {'head': ['InputMean']}),Ear(m)
     assert te.plan(batch(0)).rows>0
     monitor.track(0)
-    assert not acts.state_dict and not ear.heard and not monitor.of_step(0) and monitor.passes.predictor.number==0 and not te.t.lines()
+    assert not acts.state_dict and not ear.heard and not monitor.of_step(0) and monitor.passes.predictor.pass_==0 and not te.t.lines()
     for o in (te, monitor): o.close()
     acts.remove(); ear.go()
 

@@ -9,7 +9,6 @@ __all__ = ['recorded', 'Settings', 'ArmedModel', 'make_model', 'Recorder']
 import threading
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 
 from .budget import SilentListener, timed
 from ..capture.forward import arm, disarm
@@ -158,7 +157,8 @@ def make_model(events, optimizer_events, pipe, settings, drain):
 # %% ../../nbs/40_recorder/80_recorder.ipynb #631f32d8
 def part_of_pipe(path):
     "Return a property for a part of a recorder's pipe, such as 'buffer.calls'."
-    return property(attrgetter(f'pipe.{path}'))
+    first,_,then = path.partition('.')
+    return property((lambda self: getattr(getattr(self.pipe, first), then)) if then else lambda self: getattr(self.pipe, first))
 
 def loggable(numbers, notices):
     "Return the numbers of `te.log` by name, without those that have no value. The `Notices` report these."
