@@ -11,7 +11,7 @@ from oracle import says
 from torch import nn
 
 from torchember import diagnose, emberTracker
-from torchember.integrations.keras import EmberCallback, as_modules
+from torchember.integrations.keras import EmberCallback, expose_modules
 
 pytestmark = pytest.mark.filterwarnings('ignore')
 L = keras.layers
@@ -71,7 +71,7 @@ def fit(model, *callbacks, n=20, **options):
 def by_hand(model, epochs=1, n=20):
     "Keras's `train_step` in a plain loop: (type, step, path) -> tensor, by hooks of torch"
     tensors,step,(x,y) = {},0,data(n)
-    with as_modules(model): modules,params = dict(model.named_modules()),dict(model.named_parameters())
+    with expose_modules(model): modules,params = dict(model.named_modules()),dict(model.named_parameters())
     def hook(path):
         def hear(m, args, out): tensors.setdefault(('output', step, path), []).append(out.detach().clone())
         return hear
@@ -110,7 +110,7 @@ def equal(a, b): return len(a)==len(b) and all(np.array_equal(x, y) for x,y in z
 
 def left(model):
     "What stands on each layer"
-    with as_modules(model): layers = [m for m in model.modules() if isinstance(m, L.Layer)]
+    with expose_modules(model): layers = [m for m in model.modules() if isinstance(m, L.Layer)]
     metrics = [sorted(vars(m)) for m in model.metrics]
     return [(type(l).__name__, [*l._modules], [*l._parameters], [*l._buffers], sorted(l.__dict__)) for l in layers], len([*model.named_parameters()]), metrics
 
@@ -128,14 +128,14 @@ def test_rows_are_those_of_the_tensors(make):
 
 def test_names_of_layers_and_weights():
     model = compiled(functional)
-    with as_modules(model): names,buffers,modules = ([n for n,_ in named()] for named in (model.named_parameters, model.named_buffers, model.named_modules))
+    with expose_modules(model): names,buffers,modules = ([n for n,_ in named()] for named in (model.named_parameters, model.named_buffers, model.named_modules))
     assert sorted(modules)==['', 'head', 'head.last', 'scaled', 'scaled.inner', 'shared', 'wrapped', 'wrapped.module']
     assert '_torch_params' not in model.__dict__
     assert sorted(names)==sorted(['scaled.inner.kernel', 'scaled.inner.bias', 'scaled.scale', 'shared.kernel', 'shared.bias', 'wrapped.module.weight',
         'wrapped.module.bias', 'head.last.kernel', 'head.last.bias']) # each weight has the path of its layer, and is there once
     assert set(buffers)=={'loss_total', 'loss_count', 'scaled.scale_1'} # not trained
     before = left(model)
-    with pytest.raises(ValueError, match='broken'), as_modules(model): raise ValueError('broken')
+    with pytest.raises(ValueError, match='broken'), expose_modules(model): raise ValueError('broken')
     assert left(model)==before
 
 

@@ -285,7 +285,7 @@ def test_an_exception_ends_the_run(error, at, tmp_path):
 
 def test_exception_without_a_private_method(tmp_path, monkeypatch):
     "The run ends when the next fit begins"
-    monkeypatch.setattr('torchember.integrations.fastai.around_events', lambda learn, call: None)
+    monkeypatch.setattr('torchember.integrations.fastai.patch_events', lambda learn, call: None)
     ember,model = callback(),seeded(Fails)
     model.fails = 3, ValueError('broken')
     learn = learner(tmp_path, ember, model=model)

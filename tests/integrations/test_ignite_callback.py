@@ -281,7 +281,7 @@ def test_an_exception_ends_the_run(error):
 
 def test_exception_without_a_private_method(monkeypatch):
     "The run waits for `close`, or for another one"
-    monkeypatch.setattr('torchember.integrations.ignite.around_exceptions', lambda trainer, call: None)
+    monkeypatch.setattr('torchember.integrations.ignite.patch_exceptions', lambda trainer, call: None)
     ember,model = callback(),seeded(Fails)
     model.fails = 3, ValueError('broken')
     trainer = engines(ember, model=model)
