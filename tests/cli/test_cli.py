@@ -21,15 +21,15 @@ from torch import nn
 
 import torchember
 from torchember import read, runs, torchEmber
-from torchember.cli.commands import command_named, main, make_parser, places
-from torchember.cli.steps import UnprintedSteps, RunLog, StepRow
+from torchember.cli.commands import command_named, main, make_parser, module_of_command
+from torchember.cli.steps import OpenSteps, RunLog, StepReport
 from torchember.cli.terminal import text_width, format_table
 from torchember.health.rules import table as rules
 
 root = Path(__file__).parents[2]
 long_name = 'Schrödinger 卷积 with a name that is far too long for a terminal'
 libraries = 'import torch._dynamo, torchember.ember, torchember.trained\nfrom torchember.measure import loading\nloading.loops()'
-typed = [n for n,(_,what) in places.items() if what]
+typed = [n for n,(_,what) in module_of_command.items() if what]
 
 
 def train(home, name, seed=0, lr=.1, steps=6, **kwargs):
@@ -81,7 +81,7 @@ def inside(runs_there, tmp_path, monkeypatch, capsys):
 def test_every_command_has_help_and_an_example():
     for name in typed:
         c = command_named(name)
-        assert shlex.split(c.example)[:2]==['torchember', name] and len(c.do.__doc__)>30
+        assert shlex.split(c.example)[:2]==['torchember', name] and len(c.function.__doc__)>30
         make_parser().parse_args(shlex.split(c.example)[1:])
 
 
@@ -114,8 +114,8 @@ def test_without_torch(tmp_path):
     (tmp_path/'train.py').write_text('')
     code = '''import shlex, sys
 sys.modules['torch'] = None
-from torchember.cli.commands import command_named, main, places
-for name in [n for n,(_,what) in places.items() if what and n not in ('mv', 'board')]+['mv']: # a board ends with Ctrl-C
+from torchember.cli.commands import command_named, main, module_of_command
+for name in [n for n,(_,what) in module_of_command.items() if what and n not in ('mv', 'board')]+['mv']: # a board ends with Ctrl-C
     assert main(shlex.split(command_named(name).example)[1:])==0, name
 '''
     got = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, cwd=tmp_path, env=environment(TORCHEMBER_HOME=str(tmp_path/'home')))
@@ -375,15 +375,15 @@ def test_tail_prints_an_open_step_after_a_pause(tmp_path):
 
 
 def test_late_row_delays_no_step():
-    steps = UnprintedSteps()
+    steps = OpenSteps()
     for step in 5, 3: steps.add('log', dict(step=step, ttype='output'))
-    assert [s.step for s in steps.over(['log'])]==[3] and [s.step for s in steps.over([])]==[5]
+    assert [s.step for s in steps.pop_complete(['log'])]==[3] and [s.step for s in steps.pop_complete([])]==[5]
 
 
 def test_tail_names_the_first_non_finite_tensor():
-    s = StepRow(0)
+    s = StepReport(0)
     for path in 'a', 'b', 'c': s.add(dict(step=0, ttype='output', module=f'm(Net).{path}(Linear)', nan=int(path!='a')))
-    assert s.trouble=='NaN in output of b and 1 more' and (s.rows, s.odd)==(3, 2)
+    assert s.trouble=='NaN in output of b and 1 more' and (s.rows, s.n_nonfinite)==(3, 2)
 
 
 def test_tail_of_several_processes(tmp_path):
@@ -399,14 +399,14 @@ def test_tail_reads_only_the_end_of_a_long_log(tmp_path, monkeypatch):
     train(tmp_path, 'long', steps=40)
     log = RunLog('long', tmp_path/'log'/'long', tmp_path/'data')
     for most in 1, 5000, 20_000, None:
-        log.begin(most)
-        some = [r for rows in log.new() for r in rows]
+        log.open_at(most)
+        some = [r for rows in log.read_new() for r in rows]
         every = [json.loads(l) for l in (tmp_path/'log'/'long').read_text().splitlines()]
         assert [r['step'] for r in some]==[r['step'] for r in every[len(every)-len(some):]] and log.tail.rows==len(every)
         assert most is None or sum(len(json.dumps(r)) for r in some)<most*1.2
-    log.begin(5000)
+    log.open_at(5000)
     torchember.compact('long', tmp_path)
-    assert [r for rows in log.new() for r in rows][-1]['step']==39 and log.tail.rows==len(every)
+    assert [r for rows in log.read_new() for r in rows][-1]['step']==39 and log.tail.rows==len(every)
 
 
 @pytest.fixture
