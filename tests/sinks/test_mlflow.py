@@ -1,4 +1,4 @@
-"A run arrives in MLflow with the steps of the training, and other runs are unchanged"
+"Tests of the sink for MLflow: a run arrives with the steps of the training, and other runs are unchanged"
 import math
 import os
 import re
@@ -46,7 +46,7 @@ def runs(name=None): return mlflow.search_runs(experiment_names=[name or os.envi
 
 
 def metrics(run, client=None):
-    "name -> {step: value}; each step once"
+    "Return the metrics of a run: name -> {step: value}. Fail if a step occurs twice."
     client = client or mlflow.MlflowClient()
     found = {}
     for k in client.get_run(run.info.run_id).data.metrics:
@@ -96,7 +96,7 @@ def test_run_of_the_user_can_be_a_sink(store, tmp_path, given):
 
 
 def test_one_sink_can_send_two_runs_in_turn(store, tmp_path):
-    "Each model has its metrics under its prefix"
+    "The metrics of each model have the prefix of its run."
     sink = MLflow(prefix='gen/', ttypes='input')
     for name,x in (('a', 1.), ('b', 2.)):
         with torchEmber(nn.Linear(2, 2), name=name, home=tmp_path, sinks=sink, stats=['rms'], ttypes='input') as te:

@@ -1,4 +1,4 @@
-"A run arrives at its sinks. Faults of a sink change neither the training nor the log"
+"Tests of sinks: a run arrives completely, and faults of a sink change neither the training nor the log"
 import math
 import signal
 import subprocess
@@ -421,7 +421,7 @@ def test_wandb_gets_one_alert_per_finding_and_one_end_per_row(monkeypatch):
 
 @pytest.mark.parametrize('what', ['name', 'pattern', 'file', 'run', 'ember', 'handle'])
 def test_replay_accepts_each_way_to_name_a_run(tmp_path, monkeypatch, what):
-    "The result is the same without home="
+    "`replay` sends the same with and without home=."
     monkeypatch.setenv('TORCHEMBER_HOME', str(tmp_path/'here'))
     model = nn.Linear(2, 2)
     with torchEmber(model, name='r') as te: model(torch.ones(1, 2))
@@ -452,7 +452,7 @@ def test_writer_of_another_library_gets_single_numbers(tmp_path):
 
 
 def test_one_sink_can_send_two_runs_in_turn(tmp_path, monkeypatch):
-    "Each run is complete, although another run of W&B is open the second time"
+    "Both runs are complete, although another W&B run is open during the second run."
     from torchember.sinks import TensorBoard
     sink = TensorBoard(log_dir=tmp_path/'runs', ttypes='input')
     for name,x in (('a', 1.), ('b', 2.)):
@@ -498,7 +498,7 @@ def test_sink_refuses_a_second_run_at_once(tmp_path):
 
 
 def test_folder_of_another_run_is_not_used(tmp_path, monkeypatch):
-    "The folder is left from another home or another program. A run that continues keeps its folder"
+    "A folder of another home or program is not used. A continued run keeps its folder."
     monkeypatch.chdir(tmp_path)
     train(tmp_path/'one', sinks='tensorboard', stats=['rms'])
     before = scalars(tmp_path/'runs'/'first')
@@ -540,7 +540,7 @@ def test_two_models_in_one_folder_have_different_names(tmp_path, recwarn):
 
 @pytest.mark.parametrize('name', ['Sink', 'TensorBoard', 'Wandb', 'MLflow', 'Trackio'])
 def test_sinks_can_be_pickled(name, tmp_path, monkeypatch):
-    "Callbacks of a trainer that starts processes must be picklable"
+    "A trainer that starts processes pickles its callbacks with their sinks."
     import pickle
 
     import torchember.sinks
@@ -551,7 +551,7 @@ def test_sinks_can_be_pickled(name, tmp_path, monkeypatch):
 
 
 def test_only_complete_rows_of_wandb_are_noted_as_sent(monkeypatch):
-    "A row has no numbers of an earlier step"
+    "W&B adds numbers of an earlier step to no row, and only ended rows count as sent."
     wandb = pytest.importorskip('torchember.sinks.wandb')
     class Run(Tracker):
         step = 0
@@ -590,7 +590,7 @@ def test_prefix_does_not_change_axes_of_wandb(monkeypatch):
 
 
 def test_step_is_noted_once_its_row_has_ended(tmp_path):
-    "Only the last step without arrival can still arrive"
+    "Of the steps that have not arrived, only the last one can still arrive."
     class Late(Sink):
         there = ()
         def scalars(self, step, numbers): pass

@@ -1,4 +1,4 @@
-"A run arrives in trackio with the steps of the training. Nothing is printed, and other runs count steps as before"
+"Tests of the sink for trackio: a run arrives with the steps of the training, nothing is printed, other runs count as before"
 import math
 import os
 import signal
@@ -96,7 +96,7 @@ def test_run_of_the_user_can_be_a_sink(project, tmp_path):
 
 
 def test_one_sink_can_send_two_runs_in_turn(project, tmp_path):
-    "Each model has its metrics under its prefix"
+    "The metrics of each model have the prefix of its run."
     sink = Trackio(project=project, prefix='gen/', ttypes='input')
     for name,x in (('a', 1.), ('b', 2.)):
         with torchEmber(nn.Linear(2, 2), name=name, home=tmp_path, sinks=sink, stats=['rms'], ttypes='input') as te:
