@@ -1,6 +1,6 @@
-"""What stays true while a model is armed: each case is a row of the table in the docs.
+"""Cases of the table in the docs that lists what stays true while a model is armed.
 
-A case arms something, does what users do, and asserts. `tests/capture/test_armed.py` runs them all, and so does the page that shows them."""
+Each case arms a model, does what users do with the model, and checks the result. `tests/capture/test_armed.py` runs all cases, and so does the page."""
 import copy
 import io
 import os
@@ -19,7 +19,7 @@ from torch import nn
 
 from torchember import torchEmber
 
-cases = {} # what -> (how it was tried, function)
+cases = {} # what stays true -> (description of the test, function)
 
 
 def case(what, how):
@@ -37,7 +37,7 @@ def dicts(model): return {n: {k: dict(v) if isinstance(v, dict) else v for k,v i
 
 
 def own_weights(copied, inp, te):
-    "The copy is not armed, records nothing, and computes with its own weights"
+    "Check that a copy is not armed, records nothing, and computes with its own weights."
     n = len(te.t.lines())
     assert not any(k.startswith('_torchember') or k in ('forward', 'disarm', '__reduce_ex__', '__getstate__') for m in copied.modules() for k in m.__dict__)
     with torch.no_grad(): [p.zero_() for p in copied.parameters()]
@@ -469,7 +469,7 @@ def signature():
     import inspect
     class Net(nn.Module):
         def forward(self, x:torch.Tensor, mask=None, *rest, flag:bool=False, **more) -> torch.Tensor:
-            "Says what it does"
+            "Docstring of the user, which must survive arming"
             return x
     own,script = nn.Identity(),torch.jit.script(mlp())
     own.forward = lambda a, b=1: a

@@ -1,4 +1,4 @@
-"Runs that the callback of somebody else's trainer has recorded, as `looped` has them"
+"Read runs that the callback of another trainer library has recorded, in the form of the tables in `looped`."
 import torch
 from looped import training
 
@@ -6,7 +6,7 @@ from torchember import emberTracker
 
 
 class Ran:
-    "A run that is over"
+    "A finished run, with a tracker like that of an ember"
     def __init__(self, name): self.t = emberTracker(name)
 
 

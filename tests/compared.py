@@ -1,4 +1,4 @@
-"A model is trained twice, as it is and compiled, and the rows are laid beside each other"
+"Train a model twice, eager and compiled, and compare the recorded rows."
 import math
 from collections import Counter
 from types import SimpleNamespace
@@ -15,7 +15,8 @@ from torchember import torchEmber
 from torchember.capture import private_torch
 
 FORWARD = ('input', 'output', 'weight', 'weight_grad', 'probe')
-ALL = ('input', 'output', 'weight', 'weight_grad', *(('input_grad', 'output_grad') if private_torch.hooks_in_graphs else ())) # what compiled code brings
+# tensor types that compiled code can report
+ALL = ('input', 'output', 'weight', 'weight_grad', *(('input_grad', 'output_grad') if private_torch.hooks_in_graphs else ()))
 about = ('module', 'ttype', 'tname', 'pname', 'step', 'call', 'shape', 'dtype')
 
 
@@ -33,7 +34,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    "Blocks, each called `loops` times, checkpointed in one of the two ways, or not"
+    "A small GPT. Each block is called `loops` times. checkpoint: `use_reentrant` of the checkpoint, None for no checkpoint"
     def __init__(self, blocks=2, loops=1, checkpoint=None, d=16):
         super().__init__()
         self.emb,self.blocks,self.ln,self.head = nn.Embedding(29, d),nn.ModuleList(Block(d) for _ in range(blocks)),nn.LayerNorm(d),nn.Linear(d, 29)
@@ -47,7 +48,7 @@ class GPT(nn.Module):
 
 
 class Few(nn.Module):
-    "Of few operations: Inductor compiles each kernel for a second"
+    "A model with few operations, because Inductor needs a second to compile each kernel"
     class Block(nn.Module):
         def __init__(self): super().__init__(); self.ln,self.l,self.act = nn.LayerNorm(8),nn.Linear(8, 8),nn.Tanh()
         def forward(self, x): return x+self.act(self.l(self.ln(x)))
@@ -68,8 +69,8 @@ def loss_of(out): return sum(t.float().square().mean() for t in tensors(out) if 
 
 
 def train(make, inputs, how='eager', backend='aot_eager', armed=True, steps=2, fullgraph=True, context=None, **options):
-    """Train a new model, eager, compiled as a `whole` or by `blocks`: its rows, losses, gradients, events and number of graphs.
-    `context` makes what each pass runs in."""
+    """Train a new model eager, compiled as a `whole` or by `blocks`. Return rows, losses, gradients, events and number of graphs.
+    context: function that returns a context manager for each pass"""
     torch._dynamo.reset()
     torch.manual_seed(0)
     made = make()
@@ -100,18 +101,19 @@ def scale(r): return max((abs(v) for v in (r.get(k) for k in ('mean', 'std', 'ma
 
 
 def ordered(rows):
-    "Rows of a pass as they came; gradients that arrive in a backward by their place, since those that arrive together have no order"
+    "Return rows in the order of recording, but gradients of activations sorted by location, because their order may vary."
     back = [r for r in rows if r['ttype'] in ('input_grad', 'output_grad')]
     return [r for r in rows if r['ttype'] not in ('input_grad', 'output_grad')]+sorted(back, key=lambda r: places([r]))
 
 
 def same_rows(want, got, tol=1e-6):
-    "The same rows in the same order, with numbers equal to `tol` of the tensor's own scale: compiled code is other code"
+    "Check that two runs have equal rows in the same order. Numbers may differ by `tol` times the scale of the tensor."
     want,got = ordered(want),ordered(got)
     a,b = places(want),places(got)
     assert len(want) and Counter(a)==Counter(b), ([*(Counter(a)-Counter(b))][:5], [*(Counter(b)-Counter(a))][:5])
     assert a==b, next((i, x, y) for i,(x,y) in enumerate(zip(a, b, strict=True)) if x!=y)
-    least = {t: .01*max(scale(r) for r in want if r['ttype']==t) for t in {r['ttype'] for r in want}} # some gradients are zero but for rounding
+    # tolerance for gradients that are zero except for rounding
+    least = {t: .01*max(scale(r) for r in want if r['ttype']==t) for t in {r['ttype'] for r in want}}
     for r,s in zip(want, got, strict=True):
         assert r.keys()==s.keys()
         for k in r:
@@ -123,10 +125,10 @@ needs_hooks = pytest.mark.skipif(not private_torch.hooks_in_graphs, reason='comp
 
 
 def same_training(want, got, tol=1e-6):
-    "Losses, gradients, rows and the order of events"
+    "Check that two trainings have equal losses, gradients, rows and order of events."
     a,b = want.losses,got.losses
     assert a==b or tol and torch.allclose(torch.tensor(a), torch.tensor(b), rtol=max(tol, 1e-5)), (a, b)
-    largest = max((p.abs().max().item() for p in want.grads if p is not None), default=0) # some are zero but for rounding
+    largest = max((p.abs().max().item() for p in want.grads if p is not None), default=0) # tolerance for gradients that are zero except for rounding
     for p,q in zip(want.grads, got.grads, strict=True):
         assert p is q is None or (torch.equal(p, q) if not tol else torch.allclose(p, q, rtol=min(1e-3, 100*tol), atol=tol*largest))
     same_rows(want.rows, got.rows, tol)

@@ -1,4 +1,4 @@
-"Each test has a home of its own, draws the same random numbers whatever ran before it, and leaves the process as it was"
+"Fixtures for all tests: an own folder of runs, fixed random seeds, and a check that the test leaves the process unchanged."
 import shutil
 from functools import cache
 from pathlib import Path
@@ -7,21 +7,21 @@ import process
 import pytest
 import releases
 
-pytest_plugins = 'pytester' # for tests of tests
+pytest_plugins = 'pytester' # runs pytest inside a test
 
 
 def pytest_unconfigure(): process.over()
 
 
-@pytest.hookimpl(tryfirst=True) # before marks are asked for
+@pytest.hookimpl(tryfirst=True) # before pytest selects tests by their marks
 def pytest_collection_modifyitems(items):
-    "Mark what `releases` has for a release"
+    "Mark the cases listed in `releases`, which run only before a release."
     releases.mark(items, Path(__file__).parent)
 
 
 @pytest.fixture(autouse=True)
 def as_it_was(request):
-    "What a test has left is named. The first fixture to begin and the last to end; a test that failed could not clean up"
+    "Fail if the test has changed the process. This fixture starts first and ends last. Skip the check after a failed test."
     before,failed = process.Before(),request.session.testsfailed
     yield
     process.close_figures()
@@ -38,9 +38,9 @@ def without_graphs(): process.forget_graphs()
 
 @pytest.fixture(scope='module')
 def chromium():
-    "A browser that reaches nothing, for all tests of a file; `chromium('EXCLUDE 127.0.0.1')` reaches this machine. Each page is of a context of its own"
+    "Browser without network, shared by the tests of a file. `chromium('EXCLUDE 127.0.0.1')` may connect to this machine."
     path = next(filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome'))), None)
-    if path is None: pytest.skip('there is no chromium here')
+    if path is None: pytest.skip('chromium is not installed')
     from playwright.sync_api import sync_playwright
     with sync_playwright() as p:
         @cache

@@ -1,4 +1,4 @@
-"Rows as a log may have them, drawn by hypothesis: those of an ember, and any others; and a log that is made of them"
+"Hypothesis strategies for the rows of a log: `row` as an ember writes it, `any_row` with arbitrary values."
 import math
 
 from hypothesis import strategies as st
@@ -19,7 +19,7 @@ usual = dict(mean=st.floats(), max=st.floats(width=32), n=st.integers(-5, 5), ex
 row = st.fixed_dictionaries(names, optional=usual)
 
 def of_log(row):
-    "Whether a log can have it"
+    "Return True if a row can be written to a log."
     try: return bool(line_of(row))
     except ValueError: return False
 
@@ -29,7 +29,7 @@ any_row = st.builds(lambda a,b: {**a, **b}, row, st.dictionaries(st.sampled_from
 def lines(rows): return b''.join(line_of(r)+b'\n' for r in rows)
 
 def begun(home, data, name='a'):
-    "A run whose log has these bytes"
+    "Create a run whose log consists of the bytes `data`. Return its tracker."
     t = emberTracker(name, home)
     t.log.mkdir(parents=True, exist_ok=True)
     t.log_path.write_bytes(data)

@@ -1,7 +1,7 @@
-"""Small models in JAX, each with a step, and what its modules give computed by hand
+"""Small models in JAX, each with a training step and a second computation of its modules by plain operations
 
 A step is `update(state, x, y) -> (state, gradients, more)`. `hand(note, state, x, y)` computes the loss once more with plain operations and calls
-`note(key, x)` for each value that is to have a row. Nothing here imports torch."""
+`note(key, x)` for each value that must have a row. This file must not import torch."""
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -26,17 +26,17 @@ def batch(shape=(6, 4), classes=3, seed=0, dtype=np.float32):
 
 @dataclass
 class Case:
-    "A step, where it begins, and its values by hand"
+    "A training step, its initial state, and the expected values"
     update:object # (state, x, y) -> (state, gradients, more); compiled
-    state:object # Function: -> where it begins
-    parts:object # Function: state -> (what is given as model_state, as optimizer_state)
+    state:object # Function without arguments that returns the initial state
+    parts:object # Function: state -> (model_state, optimizer_state), the arguments of `track`
     hand:object=None # (note, state, x, y) -> loss
     batch:object=batch # Function: seed -> (x, y)
-    constant:tuple=() # Names of what has no gradient
-    python:bool=False # Whether `hand` branches on values
+    constant:tuple=() # Names of values without a gradient
+    python:bool=False # True if `hand` has Python branches on values
 
 
-compiled_quickly = dict(xla_backend_optimization_level=0, xla_llvm_disable_expensive_passes=True) # for what runs once
+compiled_quickly = dict(xla_backend_optimization_level=0, xla_llvm_disable_expensive_passes=True) # for functions that run once, where compilation takes longest
 
 
 # ---- a MLP
@@ -51,7 +51,7 @@ class MLP(nn.Module):
 opt = optax.adam(.01)
 
 def stepped(model, loss, opt=opt):
-    "The usual step of a linen model"
+    "Return the usual training step of a linen model."
     def update(state, x, y):
         params,s = state
         value,grads = jax.value_and_grad(partial(loss, model))(params, x, y)
@@ -79,7 +79,7 @@ def mlp(free=()):
     return Case(jax.jit(stepped(MLP(), plain_loss), donate_argnums=free), begun(MLP()), lambda s: s, mlp_by_hand)
 
 
-# ---- a transformer whose blocks are scanned, and computed again for gradients
+# ---- a transformer whose blocks run in `nn.scan` and are rematerialized for the gradients
 
 class Block(nn.Module):
     @nn.compact
@@ -115,7 +115,7 @@ def transformer():
     return Case(jax.jit(stepped(model, plain_loss)), begun(model, shape=(4, 5, 6)), lambda s: s, transformer_by_hand, partial(batch, (4, 5, 6)))
 
 
-# ---- normalised by batches, with dropout: variables beside the parameters, and random numbers
+# ---- batch normalization and dropout: a model with variables besides the parameters, and random numbers
 
 class Normed(nn.Module):
     @nn.compact
@@ -257,7 +257,7 @@ def doubled(x): return probe('doubled', 2*x)
 doubled.defvjp(lambda x: (doubled(x), None), lambda _, ct: (probe('cotangent', 3*ct),)) # not what it should be, so that one sees who is asked
 
 def branched():
-    "A branch, a loop of known length and one of unknown, and a derivative of the user's"
+    "A step with `cond`, `scan`, `while_loop` and a custom derivative"
     def loss(p, x, y):
         x = lax.cond(x.sum()>0, lambda x: probe('positive', jnp.sin(x)), lambda x: probe('negative', jnp.cos(x)), x)
         x = lax.fori_loop(0, 3, lambda i, x: probe('looped', x*p['w']+i), x)
@@ -313,7 +313,7 @@ def plain(x): return np.array(jax.random.key_data(x) if jnp.issubdtype(x.dtype, 
 def copied(tree): return jax.tree.map(plain, tree)
 
 def run(case, steps=3, **kwargs):
-    "A training; with arguments of `track` a tracked one. What each step gave, copied, and the tracker"
+    "Run a training, tracked if arguments of `track` are given. Return copies of each step's results, and the tracker."
     state,out = case.state(),[]
     def take(state, grads, more):
         parts = map(nnx.state, state) if isinstance(state[0], nnx.Module) else case.parts(state)
@@ -332,13 +332,13 @@ def run(case, steps=3, **kwargs):
     return out, tracker
 
 def same_bits(a, b):
-    "Whether two trees of arrays are the same to the last bit"
+    "Return True if two trees of arrays are equal bit for bit."
     a,b = (jax.tree.flatten(t) for t in (a, b))
     pairs = [(np.asarray(x), np.asarray(y)) for x,y in zip(a[0], b[0], strict=True)]
     return a[1]==b[1] and all(x.dtype==y.dtype and x.tobytes()==y.tobytes() for x,y in pairs)
 
 def by_hand(case, state, x, y):
-    "What should have a row: (path, ttype, tname, call) -> array"
+    "Return the values that must have a row: (path, ttype, tname, call) -> array."
     keys = []
     def values():
         got = {}

@@ -1,13 +1,13 @@
-"""An accelerator that is not there: tensors compute with what the CPU has, and all that has to be in order between host, streams and memory is looked at.
+"""A simulated accelerator: tensors compute on the CPU, and each missing synchronization between host, streams and memory is found.
 
-Real devices are late, and order is kept by the one who launches. Here each operation has a number on its stream, and a stream knows up to which number it has
-waited for each other one. So what would go wrong some time, on some device, is seen each time, and named in `Machine.faults`:
-- an operation uses memory that another stream has written, or writes what another one uses, and has not waited for it
-- memory is given back while another stream still uses it, and was not told (`record_stream`)
-- the host reads a copy before the event that says that it is complete
-A graph is captured as on the real thing: nothing runs, and what is computed is of no use. When it is replayed, its memory is used and written on the
-stream that is current then, and what nobody refers to any more is overwritten.
-Reading a value on the host waits for the device: `Machine.waits` has where. A copy into pinned memory does not, and has what was there before until then.
+Real devices run asynchronously, and the program must order their work. Here each operation has a number on its stream, and a stream knows up to which
+number it has waited for each other stream. So a race that a real device shows now and then is found each time, and listed in `Machine.faults`:
+- an operation reads memory that another stream has written, or writes memory that another stream uses, without waiting for that stream
+- memory is freed while another stream still uses it, without a call of `record_stream`
+- the host reads a copy before the event that marks the copy as complete
+A graph is captured as on CUDA: no operation runs, and results are undefined. When the graph is replayed, its memory is read and written on the
+current stream, and memory without references is overwritten.
+Reading a value on the host waits for the device; `Machine.waits` lists where. A copy into pinned memory does not wait, and keeps the old content until then.
 """
 import sys
 import threading
@@ -30,9 +30,10 @@ def cuda(i=0): return torch.device('cuda', i)
 
 class Stream:
     def __init__(self, device):
-        self.device,self.now,self.knows,self.copies = device,0,{},[] # knows: stream -> up to which of its operations; copies: (number, host, values) to come
-        self.finished = 0 # up to which of them the host knows that they are done
-        self.stream_id,self.lock = id(self),threading.Lock() # the thread that writes waits while another one asks for copies
+        # knows: other stream -> number of its last operation waited for; copies: pending (number, host, values)
+        self.device,self.now,self.knows,self.copies = device,0,{},[]
+        self.finished = 0 # number of the last operation that the host knows to be done
+        self.stream_id,self.lock = id(self),threading.Lock() # the writer thread and the training thread use `copies`
 
     def sees(self, other, number): return other is self or self.knows.get(other, 0)>=number
 
@@ -43,7 +44,7 @@ class Stream:
     def wait_event(self, event): event.wait(self)
 
     def done(self, number):
-        "All up to a number is done: copies for the host arrive"
+        "Complete all operations up to a number, so that their copies for the host arrive."
         with self.lock:
             for at,host,values in self.copies:
                 if at<=number: host.copy_(values)
@@ -76,7 +77,7 @@ class Event:
         if machine().graph is not None: machine().fault('an event is waited for while a graph is captured')
         failing()
         self.at[0].done(self.at[1])
-        if threading.current_thread() is not threading.main_thread() or may_wait(): return # the thread that writes may wait
+        if threading.current_thread() is not threading.main_thread() or may_wait(): return # only the training thread must not wait
         machine().waits.append(Found(f"an event\n{''.join(traceback.format_stack(limit=14)[:-1])}", by_us()))
 
 
@@ -84,41 +85,42 @@ def failing():
     if machine().failed: raise RuntimeError('CUDA error: device-side assert triggered')
 
 
-def may_wait(): return any(f.name in ('disarm', 'graph_to_come') for f in traceback.extract_stack()) # at the end, and before a capture, where torch waits, too
+# torchember may wait at the end, and before a capture, where torch waits too
+def may_wait(): return any(f.name in ('disarm', 'graph_to_come') for f in traceback.extract_stack())
 
 
 class Chosen:
-    "The device that is chosen"
+    "`torch.cuda.device`: selects the current device"
     def __init__(self, device): self.device = torch.device(device)
     def __enter__(self): machine().chosen.append((self.device, None))
     def __exit__(self, *args): machine().chosen.pop()
 
 
 class Memory:
-    "What was allocated: which operation wrote it last, and which have used it since. Given back when nobody has it any more"
+    "An allocation: the operation that wrote the memory last, and the operations that have used it since"
     def __init__(self, stream):
         self.owner,self.written,self.used,self.told,self.ours = stream,(stream, stream.now),{},set(),by_us()
-        weakref.finalize(self, given_back, machine(), stream, self.used, self.told, self.ours)
+        weakref.finalize(self, check_freed, machine(), stream, self.used, self.told, self.ours)
 
 
-def given_back(of, owner, used, told, ours):
-    if the.machine is not of: return # the garbage of a test before
+def check_freed(of, owner, used, told, ours):
+    if the.machine is not of: return # garbage of an earlier test
     for s,(n,by_us) in used.items():
-        if not owner.sees(s, n) and s not in told: machine().fault('memory is given back while another stream uses it', ours or by_us)
+        if not owner.sees(s, n) and s not in told: machine().fault('memory is freed while another stream uses it', ours or by_us)
 
 
 package,skipped = str(Path(torchember.__file__).parent),(str(Path(torch.__file__).parent), __file__)
 
 
 def by_us():
-    "Whether torchember asks for what is done now, and not the program"
+    "Return True if the current operation was started by torchember, not by the program."
     f = sys._getframe(1)
     while f is not None and (f.f_code.co_filename.startswith(skipped) or '/lib/python' in f.f_code.co_filename): f = f.f_back
     return f is not None and f.f_code.co_filename.startswith(package)
 
 
 class Found(str):
-    "What was found, where, and whether torchember did it or the program"
+    "A fault or a wait with its stack. ours: True if torchember caused it, not the program"
     def __new__(cls, text, ours):
         self = super().__new__(cls, text)
         self.ours = ours
@@ -127,12 +129,12 @@ class Found(str):
 
 class Machine:
     def __init__(self, devices=2):
-        self.streams = {i: Stream(cuda(i)) for i in range(devices)} # the one that a device begins with
+        self.streams = {i: Stream(cuda(i)) for i in range(devices)} # default stream of each device
         self.chosen,self.faults,self.waits,self.launches,self.copies,self.pinned = [(cuda(), None)],[],[],0,0,set()
-        self.at_once = 0 # how many tensors were read by nothing but a launch
-        self.failed = False # whether nothing comes from the device any more
-        self.captures = False # whether a graph is being captured: what is launched is only noted down, and whoever waits breaks it
-        self.graph = None # the `Graph` that is captured by somebody who wants ours in it, too
+        self.at_once = 0 # number of tensors that were read by a single launch
+        self.failed = False # True after the device has failed
+        self.captures = False # True while a graph is captured: launches do not run, and a wait breaks the capture
+        self.graph = None # `Graph` of a capture that also records the operations of torchember
 
     def fault(self, text, ours=True): self.faults.append(Found(f"{text}\n{''.join(traceback.format_stack(limit=14)[:-1])}", ours))
 
@@ -176,7 +178,7 @@ def device_in(args, kwargs): return next((torch.device(a) for a in (*args, kwarg
 
 
 class Late(torch.Tensor):
-    "A tensor of the machine: `value` is what it holds"
+    "A tensor on the simulated device. `value`: CPU tensor with its elements"
     @staticmethod
     def __new__(cls, value, device, memory):
         lies = dict(strides=value.stride(), storage_offset=value.storage_offset())
@@ -245,7 +247,7 @@ class Moved(torch.autograd.Function):
 
 
 def moved(x, device, dtype=None, non_blocking=False):
-    "To another device, or to the host, which waits"
+    "Return a copy on another device, or on the host. A copy to the host waits for the device."
     dtype,device = dtype or x.dtype,torch.device(device)
     if isinstance(x, Late) and device.type=='cpu':
         machine().wait_for_all('a copy for the host')
@@ -253,7 +255,7 @@ def moved(x, device, dtype=None, non_blocking=False):
         return x.value.to(dtype, copy=True)
     if isinstance(x, Late): machine().launched(x.at, [x.memory], [])
     elif x.device.type=='cpu' and by_us() and not (non_blocking and x.data_ptr() in machine().pinned): machine().wait_for_all('a copy from memory of the host')
-    if isinstance(x, Late): machine().stream(device).wait_stream(machine().stream(x.at)) # as torch does it between two devices
+    if isinstance(x, Late): machine().stream(device).wait_stream(machine().stream(x.at)) # torch orders the streams of two devices in the same way
     return late(x.value if isinstance(x, Late) else x, device, dtype)
 
 
@@ -274,7 +276,7 @@ def to_the_host(host, x, non_blocking=False):
         return host.copy_(x.value)
     m.copies += 1
     with s.lock: s.copies.append((s.now, host, x.value.clone()))
-    return host # which has what it had, until it is there
+    return host # keeps the old content until the copy arrives
 
 
 class Graph:
@@ -284,7 +286,7 @@ class Graph:
     def reset(self):
         self.broken = False
         self.runs,self.used,self.written,self.nodes = [],[],[],0
-        self.made,self.gone = [],[] # values that were computed, each with its memory; those that nobody had any more when the capture was over
+        self.made,self.gone = [],[] # made: computed values and their memory; gone: values without references at the end of the capture
 
     def capture_begin(self, pool=None, capture_error_mode='global'):
         self.reset()
@@ -293,16 +295,16 @@ class Graph:
     def capture_end(self):
         machine().graph,machine().captures = None,False
         if self.broken: raise RuntimeError('CUDA error: operation failed due to a previous error during capture')
-        self.gone = [value for value,memory in self.made if memory() is None and value.is_floating_point()] # what is in the graph later lies there, too
+        self.gone = [value for value,memory in self.made if memory() is None and value.is_floating_point()] # later operations of the graph reuse such memory
 
     def notes(self, stream, used, written):
-        "What uses memory in each replay"
+        "Store which memory each replay reads and writes."
         self.used += map(weakref.ref, used)
         self.written += map(weakref.ref, written)
         return stream
 
     def takes(self, func, args, kwargs, plain_args, plain_kwargs, to):
-        "An operation that runs in each replay. What it returns now has the right shape, and what it would write has not changed"
+        "Store an operation for each replay. Now return a result with the right shape, and leave written tensors unchanged."
         ids = {id(x) for x in to}
         now_args,now_kwargs = tree_map_only(Late, lambda x: x.value.clone() if id(x) in ids else x.value, (args, kwargs))
         out,new = func(*now_args, **now_kwargs),[]
@@ -324,7 +326,7 @@ class Graph:
         alive = lambda refs: list({id(x): x for r in refs if (x := r()) is not None}.values())
         used,written = alive(self.used),alive(self.written)
         s = m.launched(m.chosen[-1][0], used, written)
-        for x in (*used, *written): x.told.add(s) # such memory is the graph's, or somebody's who holds it
+        for x in (*used, *written): x.told.add(s) # such memory belongs to the graph, or the user still holds it
         for run in self.runs: run()
         for value in self.gone: value.fill_(torch.nan)
 
@@ -347,7 +349,7 @@ class captured:
 
 
 class Kernels:
-    "The room of the kernels, on the machine: one launch for what one launch reads"
+    "Simulated `measure.readers` kernels: one launch for all tensors that a real kernel reads together"
     def __init__(self): self.lists,self.memory = [],'of no graph'
     def exchange(self, own):
         self.memory,former = own,self.memory
@@ -376,7 +378,7 @@ class Kernels:
 
 
 class Reading:
-    "How a tensor is read into its row at once, on the stream that is chosen"
+    "Reads one tensor into its row immediately, on the current stream"
     def __init__(self, kernels, device, wanted): self.kernels,self.device,self.wanted = kernels,device,wanted
 
     def stream(self):
@@ -392,17 +394,17 @@ class Reading:
 def factory(make):
     def f(*args, device=None, pin_memory=False, **kwargs):
         if isinstance(device, str|torch.device) and torch.device(device).type=='cuda': return late(make(*args, **kwargs), device)
-        if pin_memory and device is None: raise RuntimeError('Only dense CPU tensors can be pinned') # where the user's default device is this one
+        if pin_memory and device is None: raise RuntimeError('Only dense CPU tensors can be pinned') # if the default device of the user is this device
         out = make(*args, **kwargs) if device is None else make(*args, device=device, **kwargs)
         if pin_memory:
             machine().pinned.add(out.data_ptr())
-            out.untyped_storage().fill_(0x5a) # of somebody before
+            out.untyped_storage().fill_(0x5a) # content of an earlier allocation
         return out
     return f
 
 
 def installed(monkeypatch, kernels=True):
-    "A machine, as torch and torchember see it"
+    "Replace the device functions of torch and torchember by those of a new `Machine`. Return the machine."
     from torchember.measure import arena, devices, elements, tap
     from torchember.measure import kernels as reading
     from torchember.recorder import step_buffer
@@ -433,8 +435,8 @@ def installed(monkeypatch, kernels=True):
     for room in (arena, elements, reading, tap, step_buffer): monkeypatch.setattr(room, 'ordinary', (torch.Tensor, torch.nn.Parameter, Late))
     if kernels: monkeypatch.setattr(reading, 'gpu_kernels', lambda device: m.kernels if device.type=='cuda' else None)
     else: monkeypatch.setattr(reading, 'gpu_kernels', lambda device: None)
-    monkeypatch.setattr(reading, 'operations_are_right', lambda *args: True) # which is tried once in a process
-    for i in m.streams: assert devices.sends(cuda(i)) # which is tried once in a process
+    monkeypatch.setattr(reading, 'operations_are_right', lambda *args: True) # each process checks this once
+    for i in m.streams: assert devices.sends(cuda(i)) # each process checks this once
     m.waits.clear()
     m.copies = 0
     return m
@@ -448,7 +450,7 @@ def over():
 
 
 def moved_model(model, device=None):
-    "The parameters and buffers of a model, on the machine"
+    "Move the parameters and buffers of a model to the simulated device. Return the model."
     for mod in model.modules():
         for k,p in mod._parameters.items():
             if p is not None: mod._parameters[k] = torch.nn.Parameter(late(p, device), requires_grad=p.requires_grad)

@@ -1,4 +1,4 @@
-"A training loop written out by hand, and what its rows are compared with: other people's loops, and the tensors themselves"
+"A plain training loop, and functions that compare its rows with those of other trainers and with the tensors"
 from tensor_rows import lines
 import warnings
 from contextlib import contextmanager
@@ -23,13 +23,13 @@ class Net(nn.Module):
 
 
 def seeded(make=Net, seed=0):
-    "The same model each time"
+    "Return a new model with weights that depend only on `seed`."
     torch.manual_seed(seed)
     return make()
 
 
 def batches(n=4, size=5, seed=1):
-    "`n` pairs of inputs and classes, the same each time"
+    "Return `n` pairs of inputs and classes, equal in each call."
     g = torch.Generator().manual_seed(seed)
     return [(torch.randn(size, 4, generator=g), torch.randint(3, (size,), generator=g)) for _ in range(n)]
 
@@ -39,7 +39,7 @@ def loss_of(model, x, y, share=1): return F.cross_entropy(model(x), y)/share
 
 
 def by_hand(model, opt, data, accumulate=1):
-    "The plain loop. Returns, for each step, the gradients that the optimizer stepped with"
+    "Train with the plain loop. Return the gradients that the optimizer used in each step."
     seen = []
     for i,(x,y) in enumerate(data):
         loss_of(model, x, y, accumulate).backward()
@@ -55,7 +55,7 @@ def weights(model): return {n: p.detach().clone() for n,p in model.named_paramet
 
 
 def closure_of(model, opt, x, y, share=1, seen=None):
-    "What `opt.step` calls: zero_grad, forward, backward. `seen` gets the gradients of each call"
+    "Return a closure for `opt.step`: zero_grad, forward, backward. seen: list that gets the gradients of each call"
     def closure():
         if share==1: opt.zero_grad()
         loss = loss_of(model, x, y, share)
@@ -67,7 +67,7 @@ def closure_of(model, opt, x, y, share=1, seen=None):
 
 @contextmanager
 def heard(word=''):
-    "The EmberWarnings, those with `word`, once the block is over"
+    "Collect the texts of the EmberWarnings that contain `word`. The list is filled at the end of the block."
     got = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
@@ -78,15 +78,15 @@ def heard(word=''):
 # ---- tables
 
 def table(te, *ttypes, **where):
-    "place -> row; no two rows have one place"
+    "Return a dict: location -> row. Fail if two rows have the same location."
     rows = [r for r in lines(te) if (not ttypes or r['ttype'] in ttypes) and all(r.get(k)==v for k,v in where.items())]
     at = {tuple(r.get(k) or '' if k in ('phase', 'backward') else r[k] for k in place): r for r in rows}
-    assert len(at)==len(rows), f'{len(rows)-len(at)} rows have the place of another'
+    assert len(at)==len(rows), f'{len(rows)-len(at)} rows have the location of another row'
     return at
 
 
 def same(got, want):
-    "Two tables have the same places, and there the same numbers"
+    "Check that two tables have the same locations, with the same numbers."
     assert got.keys()==want.keys(), {'more': sorted(map(str, got.keys()-want.keys()))[:8], 'fewer': sorted(map(str, want.keys()-got.keys()))[:8]}
     for k,r in want.items(): is_row(got[k], [r[n] for n in numbers], r['shape'])
 
@@ -95,7 +95,7 @@ def steps(te): return sorted({r['step'] for r in lines(te)})
 
 
 def training(te, *ttypes):
-    "The rows of steps that trained, without those of eval passes"
+    "Return the rows of training steps, without rows of evaluations."
     rows = table(te, *ttypes, phase=None)
     trained = {k[0] for k in rows if k[2] not in ('weight', 'scalar')}
     return {k: r for k,r in rows.items() if k[0] in trained}
@@ -104,7 +104,7 @@ def training(te, *ttypes):
 # ---- parameters
 
 def said_of_parameters(te, ttype, wanted):
-    "The rows of `ttype` are those of `wanted`: for each step, parameter's name -> tensor"
+    "Check that the rows of `ttype` equal the tensors in `wanted`: for each step a dict, name of a parameter -> tensor."
     paths = {name: t.path for name,t in te.modules.items()}
     rows = [r for r in lines(te) if r['ttype']==ttype]
     got = {(r['step'], '.'.join(filter(None, (paths[r['module']], r['pname'])))): r for r in rows}
@@ -117,12 +117,12 @@ def plainly(d): return {k: dict(v) if isinstance(v, dict) else id(v) for k,v in 
 
 
 def left(model, *optimizers):
-    "What stands on modules, parameters and optimizers, to see whether all of it is as it was"
+    "Return the attributes and hooks of modules, parameters and optimizers, to check later that nothing has changed."
     return [plainly(x.__dict__) for x in (*model.modules(), *optimizers)], [dict(p._backward_hooks or {}) for p in model.parameters()]
 
 
 def ears(*optimizers):
-    "Who listens to optimizers: hooks, and what stands in the place of `step`. Other attributes change as they step"
+    "Return the hooks and the replaced `step` of optimizers. Other attributes change while optimizers step."
     return [plainly({k: v for k,v in o.__dict__.items() if k=='step' or k.endswith('hooks')}) for o in optimizers]
 
 

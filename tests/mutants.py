@@ -1,10 +1,10 @@
-"""Plants one fault at a time in a copy of the library, runs the tests near it, and says which faults no test notices.
+"""Mutation testing: change one place of the library at a time, run the tests of its Python module, and list changes that no test notices.
 
     python tests/mutants.py                       30 faults, drawn from all rooms
     python tests/mutants.py store choose -n 9     9 faults in rooms whose names begin so
     python tests/mutants.py store.reading:51      all faults of a line: is it tested now?
 
-A fault that lives is a test to write, or a line that is not needed, or changes nothing that anybody could see. Wording is left alone."""
+A change that no test notices shows a missing test, a line without use, or no difference in behavior. Texts are not changed."""
 import argparse
 import ast
 import os
@@ -24,23 +24,23 @@ import pytest
 from near import near, tests_near
 
 root = Path(__file__).parent.parent
-others = {} # operator -> those to put in its place
+others = {} # operator -> operators that replace it
 for pair in ('Lt LtE', 'Lt GtE', 'Gt GtE', 'Gt LtE', 'Eq NotEq', 'In NotIn', 'Is IsNot', 'And Or', 'Add Sub', 'Mult Div', 'Pow Mult', 'FloorDiv Mod',
         'BitAnd BitOr', 'LShift RShift'):
     one,other = (getattr(ast, p) for p in pair.split())
     others.setdefault(one, []).append(other)
     others.setdefault(other, []).append(one)
 names = {'min': 'max', 'max': 'min', 'any': 'all', 'all': 'any', 'minimum': 'maximum', 'maximum': 'minimum', 'amin': 'amax', 'amax': 'amin'}
-wording = ('__repr__', 'warn', 'unknown', 'note') # functions that only word something
+wording = ('__repr__', 'warn', 'unknown', 'note') # functions that only make texts
 
 
 class Faults(ast.NodeVisitor):
-    "The faults that can be planted: (node, what to write in its place)"
+    "Visitor that collects possible changes of a Python module: (syntax node, new node)"
     def __init__(self): self.found = []
     def put(self, node, new): self.found.append((node, new if isinstance(new, str) else f'({ast.unparse(new)})'))
 
     def changed(self, node, **fields):
-        "`node` with other fields"
+        "Return a copy of a syntax node with other fields."
         return type(node)(**{**{k: getattr(node, k) for k in node._fields}, **fields})
 
     def visit_FunctionDef(self, node):
@@ -123,7 +123,7 @@ class Faults(ast.NodeVisitor):
 
 
 def faults(source):
-    "(line, begin, end, what to write there) of all faults of a module"
+    "Return all possible changes of a module: (line, begin, end, new text)."
     start = [0]
     for line in source.encode().split(b'\n'): start.append(start[-1]+len(line)+1)
     finder,got = Faults(),{}
@@ -136,7 +136,7 @@ def faults(source):
 
 
 def planted(source, fault):
-    "The source with the fault in it, and its line before and after; None when that is no Python"
+    "Return the changed source, and the line before and after the change. None if the change gives invalid Python."
     line,b,e,new = fault
     text = (source.encode()[:b]+new.encode()+source.encode()[e:]).decode()
     try: compile(text, 'fault', 'exec')
@@ -145,7 +145,7 @@ def planted(source, fault):
 
 
 class Copy:
-    "The repository somewhere else, to be broken there"
+    "A copy of the repository in another folder, in which the library is changed"
     def __init__(self, place):
         self.place,self.before = Path(place),{}
         listed = subprocess.run(['git', 'ls-files', '-z'], cwd=root, capture_output=True, text=True, check=True).stdout
@@ -155,7 +155,7 @@ class Copy:
             shutil.copy2(root/f, self.place/f)
 
     def run(self, tests, timeout=None, most=0):
-        "What fails: names of tests, or how the run ended; and the seconds it took. In a fork, as importing torch takes longer than most tests"
+        "Run tests in a forked process. Return what failed, or how the process ended, and the seconds. A fork saves the import of torch."
         began,out = time.time(),self.place/'out.txt'
         pid = os.fork()
         if not pid: self.child(tests, most, out)
@@ -176,13 +176,13 @@ class Copy:
         for n in (1, 2): os.dup2(os.open(out, os.O_CREAT|os.O_WRONLY|os.O_TRUNC*(n==1)|os.O_APPEND), n)
         os.chdir(self.place)
         os.environ.update(PYTHONPATH=str(self.place), PYTHONDONTWRITEBYTECODE='1', LOG_KILLS='5', LOG_STEPS='600', LOG_FORKS='3')
-        def ours(p): return p.is_relative_to(root) and not p.is_relative_to(sys.prefix) # an environment may lie in the repository
+        def ours(p): return p.is_relative_to(root) and not p.is_relative_to(sys.prefix) # the repository may contain a virtual environment
         sys.path[:] = [str(self.place), *(p for p in sys.path if not ours(Path(p).absolute()))]
         sys.dont_write_bytecode = True
         os._exit(pytest.main(['-q', '-rfE', '-n0', '-p', 'no:cacheprovider', '-o', 'timeout=120', f'--maxfail={most}', *tests]))
 
     def try_out(self, room, text):
-        "What notices the fault, that does not fail without it"
+        "Return the tests that fail with a change and pass without the change."
         tests = tests_near(room)
         key = ' '.join(tests)
         if key not in self.before: self.before[key] = self.run(tests)

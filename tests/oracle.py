@@ -1,4 +1,4 @@
-"What numbers must be: rows, summaries and whole models against float64, by numpy, scipy and torch"
+"Expected numbers: check rows, summaries and models against float64 results of numpy, scipy and torch"
 import math
 from dataclasses import InitVar, dataclass
 
@@ -16,7 +16,7 @@ eps = 2**-52
 # ---- rows
 
 def is_row(row, want, shape, rel=1e-6):
-    "The row says these mean, std, max and min, as far as float32 goes"
+    "Check that a row has these values of mean, std, max and min, within the precision of float32."
     assert list(row['shape'])==list(shape), (row, shape)
     size = rel*max([abs(v) for v in want if math.isfinite(v)], default=0)
     for n,v in zip(numbers, want, strict=True):
@@ -24,7 +24,7 @@ def is_row(row, want, shape, rel=1e-6):
 
 
 def says(row, x, rel=1e-6):
-    "The row is of the tensor `x`"
+    "Check that the statistics of a row are those of the tensor `x`."
     d = x.detach().double()
     is_row(row, [d.mean().item(), d.std().item() if d.numel()>1 else math.nan, d.max().item(), d.min().item()], x.shape, rel)
 
@@ -52,7 +52,7 @@ class Tolerance:
         self.lean = self.round/self.std if self.std else 0. # what rounding elements does to a standardized one
 
     def of(self, name, want):
-        "The tolerance of statistic `name`, whose float64 answer is `want`"
+        "Return the tolerance of the statistic `name`, whose float64 value is `want`."
         if name in ('mean', 'finite_mean'): return rel*self.std + self.round
         if name in ('std', 'finite_std'): return rel*abs(want) + self.round
         if name=='var': return 2*rel*abs(want) + self.round*(2*self.std+self.round)
@@ -62,28 +62,28 @@ class Tolerance:
         return 0.
 
     def knows(self, name):
-        "Whether float64 can tell: not a skewness where the spread is rounding, not an eighth power that leaves its range"
+        "Return False if float64 has no reliable value: a skewness of rounding errors, or an overflow of the eighth power."
         if name in ('skew', 'kurtosis'): return self.std==0 or self.lean<1e-3
         if name in ('rm4', 'rm8'): return self.rms==0 or 1e-36<self.rms<1e36
         return True
 
 
 class Answer:
-    "The summary of an array of numbers in float64, and how far one may be from it: worked out once for all who read the array. It holds none of its elements"
+    "The float64 summary of an array and the tolerances. Computed once for many readers; does not keep the array"
     def __init__(self, x):
-        self.ulp = 8*eps if np.iscomplexobj(x) else 0 # hypot of one library and of another
+        self.ulp = 8*eps if np.iscomplexobj(x) else 0 # libraries differ in hypot of complex numbers
         x = (np.abs(x) if np.iscomplexobj(x) else np.asarray(x)).astype(np.float64).ravel()
         self.vector,self.tolerance = read_array(x, everything),Tolerance(x)
 
     def of(self, wanted):
-        "The vector of some groups: NaN are the parts of the others"
+        "Return the summary vector of some groups. Entries of other groups are NaN."
         v = self.vector[:length(wanted)].copy()
         v[[i for p,i in index.items() if p not in parts_in(wanted)]] = np.nan
         return v
 
 
 def judge(vector, x, wanted=everything, worst=None, where=''):
-    "Fail unless the statistics of `vector` are those of the float64 array `x`, or of its `Answer`"
+    "Check that a summary vector has the statistics of the float64 array `x`. x: array or its `Answer`"
     x = x if isinstance(x, Answer) else Answer(x)
     want,ulp,tol = x.of(wanted),x.ulp,x.tolerance
     for p in ('count', 'nan', 'posinf', 'neginf', 'min', 'max'):
@@ -106,7 +106,7 @@ def judge(vector, x, wanted=everything, worst=None, where=''):
 # ---- models
 
 def by_scipy(x):
-    "Of the elements of an array, as scipy and numpy name and compute them"
+    "Return statistics of an array, computed by scipy and numpy."
     a = np.abs(x)
     return dict(norm1=a.sum(), norm2=np.sqrt((x**2).sum()), norm1_mean=a.mean(), sum=x.sum(), mean=x.mean(), var=x.var(ddof=1), std=x.std(ddof=1),
         **(dict(skew=stats.skew(x), kurtosis=stats.kurtosis(x)) if np.ptp(x) else {}), max=x.max(), min=x.min(), abs_min=a.min(), abs_max=a.max())

@@ -1,6 +1,6 @@
-"""The process that tests run in: what it gets before anything imports torch, and what a test has left in it when it is over
+"""The process of the tests: settings made before torch is imported, and a check of what a test has left behind
 
-Both `conftest.py` begin with it, that of tests/ and that of the notebooks."""
+Both `conftest.py` import this module first, that of tests/ and that of the notebooks."""
 import gc
 import multiprocessing
 import os
@@ -15,22 +15,22 @@ from operator import is_
 
 import pytest
 
-# Before anything imports torch or torchember: a home that is nobody's, no windows, and no fight between workers over the cores
-if signal.getsignal(signal.SIGINT)==signal.SIG_IGN: # begun in a background: programs would have Ctrl-C ignored, too
+# Before torch and torchember are imported: an empty folder of runs, no windows, and one thread per worker
+if signal.getsignal(signal.SIGINT)==signal.SIG_IGN: # a shell job in the background ignores Ctrl-C, and child processes would inherit that
     signal.signal(signal.SIGINT, signal.default_int_handler)
 home,env = tempfile.TemporaryDirectory(prefix='torchember-'),pytest.MonkeyPatch()
 env.setenv('TORCHEMBER_HOME', home.name)
 env.setenv('MPLBACKEND', 'agg')
-env.delenv('COLUMNS', raising=False) # which xdist has set: how wide a terminal is, a test says itself
-env.setenv('TRACKIO_DIR', os.path.join(home.name, 'trackio')) # which trackio reads when it is imported
+env.delenv('COLUMNS', raising=False) # set by xdist, but tests set the width of the terminal themselves
+env.setenv('TRACKIO_DIR', os.path.join(home.name, 'trackio')) # trackio reads this variable when it is imported
 env.setenv('MLFLOW_DISABLE_TELEMETRY', 'true')
-env.setenv('TORCHEMBER_WAIT', '1') # the last digits of a first step are not left to chance
-env.setenv('TORCHINDUCTOR_COMPILE_THREADS', '1') # more are a pool of processes, each of which imports torch
-if 'TORCHINDUCTOR_VEC_ISA_OK' not in os.environ: env.setenv('TORCHINDUCTOR_VEC_ISA_OK', '1') # a compiler for each instruction set that this CPU says it has
+env.setenv('TORCHEMBER_WAIT', '1') # load the kernels before the first step, so that all steps use the same arithmetic
+env.setenv('TORCHINDUCTOR_COMPILE_THREADS', '1') # a pool of compiler processes would import torch in each process
+if 'TORCHINDUCTOR_VEC_ISA_OK' not in os.environ: env.setenv('TORCHINDUCTOR_VEC_ISA_OK', '1') # skip a test compilation for each instruction set of this CPU
 if 'PYTEST_XDIST_WORKER' in os.environ: env.setenv('OMP_NUM_THREADS', '1')
 
 
-# Some collections in a process full of compilers take half a second each; tests that mean one ask for it
+# Garbage collections take half a second in a process full of compilers, so they are rare. Tests that need one call gc.collect
 gc.set_threshold(20_000, 20, 20)
 
 
@@ -41,26 +41,26 @@ def over():
 
 
 def fresh(monkeypatch):
-    "An empty $TORCHEMBER_HOME, and seeded generators"
+    "Give a test an empty $TORCHEMBER_HOME, and seed the random generators."
     import numpy as np
     import torch
     monkeypatch.setenv('TORCHEMBER_HOME', tempfile.mkdtemp(dir=home.name))
     for seed in (random.seed, np.random.seed, torch.manual_seed): seed(0)
-    if absl := loaded('absl.logging'): # which has what was standard error when it was imported, and closes it when uvicorn sets up logging while it is another
+    if absl := loaded('absl.logging'): # absl keeps the stderr of its import, a capture of pytest, and would close it when uvicorn sets up logging
         absl.get_absl_handler().python_handler.stream = sys.__stderr__
 
 
 def forget_graphs():
-    "Dynamo counts what it has compiled of a function, and gives up at eight: files compile the same functions of torch, such as the forward of Sequential"
+    "Reset Dynamo between files, because it stops compiling a function after eight graphs, such as Sequential.forward."
     if dynamo := loaded('torch._dynamo'): dynamo.reset()
 
 
 def close_figures():
-    "pyplot holds on to what was drawn"
+    "Close all figures, because pyplot keeps them."
     if plt := loaded('matplotlib.pyplot'): plt.close('all')
 
 
-# ---- what there is in the process: each of these gives things by name. What is not imported has changed nothing
+# ---- state of the process: each function returns a dict, name -> object. A library that is not imported has no state
 
 def loaded(name): return sys.modules.get(name)
 
@@ -71,14 +71,14 @@ def open_recorders():
 
 
 def armed_modules():
-    "Those that an ember, a monitor or a snapshot of activations hears"
+    "Return the modules that an ember, a monitor or a snapshot of activations has patched."
     compiled,forward = (loaded(f'torchember.capture.{n}') for n in ('compiled', 'forward'))
     patches = [h for h in list(compiled.holders.values()) if isinstance(h, forward.Patch)] if forward else []
     return {f'{type(m).__name__} at {id(m):#x}': m for p in patches if p.states and (m := p.states[0].track.module).__dict__.get(forward.KEY) is p}
 
 
 def threads():
-    "Ours, but for those that serve all runs for as long as the process lives; and what would keep it from ending"
+    "Return threads of torchember that belong to one run, and threads that would keep the process from ending."
     serve = ('torchember-writer', 'torchember loads', 'torchember_')
     return {t.name: t for t in threading.enumerate() if not t.name.startswith(serve) and (not t.daemon or t.name.startswith('torchember'))}
 
@@ -89,15 +89,15 @@ def processes(): return {p.name: p for p in multiprocessing.active_children()}
 def variables(): return {k:v for k,v in os.environ.items() if not k.startswith(of_libraries)}
 
 
-# Which they set for themselves, when they are used first: _TORCHINDUCTOR_ is for the code that Inductor compiles, _RJEM_ for the allocator of polars
+# Libraries set these at their first use: _TORCHINDUCTOR_ belongs to code compiled by Inductor, _RJEM_ to the allocator of polars
 of_libraries = ('PYTEST_', 'PYTORCH_', 'TORCHINDUCTOR_CACHE', '_TORCHINDUCTOR_', 'KMP_', 'TRITON_', 'ACCELERATE_', 'LIGHTNING_', 'PL_', 'TRANSFORMERS_',
     'TOKENIZERS_', 'WANDB_', 'KERAS_', 'XLA_', 'TPU_', 'TF_', 'JUPYTER_', 'PYDEVD_', '_RJEM_')
 
 
 def settings():
     out = {'current folder': os.getcwd(), 'sys.excepthook': sys.excepthook,
-        'sys.path': [p for p in sys.path if not p.endswith('_vendor')], # setuptools', which Inductor imports
-        'recursion limit': max(sys.getrecursionlimit(), 2000), # as high as Inductor needs it
+        'sys.path': [p for p in sys.path if not p.endswith('_vendor')], # setuptools adds it when Inductor imports setuptools
+        'recursion limit': max(sys.getrecursionlimit(), 2000), # Inductor raises the limit to 2000
         'switch interval': sys.getswitchinterval(),
         'garbage collector': gc.isenabled(), 'signal handlers': [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)]}
     if torch := loaded('torch'):
@@ -126,31 +126,31 @@ def figures():
 
 def drawing():
     m = loaded('matplotlib')
-    shell = 'backend', 'interactive' # which a notebook's shell chooses when it begins
+    shell = 'backend', 'interactive' # chosen by the shell of a notebook when it starts
     return {f'rcParams[{k!r}] of matplotlib': v for k,v in dict.items(m.rcParams) if k not in shell} if m else {}
 
 
-# what may go, but not come; how to say so
+# objects that a test may remove but not leave behind: message -> function
 things = {'{} is an open recorder: close its ember': open_recorders, '{} is armed': armed_modules, 'the thread {} runs': threads,
     'the process {} runs': processes, '{} is open': figures}
-# what is to be as it was; a library that was imported meanwhile has its settings from then on
+# values that a test must restore: message -> function. Libraries imported during the test are compared from then on
 values = {'the environment variable {}': variables, '{}': lambda: settings()|drawing()}
 
-# where somebody may put something else in the place of what is there: modules, and classes in them
+# modules and their classes in which a test may have replaced attributes
 patchable = {'builtins': '', 'os': '', 'time': '', 'json': '', 'pickle': '', 'threading': 'Thread', 'subprocess': 'Popen',
     'torch': 'Tensor', 'torch.nn': 'Module Linear', 'torch.nn.functional': '', 'torch.autograd': '', 'torch.optim': 'Optimizer SGD Adam AdamW',
     'torch.compiler': '', 'torch.distributed': '', 'numpy': '', 'pandas': 'DataFrame', 'jax': '', 'jax.numpy': '', 'jax.lax': '', 'optax': '',
     'flax.nnx': 'Module', 'flax.linen': 'Module'}
 
 def attributes():
-    "Module or class -> its attributes. All of torchember's, too"
+    "Return the attributes of the `patchable` modules and classes, and of all modules of torchember: name -> dict."
     places = {}
     for name,classes in patchable.items():
         if (m := loaded(name)) is None: continue
         for where,of in {name: m, **{f'{name}.{c}': vars(m).get(c) for c in classes.split()}}.items():
             if of is None: continue
             places[where] = {}
-            for c in reversed(getattr(of, '__mro__', [of])): places[where].update(vars(c)) # what is inherited can be covered
+            for c in reversed(getattr(of, '__mro__', [of])): places[where].update(vars(c)) # an attribute set on the class hides an inherited one
     for name,m in list(sys.modules.items()):
         if m is not None and name.startswith('torchember.'):
             places[name] = own = vars(m).copy()
@@ -163,13 +163,13 @@ def classes_of(name, size): return [v for v in vars(sys.modules[name]).values() 
 
 
 class Settings:
-    "What is set in the process now. It holds none of the things that there are"
+    "Values and attributes of the process at one time. Keeps no references to recorders, threads or figures"
     def __init__(self):
         self.values = {say: look() for say,look in values.items()}
         self.attributes = attributes()
 
     def changed(self, now):
-        "What is something else at a later time: a sentence each"
+        "Return a sentence for each value or attribute that differs in the later `Settings` `now`."
         out = []
         for say,look in values.items():
             was,new = self.values[say],now.values[say]
@@ -177,14 +177,14 @@ class Settings:
             out += [f'{say.format(n)} was {was.get(n)!r:.200}, and is {new.get(n)!r:.200}' for n in sorted(known) if was.get(n)!=new.get(n)]
         for where,was in self.attributes.items():
             new = now.attributes.get(where, was)
-            if was.keys()==new.keys() and all(map(is_, was.values(), new.values())): continue # nearly always, and soon seen
+            if was.keys()==new.keys() and all(map(is_, was.values(), new.values())): continue # usually equal; this comparison is fast
             out += [f'{where}.{n} is patched' for n,v in was.items() if (w := new.get(n, self)) is not v and by_somebody(where, n, v, w)]
         return out
 
 
 class Before(Settings):
-    "What there is in the process now, and what is set"
-    collections = 0 # of what nobody holds any more, after tests that left something
+    "Objects, values and attributes of the process before a test"
+    collections = 0 # number of garbage collections after tests that left objects behind
 
     def __init__(self):
         self.things = {say: look() for say,look in things.items()}
@@ -194,23 +194,23 @@ class Before(Settings):
         return [say.format(n) for say,look in things.items() for n,o in look().items() if not any(o is p for p in self.things[say].values())]
 
     def left(self):
-        "What has come, or is something else since. What nobody holds any more is collected first, so that chance does not decide"
+        "Return sentences about new objects and changed values. Collect garbage first, so that the result is deterministic."
         if self.come():
             Before.collections += 1
-            if Before.collections%50==0: gc.unfreeze() # what was frozen may be garbage by now
+            if Before.collections%50==0: gc.unfreeze() # frozen objects may be garbage by now
             gc.collect()
-            if not self.come(): gc.freeze() # modules mostly, through which no later collection need go again
+            if not self.come(): gc.freeze() # the remaining objects are mostly modules; later collections skip them
         return self.come()+self.changed(Settings())
 
 
 def by_somebody(where, name, was, new):
-    "Whether what takes another's place does so for a test. Libraries do it to themselves and to others, when they are used for the first time"
+    "Return True if a test has replaced an attribute. Libraries also replace attributes at their first use."
     package,code = where.split('.')[0],getattr(new, '__code__', None)
-    if package=='torchember': return not re.fullmatch(r'__.*|_\d+_c\d+', name) # by which Dynamo keeps there what it has compiled, and throws it away
+    if package=='torchember': return not re.fullmatch(r'__.*|_\d+_c\d+', name) # names under which Dynamo stores compiled code in a module
     library = 'site-packages' in code.co_filename if code else f'{getattr(new, "__module__", "")}.'.startswith(f'{package}.')
     return callable(was) and not library
 
 
 def blame(name, left):
-    "Say who left what"
+    "Fail with the name of the test and what it left behind."
     if left: pytest.fail('\n'.join([f'{name} left something:', *left]), pytrace=False)

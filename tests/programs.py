@@ -1,4 +1,4 @@
-"""Programs in processes of their own, for which torch is not imported each time: one process has, and forks the others
+"""Run programs in separate processes without importing torch each time: a server process imports torch once and forks.
 
 `run` and `start` take a program as text, or as the path of a script, and give what `subprocess` gives of a Python. Where nothing can be forked, or
 the program is to have another value of what is read when torch is loaded, a Python is started as ever. For what import does, for flags and `-m`, write
@@ -20,17 +20,17 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-variables = {**os.environ} # as they are before any test
+variables = {**os.environ} # environment before the first test
 read_at_start = 'PYTHON', 'OMP_', 'KMP_', 'MKL_', 'GOMP_', 'OPENBLAS_', 'TORCH_', 'PYTORCH_', 'CUDA_', 'LD_', 'LC_', 'LANG', 'TZ'
 
 of_no_matter = 'PYTHONPATH', 'PYTHONWARNINGS', 'KMP_DUPLICATE_LIB_OK', 'KMP_INIT_AT_FORK', 'PYTORCH_NVML_BASED_CUDA_CHECK' # sklearn and lightning set some
 
 
-# ---- in the process of the tests
+# ---- functions for the process of the tests
 
 def start(program, *args, after='', **kwargs):
-    """`Popen` of a program, with text in its pipes. A keyword in capitals is a variable of its environment, None takes it away.
-    `after` is how the program begins: what many have in common is done once, in a server of their own"""
+    """Start a program, and return its `Popen` with text pipes. A keyword in capitals sets an environment variable, None removes it.
+    after: code at the beginning of the program. Programs with the same code share a server that has run the code once"""
     env = {**os.environ, **{k: str(v) for k,v in kwargs.items() if k.isupper()}}
     env = {k: v for k,v in env.items() if kwargs.get(k, '') is not None}
     kwargs = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)|{k: v for k,v in kwargs.items() if not k.isupper()}
@@ -40,7 +40,7 @@ def start(program, *args, after='', **kwargs):
 
 
 def run(program, *args, timeout=600, input=None, **kwargs):
-    "Its `CompletedProcess`. What is not over in time is killed, with what it has started"
+    "Run a program, and return its `CompletedProcess`. After the timeout, kill it and its child processes."
     with start(program, *args, stdin=subprocess.DEVNULL if input is None else subprocess.PIPE, **kwargs) as p:
         try: said = p.communicate(input, timeout)
         except BaseException:
@@ -50,7 +50,7 @@ def run(program, *args, timeout=600, input=None, **kwargs):
 
 
 def ranks(program, *args, n=2, timeout=600, **kwargs):
-    "Run a program in `n` processes of torch.distributed, as torchrun starts them. If one fails, the others are killed"
+    "Run a program in `n` processes of torch.distributed, as torchrun does. If a process fails, kill the other processes."
     with socket.create_server(('localhost', 0)) as s: port = s.getsockname()[1]
     with tempfile.TemporaryFile('w+') as said:
         def rank(r):
@@ -71,7 +71,7 @@ def forks(env):
 
 
 class Forked(subprocess.Popen):
-    "As `Popen` of a Python, but a server forks it"
+    "Like `Popen` of a Python process, but forked by the server"
     def __init__(self, args, after, **kwargs):
         self.server = server(after)[0]
         super().__init__(args, **kwargs)
@@ -113,7 +113,7 @@ def server(after):
 
 
 def over():
-    "End the servers, and what nobody has waited for"
+    "End the servers, and kill processes that no test has waited for."
     for ours,p in servers:
         ours.close()
         p.communicate()
@@ -121,10 +121,10 @@ def over():
     server.cache_clear()
 
 
-# ---- in a server
+# ---- functions for the server process
 
 def serve(sock):
-    "Fork a child for each message, say its number, and in the end how it ended. Returns in the child, with what it is to be"
+    "Fork a child for each message. Send the process id, and later the exit code. Return the message in the child."
     def say(told, n):
         with suppress(BrokenPipeError): os.write(told, n.to_bytes(4, 'big', signed=True))
     running = {}
@@ -152,7 +152,7 @@ def serve(sock):
 
 
 def become(main, filters, args, cwd, env):
-    "As a Python that was started so: the code to run"
+    "Prepare a forked child like a new Python process with these arguments. Return the code to run."
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
@@ -163,11 +163,11 @@ def become(main, filters, args, cwd, env):
     sys.path[:0] = [folder, *on_the_path(env)]
     importlib.invalidate_caches()
     sys.warnoptions[:] = [o for o in env.get('PYTHONWARNINGS', '').split(',') if o]
-    of_torch = [f for f in warnings.filters if f not in filters] # which come before those that one asks for
+    of_torch = [f for f in warnings.filters if f not in filters] # torch puts its warning filters before those of the command line
     warnings.filters[:] = filters
     warnings._processoptions(sys.warnoptions)
     warnings.filters[:0] = of_torch
-    if torch.initial_seed()==seed: torch.default_generator.seed() # by chance, as when torch is loaded. That of Python does so by itself
+    if torch.initial_seed()==seed: torch.default_generator.seed() # a random seed, as after an import of torch. Python seeds its own generator after a fork
     if 'numpy.random' in sys.modules: sys.modules['numpy.random'].seed()
     return code
 
@@ -179,11 +179,11 @@ if __name__=='__main__':
     sock,after,filters = socket.socket(fileno=int(sys.argv[1])),sys.argv[2],warnings.filters[:]
     main = sys.modules['__main__'] = types.ModuleType('__main__')
     sys.argv = ['-c']
-    del sys.path[0] # which is ours
+    del sys.path[0] # the folder of this file
     import torch
     seed = torch.initial_seed()
     exec(after, vars(main))
     sys.path[:] = [p for p in sys.path if p not in on_the_path(os.environ)]
     gc.collect()
-    gc.freeze() # what is there already is not to be looked through in each child
+    gc.freeze() # so that children do not collect the objects of the server
     exec(become(main, filters, **serve(sock)), vars(main))

@@ -1,6 +1,6 @@
-"""Cases of a test that take long, while others of the same test stay: they run before a release, as what is marked so where it stands
+"""Slow cases of parametrized tests. They run only before a release, like tests marked `release`; other cases always run.
 
-File -> cases, a line each; `*` is anything. tests/ground/test_releases.py looks that each is one, and that each test keeps a case"""
+cases: file -> names of cases, one per line; `*` matches any text. tests/ground/test_releases.py checks that the names exist"""
 import re
 
 import pytest
@@ -233,7 +233,7 @@ cases = {
 
 
 def mark(items, root): # root: the folder of all tests
-    "Mark the cases among what was collected. Returns names that are of none, and tests of which none is left, as far as their files were collected whole"
+    "Mark the slow cases among collected tests. Return names that match no case, and tests without a remaining case."
     of = {}
     for o in items:
         if o.path.is_relative_to(root): of.setdefault(str(o.path.relative_to(root)), []).append(o)

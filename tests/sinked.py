@@ -1,4 +1,4 @@
-"Small trainings that are told to sinks, and what should arrive"
+"Small trainings with sinks, and the numbers that must arrive"
 import os
 import socket
 import subprocess
@@ -13,7 +13,7 @@ from torchember import torchEmber
 
 
 def train(home, steps=6, model=None, **kwargs):
-    "The model, and the report"
+    "Train a small model. Return the model and the report of the run."
     torch.manual_seed(0)
     model = model or nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     opt = torch.optim.SGD(model.parameters(), .1)
@@ -29,7 +29,7 @@ def train(home, steps=6, model=None, **kwargs):
 
 
 def by_hand(df):
-    "What should be there, from the table of a run with rms, by other code"
+    "Return the metrics that a sink must have received, computed from the table of a run with rms."
     found = {}
     for r in df.to_dict('records'):
         if r['ttype']=='scalar':
@@ -50,13 +50,13 @@ def same(a, b):
 
 
 def forget(home):
-    "As if the process had died before it noted what was sent"
+    "Delete the lists of sent steps, as if the process had died before it wrote them."
     notes = list(home.rglob('sent_*.json'))
     assert notes
     for p in notes: p.unlink()
 
 
-# A training that is killed after 400 steps, of which some are in the store. In the arguments: the home, and the sink
+# Program: a training that is killed after 400 steps, when some steps have arrived. Arguments: folder of runs, sink
 killed = '''
 import os, signal, sys, time, torch
 from pathlib import Path
@@ -89,7 +89,7 @@ print(time.monotonic()-began)
 
 
 def told_where_nobody_answers(home, sink, silent, **env):
-    "Seconds that a training, and then the end of its process, take while a server refuses, or accepts and is silent"
+    "Return the seconds of a training and of the end of its process, if the server refuses connections or never answers."
     with socket.socket() as s:
         s.bind(('127.0.0.1', 0))
         if silent: s.listen(50)

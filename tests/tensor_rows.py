@@ -1,4 +1,4 @@
-"The rows of a run without those that torchember computes at the end of a step: norms of gradients, and learning rates"
+"Rows of a run without those that torchember computes at the end of a step (gradient norms and learning rates)"
 from torchember.ground.record import computed
 
 

@@ -1,7 +1,7 @@
-"""The tests on other versions of what torchember stands on: `python tests/versions.py 'torch==2.9.1' 'torch==2.15.0 pandas<3 python=3.13 -numba'`
+"""Run the tests with other versions of torch and other dependencies: `python tests/versions.py 'torch==2.9.1' 'torch==2.15.0 pandas<3 python=3.13 -numba'`
 
-An argument is an environment: what it shall have, as pip says it, a Python, and what it shall not have after a minus. uv makes it, the core of the tests
-runs in it, and it is deleted before the next is made. Without arguments, all that the front page speaks of."""
+An argument describes an environment: requirements of pip, a version of Python, and after a minus packages to leave out. uv creates the environment, the
+core of the tests runs in it, and it is deleted before the next one. Without arguments, all environments of the front page are tested."""
 import argparse
 import os
 import shutil
@@ -12,7 +12,7 @@ from configparser import ConfigParser
 from pathlib import Path
 
 root = Path(__file__).parents[1]
-tested = [ # the environments that the front page speaks of
+tested = [ # environments named on the front page
     *(f'torch=={v}' for v in ('2.15.0', '2.13.0', '2.10.0', '2.8.0', '2.6.0')),
     'torch==2.15.0 python=3.13', 'torch==2.13.0 numpy<2 pandas<3 pyarrow<22 -numba -orjson -triton']
 core = ['nbs', *(f"tests/{t.replace('/', '/test_')}.py" for t in (
@@ -35,7 +35,7 @@ def arguments():
 
 
 def settings(all_):
-    "What settings.ini promises, and what the tests import"
+    "Return the requirements in settings.ini, and the packages that the tests import."
     ini = ConfigParser()
     ini.read(root/'settings.ini', encoding='utf-8')
     cfg = ini['DEFAULT']
@@ -43,8 +43,8 @@ def settings(all_):
 
 
 def make(env, words, all_):
-    "An environment with these words in it"
-    uv = shutil.which('uv') or sys.exit('uv makes the environments, and is not here. Run: pip install uv')
+    "Create the environment that the words of an argument describe."
+    uv = shutil.which('uv') or sys.exit('uv is needed to create environments, but is not installed. Run: pip install uv')
     python = next((w.removeprefix('python=') for w in words if w.startswith('python=')), f'{sys.version_info.major}.{sys.version_info.minor}')
     less = [w[1:] for w in words if w.startswith('-')]
     more = [w for w in words if not w.startswith(('-', 'python='))]
@@ -55,7 +55,7 @@ def make(env, words, all_):
 
 
 def installed(env):
-    "What is in it that may matter"
+    "Return the versions of the important packages in an environment."
     say = f"import sys; from importlib.metadata import version as v\nprint('python', sys.version.split()[0])\nfor n in {shows}:\n  try: print(n, v(n))\n" \
         "  except Exception: print(n, '-')"
     got = subprocess.run([env/'bin'/'python', '-c', say], capture_output=True, text=True, check=True)
@@ -63,7 +63,7 @@ def installed(env):
 
 
 def test(env, tests, n, log):
-    "pytest's last line"
+    "Run tests in an environment. Return the last line of pytest's output."
     paths = {'PYTHONPATH': str(root), 'PATH': f"{env/'bin'}{os.pathsep}{os.environ['PATH']}", 'OMP_NUM_THREADS': '1'}
     command = [env/'bin'/'python', '-m', 'pytest', '-q', '-n', str(n), '-m', 'not slow', '-p', 'no:cacheprovider', *tests]
     with open(log, 'w') as f: subprocess.run(command, cwd=root, env=os.environ | paths, stdout=f, stderr=subprocess.STDOUT)

@@ -1,4 +1,4 @@
-"The command line as a shell has it: each command a process of its own, on runs that were recorded"
+"Tests of the command line: commands run on recorded runs, in separate processes as in a shell"
 import json
 import os
 import pty
@@ -21,15 +21,15 @@ from torch import nn
 
 import torchember
 from torchember import read, runs, torchEmber
-from torchember.cli.commands import command_named, main, make_parser, places
-from torchember.cli.steps import UnprintedSteps, RunLog, StepRow
+from torchember.cli.commands import command_named, main, make_parser, module_of_command
+from torchember.cli.steps import OpenSteps, RunLog, StepReport
 from torchember.cli.terminal import text_width, format_table
 from torchember.health.rules import table as rules
 
 root = Path(__file__).parents[2]
 long_name = 'Schrödinger 卷积 with a name that is far too long for a terminal'
 libraries = 'import torch._dynamo, torchember.ember, torchember.trained\nfrom torchember.measure import loading\nloading.loops()'
-typed = [n for n,(_,what) in places.items() if what]
+typed = [n for n,(_,what) in module_of_command.items() if what]
 
 
 def train(home, name, seed=0, lr=.1, steps=6, **kwargs):
@@ -47,7 +47,7 @@ def train(home, name, seed=0, lr=.1, steps=6, **kwargs):
 
 @pytest.fixture(scope='module')
 def runs_there(tmp_path_factory):
-    "Runs that no test changes"
+    "Folder with recorded runs, shared by tests that do not change them"
     home = tmp_path_factory.mktemp('home')
     for name,seed in (('before', 0), ('after', 0), ('other', 1), (long_name, 2)): train(home, name, seed)
     with pytest.warns(torchember.EmberWarning): train(home, 'blown', lr=1e3, steps=12, rules='default')
@@ -67,8 +67,8 @@ def shell(home, *args, cwd=None, stdin=subprocess.DEVNULL, **env):
 
 
 @pytest.fixture
-def inside(runs_there, tmp_path, monkeypatch, capsys):
-    "`shell` in this process, in an empty folder"
+def run_here(runs_there, tmp_path, monkeypatch, capsys):
+    "Run a command in this process, in an empty folder. Return the same as `shell`."
     monkeypatch.setenv('TORCHEMBER_HOME', str(runs_there))
     monkeypatch.chdir(tmp_path)
     def ask(*args):
@@ -81,7 +81,7 @@ def inside(runs_there, tmp_path, monkeypatch, capsys):
 def test_every_command_has_help_and_an_example():
     for name in typed:
         c = command_named(name)
-        assert shlex.split(c.example)[:2]==['torchember', name] and len(c.do.__doc__)>30
+        assert shlex.split(c.example)[:2]==['torchember', name] and len(c.function.__doc__)>30
         make_parser().parse_args(shlex.split(c.example)[1:])
 
 
@@ -90,9 +90,9 @@ def test_help_and_its_example(tmp_path, name, inside, monkeypatch):
     monkeypatch.setenv('TORCHEMBER_HOME', str(tmp_path/'home'))
     for run in 'before', 'after', 'tmp 1': train(tmp_path/'home', run)
     (tmp_path/'train.py').write_text('import sys; assert sys.argv[1:]==["--lr", "0.1"]')
-    said = inside(name, '--help')
+    said = run_here(name, '--help')
     [example] = re.findall('^example:\n  torchember (.*)$', said.stdout, re.M)
-    got = (shell if name=='run' else lambda home, *args, cwd: inside(*args))(tmp_path/'home', *shlex.split(example), cwd=tmp_path)
+    got = (shell if name=='run' else lambda home, *args, cwd: run_here(*args))(tmp_path/'home', *shlex.split(example), cwd=tmp_path)
     assert (said.returncode, got.returncode)==(0, 0), got.stderr
     left = {'rm': ['after', 'before'], 'mv': ['after', 'before lr=3e-4', 'tmp 1']}.get(name, ['after', 'before', 'tmp 1'])
     assert sorted(runs(tmp_path/'home').name)==left
@@ -109,13 +109,13 @@ def test_commands_start_without_pandas_and_torch(runs_there):
 
 
 def test_without_torch(tmp_path):
-    "Each command, without torch installed"
+    "Each command works or fails with one sentence if torch is not installed."
     for name in 'before', 'after', 'tmp 1': train(tmp_path/'home', name)
     (tmp_path/'train.py').write_text('')
     code = '''import shlex, sys
 sys.modules['torch'] = None
-from torchember.cli.commands import command_named, main, places
-for name in [n for n,(_,what) in places.items() if what and n not in ('mv', 'board')]+['mv']: # a board ends with Ctrl-C
+from torchember.cli.commands import command_named, main, module_of_command
+for name in [n for n,(_,what) in module_of_command.items() if what and n not in ('mv', 'board')]+['mv']: # a board ends with Ctrl-C
     assert main(shlex.split(command_named(name).example)[1:])==0, name
 '''
     got = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, cwd=tmp_path, env=environment(TORCHEMBER_HOME=str(tmp_path/'home')))
@@ -124,7 +124,7 @@ for name in [n for n,(_,what) in places.items() if what and n not in ('mv', 'boa
 
 
 def test_json_equals_the_results_of_the_library(runs_there, tmp_path, inside):
-    def told(*args): return json.loads(inside(*args, '--json').stdout)
+    def told(*args): return json.loads(run_here(*args, '--json').stdout)
     there = runs(runs_there)
     assert [(r['name'], r['steps'], r['rows'], r['size']) for r in told('ls')]==[*there[['name', 'steps', 'rows', 'size']].itertuples(index=False, name=None)]
     assert [(r['name'], r['size']) for r in told('du', 'b*')]==[*torchember.du('b*', runs_there)[['name', 'size']].itertuples(index=False, name=None)]
@@ -136,7 +136,7 @@ def test_json_equals_the_results_of_the_library(runs_there, tmp_path, inside):
     s = told('show', 'blown', '--ttype', 'weight')
     assert s['steps']==12 and s['findings'][0].startswith('error') and [l['weights'] for l in s['layers']]==['0.weight', '0.bias', '2.weight', '2.bias']
     rows = read('blown', home=runs_there)
-    steps = [json.loads(l) for l in inside('tail', 'blown', '-n', '100', '--json').stdout.splitlines()]
+    steps = [json.loads(l) for l in run_here('tail', 'blown', '-n', '100', '--json').stdout.splitlines()]
     at = {o['step']: o for o in steps if 'step' in o}
     told_rows = rows[rows['ttype']!='finding'].groupby('step').size()
     assert {s: o['rows'] for s,o in at.items()}==told_rows.to_dict()
@@ -152,10 +152,10 @@ def test_json_equals_the_results_of_the_library(runs_there, tmp_path, inside):
 def test_lines_fit(inside, columns, monkeypatch):
     monkeypatch.setenv('COLUMNS', str(columns))
     for args in ['ls'], ['du'], ['show', 'blown'], ['tail', 'blown']:
-        lines = inside(*args).stdout.splitlines()
+        lines = run_here(*args).stdout.splitlines()
         format_table = lines[lines.index('')+1:] if args[0]=='show' else [l for l in lines if not l.startswith(('error', 'warning'))]
         assert len(format_table)>3 and max(map(text_width, format_table))<=columns, (args, format_table)
-    names = [l.split()[0] for l in inside('ls').stdout.splitlines()]
+    names = [l.split()[0] for l in run_here('ls').stdout.splitlines()]
     assert {'name', 'before', 'after', 'blown'}<={*names}
 
 
@@ -200,13 +200,13 @@ def test_rm_asks(tmp_path):
 
 def test_plot_draws_blocks_in_a_terminal(inside, monkeypatch):
     monkeypatch.setattr('torchember.cli.pictures.is_terminal', lambda *_: True)
-    shown = inside('plot', 'before').stdout
+    shown = run_here('plot', 'before').stdout
     assert '▀' in shown and not [*Path().iterdir()]
-    assert inside('plot', 'before', '-o', 'other.svg').stdout=='other.svg\n' and '<svg' in Path('other.svg').read_text()
+    assert run_here('plot', 'before', '-o', 'other.svg').stdout=='other.svg\n' and '<svg' in Path('other.svg').read_text()
 
 
 def test_plot_draws_blocks_into_a_pipe(inside):
-    assert '▀' in inside('plot', 'before', '--inline').stdout and not [*Path().iterdir()]
+    assert '▀' in run_here('plot', 'before', '--inline').stdout and not [*Path().iterdir()]
 
 
 def test_run_has_died_if_one_process_has(tmp_path):
@@ -254,32 +254,32 @@ def test_fail_on_decides_the_exit_code(runs_there, monkeypatch, capsys, severity
 
 def test_plot_for_a_program_that_has_a_terminal(inside, monkeypatch):
     monkeypatch.setattr('torchember.cli.pictures.is_terminal', lambda *_: True)
-    assert json.loads(inside('plot', 'before', '--json').stdout)['file']=='before.png' and Path('before.png').exists()
+    assert json.loads(run_here('plot', 'before', '--json').stdout)['file']=='before.png' and Path('before.png').exists()
 
 
 def test_exit_codes(inside):
-    def code(*args): return inside(*args).returncode
+    def code(*args): return run_here(*args).returncode
     assert [code('diagnose', *a) for a in (['before'], ['blown'], ['before', 'blown'], ['nowhere'], ['blown', '--fail-on', 'never'])]==[0, 1, 1, 2, 0]
     assert [code('diff', 'before', n) for n in ('after', 'other', 'nowhere')]==[0, 1, 2]
     for args in '', 'nothing', 'ls --home nowhere', 'ls nowhere', 'show *', 'export before x.txt', 'show before --path none':
-        got = inside(*args.split())
+        got = run_here(*args.split())
         assert got.returncode==2 and got.stderr and not got.stdout, args
     for c in typed: assert code(c, '--no-such-option')==2, c
-    assert '-n is a number of lines' in inside('tail', 'before', '-n', '-1').stderr
+    assert '-n is a number of lines' in run_here('tail', 'before', '-n', '-1').stderr
 
 
 def test_export_replaces_a_file_only_with_force_and_when_complete(inside, monkeypatch):
     file = Path('x.csv')
     file.write_text('mine')
-    assert inside('export', 'before', 'x.csv').returncode==2 and file.read_text()=='mine'
+    assert run_here('export', 'before', 'x.csv').returncode==2 and file.read_text()=='mine'
     def fails(run, file, *rest):
         Path(file).write_text('half')
         raise OSError('the disk is full')
     with monkeypatch.context() as m:
         m.setattr('torchember.cli.changing.write_run', fails)
-        assert inside('export', 'before', 'x.csv', '--force').returncode==2
+        assert run_here('export', 'before', 'x.csv', '--force').returncode==2
     assert [(f.name, f.read_text()) for f in Path().iterdir()]==[('x.csv', 'mine')]
-    assert inside('export', 'before', 'x.csv', '--force').returncode==0 and len(pd.read_csv(file))==len(read('before'))
+    assert run_here('export', 'before', 'x.csv', '--force').returncode==0 and len(pd.read_csv(file))==len(read('before'))
 
 
 def test_empty_home(tmp_path):
@@ -331,7 +331,7 @@ with torchEmber(torch.nn.Linear(2, 1), name='other process', home=sys.argv[1]) a
 
 
 class Training:
-    "A process that runs a step when it is told to."
+    "A training process that runs a step for each line in its input"
     def __init__(self, home):
         self.p = programs.start(program, home, stdin=subprocess.PIPE, stderr=None, after=libraries, PYTHONPATH=root)
 
@@ -375,19 +375,19 @@ def test_tail_prints_an_open_step_after_a_pause(tmp_path):
 
 
 def test_late_row_delays_no_step():
-    steps = UnprintedSteps()
+    steps = OpenSteps()
     for step in 5, 3: steps.add('log', dict(step=step, ttype='output'))
-    assert [s.step for s in steps.over(['log'])]==[3] and [s.step for s in steps.over([])]==[5]
+    assert [s.step for s in steps.pop_complete(['log'])]==[3] and [s.step for s in steps.pop_complete([])]==[5]
 
 
 def test_tail_names_the_first_non_finite_tensor():
-    s = StepRow(0)
+    s = StepReport(0)
     for path in 'a', 'b', 'c': s.add(dict(step=0, ttype='output', module=f'm(Net).{path}(Linear)', nan=int(path!='a')))
-    assert s.trouble=='NaN in output of b and 1 more' and (s.rows, s.odd)==(3, 2)
+    assert s.trouble=='NaN in output of b and 1 more' and (s.rows, s.n_nonfinite)==(3, 2)
 
 
 def test_tail_of_several_processes(tmp_path):
-    "A step is printed once, with the rows of all processes"
+    "`tail` prints each step once, with the rows of all processes."
     for rank,steps in ((0, 4), (1, 4)): train(tmp_path, f'many.rank{rank}', steps=steps)
     lines = [json.loads(l) for l in shell(tmp_path, 'tail', 'many', '--json').stdout.splitlines()]
     one = read('many.rank0', home=tmp_path).groupby('step').size()
@@ -399,19 +399,19 @@ def test_tail_reads_only_the_end_of_a_long_log(tmp_path, monkeypatch):
     train(tmp_path, 'long', steps=40)
     log = RunLog('long', tmp_path/'log'/'long', tmp_path/'data')
     for most in 1, 5000, 20_000, None:
-        log.begin(most)
-        some = [r for rows in log.new() for r in rows]
+        log.open_at(most)
+        some = [r for rows in log.read_new() for r in rows]
         every = [json.loads(l) for l in (tmp_path/'log'/'long').read_text().splitlines()]
         assert [r['step'] for r in some]==[r['step'] for r in every[len(every)-len(some):]] and log.tail.rows==len(every)
         assert most is None or sum(len(json.dumps(r)) for r in some)<most*1.2
-    log.begin(5000)
+    log.open_at(5000)
     torchember.compact('long', tmp_path)
-    assert [r for rows in log.new() for r in rows][-1]['step']==39 and log.tail.rows==len(every)
+    assert [r for rows in log.read_new() for r in rows][-1]['step']==39 and log.tail.rows==len(every)
 
 
 @pytest.fixture
 def at_shells(runs_there, tmp_path):
-    "Environment of a shell with the command and runs"
+    "Environment variables for a shell that completes the command and the names of runs"
     (tmp_path/'torchember').write_text(f'#!/bin/sh\nexec {sys.executable} -m torchember "$@"\n')
     (tmp_path/'torchember').chmod(0o755)
     return environment(TORCHEMBER_HOME=str(runs_there), PATH=f"{tmp_path}:{os.environ['PATH']}", HOME=str(tmp_path))
@@ -444,7 +444,7 @@ def test_fish_completes(at_shells):
 
 @only_with('zsh')
 def test_zsh_completes(at_shells, tmp_path):
-    "Return the line after Tab: a key that the test defines writes it into a file"
+    "Type into zsh and press Tab. A key binding of the test writes the completed line into a file."
     lines = tmp_path/'lines'
     shell = pexpect.spawn('zsh', ['-f', '-i'], env={**at_shells, 'TERM': 'dumb'}, timeout=60, encoding='utf-8')
     def completed(line):

@@ -1,4 +1,4 @@
-"""On an accelerator that is there: the numbers are those of numpy, of the same tensors. Nobody waits, nothing grows, nothing becomes another one.
+"""Tests on a real accelerator: numbers equal those of numpy, no wait is added, memory does not grow, training is unchanged.
 
 `make gpu` runs this. Without an accelerator all of it is skipped, and tests/devices/test_late_device.py rehearses it."""
 import copy
@@ -39,7 +39,7 @@ only_cuda = pytest.mark.skipif(not cuda, reason='only CUDA and ROCm have this')
 
 @pytest.fixture(autouse=True)
 def exact(monkeypatch):
-    "Multiplications in all digits, and sums that are the same each time"
+    "Use full-precision matrix products and deterministic sums."
     monkeypatch.setenv('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.benchmark = False
@@ -54,7 +54,7 @@ def path_of(row): return re.sub(r'\([^)]*\)', '', row['module']).partition('.')[
 
 @contextmanager
 def nothing_said():
-    "What torchember would say is an error, but for what it says of the data"
+    "Turn warnings of torchember into errors, except warnings about the data."
     with warnings.catch_warnings():
         warnings.simplefilter('error', EmberWarning)
         warnings.filterwarnings('ignore', '.*first value of this run', EmberWarning)
@@ -62,7 +62,7 @@ def nothing_said():
 
 
 def says(row, x, rel=1e-6):
-    "The statistics of a row are those of a tensor"
+    "Check that the statistics of a row equal those of a tensor."
     x = x.detach().to('cpu')
     x = x.to_dense() if x.layout is not torch.strided else x
     x = x.to(torch.float64 if not x.is_complex() else torch.complex128).numpy().ravel()
@@ -90,7 +90,7 @@ def test_the_numbers_of_a_training_are_those_of_the_cpu(tmp_path, train, options
 
 
 class Kept:
-    "What goes through modules, kept by hooks of torch, to be asked later what it was"
+    "Stores the tensors that pass through modules, by hooks of torch, to compare them later with the rows"
     def __init__(self, net):
         self.seen,names = {},Counter()
         self.hooks = [m.register_forward_hook(self.hook(n), with_kwargs=True) for n,m in net.named_modules()]
@@ -346,7 +346,7 @@ class Branches(nn.Module):
 @pytest.mark.parametrize('shared', [False, True])
 @pytest.mark.parametrize('busy', [False, True])
 def test_branches_side_by_side(tmp_path, shared, busy):
-    "Also while one stream is far behind"
+    "Two branches on two streams have the right rows, also while one stream is far behind."
     tables = {}
     for where in ('cpu', 'gpu'):
         net = Branches(shared).double()
@@ -448,7 +448,7 @@ def test_compiled(tmp_path, way, checkpoint):
 @only_cuda
 @pytest.mark.parametrize('mode', ['reduce-overhead', 'max-autotune'])
 def test_compiled_into_a_graph(tmp_path, mode):
-    "Inductor captures nothing in which we are. All rows are there, and say what eager says"
+    "Inductor captures no graph that contains operators of torchember. All rows exist, and equal those of eager mode."
     torch._dynamo.reset()
     torch.manual_seed(0)
     net = GPT(2).to(device)
@@ -511,7 +511,7 @@ def test_graphed_callables(tmp_path):
 @pytest.mark.parametrize('passes', [1, 2])
 @pytest.mark.parametrize('whole', [False, True], ids=['forward and backward', 'the whole step'])
 def test_recorded_from_a_graph(tmp_path, options, passes, whole):
-    "With `cuda_graphs=True`: the rows are those of the same training without a graph"
+    "With `cuda_graphs=True`, the rows equal those of the same training without a graph."
     if whole and passes>1: pytest.skip('a whole step is one pass')
     runs = []
     for graph in (False, True):
@@ -566,7 +566,7 @@ def test_graphed_callables_are_recorded(tmp_path):
 
 @only_cuda
 def test_no_memory_for_us(tmp_path):
-    "A tensor that lies in gaps has to be copied to be read. Where there is no room for that, the training goes on"
+    "A tensor that is not contiguous must be copied to be read. If there is no memory for the copy, the training continues."
     free = torch.cuda.mem_get_info()[1]
     class Gaps(nn.Module):
         def forward(self, x): return x.t()[::2]
@@ -629,7 +629,7 @@ def test_a_process_that_ends_without_closing(tmp_path, end):
 
 @only_cuda
 def test_a_device_that_fails(tmp_path):
-    "An index out of range ends the device's work for good. The user sees the error that there is without us, and what was recorded stays"
+    "An index out of range makes the device unusable. The user sees the same error as without torchember, and recorded rows stay."
     done = program(tmp_path, '''
         te = torchEmber(net, opt, name='fails')
         train(5)

@@ -1,4 +1,4 @@
-"On a device that is late, with several streams and two devices: the numbers are those of the CPU, nobody waits, nothing is used before it is there"
+"Tests on the simulated device of `late`: numbers equal those of the CPU, without waits and without races between streams"
 import copy
 import gc
 import warnings
@@ -33,15 +33,15 @@ def gpu(request, monkeypatch):
 
 
 @pytest.fixture
-def bare(monkeypatch):
-    "A machine by itself"
+def bare_machine(monkeypatch):
+    "A simulated machine that no ember uses"
     the.machine = m = Machine()
     yield m
     over()
 
 
-def blame(m):
-    "What was found, of torchember's"
+def fail_on_faults(m):
+    "Fail with the faults that torchember has caused."
     for found in (*m.faults, *m.waits): assert not found.ours, found
 
 
@@ -52,7 +52,7 @@ def test_the_numbers_are_those_of_the_cpu_and_nobody_waits(gpu, monkeypatch, tmp
     want = recorded(train, net, torch.clone, tmp_path/'cpu', settings[options], kind)
     seen = []
     got = recorded(train, moved, late, tmp_path/'gpu', settings[options], kind, lambda: seen.append((len(gpu.waits), gpu.copies, gpu.launches)))
-    blame(gpu)
+    fail_on_faults(gpu)
     first = [b[1]-a[1] for a,b in zip(seen, seen[1:], strict=False)]
     assert set(first[1:])<={0, 1, 2} and sum(first)>=1, seen # a copy a step; two where rows have several widths
     same(got.t.df, want.t.df, 1e-5 if train is not in_halves else .02)
@@ -63,7 +63,7 @@ def test_the_numbers_are_those_of_the_cpu_and_nobody_waits(gpu, monkeypatch, tmp
 @pytest.mark.parametrize('kind', ['foreach', 'fused'])
 @pytest.mark.parametrize('bad', [None, 2], ids=['all finite', 'one step skipped'])
 def test_a_loss_that_was_scaled(gpu, monkeypatch, tmp_path, kind, bad):
-    "The scaler waits for each step by itself. So do we, once, where a fused optimizer skips by itself, as nobody else can say that it did"
+    "The scaler waits for each step. torchember waits once, if a fused optimizer skips steps itself, because only the device knows this."
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     def scaled(net, opt, to, device):
         scaler = torch.amp.GradScaler(device, init_scale=8.)
@@ -91,7 +91,7 @@ def test_a_loss_that_was_scaled(gpu, monkeypatch, tmp_path, kind, bad):
 
 @pytest.mark.parametrize('stats', ['basic', 'numerics'])
 def test_a_scale_is_not_waited_for(gpu, monkeypatch, tmp_path, stats):
-    "What gradients were multiplied by is divided out on the device; the scaler itself waits"
+    "The loss scale is divided out on the device, without a wait. Only the scaler waits."
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     tables = []
     for device in ('cpu', 'cuda'):
@@ -119,7 +119,7 @@ def test_steps_that_are_not_recorded_launch_nothing(gpu, tmp_path):
             with torchEmber(net, opt, home=tmp_path, every=every): plain(net, opt, late, lambda: seen.append(gpu.launches)) # noqa: B023
         counts[every] = np.diff(seen)[1:].tolist()
     assert counts[1000]==counts[None]
-    blame(gpu)
+    fail_on_faults(gpu)
 
 
 def test_a_recorded_step_launches_the_same_each_time(gpu, tmp_path):
@@ -129,8 +129,8 @@ def test_a_recorded_step_launches_the_same_each_time(gpu, tmp_path):
     assert len(set(np.diff(seen)[1:]))==1
 
 
-class Two(nn.Module):
-    "One half of it is on another device"
+class TwoDevices(nn.Module):
+    "A model with one half on each of two devices"
     def __init__(self, to):
         super().__init__()
         torch.manual_seed(0)
@@ -140,14 +140,14 @@ class Two(nn.Module):
 
 @pytest.mark.parametrize('chosen', [0, 1])
 def test_a_model_on_two_devices(gpu, tmp_path, chosen):
-    "Whichever is chosen: the copies of each are complete when its own event says so"
-    want_net,net = Two(torch.clone),Two(lambda x: x.to(cuda(1)))
+    "Copies of each device are complete at the event of that device, whichever device is current."
+    want_net,net = TwoDevices(torch.clone),TwoDevices(lambda x: x.to(cuda(1)))
     moved_model(net.a, cuda(0))
     moved_model(net.b, cuda(1))
     gpu.chosen[0] = cuda(chosen),None
     want = recorded(plain, want_net, torch.clone, tmp_path/'cpu', settings['all'], 'one by one')
     got = recorded(plain, net, lambda x: late(x, cuda(0)), tmp_path/'gpu', settings['all'], 'one by one')
-    blame(gpu)
+    fail_on_faults(gpu)
     same(got.t.df, want.t.df)
 
 
@@ -160,7 +160,7 @@ def test_noted_numbers_of_a_device_are_not_waited_for(gpu, tmp_path):
             te.log(loss=loss, half=loss.detach().bfloat16(), whole=late(torch.tensor(i)))
             loss.backward()
             opt.step()
-    blame(gpu)
+    fail_on_faults(gpu)
     rows = te.t.df.dropna(subset='loss')
     net,opt = model(),None
     opt = adam(net)
@@ -177,7 +177,7 @@ def test_noted_numbers_of_a_device_are_not_waited_for(gpu, tmp_path):
 
 @pytest.mark.parametrize('waits', [True, False])
 def test_a_pass_on_a_stream_of_its_own(gpu, tmp_path, waits):
-    "Where the program orders its streams there is no fault; what it forgets is its own, and is seen there with and without us"
+    "A program that orders its streams shows no fault. A fault of the program itself is found with and without torchember."
     faults = {}
     for armed in (False, True):
         net = moved_model(model())
@@ -194,11 +194,11 @@ def test_a_pass_on_a_stream_of_its_own(gpu, tmp_path, waits):
         if te: te.close()
         faults[armed] = list(gpu.faults)
     assert bool(faults[False])==(not waits)
-    if waits: blame(gpu)
+    if waits: fail_on_faults(gpu)
 
 
 class Branches(nn.Module):
-    "Two that run side by side, each on a stream of its own"
+    "A model with two branches that run in parallel on two streams"
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -219,32 +219,32 @@ class Branches(nn.Module):
 
 @pytest.mark.parametrize('ttypes', [('output',), ALL])
 def test_branches_side_by_side(gpu, tmp_path, ttypes):
-    "Neither waits for the other. What is measured on their streams is read when both are done, and their memory not before"
+    "No branch waits for the other. Measurements are read when both streams are done, and memory is not reused before."
     want = recorded(plain, Branches(), torch.clone, tmp_path/'cpu', dict(ttypes=ttypes), 'one by one')
     net = moved_model(Branches())
     net.sides = Stream(cuda()),Stream(cuda())
     got = recorded(plain, net, late, tmp_path/'gpu', dict(ttypes=ttypes), 'one by one')
     gc.collect()
-    blame(gpu)
+    fail_on_faults(gpu)
     same(got.t.df, want.t.df)
 
 
-class Shared(Branches):
-    "One layer for both"
+class SharedLayer(Branches):
+    "A model whose two branches share one layer"
     def __init__(self):
         super().__init__()
         self.b = self.a
 
 
 def test_one_layer_on_two_streams_at_once(gpu, tmp_path):
-    "Neither call waits for the other, and each writes where no other stream does"
+    "No call waits for the other, and each call writes into memory that no other stream writes."
     options = dict(ttypes=('output',), stats='full')
-    want = recorded(plain, Shared(), torch.clone, tmp_path/'cpu', options, 'one by one')
-    net = moved_model(Shared())
+    want = recorded(plain, SharedLayer(), torch.clone, tmp_path/'cpu', options, 'one by one')
+    net = moved_model(SharedLayer())
     net.sides = Stream(cuda()),Stream(cuda())
     got = recorded(plain, net, late, tmp_path/'gpu', options, 'one by one')
     gc.collect()
-    blame(gpu)
+    fail_on_faults(gpu)
     same(got.t.df, want.t.df)
 
 
@@ -263,8 +263,8 @@ def test_what_is_measured_anew_is_forgotten_on_every_stream(gpu):
     assert not gpu.faults, gpu.faults[0]
 
 
-class Turns(nn.Module):
-    "A layer that is called on one stream and on another, in the same step"
+class CalledOnTwoStreams(nn.Module):
+    "A layer that is called on two streams in the same step"
     def __init__(self, calls):
         super().__init__()
         torch.manual_seed(0)
@@ -286,16 +286,16 @@ class Turns(nn.Module):
 
 @pytest.mark.parametrize('calls', [2, 7])
 def test_a_layer_that_is_called_on_two_streams_in_turn(gpu, tmp_path, calls):
-    "Each call has its row, and no step needs more of them than the one before"
+    "Each call has its own row, and no step needs more rows than the step before."
     options = dict(ttypes=('output', 'weight'), stats='full')
-    want = recorded(plain, Turns(calls), torch.clone, tmp_path/'cpu', options, 'one by one')
-    net = moved_model(Turns(calls))
+    want = recorded(plain, CalledOnTwoStreams(calls), torch.clone, tmp_path/'cpu', options, 'one by one')
+    net = moved_model(CalledOnTwoStreams(calls))
     net.side,used,opt = Stream(cuda()),[],adam(net, foreach=False)
     with torchEmber(net, opt, home=tmp_path/'gpu', **options) as te:
         arena = te.recorder.buffer.rows.arena
         plain(net, opt, late, lambda: used.append([b.used for b in arena.blocks]))
     gc.collect()
-    blame(gpu)
+    fail_on_faults(gpu)
     same(te.t.df, want.t.df)
     assert used[1]==used[-1] and len(used[-1])==2, used
 
@@ -304,7 +304,7 @@ def test_a_layer_that_is_called_on_two_streams_in_turn(gpu, tmp_path, calls):
 
 @pytest.mark.parametrize('ends', ['pass', 'te.step', 'optimizer'])
 def test_what_is_captured_is_left_alone(gpu, tmp_path, ends):
-    "A step is open when a graph is captured: nothing of it is closed, read or launched there. What comes later is recorded"
+    "If a step is open while a graph is captured, nothing of the step is closed, read or launched. Later passes are recorded."
     net = moved_model(model())
     opt,launched = adam(net),[]
     with warnings.catch_warnings(record=True) as said:
@@ -321,7 +321,7 @@ def test_what_is_captured_is_left_alone(gpu, tmp_path, ends):
                     te.recorder.flush() # as whoever looks at the run does
                     launched.append(gpu.launches-before)
             if ends=='te.step': te.step() # the weights are those of the first pass: all were of one step
-    blame(gpu)
+    fail_on_faults(gpu)
     assert len(set(launched))==1
     assert sum('graph is being captured' in str(w.message) for w in said)==1
     rows = [r for r in te.t.lines() if r['ttype']=='output']
@@ -349,7 +349,7 @@ def gpu_kernels():
 
 
 def test_rows_of_lists_that_were_not_read_any_more(gpu, monkeypatch):
-    "One list fails, and the other one is not begun: what lies in its rows is of an earlier step"
+    "If one list of tensors fails, the next list is not read, so its rows still have numbers of an earlier step."
     if not isinstance(gpu_kernels(), Kernels): pytest.skip('without kernels there are no lists')
     a = Arena()
     taps = [a.tap(n, how, once=True) for n,how in (('x', 'basic'), ('y', 'full'))]
@@ -362,7 +362,7 @@ def test_rows_of_lists_that_were_not_read_any_more(gpu, monkeypatch):
 
 
 def test_rows_that_follow_one_another_are_sent_as_they_lie(gpu):
-    "Others by their numbers, which costs two launches more"
+    "Consecutive rows are copied directly. Other rows are selected by index, which costs two more launches."
     a,launched = Arena(),[]
     taps = [a.tap(n) for n in 'xyz']
     for names in ('xyz', 'xyz', 'xz', 'xz', 'y'):
@@ -378,7 +378,7 @@ def failing(what): raise RuntimeError(f'CUDA error: {what}')
 
 
 def test_rows_that_a_device_does_not_give(gpu, monkeypatch, tmp_path):
-    "They are lost, which is said, and no later step has them. The training goes on, and so does the record"
+    "Rows that the device does not return are lost, with a warning, and appear in no later step. Training and recording continue."
     from torchember.measure import arena as arenas
     net = moved_model(model())
     opt,at,send = adam(net),iter(range(99)),arenas.to_host
@@ -393,7 +393,7 @@ def test_rows_that_a_device_does_not_give(gpu, monkeypatch, tmp_path):
 
 
 def test_what_is_lost_stands_in_no_later_step(gpu, monkeypatch):
-    "Also where that one has fewer rows"
+    "Lost numbers appear in no later step, also if that step has fewer rows."
     from torchember.measure import arena as room
     arena,send = Arena(),room.to_host
     taps = [arena.tap(n) for n in 'ab']
@@ -408,7 +408,7 @@ def test_what_is_lost_stands_in_no_later_step(gpu, monkeypatch):
 @pytest.mark.parametrize('x', [torch.arange(6.).double().view(2, 3), torch.tensor(1.5).bfloat16(), torch.tensor([0, -1, 165]), torch.zeros(0, 4)],
     ids=lambda x: f'{x.dtype} {tuple(x.shape)}')
 def test_what_came_before_a_device_failed_is_there(gpu, x):
-    "From then on each wait raises. Numbers that had arrived are had, and of others nobody makes anything"
+    "After a failure of the device, each wait raises. Numbers that arrived before are kept, other numbers are not used."
     came,comes = (to_host(late(x)) for _ in range(2))
     for host,values in ((h, v) for s in gpu.streams.values() for _,h,v in s.copies[:1]): host.copy_(values)
     gpu.failed = True
@@ -419,7 +419,7 @@ def test_what_came_before_a_device_failed_is_there(gpu, x):
 
 @pytest.mark.parametrize('how', ['asked', 'nobody asks', 'the device fails'])
 def test_memory_that_devices_write_to_is_used_again_and_never_given_back(gpu, how):
-    "torch ends the process where it is given back after the device has failed"
+    "Pinned memory is never freed, because torch would end the process if it is freed after the device has failed."
     x = late(torch.arange(6.))
     p = to_host(x)
     memory = weakref.ref(p.memory)
@@ -459,7 +459,7 @@ def test_numbers_for_a_device_lie_in_memory_that_nobody_writes_to_before_they_ar
 
 
 def test_a_training_whose_device_fails(gpu, tmp_path, recwarn):
-    "What had arrived is in the log, whoever asks the device then; the end of the run says what is lost"
+    "Numbers that had arrived are in the log, and the report of the run says what is lost."
     net = moved_model(model())
     opt = adam(net)
     te = torchEmber(net, opt, home=tmp_path, ttypes=('output', 'weight'))
@@ -484,7 +484,7 @@ def test_told_to_raise_it_does(gpu, monkeypatch, tmp_path):
 
 
 def test_parameters_that_could_not_be_read_have_no_row(gpu, monkeypatch, tmp_path):
-    "Not the numbers of the step before, which lie there still"
+    "Parameters that could not be read must not get the numbers of the step before, which are still in memory."
     if not isinstance(gpu_kernels(), Kernels): pytest.skip('without kernels parameters are not read together')
     net = moved_model(model())
     opt,at,read_list = adam(net),iter(range(99)),gpu.kernels.read_list
@@ -498,7 +498,7 @@ def test_parameters_that_could_not_be_read_have_no_row(gpu, monkeypatch, tmp_pat
 
 @pytest.mark.parametrize('spread', [False, True])
 def test_parameters_that_are_gathered_for_a_pass(gpu, monkeypatch, spread):
-    "FSDP gives back their memory when it ends: they are read while it lasts. Whose memory is gone is not read, and has no row"
+    "FSDP frees gathered parameters after a pass, so they are read during the pass. A parameter without memory has no row."
     from torchember.measure import tap, unread
     a = Arena()
     t,x = a.tap('x', once=True),late(torch.arange(4.))
@@ -514,7 +514,7 @@ def test_parameters_that_are_gathered_for_a_pass(gpu, monkeypatch, spread):
 
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_what_is_divided_before_it_is_counted_keeps_its_digits(gpu, dtype):
-    "Exponents cannot be divided, so the tensor is: small numbers are not lost in its own dtype"
+    "Exponent counts cannot be divided by a scale, so the tensor is divided, in a dtype that keeps small numbers."
     tiny = torch.finfo(dtype).smallest_normal
     x = torch.tensor([tiny, -3*tiny, 7*tiny], dtype=dtype)
     for to,scale in ((torch.clone, 3.), (late, 3.), (late, late(torch.tensor(3.)))):
@@ -526,16 +526,16 @@ def test_what_is_divided_before_it_is_counted_keeps_its_digits(gpu, dtype):
             got = [row[3][k] for k in ('abs_min', 'abs_max', 'abs_mean')]
             np.testing.assert_allclose(got, [f(want.abs()) for f in (torch.min, torch.max, torch.mean)], rtol=1e-6)
             assert sum(row[3]['exponents'])==3
-    blame(gpu)
+    fail_on_faults(gpu)
 
 
 def test_only_what_is_there_anyway_waits(gpu):
-    "And not a copy that was divided, because exponents cannot be"
+    "Only tensors of the program are queued, not divided copies made for exponent counts."
     arena,x = Arena(),mean_of(6)
     for n,stats in (('a', 'basic'), ('b', ['mean', 'exponents'])): observe(x, arena.tap(n, stats, once=True), scale=3., later=True)
     assert [t.number for t in arena.taps if t.rows[:2] in arena.unread.by_row]==([0] if gpu_kernels() else [])
     assert [r[3]['mean'] for r in rows_of(arena)]==[2., 2.]
-    blame(gpu)
+    fail_on_faults(gpu)
 
 
 def test_whose_memory_is_gone():
@@ -562,12 +562,12 @@ def test_who_may_free_parameters(monkeypatch):
 # ---- that the machine notices
 
 def rows_of(arena):
-    "Key, call, dtype and statistics, read in a thread, as the writer does: that one may wait"
+    "Return key, call, dtype and statistics of each row, read in a thread, because the writer thread may wait."
     with ThreadPoolExecutor(1) as pool: return [(r['key'], r['call'], r['dtype'], r['stats']) for r in pool.submit(arena.take().rows).result()]
 
 
-def both(gpu, xs, stats='basic', **about):
-    "Rows of tensors at taps of their own, of the CPU and of the device"
+def rows_on_both_devices(gpu, xs, stats='basic', **about):
+    "Return rows of tensors at separate taps, on the CPU and on the device."
     out = []
     for to in (torch.clone, late):
         arena = Arena()
@@ -579,7 +579,7 @@ def both(gpu, xs, stats='basic', **about):
 
 
 def test_a_tensor_is_read_by_one_launch(gpu):
-    "And nothing else is asked of the device, whatever is around it: autocast, no gradients. A default device is a mode, and goes the long way"
+    "A tensor is read by one launch and nothing else, also under autocast or no_grad. A default device needs the slower way."
     if not gpu_kernels(): pytest.skip('without kernels it takes several')
     arena,x = Arena(),late(torch.randn(3, 5))
     tap = arena.tap('a')
@@ -595,11 +595,11 @@ def test_a_tensor_is_read_by_one_launch(gpu):
     rows = rows_of(arena)
     np.testing.assert_allclose([r[3]['mean'] for r in rows], [y.value.double().mean() for y in (x, *ys)], rtol=1e-6)
     assert [r[1] for r in rows]==[0, 1, 2, 7, 4]
-    blame(gpu)
+    fail_on_faults(gpu)
 
 
 def test_a_tensor_that_is_seen_again_is_not_read_again(gpu):
-    "As long as it is the same, in the same place, with the same version, multiplied by the same; and no longer"
+    "A tensor is not read again while object, address, version and scale are unchanged."
     arena,x = Arena(),late(torch.randn(6))
     taps = [arena.tap(i) for i in range(8)]
     reads = []
@@ -617,18 +617,18 @@ def test_a_tensor_that_is_seen_again_is_not_read_again(gpu):
     np.testing.assert_allclose(means, [m:=x.value.double().mean()-1]*2+[m+1, (m+1)/2]+[m+1]*3, rtol=1e-5)
     seen(x, taps[7])
     assert reads[-1] # what was taken is known to nobody
-    blame(gpu)
+    fail_on_faults(gpu)
 
 
 @pytest.mark.parametrize('stats', ['basic', 'numerics'])
 def test_all_kinds_of_tensors(gpu, stats):
     x = torch.randn(4, 6)
     xs = [x, x.half(), x.bfloat16(), x.double(), (x*9).int(), x>0, (x*9).long(), torch.complex(x, -x), x.t(), x[:, ::2], x[:1].expand(3, 6), x[0, 0], x[:0], x]
-    cpu,there = both(gpu, xs, stats)
+    cpu,there = rows_on_both_devices(gpu, xs, stats)
     for a,b in zip(cpu, there, strict=True):
         assert a[:3]==b[:3]
         for k in a[3]: np.testing.assert_allclose(b[3][k], a[3][k], rtol=1e-4, atol=1e-6, err_msg=f'{a[0]} {k}')
-    blame(gpu)
+    fail_on_faults(gpu)
 
 
 numbers = dict(float=(torch.randn(6), 1), double=(torch.randn(6).double(), 1), transposed=(torch.randn(4, 6).t(), 1), gaps=(torch.randn(4, 6), 2),
@@ -637,7 +637,7 @@ numbers = dict(float=(torch.randn(6), 1), double=(torch.randn(6).double(), 1), t
 
 @pytest.mark.parametrize('kind', numbers)
 def test_what_a_tensor_takes(gpu, kind):
-    "As the page on accelerators has it: launches for a tensor, for one that was multiplied, and for one that is known"
+    "Numbers of launches as documented: for a new tensor, for a scaled tensor, and for a tensor that was already read."
     if not gpu_kernels(): pytest.skip('operations of torch are several launches each')
     arena,took,(x,launches) = Arena(),[],numbers[kind]
     taps = [arena.tap(i) for i in range(4)]
@@ -649,12 +649,12 @@ def test_what_a_tensor_takes(gpu, kind):
     before = gpu.launches
     observe(y, taps[1])
     assert took[1:]==[launches, launches+1, launches] and gpu.launches==before
-    blame(gpu)
+    fail_on_faults(gpu)
 
 
 @pytest.mark.parametrize('wanted', [('basic',), ('basic', 'exponents')], ids=str)
 def test_layers_of_several_devices(gpu, wanted):
-    "Each has its own row, wherever it lies: whole numbers, and what lies in gaps, too"
+    "Tensors of each device have their own rows, also integers and tensors that are not contiguous."
     xs = [torch.randn(n, 3)+n for n in (4, 1, 5, 2, 6, 3, 7)]
     xs[4] = torch.arange(9)
     places = [None, cuda(0), None, cuda(1), cuda(0), cuda(0), None]
@@ -665,7 +665,7 @@ def test_layers_of_several_devices(gpu, wanted):
 
 
 def test_functions_of_the_users_run_without_autocast_of_the_device(gpu):
-    "In all digits, as they would beside the training"
+    "Functions of the user compute in full precision, as outside of autocast."
     def look(x): return {'cast': torch.is_autocast_enabled('cuda'), 'here': torch.is_autocast_enabled('cpu')}
     torch.set_autocast_enabled('cuda', True) # torch.autocast does so only where there is one
     try:
@@ -676,7 +676,7 @@ def test_functions_of_the_users_run_without_autocast_of_the_device(gpu):
 
 @pytest.mark.parametrize('whole', [False, True])
 def test_tensors_of_inference_have_no_version(gpu, whole):
-    "So they are read each time: at once, or the long way with a scale or a default device"
+    "Tensors of inference mode have no version, so they are read each time."
     arena,plain = Arena(),torch.arange(4) if whole else torch.arange(4.)
     with torch.inference_mode(): x = late(plain)
     assert x.is_inference()
@@ -690,16 +690,16 @@ def test_tensors_of_inference_have_no_version(gpu, whole):
     observe(x, b, scale=2.)
     with torch.device('cpu'): observe(x, b)
     assert [r[3]['mean'] for r in rows_of(arena)]==[1.5, 1.5, 2.5, 1.25, 2.5] and not arena.shared and not arena.seen
-    blame(gpu)
+    fail_on_faults(gpu)
 
 
 @pytest.mark.parametrize('stats', ['basic', 'numerics'])
 def test_whole_numbers_are_made_floats_and_read_at_once(gpu, stats):
-    "Not where somebody would see it, nor where they are only to be read later, in a list of floats; complex numbers take longer, by their size"
+    "Integers are converted and read immediately, except under a dispatch mode or if reading is delayed. Complex tensors are read by their absolute values."
     xs = [torch.arange(-5, 6), torch.arange(7, dtype=torch.int32)*2**24+1, torch.arange(6)>2, torch.arange(9).to(torch.uint8),
         torch.arange(12).view(3, 4).t(), torch.arange(2), torch.complex(torch.ones(3), -torch.ones(3)), torch.arange(0)]
     before = gpu.at_once
-    cpu,there = both(gpu, xs, stats)
+    cpu,there = rows_on_both_devices(gpu, xs, stats)
     for a,b in zip(cpu, there, strict=True):
         assert a[:3]==b[:3]
         for k in a[3]: np.testing.assert_allclose(b[3][k], a[3][k], rtol=1e-12, err_msg=f'{a[0]} {k}') # 2^24+1 is no float32
@@ -716,22 +716,22 @@ def test_whole_numbers_are_made_floats_and_read_at_once(gpu, stats):
     x.add_(1)
     assert not seen and [r[3]['mean'] for r in rows_of(arena)]==[2.5, 5.5, 2.5, 3.5, 3.5]
     assert not arena.waiter()(x, c)
-    blame(gpu)
+    fail_on_faults(gpu)
 
 
 def test_rows_that_others_have_their_numbers_from(gpu):
-    "Are written anew: the others keep what they had"
+    "If a shared row is written again, rows that share its numbers keep the old numbers."
     arena,x,y = Arena(),late(torch.full((4,), 2.)),late(torch.full((4,), 5.))
     a,b,c = (arena.tap(i) for i in 'abc')
     for t in (a, b, c): observe(x, t)
     arena.forget(a)
     observe(y, a)
     assert [(r[0], r[3]['mean']) for r in rows_of(arena)]==[('b', 2.), ('c', 2.), ('a', 5.)]
-    blame(gpu)
+    fail_on_faults(gpu)
 
 
 def test_rows_are_shared_on_one_stream_only(gpu):
-    "What was read on one is not there yet on another"
+    "Rows are shared on one stream only, because another stream may not see the numbers yet."
     arena,x,side = Arena(),late(torch.full((4,), 2.)),Stream(cuda())
     taps = [arena.tap(i) for i in range(3)]
     observe(x, taps[0])
@@ -739,7 +739,7 @@ def test_rows_are_shared_on_one_stream_only(gpu):
     with side: observe(x, taps[1]); observe(x, taps[2])
     gpu.stream().wait_stream(side)
     assert arena.shared==1 and [r[3]['mean'] for r in rows_of(arena)]==[2.]*3
-    blame(gpu)
+    fail_on_faults(gpu)
 
 
 def test_a_row_that_could_not_be_written_is_none(gpu, monkeypatch):
@@ -757,7 +757,7 @@ def test_a_row_that_could_not_be_written_is_none(gpu, monkeypatch):
 
 
 def test_parameters_wait_until_they_are_read_together(gpu):
-    "Also those of which all is known already; where somebody looks at each operation, too"
+    "Parameters are queued until they are read together, also unchanged ones and under a dispatch mode."
     from torch.utils._python_dispatch import TorchDispatchMode
     class Look(TorchDispatchMode):
         def __torch_dispatch__(self, f, types, args=(), kwargs=None): return f(*args, **(kwargs or {}))
@@ -773,7 +773,7 @@ def test_parameters_wait_until_they_are_read_together(gpu):
         gpu.kernels.lists.clear()
         assert [r[3]['mean'] for r in rows_of(arena)]==[0., 1., 2.]
         assert gpu.kernels.lists==([3] if gpu_kernels() else [])
-    blame(gpu)
+    fail_on_faults(gpu)
 
 
 def mean_of(value): return late(torch.full((4,), float(value)))
@@ -781,7 +781,7 @@ def mean_of(value): return late(torch.full((4,), float(value)))
 
 @pytest.mark.parametrize('asks', ['take', 'forget', 'read_pending'])
 def test_who_asks_on_another_stream_comes_after_the_rows(gpu, asks):
-    "That stream has waited for nothing, and the next row is written when what was asked there is done"
+    "A read on another stream waits for the rows, and the next row is written after that read."
     arena,x,y,side = Arena(),mean_of(2),mean_of(5),Stream(cuda())
     a,b,c = arena.tap('a'),arena.tap('b'),arena.tap('c', once=True)
     for t in (a, b): observe(x, t)
@@ -792,36 +792,36 @@ def test_who_asks_on_another_stream_comes_after_the_rows(gpu, asks):
     observe(y, a)
     want = {'take': [('a', 5.)], 'forget': [('b', 2.), ('c', 5.), ('a', 5.)], 'read_pending': [('a', 2.), ('b', 2.), ('c', 5.), ('a', 5.)]}
     assert [(r[0], r[3]['mean']) for r in rows_of(arena)]==want[asks]
-    blame(gpu)
+    fail_on_faults(gpu)
 
 
 @pytest.mark.parametrize('micro', [0, 1])
 @pytest.mark.parametrize('together', [True, False])
 def test_what_a_list_takes_the_place_of_may_be_on_another_stream(gpu, together, micro):
-    "Once there, once here, and then the gradients are complete: the step has one row of each"
+    "Gradients are read on one stream, again on another, and then complete: the step has one row for each gradient."
     if not gpu_kernels(): pytest.skip('without kernels there are no lists')
     arena,side,got = Arena(),Stream(cuda()),[]
     taps = [arena.tap(i, once=True) for i in range(3)]
     def xs(value): return [mean_of(value+i) for i in range(3)]
     for step in range(3):
         with side:
-            seen_later(arena, xs(100*step+10), taps, False, together)
+            measure_tensors(arena, xs(100*step+10), taps, False, together)
             arena.read_pending()
         gpu.stream().wait_stream(side)
         arena.begin(micro)
-        seen_later(arena, xs(100*step+20), taps, False, together)
+        measure_tensors(arena, xs(100*step+20), taps, False, together)
         arena.read_pending()
-        seen_later(arena, xs(100*step+30), taps, True, together)
+        measure_tensors(arena, xs(100*step+30), taps, True, together)
         arena.unread.assign_rows()
         got.append([(r[0], r[3]['mean']) for r in rows_of(arena)])
         arena.begin(0)
     assert got==[[(i, 100.*step+30+i) for i in range(3)] for step in range(3)]
-    blame(gpu)
+    fail_on_faults(gpu)
 
 
 @pytest.mark.parametrize('which', [(1,), (0, 2), (0, 1, 2)], ids=str)
 def test_those_of_a_list_whose_memory_was_given_back_meanwhile_have_no_rows(gpu, monkeypatch, which):
-    "As that of gathered parameters. Nobody reads where they lay"
+    "Queued tensors whose memory was freed meanwhile, such as gathered parameters, are not read and have no rows."
     from torchember.measure import unread
     monkeypatch.setattr(unread, 'is_freed', lambda x: not x.value.untyped_storage().nbytes()) # that of the wrapper is no storage
     if not gpu_kernels(): pytest.skip('without kernels there are no lists')
@@ -829,17 +829,17 @@ def test_those_of_a_list_whose_memory_was_given_back_meanwhile_have_no_rows(gpu,
     taps = [arena.tap(i, once=True) for i in range(3)]
     for step in range(4):
         xs = [mean_of(10*step+i) for i in range(3)]
-        seen_later(arena, xs, taps, False, True)
+        measure_tensors(arena, xs, taps, False, True)
         arena.unread.assign_rows()
         assert [len(ys) for _,ys in arena.unread.lists]==([3] if step else []) # who they are is known from the second step on
         for i in which if step==2 else (): xs[i].value.untyped_storage().resize_(0)
         got.append([(r[0], r[3]['mean']) for r in rows_of(arena)])
     assert got==[[(i, 10.*step+i) for i in range(3) if step!=2 or i not in which] for step in range(4)]
-    blame(gpu)
+    fail_on_faults(gpu)
 
 
 def test_a_list_that_fails_when_it_was_launched_writes_no_later_row(gpu, monkeypatch):
-    "What another stream was asked for before it failed is done before the next row is written"
+    "A launch on another stream that was started before the failure is complete before the next row is written."
     if not isinstance(gpu_kernels(), Kernels): pytest.skip('without kernels there are no lists')
     arena,read = Arena(),gpu.kernels.read_list
     taps = [arena.tap(n, once=True) for n in 'ab']
@@ -853,11 +853,11 @@ def test_a_list_that_fails_when_it_was_launched_writes_no_later_row(gpu, monkeyp
     for t in taps: arena.forget(t)
     for t in taps: observe(mean_of(5), t)
     assert [(r[0], r[3]['mean']) for r in rows_of(arena)]==[('a', 5.), ('b', 5.)]
-    blame(gpu)
+    fail_on_faults(gpu)
 
 
 def test_a_row_is_known_of_a_tensor_only(gpu):
-    "Not of another one that has its number, lies where it lay and was changed as often"
+    "A stored row is reused only for the same tensor object, not for another tensor with equal id, address and version."
     arena,x = Arena(),late(torch.tensor([1., 2., 3., 10.]))
     y = x[:2]
     a,b = arena.tap('a'),arena.tap('b')
@@ -865,21 +865,21 @@ def test_a_row_is_known_of_a_tensor_only(gpu):
     arena.seen[id(y)] = arena.seen.pop(id(x))
     observe(y, b)
     assert address(x)==address(y) and x._version==y._version and [r[3]['mean'] for r in rows_of(arena)]==[4., 1.5]
-    blame(gpu)
+    fail_on_faults(gpu)
 
 
 def test_a_pass_begins_with_nothing_that_waits(gpu):
-    "What waited is as it was then"
+    "Before a pass begins, queued tensors are read, so the rows have the values of that time."
     arena,p = Arena(),mean_of(2)
     observe(p, arena.tap('p', once=True), later=True)
     arena.begin(1)
     p.add_(3)
     assert not arena.unread.by_row and [r[3]['mean'] for r in rows_of(arena)]==[2.]
-    blame(gpu)
+    fail_on_faults(gpu)
 
 
 def test_what_is_measured_anew_again_and_again_takes_no_more_rows(gpu):
-    "On whichever stream"
+    "Measuring the same tensor again and again takes no more rows, on any stream."
     arena,side = Arena(4),Stream(cuda())
     a = arena.tap('a')
     for i in range(20):
@@ -887,12 +887,12 @@ def test_what_is_measured_anew_again_and_again_takes_no_more_rows(gpu):
         observe(mean_of(i), a)
         with side: observe(mean_of(-i), a)
     assert sum(b.used for b in arena.blocks)==2 and [r[3]['mean'] for r in rows_of(arena)]==[19., -19.]
-    blame(gpu)
+    fail_on_faults(gpu)
 
 
 @pytest.mark.parametrize('later', [False, True])
 def test_what_a_launch_cannot_read_is_not_launched_for(gpu, later):
-    "Memory that was given back, and numbers that stand for their negatives"
+    "No launch for tensors that a kernel cannot read: freed memory, and views with the negative bit."
     arena,x,y = Arena(),mean_of(2),mean_of(3)
     a,b = arena.tap('a', once=later),arena.tap('b', once=later)
     observe(x, a, later=later); observe(x, b, later=later)
@@ -902,18 +902,18 @@ def test_what_a_launch_cannot_read_is_not_launched_for(gpu, later):
     x.value.untyped_storage().resize_(0)
     with pytest.raises(Unmeasurable, match='it has no memory'): observe(x, a)
     assert [(r[0], r[3]['mean']) for r in rows_of(arena)]==[('b', -2.)]
-    blame(gpu)
+    fail_on_faults(gpu)
 
 
 def test_what_waits_is_divided_by_its_own_scale(gpu):
     arena,x,two,four = Arena(),mean_of(8),late(torch.tensor(2.)),late(torch.tensor(4.))
     for n,scale in enumerate((two, four, None, two)): observe(x, arena.tap(n, once=True), scale=scale, later=True)
     assert [r[3]['mean'] for r in rows_of(arena)]==[4., 2., 8., 4.]
-    blame(gpu)
+    fail_on_faults(gpu)
 
 
 def test_a_tensor_that_was_moved_or_is_asked_for_more_is_read_again(gpu):
-    "`x.data = y` changes no version; and a row has no more than was asked of it"
+    "A tensor is read again after `x.data = y`, which changes no version, or if more statistics are requested."
     arena,x,y = Arena(),mean_of(2),mean_of(5)
     a,b,c,d = arena.tap('a'),arena.tap('b', ['mean', 'abs_mean']),arena.tap('c'),arena.tap('d')
     observe(x, a); observe(x, b); observe(x, c)
@@ -921,12 +921,12 @@ def test_a_tensor_that_was_moved_or_is_asked_for_more_is_read_again(gpu):
     observe(x, d)
     rows = rows_of(arena)
     assert [r[3]['mean'] for r in rows]==[2., 2., 2., 5.] and rows[1][3]['abs_mean']==2. and arena.shared==1
-    blame(gpu)
+    fail_on_faults(gpu)
 
 
 @pytest.mark.parametrize('once', [False, True])
 def test_a_row_that_was_written_anew_is_nobodys_source(gpu, once):
-    "What was forgotten, or will be, gives its numbers to no other"
+    "A row that was discarded, or will be, is not the source of another row."
     arena,x,y = Arena(),mean_of(2),mean_of(5)
     a,b,c = arena.tap('a', once=once),arena.tap('b'),arena.tap('c')
     observe(x, a)
@@ -935,7 +935,7 @@ def test_a_row_that_was_written_anew_is_nobodys_source(gpu, once):
     observe(y, a)
     observe(x, c)
     assert sorted((r[0], r[3]['mean']) for r in rows_of(arena))==[('a', 5.), *[('b', 2.)]*once, ('c', 2.)]
-    blame(gpu)
+    fail_on_faults(gpu)
 
 
 def test_rows_of_a_tap_lie_in_several_blocks(gpu):
@@ -943,12 +943,12 @@ def test_rows_of_a_tap_lie_in_several_blocks(gpu):
     taps = [arena.tap('a'),arena.tap('b')]
     for i in range(9): observe(mean_of(i), taps[i%2])
     assert len(arena.blocks)>2 and [(r[0], r[3]['mean']) for r in rows_of(arena)]==[('ab'[i%2], float(i)) for i in range(9)]
-    blame(gpu)
+    fail_on_faults(gpu)
 
 
 @pytest.mark.parametrize('multiplied', [False, True])
 def test_a_row_that_waits_has_numbers_of_its_own(gpu, multiplied):
-    "Also where another one had them before, or it was to wait for other ones"
+    "A queued row has its own numbers, also if another row had used the memory before."
     arena,x,y,scale = Arena(),mean_of(2),mean_of(6),late(torch.tensor(2.)) if multiplied else None
     a,b = arena.tap('a'),arena.tap('b')
     observe(x, a, scale=scale); observe(x, b, scale=scale)
@@ -961,7 +961,7 @@ def test_a_row_that_waits_has_numbers_of_its_own(gpu, multiplied):
     arena.forget(b)
     observe(y, b)
     assert [r[3]['mean'] for r in rows_of(arena)]==[6.]
-    blame(gpu)
+    fail_on_faults(gpu)
 
 
 def test_nobody_sees_that_a_parameter_waits(gpu):
@@ -980,7 +980,7 @@ def test_nobody_sees_that_a_parameter_waits(gpu):
 
 
 def test_what_no_launch_reads_goes_the_long_way(gpu, monkeypatch):
-    "Tensors with holes, and sums that no kernel has; a tensor of another device is one of another kind"
+    "Tensors that are not dense, and sums without a kernel, are read by torch operations."
     if not gpu_kernels(): pytest.skip('without kernels all do')
     from torchember.measure import arena as room
     arena,x = Arena(),late(torch.randn(4, 6))
@@ -997,24 +997,24 @@ def test_what_no_launch_reads_goes_the_long_way(gpu, monkeypatch):
     v = x.value.double()
     want = [v.mean(), v[:, :4].mean(), v[:, ::3].mean(), v[:, 1:5].mean(), v.mean()+1, v.mean()+2]
     np.testing.assert_allclose([r[3]['mean'] for r in rows_of(arena)], want, rtol=1e-5)
-    blame(gpu)
+    fail_on_faults(gpu)
 
 
 def test_each_repeat_of_an_expanded_tensor_counts(gpu):
     arena,x = Arena(),late(torch.arange(3.))
     for i,y in enumerate((x.expand(4, 3), x[:, None].expand(3, 5), x[:1].expand(7), x.expand(2, 2, 3))): observe(y, arena.tap(str(i), 'numerics'))
     _,summarize_layers = arena.take().parts[0]
-    blame(gpu)
+    fail_on_faults(gpu)
     v = np.asarray(summarize_layers)
     assert v[:, index['count']].tolist()==[12, 15, 7, 12] and v[:, index['zeros']].tolist()==[4, 5, 7, 4]
     np.testing.assert_allclose(v[:, index['l1']], [12, 15, 0, 12])
 
 
 def test_whole_numbers_are_read_in_all_their_digits(gpu):
-    "Those that no kernel reads are floats of as many bits"
+    "Integers without a kernel are converted to floats with as many bits."
     xs = [torch.tensor([2**40+1, 2**40+3]), torch.tensor([2.**40+1], dtype=torch.complex128), torch.tensor([2**30+1]).int()]
-    for stats in both(gpu, xs): assert [r[3]['max'] for r in stats]==[2**40+3, 2**40+1, 2**30+1]*2 and stats[0][3]['mean']==2**40+2
-    blame(gpu)
+    for stats in rows_on_both_devices(gpu, xs): assert [r[3]['max'] for r in stats]==[2**40+3, 2**40+1, 2**30+1]*2 and stats[0][3]['mean']==2**40+2
+    fail_on_faults(gpu)
 
 
 # ---- in other rooms
@@ -1030,7 +1030,7 @@ def test_what_is_measured_now_is_not_what_it_becomes(gpu, tmp_path):
 
 
 def test_numbers_of_a_step_that_is_over_are_not_waited_for(gpu, tmp_path):
-    "Not by a black box either"
+    "Numbers of a finished step are not waited for, also not by the black box."
     net = moved_model(model())
     opt = adam(net)
     with torchEmber(net, opt, home=tmp_path, ttypes='output', blackbox=True) as te:
@@ -1039,12 +1039,12 @@ def test_numbers_of_a_step_that_is_over_are_not_waited_for(gpu, tmp_path):
             loss.backward()
             opt.step()
             te.log(loss=loss.detach(), known=1.)
-    blame(gpu)
+    fail_on_faults(gpu)
     assert te.t.df['loss'].notna().sum()==len(data())
 
 
 def test_what_a_device_does_not_give_takes_nothing_else_with_it(gpu, monkeypatch):
-    "Rows of functions and noted numbers are the host's"
+    "If the device fails, rows of user functions and logged numbers are kept, because they are on the host."
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter('always')
         buffer = StepBuffer({'output': ('mean',)})
@@ -1056,7 +1056,7 @@ def test_what_a_device_does_not_give_takes_nothing_else_with_it(gpu, monkeypatch
 
 
 def test_a_number_that_is_noted_during_a_capture(gpu, tmp_path):
-    "It is not there yet: that is said, and nothing of it is in the graph"
+    "A number logged during a capture is not available yet: a warning says so, and the graph contains no operation for it."
     net,x = moved_model(model()),late(data()[0])
     with warnings.catch_warnings(record=True) as said, torchEmber(net, home=tmp_path, ttypes='output') as te, torch.no_grad():
         warnings.simplefilter('always')
@@ -1065,13 +1065,13 @@ def test_a_number_that_is_noted_during_a_capture(gpu, tmp_path):
         te.log(loss=loss, known=3.)
         assert gpu.launches==before
         gpu.captures = False
-    blame(gpu)
+    fail_on_faults(gpu)
     assert [str(w.message) for w in said if 'graph is being captured' in str(w.message)]
     assert te.t.df['known'].dropna().tolist()==[3.] and 'loss' not in te.t.df
 
 
 def test_the_random_numbers_of_a_device_are_its_own(monkeypatch):
-    "Whichever device is chosen"
+    "The random generator of each device is unchanged, whichever device is current."
     from torchember.recorder.step_buffer import torch_generators as of_torch
     put = []
     room = SimpleNamespace(get_rng_state=lambda device=None: device, set_rng_state=lambda state, device=None: put.append((state, device)))
@@ -1114,38 +1114,38 @@ def test_the_cost_of_a_tensor_is_told_when_it_was_read(monkeypatch):
     assert len(waited)==9 and xs==[16]
 
 
-def test_what_the_machine_sees(bare):
-    a,b = bare.stream(cuda()),Stream(cuda())
+def test_what_the_machine_sees(bare_machine):
+    a,b = bare_machine.stream(cuda()),Stream(cuda())
     x = late(torch.ones(3))
     with b: x+1
-    assert ['uses what another stream has written' in f for f in bare.faults]==[True]
-    bare.faults.clear()
+    assert ['uses what another stream has written' in f for f in bare_machine.faults]==[True]
+    bare_machine.faults.clear()
     b.wait_stream(a)
     with b: x+1
-    assert not bare.faults
+    assert not bare_machine.faults
     x.add_(1)
-    assert ['writes what another stream uses' in f for f in bare.faults]==[True]
-    bare.faults.clear()
+    assert ['writes what another stream uses' in f for f in bare_machine.faults]==[True]
+    bare_machine.faults.clear()
     with b: x*2
     b.wait_stream(a)
     y = late(torch.ones(2))
     b.wait_stream(a)
     with b: y*2
-    bare.faults.clear()
+    bare_machine.faults.clear()
     del y
-    assert ['given back while another stream uses it' in f for f in bare.faults]==[True]
-    bare.faults.clear()
+    assert ['freed while another stream uses it' in f for f in bare_machine.faults]==[True]
+    bare_machine.faults.clear()
     z = late(torch.ones(2))
     b.wait_stream(a)
     with b: z*2
     z.record_stream(b)
     del z
-    assert not bare.faults and not bare.waits
+    assert not bare_machine.faults and not bare_machine.waits
 
 
-def test_a_copy_is_not_there_before_its_event(bare):
+def test_a_copy_is_not_there_before_its_event(bare_machine):
     host = torch.zeros(3)
-    bare.pinned.add(host.data_ptr())
+    bare_machine.pinned.add(host.data_ptr())
     x = late(torch.arange(3.))
     host.copy_(x, non_blocking=True)
     early,done = Event(),Event()
@@ -1153,17 +1153,17 @@ def test_a_copy_is_not_there_before_its_event(bare):
     done.record()
     x.add_(5)
     done.synchronize()
-    assert host.tolist()==[0, 1, 2] and len(bare.waits)==1 # as it was then
+    assert host.tolist()==[0, 1, 2] and len(bare_machine.waits)==1 # as it was then
     early.synchronize()
-    assert 'never recorded' in bare.faults[0]
-    assert x.sum().item()==18 and len(bare.waits)==2
-    assert isinstance(x, Late) and machine() is bare
+    assert 'never recorded' in bare_machine.faults[0]
+    assert x.sum().item()==18 and len(bare_machine.waits)==2
+    assert isinstance(x, Late) and machine() is bare_machine
 
 
 # ---- lists
 
-def seen_later(arena, xs, taps, again, together):
-    "Weights or gradients, as `StepBuffer.measure_together` has them, or each by itself"
+def measure_tensors(arena, xs, taps, again, together):
+    "Measure weights or gradients in one list with `StepBuffer.measure_together`, or one by one."
     waits = arena.waiter(again) if together else None
     for x,t in zip(xs, taps, strict=True):
         if waits is not None and waits(x, t): continue
@@ -1173,7 +1173,7 @@ def seen_later(arena, xs, taps, again, together):
 
 @pytest.mark.parametrize('seed', [*range(9), *(pytest.param(i, marks=pytest.mark.release) for i in range(9, 60))])
 def test_lists_have_the_rows_that_each_tensor_has_by_itself(gpu, seed):
-    "Whatever comes in between: passes, steps, what is taken back, other streams and shapes, and parts of a list"
+    "Tensors read in a list and one by one have equal rows, whatever happens in between: passes, steps, streams, new shapes."
     if not gpu_kernels(): pytest.skip('without kernels there are no lists')
     rng,side = np.random.default_rng(seed),Stream(cuda())
     plan = rng.choice(['weights', 'grads', 'some', 'others', 'begin', 'take', 'read', 'back', 'renumber', 'forget', 'aside', 'flow'], 40,
@@ -1194,10 +1194,10 @@ def test_lists_have_the_rows_that_each_tensor_has_by_itself(gpu, seed):
                 if what=='aside':
                     with side:
                         given = [xs(n, step) for n in some]
-                        seen_later(arena, given, ts, again, together)
+                        measure_tensors(arena, given, ts, again, together)
                     arena.read_pending()
-                else: seen_later(arena, given, ts, again, together)
-            if what=='grads': seen_later(arena, [xs(n, step) for n in names], [taps[n+' grad'] for n in names], True, together)
+                else: measure_tensors(arena, given, ts, again, together)
+            if what=='grads': measure_tensors(arena, [xs(n, step) for n in names], [taps[n+' grad'] for n in names], True, together)
             if what=='flow': observe(late(torch.ones(2)*step), flow, 0)
             if what=='begin': micro += 1; arena.begin(micro)
             if what=='read': arena.read_pending()
@@ -1213,7 +1213,7 @@ def test_lists_have_the_rows_that_each_tensor_has_by_itself(gpu, seed):
     got,arena = run(True)
     assert got==want
     assert arena.unread.plans
-    blame(gpu)
+    fail_on_faults(gpu)
 
 
 def in_thread(take):
@@ -1222,7 +1222,7 @@ def in_thread(take):
 
 
 def test_from_the_second_step_on_parameters_are_lists(gpu, monkeypatch, tmp_path):
-    "Heads of all are written at once. A parameter that is frozen, or gets another shape, makes another list"
+    "From the second step, parameters are read in lists. A frozen parameter or a new shape makes another list."
     from torchember.measure.unread import ListPlan
     if not gpu_kernels(): pytest.skip('without kernels parameters are not read together')
     written = []
@@ -1243,11 +1243,11 @@ def test_from_the_second_step_on_parameters_are_lists(gpu, monkeypatch, tmp_path
     assert steps[0]==[] and steps[2]==steps[3]==[6, 6] and steps[4]==steps[5]==[6, 5] and steps[6]==[6, 6], steps
     n = te.t.df.groupby(['ttype', 'step']).size()
     assert n['weight'].tolist()==[6]*7 and n['weight_grad'].tolist()==[6]*4+[5]*2+[6]
-    blame(gpu)
+    fail_on_faults(gpu)
 
 
 def test_lists_of_a_buffer(gpu):
-    "What they were multiplied by is divided out; the same again takes the place of what was there. From the second step on, when all is known"
+    "Lists divide out the scale, and a tensor that is read again replaces its row. Lists are used from the second step."
     buffer = StepBuffer({'weight_grad': ('mean', 'shape')})
     states = [SimpleNamespace(track=SimpleNamespace(name=n), taps={}) for n in 'abc']
     def some(value): return [(st, 'weight_grad', 'grad_0', 'weight', late(torch.full((3,), value+i))) for i,st in enumerate(states)]
@@ -1270,7 +1270,7 @@ def test_lists_of_a_buffer(gpu):
             buffer.measure_together(some(new), replace=True)
             buffer.read_pending()
         assert means()==[('a', 6.), ('b', 7.), ('c', 8.)], step
-    blame(gpu)
+    fail_on_faults(gpu)
 
 
 def test_nothing_waits_while_a_graph_is_captured(gpu):
@@ -1288,7 +1288,7 @@ def test_nothing_waits_while_a_graph_is_captured(gpu):
 
 @pytest.mark.parametrize('what', ['parts', 'ranks'])
 def test_where_there_are_several_processes_each_tensor_is_looked_at(gpu, monkeypatch, what):
-    "A row says which piece of the whole it is of"
+    "With several processes, each tensor is read alone, and its row describes its shard."
     buffer = StepBuffer({'weight': ('mean',)})
     state = SimpleNamespace(track=SimpleNamespace(name='a', module=None), taps={})
     some = [(state, 'weight', 'weight_0', 'weight', mean_of(2))]
@@ -1308,7 +1308,7 @@ def test_where_there_are_several_processes_each_tensor_is_looked_at(gpu, monkeyp
 @pytest.mark.parametrize('on', ['cpu', 'cuda'])
 @pytest.mark.parametrize('n', [1, 2, 3, 6])
 def test_what_is_forgotten_is_gone_wherever_its_rows_are(gpu, on, n):
-    "Also those of runs that were too short; what a former step had there is nobody's concern"
+    "Discarded rows are gone in all blocks, also rows of lists that were too short."
     arena = Arena(size=3)
     t,other = arena.tap('x'),arena.tap('other')
     def x(value): return torch.full((3,), float(value)) if on=='cpu' else mean_of(value)
@@ -1321,11 +1321,11 @@ def test_what_is_forgotten_is_gone_wherever_its_rows_are(gpu, on, n):
     for i in range(2*n): observe(x(i), t)
     arena.forget(t)
     assert [r[3]['mean'] for r in rows_of(arena)]==[10.+i for i in range(2*n)]
-    blame(gpu)
+    fail_on_faults(gpu)
 
 
 def test_what_cannot_be_looked_at_any_more_ends_no_training(gpu, monkeypatch):
-    "A gradient that is sparse all at once has no strides, and says so by an error. Whatever has a type of its own is not even asked where it lies"
+    "A gradient that becomes sparse has no strides and raises an error; a tensor subclass has no address. Training continues."
     from torchember.measure import arena
     buffer = StepBuffer({'weight_grad': ('mean',)})
     state = SimpleNamespace(track=SimpleNamespace(name='a'), taps={})

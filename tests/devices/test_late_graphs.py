@@ -1,4 +1,4 @@
-"On the late device: what is in a CUDA graph is recorded when that is replayed, with the numbers of the same training on the CPU, and nobody waits"
+"Tests of CUDA graphs on the simulated device of `late`: replays are recorded with the numbers of the CPU, without waits"
 import copy
 import gc
 import warnings
@@ -29,7 +29,7 @@ def gpu(request, monkeypatch):
     over()
 
 
-def blame(m):
+def fail_on_faults(m):
     for found in (*m.faults, *m.waits): assert not found.ours, found
 
 
@@ -41,18 +41,18 @@ def loss_of(net, x): return net(x).square().mean()
 
 # ---- a training on the CPU, and the same with a graph
 
-def eager(net, opt, xs, after=lambda i: None, passes=1):
+def train_eagerly(net, opt, xs, after_step=lambda i: None, passes=1):
     for i,x in enumerate(xs):
         loss_of(net, x).backward()
         if i%passes!=passes-1: continue
         opt.step()
         opt.zero_grad()
-        after(i)
+        after_step(i)
 
 
-def with_graph(net, opt, xs, after=lambda i: None, passes=1, warm=2, whole=False, stream=None):
-    "Two steps to warm up; then forward and backward are captured, or all of a step"
-    eager(net, opt, map(late, xs[:warm*passes]), after, passes)
+def with_graph(net, opt, xs, after_step=lambda i: None, passes=1, warm=2, whole=False, stream=None):
+    "Train with a CUDA graph: after two eager steps, forward and backward or a whole step are captured."
+    train_eagerly(net, opt, map(late, xs[:warm*passes]), after_step, passes)
     x,g = late(xs[0]),torch.cuda.CUDAGraph()
     for p in net.parameters(): p.grad = late(torch.zeros(p.shape)) if passes>1 else None
     with captured(g):
@@ -69,21 +69,21 @@ def with_graph(net, opt, xs, after=lambda i: None, passes=1, warm=2, whole=False
         if i%passes!=passes-1: continue
         if not whole: opt.step()
         if passes>1: opt.zero_grad(set_to_none=False)
-        after(i)
+        after_step(i)
     return g
 
 
-def both(gpu, tmp_path, options, train=with_graph, passes=1, steps=6, **how):
+def train_on_both(gpu, tmp_path, options, train=with_graph, passes=1, steps=6, **how):
     xs,tables = data(steps*passes),[]
     net = model()
     moved = moved_model(copy.deepcopy(net))
-    for m,f in ((net, eager), (moved, train)):
+    for m,f in ((net, train_eagerly), (moved, train)):
         opt = sgd(m)
-        te = torchEmber(m, opt, home=tmp_path/f.__name__, cuda_graphs=f is not eager, **options)
-        f(m, opt, xs, passes=passes, **(how if f is not eager else {}))
+        te = torchEmber(m, opt, home=tmp_path/f.__name__, cuda_graphs=f is not train_eagerly, **options)
+        f(m, opt, xs, passes=passes, **(how if f is not train_eagerly else {}))
         te.close()
         tables.append(te.t.df)
-    blame(gpu)
+    fail_on_faults(gpu)
     for k,v in moved.state_dict().items(): torch.testing.assert_close(v.value, net.state_dict()[k])
     return tables
 
@@ -94,33 +94,33 @@ settings = {'all': dict(ttypes=ALL, stats='numerics'), 'as it comes': {}, 'every
 
 @pytest.mark.parametrize('gpu', [False], indirect=True, ids=['operations'])
 def test_where_operations_take_the_place_of_kernels(gpu, tmp_path):
-    want,got = both(gpu, tmp_path, settings['all'], passes=2)
+    want,got = train_on_both(gpu, tmp_path, settings['all'], passes=2)
     same(got, want)
 
 
 @pytest.mark.parametrize('options', ['all', 'as it comes', 'every third'])
 @pytest.mark.parametrize('whole', [False, True], ids=['forward and backward', 'the whole step'])
 def test_the_numbers_are_those_of_the_cpu(gpu, tmp_path, options, whole):
-    want,got = both(gpu, tmp_path, settings[options], whole=whole)
+    want,got = train_on_both(gpu, tmp_path, settings[options], whole=whole)
     same(got, want)
 
 
 def test_a_graph_with_more_tensors_than_are_laid_out_at_a_time(gpu, monkeypatch, tmp_path):
     from torchember.measure.graph_rows import GraphRows
     monkeypatch.setattr(GraphRows, 'size', 3)
-    want,got = both(gpu, tmp_path, settings['all'], passes=2)
+    want,got = train_on_both(gpu, tmp_path, settings['all'], passes=2)
     same(got, want)
 
 
 def test_gradients_before_they_are_clipped(gpu, tmp_path):
-    def clips(net, opt, xs, after=None, passes=1):
+    def train_with_clipping(net, opt, xs, after_step=None, passes=1):
         for x in xs:
             loss_of(net, x).backward()
             nn.utils.clip_grad_value_(net.parameters(), .01)
             opt.step()
             opt.zero_grad()
     def in_graph(net, opt, xs, passes=1):
-        clips(net, opt, map(late, xs[:2]))
+        train_with_clipping(net, opt, map(late, xs[:2]))
         x,g = late(xs[0]),torch.cuda.CUDAGraph()
         with captured(g):
             loss_of(net, x).backward()
@@ -130,34 +130,34 @@ def test_gradients_before_they_are_clipped(gpu, tmp_path):
             x.copy_(late(new))
             g.replay()
     tables = []
-    for f in (clips, in_graph):
-        net = model() if f is clips else moved_model(model())
+    for f in (train_with_clipping, in_graph):
+        net = model() if f is train_with_clipping else moved_model(model())
         opt = sgd(net)
         with torchEmber(net, opt, home=tmp_path/f.__name__, cuda_graphs=True, ttypes=('unclipped_grad', 'weight_grad')) as te: f(net, opt, data(6))
         tables.append(te.t.df)
-    blame(gpu)
+    fail_on_faults(gpu)
     same(tables[1], tables[0])
     assert set(tables[1]['ttype'])=={'unclipped_grad', 'weight_grad', 'scalar'}
 
 
 def test_an_optimizer_of_its_own_kind(gpu, tmp_path):
-    "The same, digit for digit, as step by step on the device"
+    "The numbers equal those of eager steps on the device, digit for digit."
     tables = []
-    for f in (eager, with_graph):
+    for f in (train_eagerly, with_graph):
         net,xs = moved_model(model()),data(6)
         opt = torch.optim.AdamW(net.parameters(), lr=.01, capturable=True)
         with torchEmber(net, opt, home=tmp_path/f.__name__, cuda_graphs=True, **settings['all']) as te:
-            if f is eager: eager(net, opt, map(late, xs))
+            if f is train_eagerly: train_eagerly(net, opt, map(late, xs))
             else: with_graph(net, opt, xs, whole=True)
         tables.append(te.t.df)
-    blame(gpu)
+    fail_on_faults(gpu)
     same(tables[1], tables[0], 0)
 
 
 @pytest.mark.parametrize('passes', [2, 3])
 def test_several_replays_in_a_step(gpu, tmp_path, passes):
-    "What the graph has written before is kept, and is merged with what it writes then"
-    want,got = both(gpu, tmp_path, settings['all'], passes=passes)
+    "Numbers of an earlier replay in the step are kept, and merged with those of the next replay."
+    want,got = train_on_both(gpu, tmp_path, settings['all'], passes=passes)
     same(got, want)
 
 
@@ -167,13 +167,13 @@ def test_replayed_on_another_stream_each_time(gpu, tmp_path, passes):
     def stream(i):
         streams.append(Stream(cuda()))
         return streams[-1]
-    want,got = both(gpu, tmp_path, settings['all'], passes=passes, stream=stream)
+    want,got = train_on_both(gpu, tmp_path, settings['all'], passes=passes, stream=stream)
     same(got, want)
     assert len(streams)==4*passes
 
 
 def test_rows_that_somebody_copies_on_another_stream(gpu, tmp_path):
-    "Who replays has waited for the replay before, and not for who has looked at the rows since"
+    "The replaying stream has waited for the last replay, but not for the stream that copies the rows."
     net,xs = moved_model(model()),[late(x) for x in data(4)]
     side,where = [Stream(cuda()) for _ in range(4)],[]
     with torchEmber(net, home=tmp_path, ttypes='output', cuda_graphs=True) as te, torch.no_grad():
@@ -191,12 +191,12 @@ def test_rows_that_somebody_copies_on_another_stream(gpu, tmp_path):
                 begun.record()
             te.recorder.flush()
             where.append(te.recorder.buffer.rows.arena.blocks[-1].stream)
-    blame(gpu)
+    fail_on_faults(gpu)
     assert where==side and te.t.df['step'].nunique()==5
 
 
 def test_rows_that_were_set_aside_are_copied_on_another_stream(gpu, tmp_path):
-    "On that of the device, for which nobody waits. Each step is on a stream that has waited for the one before"
+    "Rows are copied on a separate stream, for which no stream waits. The stream of each step has waited for the step before."
     net,xs,streams = moved_model(model()),[late(x) for x in data(8)],[Stream(cuda()) for _ in range(4)]
     with torchEmber(net, home=tmp_path, ttypes='output', cuda_graphs=True, ends='step') as te, torch.no_grad():
         net(xs[0])
@@ -213,12 +213,12 @@ def test_rows_that_were_set_aside_are_copied_on_another_stream(gpu, tmp_path):
                 before = torch.Event()
                 before.record()
             te.step()
-    blame(gpu)
+    fail_on_faults(gpu)
     assert te.t.df.groupby('step').size().tolist()==[6]*5
 
 
 def test_passes_that_are_not_for_the_log(gpu, tmp_path):
-    "A replay in `eval()` mode writes the same rows, which do not count"
+    "A replay in `eval()` mode writes into the same rows, but these rows are not recorded."
     tables = []
     for moved in (False, True):
         net,to = (moved_model(model()),late) if moved else (model(),torch.clone)
@@ -235,13 +235,13 @@ def test_passes_that_are_not_for_the_log(gpu, tmp_path):
                 g.replay() if moved else net(x)
             te.step()
         tables.append(te.t.df)
-    blame(gpu)
+    fail_on_faults(gpu)
     same(tables[1], tables[0])
     assert tables[0].groupby('step').size().tolist()==[6, 6]
 
 
 def test_an_eager_pass_on_the_stream_of_the_capture(gpu, tmp_path):
-    "Its rows are not the graph's, which that writes anew"
+    "An eager pass has its own rows, because the graph overwrites its rows at each replay."
     tables = []
     for moved in (False, True):
         net,to = (moved_model(model()),late) if moved else (model(),torch.clone)
@@ -267,7 +267,7 @@ def test_an_eager_pass_on_the_stream_of_the_capture(gpu, tmp_path):
                 with capture.side if moved else torch.no_grad(): net(x)
                 te.step()
         tables.append(te.t.df)
-    blame(gpu)
+    fail_on_faults(gpu)
     same(tables[1], tables[0])
 
 
@@ -280,7 +280,7 @@ class InPlace(nn.Module):
 
 
 def test_what_is_seen_twice_in_a_graph(gpu, tmp_path):
-    "It is read once, but for what was changed in between, and for whoever wants more of it"
+    "A tensor that occurs twice in a graph is read once, unless it was changed or more statistics are requested."
     tables,nodes = [],[]
     for moved,full in ((False, True), (True, True), (True, False)):
         net,to = (moved_model(InPlace()),late) if moved else (InPlace(),torch.clone)
@@ -296,21 +296,21 @@ def test_what_is_seen_twice_in_a_graph(gpu, tmp_path):
                 x.copy_(to(new))
                 g.replay() if moved else net(x)
         tables.append(te.t.df)
-    blame(gpu)
+    fail_on_faults(gpu)
     same(tables[1], tables[0])
     assert nodes[1]<nodes[0]
 
 
 @pytest.mark.parametrize('passes', [1, 2])
 def test_nothing_grows(gpu, tmp_path, passes):
-    "A step launches the same each time, and takes no more memory"
+    "Each step has the same number of launches, and takes no more memory."
     seen,blocks = [],[]
     net = moved_model(model())
     with torchEmber(net, sgd(net), home=tmp_path, cuda_graphs=True, ttypes=ALL) as te:
-        def after(i):
+        def after_step(i):
             seen.append(gpu.launches)
             blocks.append(len(te.recorder.buffer.rows.arena.blocks))
-        with_graph(net, te.recorder.watch.optimizers[0], data(8*passes), after, passes)
+        with_graph(net, te.recorder.watch.optimizers[0], data(8*passes), after_step, passes)
     assert len(set(np.diff(seen[3:])))==1 and len(set(blocks[3:]))==1, (seen, blocks)
 
 
@@ -329,7 +329,7 @@ def test_without_the_option_nothing_of_ours_is_in_the_graph(gpu, tmp_path):
 
 
 def test_nothing_is_asked_of_a_device_while_a_graph_is_captured(gpu, tmp_path):
-    "Not even by the thread that writes, whatever is to be recorded: it has written all before"
+    "During a capture, even the writer thread does not query the device, because all rows are written before."
     for i,armed in enumerate((False, True)):
         net = moved_model(model())
         with torchEmber(net, home=tmp_path/str(armed), cuda_graphs=armed) as te, torch.no_grad():
@@ -346,7 +346,7 @@ def test_nothing_is_asked_of_a_device_while_a_graph_is_captured(gpu, tmp_path):
 
 
 def test_steps_that_passes_end(gpu, tmp_path):
-    "Without an optimizer each replay is a step, and its rows are those of that replay"
+    "Without an optimizer, each replay is a step with its own rows."
     net,moved,xs = model(),moved_model(model()),data(5)
     with torchEmber(net, home=tmp_path/'cpu', ttypes=flows) as want:
         for x in xs: loss_of(net, x).backward()
@@ -358,7 +358,7 @@ def test_steps_that_passes_end(gpu, tmp_path):
             x.copy_(late(new))
             g.replay()
         assert not [b for b in got.recorder.buffer.rows.arena.blocks if b.key is None and b.graph is None] # nothing had to be set aside
-    blame(gpu)
+    fail_on_faults(gpu)
     same(got.t.df, want.t.df)
 
 
@@ -374,20 +374,20 @@ def test_a_graph_of_two_passes(gpu, tmp_path):
         for i in (2, 4):
             for x,new in ((a, xs[i]), (b, xs[i+1])): x.copy_(late(new))
             g.replay()
-    blame(gpu)
+    fail_on_faults(gpu)
     same(got.t.df, want.t.df)
 
 
 def test_graphs_in_turns_and_passes_between(gpu, tmp_path):
-    "Of two shapes, and an eager pass in each third step"
+    "Two graphs for two shapes are replayed in turn, with an eager pass in each third step."
     net,moved = model(),moved_model(model())
     sizes = [4, 7, 4, 2, 7, 4, 2, 7]
     g = torch.Generator().manual_seed(3)
     xs = [torch.randn(n, 5, generator=g) for n in sizes]
-    with torchEmber(net, sgd(net), home=tmp_path/'cpu', ttypes=ALL) as want: eager(net, want.recorder.watch.optimizers[0], xs)
+    with torchEmber(net, sgd(net), home=tmp_path/'cpu', ttypes=ALL) as want: train_eagerly(net, want.recorder.watch.optimizers[0], xs)
     with torchEmber(moved, sgd(moved), home=tmp_path/'gpu', ttypes=ALL, cuda_graphs=True) as got:
         opt,graphs = got.recorder.watch.optimizers[0],{}
-        eager(moved, opt, [late(xs[0])])
+        train_eagerly(moved, opt, [late(xs[0])])
         for n in (4, 7):
             x,graph = late(torch.zeros(n, 5)),torch.cuda.CUDAGraph()
             opt.zero_grad()
@@ -402,17 +402,17 @@ def test_graphs_in_turns_and_passes_between(gpu, tmp_path):
                 graph.replay()
             else: loss_of(moved, late(x)).backward()
             opt.step()
-    blame(gpu)
+    fail_on_faults(gpu)
     same(got.t.df, want.t.df)
 
 
 def test_forward_and_backward_in_two_graphs(gpu, tmp_path):
-    "As torch.cuda.make_graphed_callables does it: the gradients come with the second"
+    "Two graphs as in torch.cuda.make_graphed_callables: the second graph computes the gradients."
     net,moved,xs = model(),moved_model(model()),data(5)
-    with torchEmber(net, sgd(net), home=tmp_path/'cpu', ttypes=ALL) as want: eager(net, want.recorder.watch.optimizers[0], xs)
+    with torchEmber(net, sgd(net), home=tmp_path/'cpu', ttypes=ALL) as want: train_eagerly(net, want.recorder.watch.optimizers[0], xs)
     with torchEmber(moved, sgd(moved), home=tmp_path/'gpu', ttypes=ALL, cuda_graphs=True) as got:
         opt = got.recorder.watch.optimizers[0]
-        eager(moved, opt, [late(xs[0])])
+        train_eagerly(moved, opt, [late(xs[0])])
         x,forward,backward = late(xs[0]),torch.cuda.CUDAGraph(),torch.cuda.CUDAGraph()
         with captured(forward): y = moved(x)
         dy = late(torch.zeros(y.shape))
@@ -424,12 +424,12 @@ def test_forward_and_backward_in_two_graphs(gpu, tmp_path):
             backward.replay()
             for p,d in zip(moved.parameters(), grads, strict=True): p.grad = d
             opt.step()
-    blame(gpu)
+    fail_on_faults(gpu)
     same(got.t.df, want.t.df)
 
 
-class Whole(nn.Module):
-    "A part of it is replayed, twice in a pass; its input is probed"
+class ReplaysSubmodule(nn.Module):
+    "A model with a submodule that is replayed twice in a pass, and a probe of its input"
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -443,7 +443,7 @@ class Whole(nn.Module):
 
 
 def test_a_part_that_is_replayed_in_a_pass(gpu, tmp_path):
-    net,moved,xs = Whole(),moved_model(Whole()),data(4)
+    net,moved,xs = ReplaysSubmodule(),moved_model(ReplaysSubmodule()),data(4)
     ttypes = 'input', 'output', 'weight'
     with torchEmber(net, home=tmp_path/'cpu', ttypes=ttypes) as want, torch.no_grad():
         for x in xs: net(x)
@@ -457,14 +457,14 @@ def test_a_part_that_is_replayed_in_a_pass(gpu, tmp_path):
             return y.clone()
         moved.replays = replays
         for new in xs[1:]: moved(late(new))
-    blame(gpu)
+    fail_on_faults(gpu)
     key = ['step', 'module', 'ttype', 'tname', 'pname', 'call']
     a,b = (t.t.df.sort_values(key).reset_index(drop=True) for t in (got, want))
     same(a, b)
 
 
-class Between(nn.Module):
-    "What is replayed twice has its output in the same tensor each time, of which no version tells"
+class ReplaysTwice(nn.Module):
+    "A replay writes its output into the same tensor without a new version, so the model calls a replay twice"
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -476,7 +476,7 @@ class Between(nn.Module):
 
 
 def test_what_a_replay_has_written_is_read_anew(gpu, tmp_path):
-    net,moved,xs = Between(),moved_model(Between()),data(4)
+    net,moved,xs = ReplaysTwice(),moved_model(ReplaysTwice()),data(4)
     with torchEmber(net, home=tmp_path/'cpu', ttypes='input') as want, torch.no_grad():
         for x in xs: net(x)
     with torchEmber(moved, home=tmp_path/'gpu', ttypes='input', cuda_graphs=True) as got, torch.no_grad():
@@ -489,12 +489,12 @@ def test_what_a_replay_has_written_is_read_anew(gpu, tmp_path):
             return y
         moved.replays = replays
         for new in xs[1:]: moved(late(new))
-    blame(gpu)
+    fail_on_faults(gpu)
     same(got.t.df, want.t.df)
 
 
 def test_leaves_that_were_captured_and_are_used_again(gpu, tmp_path):
-    "A hook of one capture tells nothing in another one, or in an eager backward"
+    "A gradient hook of one capture reports nothing in another capture or in an eager backward."
     net,moved,xs = model(),moved_model(model()),data(5)
     with torchEmber(net, home=tmp_path/'cpu', ttypes=flows) as want:
         for x in xs: loss_of(net, x.requires_grad_()).backward()
@@ -509,12 +509,12 @@ def test_leaves_that_were_captured_and_are_used_again(gpu, tmp_path):
         for new,g in zip(xs[1:], (*graphs, None, graphs[1]), strict=True):
             with torch.no_grad(): x.copy_(late(new))
             g.replay() if g is not None else loss_of(moved, x).backward()
-    blame(gpu)
+    fail_on_faults(gpu)
     same(got.t.df, want.t.df)
 
 
 def test_two_passes_on_one_leaf(gpu, tmp_path):
-    "And one backward through both"
+    "Two passes use one leaf tensor, and one backward goes through both passes."
     net,moved,xs,how = model(),moved_model(model()),data(3),dict(ttypes=flows, ends='step')
     def back(net, x): (loss_of(net, x)+loss_of(net, x)*2).backward()
     with torchEmber(net, home=tmp_path/'cpu', **how) as want:
@@ -530,11 +530,11 @@ def test_two_passes_on_one_leaf(gpu, tmp_path):
             with torch.no_grad(): x.copy_(late(new))
             g.replay()
             got.step()
-    blame(gpu)
+    fail_on_faults(gpu)
     same(got.t.df, want.t.df)
 
 
-class Twice(nn.Module):
+class CallsLayerTwice(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -543,18 +543,18 @@ class Twice(nn.Module):
 
 
 def test_a_layer_that_is_called_twice(gpu, tmp_path):
-    net,moved,xs = Twice(),moved_model(Twice()),data(5)
-    with torchEmber(net, sgd(net), home=tmp_path/'cpu', ttypes=ALL) as want: eager(net, want.recorder.watch.optimizers[0], xs)
+    net,moved,xs = CallsLayerTwice(),moved_model(CallsLayerTwice()),data(5)
+    with torchEmber(net, sgd(net), home=tmp_path/'cpu', ttypes=ALL) as want: train_eagerly(net, want.recorder.watch.optimizers[0], xs)
     with torchEmber(moved, sgd(moved), home=tmp_path/'gpu', ttypes=ALL, cuda_graphs=True) as got:
         with_graph(moved, got.recorder.watch.optimizers[0], xs)
-    blame(gpu)
+    fail_on_faults(gpu)
     same(got.t.df, want.t.df)
     assert set(got.t.df.loc[got.t.df['ttype']=='output_grad', 'call'])=={0, 1}
 
 
 @pytest.mark.parametrize('mode', [True, False], ids=['train()', 'eval()'])
 def test_an_evaluation_in_a_graph(gpu, tmp_path, mode):
-    "Also where the model is trained in `eval()` mode: then it is one that has no gradients"
+    "An evaluation is recognized in a graph, also if the model trains in `eval()` mode: then it has no gradients."
     tables = []
     for moved in (False, True):
         net,to = (moved_model(model()),late) if moved else (model(),torch.clone)
@@ -575,13 +575,13 @@ def test_an_evaluation_in_a_graph(gpu, tmp_path, mode):
                         x.copy_(to(new))
                         g.replay()
         tables.append(te.t.df)
-    blame(gpu)
+    fail_on_faults(gpu)
     same(tables[1], tables[0])
     assert (tables[1]['phase']=='eval').any()
 
 
 def test_gradients_that_are_clipped_twice_in_a_step(gpu, tmp_path):
-    "By itself, and in a graph: what counts is the last time"
+    "If gradients are clipped twice in a step, eager and in a graph, the last clipping counts."
     tables = []
     for moved in (False, True):
         net,to = (moved_model(model()),late) if moved else (model(),torch.clone)
@@ -600,7 +600,7 @@ def test_gradients_that_are_clipped_twice_in_a_step(gpu, tmp_path):
                     g.replay()
                 if i%2: te.step()
         tables.append(te.t.df)
-    blame(gpu)
+    fail_on_faults(gpu)
     same(tables[1], tables[0])
 
 
@@ -620,13 +620,13 @@ def test_probes_and_the_order_of_calls(gpu, tmp_path):
             else: net(x)
             orders.append([*te.recorder.calls.log])
         tables.append(te.t.df)
-    blame(gpu)
+    fail_on_faults(gpu)
     same(tables[1], tables[0])
     assert orders[0]==orders[1] and len(orders[0])==12 and (tables[1]['ttype']=='probe').sum()==2
 
 
-class Tries(nn.Module):
-    "A layer that may fail, and one that is called after it"
+class CatchesError(nn.Module):
+    "A model that catches the error of one layer, and then calls another layer"
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -639,19 +639,19 @@ class Tries(nn.Module):
 
 
 def test_a_layer_that_fails_in_a_graph(gpu, tmp_path):
-    "And whose error somebody catches: what is called after it, and around it, has its rows and numbers"
-    net,moved,xs = Tries(),moved_model(Tries()),data(5)
-    with torchEmber(net, sgd(net), home=tmp_path/'cpu', ttypes=ALL) as want: eager(net, want.recorder.watch.optimizers[0], xs)
+    "After the caught error of a layer, later and outer calls have the right rows and call numbers."
+    net,moved,xs = CatchesError(),moved_model(CatchesError()),data(5)
+    with torchEmber(net, sgd(net), home=tmp_path/'cpu', ttypes=ALL) as want: train_eagerly(net, want.recorder.watch.optimizers[0], xs)
     with torchEmber(moved, sgd(moved), home=tmp_path/'gpu', ttypes=ALL, cuda_graphs=True) as got:
         g = with_graph(moved, got.recorder.watch.optimizers[0], xs)
         assert [e[0] for e in got.recorder.model.graphs.tapes[g].events].count('call_fails')==2
-    blame(gpu)
+    fail_on_faults(gpu)
     same(got.t.df, want.t.df)
     assert got.recorder.calls.log==want.recorder.calls.log
 
 
-class Odd(dict):
-    "What a layer is given, and that nobody can look through"
+class OpaqueArgument(dict):
+    "An argument of a layer in which torchember cannot find tensors"
     def items(self): raise OSError('no such thing')
 
 
@@ -666,9 +666,9 @@ def test_what_cannot_be_looked_through_in_a_graph(gpu, tmp_path):
             x = late(xs[0])
             net(x, {})
             g = torch.cuda.CUDAGraph()
-            with captured(g): net(x, Odd())
+            with captured(g): net(x, OpaqueArgument())
             g.replay()
-    blame(gpu)
+    fail_on_faults(gpu)
     assert len(warned(said, 'no such thing'))==1
     assert (te.t.df['ttype']=='output').sum()==4
 
@@ -677,7 +677,7 @@ def test_what_cannot_be_looked_through_in_a_graph(gpu, tmp_path):
 
 @pytest.mark.parametrize('stats', ['basic', 'numerics'])
 def test_a_scale_that_changes(gpu, tmp_path, stats):
-    "What the loss is multiplied by is read in the graph, too"
+    "A loss scale that changes is read in the graph at each replay."
     class Scaler(torch.amp.GradScaler):
         def step(self, optimizer, *args, **kwargs):
             for p in net.parameters(): p.grad /= self._scale
@@ -698,7 +698,7 @@ def test_a_scale_that_changes(gpu, tmp_path, stats):
             g.replay()
             scaler.step(opt)
     net = model()
-    with torchEmber(net, sgd(net), home=tmp_path/'cpu', ttypes=ALL, stats=stats) as want: eager(net, want.recorder.watch.optimizers[0], xs)
+    with torchEmber(net, sgd(net), home=tmp_path/'cpu', ttypes=ALL, stats=stats) as want: train_eagerly(net, want.recorder.watch.optimizers[0], xs)
     for f in gpu.faults: assert not f.ours, f
     same(got.t.df[lambda d: d['ttype']=='output_grad'].reset_index(drop=True), want.t.df[lambda d: d['ttype']=='output_grad'].reset_index(drop=True))
 
@@ -715,7 +715,7 @@ def test_a_function_of_the_users(gpu, tmp_path):
         with torchEmber(net, sgd(net), home=tmp_path, cuda_graphs=True) as te:
             te.how_record_out(lambda x: {'n': x.numel()})
             with_graph(net, te.recorder.watch.optimizers[0], data(5))
-    blame(gpu)
+    fail_on_faults(gpu)
     assert len(warned(said, 'no Python runs in a CUDA graph'))==1
     assert len(warned(said, 'measured'))==2 # in the steps before, random numbers of a device that is not there cannot be kept
     df = te.t.df
@@ -727,16 +727,16 @@ def test_statistics_that_are_changed_after_the_capture(gpu, tmp_path):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter('always')
         with torchEmber(net, sgd(net), home=tmp_path, cuda_graphs=True) as te:
-            def after(i):
+            def after_step(i):
                 if i==2: te.how_record('output')('full')
-            with_graph(net, te.recorder.watch.optimizers[0], xs, after)
+            with_graph(net, te.recorder.watch.optimizers[0], xs, after_step)
     assert len(warned(said, 'Capture the graph again'))==1
     df = te.t.df
     assert df[df['ttype']=='output']['step'].unique().tolist()==[0, 1, 2] and df[df['ttype']=='input']['step'].nunique()==5
 
 
 def test_a_capture_without_a_step_before(gpu, tmp_path):
-    "What is tried once would break it"
+    "A check that runs once per process would break a capture, so it must run before."
     net = moved_model(model())
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter('always')
@@ -746,26 +746,26 @@ def test_a_capture_without_a_step_before(gpu, tmp_path):
 
 
 def test_statistics_that_are_new_in_a_capture(gpu, tmp_path):
-    "What is tried once for them would break it, though others were measured of such tensors before"
+    "A check that runs once for new statistics would break a capture, also if such tensors were measured before."
     net,xs = moved_model(model()),data(5)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter('always')
         with torchEmber(net, sgd(net), home=tmp_path, ttypes=('input', 'output'), cuda_graphs=True) as te:
-            def after(i):
+            def after_step(i):
                 if i==1: te.how_record('output')('numerics')
-            with_graph(net, te.recorder.watch.optimizers[0], xs, after)
+            with_graph(net, te.recorder.watch.optimizers[0], xs, after_step)
     assert len(warned(said, 'warm-up'))==1
     df = te.t.df
     assert df[df['ttype']=='output']['step'].unique().tolist()==[0, 1] and df[df['ttype']=='input']['step'].unique().tolist()==[0, 1, 2, 3, 4]
-    blame(gpu)
+    fail_on_faults(gpu)
 
 
 def test_a_graph_that_begins_while_another_is_taped(gpu, tmp_path):
-    "By another thread, say: the one goes on to be taped, and nothing is told of the other"
+    "If a second graph is captured, such as in another thread, recording of the first goes on, and the second is not recorded."
     net,xs = moved_model(model()),data(4)
     with torchEmber(net, sgd(net), home=tmp_path, cuda_graphs=True) as te:
         opt,graphs = te.recorder.watch.optimizers[0],te.recorder.model.graphs
-        eager(net, opt, [late(xs[0])])
+        train_eagerly(net, opt, [late(xs[0])])
         x,g,other = late(xs[1]),torch.cuda.CUDAGraph(),torch.cuda.CUDAGraph()
         with captured(g):
             tape = graphs.tape
@@ -777,15 +777,15 @@ def test_a_graph_that_begins_while_another_is_taped(gpu, tmp_path):
         assert list(graphs.tapes)==[g]
         g.replay()
         opt.step()
-    blame(gpu)
+    fail_on_faults(gpu)
     sizes = rows_of(te).groupby('step').size()
     assert sizes.nunique()==1 and len(sizes)==2
 
 
 def test_a_tape_is_told_as_it_was_heard():
-    "Each event with its own arguments; of a call whose beginning was not for the log, nothing"
+    "A replay repeats each event with its own arguments. A call whose begin was not recorded has no events."
     from torchember.recorder.graphs import Call, Player
-    class Told:
+    class EventListener:
         on,recorded = True,True
         def __init__(self): self.heard = []
         def __getattr__(self, what): return lambda *args: (self.heard.append((what, *args)), (7, 'eval'))[1]
@@ -803,7 +803,7 @@ def test_a_tape_is_told_as_it_was_heard():
     its = [('call_begins', st, ['in']), ('call_ends', st, ['out']), ('returned', st, ['sum'], 7, 'eval'), ('call_fails', st),
         ('gradient', st, 'output_grad', 'grad_0', 'g', 7, 'eval', 1)]
     for recorded in (True, False):
-        events,of_optimizers = Told(),Told()
+        events,of_optimizers = EventListener(),EventListener()
         events.recorded = recorded
         Player(events, of_optimizers).play(tape(Call(st)))
         assert events.heard==[('pass_begins', st, True), *(its if recorded else []), *beside]
@@ -814,11 +814,11 @@ def test_a_capture_that_fails(gpu, tmp_path):
     net,xs = moved_model(model()),data(4)
     with torchEmber(net, sgd(net), home=tmp_path, cuda_graphs=True) as te:
         opt = te.recorder.watch.optimizers[0]
-        eager(net, opt, [late(xs[0])])
+        train_eagerly(net, opt, [late(xs[0])])
         g,x = torch.cuda.CUDAGraph(),late(xs[1])
         with pytest.raises(RuntimeError, match='during capture'), captured(g): net(x).sum().item()
         assert net._torchember.states[0].listener is te.recorder.events and g not in te.recorder.model.graphs.tapes
-        eager(net, opt, [late(xs[2])])
+        train_eagerly(net, opt, [late(xs[2])])
         with captured(g): loss_of(net, x).backward()
         g.replay()
         opt.step()
@@ -828,7 +828,7 @@ def test_a_capture_that_fails(gpu, tmp_path):
 
 @pytest.mark.parametrize('whole', [False, True], ids=['forward and backward', 'the whole step'])
 def test_a_replay_that_raises(gpu, monkeypatch, tmp_path, whole):
-    "Nobody knows what it wrote: no row stands for it, its optimizer has not stepped, and the next replay is as ever"
+    "A replay that raises has no rows, and its optimizer step does not count. The next replay is recorded as usual."
     net,xs = moved_model(model()),data(5)
     with torchEmber(net, sgd(net), home=tmp_path, ttypes=(*flows, 'weight_grad'), cuda_graphs=True) as te:
         opt = te.recorder.watch.optimizers[0]
@@ -840,7 +840,7 @@ def test_a_replay_that_raises(gpu, monkeypatch, tmp_path, whole):
         g.runs = runs
         g.replay()
         if not whole: opt.step()
-    blame(gpu)
+    fail_on_faults(gpu)
     counts = rows_of(te).groupby(['step', 'ttype']).size().unstack()
     assert list(counts.index)==[0, 1, 2, 3] and (counts==counts.iloc[0]).all(axis=None)
 
@@ -858,7 +858,7 @@ def test_a_graph_that_ends_while_another_is_taped(gpu, tmp_path):
 
 
 def test_an_ember_that_nobody_has_any_more(gpu, tmp_path):
-    "It did not say that it went: who comes then hears each replay once"
+    "If an ember is garbage without `close`, a new ember is notified once of each replay."
     lost = torchEmber(moved_model(model()), home=tmp_path/'lost', cuda_graphs=True)
     lost.recorder.model.graphs.watch.attached.clear() # as the collector does
     lost.close()
@@ -870,8 +870,8 @@ def test_an_ember_that_nobody_has_any_more(gpu, tmp_path):
     assert te.t.df.groupby('step').size().tolist()==[6]*3
 
 
-class ToDict(nn.Module):
-    "It takes and returns more than a tensor, in bfloat16"
+class DictModel(nn.Module):
+    "A model with several inputs and outputs, in bfloat16"
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -885,7 +885,7 @@ def test_a_model_that_returns_a_dict(gpu, tmp_path):
     tables = []
     ids = [torch.randint(9, (2, 3), generator=torch.Generator().manual_seed(i)) for i in range(4)]
     for moved in (False, True):
-        net,to = (moved_model(ToDict()),late) if moved else (ToDict(),torch.clone)
+        net,to = (moved_model(DictModel()),late) if moved else (DictModel(),torch.clone)
         opt = sgd(net)
         def back(x, by, net=net): net(x, scale={'by': by})['logits'][0].float().square().mean().backward()
         with torchEmber(net, opt, home=tmp_path/str(moved), ttypes=('input', 'output', 'output_grad', 'weight'), cuda_graphs=True) as te:
@@ -899,13 +899,13 @@ def test_a_model_that_returns_a_dict(gpu, tmp_path):
                 opt.step()
                 if not moved or not i: opt.zero_grad()
         tables.append(te.t.df)
-    blame(gpu)
+    fail_on_faults(gpu)
     same(tables[1], tables[0], .02)
     assert {'scale.by', 'output_hidden', 'output_logits.0'}<=set(tables[1]['tname'])
 
 
 def test_compiled_code_is_taped_as_it_is_without_a_compiler(monkeypatch, tmp_path):
-    "Operators of ours run in it while it is captured: the same calls, in the same order, with the same gradients. On the CPU, of which no tensor is read"
+    "In a capture, compiled code has the same calls, order and gradients as eager code. Runs on the CPU, without reading tensors."
     monkeypatch.setattr(torch.cuda, 'CUDAGraph', type('Graph', (), {n: lambda self: None for n in ('capture_begin', 'capture_end', 'replay')}))
     from torchember.measure import devices
     monkeypatch.setattr(devices, 'chosen_device', lambda: torch.device('cpu'))
@@ -980,7 +980,7 @@ def test_what_a_graph_has_goes_with_it(gpu, tmp_path):
 
 
 def test_a_graph_that_outlives_the_ember(gpu, tmp_path):
-    "It goes on to write its rows, so they are nobody else's"
+    "A graph that outlives its ember still writes its rows, so no other ember may use their memory."
     net,x,g = moved_model(model()),late(data()[0]),torch.cuda.CUDAGraph()
     with torch.no_grad():
         te = torchEmber(net, home=tmp_path, ttypes='output', cuda_graphs=True)
@@ -998,7 +998,7 @@ def test_a_graph_that_outlives_the_ember(gpu, tmp_path):
 
 
 def test_two_embers(gpu, tmp_path):
-    "Each hears its own model, in one graph"
+    "Two embers record their own models in one graph."
     a,b = moved_model(model()),moved_model(nn.Linear(3, 2))
     x = late(data()[0])
     how = dict(ttypes='output', cuda_graphs=True)
@@ -1007,7 +1007,7 @@ def test_two_embers(gpu, tmp_path):
         g = torch.cuda.CUDAGraph()
         with captured(g): b(a(x))
         g.replay()
-    blame(gpu)
+    fail_on_faults(gpu)
     for te,n in ((ta, 6), (tb, 1)):
         df = te.t.df
         assert len(df)==2*n
@@ -1016,7 +1016,7 @@ def test_two_embers(gpu, tmp_path):
 
 
 class SkipsItself(torch.optim.SGD):
-    "As a fused optimizer under a scaler: a number on the device says whether it changes anything"
+    "Like a fused optimizer with a scaler: a number on the device decides whether the step changes anything"
     @torch.no_grad()
     def step(self, closure=None):
         for p in self.param_groups[0]['params']: p.add_(p.grad*(1-self.found_inf), alpha=-.05)

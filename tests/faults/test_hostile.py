@@ -1,4 +1,4 @@
-"What lies in a folder is data: nothing of it is run, nothing is written elsewhere, and no bad file ends a look at the good ones"
+"Tests with hostile files: torchember runs no code of a folder of runs, writes nowhere else, and reads good files beside bad ones"
 import inspect
 import json
 import os
@@ -40,7 +40,7 @@ evil = "open({mark!r}, 'a').write(__name__+' ')\n"
 
 
 def folder_of_modules(path):
-    "A folder with modules that leave a mark when they are imported"
+    "Folder with Python modules that create a file when they are imported"
     for name in ('pickle', 'struct', 'copyreg', 'encodings', 'torchember', 'numpy', 'pandas', 'signal', 'tqdm', 'sitecustomize', 'usercustomize'):
         (path/f'{name}.py').write_text(evil.format(mark=str(path/'ran')))
     return path
@@ -60,7 +60,7 @@ def test_a_child_imports_nothing_of_the_folder_one_stands_in(tmp_path, monkeypat
 
 
 def test_a_program_that_shows_a_run_live_imports_nothing_of_its_folder(tmp_path, monkeypatch):
-    "The whole of it, as a user would: a script elsewhere, started in a folder that is anybody's"
+    "A script of another folder shows a run live, started in a folder with hostile modules."
     here = folder_of_modules(tmp_path)
     code = f"""if 1:
         import sys; sys.path.insert(0, {str(root)!r})
@@ -81,7 +81,7 @@ def test_a_program_that_shows_a_run_live_imports_nothing_of_its_folder(tmp_path,
 @pytest.mark.parametrize('how', [['-I', '-W', 'ignore::ResourceWarning', '-X', 'utf8=0'], ['-E', '-s', '-B'], ['-S', '-OO', '-bb', '-X', 'utf8'],
     ['-B', '-X', 'dev', '-X', 'pycache_prefix=elsewhere'], []], ids=' '.join)
 def test_a_child_is_started_as_its_parent_was(how):
-    "Each thing that a Python can be told is told it, and it imports nothing from the folder that it stands in"
+    "A child process gets all options of its parent, and imports nothing from the current folder."
     names = [n for n in dir(sys.flags) if not n.startswith('_') and not callable(getattr(sys.flags, n)) and n!='safe_path']
     look = f'[{{n: getattr(sys.flags, n) for n in {names}}}, sys.pycache_prefix, [*dict.fromkeys(sys.warnoptions)]]'
     def said(start, code): return eval(subprocess.run([*start, '-c', f'import sys\n{code}'], capture_output=True, text=True, check=True, cwd=root).stdout)
@@ -100,7 +100,7 @@ def lines(*rows): return b''.join(json.dumps(r).encode()+b'\n' for r in rows)
 
 @pytest.fixture
 def home(tmp_path):
-    "A folder of logs with one good run of two steps"
+    "Folder of runs with one good run of two steps"
     for d in 'log','data': (tmp_path/'home'/d).mkdir(parents=True)
     (tmp_path/'home'/'log'/'good').write_bytes(lines(row(0), row(1, mean=2.)))
     (tmp_path/'home'/'data'/'base_good.json').write_text('{"start": "2020-02-15 13:44:48", "model": "Net"}')
@@ -108,7 +108,7 @@ def home(tmp_path):
 
 
 def put(path, what):
-    "Something that is no file, or not one of JSON"
+    "Put something at a path: a folder, a link, a pipe, or a file that is no JSON."
     path.unlink(missing_ok=True)
     if what=='pipe': os.mkfifo(path)
     elif what=='socket':
@@ -122,7 +122,7 @@ def put(path, what):
 
 
 def give_up(t):
-    "It would be tried and told again until the interpreter ends"
+    "Stop the writer, which would retry and warn until the interpreter ends."
     t.file.disk.waiting.clear()
     store_log.writer.holding.discard(t.file)
 
@@ -134,7 +134,7 @@ no_metadata = (b'[]', b'null', b'3', b'"base"', b'', b'{', b'\xff\xfe', b'['*200
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize('what', no_files+no_metadata, ids=lambda w: w if isinstance(w, str) else repr(w[:12]))
 def test_metadata_that_is_none(home, what):
-    "The run is a row among the others, with its steps; what is wrong is said; everything else works as if there were no metadata"
+    "With broken metadata, `runs` lists the run and its problem, and everything else works as without metadata."
     (home/'log'/'bad').write_bytes(lines(row(0), row(4)))
     for kind in 'base','structure','vis': put(home/'data'/f'{kind}_bad.json', what)
     got = runs(home).set_index('name')
@@ -154,7 +154,7 @@ def test_metadata_that_is_none(home, what):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize('what', no_files)
 def test_a_log_that_is_none(home, what):
-    "Nobody waits for it and nobody reads it for ever; the others are read, and it is not written to"
+    "A log that is no file blocks no reader and is not written to. Other logs are read."
     put(home/'log'/'bad', what)
     got = runs(home).set_index('name')
     assert got.problem.isna()['good'] and got.loc['good', 'steps']==2
@@ -174,7 +174,7 @@ def test_a_log_that_is_none(home, what):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize('what', (*no_files, b'', b'{', b'\x00'*1000, lines([], 3)))
 def test_a_file_of_the_latest_step_that_is_none(home, what):
-    "The log has it, too"
+    "The latest step is read from the log, if its own file is broken."
     put(home/'log'/'good_latest', what)
     assert [r['step'] for r in emberTracker('good', home).latest_line_list()]==[1]
     t = emberTracker('good', home)
@@ -186,7 +186,7 @@ def test_a_file_of_the_latest_step_that_is_none(home, what):
 
 
 def test_what_a_link_leads_to_is_not_written(home, tmp_path):
-    "Neither as a log, nor as metadata, nor as the file of a latest step, nor by names that we might use beside them"
+    "The target of a link is not changed: not as log, metadata or file of the latest step, nor through temporary names."
     secret = tmp_path/'secret'
     secret.write_bytes(b'mine\n')
     for p in ('log/good_latest', 'data/base_linked.json', 'data/notes.json', 'log/linked'): (home/p).symlink_to(secret)
@@ -202,7 +202,7 @@ def test_what_a_link_leads_to_is_not_written(home, tmp_path):
 
 
 def test_a_file_beside_is_a_new_one(home, monkeypatch):
-    "Whoever guesses its name, and puts a link there, has us fail and not write"
+    "If an attacker puts a link under the name of a temporary file, writing fails and does not follow the link."
     secret = home/'secret'
     secret.write_bytes(b'mine')
     monkeypatch.setattr(base, 'token_hex', lambda n: 'guessed')
@@ -212,7 +212,7 @@ def test_a_file_beside_is_a_new_one(home, monkeypatch):
 
 
 def test_files_have_the_rights_that_the_user_gives(home):
-    "As everything that this user makes: others of a group may read a run"
+    "Files have the permissions that the umask of the user gives, so a group may read a run."
     was = os.umask(0o027)
     try: base.replace(home/'data'/'x.json', b'3'); emberTracker('new', home)(row()).barrier()
     finally: os.umask(was)
@@ -221,7 +221,7 @@ def test_files_have_the_rights_that_the_user_gives(home):
 
 @pytest.mark.parametrize('what', ('none', 'ours', 'open to all', 'a link', 'a file', "somebody else's"))
 def test_where_there_is_no_home(tmp_path, monkeypatch, what):
-    "The folder among the system's temporary files is one of ours, whoever has made one there before"
+    "Without a home, torchember uses an own temporary folder, also if another user has created a folder with this name."
     def nobody(*args): raise RuntimeError('Could not determine home directory.')
     monkeypatch.setattr(Path, 'home', nobody)
     monkeypatch.delenv('TORCHEMBER_HOME')
@@ -246,7 +246,7 @@ def test_where_there_is_no_home(tmp_path, monkeypatch, what):
 
 @pytest.mark.parametrize('name', ('CON', 'nul.rank0', 'a:b', '12:30', 'what?', '*', 'end.', 'end '))
 def test_names_that_are_none_elsewhere(home, name):
-    "No new run is called so; one that is there is read"
+    "A new run may not have such a name, but an existing one is read."
     for make in (lambda: emberTracker(name, home), lambda: new_run('Net', name, home=home)):
         with pytest.raises(ValueError, match='run name'): make()
     (home/'log'/name).write_bytes(lines(row(3)))
@@ -265,7 +265,7 @@ def test_metadata_too_large(home, monkeypatch):
 # ---- lines that are too long
 
 def test_a_long_line_is_read_in_linear_time(tmp_path):
-    "As measured in CPU time: of twice the line twice the time, and of no line that is too long a row"
+    "Twice the line takes twice the CPU time, and a line that is too long gives no row."
     def took(n):
         (tmp_path/'log').write_bytes(b'x'*n)
         began = time.process_time()
@@ -277,7 +277,7 @@ def test_a_long_line_is_read_in_linear_time(tmp_path):
 
 
 def test_lines_that_are_too_long(home, monkeypatch):
-    "Each reader leaves out the one and says so; and nobody writes one"
+    "Each reader leaves out a line that is too long, with a warning, and no writer writes such a line."
     for room in by_lines,store_log: monkeypatch.setattr(room, 'longest_line', 1000)
     for f,name,n in ((by_lines.blocks, 'longest', 1000), (by_lines.line_blocks, 'size', 100)):
         names = [p.name for p in inspect.signature(f).parameters.values() if p.default is not p.empty and p.kind is not p.KEYWORD_ONLY]
@@ -299,7 +299,7 @@ def test_lines_that_are_too_long(home, monkeypatch):
 
 @pytest.mark.parametrize('step', ('"1"', 'true', '1e3', '-3', '9'*30, 'null', '[1]', '{}', '"x"'))
 def test_steps_of_another_type(home, step):
-    "The last step is the last that is one"
+    "The last step is the last valid step number."
     (home/'log'/'odd').write_bytes(lines(row(2))+b'{"ttype":"output","tname":"o","module":"m","step":%s}\n' % step.encode())
     assert last_step_of(home/'log'/'odd')==2 and [r['step'] for r in emberTracker('odd', home).latest_line_list()]==[2]
     assert runs(home).set_index('name').loc['odd', 'steps']==3
@@ -311,7 +311,7 @@ def test_the_last_step_is_far_from_the_end(home):
 
 
 def test_a_report_is_not_written_through_a_link(home, tmp_path, monkeypatch):
-    "In a folder that others write to there may be a link of just its name. A path that the user gives is another thing"
+    "A report with the default name does not follow a link. A path that the user gives may be a link."
     monkeypatch.chdir(tmp_path)
     (tmp_path/'secret').write_text('mine')
     for made in (lambda: torchember.report('good', home=home), lambda: torchember.report('good', tmp_path, home=home)):
@@ -328,7 +328,7 @@ def test_a_report_is_not_written_through_a_link(home, tmp_path, monkeypatch):
 
 
 def test_a_log_that_grows_without_an_end_of_line(tmp_path, monkeypatch):
-    "What is too long for a line is passed over, once"
+    "Content that is too long for a line is skipped, with one warning."
     from torchember.show.live import following
     monkeypatch.setattr(following, 'longest_line', 100)
     (tmp_path/'log').write_bytes(b'x'*90)
@@ -344,7 +344,7 @@ def test_a_log_that_grows_without_an_end_of_line(tmp_path, monkeypatch):
 # ---- what rows have in them
 
 def test_a_path_of_twenty_thousand_levels(home):
-    "A page has a hundred of them, and the rest as one name"
+    "A report shows a hundred levels, and the other levels as one name."
     deep = '.'.join(['x']*20_000)
     table = read('good', home=home).drop(columns='module').assign(path=deep)
     began = time.process_time()
@@ -354,7 +354,7 @@ def test_a_path_of_twenty_thousand_levels(home):
 
 
 def test_exponents_that_no_number_has(home):
-    "The rows with others are drawn; this one has none"
+    "Rows with valid exponents are drawn, and the row with invalid exponents is left out."
     counted = dict(exponents=[0, 3, 1, 0], exponent_min=-2, shape=[4])
     rows = [row(s, **counted) for s in range(3)]+[row(3, **{**counted, 'exponent_min': 2**40}), row(4, **{**counted, 'exponents': [1, {}]})]
     (home/'log'/'odd').write_bytes(lines(*rows))
@@ -366,7 +366,7 @@ def test_exponents_that_no_number_has(home):
 
 
 def write_odd(home, name, field, value):
-    "A log whose third row has something else somewhere"
+    "Write a log with one wrong value in its third row."
     bad = lines({k: v for k,v in row(2).items() if k!=field})[:-2]+b', "%s": %s}\n' % (field.encode(), value.encode())
     (home/'log'/name).write_bytes(lines(row(0), row(1, mean=2.))+bad+lines(row(3, mean=4.)))
 
@@ -377,7 +377,7 @@ odd_values = ('"1"', '{}', '[]', 'true', 'null', '-3', '1e300', '9'*30, '"x"', '
 @pytest.mark.parametrize('values', [odd_values[::3], pytest.param(odd_values, marks=pytest.mark.release)], ids=['some', 'all']) # nearly all go one way
 @pytest.mark.parametrize('field', [*row(), 'nan', 'shape', 'call', 'phase', 'pname', 'supersedes', 'nonfinite', 'path', 'run', 'exponents', 'exponent_min'])
 def test_fields_of_another_type(home, field, values):
-    "A row of somebody else's neither ends a look at the others, nor changes what they say"
+    "A row with a wrong type neither stops the reading of other rows nor changes their values."
     for i,value in enumerate(values):
         write_odd(home, name := f'odd{i}', field, value)
         t = emberTracker(name, home)
@@ -410,7 +410,7 @@ hostile = (r'$\x$', '$', '$$', '\x1b[2J', '\x1b]0;t\x07', '\x9b31m', '\u202eabc'
 
 @pytest.fixture
 def named_run(home):
-    "Layers, and a number, with all these names"
+    "Record a run whose layers and scalar have hostile names."
     layers = [row(s, module=f'model(Net).{n}(L)', exponents=[0, 3, 1, 0], exponent_min=-2, shape=[4], std=.5+i)
         for s in range(3) for i,n in enumerate(hostile)]
     (home/'log'/'named').write_bytes(lines(*layers, *(row(s, module='model(Net)', ttype='scalar', **{r'$\x$': 10.**s}) for s in range(4))))
@@ -433,7 +433,7 @@ pictures = {
 @pytest.mark.filterwarnings('ignore:.*(Glyph|font)') # which has few of these letters
 @pytest.mark.parametrize('picture', pictures)
 def test_names_are_drawn_letter_by_letter(named_run, picture):
-    "No formula of a name ends a picture, and none is read out of it"
+    "Matplotlib must not read a name as a formula, because this would raise an error or change the name."
     pictures[picture](named_run)
     texts = [t for n in plt.get_fignums() for t in plt.figure(n).findobj(plt.Text) if t.get_text()]
     for n in plt.get_fignums(): plt.figure(n).canvas.draw()
@@ -446,7 +446,7 @@ def quiet(text): return all(c.isprintable() or c in '\n\t' for c in text)
 
 
 def said_by(f):
-    "What a call says, whether it warns, raises, prints or returns"
+    "Return all texts of a call: warnings, errors, output and result."
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter('always')
         try: got = repr(f())
@@ -455,14 +455,14 @@ def said_by(f):
 
 
 def net_named(names, kind):
-    "A model whose class and layers have these names"
+    "Return a model whose class and layers have hostile names."
     net = type(kind, (torch.nn.Sequential,), {})()
     for n in names: net.add_module(n, torch.nn.Linear(2, 2))
     return net
 
 
 def test_names_reach_terminals_printable(tmp_path, capsys):
-    "Whatever layers, classes, marks and runs are called: no warning, repr, plan, summary or error has a sign in it that a terminal obeys"
+    "No warning, repr, plan, summary or error contains a control character from a name of a layer, class, mark or run."
     esc,names = '\x1b[2J',[n for n in hostile if n!='_hidden']
     said,net = [],net_named(names, f'Net{esc}')
     def warned(f): said.extend(said_by(f)); return f

@@ -1,4 +1,4 @@
-"A signal, Ctrl-C or a fork in the midst of a step: training goes on, and the rows that there are are right"
+"Tests with a signal, Ctrl-C or a fork in the middle of a step: training continues, and the recorded rows are right"
 import os
 import signal
 
@@ -33,7 +33,7 @@ def test_a_signal_handler_that_reads_or_closes():
 
 @pytest.mark.skipif(not hasattr(os, 'fork'), reason='needs fork')
 def test_a_fork_of_an_armed_model():
-    "The child runs the model, records nothing, and cannot hang on the parent's locks; the parent's rows are untouched"
+    "A forked child runs the model, records nothing, and waits for no lock of the parent. The rows of the parent stay unchanged."
     model = mlp()
     te = torchEmber(model)
     model(x())
@@ -53,7 +53,7 @@ def test_a_fork_of_an_armed_model():
 
 
 def test_ctrl_c_at_the_end_of_a_step():
-    "What the step has is written under its number"
+    "Rows measured before Ctrl-C are written with the number of their step."
     model = nn.Linear(1, 1)
     model.register_buffer('b', torch.ones(1))
     te,calls = torchEmber(model, ttypes=('input', 'buffer')),[]

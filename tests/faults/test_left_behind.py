@@ -1,4 +1,4 @@
-"""Nothing of ours hangs on what the user goes on to work with: no weak reference to a parameter, a scaler that pickles, a quiet fork"""
+"""Tests that torchember leaves nothing on objects of the user: no weak references to parameters, scalers can be pickled, forks stay quiet"""
 import copy
 import os
 import pickle
@@ -19,7 +19,7 @@ def referred(*tensors): return [weakref.getweakrefcount(x) for x in tensors]
 
 @pytest.fixture
 def swapping():
-    "`Module._apply` swaps tensors, which fails for one that a weak reference leads to"
+    "Let `Module._apply` swap tensors, which fails for a tensor with a weak reference."
     torch.__future__.set_swap_module_params_on_conversion(True)
     yield
     torch.__future__.set_swap_module_params_on_conversion(False)
@@ -27,7 +27,7 @@ def swapping():
 
 @pytest.mark.parametrize('stats', ['basic', lambda x: {'n': x.numel()}])
 def test_no_weak_references(stats, swapping):
-    "After each thing that measures, wherever it stops"
+    "No weak references remain after any kind of recording, also if it stops in the middle."
     m = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
     os_ = [torch.optim.Adam(m[0].parameters(), .1), torch.optim.SGD(m[2].parameters(), .1, momentum=.9)]
     te = torchEmber(m, optimizer=os_, stats=stats, ttypes=recorded, on_error='raise')
@@ -60,7 +60,7 @@ def test_no_weak_references(stats, swapping):
 
 
 def test_scaler_pickles():
-    "Between two steps, armed or not; a copy scales by itself, and the one in hand is as it was"
+    "A scaler can be pickled between two steps, armed or not. The copy works alone, and the original is unchanged."
     m = nn.Linear(4, 1)
     o = torch.optim.SGD(m.parameters(), .1)
     s = torch.amp.GradScaler('cpu', init_scale=64.)
@@ -90,7 +90,7 @@ def test_scaler_pickles():
 
 
 def test_scaler_whose_step_somebody_replaced():
-    "Their step is called, and is there again afterwards"
+    "A `step` that the user has replaced is called, and is restored afterwards."
     m = nn.Linear(4, 1)
     o = torch.optim.SGD(m.parameters(), .1)
     s = torch.amp.GradScaler('cpu', init_scale=64.)
@@ -112,7 +112,7 @@ def run(code):
 
 @pytest.mark.skipif(not hasattr(os, 'fork'), reason='there are no forks here')
 def test_fork_is_quiet():
-    "A forked child that trains with an optimizer of its own is told nothing, and adds nothing; nor does its end"
+    "A forked child that trains with its own optimizer prints nothing and records nothing, also when it ends."
     r = run('''
         import os, torch
         from torch import nn
@@ -138,7 +138,7 @@ def test_fork_is_quiet():
 
 
 def test_a_fork_takes_no_steps_along():
-    "Steps that wait in the parent, as passes with the same weights do, are the parent's: a child hands over none of them"
+    "Steps that are pending in the parent are written by the parent only, not by a forked child."
     m = nn.Linear(2, 1)
     te = torchEmber(m, ttypes='output')
     for _ in range(4): m(torch.ones(1, 2))

@@ -46,7 +46,7 @@ def numbers(x):
 
 
 class Reference:
-    "The rows of a training in one process"
+    "Computes the expected rows of a training in one process, from plain hooks"
     def __init__(self, model, opt):
         self.model,self.opt,self.rows,self.now,self.step,self.calls = model,opt,[],{},0,{}
         self.owner = {id(p): (path, i, n) for path,m in reversed(list(model.named_modules())) for i,(n,p) in enumerate(m._parameters.items()) if p is not None}
@@ -71,7 +71,7 @@ class Reference:
         if y.requires_grad: y.register_hook(lambda g: self.add(path, 'output_grad', 'output_0', g, call))
 
     def over(self):
-        "The optimizer's step"
+        "Store parameters and states after a step of the optimizer."
         old = {p: p.detach().clone() for p in self.model.parameters()}
         for p in old:
             path,i,_ = self.owner[id(p)]
@@ -92,7 +92,7 @@ def adam(model): return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3,
 
 
 def reference(make, losses):
-    "losses: (model, step) -> the losses whose gradients add up"
+    "Train in one process, and return the expected rows. losses: (model, step) -> losses whose gradients are added"
     if rank: return
     m = make()
     r = Reference(m, adam(m))
@@ -103,7 +103,7 @@ def reference(make, losses):
 
 
 def train(net, opt, losses, **how):
-    "Armed, on each rank: `losses` as above"
+    "Train an armed model on each rank. losses: as in `reference`"
     te = torchEmber(net, optimizer=opt, ttypes=ttypes, name=name, home=folder, on_error='raise', **{'stats': recorded, **how})
     for s in range(steps):
         for loss in losses(net, s): loss.backward()
@@ -226,7 +226,7 @@ def older_fsdp():
 
 @case(4)
 def older_hybrid():
-    "FSDP1: sharded in pairs, each pair a replica of the other"
+    "FSDP1 with hybrid sharding: parameters are sharded in pairs of processes, and the pairs are replicas"
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
     mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('replicate', 'shard'))
     how = dict(use_orig_params=True, device_id=torch.device('cpu'), device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
@@ -242,7 +242,7 @@ def normed(): return nn.Sequential(nn.Linear(20, 12), nn.BatchNorm1d(12), nn.ReL
 
 @case(2)
 def batch_norm():
-    "Each process normalises its own half of the batch"
+    "Data-parallel training with batch normalization: each process normalizes its own half of the batch"
     net = ddp(seeded(normed))
     train(net, adam(net), lambda m, s: [error(m, *part(numbers_of(s), rank, world))])
     reference(lambda: seeded(normed), lambda m, s: [error(m, *part(numbers_of(s), r, world))/world for r in range(world)])
@@ -250,7 +250,7 @@ def batch_norm():
 
 @case(4)
 def two_models():
-    "Ranks 0 and 1 train one, 2 and 3 another, which has the same layers: nothing of them belongs together"
+    "Ranks 0 and 1 train one model, ranks 2 and 3 another model with the same layer names. Their rows must not be merged"
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     torch.manual_seed(rank//2)
     net = ddp(MLP(), process_group=pairs[rank//2])
@@ -263,7 +263,7 @@ def few(): of_mlp(ddp, stats=['mean', 'var'])
 
 @case(2)
 def accumulated():
-    "Gradients of three micro-batches, of which the last is averaged over ranks"
+    "Accumulate gradients of three micro-batches; DDP averages over the ranks at the last micro-batch"
     def three(m, s):
         for i in range(3):
             with m.no_sync() if i<2 else nullcontext(): yield error(m, *part(numbers_of(10*s+i), rank, world))/3
@@ -274,7 +274,7 @@ def accumulated():
 
 @case(2)
 def uneven():
-    "Rank 1 has 3 samples in the last step, where rank 0 has 8"
+    "Data-parallel training with uneven batches: in the last step, rank 0 has 8 samples and rank 1 has 3"
     def mine(s, r): return [x[8*r:8*r+(3 if r and s==steps-1 else 8)] for x in numbers_of(s)]
     net = ddp(seeded(MLP))
     train(net, adam(net), lambda m, s: [error(m, *mine(s, rank))])
@@ -322,7 +322,7 @@ def t5():
 
 
 def of_words(make, loss):
-    "Six words a sample, of which each process has eight: what it has whole, such as positions, is as long as these"
+    "Samples of six words, eight per process. Tensors that each process has whole, such as positions, have the same length"
     def six(s): return [x[:, :6] for x in words(s)]
     net = ddp(seeded(make))
     train(net, adam(net), lambda m, s: [loss(m, *part(six(s), rank, world))])
@@ -335,7 +335,7 @@ def hugging_face_bert(): of_words(bert, lambda m, x, y: F.cross_entropy(m(input_
 
 @case(2)
 def hugging_face_t5():
-    "An embedding that encoder, decoder and head share"
+    "A T5 model, whose encoder, decoder and head share an embedding"
     of_words(t5, lambda m, x, y: F.cross_entropy(m(input_ids=x, decoder_input_ids=y, use_cache=False).logits.flatten(0, 1), y.flatten()))
 
 
@@ -351,7 +351,7 @@ def parallelize(m, mesh):
 
 @case(2, 4)
 def tensor_parallel():
-    "With four processes under FSDP, too"
+    "Train with tensor parallelism, with four processes also with FSDP"
     mesh = init_device_mesh('cpu', (world//2, 2), mesh_dim_names=('shard', 'tp'))
     net = seeded(GPT)
     parallelize(net, mesh['tp'])
@@ -364,7 +364,7 @@ def tensor_parallel():
 
 @case(2)
 def compiled():
-    "Under tensor parallelism layers are given a `DTensor`, of which compiled code cannot tell; under FSDP what flows is plain"
+    "Train compiled models. With tensor parallelism, compiled code cannot report the layout of a `DTensor`; with FSDP, activations are plain tensors"
     mesh = init_device_mesh('cpu', (2,))
     for kind,wrap,backend in (('spread', lambda m: parallelize_module(m, mesh, {'0': ColwiseParallel(output_layouts=Replicate())}), 'aot_eager'),
             ('plain', lambda m: fully_shard(m, mesh=mesh), 'eager')):
@@ -381,7 +381,7 @@ def compiled():
 
 
 def cut(make, stages, schedule):
-    "A model that was cut by hand: each stage counts its layers from 0. stages: number -> slice, of this rank"
+    "Split a model into pipeline stages by hand; each stage counts its layers from 0. stages: number -> slice, for this rank"
     from torch.distributed import pipelining
     mine = {i: nn.Sequential(*make()[of]) for i,of in stages.items()}
     net = nn.ModuleList(mine.values()) if len(mine)>1 else mine[rank]
@@ -408,7 +408,7 @@ def pipeline(): cut(lambda: seeded(lambda: in_a_row(20, 37, 23, 5)), {rank: slic
 
 @case(2)
 def interleaved():
-    "Each process has two stages that take turns: 0 and 2, 1 and 3. A stage that is called twice before the other has two calls in this pass"
+    "Interleaved pipeline: the processes have stages 0 and 2, 1 and 3. A stage called twice in a row has two calls in the pass"
     cut(lambda: seeded(lambda: in_a_row(20, 12, 11, 10, 5)), {i: slice(2*i, 2*i+2) for i in (rank, rank+2)}, 'ScheduleInterleaved1F1B')
 
 
@@ -429,7 +429,7 @@ class Exchange(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    "Each token goes to one of `n` experts; of `ways` processes each has a part of them, which it counts from 0. The last gets no token, ever"
+    "A layer of `n` experts, distributed over `ways` processes, which count their experts from 0. The last expert gets no token"
     def __init__(self, d, n, ways=1, place=0):
         super().__init__()
         self.n,self.ways,self.own = n,ways,n//ways
@@ -468,7 +468,7 @@ class Mixture(nn.Module):
 
 @case(2, 4)
 def experts():
-    "Written by hand: torch knows of no group, and the gradients are averaged by the script"
+    "Expert parallelism without a torch wrapper: the script averages the gradients itself"
     def mine(m, s):
         yield error(m, *part(numbers_of(s, 32), rank, world))
         for n,p in m.named_parameters():
@@ -482,7 +482,7 @@ def experts():
 
 @case(2)
 def drifted():
-    "Somebody changes a weight of rank 1 before step 1"
+    "Replicas drift apart: the script changes a weight of rank 1 before step 1"
     def losses(m, s):
         if s==1 and rank: m.module.layers[1].weight.data[0, 0] += 1e-3
         return [error(m, *part(numbers_of(s), rank, world))]
@@ -492,14 +492,14 @@ def drifted():
 
 @case(2)
 def same():
-    "A sampler that does not know the ranks"
+    "A faulty sampler gives each rank the same samples"
     net = ddp(seeded(MLP))
     train(net, adam(net), lambda m, s: [error(m, *numbers_of(s))])
 
 
 @case(4)
 def one_dies():
-    "Rank 2 is gone after step 0, without a word"
+    "Rank 2 exits after step 0, without an error"
     net = seeded(MLP)
     opt = adam(net)
     te = torchEmber(net, optimizer=opt, ttypes=ttypes, name=name, home=folder)

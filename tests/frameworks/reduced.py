@@ -12,7 +12,7 @@ from torchember import torchEmber
 
 
 class Heard(torchEmber):
-    "Keeps what rank 0 is told of"
+    "Listener on rank 0 that stores all rows it receives"
     def __init__(self, *args, **kwargs):
         super().__init__(*args, reduce='step', **kwargs)
         self.told = []

@@ -32,7 +32,7 @@ class Net(nn.Module):
 
 
 def meet(where):
-    "Wait until all processes have come so far: no collective, and no store"
+    "Wait until all processes have come to this line, by files instead of a collective operation."
     (folder/f'{what}.{where}{rank}').touch()
     end = time.monotonic()+20
     while len([*folder.glob(f'{what}.{where}*')])<int(os.environ['WORLD_SIZE']) and time.monotonic()<end: time.sleep(.005)
@@ -44,7 +44,7 @@ def dies():
 
 
 def child():
-    "A worker that is forked and uses the armed model"
+    "Use the armed model in a forked worker."
     if (pid := os.fork())==0:
         net(torch.ones(2, 4), False).sum().backward()
         te.t.close()

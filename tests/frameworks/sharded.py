@@ -43,7 +43,7 @@ def local(x): return x.to_local() if hasattr(x, 'to_local') else x
 
 
 def run(order, name):
-    "A training whose model is prepared in this order, armed if it has a name: losses, means of gradients of the unarmed, and what the ember has"
+    "Train a model prepared in an order of steps, armed if `name` is given. Return losses, means of gradients, and numbers of the ember."
     torch._dynamo.reset()
     torch.manual_seed(0)
     net,te,seen = GPT(2),None,[]

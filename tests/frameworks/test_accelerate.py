@@ -1,4 +1,4 @@
-"accelerate wraps optimizers, the forward, and moves weights about: the rows are those of the plain loop, and all comes off again"
+"Tests of models prepared by Accelerate, which wraps optimizer and forward: rows equal those of a plain loop, all patches come off"
 import pytest
 import torch
 from looped import ALL, Net, batches, by_hand, heard, loss_of, momentum, same, seeded, steps, table
@@ -10,7 +10,7 @@ from torchember import torchEmber
 
 @pytest.fixture
 def accelerate():
-    "The library, with no state of an earlier test"
+    "Return Accelerate, without the state of an earlier test."
     library = pytest.importorskip('accelerate')
     from accelerate.state import AcceleratorState, GradientState
     def forget(): AcceleratorState._reset_state(True); GradientState._reset_state()
@@ -29,7 +29,7 @@ def plain(accumulate=1):
 @pytest.mark.parametrize('given,armed', [('as it was', 'before'), ('as it was', 'after'), ('prepared', 'after')])
 @pytest.mark.parametrize('accumulate', [1, 2])
 def test_prepare(accelerate, given, armed, accumulate):
-    "The optimizer as the user made it and as accelerate returns it; with `accumulate()`, most of its steps are none"
+    "Both the original optimizer and the prepared one can be passed. With `accumulate()`, most calls of `step` do nothing."
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
     def go(arms):
         model,te = seeded(),None
@@ -68,7 +68,7 @@ def test_validation(accelerate):
 @pytest.mark.parametrize('broken', [False, True])
 @pytest.mark.parametrize('given', [True, False], ids=['given, too', ''])
 def test_a_scaler_within(broken, given):
-    "An AcceleratedOptimizer with a scaler sets `step` on the optimizer that it holds, before each step and after it"
+    "With a scaler, an AcceleratedOptimizer replaces `step` of the inner optimizer around each step."
     AcceleratedOptimizer = pytest.importorskip('accelerate.optimizer').AcceleratedOptimizer
     pytest.importorskip('accelerate').Accelerator(cpu=True)
     tables = []
@@ -90,7 +90,7 @@ def test_a_scaler_within(broken, given):
 
 @pytest.mark.parametrize('armed', ['before', 'after'])
 def test_mixed_precision_and_unwrapping(accelerate, armed):
-    "bf16 wraps the forward, and `unwrap_model(keep_fp32_wrapper=False)` takes that off: the model computes, and is as an unarmed twin is"
+    "`unwrap_model(keep_fp32_wrapper=False)` unwraps the forward of bf16 training: then the model equals one that was never armed."
     x,_ = batches()[0]
     def go(arms):
         accelerator = accelerate.Accelerator(cpu=True, mixed_precision='bf16')
@@ -116,7 +116,7 @@ def test_mixed_precision_and_unwrapping(accelerate, armed):
 
 @pytest.mark.parametrize('armed', ['before', 'after'])
 def test_mixed_precision(accelerate, armed):
-    "Training in bf16, kept wrapped: losses equal to the bit, and so are the rows whichever came first"
+    "In bf16, losses equal those without recording bit for bit, and rows do not depend on the order of preparing and arming."
     def go(arms):
         accelerator = accelerate.Accelerator(cpu=True, mixed_precision='bf16')
         model,losses,te = seeded(),[],None
@@ -155,7 +155,7 @@ ways = pytest.mark.parametrize('how', ['cpu_offload', 'disk_offload', 'dispatch_
 
 @ways
 def test_offloaded_before_arming(accelerate, how, tmp_path):
-    "The weights are there only inside of what we call: said once, in words of the matter"
+    "Offloaded weights exist only during the forward that was wrapped before arming: one warning explains this."
     model,x = seeded(two),batches()[0][0]
     want = model(x)
     model = offload(accelerate, model, how, str(tmp_path))
@@ -168,7 +168,7 @@ def test_offloaded_before_arming(accelerate, how, tmp_path):
 
 @ways
 def test_offloaded_after_arming(accelerate, how, tmp_path):
-    "Our forward is called where the weights are"
+    "If weights are offloaded after arming, the patched forward runs while the weights are present."
     model,x = seeded(two),batches()[0][0]
     want,ws = model(x),[p.detach().clone() for p in model.parameters()]
     with heard() as said, torchEmber(model) as te:
@@ -184,7 +184,7 @@ def test_offloaded_after_arming(accelerate, how, tmp_path):
 
 
 def test_hooks_that_leave_the_weights(accelerate):
-    "A hook that moves nothing: weights and gradients are recorded, whichever came first"
+    "With a hook of Accelerate that moves no weights, weights and gradients are recorded, in either order."
     from accelerate.hooks import ModelHook, add_hook_to_module
     for first in (False, True):
         model = seeded()

@@ -1,4 +1,4 @@
-"Two processes: DDP and FSDP2, armed before and after, eager and compiled"
+"Tests with two processes: DDP and FSDP2, armed before and after wrapping, eager and compiled"
 import json
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow # two processes compile
 
 @pytest.fixture(scope='module')
 def ran(tmp_path_factory):
-    "All cases, in one start of two processes: what each rank said, and its rows"
+    "Run all cases in two processes once. Return the output and the rows of each rank."
     d = tmp_path_factory.mktemp('ranks')
     here = Path(__file__).parent
     helpers = os.pathsep.join([str(here.parent), os.environ.get('PYTHONPATH', '')])
@@ -30,7 +30,7 @@ def without(r, *keys): return {k:v for k,v in r.items() if k not in ('ts', *keys
 
 @pytest.mark.parametrize('case', steps)
 def test_training_goes_on(ran, case):
-    "The losses are those of the same training unarmed; each rank has a file, with every second step in it"
+    "Losses equal those without recording. Each rank has a log with every second step."
     for k,said in enumerate(ran[0]):
         s = said[case]
         assert s['bare']==s['armed'] and s['report']['steps']==4 and s['report']['recorded']==2 and s['report']['errors']==s['report']['skipped']==0
@@ -44,7 +44,7 @@ def test_training_goes_on(ran, case):
 @pytest.mark.parametrize('case', [c for c in steps if c!='ddp armed before'])
 @pytest.mark.parametrize('rank', [0, 1])
 def test_activations(ran, case, rank):
-    "Inputs, outputs and weights are those of DDP in eager on the same rank"
+    "Inputs, outputs and weights equal those of eager DDP on the same rank."
     def pick(c): return [without(r, 'module', 'part') for r in ran[1][c, rank] if r['ttype'] in ('input', 'output', 'weight')]
     want,got = pick('ddp armed before'),pick(case)
     assert len(want)==len(got)==2*69
@@ -54,7 +54,7 @@ def test_activations(ran, case, rank):
 
 @pytest.mark.parametrize('case', [c for c in steps if c.startswith('fsdp')])
 def test_a_shard_says_that_it_is_one(ran, case):
-    "A gradient that is spread over ranks is measured where it is, and its row says so: shape of the part, placement, and shape of the whole"
+    "Each rank measures its shard of a gradient. The row has the shape of the shard, the placement, and the global shape."
     for k in range(2):
         rows,seen = ran[1][case, k],ran[0][k][case]['seen']
         for name,mean in seen.items():

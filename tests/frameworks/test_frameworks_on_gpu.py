@@ -1,4 +1,4 @@
-"""Other people's loops on an accelerator, in float32 and in mixed precision: their rows are those of the plain loop on the CPU.
+"""Tests of other training libraries on an accelerator, in float32 and mixed precision: rows equal those of a plain loop on the CPU.
 
 `make gpu` runs this too; without an accelerator all of it is skipped."""
 import copy
@@ -31,7 +31,7 @@ def exact(monkeypatch):
 
 
 def close(got, want, rel):
-    "The same places, and there nearly the same numbers: `rel` of the largest of the tensor, of all its rows"
+    "Check that two tables have the same locations and nearly the same numbers, with the tolerance `rel` times the largest value."
     assert got.keys()==want.keys(), sorted(map(str, got.keys()^want.keys()))[:8]
     size = {}
     for k,r in want.items(): size[k[1:4]] = max(size.get(k[1:4], 1e-3), abs(r['min']), abs(r['max']))
@@ -93,7 +93,7 @@ def test_prepared(accelerate, precision, rel, armed, accumulate): # noqa: F811
 
 @pytest.mark.parametrize('compiled', [False, True])
 def test_convolutions_in_channels_last(compiled, tmp_path):
-    "A ResNet under autocast: its weights are those of one that nobody watches, to the last bit, and each output's row is of the tensor that went through"
+    "A channels-last ResNet under autocast trains to the same bits as without recording, and its rows equal its outputs."
     vision = pytest.importorskip('torchvision')
     torch.manual_seed(0)
     first = vision.models.resnet18().to(device, memory_format=torch.channels_last)

@@ -1,4 +1,4 @@
-"Lightning hands a closure to every optimizer step, and often never calls the root: the rows are those of the plain loop"
+"Tests of a `torchEmber` in Lightning, which steps with closures and may not call the root: rows equal those of a plain loop"
 import functools
 import logging
 import warnings
@@ -13,7 +13,7 @@ from torchember import torchEmber
 
 @functools.cache
 def lightning():
-    "It takes seconds to import, so only where a test runs"
+    "Import Lightning in the fixture, because the import takes seconds."
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         return pytest.importorskip('lightning.pytorch')
@@ -63,7 +63,7 @@ def kinds():
 
 
 def fit(model, arm, data, folder, **options):
-    "What the trainer's loop makes of it: the ember"
+    "Train with Lightning, and return the ember."
     logging.getLogger('lightning.pytorch').setLevel(logging.ERROR)
     loader = lambda d: torch.utils.data.DataLoader(d, batch_size=None)
     with warnings.catch_warnings():
@@ -76,7 +76,7 @@ def fit(model, arm, data, folder, **options):
 
 
 def plain(data, accumulate=1, clip=None, ttypes=ALL, **options):
-    "The same model trained by hand"
+    "Train the same model with a plain loop, and return the ember."
     model = seeded(functools.partial(kinds()[0], **options))
     opt = momentum(model)
     with torchEmber(model, optimizer=opt, ttypes=ttypes) as te:
@@ -112,7 +112,7 @@ def test_manual_optimization(accumulate, how, tmp_path):
 
 @pytest.mark.parametrize('how', ['all', 'wrapped'])
 def test_manual_optimization_of_two(how, tmp_path):
-    "Two optimizers: a step is over when both have stepped"
+    "With two optimizers, a step ends when both have stepped."
     _,Manual,Arm = kinds()
     def both(model): return momentum(model.net.a), momentum(model.net.b)
     te = fit(seeded(lambda: Manual(both)), Arm(how, ttypes=ALL), batches(), tmp_path)
@@ -121,7 +121,7 @@ def test_manual_optimization_of_two(how, tmp_path):
 
 
 def test_gradients_are_clipped_in_the_closure(tmp_path):
-    "What the optimizer steps with, not what backward left"
+    "Recorded are the clipped gradients that the optimizer uses, not those after backward."
     Lit,_,Arm = kinds()
     te = fit(seeded(Lit), Arm(ttypes=ALL), batches(), tmp_path, gradient_clip_val=.01)
     same(table(te), plain(batches(), clip=.01))
@@ -131,7 +131,7 @@ def test_gradients_are_clipped_in_the_closure(tmp_path):
 @pytest.mark.parametrize('how', ['raw', 'wrapped'])
 @pytest.mark.parametrize('root', [True, False], ids=['self(x)', 'self.net(x)'])
 def test_validation_epochs_in_between(how, root, tmp_path):
-    "Two epochs of three steps, with a validation after each: its rows are of the step before it"
+    "Rows of a validation belong to the step before it. The training has two epochs of three steps."
     Lit,_,Arm = kinds()
     data = batches(3)
     te = fit(seeded(lambda: Lit(root=root)), Arm(how, ttypes=ALL), data, tmp_path, max_epochs=2, limit_val_batches=1)
@@ -150,7 +150,7 @@ def test_validation_between_micro_batches(tmp_path):
 
 
 def test_no_optimizer_handed_over(tmp_path):
-    "A pass is a step, also of a root that is never called"
+    "Without an optimizer, each pass is a step, also if the root is never called."
     Lit,_,Arm = kinds()
     ttypes = ('input', 'output', 'weight')
     te = fit(seeded(Lit), Arm('none', ttypes=ttypes), batches(), tmp_path)
@@ -159,7 +159,7 @@ def test_no_optimizer_handed_over(tmp_path):
 
 @pytest.mark.parametrize('accumulate', [1, 2])
 def test_what_a_callback_logs(accumulate, tmp_path):
-    "on_train_batch_end comes when the optimizer has stepped, or between micro-batches"
+    "Values logged in on_train_batch_end belong to the last step, also between micro-batches."
     Lit,_,Arm = kinds()
     te = fit(seeded(Lit), Arm(log=True), batches(), tmp_path, accumulate_grad_batches=accumulate)
     assert [(r['step'], r['number']) for r in te.t.lines() if r['tname']=='log']==[(i//accumulate, i) for i in range(4)]
@@ -167,7 +167,7 @@ def test_what_a_callback_logs(accumulate, tmp_path):
 
 
 def test_lbfgs(tmp_path):
-    "Several closure calls in one step: the gradients of the last"
+    "If an optimizer calls its closure several times, the gradients of the last call are recorded."
     Lit,_,Arm = kinds()
     model = seeded(lambda: Lit(lambda m: torch.optim.LBFGS(m.parameters(), .5, max_iter=3)))
     te = fit(model, Arm('wrapped', ttypes=('weight', 'weight_grad', 'update')), batches(3), tmp_path)
@@ -176,7 +176,7 @@ def test_lbfgs(tmp_path):
 
 
 def test_a_wrapper_without_a_trainer():
-    "The optimizer handed over in Lightning's wrapper, and stepped by itself"
+    "An optimizer in Lightning's wrapper works without a Trainer."
     lightning()
     from lightning.pytorch.core.optimizer import LightningOptimizer
     model = seeded()

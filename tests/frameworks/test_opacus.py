@@ -1,4 +1,4 @@
-"opacus makes the gradients that count within the optimizer's step, and most of its steps with a memory manager are none"
+"Tests with Opacus, which computes the final gradients inside `step`, and whose memory manager makes most steps virtual"
 import warnings
 
 import pytest
@@ -12,7 +12,7 @@ from torchember import torchEmber
 
 @pytest.fixture
 def private():
-    "model -> the model, optimizer and loader of differentially private training"
+    "Return a function: model -> model, optimizer and loader for differentially private training."
     opacus = pytest.importorskip('opacus')
     def make(model, size=4):
         g = torch.Generator().manual_seed(2)
@@ -40,7 +40,7 @@ def virtual(opt, loader, size):
 
 
 class Inner:
-    "What the inner optimizer steps with, and what it does"
+    "Stores the gradients that the inner optimizer uses, and the updates"
     def __init__(self, model, opt):
         self.grad,self.before,self.after = [],[],[]
         opt.register_step_pre_hook(lambda *a: (self.grad.append(grads(model)), self.before.append(weights(model)))[:0] or None)
@@ -56,7 +56,7 @@ class Inner:
 @pytest.mark.parametrize('given', ['outer', 'inner'])
 @pytest.mark.parametrize('armed', ['wrapped', 'inside'])
 def test_private_training(private, given, armed):
-    "Gradients are the clipped and noised ones"
+    "Recorded gradients are those after clipping and noise."
     net = seeded()
     model,opt,loader = private(net)
     watched = model if armed=='wrapped' else net
@@ -69,7 +69,7 @@ def test_private_training(private, given, armed):
 
 @pytest.mark.parametrize('given', ['outer', 'inner'])
 def test_virtual_steps(private, given):
-    "A step of the memory manager that only accumulates is none: the rows are those of the whole batch"
+    "A virtual step of the memory manager only accumulates and does not count. Rows belong to the whole batch."
     net = seeded()
     model,opt,loader = private(net, 6)
     inner = Inner(model, opt.original_optimizer)
@@ -100,7 +100,7 @@ def test_validation_in_between(private, given):
 
 
 def test_the_training_is_the_same(private):
-    "Bit for bit, armed or not; and all comes off again"
+    "The training equals one without recording bit for bit, and all patches come off."
     ends = []
     for armed in (False, True):
         net = seeded()
@@ -113,6 +113,6 @@ def test_the_training_is_the_same(private):
     assert not any(opt.original_optimizer.__dict__[k] for k in ('_optimizer_step_pre_hooks', '_optimizer_step_post_hooks'))
 
 
-def test_one_that_is_not_the_models(private):
+def test_an_optimizer_of_another_model(private):
     _,opt,_ = private(seeded())
     with pytest.raises(ValueError, match='parameter'): torchEmber(Net(), optimizer=opt)

@@ -1,4 +1,4 @@
-"The logs of 2 and 4 processes, merged: the rows of one process that has all of the model and all of the batch, by plain hooks, numpy and scipy"
+"Tests of merged logs of 2 and 4 processes: rows equal those of one process with the whole model and batch, by plain hooks"
 import json
 import math
 import os
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow # six processes
 
 @pytest.fixture(scope='module')
 def ran(tmp_path_factory):
-    "All cases, in one start of two processes and one of four"
+    "Run all cases once with two processes and once with four."
     d = tmp_path_factory.mktemp('ranks')
     helpers = os.pathsep.join([str(here.parent), os.environ.get('PYTHONPATH', '')])
     for n in 2, 4: programs.ranks(here/'ranked.py', d, n=n, after=libraries, PYTHONPATH=helpers)
@@ -31,7 +31,7 @@ def ran(tmp_path_factory):
 
 
 def merged(ran, case, **how):
-    "The table, and what is said of it"
+    "Return the merged table of a run, and the remarks about it."
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter('always', EmberWarning)
         df = read(case, home=ran, **how)
@@ -43,7 +43,7 @@ def rows_of(df):
 
 
 def off(row, want):
-    "The statistics that are not as they have to be, relative to their own scale"
+    "Return the statistics that differ from the reference, relative to their scale."
     scale = {'mean': want['rms'], 'min': want['abs_max'], 'max': want['abs_max'], 'abs_min': want['abs_mean'], 'skew': 1, 'kurtosis': 1}
     out = []
     for k,v in want.items():
@@ -65,7 +65,7 @@ exact = ['replicated_2', 'composable_2', 'older_fsdp_2', 'older_hybrid_4', 'batc
 
 @pytest.mark.parametrize('case', [*exact, 'tensor_parallel_2', 'experts_2', 'experts_4'])
 def test_as_one_process(ran, case):
-    "Every row of the reference is there, and each of its statistics. What cannot be known is said, and not given"
+    "The merged run has all rows and statistics of the reference. Unknown statistics are left out, with a remark."
     df,said = merged(ran, case)
     got,wrong,unknown = rows_of(df[df.ttype!='scalar']),[],set()
     wanted = [json.loads(line) for line in (ran/f'{case}.jsonl').read_text().splitlines()]
@@ -92,7 +92,7 @@ def test_as_one_process(ran, case):
 
 @pytest.mark.parametrize('case', ['hugging_face_bert_2', 'hugging_face_t5_2'])
 def test_positions_that_each_process_has_whole(ran, case):
-    "are once in the table. Their gradients are sums of those of all processes, of which the mean is known, which is said"
+    "Positions that each process has whole occur once. Only the mean of their summed gradients is known, and a remark says so."
     df,said = merged(ran, case)
     got,sums,wrong,n = rows_of(df[df.ttype!='scalar']),set(),[],0
     for want in map(json.loads, (ran/f'{case}.jsonl').read_text().splitlines()):
@@ -111,7 +111,7 @@ def test_positions_that_each_process_has_whole(ran, case):
 
 
 def test_two_models_of_two_processes_each(ran):
-    "are shown as two, each with its own batch, whatever both call their layers"
+    "Two models in two pairs of processes are two models in the table, although their layers have the same names."
     df,said = merged(ran, 'two_models_4')
     assert said.startswith('two_models_4: 2 groups of ranks have parameters of their own in layers.0, layers.1, layers.2') and 'own loss' not in said
     assert {*df['path'].dropna().astype(str)}>={f'layers.{i}' for i in range(6)} and 'layers.6' not in set(df['path'])
@@ -129,7 +129,7 @@ def test_two_models_of_two_processes_each(ran):
 @pytest.mark.filterwarnings('ignore::torchember.EmberWarning')
 @pytest.mark.parametrize('case', [*exact, 'interleaved_2', 'two_models_4', 'hugging_face_t5_2', 'tensor_parallel_2', 'experts_2', 'experts_4'])
 def test_a_few_steps_at_a_time(ran, case, monkeypatch):
-    "An engine that reads chunks of few steps has the rows of the whole"
+    "Reading a few steps at a time gives the same rows as reading the whole run."
     monkeypatch.setattr('torchember.frames.chunks.most_merged', 100)
     rows,want = scan(case, 'arrow', home=ran),read(case, home=ran)
     assert len(rows.pruned.chunks)>1
@@ -146,7 +146,7 @@ def plain(v): return [int(n) for n in v] if isinstance(v, tuple|list|np.ndarray)
 
 
 def test_stages_that_take_turns(ran):
-    "Each process has two: layers are named as in the whole. Micro-batches of a stage are calls where it ran twice in a row; together they are the batch"
+    "With two interleaved stages per process, layers have the names of the whole model, and calls of a stage together cover the batch."
     df,said = merged(ran, 'interleaved_2')
     assert not said and {*df[df.ttype!='scalar']['path'].dropna().astype(str)}=={*'01234567', '@pp0', '@pp1', '@pp2', '@pp3'}
     assert df[df.path=='6']['module'].iloc[0]=='model(ModuleList).6(Linear)'
@@ -159,7 +159,7 @@ def test_stages_that_take_turns(ran):
 
 
 def test_what_compiled_code_cannot_tell_of(ran):
-    "is said once on each process, of the first, and all else is recorded. Of what is plain nothing is said"
+    "Each process warns once about a `DTensor` that compiled code cannot describe. Everything else is recorded without a warning."
     def seen(kind):
         df,_ = merged(ran, f'compiled_2_{kind}')
         assert set(df[df.ttype=='weight']['path'])=={'0'} and len(df[df.ttype=='update'])==2
@@ -179,8 +179,8 @@ def test_each_rank_as_it_saw_it(ran):
     assert set(df[df.ttype=='output_grad']['gscale'])=={.25} and df[df.ttype!='output_grad']['gscale'].isna().all()
 
 
-def test_noted_numbers(ran):
-    "are the mean of those of all processes"
+def test_logged_numbers(ran):
+    "Logged numbers are averaged over all processes."
     each,_ = merged(ran, 'sharded_4', per_rank=True, ttype='scalar')
     df,said = merged(ran, 'sharded_4', ttype='scalar')
     each,df = (d[d.tname=='log'] for d in (each, df))
@@ -190,7 +190,7 @@ def test_noted_numbers(ran):
 
 
 def test_few_statistics(ran):
-    "Of which none says how many elements a piece has"
+    "With few statistics, no column tells how many elements a shard has."
     df,said = merged(ran, 'few_2')
     got,want = rows_of(df),[json.loads(line) for line in (ran/'few_2.jsonl').read_text().splitlines()]
     assert not said and len(want)==144
@@ -200,7 +200,7 @@ def test_few_statistics(ran):
 
 
 def test_some_rows(ran):
-    "Filters, columns, patterns and lists mean the whole"
+    "Filters, columns, patterns and lists of `read` apply to the merged table."
     df,_ = merged(ran, 'sharded_4')
     some,_ = merged(ran, 'sharded_4', path='layers.*', ttype='weight_grad', steps=-1, columns=['path', 'rms'])
     want = df[df.path.astype(str).str.startswith('layers.') & (df.ttype=='weight_grad') & (df.step==2)]
@@ -216,8 +216,8 @@ def test_replicas_that_drift(ran):
     assert re.search(r'drifted apart: rank 1 has another weight weight of layers\.1 than rank 0 since step 1', said)
 
 
-def test_who_is_gone(ran):
-    "A process that ends early, and one that has left nothing"
+def test_logs_that_end_early_or_are_missing(ran):
+    "The merged table is readable if a process ended early or left no log."
     _,said = merged(ran, 'one_dies_4')
     assert 'rank 2 has no rows after step 0, while others go on to step 2' in said
     for f in [*(ran/'log').glob('one_dies_4.rank1*'), *(ran/'data').glob('*one_dies_4.rank1.json')]: f.unlink()
@@ -225,8 +225,8 @@ def test_who_is_gone(ran):
     assert 'Of 4 ranks rank 1 left no rows' in said
 
 
-def test_pieces_that_do_not_add_up(ran):
-    "One of two processes has left nothing, and of the shards of the weights' gradients half is missing"
+def test_shards_that_do_not_add_up(ran):
+    "If the log of one of two processes is missing, half of the shards of weight gradients is missing, and a remark says so."
     for d in 'log','data':
         for f in (ran/d).glob('*sharded_2.rank0*'): shutil.copy(f, f.with_name(f.name.replace('sharded_2', 'half')))
     _,said = merged(ran, 'half')
@@ -235,6 +235,6 @@ def test_pieces_that_do_not_add_up(ran):
 
 
 def test_the_same_batch(ran):
-    "A sampler that does not know the ranks"
+    "A sampler that gives each rank the same samples is reported."
     _,said = merged(ran, 'same_2')
     assert 'All ranks get the same batch' in said

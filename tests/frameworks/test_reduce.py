@@ -1,4 +1,4 @@
-"`reduce='step'` in 2 to 4 processes: what the first is told of while they train is what is read from the files afterwards, and no fault of one harms another"
+"Tests of `reduce='step'` in 2 to 4 processes: the rows that rank 0 receives equal those in the files, and no process harms another"
 import json
 import os
 import signal
@@ -26,7 +26,7 @@ def table(run, folder):
 
 
 def keyed(rows):
-    "What tells rows apart -> row, each once"
+    "Return a dict: location -> row. Fail if two rows have the same location."
     out = {}
     for r in rows:
         r = {'path': path_of(r['module']), **{k: v for k,v in r.items() if v is not None and v==v}}
@@ -41,7 +41,7 @@ def same(x, y):
 
 
 def compare(told, run, folder):
-    "That what was told is what the files have, all of it"
+    "Check that the rows received during training equal all rows in the files."
     df = table(run, folder)
     want = keyed(df.drop(columns=['ts', 'run'], errors='ignore').astype({c: object for c in df.columns if df[c].dtype=='category'}).to_dict('records'))
     got = keyed(r for _,rows in told for r in rows)
@@ -74,7 +74,7 @@ def check(folder, n, cases):
 # ---- faults
 
 def trained(folder, what, n=2, timeout=30):
-    "Exit codes; what each process has left, None where it left nothing"
+    "Train with a fault. Return exit codes, and what each process has written, None without output."
     with socket.create_server(('localhost', 0)) as s: port = s.getsockname()[1]
     env = dict(WORLD_SIZE=n, MASTER_ADDR='localhost', MASTER_PORT=port, PYTHONPATH=more)
     ps = [programs.start(here/'reduced_faults.py', folder, what, after=libraries, RANK=r, **env) for r in range(n)]
@@ -102,7 +102,7 @@ def test_a_process_that_skips_a_layer(tmp_path):
 
 
 def test_a_process_that_sleeps(tmp_path):
-    "It is waited for as long as is patience, is named once, and is back when it has caught up"
+    "The first process waits for a slow process up to its patience, names it once, and includes it again later."
     codes,left,_ = trained(tmp_path, 'sleeps')
     said = of_ember(left[0])
     assert codes==[0, 0] and len(said)==1 and 'rank 1 sent nothing' in said[0] and 'at step 3' in said[0]
@@ -112,7 +112,7 @@ def test_a_process_that_sleeps(tmp_path):
 
 
 def test_a_process_that_is_killed(tmp_path):
-    "The first goes on with what is there, and says which is missing"
+    "If another process is killed, the first continues with the other processes, and names the missing one."
     codes,left,_ = trained(tmp_path, 'killed', n=3)
     said = of_ember(left[0])
     assert codes==[0, 0, -signal.SIGKILL] and len(said)==1 and 'rank 2 sent nothing for 2 seconds, at step' in said[0], said
@@ -122,7 +122,7 @@ def test_a_process_that_is_killed(tmp_path):
 
 
 def test_the_first_is_killed(tmp_path):
-    "The store is gone with it: the others train to their end, and end"
+    "If the first process is killed, its store is gone. The other processes finish their training."
     codes,left,_ = trained(tmp_path, 'first_dies')
     assert codes==[-signal.SIGKILL, 0] and not of_ember(left[1]) and [s for s,_ in left[1]['told']][-1]==5
     assert left[1]['longest']<1 and left[1]['closing']<5
@@ -132,7 +132,7 @@ def test_the_first_is_killed(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize('what', ['forks', 'destroys', 'exits', 'ends'])
 def test_ends_of_all_kinds(tmp_path, what):
-    "A forked child that uses the armed model; a group that is destroyed before; no `close`; a first process that is gone at once"
+    "No end harms a process: a forked child, a destroyed group, no `close`, and a first process that exits immediately."
     codes,left,errs = trained(tmp_path, what)
     assert codes==[0, 0] and not of_ember(left[0]) and not of_ember(left[1]) and 'Traceback' not in ''.join(errs), errs
     if what=='exits': assert {*(tmp_path/'exits.0.heard').read_text().split()}=={*'012345'} # the last when the interpreter ends
@@ -140,14 +140,14 @@ def test_ends_of_all_kinds(tmp_path, what):
 
 
 def test_live_shows_the_whole(tmp_path):
-    "The loss of a step is 5 on the first, and 6 on the other. Who wants the rows of the first alone says so"
+    "`live` shows the merged loss of 5 and 6. `per_rank=True` returns the rows of the first process alone."
     codes,left,errs = trained(tmp_path, 'lives')
     assert codes==[0, 0] and 'lives: step 5, loss 5.5\n' in errs[0], errs
     assert not errs[1] and {r['rank'] for _,rows in left[0]['own'] for r in rows}=={0} and [s for s,_ in left[0]['own']][-1]==5
 
 
 def test_without_a_group(tmp_path):
-    "One sentence, and rows of each process"
+    "Without a process group, there is one warning, and each process writes its own rows."
     codes,left,_ = trained(tmp_path, 'no_group')
     assert codes==[0, 0]
     for r,x in enumerate(left):

@@ -1,4 +1,4 @@
-"skorch steps with a closure, and validates after each epoch: the rows are those of the plain loop"
+"Tests with skorch, which steps with a closure and validates after each epoch: rows equal those of a plain loop"
 import functools
 
 import numpy as np
@@ -12,7 +12,7 @@ from torchember import torchEmber
 
 @functools.cache
 def kinds():
-    "They take seconds to import, so only where a test runs"
+    "Import the classes in the fixture, because the import takes seconds."
     skorch = pytest.importorskip('skorch')
     class Arm(skorch.callbacks.Callback):
         def __init__(self, **options): self.options = options
@@ -24,7 +24,7 @@ def kinds():
 
 
 def fit(arm, callbacks=(), data=None, max_epochs=1, **options):
-    "The ember of a callback"
+    "Train with a callback that arms the model, and return the ember."
     skorch,_ = kinds()
     data = batches() if data is None else data
     xs,ys = (np.concatenate([b[i].numpy() for b in data]) for i in (0, 1))
@@ -58,7 +58,7 @@ def test_a_callback_that_arms():
 
 
 def test_validation_in_between():
-    "Two epochs, each with a validation after it"
+    "Rows of a validation belong to the step before it. The training has two epochs."
     Arm = kinds()[1]
     from skorch.helper import predefined_split
     x,y = torch.full((2, 4), 100.),torch.tensor([0, 1])
@@ -75,7 +75,7 @@ def test_gradients_are_clipped_in_the_closure():
 
 
 def test_lbfgs():
-    "Several closure calls in one step: the gradients of the last"
+    "If an optimizer calls its closure several times, the gradients of the last call are recorded."
     arm = kinds()[1](ttypes=('weight', 'weight_grad'))
     te = fit(arm, data=batches(3), optimizer=torch.optim.LBFGS, optimizer__max_iter=3)
     assert steps(te)==[0, 1, 2]
@@ -83,7 +83,7 @@ def test_lbfgs():
 
 
 def test_the_ember_of_an_earlier_fit():
-    "fit makes a new model; its rows are of a new run, and the earlier model is as it was"
+    "A second fit creates a new model with a new run, and the earlier model is no longer armed."
     Arm = kinds()[1]
     arm = Arm(ttypes=ALL)
     first = fit(arm)

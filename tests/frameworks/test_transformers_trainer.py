@@ -1,4 +1,4 @@
-"Hugging Face's Trainer hands an AcceleratedOptimizer to its callbacks, and evaluates while it trains: the rows are those of the plain loop"
+"Tests of a `torchEmber` in the transformers Trainer, which wraps the optimizer and evaluates: rows equal those of a plain loop"
 import functools
 import warnings
 
@@ -12,7 +12,7 @@ from torchember import torchEmber
 
 
 class Scored(Net):
-    "What the Trainer wants: a loss among the outputs"
+    "A model with the loss among its outputs, as the Trainer needs it"
     def forward(self, x, labels=None):
         logits = super().forward(x)
         return {'loss': F.cross_entropy(logits, labels), 'logits': logits}
@@ -33,7 +33,7 @@ def plain(data, accumulate=1, make=momentum, clip=None):
 
 @functools.cache
 def kinds():
-    "They take seconds to import, so only where a test runs"
+    "Import the classes in the fixture, because the import takes seconds."
     pytest.importorskip('accelerate')
     transformers = pytest.importorskip('transformers')
     class Arm(transformers.TrainerCallback):
@@ -51,7 +51,7 @@ def kinds():
         def on_train_end(self, *args, **more): self.te.close()
 
     class Trainer(transformers.Trainer):
-        "With batches that are there already, in their order, and the loss as the model gives it"
+        "A Trainer that uses prepared batches in their order, and the loss of the model"
         def __init__(self, *args, **options):
             super().__init__(*args, **options)
             self.model_accepts_loss_kwargs = False
@@ -62,7 +62,7 @@ def kinds():
 
 
 def train(model, data, folder, opt=None, logs=False, ttypes=ALL, **options):
-    "The ember of a callback"
+    "Train with a callback that arms the model, and return the ember."
     transformers,Trainer,Arm = kinds()
     arm = Arm(logs, ttypes=ttypes)
     args = transformers.TrainingArguments(str(folder), **{**dict(max_steps=len(data)//options.get('gradient_accumulation_steps', 1), use_cpu=True, report_to=[],
@@ -90,7 +90,7 @@ def test_a_callback_that_arms(accumulate, tmp_path):
 
 
 def test_gradients_are_clipped(tmp_path):
-    "What the optimizer steps with"
+    "Recorded are the clipped gradients that the optimizer uses."
     model = seeded(Scored)
     te = train(model, named(batches()), tmp_path, momentum(model), max_grad_norm=.01)
     same(table(te), plain(batches(), clip=.01))
@@ -103,7 +103,7 @@ def test_the_optimizer_that_the_trainer_makes(tmp_path):
 
 @pytest.mark.parametrize('accumulate', [1, 2])
 def test_evaluation_in_between(accumulate, tmp_path):
-    "Its rows are of the step before it, and no training row changes"
+    "Rows of an evaluation belong to the step before it, and no training row changes."
     model = seeded(Scored)
     te = train(model, named(batches()), tmp_path, momentum(model), gradient_accumulation_steps=accumulate, eval_strategy='steps', eval_steps=1)
     same(training(te), plain(batches(), accumulate))
@@ -112,14 +112,14 @@ def test_evaluation_in_between(accumulate, tmp_path):
 
 
 def test_what_a_callback_logs(tmp_path):
-    "on_step_end: of the step that was just closed; on_evaluate: of the step that the evaluation came after"
+    "Values logged in on_step_end belong to the finished step, those in on_evaluate to the step before the evaluation."
     model = seeded(Scored)
     te = train(model, named(batches()), tmp_path, momentum(model), logs=True, eval_strategy='steps', eval_steps=2)
     assert {r['number']: r['step'] for r in te.t.lines() if r['tname']=='log'}=={1: 0, 2: 1, 200: 1, 3: 2, 4: 3, 400: 3}
 
 
 def test_a_language_model(tmp_path):
-    "One of theirs, which takes keyword arguments only and gives a ModelOutput"
+    "A language model of transformers takes only keyword arguments and returns a ModelOutput."
     transformers = kinds()[0]
     transformers.logging.set_verbosity_error()
     config = transformers.GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=1, bos_token_id=0, eos_token_id=0,
@@ -139,7 +139,7 @@ def test_a_language_model(tmp_path):
 
 
 def test_the_plain_loop_by_hand():
-    "That of the other tests, with the loss inside of the model"
+    "The plain loop equals that of the other tests, although the model computes the loss."
     model = seeded()
     opt = momentum(model)
     with torchEmber(model, optimizer=opt, ttypes='weight_grad') as te: by_hand(model, opt, batches())

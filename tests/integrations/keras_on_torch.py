@@ -1,4 +1,4 @@
-"Keras's `fit` with `EmberCallback`: the rows are those of the tensors, and the training is the one that it was. Run by test_keras_callback.py"
+"Tests of Keras's `fit` with `EmberCallback`, run by test_keras_callback.py: rows equal the tensors, and the training is unchanged"
 import re
 import zipfile
 
@@ -11,14 +11,14 @@ from oracle import says
 from torch import nn
 
 from torchember import diagnose, emberTracker
-from torchember.integrations.keras import EmberCallback, as_modules
+from torchember.integrations.keras import EmberCallback, expose_modules
 
 pytestmark = pytest.mark.filterwarnings('ignore')
 L = keras.layers
 
 
 class Scale(L.Layer):
-    "A layer in a layer, with a weight of its own"
+    "A layer with an inner layer and its own weight"
     def __init__(self):
         super().__init__(name='scaled')
         self.inner = L.Dense(6, name='inner')
@@ -32,7 +32,7 @@ def sequential(): return keras.Sequential([L.Input((4,)), L.Dense(6, activation=
 
 
 def functional():
-    "A model with a shared layer, a nested model, a torch module, and a user's layer that contains a layer"
+    "Return a model with a shared layer, a nested model, a torch module, and a custom layer that contains a layer."
     x = L.Input((4,))
     shared = L.Dense(6, name='shared')
     h = shared(shared(Scale()(x)))
@@ -69,9 +69,9 @@ def fit(model, *callbacks, n=20, **options):
 
 
 def by_hand(model, epochs=1, n=20):
-    "Keras's `train_step` in a plain loop: (type, step, path) -> tensor, by hooks of torch"
+    "Train with Keras's `train_step` in a plain loop. Return the tensors that torch hooks see: (type, step, path) -> tensor."
     tensors,step,(x,y) = {},0,data(n)
-    with as_modules(model): modules,params = dict(model.named_modules()),dict(model.named_parameters())
+    with expose_modules(model): modules,params = dict(model.named_modules()),dict(model.named_parameters())
     def hook(path):
         def hear(m, args, out): tensors.setdefault(('output', step, path), []).append(out.detach().clone())
         return hear
@@ -95,7 +95,7 @@ def by_hand(model, epochs=1, n=20):
 
 
 class Ran:
-    "A run that is over, as `looped` has it"
+    "A finished run, with a tracker like that of an ember"
     def __init__(self, name): self.t = emberTracker(name)
 
 
@@ -109,8 +109,8 @@ def equal(a, b): return len(a)==len(b) and all(np.array_equal(x, y) for x,y in z
 
 
 def left(model):
-    "What stands on each layer"
-    with as_modules(model): layers = [m for m in model.modules() if isinstance(m, L.Layer)]
+    "Return the attributes of each layer, to check that nothing is left behind."
+    with expose_modules(model): layers = [m for m in model.modules() if isinstance(m, L.Layer)]
     metrics = [sorted(vars(m)) for m in model.metrics]
     return [(type(l).__name__, [*l._modules], [*l._parameters], [*l._buffers], sorted(l.__dict__)) for l in layers], len([*model.named_parameters()]), metrics
 
@@ -128,14 +128,14 @@ def test_rows_are_those_of_the_tensors(make):
 
 def test_names_of_layers_and_weights():
     model = compiled(functional)
-    with as_modules(model): names,buffers,modules = ([n for n,_ in named()] for named in (model.named_parameters, model.named_buffers, model.named_modules))
+    with expose_modules(model): names,buffers,modules = ([n for n,_ in named()] for named in (model.named_parameters, model.named_buffers, model.named_modules))
     assert sorted(modules)==['', 'head', 'head.last', 'scaled', 'scaled.inner', 'shared', 'wrapped', 'wrapped.module']
     assert '_torch_params' not in model.__dict__
     assert sorted(names)==sorted(['scaled.inner.kernel', 'scaled.inner.bias', 'scaled.scale', 'shared.kernel', 'shared.bias', 'wrapped.module.weight',
         'wrapped.module.bias', 'head.last.kernel', 'head.last.bias']) # each weight has the path of its layer, and is there once
     assert set(buffers)=={'loss_total', 'loss_count', 'scaled.scale_1'} # not trained
     before = left(model)
-    with pytest.raises(ValueError, match='broken'), as_modules(model): raise ValueError('broken')
+    with pytest.raises(ValueError, match='broken'), expose_modules(model): raise ValueError('broken')
     assert left(model)==before
 
 
@@ -195,7 +195,7 @@ def test_stopped_early():
 
 @pytest.mark.parametrize('first', [True, False])
 def test_backup_and_restore(first, tmp_path):
-    "Whether it is before or after ours in the list"
+    "The callback `BackupAndRestore` may stand before or after `EmberCallback`."
     class Broken(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
             if epoch==1: raise ValueError('broken')
@@ -219,7 +219,7 @@ class Breaks(keras.callbacks.Callback):
 
 @pytest.mark.parametrize('error', [ValueError('broken'), KeyboardInterrupt()], ids=['error', 'Ctrl-C'])
 def test_after_an_exception(error):
-    "Nobody is told. The next training ends the run, and so does `close`; what is computed until then is none of it"
+    "Keras does not notify callbacks of an exception. The next training or `close` ends the run; other passes are not recorded."
     ember,model = EmberCallback(name='mine'),compiled()
     with pytest.raises(type(error)): fit(model, ember, Breaks(error))
     lost,rows = ember.te,[*ember.te.t.lines()]

@@ -1,4 +1,4 @@
-"Accelerate with `EmberCallback` as a tracker: the rows are those of the plain loop, and the training is the one that it was"
+"Tests of `EmberCallback` as a tracker of Accelerate: rows equal those of a plain loop, and the training is unchanged"
 import copy
 import os
 import subprocess
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings('ignore')
 
 @pytest.fixture(autouse=True)
 def no_state():
-    "Accelerate's state is one for the whole process"
+    "Reset the state of Accelerate, which is global in the process."
     accelerate = pytest.importorskip('accelerate')
     accelerate.state.AcceleratorState._reset_state(True)
     accelerate.state.GradientState._reset_state()
@@ -42,7 +42,7 @@ def adam(model): return torch.optim.Adam(model.parameters(), .1)
 
 
 class Loop:
-    "The usual loop"
+    "The usual training loop of Accelerate"
     def __init__(self, ember=None, data=None, model=None, opt=momentum, first='trackers', end=True, **options):
         self.a,self.model,self.end = accelerator_for(ember, **options),model or seeded(),end
         self.opt = opt(self.model)
@@ -84,7 +84,7 @@ def plain(data, accumulate=1, opt=momentum, bf16=False):
 @pytest.mark.parametrize('first', ['trackers', 'prepare', 'no trackers'])
 @pytest.mark.parametrize(('n', 'accumulate'), [(4, 1), (4, 2), (5, 2)])
 def test_rows_equal_those_of_a_plain_loop(first, n, accumulate):
-    "A step at the end of an epoch has fewer batches, as Accelerate counts them"
+    "The last step of an epoch may have fewer batches, because Accelerate ends accumulation there."
     ember = callback()
     with heard() as said: model = Loop(ember, batches(n), first=first, gradient_accumulation_steps=accumulate).run().model
     assert not said, said
@@ -93,7 +93,7 @@ def test_rows_equal_those_of_a_plain_loop(first, n, accumulate):
 
 
 def test_bf16():
-    "Accelerate's outputs are float32 again, so what counts here is parameters"
+    "Only rows of parameters are compared, because Accelerate converts outputs to float32."
     ember = callback(ttypes=('weight', 'weight_grad'))
     Loop(ember, mixed_precision='bf16').run()
     same(rows_of(ember), {k: r for k,r in plain(batches(), bf16=True).items() if k[2] in ('weight', 'weight_grad')})
@@ -148,7 +148,7 @@ def test_earlier_passes_are_not_recorded_and_evaluation_is():
 
 
 def test_a_scaler():
-    "Gradients are the unscaled ones, and a step that is skipped says so"
+    "Recorded gradients are unscaled, and rows of a skipped step are marked as skipped."
     ember,data = callback(),batches()
     l = Loop(ember, end=False)
     scaler = l.a.scaler = torch.amp.GradScaler('cpu', init_scale=2.**10)
@@ -250,7 +250,7 @@ def test_two_trackers_and_two_accelerators():
 
 
 def test_only_optimizers_that_train_it():
-    "Of two models, the one that is trained first"
+    "Two models with their own optimizers: the model that is trained first is recorded with its own optimizer."
     ember = callback()
     a = accelerator_for(ember)
     frozen,other,model = seeded(seed=3),seeded(seed=4),seeded()

@@ -1,4 +1,4 @@
-"fastai's Learner with `EmberCallback`: the rows are those of the plain loop, and the training is the one that it was"
+"Tests of `EmberCallback` in a fastai Learner: rows equal those of a plain loop, and the training is unchanged"
 import copy
 import functools
 import os
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings('ignore')
 
 @functools.cache
 def fastai():
-    "It takes seconds to import, so only where a test runs"
+    "Import fastai in the fixture, because the import takes seconds."
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         pytest.importorskip('fastai')
@@ -42,7 +42,7 @@ class Samples(list):
 
 
 def loader(data):
-    "The same batches in the same order"
+    "Data loader with the same batches in the same order in each epoch"
     return fastai().DataLoader(Samples((x, y) for xs,ys in data for x,y in zip(xs, ys, strict=True)), bs=5, shuffle=False, num_workers=0)
 
 
@@ -50,7 +50,7 @@ def hundred(n=2): return [(torch.full((5, 4), 100.), torch.arange(5)%3) for _ in
 def momentum(params, lr, **kwargs): return fastai().OptimWrapper(params, torch.optim.SGD, lr=lr, momentum=.9)
 
 
-class Fails(Net):
+class FailingModel(Net):
     fails = None # (at which pass in training, with what)
     passes = 0
     def forward(self, x):
@@ -69,7 +69,7 @@ def learner(folder, *callbacks, data=None, val=None, model=None, **options):
 
 
 def fit(folder, *callbacks, epochs=1, **options):
-    "The learner after a training"
+    "Train, and return the learner."
     learn = learner(folder, *callbacks, **options)
     with heard() as said: learn.fit(epochs)
     assert not said, said
@@ -77,7 +77,7 @@ def fit(folder, *callbacks, epochs=1, **options):
 
 
 def plain(data, accumulate=1, clip=None, model=None, opt=None, first_step=0, **options):
-    "The rows of the same model, trained by hand, with the loss that accumulation makes of it"
+    "Return the rows of the same model trained by a plain loop, with the loss scaled as in gradient accumulation."
     model = model or seeded()
     opt = opt or torch.optim.SGD(model.parameters(), .1, momentum=.9)
     with torchEmber(model, optimizer=opt, first_step=first_step, **options) as te:
@@ -108,7 +108,7 @@ def test_gradients_before_and_after_clipping(tmp_path):
 
 
 def test_an_optimizer_of_fastai(tmp_path):
-    "Which has no hooks, and states of its own"
+    "An optimizer of fastai has no hooks, and stores its states in its own way."
     f,ttypes = fastai(),('weight', 'weight_grad', 'update', 'optimizer')
     ember = callback(ttypes=ttypes)
     learn = fit(tmp_path, ember, opt_func=functools.partial(f.Adam, eps=1e-8), wd=0.)
@@ -159,7 +159,7 @@ def test_numbers_of_the_step_that_closed(tmp_path):
 
 
 def test_learning_rates_belong_to_their_step(tmp_path):
-    "One cycle, and a rate for each group"
+    "A one-cycle schedule, with a learning rate for each parameter group"
     ember = callback()
     learn = learner(tmp_path, ember, splitter=lambda m: [[*m.a.parameters()], [*m.b.parameters()]])
     learn.fit_one_cycle(2, slice(.01, .1))
@@ -221,7 +221,7 @@ def test_saved_files_equal_those_without_the_callback(tmp_path):
 
 
 def tables(folder, *cbs):
-    "A Learner of a table, with the optimizer, loss and loaders that fastai chooses"
+    "Return a Learner of tabular data, with the optimizer, loss and loaders that fastai chooses."
     pd,f = pytest.importorskip('pandas'),fastai()
     f.set_seed(0)
     df = pd.DataFrame(torch.randn(80, 3).numpy(), columns=[*'abc'])
@@ -235,7 +235,7 @@ def tables(folder, *cbs):
 
 
 def test_tables(tmp_path):
-    "Two inputs, batch norm, one cycle"
+    "A tabular model has two inputs and batch normalization; it is trained with a one-cycle schedule."
     ember,weights = callback(),[]
     for cbs in ([ember], []):
         learn = tables(tmp_path, *cbs)
@@ -246,7 +246,7 @@ def test_tables(tmp_path):
 
 
 def test_an_exported_learner_needs_no_torchember(tmp_path):
-    "Also one that is copied or written while it trains"
+    "This also holds for a Learner that is copied or exported during a training."
     f,ember,copies = fastai(),callback(),[]
     learn = tables(tmp_path, ember)
     learn.fit(1, cbs=f.Callback(after_validate=lambda self: copies or copies.append(copy.deepcopy(self.learn))))
@@ -273,20 +273,20 @@ def test_learner_is_restored(tmp_path):
 @pytest.mark.parametrize('error', [ValueError('broken'), KeyboardInterrupt()], ids=['error', 'Ctrl-C'])
 @pytest.mark.parametrize('at', [1, 3, 6])
 def test_an_exception_ends_the_run(error, at, tmp_path):
-    ember,model = callback(),seeded(Fails)
+    ember,model = callback(),seeded(FailingModel)
     before = left(model)
     model.fails = at+1, error
     learn = learner(tmp_path, ember, model=model)
     with pytest.raises(type(error)): learn.fit(2)
     del model.fails, model.passes
     assert ember.te is None and left(model)==before and '_with_events' not in vars(learn)
-    same({k: r for k,r in rows_of(ember).items() if k[0]<at}, plain((batches()*2)[:at], model=seeded(Fails)))
+    same({k: r for k,r in rows_of(ember).items() if k[0]<at}, plain((batches()*2)[:at], model=seeded(FailingModel)))
 
 
 def test_exception_without_a_private_method(tmp_path, monkeypatch):
-    "The run ends when the next fit begins"
-    monkeypatch.setattr('torchember.integrations.fastai.around_events', lambda learn, call: None)
-    ember,model = callback(),seeded(Fails)
+    "If fastai has no private method to patch, the run ends when the next fit begins."
+    monkeypatch.setattr('torchember.integrations.fastai.patch_events', lambda learn, call: None)
+    ember,model = callback(),seeded(FailingModel)
     model.fails = 3, ValueError('broken')
     learn = learner(tmp_path, ember, model=model)
     with pytest.raises(ValueError, match='broken'): learn.fit(1)
@@ -310,7 +310,7 @@ def test_an_exception_in_a_callback(event, tmp_path):
 
 @pytest.mark.parametrize(('event', 'order', 'last'), [('after_batch', -9, 5), ('after_batch', 90, 5), ('before_epoch', 0, 3), ('before_backward', 0, 4)])
 def test_a_fit_that_is_cancelled(event, order, last, tmp_path):
-    "What a callback raises that comes before ours, too"
+    "The callback that cancels the fit may run before `EmberCallback`."
     f = fastai()
     def go(self):
         if self.learn.epoch==1 and (event=='before_epoch' or self.learn.iter==1): raise f.CancelFitException
@@ -320,14 +320,14 @@ def test_a_fit_that_is_cancelled(event, order, last, tmp_path):
 
 
 def test_early_stopping(tmp_path):
-    "It is the Recorder's last word that ends it"
+    "The fit ends in a callback that runs after the Recorder, so the last epoch must be recorded."
     ember = callback()
     fit(tmp_path, ember, fastai().EarlyStoppingCallback(min_delta=1e9, patience=1), data=batches(2), epochs=9)
     assert steps_of(ember)==[0, 1, 2, 3] and ember.te is None and [*numbers(ember, 'valid_loss')]==[1, 3]
 
 
 def test_half_epochs(tmp_path):
-    "Names and numbers go together where the Recorder has no loss of the training, or none of the validation"
+    "Names of metrics match their values, also if the Recorder lacks the training loss or the validation loss."
     f = fastai()
     for at,names in (('after_train', {'train_loss', 'valid_loss'}), ('before_batch', {'valid_loss'}), ('before_validate', {'train_loss'})):
         def go(self, at=at):
@@ -341,7 +341,7 @@ def test_half_epochs(tmp_path):
 
 @pytest.mark.parametrize('which', [0, 1])
 def test_cancelled_step_has_no_scalars(which, tmp_path):
-    "It is no step: the next one is"
+    "A cancelled step has no number; the next step gets the number."
     f = fastai()
     class Cancels(f.Callback):
         def before_step(self):
@@ -354,7 +354,7 @@ def test_cancelled_step_has_no_scalars(which, tmp_path):
 
 
 def test_a_scaler(tmp_path):
-    "Gradients are the unscaled ones, and a step that is skipped says so"
+    "Recorded gradients are unscaled, and rows of a skipped step are marked as skipped."
     f = fastai()
     class Scaled(f.MixedPrecision):
         def before_fit(self):
@@ -374,7 +374,7 @@ def test_a_scaler(tmp_path):
 
 
 def test_several_fits(tmp_path):
-    "A run each: frozen, and then not"
+    "Two fits are two runs: first with frozen layers, then with all layers."
     ember,names = callback(name='mine'),[]
     learn = learner(tmp_path, ember, splitter=lambda m: [[*m.a.parameters()], [*m.b.parameters()]])
     learn.freeze()

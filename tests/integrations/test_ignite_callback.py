@@ -1,4 +1,4 @@
-"PyTorch-Ignite's Engine with `EmberCallback`: the rows are those of the plain loop, and the training is the one that it was"
+"Tests of `EmberCallback` in an Ignite Engine: rows equal those of a plain loop, and the training is unchanged"
 import functools
 import logging
 from pathlib import Path
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings('ignore')
 
 @functools.cache
 def ignite():
-    "It takes a second to import, so only where a test runs"
+    "Import Ignite in the fixture, because the import takes a second."
     pytest.importorskip('ignite')
     import ignite.engine
     import ignite.handlers
@@ -33,8 +33,8 @@ def callback(**options):
     return EmberCallback(**options)
 
 
-class Fails(Net):
-    "At a pass in training"
+class FailingModel(Net):
+    "A model that raises an exception in a training pass"
     fails = None # (at which pass, with what)
     passes = 0
     def forward(self, x):
@@ -48,7 +48,7 @@ hundred = [(torch.full((2, 4), 100.), torch.tensor([0, 1]))]
 
 
 def engines(ember=None, model=None, accumulate=1, evaluate=False, first=False, attached=None, **options):
-    "A trainer and what belongs to it. `first`: whether the callback is attached before all others are"
+    "Create a trainer with evaluator and scheduler. first: True to attach the callback before all other handlers"
     e,model = ignite().engine,model or seeded()
     opt = momentum(model)
     trainer = e.create_supervised_trainer(model, opt, F.cross_entropy, gradient_accumulation_steps=accumulate, **options)
@@ -107,7 +107,7 @@ def test_numbers_of_the_step_that_closed(first):
 
 
 def test_losses_of_accumulated_steps():
-    "The loss of the last batch of a step, once"
+    "With accumulation, the loss of the last batch of a step is recorded once."
     ember,data = callback(),batches()
     fit(ember, data, accumulate=2)
     model,losses = seeded(),[]
@@ -124,7 +124,7 @@ def test_losses_of_accumulated_steps():
 @pytest.mark.parametrize('event', ['ITERATION_STARTED', 'ITERATION_COMPLETED'])
 @pytest.mark.parametrize('first', [True, False])
 def test_learning_rate_belongs_to_its_step(event, first):
-    "Whenever a scheduler steps, and whoever was attached first"
+    "The learning rate is right for each time of the scheduler step, and for each order of attachment."
     ember,seen = callback(),{}
     trainer = engines(ember if first else None)
     schedule = ignite().handlers.PiecewiseLinear(trainer.opt, 'lr', [(0, .1), (4, .5)])
@@ -147,7 +147,7 @@ def test_metrics_of_the_trainer(first):
 
 
 def test_outputs():
-    "A dict as it is, anything else by a function"
+    "An output that is a dict is recorded directly, other outputs through `output_transform`."
     def named(x, y, p, loss): return {'a': loss.item(), 'text': 'b', 'p': p}
     def pair(x, y, p, loss): return p, loss
     def alone(x, y, p, loss): return p
@@ -224,7 +224,7 @@ def test_resume_continues_the_run(named, accumulate):
 
 
 def test_several_runs():
-    "One that goes on has the numbers that follow; one from the beginning is another run"
+    "A trainer that continues counts on in the same run; a trainer from the beginning gets another run."
     ember,names = callback(name='mine'),[]
     trainer = engines(ember)
     for epochs in (1, 2, 2):
@@ -269,20 +269,20 @@ def test_model_is_restored():
 
 @pytest.mark.parametrize('error', [ValueError('broken'), KeyboardInterrupt()], ids=['error', 'Ctrl-C'])
 def test_an_exception_ends_the_run(error):
-    ember,model = callback(),seeded(Fails)
+    ember,model = callback(),seeded(FailingModel)
     before = left(model)
     model.fails = 3, error
     trainer = engines(ember, model=model)
     with pytest.raises(type(error)): trainer.run(batches(), max_epochs=1)
     del model.fails, model.passes
     assert ember.te is None and left(model)==before and '_handle_exception' not in vars(trainer)
-    same({k: r for k,r in rows_of(ember).items() if k[0]<2}, plain(batches(2), model=seeded(Fails)))
+    same({k: r for k,r in rows_of(ember).items() if k[0]<2}, plain(batches(2), model=seeded(FailingModel)))
 
 
 def test_exception_without_a_private_method(monkeypatch):
-    "The run waits for `close`, or for another one"
-    monkeypatch.setattr('torchember.integrations.ignite.around_exceptions', lambda trainer, call: None)
-    ember,model = callback(),seeded(Fails)
+    "If Ignite has no private method to patch, `close` or the next run ends the run."
+    monkeypatch.setattr('torchember.integrations.ignite.patch_exceptions', lambda trainer, call: None)
+    ember,model = callback(),seeded(FailingModel)
     model.fails = 3, ValueError('broken')
     trainer = engines(ember, model=model)
     with pytest.raises(ValueError, match='broken'): trainer.run(batches(), max_epochs=1)
@@ -299,9 +299,9 @@ def test_an_exception_of_a_handler(event):
 
 
 def test_handled_exceptions_do_not_end_the_run():
-    "An engine goes on with the next epoch after an error, and is over after Ctrl-C; so is the run"
+    "After a handled error, an Engine continues with the next epoch; after Ctrl-C, it ends, and so does the run."
     for error,steps in ((ValueError('broken'), [0, 1, 2, 3, 4]), (KeyboardInterrupt(), [0])):
-        ember,model,caught = callback(),seeded(Fails),[]
+        ember,model,caught = callback(),seeded(FailingModel),[]
         model.fails = 2, error
         trainer = engines(ember, model=model)
         trainer.add_event_handler(events().EXCEPTION_RAISED, lambda t, e, caught=caught: caught.append(e))
@@ -310,7 +310,7 @@ def test_handled_exceptions_do_not_end_the_run():
 
 
 def test_interrupted_run_continues():
-    "Meanwhile the model is the user's"
+    "While the Engine is interrupted, the model is not armed."
     E,ember = ignite().engine.Engine,callback()
     was,E.interrupt_resume_enabled = E.interrupt_resume_enabled,True
     try:
@@ -337,7 +337,7 @@ def test_interrupted_run_can_be_closed():
 
 @pytest.mark.parametrize('where', ['trainer', 'attach'])
 def test_a_scaler(where):
-    "Gradients are the unscaled ones, and a step that is skipped says so"
+    "Recorded gradients are unscaled, and rows of a skipped step are marked as skipped."
     ember,data = callback(),batches()
     model = seeded()
     opt,scaler = momentum(model),torch.amp.GradScaler('cpu', init_scale=2.**10)
@@ -356,7 +356,7 @@ def test_a_scaler(where):
 
 
 def test_what_is_attached_between_two_runs():
-    "Comes before ours in the second one, too"
+    "A handler attached between two runs runs before the callback in the second run."
     ember,seen = callback(),{}
     trainer = engines(ember)
     trainer.run(batches(), max_epochs=1)
@@ -367,7 +367,7 @@ def test_what_is_attached_between_two_runs():
 
 
 def test_abandoned_training_is_ended():
-    "The next one ends it, and nothing of it is left"
+    "The next training ends the run of an abandoned training, and leaves no patches behind."
     ember,model = callback(),seeded()
     before = left(model)
     trainer = engines(ember, model=model)
@@ -401,7 +401,7 @@ def test_wrong_arguments_at_once():
 
 @pytest.mark.slow
 def test_two_processes(tmp_path):
-    "Each has half of the batches; gradients are the mean of both"
+    "Each process has half of the batches; gradients are the mean over both processes."
     ignite()
     programs.ranks(f'''
 import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})

@@ -54,7 +54,7 @@ def kinds():
         def configure_optimizers(self): return torch.optim.SGD(self.parameters(), self.lr, momentum=.9)
 
     class Two(Lit):
-        "A round: the first optimizer steps, then the second"
+        "Manual optimization: first the first optimizer steps, then the second"
         automatic_optimization = False
         def training_step(self, xy, i):
             for o in self.optimizers():
@@ -133,7 +133,7 @@ def test_numbers_of_the_step_that_closed(tmp_path):
 
 
 def test_learning_rate_belongs_to_its_step(tmp_path):
-    "A scheduler steps before the batch is over"
+    "The scheduler steps before `on_train_batch_end`."
     class Falling(kinds()[0]):
         def configure_optimizers(self):
             opt = super().configure_optimizers()
@@ -155,7 +155,7 @@ def test_validation_is_recorded_and_the_sanity_check_is_not(tmp_path):
 
 
 def test_a_sanity_check_alone_is_no_run(tmp_path, monkeypatch):
-    "Passes before the first step would be rows of step 0"
+    "Without a filter, passes before the first step would be rows of step 0."
     ember = callback()
     seen = []
     monkeypatch.setattr(type(ember), 'on_sanity_check_end', lambda self, trainer, module: seen.append((self.te, trainer.lightning_module.training)))
@@ -221,7 +221,7 @@ def test_resume_continues_the_run(every, tmp_path):
 
 
 def test_resume_before_the_end_of_the_run(tmp_path):
-    "Steps that are trained again go into a run of their own"
+    "Steps that are trained again from a checkpoint go into another run."
     _,trainer = fit(tmp_path, callback(name='mine'), data=batches(3))
     path = checkpoint(trainer, tmp_path)
     fit(tmp_path, callback(name='mine'), data=batches(3), max_epochs=2, ckpt_path=path)
@@ -232,7 +232,7 @@ def test_resume_before_the_end_of_the_run(tmp_path):
 
 
 def test_several_fits(tmp_path):
-    "A run each; one that goes on has the numbers that follow"
+    "Each fit is a run. A continued fit counts its steps on."
     ember,model = callback(),seeded(kinds()[0])
     _,trainer = fit(tmp_path, ember, model=model)
     first = ember.report['run']
@@ -256,7 +256,7 @@ def test_early_stopping(tmp_path):
 
 
 def test_two_optimizers(tmp_path):
-    "Lightning counts two steps for a round, a run has one"
+    "With two optimizers, Lightning counts two steps per round, torchember counts one."
     ember = callback(name='gan')
     _,trainer = fit(tmp_path, ember, model=seeded(kinds()[1]))
     assert trainer.global_step==8 and steps_of(ember)==[0, 1, 2, 3]
@@ -340,7 +340,7 @@ if __name__=='__main__':
 @pytest.mark.parametrize('which', [pytest.param('pytorch_lightning is installed', marks=pytest.mark.release), 'pytorch_lightning is used',
     pytest.param('both are there', marks=pytest.mark.release)])
 def test_under_the_name_that_the_program_uses(tmp_path, which):
-    "The two libraries do not take each other's callbacks"
+    "`lightning` and `pytorch_lightning` do not accept each other's callbacks, so the imported name decides."
     pytest.importorskip('pytorch_lightning')
     pytest.importorskip('lightning')
     other = {'pytorch_lightning is installed': "sys.modules['lightning'] = None", 'pytorch_lightning is used': '', 'both are there': ''}[which]

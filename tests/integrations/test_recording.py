@@ -1,4 +1,4 @@
-"When a run goes on, and what an ending may do"
+"Tests of `TrainingRecorder`: when a run is continued, and errors at the end of a run"
 import pytest
 from looped import batches, by_hand, heard, momentum, seeded
 
@@ -18,7 +18,7 @@ def steps_of(run): return sorted({r['step'] for r in emberTracker(run).lines()})
 
 
 def test_unrecorded_steps_are_no_gap():
-    "The last row is of step 2, the checkpoint of step 4"
+    "The last recorded step is 2, the checkpoint is from step 4: the run is continued."
     for first in (0, 4): assert train(TrainingRecorder(name='mine', every=2), first, 4)=='mine'
     assert steps_of('mine')==[0, 2, 4, 6]
 

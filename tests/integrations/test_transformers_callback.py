@@ -1,4 +1,4 @@
-"transformers' Trainer with `EmberCallback`: the rows are those of the plain loop, and the training is the one that it was"
+"Tests of `EmberCallback` in a transformers Trainer: rows equal those of a plain loop, and the training is unchanged"
 import functools
 import os
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings('ignore')
 
 
 class Scored(Net):
-    "What the Trainer wants: a loss among the outputs"
+    "A model with the loss among its outputs, as the Trainer needs it"
     fails = None # (at which pass in training, with what)
     passes = 0
     def forward(self, x, labels=None):
@@ -27,12 +27,12 @@ class Scored(Net):
 
 @functools.cache
 def kinds():
-    "They take seconds to import, so only where a test runs"
+    "Import the classes in the fixture, because the import takes seconds."
     pytest.importorskip('accelerate')
     transformers = pytest.importorskip('transformers')
     transformers.logging.set_verbosity_error()
     class Trainer(transformers.Trainer):
-        "With batches that are there already, in their order, and the loss as the model gives it"
+        "A Trainer that uses prepared batches in their order, and the loss of the model"
         def __init__(self, *args, **options):
             super().__init__(*args, **options)
             self.model_accepts_loss_kwargs = False
@@ -69,7 +69,7 @@ def trainer_for(folder, ember=None, data=None, model=None, **options):
 
 
 def train(folder, ember=None, resume=None, **options):
-    "The trainer after a training; without an ember, one that nobody watches"
+    "Train, and return the trainer. Without `ember`, the training is not recorded."
     trainer = trainer_for(folder, ember, **options)
     with heard() as said: trainer.train(resume_from_checkpoint=resume)
     assert not said, said
@@ -108,7 +108,7 @@ def test_gradients_before_and_after_clipping(tmp_path):
 
 
 def test_bf16(tmp_path):
-    "The Trainer's outputs are float32 again, so what counts here is parameters"
+    "Only rows of parameters are compared, because the Trainer converts outputs to float32."
     ember = callback(ttypes=('weight', 'weight_grad'))
     train(tmp_path, ember, bf16=True)
     same(rows_of(ember), {k: r for k,r in plain(batches(), bf16=True).items() if k[2] in ('weight', 'weight_grad')})
@@ -173,7 +173,7 @@ def test_several_trainings(tmp_path):
 
 @pytest.mark.parametrize('error', [ValueError('broken'), KeyboardInterrupt()], ids=['error', 'Ctrl-C'])
 def test_after_an_exception(error, tmp_path):
-    "Nobody is told. The next training ends the run, and so does `close`"
+    "The Trainer does not notify callbacks of an exception. The next training or `close` ends the run."
     ember,model = callback(name='mine'),seeded(Scored)
     before = [m.__dict__.get('forward') for m in model.modules()]
     trainer = trainer_for(tmp_path, ember, model=model)
@@ -203,7 +203,7 @@ def test_with_ends_the_run(tmp_path):
 
 
 def test_an_evaluation_that_a_callback_asks_for(tmp_path):
-    "The rows of the training go on after it"
+    "After the evaluation, training passes are recorded again."
     transformers = kinds()[0]
     class Asks(transformers.TrainerCallback):
         def on_step_end(self, *args, **more): self.trainer.evaluate()
@@ -215,7 +215,7 @@ def test_an_evaluation_that_a_callback_asks_for(tmp_path):
 
 
 def test_a_trainer_with_a_loss_of_its_own(tmp_path):
-    "As those of trl are"
+    "A Trainer with its own loss function, like those of trl"
     transformers,Trainer = kinds()
     class Own(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, **more):
@@ -245,7 +245,7 @@ def language(folder, ember=None, **options):
 
 
 def test_gradient_checkpointing(tmp_path):
-    "A forward that runs again for the backward is no other pass"
+    "A forward that gradient checkpointing repeats is not another pass."
     ttypes = 'output', 'weight', 'weight_grad'
     a,b = callback(ttypes=ttypes),callback(ttypes=ttypes)
     weights = language(tmp_path, a, gradient_checkpointing=True)

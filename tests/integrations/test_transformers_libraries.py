@@ -1,4 +1,4 @@
-"What is made of transformers' Trainer: trl's trainers, peft's adapters, and the Trainer's own ways to train. The tensors are heard by torch's own hooks"
+"Trainers of trl, adapters of peft, and options of the transformers Trainer. Expected tensors come from hooks of torch"
 import functools
 import os
 import re
@@ -30,7 +30,7 @@ def path_of(row): return '.'.join(filter(None, (re.sub(r'\([^)]*\)', '', row['mo
 @functools.cache
 def witness_kind():
     class Witness(kinds()[0].TrainerCallback):
-        "Outputs of each layer, weights and gradients, as torch's hooks and the optimizer have them: (type, step, path) -> tensor"
+        "Stores outputs, weights and gradients from torch hooks and the optimizer: (type, step, path) -> tensor"
         def on_train_begin(self, args, state, control, model=None, **more):
             self.tensors,self.others = {},0 # others: passes that are no training
             def hook(path):
@@ -52,7 +52,7 @@ def witness_kind():
 
 
 def agree(ember, witness):
-    "The rows are those of the tensors, and there are no others of parameters"
+    "Check that rows equal the tensors, and that there are no other rows of parameters."
     rows = [r for r in ran(ember).t.lines() if r['ttype'] in ('weight', 'weight_grad') or r['ttype']=='output' and r['tname']=='output_0']
     got = {(r['ttype'], r['step'], path_of(r)): r for r in rows}
     assert len(got)==len(rows) and witness.tensors.keys()<=got.keys(), sorted(map(str, witness.tensors.keys()-got.keys()))[:5]
@@ -78,7 +78,7 @@ def tokenizer():
 
 
 def small(folder, kind='LlamaForCausalLM'):
-    "A model as it comes from a folder, which is where trl takes the reference from"
+    "Load a small model from a folder, because trl loads its reference model from the same folder."
     transformers = kinds()[0]
     config = transformers.LlamaConfig(vocab_size=len(words), hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, bos_token_id=1, num_labels=1)
@@ -115,7 +115,7 @@ asks = {('SFT', False): False, ('SFT', True): False, ('DPO', False): False, ('DP
 @pytest.mark.slow # trl takes seconds to import
 @pytest.mark.parametrize(('what', 'peft'), [*asks], ids=[f"{w}{'-peft' if p else ''}" for w,p in asks])
 def test_trainers_of_trl(what, peft, tmp_path):
-    "A reference and what generates text leave no rows, also where the model that is trained is asked"
+    "Passes of the reference model and of text generation leave no rows, also if the trained model itself generates."
     ember,witness = callback(name='mine'),witness_kind()
     options = dict(beta=.1, **grpo) if what=='GRPO' else {}
     trainer = trl_trainer(tmp_path/'a', what, ember, witness, peft=peft, **options)
@@ -133,7 +133,7 @@ def test_trainers_of_trl(what, peft, tmp_path):
 
 @pytest.mark.slow
 def test_what_is_generated_for_several_steps(tmp_path):
-    "Micro-batches of a step are merged, and what was generated for all of them is in none"
+    "Micro-batches of a step are merged. The passes that generated text for all micro-batches are in no row."
     ember,seen = callback(ttypes=('output',)),[]
     trainer = trl_trainer(tmp_path, 'GRPO', ember, gradient_accumulation_steps=2, **grpo)
     trainer.model.get_input_embeddings().register_forward_hook(lambda m, args, out: seen.append(out.detach()) if torch.is_grad_enabled() else None)
@@ -171,7 +171,7 @@ def language(folder, model, *callbacks, data=None, **options):
 
 
 def plainly(model, data=None, accumulate=1, clip=None, **options):
-    "The rows of the same model, trained by hand"
+    "Return the rows of the same model trained by a plain loop."
     opt = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], .01, weight_decay=0.)
     model.train()
     with torchEmber(model, optimizer=opt, **options) as te:
@@ -216,7 +216,7 @@ def test_an_adapter(tmp_path):
     dict(gradient_checkpointing=True, gradient_accumulation_steps=3), dict(max_grad_norm=.01)],
     ids=['checkpointing', 'not reentrant', 'accumulate', 'clip'])
 def test_gradients_are_those_that_the_optimizer_has(options, tmp_path):
-    "Summed up and clipped. With checkpointing the passes in the backward are no others"
+    "Recorded gradients are accumulated and clipped. With checkpointing, passes in the backward are not other passes."
     ember = callback()
     data = ids(3*options.get('gradient_accumulation_steps', 1))
     trainer = language(tmp_path/'a', small(tmp_path), ember, data=data, **options)
@@ -255,7 +255,7 @@ def test_a_schedule_goes_on_from_a_checkpoint(tmp_path):
 
 
 def test_stopped_early_and_back_to_the_best(tmp_path):
-    "An evaluation that the loop asks for is recorded, and none else; the model is the best one again"
+    "Only evaluations of the training loop are recorded, also if the Trainer loads the best model at the end."
     transformers = kinds()[0]
     def run(folder, *callbacks):
         torch.manual_seed(0)
@@ -275,7 +275,7 @@ def test_stopped_early_and_back_to_the_best(tmp_path):
 
 
 def test_evaluations_that_others_ask_for(tmp_path):
-    "In the middle of a step, too: what the loop has not asked for is none of the training"
+    "Evaluations that a callback runs are not recorded, also in the middle of a step."
     transformers = kinds()[0]
     class Asks(transformers.TrainerCallback):
         def on_pre_optimizer_step(self, *args, **more): self.trainer.evaluate()
@@ -307,7 +307,7 @@ def test_after_an_exception_only_training_is_recorded(tmp_path):
 @pytest.mark.slow
 @pytest.mark.release # Lightning's two processes are in every run
 def test_two_processes(tmp_path):
-    "Each has its half of the batches; gradients are the mean of both"
+    "Each process has half of the batches; gradients are the mean over both processes."
     pytest.importorskip('accelerate')
     program = f'''
 import sys, warnings; warnings.filterwarnings('ignore'); sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}

@@ -1,4 +1,4 @@
-"A run arrives in MLflow with the steps of the training, and other runs are unchanged"
+"Tests of the sink for MLflow: a run arrives with the steps of the training, and other runs are unchanged"
 import math
 import os
 import re
@@ -46,7 +46,7 @@ def runs(name=None): return mlflow.search_runs(experiment_names=[name or os.envi
 
 
 def metrics(run, client=None):
-    "name -> {step: value}; each step once"
+    "Return the metrics of a run: name -> {step: value}. Fail if a step occurs twice."
     client = client or mlflow.MlflowClient()
     found = {}
     for k in client.get_run(run.info.run_id).data.metrics:
@@ -96,12 +96,12 @@ def test_run_of_the_user_can_be_a_sink(store, tmp_path, given):
 
 
 def test_one_sink_can_send_two_runs_in_turn(store, tmp_path):
-    "Each model has its metrics under its prefix"
+    "The metrics of each model have the prefix of its run."
     sink = MLflow(prefix='gen/', ttypes='input')
     for name,x in (('a', 1.), ('b', 2.)):
         with torchEmber(nn.Linear(2, 2), name=name, home=tmp_path, sinks=sink, stats=['rms'], ttypes='input') as te:
             for _ in range(3): te.model(torch.full((1, 2), x))
-        assert sink.of is sink.id is sink.client is None and not sink.own
+        assert sink.of is sink.id is sink.client is None and not sink.owns_run
     found = {r.info.run_name: metrics(r) for r in runs()}
     assert {n: v['gen/input/model/rms'] for n,v in found.items()}=={n: dict.fromkeys(range(3), x) for n,x in (('a', 1.), ('b', 2.))}
 
@@ -266,7 +266,7 @@ def test_percentiles_of_sizes_are_correct():
     assert percentile_edges([1., 2., 4., 8.], [4, 46, 50])=={'p5': 2., 'p50': 2., 'p95': 4.}
     sink = MLflow.__new__(MLflow)
     told = {}
-    sink.put = lambda step, numbers: told.update({step: numbers})
+    sink.queue_numbers = lambda step, numbers: told.update({step: numbers})
     sink.histograms(3, {'weight/0': ([1., 2.], [7])})
     assert told=={3: {f'weight/0/exponents/{p}': 1. for p in ('p5', 'p50', 'p95')}}
 

@@ -1,4 +1,4 @@
-"A run arrives at its sinks. Faults of a sink change neither the training nor the log"
+"Tests of sinks: a run arrives completely, and faults of a sink change neither the training nor the log"
 import math
 import signal
 import subprocess
@@ -366,9 +366,9 @@ def test_finding_of_an_earlier_step_does_not_end_the_open_step(tmp_path):
     told = {}
     te = torchEmber(nn.Linear(2, 2), home=tmp_path, name='first', sinks=lambda step, numbers: told.setdefault(step, numbers))
     feed, = te.feeds
-    feed.hear(5, [row('0', rms=1.)])
-    feed.hear(2, [{'ttype': 'finding', 'rule': 'nan', 'text': 'It is NaN.', 'step': 2}])
-    feed.hear(5, [row('1', rms=2.)])
+    feed.receive_rows(5, [row('0', rms=1.)])
+    feed.receive_rows(2, [{'ttype': 'finding', 'rule': 'nan', 'text': 'It is NaN.', 'step': 2}])
+    feed.receive_rows(5, [row('1', rms=2.)])
     te.close()
     assert told=={5: {'output/0/rms': 1., 'output/1/rms': 2., 'nonfinite/count': 0}}
 
@@ -421,7 +421,7 @@ def test_wandb_gets_one_alert_per_finding_and_one_end_per_row(monkeypatch):
 
 @pytest.mark.parametrize('what', ['name', 'pattern', 'file', 'run', 'ember', 'handle'])
 def test_replay_accepts_each_way_to_name_a_run(tmp_path, monkeypatch, what):
-    "The result is the same without home="
+    "`replay` sends the same with and without home=."
     monkeypatch.setenv('TORCHEMBER_HOME', str(tmp_path/'here'))
     model = nn.Linear(2, 2)
     with torchEmber(model, name='r') as te: model(torch.ones(1, 2))
@@ -452,7 +452,7 @@ def test_writer_of_another_library_gets_single_numbers(tmp_path):
 
 
 def test_one_sink_can_send_two_runs_in_turn(tmp_path, monkeypatch):
-    "Each run is complete, although another run of W&B is open the second time"
+    "Both runs are complete, although another W&B run is open during the second run."
     from torchember.sinks import TensorBoard
     sink = TensorBoard(log_dir=tmp_path/'runs', ttypes='input')
     for name,x in (('a', 1.), ('b', 2.)):
@@ -476,7 +476,7 @@ def test_one_sink_can_send_two_runs_in_turn(tmp_path, monkeypatch):
         sink.scalars(0, {'output/0/rms': v})
         sink.close()
     assert [run.rows for run in made]==[[({'output/0/rms': v, 'torchember/step': 0}, False), ({}, True), 'finished'] for v in (1., 2.)]
-    assert made[0].id.startswith('a-') and made[1].id.startswith('b-') and not sink.own and not sink.commit
+    assert made[0].id.startswith('a-') and made[1].id.startswith('b-') and not sink.owns_run and not sink.commit
 
 
 @pytest.mark.filterwarnings('ignore:torchember')
@@ -493,12 +493,12 @@ def test_sink_refuses_a_second_run_at_once(tmp_path):
         end = time.monotonic()+20
         while te is a and not sink.of and time.monotonic()<end: time.sleep(.01)
     said = b.close()['remarks']
-    assert sink.runs==['a'] and "already sends the run 'a'. Give each run a sink of its own" in said[0], said
+    assert sink.runs==['a'] and "already sends the run 'a'. Create another sink for" in said[0], said
     assert not a.close()['remarks'] and sink.of is None
 
 
 def test_folder_of_another_run_is_not_used(tmp_path, monkeypatch):
-    "The folder is left from another home or another program. A run that continues keeps its folder"
+    "A folder of another home or program is not used. A continued run keeps its folder."
     monkeypatch.chdir(tmp_path)
     train(tmp_path/'one', sinks='tensorboard', stats=['rms'])
     before = scalars(tmp_path/'runs'/'first')
@@ -535,12 +535,12 @@ def test_two_models_in_one_folder_have_different_names(tmp_path, recwarn):
     for n in ('gen', 'dis'):
         assert set(found[f'{n}/weight/model.weight/rms'])=={0, 1, 2}
     assert all(k.startswith(('gen/', 'dis/')) for k in found)
-    with pytest.raises(TypeError, match="prefix= is the beginning of all names, .* got"): Sink(prefix=3)
+    with pytest.raises(TypeError, match="prefix= is the beginning of all metric names, .* got"): Sink(prefix=3)
 
 
 @pytest.mark.parametrize('name', ['Sink', 'TensorBoard', 'Wandb', 'MLflow', 'Trackio'])
 def test_sinks_can_be_pickled(name, tmp_path, monkeypatch):
-    "Callbacks of a trainer that starts processes must be picklable"
+    "A trainer that starts processes pickles its callbacks with their sinks."
     import pickle
 
     import torchember.sinks
@@ -551,7 +551,7 @@ def test_sinks_can_be_pickled(name, tmp_path, monkeypatch):
 
 
 def test_only_complete_rows_of_wandb_are_noted_as_sent(monkeypatch):
-    "A row has no numbers of an earlier step"
+    "W&B adds numbers of an earlier step to no row, and only ended rows count as sent."
     wandb = pytest.importorskip('torchember.sinks.wandb')
     class Run(Tracker):
         step = 0
@@ -574,7 +574,7 @@ def test_only_complete_rows_of_wandb_are_noted_as_sent(monkeypatch):
     assert row=={'output/a/rms': 5., 'output/*[b]/rms': None, 'torchember/step': 1, 'scalar/val_loss': 3., 'torchember/scalar/val_loss/step': 0,
         'eval/output/a/rms': 4., 'torchember/eval_step': 0}
     sink.close()
-    assert (sink.run, sink.open_row, sink.ended, sink.row)==(run and sink.given, {}, set(), None)
+    assert (sink.run, sink.open_row, sink.ended_steps, sink.row)==(run and sink.given, {}, set(), None)
 
 
 def test_prefix_does_not_change_axes_of_wandb(monkeypatch):
@@ -590,7 +590,7 @@ def test_prefix_does_not_change_axes_of_wandb(monkeypatch):
 
 
 def test_step_is_noted_once_its_row_has_ended(tmp_path):
-    "Only the last step without arrival can still arrive"
+    "Of the steps that have not arrived, only the last one can still arrive."
     class Late(Sink):
         there = ()
         def scalars(self, step, numbers): pass
@@ -615,6 +615,6 @@ def test_findings_are_sent_with_their_step(tmp_path):
         def scalars(self, step, numbers): pass
         def findings(self, step, rows): found.append((step, [r['rule'] for r in rows]))
     te = torchEmber(nn.Linear(2, 2), home=tmp_path, name='first', sinks=Told())
-    te.feeds[0].hear(9, [{'ttype': 'finding', 'rule': r, 'text': 'So it is.', 'step': step} for r,step in (('a', 3), ('b', 5), ('c', 3))])
+    te.feeds[0].receive_rows(9, [{'ttype': 'finding', 'rule': r, 'text': 'So it is.', 'step': step} for r,step in (('a', 3), ('b', 5), ('c', 3))])
     te.close()
     assert found==[(3, ['a', 'c']), (5, ['b'])]

@@ -1,4 +1,4 @@
-"A run arrives in trackio with the steps of the training. Nothing is printed, and other runs count steps as before"
+"Tests of the sink for trackio: a run arrives with the steps of the training, nothing is printed, other runs count as before"
 import math
 import os
 import signal
@@ -14,7 +14,7 @@ from torch import nn
 
 from torchember import read, replay, torchEmber
 from torchember.sinks.feed import sink_of
-from torchember.sinks.trackio import OwnCounter, Trackio, without_print
+from torchember.sinks.trackio import RunProxy, Trackio, without_print
 
 trackio = pytest.importorskip('trackio')
 
@@ -96,12 +96,12 @@ def test_run_of_the_user_can_be_a_sink(project, tmp_path):
 
 
 def test_one_sink_can_send_two_runs_in_turn(project, tmp_path):
-    "Each model has its metrics under its prefix"
+    "The metrics of each model have the prefix of its run."
     sink = Trackio(project=project, prefix='gen/', ttypes='input')
     for name,x in (('a', 1.), ('b', 2.)):
         with torchEmber(nn.Linear(2, 2), name=name, home=tmp_path, sinks=sink, stats=['rms'], ttypes='input') as te:
             for _ in range(3): te.model(torch.full((1, 2), x))
-        assert sink.of is sink.run is None and not sink.own
+        assert sink.of is sink.run is None and not sink.owns_run
     found = {r.name: rows(project, r) for r in trackio.Api().runs(project)}
     assert {n: v['gen/input/model/rms'] for n,v in found.items()}=={n: dict.fromkeys(range(3), x) for n,x in (('a', 1.), ('b', 2.))}
 
@@ -180,7 +180,7 @@ def test_row_of_the_user_does_not_count_as_sent(project, monkeypatch):
 
 def test_flush_does_not_wait_for_accepted_numbers(project, monkeypatch):
     sink = opened(project)
-    monkeypatch.setattr(Trackio, 'local', False)
+    monkeypatch.setattr(Trackio, 'is_local', False)
     for step in range(3):
         sink.scalars(step, {'output/0/rms': 1.})
         sink.flush()
@@ -208,7 +208,7 @@ def test_lost_numbers_are_noticed_and_sent_later(project, tmp_path, monkeypatch)
         def refuses(*args, **kwargs): raise OSError('disk full')
         m.setattr(trackio.SQLiteStorage, 'bulk_log', refuses) # of which trackio only warns
         _,report = train(tmp_path, sinks=Trackio(project=project))
-        assert any('trackio has not written' in r for r in report['remarks'])
+        assert any('trackio has not stored' in r for r in report['remarks'])
     assert replay('first', Trackio(project=project), home=tmp_path)==6
     assert {*rows(project)['output/0/rms']}=={*range(6)}
 
@@ -267,11 +267,11 @@ def test_proxy_reads_the_run_and_keeps_what_is_set():
     class Run:
         n,more = 1,2
     run = Run()
-    pane = OwnCounter(run)
-    pane.n += 5
+    proxy = RunProxy(run)
+    proxy.n += 5
     run.more = 3
-    assert (pane.n, pane.more, run.n)==(6, 3, 1)
-    with pytest.raises(AttributeError): _ = pane.other
+    assert (proxy.n, proxy.more, run.n)==(6, 3, 1)
+    with pytest.raises(AttributeError): _ = proxy.other
 
 
 def test_function_without_print_returns_the_same(capsys):

@@ -1,4 +1,4 @@
-"An ember, `track` and `Visualization` use one sink for W&B. The tests read the files that W&B writes offline"
+"Tests of the sink for W&B with an ember, `track` and `Visualization`. They read the files that W&B writes offline"
 import json
 import time
 
@@ -80,7 +80,7 @@ with start():
 
 
 def test_user_rows_have_no_older_numbers_under_a_newer_step(tmp_path):
-    "A layer in some steps, rare losses, evaluations, and a user who logs every third step"
+    "Setting: a layer runs in some steps only, losses are rare, there are evaluations, and the user logs every third step."
     rows,axes = run('''
 class Now(nn.Module):
     def __init__(self):
@@ -165,7 +165,7 @@ monitor.close()
 
 @pytest.mark.parametrize('reinit', [pytest.param('return_previous', marks=pytest.mark.release), 'finish_previous'])
 def test_run_that_the_user_opens_later_is_separate(tmp_path, reinit):
-    "Our run continues beside an open run of W&B"
+    "The run of torchember continues beside a W&B run that the user opens later."
     rows,_ = run(f'''
 model = small()
 te = torchEmber(model, name='r', stats='full', sinks='wandb')

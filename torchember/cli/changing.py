@@ -11,9 +11,9 @@ import contextlib, io, os, sys
 from ..ground.messages import printable
 from ..ground.needs import needs
 from .commands import command
-from .listing import size_lines, measure_sizes
-from .named import find_home, open_argument, expand_names
-from .terminal import confirm, to_json, is_terminal, say, format_size, format_table
+from .listing import format_sizes, measure_sizes
+from .named import find_home, open_named_run, expand_names
+from .terminal import confirm, to_json, is_terminal, print_lines, format_size, format_table
 
 # %% ../../nbs/95_cli/30_changing.ipynb #cdc6d984
 def rm_arguments(p):
@@ -23,33 +23,34 @@ def rm_arguments(p):
 
 @command(rm_arguments, "torchember rm 'tmp*' --yes")
 def rm_command(args):
-    """Remove runs with all their files. Ask first; without a terminal, --yes is required. Running runs are refused.
+    """Remove runs with all their files. Ask first; without a terminal, --yes is required. Runs that are still recording are refused.
     Exit code 2 if nothing was removed"""
     rows = measure_sizes(args.run, home := find_home(args))
     if not args.yes:
         if not is_terminal(sys.stdin):
-            raise ValueError(f"{len(rows)} runs would be removed. Without a terminal to ask, pass --yes.")
-        say(*size_lines(rows), file=sys.stderr)
+            raise ValueError(f"{len(rows)} runs would be removed. There is no terminal to ask: pass --yes to remove them.")
+        print_lines(*format_sizes(rows), file=sys.stderr)
         if not confirm(f"Remove {len(rows)} run{'s'*(len(rows)!=1)}, {format_size(sum(r['size'] for r in rows))}?"):
-            say('Nothing was removed.', file=sys.stderr)
+            print_lines('Nothing was removed.', file=sys.stderr)
             return 2
     from torchember.frames.belongings import rm
     with contextlib.redirect_stdout(io.StringIO()): rm([r['name'] for r in rows], home)
-    say(to_json(rows)) if args.json else say(*(printable(f"removed {r['name']}: {r['files']} files, {format_size(r['size'])}") for r in rows))
+    if args.json: print_lines(to_json(rows))
+    else: print_lines(*(printable(f"removed {r['name']}: {r['files']} files, {format_size(r['size'])}") for r in rows))
     return 0
 
 # %% ../../nbs/95_cli/30_changing.ipynb #156439d8
 def mv_arguments(p):
     p.add_argument('run', help='name of a run')
-    p.add_argument('name', help='its new name')
+    p.add_argument('name', help='new name of the run')
     p.add_argument('--json', action='store_true', help='an object: both names')
 
 @command(mv_arguments, "torchember mv before 'before lr=3e-4'")
 def mv_command(args):
-    "Rename a run with all its files. Running runs and existing names are refused"
+    "Rename a run with all its files. A run that is still recording and an existing name are refused"
     from torchember.frames.belongings import mv
     mv(args.run, args.name, find_home(args))
-    if args.json: say(to_json({'run': args.run, 'name': args.name}))
+    if args.json: print_lines(to_json({'run': args.run, 'name': args.name}))
     return 0
 
 # %% ../../nbs/95_cli/30_changing.ipynb #7d7823b9
@@ -60,14 +61,14 @@ def compact_arguments(p):
 
 @command(compact_arguments, 'torchember compact before')
 def compact_command(args):
-    "Convert the lines of runs to Parquet, a fraction of the size. All readers continue to work. Needs pyarrow"
+    "Convert the JSON lines of runs to Parquet files, a fraction of the size. All readers continue to work. Needs pyarrow"
     from torchember.frames.listing import compact
     home,out = find_home(args),[]
     for name in expand_names(args.run, home):
         before = sum(r['log']+r['parts'] for r in measure_sizes([name], home))
         for r in compact(name, home, args.keep): out.append({**r, 'before': before})
-    if args.json: say(to_json(out))
-    else: say(*format_table([{'name': r['name'], 'rows': r['rows'], **{c: format_size(r[c]) for c in ('before', 'parquet', 'lines')}} for r in out],
+    if args.json: print_lines(to_json(out))
+    else: print_lines(*format_table([{'name': r['name'], 'rows': r['rows'], **{c: format_size(r[c]) for c in ('before', 'parquet', 'lines')}} for r in out],
         ['name', 'rows', 'before', 'parquet', 'lines'], elastic=('name',), drop=('rows', 'lines', 'before')))
     return 0
 
@@ -84,11 +85,11 @@ def write_rows_as_parquet(run, file, home):
     return n
 
 def write_run(run, file, form, home):
-    "Write a run in some form. Return the number of rows."
+    "Write the rows of a run to a file, in one of the `forms`. Return the number of rows."
     from torchember import read, to_logframe, write_parquet
     if form=='parquet': return write_rows_as_parquet(run, file, home)
     if form.startswith('logframe'):
-        lf = to_logframe(open_argument(run, home))
+        lf = to_logframe(open_named_run(run, home))
         lf.to_pickle(file, compression=None) if form=='logframe' else write_parquet(lf, file)
         return len(lf)
     df = read(run, home=home)
@@ -101,12 +102,12 @@ suffixes = {'.parquet': 'parquet', '.csv': 'csv', '.jsonl': 'jsonl', '.pkl': 'lo
 
 # %% ../../nbs/95_cli/30_changing.ipynb #2a104af1
 def choose_form(file, form):
-    "Return the form for a file. Raise ValueError if it is unknown."
+    "Return the form in `forms` that a file name or the option --as selects. Raise ValueError if neither does."
     if form is None: form = suffixes.get(os.path.splitext(file)[1].lower())
     if form is None:
         raise ValueError(f"export needs a file name that ends in {', '.join(suffixes)}, got {file!r:.80}. Or pass --as {' or '.join(forms)}.")
     if file=='-' and form not in ('csv', 'jsonl'):
-        raise ValueError(f"Standard output takes csv or jsonl, not {form}. Give a file.")
+        raise ValueError(f"Standard output takes csv or jsonl, not {form}. Give a file name instead of -.")
     return form
 
 def export_arguments(p):
@@ -132,5 +133,6 @@ def export_command(args):
     finally:
         with contextlib.suppress(FileNotFoundError): os.remove(temp)
     bytes = os.path.getsize(args.file)
-    say(to_json({'run': args.run, 'file': args.file, 'rows': n, 'bytes': bytes}) if args.json else printable(f'{args.file}: {n:,} rows, {format_size(bytes)}'))
+    result = {'run': args.run, 'file': args.file, 'rows': n, 'bytes': bytes}
+    print_lines(to_json(result) if args.json else printable(f'{args.file}: {n:,} rows, {format_size(bytes)}'))
     return 0

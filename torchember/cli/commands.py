@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 from ..ground.messages import printable
 from ..ground.plugins import find_plugins, load_plugin
-from .terminal import say, width
+from .terminal import print_lines, line_width
 
 # %% ../../nbs/95_cli/10_commands.ipynb #e34828d0
-places = { # command -> (Python module, one line of help)
+module_of_command = { # name of a command -> (Python module, one line of help)
     'ls': ('cli.listing', 'list runs, the newest first'),
-    'show': ('cli.listing', 'show facts and layers of a run'),
-    'tail': ('cli.steps', 'print a line for each step while the run goes on'),
+    'show': ('cli.listing', 'show metadata and layers of a run'),
+    'tail': ('cli.steps', 'print a line for each step during a run'),
     'diagnose': ('cli.verdicts', 'show what is wrong with runs'),
     'brief': ('cli.verdicts', 'print a run as one page of Markdown'),
     'plot': ('cli.pictures', 'draw a run into a file or in the terminal'),
@@ -33,44 +33,44 @@ places = { # command -> (Python module, one line of help)
     'rm': ('cli.changing', 'remove runs'),
     'run': ('cli.program', 'run a program, and record the models that it trains'),
     'completion': ('cli.completion', 'print the script for completion in your shell'),
-    'complete': ('cli.completion', None)} # for completion scripts; hidden
+    'complete': ('cli.completion', None)} # called by completion scripts; not in --help
 
 # %% ../../nbs/95_cli/10_commands.ipynb #63654fba
 class Command(NamedTuple):
-    "A command: its function, its arguments and an example."
-    do:object # Function of the parsed arguments that returns the exit code
+    "A command of the command line: its function, its arguments and an example."
+    function:object # Function of the parsed arguments that returns the exit code
     arguments:object # Function that adds arguments to an `argparse.ArgumentParser`
-    example:str # A call
+    example:str # Example of a command line, shown by `--help`
 
-commands = {} # name -> Command, of modules that were imported
+commands = {} # name -> `Command`. Contains only commands of imported Python modules
 
 def command(
     arguments, # Function that adds arguments to an `argparse.ArgumentParser`, which has `--home` already
-    example:str='' # A call, for `--help`
-): # A decorator
+    example:str='' # Example of a command line, shown by `--help`
+): # Decorator for the function of the command
     """Register a function as a command: `ls_command` becomes `ls`. Its docstring is the text of `--help`.
 
     Args:
         arguments: Function that adds arguments to an `argparse.ArgumentParser`, which has `--home` already
-        example: A call, for `--help`
+        example: Example of a command line, shown by `--help`
 
     Returns:
-        A decorator
+        Decorator for the function of the command
     """
-    def of(f):
+    def register(f):
         commands[f.__name__.rpartition('_')[0]] = Command(f, arguments, example)
         return f
-    return of
+    return register
 
 def command_names():
-    "Return a dict of all commands, built in and of other packages: name -> one line of help, None for a hidden command."
-    others = {name: f'a command of the package {plugin.dist.name}' for name,plugin in find_plugins('commands').items()}
-    return others | {name: text for name,(_,text) in places.items()}
+    "Return all commands, also those of other packages: name -> one line of help, or None for a hidden command."
+    external = {name: f'a command of the package {plugin.dist.name}' for name,plugin in find_plugins('commands').items()}
+    return external | {name: text for name,(_,text) in module_of_command.items()}
 
 def command_named(name):
-    "Import the Python module of a command and return its `Command`."
+    "Return the `Command` with a name. Import its Python module if necessary."
     if name in commands: return commands[name]
-    if name in places: import_module(f'torchember.{places[name][0]}')
+    if name in module_of_command: import_module(f'torchember.{module_of_command[name][0]}')
     else: load_plugin(find_plugins('commands')[name])
     if name not in commands:
         raise ImportError(f"The plugin of the command {name!r} defines no {name}_command. Decorate a function of this name with "
@@ -79,7 +79,7 @@ def command_named(name):
 
 # %% ../../nbs/95_cli/10_commands.ipynb #7a56846c
 class LazyParser(argparse.ArgumentParser):
-    "A parser with a function to add its arguments, called at the first use."
+    "Parser that adds its arguments when it first parses, so that a command imports only its own Python module."
     def __init__(self, *args, fill=None, **kwargs):
         self.positionals,self.options = [],{} # positionals: arguments without a dash; options: option -> argument
         super().__init__(*args, **kwargs, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, conflict_handler='resolve')
@@ -96,81 +96,81 @@ class LazyParser(argparse.ArgumentParser):
         if fill: fill(self)
         return super().parse_known_args(*args, **kwargs)
 
-def wrap_text(text): return textwrap.fill(' '.join(text.split()), max((width() or 100)-2, 20))
+def wrap_text(text): return textwrap.fill(' '.join(text.split()), max((line_width() or 100)-2, 20))
 
-def adder_of_arguments(name):
-    "Return a function that adds the arguments of a command to a parser."
-    def fill(p):
+def argument_adder(name):
+    "Return a function of a parser that imports a command and adds its arguments."
+    def add_arguments(p):
         c = command_named(name)
-        p.description,p.epilog = wrap_text(c.do.__doc__ or ''),f'example:\n  {c.example}' if c.example else None
+        p.description,p.epilog = wrap_text(c.function.__doc__ or ''),f'example:\n  {c.example}' if c.example else None
         p.add_argument('--home', help='folder or URL of logs, instead of ~/.torchember')
         c.arguments(p)
-    return fill
+    return add_arguments
 
 class Version(argparse.Action):
     def __call__(self, make_parser, *_):
-        say(f"torchember {import_module('torchember').__version__}")
+        print_lines(f"torchember {import_module('torchember').__version__}")
         make_parser.exit()
 
-codes = 'exit codes: 0 success, 1 something was found (diagnose, diff, tail), 2 wrong use or an error, 130 Ctrl-C'
+exit_codes = 'exit codes: 0 success, 1 something was found (diagnose, diff, tail), 2 wrong use or an error, 130 Ctrl-C'
 
 def make_parser():
-    "Return the parser of the command line."
+    "Return the parser of the command line, with one subparser per command."
     p = LazyParser(prog='torchember', description=wrap_text('See what every tensor of a network does while it trains.'),
-        epilog=wrap_text(codes)+'\n'+wrap_text('torchember <command> --help has the arguments of a command, and an example.'))
+        epilog=wrap_text(exit_codes)+'\n'+wrap_text('torchember <command> --help has the arguments of a command, and an example.'))
     p.add_argument('--version', action=Version, nargs=0, help='print the version')
-    some = p.add_subparsers(dest='command', required=True, metavar='command')
+    subparsers = p.add_subparsers(dest='command', required=True, metavar='command')
     for name,text in command_names().items():
-        some.add_parser(name, fill=adder_of_arguments(name), **({'help': printable(text).replace('%', '%%')} if text else {}))
+        subparsers.add_parser(name, fill=argument_adder(name), **({'help': printable(text).replace('%', '%%')} if text else {}))
     return p
 
 # %% ../../nbs/95_cli/10_commands.ipynb #5152847e
 @contextmanager
 def print_warnings_as_lines():
-    "Print warnings as one line, without the place in the code."
+    "Print each warning as one line, without file and line number, because users of the command line need no code."
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_, **__: say(f'torchember: {printable(message)}', file=sys.stderr)
+        warnings.showwarning = lambda message, *_, **__: print_lines(f'torchember: {printable(message)}', file=sys.stderr)
         yield
 
 def discard_output():
-    "Discard all further output, after standard output was closed."
+    "Discard all further output, because the reader has closed standard output."
     with suppress(OSError, AttributeError): os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 def run_command_line(argv):
-    "Run a command. Print errors as a sentence, and return the exit code."
+    "Run a command and return its exit code. Print an expected error as one sentence, other errors with a traceback."
     name = 'torchember'
     try:
         args = make_parser().parse_args(argv)
         name = f'torchember {args.command}'
-        with print_warnings_as_lines(): return command_named(args.command).do(args)
+        with print_warnings_as_lines(): return command_named(args.command).function(args)
     except BrokenPipeError: raise
-    except (ValueError, TypeError, OSError, ImportError) as e: say(f'{name}: {printable(e)}', file=sys.stderr)
+    except (ValueError, TypeError, OSError, ImportError) as e: print_lines(f'{name}: {printable(e)}', file=sys.stderr)
     except Exception: traceback.print_exc()
     return 2
 
 # %% ../../nbs/95_cli/10_commands.ipynb #da48d5e6
 def main(
-    argv:list|None=None # Arguments; default those of the process
+    argv:list|None=None # Arguments, by default those of the process
 ) -> int: # Exit code
-    """Run the command line. Raise SystemExit for `--help` and invalid arguments, as argparse does; `run` raises what the program raises.
+    """Run the command line. Raise SystemExit for `--help` and invalid arguments, as argparse does.
 
     Args:
-        argv: Arguments; default those of the process
+        argv: Arguments, by default those of the process
 
     Returns:
         Exit code
     """
     argv = sys.argv[1:] if argv is None else argv
-    # the other words belong to the program, which may also exit
-    if argv[:1]==['run']: return command_named('run').do(argv[1:])
+    # the arguments after `run` belong to the user's program, which may raise any exception
+    if argv[:1]==['run']: return command_named('run').function(argv[1:])
     try:
         try: return run_command_line(argv)
         finally:
             if sys.stdout is not None: sys.stdout.flush()
     except BrokenPipeError: code = 141
     except KeyboardInterrupt: code = 130
-    except OSError as e: # such as a full disk
-        say(f'torchember: {printable(e)}', file=sys.stderr)
+    except OSError as e: # such as a full disk, noticed when the output is flushed
+        print_lines(f'torchember: {printable(e)}', file=sys.stderr)
         code = 2
     discard_output() if code!=130 else None
     return code

@@ -8,40 +8,39 @@ __all__ = []
 # %% ../../nbs/95_cli/70_completion.ipynb #95588a3d
 import argparse, re, shlex
 
-from .commands import LazyParser, command, command_names, adder_of_arguments
-from .terminal import say
+from .commands import LazyParser, command, command_names, argument_adder
+from .terminal import print_lines
 
 # %% ../../nbs/95_cli/70_completion.ipynb #e333b37a
 def list_run_names(home):
-    "Return the names of runs. Several processes of a run count once."
+    "Return the names of all runs. A run of several processes appears once, without the number of a process."
     from torchember.store.anywhere import list_folder
     from torchember.store.base import folder
     names = [f.name for f in list_folder(folder('torchember', home)/'log') if not f.name.endswith(('_latest', '.parts')) and f.name[0]!='.']
     return sorted({re.sub(r'\.rank\d{1,6}$', '', n) for n in names if n.isprintable()})
 
 def find_positional(p, words):
-    "Return the positional argument after some words, or None."
-    named,n = p.options,0
-    takes = [w for w in words if w.startswith('-') and w in named and named[w].nargs!=0]
-    n = len([w for w in words if not w.startswith('-')])-len(takes)
-    there = p.positionals
-    return there[min(n, len(there)-1)] if there and (n<len(there) or there[-1].nargs in ('*', '+')) else None
+    "Return the positional argument of parser `p` that the next word after `words` fills. None if there is none."
+    with_value = [w for w in words if w.startswith('-') and w in p.options and p.options[w].nargs!=0]
+    n = len([w for w in words if not w.startswith('-')])-len(with_value)
+    positionals = p.positionals
+    return positionals[min(n, len(positionals)-1)] if positionals and (n<len(positionals) or positionals[-1].nargs in ('*', '+')) else None
 
 def complete_words(words):
-    "Return completions of the last word. words: those after 'torchember'"
+    "Return completions of the last word. words: the words of the command line after 'torchember'"
     *before,current = words or ['']
     names = command_names()
     name = next((w for w in before if w in names), None)
     if name is None:
         return [n for n in (*(n for n,text in names.items() if text), '--help', '--version') if n.startswith(current)]
     p,home = LazyParser(),before[before.index('--home')+1] if '--home' in before[:-1] else None
-    adder_of_arguments(name)(p)
-    asked = p.options.get(before[-1])
-    if asked is None or asked.nargs==0:
+    argument_adder(name)(p)
+    argument = p.options.get(before[-1])
+    if argument is None or argument.nargs==0:
         if current.startswith('-'): return [o for o in p.options if o.startswith(current) and o.startswith('--')]
-        asked = find_positional(p, before[before.index(name)+1:])
-    if asked is None: return []
-    found = list(map(str, asked.choices)) if asked.choices else list_run_names(home) if asked.dest in ('run', 'a', 'b') else []
+        argument = find_positional(p, before[before.index(name)+1:])
+    if argument is None: return []
+    found = list(map(str, argument.choices)) if argument.choices else list_run_names(home) if argument.dest in ('run', 'a', 'b') else []
     return [n for n in found if n.startswith(current)]
 
 # %% ../../nbs/95_cli/70_completion.ipynb #e0559f07
@@ -65,7 +64,7 @@ end
 complete -c torchember -f -a "(__torchember_complete)"'''}
 
 def split_line(line):
-    "Split a line into words as a shell does. Return the words and the open quote."
+    "Split a line into words as a shell does. Return the words, and the quote that is still open or ''."
     for quote in '',"'",'"':
         try: words = shlex.split(line+quote)
         except ValueError: continue
@@ -73,7 +72,7 @@ def split_line(line):
     return line.split(), ''
 
 def complete_for_bash(line):
-    "Return the completions of a line, as bash inserts them."
+    "Return the completions of a line in the form that bash inserts."
     words,quote = split_line(line)
     found = complete_words(words[1:])
     if quote: return found
@@ -86,7 +85,7 @@ def completion_arguments(p): p.add_argument('shell', choices=scripts)
 @command(completion_arguments, 'torchember completion bash')
 def completion_command(args):
     "Print the script for bash, zsh or fish: source <(torchember completion bash)"
-    say(scripts[args.shell])
+    print_lines(scripts[args.shell])
     return 0
 
 def complete_arguments(p):
@@ -95,6 +94,6 @@ def complete_arguments(p):
 
 @command(complete_arguments)
 def complete_command(args):
-    "Print completions for a shell"
-    say(*(complete_for_bash(args.words[0]) if args.shell=='bash' else complete_words(args.words)))
+    "Print the completions of a line, for the script of a shell"
+    print_lines(*(complete_for_bash(args.words[0]) if args.shell=='bash' else complete_words(args.words)))
     return 0

@@ -12,18 +12,18 @@ from fnmatch import fnmatchcase
 
 from ..ground.messages import printable, unknown
 from .commands import command
-from .named import find_home, is_pattern, open_argument, expand_one_name
-from .terminal import to_json, colorize, say, format_size, format_table
+from .named import find_home, is_pattern, open_named_run, expand_one_name
+from .terminal import to_json, colorize, print_lines, format_size, format_table
 
 # %% ../../nbs/95_cli/20_listing.ipynb #5d86dffc
 def format_start(row):
-    "Return the start of a run as text, '' if unknown."
+    "Return the time when a run began, as text. '' if the metadata have no valid time."
     start = row.get('start')
     try: return datetime.strptime(start, '%Y-%m-%d %H:%M:%S').strftime('%Y-%m-%d %H:%M:%S')
     except (ValueError, TypeError): return ''
 
 def select_runs(patterns, home):
-    "Return rows about runs, the newest first. Raise FileNotFoundError for a name or pattern without a run."
+    "Return a dict for each matching run, the newest first. Raise FileNotFoundError for a pattern without a match."
     from torchember.frames.listing import list_runs
     every = sorted(list_runs(home), key=format_start, reverse=True)
     for p in patterns:
@@ -32,22 +32,23 @@ def select_runs(patterns, home):
     return [r for r in every if not patterns or any(r['name']==p or fnmatchcase(r['name'], p) for p in patterns)]
 
 def has_died(name, place):
-    "Return True if the process of a log is gone without recording the end."
+    "Return True if the process of a log has ended without recording the end of the run."
     from torchember.frames.handle import read_facts
     from torchember.frames.listing import may_continue
     base = read_facts(name, place/'data')[0]
     return 'pid' in base and 'end' not in base and not may_continue(base)
 
 def describe_state(row, home):
-    "Return the state of a run: a problem, 'running', 'ended' or 'died'."
+    "Return the state of a run: 'running', 'ended', 'died', or the problem that prevents reading."
     from torchember.store.base import folder
     if row['problem'] or row['running']: return row['problem'] or 'running'
     place,n = folder('torchember', home),row['ranks']
     return 'died' if any(has_died(f"{row['name']}.rank{i}" if n>1 else row['name'], place) for i in range(n)) else 'ended'
 
 def report_no_runs(home):
+    "Print that the folder has no runs. Return exit code 0."
     from torchember.store.base import folder
-    say(f"There are no runs in {printable(folder('torchember', home))} yet.", file=sys.stderr)
+    print_lines(f"There are no runs in {printable(folder('torchember', home))} yet.", file=sys.stderr)
     return 0
 
 def ls_arguments(p):
@@ -59,7 +60,7 @@ def ls_command(args):
     "List runs, the newest first: model, steps, rows, size, start, and whether it is running, has ended, has died, or cannot be read"
     home = find_home(args)
     rows = [dict(r, state=describe_state(r, home)) for r in select_runs(args.run, home)]
-    if args.json: say(to_json(rows))
+    if args.json: print_lines(to_json(rows))
     elif not rows: return report_no_runs(home)
     else:
         shown = [dict(r, size=format_size(r['size']), began=format_start(r), ranks=r['ranks'] if r['ranks']>1 else None) for r in rows]
@@ -67,7 +68,7 @@ def ls_command(args):
         if any(r['ranks'] for r in shown): columns.insert(2, 'ranks')
         color = lambda r: 'good' if r['running'] else 'error' if r['state']!='ended' else None
         drop = ('rows', 'ranks', 'size', 'model', 'began', 'steps')
-        say(*format_table(shown, columns, elastic=('name', 'state', 'model'), drop=drop, color=color))
+        print_lines(*format_table(shown, columns, elastic=('name', 'state', 'model'), drop=drop, color=color))
     return 0
 
 # %% ../../nbs/95_cli/20_listing.ipynb #3fa8d6ce
@@ -76,13 +77,14 @@ def du_arguments(p):
     p.add_argument('--json', action='store_true', help='a list of objects, sizes in bytes')
 
 def measure_sizes(asked, home):
-    "Return the sizes of runs, the largest first."
+    "Return a dict with the sizes in bytes of each run's files, the largest run first."
     from torchember.frames.belongings import Home, run_sizes
     h = Home(home)
     names = h.chosen(list(asked) or '*') if asked or h.names else []
     return sorted((run_sizes(h, n) for n in names), key=lambda r: -r['size'])
 
-def size_lines(rows):
+def format_sizes(rows):
+    "Return the lines of a table with the sizes of runs and their total."
     parts = ['log', 'parts', 'latest', 'metadata', 'size']
     total = dict(name=f'{len(rows)} runs', files=sum(r['files'] for r in rows), **{c: sum(r[c] for r in rows) for c in parts})
     shown = [dict(r, **{c: format_size(r[c]) if r[c] else None for c in parts}) for r in ([*rows, total] if len(rows)>1 else rows)]
@@ -93,14 +95,14 @@ def size_lines(rows):
 def du_command(args):
     "Show the size of runs with all their files, the largest first: the log, its Parquet parts, the latest step, metadata"
     rows = measure_sizes(args.run, home := find_home(args))
-    if args.json: say(to_json(rows))
+    if args.json: print_lines(to_json(rows))
     elif not rows: return report_no_runs(home)
-    else: say(*size_lines(rows))
+    else: print_lines(*format_sizes(rows))
     return 0
 
 # %% ../../nbs/95_cli/20_listing.ipynb #92c59983
-def collect_facts(name, home):
-    "Return facts of a run without reading its rows."
+def collect_metadata(name, home):
+    "Return the metadata of a run (model, steps, size, state, host, ...) without reading its rows."
     from torchember.frames.handle import read_facts
     from torchember.frames.listing import list_runs
     from torchember.store.base import folder
@@ -110,7 +112,8 @@ def collect_facts(name, home):
     if 'running' in row: row = dict(row, state=describe_state(row, home))
     return row | {k: base[k] for k in ('host', 'pid', 'user', 'seconds', 'share') if k in base} | {'log': str(place/'log'/name)}
 
-def fact_lines(f):
+def format_metadata(f):
+    "Return a line of text for each known entry of a run's metadata."
     known = {'model': f.get('model'), 'ranks': f['ranks'] if f.get('ranks', 1)>1 else None, 'steps': f.get('steps'), 'rows': f.get('rows'),
         'size': format_size(f['size']) if 'size' in f else None, 'began': f.get('start'),
         'died' if f.get('state')=='died' else 'ended': 'running' if f.get('running') else f.get('end'),
@@ -122,21 +125,21 @@ def show_arguments(p):
     p.add_argument('run', help='name of a run, or a file of a log')
     p.add_argument('--path', help="layers: a glob on the path, such as 'features.*'; default all")
     p.add_argument('--ttype', help='tensor type; default outputs')
-    p.add_argument('--json', action='store_true', help='an object: facts, sentences about problems and findings, and layers')
+    p.add_argument('--json', action='store_true', help='an object: metadata, sentences about problems and findings, and layers')
 
 @command(show_arguments, 'torchember show before')
 def show_command(args):
     "Show a run: when, where and how long, the first non-finite value, and a line for each layer with the first, last and worst value"
     name = expand_one_name(args.run, home := find_home(args), 'show')
     from torchember import summary
-    s = summary(open_argument(name, home), args.path, args.ttype)
-    facts,rows = collect_facts(name, home),[{s.df.index.name: n, **r} for n,r in zip(s.df.index, s.df.to_dict('records'), strict=True)]
+    s = summary(open_named_run(name, home), args.path, args.ttype)
+    facts,rows = collect_metadata(name, home),[{s.df.index.name: n, **r} for n,r in zip(s.df.index, s.df.to_dict('records'), strict=True)]
     if args.json:
-        say(to_json({**facts, 'title': s.title, 'findings': list(s.found), 'said': list(s.said), 'not_trained': s.missing, 'layers': rows}))
+        print_lines(to_json({**facts, 'title': s.title, 'findings': list(s.found), 'said': list(s.said), 'not_trained': s.missing, 'layers': rows}))
     else:
-        say(colorize(printable(s.title), 'bold'), *fact_lines(facts), *(colorize(printable(f), f.partition(':')[0]) for f in s.found),
+        print_lines(colorize(printable(s.title), 'bold'), *format_metadata(facts), *(colorize(printable(f), f.partition(':')[0]) for f in s.found),
             *(printable(t) for t in (*s.said, s.missing) if t), '')
         columns = [s.df.index.name, *s.df.columns]
         drop = [c for c in columns if c=='steps' or c.startswith('abs_max')]+[c for c in columns if 'worst' in c or 'first' in c]
-        say(*format_table(rows, columns, elastic=columns[:1], drop=drop, color=lambda r: 'error' if r['not finite'] else None))
+        print_lines(*format_table(rows, columns, elastic=columns[:1], drop=drop, color=lambda r: 'error' if r['not finite'] else None))
     return 0

@@ -12,7 +12,7 @@ from ..ground.messages import printable
 
 # %% ../../nbs/95_cli/15_named.ipynb #867685f3
 def find_home(args):
-    "Return the folder in `--home`, None without one. Raise FileNotFoundError if it does not exist."
+    "Return the folder of the option `--home`, or None. Raise FileNotFoundError if there is no such folder."
     if args.home is None: return None
     from torchember.store.anywhere import folder_exists
     from torchember.store.base import folder
@@ -23,24 +23,24 @@ def find_home(args):
 # %% ../../nbs/95_cli/15_named.ipynb #6936d441
 def is_pattern(name): return bool(set(name)&set('*?['))
 
-def is_place(name):
-    "Return True if a log is named by its file or URL."
+def is_file_or_url(name):
+    "Return True if an argument is the file or URL of a log, not the name of a run."
     from torchember.store.anywhere import is_url
     return os.sep in name or is_url(name)
 
 def expand_names(asked, home):
-    "Replace patterns by the names of matching runs. Names without a pattern stay."
+    "Return names of runs: each pattern is replaced by the names of the matching runs."
     from torchember.frames.handle import open_runs
-    found = [[n] if is_place(n) or not is_pattern(n) else [s.name for s in open_runs(n, home)[0]] for n in asked]
-    return list(dict.fromkeys(n for some in found for n in some))
+    found = [[n] if is_file_or_url(n) or not is_pattern(n) else [s.name for s in open_runs(n, home)[0]] for n in asked]
+    return list(dict.fromkeys(n for names in found for n in names))
 
 def expand_one_name(asked, home, command):
-    "Return the name of one run. Raise ValueError if a pattern matches several."
+    "Return the name of the only run that matches a name or pattern. Raise ValueError if several runs match."
     names = expand_names([asked], home)
     if len(names)==1: return names[0]
     raise ValueError(f"{command} takes one run, and {asked!r:.80} matches {len(names)}: {printable(', '.join(names[:5]))}. Choose one.")
 
-def open_argument(name, home):
-    "Return the `Run` of a command's argument."
+def open_named_run(name, home):
+    "Open the run that an argument of a command names. Return its `Run`."
     from torchember.frames.handle import open_run
     return open_run(name, home)

@@ -10,21 +10,22 @@ import io, os, sys
 
 from ..ground.messages import printable
 from .commands import command
-from .named import find_home, open_argument, expand_names
-from .terminal import to_json, is_terminal, say, width
+from .named import find_home, open_named_run, expand_names
+from .terminal import to_json, is_terminal, print_lines, line_width
 
 # %% ../../nbs/95_cli/65_pictures.ipynb #5a89cd51
 pictures = ('overview', 'scalar_line', 'scalar_global_heatmap', 'tree', 'updates', 'surface', 'exp_hist', 'ridge', 'out_of_range', 'compare')
 
 def draw_figure(picture, runs, args):
-    "Return the figure of a picture."
+    "Draw a picture of runs, and return its Matplotlib figure. picture: one of `pictures`"
     import matplotlib
-    if 'matplotlib.pyplot' not in sys.modules: matplotlib.use('agg') # a terminal has no windows
+    if 'matplotlib.pyplot' not in sys.modules: matplotlib.use('agg') # a command draws into files, so no window may open
     import torchember
     asked = {k: getattr(args, k) for k in ('path', 'ttype', 'stat') if getattr(args, k) is not None}
     return getattr(torchember, picture)(runs if picture=='compare' else runs[0], **asked).figure
 
 def render(fig, form='png', dpi=120):
+    "Return a figure as the bytes of a file, and close the figure."
     import matplotlib.pyplot as plt
     out = io.BytesIO()
     try: fig.savefig(out, format=form, dpi=dpi)
@@ -32,7 +33,7 @@ def render(fig, form='png', dpi=120):
     return out.getvalue()
 
 def choose_file(args, names):
-    "Return the file to write, None for the terminal."
+    "Return the name of the file to write. None if the picture is drawn in the terminal."
     if args.output is not None: return args.output
     if args.inline or is_terminal() and not args.json: return None
     return f"{printable(os.path.basename(names[0]))}.png"
@@ -55,14 +56,14 @@ def plot_command(args):
         raise ValueError(f"{args.picture} draws one run, got {len(names)}. To draw several: --picture compare.")
     file = choose_file(args, names)
     form = 'png' if file is None else os.path.splitext(file)[1][1:].lower() or 'png'
-    data = render(draw_figure(args.picture, [open_argument(n, home) for n in names], args), form)
+    data = render(draw_figure(args.picture, [open_named_run(n, home) for n in names], args), form)
     if file is None: return draw_in_terminal(data)
     with open(file, 'wb') as f: f.write(data)
-    say(to_json({'runs': names, 'picture': args.picture, 'file': file}) if args.json else printable(file))
+    print_lines(to_json({'runs': names, 'picture': args.picture, 'file': file}) if args.json else printable(file))
     return 0
 
 def draw_in_terminal(png):
-    "Print a PNG file as block characters. Return the exit code 0."
-    from torchember.cli.blocks import as_blocks
-    say(as_blocks(png, (width() or 100)-1).removesuffix('\n'))
+    "Print a picture as block characters. Return exit code 0. png: bytes of a PNG file"
+    from torchember.cli.blocks import draw_blocks
+    print_lines(draw_blocks(png, (line_width() or 100)-1).removesuffix('\n'))
     return 0

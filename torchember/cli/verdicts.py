@@ -11,10 +11,10 @@ import json
 from ..ground.messages import printable
 from .commands import command
 from .named import find_home, expand_names, expand_one_name
-from .terminal import to_json, colorize, say
+from .terminal import to_json, colorize, print_lines
 
 # %% ../../nbs/95_cli/50_verdicts.ipynb #2fbc071f
-# severities that give exit code 1
+# value of --fail-on -> severities of findings that give exit code 1
 fails = dict(error=('error',), warning=('error', 'warning'), info=('error', 'warning', 'info'), never=())
 
 def colorize_line(line): return colorize(line, {'ERROR': 'error', 'WARNING': 'warning'}.get(line.partition(' ')[0]))
@@ -27,23 +27,23 @@ def diagnose_arguments(p):
 
 @command(diagnose_arguments, 'torchember diagnose before after')
 def diagnose_command(args):
-    """Show problems of runs, the cause first, with advice. Exit code 1 if any has a warning or an error, 0 if none has,
-    2 if one cannot be read"""
+    """Show problems of runs, the cause first, with advice. Exit code 1 if any run has a warning or an error, 0 if no run has,
+    2 if a run cannot be read"""
     from torchember import diagnose
     home = find_home(args)
     found = {n: diagnose(n, args.rules, home) for n in expand_names(args.run, home)}
     if args.json:
         objects = [json.loads(f.to_json()) for f in found.values()]
-        say(to_json(objects[0] if args.run==list(found) and len(found)==1 else objects))
+        print_lines(to_json(objects[0] if args.run==list(found) and len(found)==1 else objects))
     else:
         for n,f in found.items():
-            say(*([f'{printable(n)}:'] if len(found)>1 and not f.healthy else []), *map(colorize_line, f.lines()))
+            print_lines(*([f'{printable(n)}:'] if len(found)>1 and not f.healthy else []), *map(colorize_line, f.lines()))
     return int(any(s in fails[args.fail_on] for f in found.values() for s in f['severity']))
 
 # %% ../../nbs/95_cli/50_verdicts.ipynb #4219f928
 def diff_arguments(p):
     p.add_argument('a', help='name of a run, file of a log, or file of keep_run')
-    p.add_argument('b', help='the other run, likewise')
+    p.add_argument('b', help='the other run: name of a run, file of a log, or file of keep_run')
     p.add_argument('--rtol', type=float, help='relative tolerance; default from number format and size of each tensor')
     p.add_argument('--path', help="layers of a to compare: a glob on the path, such as 'features.*'; default all")
     p.add_argument('--ttype', help='tensor type to compare; default all')
@@ -55,7 +55,7 @@ def diff_command(args):
     from torchember.health.diff import diff
     d = diff(args.a, args.b, rtol=args.rtol, path=args.path, ttype=args.ttype, home=find_home(args))
     where = {k: getattr(d, k) for k in ('step', 'path', 'ttype', 'tname', 'pname', 'stat', 'a', 'b')}
-    say(to_json({'differ': bool(d), 'names': list(d.names), **where, 'text': d.text}) if args.json else printable(d.text))
+    print_lines(to_json({'differ': bool(d), 'names': list(d.names), **where, 'text': d.text}) if args.json else printable(d.text))
     return int(bool(d))
 
 # %% ../../nbs/95_cli/50_verdicts.ipynb #ecff0c7a
@@ -69,7 +69,7 @@ def brief_command(args):
     from torchember import brief
     name = expand_one_name(args.run, home := find_home(args), 'brief')
     text = brief(name, home=home)
-    say(to_json({'run': name, 'text': text}) if args.json else text.rstrip('\n'))
+    print_lines(to_json({'run': name, 'text': text}) if args.json else text.rstrip('\n'))
     return 0
 
 def report_arguments(p):
@@ -81,9 +81,9 @@ def report_arguments(p):
 
 @command(report_arguments, 'torchember report before -o before.html')
 def report_command(args):
-    "Write an interactive HTML file with pictures, the module tree and all findings. Prints the name of the file"
+    "Write a run as an interactive HTML file with pictures, the module tree and all findings. Prints the name of the file"
     from torchember import report
     name = expand_one_name(args.run, home := find_home(args), 'report')
     file = str(report(name, args.output, args.path, args.ttype, home=home))
-    say(to_json({'run': name, 'file': file}) if args.json else printable(file))
+    print_lines(to_json({'run': name, 'file': file}) if args.json else printable(file))
     return 0

@@ -21,31 +21,33 @@ class EmberCallback(RecordingCallback, TrainerCallback):
     def __init__(self,
         **options # Arguments of `torchEmber`, except model, optimizer, scaler, first_step and resume
     ):
-        self.recording,self.training,self.control = TrainingRecorder('EmberCallback', **options),False,None # training: True after the start of an epoch
+        # has_epoch: True after the start of an epoch
+        self.recording,self.has_epoch,self.control = TrainingRecorder('EmberCallback', **options),False,None
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
-        "Arm the model. End a training that failed before."
+        "Begin the run of a training. First end the run of an earlier training that has failed."
         self.recording.begin(model, optimizer, state.global_step, getattr(optimizer, 'scaler', None))
-        if args.max_grad_norm and args.logging_strategy!='no': self.recording.claim('grad_norm') # logged by the Trainer after clipping
-        self.recording.only(self.wanted)
-        self.training,self.control = False,control
+        # the Trainer logs this scalar itself, after clipping
+        if args.max_grad_norm and args.logging_strategy!='no': self.recording.claim('grad_norm')
+        self.recording.record_only(self.is_recorded)
+        self.has_epoch,self.control = False,control
         self.recording.mark(epoch=as_whole_number(state.epoch))
 
-    def wanted(self, phase, grad):
-        "Return True if a pass belongs to the training, or to its evaluation. Generation belongs to neither."
-        return self.control.should_evaluate or not self.training if phase=='eval' else grad
+    def is_recorded(self, phase, grad):
+        "Return True for a training pass and for an evaluation during training. Text generation is not recorded."
+        return self.control.should_evaluate or not self.has_epoch if phase=='eval' else grad
 
     def on_epoch_begin(self, args, state, control, **kwargs):
-        "Mark the rows with the epoch."
-        self.training,self.control = True,control
+        "Add the number of the epoch as a column to all following rows."
+        self.has_epoch,self.control = True,control
         self.recording.mark(epoch=as_whole_number(state.epoch))
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        "Record scalars."
-        self.recording.noted(logs or {})
+        "Record the logs of the Trainer as scalars of the step that has just ended."
+        self.recording.log_scalars(logs or {})
 
     def on_train_end(self, args, state, control, **kwargs):
         "End the run."
         self.close()
 
-def as_whole_number(epoch): return int((epoch or 0)+1e-6) # a fraction from repeated addition
+def as_whole_number(epoch): return int((epoch or 0)+1e-6) # Trainer adds up fractions of an epoch, with rounding errors

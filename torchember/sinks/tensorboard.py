@@ -16,70 +16,72 @@ from .sink import Sink
 from ..ground.needs import needs
 
 # %% ../../nbs/56_sinks/30_tensorboard.ipynb #2a16472b
-def read_events(place):
-    "Return what the files of a folder contain: (key, step) of numbers and histograms, (key, step, text) of findings."
+def read_events(folder):
+    "Return what a folder of TensorBoard contains: (key, step) of numbers and histograms, (key, step, text) of findings."
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    events = EventAccumulator(place, size_guidance={'scalars': 0, 'histograms': 0, 'tensors': 0}).Reload()
+    events = EventAccumulator(folder, size_guidance={'scalars': 0, 'histograms': 0, 'tensors': 0}).Reload()
     tags = events.Tags()
     texts = {(k, e.step, e.tensor_proto.string_val[0].decode()) for k in tags['tensors'] if k.startswith('finding/') for e in events.Tensors(k)}
-    return texts | {(k, e.step) for kind,of in (('scalars', events.Scalars), ('histograms', events.Histograms)) for k in tags[kind] for e in of(k)}
+    return texts | {(k, e.step) for kind,read in (('scalars', events.Scalars), ('histograms', events.Histograms)) for k in tags[kind] for e in read(k)}
 
-def run_folder(run, about, log_dir): # about: metadata of the run; log_dir: contains the folders of runs
+def run_folder(run, about, log_dir): # about: metadata of the run; log_dir: folder of all runs
     "Return the folder of a run: `<name>`, or `<name>_2`, ... if another run has used that name."
     id = {k: str(about.get(k)) for k in ('start', 'host')}
     for i in count(1):
-        place = join(log_dir, run if i==1 else f'{run}_{i}')
-        try: makedirs(place)
+        folder = join(log_dir, run if i==1 else f'{run}_{i}')
+        try: makedirs(folder)
         except FileExistsError:
-            try: whose = json.loads(Path(place, owner_file).read_text(encoding='utf-8'))
-            except (OSError, ValueError): whose = None # not from torchember
-            if whose!=id: continue
-        else: Path(place, owner_file).write_text(json.dumps(id), encoding='utf-8')
-        return place
+            try: owner = json.loads(Path(folder, owner_file).read_text(encoding='utf-8'))
+            except (OSError, ValueError): owner = None # the folder belongs to another program
+            if owner!=id: continue
+        else: Path(folder, owner_file).write_text(json.dumps(id), encoding='utf-8')
+        return folder
 
-owner_file = 'torchember.json' # file in a folder that says which run it is of
+owner_file = 'torchember.json' # file that names the run to which its folder belongs
 
 # %% ../../nbs/56_sinks/30_tensorboard.ipynb #8b5e8906
 class TensorBoard(Sink):
-    """Writes to TensorBoard: to a given `SummaryWriter`, or to a new one.
+    """Sends to TensorBoard, through a given `SummaryWriter` or a new one.
 
     Args:
-        writer: A `SummaryWriter`; without it, a new one
-        log_dir: Folder of new writers; each run has a folder in it
+        writer: `SummaryWriter` to use; by default a new one
+        log_dir: Folder for new writers; each run gets a folder inside
         **choice: Arguments of `Sink`
     """
     name = 'tensorboard'
     def __init__(self,
-        writer=None, # A `SummaryWriter`; without it, a new one
-        log_dir='runs', # Folder of new writers; each run has a folder in it
+        writer=None, # `SummaryWriter` to use; by default a new one
+        log_dir='runs', # Folder for new writers; each run gets a folder inside
         **choice # Arguments of `Sink`
     ):
         super().__init__(**choice)
         needs('tensorboard', for_='The sink tensorboard')
-        self.writer,self.log_dir,self.own,self.present = writer,abspath(log_dir),writer is None,set() # present: contents of its folder, from `read_events`
+        # existing: what the folder contains, from `read_events`
+        self.writer,self.log_dir,self.owns_writer,self.existing = writer,abspath(log_dir),writer is None,set()
 
     def open(self, run, about):
-        if not self.own: return
+        if not self.owns_writer: return
         from torch.utils.tensorboard import SummaryWriter
-        place = run_folder(run, about, self.log_dir)
-        self.present = read_events(place)
-        self.writer = SummaryWriter(place)
+        folder = run_folder(run, about, self.log_dir)
+        self.existing = read_events(folder)
+        self.writer = SummaryWriter(folder)
 
     def target(self): return f'tensorboard:{abspath(self.writer.log_dir)}'
 
     def scalars(self, step, numbers):
-        new,file = {k: v for k,v in numbers.items() if (k, step) not in self.present},getattr(self.writer, 'file_writer', None)
-        if type(file).__module__=='torch.utils.tensorboard.writer': # a single event for all numbers costs a tenth
+        new,file = {k: v for k,v in numbers.items() if (k, step) not in self.existing},getattr(self.writer, 'file_writer', None)
+        # one event for all numbers costs a tenth of one event per number
+        if type(file).__module__=='torch.utils.tensorboard.writer':
             from tensorboard.compat.proto.summary_pb2 import Summary
             file.add_summary(Summary(value=[Summary.Value(tag=k, simple_value=v) for k,v in new.items()]), step)
-        else: # a writer of another library, or of the user
+        else: # a writer of another library or of the user, which may have no `add_summary`
             for k,v in new.items(): self.writer.add_scalar(k, v, step)
 
     def histograms(self, step, counts):
         for k,(edges,n) in counts.items():
-            if (f'{k}/exponents', step) in self.present: continue
+            if (f'{k}/exponents', step) in self.existing: continue
             centers = [(a+b)/2 for a,b in zip(edges, edges[1:], strict=False)]
-            total = sum(c*x for c,x in zip(n, centers, strict=True)) # estimated from bin centers
+            total = sum(c*x for c,x in zip(n, centers, strict=True)) # estimate from the centers of the bins
             squares = sum(c*x*x for c,x in zip(n, centers, strict=True))
             self.writer.add_histogram_raw(f'{k}/exponents', min=edges[0], max=edges[-1], num=sum(n), sum=total, sum_squares=squares,
                 bucket_limits=[edges[0], *edges[1:]], bucket_counts=[0, *n], global_step=step)
@@ -87,12 +89,12 @@ class TensorBoard(Sink):
     def findings(self, step, found):
         for f in found:
             key,text = f"finding/{f['rule']}",('No longer so: ' if f.get('over') else '')+f['text']
-            if (f'{key}/text_summary', step, text) not in self.present: self.writer.add_text(key, text, step)
+            if (f'{key}/text_summary', step, text) not in self.existing: self.writer.add_text(key, text, step)
 
     def flush(self): self.writer.flush()
 
     def close(self):
         if self.writer is None: return
-        if not self.own: return self.writer.flush()
+        if not self.owns_writer: return self.writer.flush()
         self.writer.close()
-        self.writer = None # another run gets another writer
+        self.writer = None # so that `open` creates another writer for another run

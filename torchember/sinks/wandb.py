@@ -9,25 +9,25 @@ __all__ = ['Wandb']
 import re
 
 from .private_trackers import detach_run
-from .sink import Sink, alerts_of, plain_facts, stable_id
+from .sink import Sink, alerts_of, simple_metadata, stable_id
 from ..ground.needs import needs
 
 # %% ../../nbs/56_sinks/20_wandb.ipynb #a1ee9bab
 class Wandb(Sink):
-    """Sends to a run of W&B: the open one, or a new one.
+    """Sends to Weights & Biases: to the run that is open, or else to a new run.
 
     Args:
-        run: A run of W&B; without it, the open one or a new one
+        run: Run of W&B; by default the open run, or else a new run
         project: Project of a new run
-        commit: True to end rows also in a run that the user opened, which moves its step counter
+        commit: True to end rows also in a run that the user opened. This moves the step counter of the run
         **choice: Arguments of `Sink`
     """
     name = 'wandb'
     axis = 'torchember/step'
     def __init__(self,
-        run=None, # A run of W&B; without it, the open one or a new one
+        run=None, # Run of W&B; by default the open run, or else a new run
         project:str='torchember', # Project of a new run
-        commit:bool=False, # True to end rows also in a run that the user opened, which moves its step counter
+        commit:bool=False, # True to end rows also in a run that the user opened. This moves the step counter of the run
         **choice # Arguments of `Sink`
     ):
         super().__init__(**choice)
@@ -37,57 +37,58 @@ class Wandb(Sink):
     wandb = property(lambda self: needs('wandb', for_='The sink wandb'), doc="The library, a property because a library cannot be pickled.")
 
     def begin(self):
-        "Reset the state between two runs."
-        self.run,self.commit,self.own,self.axes = self.given,self.commits,False,set()
-        self.row,self.open_row,self.ended = None,{},set() # open_row: axis -> (step, keys) in the open row; ended: steps whose rows are complete
+        "Reset the state, so that the sink can send another run."
+        self.run,self.commit,self.owns_run,self.axes = self.given,self.commits,False,set()
+        self.row,self.open_row,self.ended_steps = None,{},set() # open_row: axis -> (step, keys) in the open row of W&B
 
     def open(self, run, about):
-        self.run = self.run or self.wandb.run # a run that was opened in the meantime
+        self.run = self.run or self.wandb.run # the user may have opened a run since the sink was created
         if self.run is None:
             self.run = self.wandb.init(project=self.project, name=run, id=stable_id(run, about), resume='allow', reinit='create_new',
-                config={'torchember': plain_facts(about)})
-            self.own = self.commit = True
+                config={'torchember': simple_metadata(about)})
+            self.owns_run = self.commit = True
             detach_run(self.run)
         self.run.define_metric(self.axis, hidden=True)
 
     def target(self): return f'wandb:{self.run.id}'
 
     def axis_of(self, key):
-        "Return the x-axis of a metric. Rare metrics have axes of their own, since a row of W&B keeps old values beside new ones."
+        "Return the x-axis of a metric. Scalars and evaluations get their own axes, because they occur in few steps."
         key = key.removeprefix(self.prefix)
         return f'torchember/{key}/step' if key.startswith('scalar/') else 'torchember/eval_step' if key.startswith('eval/') else self.axis
 
-    def note_row(self):
-        "Notice whether W&B has begun another row, in which none of our numbers are yet."
+    def detect_new_row(self):
+        "Mark the steps of the open row as ended, if W&B has begun another row since the last call."
         row = None if getattr(getattr(self.run, 'settings', None), 'mode', '')=='shared' else getattr(self.run, 'step', None)
         if row==self.row: return
-        self.ended.update(step for step,_ in self.open_row.values())
+        self.ended_steps.update(step for step,_ in self.open_row.values())
         self.row,self.open_row = row,{}
 
     def put(self,
         step, # Number of the step
-        data # Name -> number, or other data of W&B, such as an image
+        data # Name -> number, or another type of W&B, such as an image
     ):
-        """Put metrics of a step into the open row of W&B, with their own step.
+        """Add metrics of a step to the open row of W&B. The number of the step goes into the same row.
 
         Args:
             step: Number of the step
-            data: Name -> number, or other data of W&B, such as an image
+            data: Name -> number, or another type of W&B, such as an image
         """
-        by,old = {},{}
-        for k in data: by.setdefault(self.axis_of(k), set()).add(k)
-        for axis,keys in by.items():
-            for group in {f'{top}/*' if top and axis==self.axis else k for k in keys for top in [k.rpartition('/')[0]]}-self.axes: # a glob may end in a star
+        keys_of_axis,outdated = {},{}
+        for k in data: keys_of_axis.setdefault(self.axis_of(k), set()).add(k)
+        for axis,keys in keys_of_axis.items():
+            # W&B accepts a glob only with the star at the end
+            for group in {f'{top}/*' if top and axis==self.axis else k for k in keys for top in [k.rpartition('/')[0]]}-self.axes:
                 self.axes.add(group)
                 if '*' not in group.removesuffix('/*'): self.run.define_metric(group, step_metric=axis)
             if axis!=self.axis and axis not in self.axes: self.axes.add(axis); self.run.define_metric(axis, hidden=True)
         if self.commit and any(s!=step for s,_ in self.open_row.values()): self.flush()
-        self.note_row()
-        for axis,keys in by.items(): # remove values of another step from the open row
+        self.detect_new_row()
+        for axis,keys in keys_of_axis.items(): # values of another step in the open row are overwritten with None
             before,present = self.open_row.get(axis, (step, set()))
-            if before!=step: old |= dict.fromkeys(present-keys)
+            if before!=step: outdated |= dict.fromkeys(present-keys)
             self.open_row[axis] = step,present|keys
-        self.run.log({**old, **data, **dict.fromkeys(by, step)}, commit=False)
+        self.run.log({**outdated, **data, **dict.fromkeys(keys_of_axis, step)}, commit=False)
 
     def scalars(self, step, numbers): self.put(step, numbers)
 
@@ -102,7 +103,7 @@ class Wandb(Sink):
         name:str, # Name of the artifact; other characters become '_'
         kind:str # Type of the artifact
     ):
-        """Add a file to the run, as an artifact.
+        """Add a file to the run, as an artifact of W&B.
 
         Args:
             path: Path of the file
@@ -116,15 +117,15 @@ class Wandb(Sink):
     def flush(self):
         if self.commit and self.open_row:
             self.run.log({}, commit=True)
-            self.ended.update(step for step,_ in self.open_row.values())
+            self.ended_steps.update(step for step,_ in self.open_row.values())
             self.open_row = {}
 
     def persisted_steps(self, steps):
-        self.note_row()
-        return [s for s in steps if s in self.ended]
+        self.detect_new_row()
+        return [s for s in steps if s in self.ended_steps]
 
     def close(self):
         if self.run is None: return
         self.flush()
-        if self.own: self.run.finish()
+        if self.owns_run: self.run.finish()
         self.begin()

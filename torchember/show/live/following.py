@@ -17,7 +17,7 @@ from ...frames.handle import read_facts
 from ...frames.listing import is_running, try_describe_log
 from ..findings import OpenFindings
 from ..run_summary import trouble_sentence
-from ...sinks.sink import noted_numbers, not_noted
+from ...sinks.sink import logged_numbers, built_in_columns
 from ...store.anywhere import open_regular
 from ...store.lines import is_step
 from ...store.lines import longest_line
@@ -258,7 +258,7 @@ class FollowedLog:
             if self.first_bad is None and has_some(row) and row.get('phase') not in beside_training:
                 self.first_bad = {**row, 'path': str(row.get('path', path_of(str(row.get('module', '')))))}
             return
-        numbers = noted_numbers(row, not_noted) if row['ttype']=='scalar' else None
+        numbers = logged_numbers(row, built_in_columns) if row['ttype']=='scalar' else None
         for k,v in (numbers or {}).items(): self.numbers.setdefault(k, Spark()).add(v)
         self.kept.add(row['step'], line_of(row)+b'\n', numbers)
 
