@@ -77,6 +77,7 @@ def parse_part(part):
 # %% ../../nbs/42_processes/03_axes.ipynb #da300004
 class Roles:
     """Role of the tensor of each row along each axis, from the column `part`.
+
     Roles: 'R' replicated, 'S0' sharded along dimension 0, 'B' batch, 'P' partial sum, 'U' unrelated, '?' unknown"""
     def __init__(self, part): # part: column of texts
         pd = needs('pandas', for_='A table of rows')

@@ -43,6 +43,7 @@ def missing_ranks(steps, metadata, world): # steps: rank -> (first step, last st
 # %% ../../nbs/42_processes/09_checks.ipynb #30fdeb95
 def unknown_axes(rows):
     """Yield messages about axes of the device mesh for which it is unknown which ranks form a group.
+
     rows: a `shards.RankRows`"""
     lines,seen = rows.axes.lines,defaultdict(set)
     for part,ranks in rows.df.groupby('part', observed=True)['rank'].unique().items():
@@ -56,6 +57,7 @@ def unknown_axes(rows):
 # %% ../../nbs/42_processes/09_checks.ipynb #19895bea
 def drift_message(row, rank, first, step, n):
     """Return the message about a rank whose replica of a tensor differs from the first rank's.
+
     row: row of the tensor on this rank
     first: the first rank with a replica of the tensor
     n: number of tensors that differ"""

@@ -35,6 +35,7 @@ def count_elements(shape, numel):
 
 def concatenate_shapes(shapes, samples=()):
     """Return the shape of the concatenation of tensors, or None if their shapes do not fit.
+
     samples: numbers of samples on the ranks. Tensors are concatenated along the first dimension whose sizes are all in `samples`, else along 0"""
     if any(not isinstance(s, list|tuple) or not len(s) for s in shapes) or len({len(s) for s in shapes})>1: return None
     k = next((k for k,sizes in enumerate(zip(*shapes, strict=True)) if {*sizes}<={*samples}), 0)
@@ -44,6 +45,7 @@ def concatenate_shapes(shapes, samples=()):
 # %% ../../nbs/42_processes/06_columns.ipynb #a5bcb615
 def usual_samples(samples, rank, batch):
     """Return the set of the usual batch sizes of the ranks: for each rank its most frequent size of the first dimension.
+
     samples: size of the first dimension of each row
     batch: mask of the rows that hold some samples of the batch"""
     several = batch & (samples>1)
@@ -93,6 +95,7 @@ def add_exponents(lists, factors):
 # %% ../../nbs/42_processes/06_columns.ipynb #0a2c9397
 def merge_ratios(ratio, vectors, group, wholes):
     """Return the ratio of update norm to weight norm of each group of shards.
+
     ratio: the same ratio of each shard
     vectors, wholes: summaries of the shards' updates, and of the merged updates"""
     update,whole = squares(Parts(vectors)),squares(Parts(wholes))
@@ -103,6 +106,7 @@ def merge_ratios(ratio, vectors, group, wholes):
 # %% ../../nbs/42_processes/06_columns.ipynb #ad26146c
 def mean_by_group(numbers, group, spoiled):
     """Return the mean of each group, ignoring missing numbers (NaN).
+
     spoiled: mask of rows whose tensor has NaN or infinities. If such a row lacks the number, the mean of its group is NaN"""
     known = ~np.isnan(numbers)
     with np.errstate(invalid='ignore'): mean = np.bincount(group, np.where(known, numbers, 0))/np.bincount(group, known)

@@ -63,6 +63,7 @@ def describe(row):
 
 def contradiction(row, n, of, numel, whole):
     """Return the message about `n` of `of` merged rows whose shards do not add up to the whole tensor.
+
     row: the first of these rows
     numel, whole: number of elements of its shards together, and of the whole tensor"""
     return (f"The shards of {n} of {of} rows do not add up to the whole tensor. The first is {describe(row)} at step {row['step']}: "

@@ -42,6 +42,7 @@ def with_containers(paths):
 # %% ../../nbs/42_processes/02_module_names.ipynb #e3c4c539
 def add_offset(path, offsets):
     """Add an offset to the number of a module in a numbered container: 'layers.0.fc' becomes 'layers.4.fc'.
+
     offsets: container -> offset. The first container around the path is used"""
     for container,offset in offsets.items():
         prefix = f'{container}.' if container else ''
@@ -53,6 +54,7 @@ def add_offset(path, offsets):
 # %% ../../nbs/42_processes/02_module_names.ipynb #a6b08854
 def names_in_whole(parts, tags) -> list:
     """Return for each part of the model a dict: path of a module -> path in the whole model.
+
     parts: paths of the modules of each part
     tags: suffix of each part, such as '@pp1'. A module that several parts have under one path gets the suffix"""
     paths = [with_containers(p) for p in parts]

@@ -71,6 +71,7 @@ class Shards:
 
     def mark_sums(self, axis, df, parts, copies):
         """Set the role 'P' (partial sum) for gradients of replicated activations: their true gradient is the sum over all ranks' samples.
+
         parts, copies: masks of rows with samples of one rank, and of replicas"""
         place = group_codes(*(df[c] for c in ('step', 'path', 'tname', 'call') if c in df))
         for ttype in 'input', 'output':
@@ -102,6 +103,7 @@ class Shards:
 
     def replicas(self, ttype):
         """Return for each row the index of its first replica, and the mask of the rows that must equal their first replica.
+
         ttype: column of the tensor types"""
         may_differ = self.roles.any_of('P', 'P*') | ttype.isin(['buffer', 'scalar']).to_numpy()
         return first_in_group(group_codes(self.tensor, self.shard)), ~may_differ

@@ -168,6 +168,7 @@ class Receiver:
 
     def drain(self, all_ranks=False):
         """Report all steps that the first rank has sent. Wait at most two seconds for the other ranks.
+
         all_ranks: True to wait also for the last packets of the other ranks, at the end of a run"""
         end = time.monotonic()+Assembly.patience
         while time.monotonic()<end:
@@ -225,6 +226,7 @@ class Sharing:
 # %% ../../nbs/42_processes/30_whole_steps.ipynb #6d48c89f
 def run_job(sharing, job):
     """Do one job of the thread.
+
     job: lines of a step to share (b'' for none); an event, before which all earlier lines are reported; or a pair of the last lines and an event"""
     if sharing.stopped: return
     if isinstance(job, threading.Event): sharing.drain()
@@ -326,6 +328,7 @@ class WholeSteps:
     # ---- in the thread
 
     def run(self):
+        "Do the jobs of the queue, one after the other, until the run ends."
         thread = threading.current_thread()
         while True:
             try: job = self.queue.get(timeout=.05 if self.rank==0 and not self.sharing.stopped else None)
