@@ -526,5 +526,5 @@ def test_a_run_that_lacks_a_tensor_is_not_the_same():
     assert_same_run(whole[whole.step<3], whole)
     for kept,said in ((whole.path!='b', 'input x of `b`; output x of `b`'), (whole.ttype!='input', 'input x of `a`; input x of `b`')):
         assert not diff(whole, whole[kept])
-        with pytest.raises(AssertionError, match=f"b lacks a part of a: {said}. Everything else is equal"): assert_same_run(whole[kept], whole)
+        with pytest.raises(AssertionError, match=f"b lacks rows of a: {said}. Everything else is equal"): assert_same_run(whole[kept], whole)
         assert_same_run(whole, whole[kept]) # more is no fault

@@ -67,7 +67,7 @@ def test_parameters_of_a_second_optimizer_are_not_called_unchanged():
         "but their values change: another optimizer trains them.")
     assert 'optimizer=[a, b]' in found.advice[0]
     assert report['remarks']==[]
-    assert [p.get('changes') for p in load_history('two').noted_parameters]==[None, True]*3
+    assert [p.get('changes') for p in load_history('two').recorded_parameters]==[None, True]*3
 
 
 def test_a_second_optimizer_does_not_stop_the_training(monkeypatch):
@@ -101,7 +101,7 @@ def test_a_second_optimizer_that_has_not_stepped_yet_is_an_info():
     found,_ = fit(m, [a], n=12, name='not yet')
     assert facts(found)==[('info', 'not_trained', '', 0)] and b is not None
     assert found.text[0].endswith("but another optimizer has them. No change of their values is known in 12 recorded steps.")
-    assert [p.get('elsewhere') for p in load_history('not yet').noted_parameters]==[None, True]*3
+    assert [p.get('elsewhere') for p in load_history('not yet').recorded_parameters]==[None, True]*3
 
 
 def test_other_optimizers_are_searched_for_only_if_a_parameter_is_in_none(monkeypatch):

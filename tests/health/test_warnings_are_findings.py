@@ -327,7 +327,7 @@ def test_the_first_step_that_is_not_finite_is_kept_and_blamed(first):
     kept.most_bytes = 60_000
     for s,piece in lines_of_run('nan').items(): kept.add(s, piece)
     assert len(kept.lines)<150 and kept.size<200_000
-    live = [f for f in diagnose(history_of_lines(kept.some(), te.t)).itertuples() if f.rule=='not_finite']
+    live = [f for f in diagnose(history_of_lines(kept.select_lines(), te.t)).itertuples() if f.rule=='not_finite']
     whole = [f for f in diagnose(load_history('nan')).itertuples() if f.rule=='not_finite']
     assert [(f.path, f.first_step) for f in live]==[(f.path, f.first_step) for f in whole]==[('bad', first)]
     assert 'the computation of the loss' not in live[0].text

@@ -9,46 +9,47 @@ __all__ = ['finding']
 import numpy as np
 
 # %% ../../nbs/55_health/00_finding.ipynb #43b2a9cd
-severities = ('error', 'warning', 'info') # from the worst
-columns = ('severity', 'rule', 'path', 'ttype', 'pname', 'first_step', 'last_step', 'text', 'evidence', 'advice', 'look') # columns of a table of findings
+severities = ('error', 'warning', 'info') # the most severe first
+# columns of the table of findings that `diagnose` returns
+columns = ('severity', 'rule', 'path', 'ttype', 'pname', 'first_step', 'last_step', 'text', 'evidence', 'advice', 'look')
 
 # %% ../../nbs/55_health/00_finding.ipynb #8803c61a
 def finding(
     where, # A `Series`, or the path of a module; '' is the whole model
-    text:str, # One sentence: what is wrong, where, since which step, with its numbers
-    first_step:int, # First step of the fault
-    last_step:int|None=None, # Last step of the fault; without it, the first step
+    text:str, # One sentence: what is wrong, in which module, since which step, with numbers
+    first_step:int, # First step with the fault
+    last_step:int|None=None, # Last step with the fault; None for the first step
     advice:str='', # What to try first, if possible as code
-    severity:str|None=None, # 'error', 'warning' or 'info'; without it, the severity of the rule
-    look:str='', # Call of a plot that shows the fault
-    ttype:str|None=None, # Tensor type; without it, that of the series
-    pname:str|None=None, # Name of a parameter, if `where` is a path
-    stands:bool=False, # True if no other finding may be its cause
-    **evidence # Numbers of the sentence by name
+    severity:str|None=None, # 'error', 'warning' or 'info'; None for the default severity of the rule
+    look:str='', # Call of a plot that shows the fault, as code
+    ttype:str|None=None, # Tensor type; None for the tensor type of the series
+    pname:str|None=None, # Name of a parameter, if `where` is the path of a module
+    stands:bool=False, # True if the finding is never shown as a consequence of another finding
+    **evidence # The numbers in `text`, by name
 ) -> dict:
     """Return a finding as a dict.
 
     Args:
         where: A `Series`, or the path of a module; '' is the whole model
-        text: One sentence: what is wrong, where, since which step, with its numbers
-        first_step: First step of the fault
-        last_step: Last step of the fault; without it, the first step
+        text: One sentence: what is wrong, in which module, since which step, with numbers
+        first_step: First step with the fault
+        last_step: Last step with the fault; None for the first step
         advice: What to try first, if possible as code
-        severity: 'error', 'warning' or 'info'; without it, the severity of the rule
-        look: Call of a plot that shows the fault
-        ttype: Tensor type; without it, that of the series
-        pname: Name of a parameter, if `where` is a path
-        stands: True if no other finding may be its cause
-        **evidence: Numbers of the sentence by name
+        severity: 'error', 'warning' or 'info'; None for the default severity of the rule
+        look: Call of a plot that shows the fault, as code
+        ttype: Tensor type; None for the tensor type of the series
+        pname: Name of a parameter, if `where` is the path of a module
+        stands: True if the finding is never shown as a consequence of another finding
+        **evidence: The numbers in `text`, by name
     """
-    of = (where, ttype, pname) if isinstance(where, str) else (where.path, ttype or where.ttype, where.pname)
-    return dict(severity=severity, rule=None, path=of[0], ttype=of[1], pname=of[2],
+    key = (where, ttype, pname) if isinstance(where, str) else (where.path, ttype or where.ttype, where.pname)
+    return dict(severity=severity, rule=None, path=key[0], ttype=key[1], pname=key[2],
         first_step=int(first_step), last_step=int(first_step if last_step is None else last_step),
         text=text, evidence={k: to_json_number(v) for k,v in evidence.items()}, advice=advice, look=look, stands=stands)
 
 # %% ../../nbs/55_health/00_finding.ipynb #60a6e466
 def to_json_number(v):
-    "Convert numbers, also in lists and dicts, to Python numbers of six digits."
+    "Convert numbers, also inside lists and dicts, to Python numbers with six significant digits."
     if isinstance(v, np.generic): v = v.item()
     if isinstance(v, float): return float(f'{v:.6g}')
     if isinstance(v, dict): return {str(k): to_json_number(x) for k,x in v.items()}
@@ -65,7 +66,7 @@ def median(values):
     return plain_median(finite_values(values))
 
 def plain_median(values):
-    "Return the median like numpy, but faster: rules compute thousands of medians of a few numbers each."
+    "Return the median of all values, NaN if a value is NaN. Faster than numpy, because rules compute thousands of medians of a few numbers."
     v = np.sort(np.asarray(values, float), axis=None)
     if not len(v) or v[-1]!=v[-1]: return np.nan
     return float((v[(len(v)-1)//2]+v[len(v)//2])/2)
@@ -77,27 +78,30 @@ def finite_max(values):
 
 # %% ../../nbs/55_health/00_finding.ipynb #0e7e7227
 def find_tail(flags):
-    "Return the position at which the last run of true values begins."
+    "Return the index where the sequence of True values at the end begins, or the length if the last value is False."
     off = np.flatnonzero(~np.asarray(flags, bool))
     return int(off[-1]+1) if len(off) else 0
 
 def lasts_from(flags, least=3, share=.15, enough=10):
-    "Return the position from which a state lasts to the end, or None if it does not last."
+    """Return the index from which flags are True up to the end, or None if there are too few of them.
+
+    least: least number of True flags at the end
+    share: least fraction of all flags, unless there are `enough` of them"""
     start = find_tail(flags)
     n = len(flags)-start
     return start if n and n>=min(least, len(flags)) and (n>=share*len(flags) or n>=enough) else None
 
 # %% ../../nbs/55_health/00_finding.ipynb #ad0d9052
 def name_module(path, kind=None):
-    "Return path and class of a module for a sentence."
+    "Return the path and class of a module as text for a sentence."
     name = f'`{path}`' if path else 'the model'
     return f'{name} ({kind})' if kind else name
 
 def fmt(v):
-    "Format a number with three digits."
+    "Format a number with three significant digits."
     return f'{v:.3g}'
 
 def list_names(names, most=3):
-    "Return up to `most` names for a sentence, and the number of the others."
+    "Return at most `most` names as text for a sentence, followed by the number of further names."
     names = [f'`{n}`' for n in names]
     return ', '.join(names[:most])+(f' and {len(names)-most:,} more' if len(names)>most else '')

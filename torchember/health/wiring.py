@@ -11,52 +11,53 @@ import numpy as np
 from ..store.parameters import cut_off, parameter_entry, forgotten, frozen, label_of, not_called, parts_alike, reasons, why_not
 from .finding import name_module, finding, find_tail, fmt, median, list_names
 from .history import find_changes, never_changes
-from .moves import keeps_moving
+from .moves import any_weight_changes
 from .rules import rule
 from .values import half_digit
 
 # %% ../../nbs/55_health/25_wiring.ipynb #80c218c1
-def count_values(ps): return sum(int(np.prod(p['shape'])) for p in ps if p.get('shape') is not None)
+def total_elements(ps): return sum(int(np.prod(p['shape'])) for p in ps if p.get('shape') is not None)
 
 class ParameterStates:
-    "The parameters of a run by the reason why they are not trained."
+    "The parameters of a run, grouped by the reason why they are not trained. `entries`: see `store.parameters.parameter_entry`."
     def __init__(self, entries):
         self.ps = [p for p in entries if p.get('recorded') is not False]
-        self.of = {reason: [p for p in self.ps if why_not(p)==reason] for reason in reasons}
-        # trained, as far as is known
+        self.untrained = {reason: [p for p in self.ps if why_not(p)==reason] for reason in reasons}
+        # parameters that are trained, as far as the entries show
         self.learn = [p for p in self.ps if why_not(p) is None and (p['requires_grad'] or p.get('gradient'))]
         others = [p for p in self.ps if p.get('optimizer') is False and p.get('gradient')]
-        # an optimizer that torchEmber does not know has them
+        # parameters of an optimizer that was not given to torchEmber
         self.elsewhere = [p for p in others if p.get('changes') or p.get('elsewhere')]
 
     def share(self, ps):
-        "Return the number of values of some parameters, as a share of all values."
-        return count_values(ps)/max(count_values(self.ps), 1)
+        "Return the number of elements of some parameters, as a fraction of all elements of the model."
+        return total_elements(ps)/max(total_elements(self.ps), 1)
 
     def parts(self, own):
-        "Yield (name, parameters) of the largest parts that consist of the given parameters only. The name of the whole model is ''."
+        "Yield (name, parameters) of the largest modules that contain only the given parameters. The name of the whole model is ''."
         for part,_ in parts_alike(self.ps, {id(p) for p in own}):
             yield part, [p for p in own if part in ('', label_of(p)) or label_of(p).startswith(part+'.')]
 
 def describe_part(part, own):
-    "Return name and size of a part, as the beginning of a sentence."
+    "Return the name and number of elements of a module, as the beginning of a sentence. `own`: parameters of the module."
     n = 'one parameter' if len(own)==1 else f'{len(own):,} parameters'
-    return f"{name_module(part) if part else 'The whole model'} ({n}, {count_values(own):,} values)"
+    return f"{name_module(part) if part else 'The whole model'} ({n}, {total_elements(own):,} values)"
 
-def report_part(h, part, own, said, first, reason):
-    "Return the finding of a part. `said`: sentence, severity and advice."
+def report_part(h, part, own, explanation, first, reason):
+    "Return a finding about a module that is not trained. `own`: its parameters; `explanation`: sentence, severity and advice."
     path,pname = (own[0]['path'], own[0]['name']) if part==label_of(own[0]) else (part, None)
-    return finding(path, said[0], first, h.steps[-1] if len(h.steps) else 0, severity=said[1], advice=said[2], look="updates(run)",
-        ttype='weight', pname=pname, parameters=len(own), values=count_values(own), reason=reason)
+    text,severity,advice = explanation
+    return finding(path, text, first, h.steps[-1] if len(h.steps) else 0, severity=severity, advice=advice, look="updates(run)",
+        ttype='weight', pname=pname, parameters=len(own), values=total_elements(own), reason=reason)
 
 # %% ../../nbs/55_health/25_wiring.ipynb #b6d4c25e
 def enclosing_modules(path):
-    "Return the paths of the modules around a module, the nearest first."
+    "Return the paths of all modules that contain a module, the innermost first."
     names = path.split('.')
     return ['.'.join(names[:i]) for i in range(len(names)-1, 0, -1)]
 
 def find_users(h, paths):
-    "Return the paths of all modules that use the output of some modules, also through other modules."
+    "Return the paths of all modules that depend on the output of the given modules, directly or through other modules."
     seen,todo = set(),[q for p in paths for q in (p, *enclosing_modules(p)) if q]
     while todo:
         new = [u for u in h.graph.users.get(todo.pop(), ()) if u not in seen]
@@ -65,7 +66,7 @@ def find_users(h, paths):
     return seen
 
 def find_trained_users(h, own, learn):
-    "Return the paths of trained modules that use the output of a part."
+    "Return the paths of the trained modules that depend on the output of untrained ones. `own`, `learn`: untrained and trained parameters."
     paths,trained = [p['path'] for p in own],{p['path'] for p in learn}
     last = max((h.graph.position(p) for p in paths), default=0)
     users = find_users(h, paths)
@@ -73,7 +74,8 @@ def find_trained_users(h, own, learn):
     return sorted(direct, key=h.graph.position) or find_next_trained(h, paths, trained)
 
 def find_next_trained(h, paths, trained):
-    "Return the first trained layer after a part, if nothing else is known to feed the next layer. For models that compute between their modules."
+    """Return the path of the first trained layer after the modules `paths`, as a list, if the input of the next layer has an unknown source.
+    This is so in models that compute between their modules."""
     places = [h.graph.calls[p] for p in paths if p in h.graph.calls]
     after = [p for p in h.graph.leaves if h.graph.calls[p]>max(places)] if places else []
     if not after or h.graph.makers.get(after[0]): return []
@@ -81,18 +83,20 @@ def find_next_trained(h, paths, trained):
 
 # %% ../../nbs/55_health/25_wiring.ipynb #f75b33fa
 def is_intended(h, known, held):
-    "Return True if a small part is trained on a large model on purpose: the last layer, or adapters in three modules or more."
+    """Return True if most of the model is untrained on purpose, because only the last layer, or adapters in at least three modules, are trained.
+
+    held: least fraction of the model that is in no optimizer"""
     if known.share([p for p in known.ps if p.get('optimizer') is False])<held or not known.learn: return False
     last = max((h.graph.position(p['path']) for p in known.ps if p['path'] in h.graph.calls or p['path']==''), default=0)
     return max(h.graph.position(p['path']) for p in known.learn)>=last or len({p['path'] for p in known.learn})>=3
 
-# in names of parts that are not trained on purpose
+# words in the names of modules that are usually not trained on purpose
 untrained_names = 'teacher', 'target', 'ema', 'momentum', 'fixed', 'frozen'
 
 def explain_forgotten(h, known, part, own, held):
-    "Return sentence, severity and advice for a part that is not in the optimizer."
+    "Return sentence, severity and advice about a module that is not in the optimizer."
     what,has_gradient = describe_part(part, own),any(p.get('gradient') for p in own)
-    # a single change: `load_state_dict`, or an optimizer that steps rarely
+    # a single change may come from `load_state_dict`, or from an optimizer that steps rarely, so this is only a warning
     wrote = any((w := h.weights.get((p['path'], p['name']))) is not None and find_changes(w).any() for p in own)
     effect,severity = ('is not trained', 'warning') if wrote else ('never changes', 'error')
     if not known.learn and part=='': return (
@@ -109,7 +113,7 @@ def explain_forgotten(h, known, part, own, held):
 
 # %% ../../nbs/55_health/25_wiring.ipynb #94c07f74
 def explain_cut_off(h, known, part, own):
-    "Return sentence, severity and advice for a part that no gradient reaches, or None."
+    "Return sentence, severity and advice about a module that is called but gets no gradient, or None if nothing is trained."
     if not known.learn or not len(h.steps): return None
     what = describe_part(part, own)
     if later := find_trained_users(h, own, known.learn): return (
@@ -117,19 +121,20 @@ def explain_cut_off(h, known, part, own):
         'error', "Search for .detach(), .data, .item(), .numpy(), torch.no_grad() or torch.tensor(...) between this part and the loss, "
         "and for comparisons or rounding (argmax, >, round).")
     return (f"{what} requires gradients and never gets one: the loss does not depend on it.",
-        'info' if any(p['path'] in h.graph.calls for p in own) else 'warning', # its output may be used for other purposes
+        # 'info': the output may have another purpose than the loss
+        'info' if any(p['path'] in h.graph.calls for p in own) else 'warning',
         "If its output should matter, use it in the loss. If not, remove the part, or call requires_grad_(False).")
 
 def explain_not_called(part, own):
-    "Return sentence, severity and advice for a part that is never called."
+    "Return sentence, severity and advice about a module that is never called."
     return (f"{describe_part(part, own)} is never called, so it has no effect.", 'warning',
         "Call it in forward, or remove it from the model. A parameter that is used without calling its module does get gradients; this one got none.")
 
 # %% ../../nbs/55_health/25_wiring.ipynb #4303e381
-frozen_names = ('pos', 'embed', *untrained_names) # in names of parts that are frozen on purpose
+frozen_names = ('pos', 'embed', *untrained_names) # words in the names of modules that are usually frozen on purpose
 
 def is_unexpected(h, known, own, part):
-    "Return True if a part is frozen between trained layers, and little else is frozen."
+    "Return True if a module is frozen by mistake: it is between trained layers, and less than the fraction `part` of the model is frozen."
     modules,trained = {p['path'] for p in own},[h.graph.position(p['path']) for p in known.learn]
     between = all(min(trained)<h.graph.position(m)<max(trained) for m in modules)
     weighty = any(len(p.get('shape') or ())>1 for p in own) and any(m in h.graph.calls for m in modules)
@@ -137,7 +142,7 @@ def is_unexpected(h, known, own, part):
     return between and weighty and total<part and not all(any(w in label_of(p).lower() for w in frozen_names) for p in own)
 
 def explain_frozen(h, known, part, own, most):
-    "Return sentence, severity and advice for a frozen part."
+    "Return sentence, severity and advice about a frozen module."
     what = describe_part(part, own)
     if not known.learn: return f"{what} is frozen: nothing is trained.", 'warning', "To train it: model.requires_grad_(True)."
     if is_unexpected(h, known, own, most): return (f"{what} is frozen, while the layers before and after it are trained.", 'warning',
@@ -146,14 +151,15 @@ def explain_frozen(h, known, part, own, most):
         "Nothing, if this is intended. Otherwise call requires_grad_(True) before you create the optimizer.")
 
 # %% ../../nbs/55_health/25_wiring.ipynb #6e0f5c1a
-other_optimizer = 'trained by another optimizer' # a hint to give torchEmber the other optimizer, no fault
+# reason of an 'info', with the advice to give this optimizer to torchEmber
+other_optimizer = 'trained by another optimizer'
 
 def find_trained_elsewhere(known, h):
-    "Yield findings of parameters of another optimizer: of those that change, and of those without a known change."
+    "Yield findings about parameters of an optimizer that torchEmber was not given: those that change, and those that may not change."
     for changes in (True, False):
         own = [p for p in known.elsewhere if bool(p.get('changes'))==changes]
         if not own: continue
-        parts,n = [part or 'the model' for part,_ in known.parts(own)],count_values(own)
+        parts,n = [part or 'the model' for part,_ in known.parts(own)],total_elements(own)
         its,them,verb = ('its', 'it', 'is') if len(parts)==1 else ('their', 'them', 'are')
         reason = f"but {its} values change: another optimizer trains {them}." if changes else (
             f"but another optimizer has {them}. No change of {its} values is known in {len(h.steps):,} recorded steps.")
@@ -165,9 +171,12 @@ def find_trained_elsewhere(known, h):
 
 # %% ../../nbs/55_health/25_wiring.ipynb #77b5d3b8
 def find_never_moved(h, known, reported, least, tiny, most):
-    "Yield findings of weights that keep their values although they get gradients. `reported`: names of parameters with a finding."
+    """Yield findings about weights that keep their values although they get gradients.
+
+    reported: names of parameters that already have a finding
+    least, tiny, most: as in `not_trained`"""
     fixed = {(p['path'], p['name']) for p in known.ps if p['requires_grad'] is False or label_of(p) in reported}
-    # version counters of the recorder show it
+    # parameters that changed between recorded steps, as their version counters show
     moved = {(p['path'], p['name']) for p in known.ps if p.get('changes') or p.get('elsewhere')}
     asked = [s for k,s in h.weights.items() if len(s)>=least and not s.skipped.all() and k not in fixed | moved]
     same = [s for s in asked if never_changes(s) and not has_values(h.updates.get((s.path, s.pname)))]
@@ -175,7 +184,7 @@ def find_never_moved(h, known, reported, least, tiny, most):
     if still and len(same)==len(asked) and not moved & h.weights.keys(): yield report_none_moved(h, still); return
     for s in still[:most]:
         size = median(h.grads[s.path, s.pname].rms)
-        # an update that rounds to nothing
+        # such a small update may round to nothing, so it is no fault
         if s.shape is not None and np.prod(s.shape)<=1 or size<tiny*median(s.rms): continue
         yield s.finding(0, f"{s.title} did not change in {len(s)} steps, although it gets gradients (rms {fmt(size)}) and other weights change.",
             look="updates(run)", steps=len(s),
@@ -184,7 +193,7 @@ def find_never_moved(h, known, reported, least, tiny, most):
 def has_values(s): return s is not None and bool((s.rms>0).any())
 
 def report_none_moved(h, still):
-    "Return the finding of a run in which no weight changes."
+    "Return a finding about a run in which no weight changes. `still`: series of the weights."
     n = 'the only trained weight has' if len(still)==1 else f'all {len(still)} trained weights have'
     return finding('', f"No weight changed in {len(h.steps)} steps, although there are gradients: {n} the same numbers in the first "
         "and the last step.", h.steps[0], h.steps[-1], look="updates(run)", ttype='weight', parameters=len(still),
@@ -192,8 +201,9 @@ def report_none_moved(h, still):
         "of this model (it may have been created before the model was final).")
 
 # %% ../../nbs/55_health/25_wiring.ipynb #b31c9d70
-class Stopped:
-    "A weight that is not trained from `step` on. `gradient` is 'none', 'zero' or 'some' in these steps, or None if it is unknown."
+class StoppedWeight:
+    """A weight that is trained at first, and no longer from `step` on. `gradient` describes its gradients since then:
+    'none' arrived, all are 'zero', 'some' are not zero, or None if this is unknown."""
     def __init__(self, s, at, grad, p):
         self.s,self.p,self.step = s,p,int(s.steps[at])
         self.still_moves = bool(find_changes(s)[at:].any())
@@ -201,52 +211,54 @@ class Stopped:
         if grad is None: return
         after = grad.rms[grad.steps>=self.step]
         self.gradient = 'none' if not len(after) else 'some' if (after>0).any() else 'zero'
-        # size of the gradients, as a share of the weight
+        # ratio of the rms of the gradient to the rms of the weight
         self.size = median(after)/max(median(s.rms), 1e-300) if len(after) else 0.
 
     frozen = property(lambda self: self.p['requires_grad'] is False, doc="True if the run knows that the parameter is frozen")
-    same = property(lambda self: (self.step, self.frozen, self.gradient, self.still_moves),
-        doc="Equal for weights that one sentence can describe")
+    group_key = property(lambda self: (self.step, self.frozen, self.gradient, self.still_moves),
+        doc="Key for a dict: equal for weights that one sentence can describe")
 
-def stops_at(s, p, grad):
-    "Return the position of the first step without training of a weight, or None if it was never trained."
+def find_training_end(s, p, grad):
+    "Return the index of the first step from which on a weight is no longer trained, or None if it was never trained or never stops."
     arrived = grad.steps[grad.rms>0] if grad is not None else ()
-    if p['requires_grad'] is False and len(arrived): # momentum may change it for some steps
+    # the last gradient decides, as momentum may change the weight for some steps more
+    if p['requires_grad'] is False and len(arrived):
         return int(np.searchsorted(s.steps, arrived[-1], 'right'))
     return find_tail(~find_changes(s)) or None
 
 def longest_pause(s):
-    "Return the longest distance between two changes of a weight. An optimizer may step in every 10th step only."
+    "Return the largest number of steps between two changes of a weight. An optimizer may step in every 10th step only, which is no stop."
     return int(np.diff(np.flatnonzero(find_changes(s))).max(initial=0))
 
 def find_stop(h, k, s, p, least, share):
-    "Return a `Stopped` if a weight was trained at first and not in the last steps, else None."
+    "Return a `StoppedWeight` if a weight was trained at first and not in the last steps, else None. `k`: (path, pname) of the weight `s`."
     if s.dtype in half_digit or s.steps[-1]<h.steps[-2:][0]: return None
-    at = stops_at(s, p, h.grads.get(k))
+    at = find_training_end(s, p, h.grads.get(k))
     pause = 0 if p['requires_grad'] is False else longest_pause(s)
     if at is None or (~s.skipped[at:]).sum()<max(least, share*len(s), 2*pause): return None
-    return Stopped(s, at, h.grads.get(k), p)
+    return StoppedWeight(s, at, h.grads.get(k), p)
 
 # %% ../../nbs/55_health/25_wiring.ipynb #ebc8766f
 def find_stops(h, entries, least, share):
-    "Return the weights that stopped while others continue, or that are known to be frozen."
-    of = {(p['path'], p['name']): p for p in entries}
-    found = [s for k,w in h.weights.items() if k in of and (s := find_stop(h, k, w, of[k], least, share)) is not None]
+    "Return the `StoppedWeight`s, if they are known to be frozen or if other weights still change."
+    ps = {(p['path'], p['name']): p for p in entries}
+    found = [s for k,w in h.weights.items() if k in ps and (s := find_stop(h, k, w, ps[k], least, share)) is not None]
     if not found: return []
-    go_on = keeps_moving(h, min(s.step for s in found), {(s.s.path, s.s.pname) for s in found})
+    go_on = any_weight_changes(h, min(s.step for s in found), {(s.s.path, s.s.pname) for s in found})
     return [s for s in found if s.frozen or go_on and is_worth_reporting(s)]
 
 def is_worth_reporting(s, tiny=1e-4):
-    "Return True if no other rule reports why a weight stopped. Other rules report gradients that become zero without freezing."
-    if s.gradient=='some': return s.size>=tiny # smaller updates may round to nothing
+    "Return True if no other rule reports why a weight stopped. Other rules report gradients that become zero for another reason than freezing."
+    if s.gradient=='some': return s.size>=tiny # with smaller gradients, updates may round to nothing
     return s.gradient=='none' or s.gradient=='zero' and s.p['requires_grad'] is None
 
+# `StoppedWeight.gradient` -> sentence about the reason
 stop_reasons = {'none': 'It no longer gets a gradient: it is frozen or cut off.',
     'zero': 'Its gradients are exactly zero: it is frozen or cut off.',
     'some': 'It still gets gradients: its learning rate is zero, or the optimizer no longer has it.', None: 'It may be frozen.'}
 
 def explain_stopped(h, part, own, s):
-    "Return sentence, severity and advice for a part of a model whose weights stopped as `s` did."
+    "Return sentence, severity and advice about a module whose weights stopped. `s`: `StoppedWeight` of one of them."
     what = f"{describe_part(part, own)} was trained at first and"
     if not s.frozen: return (
         f"{what} does not change from step {s.step} on, while other weights do. {stop_reasons[s.gradient]}", 'info',
@@ -258,13 +270,13 @@ def explain_stopped(h, part, own, s):
         "Nothing, if this is intended. Otherwise call requires_grad_(True) for each part to train.")
 
 def find_stopped_parts(h, known, reported, least, share=.1):
-    "Yield findings of parts that were trained at first, and stopped."
-    # a run without entries of its parameters: `requires_grad` is unknown
+    "Yield findings about modules that were trained at first, and no longer at the end."
+    # without recorded entries of the parameters, make entries in which `requires_grad` is unknown
     entries = known.ps or [parameter_entry(path, name, s.shape, s.dtype, None) for (path,name),s in h.weights.items() if name]
-    by = {}
+    groups = {}
     for s in find_stops(h, entries, least, share):
-        if label_of(s.p) not in reported: by.setdefault(s.same, []).append(s)
-    for stops in by.values():
+        if label_of(s.p) not in reported: groups.setdefault(s.group_key, []).append(s)
+    for stops in groups.values():
         for part,own in ParameterStates(entries).parts([s.p for s in stops]):
             yield report_part(h, part, own, explain_stopped(h, part, own, stops[0]), stops[0].step, 'stopped')
 
@@ -273,20 +285,20 @@ def find_stopped_parts(h, known, reported, least, share=.1):
 def not_trained(h, held=.6, part=.5, least=5, tiny=1e-4, most=6):
     """Parameters that do not learn: not in the optimizer, cut off from the loss, never called, frozen, or never changed although they get gradients
 
-    held: share of the model that no optimizer has, above which this may be intended
-    part: share of the model that is frozen, below which it may be a leftover
-    least: steps without change of a weight
-    tiny: gradient over weight, below which an update may round to nothing
-    most: weights with a finding each"""
+    held: fraction of the model that is in no optimizer, above which this may be intended
+    part: fraction of the model that is frozen, below which it may be a mistake
+    least: least number of steps without a change of a weight
+    tiny: ratio of gradient to weight (rms), below which an update may round to nothing
+    most: largest number of weights that get a finding each"""
     known,reported = ParameterStates(h.parameters),set()
-    explain = {forgotten: lambda *of: explain_forgotten(h, known, *of, held), cut_off: lambda *of: explain_cut_off(h, known, *of),
-        not_called: explain_not_called, frozen: lambda *of: explain_frozen(h, known, *of, part)}
+    explain = {forgotten: lambda *args: explain_forgotten(h, known, *args, held), cut_off: lambda *args: explain_cut_off(h, known, *args),
+        not_called: explain_not_called, frozen: lambda *args: explain_frozen(h, known, *args, part)}
     for reason,f in explain.items():
-        for name,own in known.parts(known.of[reason]):
-            said = f(name, own)
-            if said is None: continue
+        for name,own in known.parts(known.untrained[reason]):
+            explanation = f(name, own)
+            if explanation is None: continue
             reported |= {label_of(p) for p in own}
-            yield report_part(h, name, own, said, h.steps[0] if len(h.steps) else 0, reason)
+            yield report_part(h, name, own, explanation, h.steps[0] if len(h.steps) else 0, reason)
     yield from find_never_moved(h, known, reported, least, tiny, most)
     yield from find_trained_elsewhere(known, h)
     yield from find_stopped_parts(h, known, reported, least)

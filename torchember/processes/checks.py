@@ -20,12 +20,12 @@ from ..ground.needs import needs
 
 # %% ../../nbs/42_processes/09_checks.ipynb #94ec42cc
 def steps_of_ranks(rows):
-    "Return a dict: rank -> first and last step of its rows. `rows`: `shards.RankRows`."
+    "Return a dict: rank -> (first step, last step) of the rank's rows. `rows`: `shards.RankRows`."
     steps = rows.df.groupby(rows.rank)['step'].agg(['min', 'max'])
     return {int(r): (int(first), int(last)) for r,first,last in steps.itertuples()}
 
-def missing_ranks(steps, metadata, world): # steps: rank -> its first and last step, or None
-    "Yield messages about ranks without rows, or with rows that begin late or end early."
+def missing_ranks(steps, metadata, world): # steps: rank -> (first step, last step), or None if unknown
+    "Yield messages about ranks that have no rows, or whose rows begin late or end early."
     missing,known = [r for r in range(world) if r not in steps],{r: s for r,s in sorted(steps.items()) if s is not None}
     if missing: yield f"Of {world} ranks {join_ranks(missing)} left no rows: their shards are missing."
     worlds = defaultdict(list)
@@ -42,7 +42,9 @@ def missing_ranks(steps, metadata, world): # steps: rank -> its first and last s
 
 # %% ../../nbs/42_processes/09_checks.ipynb #30fdeb95
 def unknown_axes(rows):
-    "Yield messages about axes with unknown lines. `rows`: `shards.RankRows`."
+    """Yield messages about axes of the device mesh for which it is unknown which ranks form a group.
+
+    rows: a `shards.RankRows`"""
     lines,seen = rows.axes.lines,defaultdict(set)
     for part,ranks in rows.df.groupby('part', observed=True)['rank'].unique().items():
         for a in parse_part(part) if isinstance(part, str) else (): seen[a] |= {*ranks.tolist()}
@@ -54,18 +56,23 @@ def unknown_axes(rows):
 
 # %% ../../nbs/42_processes/09_checks.ipynb #19895bea
 def drift_message(row, rank, first, step, n):
-    "Return the message for a rank with a changed replica. `row`: of its tensor; `first`: the rank it should equal; `n`: how many tensors differ."
+    """Return the message about a rank whose replica of a tensor differs from the first rank's.
+
+    row: row of the tensor on this rank
+    first: the first rank with a replica of the tensor
+    n: number of tensors that differ"""
     more = f", and {n-1} more tensors follow" if n>1 else ''
     return f"Replicas have drifted apart: rank {rank} has another {describe(row)} than rank {first} since step {step}{more}. The first rank's are shown."
 
 class DriftWatch:
-    "Reports during training when replicas have drifted apart."
-    patience = 10 # steps in a row in which two replicas have to differ
+    "Reports during training when replicas, which must be equal, have drifted apart."
+    patience = 10 # number of consecutive steps in which two replicas must differ before this is reported
 
-    def __init__(self): self.since,self.reported = {},False # since: rank and tensor -> first step with a difference, number of such steps
+    # since: (rank, tensor) -> (first step with a difference, number of such steps)
+    def __init__(self): self.since,self.reported = {},False
 
     def note(self, rows, at, may) -> str|None: # at, may: result of `Shards.replicas`
-        "Note the different replicas of a step. Return a message, once, when a difference has lasted."
+        "Compare the replicas of a step. Return a message when a difference has lasted for `patience` steps, but only once."
         if self.reported: return None
         df = rows.df
         different = np.flatnonzero(differs_from(df, at) & may)
@@ -78,7 +85,7 @@ class DriftWatch:
             now[place] = first,n+1
             if n+1>=self.patience: lasting.append((first, i, place[0]))
         equal = set(places(np.flatnonzero(may & (at!=np.arange(len(at))))))-now.keys()
-        # tensors without a row in this step stay
+        # keep the entries of tensors without a row in this step, because their replicas may still differ
         self.since = {p: v for p,v in self.since.items() if p not in equal}|now
         if not lasting: return None
         self.reported = True
@@ -87,7 +94,7 @@ class DriftWatch:
 
 # %% ../../nbs/42_processes/09_checks.ipynb #9eeca408
 def find_drift(rows):
-    "Return a message about replicas with a lasting difference, or None. `rows`: `shards.RankRows`."
+    "Return a message about replicas that differ up to the end of the run, or None. `rows`: `shards.RankRows`."
     df = rows.df
     at,may = rows.shards.replicas(df['ttype'])
     different = differs_from(df, at) & may
@@ -95,9 +102,9 @@ def find_drift(rows):
     pd = needs('pandas', for_='A table of rows')
     d = pd.DataFrame({'rank': rows.rank, 'step': df['step'].to_numpy(), 'differs': different, 'row': np.arange(len(df)),
         'tensor': group_codes(*(df[c] for c in ('path', 'ttype', 'tname', 'call') if c in df))})
-    d,lasting = d[at!=np.arange(len(at))],[] # rows that are compared with another one
+    d,lasting = d[at!=np.arange(len(at))],[] # second and later replicas, which are compared with the first
     for (_,rank),g in d[d.groupby(['tensor', 'rank'])['differs'].transform('any')].groupby(['tensor', 'rank']):
-        if not g['differs'].iloc[-1]: continue # it was rounding
+        if not g['differs'].iloc[-1]: continue # the replicas are equal again, so the difference was rounding
         equal = np.flatnonzero(~g['differs'].to_numpy())
         since = g.iloc[equal[-1]+1 if len(equal) else 0]
         lasting.append((int(since['step']), int(since['row']), int(rank)))
@@ -107,7 +114,7 @@ def find_drift(rows):
 
 # %% ../../nbs/42_processes/09_checks.ipynb #7a7372a1
 def unknown_scale(rows):
-    "Return a message if it is unknown how the losses of the ranks become one loss, or None. `rows`: `shards.RankRows`."
+    "Return a message if it is unknown how the losses of the ranks are combined (sum or mean), or None. `rows`: `shards.RankRows`."
     unknown = rows.shards.roles.along('world', '?') & rows.shards.unsettled | rows.filled
     n = int((unknown & rows.df['ttype'].isin(['output_grad', 'input_grad']).to_numpy()).sum())
     if not n: return None
@@ -115,7 +122,7 @@ def unknown_scale(rows):
         "trained, the true gradients are smaller by the number of ranks.")
 
 def same_batch(rows):
-    "Return a message if the ranks train on the same samples in most steps, or None. `rows`: `shards.RankRows`."
+    "Return a message if all ranks train on the same samples in most steps, or None. `rows`: `shards.RankRows`."
     pd = needs('pandas', for_='A table of rows')
     shards = rows.shards
     inputs = shards.roles.any_of('B') & (rows.df['ttype']=='input').to_numpy()

@@ -17,36 +17,37 @@ from ..measure.summary import index, sums_of_squares
 # %% ../../nbs/42_processes/07_norms.ipynb #a15496b5
 class NormsOfWhole:
     "Norms of all gradients of the whole model, one pair for each step: after and before clipping."
-    def __init__(self, table, wholes, plan, global_shapes): # wholes: summaries; global_shapes: of the kept rows
+    # wholes: merged summaries; global_shapes: of the rows that `plan` keeps
+    def __init__(self, table, wholes, plan, global_shapes):
         self.world,ttype = plan.axes.world,table['ttype'].astype(object).to_numpy()
         rows = np.flatnonzero(np.isin(ttype, ['weight_grad', 'unclipped_grad']))
         steps,step = np.unique(table['step'].to_numpy()[rows], return_inverse=True)
-        self.place = {s: i for i,s in enumerate(steps.tolist())} # step -> its place in the arrays below
+        self.place = {s: i for i,s in enumerate(steps.tolist())} # step -> its index in the arrays below
         tensor = group_codes(*(table[c].iloc[rows] for c in ('step', 'path', 'tname', 'pname') if c in table))
         squared = sums_of_squares(wholes)
-        # -1 stands for no row
-        sums,of = np.full((2, tensor.max(initial=-1)+1), -1.),np.zeros(tensor.max(initial=-1)+1, int)
-        sums[(ttype[rows]=='unclipped_grad').astype(int), tensor],of[tensor] = squared[rows],step
+        # sums of squares; -1: the gradient has no row of this type
+        sums,step_of = np.full((2, tensor.max(initial=-1)+1), -1.),np.zeros(tensor.max(initial=-1)+1, int)
+        sums[(ttype[rows]=='unclipped_grad').astype(int), tensor],step_of[tensor] = squared[rows],step
         exists = sums!=-1
-        def total(x): return np.bincount(of, x, len(steps))
-        self.norm = np.sqrt(total(np.where(exists[0], sums[0], 0.)))
+        def sum_by_step(x): return np.bincount(step_of, x, len(steps))
+        self.norm = np.sqrt(sum_by_step(np.where(exists[0], sums[0], 0.)))
         before = np.where(exists[1], sums[1], np.where(exists[0], sums[0], 0.))
-        self.before_clipping = np.where(total(exists[1])>0, np.sqrt(total(before)), -1.)
+        self.before_clipping = np.where(sum_by_step(exists[1])>0, np.sqrt(sum_by_step(before)), -1.)
         def any_in_step(mask): return np.bincount(step, mask[rows], len(steps))>0
-        # the recorded statistics do not give the sum of squares
+        # the norm is unknown if the recorded statistics of a gradient do not give its sum of squares
         incomplete = np.isnan(squared) & (wholes[:, index['nan']]==0)
         incomplete |= plan.any_row(plan.partial) | lacks_shards(plan.whole, global_shapes, wholes)
         self.is_unknown = any_in_step(incomplete)
         self.needs_all_ranks = any_in_step(plan.any_row(~plan.roles.all_of('R')[plan.kept]))
 
     def of_step(self, step:int, ranks:set) -> dict:
-        "Return the norms of a step by name: empty if none of these ranks has some part of a gradient."
+        "Return a dict: name of a norm -> its value in a step. The dict is empty if the norm is unknown. `ranks`: ranks with rows in the step."
         i = self.place.get(step)
         if i is None or self.is_unknown[i] or self.needs_all_ranks[i] and len(ranks)<self.world: return {}
         return {n: float(v[i]) for n,v in zip(norm_names, (self.norm, self.before_clipping), strict=True) if v[i]!=-1}
 
 def lacks_shards(whole, global_shapes, wholes):
-    "Return for each merged row whether its shards have fewer elements than the shape of the whole tensor."
+    "Return the mask of the merged rows whose shards do not have as many elements as the whole tensor."
     out = np.zeros(len(wholes), bool)
     for o,shape in zip(whole.tolist(), global_shapes.tolist(), strict=True):
         if isinstance(shape, list|tuple): out[o] = prod(shape)!=wholes[o, index['count']]
@@ -54,17 +55,17 @@ def lacks_shards(whole, global_shapes, wholes):
 
 # %% ../../nbs/42_processes/07_norms.ipynb #618bcf85
 def rows_of_norms(table):
-    "Return the indices of rows with norms of all gradients."
+    "Return the indices of the rows that hold the norm of all gradients."
     return np.flatnonzero((table['ttype']=='scalar') & (table['tname']==computed[0]))
 
-def fill_norms(table, rows, whole, norms): # whole: for each of `rows` its place in `table`
-    "Return the merged table with the norms of the whole model. Steps whose norm is unknown are left out."
+def fill_norms(table, rows, whole, norms): # whole: for each of `rows` the index of its merged row in `table`
+    "Return the merged table with the gradient norms of the whole model. Drop the rows of steps whose norm is unknown."
     unknown = []
     for o in rows_of_norms(table).tolist():
-        of = rows[whole==o]
-        values = norms.of_step(int(table['step'].iloc[o]), set(of['rank'].tolist()))
+        merged = rows[whole==o]
+        values = norms.of_step(int(table['step'].iloc[o]), set(merged['rank'].tolist()))
         if not values: unknown.append(o)
         for name,v in values.items():
-            column = next((c for c in (name, f'recorded_{name}') if c in of and of[c].notna().any()), name)
+            column = next((c for c in (name, f'recorded_{name}') if c in merged and merged[c].notna().any()), name)
             if column in table: table[column] = table[column].where(np.arange(len(table))!=o, v)
     return table.drop(index=unknown).reset_index(drop=True)

@@ -17,16 +17,16 @@ def merge_ranks(df, metadata, paths=None, own=None):
     return Merge(MergePlan(rows), rows.df).table
 
 def own_names(df, metadata, paths=None):
-    "Return names in the whole model for modules with weights of a rank's own: rank -> path -> path."
+    "Return new paths for modules whose weights differ between ranks, as a dict: rank -> path -> path in the whole model."
     return RankRows(df, metadata, paths or {}).own
 
 def merge_and_check(
-    df, # Rows of all ranks under each other, each with its `rank`
+    df, # Table with the rows of all ranks and a column `rank`
     metadata:dict, # Rank -> metadata
-    paths:dict|None=None, # Rank -> paths of all its modules
+    paths:dict|None=None, # Rank -> paths of all modules of the rank
     own:dict|None=None # Result of `own_names` for other rows of the same run. None: find these names here
-) -> tuple: # Table of the rows of the whole; messages about what is missing, unknown or contradictory
-    "Return the rows of the whole model and batch, as one process would have written them, and messages."
+) -> tuple: # Table of the merged rows; messages about what is missing, unknown or contradictory
+    "Return the rows of the whole model and batch, as one process would have written them, and messages for the user."
     rows = RankRows(df, metadata, paths or {}, own)
     merged = Merge(MergePlan(rows), rows.df)
     missing = missing_ranks(steps_of_ranks(rows), rows.metadata, rows.axes.world)
