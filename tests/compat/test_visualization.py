@@ -116,7 +116,7 @@ def test_own_sink_and_invalid_sinks():
     assert set(own.seen[0])=={'InputMean', 'InputMeanScalar', 'WeightNorm'} and isinstance(own.seen[-1]['InputMean'], Figure)
     assert all({'InputMeanScalar', 'WeightNorm'}<=set(d) for d in own.seen[:3])
     for bad in (3, 'wandb', object()):
-        with pytest.raises(TypeError, match='the sink of a Visualization must be'): Visualization(monitor, bad)
+        with pytest.raises(TypeError, match='sink= of a Visualization must be'): Visualization(monitor, bad)
     with pytest.raises(TypeError, match='got a Linear'): Visualization(model, own)
     monitor.close()
     assert Path(monitor.t.log_path).exists()

@@ -219,7 +219,7 @@ def test_a_warning_names_models_with_equal_parameters(tmp_path):
     p = D.init(jax.random.key(0), real)
     state = dict(online=p, target=jax.tree.map(lambda a: a*2, p))
     f = jax.jit(lambda s: D.apply(s['online'], real)-D.apply(s['target'], real))
-    with pytest.warns(EmberWarning, match="Disc has the parameters of each of 'online', 'target'"), track(state, home=tmp_path) as tracker:
+    with pytest.warns(EmberWarning, match="Disc has the same parameters as 'online' and 'target'"), track(state, home=tmp_path) as tracker:
         tracker.intercept(f, state)
         tracker.step(state)
     got = means(table(tracker), ttype='output')
@@ -480,7 +480,7 @@ def test_a_program_without_recordable_values_loses_nothing_else(tmp_path):
     "Other values of the step are recorded: before it, after it, and in the same program."
     below = lambda x: lax.while_loop(lambda c: probe('condition', c).sum()<9, lambda c: c+1, x)
     alone,both,other = jax.jit(below),jax.jit(lambda x: probe('both', below(x))),jax.jit(lambda x: probe('other', x*2))
-    with pytest.warns(EmberWarning, match='the condition of a while loop cannot be taken out'), track(home=tmp_path) as tracker:
+    with pytest.warns(EmberWarning, match='the condition of a while loop cannot be recorded'), track(home=tmp_path) as tracker:
         for i in range(2):
             tracker.intercept(lambda x: other(both(alone(other(x)))), jnp.ones(3)*i)
             tracker.step()
@@ -492,7 +492,7 @@ def test_a_long_loop_keeps_fewer_iterations_and_warns(monkeypatch, tmp_path):
     from torchember.jaxember.recorder import twins
     monkeypatch.setattr(twins, 'most', 5*3*544*4)
     p,xs = stack.init(jax.random.key(0), jnp.ones(2)),jnp.arange(11.)
-    with pytest.warns(EmberWarning, match=r'a loop of 11 iterations would keep 0.0\d+ MB.*One in 3 is recorded'), track(home=tmp_path) as tracker:
+    with pytest.warns(EmberWarning, match=r'a loop of 11 iterations would store 0.0\d+ MB.*One in 3 is recorded'), track(home=tmp_path) as tracker:
         tracker.intercept(looped, p, xs)
         tracker.step()
     rows = means(table(tracker), 0, ttype='output', path='')

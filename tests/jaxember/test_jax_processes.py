@@ -159,9 +159,9 @@ def test_a_process_that_does_not_record_blocks_nobody(two):
     "Values of shared programs are not recorded, all others are, and a message gives the reason."
     said = [json.loads((two/f'not_all.{r}').read_text()) for r in range(2)]
     for r in range(2):
-        first = [s for s in said[r] if 'what modules give in programs that processes 0, 1 share is not recorded' in s]
+        first = [s for s in said[r] if 'outputs of modules in programs that processes 0, 1 share are not recorded' in s]
         assert len(first)==2-r and 'every is every(2) in process 0 and every(1) in process 1' in first[0], said[r]
-    assert 'process 1 has not come to one within 3 seconds' in said[0][-1]+said[0][-2]
+    assert 'process 1 has not reached such a program within 3 seconds' in said[0][-1]+said[0][-2]
     df,_ = merged(two, 'alone')
     assert set(df['ttype'])=={'weight'}
 

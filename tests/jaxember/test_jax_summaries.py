@@ -22,12 +22,12 @@ every = 'basic', 'absolute', 'higher', 'powers', 'exponents'
 kinds = ('float32', 'bfloat16', 'float16', 'float8_e4m3fn', 'float8_e5m2', 'float8_e4m3fnuz', 'int4', 'uint4', 'int8', 'uint8', 'int16', 'uint16', 'int32',
     'uint32', 'bool', 'complex64')
 compiled = kernels.loops() is not None
-forms = dict(loops=summaries.read_on_cpu if compiled else summaries.on_processor, chunks=summaries.on_processor, operations=summaries.row_by_operations)
+forms = dict(loops=summaries.read_on_cpu if compiled else summaries.row_by_jax, chunks=summaries.row_by_jax, operations=summaries.row_by_operations)
 
 @cache
 def reader(form, wanted):
     f = partial(forms[form], wanted=wanted)
-    p = summaries.primitive(f'{form}{len(wanted)}', lambda x: (summaries.words(wanted),), f, f)
+    p = summaries.primitive(f'{form}{len(wanted)}', lambda x: (summaries.row_length(wanted),), f, f)
     return lambda x: summaries.row_vectors(np.asarray(p.bind(x)), wanted)
 
 def in_float64(x): return np.asarray(x).astype(complex if jnp.iscomplexobj(x) else float)

@@ -332,7 +332,7 @@ def test_numbers_of_steps(steps):
 def test_irregular_steps_lose_few_values():
     model,steps = made(),[0, 1, 10, 11, 20, 21, 30, 31, 40, 41, 50, 51, 60, 61]
     monitor = Monitor(model, {'fc1': [['InputStd', 10]]})
-    with pytest.warns(EmberWarning, match='another step was expected'):
+    with pytest.warns(EmberWarning, match='another step number was expected'):
         for (x,_),step in zip(batches(len(steps), 4), steps, strict=True):
             model(x)
             monitor.track(step)
@@ -547,7 +547,7 @@ def test_errors_of_configurations(config, message):
 
 
 def test_track_refuses_other_values_than_numbers():
-    with pytest.raises(TypeError, match='number of the step'): Monitor(made(), {}).track('one')
+    with pytest.raises(TypeError, match='needs the step number'): Monitor(made(), {}).track('one')
     monitor = Monitor(made(), {'fc1': ['WeightNorm']})
     for s in (np.int64(0), torch.tensor(1), 2.): monitor.track(s)
     assert list(monitor.get_output()['fc1']['WeightNorm'])==[0, 1, 2]
@@ -745,7 +745,7 @@ def test_quantity_that_changes_a_tensor_is_reported():
     model = made()
     monitor = Monitor(model, {'conv': [Centres]})
     model(batches(1)[0][0])
-    with pytest.warns(EmberWarning, match='changed a tensor in place'): monitor.track(0)
+    with pytest.warns(EmberWarning, match='changed a tensor of the model in place'): monitor.track(0)
 
 
 def test_invalid_values_of_quantities():
@@ -845,7 +845,7 @@ def test_failed_pass_explains_only_its_own_step(tmp_path):
         with pytest.raises(KeyError): model(torch.ones(1, 2), 'raise')
         with pytest.raises(AttributeError, match="the last pass that called 'a' raised an error"): monitor.track(0)
         model(torch.ones(1, 2), 'without a').sum().backward()
-        with pytest.raises(AttributeError, match="no call of 'a' was seen since the last tracked step|another step was expected"): monitor.track(1)
+        with pytest.raises(AttributeError, match="no call of 'a' was seen since the last tracked step|another step number was expected"): monitor.track(1)
         model(torch.full((1, 2), 5.), 'with').sum().backward()
         monitor.track(2)
     assert monitor.output['a']['Seen']=={2: 5.}

@@ -21,15 +21,15 @@ from ..show.surfaces import Surface3d
 
 # %% ../../nbs/80_compat/40_taiyi.ipynb #e6960b82
 class DrawingPace:
-    "Limits drawing to about a twentieth of the time."
-    share = 20 # time between two plots, in multiples of the time that the last plot took
-    def __init__(self): self.last,self.took = 0.,0. # end of the last plot, and its duration in seconds
+    "Limits the time for drawing to about 5% of the time of the training."
+    share = 20 # the time between two plots is at least this multiple of the duration of the last plot
+    def __init__(self): self.last,self.took = 0.,0. # time when the last plot was finished, and its duration in seconds
 
     def is_due(self): return time.perf_counter()-self.last>self.share*self.took
 
     @contextmanager
     def measure(self):
-        "Measure the time of a plot, drawn in the `with` block."
+        "Measure how long the `with` block takes, which draws a plot."
         began = time.perf_counter()
         yield
         self.last = time.perf_counter()
@@ -37,39 +37,43 @@ class DrawingPace:
 
 # %% ../../nbs/80_compat/40_taiyi.ipynb #19366dc8
 class LogSink:
-    "A user's object with `log(dict)`. It receives numbers and matplotlib figures."
+    "Sink that passes numbers and matplotlib figures to a user's object with a method `log(dict)`."
     def __init__(self, sink): self.sink = sink
     def put(self, numbers, figures, step): self.sink.log({**numbers, **figures})
 
     def close(self):
+        "Call the method `finish` of the user's object, if it has one."
         if hasattr(self.sink, 'finish'): self.sink.finish()
 
 # %% ../../nbs/80_compat/40_taiyi.ipynb #6d3a32b3
 class WandbSink:
-    "The module wandb, or a run of it. Each step is one row."
+    "Sink that sends numbers and figures to a W&B run, with one row for each step."
     def __init__(self, sink):
         self.wandb,self.is_open = wandb_of(sink),False
         self.sink = Wandb(None if sink is self.wandb else sink, commit=True)
 
     def put(self, numbers, figures, step):
+        "Send the numbers and figures of a step to W&B."
         if not self.is_open: self.sink.open('Visualization', {}); self.is_open = True
         self.sink.put(step, {**numbers, **{k: self.wandb.Image(f) for k,f in figures.items()}})
 
     def close(self):
+        "Finish the W&B run."
         self.sink.close()
         if self.sink.run is not None and not self.sink.own: self.sink.run.finish()
 
 def wandb_of(sink):
-    "Return the module wandb if the sink is this module or a run, else None."
+    "Return the Python module wandb if the user's sink is this module or a W&B run, else None."
     name = getattr(sink, '__name__', None) or type(sink).__module__
     return sys.modules.get('wandb') if name.partition('.')[0]=='wandb' else None
 
 # %% ../../nbs/80_compat/40_taiyi.ipynb #c90983ef
 class TensorBoardSink:
-    "A `SummaryWriter`. It receives numbers and figures."
+    "Sink that writes numbers and figures with a `SummaryWriter` of TensorBoard."
     def __init__(self, sink): self.sink = sink
 
     def put(self, numbers, figures, step):
+        "Write the numbers and figures of a step for TensorBoard."
         for k,v in numbers.items():
             if is_single_number(v): self.sink.add_scalar(k, v, step)
             elif isinstance(v, Figure): self.sink.add_figure(k, v, step, close=False)
@@ -80,28 +84,30 @@ class TensorBoardSink:
 def is_single_number(v): return np.ndim(v)==0 and not isinstance(v, str) and hasattr(v, '__float__')
 
 # %% ../../nbs/80_compat/40_taiyi.ipynb #2657bf7f
-def draw_vectors(ax, vectors, name): # vectors: step -> vector
-    "Draw vectors over steps as colours."
+def draw_vectors(ax, vectors, name): # vectors: dict of a vector for each step
+    "Draw a vector that changes over the steps as a heat map."
     steps,z = list(vectors),np.array([np.ravel(v) for v in vectors.values()], dtype=float).T
     edges = np.concatenate([[steps[0]-.5], (np.array(steps[1:])+np.array(steps[:-1]))/2, [steps[-1]+.5]])
     ax.pcolormesh(edges, np.arange(len(z)+1)-.5, z, shading='flat', rasterized=True)
     ax.set(title=name, xlabel='step', ylabel='channel')
 
 class FigureSink:
-    "A figure with a panel for each quantity, redrawn from time to time. Values that are not numbers are not shown."
+    "Sink that draws a matplotlib figure with a panel for each quantity. The figure is redrawn at intervals, because drawing is slow."
     def __init__(self, figure):
         self.figure,self.pace = figure,DrawingPace()
-        self.lines,self.vectors = {},{} # name -> step -> number; name -> step -> vector
+        self.lines,self.vectors = {},{} # nested dicts {name: {step: number}} and {name: {step: vector}}
 
     def put(self, numbers, figures, step):
+        "Store the numbers of a step, and redraw the figure if that is due."
         for k,v in numbers.items():
             if is_single_number(v): self.lines.setdefault(k, {})[step] = float(v)
         if (numbers or self.vectors) and self.pace.is_due(): self.draw()
 
     @drawn
     def draw(self):
+        "Draw all panels again."
         with self.pace.measure():
-            groups = {} # quantity -> module -> step -> number
+            groups = {} # nested dicts {quantity: {module: {step: number}}}
             for k,d in self.lines.items(): groups.setdefault(k.rpartition('_')[2], {})[k.rpartition('_')[0]] = d
             n = len(groups)+len(self.vectors)
             if not n: return
@@ -120,19 +126,19 @@ class FigureSink:
 
 # %% ../../nbs/80_compat/40_taiyi.ipynb #c5d082c6
 def sink_for(sink):
-    "Return the sink for a user's object. Raise TypeError if it is not a sink."
+    "Return the sink object for the argument `sink=` of a `Visualization`. Raise TypeError if the argument is not supported."
     if sink is None: return FigureSink(Figure(layout='constrained'))
     if getattr(sink, '__name__', None)=='matplotlib.pyplot': return FigureSink(sink.figure(layout='constrained'))
     if isinstance(sink, Figure): return FigureSink(sink)
     if hasattr(sink, 'add_scalar') and hasattr(sink, 'add_figure'): return TensorBoardSink(sink)
     if wandb_of(sink) is not None: return WandbSink(sink)
     if callable(getattr(sink, 'log', None)): return LogSink(sink)
-    raise TypeError("the sink of a Visualization must be wandb, a SummaryWriter, matplotlib.pyplot, a Figure, or an object with log(dict), "
+    raise TypeError("sink= of a Visualization must be wandb, a SummaryWriter, matplotlib.pyplot, a Figure, or an object with log(dict), "
         f"got {an(sink)}.")
 
 # %% ../../nbs/80_compat/40_taiyi.ipynb #e83c07df
 def split_value(key, v):
-    "Return the numbers and arrays in a value, as (name, array) pairs."
+    "Return a pair (name, array) for each number or array in a value of a quantity, which may be a nested dict or list."
     if isinstance(v, dict): return [o for k,x in v.items() for o in split_value(f'{key}.{k}', x)]
     if isinstance(v, list|tuple) and not all(isinstance(x, int|float) for x in v):
         return [o for i,x in enumerate(v) for o in split_value(f'{key}.{i}', x)]
@@ -143,67 +149,68 @@ class Visualization:
     """Shows the values of a `Monitor`: call `Visualization.show` after each `Monitor.track`.
 
     Args:
-        monitor: A `Monitor`
-        sink: wandb or a run, a `SummaryWriter`, `matplotlib.pyplot`, a figure, or an object with log(dict). Default: a new figure
+        monitor: The `Monitor` whose values are shown
+        sink: wandb or a W&B run, a `SummaryWriter`, `matplotlib.pyplot`, a figure (default), or an object with log(dict)
     """
-    most_steps = 300 # steps of a vector in a surface
+    most_steps = 300 # maximum number of steps that a surface plot of a vector shows
     def __init__(self,
-        monitor, # A `Monitor`
-        sink=None # wandb or a run, a `SummaryWriter`, `matplotlib.pyplot`, a figure, or an object with log(dict). Default: a new figure
+        monitor, # The `Monitor` whose values are shown
+        sink=None # wandb or a W&B run, a `SummaryWriter`, `matplotlib.pyplot`, a figure (default), or an object with log(dict)
     ):
         if not hasattr(monitor, 'get_output'): raise TypeError(f"Visualization shows the values of a Monitor, got {an(monitor)}.")
         self.monitor,self.sink,self.pace = monitor,sink_for(sink),DrawingPace()
-        self.history,self.changed = {},set() # vectors: name -> step -> vector; names of the vectors that changed since the last plot
+        # nested dict {name: {step: vector}}; names of the vectors that changed since the last plot
+        self.history,self.changed = {},set()
 
-    figure = property(lambda self: getattr(self.sink, 'figure', None), doc="The figure, if the sink is one.")
+    figure = property(lambda self: getattr(self.sink, 'figure', None), doc="The figure with the plots; None if the sink draws no figure.")
 
     def show(self,
-        step:int, # The step that was tracked
-        ext:dict=None # Other numbers to show: {'loss': loss.item()}
+        step:int, # Number of the step that was tracked
+        ext:dict=None # Other numbers to show, such as {'loss': loss.item()}
     ):
-        """Show the values of this step, if there are any.
+        """Send the values of this step to the sink, and plots of vectors from time to time.
 
         Args:
-            step: The step that was tracked
-            ext: Other numbers to show: {'loss': loss.item()}
+            step: Number of the step that was tracked
+            ext: Other numbers to show, such as {'loss': loss.item()}
         """
         numbers = {}
         for path,quantities in self.monitor.of_step(step).items():
             for name,v in quantities.items():
                 for k,part in split_value(f'{path}_{name}' if path else name, v):
                     if np.size(part)==1: numbers[k] = float(np.ravel(part)[0])
-                    elif np.size(part): self.vector(k, step, part)
+                    elif np.size(part): self.add_vector(k, step, part)
         if self.changed and self.pace.is_due(): self._put_surfaces(numbers | dict(ext or {}), step)
         else: self.sink.put(numbers | dict(ext or {}), {}, step)
 
-    def vector(self, key, step, v):
-        "Add a vector to its history. A plot is due, unless the sink draws vectors itself."
+    def add_vector(self, key, step, v):
+        "Add a vector to its history, which is plotted later. A `FigureSink` draws the history itself."
         past = self.history.setdefault(key, {})
-        if past and np.size(next(iter(past.values())))!=np.size(v): past.clear() # the layer has a new size
+        if past and np.size(next(iter(past.values())))!=np.size(v): past.clear() # because the layer has a new size
         past[step] = np.ravel(v)
         for old in list(past)[:-self.most_steps]: del past[old]
         if isinstance(self.sink, FigureSink): self.sink.vectors[key] = past
         else: self.changed.add(key)
 
     def _put_surfaces(self, numbers, step):
-        "Send numbers, and surfaces of the vectors that changed."
-        with self.pace.measure(): # sending images takes time, too
+        "Send numbers to the sink, and surface plots of the vectors that changed."
+        with self.pace.measure(): # includes the time to send the images
             self.sink.put(numbers, {k: Surface3d(self.history[k], k) for k in sorted(self.changed)}, step)
         self.changed.clear()
 
     def log_ext(self,
-        ext:dict, # {'loss': loss.item()}
-        step:int=None # Step of these numbers. Default: the step that was tracked last
+        ext:dict, # Numbers by name, such as {'loss': loss.item()}
+        step:int=None # Number of the step. Default: the step that was tracked last
     ):
-        """Show other numbers.
+        """Send other numbers than quantities to the sink, such as the loss.
 
         Args:
-            ext: {'loss': loss.item()}
-            step: Step of these numbers. Default: the step that was tracked last
+            ext: Numbers by name, such as {'loss': loss.item()}
+            step: Number of the step. Default: the step that was tracked last
         """
         self.sink.put(dict(ext or {}), {}, self.monitor.last_step if step is None else step)
 
     def close(self):
-        "Show the last plots. Finish the run of wandb, or close the file of TensorBoard."
+        "Show the last plots. Finish the W&B run, or close the file of TensorBoard."
         if self.changed: self._put_surfaces({}, self.monitor.last_step)
         self.sink.close()
