@@ -77,7 +77,7 @@ if TYPE_CHECKING:
         get_optimizer_state as get_optimizer_state, compute_stats as compute_stats, utils as utils)
     from .compat.taiyi import Visualization as Visualization
 
-names = { # Python module -> main names
+names = { # Python module -> public names, separated by spaces
     'ember': 'torchEmber', 'store.jsonl': 'emberTracker',
     'frames.logs': 'read wide', 'frames.listing': 'runs compact', 'frames.scan': 'scan query', 'frames.moving': 'sync',
     'ground.choose': 'select every at until between log_spaced', 'ground.messages': 'EmberWarning',
@@ -89,7 +89,8 @@ names = { # Python module -> main names
     'sinks.feed': 'replay', 'sinks.sink': 'Sink',
     'state.algebra': 'StateDict',
     'monitor.monitor': 'Monitor', 'monitor.quantities': 'quantity'}
-other_names = { # names for special purposes and of older tools: `from torchember import ridge` works, `dir(torchember)` leaves them out
+# names for special purposes and of older tools: `from torchember import ridge` works, but `dir(torchember)` leaves them out
+other_names = {
     'capture.tree': 'moduleTrack', 'store.jsonl': 'tracker', 'ground.choose': 'linear', 'ground.record': 'ttypes',
     'measure.kernels': 'summarize', 'measure.summary': 'Summary', 'measure.exponents': 'exponents_for headroom',
     'measure.spectrum': 'covariance cal_cov_matrix cal_eig rankme effective_rank SpectrumError',
@@ -133,7 +134,7 @@ def load_ipython_extension(shell):
 
 
 def missing(name):
-    "Return the error for an unknown name. It names the replacement of an older tool's name, or similar names. An import shows it only as ImportError."
+    "Return the error for an unknown name. The message names the replacement of an older tool's name, or similar names."
     if name.startswith('_'): return AttributeError(f"module 'torchember' has no attribute {name!r}", name=name)
     if message := import_module('.compat.gone', __name__).sentence(name):
         imported = _getframe(2).f_globals.get('__name__', '').startswith('importlib.') # in `from torchember import ...`

@@ -45,17 +45,17 @@ from .store.table import tree_table
 
 # %% ../nbs/57_ember.ipynb #e3c22913
 class RecordedRun:
-    "Recorded run, with the user's own statistics, numbers and marks."
+    "Run during its recording. Takes the user's statistics, numbers and marks."
     fname = property(lambda self: self.t.fname, doc="Name of the run")
     mt_log = property(lambda self: self.recorder.calls.log, doc="Modules that the root's last recorded pass entered and left, in order")
-    current_mt = property(lambda self: self.recorder.calls.current, doc="`moduleTrack` of the module that is being recorded, or was last")
+    current_mt = property(lambda self: self.recorder.calls.current, doc="`moduleTrack` of the module that is being recorded, or was recorded last")
 
     def __init__(self, t, recorder): self.t,self.recorder = t,recorder
 
     def how_record(self,
         *ttypes # Tensor types that the function is for
     ): # A decorator that returns the function unchanged
-        """Use a function tensor -> dict, or a named set of statistics, for some tensor types.
+        """Choose how some tensor types are recorded: by a function that maps a tensor to a dict, or by a named set of statistics.
 
         Args:
             *ttypes: Tensor types that the function is for
@@ -73,21 +73,21 @@ class RecordedRun:
         return use
 
     def how_record_in(self, f):
-        "Use a function for the tensor type 'input'. A decorator, as `how_record`."
+        "Decorator: record tensors of the type 'input' with this function. See `how_record`."
         return self.how_record('input')(f)
 
     def how_record_out(self, f):
-        "Use a function for the tensor type 'output'. A decorator, as `how_record`."
+        "Decorator: record tensors of the type 'output' with this function. See `how_record`."
         return self.how_record('output')(f)
 
     def how_record_weight(self, f):
-        "Use a function for the tensor types 'weight' and 'weight_grad'. A decorator, as `how_record`."
+        "Decorator: record tensors of the types 'weight' and 'weight_grad' with this function. See `how_record`."
         return self.how_record('weight', 'weight_grad')(f)
 
     def set_metric(self,
         ttype:str # 'in', 'out', 'weight' or 'grad'
     ): # A decorator that returns the function unchanged
-        """Use a function for a tensor type: `how_record` with the name and the words of torchember 0.2.
+        """Choose how a tensor type is recorded. Same as `how_record`, with the names of torchember 0.2.
 
         Args:
             ttype: 'in', 'out', 'weight' or 'grad'
@@ -124,87 +124,87 @@ class RecordedRun:
 
     def watch_tensor(self,
         name:str, # The row's `tname`
-        tensor:torch.Tensor|None # A tensor that is in no module; None to stop
+        tensor:torch.Tensor|None # A tensor that is in no module; None to stop recording this name
     ): # The tensor
-        """Record a variable and its gradient at the end of each step, as a weight of the root.
+        """Record a tensor that is in no module, and its gradient, at the end of each step. It is recorded as a weight of the root.
 
         Args:
             name: The row's `tname`
-            tensor: A tensor that is in no module; None to stop
+            tensor: A tensor that is in no module; None to stop recording this name
 
         Returns:
             The tensor
         """
         if tensor is not None and not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"watch_tensor follows a tensor, got {an(tensor)}.")
+            raise TypeError(f"watch_tensor needs a tensor, got {an(tensor)}.")
         self.recorder.sources.follow(name, tensor)
         return tensor
 
     def step(self):
-        "End the training step: call this after `backward`, before `zero_grad`. From the first call on, only `step` ends a step."
+        "End the training step. Call this after `backward` and before `zero_grad`. From the first call on, only `step` ends a step."
         r = self.recorder
         if not r.steps.optimizers.awaited: r.boundary()
-        elif r.steps.opened: r.notices.once('two', "te.step() does nothing here: the optimizer that torchEmber was given ends each step. "
-            "Leave out one of the two.")
+        elif r.steps.opened: r.notices.once('two', "te.step() does nothing, because the optimizer that was passed to torchEmber ends each step. "
+            "Leave out te.step(), or leave out optimizer=.")
 
     def summary(self,
-        *args, **kwargs # Of `torchember.summary`
+        *args, **kwargs # Arguments of `torchember.summary`
     ):
         """Print a summary of the run, a line for each layer.
 
         Args:
-            *args, **kwargs: Of `torchember.summary`
+            *args, **kwargs: Arguments of `torchember.summary`
         """
         from torchember import summary
         print(summary(self, *args, **kwargs))
 
     def show(self,
-        *args, **kwargs # Of `overview`
+        *args, **kwargs # Arguments of `overview`
     ): # matplotlib Axes
         """Draw the run: all layers and steps, the loss, and the first NaN or infinity.
 
         Args:
-            *args, **kwargs: Of `overview`
+            *args, **kwargs: Arguments of `overview`
 
         Returns:
             matplotlib Axes
         """
-        from torchember import overview # the package show imports this Python module
+        from torchember import overview # imported here, because the package `show` imports this Python module
         return overview(self, *args, **kwargs)
 
     def live(self,
-        **kwargs # Of `torchember.live`
-    ): # The view; its `close()` ends it earlier
-        """Show the run until `close`: in a notebook as `show` does, redrawn below this cell as rows arrive; in a terminal as a line.
+        **kwargs # Arguments of `torchember.live`
+    ): # The live view. Call its `close()` to end it before the run ends
+        """Show the run while it is recorded: in a notebook as a picture below this cell, redrawn when rows arrive; in a terminal as a line.
 
         Args:
-            **kwargs: Of `torchember.live`
+            **kwargs: Arguments of `torchember.live`
 
         Returns:
-            The view; its `close()` ends it earlier
+            The live view. Call its `close()` to end it before the run ends
         """
         from torchember import live
         return live(self, **kwargs)
 
     def check(self,
-        golden, # The correct run: a file of `keep_run`, or another argument of `diff`
-        rtol:float|None=None # Tolerated difference, as a share of a tensor's size; by its format and number of elements by default
+        golden, # The correct run: a file of `keep_run`, or another run that `diff` accepts
+        rtol:float|None=None # Tolerated relative difference of a tensor. The default depends on its dtype and number of elements
     ):
-        """Raise an AssertionError about the first difference, if the run so far differs from a stored run.
+        """Raise an AssertionError that describes the first difference, if the run so far differs from a stored run.
 
         Args:
-            golden: The correct run: a file of `keep_run`, or another argument of `diff`
-            rtol: Tolerated difference, as a share of a tensor's size; by its format and number of elements by default
+            golden: The correct run: a file of `keep_run`, or another run that `diff` accepts
+            rtol: Tolerated relative difference of a tensor. The default depends on its dtype and number of elements
         """
         assert_same_run(self, golden, rtol)
 
 # %% ../nbs/57_ember.ipynb #0938e173
 def disarm_earlier(model):
-    "Disarm an earlier ember of a model or of a part of the model, with a warning."
+    "Disarm the ember that already records a model or one of its modules, with a warning."
     earlier = getattr(armed_by(model), 'recorder', None)
     if earlier is None: return
     what = 'The model' if any(st.listener is earlier.events for st in states_of(model)) else 'A part of the model'
-    warn(f"{what} is already recorded by the run {earlier.t.fname}, which is disarmed now: one torchEmber records a model at a time.")
+    warn(f"{what} is already recorded as the run {earlier.t.fname}. That run is disarmed now, because only one torchEmber can record a model at a time.")
     earlier.owner().disarm()
 
 def watched_modules(tracks, include, exclude):
@@ -214,7 +214,7 @@ def watched_modules(tracks, include, exclude):
 
 # %% ../nbs/57_ember.ipynb #111be30d
 class ArmedModel(RecordedRun):
-    "Model of a run. It can be armed and disarmed."
+    "Recorded run with its model, which can be armed and disarmed."
     modules = property(lambda self: {t.name: t for t in self.tracks}, doc="Display name -> `moduleTrack`")
 
     def __init__(self, t, recorder, model, tracks, include=None, exclude=None): # tracks: `moduleTrack`s of the modules, root first
@@ -225,7 +225,7 @@ class ArmedModel(RecordedRun):
     def watched(self, tracks): return watched_modules(tracks, self.include, self.exclude)
 
     def arm(self): # The ember
-        """Start to record. Does nothing if the model is armed already.
+        """Start recording. Does nothing if the model is armed already.
 
         Returns:
             The ember
@@ -236,7 +236,7 @@ class ArmedModel(RecordedRun):
         self.tracks,self.armed = tracks(unwrap(self.model)),True
         try: self.recorder.arm(self.tracks, self.watched(self.tracks), lambda: self, {'disarm': lambda: (self.disarm(), self.model)[1]})
         except BaseException:
-            self.disarm() # leave nothing behind, whatever the error
+            self.disarm() # remove what was installed, whatever the error
             raise
         return self
 
@@ -252,7 +252,7 @@ class ArmedModel(RecordedRun):
         return self.model
 
     def rearm(self): # The ember
-        """Disarm and arm, to find added and removed modules.
+        """Disarm the model and arm it again, so added and removed modules are noticed.
 
         Returns:
             The ember
@@ -261,14 +261,14 @@ class ArmedModel(RecordedRun):
         return self.arm()
 
     def mod_tree(self):
-        "Return the tree of modules as nested dicts `{'name', 'short', 'path', 'children'}`."
+        "Return the tree of modules as nested dicts with the keys 'name', 'short', 'path', 'children'."
         return tree_dict(self.tracks[0])
 
     def probe(self,
         name:str, # The row's `tname`
         tensor:torch.Tensor # Any tensor, inside a forward
     ): # The tensor
-        """Record a tensor from inside a forward, compiled or not. Its row has the ttype 'probe'.
+        """Record any tensor inside a `forward`, compiled or not. Its row has the ttype 'probe'.
 
         Args:
             name: The row's `tname`
@@ -290,18 +290,18 @@ class ArmedModel(RecordedRun):
         return tensor
 
     def plan(self,
-        *args, # An example input: with one, the model runs once, and is unchanged afterwards
+        *args, # Example input. With an example, the model runs once, and is unchanged afterwards
         **kwargs
     ) -> Plan:
         """Return the expected rows, bytes and time of a recorded step. Records nothing.
 
         Args:
-            *args: An example input: with one, the model runs once, and is unchanged afterwards
+            *args: Example input. With an example, the model runs once, and is unchanged afterwards
         """
         r,inner,is_unarmed = self.recorder,self.tracks[0].module,not self.armed
         if is_unarmed:
             if armed_by(inner) is not None:
-                raise RuntimeError("another torchEmber is armed on this model. Use its plan(), or disarm it.")
+                raise RuntimeError("another torchEmber is armed on this model. Call plan() of that torchEmber, or disarm it first.")
             r.sources.armed(arm(self.tracks, r.events, self.watched(self.tracks)))
         try: return plan_of(inner, r, args, kwargs, self.model_name)
         finally:
@@ -310,40 +310,40 @@ class ArmedModel(RecordedRun):
                 r.sources.armed([])
 
     def locate(self,
-        step_fn # Runs a step, from the state before it, as `torchember.locate` has it
+        step_fn # Function that runs one step, starting from the state before this step. See `torchember.locate`
     ) -> Located:
-        """Run a step again, and name the operation at the origin of its NaN. Records nothing, and restores nothing.
+        """Run a step again, and find the operation that creates its first NaN or infinity. Does not record, and does not restore the model.
 
         Args:
-            step_fn: Runs a step, from the state before it, as `torchember.locate` has it
+            step_fn: Function that runs one step, starting from the state before this step. See `torchember.locate`
         """
         return locate(step_fn, self.model)
 
 # %% ../nbs/57_ember.ipynb #b57e800d
 def run_of_rank(kind, name, resume, home, store='jsonl'):
-    "Return a new or resumed run; the rank, None for a single process; and the number of processes."
+    "Create or resume a run. Return the run; the rank, None for a single process; and the number of processes."
     rank,world = rank_and_size()
     if world>1: name = f'{name or shared_name(kind)}.rank{rank}'
     if resume:
         release_run(name)
-        take_in(folder('torchember', home)) # rows that a dead process had not written
+        take_in(folder('torchember', home)) # add rows that a dead process did not write
     return new_run(kind, name, resume, home, store, world), rank if world>1 else None, world
 
 def number_of_first(t, resume, first_step):
-    "Return the number of the next step. Raise a ValueError if a resumed run has this step already."
+    "Return the number of the first step to record. Raise a ValueError if a resumed run contains this step already."
     if not resume: return first_step or 0
     last = t.last_step()
     if first_step is not None and first_step<=last:
-        raise ValueError(f"The run {t.fname!r} has steps to {last}, so it cannot continue at first_step={first_step}. "
+        raise ValueError(f"The run {t.fname!r} already contains steps up to {last}, so it cannot continue at first_step={first_step}. "
             f"Leave out first_step to continue at {last+1}, or leave out resume and choose another name=.")
     return last+1 if first_step is None else first_step
 
 # %% ../nbs/57_ember.ipynb #835bba49
 def merge_ranks(t, rank, world, tree):
-    "Return `WholeSteps`: they merge the rows of all ranks for listeners on the first rank. None without a store of a process group."
+    "Return a `WholeSteps`, which merges the rows of all ranks for listeners on rank 0. None without a process group."
     part,store = store_for(t.fname.removesuffix(f'.rank{rank}'))
     if part is None:
-        warn("reduce='step' needs the store of a process group, and there is none: listeners get only the rows of this process. "
+        warn("reduce='step' needs a process group with a store, but there is none, so listeners get only the rows of this process. "
             "Call torch.distributed.init_process_group before torchEmber.")
         return None
     run,paths = weakref.ref(t),paths_in(tree)
@@ -352,8 +352,8 @@ def merge_ranks(t, rank, world, tree):
         if (t := run()) is not None: note_soon(t.file, what)
     return WholeSteps(part, rank, world, about, note, store)
 
-def report_of(recorder, views=(), rules=None, feeds=()) -> Report: # views: live pictures; rules: `RuleWatch`; feeds: `Feed`s of sinks
-    "Return the report of a run, and write its times into the metadata."
+def report_of(recorder, views=(), rules=None, feeds=()) -> Report: # views: live views; rules: `RuleWatch`; feeds: `Feed`s of sinks
+    "Return the report of a run, and write the times of recording into the metadata of the run."
     r,f,cost,live = recorder,recorder.t.file,recorder.cost,sum(v.seconds for v in views)
     def spent():
         s = r.seconds()+live
@@ -368,59 +368,59 @@ def report_of(recorder, views=(), rules=None, feeds=()) -> Report: # views: live
 
 # %% ../nbs/57_ember.ipynb #478d3f42
 class torchEmber(ArmedModel):
-    """Record a model: arms it at once, and records every pass until `torchEmber.disarm`.
+    """Object that records a model. It arms the model at once, and records every pass until `torchEmber.disarm`.
 
     Args:
-        model: The model, also if wrapped by `torch.compile` or `DistributedDataParallel`
-        optimizer: Optimizer, or a list of them: when all have stepped, the training step is over
+        model: The model. It may be wrapped by `torch.compile` or `DistributedDataParallel`
+        optimizer: Optimizer, or list of optimizers. A training step is over when all of them have stepped
         ttypes: Tensor types; also 'output_grad', 'input_grad', 'unclipped_grad', 'optimizer', 'update', 'buffer'
-        include: Modules to record, as `select` takes them: 'features.*', nn.Linear, ...; all by default
-        exclude: Modules to leave out
-        every: Steps to record, as `schedule` takes them: 10, 'linear(5, 2)', log_spaced(5), a function of the step
-        stats: Named set ('basic', 'full', 'numerics'), list of statistics, or function: tensor -> dict
+        include: Modules to record: arguments of `select`, such as 'features.*' or nn.Linear; all by default
+        exclude: Modules to leave out: arguments of `select`
+        every: Steps to record: one step in 10, 'linear(5, 2)', log_spaced(5), or a function of the step. See `schedule`
+        stats: Named set ('basic', 'full', 'numerics'), list of statistics, or function that maps a tensor to a dict
         only_training: True to skip evaluations: passes in `eval()` mode or under `no_grad`
         name: Name of the run; `<ModelClass>_<YYYYmmdd_HHMMSS>` by default
         resume: True to continue the run `name` after its last step
         home: Folder of logs, instead of `~/.torchember`
-        store: Format of the run: 'jsonl', lines of JSON; 'parquet', a fraction of their size. Reading is the same for both
-        overhead: Share of the training time that recording may take, such as 0.02: then some steps of `every` are not recorded
-        scaler: The `GradScaler` in use: gradients are recorded unscaled, and skipped steps are marked. accelerate's optimizer has its own
-        ends: 'step': only `torchEmber.step` ends a step. By default the optimizer does; without one each pass does, until the first `step()`
-        rules: Rules that check the run during training: 'default', or a list of rules, as `diagnose` takes them
-        on_finding: Reaction to their findings: 'warn', 'stop' (an error ends the training), or a function of a finding
-        blackbox: Keep recent steps if the process dies: None if possible; False; 20: the last 20 steps, also if `every` leaves them out
-        cuda_graphs: True to record CUDA graphs that are captured by hand, at each replay
-        sinks: Destinations of each step's statistics: 'wandb', 'tensorboard', a function of a step and its numbers, a `Sink`, or a list of these
-        reduce: 'step': listeners on the first of several processes get the merged rows of all. No process waits for another
-        first_step: Number of the first step, to continue from a checkpoint; 0 by default, or the one after the last step of a resumed run
-        on_error: Reaction to a statistic that fails: 'warn' once and continue, or 'raise'
+        store: Format of the log: 'jsonl' (lines of JSON) or 'parquet' (much smaller). Both are read in the same way
+        overhead: Fraction of the training time that recording may take, such as 0.02. To keep to it, some steps of `every` are not recorded
+        scaler: The `GradScaler` in use, to record unscaled gradients and to mark skipped steps. Not needed with accelerate, whose optimizer has a scaler
+        ends: 'step': only `torchEmber.step` ends a step. Default: the optimizer does; without an optimizer, each pass until the first `step()`
+        rules: Rules that check the run during training: 'default', or a list of rules as for `diagnose`
+        on_finding: What to do with a finding of these rules: 'warn', 'stop' (raise an error in the training), or a function that gets the finding
+        blackbox: Black box, a file of recent steps that survives a crash. None: if possible; False: none; 20: also 20 steps that `every` skips
+        cuda_graphs: True to record each replay of CUDA graphs that the program captures
+        sinks: Where to send the statistics of each step: 'wandb', 'tensorboard', a function of a step and its numbers, a `Sink`, or a list of these
+        reduce: 'step': listeners on rank 0 get the merged rows of all processes. No process waits for another
+        first_step: Number of the first step, to continue from a checkpoint. Default: 0, or the step after the last step of a resumed run
+        on_error: What to do if a tensor cannot be measured: 'warn' once and continue, or 'raise'
     """
     @says_arguments
     def __init__(self,
-        model:nn.Module, # The model, also if wrapped by `torch.compile` or `DistributedDataParallel`
-        optimizer=None, # Optimizer, or a list of them: when all have stepped, the training step is over
+        model:nn.Module, # The model. It may be wrapped by `torch.compile` or `DistributedDataParallel`
+        optimizer=None, # Optimizer, or list of optimizers. A training step is over when all of them have stepped
         *,
         ttypes=('input', 'output', 'weight', 'weight_grad'), # Tensor types; also 'output_grad', 'input_grad', 'unclipped_grad', 'optimizer', 'update', 'buffer'
-        include=None, # Modules to record, as `select` takes them: 'features.*', nn.Linear, ...; all by default
-        exclude=None, # Modules to leave out
-        every=1, # Steps to record, as `schedule` takes them: 10, 'linear(5, 2)', log_spaced(5), a function of the step
-        stats='basic', # Named set ('basic', 'full', 'numerics'), list of statistics, or function: tensor -> dict
+        include=None, # Modules to record: arguments of `select`, such as 'features.*' or nn.Linear; all by default
+        exclude=None, # Modules to leave out: arguments of `select`
+        every=1, # Steps to record: one step in 10, 'linear(5, 2)', log_spaced(5), or a function of the step. See `schedule`
+        stats='basic', # Named set ('basic', 'full', 'numerics'), list of statistics, or function that maps a tensor to a dict
         only_training:bool=False, # True to skip evaluations: passes in `eval()` mode or under `no_grad`
         name:str|None=None, # Name of the run; `<ModelClass>_<YYYYmmdd_HHMMSS>` by default
         resume:bool=False, # True to continue the run `name` after its last step
         home=None, # Folder of logs, instead of `~/.torchember`
-        store:str='jsonl', # Format of the run: 'jsonl', lines of JSON; 'parquet', a fraction of their size. Reading is the same for both
-        overhead:float|None=None, # Share of the training time that recording may take, such as 0.02: then some steps of `every` are not recorded
-        scaler=None, # The `GradScaler` in use: gradients are recorded unscaled, and skipped steps are marked. accelerate's optimizer has its own
-        ends:str|None=None, # 'step': only `torchEmber.step` ends a step. By default the optimizer does; without one each pass does, until the first `step()`
-        rules=(), # Rules that check the run during training: 'default', or a list of rules, as `diagnose` takes them
-        on_finding='warn', # Reaction to their findings: 'warn', 'stop' (an error ends the training), or a function of a finding
-        blackbox:int|None=None, # Keep recent steps if the process dies: None if possible; False; 20: the last 20 steps, also if `every` leaves them out
-        cuda_graphs:bool=False, # True to record CUDA graphs that are captured by hand, at each replay
-        sinks=(), # Destinations of each step's statistics: 'wandb', 'tensorboard', a function of a step and its numbers, a `Sink`, or a list of these
-        reduce:str|None=None, # 'step': listeners on the first of several processes get the merged rows of all. No process waits for another
-        first_step:int|None=None, # Number of the first step, to continue from a checkpoint; 0 by default, or the one after the last step of a resumed run
-        on_error:str='warn' # Reaction to a statistic that fails: 'warn' once and continue, or 'raise'
+        store:str='jsonl', # Format of the log: 'jsonl' (lines of JSON) or 'parquet' (much smaller). Both are read in the same way
+        overhead:float|None=None, # Fraction of the training time that recording may take, such as 0.02. To keep to it, some steps of `every` are not recorded
+        scaler=None, # The `GradScaler` in use, to record unscaled gradients and to mark skipped steps. Not needed with accelerate, whose optimizer has a scaler
+        ends:str|None=None, # 'step': only `torchEmber.step` ends a step. Default: the optimizer does; without an optimizer, each pass until the first `step()`
+        rules=(), # Rules that check the run during training: 'default', or a list of rules as for `diagnose`
+        on_finding='warn', # What to do with a finding of these rules: 'warn', 'stop' (raise an error in the training), or a function that gets the finding
+        blackbox:int|None=None, # Black box, a file of recent steps that survives a crash. None: if possible; False: none; 20: also 20 steps that `every` skips
+        cuda_graphs:bool=False, # True to record each replay of CUDA graphs that the program captures
+        sinks=(), # Where to send the statistics of each step: 'wandb', 'tensorboard', a function of a step and its numbers, a `Sink`, or a list of these
+        reduce:str|None=None, # 'step': listeners on rank 0 get the merged rows of all processes. No process waits for another
+        first_step:int|None=None, # Number of the first step, to continue from a checkpoint. Default: 0, or the step after the last step of a resumed run
+        on_error:str='warn' # What to do if a tensor cannot be measured: 'warn' once and continue, or 'raise'
     ):
         if not isinstance(model, nn.Module): raise TypeError(not_a_model(model))
         check_arguments(reduce, on_error, ends, first_step)
@@ -434,17 +434,18 @@ class torchEmber(ArmedModel):
         held_steps(blackbox)
         rules,on_finding,sinks = choose_rules(rules or ()),check_on_finding(on_finding),sinks_of(sinks)
         ts = tracks(inner)
-        watched_modules(ts, include, exclude) # raises before the run is created
+        watched_modules(ts, include, exclude) # check the arguments before the run is created
         t,rank,world = run_of_rank(type(inner).__name__, name, resume, home, store)
         first = number_of_first(t, resume, first_step)
         ranks = None if rank is None else Ranks(model, rank, world, lambda meta: t.amend('ranks', meta))
-        if ranks and not callable(stats) and not {'shape', 'numel'}.intersection(stats): stats = (*stats, 'numel') # size of the shard
+        # ranks merge shards by their number of elements
+        if ranks and not callable(stats) and not {'shape', 'numel'}.intersection(stats): stats = (*stats, 'numel')
         super().__init__(t, Recorder(t, Settings(ttypes, stats, when, only_training, on_error, first, rank,
             ranks, None if overhead is None else Budget(overhead), optimizers, scaler, ends, ts[0].name,
             blackbox, lambda meta: t.amend('parameters', meta), cuda_graphs)), model, ts, include, exclude)
-        self.views = [] # live pictures of the run
+        self.views = [] # live views of the run
         known,is_on = self.recorder.sources.parameters.known,not disabled()
-        if resume: known.go_on(read_parameters(t))
+        if resume: known.resume_from(read_parameters(t))
         t.source = weak_source(self.recorder)
         watch_first_bad(t.file)
         if reduce and ranks and is_on and (whole := merge_ranks(t, rank, world, self.mod_tree())):
@@ -460,7 +461,7 @@ class torchEmber(ArmedModel):
             ({} if resume else {'vis': {'vis_type': 'standard'}, 'structure': self.mod_tree()}))
 
     def close(self): # A `Report`
-        """End the run: disarm, write everything, and return a report.
+        """End the run: disarm the model, write all rows, and return a report.
 
         Returns:
             A `Report`
@@ -471,8 +472,8 @@ class torchEmber(ArmedModel):
         for f in self.feeds: f.close()
         self.t.close()
         if self.t.whole is not None: self.t.whole.end()
-        open_recorders.discard(self.recorder) # it has nothing left to hand over
-        for v in self.views: v.close() # draws the last picture
+        open_recorders.discard(self.recorder) # the recorder has no rows left to write
+        for v in self.views: v.close() # draw the last picture
         return report_of(self.recorder, self.views, self.rules, self.feeds)
 
     def __enter__(self): return self.arm()
@@ -487,19 +488,19 @@ class torchEmber(ArmedModel):
 
     def _repr_html_(self): return tree_table(repr(self)[1:-1], self.mod_tree(), self.t.latest_line_list())
 
-    def __reduce_ex__(self, protocol): # a model that keeps its ember may be copied and saved
+    def __reduce_ex__(self, protocol): # because a model with an ember as attribute may be copied or saved
         return EmberCopy, (self.model_name, self.fname, str(self.t.dir))
 
     def __deepcopy__(self, memo): return EmberCopy(self.model_name, self.fname, str(self.t.dir))
 
-    if not TYPE_CHECKING: # a type checker would believe that every name exists
+    if not TYPE_CHECKING: # hidden from type checkers, which would accept every name
         def __getattr__(self, name):
-            hint = f" Its run has: te.t.{name}." if not name.startswith('_') and hasattr(emberTracker, name) else ''
+            hint = f" Its run has this attribute: te.t.{name}." if not name.startswith('_') and hasattr(emberTracker, name) else ''
             raise AttributeError(f"a torchEmber has no attribute {name!r}.{hint}", name=name, obj=self)
 
 # %% ../nbs/57_ember.ipynb #d08ba4de
 class EmberCopy:
-    "Replacement of a model's ember in copies of the model. It reads the run, and records nothing."
+    "Stands for the ember in a copy of its model. It reads the run, but records nothing."
     armed = False
     def __init__(self, model_name, fname, home): self.model_name,self.fname,self.home = model_name,fname,home
 
@@ -513,4 +514,4 @@ class EmberCopy:
 
     def __getattr__(self, name):
         if name.startswith('__') or not hasattr(torchEmber, name): raise AttributeError(name)
-        raise AttributeError(f"{self!r} has no {name!r}: it belongs to a copy of the model. To record the copy, arm it: torchEmber(model).")
+        raise AttributeError(f"{self!r} has no {name!r}, because it belongs to a copy of the model. To record the copy, call torchEmber(model).")

@@ -13,17 +13,17 @@ from .run import options_in
 
 # %% ../nbs/93_magics.ipynb #c79f53c0
 def names_used(code):
-    "Return the names in a syntax tree, each once."
+    "Return the variable names in a syntax tree, each once."
     return list(dict.fromkeys(o.id for o in ast.walk(code) if isinstance(o, ast.Name)))
 
 def names_in_function(f):
-    "Return the global names in the code of a function and of the functions inside it."
+    "Return the global names in a code object, including its nested functions."
     inner = [c for c in f.co_consts if isinstance(c, types.CodeType)]
     return [*f.co_names, *(n for c in inner for n in names_in_function(c))]
 
 # %% ../nbs/93_magics.ipynb #557bd1ba
-def named_in(code, names) -> dict: # code: `ast.AST` of a cell; names: names of the notebook -> values
-    "Return the notebook's names in a cell, and in functions of the notebook used there."
+def named_in(code, names) -> dict: # code: `ast.AST` of a cell; names: the notebook's variables
+    "Return the notebook's variables in a cell, directly or in functions of the notebook: name -> value."
     found,todo = {},names_used(code)
     while todo:
         n = todo.pop(0)
@@ -34,7 +34,7 @@ def named_in(code, names) -> dict: # code: `ast.AST` of a cell; names: names of 
 
 # %% ../nbs/93_magics.ipynb #3fb6e16a
 def models_of_cell(values):
-    "Return the trained models among values, without models inside a larger model."
+    "Return the modules in `values` with trainable parameters, except modules inside another of these modules."
     from torch import nn
     some = [v for v in values if issubclass(type(v), nn.Module) and any(p.requires_grad for p in v.parameters())]
     some = list({id(m): m for m in some}.values())
@@ -42,7 +42,7 @@ def models_of_cell(values):
 
 # %% ../nbs/93_magics.ipynb #32578912
 def run_cell(shell, text):
-    "Run a cell. The traceback of an exception begins at the cell."
+    "Run the code of a cell, so the traceback of an exception begins at the cell."
     __tracebackhide__ = '__ipython_bottom__'
     code = shell.transform_cell(text)
     file = shell.compile.cache(code, shell.execution_count, raw_code=text)
@@ -53,7 +53,7 @@ def run_cell(shell, text):
 
 # %% ../nbs/93_magics.ipynb #6240d753
 def show(t):
-    "Show the overview of a run, and its findings."
+    "Display the overview picture of a run, and its findings."
     from IPython.display import Image, display
     from matplotlib import pyplot as plt
     from torchember.health.diagnose import diagnose
@@ -67,8 +67,8 @@ def show(t):
     display(diagnose(t))
 
 # %% ../nbs/93_magics.ipynb #0aa367db
-def ember_cell(shell, line, cell): # line: options after `%%ember`, as `torchember run` has them
-    "Run a cell with its models armed, and show their runs."
+def ember_cell(shell, line, cell): # line: options after `%%ember`, the same as of `torchember run`
+    "Run a cell, record the models it trains, and show their runs."
     __tracebackhide__ = '__ipython_bottom__'
     import torch
     from torchember.trained import Trainings
@@ -88,7 +88,7 @@ def ember_cell(shell, line, cell): # line: options after `%%ember`, as `torchemb
         for remark in [r for report in trainings.reports for r in report['remarks']]: print(f'torchember: {remark}')
 
 # %% ../nbs/93_magics.ipynb #42bbdc6d
-def load_ipython_extension(shell): # shell: IPython's
+def load_ipython_extension(shell): # shell: the IPython shell
     "Register `%%ember`. IPython calls this for `%load_ext torchember`."
     needs('IPython', for_='%%ember', package='ipython')
     def ember(line, cell):

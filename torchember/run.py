@@ -16,7 +16,7 @@ from .ground.messages import printable
 # %% ../nbs/92_run.ipynb #a7e1f06d
 def comma_list(text): return [n for n in text.split(',') if n]
 
-def every_in(text): return int(text) if text.isdigit() else text
+def every_in(text): return int(text) if text.isdigit() else text # value of `--every`
 
 example = 'torchember run --every 10 train.py --lr 0.1'
 
@@ -29,7 +29,7 @@ def options_parser(prog, usage):
 
 def add_options(p):
     p.add_argument('--every', type=every_in, help="steps to record: 10, or 'linear(5, 2)'")
-    p.add_argument('--overhead', type=float, help='share of the training time that recording may take, such as .02')
+    p.add_argument('--overhead', type=float, help='fraction of the training time that recording may take, such as .02')
     p.add_argument('--rules', type=comma_list, help='rules that check the run during training: default, or names of rules')
     p.add_argument('--sinks', type=comma_list, help="destinations of each step's statistics: wandb, tensorboard, mlflow, trackio")
     p.add_argument('--ttypes', type=comma_list, help='tensor types: input,output,weight,weight_grad')
@@ -42,20 +42,22 @@ def add_options(p):
 
 # %% ../nbs/92_run.ipynb #7fc9c0ec
 def options_in(words, prog='torchember run', usage=None) -> dict: # words: such as ['--every', '10']; prog, usage: for messages
-    "Return the options of a command line as arguments. Raise SystemExit for wrong options, as argparse does."
+    "Parse options of a command line into keyword arguments of `torchEmber`. Raise SystemExit for invalid options, as argparse does."
     from torchember.ground.choose import schedule
     from torchember.ground.record import check_ttypes
     parser = options_parser(prog, usage)
     found = vars(parser.parse_args(words))
-    if len(found.get('stats', ()))==1: found['stats'] = found['stats'][0] # name of a set, or of one statistic
+    if len(found.get('stats', ()))==1: found['stats'] = found['stats'][0] # name of a set, or of a single statistic
     try:
         if 'every' in found: schedule(found['every'])
         if 'ttypes' in found: check_ttypes(found['ttypes'])
         if 'stats' in found:
-            from torchember.measure.columns import stat_names # loads numpy: the program may set variables that numpy reads first
+            # imported only here, because it imports numpy, and the program may first set environment variables that
+            # numpy reads
+            from torchember.measure.columns import stat_names
             stat_names(found['stats'])
         if not 0<found.get('overhead', 1)<=1:
-            raise ValueError(f"--overhead is a share of the training time, such as .02; got {found['overhead']}.")
+            raise ValueError(f"--overhead is a fraction of the training time, such as .02; got {found['overhead']}.")
         if 'rules' in found:
             from torchember.health.diagnose import choose_rules
             choose_rules(found['rules'])
@@ -65,8 +67,8 @@ def options_in(words, prog='torchember run', usage=None) -> dict: # words: such 
 # %% ../nbs/92_run.ipynb #a203b184
 usage = 'torchember run [options] [--] PROGRAM [arguments of the program], or torchember run [options] -m MODULE [its arguments]'
 
-def split_arguments(argv) -> tuple: # options; True if a Python module is named; the program and its arguments
-    "Split the arguments after `torchember run` into the options of torchember and the words of the program."
+def split_arguments(argv) -> tuple: # options; True for `-m MODULE`; the program and its arguments
+    "Split the arguments of `torchember run` into options of torchember, and the program with its own arguments."
     i = 0
     while i<len(argv) and argv[i].startswith('-') and argv[i] not in ('--', '-m', '-h', '--help'): i += 1 if '=' in argv[i] else 2
     words,rest = argv[:i],argv[i:]
@@ -77,21 +79,21 @@ def split_arguments(argv) -> tuple: # options; True if a Python module is named;
 
 # %% ../nbs/92_run.ipynb #90e604bf
 class Program(NamedTuple):
-    "Source of a program, and its environment as Python would set it."
+    "Source code of a program, and the values that Python would set for the program."
     source:bytes
-    file:str # Path for tracebacks
-    names:dict # Names of `__main__`
-    folder:str # First folder of imports
+    file:str # Path that tracebacks show
+    names:dict # Global names of `__main__`, such as `__file__`
+    folder:str # First entry of `sys.path`
 
 def as_script(path):
-    "Return the `Program` of `python path`."
+    "Return the `Program` that `python path` would run."
     with open(path, 'rb') as f: source = f.read()
     whole = os.path.abspath(path)
     names = dict(__file__=whole, __cached__=None, __package__=None, __spec__=None, __loader__=SourceFileLoader('__main__', whole))
     return Program(source, whole, names, os.path.dirname(os.path.realpath(path)))
 
 def as_module(name):
-    "Return the `Program` of `python -m name`."
+    "Return the `Program` that `python -m name` would run."
     spec = find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None: spec = find_spec(f'{name}.__main__')
     if spec is None or not spec.has_location: raise ImportError(f'No module named {name}')
@@ -101,12 +103,12 @@ def as_module(name):
 
 # %% ../nbs/92_run.ipynb #af61adb3
 def own_part(tb, file):
-    "Return a traceback from the program on."
+    "Return a traceback without the frames before the program's first frame."
     while tb is not None and tb.tb_frame.f_code.co_filename!=file: tb = tb.tb_next
     return tb
 
 def hide_frames(file):
-    "Let `sys.excepthook` show exceptions without the frames outside of the program."
+    "Set `sys.excepthook` to show exceptions without the frames of torchember."
     show = sys.excepthook
     def hook(kind, error, tb):
         tb = own_part(tb, file)
@@ -115,7 +117,7 @@ def hide_frames(file):
 
 # %% ../nbs/92_run.ipynb #58e77f32
 class WhenImported:
-    "Import finder. It calls a function once a library has been imported."
+    "Import finder that calls a function as soon as a library has been imported."
     def __init__(self, name, then): self.name,self.then = name,then
 
     def find_spec(self, name, path=None, target=None):
@@ -132,7 +134,7 @@ class WhenImported:
 
 # %% ../nbs/92_run.ipynb #b8b959f3
 class Recording:
-    "Recording of this process, from its import of torch on."
+    "Records the models of this process. Begins when the program imports torch."
     def __init__(self, options): self.options,self.trainings,self.pid = options,None,os.getpid()
 
     def say(self, text):
@@ -158,7 +160,7 @@ class Recording:
 def threads_run(): return any(not t.daemon and t is not threading.main_thread() for t in threading.enumerate())
 
 def run_source(program, recording, is_module):
-    "Run a `Program` as `__main__`, and record it."
+    "Run a `Program` as `__main__`, and record the models it trains."
     main = types.ModuleType('__main__')
     vars(main).update(program.names, __builtins__=builtins)
     if is_module: sys.argv[0] = program.file
@@ -172,16 +174,16 @@ def run_source(program, recording, is_module):
         hide_frames(program.file)
         raise
     finally:
-        if threads_run(): atexit.register(recording.end, failed) # a thread may still train
+        if threads_run(): atexit.register(recording.end, failed) # another thread may still train
         else: recording.end(failed)
     return 0
 
 # %% ../nbs/92_run.ipynb #7175f6d8
-def run_command(argv) -> int: # exit code: 0 if the program came to its end, 2 if there is no such program
-    "Run a program, and record the models it trains. Exceptions of the program pass through, also SystemExit."
+def run_command(argv) -> int: # exit code: 0 if the program ended without an exception, 2 if it cannot be found
+    "Run a program, and record the models it trains. Exceptions of the program are raised, also SystemExit."
     words,is_module,program = split_arguments(argv)
     options = options_in(words, usage=usage)
-    if not program: options_parser('torchember run', usage).error('name a program')
+    if not program: options_parser('torchember run', usage).error('the program is missing')
     try:
         if is_module and not sys.flags.safe_path: sys.path[0] = os.getcwd() # where `find_spec` looks first
         found,sys.argv = (as_module if is_module else as_script)(program[0]),program

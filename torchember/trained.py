@@ -21,12 +21,12 @@ from .capture.tree import unwrap, wrappers
 def ids_of(parameters): return {id(p) for p in parameters}
 
 def parameters_in(module):
-    "Return the ids of a module's parameters. Empty if the module raises: half made, nested too deeply, or remote."
+    "Return the ids of a module's parameters. Empty if `parameters()` raises, such as for a module without `__init__` or a remote module."
     try: return ids_of(module.parameters())
     except Exception: return set()
 
 def holders(modules, wanted):
-    "Return the modules with a parameter of `wanted`, or with unknown content. Each module is visited once: calling `parameters()` of each takes hours."
+    "Return the modules with a parameter in `wanted` (ids), or with unknown content. Visits each module only once, for speed."
     parents,todo,up,seen,done = {},list(modules),[],set(),set()
     while todo:
         m = todo.pop()
@@ -47,14 +47,14 @@ def is_part_of_model(module, of): return any(m is module for m in of.modules())
 def is_lightning(module): return any(c.__name__=='LightningModule' for c in type(module).__mro__)
 
 def outermost(some, modules):
-    "Return the largest module of `some`, with its wrappers among `modules`."
+    "Return the largest module of `some`, or the largest wrapper around this module among `modules`."
     m = max(some, key=lambda m: len([*m.modules()]))
     around = [w for w in modules if type(w).__name__ in wrappers and is_part_of_model(m, w) and unwrap(w) is m]
     return max(around, key=lambda w: len([*w.modules()]), default=m)
 
 # %% ../nbs/91_trained.ipynb #0caac990
-def models_of(parameters, called=None, modules=None) -> list: # called: outermost called module; modules: candidates, default all
-    "Return the models with some parameters of an optimizer; the model with most of them first."
+def models_of(parameters, called=None, modules=None) -> list: # called: outermost module that was called; modules: candidates, all by default
+    "Return the models with parameters of an optimizer. The model with most of these parameters is first."
     left,found = ids_of(parameters),[]
     candidates = live_objects(nn.Module) if modules is None else modules
     held = [(m, ids) for m in holders(candidates+[m for m in [called] if m is not None], left) if (ids := parameters_in(m)) & left]
@@ -69,9 +69,9 @@ def models_of(parameters, called=None, modules=None) -> list: # called: outermos
     return found
 
 # %% ../nbs/91_trained.ipynb #f26aa0d0
-def in_use(optimizers) -> list: # in the order in which they were created
-    "Return the optimizers in use: of several for the same parameters, the last one or the wrapper around it."
-    def is_replaced(o, other, is_later):
+def optimizers_in_use(optimizers) -> list: # in the order of their creation
+    "Return the optimizers in use. If several have the same parameters, only the last or a wrapper around it is in use."
+    def is_replaced(o, other, is_later): # True if `other` has the same parameters as `o`, and replaces or wraps `o`
         if ids_of(parameters_of(o))!=ids_of(parameters_of(other)): return False
         return not any(w is other for w in workers(o)) if is_later else any(w is o for w in workers(other))
     return [o for i,o in enumerate(optimizers) if not any(is_replaced(o, p, j>i) for j,p in enumerate(optimizers) if j!=i)]
@@ -80,43 +80,43 @@ def names_of(optimizers): return ' and '.join(type(o).__name__ for o in optimize
 
 # %% ../nbs/91_trained.ipynb #1da3fab9
 class ClassPatch:
-    "Temporary replacement of a method of a class: it calls a function with the same arguments, too. Patches on top of it stay."
+    "Patch of a method of a class, so each call also calls `notify`. Uninstalling leaves later patches of the method."
     def __init__(self, cls, name, notify, after=False): # after: True to call `notify` after the method
-        self.cls,self.name,self.notify,self.after,self.former,self.ours = cls,name,notify,after,None,None
+        self.cls,self.name,self.notify,self.after,self.former,self.patched = cls,name,notify,after,None,None
 
     def install(self):
-        if self.ours is not None: return
+        if self.patched is not None: return
         former,notify,after = getattr(self.cls, self.name),self.notify,self.after
         @functools.wraps(former)
-        def ours(me, *args, **kwargs):
+        def patched(me, *args, **kwargs):
             if not after and not torch.compiler.is_compiling(): notify(me, *args, **kwargs)
             result = former(me, *args, **kwargs)
             if after: notify(me, *args, **kwargs)
             return result
-        self.former,self.ours = former,ours
-        setattr(self.cls, self.name, ours)
+        self.former,self.patched = former,patched
+        setattr(self.cls, self.name, patched)
 
     def uninstall(self):
-        if self.ours is not None and vars(self.cls).get(self.name) is self.ours: setattr(self.cls, self.name, self.former)
-        self.ours = None
+        if self.patched is not None and vars(self.cls).get(self.name) is self.patched: setattr(self.cls, self.name, self.former)
+        self.patched = None
 
 # %% ../nbs/91_trained.ipynb #1d6f796e
 def has_closure(args, kwargs): return callable(kwargs.get('closure')) or any(map(callable, args[1:]))
 
 def classes_with(cls, name):
-    "Return the classes with an own method `name`: of `cls` and its subclasses."
+    "Return those classes, among `cls` and its subclasses, that define the method `name` themselves."
     return [c for c in (cls, *(d for s in cls.__subclasses__() for d in classes_with(s, name))) if name in vars(c)]
 
 def running_scaler():
-    "Return the scaler of the `GradScaler.step` on this thread's stack, or None."
+    "Return the `GradScaler` whose `step` is running in this thread, or None."
     f = sys._getframe(1)
     while f is not None:
         me = f.f_locals.get('self') if f.f_code.co_name=='step' else None
         if isinstance(me, torch.amp.GradScaler): return me
         f = f.f_back
 
-def leads_to(outputs, ids) -> bool: # outputs: a tensor, or a list of tensors; ids: of parameters
-    "Return True if a backward pass from `outputs` reaches one of the parameters."
+def backward_reaches(outputs, ids) -> bool: # outputs: a tensor, or a list of tensors; ids: ids of parameters
+    "Return True if a backward from `outputs` reaches one of the parameters."
     nodes,seen = [x.grad_fn for x in (outputs if isinstance(outputs, list|tuple) else [outputs]) if torch.is_tensor(x)],set()
     while nodes:
         if (node := nodes.pop()) is None or node in seen: continue
@@ -127,7 +127,7 @@ def leads_to(outputs, ids) -> bool: # outputs: a tensor, or a list of tensors; i
 
 # %% ../nbs/91_trained.ipynb #b03661f1
 class Training:
-    "An armed model, its optimizers and its scaler. It keeps none of them alive."
+    "An armed model, its optimizers and its scaler. Holds only weak references, so it keeps none of them alive."
     def __init__(self, te, optimizers):
         self.te,self.optimizers = weakref.ref(te),[weakref.ref(o) for o in optimizers]
         self.t,self.may_get_scaler = te.t,bool(optimizers)
@@ -137,16 +137,16 @@ class Training:
     scaler = property(lambda self: None if (te := self.te()) is None or te.recorder.watch is None else te.recorder.watch.scaler)
 
     def set_scaler(self, scaler):
-        "Record gradients divided by the scale of `scaler`; None for no scaler."
+        "Divide recorded gradients by the scale of this scaler. None: do not divide."
         if (te := self.te()) is not None and self.scaler is not scaler: te.recorder.watch.use(scaler)
 
     def overlaps(self, model):
-        "Return True if a module of `model` is armed by this training."
+        "Return True if this training has armed a module of `model`."
         te = self.te()
         return te is not None and te.armed and any(st.listener is te.recorder.events for m in model.modules() for st in states_of(m))
 
     def end(self, error=None):
-        "Close the run. Return its `Report`, None if the model is gone."
+        "Close the run. Return its `Report`, None if the model was deleted."
         te = self.te()
         if te is None: return None
         if error is not None: te.recorder.ended_by(error)
@@ -154,21 +154,22 @@ class Training:
 
 # %% ../nbs/91_trained.ipynb #4007eb61
 class PendingOptimizers:
-    "Optimizers without a known model, in the order of their creation."
+    "Optimizers whose model is not known yet, in the order of their creation."
     def __init__(self):
-        self.refs,self.other_modules,self.settled = [],set(),set() # ids of other models' modules; of optimizers with a known model
+        # ids of modules without pending parameters; ids of optimizers with a known model
+        self.refs,self.other_modules,self.settled = [],set(),set()
 
     def add(self, o):
         if any(r() is o for r in self.refs): return
-        self.settled.discard(id(o)) # Python may give the id of a deleted object again
+        self.settled.discard(id(o)) # Python may reuse the id of a deleted optimizer
         self.other_modules.clear()
         self.refs.append(weakref.ref(o))
 
-    def all(self): return [o for r in self.refs if (o := r()) is not None]
-    def with_parameters(self, ids): return [o for o in self.all() if ids & ids_of(parameters_of(o))]
+    def live(self): return [o for r in self.refs if (o := r()) is not None]
+    def with_parameters(self, ids): return [o for o in self.live() if ids & ids_of(parameters_of(o))]
 
     def settle(self, optimizers):
-        "Mark these optimizers as settled: their model is known."
+        "Mark these optimizers as settled, because their model is known."
         self.settled |= {id(o) for o in optimizers}
         self.drop(optimizers)
 
@@ -176,28 +177,30 @@ class PendingOptimizers:
 
 # %% ../nbs/91_trained.ipynb #5f3a9c10
 class ModelArmer:
-    "Arms the models of optimizers, one run for each, and closes runs."
+    "Finds the models that optimizers train, arms each model as a run of its own, and closes the runs."
     def __init__(self, say, models, options):
-        self.say,self.models,self.options = say,list(models),options # say: called with each message; models: to arm when they are called
+        # say: function that shows a message; models: models to arm when they are called
+        self.say,self.models,self.options = say,list(models),options
         self.pending,self.trainings,self.reports,self.reasons = PendingOptimizers(),[],[],[] # reasons: why a model was not armed
 
     def arm(self, optimizers, called=None, is_late=False):
-        "Arm the models of some optimizers. is_late: the forward pass of the first step is over."
+        "Arm the models of these optimizers. is_late: True if the forward pass of the first step is over."
         models = models_of(trained_by(optimizers), called)
         for model in models:
             mine = self.pending.with_parameters(parameters_in(model))
             mine += [o for o in optimizers if not any(o is p for p in mine) and ids_of(parameters_of(o)) & parameters_in(model)]
-            used = in_use(mine)
+            used = optimizers_in_use(mine)
             self.pending.drop(mine)
             self.arm_model(model, used, is_late)
             self.pending.settle([*used, *(w for o in used for w in workers(o))])
         if not models:
-            self.refuse(f"{names_of(optimizers)} trains parameters that belong to no module. Only modules can be armed.")
+            self.refuse(f"{names_of(optimizers)} trains parameters that belong to no module, but only modules can be armed.")
             self.pending.settle(optimizers)
 
     def arm_model(self, model, optimizers, is_late=False):
-        "Arm one model, unless the program itself armed it."
-        from torchember.ember import torchEmber # the import takes seconds: only programs that train pay for it
+        "Arm one model, unless the program itself records it."
+        # imported here, because the import takes seconds and not every program trains
+        from torchember.ember import torchEmber
         self.models = [m for m in self.models if not (parameters_in(m) & parameters_in(model))]
         kind = 'The model'
         try:
@@ -206,16 +209,16 @@ class ModelArmer:
             optimizers = self.end_overlapping(inner, optimizers)
             other = armed_by(inner)
             if other is not None:
-                return self.refuse(f"{kind} is not recorded again: the program itself records it, as the run {other.recorder.t.fname}.")
+                return self.refuse(f"{kind} is not recorded again, because the program itself records it as the run {other.recorder.t.fname}.")
             te = torchEmber(model, optimizers or None, **{**self.options, 'name': self.next_name()})
         except Exception as e: return self.refuse(f"{kind} could not be armed: {type(e).__name__}: {e}")
         self.trainings.append(Training(te, optimizers))
         by = f", trained by {names_of(optimizers)}" if optimizers else ''
         self.say(f"records {kind}, {len(te.tracks)} modules{by}, as the run {te.fname}.")
-        if is_late: self.say(f"{te.fname}: step 0 has only weights and their gradients, because the optimizer stepped before any visible call.")
+        if is_late: self.say(f"{te.fname}: step 0 has only weights and their gradients, because the optimizer stepped before a call of the model was observed.")
 
     def end_overlapping(self, model, optimizers):
-        "End other trainings of the same model. Return `optimizers`, extended by optimizers of the ended trainings for other parameters."
+        "End other trainings of the same model. Return `optimizers`, and those of the ended trainings that update other parameters."
         for t in [t for t in self.trainings if t.overlaps(model)]:
             others,ids = t.live_optimizers(),ids_of(trained_by(optimizers))
             self.end(t)
@@ -223,7 +226,7 @@ class ModelArmer:
         return optimizers
 
     def next_name(self):
-        "Return the requested name, or `<name>_2`, ... if the run exists. None without a requested name."
+        "Return the name for the next run: the requested name, or `<name>_2`, ... if that run exists. None if no name was requested."
         from torchember.recorder.process import rank_and_size
         from torchember.store.jsonl import exists
         name = self.options.get('name')
@@ -243,7 +246,7 @@ class ModelArmer:
 
 # %% ../nbs/91_trained.ipynb #7be2c91d
 def never_raises(f):
-    "Decorate a method of `Trainings`: after an error of torchember, the program trains on."
+    "Decorator for methods of `Trainings`: catch errors of torchember, so the training continues."
     @functools.wraps(f)
     def guarded(self, *args, **kwargs):
         try: return f(self, *args, **kwargs)
@@ -252,19 +255,20 @@ def never_raises(f):
 
 # %% ../nbs/91_trained.ipynb #eb75620a
 class Patches:
-    "Patches of optimizers, module calls and scalers. They notify a `Trainings` of events."
+    "Patches of optimizers, module calls and scalers, which call the methods `on_...` of `Trainings`."
     def __init__(self, on_created, on_step, on_call, on_scale):
         self.on_step,self.on_scale = on_step,on_scale
         self.calls = ClassPatch(nn.Module, '__call__', on_call)
         self.inits = ClassPatch(torch.optim.Optimizer, '__init__', on_created, after=True)
-        self.scales,self.handle = {},None # class of scalers -> `ClassPatch`; handle of the hook of optimizer steps
+        # scales: class of a scaler -> its `ClassPatch`; handle: to remove the optimizer step hook
+        self.scales,self.handle = {},None
 
     def install(self):
         self.inits.install()
         self.handle = register_optimizer_step_pre_hook(self.on_step)
 
-    def update(self, calls, scales): # True to be notified of module calls, and of scaled losses
-        "Install or uninstall the patches of module calls and scalers. `scaler.scale(model(x))` looks up `scale` before it calls the model."
+    def update(self, calls, scales): # True to patch module calls, and `scale` of scalers
+        "Install or uninstall the patches of module calls and scalers."
         if calls: self.calls.install()
         else: self.calls.uninstall()
         if scales:
@@ -280,24 +284,25 @@ class Patches:
 
 # %% ../nbs/91_trained.ipynb #d9adbfac
 def why_nothing(has_optimizer):
-    "Return the message for a program in which no model was armed."
-    if has_optimizer: return "nothing was recorded: no optimizer stepped, and no module with its parameters was called with gradients."
+    "Return the message that explains why no model of a program was armed."
+    if has_optimizer: return "nothing was recorded: no optimizer stepped, and no module with the optimizer's parameters was called with gradients enabled."
     return ('nothing was recorded: the program created no torch optimizer. If it updates the weights itself, '
         'call torchEmber(model) in the program.')
 
 # %% ../nbs/91_trained.ipynb #8e6ba163
 class Trainings:
-    "Recorder of all models trained in this process, from `start` until `stop`."
+    "Records all models trained in this process, from `start` until `stop`."
     def __init__(self,
-        say=print, # Called with each message
+        say=print, # Function that shows a message
         models=(), # Models to arm when they are called, also without an optimizer
         optimizers=(), # Optimizers that exist already
-        **options # Options of `torchEmber`, without model, optimizer, scaler, first_step and resume
+        **options # Arguments of `torchEmber`, except model, optimizer, scaler, first_step and resume
     ):
         self.armer,self.pid,self.lock = ModelArmer(say, models, options),os.getpid(),threading.Lock()
         self.is_on,self.has_failed = False,False
         self.patches = Patches(self.on_created, self.on_step, self.on_call, self.on_scale)
-        self.created,self.stepped = 0,set() # number of new optimizers; ids of optimizers that have stepped
+        # number of optimizers created since `start`; ids of optimizers that have stepped
+        self.created,self.stepped = 0,set()
         for o in optimizers: self.pending.add(o)
 
     pending = property(lambda self: self.armer.pending)
@@ -306,23 +311,23 @@ class Trainings:
 
     # ---- events
 
-    def start(self): # Itself
-        "Install the patches."
+    def start(self): # Returns self
+        "Install the patches, and so begin to look for models."
         self.is_on = True
         self.patches.install()
         self.update_patches()
         return self
 
     def update_patches(self):
-        "Patch module calls while an optimizer is pending, and scalers until each training has stepped."
-        waits = self.is_on and bool(self.pending.all() or self.armer.models)
+        "Patch module calls while the model of an optimizer is unknown, and scalers until each training has stepped."
+        waits = self.is_on and bool(self.pending.live() or self.armer.models)
         self.patches.update(waits, waits or self.is_on and any(t.may_get_scaler for t in self.trainings))
 
-    def is_active(self): return self.is_on and not self.has_failed and os.getpid()==self.pid # a forked process is another program
+    def is_active(self): return self.is_on and not self.has_failed and os.getpid()==self.pid # a forked process records nothing
 
     @never_raises
     def on_created(self, optimizer, *args, **kwargs):
-        "Handle a new optimizer."
+        "Called when an optimizer was created."
         if not self.is_active(): return
         self.created += 1
         self.stepped.discard(id(optimizer))
@@ -331,7 +336,7 @@ class Trainings:
 
     @never_raises
     def on_call(self, module, *args, **kwargs):
-        "Handle the call of a module, before the calls of its children."
+        "Called when a module is called, before its children are called."
         has_grad = torch.is_grad_enabled()
         if not (has_grad or self.armer.models) or id(module) in self.pending.other_modules or not self.is_active(): return
         if not self.lock.acquire(blocking=False): return
@@ -347,7 +352,7 @@ class Trainings:
 
     @never_raises
     def on_step(self, optimizer, args, kwargs):
-        "Handle the begin of an optimizer's step."
+        "Called when an optimizer step begins."
         if not self.is_active(): return
         if id(optimizer) not in self.pending.settled and self.lock.acquire(blocking=False):
             try: self.armer.arm([optimizer], None, not has_closure(args, kwargs)); self.update_patches()
@@ -355,7 +360,7 @@ class Trainings:
         if id(optimizer) not in self.stepped: self.on_first_step(optimizer)
 
     def on_first_step(self, optimizer):
-        "Fix the scaler of a training: it is known for certain during the first step."
+        "Set the scaler of a training for good, because the first optimizer step shows which scaler is used."
         self.stepped.add(id(optimizer))
         for t in self.trainings:
             if not t.has(optimizer): continue
@@ -365,24 +370,24 @@ class Trainings:
 
     @never_raises
     def on_scale(self, scaler, outputs, *args, **kwargs):
-        "Handle the loss in a scaler's `scale`: the scaler belongs to the training with parameters reached by the loss."
+        "Called when a scaler scales a loss. The scaler belongs to the training whose parameters the loss depends on."
         if not self.is_active(): return
         found = [t for t in self.trainings if t.may_get_scaler and t.te() is not None]
-        if len(found)>1: found = [t for t in found if leads_to(outputs, ids_of(trained_by(t.live_optimizers())))] or found
+        if len(found)>1: found = [t for t in found if backward_reaches(outputs, ids_of(trained_by(t.live_optimizers())))] or found
         for t in found: t.set_scaler(scaler)
 
     def give_up(self, e):
-        "Arm nothing more after an error of torchember. Armed models stay armed."
+        "Stop looking for models after an error of torchember. Armed models stay armed."
         self.has_failed,self.armer.models = True,[]
-        self.pending.drop(self.pending.all())
-        self.armer.refuse(f'The models of the program could not be found: {type(e).__name__}: {e}. Nothing more is armed. '
+        self.pending.drop(self.pending.live())
+        self.armer.refuse(f'The models of the program could not be found: {type(e).__name__}: {e}. No more models are armed. '
             'Call torchEmber(model) in the program instead.')
         self.update_patches()
 
-    # ---- the end
+    # ---- end of the recording
 
     def stop(self, error=None):
-        "Uninstall the patches and close the runs, after the exception `error` that ended the program. If nothing was recorded, say why."
+        "Uninstall the patches, close the runs, and say why if nothing was recorded. `error`: exception that ended the program."
         if not self.is_on: return
         is_here,self.is_on = os.getpid()==self.pid,False
         self.patches.uninstall()

@@ -87,10 +87,10 @@ two_optimizers_of = [lambda o: torch.optim.Adam(o.param_groups[0]['params'], lr=
 
 
 @pytest.mark.parametrize('who_steps, which, waits, why, passes', [
-    (lambda i: (0, 1), (0,), ' that torchEmber was given, Adam, has not', 'another one has stepped 12 times', 13),
-    (lambda i: (0, 1), (1,), ' that torchEmber was given, SGD, has not', 'another one has stepped 12 times', 13),
-    (lambda i: (0, 1), (0, 1), 's that torchEmber was given, Adam, SGD, have not', 'the weights change all the same', 14),
-    (lambda i: (0, 1) if i<20 else (0,), (), ' that torchEmber was given, SGD, has not', 'another one has stepped 12 times', 13)],
+    (lambda i: (0, 1), (0,), ' that torchEmber was given, Adam, has not', 'another optimizer has stepped 12 times', 13),
+    (lambda i: (0, 1), (1,), ' that torchEmber was given, SGD, has not', 'another optimizer has stepped 12 times', 13),
+    (lambda i: (0, 1), (0, 1), 's that torchEmber was given, Adam, SGD, have not', 'the weights change nevertheless', 14),
+    (lambda i: (0, 1) if i<20 else (0,), (), ' that torchEmber was given, SGD, has not', 'another optimizer has stepped 12 times', 13)],
     ids=['first is renewed', 'second is renewed', 'both are renewed', 'second stops'])
 def test_one_of_several_optimizers_that_stops_is_a_warning_and_a_finding(who_steps, which, waits, why, passes):
     texts,te = warned(lambda: fit_two(who_steps, renewed(*which), name='several'))
@@ -238,7 +238,7 @@ def test_advice_for_optimizers_inside_the_backward_names_the_list_of_all(calls_s
     te = torchEmber(m)
     texts,_ = warned(lambda: [te.step() for _ in train_in_backward(m, te, {p: torch.optim.Adam([p]) for p in m.parameters()}, 6, set_to_none) if calls_step])
     assert set_to_none or calls_step or not texts # gradients of zero are there when the next pass begins
-    assert all('give all of them, torchEmber(model, optimizer=[...])' in t for t in texts)
+    assert all('Then pass all optimizers: torchEmber(model, optimizer=[...])' in t for t in texts)
 
 
 def test_with_the_list_of_all_optimizers_each_backward_is_a_step_with_all_its_rows():

@@ -195,7 +195,7 @@ def test_costs_on_a_gpu_are_seen_in_the_time_of_steps():
     ('2%', TypeError), (True, TypeError), ([.02], TypeError)])
 def test_bad_shares(bad, error):
     model = net()
-    with pytest.raises(error, match='overhead is a share of the training time'): torchEmber(model, overhead=bad)
+    with pytest.raises(error, match='overhead= is a fraction of the training time'): torchEmber(model, overhead=bad)
     assert not any('_torchember' in m.__dict__ for m in model.modules())
 
 
@@ -354,7 +354,7 @@ def test_a_budget_that_no_schedule_can_keep():
     for _ in range(24): b.add_step(1., .02, False)
     assert not b.hopeless
     for _ in range(8): b.add_step(1., .02, False) # each that is not recorded is held up for more than the share
-    assert b.hopeless and str(b)=='recording one step in 1,000, and that is more than overhead=0.01 allows'
+    assert b.hopeless and str(b)=='recording one step in 1,000, although this costs more than overhead=0.01 allows'
     b.since = b.rarest-2
     assert not b.allows()
     b.since += 1

@@ -225,7 +225,7 @@ def test_ends_and_first_step_fix_the_first_step_in_advance(tmp_path):
         assert report['steps']==2
     with pytest.raises(ValueError, match="ends is 'step'.* got 'optimizer'"): torchEmber(model, ends='optimizer')
     for n in (-1, 1., True, '1'):
-        with pytest.raises(ValueError, match='first_step is a number from 0'): torchEmber(model, first_step=n)
+        with pytest.raises(ValueError, match='first_step is an integer of at least 0'): torchEmber(model, first_step=n)
 
 
 def test_a_run_continues_at_the_step_of_a_checkpoint(tmp_path):
@@ -238,7 +238,7 @@ def test_a_run_continues_at_the_step_of_a_checkpoint(tmp_path):
     assert go(3)==[0, 1, 2]
     log = Path(emberTracker('r', tmp_path).log_path).read_bytes()
     for first in (0, 2):
-        with pytest.raises(ValueError, match=rf"'r' has steps to 2, .* first_step={first}\. Leave out first_step to continue at 3"):
+        with pytest.raises(ValueError, match=rf"'r' already contains steps up to 2, .* first_step={first}\. Leave out first_step to continue at 3"):
             go(1, resume=True, first_step=first)
         assert Path(emberTracker('r', tmp_path).log_path).read_bytes()==log
     assert model(torch.ones(1, 2)) is not None and 'forward' not in vars(model)

@@ -402,5 +402,5 @@ def test_models_whose_parameters_fsdp1_replaces_are_left_out():
         def __init__(self, inner): super().__init__(); self.inner = inner
     passes,plain = RefusedPasses(),nn.Sequential(nn.Linear(1, 1))
     for model,n in ((plain, 2), (nn.Sequential(FullyShardedDataParallel(plain)), 0)):
-        passes.arming(model)
+        passes.choose_parameters(model)
         assert len(passes.parameters)==n

@@ -98,7 +98,7 @@ def test_arming_a_part_disarms_the_ember_of_the_whole_model():
     model = net()
     def said(m):
         with heard('already recorded') as got: te = torchEmber(m)
-        return te, [g.split(' is already recorded by the run ') for g in got]
+        return te, [g.split(' is already recorded as the run ') for g in got]
     a,first = said(model)
     b,second = said(model[0])
     c,third = said(model)

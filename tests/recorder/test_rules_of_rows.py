@@ -147,9 +147,9 @@ def test_what_the_journal_says_of_each_step():
     t = Spy()
     j,buffer,steps = RowWriter(t, rank=3),StepBuffer({}),Steps(5)
     buffer.add(('m', 'output', 'x', None, None, 0), 0, None, 'float32', {'mean': 1.})
-    j.begins()
+    j.note_time()
     began = j.ts
-    j.begins()
+    j.note_time()
     assert j.ts is began
     j.skipped,t.marked = True,{'epoch': 1}
     steps.begin('')
@@ -593,7 +593,7 @@ def test_a_process_that_the_run_does_not_belong_to():
         model(torch.ones(1, 1)).sum().backward(); opt.step()
         te.probe('x', torch.ones(1))
     assert not te.recorder.pipe.gate.on and not te.recorder.events.wants.compiled and te.recorder.buffer.rows.size==0
-    assert te.close()['remarks']==['This process was forked from the one that records the run, and adds nothing to it.']
+    assert te.close()['remarks']==['This process was forked from the process that records the run, so it records nothing.']
     assert len(lines(te))==n>0
 
 

@@ -167,13 +167,13 @@ def test_why_a_step_seems_never_to_be_over():
         s.optimizers.stepped |= set(stepped); s.optimizers.counts.update(dict(turns))
         return stall_reason(s, 10, 5)
     assert of() is None and of(changes=1) is None and of(passes=9) is None
-    assert of(passes=10)=='10 passes went by' and of(changes=2)=='the weights change all the same'
+    assert of(passes=10)=='10 training passes have run' and of(changes=2)=='the weights change nevertheless'
     assert of((1, 2), changes=2) is None # those that the other has trained
-    assert of((1, 2), [1], turns={1: 4}) is None and of((1, 2), [1], turns={1: 5})=='another one has stepped 5 times'
+    assert of((1, 2), [1], turns={1: 4}) is None and of((1, 2), [1], turns={1: 5})=='another optimizer has stepped 5 times'
     assert of((1, 2), [1, 2], passes=10, turns={1: 9, 2: 1}) is None and of((), changes=9, passes=99) is None
-    assert of((1, 2), changes=11) is None and of((1, 2), changes=12)=='the weights change all the same'
-    assert of((1, 2), [1], 12, turns={1: 1}) is None and of((1, 2), [1], 13, turns={1: 1})=='the weights change all the same'
-    assert of((1, 2), [1], 2, 10, {1: 5, 2: 4})=='another one has stepped 5 times' and of((1, 2), [1], 2, 10, {1: 4})=='10 passes went by'
+    assert of((1, 2), changes=11) is None and of((1, 2), changes=12)=='the weights change nevertheless'
+    assert of((1, 2), [1], 12, turns={1: 1}) is None and of((1, 2), [1], 13, turns={1: 1})=='the weights change nevertheless'
+    assert of((1, 2), [1], 2, 10, {1: 5, 2: 4})=='another optimizer has stepped 5 times' and of((1, 2), [1], 2, 10, {1: 4})=='10 training passes have run'
 
 
 def test_a_step_waits_longer_for_an_optimizer_that_always_steps_rarely():
@@ -276,7 +276,7 @@ def test_what_is_replaced_is_the_same_tensor_of_the_same_module_alone():
     assert sorted(of(vectors(buffer, False)))==[('a', 'v', 5, False), ('a', 'w', 7, False), ('b', 'v', 5, False), ('b', 'w', 1, False)]
     buffer.measure(a, 'weight', 'w', ws[1], 'w', once=True, replace=True)
     buffer.measure(a, 'weight', 'w', ws[1]+1, 'w', once=True, replace=True)
-    assert buffer.rows.handed_out and of(vectors(buffer))==[('a', 'w', 6, True)]
+    assert buffer.rows.is_partly_logged and of(vectors(buffer))==[('a', 'w', 6, True)]
     buffer.step_over()
     buffer.measure(a, 'weight', 'w', ws[1]+2, 'w', once=True, replace=True)
     assert of(vectors(buffer))==[('a', 'w', 7, False)]
@@ -294,7 +294,7 @@ def test_a_page_whose_step_is_over():
     assert len(buffer.rows.snapshots.taken)==1
     buffer.step_over()
     assert (buffer.rows.snapshots.taken, buffer.rows.custom.taken, buffer.rows.custom.discarded)==([], set(), set())
-    assert (buffer.micro, buffer.rows.handed_out, buffer.on_device, buffer.rows.size)==(0, False, False, 0)
+    assert (buffer.micro, buffer.rows.is_partly_logged, buffer.on_device, buffer.rows.size)==(0, False, False, 0)
     buffer.rows.arena.blocks.append(Some(device=Some(type='cuda')))
     buffer.step_over()
     assert buffer.on_device
@@ -381,7 +381,7 @@ class Spy:
     "Replacement of a `StepBuffer`: keeps the arguments of each measurement."
     def __init__(self):
         self.got,self.stats,self.forgotten,self.shards = [],{'weight': ('mean',)},0,Some(columns={})
-        self.rows = Some(handed_out=False, forget_seen=self.forget_seen)
+        self.rows = Some(is_partly_logged=False, forget_seen=self.forget_seen)
 
     def forget_seen(self): self.forgotten += 1
     def measure(self, state, ttype, tname, x, pname=None, **more): self.got.append((state.track.path, ttype, tname, pname, x, more))
@@ -428,15 +428,15 @@ def test_each_parameter_is_measured_once_at_the_first_that_returns_and_then_agai
     c.watched = True
     ps.after_call(root, True, ('weight_grad',))
     assert ps.buffer.places()==[('c', 'weight_grad', 'grad_0', 'weight')]
-    assert ps.hint.found and ps.hint.in_step and ps.known.got=={('b', 'weight'), ('c', 'weight')}
-    ps.at_boundary({id(m.c.weight), id(m.b.weight)}, 4.)
+    assert ps.hint.found and ps.hint.in_step and ps.known.with_gradient=={('b', 'weight'), ('c', 'weight')}
+    ps.measure_complete({id(m.c.weight), id(m.b.weight)}, 4.)
     assert [(*g[:3], g[5]) for g in ps.buffer.got]==[(p, 'weight_grad', 'grad_0', dict(scale=4., once=True, replace=True)) for p in ('a.0', 'c')]
     assert ps.buffer.forgotten==1
     ps.buffer.got.clear()
     ps.step_over()
-    ps.at_boundary({id(m.c.bias)})
+    ps.measure_complete({id(m.c.bias)})
     assert ps.buffer.places()==[('c', 'weight', 'weight_0', 'weight'), ('c', 'weight', 'weight_1', 'bias')]
-    ps.again(('weight',))
+    ps.measure_again(('weight',))
     assert ps.buffer.places()==[('a.0', 'weight', 'weight_0', 'weight'), ('a.0', 'weight', 'weight_1', 'bias'), ('c', 'weight', 'weight_0', 'weight'),
         ('c', 'weight', 'weight_1', 'bias')]
     ps.after_call(root, True, BOTH)
@@ -506,14 +506,14 @@ def test_the_gradient_of_a_leaf_is_that_of_the_pass_that_it_was_given_in():
     g,one,two = Gradients(('input_grad', 'output_grad'), steps, tell),Some(key=None, n=1),Some(key=None, n=2)
     x,z = torch.ones(1, requires_grad=True),torch.ones(1, requires_grad=True)
     y = x*2+z*3
-    g.of_call(one, 'input_grad', [('x', x), ('z', z)], 0, None)
-    g.of_call(two, 'output_grad', [('y', y)], 4, 'eval')
+    g.hook_tensors(one, 'input_grad', [('x', x), ('z', z)], 0, None)
+    g.hook_tensors(two, 'output_grad', [('y', y)], 4, 'eval')
     for _ in range(2): y.sum().backward(retain_graph=True)
     leaves = [(1, 'input_grad', n, 0, None, b, [v]) for n,v in (('x', 2), ('z', 3)) for b in (0, 1)]
     assert sorted(came)==leaves+[(2, 'output_grad', 'y', 4, 'eval', b, [1]) for b in (0, 1)]
     came.clear()
     steps.pass_ = 2
-    g.of_call(one, 'input_grad', [('x', x)], 0, None)
+    g.hook_tensors(one, 'input_grad', [('x', x)], 0, None)
     (x*5).sum().backward()
     assert came==[(1, 'input_grad', 'x', 0, None, 0, [5])] # the pass before has heard its own
     came.clear()
@@ -523,7 +523,7 @@ def test_the_gradient_of_a_leaf_is_that_of_the_pass_that_it_was_given_in():
     came.clear()
     (x*5+z).sum().backward()
     assert came==[] and g.handles==[] and not x._backward_hooks and not z._backward_hooks
-    g.of_call(one, 'input_grad', [('x', x)], 6, None)
+    g.hook_tensors(one, 'input_grad', [('x', x)], 6, None)
     y,steps.pass_ = x*7,3
     y.sum().backward() # another pass has begun meanwhile
     assert [c[3:] for c in came]==[(6, None, 0, [7])]
@@ -575,15 +575,15 @@ def test_updates_are_of_the_step_that_was_taken():
     two.step()
     u.after(two)
     assert rows()==[]
-    def befores(ttypes=('weight', 'update'), seen=True, stats=('mean',), handed_out=False):
+    def befores(ttypes=('weight', 'update'), seen=True, stats=('mean',), is_partly_logged=False):
         v = Updates(ps.buffer, ps, ttypes)
         if not seen: ps.step_over()
-        ps.buffer.stats,ps.buffer.rows.handed_out,old = {'weight': stats},handed_out,m[1].weight.item()
+        ps.buffer.stats,ps.buffer.rows.is_partly_logged,old = {'weight': stats},is_partly_logged,m[1].weight.item()
         v.before(two); two.step(); v.after(two)
         got = rows()
         assert got[-1][1]=='update' and all(r==('1', 'before', 'weight_0', 'weight', old, again) for r in got[:-1])
         return len(got)-1
-    assert befores()==0 and [befores(**k) for k in (dict(ttypes=('update',)), dict(stats=lambda x: {}), dict(handed_out=True), dict(seen=False))]==[1]*4
+    assert befores()==0 and [befores(**k) for k in (dict(ttypes=('update',)), dict(stats=lambda x: {}), dict(is_partly_logged=True), dict(seen=False))]==[1]*4
     assert Updates(ps.buffer, ps, ('weight',)).before(one) is None
     v = Updates(ps.buffer, ps, ('weight', 'optimizer'))
     v.before(one)
@@ -603,12 +603,12 @@ def test_what_is_known_of_parameters_is_told_when_it_changes():
     assert len(told)==2 and [p['optimizer'] for p in k.entries]==[False, False, True, True] and k.trained
     k.note(states, [opt], False)
     assert k.trained # it was
-    k.got.add(('b', 'weight')) # known by its other name
+    k.with_gradient.add(('b', 'weight')) # known by its other name
     states[4].pass_ = 3
     k.note(states, [], False)
     facts = [(p['optimizer'], p['gradient'], p['called']) for p in k.entries]
     assert facts==[(False, True, False), (False, False, False), (True, False, True), (True, False, True)]
-    assert k.trained and len(told)==3 and [i for i in range(9) if k.due(i)]==[1, 2, 4, 8]
+    assert k.trained and len(told)==3 and [i for i in range(9) if k.is_due(i)]==[1, 2, 4, 8]
 
 
 # ---- the journal

@@ -501,7 +501,7 @@ def test_step_beside_an_optimizer():
     "The optimizer ends the steps, and te.step() says so once"
     model = seeded()
     opt = momentum(model)
-    with heard('Leave out one') as said, torchEmber(model, optimizer=opt, ttypes=('weight_grad',)) as te:
+    with heard('Leave out te.step') as said, torchEmber(model, optimizer=opt, ttypes=('weight_grad',)) as te:
         for x,y in batches(3):
             loss_of(model, x, y).backward()
             te.step()

@@ -244,7 +244,8 @@ def test_invalid_arguments_are_refused(tmp_path, monkeypatch, capsys):
     for args,word in {('--every', '0', 'train.py'): 'n>=1', ('--every', 'x', 'train.py'): 'schedule', ('--ttypes', 'weigth', 'train.py'): "'weight'",
         ('--stats', 'rmx', 'train.py'): 'rmx', ('--overhead', '2', 'train.py'): '.02', ('--rules', 'none', 'train.py'): 'none',
         ('--evry', '1', 'train.py'): 'evry',
-        (): 'name a program', ('-m',): 'name a program', ('--store', 'x', 'train.py'): 'parquet', ('nowhere.py',): 'nowhere.py', ('-m', 'no.where'): 'no',
+        (): 'program is missing', ('-m',): 'program is missing',
+        ('--store', 'x', 'train.py'): 'parquet', ('nowhere.py',): 'nowhere.py', ('-m', 'no.where'): 'no',
         ('--name',): 'name'}.items():
         code,err = go(*args)
         assert code==2 and word in err and 'Traceback' not in err, (args, err)
@@ -385,7 +386,7 @@ def test_a_script_with_transformers(theirs, tmp_path):
     done = run(hf, root/'tests'/'integrations', *['ours']*theirs, folder=tmp_path)
     assert done.returncode==0, done.stderr
     assert list(runs().name)==['theirs' if theirs else 'it']
-    if theirs: assert said(done)==['Scored is not recorded again: the program itself records it, as the run theirs.'], done.stderr
+    if theirs: assert said(done)==['Scored is not recorded again, because the program itself records it as the run theirs.'], done.stderr
     sys.path.insert(0, str(root/'tests'/'integrations'))
     try: from test_transformers_callback import plain as loop
     finally: del sys.path[0]

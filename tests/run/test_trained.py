@@ -17,7 +17,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as step_hooks
 
 import torchember.trained
 from torchember import torchEmber
-from torchember.trained import Trainings, in_use, models_of
+from torchember.trained import Trainings, optimizers_in_use, models_of
 
 pytestmark = pytest.mark.filterwarnings('ignore::UserWarning:torch')
 
@@ -242,7 +242,7 @@ def test_a_wrapper_steps_once():
     assert steps(one(w))==[0, 1, 2, 3] and 'by Twice,' in w.said[0]
     a = momentum(m := seeded())
     b = Twice(m.parameters(), lambda ps: torch.optim.SGD(ps, .1))
-    assert in_use([a, b, b.base])==[b] and in_use([b, b.base, a])==[a]
+    assert optimizers_in_use([a, b, b.base])==[b] and optimizers_in_use([b, b.base, a])==[a]
 
 
 def test_models_created_again_are_released():
@@ -267,7 +267,7 @@ def test_model_armed_by_the_program_is_not_armed_again():
         with torchEmber(model, opt, name='theirs') as te: by_hand(model, opt, batches())
         assert steps(te)==[0, 1, 2, 3]
     with heard() as warned: w = armed(train)
-    assert not warned and not w.runs and w.said==['Net is not recorded again: the program itself records it, as the run theirs.']
+    assert not warned and not w.runs and w.said==['Net is not recorded again, because the program itself records it as the run theirs.']
 
 
 def test_model_with_an_armed_part_is_not_armed():
@@ -424,12 +424,12 @@ def test_gradients_unscaled_by_hand_are_not_unscaled_again():
     same(table(one(w)), table(te))
 
 
-def test_leads_to_finds_the_parameters_of_a_loss():
+def test_backward_reaches_finds_the_parameters_of_a_loss():
     a,b = seeded(),seeded()
     ids = {id(p) for p in a.parameters()}
     x,y = batches(1)[0]
-    assert torchember.trained.leads_to(loss_of(a, x, y), ids) and torchember.trained.leads_to([loss_of(b, x, y), loss_of(a, x, y)], ids)
-    assert not torchember.trained.leads_to(loss_of(b, x, y), ids) and not torchember.trained.leads_to(torch.ones(1), ids)
+    assert torchember.trained.backward_reaches(loss_of(a, x, y), ids) and torchember.trained.backward_reaches([loss_of(b, x, y), loss_of(a, x, y)], ids)
+    assert not torchember.trained.backward_reaches(loss_of(b, x, y), ids) and not torchember.trained.backward_reaches(torch.ones(1), ids)
 
 
 @pytest.mark.slow
@@ -496,7 +496,7 @@ def test_failed_search_is_reported_once_and_training_continues(monkeypatch, wher
     train(*plain)
     assert all(torch.equal(v, weights(q)[k]) for m,q in zip(models, plain, strict=True) for k,v in weights(m).items())
     told = [s for s in w.said if 'could not be found' in s]
-    assert told==['The models of the program could not be found: RuntimeError: no. Nothing more is armed. '
+    assert told==['The models of the program could not be found: RuntimeError: no. No more models are armed. '
         'Call torchEmber(model) in the program instead.'], w.said
     assert all(not t.te().armed for t in w.trainings)
     assert nn.Module.__call__ is w.patches.calls.former

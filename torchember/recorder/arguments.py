@@ -20,15 +20,15 @@ from .optimizer import optimizer_names
 
 # %% ../../nbs/40_recorder/85_arguments.ipynb #36c01293
 def check_optimizers(optimizer, scaler, ttypes, params):
-    "Return the optimizers as a list. Raise if one does not train this model, or if an argument needs an optimizer and there is none."
+    "Return the optimizers as a list. Raise if an optimizer does not train this model, or if an argument needs a missing optimizer."
     os = [] if optimizer is None else [*optimizer] if isinstance(optimizer, list|tuple) else [optimizer]
     mine = {id(p) for p in params}
     for o in os:
         if not is_optimizer(o): raise TypeError(f"optimizer= is a torch optimizer or a list of them, got {an(o)}.")
         if mine & {id(p) for p in parameters_of(o)}: continue
         raise ValueError(f"The optimizer {optimizer_names([o])} trains none of the {len(mine)} parameters of this model. "
-            "Was it made for another model, or before the parameters were replaced? "
-            "Give the optimizer that steps; or none, and call te.step() at the end of a step.")
+            "Was it created for another model, or before the parameters were replaced? "
+            "Pass the optimizer that trains this model, or leave out optimizer= and call te.step() at the end of each step.")
     if scaler is not None and not hasattr(scaler, 'unscale_'):
         raise TypeError(f"scaler= is a torch.amp.GradScaler, got {an(scaler)}.")
     for n,why in (('optimizer', "'optimizer' in ttypes"), ('update', "'update' in ttypes")):
@@ -37,44 +37,44 @@ def check_optimizers(optimizer, scaler, ttypes, params):
     return os
 
 def scaler_of(optimizers):
-    "Return the scaler of a wrapped optimizer, such as accelerate's. None if no optimizer has a scaler."
+    "Return the gradient scaler of a wrapped optimizer, such as accelerate's. None if no optimizer has a scaler."
     return next((s for o in optimizers if hasattr(s := getattr(o, 'scaler', None), 'unscale_')), None)
 
 # %% ../../nbs/40_recorder/85_arguments.ipynb #148cfe84
 def check_arguments(reduce, on_error, ends, first_step):
-    "Raise a ValueError for unknown values of some options of `torchEmber`."
+    "Raise ValueError if one of these arguments of `torchEmber` has an invalid value."
     if reduce not in (None, 'step'): raise ValueError(f"reduce is 'step' or None, got {reduce!r:.80}.")
     if on_error not in ('warn', 'raise'): raise ValueError(f"on_error is 'warn' or 'raise', got {on_error!r}.")
     if ends not in (None, 'step'):
         raise ValueError(f"ends is 'step' if only te.step() ends a step, and is left out otherwise; got {ends!r}.")
     if first_step is not None and (not isinstance(first_step, int) or isinstance(first_step, bool) or first_step<0):
-        raise ValueError(f"first_step is a number from 0, got {first_step!r}.")
+        raise ValueError(f"first_step is an integer of at least 0, got {first_step!r}.")
 
 def nothing_to_record(known):
-    "Return the error message for an empty list of tensor types."
-    return "ttypes= names no tensor type, so nothing would be recorded. Known: "+", ".join(known)+ \
+    "Return the error message for an empty `ttypes=`. `known`: the valid tensor types."
+    return "ttypes= contains no tensor type, so nothing would be recorded. Valid types: "+", ".join(known)+ \
         ". For a run with only the numbers of te.log or of a Monitor, use ttypes='probe'."
 
 def not_a_model(got):
-    "Return the error message for a wrong model."
+    "Return the error message for an object of a wrong type."
     hint = ''
-    if isinstance(got, dict|list|tuple) or hasattr(got, '__next__'): hint = " Give the model itself, not its parameters or its state."
-    elif isinstance(got, type): hint = " Give an instance: torchEmber(Net())."
+    if isinstance(got, dict|list|tuple) or hasattr(got, '__next__'): hint = " Pass the model itself, not its parameters or its state_dict."
+    elif isinstance(got, type): hint = " Pass an instance: torchEmber(Net())."
     return f"torchEmber records an nn.Module, got {an(got)}.{hint}"
 
 # %% ../../nbs/40_recorder/85_arguments.ipynb #c481217f
 def not_a_number(name, got):
-    "Return the error message for a wrong argument of `te.log`."
+    "Return the error message for an argument of `te.log` without a number."
     shape = getattr(got, 'shape', None)
     if isinstance(shape, tuple) and math.prod(shape)!=1:
-        return f"te.log takes numbers, but {name} is {an(got)} of shape {tuple(shape)}. Give one number: te.log({name}={name}.mean())."
+        return f"te.log takes numbers, but {name} is {an(got)} of shape {tuple(shape)}. Pass one number: te.log({name}={name}.mean())."
     if got is None: return f"te.log takes numbers, but {name} is None."
-    hint = f"Give one number: te.log({name}=...)." if isinstance(got, list|tuple|dict|set) else \
-        f"For a column of all rows from now on, use te.mark({name}=...)."
+    hint = f"Pass one number: te.log({name}=...)." if isinstance(got, list|tuple|dict|set) else \
+        f"To add a column to all following rows, use te.mark({name}=...)."
     return f"te.log takes numbers, but {name} is {got!r:.80}, {an(got)}. {hint}"
 
-def check_numbers(unnamed:tuple, numbers:dict): # unnamed: positional arguments; numbers: named ones
-    "Raise if `te.log` cannot record the arguments."
+def check_numbers(unnamed:tuple, numbers:dict): # unnamed: positional arguments; numbers: keyword arguments
+    "Raise if `te.log` cannot record its arguments."
     if unnamed:
         raise TypeError(f"te.log takes numbers by name, got {an(unnamed[0])} without a name. Write te.log(loss=loss), or te.log(**numbers) for a dict.")
     for k,v in numbers.items():
@@ -93,8 +93,8 @@ def check_marks(unnamed:tuple, marks:dict, several:bool):
         raise TypeError(f"te.mark takes marks by name, got {an(unnamed[0])} without a name. Write te.mark(epoch=3), or te.mark(**marks) for a dict.")
     for k in marks:
         if k in ('shape', *derived): raise ValueError(f"{k!r} is a statistic, so it cannot be a mark. Choose another name.")
-        if k in of_pieces and several: raise ValueError(f"{k!r} is a column about shards in a run of several processes, "
-            "so it cannot be a mark there. Choose another name.")
+        if k in of_pieces and several: raise ValueError(f"{k!r} describes shards in a run of several processes, "
+            "so it cannot be a mark in this run. Choose another name.")
 
 # %% ../../nbs/40_recorder/85_arguments.ipynb #a1d15ab2
-def disabled(): return os.environ.get('TORCHEMBER_DISABLE', '0') not in ('', '0')
+def disabled(): return os.environ.get('TORCHEMBER_DISABLE', '0') not in ('', '0') # True if the user switched recording off

@@ -24,24 +24,30 @@ except ImportError: fcntl = None # Windows
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #9bb60699
 magic,version = int.from_bytes(b'EMBERBOX', 'little'),1
-# words: file type and version; process; open step; phase; times in ns of the last begin and of the last event; module that raised;
-# numbers of blocks and slots; bytes used of the two texts; number of threads
+# The file begins with 64-bit integers. These are their indices: file type and version; process id; open step; phase;
+# times in ns of the last begin of a pass and of the last event; number of the module that raised;
+# numbers of blocks and slots; bytes used of the two texts (rows of the open step, late rows); number of threads
 MAGIC,VERSION,PID,STEP,PHASE,BEGAN,ALIVE,FAILED = range(8)
 BLOCKS,SLOTS,NOTED,LATE,THREADS = range(8, 13)
-most_blocks,most_slots,most_threads,most_depth,most_text = 256,256,16,126,1<<18 # lengths of the tables, and bytes of each text
-BLOCK = 64 # first word of the table of blocks: offset of the rows, offset of the heads, number of rows, length of a row
-SLOT = BLOCK+4*most_blocks # first word of the table of slots: offset and bytes
-THREAD = SLOT+2*most_slots # first word of the table of threads: id of the thread, depth, number of each module
+# capacity of the tables, and bytes of each text
+most_blocks,most_slots,most_threads,most_depth,most_text = 256,256,16,126,1<<18
+# index where the table of blocks begins: offset of the rows, offset of the headers of rows, number of rows, length of a
+# row
+BLOCK = 64
+SLOT = BLOCK+4*most_blocks # index where the table of slots begins: offset and number of bytes
+# index where the table of threads begins: id of the thread, depth of its stack, number of each module
+THREAD = SLOT+2*most_slots
 thread_width = 2+most_depth
-NOTES = 8*(THREAD+most_threads*thread_width) # first byte of the text with rows of the open step; the text with late rows follows
-head_of_slot = 64 # bytes of the words of a slot
-# words of a slot: its number, written last; number of parts; bytes of text and of metadata; the step; 1 if the step is over;
-# number of the line that describes shards
+# byte where the text with rows of the open step begins; the text with late rows follows
+NOTES = 8*(THREAD+most_threads*thread_width)
+head_of_slot = 64 # bytes of the integers at the start of a slot
+# These integers are: number of the copy, written last, so it is 0 in an incomplete slot; number of pairs of arrays;
+# bytes of text and of metadata; the step; 1 if the step is over; number of the line that describes shards
 SEQ,SLOT_PARTS,SLOT_TEXT,SLOT_META,SLOT_STEP,SLOT_OVER,SLOT_TOLD = range(7)
 phases = ('before its first step', 'in the forward pass', 'after the forward pass (loss or backward)', 'in the optimizer',
     'between two steps')
 FORWARD,AFTER,OPTIMIZER,BETWEEN = range(1, 5)
-sum_names = [*index] # names of the numbers of a row
+sum_names = [*index] # names of the sums in the summary of a row
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #b5cf880d
 network_filesystems = 'nfs nfs4 cifs smb3 smbfs lustre ceph beegfs gpfs glusterfs 9p afs fuse.sshfs'.split()
@@ -76,23 +82,24 @@ def boot_id():
     except OSError: return ''
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #651a1522
-own_boxes = set() # names of the boxes of this process: opening and closing one of these files would release its lock
+# names of the boxes of this process. This process must not open them to read: closing the file would release its lock
+own_boxes = set()
 
 class BoxUnavailable(OSError):
-    "Raised where no black box is possible. The message is the reason."
+    "Raised if no black box can be created here. The message is the reason."
 
 class BoxFile:
-    "Mapped file, with a file of lines beside it. Both grow."
-    page = mmap.ALLOCATIONGRANULARITY # pieces begin at multiples of this
+    "Files of a black box: a memory-mapped file, and a text file of lines that describe its content. Both grow."
+    page = mmap.ALLOCATIONGRANULARITY # each allocation begins at a multiple of this number
     least = 1<<21 # bytes of the first mapping
 
-    def __init__(self, folder, name:str): # folder: of the boxes of all runs; name: without an ending
+    def __init__(self, folder, name:str): # folder: for the boxes of all runs; name: file name without its suffix
         if fcntl is None: raise BoxUnavailable("this system has no lock that ends with its process")
         if (kind := filesystem_of(folder)) in network_filesystems:
             raise BoxUnavailable(f"its folder is on another machine ({kind})")
         os.makedirs(folder, exist_ok=True)
         self.path,self.end,self.fd,self.side = os.path.join(folder, name),0,-1,-1 # end: first byte that is not allocated
-        self.mapped,self.left = None,0 # last mapping, and how many of its bytes are free
+        self.mapped,self.left = None,0 # memory that was mapped last, and how many of its bytes are free
         self.name = name
         own_boxes.add(name)
         try:
@@ -104,11 +111,11 @@ class BoxFile:
             raise
 
     def publish(self):
-        "Rename the file, so readers find it. At this point the box is complete and locked."
+        "Rename the file, so other processes find it. Called when the file is complete and locked."
         os.rename(f'{self.path}.new', f'{self.path}.box')
 
     def allocate(self, size:int) -> tuple:
-        """Return the offset and the memory of a new piece of the file, of `size` bytes.
+        """Allocate `size` bytes of the file. Return their offset and their mapped memory.
 
         Raise OSError if the disk is full.
         """
@@ -123,11 +130,11 @@ class BoxFile:
         return at, self.mapped[from_:from_+size]
 
     def append_line(self, line):
-        "Append a line to the file beside the box. Raise OSError if the disk is full."
-        if os.write(self.side, line+b'\n')<=len(line): raise OSError('no room for a line')
+        "Append a line to the text file. Raise OSError if the disk is full."
+        if os.write(self.side, line+b'\n')<=len(line): raise OSError('no space for a line')
 
     def remove(self):
-        "Delete the files. Mapped memory stays valid."
+        "Delete the files of the box. Memory that is mapped already stays valid."
         for end in ('.new', '.box', '.told', '.fault'):
             with suppress(FileNotFoundError): os.unlink(self.path+end)
         for fd in (self.fd, self.side):
@@ -138,14 +145,14 @@ class BoxFile:
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #0b435d67
 class BoxHeader:
-    "First piece of a box: words and two texts."
+    "Start of the mapped file of a black box: integers, then two texts."
     def __init__(self, file):
-        self.file = file # `BoxFile`. None once this process does not own the box any more
+        self.file = file # `BoxFile`. None as soon as this process does not own the box any more
         self.memory = file.allocate(NOTES+2*most_text)[1]
         self.words = self.memory.cast('q')
 
     def explain(self, **fields):
-        "Append a line for readers of the box. If the disk is full, invalidate the box: without the line it cannot be read."
+        "Append a describing line. If the disk is full, invalidate the box: without the line it cannot be read."
         if self.file is None: return
         try: self.file.append_line(line_of(fields))
         except OSError: self.words[MAGIC] = 0
@@ -153,23 +160,23 @@ class BoxHeader:
     def append_text(self, line:bytes, used:int, at:int):
         """Append a line to one of the two texts, if there is space left.
 
-        The word `used` counts the bytes of the text: `NOTED` or `LATE`. The text begins at byte `at`.
+        `used`: index of the integer that counts the bytes of the text, `NOTED` or `LATE`. `at`: byte where the text begins.
         """
         n = self.words[used]
         if n+len(line)>most_text: return
         self.memory[at+n:at+n+len(line)] = line
-        self.words[used] = n+len(line) # last: a reader never finds half a line
+        self.words[used] = n+len(line) # written last, so half a line is never read
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #32cffa37
 class Position:
-    "Position of the training: step, phase, and the modules on each thread's stack."
+    "Writes the position of the training into a black box: step, phase, and the running modules of each thread."
     def __init__(self, header):
         self.header,self.words,self.lock = header,header.words,threading.RLock()
-        self.modules = {} # display name -> number, from 1
-        self.token = object() # threads refer to this object, so that they do not keep the box alive
+        self.modules = {} # display name of a module -> number, from 1
+        self.token = object() # key of this box in `ThreadContext.box`, so threads do not keep the box alive
 
     def begin_step(self, step):
-        "Note the begin of a pass."
+        "Write the begin of a pass of this step."
         w = self.words
         w[STEP],w[FAILED],w[BEGAN],w[PHASE] = step,0,time.time_ns(),FORWARD
 
@@ -178,7 +185,7 @@ class Position:
         self.words[PHASE] = phase
 
     def number_of(self, name):
-        "Return the number of a module. A new module gets the next number."
+        "Return the number of a module, from its display name. A new module gets the next number."
         with self.lock:
             if name not in self.modules:
                 self.header.explain(module=name)
@@ -186,14 +193,14 @@ class Position:
             return self.modules[name]
 
     def claim_thread(self, here) -> int:
-        """Give this `calls.ThreadContext` a part of the table of threads.
+        """Assign an entry of the table of threads to this thread. `here`: its `calls.ThreadContext`.
 
-        Return its first word, 0 if all parts are in use.
+        Return the index where the entry begins, 0 if all entries are in use.
         """
         with self.lock:
             alive = {t.ident for t in threading.enumerate()}-{threading.get_ident()}
             places = range(THREAD, THREAD+most_threads*thread_width, thread_width)
-            def is_free(i, at): return i>=self.words[THREADS] or self.words[at] not in alive # unused, or of a thread that ended
+            def is_free(i, at): return i>=self.words[THREADS] or self.words[at] not in alive # never used, or its thread has ended
             at = next((at for i,at in enumerate(places) if is_free(i, at)), 0)
             if at:
                 self.words[at+1],self.words[at] = 0,threading.get_ident()
@@ -201,8 +208,8 @@ class Position:
         here.box = self.token,at
         return at
 
-    def enters(self, here, name):
-        "Note the module at the top of `here.stack`: this thread has entered it."
+    def note_enter(self, here, name):
+        "Write the module at the top of `here.stack`, because this thread entered it."
         whose,at = here.box
         if whose is not self.token: at = self.claim_thread(here)
         depth,w = len(here.stack),self.words
@@ -211,39 +218,41 @@ class Position:
         w[at+1] = depth
         w[ALIVE] = time.time_ns()
 
-    def leaves(self, here):
-        "Note that this thread left a module. `here.stack` does not contain the module any more."
+    def note_exit(self, here):
+        "Remove the last module of this thread from the box. Called after the removal from `here.stack`."
         whose,at = here.box
         if whose is self.token and at and len(here.stack)<=most_depth: self.words[at+1] = len(here.stack)
 
-    def fails(self, name):
-        "Note the module of an exception. It reaches the innermost module first, and only the first module is kept."
+    def note_failure(self, name):
+        "Write which module raised an exception. Outer modules call this later with the same exception, and are ignored."
         if not self.words[FAILED]: self.words[FAILED] = self.number_of(name)
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #50988191
 def line_of_custom(row):
-    "Return the line of a row of `CustomRows`. Empty if a number is still on its way from a GPU, or if JSON cannot hold it: the log reports this."
+    "Return a row of `CustomRows` as a line. Empty if a GPU has not sent a number yet, or JSON cannot hold it: the log reports this."
     event,key,call,micro,dtype,stats = row
     try: return line_of({'event': event, 'key': list(key), 'call': call, 'micro': micro, 'dtype': dtype, 'stats': stats})+b'\n'
     except Exception: return b''
 
 class StepSlots:
-    "Copies of steps on their way to the log."
-    def __init__(self, header, n_held:int=1): # n_held: number of steps to keep that the log does not get
+    "Writes copies of steps into a black box, until their rows are in the log file."
+    def __init__(self, header, n_held:int=1): # n_held: number of unrecorded steps to keep, which the log does not get
         self.header,self.words,self.n_held = header,header.words,n_held
         self.memories = {} # index of a slot -> its memory
-        self.seq = self.next = self.next_held = 0 # number of the last step; next slots of both halves
-        self.shards,self.metadata = ({}, 0),(None, b'') # last description of shards, and its number; last metadata, and its line
+        # number of the last copy; next slot for recorded steps; next slot for unrecorded steps
+        self.seq = self.next = self.next_held = 0
+        # last description of shards, and its number; last metadata, and its line: written again only if it changed
+        self.shards,self.metadata = ({}, 0),(None, b'')
 
     def free(self): self.next = self.words[LATE] = 0
 
     def keep(self, parts, custom, step:int, ts:str, over:bool=True, held:bool=False, of_parts=None, **metadata) -> int:
-        """Copy a step into a slot, without rows on their way from a GPU.
+        """Copy a step into a slot, without rows that a GPU has not sent yet.
 
-        Return the number of the step, 0 if it was not kept. `parts` are pairs of heads and vectors, as `Arena.take`
-        returns them; `custom` are rows of `CustomRows`; `ts` is the time of the first row. The step is not `over` if
-        more of it will come, and `held` if the log does not get it. `of_parts`: `place_of` a row -> columns about its
-        shard. `metadata`: marks, passes, and the numbers of earlier pieces of this step.
+        Return the number of the copy, 0 if the step was not copied. `parts`: pairs of arrays, headers and summaries, as
+        `Arena.take` returns them; `custom`: rows of `CustomRows`; `ts`: time of the first row; `over`: False if more rows of
+        this step will follow; `held`: True if the log does not get the step; `of_parts`: `place_of` a row -> columns about
+        its shard; `metadata`: marks, passes, and the numbers of earlier copies of this step.
         """
         parts = [(np.ascontiguousarray(h), v) for h,v in parts if isinstance(v, np.ndarray)]
         text,meta = b''.join(map(line_of_custom, custom)),b'{"ts":"%s",' % ts.encode()+self.line_of_metadata(metadata)[1:]
@@ -251,7 +260,7 @@ class StepSlots:
         memory = self.memory_for(size, held)
         if memory is None: return 0
         w,o = memory.cast('q'),head_of_slot
-        w[SEQ] = 0 # the slot is invalid until its number is written
+        w[SEQ] = 0 # the slot is invalid until the number of the copy is written
         for h,v in parts:
             w[o//8],w[o//8+1],o = len(h),v.shape[1],o+16
             for a in (h, v):
@@ -265,12 +274,12 @@ class StepSlots:
         return self.seq
 
     def line_of_metadata(self, metadata):
-        "Return the line of the metadata. It rarely changes from step to step, so the last line is kept."
+        "Return the metadata of a step as a line. The last line is kept, because metadata rarely change from step to step."
         if metadata!=self.metadata[0]: self.metadata = metadata,line_of(metadata)
         return self.metadata[1]
 
     def number_of_shards(self, of_parts):
-        "Return the number of the line with the description of shards, 0 without shards. Write a new line if the description changed."
+        "Return the number of the line that describes the shards, 0 without shards. Write a new line if the shards changed."
         if not of_parts: return 0
         if of_parts!=self.shards[0]:
             self.shards = dict(of_parts),self.shards[1]+1
@@ -292,19 +301,19 @@ class StepSlots:
         return memory
 
     def drop(self, seqs):
-        "Invalidate steps: they were passes of a later step."
+        "Invalidate the copies with these numbers: they were passes of a later step, which is copied as a whole."
         for memory in self.memories.values():
             w = memory.cast('q')
             if w[SEQ] in seqs: w[SEQ] = 0
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #897feaad
 class BlackBox:
-    "Black box of recent steps. Raises OSError where no box is possible."
+    "Black box of recent steps. Raises OSError if no box can be created."
     def __init__(self, folder, run:str, root:str, is_written=lambda: False, n_held:int=1):
         """Create the box in a folder, for a run and the display name of its root.
 
-        `is_written` returns True if the file of the log has all rows. `n_held`: number of steps to keep that the log
-        does not get.
+        `is_written()` returns True if the log file has all rows. `n_held`: number of unrecorded steps to keep, which
+        the log does not get.
         """
         self.is_written,self.pid,self.marks = is_written,os.getpid(),None
         file = BoxFile(folder, f'{self.pid}-{token_hex(4)}')
@@ -320,8 +329,8 @@ class BlackBox:
             file.remove()
             raise
 
-    def block(self, n, length): # Rows and heads, None if the disk is full: then the arena uses ordinary memory
-        "Return arrays for `n` rows of the open step."
+    def block(self, n, length): # None if the disk is full: then the arena uses ordinary memory
+        "Return arrays in the box for `n` rows of the open step: summaries and headers."
         header,k = self.header,self.header.words[BLOCKS]
         if header.file is None or k>=most_blocks: return None
         try: at,memory = header.file.allocate(8*n*(length+head_width))
@@ -329,45 +338,45 @@ class BlackBox:
         rows = np.frombuffer(memory, np.float64, n*length).reshape(n, length)
         heads = np.frombuffer(memory, np.int64, n*head_width, 8*n*length).reshape(n, head_width)
         for i,v in enumerate((at, at+8*n*length, n, length)): header.words[BLOCK+4*k+i] = v
-        header.words[BLOCKS] = k+1 # last: a reader never finds half an entry
+        header.words[BLOCKS] = k+1 # written last, so half an entry is never read
         return rows, heads
 
     def tap(self, t):
-        "Describe a new tap."
+        "Write the description of a new tap, so its rows can be read."
         self.header.explain(tap=t.number, key=list(t.key), names=list(t.names), once=t.once, repeats=t.repeats)
 
-    def marked(self, marks):
-        "Note the columns of every row from now on."
+    def set_marks(self, marks):
+        "Write the user's marks: columns of every row from now on."
         if marks!=self.marks:
             self.marks = dict(marks)
             self.header.explain(marks=self.marks)
 
-    def keep(self, *args, **kwargs): # As `StepSlots.keep`
-        "Copy a step on its way to the log."
+    def keep(self, *args, **kwargs): # arguments of `StepSlots.keep`
+        "Copy a step on its way to the log file."
         self.free_if_written()
         return self.slots.keep(*args, **kwargs)
 
     def note(self, row):
-        "Add a row of `CustomRows` to the open step."
+        "Write a row of `CustomRows` of the open step."
         self.header.append_text(line_of_custom(row), NOTED, NOTES)
 
-    def late(self, row):
-        "Add a row of a closed step."
+    def copy_late_row(self, row):
+        "Write a row of a closed step."
         self.free_if_written()
         try: line = line_of(row)+b'\n'
         except Exception: return # the log reports the error
         self.header.append_text(line, LATE, NOTES+most_text)
 
     def free_if_written(self):
-        "Free slots and late rows if the file of the log has everything. Called before each step and late row: sometimes the writer has caught up."
+        "Reuse the memory of copied steps and late rows if the log file has all of them. Called before each new copy."
         if self.is_written(): self.slots.free()
 
     def disown(self):
-        "Leave the box to the parent. Called in a forked child."
+        "Stop writing to the box in a forked child process, because the box belongs to the parent process."
         self.header.file = None
 
     def end(self):
-        "Remove the box: the file of the log has the whole run."
+        "Delete the box, because the log file has the whole run."
         file = self.header.file
         if file is None or self.pid!=os.getpid(): return
         if self.fault is not None:
@@ -376,8 +385,8 @@ class BlackBox:
         self.header.file = None
         file.remove()
 
-def write_faults(path): # The open file; None if faulthandler is already in use
-    "Let Python write its stack to a file when it crashes."
+def write_faults(path): # Return the open file; None if faulthandler is already in use
+    "Let Python write its call stacks to a file if the process crashes."
     if faulthandler.is_enabled(): return None
     f = open(path, 'w')
     faulthandler.enable(f, all_threads=True)
@@ -387,26 +396,26 @@ def write_faults(path): # The open file; None if faulthandler is already in use
 most_held = 100
 
 def held_steps(blackbox) -> int:
-    "Return how many unrecorded steps the black box keeps. Raise TypeError or ValueError for wrong arguments."
+    "Return how many unrecorded steps the black box keeps. `blackbox`: argument of `torchEmber`; raise for invalid values."
     if blackbox is None or isinstance(blackbox, bool): return 0
-    if not isinstance(blackbox, int): raise TypeError(f"blackbox is a number of steps, True, False or None, got {an(blackbox)}.")
-    if not 0<=blackbox<=most_held: raise ValueError(f"blackbox keeps the last steps, {most_held} at most, got {blackbox}.")
+    if not isinstance(blackbox, int): raise TypeError(f"blackbox= is a number of steps, True, False or None, got {an(blackbox)}.")
+    if not 0<=blackbox<=most_held: raise ValueError(f"blackbox= is a number of steps from 0 to {most_held}, got {blackbox}.")
     return blackbox
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #29309d48
 def quote_module(name):
-    "Return the path of a module for a sentence, from its display name."
+    "Return the path of a module in backquotes, or 'the model' for the root, from its display name."
     return f'`{path}`' if (path := path_of(name)) else 'the model'
 
 def died_row(text, severity, step, module, ts, advice, evidence, look=None):
-    "Return the row of the finding `died`."
+    "Return a row of the log with the finding `died`, which says how the process ended."
     return {'severity': severity, 'rule': 'died', 'text': text, 'advice': advice, 'look': look or f"read(run, steps={step})",
         'evidence': evidence, 'first_step': step, 'last_step': step, 'module': module, 'ts': ts,
         'ttype': 'finding', 'tname': 'died', 'step': step, 'call': 0}
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #5b2cc3a8
 def exit_row(position, error:BaseException, root:str) -> dict:
-    """Return the finding about an exception that ends the process.
+    """Return a finding about the exception that ended the process.
 
     `position`: a `Position`; `root`: display name of the root.
     """
@@ -423,21 +432,21 @@ def exit_row(position, error:BaseException, root:str) -> dict:
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #0462a459
 class RunBox:
-    "Black box of one run: opened at the first recorded pass, removed when the file of the log has everything."
+    "Owner of the black box of one run. Creates the box at the first recorded pass, and deletes it when the log file is complete."
     def __init__(self, t, root:str, writer, buffer, blackbox=None): # blackbox: None if the user has not asked for a box
         self.t,self.root,self.writer,self.buffer = t,root,writer,buffer
         self.is_asked_for,self.n_held = blackbox is not None,held_steps(blackbox)
-        self.box,self.is_tried,self.why = None,False,None # why: reason why there is no box
+        self.box,self.is_tried,self.why = None,False,None # why: reason if no box could be created
 
-    def begins(self, step:int, on):
-        "Note the begin of a pass. `on`: True if the pass is recorded."
+    def begin_pass(self, step:int, on):
+        "Write the begin of a pass of this step. `on`: True if the pass is recorded."
         if self.box is None and on and not self.is_tried: self.open()
         if self.box is None: return
         self.box.position.begin_step(step)
-        if on: self.box.marked(self.writer.columns())
+        if on: self.box.set_marks(self.writer.columns())
 
     def open(self):
-        "Create the box, or note why there is none."
+        "Create the box, or keep the reason why no box can be created."
         self.is_tried = True
         try:
             self.t.file.create_file()
@@ -445,35 +454,36 @@ class RunBox:
         except OSError as e:
             self.why = str(e)
             if self.is_asked_for:
-                self.buffer.notices.once('box', f"There is no black box of this run: {e}. A process that is killed may lose its last steps.")
+                self.buffer.notices.once('box', f"This run has no black box: {e}. If the process is killed, its last steps may be lost.")
             return
-        self.buffer.into(self.box)
+        self.buffer.use_box(self.box)
 
-    def turns(self, phase): # `FORWARD`, ...
+    def set_phase(self, phase): # write the phase of the training, such as `FORWARD`
         if self.box is not None: self.box.position.set_phase(phase)
 
     def end(self):
-        "Remove the box: the file of the log has everything."
+        "Delete the box, because the log file has all rows."
         self.is_tried = False
         if self.box is None: return
         box,self.box = self.box,None
-        self.buffer.into(None)
+        self.buffer.use_box(None)
         box.end()
 
-    def last_words(self, error):
-        "Return the finding about an exception at the end of the process. None without a box."
+    def exit_finding(self, error):
+        "Return a finding about the exception that ended the process. None without a box."
         return None if self.box is None else exit_row(self.box.position, error, self.root)
 
     def leave(self):
-        "Leave the box to the parent. Called in a forked child."
+        "Stop using the box in a forked child process, because the box belongs to the parent process."
         if self.box is not None: self.box.disown()
         self.box,self.is_tried = None,True
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #fe0d4055
 def all_written(writer, log):
-    "Return a function for `BlackBox.is_written`. It does not keep the writer alive, because queued rows keep a box alive, and the writer keeps a model."
+    "Return the function `BlackBox.is_written`. It holds only a weak reference to the writer, which would keep the model alive."
     ref = weakref.ref(writer)
     def is_written():
         w = ref()
-        return w is not None and not (w.waiting or len(log.batches) or log.disk.waiting) # in the order in which rows move on
+        # in this order, because rows move from the writer to the log and then to the disk
+        return w is not None and not (w.waiting or len(log.batches) or log.disk.waiting)
     return is_written

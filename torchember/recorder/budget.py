@@ -21,11 +21,11 @@ from ..ground.messages import printable
 
 # %% ../../nbs/40_recorder/02_budget.ipynb #961a21a7
 class ThreadTimer(threading.local):
-    "Start of the outermost timed method of this thread."
-    entered = None # a reading of `clock`, None outside of timed methods
+    "Time when the outermost timed method of this thread began."
+    entered = None # value of `clock()`, None outside of timed methods
 
 def timed(f):
-    "Decorate a method: add its run time to `self.cost.spent`. The object `self.cost` has a `ThreadTimer`, `local`."
+    "Decorate a method: add its run time to `self.cost.spent`. Needs `self.cost.local`, a `ThreadTimer`."
     @functools.wraps(f)
     def run(self, *args, **kwargs):
         cost = self.cost
@@ -40,14 +40,14 @@ def timed(f):
 
 # %% ../../nbs/40_recorder/02_budget.ipynb #4b9a6664
 class SilentListener(Listener):
-    "Listener without any action."
+    "Listener without any action, to measure the time of a call."
     running = 1
     def __init__(self, on): self.on = on
 
 # %% ../../nbs/40_recorder/02_budget.ipynb #3e7f52d3
 @functools.cache
 def call_overhead(notified=False) -> float:
-    "Return how many seconds longer a call of an armed module takes, without measuring. In recorded steps a listener is `notified` of calls."
+    "Return the seconds that arming adds to a call of a module, without measuring. `notified`: True to include the listener."
     ts,x = tracks(nn.Sequential(nn.Identity())),torch.zeros(1)
     def time_call(n=200):
         start = clock()
@@ -62,7 +62,7 @@ def call_overhead(notified=False) -> float:
 
 # %% ../../nbs/40_recorder/02_budget.ipynb #d6a83656
 def with_unit(x, **units) -> str:
-    """Format a number with the first of these units that is not larger than the number.
+    """Format a number with the largest unit up to the number. `units`: name -> size of the unit.
 
     Return '' if all units are larger.
     """
@@ -80,8 +80,10 @@ def byte_size(n) -> str:
 class Report(dict):
     """Summary of a run: `run`, `steps`, `recorded` steps, `rows`, `bytes`, `errors`, `skipped` tensors, `remarks`.
 
-    `seconds` of recording, and their `share` of the time from first to last step. Parts of these seconds: `live` plots, `rules`, `compiling`.
-    Seconds beside: `beside`, to load compiled loops in the background; `arming`, to wait for these. `budget` and `thinned`, with `overhead=`.
+    `seconds`: time of recording; `share`: this time divided by the time from first to last step. `live`, `rules`,
+    `compiling`: seconds among these for live plots, rules, and compiling. Not among these: `beside`, seconds to load
+    compiled loops in the background, and `arming`, seconds that arming waited for them. Only with `overhead=`: `budget`
+    and `thinned`, the number of steps that the budget skipped.
     """
     def __repr__(self):
         bad = [f'{self[k]:,} {what}' for k,what in (('errors', 'errors'), ('skipped', 'tensors skipped')) if self.get(k)]
@@ -96,10 +98,10 @@ class Report(dict):
 
 # %% ../../nbs/40_recorder/02_budget.ipynb #c36c3f6c
 def recording_interval(cost:float, time:float, share:float, off:float=0.) -> float:
-    """Return `n` to record one step in `n`: a whole number, or infinity.
+    """Return `n`, an integer or infinity, so recording one step in `n` keeps to the budget.
 
-    `time` are the seconds of a step without torchember. `cost` and `off` are added in a recorded step and in another
-    one. `share`: part of the time that recording may take.
+    `time`: seconds of a step without torchember; `cost`: seconds that a recorded step adds; `off`: seconds that an
+    unrecorded step adds; `share`: fraction of the time that recording may take.
     """
     cost,earned = (cost-off)*(1-share),share*time-off*(1-share)
     if cost<=0: return 1
@@ -107,12 +109,12 @@ def recording_interval(cost:float, time:float, share:float, off:float=0.) -> flo
 
 # %% ../../nbs/40_recorder/02_budget.ipynb #79866726
 def check_share(share):
-    "Raise an error unless `share` is a number above 0 and at most 1."
+    "Return `share`, the argument `overhead=` of `torchEmber`. Raise unless it is a number above 0 and at most 1."
     number = isinstance(share, int|float) and not isinstance(share, bool)
     if number and 0<share<=1: return share
     hint = f" For {share:g}% write {share/100:g}." if number and 1<share<=100 else ""
     raise (ValueError if number else TypeError)(
-        f"overhead is a share of the training time, more than 0 and at most 1, such as 0.02 for 2%; got {share!r}.{hint}")
+        f"overhead= is a fraction of the training time, above 0 and at most 1, such as 0.02 for 2%; got {share!r}.{hint}")
 
 # %% ../../nbs/40_recorder/02_budget.ipynb #040f5119
 def median_of(xs): return median_low(xs) if xs else 0.
@@ -120,19 +122,22 @@ def median_of(xs): return median_low(xs) if xs else 0.
 class StepTimes:
     "Seconds of recent steps, and their medians."
     def __init__(self):
-        self.bare,self.off,self.idle = (deque(maxlen=25) for _ in range(3)) # seconds of steps without the cost of recording; of unrecorded steps; their cost
-        self.on,self.costs = deque(maxlen=5),deque(maxlen=5) # of recorded steps, which are few: in total; the cost
-        self.recorded,self.late = 0,0. # recorded steps; seconds that the writer thread took for them
-        self.time,self.cost,self.idle_cost = 0.,None,0. # medians: a step without recording; recording one, None if unknown; cost of other steps
+        # bare: seconds of each step, minus its cost; off: seconds of each unrecorded step; idle: cost of each unrecorded step
+        self.bare,self.off,self.idle = (deque(maxlen=25) for _ in range(3))
+        self.on,self.costs = deque(maxlen=5),deque(maxlen=5) # seconds of each recorded step; cost of each recorded step
+        self.recorded,self.late = 0,0. # number of recorded steps; seconds that the writer thread worked for these steps
+        # medians: seconds of a step without recording; cost of a recorded step, None if unknown; cost of an unrecorded step
+        self.time,self.cost,self.idle_cost = 0.,None,0.
 
     def add(self, took:float, cost:float, recorded:bool, late:float=0., hidden:bool=False) -> float:
-        "Add the times of a step, as `Budget.add_step` gets them. Return the cost of the step, with a hidden part."
+        "Add the times of a step: arguments of `Budget.add_step`. Return the cost of the step, with its estimated hidden part."
         if recorded and hidden and min(len(self.on), len(self.off))>2: cost = max(cost, median_of(self.on)-median_of(self.off))
         (self.on if recorded else self.off).append(took)
         (self.costs if recorded else self.idle).append(cost)
         self.bare.append(max(took-cost, 0.))
         self.recorded += recorded
-        self.late = late if self.recorded==2 and recorded else self.late+late # the first batch of the writer is slower than others, as the first step is
+        # drops the first batch of the writer, which is slower
+        self.late = late if self.recorded==2 and recorded else self.late+late
         return cost
 
     def estimate(self):
@@ -142,36 +147,41 @@ class StepTimes:
 
 # %% ../../nbs/40_recorder/02_budget.ipynb #56deb09d
 class Budget:
-    "Decides for each selected step if it can be recorded. It uses no clock: `add_step` gets the times."
-    patience = 100 # the first recorded step is charged at most the share of so many steps
-    rarest = 1000 # one step in so many is recorded, whatever it costs
+    "Decides for each step that the schedule selects if the step can be recorded. Reads no clock: `add_step` gets the times."
+    patience = 100 # the first recorded step is charged at most what recording may take in this number of steps
+    rarest = 1000 # at least one step in this number of steps is recorded, whatever recording costs
 
-    def __init__(self, share:float): # share of the time that recording may take, above 0 and at most 1
+    def __init__(self, share:float): # fraction of the time that recording may take, above 0 and at most 1
         self.share,self.times = check_share(share),StepTimes()
-        self.balance,self.owed = 0.,0. # seconds: of the account; part of the first recorded step that later steps pay
-        self.credit,self.floor = 0.,0. # seconds: most that the first step is charged; least balance
-        self.thinned,self.since = 0,0 # selected steps that were not allowed; steps since the last recorded one
-        self.hopeless = False # True if even the rarest recording exceeds the share
-        self.hidden = False # True if the clock does not see all costs: on a GPU
-        self.unknown = False # True if a step was recorded while code was loaded, so that its cost is unknown
+        # seconds that recording may still take; cost of the first recorded step that later steps pay
+        self.balance,self.owed = 0.,0.
+        # in seconds: maximum that the first recorded step is charged; minimum of `balance`
+        self.credit,self.floor = 0.,0.
+        self.thinned,self.since = 0,0 # number of steps that the budget skipped; steps since the last recorded step
+        self.hopeless = False # True if even one recorded step in `rarest` costs more than `share`
+        self.hidden = False # True on a GPU, where the clock of the process does not measure all costs
+        # True if a step was recorded while compiled code was loaded, so the cost of the step is unknown
+        self.unknown = False
 
     def add_step(self, took:float, cost:float, recorded:bool, late:float=0., hidden:bool=False, disturbed:bool=False):
         """Add the times of a finished step: the seconds that the step `took`, and the `cost` of recording among these seconds.
 
-        `late`: seconds of the writer thread meanwhile, for earlier steps. `hidden`: True if the clock does not see all
-        costs, on a GPU. `disturbed`: True if code was loaded meanwhile; then the times are ignored.
+        `late`: seconds that the writer thread worked during this step, for earlier steps. `hidden`: True on a GPU, where
+        the clock does not measure all costs. `disturbed`: True if compiled code was loaded during this step; then the
+        times are ignored.
         """
         self.unknown = disturbed and (self.unknown or recorded)
         if disturbed: return
         self.hidden,times = hidden,self.times
         cost = times.add(took, cost, recorded, late, hidden)
         self.since = 0 if recorded else self.since+1
-        if recorded or len(times.bare)<9 or not self.since%8: self.estimate() # medians are the slowest part
+        # not at every step, because medians are slow
+        if recorded or len(times.bare)<9 or not self.since%8: self.estimate()
         self.balance += self.share*took-cost-late
         self.apply_limits(took, cost)
 
     def estimate(self):
-        "Compute medians and limits."
+        "Compute the medians of times, and the limits of the balance."
         times = self.times
         times.estimate()
         self.credit = self.patience*self.share*times.time
@@ -179,7 +189,7 @@ class Budget:
         self.hopeless = self.idle_exceeds_share or times.recorded>1 and self.interval>self.rarest
 
     def apply_limits(self, took, cost):
-        "Defer a part of the first recorded step, and keep the balance within its limits."
+        "Charge later steps for a part of the first recorded step, and keep the balance within its limits."
         recorded,known_cost = self.times.recorded,self.times.cost
         if recorded<2: part = min(self.balance+self.credit, 0.)
         elif self.since: part = min(self.owed, .1*self.share*took)
@@ -190,28 +200,29 @@ class Budget:
 
     @property
     def interval(self):
-        "Number `n`, if one step in `n` can be recorded. None if unknown."
+        "Number `n`: the budget allows one recorded step in `n` steps. None if unknown."
         return None if self.times.cost is None else recording_interval(self.times.cost, self.times.time, self.share, self.times.idle_cost)
 
     @property
     def idle_exceeds_share(self):
-        "True if unrecorded steps take more than the share already."
+        "True if unrecorded steps alone cost more than the allowed share of the time."
         return len(self.times.idle)==self.times.idle.maxlen and self.times.idle_cost>self.share*self.times.time
 
     def allows(self, pending=0.) -> bool:
         """Return True if the next step can be recorded. Call this once for each selected step.
 
-        `pending` are seconds that recording has taken in a step that is not over yet."""
+        `pending`: seconds of recording in the open step."""
         times,cost = self.times,self.times.cost
         if times.recorded==1: cost = min(cost, self.credit)
         if self.unknown: yes = False
         elif cost is None: yes = not pending
-        elif self.hidden and times.recorded>2 and len(times.off)<3: yes = False # first skip some, to compare
+        # skip some steps, because the hidden cost is recorded minus unrecorded time
+        elif self.hidden and times.recorded>2 and len(times.off)<3: yes = False
         else: yes = self.balance-pending+self.share*(times.time+cost)>=cost-1e-12 or self.since+1>=self.rarest
         self.thinned += not yes
         return yes
 
     def __str__(self):
-        if self.hopeless: return f"recording one step in {self.rarest:,}, and that is more than overhead={self.share:g} allows"
+        if self.hopeless: return f"recording one step in {self.rarest:,}, although this costs more than overhead={self.share:g} allows"
         if self.times.recorded and self.thinned: return f"recording one step in {self.interval:,} to stay under {self.share*100:g}%"
         return f"overhead={self.share:g}, no step skipped"

@@ -13,8 +13,8 @@ class Buffers:
     ttypes = ('buffer',)
     def __init__(self, buffer): self.buffer = buffer # `StepBuffer`
 
-    def each(self, states): # states: of the armed modules
-        "Yield state, tensor type, name and tensor. Each buffer comes once, at its first module."
+    def each(self, states): # states: `ModuleState` of each armed module
+        "Yield state, tensor type, name and tensor of each buffer. A shared buffer is yielded once, for its first module."
         seen = set()
         for st in states:
             for n,b in st.track.buffers.items() if st.watched else ():
@@ -23,5 +23,5 @@ class Buffers:
                 yield st, 'buffer', n, b
 
     def measure_all(self, states):
-        "Measure all buffers as they are now."
+        "Measure the current values of all buffers."
         for st,ttype,n,b in self.each(states): self.buffer.measure(st, ttype, n, b, n, once=True, replace=True)

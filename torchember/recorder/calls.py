@@ -11,39 +11,40 @@ from contextlib import contextmanager
 
 # %% ../../nbs/40_recorder/05_calls.ipynb #de12adee
 class ThreadContext(threading.local):
-    "Position of one thread in the model. Each thread has its own values."
-    depth = 0 # running calls of the outermost module, which may call itself
+    "Running calls of modules in one thread. Each thread sees its own attributes."
+    depth = 0 # number of running calls of the outermost module, which may call itself
     outermost = None # `capture.module_state.ModuleState` of the outermost module
-    skipped = False # True if this pass is not recorded: an evaluation, with `only_training`
+    skipped = False # True if this pass is an evaluation, and evaluations are not recorded (`only_training`)
     phase = None # phase of the rows of this pass, None for training
     call = 0 # number of the running call among the calls of its module in this pass
     pass_ = None # number of the pass that `log` belongs to
-    box = None,0 # key of this thread in the black box, and the position of its modules there
-    measuring = False # True while a statistic of the user runs, which may call the model
-    def __init__(self): self.stack,self.log = [],[] # running calls: (`moduleTrack`, number); log of enters and exits
+    box = None,0 # token of the black box that this thread writes to, and index of the thread's entry in this box
+    measuring = False # True while a user's statistics function runs, because it may call the model
+    def __init__(self): self.stack,self.log = [],[] # stack of running calls: (`moduleTrack`, number); lines such as 'enter <module>', 'exit <module>'
 
 # %% ../../nbs/40_recorder/05_calls.ipynb #7122848a
 class Calls:
-    "Running calls of all threads. Shared attributes change under the recorder's lock."
-    most_events = 100_000 # entries of a log of enters and exits
+    "Running calls of modules, in all threads. Attributes that threads share change only under the recorder's lock."
+    most_events = 100_000 # maximum length of `ThreadContext.log`
 
     def __init__(self):
         self.here = ThreadContext()
-        self.recorded = 0 # running passes that are recorded, in all threads
-        self.log = [] # enters and exits of the last recorded pass, in order
-        self.current = None # `moduleTrack` of the module that is recorded now, or was last
-        self.box = None # `BlackBox`, which keeps the running calls for a reader after a crash
+        self.recorded = 0 # number of recorded passes that run now, in all threads
+        # modules that the last recorded pass entered and left, in order: lines 'enter <module>' and 'exit <module>'
+        self.log = []
+        self.current = None # `moduleTrack` of the module that is recorded now, or was recorded last
+        self.box = None # `BlackBox`, which stores the running calls, so they are known after a crash
 
     def begin(self, outermost, skipped):
-        "Begin a pass in this thread, by a call of the `State` of its outermost module. A `skipped` pass is not recorded."
+        "Begin a pass in this thread. `outermost`: `ModuleState` of the called module. A `skipped` pass is not recorded."
         here = self.here
         here.outermost,here.skipped = outermost,skipped
         here.stack = []
 
     def start_log(self, pass_:int, again:bool=False) -> list:
-        """Return the log of enters and exits of a pass in this thread. Begin a new log if the pass is new.
+        """Return the list in which this thread notes the modules that a pass enters and leaves. A new pass gets a new list.
 
-        `again`: True if the thread calls the model again, in a pass that it shares with another thread.
+        `again`: True if the thread calls the model again, in a pass shared by two threads.
         """
         here = self.here
         if again or here.pass_!=pass_ or len(here.log)>self.most_events: here.pass_,here.log = pass_,[]
@@ -51,39 +52,39 @@ class Calls:
         return here.log
 
     def begin_recorded(self, phase):
-        "Count a recorded pass of this thread, and keep its phase."
+        "Count the begin of a recorded pass in this thread, and store its phase."
         self.here.phase = phase
         self.recorded += 1
 
     def end_recorded(self) -> bool:
-        "Count the end of a recorded pass. Return True if no recorded pass is left."
+        "Count the end of a recorded pass. Return True if no other recorded pass is running."
         self.recorded -= 1
         return not self.recorded
 
     def enter(self, track, call):
-        "Note the begin of a call: its `moduleTrack` and number."
+        "Note the begin of a call. `track`: `moduleTrack` of the module; `call`: number of the call."
         here = self.here
         here.call = call
         here.stack.append((track, call))
         here.log.append(f'enter {track.name}')
         self.current = track
-        if self.box is not None: self.box.enters(here, track.name)
+        if self.box is not None: self.box.note_enter(here, track.name)
 
     def exit(self) -> int:
-        "Note the end of the innermost call. Return its number."
+        "Note the end of the innermost running call. Return its number."
         here = self.here
         self.current,here.call = here.stack.pop()
         here.log.append(f'exit {self.current.name}')
-        if self.box is not None: self.box.leaves(here)
+        if self.box is not None: self.box.note_exit(here)
         return here.call
 
     def note_exception(self, name):
-        "Note in the black box the display name of a module with an exception."
-        if self.box is not None: self.box.fails(name)
+        "Write the display name of a module that raised an exception into the black box."
+        if self.box is not None: self.box.note_failure(name)
 
     @contextmanager
-    def asking(self, track):
-        "Ignore calls of the model inside: a statistic of the user runs for the module of this `moduleTrack`, and may call it."
+    def running_statistic(self, track):
+        "Context manager around a user's statistics function for a module: calls of the model by this function are not recorded."
         self.current,self.here.measuring = track,True
         try: yield
         finally: self.here.measuring = False
@@ -94,11 +95,11 @@ class Calls:
         return stack[-1][0] if stack else None
 
 # %% ../../nbs/40_recorder/05_calls.ipynb #b5c5fcde
-recursion_lock = threading.Lock() # the limit is shared by all threads and embers
+recursion_lock = threading.Lock() # all threads and embers share the recursion limit
 
 def raise_recursion_limit(frames):
-    """Raise Python's recursion limit, because a deep armed model must not fail.
+    """Raise Python's recursion limit by a number of frames, because a call of an armed module uses more frames.
 
-    With a negative number, lower the limit again.
+    A negative number lowers the limit again.
     """
     with recursion_lock: sys.setrecursionlimit(sys.getrecursionlimit()+frames)

@@ -15,23 +15,25 @@ from ..measure.tap import observe
 
 # %% ../../nbs/40_recorder/15_cost.ipynb #85635386
 class Cost:
-    "Run times of recording and of the training, in seconds."
+    "Measures the time of recording and the time of the training, in seconds."
     def __init__(self, budget=None):
         self.budget = budget # `Budget` that gets the times of each step
         self.local = ThreadTimer()
-        self.spent = 0. # seconds of timed work, without the writer thread
-        self.calls = {False: 0, True: 0} # calls of armed modules in steps that were not recorded, and in recorded ones
-        self.first = self.last = None # begin of the first pass; end of the last pass or step
-        self.step_began = None # begin of the open step
-        self.paid = self.late = 0. # seconds until the end of the step before: `total`, and of the writer thread
-        self.loaded_before = loading_seconds() # seconds of loading compiled loops, until the end of the step before
-        self.loaded,self.waited = seconds_beside(),seconds_waited()[1] # seconds of loading before this run: in the background; during steps
+        self.spent = 0. # seconds in methods with the decorator `timed`, without the writer thread
+        # number of calls of armed modules: False: in unrecorded steps; True: in recorded steps
+        self.calls = {False: 0, True: 0}
+        self.first = self.last = None # time when the first pass began; time when the last pass or step ended
+        self.step_began = None # time when the open step began
+        self.paid = self.late = 0. # values at the end of the step before: `total()`; seconds of the writer thread
+        self.loaded_before = loading_seconds() # seconds of loading compiled loops, up to the end of the step before
+        # seconds of loading before this run, to subtract: in the background; while steps waited
+        self.loaded,self.waited = seconds_beside(),seconds_waited()[1]
         self.arming = 0. # seconds that arming waited for compiled loops
 
     # ---- sums in seconds
 
     def total(self) -> float:
-        "Return the seconds of recording until now, without the writer thread."
+        "Return the seconds of recording so far, without the writer thread."
         since,off,on = self.local.entered,self.calls[False],self.calls[True]
         return self.spent+(0 if since is None else clock()-since)+(off and off*call_overhead(False))+(on and on*call_overhead(True))
 
@@ -47,35 +49,35 @@ class Cost:
 
     @property
     def loading(self):
-        "Seconds of loading compiled loops in the background of this run."
+        "Seconds during this run in which compiled loops were loaded in the background."
         return seconds_beside()-self.loaded
 
     @property
     def compiling(self):
-        "Seconds of `total` for loading or compiling loops for new dtypes during training."
+        "Seconds of `total()` in which training waited for compiled loops, such as loops for a new dtype."
         return min(max(seconds_waited()[1]-self.waited, 0.), self.total())
 
     # ---- events
 
     def begin_pass(self, skipped=False):
-        "Note the begin of a pass. A `skipped` one is not recorded, and begins no step."
+        "Note the time when a pass begins. A `skipped` pass is not recorded, and begins no step."
         now = self.local.entered or clock()
         if self.first is None: self.first = now
         if self.step_began is None and not skipped: self.step_began = now
 
     def end_pass(self, modules, notified):
-        "Note the end of a pass with a number of armed modules. True if the recorder was `notified` of their calls."
+        "Note the time when a pass ends. `modules`: number of armed modules; `notified`: True if the recorder got their calls."
         self.note_end()
         self.calls[notified] += modules
 
-    def note_end(self): self.last = clock() # of a pass or step
+    def note_end(self): self.last = clock() # a pass or step ends
 
-    def pause(self): self.step_began = None # time until the model is armed again is no training
+    def pause(self): self.step_began = None # do not count the time until the model is armed again
 
-    def disown(self): self.budget = None # in a forked process
+    def disown(self): self.budget = None # a forked process has no budget
 
     def add_work(self, since):
-        "Add the time since a reading of `clock`, unless a timed method counts it."
+        "Add the seconds since this value of `clock()`, unless a timed method is running, which counts them already."
         if self.local.entered is None: self.spent += clock()-since
 
     def warm(self, tensors=()):
@@ -85,15 +87,15 @@ class Cost:
         self.arming += seconds_waited()[0]-before
 
     def warm_up(self):
-        "Run slow first uses of torch now, so no step is charged for them."
+        "Run operations of torch with a slow first use, so no step is charged for them."
         self.warm()
         call_overhead(False)
         observe(torch.zeros(1), Arena().tap(None))
 
     def end_step(self, recorded:bool, late:float, hidden:bool=False):
-        """Give the times of a step to the budget.
+        """Add the times of the ending step to the budget.
 
-        `late`: seconds of the writer thread until now; `hidden`: as `Budget.add_step` has it.
+        `late`: seconds of the writer thread so far; `hidden`: argument of `Budget.add_step`.
         """
         if self.budget is None: return
         at,paid,loaded = clock(),self.total(),loading_seconds()

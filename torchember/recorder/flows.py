@@ -12,11 +12,11 @@ class Flows:
     def __init__(self, buffer, ttypes): self.buffer,self.ttypes = buffer,tuple(t for t in self.ttypes if t in ttypes)
 
     def flow(self, state, ttype:str, named, call:int, phase=None):
-        """Measure the tensors of one call, `named` pairs of name and tensor.
+        """Measure the inputs or outputs of one call. `named`: pairs of name and tensor.
 
-        `ttype`: 'input', and later, with the same call, 'output'.
+        `ttype`: 'input' or 'output'; both have the same number of the call.
         """
         if ttype in self.ttypes:
             for n,x in named: self.buffer.measure(state, ttype, n, x, None, call, phase)
 
-    def step_over(self): "Do nothing: no state is kept."
+    def step_over(self): "Called at the end of a step. Does nothing, because this class keeps no data of a step."

@@ -10,37 +10,39 @@ from ..capture.backward import hook_gradients
 
 # %% ../../nbs/40_recorder/40_gradients.ipynb #9984be31
 class Gradients:
-    "Hooks on the tensors of calls. They report gradients."
+    "Hooks on the inputs and outputs of calls, which report the gradients of these tensors."
     of = dict(input='input_grad', output='output_grad')
-    def __init__(self, ttypes, steps, notify): # notify: `Listener.gradient`
+    def __init__(self, ttypes, steps, notify): # notify: called with each gradient, as `Listener.gradient`
         self.ttypes = tuple(t for t in self.of.values() if t in ttypes)
         self.steps,self.notify = steps,notify
-        self.handles = [] # of hooks on leaves
-        self.given = {} # id of a leaf -> number of the last pass that got it
-        self.held = False # True if the step that ends may be a micro-batch of the next step: its gradients may still come
+        self.handles = [] # handles of the hooks on leaf tensors, to remove these hooks
+        self.given = {} # id of a leaf tensor -> number of the last pass that used this tensor
+        # True if the step that just ended may become a micro-batch of the next step. Then its hooks stay, because
+        # its gradients may still arrive
+        self.keeps_hooks = False
 
     def flow(self, state, ttype, named, call, phase):
-        "Wait for the gradients of the inputs or outputs of a call. ttype: 'input' or 'output'."
-        if (grad := self.of[ttype]) in self.ttypes: self.of_call(state, grad, named, call, phase)
+        "Hook the inputs or outputs of a call, if their gradients are recorded. ttype: 'input' or 'output'."
+        if (grad := self.of[ttype]) in self.ttypes: self.hook_tensors(state, grad, named, call, phase)
 
-    def of_call(self, state, ttype, named, call, phase):
-        "Wait for the gradients of the tensors of one call."
-        came,pass_ = {},self.steps.pass_ # tname -> number of the last backward that brought its gradient
+    def hook_tensors(self, state, ttype, named, call, phase):
+        "Hook the tensors of one call. ttype: 'input_grad' or 'output_grad'."
+        backwards,pass_ = {},self.steps.pass_ # backwards: tname -> number of the last backward that computed its gradient
         leaves = {n: id(x) for n,x in named if x.is_leaf}
         self.given.update(dict.fromkeys(leaves.values(), pass_))
         def report(n, g):
-            if n in came and n in leaves and self.given.get(leaves[n])!=pass_: return # a later pass has its own hook on this leaf
-            came[n] = came.get(n, -1)+1
-            self.notify(state, ttype, n, g, call, phase, came[n])
+            if n in backwards and n in leaves and self.given.get(leaves[n])!=pass_: return # a later pass has its own hook on this leaf
+            backwards[n] = backwards.get(n, -1)+1
+            self.notify(state, ttype, n, g, call, phase, backwards[n])
         self.handles += hook_gradients(named, report, (id(state), ttype), False, state.key, ttype)
 
     def recomputed(self, state, inputs, outputs):
-        "Wait for the gradients of a recomputed checkpoint. A reentrant checkpoint makes its graph only now."
+        "Hook the tensors of a recomputed checkpoint, because a reentrant checkpoint builds its graph only in the recomputation."
         for ttype,named in (('input_grad', inputs), ('output_grad', outputs)):
             if ttype not in self.ttypes: continue
             self.handles += hook_gradients(named, lambda n, g, ttype=ttype: state.graded(ttype, [(n, g)]), (id(state), ttype), True, state.key, ttype)
 
     def step_over(self):
-        if self.held: return
+        if self.keeps_hooks: return
         for h in self.handles: h.remove()
         self.handles.clear(); self.given.clear()

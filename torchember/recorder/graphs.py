@@ -21,13 +21,13 @@ from .gradients import Gradients
 
 # %% ../../nbs/40_recorder/79_graphs.ipynb #a05f886d
 class NoPython(Unmeasurable):
-    "Raised if a function of the user should measure a tensor of a graph."
-    def __init__(self): super().__init__("a function of yours measures it, and no Python runs in a CUDA graph. Built-in statistics can be recorded")
+    "Raised if a user's statistics function would have to measure a tensor of a CUDA graph."
+    def __init__(self): super().__init__("your own function would have to measure it, but no Python runs in a CUDA graph. Use built-in statistics")
 
 # %% ../../nbs/40_recorder/79_graphs.ipynb #6e82c472
 class Quiet(Listener):
-    "Writes the log before a CUDA graph is captured: no copy may be pending then."
-    def __init__(self, drain): self.drain,self.watch = drain,GraphWatch(self) # drain: called before a capture, to write all queued rows
+    "Listener that writes all queued rows before a CUDA graph is captured, because no copy from the GPU may be pending then."
+    def __init__(self, drain): self.drain,self.watch = drain,GraphWatch(self) # drain: function that writes all queued rows
 
     def graph_to_come(self, graph): self.drain()
 
@@ -37,18 +37,18 @@ class Quiet(Listener):
 
 # %% ../../nbs/40_recorder/79_graphs.ipynb #6a854058
 class Call:
-    "Call of a module in a graph. `at` is its number and phase in the running replay, None if it is not recorded."
+    "Call of a module in a CUDA graph. `at`: number and phase of the call in the current replay, None if not recorded."
     def __init__(self, state): self.state,self.at = state,None
 
 class Tape:
-    "Events of a model while a CUDA graph was captured."
-    def __init__(self, rows, arena): self.rows,self.arena,self.events = rows,arena,[] # `GraphRows`; arena of the rows; (name of the event, *arguments)
+    "List of the events of a model during the capture of a CUDA graph. Each replay repeats these events."
+    def __init__(self, rows, arena): self.rows,self.arena,self.events = rows,arena,[] # events: (name, *arguments)
 
     def add(self, *event): self.events.append(event)
 
     @functools.cached_property # read only after the capture
     def before(self):
-        "Number of events to send before the graph runs: the events of one pass, because weights are read with their values from before."
+        "Number of events to repeat before the graph runs: the events of the first pass, as its weights must be read before."
         passes = 0
         for i,(what,*_) in enumerate(self.events):
             passes += what=='pass_begins'
@@ -57,17 +57,17 @@ class Tape:
 
 # %% ../../nbs/40_recorder/79_graphs.ipynb #675dffe9
 class CapturedEvents(Listener):
-    "Listener during a capture: writes the events on a tape."
+    "Listener during the capture of a CUDA graph: adds the events to a `Tape`."
     running = 1
     def __init__(self, events, ttypes): # events: `ModelEvents` of the recorder
         self.events,self.ttypes = events,ttypes
         self.tape = None # `Tape` of the capture that runs
-        self.depth,self.stack = 0,[] # running calls of the outermost module; running `Call`s
+        self.depth,self.stack = 0,[] # number of nested running calls of the outermost module; stack of running `Call`s
         self.pass_ = None # an object that is new in each pass
         self.gradients = Gradients(ttypes, self, self.gradient)
 
     def tensor(self, state, ttype, name, x, scale=None):
-        "Return a `GraphTensor`, in place of a tensor in each replay."
+        "Return a `GraphTensor`, which stands for this tensor in each replay. Its statistics are computed in the graph."
         how = self.events.buffer.stats.get(ttype)
         if ttype not in (*self.ttypes, 'probe'): return GraphTensor(x)
         try:
@@ -116,7 +116,7 @@ class CapturedEvents(Listener):
     def probe_here(self, name, x): self.probe(self.stack[-1].state if self.stack else self.events.sources.states[0], name, x)
 
     def gradient(self, state, ttype, tname, grad, call, phase=None, backward=0):
-        if self.tape is None: return # a hook on a leaf, from a capture that is over
+        if self.tape is None: return # a hook on a leaf tensor may run after the capture
         self.tape.add('gradient', state, ttype, tname, self.tensor(state, ttype, tname, grad, self.events.sources.optimizers.scale()), call, backward)
 
     def recomputed(self, state, inputs, outputs): self.gradients.recomputed(state, inputs, outputs)
@@ -146,10 +146,10 @@ class CapturedEvents(Listener):
 
 # %% ../../nbs/40_recorder/79_graphs.ipynb #921e3ece
 class Player:
-    "Sends the events of a tape to a recorder. Each kind of event has a method."
+    "Repeats the events of a `Tape` for a recorder, at each replay of a CUDA graph. Each kind of event has a method."
     def __init__(self, events, optimizer_events): # `ModelEvents` and `OptimizerEvents` of the recorder
         self.events,self.optimizer_events = events,optimizer_events
-        self.notified = False # True if the recorder got the begin of the pass
+        self.notified = False # True if the recorder records the running pass
 
     def play(self, events):
         for what,*args in events: getattr(self, what)(*args)
@@ -185,24 +185,24 @@ class Player:
 
     def gradients_ready(self, optimizer, scale): self.optimizer_events.gradients_ready(optimizer, scale, False)
 
-    def step_ends(self, optimizer, skips): # skips: number of a fused optimizer with a scaler, not 0 if the step did nothing. Otherwise None
+    def step_ends(self, optimizer, skips): # skips: `found_inf` of a fused optimizer, not 0 if it skipped the step; or None
         if skips is not None and bool(skips.item()): self.optimizer_events.step_skipped(optimizer)
         else: self.optimizer_events.step_ends(optimizer)
 
 # %% ../../nbs/40_recorder/79_graphs.ipynb #953c696a
 class Graphs(CapturedEvents):
-    "CUDA graphs of a recorded model."
+    "Records the CUDA graphs of a model: notes the events of each capture, and repeats them at each replay."
     def __init__(self, events, optimizer_events, ttypes, set_listeners, drain):
-        """Watch captures. `events` and `optimizer_events` are the listeners of the recorder.
+        """Begin to watch captures of CUDA graphs. `events`, `optimizer_events`: listeners of the recorder.
 
-        `set_listeners` replaces the listeners of the model and of the optimizers. `drain` is called before a capture,
-        as in `Quiet`.
+        `set_listeners`: function that replaces the listeners of the model and of the optimizers. `drain`: function that
+        writes all queued rows before a capture.
         """
         super().__init__(events, ttypes)
         self.optimizer_events,self.set_listeners,self.drain = optimizer_events,set_listeners,drain
         self.watch,self.player = GraphWatch(self),Player(events, optimizer_events)
         self.was_on = False # value of `events.on` before the capture
-        self.tapes = weakref.WeakKeyDictionary() # graph -> `Tape`
+        self.tapes = weakref.WeakKeyDictionary() # `torch.cuda.CUDAGraph` -> `Tape`
 
     def graph_to_come(self, graph): self.drain()
 
@@ -211,7 +211,7 @@ class Graphs(CapturedEvents):
         self.gradients.step_over()
         self.depth,self.stack = 0,[]
         self.tape = Tape(GraphRows(graph, devices.chosen_device()), self.events.buffer.rows.arena)
-        self.was_on,self.events.on = self.events.on,False # hooks on leaves, from earlier passes, must not measure
+        self.was_on,self.events.on = self.events.on,False # hooks of earlier passes on leaf tensors must not measure now
         self.set_listeners(self, self)
 
     def graph_ends(self, graph, whole):
@@ -221,7 +221,7 @@ class Graphs(CapturedEvents):
         else: self.tapes.pop(graph, None)
 
     def end_capture(self) -> Tape:
-        "Give the events back to the recorder. Return the tape."
+        "Send events to the recorder again, and return the `Tape` of the capture."
         tape,self.tape,self.events.on = self.tape,None,self.was_on
         tape.rows.end()
         self.set_listeners(self.events, self.optimizer_events)
@@ -229,16 +229,16 @@ class Graphs(CapturedEvents):
         return tape
 
     def tape_of(self, graph) -> Tape|None:
-        "Return the tape of a graph, None if its replays are not recorded."
+        "Return the `Tape` of a CUDA graph, None if replays of this graph are not recorded."
         tape = self.tapes.get(graph)
         if tape is None or not self.events.sources.states: return None
         if tape.arena is self.events.buffer.rows.arena: return tape
-        self.events.buffer.notices.once('graph', "A CUDA graph is replayed that was captured when the model was armed before. Its passes are not recorded: "
-            "capture it again.", 'info')
+        self.events.buffer.notices.once('graph', "A CUDA graph was captured before the model was armed again, so its replays are not recorded. "
+            "To record them, capture the graph again.", 'info')
 
     def replay_begins(self, graph):
         if (tape := self.tape_of(graph)) is None: return
-        first = tape.events[0][0]=='pass_begins' # this event may end the step before
+        first = tape.events[0][0]=='pass_begins' # play this event first, because it may end the step before
         self.player.play(tape.events[:first])
         about_to_write(tape.arena, tape.rows)
         self.player.play(tape.events[first:tape.before])
@@ -250,6 +250,6 @@ class Graphs(CapturedEvents):
         else: count_none(tape.arena, tape.rows)
 
     def abandon(self):
-        "Stop watching captures. End a running capture."
+        "Stop watching captures, and end a running capture."
         self.watch.detach()
         if self.tape is not None: self.end_capture()

@@ -26,11 +26,11 @@ from .tally import not_called
 
 # %% ../../nbs/40_recorder/79_hearing.ipynb #d84d3047
 class FunctionCalls:
-    "Finds calls of the model by the same autograd Function as the call before, forward or backward, as a solver makes them."
-    def __init__(self): self.function = None # autograd Function around the last pass, from `enclosing_call`
+    "Detects that one autograd Function calls the model several times, as an ODE solver does. These calls are one pass."
+    def __init__(self): self.function = None # autograd Function that made the last pass, from `enclosing_call`
 
     def joins(self, phase) -> bool:
-        "Return True if a call of the model with this phase joins the last pass."
+        "Return True if a call of the model in this phase belongs to the last pass."
         before,self.function = self.function,enclosing_call() if phase is None else None
         same = is_same_call(self.function, before)
         if same: self.function = before if self.function is True else self.function
@@ -38,24 +38,24 @@ class FunctionCalls:
 
 # %% ../../nbs/40_recorder/79_hearing.ipynb #b625c6a4
 class OtherModels:
-    "Finds calls of a shared module by a second model."
+    "Detects calls by a second model that shares modules with the recorded model. These calls are not recorded."
     def __init__(self, sources):
         self.sources = sources # `Sources`
-        self.root,self.known,self.parameters = None,frozenset(),frozenset() # weak reference to the model; ids of its modules, and of its parameters
-        self.is_ours = weakref.WeakKeyDictionary() # module that calls parts -> True if its calls count as calls of the recorded model
+        self.root,self.known,self.parameters = None,frozenset(),frozenset() # weak reference to the model; ids of modules, of parameters
+        self.is_ours = weakref.WeakKeyDictionary() # calling module -> True if its calls count as calls of the recorded model
         self.root_called = False # True once the root was called
-        self.at_first = None # versions of the weights at the first call by another model
+        self.at_first = None # version counters of the weights at the first call by another model
 
     def prepare(self, root):
-        "Note the modules and parameters of a model before it is armed."
+        "Store the modules and parameters of a model before arming."
         self.root,self.known,self.parameters = weakref.ref(root),frozenset(map(id, root.modules())),frozenset(map(id, root.parameters()))
         self.is_ours.clear()
 
     def is_caller(self, state) -> bool:
-        """Return True if another model makes this call of a module, outside of any pass.
+        """Return True if another model calls this module, and not the recorded model.
 
-        A part that only others call belongs to them until the weights of the recorded model change, although its root
-        is never called.
+        If the root is never called, calls by other modules count as calls of another model until the weights change.
+        Then the recorded model is trained through these calls.
         """
         if state.root: self.root_called = True; return False
         caller = calling_module(self.known)
@@ -66,7 +66,7 @@ class OtherModels:
         return now==self.at_first
 
     def acts_for_root(self, caller) -> bool:
-        "Return True if a module contains the root or all its parameters, wraps a part, or has only parameters of the root."
+        "Return True if calls by this module are calls of the recorded model, because it wraps or shares the model's parameters."
         known = self.is_ours.get(caller)
         if known is None:
             its = set(map(id, caller.parameters()))
@@ -76,33 +76,34 @@ class OtherModels:
 
 # %% ../../nbs/40_recorder/79_hearing.ipynb #b625c6a3
 class PassEvents:
-    "Begins and ends passes. All methods but `after_end` are called under the recorder's lock."
+    "Handles the begin and end of passes. All methods except `after_end` are called under the recorder's lock."
     def __init__(self, pipe, only_training:bool=False): # only_training: skip evaluations and passes without gradients
         self.pipe,self.steps,self.sources,self.calls,self.cost = pipe,pipe.steps,pipe.sources,pipe.buffer.calls,pipe.cost
         self.only_training,self.functions,self.other_models = only_training,FunctionCalls(),OtherModels(pipe.sources)
-        self.wanted = None # function of a trainer: (phase, True if gradients will come) -> True to record the pass
-        self.extra_frames = 0 # frames by which Python's recursion limit is raised while the model runs
+        # function of an integration: (phase, True if gradients will be computed) -> True to record the pass
+        self.wanted = None
+        self.extra_frames = 0 # number of frames added to Python's recursion limit while the model runs
 
     def prepare(self, root, depth):
-        "Note the modules of a model before it is armed, and the frames of Python's stack for the depth of its innermost module."
+        "Store the modules of a model before arming. `depth`: nesting depth of its innermost module."
         self.extra_frames = depth+100 if depth>50 else 0
         self.other_models.prepare(root)
 
     def is_skipped(self, phase, grad) -> bool:
-        "Return True if a pass of this phase, with or without gradients, is not recorded."
+        "Return True if a pass of this phase is not recorded. `grad`: True if gradients will be computed."
         return self.only_training and phase is not None or self.wanted is not None and not self.wanted(phase, grad)
 
     def phase_of(self, path, training, grad):
-        "Return the phase of a pass. If each pass is a step, so are passes without gradients."
+        "Return the phase of a pass. If each pass is a step, a pass without gradients is a training pass, too."
         states = self.sources.states
         phase = self.steps.phases.find(path, training, states[0].track.module.training if states else training, grad or in_training_function())
         return phase if self.steps.manual or phase!='no_grad' else None
 
     def begin(self, here, state, grad):
-        """Begin a pass, or join the pass of another thread and continue its numbering of calls.
+        """Begin a pass. If another thread is in a pass already, join this pass and continue its numbering of calls.
 
-        `here` is the `calls.ThreadContext`, `state` the `ModuleState` of the outermost module. `grad`: True if
-        gradients will come.
+        `here`: the `calls.ThreadContext`; `state`: `ModuleState` of the outermost module; `grad`: True if gradients will
+        be computed.
         """
         path,training = state.track.path,state.track.module.training
         skipped = self.other_models.is_caller(state) or is_metadata_pass() or not grad and is_trace_check()
@@ -114,36 +115,36 @@ class PassEvents:
         if not shared: begin_pass(self.pipe, path, phase, state.root, grad, self.functions.joins(phase))
         if training and grad: self.sources.begin_training()
         self.steps.note_content(training and grad, bool(not shared and phase and grad))
-        if self.pipe.box is not None: self.pipe.box.begins(self.steps.number, self.pipe.gate.on)
+        if self.pipe.box is not None: self.pipe.box.begin_pass(self.steps.number, self.pipe.gate.on)
         if self.pipe.gate.on:
             self.calls.start_log(self.steps.pass_, shared and self.steps.state.begins_pass(path, phase))
-            self.pipe.writer.begins()
+            self.pipe.writer.note_time()
             self.pipe.flush_large()
         self.calls.begin_recorded(phase if self.steps.manual else None)
         if not shared and self.extra_frames: raise_recursion_limit(self.extra_frames)
 
     def fail(self, here):
-        "Mark the pass as failed, unless more threads continue it."
+        "Mark the pass as failed because its outermost module raised, unless other threads continue this pass."
         if here.depth==1 and not here.skipped and self.calls.recorded==1: self.steps.state.failed = True
 
     def end(self, here, compiled):
         "End a pass of this thread."
-        if self.pipe.box is not None: self.pipe.box.turns(AFTER)
+        if self.pipe.box is not None: self.pipe.box.set_phase(AFTER)
         self.cost.end_pass(0 if compiled else len(self.sources.states), bool(self.pipe.gate.on and not here.skipped))
         if not here.skipped and self.calls.end_recorded() and self.extra_frames: raise_recursion_limit(-self.extra_frames)
 
     def after_end(self):
-        "Read queued parameters, and warn if the step seems to have no end."
+        "Measure queued parameters, and warn if the open step seems never to end."
         if self.sources.watch is not None: warn_if_stalled(self.pipe)
         if self.pipe.gate.has_content: self.pipe.read_pending()
 
-    def is_next_recorded(self, here) -> bool|None: # None if Python code runs before that pass
-        "Return True if the next pass of compiled code is recorded."
+    def is_next_recorded(self, here) -> bool|None: # None if Python code can decide when that pass begins
+        "Return True if the next pass of compiled code is recorded. Compiled code must know this in advance."
         if not self.steps.manual and (here.outermost.root or len(self.steps.state.seen)<2): return self.pipe.gate.is_measured(self.steps.number+1)
 
 # %% ../../nbs/40_recorder/79_hearing.ipynb #c98f036c
 def warn_if_stalled(pipe):
-    "Warn once if the open step seems to have no end, because its optimizers do not step any more."
+    "Warn once if the open step seems never to end, because its optimizers do not step any more."
     notices,watch,steps = pipe.buffer.notices,pipe.sources.watch,pipe.steps
     if pipe.gate.disowned or 'stalled' in notices.said or not (why := stall_reason(steps)): return
     missing = [o for o in watch.optimizers if id(o) in steps.optimizers.missing]
@@ -152,8 +153,8 @@ def warn_if_stalled(pipe):
     if len(steps.optimizers.awaited)>1 and ever: how = f"{'has' if one else 'have'} not stepped since step {steps.number-1}"
     notices.once('stalled', f"The optimizer{'s'*(not one)} that torchEmber was given, {optimizer_names(missing)}, {how}, but {why}: "
         f"all of this is recorded as step {steps.number}, which has {steps.state.training_passes:,} training passes so far. "
-        "If an optimizer was created again, call te.close() and then torchEmber(model, optimizer=..., name=..., resume=True) with all optimizers that step "
-        "now. If optimizers alternate or one stops, give torchEmber none of them and call te.step().", 'warning')
+        "If you replaced an optimizer, call te.close() and then torchEmber(model, optimizer=..., name=..., resume=True) with all optimizers that step "
+        "now. If optimizers alternate or one stops, leave out optimizer= and call te.step() at the end of each step.", 'warning')
 
 # %% ../../nbs/40_recorder/79_hearing.ipynb #009b6057
 def shape_of(x):
@@ -162,49 +163,49 @@ def shape_of(x):
     except RuntimeError: return None
 
 class SpreadInCompiledCode(Unmeasurable):
-    "Raised for a DTensor in compiled code: compiled code cannot pass it to a listener."
-    def __init__(self): super().__init__("it is a DTensor in compiled code. All inputs, outputs, their gradients and probes that are DTensors there are "
-        "missing; weights, their gradients and updates are recorded. Without torch.compile all are recorded")
+    "Raised for a DTensor in compiled code, because compiled code cannot pass a DTensor to a listener."
+    def __init__(self): super().__init__("it is a DTensor in compiled code. Inputs, outputs, their gradients and probes that "
+        "are DTensors in compiled code are not recorded; weights, their gradients and updates are. Without torch.compile, all tensors are recorded")
 
 def report_missed(events, state, ttype, names):
-    "Report the DTensors of compiled code that have no rows, if their tensor type is recorded."
+    "Warn about DTensors of compiled code, which have no rows, if their tensor type is recorded."
     if {ttype, f'{ttype}_grad'}.isdisjoint({'probe', *events.sources.ttypes}): return
     for n in names: events.failed(state, ttype, n, SpreadInCompiledCode())
 
 # %% ../../nbs/40_recorder/79_hearing.ipynb #065b119a
 class ModelEvents(Listener):
-    "Listener of a model: passes, calls and gradients."
+    "Listener of an armed model: handles its passes, calls and gradients."
     exclusive = True
     def __init__(self, recorder, pipe, lock, only_training:bool=False):
-        self.recorder,self.pipe,self.lock = recorder,pipe,lock # recorder: `capture.forward.armed_by` shows it to others
+        self.recorder,self.pipe,self.lock = recorder,pipe,lock # recorder: read by users of `capture.forward.armed_by`
         self.steps,self.sources,self.buffer,self.cost,self.calls = pipe.steps,pipe.sources,pipe.buffer,pipe.cost,pipe.buffer.calls
         self.pass_events,self.refused = PassEvents(pipe, only_training),pipe.remover.refused
         self.on = False # True if the open step is measured
         self.wants = Wants(**{t: t in self.sources.ttypes for t in ('input_grad', 'output_grad')})
-        self.running = 0 # running passes, in all threads
+        self.running = 0 # number of running passes, in all threads
 
     step = property(lambda self: self.steps.number)
-    lasting = property(lambda self: len(self.pipe.provisional.with_weights(self.steps.state.weights)), doc="Earlier steps that may be micro-batches.")
+    lasting = property(lambda self: len(self.pipe.provisional.with_weights(self.steps.state.weights)), doc="Earlier steps that may be its micro-batches.")
 
     def turn(self, on):
-        "Turn the reports of calls on or off."
+        "Turn the measuring of calls on or off."
         self.on = on
         self.wants.turn(on)
 
-    def disown(self, lock): self.lock = lock # a new one, in a forked process
+    def disown(self, lock): self.lock = lock # a forked process needs a new lock
 
-    # ---- passes. `here` is the position of this thread
+    # ---- passes. `here`: `ThreadContext` of this thread
     @timed
     def pass_begins(self, state, grad=None):
         here = self.calls.here
-        if here.measuring: return False # a statistic of the user calls the model
+        if here.measuring: return False # a user's statistics function calls the model
         if not here.depth:
             with self.lock:
                 self.running += 1
                 try:
                     self.pipe.raise_error()
                     self.pass_events.begin(here, state, torch.is_grad_enabled() if grad is None else grad)
-                except BaseException: # also of a schedule, with on_error='raise'
+                except BaseException: # such as an error of a schedule, with on_error='raise'
                     self.running -= 1
                     raise
                 self.sums_after_hooks = self.buffer.shards.ranks is not None and self.buffer.shards.ranks.sharded
@@ -232,7 +233,7 @@ class ModelEvents(Listener):
 
     def call_begins(self, state, inputs, compiled=False):
         since,here = clock(),self.calls.here
-        with self.lock: call = state.number(self.steps.pass_) # two threads may be in one module
+        with self.lock: call = state.number(self.steps.pass_) # lock, because two threads may run the same module
         self.calls.current = state.track
         state.track.input_dt = {n: shape_of(x) for n,x in inputs}
         self.sources.flow(state, 'input', inputs, call, here.phase)
@@ -244,11 +245,11 @@ class ModelEvents(Listener):
         since,here = clock(),self.calls.here
         call = self.calls.exit()
         ttypes = self.sources.parameter_types[self.steps.manual]
-        if ttypes and not here.phase: # an evaluation may use averaged weights
-            with self.lock: self.sources.parameters.after_call(state, state is here.outermost and here.depth==1, ttypes) # once a step, by any thread
+        if ttypes and not here.phase: # not in an evaluation, which may use averaged weights
+            with self.lock: self.sources.parameters.after_call(state, state is here.outermost and here.depth==1, ttypes) # once in a step
         state.track.output_dt = {n: shape_of(x) for n,x in outputs}
         self.sources.flow(state, 'output', outputs, call, here.phase)
-        if not here.stack and not compiled and not here.phase: self.refused.expect(outputs)
+        if not here.stack and not compiled and not here.phase: self.refused.hook_outputs(outputs)
         self.calls.current = self.calls.innermost() or state.track
         self.cost.add_work(since)
         return call, here.phase
@@ -275,7 +276,7 @@ class ModelEvents(Listener):
     def probe(self, state, name, x):
         here = self.calls.here
         if self.on and self.sources.states:
-            call = next((n for track,n in reversed(here.stack) if track is state.track), here.call) # `here.call` is that of the last call
+            call = next((n for track,n in reversed(here.stack) if track is state.track), here.call) # else the number of the last call
             self.buffer.measure(state, 'probe', name, x, None, call, here.phase)
         if not here.depth: self.buffer.rows.forget_seen()
 
@@ -296,19 +297,19 @@ class ModelEvents(Listener):
 
 # %% ../../nbs/40_recorder/79_hearing.ipynb #962d98b3
 class OptimizerEvents(Listener):
-    "Listener of optimizers: complete gradients, and steps."
+    "Listener of optimizers: handles complete gradients before a step, and the step itself."
     def __init__(self, pipe, lock): self.pipe,self.sources,self.cost,self.lock = pipe,pipe.sources,pipe.cost,lock
 
-    def disown(self, lock): self.lock = lock # a new one, in a forked process
+    def disown(self, lock): self.lock = lock # a forked process needs a new lock
 
     @timed
     def step_begins(self, optimizer):
         with self.lock:
-            if self.pipe.box is not None: self.pipe.box.turns(OPTIMIZER)
+            if self.pipe.box is not None: self.pipe.box.set_phase(OPTIMIZER)
             if self.pipe.gate.on: self.sources.updates.before(optimizer)
 
     def gradients_ready(self, optimizer, scale, unchanged):
-        if self.pipe.box is not None: self.pipe.box.turns(OPTIMIZER)
+        if self.pipe.box is not None: self.pipe.box.set_phase(OPTIMIZER)
         if self.pipe.gate.on: self.measure_gradients(optimizer, scale, unchanged)
         else: self.pipe.steps.note_content() # the step may have no pass of an armed module
 
@@ -337,14 +338,14 @@ class OptimizerEvents(Listener):
                 self.sources.updates.after(optimizer)
                 self.pipe.read_pending()
             self.cost.note_end()
-            if self.pipe.steps.optimizers.note_step(id(optimizer)): self.pipe.over()
+            if self.pipe.steps.optimizers.note_step(id(optimizer)): self.pipe.close_step()
         if not self.pipe.tally.called and self.pipe.tally.steps==2:
-            self.pipe.buffer.notices.once('uncalled', f"{not_called} If the model was created again or copied, give torchEmber the model that is called.",
+            self.pipe.buffer.notices.once('uncalled', f"{not_called} If you replaced or copied the model, pass torchEmber the model that is called.",
                 'warning')
         self.pipe.raise_error()
 
     def step_skipped(self, optimizer):
-        self.pipe.writer.skips()
+        self.pipe.writer.note_skipped()
         self.pipe.tally.skipped += 1
         self.sources.updates.step_over()
         self.step_ends(optimizer)

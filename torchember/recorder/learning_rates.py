@@ -18,9 +18,9 @@ from ..measure.tap import InGraph
 
 # %% ../../nbs/40_recorder/72_learning_rates.ipynb #9ddfd6d1
 def as_number(
-    v # A number, or a tensor or an array of one
+    v # A number, or a tensor or an array with one element
 ): # The number, or a `Pending`
-    "Return the number of a tensor without waiting for its device. Raise `InGraph` while the device captures a graph."
+    "Convert a tensor with one element to a number, without waiting for its device. Raise `InGraph` during a CUDA graph capture."
     if not isinstance(v, torch.Tensor): return v.item() if isinstance(v, np.ndarray) else v
     if being_captured(v.device.type): raise InGraph()
     v = to_host(v.detach().reshape(()))
@@ -28,9 +28,9 @@ def as_number(
 
 # %% ../../nbs/40_recorder/72_learning_rates.ipynb #d9b0e550
 def rates_in(optimizer, prefix:str='lr') -> dict:
-    """Return the learning rates of all parameter groups: name -> number, or a tensor of one number.
+    """Return the learning rates of all parameter groups: name -> number, or a tensor with one element.
 
-    `prefix`: begin of the names.
+    `prefix`: start of each name, such as 'lr'.
     """
     groups = [(i, g) for i,g in enumerate(optimizer.param_groups) if is_rate(g.get('lr'))]
     if len(optimizer.param_groups)==1: return {prefix: groups[0][1]['lr']} if groups else {}
@@ -39,31 +39,31 @@ def rates_in(optimizer, prefix:str='lr') -> dict:
     return {f'{prefix}/{label(i, g)}': g['lr'] for i,g in groups}
 
 def is_rate(x):
-    "Return True for a real number, and for a tensor or an array of one."
+    "Return True for a real number, and for a tensor or array with one real element."
     if isinstance(x, torch.Tensor|np.ndarray): return math.prod(x.shape)==1 and not (x.is_complex() if isinstance(x, torch.Tensor) else np.iscomplexobj(x))
     return isinstance(x, int|float|np.number)
 
 # %% ../../nbs/40_recorder/72_learning_rates.ipynb #8f3398b7
 def rate_version(rate):
-    "Return a value to compare a learning rate with later, without waiting for a device. None if there is no such value."
+    "Return a value that differs once a learning rate has changed. None if this needs waiting for a device."
     if not isinstance(rate, torch.Tensor): return float(np.asarray(rate).item())
     if rate.is_cpu: return rate.item()
     return None if rate.is_inference() else (id(rate), rate._version)
 
 # %% ../../nbs/40_recorder/72_learning_rates.ipynb #a1320c00
 class LearningRates:
-    "Changed learning rates of optimizers."
+    "Collects the learning rates of optimizers that changed, so unchanged rates are not logged again."
     def __init__(self, optimizers):
         self.optimizers = list(optimizers)
         self.last,self.found = {},{} # name -> `rate_version` of the last row; name -> number for the open step
 
     def prefix(self, optimizer) -> str:
-        "Return the begin of the names of an optimizer's rates."
+        "Return the prefix of the names of an optimizer's learning rates: 'lr', or 'lr/<number>' if there are several optimizers."
         if len(self.optimizers)==1: return 'lr'
         return next((f'lr/{i}' for i,o in enumerate(self.optimizers) if o is optimizer), 'lr')
 
     def note(self, optimizer):
-        "Note the changed rates of an optimizer before its step."
+        "Store the changed learning rates of an optimizer before its step."
         for name,rate in rates_in(optimizer, self.prefix(optimizer)).items():
             new = rate_version(rate)
             if new is not None and self.last.get(name)==new: continue
@@ -71,7 +71,7 @@ class LearningRates:
             except Unmeasurable: continue # a CUDA graph is being captured
             self.last[name] = new
 
-    def take(self) -> dict: # Name -> number or `Pending`
-        "Return the changed rates of the open step, and forget them."
+    def take(self) -> dict: # name -> number or `Pending`
+        "Return the changed learning rates of the open step, and clear them."
         found,self.found = self.found,{}
         return found

@@ -14,24 +14,25 @@ from ..ground.messages import warn
 # %% ../../nbs/40_recorder/00_notices.ipynb #042d7ae6
 class Notices:
     "Warnings of one run, each given once, and the number of errors."
-    most_places = 5 # tensors to name for each reason why tensors have no values
+    most_places = 5 # number of tensors to name in warnings, for each reason why tensors have no values
 
     def __init__(self, on_error:str='warn', report=None):
-        """Collect warnings. If something cannot be recorded, `on_error` is 'warn' once and continue, or 'raise'.
+        """Collect warnings. `on_error`: what to do if a tensor cannot be recorded: 'warn' once and continue, or 'raise'.
 
-        `report` writes a warning into the run: a function of kind, text and severity.
+        `report`: function of kind, text and severity that writes a warning into the run.
         """
         self.on_error,self.report = on_error,report
-        self.said = set() # kinds of the warnings that were given
-        self.errors = 0 # errors of functions, and tensors that could not be measured because of an error
-        self.unmeasurable = 0 # tensors without values, or with values that torch cannot read
-        self.places = {} # reason why tensors have no values -> (module, name) of the tensors that a warning has named
+        self.said = set() # kinds of the warnings given so far
+        self.errors = 0 # number of errors in users' functions and in measuring
+        self.unmeasurable = 0 # number of tensors without values, or with values that torch cannot read
+        # reason why tensors have no values -> (module, name) of the tensors that were named in warnings
+        self.places = {}
 
     def once(self, kind, text:str, severity:str|None=None) -> bool:
-        """Warn, unless a warning of this kind was given before: any hashable object.
+        """Warn, unless a warning of this kind was given before. `kind`: any hashable object.
 
-        Return True if the warning was given now. `severity` of the finding for the run: 'warning' if rows mislead,
-        'info' if rows are missing, None for no finding.
+        Return True if the warning was given now. `severity` of the finding in the run: 'warning' if
+        rows mislead, 'info' if rows are missing, None to write no finding.
         """
         if kind in self.said: return False
         self.said.add(kind)
@@ -40,9 +41,9 @@ class Notices:
         return True
 
     def failed(self, module:str, tname:str, error:Exception, how=None):
-        """Count a failed measurement. Warn once for each place, or for each function of the user.
+        """Count a failed measurement. Warn once for each tensor, or once for each user's function.
 
-        `tname` names the tensor or the task. `how`: the statistics that were requested, or the user's function.
+        `tname`: name of the tensor or the task. `how`: the requested statistics, or the user's function.
         """
         if self.on_error=='raise': raise error
         no_values = isinstance(error, Unmeasurable)
@@ -53,25 +54,25 @@ class Notices:
         kind = type(error) if no_values else (how, type(error))
         what = f"is not measured: {why}" if no_values else f"could not be measured: {type(error).__name__}: {why}"
         self.once(kind, f"{tname} of {module} {what}. Training continues. This warning is given once.",
-            'info' if no_values else None) # the error of a user's function has a row of its own
+            'info' if no_values else None) # no finding, because the error of a user's function is in the tensor's row
 
     def warn_without_values(self, module, tname, why):
-        "Warn about the first places of each reason. A model on fake tensors has no values anywhere."
+        "Warn that a tensor has no values, at most `most_places` times for each reason: in a model of fake tensors, all have none."
         place,places = (module, tname),self.places.setdefault(why, set())
         if place in places: return
         if len(places)==self.most_places:
-            return self.once(('more', why), f"More tensors are not measured: {why}. {self.most_places} were named; te.close() counts all of them.",
+            return self.once(('more', why), f"More tensors are not measured: {why}. Only {self.most_places} are named; te.close() counts all.",
                 'info')
         places.add(place)
         self.once(place, f"{tname} of {module} is not measured: {why}. Training continues. This warning is given once.", 'info')
 
 # %% ../../nbs/40_recorder/00_notices.ipynb #7455ecd9
 class ChangingMarks:
-    "Finds marks that change with every step."
+    "Finds marks (columns set with `te.mark`) that change with every step, because such a number belongs into `te.log`."
     def __init__(self): self.last = {} # name -> (value, step, number of consecutive steps in which the value changed)
 
     def find(self, marks:dict, step:int) -> tuple|None:
-        "Return name and value of a mark that changes with every step. None if there is no such mark."
+        "Return name and value of a mark that changed in the last three steps. None without such a mark."
         for name,v in marks.items():
             if isinstance(v, torch.Tensor) and v.numel()==1: v = v.item()
             if type(v) is not float: continue
@@ -84,5 +85,5 @@ class ChangingMarks:
 # %% ../../nbs/40_recorder/00_notices.ipynb #7997be0e
 def mark_warning(name, value):
     "Return the warning about a mark that changes with every step."
-    return (f"te.mark({name}={value:.4g}) changes with every step. A mark is a column of every row from then on; "
-        f"for a number of the step write te.log({name}=...), which is a row of its own.")
+    return (f"te.mark({name}={value:.4g}) changes with every step, but a mark is a column of every row. "
+        f"To record one number for each step, use te.log({name}=...) instead.")

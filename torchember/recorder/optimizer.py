@@ -11,7 +11,7 @@ from .step_buffer import is_part, place_of, placement
 
 # %% ../../nbs/40_recorder/50_optimizer.ipynb #bd913fff
 def optimizer_names(optimizers) -> str:
-    "Return the class names of optimizers, for a message."
+    "Return the class names of optimizers, joined with commas, for a message."
     return ', '.join(type(o).__name__ for o in optimizers)
 
 # %% ../../nbs/40_recorder/50_optimizer.ipynb #502ecef1
@@ -19,30 +19,31 @@ class Updates:
     "Measures updates of weights, and optimizer states."
     def __init__(self, buffer, parameters, ttypes):
         self.buffer,self.parameters,self.ttypes = buffer,parameters,ttypes
-        self.copies = {} # id of a parameter -> its values before the step
+        self.copies = {} # id of a parameter -> copy of its values before the optimizer's step
 
     def before(self, optimizer):
-        "Copy the weights of an optimizer before its step."
+        "Copy the weights before this optimizer's step, if updates are recorded."
         if 'update' in self.ttypes: self.copies.update({id(p): p.detach().clone() for p in parameters_of(optimizer)})
 
     def after(self, optimizer):
-        "Measure updates and states of an optimizer after its step."
+        "Measure weight updates and optimizer states after this optimizer's step."
         if not self.copies and 'optimizer' not in self.ttypes: return
         for st,i,n,p in self.parameters.each({id(p) for p in parameters_of(optimizer)}):
             old = self.copies.pop(id(p), None)
             if old is not None:
                 w = f'weight_{i}'
-                if not self.has_weight(st, n, w, old): self.buffer.measure(st, 'before', w, old, n, once=True, replace=True) # for the ratio; it has no row
+                # for the update-to-weight ratio; gets no row
+                if not self.has_weight(st, n, w, old): self.buffer.measure(st, 'before', w, old, n, once=True, replace=True)
                 self.buffer.measure(st, 'update', f'update_{i}', p.detach()-old, n, once=True, replace=True)
             if 'optimizer' in self.ttypes:
                 for k,v in state_tensors(optimizer, p).items(): self.buffer.measure(st, 'optimizer', f'{k}_{i}', v, n, once=True, replace=True)
 
     def has_weight(self, state, name, tname, old) -> bool:
-        "Return True if the buffer has the summary of a weight for the ratio of its update. A DTensor must have the same placement."
+        "Return True if the buffer has the weight's summary for the update-to-weight ratio. A DTensor must have the same placement."
         buffer = self.buffer
         columns = buffer.shards.columns.get(place_of((state.track.name, 'weight', tname, name, None, 0), 0), {})
         if is_part(old) and columns.get('placement')!=placement(old): return False
-        if callable(buffer.stats['weight']) or buffer.rows.handed_out: return False
+        if callable(buffer.stats['weight']) or buffer.rows.is_partly_logged: return False
         return 'weight' in self.ttypes and (state.track.id, name) in self.parameters.seen
 
-    def step_over(self): self.copies.clear() # also if a scaler skipped the step
+    def step_over(self): self.copies.clear() # copies are left if a scaler skipped the step

@@ -19,9 +19,9 @@ from ..store.parameters import parameter_entry, most_entries
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #999a778f
 def own_parameters(track) -> list:
-    """Return (position, name, parameter) of a module's own parameters, for its `moduleTrack`.
+    """Return (position, name, parameter) for each own parameter of a module. `track`: its `moduleTrack`.
 
-    Left out are parameters of children, and lazy parameters that have no values yet.
+    Parameters of children are left out, and lazy parameters that have no values yet.
     """
     if not track.parameters: return []
     ps = [(n,p) for n,p in track.parameters.items() if p is not None]
@@ -29,40 +29,42 @@ def own_parameters(track) -> list:
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #d6e86a10
 def grad_of(p):
-    "Return the gradient of a parameter, or None. `grad` is read of leaves only, because torch warns for other tensors."
+    "Return the gradient of a parameter, or None. Do not read `grad` of other tensors than leaves, because torch warns then."
     return p.grad if p.is_leaf or p.retains_grad else None
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #3e1a0f12
-class Arrivals:
-    "Old gradients: from before the run, or of frozen parameters. They have no rows."
+class OldGradients:
+    "Detects old gradients, which get no rows: gradients from before the run, and gradients of frozen parameters."
     def __init__(self):
         self.frozen = {} # (id of a `moduleTrack`, name) of a frozen parameter -> weak reference to its old gradient, or None
-        self.left = {} # (id of a `moduleTrack`, name) of a trained parameter -> weak reference to its gradient from before the run, and the version
+        # (id of a `moduleTrack`, name) of a trained parameter -> weak reference to its gradient from before the run, and
+        # version counter of this gradient
+        self.from_before = {}
 
-    def arming(self, parameters): # parameters: as `Parameters.each` yields them
-        "Note the gradients from before the run."
+    def note_existing(self, parameters): # parameters: tuples, as `Parameters.each` yields
+        "Store which gradients exist before the run."
         for st,_,n,p in parameters:
             grad = grad_of(p)
             if not p.requires_grad: self.frozen[st.track.id, n] = reference(grad)
-            elif grad is not None: self.left[st.track.id, n] = reference(grad),version(grad)
+            elif grad is not None: self.from_before[st.track.id, n] = reference(grad),version(grad)
 
     def gradient(self, st, n, p):
-        "Return the gradient of a parameter. None if there is no gradient, or only an old one of a frozen parameter."
-        grad = p.grad if p.is_leaf or p.retains_grad else None # as `grad_of`, without a call for each row
+        "Return the gradient of a parameter. None if it has no gradient, or if it is frozen and has only an old gradient."
+        grad = p.grad if p.is_leaf or p.retains_grad else None # same as `grad_of`, but without the time of a call
         if p.requires_grad:
-            if self.frozen: self.frozen.pop((st.track.id, n), None) # trained again
+            if self.frozen: self.frozen.pop((st.track.id, n), None) # the parameter is not frozen any more
             return grad
         key = st.track.id,n
-        if key not in self.frozen: self.frozen[key] = reference(grad) # frozen since the last step
+        if key not in self.frozen: self.frozen[key] = reference(grad) # the parameter was frozen since the last step
         was = self.frozen[key]
         return None if grad is None or was is not None and was() is grad else grad
 
-    def has_come(self, st, n, grad):
-        "Return True if a gradient differs from the one before the run."
-        was = self.left.get((st.track.id, n))
+    def is_new_gradient(self, st, n, grad):
+        "Return True if a gradient is new: not the gradient from before the run."
+        was = self.from_before.get((st.track.id, n))
         if was is None: return True
         if was[0]() is grad and was[1]==version(grad): return False
-        del self.left[st.track.id, n]
+        del self.from_before[st.track.id, n]
         return True
 
 def reference(grad): return None if grad is None else weakref.ref(grad)
@@ -70,7 +72,7 @@ def version(x): return None if x.is_inference() else x._version
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #1788e9fd
 def below(state, states):
-    "Return the states of the modules inside a module."
+    "Return the `ModuleState`s of all modules inside a module."
     by_id,tracks = {st.track.id: st for st in states},list(state.track.children)
     for t in tracks: tracks += t.children
     return [by_id[t.id] for t in tracks if t.id in by_id]
@@ -78,49 +80,52 @@ def below(state, states):
 # %% ../../nbs/40_recorder/30_parameters.ipynb #86d117a6
 class Parameters:
     "Measures the weights and weight gradients of a model's modules."
-    def __init__(self, buffer, ttypes, notify=None): # notify: called with new facts about parameters
+    def __init__(self, buffer, ttypes, notify=None): # notify: called with changed metadata of the parameters
         self.buffer,self.ttypes = buffer,ttypes
-        self.states = [] # of the armed modules, root first
-        self.seen = set() # ids and places of the parameters of this step: during the forward, a sharded parameter is another tensor
+        self.states = [] # `ModuleState` of each armed module, root first
+        # parameters measured in this step: their ids, and (id of the module, name), because a sharded parameter is
+        # another tensor during the forward
+        self.seen = set()
         self.hint = ZeroGradHint(getattr(buffer, 'notices', None))
         self.known = ParameterFacts(ttypes, notify)
-        self.arrivals = Arrivals()
-        self.gathered = {'weight_grad': set(), 'unclipped_grad': set()} # (id of a state, name) of each gradient that was measured in this step
-        self.unrecorded = [] # parameters of modules that are not recorded
+        self.old_gradients = OldGradients()
+        # (id of a `ModuleState`, name) of each gradient measured in this step
+        self.gathered = {'weight_grad': set(), 'unclipped_grad': set()}
+        self.unrecorded = [] # parameters of unrecorded modules
 
     def is_new(self, state, name, p):
-        "Return True if this step has not measured the parameter. From now on it has."
+        "Return True if this step has not measured the parameter yet, and mark the parameter as measured."
         if id(p) in self.seen or (state.track.id, name) in self.seen: return False
         self.seen |= {id(p), (state.track.id, name)}
         return True
 
-    def of_module(self, state, ttypes): # ttypes: 'weight', 'weight_grad'
-        "Measure the module's own parameters, unless this step has measured them."
+    def measure_own(self, state, ttypes): # ttypes: 'weight', 'weight_grad'
+        "Measure the own parameters of a module, unless measured in this step."
         if not state.watched or not state.track.parameters: return
         new = [(state, i, n, p) for i,n,p in own_parameters(state.track) if self.is_new(state, n, p)]
         if new: self.measure(new, ttypes)
 
-    def measure(self, which, ttypes, replace=False, scale=None): # which: as `each` yields them
+    def measure(self, which, ttypes, replace=False, scale=None): # which: tuples, as `each` yields
         some = []
         for st,i,n,p in which:
             if 'weight' in ttypes: some.append((st, 'weight', f'weight_{i}', n, p))
-            if 'weight_grad' in ttypes and (grad := self.arrivals.gradient(st, n, p)) is not None:
+            if 'weight_grad' in ttypes and (grad := self.old_gradients.gradient(st, n, p)) is not None:
                 some.append((st, 'weight_grad', f'grad_{i}', n, grad))
-                if not self.arrivals.left or self.arrivals.has_come(st, n, grad): self.known.got.add((st.track.path, n))
+                if not self.old_gradients.from_before or self.old_gradients.is_new_gradient(st, n, grad): self.known.with_gradient.add((st.track.path, n))
                 self.gathered['weight_grad'].add((id(st), n))
                 self.hint.found = self.hint.in_step = True
         self.buffer.measure_together(some, scale, replace)
 
     def after_call(self, state, outermost:bool, ttypes):
-        "Measure the parameters of a called module. For the `outermost` module, measure all modules inside it, too."
-        self.of_module(state, ttypes)
+        "Measure the parameters of a module after its call. After the `outermost` module, also measure all modules inside it."
+        self.measure_own(state, ttypes)
         if outermost and state.track.children:
-            for other in self.states if state.root else below(state, self.states): self.of_module(other, ttypes)
+            for other in self.states if state.root else below(state, self.states): self.measure_own(other, ttypes)
 
     def each(self, wanted:set|None=None, states=None):
-        """Yield state, position, name and parameter. Each parameter comes once, at its first module.
+        """Yield state, position, name and parameter. A shared parameter is yielded once, for its first module.
 
-        `wanted`: ids of parameters, all by default. `states`: the states in another order.
+        `wanted`: ids of the parameters to yield, all by default. `states`: the `ModuleState`s in another order.
         """
         seen = set()
         for st in self.states if states is None else states:
@@ -129,56 +134,57 @@ class Parameters:
                 seen.add(id(p))
                 yield st, i, n, p
 
-    def at_boundary(self, wanted=None, scale=None): # wanted: ids of parameters; scale: factor of the gradients
-        """Measure missing weights, then the complete gradients at the end of a step.
+    def measure_complete(self, wanted=None, scale=None): # wanted: ids of parameters; scale: factor of the gradients
+        """At the end of a step, measure missing weights, then the complete gradients.
 
-        They replace the gradients of the pass.
+        The complete gradients replace gradients measured during the passes.
         """
         which = list(self.each(wanted))
-        if 'weight' in self.ttypes: self.missed(which)
-        if 'weight_grad' in self.ttypes: self.again(('weight_grad',), which, scale)
+        if 'weight' in self.ttypes: self.measure_missed(which)
+        if 'weight_grad' in self.ttypes: self.measure_again(('weight_grad',), which, scale)
 
-    def missed(self, which):
-        "Measure missing weights: of a model in `eval()` mode, or of a model without a call in this step."
+    def measure_missed(self, which):
+        "Measure the missing weights of this step, because the model is in `eval()` mode or was not called."
         for st,_,n,p in which:
-            if id(p) not in self.seen and (st.track.id, n) not in self.seen: self.of_module(st, ('weight',))
+            if id(p) not in self.seen and (st.track.id, n) not in self.seen: self.measure_own(st, ('weight',))
 
-    def again(self, ttypes, which=None, scale=None): # as `measure` has them
-        "Measure parameters as they are now, in place of earlier measurements of this step."
-        self.buffer.rows.forget_seen() # values may have been written through `.data`
+    def measure_again(self, ttypes, which=None, scale=None): # arguments of `measure`
+        "Measure the current values of parameters, and replace earlier measurements of this step."
+        # values may have been changed through `.data`, which does not change the version counter
+        self.buffer.rows.forget_seen()
         which = list(self.each()) if which is None else which
         if 'weight' in ttypes: self.seen |= {x for st,_,n,p in which for x in (id(p), (st.track.id, n))}
         self.measure(which, ttypes, True, scale)
 
     def find_unrecorded(self):
-        "Note the parameters of unrecorded modules: their gradients have no rows."
+        "List the parameters of unrecorded modules, because norms of all gradients cannot include them."
         here = {id(p) for *_,p in self.each()}
         modules = self.states[0].track.module.modules() if self.states else ()
         self.unrecorded = [p for m in modules for p in m._parameters.values() if p is not None and id(p) not in here]
 
     def unclipped(self, ids):
-        "Yield the gradients of parameters that are about to be clipped, as arguments of `measure_unclipped`."
+        "Yield arguments of `measure_unclipped` for gradients before clipping."
         for st,i,n,p in self.each(ids):
-            if (grad := self.arrivals.gradient(st, n, p)) is not None: yield st, f'grad_{i}', n, grad
+            if (grad := self.old_gradients.gradient(st, n, p)) is not None: yield st, f'grad_{i}', n, grad
 
     def clips(self, ids, scale=None):
-        """Measure gradients before they are clipped, with this factor.
+        """Measure gradients before they are clipped. `scale`: factor to divide out of the gradients.
 
-        If a step clips several times, the last time counts.
+        If a step clips several times, the last measurement replaces the earlier ones.
         """
         self.buffer.rows.forget_seen()
         for some in self.unclipped(ids): self.measure_unclipped(*some, scale)
 
     def measure_unclipped(self, state, tname, name, grad, scale=None):
-        "Measure the gradient of one parameter before clipping, and count it for the norm of all gradients."
+        "Measure the gradient of one parameter before clipping, and count this gradient for the norm of all gradients."
         self.gathered['unclipped_grad'].add((id(state), name))
         self.buffer.measure(state, 'unclipped_grad', tname, grad, name, scale=scale, once=True, replace=True)
 
     def gradient_counts(self, manual:bool) -> tuple|None:
-        """Return how many weight gradients the open step has, and how many gradients before clipping.
+        """Return the number of weight gradients in the open step, and the number of gradients before clipping.
 
-        None if the rows do not cover every trained parameter of the model. In `manual` steps all gradients were looked
-        at.
+        None if the rows do not cover every trained parameter of the model. In `manual` steps all gradients have been
+        looked at.
         """
         n,unclipped = (len(self.gathered[t]) for t in ('weight_grad', 'unclipped_grad'))
         if not n or any(p.requires_grad for p in self.unrecorded): return None
@@ -191,28 +197,29 @@ class Parameters:
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #f19bc368
 class ZeroGradHint:
-    "Warning about a model that trains without recorded weight gradients, given once."
+    "Warns once if a model trains, but none of its weight gradients are recorded."
     def __init__(self, notices=None):
         self.notices = notices or Notices()
-        self.found = False # True once a gradient came, or after the warning
+        self.found = False # True once a gradient was recorded, or after the warning
         self.in_step = False # True if the open step has a gradient
         self.trains = False # True once a pass could be used for training
-        self.looked = False # True once the gradients of a step of `te.step()` were checked: `zero_grad` may have set them to zero
+        # True once the gradients of a `te.step()` were checked for zeros, which `zero_grad` may have written
+        self.looked = False
         self.given = False # True after the warning
-        self.silent = False # True if the caller gives the warning
-        self.begun = False # True once a step without `te.step()` is over: the next pass may find its gradients
-        self.steps_without = 0 # recorded training steps without a gradient
-        self.versions = None # of the weights, at the first look
+        self.silent = False # True if the caller warns instead
+        self.begun = False # True once a step ended without `te.step()`
+        self.steps_without = 0 # number of recorded training steps without a gradient
+        self.versions = None # id of a weight -> its version counter when the check began
 
     def training(self, states):
-        "Note the begin of a pass with gradients."
+        "Store the version counters of the weights, because a pass that may train begins."
         self.trains,self.versions = True,{id(p): p._version for p in trained_in(states)}
 
     def step_over(self, trained:bool, states, manual:bool, ttypes, boundary:bool=False):
-        """Check a recorded step for gradients, and warn if the weights change without any.
+        """Check the gradients of a recorded step, and warn if the weights change although no gradient was found.
 
-        `trained`: True if the step had a training pass. `manual`: True if an optimizer or `te.step()` ends the steps,
-        so gradients would exist. `boundary`: True if `te.step()` ended this step.
+        `trained`: True if the step had a training pass. `manual`: True if an optimizer or `te.step()` ends the steps.
+        `boundary`: True if `te.step()` ended this step.
         """
         self.steps_without += not self.in_step and trained
         self.in_step = False
@@ -227,21 +234,21 @@ class ZeroGradHint:
         self.found = self.given = True
         self.notices.once('gradients', f"{only_zeros if zeros else none_at_step if boundary else none_at_pass} {give_all}", 'info')
 
-none_at_step = ("te.step() found no gradients although the weights change: zero_grad() had removed them already, or backward() comes after it. Call te.step() "
-    "after backward() and before zero_grad(). With torchEmber(..., optimizer=opt) nothing has to be called.")
-only_zeros = ("te.step() found that all gradients are zero although the weights change. If zero_grad(set_to_none=False) came first, call te.step() before it. "
-    "If not, the loss has no gradient, and momentum or weight decay changes the weights.")
+none_at_step = ("te.step() found no gradients although the weights change: zero_grad() had removed them already, or backward() is called later. "
+    "Call te.step() after backward() and before zero_grad(). With torchEmber(..., optimizer=opt) you need not call te.step().")
+only_zeros = ("te.step() found that all gradients are zero although the weights change. If you call zero_grad(set_to_none=False), "
+    "call te.step() first. Otherwise the loss has no gradient, and momentum or weight decay changes the weights.")
 none_at_pass = ("No weight gradients are recorded: the weights change, but when the next pass begins zero_grad() has already removed "
     "their gradients. Call te.step() after backward() and before zero_grad().")
-give_all = ("If optimizers step inside backward() (register_post_accumulate_grad_hook), te.step() always comes too late: "
-    "give all of them, torchEmber(model, optimizer=[...]).")
+give_all = ("If optimizers step inside backward() (register_post_accumulate_grad_hook), te.step() is always too late. "
+    "Then pass all optimizers: torchEmber(model, optimizer=[...]).")
 
 def trained_in(states):
-    "Return the weights with `requires_grad`."
+    "Return the parameters with `requires_grad` of these modules."
     return [p for st in states for _,_,p in own_parameters(st.track) if p.requires_grad and not p.is_inference()]
 
 def all_zero(states):
-    "Return True if there are gradients, and all of them are plain tensors of zeros."
+    "Return True if there are gradients, and all gradients are ordinary tensors filled with zeros."
     grads = [p.grad for p in trained_in(states) if p.grad is not None]
     return bool(grads) and all(type(g) is torch.Tensor and g.dtype in plain_floats and g.layout is torch.strided and not g.is_meta for g in grads) \
         and not any(g.any() for g in grads)
@@ -250,7 +257,7 @@ plain_floats = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #8cde0aa9
 def with_other_children(states):
-    "Return the states of modules with new children since the last call. New parameters need no search: each step lists all parameters."
+    "Return the `ModuleState`s of modules whose child modules changed since the last call. These may need arming."
     out = []
     for st in states:
         now = own_parts(st.track.module)
@@ -262,99 +269,103 @@ def with_other_children(states):
 def children_in(parts): return [i for i in parts or () if isinstance(i, int)]
 
 class Containers:
-    "Unrecorded modules. They may get children to record."
-    def __init__(self, tracks=(), states=()): # tracks: of all modules; states: of the armed ones
+    "Watches unarmed modules, such as an empty `ModuleList`, because they may get children that should be recorded."
+    def __init__(self, tracks=(), states=()): # tracks: `moduleTrack`s of all modules; states: of the armed modules
         armed = {st.track.id for st in states}
         apart = [t.module for t in tracks if t.id not in armed]
         self.known = [(m, own_parts(m)) for m in apart if m._modules or isinstance(m, nn.Sequential|nn.ModuleList|nn.ModuleDict)]
 
     def changed(self):
-        "Return True if a container's children have changed since this object was made."
+        "Return True if the children of one of these modules have changed since this object was created."
         return any(own_parts(m)!=parts and children_in(own_parts(m))!=children_in(parts) for m,parts in self.known)
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #5d0c71aa
-class Writes:
-    "Version counters of parameters without a known optimizer."
-    def __init__(self): self.last,self.changes = {},{} # (path, name) -> last version; number of times that the version had changed
+class VersionChanges:
+    "Detects updates of parameters without a known optimizer, by their version counters."
+    def __init__(self): self.last,self.changes = {},{} # (path, name) of a parameter -> last version counter; number of changes that were seen
 
-    def look(self, p, name):
-        "Compare the version of a parameter with the version at the last call."
-        if is_lazy(p) or p.is_inference(): return # has no version
+    def compare(self, p, name):
+        "Count a change if the version counter of a parameter differs from its value at the last call."
+        if is_lazy(p) or p.is_inference(): return # has no version counter
         if self.last.get(name, p._version)!=p._version: self.changes[name] = self.changes.get(name, 0)+1
         self.last[name] = p._version
 
-    def often(self, name):
-        "Return True if the version had changed at two calls or more. A single write may be `load_state_dict`."
+    def changed_repeatedly(self, name):
+        "Return True if at least two changes of a parameter were seen. A single change may be `load_state_dict`."
         return self.changes.get(name, 0)>1
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #43301eef
 class ParameterFacts:
-    "Facts about every parameter of a model, such as: an optimizer has it, a gradient came. A fact stays true once it was true."
+    "Collects facts about each parameter for the metadata: whether it has an optimizer, a gradient, a call. Facts stay true."
     most = most_entries
 
     def __init__(self, ttypes, notify=None): # notify: called with `meta()` when it changes
         self.notify = notify
         self.grads = 'weight_grad' in ttypes
-        self.got,self.held,self.elsewhere = set(),set(),set() # (path, name) of parameters that had a gradient; a known optimizer; an unknown one
-        self.called = set() # paths of modules
-        self.writes = Writes()
+        # (path, name) of parameters with a gradient; with a known optimizer; with an unknown optimizer
+        self.with_gradient,self.with_optimizer,self.elsewhere = set(),set(),set()
+        self.called = set() # paths of modules that were called
+        self.version_changes = VersionChanges()
         self.trained = False # True if the model was trained
-        self.entries,self.left_out = [],0 # facts at the last call of `note`; number of parameters that are too many to list
+        # facts at the last call of `note`; number of parameters that the list leaves out because it is full
+        self.entries,self.left_out = [],0
 
-    def go_on(self, entries):
-        "Take over the facts of a resumed run. entries: from its metadata."
-        for fact,known in (('gradient', self.got), ('optimizer', self.held)): known |= {(p['path'], p['name']) for p in entries if p.get(fact)}
+    def resume_from(self, entries):
+        "Continue with the facts of a resumed run. entries: list of parameters in the run's metadata."
+        for fact,to in (('gradient', self.with_gradient), ('optimizer', self.with_optimizer)): to |= {(p['path'], p['name']) for p in entries if p.get(fact)}
         self.called |= {p['path'] for p in entries if p.get('called')}
 
-    def due(self, recorded:int): # recorded: number of recorded steps
-        "Return True if the facts are to be collected: after 1, 2, 4, 8, ... steps."
+    def is_due(self, recorded:int): # recorded: number of recorded steps
+        "Return True if it is time to collect the facts: after 1, 2, 4, 8, ... recorded steps."
         return recorded>0 and not recorded & recorded-1
 
     def note(self, states, optimizers, trains:bool, search:bool=False):
-        """Collect the facts about all parameters. `optimizers`: the known ones, None without one.
+        """Collect the facts about all parameters. `optimizers`: the known optimizers, None if no optimizer is known.
 
-        `trains`: True if a pass could be used for training; in compiled code only gradients show it.
-        `search`: True to search this process for other optimizers, if a parameter is in none of the known ones.
+        `trains`: True if a pass may have trained the model; in compiled code only gradients show this.
+        `search`: True to search this process for unknown optimizers, if a parameter is in no known optimizer.
         """
         if not states: return
-        self.trained = self.trained or trains or bool(self.got)
+        self.trained = self.trained or trains or bool(self.with_gradient)
         of = {st.track.id: st for st in states}
         self.called |= {st.track.path for st in states if st.pass_ is not None}
         ours = None if optimizers is None else {id(p) for o in optimizers for g in o.param_groups for p in g['params']}
         entries,self.left_out,found = [],0,every_parameter(states[0].track)
         if search and ours is not None: self.search(found, ours)
         for p,owner,names in found:
-            if ours is not None and id(p) in ours: self.held |= names.keys()
-            elif ours is not None: self.writes.look(p, next(iter(names)))
+            if ours is not None and id(p) in ours: self.with_optimizer |= names.keys()
+            elif ours is not None: self.version_changes.compare(p, next(iter(names)))
             if len(entries)==self.most: self.left_out += 1
-            else: entries.append(self.one(p, owner, of.get(owner.id), list(names), ours is not None))
+            else: entries.append(self.entry_of(p, owner, of.get(owner.id), list(names), ours is not None))
         if entries==self.entries: return
         self.entries = entries
         if self.notify: self.notify(self.meta())
 
     def search(self, found, ours):
-        "Find parameters in unknown optimizers of this process. The search takes up to 0.1 s, and is left out if no parameter needs it."
+        "Find parameters in unknown optimizers of this process. Skip the search, up to 0.1 s, if no parameter needs it."
         missing = {id(p): names.keys() for p,_,names in found
-            if p.requires_grad and id(p) not in ours and (self.held | self.elsewhere).isdisjoint(names)}
+            if p.requires_grad and id(p) not in ours and (self.with_optimizer | self.elsewhere).isdisjoint(names)}
         for i in in_live_optimizers(set(missing)) if missing else (): self.elsewhere |= missing[i]
 
-    def one(self, p, owner, state, names, has_optimizers):
-        "Return the facts about one parameter."
-        any_grad = self.grads and bool(self.got) # if no parameter has a gradient, the cause is not this parameter
-        is_callable = inspect.getattr_static(type(owner.module), 'forward', None) is not nn.Module.forward # a list of modules has no forward
+    def entry_of(self, p, owner, state, names, has_optimizers):
+        "Return the facts about one parameter, as an entry of the metadata."
+        any_grad = self.grads and bool(self.with_gradient) # if no parameter has a gradient, the cause is not this parameter
+        # a `ModuleList` has no forward, so it is never called
+        is_callable = inspect.getattr_static(type(owner.module), 'forward', None) is not nn.Module.forward
         any_of = lambda known: not known.isdisjoint(names)
         return parameter_entry(*names[0], None if is_lazy(p) else p.shape, str(p.dtype).removeprefix('torch.'), p.requires_grad,
-            any_of(self.held) if has_optimizers else None, any_of(self.got) or (False if any_grad else None),
+            any_of(self.with_optimizer) if has_optimizers else None, any_of(self.with_gradient) or (False if any_grad else None),
             owner.path in self.called if self.called and is_callable else None,
             ['.'.join(filter(None, n)) for n in names[1:]], state is not None and state.watched,
-            names[0] not in self.held and self.writes.often(names[0]), bool(has_optimizers) and not any_of(self.held) and any_of(self.elsewhere))
+            names[0] not in self.with_optimizer and self.version_changes.changed_repeatedly(names[0]), bool(has_optimizers) and
+            not any_of(self.with_optimizer) and any_of(self.elsewhere))
 
     def meta(self): return {'parameters': self.entries} | ({'left out': self.left_out} if self.left_out else {})
 
 def every_parameter(root) -> list:
-    """Return all parameters of a model, each once, in the model's order. `root`: its `moduleTrack`.
+    """Return (parameter, `moduleTrack`, names) for each parameter of a model, in the model's order. `root`: its `moduleTrack`.
 
-    Each comes with the `moduleTrack` of the first module that has it, and its names in order: (path, name) -> None.
+    A shared parameter has the `moduleTrack` of its first module, and all of its names: (path, name) -> None.
     """
     found,todo = {},[root]
     while todo:

@@ -15,25 +15,25 @@ from .steps import Decision, ProvisionalSteps
 
 # %% ../../nbs/40_recorder/78_pipe.ipynb #ee96ef9c
 class Gate:
-    "Turns measuring on and off for each step."
+    "Decides for each step if it is measured, and turns measuring on and off."
     def __init__(self, decide, steps, cost, notify=lambda on: None, measure_all:bool=False):
         """Start with measuring turned off.
 
-        `notify` is called with True when the next events are measured, with False when not. With `measure_all`, steps
-        that are not recorded are measured, too, for a black box.
+        `notify`: called with True when measuring is turned on, and with False when it is turned off. `measure_all`: True to
+        also measure unrecorded steps, for a black box.
         """
         self.decide,self.steps,self.cost,self.notify,self.measure_all = decide,steps,cost,notify,measure_all
         self.on = False # True if the open step is measured
-        self.held_only = False # True if the open step is measured, but not recorded
-        self.has_content = False # True if anything of the open step was measured, or will be
-        self.disowned = False # True in a process that was forked from the one that records
+        self.box_only = False # True if the open step is measured only for the black box
+        self.has_content = False # True if the open step has measurements, or will have
+        self.disowned = False # True in a process that was forked from the recording process
 
-    writes = property(lambda self: self.on and not self.held_only, doc="True if the open step is recorded.")
+    writes = property(lambda self: self.on and not self.box_only, doc="True if the open step is recorded.")
 
     def decide_step(self):
         "Decide whether the open step is measured."
         recorded = self.is_recorded()
-        self.held_only = self.measure_all and not recorded
+        self.box_only = self.measure_all and not recorded
         self.turn(self.measure_all or recorded)
 
     def turn(self, on):
@@ -43,113 +43,116 @@ class Gate:
         self.notify(on)
 
     def is_recorded(self, step=None) -> bool:
-        "Return True if a step is recorded. Without a number, the open step."
+        "Return True if a step is recorded. `step`: its number; None for the open step."
         return self.decide(self.steps.number if step is None else step, lambda: self.cost.pending if self.steps.opened and self.on else 0.)
 
     def is_measured(self, step) -> bool:
-        "Return True if a step is measured."
+        "Return True if a step is measured: for the log, or only for the black box."
         return self.measure_all or self.is_recorded(step)
 
-    def note_content(self): self.has_content = True # also in a step that is not recorded
+    def note_content(self): self.has_content = True # a step has content even if it is not recorded
 
     def step_over(self): self.has_content = False
 
     def disown(self):
-        "Record nothing from now on, in a forked process."
+        "Stop recording in a forked process."
         self.disowned,self.decide = True,Decision(schedule(at()))
         self.turn(False)
 
 # %% ../../nbs/40_recorder/78_pipe.ipynb #d297b3bf
 class PassRemover:
     "Removes failed and refused passes of the open step."
-    def __init__(self, steps, sources, buffer, writer, gate, tally, lock): # as in `Pipe`
+    def __init__(self, steps, sources, buffer, writer, gate, tally, lock): # see `Pipe`
         self.steps,self.sources,self.buffer,self.writer = steps,sources,buffer,writer
         self.gate,self.tally,self.lock = gate,tally,lock
         self.refused = RefusedPasses(self.note_backward)
 
     def note_backward(self):
-        "Remove refused passes when a backward begins, before gradients change."
+        "Remove refused passes when a backward begins, because the backward will change the gradients that show this."
         with self.lock: self.remove_refused()
 
     def remove_last(self):
-        "Remove the last, failed pass."
+        "Remove the last pass, because it failed."
         self.tally.failed += 1
         number = self.steps.remove_failed()
         self.buffer.take_back(number)
         self.refused.forget(number)
 
     def remove_failed(self):
-        "Remove the last pass if it raised and the step has more passes."
+        "Remove the last pass if it raised and the step has other passes."
         if self.steps.state.failed and sum(self.steps.passes.values())>1: self.remove_last()
 
     def remove_refused(self, unreached=False):
-        "Remove passes with removed gradients, or passes without a backward (`unreached`). Write their rows apart."
+        "Remove passes whose gradients were removed, or, with `unreached`, passes without a backward. Write their rows as refused."
         steps,buffer,refused,watch = self.steps,self.buffer,self.refused,self.sources.watch
         if not refused.passes or not steps.manual or watch is not None and watch.busy or buffer.rows.arena.in_graph(): return
         for p in refused.unreached() if unreached else refused.removed():
             refused.forget(p.number)
             refused.taken += 1
             self.tally.refused += 1
-            empty = steps.remove_refused(p.number) and not buffer.rows.handed_out # rows that were read are superseded by those of the next pass
+            # rows that are in the log already are superseded by rows of the next pass
+            empty = steps.remove_refused(p.number) and not buffer.rows.is_partly_logged
             write_refused(self.writer, buffer, steps, p, refused.first_after(p), empty, self.gate.writes)
             for part in (self.sources.gradients, self.sources.parameters, buffer) if empty else (): part.step_over()
 
     def remove_at_end(self):
-        "Remove refused passes when a step ends. If the loop copied gradients, no pass was refused: restore the count."
+        "Remove refused passes when a step ends. If the loop copies gradients, no pass was refused, so correct the count."
         self.tally.refused -= self.refused.stop_if_copied()
         self.remove_refused(unreached=True)
 
 # %% ../../nbs/40_recorder/78_pipe.ipynb #b684a4b7
 def budget_warning(budget):
-    "Return the warning about a budget too small for any schedule."
+    "Return the warning for a budget that no schedule can keep."
     t = budget.times
-    return f"{budget}: recording takes {duration(t.cost)}, and a step {duration(t.time)}. Record less: include=, ttypes=, stats=."
+    return f"{budget}: recording one step takes {duration(t.cost)}, and the step itself {duration(t.time)}. Record less with include=, ttypes= or stats=."
 
 # %% ../../nbs/40_recorder/78_pipe.ipynb #d297b3be
 class Pipe:
-    "Stages of the open step. All methods are called under the recorder's lock."
-    most_rows = 1<<18 # rows of an open step to hold in memory
+    "Controls the open step, from its first pass until its rows are queued. All methods are called under the recorder's lock."
+    most_rows = 1<<18 # maximum number of rows of an open step in memory
 
     def __init__(self, steps, sources, buffer, writer, gate, tally, cost, box=None, lock=None,
         look_for_modules=lambda: None):
         """Connect the stages: `Steps`, `Sources`, `StepBuffer`, `RowWriter`, `Gate`, `Tally` and `Cost`.
 
-        `look_for_modules` is called when the first pass of a recorded step begins, to arm new modules.
+        `look_for_modules`: called when the first pass of a recorded step begins, to arm new modules.
         """
         self.steps,self.sources,self.buffer,self.writer = steps,sources,buffer,writer
         self.gate,self.tally,self.cost = gate,tally,cost
         self.box,self.look_for_modules = box,look_for_modules
         self.remover = PassRemover(steps, sources, buffer, writer, gate, tally, lock)
         self.provisional = ProvisionalSteps()
-        self.error = None # exception of `stop`
+        self.error = None # exception of a rule, which is raised in the training
 
     # ---- the exception of a rule
 
     def stop(self, error):
-        "Raise an exception in the training, where its next step ends or its next pass begins."
+        "Store an exception, which is raised in the training when the next step ends or the next pass begins."
         self.error = error
 
     def raise_error(self):
-        "Raise the exception of `stop`, if there is one."
+        "Raise the exception that `stop` stored, if any."
         if self.error is not None:
             error,self.error = self.error,None
             raise error
 
     def end_evaluation(self):
-        "Hand over the rows of an evaluation. They belong to the step before, and the open step has not begun."
+        "Queue the rows of an evaluation for the log. They belong to the step before, because the open step has not begun."
         self.remover.remove_failed()
         self.writer.write(self.buffer, self.steps, True)
-        for part in (self.sources.gradients, self.buffer): part.step_over() # copies of weights stay: an LBFGS closure may evaluate within a step
+        # keep copies of weights, because an LBFGS closure may evaluate within a step
+        for part in (self.sources.gradients, self.buffer): part.step_over()
         self.steps.end_evaluation()
 
     # ---- the end of the step
 
-    def over(self, boundary=False, by_pass=False, wait=False):
-        """End the open step, and begin the next one. A step without content stays open.
+    def close_step(self, boundary=False, by_pass=False, wait=False):
+        """End the open step, and begin the next step. A step without content stays open.
 
-        `boundary`: True if the user ends the step. `by_pass`: True if the next pass does. `wait`: as `flush` has it.
+        `boundary`: True if the user ends the step. `by_pass`: True if the begin of the next pass ends the step. `wait`:
+        argument of `flush`.
         """
-        if self.buffer.rows.arena.in_graph(): return # the device only records operations now
+        if self.buffer.rows.arena.in_graph(): return # during a CUDA graph capture, nothing can be read
         if not by_pass: self.provisional.clear()
         if not self.steps.opened: return
         if boundary: self.steps.confirm_training()
@@ -157,17 +160,18 @@ class Pipe:
         self.remover.remove_failed()
         if not by_pass and self.gate.on: self.remover.remove_at_end()
         try: self.finish_step(boundary, wait)
-        finally: self.next_step() # also when Ctrl-C interrupts
+        finally: self.next_step() # `finally`, because Ctrl-C may interrupt
 
     def finish_step(self, boundary, wait=False):
-        "Measure the end of a step, and hand over the rows."
+        "Measure buffers, followed tensors and norms at the end of a step, and queue the rows for the log."
         if boundary: self.cost.note_end()
         sources,hint = self.sources,self.sources.parameters.hint
         if self.gate.on:
             try:
-                if boundary: sources.parameters.at_boundary(sources.optimizers.unmeasured(self.steps.optimizers.stepped))
+                if boundary: sources.parameters.measure_complete(sources.optimizers.unmeasured(self.steps.optimizers.stepped))
                 self.measure_at_end()
-            except BaseException: # with on_error='raise', or Ctrl-C: rows until now belong to this step
+            # with on_error='raise', or Ctrl-C: write the rows so far, because they belong to this step
+            except BaseException:
                 self.flush(True)
                 raise
             self.buffer.gradients = sources.parameters.gradient_counts(self.steps.manual)
@@ -179,16 +183,17 @@ class Pipe:
         self.sources.measure_at_end(not (self.steps.manual and self.steps.passes and not self.steps.own_passes))
 
     def next_step(self):
-        "Forget the step, and decide whether the next one is recorded."
+        "Clear the data of the ended step, and decide whether the next step is recorded."
         steps,sources,tally,gate,budget = self.steps,self.sources,self.tally,self.gate,self.cost.budget
         if len(steps.optimizers.awaited)>1: tally.note_wait(steps, sources.watch.optimizers)
         tally.step_over(gate.writes)
         self.writer.step_over(steps.number, gate.writes)
         for part in (sources, self.buffer, gate, self.remover.refused) if gate.has_content else (): part.step_over()
-        if gate.writes and sources.parameters.known.due(tally.recorded):
-            sources.note_parameters(search=tally.recorded==4) # before live rules look first, after 8 steps
+        if gate.writes and sources.parameters.known.is_due(tally.recorded):
+            # before live rules check the run for the first time, after 8 steps
+            sources.note_parameters(search=tally.recorded==4)
         steps.close()
-        if self.box is not None: self.box.turns(BETWEEN)
+        if self.box is not None: self.box.set_phase(BETWEEN)
         self.cost.end_step(bool(gate.on), self.writer.log.t.file.seconds, self.buffer.on_device)
         if budget and budget.hopeless: self.buffer.notices.once('budget', budget_warning(budget))
         gate.decide_step()
@@ -196,22 +201,22 @@ class Pipe:
     # ---- rows
 
     def flush(self, over:bool=False, wait:bool=False):
-        """Hand over all rows until now. This returns before they are written.
+        """Queue all rows so far for the log. This returns before the rows are written.
 
-        `over`: True if the step is over. `wait`: True to keep the rows back, because the step may turn out to be a
+        `over`: True if the step is over. `wait`: True to hold the rows back, because the step may turn out to be a
         micro-batch.
         """
         if not over: self.remover.remove_refused()
-        if not self.buffer.rows.arena.in_graph(): self.writer.write(self.buffer, self.steps, over, wait, self.gate.held_only)
+        if not self.buffer.rows.arena.in_graph(): self.writer.write(self.buffer, self.steps, over, wait, self.gate.box_only)
 
     def flush_large(self):
-        "Hand over the rows of a very long step in parts."
+        "Queue the rows of an open step if it has more than `most_rows`, to limit the memory of a very long step."
         if self.buffer.rows.size>self.most_rows: self.provisional.clear(); self.flush()
 
     def read_pending(self): self.buffer.read_pending(self.writer.extra.root_name)
 
     def disown(self, lock):
-        "Record nothing from now on, in a forked process. It gets a new lock, because a thread of the parent may have held the old one."
+        "Stop recording in a forked process. It needs a new lock, because a thread of the parent may hold the old lock."
         self.remover.lock = lock
         for part in (self.gate, self.cost, self.steps): part.disown()
         for part in (self.writer, self.box) if self.box is not None else (self.writer,): part.leave()
@@ -220,10 +225,10 @@ class Pipe:
 
 # %% ../../nbs/40_recorder/78_pipe.ipynb #6e3e89ba
 def begin_pass(pipe, path:str, phase, root:bool, grad:bool, joins:bool=False):
-    """Begin a pass. It may end an evaluation or a step.
+    """Begin a pass. Its begin may end an evaluation or a step.
 
-    `path`: of the outermost module. `root`: True if the root is called. `grad`: True if gradients will come. `joins`:
-    as `StepState.begins_pass` has it.
+    `path`: path of the outermost module. `root`: True if the root is called. `grad`: True if gradients will be computed.
+    `joins`: argument of `StepState.begins_pass`.
     """
     steps,remover,buffer = pipe.steps,pipe.remover,pipe.buffer
     if steps.ends_evaluation(phase, grad): pipe.end_evaluation()
@@ -238,25 +243,25 @@ def begin_pass(pipe, path:str, phase, root:bool, grad:bool, joins:bool=False):
         n = steps.state.begun-1
         if not n: pipe.look_for_modules()
         buffer.begin_pass(n)
-        if phase is None: remover.refused.begins(n, steps.micro, next(buffer.rows.arena.clock))
+        if phase is None: remover.refused.add_pass(n, steps.micro, next(buffer.rows.arena.clock))
     buffer.in_micro(steps.micro)
 
 # %% ../../nbs/40_recorder/78_pipe.ipynb #d108d07b
 def close_by_pass(pipe, following):
-    "End a step because a pass with the weights `following` begins. Keep the step: it may turn out to be a micro-batch."
+    "End a step because a pass with the weight versions `following` begins. Keep the step, as it may be a micro-batch."
     if pipe.buffer.rows.arena.in_graph(): return
     steps,hint,writer,gradients = pipe.steps,pipe.sources.parameters.hint,pipe.writer,pipe.sources.gradients
     known = pipe.gate.writes and steps.state.training_passes and not steps.phase
-    known = known and not pipe.buffer.rows.handed_out # a step whose rows were read stays a step
-    known = known and not pipe.remover.refused.removed() # a refused pass is no micro-batch of the next step
+    known = known and not pipe.buffer.rows.is_partly_logged # a step with rows in the log cannot become a micro-batch
+    known = known and not pipe.remover.refused.removed() # a refused pass cannot be a micro-batch of the next step
     weights,noted,without = steps.state.weights if known else None,writer.extra.noted[steps.number],hint.steps_without
-    gradients.held = pipe.provisional.may_join(weights, following)
-    try: pipe.over(wait=pipe.provisional.has_earlier(weights), by_pass=True)
-    finally: gradients.held = False
+    gradients.keeps_hooks = pipe.provisional.may_join(weights, following)
+    try: pipe.close_step(wait=pipe.provisional.has_earlier(weights), by_pass=True)
+    finally: gradients.keeps_hooks = False
     pipe.provisional.add(weights, ProvisionalStep(writer.last, writer.ended, noted, hint.steps_without-without))
 
 def join_passes(pipe):
-    "Merge provisional steps into the open step, as micro-batches."
+    "Merge earlier steps, ended by passes, into the open step, because they turn out to be its micro-batches."
     steps = pipe.steps
     earlier = pipe.provisional.with_weights(steps.state.weights) if steps.passes[None] and not steps.phase else []
     if not earlier: return
@@ -271,17 +276,17 @@ def join_passes(pipe):
 
 # %% ../../nbs/40_recorder/78_pipe.ipynb #682c2c3d
 def end_step(pipe, empty=False) -> bool:
-    "End the step for `te.step()`. From now on only `te.step()` ends steps. Return True if it had content. With `empty`, count an empty step, too."
+    "End the step for `te.step()`, which alone ends steps from now on. Return True if the step had content; `empty`: count it anyway."
     opened,steps = pipe.steps.opened,pipe.steps
     if not steps.manual: join_passes(pipe)
     steps.manual = True
-    pipe.over(boundary=True)
+    pipe.close_step(boundary=True)
     if empty and not opened: steps.number += 1
     pipe.raise_error()
     return opened
 
 def finish(pipe):
-    "Measure the end of the open step, because it gets no more passes."
+    "Measure buffers and followed tensors at the end of the open step, because the step gets no more passes."
     if pipe.steps.is_evaluation: pipe.end_evaluation()
     pipe.provisional.clear()
     pipe.remover.remove_failed()
@@ -289,7 +294,7 @@ def finish(pipe):
     if pipe.gate.on and pipe.steps.opened: pipe.measure_at_end()
 
 def measure_now(pipe):
-    "Measure weights, their gradients, updates and states as they are now."
+    "Measure the current values of weights, their gradients, updates and optimizer states."
     if pipe.steps.is_evaluation: pipe.end_evaluation()
     pipe.steps.note_content(measured=True)
     pipe.gate.note_content()

@@ -42,26 +42,27 @@ from ..store.base import now
 # %% ../../nbs/40_recorder/90_plan.ipynb #18184d49
 @contextmanager
 def restored(model):
-    "Inside, the model can run. Afterwards its buffers, attributes and training modes, and all random generators, are as before."
+    "Context manager to run a model without effect: restore its buffers, attributes, training modes and random generators."
     dicts = [d for m in model.modules() for d in (m.__dict__, m._parameters, m._buffers, m._modules)]
     kept,buffers = [dict(d) for d in dicts],[(b, b.detach().clone()) for b in model.buffers()]
     devices = {t.device for t in (*model.parameters(), *model.buffers()) if t.device.type not in ('cpu', 'meta')}
     states = random.getstate(),np.random.get_state()
     try:
         with ExitStack() as generators:
-            for kind in {d.type for d in devices if hasattr(torch, d.type)} or {'cuda'}: # on a machine without a device, 'cuda' restores the CPU's alone
+            # without a GPU, 'cuda' restores the CPU generator only
+            for kind in {d.type for d in devices if hasattr(torch, d.type)} or {'cuda'}:
                 generators.enter_context(torch.random.fork_rng(sorted(d.index or 0 for d in devices if d.type==kind), device_type=kind))
             yield
     finally:
         for d,k in zip(dicts, kept, strict=True):
             if d!=k if len(d)!=len(k) else any(d.get(n) is not v for n,v in k.items()): d.clear(); d.update(k)
-        for b,old in buffers: b.data.copy_(old) # always: batch_norm changes buffers, but not their version counters
+        for b,old in buffers: b.data.copy_(old) # without a check, because batch_norm does not change version counters
         random.setstate(states[0])
         np.random.set_state(states[1])
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #a59154fb
 class PlannedTensor(NamedTuple):
-    "A row of a future step. Fields are None if unknown."
+    "Tensor in a future row. Fields are None if unknown."
     track:object # `moduleTrack`
     ttype:str
     tname:str
@@ -69,17 +70,18 @@ class PlannedTensor(NamedTuple):
     call:int
     shape:tuple|None
     dtype:torch.dtype|None
-    read:bool # True if the tensor is read for this row. False if another row has its summary already
+    read:bool # True if the tensor is read for this row. False if another row of this tensor has the summary already
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #4062864a
 class Rehearsal(Listener):
-    "Listener for one pass: notes the rows without measuring."
+    "Listener for one pass: lists the rows that recording would write, without measuring."
     running = 1
 
     def __init__(self, ttypes, states):
         self.ttypes,self.states = ttypes,states
         self.places,self.ended = [],[] # `PlannedTensor`s; `capture.module_state.ModuleState`s in the order in which their calls ended
-        self.seen,self.calls,self.stack = {},Counter(),[] # id -> weak reference and version; state -> calls; running calls
+        # id of a tensor -> weak reference, version counter; state -> number of calls; stack of running calls
+        self.seen,self.calls,self.stack = {},Counter(),[]
 
     def call_begins(self, st, inputs, compiled=False):
         self.note(st, 'input', inputs, self.calls[st])
@@ -106,30 +108,31 @@ class Rehearsal(Listener):
         self.places.append(PlannedTensor(track, ttype, tname, None, call, shape, x.dtype, read))
 
     def is_new(self, x) -> bool:
-        "Return True if this tensor, with these values, was not seen before in this pass."
+        "Return True if this pass has not seen this tensor with its current values."
         known,version = self.seen.get(id(x)),None if x.is_inference() else x._version
         self.seen[id(x)] = weakref.ref(x),version
         return known is None or known[0]() is not x or known[1]!=version
 
 def eagerly():
-    "Return a context without compilation."
+    "Return a context manager in which `torch.compile` is off."
     return torch.compiler.set_stance('force_eager') if hasattr(torch.compiler, 'set_stance') else nullcontext()
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #4bc4b785
-def rehearse(model, recorder, args, kwargs) -> tuple: # `PlannedTensor`s of the tensors of the pass; states in the order in which their calls ended
-    "Run an armed model once on an example, and return the rows of its tensors."
+def rehearse(model, recorder, args, kwargs) -> tuple: # `PlannedTensor`s; states in the order in which their calls ended
+    "Run an armed model once on an example input, and return the rows that recording would write."
     states = recorder.sources.states
     listener,by_id,ts = Rehearsal(recorder.ttypes, states),{st.track.id: st for st in states},[st.track for st in states]
     arm(ts, listener, {st.track.id for st in states if st.watched})
     try:
-        grads = bool({'input_grad', 'output_grad'} & set(listener.ttypes)) # then `requires_grad` matters
+        # then gradients must be on, because `requires_grad` is read
+        grads = bool({'input_grad', 'output_grad'} & set(listener.ttypes))
         with only(model, listener), restored(model), eagerly(), torch.set_grad_enabled(grads): model(*args, **kwargs)
     finally: disarm(ts, listener)
     return listener.places, [by_id[st.track.id] for st in listener.ended]
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #01727a7c
 class NullRun:
-    "Run without a file: computes its rows and discards them."
+    "Stands for a run without a file: computes the rows and discards them, to measure the time."
     fname,marked,step,seconds = 'null', {}, (), 0.
     def note(self, what): "Discard a remark."
     def __init__(self): self.file,self.took,self.rows = self,0.,0
@@ -142,7 +145,7 @@ class NullRun:
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #1a5775d0
 def states_to_come(optimizer, p) -> dict|None:
-    "Return the shapes of present or future states of a parameter in an optimizer, by name. None if unknown."
+    "Return the shapes of a parameter's optimizer states, present or future: name -> shape. None if unknown."
     have = state_tensors(optimizer, p)
     if have: return {k: tuple(v.shape) for k,v in have.items()}
     kind = type(optimizer)
@@ -157,16 +160,16 @@ def states_to_come(optimizer, p) -> dict|None:
     return {k: tuple(p.shape) if v.shape==q.shape else tuple(v.shape) for k,v in state_tensors(small, q).items()}
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #88a37214
-timed_sizes = (16, 1<<13, 1<<17, 1<<20, 1<<22) # elements
+timed_sizes = (16, 1<<13, 1<<17, 1<<20, 1<<22) # numbers of elements
 
 def example(n, dtype, device):
-    "Return a tensor of `n` elements, with different values where the dtype has them."
+    "Return a tensor of `n` elements with different values, to measure the time of reading."
     x = torch.from_numpy(np.random.default_rng(0).standard_normal(n, dtype=np.float32)).to(device)
     return x>0 if dtype is torch.bool else x.to(dtype) if dtype.is_floating_point or dtype.is_complex else (x*100).to(dtype)
 
-def time_reading(stats, dtype, device, most) -> tuple: # numbers of elements, and seconds for each
-    "Return how long tensors of different sizes take to be measured, up to one with at least `most` elements."
-    ready() # the loops in use are compiled, as in nearly all of the training
+def time_reading(stats, dtype, device, most) -> tuple: # numbers of elements, and seconds for each number
+    "Measure the time to read tensors of increasing size, until a tensor has at least `most` elements."
+    ready() # wait for compiled loops, because nearly all of the training uses them
     arena = Arena()
     tap,xs,ys = arena.tap(None, stats),[],[]
     for n in timed_sizes:
@@ -182,27 +185,28 @@ def time_reading(stats, dtype, device, most) -> tuple: # numbers of elements, an
     return xs, ys
 
 def interpolate(xs, ys, n):
-    "Return the seconds for `n` elements."
+    "Return the seconds for `n` elements, interpolated between times `ys` of the numbers of elements `xs`."
     if n<=xs[-1] or len(xs)<2: return float(np.interp(n, xs, ys))
     return ys[-1]+(n-xs[-1])*max(ys[-1]-ys[-2], 0.)/(xs[-1]-xs[-2])
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #b6862992
 class ReadingTime:
-    "Time to read a tensor, minus the time for a few elements. Each dtype is timed when it is first needed."
+    "Function that estimates the seconds to read a tensor, beyond those for a few elements. Times a dtype at its first use."
     def __init__(self, most): self.most,self.curves = most,{}
 
     def __call__(self, stats, dtype, device, n):
         key = (stats, dtype, str(device))
         if key not in self.curves:
             try: self.curves[key] = time_reading(stats, dtype, device, self.most)
-            except (Unmeasurable, RuntimeError, NotImplementedError): self.curves[key] = [1], [0.] # no row has statistics of such a tensor
+            # such a tensor cannot be measured
+            except (Unmeasurable, RuntimeError, NotImplementedError): self.curves[key] = [1], [0.]
         xs,ys = self.curves[key]
         return max(interpolate(xs, ys, n)-ys[0], 0.)
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #b75bd9e9
 @functools.cache
 def row_times(stats) -> tuple:
-    "Return the seconds to record a tensor of a few elements, and to write its row."
+    "Return two times in seconds: to record a tensor of a few elements, and to write its row."
     model,x = nn.Sequential(*(nn.Tanh() for _ in range(8))),torch.zeros(4)
     r,ts = Recorder(NullRun(), Settings(('input', 'output'), stats, schedule(1))),tracks(model)
     spent,took = [],[]
@@ -219,8 +223,8 @@ def row_times(stats) -> tuple:
     return sorted(spent)[3], sorted(took)[3]
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #0ebf059a
-def parameter_places(r, ended=()) -> tuple: # `PlannedTensor`s; sentences about unknown rows
-    "Return the rows of weights, gradients, updates, states, buffers and followed tensors. `ended`: states in the order in which a pass ended their calls."
+def parameter_places(r, ended=()) -> tuple: # `PlannedTensor`s; remarks about unknown rows
+    "Return the expected rows of all tensors that are no inputs or outputs. `ended`: result of `rehearse`."
     (places,notes),s = ([], set()),r.sources
     def add(st, ttype, tname, n, p, shape=None):
         places.append(PlannedTensor(st.track, ttype, tname, n, 0, tuple(p.shape) if shape is None else shape, p.dtype, True))
@@ -230,14 +234,14 @@ def parameter_places(r, ended=()) -> tuple: # `PlannedTensor`s; sentences about 
     for st,i,n,p in s.parameters.each(states=s.states if r.steps.manual else first):
         for t in ('unclipped_grad', 'weight_grad'):
             if t in r.ttypes and p.requires_grad: add(st, t, f'grad_{i}', n, p)
-    if 'unclipped_grad' in r.ttypes: notes.add("Gradients before clipping have rows only if the loop clips. The plan assumes that it clips all.")
+    if 'unclipped_grad' in r.ttypes: notes.add("Gradients before clipping have rows only if the loop clips. The plan assumes that all are clipped.")
     for o in r.watch.optimizers if r.watch else ():
         for st,i,n,p in s.parameters.each({id(p) for p in parameters_of(o)}):
             if 'update' in r.ttypes: add(st, 'update', f'update_{i}', n, p)
             states = states_to_come(o, p) if 'optimizer' in r.ttypes else {}
-            if states is None: notes.add(f"The states of {type(o).__name__} are known after its first step.")
+            if states is None: notes.add(f"The states of {type(o).__name__} are known only after its first step, so the plan does not contain them.")
             for k,shape in (states or {}).items(): add(st, 'optimizer', f'{k}_{i}', n, p, shape)
-    if any(is_lazy(p) for st in s.states for p in st.track.parameters.values()): notes.add("Lazy parameters are known after the first pass.")
+    if any(is_lazy(p) for st in s.states for p in st.track.parameters.values()): notes.add("The shapes of lazy parameters are known only after the first pass.")
     for source in s.at_step_end:
         for st,ttype,n,x in source.each(s.states): add(st, ttype, n, n, x)
     for n,x in s.followed.tensors.items():
@@ -245,8 +249,8 @@ def parameter_places(r, ended=()) -> tuple: # `PlannedTensor`s; sentences about 
             if t in r.ttypes and (t=='weight' or x.requires_grad): add(s.states[0], t, n, n, x)
     return places, sorted(notes)
 
-def flow_places(r) -> tuple: # `PlannedTensor`s; sentences about unknown rows
-    "Return the rows of inputs and outputs without a pass: as in the last recorded pass, or one of each."
+def flow_places(r) -> tuple: # `PlannedTensor`s; remarks about unknown rows
+    "Return the expected rows of inputs and outputs without a pass: those of the last recorded pass, or one of each for a module."
     kinds = [(t, f'{t}{g}') for t in ('input', 'output') for g in ('', '_grad') if f'{t}{g}' in r.ttypes]
     if not kinds: return [], []
     states = r.sources.states
@@ -257,38 +261,39 @@ def flow_places(r) -> tuple: # `PlannedTensor`s; sentences about unknown rows
         dtype = next((p.dtype for p in m.parameters() if p.is_floating_point()), torch.float32)
         for kind,ttype in kinds:
             named = (st.track.input_dt if kind=='input' else st.track.output_dt) if known else {'input': None} if kind=='input' else {'output_0': None}
-            read = kind!=ttype or (st.root if kind=='input' else st.track.base_module) # other tensors are outputs of another module, too
+            # other tensors are also outputs of another module, which reads them
+            read = kind!=ttype or (st.root if kind=='input' else st.track.base_module)
             calls = range(st.calls if known else 1)
             places += [PlannedTensor(st.track, ttype, n, None, c, s, s and dtype, read) for c in calls for n,s in (named or {}).items()]
-    return places, ["Inputs and outputs are those of the last recorded pass." if known else
-        "Inputs and outputs are not known before a pass: one of each is assumed, and their sizes are not in the time. Give an example input: te.plan(x)."]
+    return places, ["The plan assumes the inputs and outputs of the last recorded pass." if known else
+        "Inputs and outputs are unknown before a pass: one of each is assumed, and the time to read them is left out. Pass an example input: te.plan(x)."]
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #23264aeb
 def example_row(place, how, marks) -> dict:
-    "Return a row as it will be written, with numbers of as many digits."
+    "Return an example of a row, with numbers of the usual number of digits, to count its bytes."
     stats = {} if callable(how) else {n: list(place.shape or (64, 64)) if n=='shape' else 1234 if n in counts else -.0123456789012345678 for n in how}
     key = (place.track.name, place.ttype, place.tname, place.pname, None, 0)
     return one_row(key, place.call, None, str(place.dtype or torch.float32).removeprefix('torch.'), stats, 1000, now(), marks, {})
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #8193001c
 class Plan:
-    "Rows, bytes and seconds of a recorded step: `rows`, `bytes`, `seconds`. `df` has a row for each tensor."
+    "Expected number of `rows`, `bytes` and `seconds` of a recorded step. `df` is a table with a row for each tensor."
     def __init__(self, name:str, places:list, lines:list, seconds:list, notes=()):
-        """Sum up `PlannedTensor`s, with the bytes of the line and the seconds of each row.
+        """Sum up `PlannedTensor`s. `lines`: bytes of each row; `seconds`: time of each row.
 
-        `notes`: sentences about unknown rows.
+        `notes`: remarks about unknown rows.
         """
         self.name,self.places,self.lines,self.each,self.notes = name,places,lines,seconds,list(notes)
         self.rows,self.bytes,self.seconds = len(places),sum(lines),sum(seconds)
 
     def kinds(self) -> list: # (ttype, rows, bytes of its tensors or None, bytes of rows, seconds)
-        "Return the totals of each tensor type."
+        "Return the totals for each tensor type."
         found = {}
         for p,n,s in zip(self.places, self.lines, self.each, strict=True): found.setdefault(p.ttype, []).append((tensor_bytes(p), n, s))
         return [(t, len(rows), *(None if None in column else sum(column) for column in zip(*rows, strict=True))) for t,rows in found.items()]
 
-    def largest(self, n=3) -> list: # (seconds, place)
-        "Return the slowest tensors."
+    def largest(self, n=3) -> list: # (seconds, `PlannedTensor`)
+        "Return the `n` tensors that take the most time to record."
         return sorted(((s, p) for s,p in zip(self.each, self.places, strict=True) if p.shape is not None), key=lambda r: -r[0])[:n]
 
     @property
@@ -321,14 +326,14 @@ class Plan:
         return f'<div><b>{escape(self.title())}</b>{pd.DataFrame(body, columns=head).to_html(index=False, border=0)}{rest}</div>'
 
 def tensor_bytes(p):
-    "Return the bytes of the tensor of a `PlannedTensor`, None if unknown."
+    "Return the number of bytes of a planned tensor, None if unknown."
     return None if p.shape is None or p.dtype is None else int(np.prod(p.shape, dtype=np.int64))*p.dtype.itemsize
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #9b552bcf
 def plan_places(name, places, notes, r, device) -> Plan:
-    "Return the plan of these `PlannedTensor`s, for a model on a device."
+    "Return the `Plan` for these `PlannedTensor`s of a model on a device."
     stats = r.buffer.stats
-    if any(callable(f) for t,f in stats.items() if t in r.ttypes): notes = [*notes, "Results of your own functions, and their time, are not included."]
+    if any(callable(f) for t,f in stats.items() if t in r.ttypes): notes = [*notes, "The time and the results of your own functions are not included."]
     lines = [len(line_of(example_row(p, stats[p.ttype], r.t.marked)))+1 for p in places]
     reading,seconds = ReadingTime(max((prod(p.shape) for p in places if p.shape), default=1)),[]
     for p in places:
@@ -338,11 +343,11 @@ def plan_places(name, places, notes, r, device) -> Plan:
     return Plan(name, places, lines, seconds, notes)
 
 def plan_of(model, recorder, args:tuple=(), kwargs:dict=None, name:str='') -> Plan:
-    "Return the rows, bytes and seconds of a recorded step of an armed model. `args` and `kwargs` are an example input."
+    "Return the `Plan` of an armed model: expected rows, bytes and seconds of a recorded step. `args`, `kwargs`: example input."
     flow,ended,more = [],[],[]
     if args or kwargs:
         if any(is_lazy(p) for p in model.parameters()):
-            raise ValueError("the model has lazy parameters, which an example input would initialize. Run the model once, then plan.")
+            raise ValueError("the model has lazy parameters, which an example input would initialize. Run the model once, then call plan.")
         frames = recorder.events.pass_events.extra_frames
         raise_recursion_limit(frames)
         try: flow,ended = rehearse(model, recorder, args, kwargs or {})

@@ -32,39 +32,41 @@ from ..store.reading import path_of
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #f01ba6ea
 class BoxError(Exception):
-    "Raised for a damaged box, and for a box of another version."
+    "Raised for a black box that is damaged or has another version."
 
 class BoxContent:
-    "Content of a box file: steps in slots, the open step, and the position of the process."
-    fault = '' # stack that Python wrote when it crashed
+    "Content of the files of a black box: copied steps, the open step, and the last position of the process."
+    fault = '' # call stacks that Python wrote when it crashed
 
-    def __init__(self, path): # path of the box without its ending
+    def __init__(self, path): # path of the box without its suffix
         with open(f'{path}.box', 'rb') as f: self.data = f.read()
         with open(f'{path}.told', 'rb') as f: lines = [json.loads(line) for line in f.read().split(b'\n')[:-1]]
         self.w = w = np.frombuffer(self.data, np.int64, len(self.data)//8)
         if len(self.data)<NOTES+2*most_text or w[MAGIC]!=magic or not lines:
-            raise BoxError("it is incomplete because its disk was full, or it is no box")
-        self.about = lines[0] # the run and the process
-        safe_name(self.about['run'], 'run') # the file may come from anywhere: its name must not lead out of the folder
+            raise BoxError("it is incomplete because its disk was full, or it is not a black box")
+        self.about = lines[0] # facts about the run and the process
+        # check the name of the run, so a foreign file cannot make us write outside of the folder
+        safe_name(self.about['run'], 'run')
         if w[VERSION]!=version or (self.about['sums'], self.about['width'], self.about['head'])!=(sum_names, width, head_width):
-            raise BoxError("another version of torchember has written it. Read the run with that version")
+            raise BoxError("another version of torchember wrote it. Read the run with that version")
         self.taps = [SimpleNamespace(**{**t, 'key': tuple(t['key']), 'names': tuple(t['names'])}) for t in lines if 'tap' in t]
         self.modules = [line['module'] for line in lines if 'module' in line]
         self.marks = next((line['marks'] for line in reversed(lines) if 'marks' in line), {})
         self.shards = {0: {}, **{line['parts']: {tuple(k): v for k,v in line['rows']} for line in lines if 'parts' in line}}
-        self.dtypes = np.array([dtype_number(str(name)) for name in self.about['dtypes']]) # this process may number dtypes otherwise
+        # numbers of dtypes may differ between processes
+        self.dtypes = np.array([dtype_number(str(name)) for name in self.about['dtypes']])
         self.slots = sorted(filter(None, map(self.slot, range(w[SLOTS]))), key=lambda s: s.number)
 
     def array(self, at, n, k, kind): return np.frombuffer(self.data, kind, n*k, at).reshape(n, k)
 
     def rows(self, heads:int, at:int, n:int, length:int) -> tuple:
-        "Return heads and vectors with the dtype numbers of this process: `n` rows, at the offsets `heads` and `at` in bytes."
+        "Return the headers and summaries of `n` rows, which begin at the bytes `heads` and `at`."
         h = self.array(heads, n, head_width, np.int64).copy()
         h[:, DTYPE] = self.dtypes[h[:, DTYPE]]
         return h, self.array(at, n, length, np.float64)
 
     def slot(self, i):
-        "Return the step in a slot. None if the slot is empty or was being written."
+        "Return the copied step in the slot with index `i`. None if the slot is empty or incomplete."
         at,size = self.w[SLOT+2*i:SLOT+2*i+2].tolist()
         if not size: return None
         w = self.w[at//8:at//8+8].tolist()
@@ -80,29 +82,29 @@ class BoxContent:
 
     @property
     def last_event(self):
-        "Number of the last event in a slot. Earlier events of the open step are in a slot, or were discarded."
+        "Number of the last event in the slots. Rows of the open step with a later event are in no slot."
         summaries = (int(h[:, EVENT].max()) for s in self.slots for h,_ in s.parts if len(h))
         return max([0, *summaries, *(c[0] for s in self.slots for c in s.custom)])
 
     @property
     def opened(self):
-        "Rows of the open step: parts, and custom rows."
+        "Rows of the open step that are in no slot: pairs of arrays (headers, summaries), and custom rows."
         last,parts = self.last_event,[]
         for rows,heads,n,length in self.w[BLOCK:BLOCK+4*self.w[BLOCKS]].reshape(-1, 4).tolist():
             h,v = self.rows(heads, rows, n, length)
-            u = np.flatnonzero(h[:, EVENT]>last) # the event of a row is written last, so these rows are complete
+            u = np.flatnonzero(h[:, EVENT]>last) # these rows are complete, because the event of a row is written last
             if len(u): parts.append((h[u], v[u]))
         return parts, [c for c in custom_rows(self.data[NOTES:NOTES+int(self.w[NOTED])]) if c[0]>last]
 
     @property
     def late(self):
-        "Lines of late rows: rows of closed steps."
+        "Lines of late rows: rows that were added after their step was closed."
         at = NOTES+most_text
         return [line for line in self.data[at:at+int(self.w[LATE])].split(b'\n') if line]
 
     @property
     def running(self):
-        "Display names of the modules on each thread's stack, the outermost module first."
+        "Display names of the modules that ran in each thread, the outermost module first."
         stacks = []
         for i in range(int(self.w[THREADS])):
             at = THREAD+i*thread_width
@@ -110,13 +112,13 @@ class BoxContent:
         return [s for s in stacks if s]
 
 def custom_rows(text):
-    "Return the custom rows in a text, as `CustomRows` has them."
+    "Parse a text of the black box. Return tuples, as `CustomRows` stores rows."
     rows = [load_row(line) for line in text.split(b'\n') if line]
     return [(r['event'], tuple(r['key']), r['call'], r['micro'], r['dtype'], r['stats']) for r in rows]
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #917b7bd0
 def measured_steps(box):
-    "Return the `Measured` of each slot, in order."
+    "Return the copied step in each slot of a black box as a `Measured`, oldest first."
     kept,out = {},[]
     for s in box.slots:
         if any(n not in kept for n in s.earlier): continue
@@ -125,15 +127,16 @@ def measured_steps(box):
     return out
 
 def open_step(box) -> tuple:
-    """Return the number of the unfinished step of the process, and its `Measured`. None twice if no step was open.
+    """Return the number of the unfinished step of the process, and its rows as a `Measured`.
 
-    Its rows have the mark `unfinished`.
+    The rows have the mark `unfinished`. Return None, None if no step was open.
     """
     parts,custom = box.opened
     if not parts and not custom: return None, None
     last,step = box.slots[-1] if box.slots else None,int(box.w[STEP])
-    if last is not None and last.over and last.step==step: step += 1 # rows before the next pass, such as weights
-    earlier = [] # pieces of this step that were handed over
+    # these rows belong to the next step, whose pass has not begun
+    if last is not None and last.over and last.step==step: step += 1
+    earlier = [] # rows of this step that were taken before, in several copies
     for s in box.slots:
         if s.step==step and not s.over: earlier.append(Snapshot(s.parts, box.taps, list(earlier)))
     micro = max(int(h[:, MICRO].max()) for h,_ in parts) if parts else 0
@@ -145,7 +148,7 @@ def local_time(ns): return datetime.fromtimestamp(int(ns)/1e9).strftime('%Y-%m-%
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #7dbe60bc
 def lines_of_box(box) -> tuple:
-    "Return the lines of the steps that were handed over, the number of the open step or None, and the lines of the open step."
+    "Return the lines of copied steps, the number of the open step or None, and the lines of the open step."
     def lines(rows): return [line if isinstance(line, bytes) else line_of(line) for line in rows]
     done = [line for rows in LineMaker()(measured_steps(box)) for line in lines(rows)] if box.slots else []
     step,measured = open_step(box)
@@ -153,9 +156,9 @@ def lines_of_box(box) -> tuple:
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #e92951a3
 def missing_lines(path, lines):
-    """Return the `lines` of a box that its log lacks, ordered by step.
+    """Return those `lines` of a black box that are not in its log, ordered by step.
 
-    A log in Parquet parts has all rows up to the last step of a part.
+    If the log consists of Parquet parts, it has all rows up to the last step of its last part.
     """
     header,files = parts_and_lines(path) if os.path.exists(path) else (None, [])
     in_parts = max((p['last'] for p in header['parts']), default=-1) if header else -1
@@ -171,9 +174,9 @@ def missing_lines(path, lines):
     return [line for _,line in sorted(out, key=lambda o: o[0])]
 
 def tail_lines(path, start:int, first:int, size:int):
-    """Return the lines of a file from the step `first` on, and some lines before. Only the end of a large file is read.
+    """Return the lines of a file from the step `first` on, and some lines before. Read only the end of a large file.
 
-    Lines before byte `start` do not count. `size`: bytes of the lines to compare with.
+    Ignore lines before byte `start`. `size`: total bytes of the lines to compare with.
     """
     tail = max(4*size, 1<<20)
     try: f = open(path, 'rb')
@@ -184,15 +187,15 @@ def tail_lines(path, start:int, first:int, size:int):
             f.seek(at)
             found = f.read().split(b'\n')
             if at==start: return found
-            found = found[1:] # reading began inside the first line
+            found = found[1:] # the first line is incomplete, because reading began inside it
             if any(isinstance(s := r.get('step'), int) and s<first for r in parse(b'\n'.join(found[:50]))[0]): return found
             tail *= 4
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #d6690df5
 def last_loss(lines) -> tuple|None:
-    """Return name and value of the user's last number in these lines with 'loss' in its name.
+    """Return name and value of the last number that the user logged with 'loss' in its name.
 
-    Without such a name, return the last number; without a number, None.
+    If no name contains 'loss', return the last number; None without a number.
     """
     found = None
     for line in lines:
@@ -208,13 +211,13 @@ def last_loss(lines) -> tuple|None:
 fatal = re.compile(r'Fatal Python error: ([^\n]{1,100})')
 
 def cause_of_death(box):
-    "Return in words why the process ended, as far as known: a crash of Python, a restart of the machine, or a kill."
+    "Return a phrase about why the process ended: a crash of Python, a restart of the machine, or a kill."
     if m := fatal.search(box.fault): return m[1].strip()
     before,kills = box.about.get('killed'),count_memory_kills()
-    if box.about.get('host')!=socket.gethostname(): before = None # counted on another machine
+    if box.about.get('host')!=socket.gethostname(): before = None # ignore the count of another machine
     elif box.about.get('boot') and box.about['boot']!=boot_id(): return 'the machine was restarted since then'
     if before is not None and kills is not None and kills>before:
-        return 'killed without a message, probably by the kernel: it has killed processes for lack of memory since the run began'
+        return 'killed without a message, probably by the kernel, which has killed processes for lack of memory since the run began'
     return 'killed without a message (by SIGKILL from the kernel or the scheduler, for lack of memory or time; or by os._exit)'
 
 def advice_for(cause):
@@ -226,9 +229,9 @@ def advice_for(cause):
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #b4e07241
 def death_row(box, step, lines:list) -> dict:
-    """Return the finding about the death of the process, with its last position.
+    """Return a finding that the process died, with its last position and the probable cause.
 
-    `box`: a `BoxContent`; `step`: the open step, None without one; `lines`: of the run's last steps.
+    `box`: a `BoxContent`; `step`: number of the open step, or None; `lines`: lines of the run's last steps.
     """
     w,running,fault = box.w,box.running,box.fault
     phase,last = int(w[PHASE]),int(box.slots[-1].step) if box.slots else None
@@ -254,10 +257,9 @@ def death_row(box, step, lines:list) -> dict:
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #a9b8d266
 def recover(path) -> str|None:
-    """Append missing rows to the log, and a finding about the death of the process. Remove the box.
+    """Append the missing rows of a dead process to its log, with a finding about its death. Delete the black box.
 
-    `path`: of a box without its ending, whose process is gone. Return the name of the run, None if the box cannot be
-    read.
+    `path`: path of the box without its suffix. Return the name of the run, None if the box cannot be read.
     """
     path = str(path)
     try:
@@ -265,45 +267,47 @@ def recover(path) -> str|None:
         done,step,rest = lines_of_box(box)
         with suppress(FileNotFoundError), open(f'{path}.fault', errors='replace') as f: box.fault = f.read(8000)
         end = line_of(death_row(box, step, [*done, *rest]))
-    except Exception as e: # a damaged box must not keep anybody from reading the run
-        warn_once(path, f"{printable(path)}.box cannot be read ({type(e).__name__}: {printable(e, 200)}), so the run has only the rows of its log. "
-            "Remove this file and its .told file if you do not need them.")
+    except Exception as e: # warn only, because the run can be read without the box
+        warn_once(path, f"{printable(path)}.box cannot be read ({type(e).__name__}: {printable(e, 200)}), so the run contains only the rows of its log. "
+            "Delete this file and its .told file if you do not need them.")
         return None
     log = os.path.join(os.path.dirname(os.path.dirname(path)), 'log', box.about['run'])
-    # a reader that was killed may have appended some of the lines before
+    # append only missing lines, because another process may have been killed while it recovered this box
     append_lines(log, b''.join(line+b'\n' for line in [*missing_lines(log, done), *missing_lines(log, [*rest, end])]), sync=True)
-    for gone in (f'{log}_latest', f'{path}.told', f'{path}.fault', f'{path}.box'): # the file of the latest step is outdated, too
+    # also the file of the latest step, which is outdated now
+    for gone in (f'{log}_latest', f'{path}.told', f'{path}.fault', f'{path}.box'):
         with suppress(FileNotFoundError): os.unlink(gone)
     return box.about['run']
 
-warned = set() # paths
+warned = set() # paths of the boxes that a warning was about
 
 def warn_once(path, message):
     if path not in warned: warned.add(path); warn(message)
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #67a67b78
 def take_in(folder) -> list:
-    "Recover the boxes of all dead processes in a folder of runs, and return the names of these runs."
+    "Recover the black boxes of all dead processes in a folder of runs. Return the names of these runs."
     boxes = os.path.join(folder, 'box')
     if fcntl is None: return [] # without locks, dead processes cannot be recognized
     try: names = sorted(n.removesuffix('.box') for n in os.listdir(boxes) if n.endswith('.box'))
-    except OSError: return [] # there is no such folder
+    except OSError: return [] # the folder has no black boxes
     found = []
     for name in names:
         path = os.path.join(boxes, name)
-        if name in own_boxes: continue # opening and closing a file of this process would release its lock
+        # do not open a box of this process, because closing the file would release its lock
+        if name in own_boxes: continue
         try: fd = os.open(f'{path}.box', os.O_RDWR)
-        except FileNotFoundError: continue # another reader recovered it
+        except FileNotFoundError: continue # another process has recovered this box
         except OSError as e:
-            warn_once(path, f"A process died while it recorded into {printable(folder)}. Its unwritten rows cannot be added to its log: "
-                f"{printable(e, 200)}. Read the run where this folder is writable.")
+            warn_once(path, f"A process died while it recorded into {printable(folder)}. Its last rows cannot be added to its log: "
+                f"{printable(e, 200)}. Read the run from a machine or user that can write to this folder.")
             continue
         try:
             try: fcntl.lockf(fd, fcntl.LOCK_EX|fcntl.LOCK_NB)
-            except OSError: continue # its process lives, or another reader recovers it
+            except OSError: continue # the process of this box is alive, or another process recovers this box
             if os.path.exists(f'{path}.box') and (run := recover(path)): found.append(run)
         except OSError as e:
-            warn_once(path, f"{printable(path)}.box cannot be added to its log: {printable(e, 200)}. The next reader tries again.")
+            warn_once(path, f"{printable(path)}.box cannot be added to its log: {printable(e, 200)}. This will be tried again when the runs are read next.")
         finally: os.close(fd)
-    with suppress(OSError): os.rmdir(boxes) # fails while boxes are in the folder
+    with suppress(OSError): os.rmdir(boxes) # fails while the folder contains boxes
     return found

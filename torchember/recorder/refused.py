@@ -15,36 +15,38 @@ from .parameters import grad_of, plain_floats
 
 # %% ../../nbs/40_recorder/45_refused.ipynb #4f0a1005
 def gradient_state(parameters) -> list:
-    """Return the state of gradients: it changes if a gradient comes, is written to, or is removed.
+    """Return a value that changes if a gradient is computed, changed in place, or removed.
 
-    For each parameter None without a gradient, else the identity and version of the gradient.
+    It has None for a parameter without a gradient, else id and version counter of the gradient.
     """
     grads = [grad_of(p) for p in parameters]
     return [None if g is None else (id(g), 0 if g.is_inference() else g._version) for g in grads]
 
 def is_removed(p):
-    "Return True if a parameter has no gradient, or one on the CPU with zeros alone"
+    "Return True if a parameter has no gradient, or a gradient on the CPU that is all zeros."
     g = grad_of(p)
     if g is None: return True
     return type(g) is torch.Tensor and g.is_cpu and g.dtype in plain_floats and g.layout is torch.strided and not g.any()
 
 # %% ../../nbs/40_recorder/45_refused.ipynb #4f0a1009
 class TrainingPass:
-    "Training pass of the open step."
-    most = 8 # number of outputs that get a hook. For a pass with more outputs, it is not known whether no backward comes
+    "Training pass of the open step. Knows whether a backward came, and whether the gradients were removed afterwards."
+    most = 8 # maximum number of outputs with a hook. With more outputs, a pass without a backward cannot be detected
 
     def __init__(self, number:int, micro:int, first:int, weights:int):
-        """Note a pass: its number in the step, and its number `micro` among the passes of its phase.
+        """Describe a pass. `number`: its number in the step; `micro`: its number among the passes of its phase;
 
-        `first` is the number of its first event. `weights` are the versions of the weights.
+        `first`: number of its first event; `weights`: version counters of the weights.
         """
         self.number,self.micro,self.first,self.weights = number,micro,first,weights
-        self.hooks,self.complete = 0,True # number of outputs with a hook; True if all outputs with a gradient have one
-        self.reached = False # True once a backward came
-        self.before = self.after = None # `gradient_state` before and after that backward; `after` is None if it raised
+        # number of outputs with a hook; True if all outputs that require a gradient have a hook
+        self.hooks,self.complete = 0,True
+        self.reached = False # True once a backward ran through this pass
+        # `gradient_state` before and after this backward; `after` is None if the backward raised
+        self.before = self.after = None
 
     def add_hooks(self, named, hook):
-        "Call `hook` with the pass when a backward comes to one of its outputs, `named` pairs of name and tensor."
+        "Call `hook` with this pass when a backward reaches one of its outputs. `named`: pairs of name and output."
         def comes(g):
             if not torch.compiler.is_compiling(): hook(self)
             return g
@@ -55,47 +57,50 @@ class TrainingPass:
             x.register_hook(comes)
 
     def is_removed(self, parameters, now:list) -> bool:
-        """Return True if the gradients from the backward of this pass do not exist any more.
+        """Return True if the gradients that the backward of this pass computed were removed since.
 
-        `now`: `gradient_state` of the parameters.
+        `now`: current `gradient_state` of the parameters.
         """
         if self.before is None: return False
         brought = [i for i,(b,a) in enumerate(zip(self.before, self.after or now, strict=True)) if a!=b]
-        if not brought: return self.after is None # the backward raised before any gradient came
+        if not brought: return self.after is None # the backward raised before it computed a gradient
         def changed(i): return now[i] is None or self.after is None or now[i]!=self.after[i]
         return all(changed(i) and is_removed(parameters[i]) for i in brought)
 
 # %% ../../nbs/40_recorder/45_refused.ipynb #4f0a100a
 class RefusedPasses:
-    "Training passes of the open step. Finds passes with unused gradients."
-    def __init__(self, notify=lambda: None): # called when a backward begins: earlier passes may have been refused
+    "Finds refused passes: training passes of the open step whose gradients no optimizer uses."
+    def __init__(self, notify=lambda: None): # notify: called when a backward begins, because earlier passes may have been refused
         self.notify = notify
-        self.parameters = [] # some parameters of the model
+        self.parameters = [] # some parameters of the model, whose gradients are checked
         self.passes = [] # `TrainingPass`es of the open step
-        self.task,self.running,self.state = -1,[],[] # the running backward, its passes, and the gradients before it
-        self.last = [] # gradients after the last backward
+        # id of the running backward; passes it reached; `gradient_state` before it
+        self.task,self.running,self.state = -1,[],[]
+        self.last = [] # `gradient_state` after the last backward
         self.taken = 0 # number of refused passes of the open step
-        self.made = [] # gradients of the last backward after a pass was refused
+        self.made = [] # gradients of the last backward, if a pass was refused before
 
-    def arming(self, model):
-        "Choose the parameters of a model to look at. None if FSDP1 or Opacus replaces them or their gradients."
+    def choose_parameters(self, model):
+        "Choose the parameters whose gradients are checked. None of them if FSDP1 or Opacus replaces parameters or gradients."
         parameters = [p for p in model.parameters() if not is_lazy(p) and p.requires_grad and p.is_leaf and not p.is_inference()]
-        per_sample = any(hasattr(p, 'grad_sample') for p in parameters) # Opacus sums gradients elsewhere, and removes those of torch
+        # Opacus sums gradients in `grad_sample`, and removes `grad`
+        per_sample = any(hasattr(p, 'grad_sample') for p in parameters)
         flattens = any(c.__name__=='FullyShardedDataParallel' for m in model.modules() for c in type(m).__mro__)
         self.parameters = [] if per_sample or flattens else evenly_spaced(parameters)
 
-    def begins(self, number:int, micro:int, first:int): # as `TrainingPass` has them
-        "Note the begin of a training pass."
+    def add_pass(self, number:int, micro:int, first:int): # arguments of `TrainingPass`
+        "Add a training pass that begins now."
         if self.parameters: self.passes.append(TrainingPass(number, micro, first, count_writes(self.parameters)))
 
-    def expect(self, outputs): # outputs: pairs of names and tensors
-        "Add hooks to the outputs of the last pass, to notice its backward."
+    def hook_outputs(self, outputs): # outputs: pairs of names and tensors
+        "Hook the outputs of the last pass, to notice when a backward reaches them."
         if self.passes: self.passes[-1].add_hooks(outputs, self.backward_comes)
 
     def backward_comes(self, p):
-        "Note a backward of a pass."
+        "Note that a backward reaches an output of the pass `p`."
         task = running_backward()
-        if task==-1 or torch.is_grad_enabled(): p.reached = True; return # with create_graph=True, a second backward may follow
+        # create_graph=True: another backward may follow
+        if task==-1 or torch.is_grad_enabled(): p.reached = True; return
         if not p.reached and not writes_gradients(): return
         p.reached = True
         if p not in self.passes: return
@@ -109,16 +114,16 @@ class RefusedPasses:
             p.before,p.after = self.state,None
 
     def backward_ends(self, task):
-        "Note the end of a backward without an error."
+        "Note that the backward with the id `task` ended without an error."
         if task!=self.task: return
         self.last = gradient_state(self.parameters)
-        # the gradients are kept alive: Python uses the id of a freed tensor again
+        # keep the gradients alive, because Python may reuse the id of a freed tensor
         if self.taken: self.made = [g for p in self.parameters if (g := grad_of(p)) is not None]
         for p in self.running: p.after = self.last
         self.task,self.running = -1,[]
 
     def removed(self) -> list:
-        "Return the passes with removed gradients, if the weights stayed the same."
+        "Return the passes whose gradients were removed while the weights stayed the same: no optimizer used these gradients."
         if not any(p.before for p in self.passes): return []
         now = gradient_state(self.parameters)
         if now==self.last: return []
@@ -126,26 +131,26 @@ class RefusedPasses:
         return [p for p in self.passes if p.weights==weights and p.is_removed(self.parameters, now)]
 
     def unreached(self) -> list:
-        "Return the passes without a backward, if some passes have one."
+        "Return the passes that no backward reached, if a backward reached another pass of the step."
         if not any(p.reached for p in self.passes): return []
         return [p for p in self.passes if p.hooks and p.complete and not p.reached]
 
-    def stop_if_copied(self) -> int: # Number of passes of this step that were called refused wrongly
-        "Refuse nothing from now on if passes of this step look refused, but the optimizer gets gradients assigned by the loop."
+    def stop_if_copied(self) -> int: # number of passes of this step that were refused wrongly
+        "Stop finding refused passes if the training loop assigns gradients itself, because such passes only look refused."
         if not self.taken: return 0
         grads = [grad_of(p) for p in self.parameters if not is_removed(p)]
         if not grads or not self.made or any(m is g for m in self.made for g in grads): return 0
         n,self.taken,self.made,self.parameters,self.passes = self.taken,0,[],[],[]
         return n
 
-    def forget(self, number:int): # as `TrainingPass` has it
-        "Remove a pass from the open step."
+    def forget(self, number:int): # number of the pass in the step
+        "Remove a pass from the passes of the open step."
         gone = [p for p in self.passes if p.number==number]
         self.passes = [p for p in self.passes if p.number!=number]
         for p in self.passes: p.micro -= sum(g.micro<p.micro for g in gone)
 
     def first_after(self, p):
-        "Return the number of the first event of the pass after `p`. None without one."
+        "Return the number of the first event of the pass that follows pass `p`. None if no pass follows."
         return next((q.first for q in self.passes if q.number>p.number), None)
 
     def step_over(self): self.passes,self.taken,self.made = [],0,[]

@@ -16,16 +16,16 @@ from ..store.log import listen_directly
 
 # %% ../../nbs/40_recorder/55_row.ipynb #dff900af
 def one_row(key, call:int, micro, dtype:str, stats:dict, step:int, ts:str, marks:dict, many_passes:dict) -> dict:
-    """Return the row of one tensor. Its key is module, ttype, tname, pname, phase, backward.
+    """Return the row of one tensor. `key`: module, ttype, tname, pname, phase, backward.
 
-    `call`: number of the call in the pass. `micro`: number of the micro-batch, None if micro-batches are merged. `ts`:
-    local time. `many_passes`: phase -> True if it had several passes.
+    `call`: number of the call in the pass; `micro`: number of the micro-batch, None if micro-batches are merged; `ts`:
+    local time; `many_passes`: phase -> True if the step had several passes of this phase.
     """
     module,ttype,tname,pname,phase,backward = key
     if ttype=='scalar':
         stats = {k: wait_for_number(v) for k,v in stats.items()}
         nans = sum(isinstance(v, float) and v!=v for v in stats.values())
-        if nans: stats = {**stats, 'nan': nans} # in a table, a missing number is NaN, too
+        if nans: stats = {**stats, 'nan': nans} # count NaN, because a table shows missing numbers as NaN, too
     extra = {} if pname is None else {'pname': pname}
     if micro is not None and many_passes.get(phase): extra['micro'] = micro
     if phase: extra['phase'] = phase
@@ -37,16 +37,16 @@ def one_row(key, call:int, micro, dtype:str, stats:dict, step:int, ts:str, marks
 
 # %% ../../nbs/40_recorder/55_row.ipynb #66311b0d
 def is_pending(v):
-    "Return True for a number on its way from a device: an array of JAX, or a `Pending`."
+    "Return True for a number that a device may not have sent yet: an array of JAX, or a `Pending`."
     return hasattr(v, '__array__') and not isinstance(v, np.generic|np.ndarray)
 
 def wait_for_number(v):
-    "Return a number of a row. Wait for it if it is on its way from a device."
+    "Return a number of a row as a Python number. Wait until the device has sent it."
     return np.asarray(v).item() if is_pending(v) else v
 
 # %% ../../nbs/40_recorder/55_row.ipynb #9eeccf0c
 def describe_trouble(row):
-    "Return a sentence about NaN and infinities in a row. None if there are none, or if they are expected."
+    "Return a sentence about NaN and infinities in a row. None if the row has none, or if they are expected."
     if not is_alarming(row): return None
     if row['ttype']=='scalar':
         return next(f"step {row['step']}, {k} is {v}" for k,v in row.items() if isinstance(v, float) and not math.isfinite(v))
@@ -58,11 +58,11 @@ def describe_trouble(row):
 
 # %% ../../nbs/40_recorder/55_row.ipynb #9e226cde
 class FirstBad:
-    "Report of the first NaN or infinity of a run."
+    "Finds the first NaN or infinity of a run, and warns about it."
     def __init__(self, file): self.file,self.found = file,None
 
     def add(self, rows):
-        "Check the next rows."
+        "Check the next rows of the run."
         if self.found is None and (row := first_not_finite((r for r in rows if isinstance(r, dict)), is_alarming)) is not None:
             self.found = describe_trouble(row)
             self.file.note(f"{self.found}: the first value of this run that is not finite. Training continues. This warning is given once.")
@@ -70,6 +70,6 @@ class FirstBad:
     def remark(self): return f"First value that is not finite: {self.found}." if self.found else None
 
 def watch_first_bad(log):
-    "Report the first NaN or infinity of a run, before all listeners of the log."
+    "Warn about the first NaN or infinity of a run. The check runs before all listeners of the log."
     first = FirstBad(log)
     listen_directly(log, first.add, first.remark)

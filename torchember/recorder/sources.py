@@ -17,88 +17,90 @@ from .buffers import Buffers
 from .gradients import Gradients
 from .optimizer import Updates
 from .learning_rates import LearningRates
-from .parameters import Arrivals, Parameters, grad_of
+from .parameters import OldGradients, Parameters, grad_of
 
 # %% ../../nbs/40_recorder/75_sources.ipynb #50a7ce01
 def flow_classes(ttypes):
-    "Return the classes to measure some tensor types of calls, in the order of `flowing`."
+    "Return the classes that measure tensors of calls, such as `Flows` for inputs and outputs, for these tensor types."
     names = dict.fromkeys(name for t,name in flowing.items() if t in ttypes)
     return [getattr(import_module(f"torchember.recorder.{module}"), name) for module,name in (n.split('.') for n in names)]
 
 # %% ../../nbs/40_recorder/75_sources.ipynb #55432f28
-def _as_parameter(root, name, x): return root, 0, ('variable', name), x # in the form of `Parameters.each`
+def _as_parameter(root, name, x): return root, 0, ('variable', name), x # a tuple, as `Parameters.each` yields
 
 class FollowedTensors:
-    "Tensors of no module, measured with their gradients when a step ends."
-    def __init__(self, ttypes, parameters, buffer): # tensor types that are recorded, `Parameters`, `StepBuffer`
+    "Measures tensors outside of all modules, and their gradients, at the end of each step."
+    def __init__(self, ttypes, parameters, buffer): # recorded tensor types, `Parameters`, `StepBuffer`
         self.ttypes,self.parameters,self.buffer,self.tensors = ttypes,parameters,buffer,{}
 
     def follow(self, name, x, states):
-        "Measure a tensor, with this `tname`, at the end of each step from now on. With None, stop. `states`: of the armed modules."
+        "Measure a tensor at the end of each step from now on. `name`: its `tname`; `x`: the tensor, None to stop; `states`: `ModuleState`s."
         if x is None: self.tensors.pop(name, None)
         else: self.tensors[name] = x
-        if x is not None and states: self.parameters.arrivals.arming([_as_parameter(states[0], name, x)])
+        if x is not None and states: self.parameters.old_gradients.note_existing([_as_parameter(states[0], name, x)])
 
     def as_parameters(self, root):
-        "Return the followed tensors in the form of `Parameters.each`."
+        "Return a tuple for each followed tensor, as `Parameters.each` yields."
         return [_as_parameter(root, n, x) for n,x in self.tensors.items()]
 
     def measure_all(self, root):
-        "Measure all tensors and their gradients as they are now."
+        "Measure the current values of all followed tensors and of their gradients."
         for n,x in self.tensors.items():
             if 'weight' in self.ttypes: self.buffer.measure(root, 'weight', n, x, n, once=True, replace=True)
-            if 'weight_grad' in self.ttypes and (grad := self.parameters.arrivals.gradient(root, ('variable', n), x)) is not None:
+            if 'weight_grad' in self.ttypes and (grad := self.parameters.old_gradients.gradient(root, ('variable', n), x)) is not None:
                 self.parameters.gathered['weight_grad'].add((id(root), n))
                 self.buffer.measure(root, 'weight_grad', n, grad, n, once=True, replace=True)
 
 # %% ../../nbs/40_recorder/75_sources.ipynb #c11b9ed1
 class KnownOptimizers:
-    "Optimizers given by the user, and their use of gradients."
+    "Optimizers of the user: their gradients, and the loss scale."
     def __init__(self, watch, parameters): self.watch,self.parameters = watch,parameters # watch: `OptimizerWatch` or None
 
     def scale(self):
-        "Return the factor of a `GradScaler` on the loss, or None."
+        "Return the factor by which the `GradScaler` multiplies the loss, None without a scaler."
         s = None if self.watch is None else self.watch.scaler
         return loss_scale(s) if s is not None and s.is_enabled() else None
 
     def scale_of(self, ids):
-        "Return the factor on the gradients of the parameters with these ids. None if the scaler has divided them already."
+        "Return the loss scale in the gradients of the parameters with these ids. None if the scaler has unscaled them already."
         watch = self.watch
         optimizers = [o for o in watch.optimizers if ids & {id(p) for p in parameters_of(o)}] if watch else ()
         return None if any(is_unscaled(watch.scaler, o) for o in optimizers if watch.scaler) else self.scale()
 
     def unused_gradients(self) -> set:
-        "Return the ids of parameters with a gradient but without a known optimizer, such as a forgotten head."
+        "Return the ids of parameters with a gradient but without a known optimizer, such as a forgotten output layer."
         trained = {id(p) for p in trained_by([*self.watch.given, *self.watch.optimizers])}
         return {id(p) for _,_,_,p in self.parameters.each() if id(p) not in trained and grad_of(p) is not None}
 
     def unmeasured(self, stepped) -> set|None:
-        "Return the ids of parameters without measured gradients after steps of the optimizers with the ids `stepped`. None for all parameters."
+        "Return the ids of parameters whose gradients are not measured yet, None for all. `stepped`: ids of optimizers with a step."
         if not stepped: return None
         measured = {id(p) for o in self.watch.optimizers if id(o) in stepped for p in parameters_of(o)} | self.unused_gradients()
         return {id(p) for _,_,_,p in self.parameters.each() if id(p) not in measured}
 
 # %% ../../nbs/40_recorder/75_sources.ipynb #fe964441
 class Sources:
-    "Sources of all recorded tensors of a model."
+    "Decides which tensors of a model are measured, and when."
     def __init__(self, ttypes, buffer, steps, notify=None, watch=None, note=None):
-        """Make the sources of some tensor types. `watch`: `OptimizerWatch`, or None without an optimizer.
+        """Create the objects to measure these tensor types. `watch`: `OptimizerWatch`, None without an optimizer.
 
-        `notify` is called as `Listener.gradient` when a backward brings a gradient, `note` with changed metadata of the
-        parameters.
+        `notify`: called with each gradient of an input or output, as `Listener.gradient`; `note`: called with changed
+        metadata of the parameters.
         """
         self.ttypes,self.buffer,self.watch = ttypes,buffer,watch
         self.states = [] # `capture.module_state.ModuleState`s of the armed modules, root first
-        self.sampled = [] # some of the weights: a change of their versions shows that an unknown optimizer has stepped
+        self.sampled = [] # some weights: if their version counters change, an unknown optimizer has stepped
         self.parameters = Parameters(buffer, ttypes, note)
         self.optimizers = KnownOptimizers(watch, self.parameters)
         self.gradients = Gradients(ttypes, steps, notify)
         self.updates = Updates(buffer, self.parameters, ttypes)
         self.rates = LearningRates(watch.optimizers if watch else ())
         self.followed = FollowedTensors(ttypes, self.parameters, buffer)
-        self.at_step_end = [source for source in (Buffers(buffer),) if set(source.ttypes) & set(ttypes)] # at the end of a step
+        # measured at the end of a step
+        self.at_step_end = [source for source in (Buffers(buffer),) if set(source.ttypes) & set(ttypes)]
         def among(*some): return [t for t in some if t in ttypes]
-        # `Steps.manual` -> types to measure when a module returns: in manual steps gradients are complete only at the optimizer's step
+        # `Steps.manual` -> tensor types to measure when a module returns. In manual steps no gradients, because they are
+        # complete only at the optimizer's step
         self.parameter_types = {False: among('weight', 'weight_grad'), True: among('weight')}
         self.at_calls = [source(buffer, ttypes) for source in flow_classes(ttypes)] # measured when a module is called
         if self.gradients.ttypes: self.at_calls.append(self.gradients)
@@ -106,27 +108,27 @@ class Sources:
     # ---- the model
 
     def prepare(self, root):
-        "Prepare for the modules of a new model."
+        "Prepare for a model before arming."
         self.buffer.rows.renew_arena()
         ps = trained_by(self.watch.optimizers) if self.watch else root.parameters()
         self.sampled = evenly_spaced([p for p in ps if p.requires_grad and not is_lazy(p)])
 
     def armed(self, states, again:bool=False):
-        """Measure the tensors of these modules from now on: `ModuleState`s, root first. Empty after disarming.
+        """Measure the tensors of these modules from now on. `states`: `ModuleState`s, root first; empty after disarming.
 
-        `again`: True if the model was armed before, with other modules.
+        `again`: True if the same model was armed before, with other modules.
         """
         if not states: self.note_parameters(search=True)
         self.states = self.parameters.states = states
         if not again:
-            self.parameters.arrivals = Arrivals()
-            self.parameters.arrivals.arming([*self.parameters.each(), *(self.followed.as_parameters(states[0]) if states else ())])
+            self.parameters.old_gradients = OldGradients()
+            self.parameters.old_gradients.note_existing([*self.parameters.each(), *(self.followed.as_parameters(states[0]) if states else ())])
         self.parameters.find_unrecorded()
         if states: self.note_parameters(search=not again)
         else: self.sampled = []
 
     def note_parameters(self, search=False):
-        "Note all parameters in the metadata of the run. With `search`, look for unknown optimizers in this process."
+        "Write facts about all parameters into the metadata of the run. `search`: True to look for unknown optimizers."
         optimizers = None if self.watch is None else self.watch.optimizers
         self.parameters.known.note(self.states, optimizers, self.parameters.hint.trains, search)
 
@@ -135,39 +137,40 @@ class Sources:
     # ---- passes
 
     def weight_versions(self, root, steps):
-        "Return the version counters of some weights at the begin of a pass, of the root or a part. None if the `Steps` do not depend on them."
-        needed = not (root and steps.manual) if self.watch is None else steps.opened and not self.watch.busy # LBFGS changes weights within a step
+        "Return version counters of some weights at the begin of a pass. None if steps do not depend on them. `root`: True for the root."
+        # not `busy`: LBFGS changes weights within its step
+        needed = not (root and steps.manual) if self.watch is None else steps.opened and not self.watch.busy
         return count_writes(self.sampled) if self.sampled and needed else None
 
     def flow(self, state, ttype:str, named, call:int, phase):
-        """Measure tensors of a call, `named` pairs of name and tensor, and wait for their gradients.
+        """Measure the inputs or outputs of a call, and hook them to measure their gradients.
 
-        `ttype`: 'input' or 'output'.
+        `ttype`: 'input' or 'output'; `named`: pairs of name and tensor.
         """
         for source in self.at_calls: source.flow(state, ttype, named, call, phase)
 
     def begin_training(self):
-        "Note the begin of a pass in training mode."
+        "Note the begin of a pass with gradients."
         hint = self.parameters.hint
         if not hint.trains: hint.training(self.states)
 
     def complete(self, optimizer, scale):
-        "Measure gradients before an optimizer changes the weights. Gradients without a known optimizer are measured, too."
+        "Measure complete gradients before an optimizer's step, also gradients of parameters without a known optimizer."
         if not self.parameter_types[False]: return
-        self.parameters.at_boundary({id(p) for p in parameters_of(optimizer)}, scale)
-        if ids := self.optimizers.unused_gradients(): self.parameters.at_boundary(ids, self.optimizers.scale())
+        self.parameters.measure_complete({id(p) for p in parameters_of(optimizer)}, scale)
+        if ids := self.optimizers.unused_gradients(): self.parameters.measure_complete(ids, self.optimizers.scale())
 
     # ---- the end of a step
 
     def measure_at_end(self, changed=True):
-        "Measure buffers and followed tensors when a step ends. In a step with only evaluations buffers have not `changed`."
+        "Measure buffers and followed tensors at the end of a step. `changed`: False if only evaluations ran, which change no buffers."
         if not self.states: return
         for source in self.at_step_end if changed else (): source.measure_all(self.states)
         self.followed.measure_all(self.states[0])
 
     def measure_again(self):
-        "Measure weights, gradients, updates, states and buffers as they are now, also if the step has rows of them."
-        self.parameters.again({'weight', 'weight_grad'})
+        "Measure the current values of weights, gradients, updates, optimizer states and buffers, even if this step measured them before."
+        self.parameters.measure_again({'weight', 'weight_grad'})
         for o in self.watch.optimizers if self.watch else (): self.updates.after(o)
         for source in self.at_step_end: source.measure_all(self.states)
 

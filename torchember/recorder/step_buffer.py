@@ -26,13 +26,13 @@ from .notices import Notices
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #954cf48e
 def custom_row(f, x, call=lambda f, x: f(x)):
-    "Call the user's function `f` with the tensor `x`. Check the returned dict, and return it with plain values."
+    "Call the user's function `f` with the tensor `x`. Check the returned dict, and convert its values to Python numbers."
     version = None if x.is_inference() else x._version
     if x.is_meta: raise OnMeta()
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False): got = call(f, x.detach())
     name = getattr(f, '__name__', f)
     if version is not None and x._version!=version:
-        raise RuntimeError(f"{name} changed the tensor in place, and so the model's own values. Work on a copy: tensor.clone().")
+        raise RuntimeError(f"{name} changed the tensor in place, which changes the values of the model. Work on a copy: tensor.clone().")
     if not isinstance(got, dict):
         raise TypeError(f"a statistic returns a dict such as {{'mean': 0.5}}, but {name} returned {an(got)}. Return {{name: value}}.")
     taken = reserved & got.keys()
@@ -47,7 +47,7 @@ slow_generators = {'random': (random.getstate, random.setstate), 'numpy': (np.ra
 def equal_states(a, b): return all((x==y).all() if isinstance(x, np.ndarray) else x==y for x,y in zip(a, b, strict=True))
 
 def torch_generators(device):
-    "Return torch's generators for tensors of a device: name -> (get state, set state)."
+    "Return torch's random generators for a device: name -> (function that gets the state, function that sets the state)."
     out = {'cpu': (torch.default_generator.get_state, torch.default_generator.set_state)}
     if device.type=='cpu': return out
     backend = None if device.type=='meta' else torch.get_device_module(device.type)
@@ -57,17 +57,17 @@ def torch_generators(device):
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #ca5cd52a
 class Generators:
-    "Random generators for functions of the user, separate from the training's generators."
-    lock = threading.RLock() # the training's generators belong to the process
-    tries = 100 # calls of a function in which the slow generators are checked
+    "Random generators for users' functions, so these functions do not change the random numbers of the training."
+    lock = threading.RLock() # one lock, because all embers of a process share the generators of the training
+    tries = 100 # number of calls of a function in which slow generators are checked
 
     def __init__(self):
-        self.states = {} # name of a generator -> its state for functions
+        self.states = {} # name of a generator -> its state for users' functions
         self.calls = Counter() # id of a function -> number of calls
-        self.drawn = set() # (id of a function, generator) for slow generators that the function draws from
+        self.drawn = set() # (id of a function, name of a slow generator) if the function draws from this generator
 
     def call(self, f, x):
-        "Return `f(x)`. The training's generators continue as if it had not been called."
+        "Return `f(x)`. Afterwards the generators of the training continue as if `f` had not been called."
         f_id = id(f)
         self.calls[f_id] += 1
         slow = {k: g for k,g in slow_generators.items() if self.calls[f_id]<=self.tries or (f_id, k) in self.drawn}
@@ -77,29 +77,30 @@ class Generators:
             for k in used.keys() & self.states.keys(): used[k][1](self.states[k])
             try: return f(x)
             finally:
-                for k,(get,put) in used.items(): self.restore(f_id, k, get(), training[k], put)
+                for k,(get,set_state) in used.items(): self.restore(f_id, k, get(), training[k], set_state)
 
-    def restore(self, f_id, k, now, training, put):
-        "Keep the state of a generator for the next call, and restore the training's state."
+    def restore(self, f_id, k, now, training, set_state):
+        "Store the state of a generator for the next call of the function, and restore the state of the training."
         if k in slow_generators:
             if equal_states(now, self.states.get(k, training)):
-                if k not in self.states: return # no function has drawn from it
+                if k not in self.states: return # no function has drawn from this generator
             else: self.drawn.add((f_id, k))
         self.states[k] = now
-        put(training)
+        set_state(training)
 
 def replace_lock(): Generators.lock = threading.RLock()
 
-if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=replace_lock) # another thread may have held it during the fork
+# another thread may have held the lock during the fork
+if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=replace_lock)
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #ef50b207
 class Functions:
-    "Calls the user's functions. While a function runs, it may call the model and note numbers."
+    "Calls users' statistics functions. Such a function may call the model and `te.log`."
     def __init__(self, notices, calls, lock): self.notices,self.calls,self.lock,self.generators = notices,calls,lock,Generators()
 
-    def ask(self, f, track, tname, x):
-        "Return the statistics of a tensor. If `f` raises, return its error as a statistic. None if the tensor cannot be read."
-        with self.calls.asking(track):
+    def statistics_of(self, f, track, tname, x):
+        "Return the statistics of a tensor from the user's function `f`, or its error as a statistic. None if the tensor cannot be read."
+        with self.calls.running_statistic(track):
             try:
                 with self.lock: return custom_row(f, x, self.generators.call)
             except Unmeasurable as e: self.notices.failed(track.name, tname, e, f)
@@ -108,22 +109,22 @@ class Functions:
                 return {'error': f'{type(e).__name__}: {e}'}
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #46e59f77
-ordinary = (torch.Tensor, torch.nn.Parameter) # types of tensors that are on one rank
+ordinary = (torch.Tensor, torch.nn.Parameter) # types of tensors that are never sharded
 
 def is_part(x):
-    "Return True if this rank holds only a part of a tensor."
+    "Return True if this rank has only a shard of a DTensor."
     return hasattr(x, 'placements') and not all(p.is_replicate() for p in x.placements)
 
-def placement(x): return ', '.join(map(str, x.placements)) # in torch's words, such as 'S(0), R'
+def placement(x): return ', '.join(map(str, x.placements)) # placements in torch's notation, such as 'S(0), R'
 
 class LocalShards:
-    "Columns about parts of tensors."
+    "Finds the shards of tensors on this rank, and the columns that describe these shards."
     def __init__(self, ranks, notices):
         self.ranks,self.notices = ranks,notices # ranks: `capture.ranks.Ranks`. None for a single process, and after an error
-        self.columns = {} # `place_of` a row -> columns
+        self.columns = {} # `place_of` a row -> columns about the shard
 
     def local(self, state, key, call:int, x) -> torch.Tensor:
-        "Return this rank's part of a tensor. Note the columns of its row. The key of the row is as `one_row` has it."
+        "Return this rank's shard of a tensor, and store the columns about the shard. `key`: argument of `one_row`."
         place,piece = place_of(key, call),self.piece(state, key, x)
         self.columns.pop(place, None)
         if piece: self.columns[place] = piece
@@ -132,7 +133,7 @@ class LocalShards:
         return x.to_local()
 
     def piece(self, state, key, x):
-        "Return the columns about this rank's part of the whole tensor. None for a single process."
+        "Return the columns about this rank's shard of a tensor. None for a single process."
         if self.ranks is None: return None
         try: return self.ranks.columns(state.track.module, key[1], x, key[3])
         except Exception as e: self.give_up(e)
@@ -144,12 +145,12 @@ class LocalShards:
 
     def give_up(self, e):
         self.ranks = None
-        self.notices.once('ranks', f"The distribution of the model over processes cannot be determined ({type(e).__name__}: {e}). Each process "
-            "records its own part, and readers do not know where it belongs.")
+        self.notices.once('ranks', f"torchember cannot determine how the model is distributed over processes ({type(e).__name__}: {e}). Each process "
+            "records its own shards, and reading cannot merge them into whole tensors.")
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #c0570a02
 class CustomRow(NamedTuple):
-    "Result of a function of the user, or a number of `te.log`."
+    "Row that no arena can hold: the result of a user's function, or numbers of `te.log`."
     event:int
     key:tuple # module, ttype, tname, pname, phase, backward
     call:int
@@ -162,7 +163,7 @@ class CustomRow(NamedTuple):
 
     @property
     def is_of_call(self):
-        "True if the row belongs to a call of a training pass; False for an evaluation, and for a parameter."
+        "True if the row belongs to a call in a training pass. False in an evaluation, and for a parameter."
         return not self.key[3] and self.key[4] is None
 
 class CustomRows:
@@ -174,25 +175,26 @@ class CustomRows:
     def __len__(self): return len(self.rows)
 
     def clear_taken(self):
-        "Forget the taken rows: new rows supersede nothing."
-        self.taken,self.discarded = set(),set() # (key, call, micro) of rows that were taken; of taken rows whose pass raised later
+        "Forget which rows were taken, so new rows do not supersede earlier rows."
+        # (key, call, micro) of taken rows; the same of taken rows whose pass raised or was refused later
+        self.taken,self.discarded = set(),set()
 
     def add(self, *fields):
         row = CustomRow(*fields)
-        with self.lock: self.rows.append(row) # `drop` in another thread replaces the list
+        with self.lock: self.rows.append(row) # lock, because `drop` in another thread replaces the list
         if self.box is not None: self.box.note(row)
 
     def drop(self, *place):
-        "Drop the rows of a module, tensor type and tensor name: they are about to be written again."
+        "Drop the rows of a module, tensor type and tensor name, because new rows will replace them."
         self.rows = [r for r in self.rows if r.key[:3]!=place]
 
     def take_back(self, micro):
-        "Drop the rows of a failed pass. Rows of parameters stay."
+        "Drop the rows of a failed pass, except rows of parameters."
         self.rows = [r for r in self.rows if r.micro!=micro or r.key[3]]
         self.discarded |= {k for k in self.taken if k[2]==micro}
 
     def take_out(self, p, until, whole):
-        "Remove the rows of a pass, and the numbers noted during the pass. Return these rows, and the count of numbers among them."
+        "Remove the rows of pass `p`, and numbers logged during this pass. Return the removed rows, and how many are numbers."
         def is_mine(r):
             if whole: return True
             if r.is_number: return p.first<=r.event and (until is None or r.event<until)
@@ -201,61 +203,63 @@ class CustomRows:
             mine,rest = [r for r in self.rows if is_mine(r)],[r for r in self.rows if not is_mine(r)]
             self.discarded |= {k for k in self.taken if k[2]==p.micro and not k[0][3] and k[0][4] is None}
             self.rows,numbers = [],0
-            for r in rest: # numbers and later micro-batches are counted again
+            for r in rest: # renumber logged numbers and later micro-batches
                 if r.is_number: r,numbers = r._replace(call=numbers),numbers+1
                 elif r.micro is not None and r.is_of_call and r.micro>p.micro: r = r._replace(micro=r.micro-1)
                 self.rows.append(r)
         return mine, sum(r.is_number for r in mine)
 
     def join(self, earlier):
-        "Add the rows of earlier steps as passes of this step. Rows of the first step are in the log."
-        self.taken = {(r.key, r.call, None) for r in earlier[0].custom if r.key[3]} # in the log, these have no number of a micro-batch
+        "Add the rows of earlier steps as passes of this step. The log already has the rows of the first of these steps."
+        # the log has these rows without a number of a micro-batch
+        self.taken = {(r.key, r.call, None) for r in earlier[0].custom if r.key[3]}
         self.rows = join_rows(earlier, self.rows)
 
     def take(self):
-        "Return all rows and remove them. Repeated rows get the mark `supersedes`."
+        "Remove all rows, and return them. Rows that replace taken rows get the mark `supersedes`."
         rows,self.rows = self.rows,[]
-        again = {k for k in self.taken if k[0][3]} | self.discarded # of a parameter the last row counts
+        # the last row of a parameter supersedes earlier rows
+        again = {k for k in self.taken if k[0][3]} | self.discarded
         rows = [r._replace(stats=r.stats | {'supersedes': True}) if r[1:4] in again else r for r in rows]
         self.taken |= {r[1:4] for r in rows}
         return rows
 
 def join_rows(earlier, own) -> list:
-    """Return the custom rows of passes as rows of one step: of `earlier` `ProvisionalStep`s, and its `own`.
+    """Merge custom rows of several passes into rows of one step. `earlier`: `ProvisionalStep`s; `own`: rows of the last pass.
 
-    If a step has a row once, the row of the last pass counts.
+    Of a tensor with one row in a step, only the row of the last pass is kept.
     """
     numbers,rows,n = 0,[],len(earlier)
     for i,some in enumerate([*(e.custom for e in earlier), own]):
         for r in some if i else ():
-            if i<n and r.key[3]: continue # the last pass has this parameter, too
+            if i<n and r.key[3]: continue # the last pass has a row of this parameter, too
             rows.append(r._replace(call=r.call+numbers*r.is_number, micro=None if r.key[3] or r.micro is None else i))
         numbers += earlier[i].noted if i<n else 0
     return rows
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #c0570a05
 def belongs_to(p, key): # p: `TrainingPass`; key: key of a row
-    "Return False for a gradient if no backward came to the pass: then the row belongs to a later pass."
+    "Return False for a row of a gradient if no backward reached the pass. Then the row belongs to a later pass."
     return p.reached or key[1] not in ('input_grad', 'output_grad')
 
 class SelectedRows:
-    "Some rows of an array. The array may still be on its way from a device."
+    "Selection of rows of an array that a device may not have sent yet."
     def __init__(self, vectors, at): self.vectors,self.at,self.shape = vectors,at,(len(at), *vectors.shape[1:])
     def __array__(self, dtype=None, copy=None): return np.asarray(self.vectors)[self.at]
 
 def split_parts(parts:list, which) -> tuple:
-    "Divide the rows of parts (heads, vectors) into chosen rows and other rows. `which`: heads -> array of booleans."
+    "Split pairs (headers, summaries) into chosen rows and other rows. `which`: function that maps headers to booleans."
     def select(choose):
         some = [(h, v, np.flatnonzero(choose(which(h)))) for h,v in parts]
         return [(h[at], v[at] if isinstance(v, np.ndarray) else SelectedRows(v, at)) for h,v,at in some if len(at)]
     return select(lambda b: b), select(lambda b: ~b)
 
 class Snapshots:
-    "Rows taken out of the open step, and rows of its earlier passes."
+    "Rows taken out of the arena before the open step ended, and rows of its earlier passes."
     def __init__(self): self.taken,self.joined,self.any = [],[],False # any: True if some rows of the open step are in the log
 
     def take(self, arena, over, keep=None):
-        "Return a snapshot of everything. keep: called with the parts, and with earlier snapshots of this step; returns the number of a slot."
+        "Take all rows out of the arena as a `Snapshot`. keep: function that copies the rows into the black box, and returns a number."
         earlier,kept = list(self.taken),[]
         snapshot = arena.take(earlier, None if keep is None else lambda parts: kept.append(keep(self.joined+parts, earlier)))
         snapshot.number = kept[0] if kept else 0
@@ -264,7 +268,7 @@ class Snapshots:
         return snapshot
 
     def take_out(self, arena, p, whole):
-        "Remove the rows of a pass, except rows of parameters; with `whole`, all rows. Return their `Snapshot`."
+        "Remove the rows of pass `p`, except rows of parameters; with `whole`, remove all rows. Return them as a `Snapshot`."
         stay = np.array([t.once or not belongs_to(p, t.key) for t in arena.taps], dtype=bool)
         def is_mine(h): return h[:, EVENT]!=0 if whole else of_pass(h, p.number, stay)
         taken,here = [part for s in self.taken for part in s.parts],[*self.joined, *arena.take([]).parts]
@@ -274,37 +278,37 @@ class Snapshots:
         return Snapshot(mine, arena.taps, [])
 
     def join(self, earlier):
-        "Add the rows of earlier steps. Rows of the first step are in the log."
+        "Add the rows of earlier steps as passes. The log already has the rows of the first of these steps."
         first,*more = [[e.measured.snapshot.as_pass(i)] if e.measured is not None else [] for i,e in enumerate(earlier)]
         self.taken,self.joined,self.any = first,[p for some in more for s in some for p in s.parts],bool(first)
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #dca70632
 class StepRows:
-    "Rows of the open step: summaries in the arena, custom rows, and rows taken out already."
+    "All rows of the open step: summaries in the arena, custom rows, and rows taken out before."
     def __init__(self, notices, lock):
         self.notices,self.box = notices,None # box: `BlackBox`
         self.custom,self.snapshots = CustomRows(lock),Snapshots()
         self.renew_arena()
 
     def renew_arena(self):
-        "Begin with new taps, when a model is armed. New rows do not supersede earlier ones."
+        "Begin with an empty arena when a model is armed. New rows do not supersede earlier rows."
         self.arena,self.snapshots.taken = Arena(),[]
         self.custom.clear_taken()
 
     def use_box(self, box):
-        "Keep rows in a black box from now on; None for ordinary memory."
+        "Store new rows in a black box. `box`: None to use ordinary memory."
         self.box = self.custom.box = box
         self.arena.use_box(box)
 
-    handed_out = property(lambda self: self.snapshots.any, doc="True if some rows of the open step are in the log")
+    is_partly_logged = property(lambda self: self.snapshots.any, doc="True if some rows of the open step are in the log")
     size = property(lambda self: self.arena.filled+len(self.custom)+len(self.snapshots.joined), doc="Number of rows, approximately")
 
     def forget_seen(self):
-        "Forget the tensors of this pass, so they are read again: their values may have changed."
+        "Forget which tensors this pass has read, so they are read again, because their values may have changed."
         self.arena.seen.clear()
 
     def take_back(self, number, micro):
-        "Drop the rows of a failed pass. Rows already taken out are superseded."
+        "Drop the rows of a failed pass. Rows taken out before are superseded later."
         self.arena.take_back(number, self.snapshots.taken)
         self.custom.take_back(micro)
 
@@ -315,34 +319,34 @@ class StepRows:
         self.custom.join(earlier)
 
     def take(self, over, metadata=None):
-        "Return a `Snapshot` of the arena, and the custom rows. metadata: as `StepSlots.keep` has it, if there is a black box."
+        "Take all rows: return a `Snapshot` of the arena, and the custom rows. metadata: arguments of `StepSlots.keep`, or None."
         custom,box = self.custom.take(),self.box
         def keep(parts, earlier):
             try: return box.keep(parts, custom=custom, over=over, earlier=[s.number for s in earlier], **metadata)
             except Exception as e:
-                self.notices.once('box', f"A step is not in the black box ({type(e).__name__}: {printable(e, 200)}). If this process is killed before "
-                    "the step is written, the step is lost. This warning is given once.")
+                self.notices.once('box', f"A step could not be copied into the black box ({type(e).__name__}: {printable(e, 200)}). If this process is "
+                    "killed before the step is written, the step is lost. This warning is given once.")
                 return 0
         try: return self.snapshots.take(self.arena, over, None if box is None else keep), custom
         except RuntimeError as e: return self.report_device(e), custom
 
     def take_out(self, p, until, whole:bool) -> tuple:
-        """Remove the rows of a `TrainingPass` from the open step. `until`: first event of the pass after it, or None.
+        """Remove the rows of a `TrainingPass` from the open step. `until`: first event of the next pass, or None.
 
-        `whole`: True if nothing else is left in the step. Return a `Snapshot`, the custom rows, and how many numbers
-        were noted in the pass.
+        `whole`: True if the step has no other pass. Return a `Snapshot`, the custom rows, and how many numbers were
+        logged during the pass.
         """
         custom,numbers = self.custom.take_out(p, until, whole)
         try: return self.snapshots.take_out(self.arena, p, whole), custom, numbers
         except RuntimeError as e: return self.report_device(e), custom, numbers
 
     def report_device(self, error):
-        "Report the failure of a device: its part of the open step is lost. Return an empty snapshot."
-        self.notices.failed('model', 'the part of this step on a device', error)
+        "Warn about the failure of a device, whose rows of the open step are lost. Return an empty `Snapshot`."
+        self.notices.failed('model', 'rows of this step on a device', error)
         return Snapshot([], self.arena.taps, [])
 
     def clear_taken(self):
-        "Let the next rows supersede nothing."
+        "Forget which rows were taken, so the next rows do not supersede them."
         if self.snapshots.taken: self.snapshots.taken = []
         if self.custom.taken: self.custom.clear_taken()
 
@@ -351,7 +355,7 @@ class StepRows:
         self.snapshots.any = False
 
 def new_tap(arena, state, place, how, once):
-    "Return the tap of a place. It is created unless another thread was faster."
+    "Create the tap for a tensor of a module, unless a parallel thread was faster."
     ttype,tname,phase,backward,pname = place
     with arena.lock:
         if place not in state.taps:
@@ -360,19 +364,20 @@ def new_tap(arena, state, place, how, once):
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #2a1e4b42
 class StepBuffer:
-    "Measurements of the open step, with the statistics of each tensor type."
+    "Measures tensors, and stores the measurements of the open step."
     def __init__(self, stats:dict, notices=None, calls=None, lock=None, ranks=None):
-        """Measure with `stats`: tensor type -> names of built-in statistics, or a function: tensor -> dict.
+        """Create an empty buffer. `stats`: tensor type -> names of built-in statistics, or a function that maps a tensor to
 
-        The recorder's lock is taken before the lock of the generators, because a function of the user may call
+        a dict. `lock`: the recorder's lock, taken before the lock of the generators, because a user's function may call
         `te.log`. `ranks`: `capture.ranks.Ranks`, if there are several processes.
         """
         lock = lock or threading.RLock()
-        self.stats = {'before': ('rms',), **stats} # `before`: a weight before its update, for the ratio. It has no row
+        # 'before': the weight before its update, for the update-to-weight ratio. It gets no row
+        self.stats = {'before': ('rms',), **stats}
         self.notices,self.calls = notices or Notices(),calls or Calls()
-        self.micro = 0 # number of the micro-batch: custom rows cannot be merged, so each has this number
+        self.micro = 0 # number of the micro-batch, stored in custom rows because these cannot be merged
         self.on_device = False # True if an earlier step measured a tensor that was not on the CPU
-        self.gradients = None # `Parameters.gradient_counts` at the end of the step
+        self.gradients = None # result of `Parameters.gradient_counts` at the end of the step
         self.functions = Functions(self.notices, self.calls, lock)
         self.shards,self.rows = LocalShards(ranks, self.notices),StepRows(self.notices, lock)
 
@@ -380,10 +385,10 @@ class StepBuffer:
         once:bool=False, replace:bool=False):
         """Measure one tensor `x` of the module with this `ModuleState`. Errors are reported, not raised.
 
-        `pname`: name in the module, for tensors that are measured `once` in a step. They must not change before
-        `read_pending`. `call`: number of the module's call. `backward`: number of the backward that brings the tensor.
-        `scale`: factor that is divided out, a number or a tensor. `replace`: earlier measurements of this step are
-        replaced.
+        `pname`: name of a parameter or buffer in its module. `call`: number of the module's call. `backward`: number of
+        the backward that computed the tensor. `scale`: factor that is divided out, a number or a tensor. `once`: True
+        for a tensor with one row in a step, which must not change before `read_pending`. `replace`: True to replace
+        earlier measurements of this step.
         """
         try:
             if type(x) not in ordinary or self.shards.columns or self.shards.ranks is not None:
@@ -393,24 +398,24 @@ class StepBuffer:
             how = self.stats[ttype]
             if replace and self.rows.custom: self.rows.custom.drop(state.track.name, ttype, tname)
             if callable(how):
-                stats = self.functions.ask(how, state.track, tname, x if scale is None else x/scale)
+                stats = self.functions.statistics_of(how, state.track, tname, x if scale is None else x/scale)
                 if stats is None: return
                 key,dtype = (state.track.name, ttype, tname, pname, phase, backward),str(x.dtype).removeprefix('torch.')
                 return self.add(key, call, self.micro, dtype, stats)
-            place = ttype,tname,phase,backward,pname # a plain tuple: one is made for each tensor
+            place = ttype,tname,phase,backward,pname # a tuple, because creating an object for each tensor is slow
             tap = state.taps.get(place) or new_tap(self.rows.arena, state, place, how, once)
             if replace: self.rows.arena.forget(tap)
             observe(x, tap, call, None if scale is None else float(scale) if x.is_cpu else scale, later=once)
         except Exception as e: self.notices.failed(state.track.name, tname, e, self.stats.get(ttype))
 
     def measure_together(self, some, scale=None, replace:bool=False):
-        """Measure tensors with one row in a step. They must not change before `read_pending`.
+        """Measure several tensors that have one row in a step. They must not change before `read_pending`.
 
-        `some`: state, tensor type, name, name of the parameter and tensor of each. Other arguments: as `measure` has them.
+        `some`: (state, tensor type, name, name of the parameter, tensor) for each. Other arguments: as in `measure`.
         """
         shards,custom = self.shards,self.rows.custom
         is_alone = scale is not None or shards.columns or shards.ranks is not None or replace and custom
-        waits = False if is_alone else None # a function, once it is needed
+        waits = False if is_alone else None # function that queues a tensor, created when first needed
         for state,ttype,tname,pname,x in some:
             tap = state.taps.get((ttype, tname, None, 0, pname)) if waits is not False and type(x) in ordinary and not x.is_cpu else None
             if tap is not None and waits is None: waits = self.rows.arena.waiter(replace) or False
@@ -418,7 +423,7 @@ class StepBuffer:
                 self.measure(state, ttype, tname, x, pname, scale=scale, once=True, replace=replace)
 
     def count_graph_row(self, state, place, x, call, once, replace):
-        "Count a row for a tensor of a CUDA graph. The graph writes the row itself at each replay; functions of the user cannot be called then."
+        "Count a row of a CUDA graph, which the graph writes itself at each replay. Users' functions are not called."
         how = self.stats[place[0]]
         if callable(how): return
         tap = state.taps.get(place) or new_tap(self.rows.arena, state, place, how, once)
@@ -426,45 +431,45 @@ class StepBuffer:
         count_row(x, tap, call)
 
     def add(self, key, call, micro, dtype, stats):
-        "Add a custom row."
+        "Add a custom row, with the arguments of `one_row`."
         self.rows.custom.add(next(self.rows.arena.clock), key, call, micro, dtype, stats)
 
     def use(self, how, ttypes, states=()):
-        "Change the statistics of some tensor types from now on, as `__init__` has them. `states`: of the armed modules."
+        "Change the statistics of some tensor types from now on. `how`: a value of `stats`; `states`: `ModuleState`s of the armed modules."
         self.stats.update(dict.fromkeys(ttypes, how))
         for st in states: st.taps = {place: tap for place,tap in st.taps.items() if place[0] not in ttypes}
 
-    def begin_pass(self, number:int): # Number of the pass in the step
+    def begin_pass(self, number:int): # number of the pass in the step
         self.rows.arena.begin(number)
         self.shards.begin_pass()
 
-    def in_micro(self, micro:int): self.micro = micro # number of the pass among those of its phase
+    def in_micro(self, micro:int): self.micro = micro # number of the pass among the passes of its phase
 
     def take_back(self, number): self.rows.take_back(number, self.micro)
 
     def join(self, earlier):
-        "Add earlier steps as passes of this step. Nothing was taken out of this step yet. earlier: `row_writer.MaybePass`es."
+        "Add earlier steps as passes of this step, before its rows are taken. earlier: `row_writer.ProvisionalStep`s."
         self.rows.join(earlier)
         self.micro = len(earlier)
         self.shards.columns = {k:v for e in earlier if e.measured is not None for k,v in e.measured.parts.items()} | self.shards.columns
 
     def read_pending(self, module='model'):
-        "Read all queued parameters in one launch, before they change. No reference to them is kept."
+        "Measure all queued parameters in one launch, before they change. Afterwards no reference to them is kept."
         self.rows.forget_seen()
         try: self.rows.arena.read_pending()
         except Exception as e: self.notices.failed(module, 'a parameter', e, self.stats.get('weight'))
 
     def take(self, over, metadata=None):
-        "Return a `Snapshot` of all summaries, and the custom rows. over: False if more of the step will come."
+        "Take all rows: return a `Snapshot` of the summaries, and the custom rows. over: True if the step is over."
         return self.rows.take(over, metadata and dict(of_parts=self.shards.columns, **metadata))
 
-    def into(self, box):
-        "Keep the rows and the position of the training in a black box. None for ordinary memory."
+    def use_box(self, box):
+        "Store new rows and the position of the training in a black box. `box`: None to use ordinary memory."
         self.rows.use_box(box)
         self.calls.box = None if box is None else box.position
 
     def leave(self, lock):
-        "Start empty in a forked child. The parent keeps the rows and the black box."
+        "Start with an empty buffer in a forked process, because rows and black box belong to the parent process."
         self.functions.lock,self.calls.box,self.rows = lock,None,StepRows(self.notices, lock)
 
     def step_over(self):

@@ -22,10 +22,11 @@ class GradientNorms:
     "Computes norms over all gradients of a step, from the summaries of their rows."
     def __init__(self):
         self.taps,self.places = None,{} # taps of the last step; (module, tname, pname) -> number of the gradient
-        self.kind,self.place = None,None # for each tap: `gradient_kinds`, and number of the gradient; or -1
+        # for each tap: its `gradient_kinds`, and number of the gradient; -1 for other taps
+        self.kind,self.place = None,None
 
-    def learn(self, taps):
-        "Find the taps of gradients. A list of taps only grows."
+    def find_taps(self, taps):
+        "Find the taps of gradients. Do nothing if the list is known, because a list of taps only grows."
         if self.taps is taps and len(taps)==len(self.kind): return
         self.taps,self.places = taps,{}
         keys = [t.key for t in list(taps)]
@@ -34,25 +35,26 @@ class GradientNorms:
         self.place = np.array([number(*k) if kind>=0 else -1 for k,kind in zip(keys, self.kind, strict=True)])
 
     def gradient_rows(self, snapshot):
-        "Yield heads and vectors of the rows of gradients, also of rows already in the log."
+        "Yield headers and summaries of the rows of gradients, also of rows already in the log."
         for s in (*snapshot.earlier, snapshot):
             for h,v in s.parts:
                 at = np.flatnonzero(self.place[h[:, TAP]]>=0)
                 if len(at): yield h[at], np.asarray(v, dtype=np.float64)[at, :width]
 
     def __call__(self, snapshot, n:int, unclipped:int=0) -> tuple:
-        """Return the norm over all gradients of a step that is over, and before clipping, if gradients were clipped.
+        """Return the norm of all gradients of a finished step and, if gradients were clipped, the norm before clipping.
 
-        `n` and `unclipped`: number of weight gradients, and of gradients before clipping. Empty if a gradient has no
+        `n`: number of weight gradients; `unclipped`: number of gradients before clipping. Return () if a gradient has no
         row.
         """
-        self.learn(snapshot.taps)
+        self.find_taps(snapshot.taps)
         found = list(self.gradient_rows(snapshot))
         if not found: return ()
         head,vectors = (np.concatenate(x) for x in zip(*found, strict=True))
         order = np.argsort(head[:, EVENT], kind='stable')
         taps,sums = head[order, TAP],np.full((2, len(self.places)), -1.) # -1: no row
-        sums[self.kind[taps], self.place[taps]] = sums_of_squares(unscaled(vectors))[order] # the last row counts
+        # the last row of a gradient is used
+        sums[self.kind[taps], self.place[taps]] = sums_of_squares(unscaled(vectors))[order]
         clipped,before = sums
         if not n or [np.count_nonzero(clipped!=-1), np.count_nonzero(before!=-1)]!=[n, unclipped]: return ()
         norm = math.sqrt(clipped[clipped!=-1].sum())
@@ -62,44 +64,45 @@ class GradientNorms:
 
 # %% ../../nbs/40_recorder/57_step_scalars.ipynb #9222cf0e
 class StepScalars:
-    "Scalar rows added to each step, and their names."
+    "Makes the scalar rows that torchember adds to each step. Avoids names that the user logs."
     def __init__(self):
         self.norms,self.taken = GradientNorms(),set() # taken: names that the user logs
-        self.rows = {} # tname -> last row
+        self.rows = {} # tname -> last row with this name
 
     def name(self, name):
-        "Return the name of a number of torchember. It is prefixed if the user logs a number of this name."
+        "Return the name for a number that torchember computes: with the prefix 'recorded_' if the user logs this name."
         return f'recorded_{name}' if name in self.taken else name
 
     def ask(self, root_name:str, gradients) -> dict:
-        """Return the arguments for `row` in the writer thread, under the key `norms`: a list, because the black box writes it as JSON.
+        """Return {'norms': list of arguments for `row`}. A list, because the black box writes it as JSON.
 
         `gradients`: result of `Parameters.gradient_counts`.
         """
         return {} if gradients is None else {'norms': [root_name, *gradients, *map(self.name, norm_names)]}
 
     def row(self, measured) -> dict|None:
-        "Return the row with the norms of a `Measured` step, or None."
+        "Return the row with the gradient norms of a `Measured`, None without norms."
         if not measured.norms: return None
         root,n,unclipped,*names = measured.norms
         values = dict(zip(names, self.norms(measured.snapshot, n, unclipped), strict=False))
         if not values: return None
-        again = {'supersedes': True} if self.rows.get('grad_norm', {}).get('step')==measured.step else {} # earlier steps were merged into this one
+        # earlier steps were merged into this step
+        again = {'supersedes': True} if self.rows.get('grad_norm', {}).get('step')==measured.step else {}
         self.rows['grad_norm'] = row = measured.row((root, 'scalar', 'grad_norm', None, None, 0), 0, None, 'float64', values|again)
         return row
 
     def remember(self, rows):
-        "Note the row of learning rates, if it is among these rows."
+        "Store the row of learning rates, if these rows contain it, because `rename` may have to repeat it."
         for r in rows:
             if r['ttype']=='scalar' and r['tname']=='lr': self.rows['lr'] = r
 
     def claim(self, names) -> set:
-        "Give names of logged numbers to the user. Return the new ones among the names of torchember."
+        "Reserve names for the user's numbers. Return new names that torchember has used itself so far."
         new = {n for n in names if computed_in(n) and not n.startswith('recorded_')}-self.taken
         self.taken |= new
         return new
 
     def rename(self, step:int, names:set) -> list:
-        "Return rows of a step that supersede earlier ones, with new names for `names`, because the user has claimed these names."
+        "Return the scalar rows of a step again, with prefixed `names`, because the user logs these names. They supersede earlier rows."
         some = [r for r in self.rows.values() if r['step']==step and names & r.keys()]
         return [{(f'recorded_{k}' if k in names else k): v for k,v in r.items()} | {'supersedes': True} for r in some]

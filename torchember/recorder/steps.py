@@ -12,22 +12,22 @@ from .notices import Notices
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #74ed4a03
 class Phases:
-    """Finds the phase of each pass: training, evaluation, or without gradients.
+    """Determines the phase of each pass: training, evaluation, or without gradients.
 
-    The phase is 'eval' in `eval()` mode. It is 'no_grad' in `train()` mode if no gradient will come.
+    The phase is 'eval' in `eval()` mode. It is 'no_grad' in `train()` mode if no gradient will be computed.
     """
     def __init__(self):
-        self.trained = set() # paths of modules that were called by themselves in training mode
-        self.trains_in_eval = False # True if the model is trained in `eval()` mode, as the first such step has shown
+        self.trained = set() # paths of modules that were called as the outermost module in training mode
+        self.trains_in_eval = False # True if the model is trained in `eval()` mode, known from the first such step
         self.has_grad = False # True once a training pass had gradients
         self.trains_without_grad = False # True if a step ended before any pass had gradients
         self.without_grad = False # True if the open step has a pass without gradients
 
     def find(self, path:str, training:bool, root_training:bool, grad:bool=True) -> str|None:
-        """Return the phase of a pass: 'eval', 'no_grad', or None for training. The path of the root is ''.
+        """Return the phase of a pass: 'eval', 'no_grad', or None for training. `path`: path of the called module.
 
-        `training` and `root_training`: True if the module, and the root, are in training mode.
-        `grad`: True if gradients will come. If the model is trained in `eval()` mode, such a pass trains.
+        `training`, `root_training`: True if this module, or the root, is in training mode.
+        `grad`: True if gradients will be computed. If the model is trained in `eval()` mode, such a pass trains.
         """
         if training: self.trained.add(path); self.trains_in_eval = False
         if grad and self.trains_in_eval: return None
@@ -38,36 +38,40 @@ class Phases:
         return None if self.trains_without_grad and not self.has_grad else 'no_grad'
 
     def end_step(self):
-        "Note the end of a step. If no pass has had gradients yet, passes without gradients are the training."
+        "Note the end of a step. If no pass has had gradients so far, passes without gradients are training passes."
         self.trains_without_grad = self.trains_without_grad or self.without_grad
         self.without_grad = False
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #9487dba0
 class SteppedOptimizers:
-    "Steps of the optimizers in the open training step."
+    "Counts the steps of each optimizer in the open training step, which is over when all awaited optimizers have stepped."
     def __init__(self, awaited=()):
-        self.awaited = frozenset(awaited) # ids of the optimizers that all must step before a step is over. If empty, something else ends the steps
-        self.stepped = set()
-        self.counts = Counter() # id -> steps of this optimizer in the open step
-        self.waits = {} # id -> most steps of another optimizer that a step of this run has waited for this one
+        # ids of the optimizers that all must step before a training step is over. Empty if optimizers do not end the
+        # steps
+        self.awaited = frozenset(awaited)
+        self.stepped = set() # ids of the optimizers that have stepped in the open training step
+        self.counts = Counter() # id of an optimizer -> number of its steps in the open training step
+        # id of an optimizer -> largest number of steps of another optimizer before the first step of this optimizer
+        self.waits = {}
 
     missing = property(lambda self: self.awaited-self.stepped, doc="Ids of the optimizers that have not stepped yet.")
-    max_count = property(lambda self: max(self.counts.values(), default=0), doc="Most steps of one optimizer.")
+    max_count = property(lambda self: max(self.counts.values(), default=0), doc="Largest number of steps of one optimizer.")
 
     def note_step(self, optimizer:int) -> bool: # True if the step is over
         "Count a step of the optimizer with this id. Return True if all awaited optimizers have stepped."
         if len(self.awaited)>1 and optimizer not in self.stepped: self.waits[optimizer] = max(self.waits.get(optimizer, 0), self.max_count)
         self.stepped.add(optimizer)
-        self.counts[optimizer] = self.counts.get(optimizer, 0)+1 # faster than `Counter` with a missing key
+        self.counts[optimizer] = self.counts.get(optimizer, 0)+1 # `get`, because `Counter` is slow for a missing key
         return bool(self.awaited) and self.stepped>=self.awaited
 
     def wait_too_long(self, new:int, few:int) -> bool:
-        """Return True if one optimizer has stepped too often while a step of a second is missing.
+        """Return True if one optimizer has stepped too often without a step of another awaited optimizer.
 
-        The limit is `new` for an optimizer that has not stepped in this run, and at least `few` for another: more if it
-        steps rarely.
+        The limit is `new` steps if the missing optimizer has never stepped in this run. Otherwise the limit is `few` steps,
+        or more if the missing optimizer steps rarely.
         """
-        if len(self.waits)==len(self.awaited)>1 and min(self.waits.values())>=3: return True # each waits for the others: they alternate
+        # each optimizer waits for the others, because they alternate
+        if len(self.waits)==len(self.awaited)>1 and min(self.waits.values())>=3: return True
         return any(self.max_count>=(max(few, 3*self.waits[o]) if o in self.waits else new) for o in self.missing)
 
     def clear(self): self.stepped.clear(); self.counts.clear()
@@ -76,40 +80,41 @@ class SteppedOptimizers:
 class StepState:
     "Passes of the open step."
     def __init__(self):
-        self.opened = False # True if the step has content: a pass, or tensors that the user had measured
-        self.passes = Counter() # phase -> passes
-        self.begun = 0 # passes that have begun, also those that were refused later
-        self.training_passes = 0 # passes in training mode with gradients
-        self.eval_grads = False # True if a pass in `eval()` mode has gradients
-        self.measured = False # True if something was measured outside of passes
-        self.leader,self.phase = None,None # of the last pass: path of its first module; phase
+        self.opened = False # True if the step has content: a pass, or tensors that the user asked to measure
+        self.passes = Counter() # phase -> number of passes
+        self.begun = 0 # number of passes that have begun, including passes that were refused later
+        self.training_passes = 0 # number of passes in training mode with gradients
+        self.eval_grads = False # True if a pass in `eval()` mode computes gradients
+        self.measured = False # True if a tensor was measured outside of passes
+        self.leader,self.phase = None,None # path of the first outermost module of the last pass; phase of the last pass
         self.failed = False # True if the last pass raised
         self.seen = set() # paths of outermost modules that were called
-        self.weights,self.changes = None,0 # weights of the last training pass; how often they differed from those of the pass before
+        # version counters of the weights in the last training pass; how often they changed between passes
+        self.weights,self.changes = None,0
 
-    micro = property(lambda self: max(self.passes[self.phase]-1, 0), doc="Number of the last pass in its phase.")
+    micro = property(lambda self: max(self.passes[self.phase]-1, 0), doc="Number of the last pass among the passes of its phase.")
 
     def begins_pass(self, path:str, phase:str|None, joins:bool=False) -> bool:
-        """Return True if a call of the outermost armed module begins a pass, instead of joining the last one.
+        """Return True if a call of an outermost module begins a new pass. False if the call belongs to the last pass.
 
-        `phase`: from `Phases.find`. `joins`: True if one autograd Function made this call and the one before, as a
-        solver does.
+        `phase`: result of `Phases.find`. `joins`: True if one autograd Function made this call and the call before, as an
+        ODE solver does.
         """
         lead = self.leader
-        other = phase!=self.phase and 'eval' in (phase, self.phase) # parts without gradients join the pass
+        other = phase!=self.phase and 'eval' in (phase, self.phase) # calls without gradients belong to the pass
         return lead is None or other or not joins and (path in ('', lead) or lead.startswith(f'{path}.'))
 
     def add_call(self, path:str, phase:str|None=None, weights=None, joins:bool=False) -> bool:
-        """Note a call of the outermost armed module, as `begins_pass` has it. Return True if it begins a pass.
+        """Note a call of an outermost module. Return True if the call begins a pass. Arguments: see `begins_pass`.
 
-        `weights`: anything that differs once the weights change.
+        `weights`: a value that differs once the weights change, such as version counters.
         """
         new = self.begins_pass(path, phase, joins)
         if new:
             self.begun += 1
             self.leader,self.phase = path,phase
             self.passes[phase] = self.passes.get(phase, 0)+1
-        elif phase is None and self.phase=='no_grad': # a part that is called with gradients joins: the pass trains
+        elif phase is None and self.phase=='no_grad': # a call with gradients makes this a training pass
             self.passes[self.phase] -= 1
             self.passes[None] += 1
             self.phase = None
@@ -119,8 +124,8 @@ class StepState:
         self.seen.add(path)
         return new
 
-    def remove_failed(self) -> int: # Number of the pass among all passes of the step
-        "Remove the last, failed pass. Return its number among all passes of the step."
+    def remove_failed(self) -> int: # number of the pass among all passes of the step
+        "Remove the last pass, because it failed. Return its number among all passes of the step."
         self.begun -= 1
         self.passes[self.phase] -= 1
         self.leader,self.phase,self.failed = None,None,False
@@ -132,15 +137,16 @@ class Steps:
     def __init__(self, number:int=0, manual:bool=False, awaited=()):
         """Begin with the step `number`.
 
-        `manual`: True if an optimizer or `torchEmber.step` ends the steps, otherwise the next pass does. `awaited`: ids
-        of the optimizers that all must step before a step is over.
+        `manual`: True if optimizers or `torchEmber.step` end the steps, False if each new pass does. `awaited`: ids of the
+        optimizers that all must step before a step is over.
         """
         self.number,self.manual = number,manual
         self.optimizers,self.phases,self.state = SteppedOptimizers(awaited),Phases(),StepState()
         self.closed = None # number of the step that ended last
-        self.trained = False # True if that step had training passes
-        self.evaluated = None # number of the last step that has an evaluation: rows of another evaluation replace those of the first
-        self.pass_ = 0 # changes with each pass: calls of a module are numbered from 0 in each
+        self.trained = False # True if the step that ended last had training passes
+        # number of the last step with an evaluation. Rows of a second evaluation of this step replace rows of the first
+        self.evaluated = None
+        self.pass_ = 0 # number of the pass in the run, because calls of a module are numbered from 0 in each pass
 
     opened = property(lambda self: self.state.opened)
     passes = property(lambda self: self.state.passes)
@@ -151,62 +157,62 @@ class Steps:
 
     @property
     def own_passes(self):
-        "Number of passes without evaluations."
+        "Number of passes of the open step, without evaluations."
         return self.passes[None]+self.passes['no_grad']
 
     @property
     def is_evaluation(self):
-        "True after a training step if all passes since are evaluations. If the model is trained in `eval()` mode, a pass with gradients trains."
+        "True if all passes since the last training step are evaluations. They are counted for that step."
         s = self.state
         other = self.own_passes or s.measured or self.optimizers.stepped or not (self.trained or self.phases.trains_in_eval and not s.eval_grads)
         return self.manual and not other and any(s.passes.values())
 
     def ends_evaluation(self, phase, grad) -> bool:
-        "Return True if an evaluation is over before a pass of this phase, with or without gradients."
+        "Return True if the begin of a pass of this phase ends an evaluation. `grad`: True if gradients will be computed."
         return self.is_evaluation and (phase!='eval' or grad and not self.trained)
 
     def end_evaluation(self):
-        "Count the passes since the last step as its evaluation."
+        "End an evaluation: the passes since the last step belong to that step."
         self.evaluated = self.closed
         self.pass_ += 1
         self.state = StepState()
 
-    shown = property(lambda self: self.closed if self.is_evaluation else self.number, doc="Step of measured tensors: the one before during an evaluation.")
+    shown = property(lambda self: self.closed if self.is_evaluation else self.number, doc="Step that rows belong to: in an evaluation, the step before.")
 
     @property
     def noted(self):
-        "Step of a logged number: the open step, or the one before if the open one has no pass of its own."
+        "Number of the step that a logged number belongs to: the open step, or the step before if the open step has no pass yet."
         later = self.own_passes if self.manual and self.trained else self.passes
         return self.number if later or self.closed is None else self.closed
 
     # ---- passes
 
     def is_over_before(self, path, phase, weights=None, joins=False) -> bool:
-        "Return True if a call with these arguments of `StepState.add_call` ends the open step."
+        "Return True if the open step is over when a call with these arguments begins. Arguments: see `StepState.add_call`."
         if self.manual or not self.opened: return False
         return self.state.begins_pass(path, phase, joins) or (path in self.state.seen and weights!=self.state.weights)
 
     def begin(self, path:str, phase:str|None=None, weights=None, joins:bool=False) -> bool:
-        "Note a call of the outermost armed module, with the arguments of `StepState.add_call`. Return True if it begins a pass."
+        "Note a call of an outermost module. Return True if the call begins a pass. Arguments: see `StepState.add_call`."
         new = self.state.add_call(path, phase, weights, joins)
         self.pass_ += new
         return new
 
     def note_content(self, training=False, eval_grads=False, measured=False):
-        "Mark the open step as not empty: by a pass with gradients, in training mode or `eval()` mode, or by something `measured` outside of passes."
+        "Mark the open step as not empty. `training`, `eval_grads`: a pass with gradients in this mode; `measured`: a tensor outside of passes."
         s = self.state
         s.opened = True
         s.training_passes += training
         s.eval_grads,s.measured = s.eval_grads or eval_grads,s.measured or measured
 
     def remove_failed(self) -> int:
-        "Remove the last, failed pass. Return its number among all passes of the step."
+        "Remove the last pass, because it failed. Return its number among all passes of the step."
         number = self.state.remove_failed()
-        if not self.manual: self.state.opened = False # the next pass replaces it
+        if not self.manual: self.state.opened = False # the next pass replaces the failed pass
         return number
 
     def remove_refused(self, number) -> bool:
-        "Remove a pass without used gradients, by its number among all passes. Return True if the step is empty now."
+        "Remove a refused pass. `number`: its number among all passes of the step. Return True if the step is empty now."
         s = self.state
         s.passes[None] -= 1
         s.training_passes = max(s.training_passes-1, 0)
@@ -216,7 +222,7 @@ class Steps:
         return True
 
     def absorb_previous(self, n):
-        "Merge the previous `n` steps into the open one: they were its first micro-batches."
+        "Merge the previous `n` steps into the open step, because they were its first micro-batches."
         self.number -= n
         self.closed = None if self.closed is None or self.closed<n else self.closed-n
         self.passes[None] += n
@@ -229,11 +235,11 @@ class Steps:
         self.state.measured = self.state.measured or self.state.eval_grads
 
     def disown(self):
-        "Forget the open step in a forked process: it belongs to the parent."
+        "Forget the open step in a forked process, because the step belongs to the parent process."
         self.state = StepState()
 
     def close(self):
-        "End the open step, and begin the next."
+        "End the open step, and begin the next step."
         if self.state.eval_grads and not self.passes[None]: self.phases.trains_in_eval = True
         elif self.passes['eval']: self.evaluated = self.number
         self.closed,self.number,self.trained = self.number,self.number+1,self.own_passes>0
@@ -244,29 +250,29 @@ class Steps:
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #5c1be0a2
 class ProvisionalSteps:
-    "Earlier steps with the same weights, ended by passes: they may be micro-batches of the open step."
-    most = 64 # more passes with the same weights are steps
+    "Recent steps with the same weights, each ended by the next pass. They may turn out to be micro-batches of the open step."
+    most = 64 # with more passes of the same weights, each pass is a step
 
     def __init__(self): self.clear()
 
     def clear(self, weights=None):
-        "Forget all kept steps, and keep steps with these weights from now on."
+        "Forget all stored steps, and store steps with these weight versions from now on."
         self.weights,self.kept,self.too_many = weights,[],False
 
     def with_weights(self, weights) -> list:
-        "Return the kept steps with these weights, in order."
+        "Return the stored steps with these weight versions, oldest first."
         return self.kept if weights is not None and weights==self.weights else []
 
     def has_earlier(self, weights) -> bool:
-        "Return True if there are kept steps with these weights, and one more can be kept."
+        "Return True if steps with these weight versions are stored, and another step can be added."
         return bool(self.with_weights(weights)) and len(self.kept)<self.most
 
     def may_join(self, weights, following) -> bool:
-        "Return True if a step with `weights` may be a micro-batch of the next step. `following` are the weights of the next pass, None if unknown."
+        "Return True if a step may be a micro-batch of the next step. Weight versions: of this step, and of the pass that follows, or None."
         return weights is not None and weights==following and (weights!=self.weights or not self.too_many and len(self.kept)<self.most)
 
     def add(self, weights, step):
-        "Keep the description of a step, ended by a pass. Its weights are None if unknown."
+        "Store a `ProvisionalStep`. `weights`: its weight versions, None if unknown."
         if weights is None or weights!=self.weights: self.clear(weights)
         if weights is None or self.too_many: return
         self.kept.append(step)
@@ -274,26 +280,27 @@ class ProvisionalSteps:
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #08e21200
 def stall_reason(steps, passes:int=1000, new:int=20, few:int=12) -> str|None:
-    """Return why the open step seems to have no end, because its optimizers do not step any more.
+    """Return a phrase that says why the open step seems never to end, None if it may still end.
 
-    None if it may still end. `passes`: limit of training passes. `new`: limit of steps of one optimizer while another
-    has never stepped. `few`: limit of steps, or of changes of the weights, while the missing optimizers have stepped
-    before.
+    The reason is that awaited optimizers do not step. `passes`: limit of training passes. `new`: limit of steps of one
+    optimizer while another has never stepped. `few`: limit of steps, or of changes of the weights, if the missing
+    optimizers have stepped before.
     """
     o,s = steps.optimizers,steps.state
-    if s.changes<2 and s.training_passes<passes and not o.counts: return None # as in nearly every step
+    if s.changes<2 and s.training_passes<passes and not o.counts: return None # fast exit for nearly every step
     if not o.missing: return None
-    if o.counts and o.wait_too_long(new, few): return f"another one has stepped {o.max_count:,} time{'s'*(o.max_count>1)}"
+    if o.counts and o.wait_too_long(new, few): return f"another optimizer has stepped {o.max_count:,} time{'s'*(o.max_count>1)}"
     unknown = s.changes-o.counts.total() # changes of the weights that no known optimizer made
-    if unknown>=(2 if len(o.awaited)==1 else few): return 'the weights change all the same'
-    if s.training_passes>=passes: return f'{s.training_passes:,} passes went by'
+    if unknown>=(2 if len(o.awaited)==1 else few): return 'the weights change nevertheless'
+    if s.training_passes>=passes: return f'{s.training_passes:,} training passes have run'
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #88219d60
 class Decision:
     "Decides for each step if it is recorded."
-    def __init__(self, schedule, budget=None, notices=None): # schedule: step -> True if it is selected
+    def __init__(self, schedule, budget=None, notices=None): # schedule: function of a step that returns True to record the step
         self.schedule,self.budget,self.notices = schedule,budget,notices or Notices()
-        self.step,self.is_recorded,self.denied = None,False,False # last decision: its step; its result; True if the budget refused a selected step
+        # last decision: number of the step; result; True if the budget refused it
+        self.step,self.is_recorded,self.denied = None,False,False
 
     def is_selected(self, step) -> bool:
         "Return True if the schedule selects a step. If the schedule raises, the step is not selected."
@@ -301,12 +308,12 @@ class Decision:
         except Exception as e:
             if self.notices.on_error=='raise': raise
             self.notices.errors += 1
-            self.notices.once('schedule', f"The schedule {self.schedule} failed at step {step}: {type(e).__name__}: {e}. Such steps are not recorded.",
+            self.notices.once('schedule', f"The schedule {self.schedule} raised at step {step}: {type(e).__name__}: {e}. Such steps are not recorded.",
                 'info')
             return False
 
     def __call__(self, step:int, pending=None) -> bool:
-        "Return True if a step is recorded. `pending` returns the seconds that recording has taken in the open step."
+        "Return True if a step is recorded. `pending`: function that returns the seconds of recording in the open step."
         if self.budget is None: return self.is_selected(step)
         if self.step!=step:
             selected = self.is_selected(step)

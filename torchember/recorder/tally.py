@@ -10,28 +10,29 @@ from .optimizer import optimizer_names
 from ..store.parameters import untrained
 
 # %% ../../nbs/40_recorder/77_tally.ipynb #92669538
-not_called = "The optimizer steps, but the model that torchEmber was given is never called: of its tensors, only weights are recorded."
+not_called = "The optimizer steps, but the model that was passed to torchEmber is never called, so only its weights are recorded."
 
 class Tally:
-    "Counts of steps and passes of a run."
+    "Counts the steps and passes of a run, for the remarks in its report."
     def __init__(self):
-        self.steps = self.recorded = self.skipped = 0 # all steps; recorded steps; steps that a scaler skipped
-        self.failed = self.refused = 0 # passes that raised; passes whose gradients no optimizer used
+        # number of steps; of recorded steps; of steps that a scaler skipped
+        self.steps = self.recorded = self.skipped = 0
+        self.failed = self.refused = 0 # number of passes that raised; of passes whose gradients no optimizer used
         self.called = False # True once a pass began
         self.long_wait = None # sentence about a step that waited long for an optimizer
 
     def step_over(self, recorded:bool):
-        "Count a step."
+        "Count a finished step."
         self.steps += 1
         self.recorded += recorded
 
     def absorb(self, n):
-        "Subtract `n` recorded steps: they were micro-batches of the open step."
+        "Subtract `n` recorded steps from the counts, because they were micro-batches of the open step."
         self.steps -= n
         self.recorded -= n
 
     def note_wait(self, steps, optimizers):
-        "Note a step with 20 or more steps of one optimizer but none of a second."
+        "Store a sentence about a step that contains 20 or more steps of one optimizer, but none of another."
         o = steps.optimizers
         missing = [opt for opt in optimizers if id(opt) in o.missing] if o.max_count>=20 else []
         if missing: self.long_wait = (f"Step {steps.number} waited for {optimizer_names(missing)}: "
@@ -44,7 +45,7 @@ class Tally:
         """
         out,watch,hint,known = [],sources.watch,sources.parameters.hint,sources.parameters.known
         if self.steps and watch and not self.called: out.append(not_called)
-        if not self.steps: out.append("No pass was seen: the model was never called while it was armed.")
+        if not self.steps: out.append("No pass was recorded, because the model was never called while it was armed.")
         for o in watch.optimizers if watch and self.steps else ():
             if id(o) not in watch.stepped: out.append(f"The optimizer {optimizer_names([o])} never stepped.")
         if 'weight_grad' in sources.ttypes and hint.trains and hint.steps_without and (manual or hint.given):
