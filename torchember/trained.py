@@ -138,7 +138,7 @@ class Training:
 
     def set_scaler(self, scaler):
         "Record gradients divided by the scale of `scaler`; None for no scaler."
-        if (te := self.te()) is not None and self.scaler is not scaler: te.recorder.watch.use(scaler)
+        if (te := self.te()) is not None and self.scaler is not scaler: te.recorder.watch.use_scaler(scaler)
 
     def overlaps(self, model):
         "Return True if a module of `model` is armed by this training."

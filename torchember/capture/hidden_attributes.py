@@ -9,18 +9,18 @@ __all__ = ['missing', 'ArmedDict', 'install', 'uninstall']
 missing = object() # stands for a key that the module does not have
 
 class ArmedDict(dict):
-    "The `__dict__` of an armed module: `d[key]` returns installed attributes, iteration shows the module's own."
+    "The `__dict__` of an armed module. `d[key]` also finds the attributes that torchember installed; iteration shows only the module's own."
     def __init__(self, own):
         super().__init__(own)
-        self.own = own # the `__dict__` of the module before, which it gets back
-        self.installed = {} # key -> what we installed, and the value that it covers
+        self.own = own # the module's `__dict__` from before arming, restored by `uninstall`
+        self.installed = {} # key -> (installed value, the module's own value that it hides)
 
     def install(self, new):
-        "Cover the values of some keys."
+        "Install the values of the dict `new`. The module's own values of these keys are hidden until `uninstall`."
         for k,v in new.items(): self.installed[k],self[k] = (v, self.get(k, missing)),v
 
     def uninstall(self, new):
-        "Uncover the values of some keys. A value that the user has set since stays."
+        "Remove the installed values of the dict `new`, and restore the values that they hid. A value that the user has set since then stays."
         for k,v in new.items():
             if self.installed.get(k, (missing,))[0] is not v: continue
             covered = self.installed.pop(k)[1]
@@ -41,7 +41,7 @@ class ArmedDict(dict):
     def __reversed__(self): return reversed(self.unarmed())
     def __len__(self): return len(self.unarmed())
     def __eq__(self, other): return self.unarmed()==(other.unarmed() if isinstance(other, ArmedDict) else other)
-    def __ne__(self, other): return not self==other # `dict` defines its own
+    def __ne__(self, other): return not self==other # needed because `dict` has its own `__ne__`
     def __or__(self, other): return self.unarmed() | other
     def __ror__(self, other): return other | self.unarmed()
     def __repr__(self): return repr(self.unarmed())
@@ -52,7 +52,7 @@ class ArmedDict(dict):
     def copy(self): return self.unarmed()
 
     def update(self, *args, **more):
-        "Update the dict. The module's own value does not replace an installed one."
+        "Update the module's dict. An installed value is not replaced by the module's own value that it hides, so a saved dict can be restored."
         for k,v in dict(*args, **more).items():
             if k not in self.installed or v is not self.installed[k][1]: self[k] = v
 
@@ -67,9 +67,9 @@ def install(module, new:dict):
     d.install(new)
 
 def uninstall(module, new:dict):
-    "Remove attributes that `install` added. After the last one the module has its own `__dict__` again."
+    "Remove attributes that `install` added. When no installed attribute is left, the module gets its own `__dict__` back."
     d = module.__dict__
-    if not isinstance(d, ArmedDict): return # another `__dict__` was set meanwhile
+    if not isinstance(d, ArmedDict): return # the user has set another `__dict__`: nothing to remove
     d.uninstall(new)
     if d.installed: return
     d.own.clear()

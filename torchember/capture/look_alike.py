@@ -10,17 +10,18 @@ import functools, inspect, weakref
 
 # %% ../../nbs/10_capture/14_look_alike.ipynb #11ac9116
 def signature_with_self(forward):
-    "Return the signature of a bound `forward`, with a first parameter for the module."
+    "Return the signature of a bound `forward` with `self` as its first parameter."
     try: s = inspect.signature(forward)
-    except (TypeError, ValueError): s = inspect.signature(lambda *args, **kwargs: None) # a function in C may have none
+        # a function in C may have no signature
+    except (TypeError, ValueError): s = inspect.signature(lambda *args, **kwargs: None)
     me = inspect.Parameter('self', inspect.Parameter.POSITIONAL_ONLY)
     return s.replace(parameters=[me, *(p.replace(name='self_') if p.name=='self' else p for p in s.parameters.values())])
 
 # %% ../../nbs/10_capture/14_look_alike.ipynb #22fc2b57
-codes = weakref.WeakKeyDictionary() # replaced function -> copy of our code
+codes = weakref.WeakKeyDictionary() # replaced `forward` -> copy of the code object of our function
 
 def code_for(forward, code):
-    "Return the copy of a code object for one `forward`. The compiler counts graphs by code object."
+    "Return a copy of `code` that only `forward` uses, because torch.compile limits the number of graphs per code object."
     if forward not in codes:
         is_torch = (forward.__module__ or '').startswith('torch.nn.')
         place = {k: getattr(forward.__code__, k) for k in ('co_filename', 'co_firstlineno')} if is_torch else {}
@@ -31,10 +32,10 @@ def code_for(forward, code):
 def look_like(f, forward, is_bound, is_own):
     """Give `f` the name, docstring, signature and code of the function that it replaces. Return `f`.
 
-    `forward`: the replaced function. `is_bound`: whether it is bound to the module. `is_own`: whether it is on the instance, not on its class."""
+    `forward`: the replaced function. `is_bound`: whether `forward` is bound to the module. `is_own`: whether `forward` is an attribute of the instance."""
     functools.update_wrapper(f, forward)
-    del f.__wrapped__ # programs that unwrap functions would skip ours,
-    # unless there was something to unwrap before
+    del f.__wrapped__ # with `__wrapped__`, programs that unwrap functions would skip `f`.
+    # Keep it only if the replaced function itself wraps a function
     if is_own and hasattr(forward, '__wrapped__'): f.__wrapped__ = forward.__wrapped__
     f.__code__ = f.__code__.replace() if is_bound else code_for(forward, f.__code__)
     f.__signature__ = signature_with_self(forward) if is_bound else inspect.signature(forward)

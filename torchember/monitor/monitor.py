@@ -347,7 +347,7 @@ class Monitor:
     def __del__(self): self._leave()
 
     def _leave(self):
-        for st in getattr(self, 'states', ()): st.leave()
+        for st in getattr(self, 'states', ()): st.detach()
         self.states = []
 
     def __repr__(self):

@@ -38,7 +38,7 @@ class Gradients:
         "Wait for the gradients of a recomputed checkpoint. A reentrant checkpoint makes its graph only now."
         for ttype,named in (('input_grad', inputs), ('output_grad', outputs)):
             if ttype not in self.ttypes: continue
-            self.handles += hook_gradients(named, lambda n, g, ttype=ttype: state.graded(ttype, [(n, g)]), (id(state), ttype), True, state.key, ttype)
+            self.handles += hook_gradients(named, lambda n, g, ttype=ttype: state.grads_arrived(ttype, [(n, g)]), (id(state), ttype), True, state.key, ttype)
 
     def step_over(self):
         if self.held: return

@@ -118,7 +118,7 @@ class ArmedModel:
         ts = tracks(self.tracks[0].module)
         states,watched = {st.track.id: st for st in self.sources.states},owner.watched(ts)
         new = arm([t for t in ts if t.id not in states], self.events, watched)
-        for gone in states.keys()-{t.id for t in ts}: states.pop(gone).leave()
+        for gone in states.keys()-{t.id for t in ts}: states.pop(gone).detach()
         states |= {st.track.id: st for st in new}
         for t in ts:
             if t.id in states: states[t.id].move(t, t.id in watched)
