@@ -1,4 +1,4 @@
-"Events of a model and their order: nested modules, several listeners, several optimizers, several passes"
+"Listeners get the events of a model in the right order: with nested modules, several listeners, optimizers and passes"
 from types import SimpleNamespace as Some
 
 import pytest
@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 
 class Spy(Listener):
-    "A listener that writes down all events."
+    "A listener that notes all events."
     exclusive,wants = True,always(input_grad=True, output_grad=True)
     def __init__(self, records=True): self.heard,self.recording,self.depth = [],records,0
     def pass_begins(self, st, grad=None): self.say(st, 'pass'); self.running += 1; self.depth += 1; return True
@@ -79,7 +79,7 @@ def test_all_events_of_a_pass():
 
 
 def test_events_of_chosen_modules():
-    "Without recording only the outermost call is reported, and of a pass that is not recorded only its begin and end"
+    "While nothing is recorded, only begin and end of a pass are reported"
     model = Net()
     def some(paths, **more):
         spy,ts,states = armed(model, *paths)
@@ -161,7 +161,7 @@ def test_the_last_call_gets_the_first_gradient():
 
 
 class Hears(Listener):
-    "A listener that writes down gradients and passes."
+    "A listener that notes gradients and passes."
     wants = always(input_grad=True, output_grad=True)
     def __init__(self): self.heard = []
     def gradient(self, st, *what): self.heard.append(what)
@@ -189,7 +189,7 @@ def test_pending_gradients_are_kept_for_each_tensor_and_step():
     assert [h[3:] for h in who.heard]==[(1, None, 0), (0, None, 0), (1, None, 1)]
 
 
-def test_gradients_stay_pending_for_as_many_steps_as_the_listener_says():
+def test_gradients_stay_pending_for_the_number_of_steps_in_lasting():
     "If a step turns out to be part of an earlier one, its calls stay pending"
     who = Hears()
     who.lasting = 2
@@ -373,7 +373,7 @@ class Steps:
 def linear(**kw): m = nn.Linear(1, 1); m(one).backward(); return m, torch.optim.SGD(m.parameters(), .1, **kw)
 
 
-def test_two_optimizers_are_told_apart():
+def test_steps_of_two_optimizers_are_distinguished():
     "With and without a closure, one in the closure of the other, after an exception, and after detaching"
     (_,o),(_,p),spy = linear(),linear(),Steps()
     w = OptimizerWatch([o, p], None, spy)
@@ -464,7 +464,7 @@ class Wrapper:
         for o in self.inner[:closure]: o.step()
 
 
-def test_a_wrapper_of_two_and_one_beside_it():
+def test_a_wrapper_of_two_optimizers_and_a_third_optimizer():
     (_,o),(_,p),(_,q),spy = linear(),linear(),linear(),Steps()
     outer = Wrapper(o, p)
     outer.other = q # trains other parameters

@@ -51,7 +51,7 @@ def union_of_wants(parts:frozenset):
 
 # %% ../../nbs/10_capture/18_events.ipynb #8b77b4ec
 class Listener(Protocol):
-    "Is notified of the events of a model. Each method does nothing here, so a listener defines only the methods it needs."
+    "An object that is notified of the events of a model. Methods of this class do nothing, so a subclass defines only the methods that it needs."
     wants = always() # types of tensors to report in calls
     on = True # False: no events of calls now, as in steps that are not recorded
     # number of open passes in all threads: a module that is called while it is 0 begins a pass. A constant 1: only the root begins a pass
@@ -93,13 +93,13 @@ class Listener(Protocol):
         return 0, None
 
     def call_ends(self, state, outputs:list, compiled:bool=False): # returns the same as `call_begins`
-        "A module returns these tensors."
+        "A call of a module has ended, and returns these tensors."
         return 0, None
 
     def returned(self, state, outputs:list, call:int, phase=None):
         "The module's own hooks have added up a partial sum: the true outputs. `call_ends` got no tensors. Its result is passed as `call` and `phase`."
 
-    def call_fails(self, state): "The module has raised an exception."
+    def call_fails(self, state): "A call of a module has raised an exception."
 
     def probe(self, state, name:str, tensor): "The user records a tensor of this module by `te.probe`."
 

@@ -144,7 +144,7 @@ class ModuleState:
         self.listener.pass_ends(self, True)
 
     def is_recorded(self):
-        "Return True if this call is recorded."
+        "Return True if a call that compiled code reports is to be recorded."
         # because compiled code writes into memory without changing the version counters of tensors
         self.listener.memory_reused()
         if self.wants.input_grad or self.wants.output_grad: warn_no_hooks()

@@ -19,7 +19,7 @@ def parameters_of(optimizer) -> list:
     return list({id(p): p for g in optimizer.param_groups for p in g['params']}.values())
 
 def trained_by(optimizers) -> list:
-    "Return the parameters of several optimizers, each once."
+    "Return the parameters that any of these optimizers trains, each once."
     return list({id(p): p for o in optimizers for p in parameters_of(o)}.values())
 
 def state_tensors(optimizer, p) -> dict:
@@ -36,7 +36,7 @@ def live_objects(kind):
     return [o for o in gc.get_objects() if issubclass(type(o), kind)]
 
 def in_live_optimizers(wanted:set) -> set:
-    "Return the ids in `wanted` that belong to parameters in any torch optimizer of this process."
+    "Return those ids in `wanted` that are ids of parameters of any torch optimizer in this process."
     return wanted & {id(p) for o in live_objects(torch.optim.Optimizer) for g in getattr(o, 'param_groups', ()) for p in g['params']}
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #afd21f76
@@ -146,7 +146,7 @@ class OpenSteps:
     def begin(self, o):
         "Note that a step of `o` begins. Return True if no other step of `o` is running."
         n = self.depth.get(id(o), 0)
-        if n and not is_stepping(o): n = 0 # an earlier step has raised
+        if n and not is_stepping(o): n = 0 # the earlier step has raised, so it did not report its end
         self.depth[id(o)] = n+1
         return not n
 
