@@ -357,9 +357,9 @@ class Kernels:
 
     def reads(self, dtype, wanted, device): return True
 
-    def fills(self, x):
-        from torchember.measure.readers.triton import fills
-        return fills(x)
+    def has_no_gaps(self, x):
+        from torchember.measure.readers.triton import has_no_gaps
+        return has_no_gaps(x)
 
     def reading(self, n, dtype, device, wanted): return Reading(self, device, wanted)
 
@@ -367,9 +367,9 @@ class Kernels:
 
     def read_list(self, xs, wanted, out, to=None):
         from torchember.measure.readers.torch import read_device
-        from torchember.measure.readers.triton import as_run
+        from torchember.measure.readers.triton import without_gaps
         self.lists.append(len(xs))
-        xs = [as_run(x) for x in xs]
+        xs = [without_gaps(x) for x in xs]
         machine().launched(out.device, [x.memory for x in xs], [out.memory])
         def run():
             for x,i in zip(values, range(len(values)) if to is None else to, strict=True): rows[i, :] = read_device(x.reshape(-1), wanted)
@@ -429,14 +429,14 @@ def installed(monkeypatch, kernels=True):
         failing()
         return m.captures
     monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', captures)
-    for f in (devices.capture_of, devices.sends, reading.operations_are_right, reading.gpu_kernels): f.cache_clear()
+    for f in (devices.capture_of, devices.copies_async, reading.operations_are_right, reading.gpu_kernels): f.cache_clear()
     for room in (devices,): monkeypatch.setattr(room, 'accelerator', lambda: 'cuda')
     monkeypatch.setattr(devices, 'capture_of', lambda kind: captures if kind=='cuda' else None)
     for room in (arena, elements, reading, tap, step_buffer): monkeypatch.setattr(room, 'ordinary', (torch.Tensor, torch.nn.Parameter, Late))
     if kernels: monkeypatch.setattr(reading, 'gpu_kernels', lambda device: m.kernels if device.type=='cuda' else None)
     else: monkeypatch.setattr(reading, 'gpu_kernels', lambda device: None)
     monkeypatch.setattr(reading, 'operations_are_right', lambda *args: True) # each process checks this once
-    for i in m.streams: assert devices.sends(cuda(i)) # each process checks this once
+    for i in m.streams: assert devices.copies_async(cuda(i)) # each process checks this once
     m.waits.clear()
     m.copies = 0
     return m
@@ -446,7 +446,7 @@ def over():
     the.machine = None
     from torchember.measure import devices
     from torchember.measure import kernels as reading
-    for f in (devices.sends, reading.operations_are_right): f.cache_clear()
+    for f in (devices.copies_async, reading.operations_are_right): f.cache_clear()
 
 
 def moved_model(model, device=None):

@@ -27,14 +27,14 @@ cases = {
     test_beside_an_ember[aot_eager-blocks-*
     ''',
 'capture/test_compiled_models.py': '''
-    test_in_one_graph[alexnet]
+    test_rows_in_one_graph_are_those_of_eager_mode[alexnet]
     test_inductor[cells]
     test_inductor[routed]
-    test_in_one_graph[llama]
-    test_in_one_graph[vit]
-    test_in_one_graph[encoder]
-    test_in_one_graph[resnet]
-    test_in_several[tagger]
+    test_rows_in_one_graph_are_those_of_eager_mode[llama]
+    test_rows_in_one_graph_are_those_of_eager_mode[vit]
+    test_rows_in_one_graph_are_those_of_eager_mode[encoder]
+    test_rows_in_one_graph_are_those_of_eager_mode[resnet]
+    test_rows_in_several_graphs_are_those_of_eager_mode[tagger]
     ''',
 'capture/test_hearing.py': '''
     test_each_listener_gets_the_same_events_as_alone[whole-passes-everything]
@@ -129,7 +129,7 @@ cases = {
     test_fuzz[loops-1]
     ''',
 'measure/test_loading.py': '''
-    test_exit_meanwhile[0-True]
+    test_a_process_can_exit_while_loading[0-True]
     ''',
 'run/test_run.py': '''
     test_program_ends_as_under_python[sys.exit('why')]
@@ -156,9 +156,9 @@ cases = {
     test_tail_of_a_run_that_another_process_writes[interrupt]
     ''',
 'measure/test_devices.py': '''
-    test_what_is_tried_is_apart_from_what_the_user_has_around_it[Count()]
-    test_what_is_tried_is_apart_from_what_the_user_has_around_it[torch.inference_mode()]
-    test_what_is_tried_is_apart_from_what_the_user_has_around_it[torch.autocast('cpu', torch.bfloat16)]
+    test_checks_run_without_the_modes_and_default_device_of_the_user[Count()]
+    test_checks_run_without_the_modes_and_default_device_of_the_user[torch.inference_mode()]
+    test_checks_run_without_the_modes_and_default_device_of_the_user[torch.autocast('cpu', torch.bfloat16)]
     ''',
 'measure/test_new_sum.py': '''
     test_cpu[armed-no loops]

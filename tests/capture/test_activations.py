@@ -1,4 +1,4 @@
-"Caught activations and gradients under torch.compile: equal to eager mode, without a graph break"
+"Under torch.compile, `Activations` catches the same activations and gradients as in eager mode, without a graph break"
 import copy
 import io
 import itertools
@@ -74,7 +74,7 @@ def same(want, got, tol=0.):
 @pytest.mark.parametrize('backend,how,when', [*itertools.product(['aot_eager'], ['whole', 'in place', 'blocks'], ['before', 'after']),
     *(pytest.param('inductor', *p, marks=pytest.mark.slow) for p in [('whole', 'before'), ('blocks', 'after')])]) # in-place calls do not depend on the backend
 def test_compiled(backend, how, when):
-    "Armed before or after compiling: one graph has all activations and gradients. After `remove` the first graph is used again"
+    "A model armed before or after compiling has one graph that reports all activations and gradients. After `remove` the first graph is used again"
     want,grads = wanted(blocks=blocks_of(how), kind=of(backend))
     m = model(blocks_of(how), of(backend))
     caught = catch(m) if when=='before' else ()
@@ -95,7 +95,7 @@ def test_compiled(backend, how, when):
 
 
 def test_blocks_share_a_graph():
-    "As many graphs as an unarmed model"
+    "Equal blocks share one graph: an armed model has as many graphs as an unarmed model"
     m = model(12)
     caught = catch(m)
     f,count = compiled(m, 'blocks')
@@ -123,7 +123,7 @@ def test_twelve_kinds_of_blocks():
 
 
 def test_a_schedule_of_modes():
-    "Training, evaluation and inference, in turn"
+    "A compiled model may change between training, evaluation and inference"
     m = model()
     f,count = compiled(m, 'whole')
     acts = from_activation(m)
@@ -144,7 +144,7 @@ def test_a_schedule_of_modes():
     ('aot_eager', 'blocks', 'ember first', 'activations'), ('aot_eager', 'blocks', 'ember last', 'ember'),
     *(pytest.param('inductor', *p, marks=pytest.mark.slow) for p in [('whole', 'ember first', 'activations'), ('blocks', 'ember last', 'ember')])])
 def test_beside_an_ember(backend, how, order, leaves):
-    "Each catches the same as alone, and either may be removed first"
+    "`Activations` and an ember on one model catch the same as alone, and either may be removed first"
     want,_ = wanted(3, blocks=blocks_of(how), kind=of(backend))
     alone = model(blocks_of(how), of(backend))
     te = torchEmber(alone, ttypes=ALL)
@@ -188,7 +188,7 @@ def test_an_ember_and_blocks_share_a_graph():
     te.close()
 
 
-# ---- what runs
+# ---- calls, modes and orders of passes
 
 @pytest.mark.parametrize('how', ['whole', 'blocks'])
 def test_calls_and_checkpointing(how):
@@ -205,7 +205,7 @@ def test_calls_and_checkpointing(how):
 
 
 def test_memory_that_is_used_again():
-    "Inductor reuses buffers: caught tensors keep their values, without clone=True"
+    "Caught tensors keep their values without clone=True, although Inductor reuses buffers"
     class Deep(nn.Module):
         def __init__(self): super().__init__(); self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
         def forward(self, x):
@@ -224,7 +224,7 @@ def test_memory_that_is_used_again():
 
 
 def test_passes_and_backwards_in_any_order():
-    "The last values are shown, as in eager mode"
+    "After several passes and backwards, the values of the last are caught, as in eager mode"
     def last(how):
         m = model()
         f,_ = compiled(m, how) if how else (m, None)
@@ -243,7 +243,7 @@ def test_passes_and_backwards_in_any_order():
 
 @pytest.mark.slow
 def test_compiled_autograd():
-    "The backward is compiled, after an eager or a compiled pass"
+    "Gradients are caught also if compiled autograd compiles the backward, after an eager or a compiled pass"
     from torch._dynamo.compiled_autograd import _enable
     class Small(nn.Sequential):
         def forward(self, x): return super().forward(x)
@@ -279,7 +279,7 @@ def test_tuples_and_dicts():
     same(want, caught(compiled(m, 'whole')[0]))
 
 
-# ---- copies and what else may stand in a module's place
+# ---- copies of the module, and unusual forwards
 
 class Instance(nn.Module):
     def forward(self, x): return x

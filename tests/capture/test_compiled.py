@@ -1,4 +1,4 @@
-"Armed models under torch.compile: the same rows as in eager mode, and as many graphs as unarmed"
+"An armed model under torch.compile has the same rows as in eager mode, and as many graphs as unarmed"
 import copy
 import io
 import itertools
@@ -68,7 +68,7 @@ def run(f, te, *inputs):
 
 @pytest.mark.parametrize('backend', BACKENDS)
 def test_whole(backend):
-    "Inductor takes a second for each kernel, so its model is small"
+    "A whole model is compiled into one graph. For Inductor it is small, because Inductor takes a second for each kernel"
     make,options = (GPT, OPTIONS) if backend!='inductor' else (Few, dict(ttypes=ALL))
     got = train(make, ids, 'whole', backend, **options)
     want = eager() if backend!='inductor' else train(make, ids, **options)
@@ -77,7 +77,7 @@ def test_whole(backend):
 
 
 def test_block_by_block():
-    "All blocks share one graph, as unarmed. There are more blocks than graphs of one code object that Dynamo allows"
+    "All blocks share one graph, as unarmed. They are more than the graphs that Dynamo allows for one code object"
     got = train(lambda: GPT(12), ids, 'blocks', **OPTIONS)
     assert got.graphs==bare(12, 'blocks')==1
     same_training(eager(12), got)
@@ -105,7 +105,7 @@ def test_reduce_overhead():
 @pytest.mark.slow
 @pytest.mark.parametrize('how,times', [('whole', 3), ('blocks', 10)])
 def test_a_looped_block(how, times):
-    "Also more often than Dynamo compiles one code object"
+    "One block called in a loop uses one graph, also if it is called more often than Dynamo compiles a code object"
     got = train(lambda: GPT(1, times), ids, how, **OPTIONS)
     assert got.graphs==bare(1, how, loops=times)==1
     assert {r['call'] for r in got.rows if 'blocks' in r['module'] and r['ttype']!='weight' and r['ttype']!='weight_grad'}==set(range(times))
@@ -124,7 +124,7 @@ def test_checkpointing(how, reentrant):
 
 
 def test_model_compile():
-    "model.compile(), in place"
+    "`model.compile()`, which compiles in place, gives the same rows"
     want = run(m := mlp(), torchEmber(m, ttypes=ALL), *torch.randn(3, 5, 4))
     torch.manual_seed(0)
     model = mlp()
@@ -137,7 +137,7 @@ def test_model_compile():
 
 @needs_hooks
 def test_a_whole_training_step():
-    "Forward, backward and optimizer in one compiled function"
+    "Forward, backward and optimizer may be in one compiled function"
     def rows(how):
         torch.manual_seed(0)
         model = mlp()
@@ -165,10 +165,10 @@ def test_a_memory_budget_for_activations():
     same_training(eager(1), got)
 
 
-# ---- torches of other insides
+# ---- versions of torch with other private names
 
-def other_insides(which):
-    "Lowering of Inductor as another version of torch might have it."
+def changed_inductor(which):
+    "Change the private attributes of Inductor that a version of torch might change."
     from torch._inductor import lowering as real
     if which=='nothing': return None
     if which=='another module': return SimpleNamespace()
@@ -184,7 +184,7 @@ def test_lowering_where_torch_has_changed(which, monkeypatch):
     from torchember.capture import private_torch as ours
     ops = [op for op in list(real.lowerings) if getattr(op, 'namespace', None)=='torchember']
     for op in ops: monkeypatch.delitem(real.lowerings, op)
-    monkeypatch.setattr(ours, 'sys', SimpleNamespace(modules={'torch._inductor.lowering': other_insides(which)}, _getframe=sys._getframe))
+    monkeypatch.setattr(ours, 'sys', SimpleNamespace(modules={'torch._inductor.lowering': changed_inductor(which)}, _getframe=sys._getframe))
     monkeypatch.setattr(ours, 'missing', {})
     got = train(mlp_and_input, None, 'whole', 'inductor', ttypes=ALL)
     if ours.hooks_in_graphs: assert any('_inductor' in k for k in ours.missing)==(which!='nothing') # older versions of torch need no lowering of ours
@@ -299,7 +299,7 @@ def test_compiled_autograd_by_config():
     same_rows(rows(False), rows(True))
 
 
-# ---- before and after
+# ---- arming after compiling
 
 @pytest.mark.parametrize('root', ['compiled', 'eager'])
 def test_armed_after_compiling(root):
@@ -344,7 +344,7 @@ def test_blocks_armed_after_compiling():
     same_rows(plain(te), want)
 
 
-# ---- what runs
+# ---- modes, shapes and passes
 
 @pytest.mark.parametrize('mode', ['train', 'eval', 'no_grad', 'inference_mode'])
 def test_modes(mode):
@@ -361,7 +361,7 @@ def test_modes(mode):
 
 
 def test_one_model_in_all_modes():
-    "Training, evaluation and inference in turn: one graph each, as unarmed"
+    "Training, evaluation and inference of one model compile one graph each, as unarmed"
     def go(model, f, te):
         for _ in range(2):
             for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
@@ -382,7 +382,7 @@ def test_one_model_in_all_modes():
 
 
 def test_dynamic_shapes():
-    "As many graphs as unarmed, and each row has the true shape"
+    "With dynamic shapes there are as many graphs as unarmed, and each row has the true shape"
     counts = []
     for armed in (False, True):
         torch._dynamo.reset()
@@ -433,7 +433,7 @@ def test_in_place_and_views(backend):
 
 
 def test_two_passes_before_a_backward():
-    "As in siamese nets and GANs. The second pass is a step of its own"
+    "Two passes before one backward, as in siamese nets and GANs, are recorded: the second pass is a step of its own"
     def go(f, te):
         torch.manual_seed(1)
         a,b = torch.randn(3, 4),torch.randn(3, 4)
@@ -471,7 +471,7 @@ def test_a_gradient_finds_its_call():
 @needs_hooks
 @pytest.mark.parametrize('backend', BACKENDS)
 def test_two_calls_with_one_tensor(backend):
-    "The operators that report their gradients have equal arguments, and stay apart"
+    "Two calls with one tensor report two gradients, although the operators have equal arguments"
     class Twice(nn.Module):
         def __init__(self): super().__init__(); self.l,self.head = nn.Linear(3, 3),nn.Linear(3, 2)
         def forward(self, x):
@@ -529,12 +529,12 @@ def test_copies(how):
     te.close()
 
 
-# ---- which steps
+# ---- schedules
 
 @pytest.mark.slow
 @pytest.mark.parametrize('how,ends', [('whole', 'by itself'), ('whole', 'optimizer'), ('blocks', 'by itself'), ('blocks', 'te.step')])
 def test_schedules(how, ends):
-    "The steps that are not recorded use one more graph"
+    "A schedule compiles one more graph, for the steps that are not recorded"
     torch.manual_seed(0)
     model,count = GPT(2 if how=='blocks' else 1),CompileCounterWithBackend('aot_eager')
     opt = torch.optim.SGD(model.parameters(), .01)
@@ -555,7 +555,7 @@ def test_schedules(how, ends):
     assert df.step.unique().tolist()==[0, 2, 4, 6] and df[df.ttype=='output'].groupby('step').size().nunique()==1
 
 
-# ---- what is recorded
+# ---- statistics and modules
 
 @needs_hooks
 @pytest.mark.parametrize('backend', ['eager', 'aot_eager'])
@@ -620,7 +620,7 @@ def test_some_modules():
 @needs_hooks
 @pytest.mark.parametrize('backend', BACKENDS)
 def test_leaves_keep_no_hooks(backend):
-    "An input that is trained, and a parameter that is an input of another module: one gradient in each step"
+    "A trained input, and a parameter that is an input of another module, have one gradient in each step and keep no hooks"
     def make():
         m = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 2)), nn.Softplus())
         return m, (torch.randn(3, 4, requires_grad=True),), {}
@@ -684,7 +684,7 @@ def vmapped(wrap, backend, ttypes):
 @pytest.mark.parametrize('wrap,backend', [*((w, b) for w in (over_samples, over_columns, nested, beside_a_plain_tensor) for b in ('eager', 'aot_eager')),
     pytest.param(over_samples, 'inductor', marks=pytest.mark.slow)])
 def test_vmap_of_an_armed_model(wrap, backend):
-    "Rows are equal to eager mode: they measure all samples together"
+    "Rows inside vmap are equal to eager mode: they measure all samples together"
     (a,want),(b,got) = vmapped(wrap, None, ALL),vmapped(wrap, backend, ALL)
     assert torch.allclose(a, b, rtol=1e-5)
     same_rows(want, got, TOL[backend] or 1e-6)

@@ -1,4 +1,4 @@
-"Whole models under torch.compile: all numbers equal eager mode"
+"Whole models under torch.compile: all recorded numbers are equal to those of eager mode"
 import pytest
 import torch
 from compared import ALL, FORWARD, ids, same_training, train
@@ -86,7 +86,7 @@ marks = {'alexnet': pytest.mark.slow, 'llama': pytest.mark.slow, 'bert': pytest.
 
 
 @pytest.mark.parametrize('name', [pytest.param(n, marks=marks.get(n, ())) for n in whole])
-def test_in_one_graph(name):
+def test_rows_in_one_graph_are_those_of_eager_mode(name):
     "Under fullgraph: rows of all types, losses, gradients and order of events as in eager mode, and bit-identical training"
     want,bare = trained(whole[name], 'eager', ttypes=ALL),trained(whole[name], 'whole', armed=False)
     got = trained(whole[name], 'whole', ttypes=ALL)
@@ -99,7 +99,7 @@ graphs = {'tagger': tagger, 'routed': zoo['routed'], 'gpt2 with its loss': shall
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', [pytest.param(n, marks=[pytest.mark.slow, pytest.mark.release]*n.startswith('gpt2')) for n in graphs])
-def test_in_several(name):
+def test_rows_in_several_graphs_are_those_of_eager_mode(name):
     "A model with graph breaks: the same rows. It takes two more graphs, since our frame is split where the user's is"
     make = graphs[name]
     want,bare,got = trained(make, 'eager', ttypes=ALL),trained(make, 'whole', armed=False, fullgraph=False),trained(make, 'whole', fullgraph=False, ttypes=ALL)

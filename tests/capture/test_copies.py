@@ -1,4 +1,4 @@
-"Each way to copy an armed module gives an unarmed one with its own weights"
+"Each way to copy an armed module gives an unarmed module with its own weights"
 import copy
 import pickle
 
@@ -130,7 +130,7 @@ def test_iteration_over_an_armed_module_shows_it_unarmed():
     assert model.__dict__ is mine and mine==was and [*mine]==[*was]
 
 
-def test_attributes_come_and_go_while_armed():
+def test_attributes_can_be_set_and_deleted_while_armed():
     model = Net()
     te = torchEmber(model)
     model.times,model.new = 3,'new'
@@ -175,7 +175,7 @@ def test_a_restored_dict_stays_armed():
         vars(model).pop('cache', None)
 
 
-def test_another_dict():
+def test_a_module_with_another_dict_is_no_longer_armed():
     "If the user sets another `__dict__`, the module is no longer armed, and disarming removes nothing"
     model,x = nn.Linear(2, 1),torch.ones(1, 2)
     te = torchEmber(model, ttypes='output')

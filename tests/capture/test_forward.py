@@ -1,4 +1,4 @@
-"A patched forward computes the same as before: wrapped, with unusual arguments, in any mode, called by a statistic"
+"A patched forward computes the same as the original: if wrapped, with unusual arguments, in any mode, and if a statistic calls it"
 import warnings
 
 import pytest

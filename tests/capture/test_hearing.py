@@ -1,4 +1,4 @@
-"Several listeners of one model, eager and compiled, armed and disarmed in any order: each gets the same events as alone, and the model is restored"
+"With several listeners of one model, eager or compiled, armed and disarmed in any order, each gets the same events as alone, and the model is restored"
 import threading
 import types
 from functools import cache
@@ -51,7 +51,7 @@ def run_as(how, m, backend='aot_eager'):
     return m, count
 
 
-# ---- those who hear
+# ---- listeners of several kinds
 
 class Ember:
     def __init__(self, m): self.te = torchEmber(m, ttypes=ALL, on_error='raise')
@@ -77,7 +77,7 @@ class Watch:
 
 
 class Ear(Listener):
-    "A listener that writes down all events with values. It may want less."
+    "A listener that notes all events with their values. Its `wants` may be limited."
     exclusive = False
     def __init__(self, m, *paths, **wants):
         self.heard,self.depth,self.wants = [],0,Wants(**wants)
@@ -190,7 +190,7 @@ def test_bound_forwards_of_many_modules_share_a_graph():
     assert all(b.forward.__func__ is doubled for b in m.blocks)
 
 
-# ---- what comes in between
+# ---- arming, exceptions and threads during a pass
 
 @pytest.mark.slow
 @pytest.mark.parametrize('how', ['eager', 'whole', 'blocks'])
@@ -263,10 +263,10 @@ def test_each_thread_has_its_own_passes():
     for e in ears: e.go()
 
 
-# ---- a forward that somebody sets
+# ---- a forward that the user sets
 
 def test_a_forward_set_while_armed_is_reported_after_the_next_arming():
-    "From then on all listeners get its calls. It stays after disarming, and the forward that it wraps is the module's own"
+    "A forward that the user sets while armed is reported to all listeners after the next arming, and stays after disarming"
     m = nn.Sequential(nn.Identity(), nn.Identity())
     a = Ear(m)
     inner = m[0].forward
@@ -294,7 +294,7 @@ def test_names_come_from_each_modules_own_forward():
     ear.go()
 
 
-# ---- all but one
+# ---- passes with one listener only
 
 def test_only_one_listener_is_notified():
     m = model()

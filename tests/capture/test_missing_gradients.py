@@ -1,4 +1,4 @@
-"A backward that brings no gradient to a tensor: the tensor gets no row, and the training goes on"
+"If a backward computes no gradient for a tensor, the tensor gets no row, and the training continues"
 import pytest
 import torch
 from compared import needs_hooks, places, plain, same_rows
@@ -74,7 +74,7 @@ def rows_of(kind, how, backend=None):
 
 @pytest.mark.parametrize('kind', MODELS)
 def test_rows_are_those_of_the_gradients_that_arrive(kind):
-    "Every other gradient has its row, with the numbers of an unarmed model"
+    "Each gradient that is computed has its row, and is equal to that of an unarmed model"
     rows,grads = rows_of(kind, 'eager')
     got = {(r['module'], r['ttype'], r['tname']) for r in rows}
     tensors = {(m, {'input': 'input_grad', 'output': 'output_grad'}[t], n) for m,t,n in got if t in ('input', 'output')}
@@ -142,7 +142,7 @@ def test_a_second_derivative_through_an_unused_head():
 
 
 @pytest.mark.parametrize('kind', MODELS)
-def test_track_goes_on(kind):
+def test_track_continues_without_a_gradient(kind):
     "`track` records output gradients by default"
     model = kind()
     opt = torch.optim.SGD(model.parameters(), .1)

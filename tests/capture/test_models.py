@@ -1,4 +1,4 @@
-"Results and gradients of any model stay bit-identical, and nothing is left behind"
+"Arming changes no bit of results and gradients, and disarming leaves no attribute or hook behind"
 import copy
 import warnings
 
@@ -56,7 +56,7 @@ def test_bit_identical_and_nothing_left(name):
 
 
 def test_alexnet_rows():
-    "64 rows for a pass, 80 when there are gradients, in the order in which things are called"
+    "A pass of AlexNet has 64 rows, 80 with gradients, in the order of the calls"
     torch.manual_seed(0)
     model = AlexNet()
     x = torch.randn(2, 3, 224, 224)
@@ -95,7 +95,7 @@ def test_names_in_nests():
 
 
 def test_more_calls_than_rows():
-    "A layer that is called a hundred times has a hundred rows"
+    "A layer that is called a hundred times in a pass has a hundred rows"
     cell = torch.nn.Linear(3, 3)
     model = torch.nn.Sequential(*[cell]*100)
     with torchEmber(model) as te: model(torch.randn(2, 3))
@@ -145,7 +145,7 @@ def test_no_hint_where_there_are_gradients(how, recwarn):
 
 
 def test_steps():
-    "Closing without rows is no step. Steps that are not recorded count"
+    "Closing a step without rows counts no step. Steps that are not recorded count"
     model = torch.nn.Linear(3, 1)
     te = torchEmber(model, every=2, ttypes='output')
     for _ in range(3): te.step()

@@ -1,4 +1,4 @@
-"The pass of each call: passes that raise, solvers that are autograd Functions, checkpoints"
+"Each call is recorded in the right pass: also if a pass raises, in solvers that are autograd Functions, and with checkpoints"
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -105,8 +105,8 @@ def test_a_model_that_catches_an_exception():
     assert seen(te, module='model(Tries).second(Identity)', ttype='output')==[(0, 0, 8, 8)]
 
 
-def test_a_part_that_raises():
-    "The root is not called: all its parts together are the pass"
+def test_a_child_that_raises_is_a_failed_call():
+    "If the root is not called, calls of its children together are one pass"
     model = nn.ModuleDict(dict(g=nn.Identity(), d=Fails()))
     opt = torch.optim.SGD(model.parameters(), .1)
     te = torchEmber(model, optimizer=opt, stats=['mean', 'numel'], ttypes=('input',))

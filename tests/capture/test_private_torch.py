@@ -1,4 +1,4 @@
-"Private names of torch are in one Python module, and no run fails if torch lacks one of them"
+"All private names of torch are in one Python module, and no run fails if torch lacks one of the names"
 import ast
 import json
 import re
@@ -37,7 +37,7 @@ endings = {'_grad', '_latest', '_r'} # of our own words, and of reversed colour 
 def is_private(name): return re.fullmatch('_[A-Za-z].*', name) is not None
 
 
-def said_in(tree):
+def private_names_in(tree):
     "Return the names with an underscore in a source, and their lines: attributes, imports, and strings that are one name."
     pieces = {v for n in ast.walk(tree) if isinstance(n, ast.JoinedStr) for v in n.values}
     for n in set(ast.walk(tree))-pieces:
@@ -49,18 +49,18 @@ def said_in(tree):
         yield from ((name, n.lineno) for name in names if is_private(name))
 
 
-def ours(tree):
-    "Return the names with an underscore that a source defines: attributes, functions, and keys of ours."
+def own_names(tree):
+    "Return the names with an underscore that a source defines: attributes, functions, and keys that torchember uses."
     for n in ast.walk(tree):
         if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store): yield n.attr
         elif isinstance(n, ast.FunctionDef|ast.ClassDef): yield n.name
 
 
-def foreign(sources):
-    "Return the private names in sources (name -> text) that are neither ours nor well known."
+def foreign_names(sources):
+    "Return the private names in sources (name -> text) that are neither defined in these sources nor well known."
     trees = {k: ast.parse(v) for k,v in sources.items()}
-    known = {n for t in trees.values() for n in ours(t)} | python | endings
-    return [(k, line, n) for k,t in trees.items() for n,line in said_in(t)
+    known = {n for t in trees.values() for n in own_names(t)} | python | endings
+    return [(k, line, n) for k,t in trees.items() for n,line in private_names_in(t)
         if n not in known and not n.startswith('_torchember') and not any(fnmatch(n, w) for w in well_known)]
 
 
@@ -69,15 +69,15 @@ def test_private_names_are_in_one_python_module():
     sources = {str(p.relative_to(package)): p.read_text() for p in package.rglob('*.py') if p.name not in ('_modidx.py', *rooms)}
     assert 'import torch' not in sources.pop('frames/files.py') # it reads pickles of other programs, without torch
     of_jax = {('jaxember/recorder/processes.py', '_src')} # the key-value store of the processes; without it there is a message
-    assert len(sources)>30 and {(k, n) for k,_,n in foreign(sources)}==of_jax
+    assert len(sources)>30 and {(k, n) for k,_,n in foreign_names(sources)}==of_jax
 
 
 @pytest.mark.parametrize('line', ['torch._C._len_torch_dispatch_stack()', 'from torch._functorch import config', 'import torch._dynamo', "hasattr(o, '_scale')",
     "sys.modules['torch._inductor.lowering']", 'from torch.library import _register_effectful_op'])
-def test_a_private_name_is_found(line): assert foreign({'room': line})
+def test_a_private_name_is_found(line): assert foreign_names({'room': line})
 
 
-# ---- a torch that lacks something
+# ---- a version of torch that lacks private names
 
 trains = '''
 import importlib, json, sys, warnings

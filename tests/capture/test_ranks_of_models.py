@@ -1,6 +1,6 @@
 """The shard or replica of each tensor, on the first of four ranks.
 
-The other three are not there: torch's fake group says who is in it, which is all that is asked, and its collectives do nothing."""
+The other three ranks do not exist: torch's fake process group returns its members, which is all that is needed, and its collectives do nothing."""
 import sys
 from itertools import chain, combinations
 from types import SimpleNamespace
@@ -69,8 +69,8 @@ def test_an_axis_of_one_rank_does_not_count():
     assert part(r, m[0], 'output_grad')=={'part': 'shard:B', 'gscale': .25} and told[0]['axes']=={'shard': everybody}
 
 
-def test_axes_of_one_name_are_numbered():
-    "All axes that one of four ranks can have"
+def test_axes_with_equal_names_are_numbered():
+    "Axes with the same name and other ranks get a number"
     r = Ranks(net(), 0, 4)
     sets = [(0, *some) for some in chain.from_iterable(combinations((1, 2, 3), n) for n in (1, 2, 3))]
     names = ['mesh', *(f'mesh{i}' for i in range(2, 8))]
@@ -91,7 +91,7 @@ def test_meshes_without_names():
 
 
 def test_whether_sums_may_be_partial():
-    "Each search finds out anew: a parameter may be sharded later, and become whole again"
+    "Each search updates `sharded`, because a parameter may be sharded later, and become whole again"
     m = net()
     r,_ = watched(m)
     seen = []
@@ -115,7 +115,7 @@ def test_a_tensor_may_be_sharded_in_another_way_each_time():
     for _ in range(2): assert [part(r, m[0], 'output', o)['part'] for o in outputs]==['tp:?', 'tp:S0', 'tp:S1', 'tp:P', 'tp:R', 'tp:S0']
 
 
-# ---- looks
+# ---- searches for wrappers
 
 @pytest.mark.parametrize('at', range(1, 6))
 def test_a_wrapper_is_found_before_each_of_the_first_three_passes(at):

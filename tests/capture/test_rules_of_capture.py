@@ -1,4 +1,4 @@
-"Events of a model and their order: nested modules, several listeners, several optimizers, several passes"
+"Listeners get the events of a model in the right order: with nested modules, several listeners, optimizers and passes"
 from types import SimpleNamespace as Some
 
 import pytest
@@ -12,7 +12,7 @@ from torchember.capture.forward import arm, armed_by, disarm
 from torchember.capture.hidden_attributes import ArmedDict, install, uninstall
 from torchember.capture.module_state import KEY, ModuleState, PendingCalls, own_parts
 from torchember.capture.optimizer import OptimizerWatch, evenly_spaced, is_optimizer, parameters_of, gradient_scale, state_tensors, trained_by, count_writes
-from torchember.capture.optimizer import wrap_closure, workers
+from torchember.capture.optimizer import wrap_closure, innermost_optimizers
 from torchember.capture.patch import with_gradient
 from torchember.capture.tree import moduleTrack, tracks, tree_dict, unwrap
 
@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 
 class Spy(Listener):
-    "A listener that writes down all events."
+    "A listener that notes all events."
     exclusive,wants = True,always(input_grad=True, output_grad=True)
     def __init__(self, records=True): self.heard,self.recording,self.depth = [],records,0
     def pass_begins(self, st, grad=None): self.say(st, 'pass'); self.running += 1; self.depth += 1; return True
@@ -79,7 +79,7 @@ def test_all_events_of_a_pass():
 
 
 def test_events_of_chosen_modules():
-    "Without recording only the outermost call is reported, and of a pass that is not recorded only its begin and end"
+    "While nothing is recorded, only begin and end of a pass are reported"
     model = Net()
     def some(paths, **more):
         spy,ts,states = armed(model, *paths)
@@ -149,19 +149,19 @@ def test_the_last_call_gets_the_first_gradient():
     "The order starts again with each backward, and with a later pass"
     d = PendingCalls()
     for c in range(3): d.expect(c, 'eval' if c else None)
-    assert [d.next() for _ in range(4)]==[(2, 'eval', 0), (1, 'eval', 0), (0, None, 0), (2, 'eval', 1)]
-    assert [d.next() for _ in range(3)]==[(1, 'eval', 1), (0, None, 1), (2, 'eval', 2)]
+    assert [d.next_call() for _ in range(4)]==[(2, 'eval', 0), (1, 'eval', 0), (0, None, 0), (2, 'eval', 1)]
+    assert [d.next_call() for _ in range(3)]==[(1, 'eval', 1), (0, None, 1), (2, 'eval', 2)]
     d = PendingCalls()
-    d.expect(0, None); d.next(); d.expect(5, None)
-    assert [d.next() for _ in range(2)]==[(5, None, 0), (5, None, 1)]
+    d.expect(0, None); d.next_call(); d.expect(5, None)
+    assert [d.next_call() for _ in range(2)]==[(5, None, 0), (5, None, 1)]
     d = PendingCalls()
     for c in (0, 1): d.expect(c, None)
-    d.next(); d.expect(2, None) # a call comes in the middle of a backward
-    assert [d.next() for _ in range(3)]==[(2, None, 0), (0, None, 0), (1, None, 1)]
+    d.next_call(); d.expect(2, None) # a call comes in the middle of a backward
+    assert [d.next_call() for _ in range(3)]==[(2, None, 0), (0, None, 0), (1, None, 1)]
 
 
 class Hears(Listener):
-    "A listener that writes down gradients and passes."
+    "A listener that notes gradients and passes."
     wants = always(input_grad=True, output_grad=True)
     def __init__(self): self.heard = []
     def gradient(self, st, *what): self.heard.append(what)
@@ -175,21 +175,21 @@ def test_pending_gradients_are_kept_for_each_tensor_and_step():
     st = ModuleState(tracks(nn.Identity())[0], who)
     st.expect('output_grad', ['x', 'y'], (0, None)); st.expect('output_grad', ['x'], (1, 'eval')); st.expect('input_grad', ['x'], (7, None))
     st.expect('input_grad', ['x'], None) # a call without gradients
-    for t,n in (('output_grad', 'x'), ('output_grad', 'x'), ('output_grad', 'y'), ('input_grad', 'x')): st.graded(t, [(n, 'g')])
+    for t,n in (('output_grad', 'x'), ('output_grad', 'x'), ('output_grad', 'y'), ('input_grad', 'x')): st.grads_arrived(t, [(n, 'g')])
     assert who.heard==[('output_grad', 'x', 'g', 1, 'eval', 0), ('output_grad', 'x', 'g', 0, None, 0), ('output_grad', 'y', 'g', 0, None, 0),
         ('input_grad', 'x', 'g', 7, None, 0)]
     who.heard.clear()
     who.step = 1
     st.expect('output_grad', ['x'], (3, None))
-    st.graded('output_grad', [('x', 'g')])
+    st.grads_arrived('output_grad', [('x', 'g')])
     assert st.pending.calls.keys()=={('output_grad', 'x')} and who.heard==[('output_grad', 'x', 'g', 3, None, 0)]
     who.heard.clear()
     st.calls = 2 # an eager pass was recomputed: only the number of its calls is known
-    for _ in range(3): st.graded('output_grad', [('z', 'g')])
+    for _ in range(3): st.grads_arrived('output_grad', [('z', 'g')])
     assert [h[3:] for h in who.heard]==[(1, None, 0), (0, None, 0), (1, None, 1)]
 
 
-def test_gradients_stay_pending_for_as_many_steps_as_the_listener_says():
+def test_gradients_stay_pending_for_the_number_of_steps_in_lasting():
     "If a step turns out to be part of an earlier one, its calls stay pending"
     who = Hears()
     who.lasting = 2
@@ -347,13 +347,13 @@ def test_gradients_go_to_listeners_that_want_their_type():
     for w in who.values(): arm([t], w)
     patch = vars(model[0])[KEY]
     assert (patch.passes, patch.wants.inputs, patch.wants.outputs, patch.wants.output_grad, patch.wants.input_grad)==(False, True, True, True, True)
-    patch.graded('output_grad', [('', 1), ('y', 2)]); patch.graded('input_grad', [('x', 3)])
+    patch.grads_arrived('output_grad', [('', 1), ('y', 2)]); patch.grads_arrived('input_grad', [('x', 3)])
     of_outputs = [(w, 'output_grad', '0', *ng) for w in ('g', 'gi') for ng in (('output_0', 1), ('y', 2))]
     assert heard==of_outputs+[(w, 'input_grad', '0', 'x', 3) for w in ('i', 'gi')]
     disarm([t], who.pop('g'))
     who['i'].on = False
     heard.clear()
-    patch.graded('output_grad', [('x', 1)]); patch.graded('input_grad', [('x', 1)])
+    patch.grads_arrived('output_grad', [('x', 1)]); patch.grads_arrived('input_grad', [('x', 1)])
     assert [h[0] for h in heard]==['gi']*2
     for w in [*who.values()]: disarm([t], w)
     assert KEY not in vars(model[0])
@@ -373,7 +373,7 @@ class Steps:
 def linear(**kw): m = nn.Linear(1, 1); m(one).backward(); return m, torch.optim.SGD(m.parameters(), .1, **kw)
 
 
-def test_two_optimizers_are_told_apart():
+def test_steps_of_two_optimizers_are_distinguished():
     "With and without a closure, one in the closure of the other, after an exception, and after detaching"
     (_,o),(_,p),spy = linear(),linear(),Steps()
     w = OptimizerWatch([o, p], None, spy)
@@ -464,11 +464,11 @@ class Wrapper:
         for o in self.inner[:closure]: o.step()
 
 
-def test_a_wrapper_of_two_and_one_beside_it():
+def test_a_wrapper_of_two_optimizers_and_a_third_optimizer():
     (_,o),(_,p),(_,q),spy = linear(),linear(),linear(),Steps()
     outer = Wrapper(o, p)
     outer.other = q # trains other parameters
-    assert workers(outer)==[o, p] and workers(q)==[q]
+    assert innermost_optimizers(outer)==[o, p] and innermost_optimizers(q)==[q]
     w = OptimizerWatch([outer, q], None, spy)
     assert w.optimizers==[o, p, q] and OptimizerWatch([o, outer], None, spy).optimizers==[o, p]
     w.attach()

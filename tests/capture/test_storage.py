@@ -1,5 +1,5 @@
-"""No reading or showing makes a tensor's storage unresizable, as `Tensor.numpy`, `np.asarray` and DLPack do for ever:
-`fully_shard` frees weights by resizing their storage, and a training that was looked at would die of it"""
+"""Measuring and plotting leave a tensor's storage resizable. `Tensor.numpy`, `np.asarray` and DLPack would make it unresizable for ever:
+`fully_shard` frees weights by resizing their storage, and a recorded training would fail there"""
 import ast
 import pathlib
 import textwrap
@@ -30,7 +30,7 @@ def resized(*tensors):
 
 
 def test_functions_that_forbid_resizing():
-    "This check would notice them"
+    "The check of this file notices functions that make a storage unresizable"
     for look in (torch.Tensor.numpy, np.asarray, lambda x: x.double().numpy(), lambda x: np.asarray([*x])):
         x = torch.ones(3, dtype=torch.float64)
         assert resized(x)
@@ -65,8 +65,8 @@ def test_readers(kind, by, threads, monkeypatch):
     finally: torch.set_num_threads(before)
 
 
-def test_arrays_of_ours():
-    "`Summary.of` is asked for arrays, and may be given a tensor"
+def test_summary_of_a_tensor():
+    "`Summary.of` is meant for arrays, but also accepts a tensor, whose storage stays resizable"
     x = torch.randn(9)
     assert Summary.of(x).numel==9 and resized(x)
 
@@ -152,7 +152,7 @@ def test_quantities():
     assert resized(*seen, *(p.detach() for p in m.parameters()))
 
 
-def test_pictures():
+def test_plots():
     from torchember import TrainingStats
     from torchember.show.pointing import read_losses
     from torchember.show.surfaces import Surface3d

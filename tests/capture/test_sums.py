@@ -1,4 +1,4 @@
-"The output of a layer whose forward returns a partial sum, as in tensor parallelism: it is reported after the layer's own hooks have added it up"
+"If the forward of a layer returns a partial sum, as in tensor parallelism, the output is reported after the layer's own hooks have added it up"
 import threading
 import types
 
@@ -60,7 +60,7 @@ class Ear(Listener):
 
 
 def test_rows_are_of_the_sum(layer):
-    "Each call is reported once, with the gradient of the sum, also if a hook is added later. Nothing else changes, and nothing is left behind"
+    "Each call is reported once, with the sum and its gradient, also if a hook is added later. No hook of ours is left behind"
     layer.register_forward_hook(lambda m, args, y: y.expand(1, 2))
     model = nn.Sequential(layer, layer)
     want = model(ones())

@@ -47,7 +47,7 @@ def kernels_here(monkeypatch):
 def said_of(recwarn): return [str(w.message) for w in recwarn if issubclass(w.category, EmberWarning)]
 
 
-def test_kernels_are_tried_once_for_each_device_format_and_choice(kernels_here, monkeypatch, recwarn):
+def test_kernels_are_checked_once_for_each_device_dtype_and_groups(kernels_here, monkeypatch, recwarn):
     tries = []
     monkeypatch.setattr(gpu, 'read_one', lambda *args: tries.append((args[0].dtype, args[1])) or read_right(*args))
     for _ in range(2):
@@ -56,7 +56,7 @@ def test_kernels_are_tried_once_for_each_device_format_and_choice(kernels_here, 
     assert not said_of(recwarn)
 
 
-def test_what_was_tried_for_one_choice_says_nothing_of_others(kernels_here, monkeypatch):
+def test_a_check_of_one_choice_of_statistics_is_not_used_for_others(kernels_here, monkeypatch):
     "Each device, format and choice of statistics is checked for itself."
     tries = []
     monkeypatch.setattr(gpu, 'first_mistake', lambda *key: tries.append(key) or ('' if len(tries)<3 else 'all'))
@@ -68,7 +68,7 @@ def test_what_was_tried_for_one_choice_says_nothing_of_others(kernels_here, monk
     assert len(tries)==4
 
 
-def test_a_number_that_is_none_is_wrong():
+def test_nan_in_place_of_a_number_is_wrong():
     "A result for no elements is checked too."
     def reads(i, value):
         def read(x, wanted):
@@ -81,7 +81,7 @@ def test_a_number_that_is_none_is_wrong():
     assert not first_wrong(lambda x, wanted: read_array(numbers(x), wanted), torch.float32, full)
 
 
-def test_operations_keep_what_a_format_cannot_hold():
+def test_operations_measure_values_that_float32_cannot_hold():
     "The mean of equal elements is exact, and their variance 0. Magnitudes of complex numbers are float64."
     for n in (3, 6, 7, 9, 11, 12, 15):
         v = plain.read_device(torch.full((n,), .1, dtype=torch.float64), full)
@@ -115,7 +115,7 @@ def test_kernels_that_are_wrong_are_not_used_again(kernels_here, monkeypatch, re
     assert gpu.reads(torch.float64, ('basic',), cpu) and not gpu.reads(torch.float32, ('basic',), cpu)
 
 
-def test_a_compiler_that_does_not_come_to_an_end_is_not_waited_for(kernels_here, monkeypatch, recwarn):
+def test_a_compiler_that_does_not_end_is_not_waited_for(kernels_here, monkeypatch, recwarn):
     over = threading.Event()
     monkeypatch.setattr(gpu, 'patience', .05)
     monkeypatch.setattr(gpu, 'read_one', lambda *args: over.wait(20))
@@ -127,26 +127,26 @@ def test_a_compiler_that_does_not_come_to_an_end_is_not_waited_for(kernels_here,
     assert 'no result after 0.05 s' in said_of(recwarn)[0]
 
 
-def test_where_kernels_are_wrong_operations_of_torch_read(kernels_here, monkeypatch):
+def test_torch_operations_replace_wrong_kernels(kernels_here, monkeypatch):
     "The numbers are the same, alone and in lists."
     monkeypatch.setattr(kernels, 'gpu_kernels', lambda device: gpu)
     monkeypatch.setattr(gpu, 'available', lambda device: True)
     x = torch.tensor([3., math.nan, -1., 0.])
-    assert kernels.for_list(x, ('basic',)) is gpu
+    assert kernels.list_kernels(x, ('basic',)) is gpu
     gpu.trusted.clear()
     monkeypatch.setattr(gpu, 'read_list', of_the_other)
-    with pytest.warns(EmberWarning, match='not used for float32'): assert kernels.for_list(x, ('basic',)) is None
+    with pytest.warns(EmberWarning, match='not used for float32'): assert kernels.list_kernels(x, ('basic',)) is None
     got = kernels.read_elsewhere(x, 2, ('basic',))
     np.testing.assert_allclose(got.numpy(), read_array([3., math.nan, -1., 0., 0., 0.], ('basic',)), rtol=1e-12)
 
 
 @pytest.mark.parametrize('broken', [lambda x, wanted: plain.read_device(x, wanted)*2, raises])
-def test_where_torch_itself_is_wrong_tensors_are_copied(monkeypatch, broken):
+def test_tensors_are_copied_to_the_cpu_if_torch_operations_are_wrong(monkeypatch, broken):
     monkeypatch.setattr(kernels, 'read_device', broken)
     kernels.operations_are_right.cache_clear()
     x = torch.tensor([3., math.inf, -1.])
     with pytest.warns(EmberWarning, match='Operations of torch on cpu give wrong numbers') as said:
-        for _ in range(2): got = kernels.by_operations(x, ('basic', 'absolute'))
+        for _ in range(2): got = kernels.read_by_operations(x, ('basic', 'absolute'))
     assert len(said)==1
     np.testing.assert_allclose(got.numpy(), read_array(numbers(x), ('basic', 'absolute')), rtol=1e-12)
     kernels.operations_are_right.cache_clear()
@@ -176,9 +176,9 @@ print(got, kernels.loops() is None)
 @pytest.mark.parametrize('name,fault,said', [
     ('read_at', 'v = way(*args); v[7] = v[6]; return v', 'max is '),
     ('read_at', 'return way(args[0], max(args[1]-1, 0), *args[2:])', 'count is '),
-    ('ready_to_put', 'put = way(*args); return lambda tap, x, n, *rest: put(tap, x+4, n, *rest)', ' is '),
-    ('ready_to_put', 'way(*args); return lambda *args: 0', ' is ')])
-def test_loops_that_are_wrong_on_this_processor(name, fault, said):
+    ('prepare_cursor', 'put = way(*args); return lambda tap, x, n, *rest: put(tap, x+4, n, *rest)', ' is '),
+    ('prepare_cursor', 'way(*args); return lambda *args: 0', ' is ')])
+def test_wrong_loops_are_not_used(name, fault, said):
     done = programs.run(loops.format(name=name, fault=fault))
     assert done.stdout.strip()=="{'mean': 3.0, 'max': 5.0} True", done
     assert 'EmberWarning: numba does not work, so tensors are measured by plain torch operations' in done.stderr and said in done.stderr, done.stderr
@@ -204,14 +204,14 @@ print(kernels.loops() is not None, len(seen), sorted(te.t.df['ttype'].unique()))
 
 
 @pytest.mark.parametrize('mode', ["torch.device('meta')", 'FakeTensorMode()', 'Count()', 'torch.inference_mode()', "torch.autocast('cpu', torch.bfloat16)"])
-def test_what_is_tried_is_apart_from_what_the_user_has_around_it(mode):
+def test_checks_run_without_the_modes_and_default_device_of_the_user(mode):
     "A default device above all: its addresses are not addresses of the host."
     done = programs.run(around.format(around=mode))
     there,seen,*_ = done.stdout.split() # lift_fresh, twice, is of arming
     assert there=='True' and int(seen)<=2 and "'output'" in done.stdout and not done.stderr, done
 
 
-def test_a_launch_is_made_ready_once_for_each_stream_and_alignment(monkeypatch):
+def test_a_launch_is_prepared_once_for_each_stream_and_alignment(monkeypatch):
     "It is prepared again after any memory has grown. Later launches pass only the addresses of tensor and row."
     monkeypatch.setattr(gpu, 'memories', {})
     monkeypatch.setattr(gpu, 'handles', {})
@@ -243,7 +243,7 @@ def test_a_launch_is_made_ready_once_for_each_stream_and_alignment(monkeypatch):
     assert ready[5:]==[(9, False)] and len(launches)==6 # 8 bytes further is not aligned
 
 
-def test_a_graph_has_memory_of_its_own(monkeypatch):
+def test_a_cuda_graph_has_its_own_work_memory(monkeypatch):
     "The stream of the capture is used again later: arguments of the graph are never used for other launches, and not the other way round."
     monkeypatch.setattr(gpu, 'memories', {})
     monkeypatch.setattr(gpu, 'handles', {})
@@ -279,7 +279,7 @@ def test_a_graph_has_memory_of_its_own(monkeypatch):
     assert not any(k() is not None for k in kept)
 
 
-def test_numbers_of_a_tensor_are_known_in_the_block_that_has_them(another):
+def test_a_tensor_is_read_once_per_block(another):
     "With other statistics, or after a change, a tensor is read again."
     class Graph: pass
     graph = Graph()
@@ -293,7 +293,7 @@ def test_numbers_of_a_tensor_are_known_in_the_block_that_has_them(another):
     rows.end()
 
 
-def test_a_list_is_planned_for_its_stream(monkeypatch):
+def test_the_table_of_a_list_is_on_the_device_of_its_stream(monkeypatch):
     "On the device of the table. A flag says if all addresses are multiples of 16."
     plans,x = [],torch.zeros(400)
     monkeypatch.setattr(gpu, 'memories', {})
@@ -313,7 +313,7 @@ def used_of(wanted):
 
 
 @pytest.mark.parametrize('blocks,groups,tensors', [(900, 800, 300), (40, 30, 20), (79, 70, 60), (57, 1, 1)])
-def test_memory_of_a_launch_is_enough_for_it(blocks, groups, tensors):
+def test_work_memory_is_large_enough_for_its_launch(blocks, groups, tensors):
     "Sizes are powers of two, which may be enough by chance."
     for wanted in (('basic',), *(('basic', g) for g in full[1:]), full):
         memory = gpu.StreamMemory(cpu)
@@ -322,15 +322,15 @@ def test_memory_of_a_launch_is_enough_for_it(blocks, groups, tensors):
         assert len(part)>=groups*15 and len(counters)>=tensors+groups and len(bins)>=tensors*256 and (rows.dtype, part.dtype)==(torch.float32, torch.float64)
 
 
-def test_what_is_a_run_of_memory():
+def test_tensors_without_gaps_in_memory_are_recognized():
     x = torch.arange(24.)
     runs = x, x.view(4, 6), x.view(4, 6).t(), x.view(2, 3, 4).permute(1, 2, 0), x[5:9], x[3], x[:0], x.view(24, 1)[:, :1], x[:6].view(1, 6).expand(1, 6)
     others = x[::2], x.view(4, 6)[:, 1:], x.view(4, 6)[::2], x[:6].expand(4, 6), x[:4, None].expand(4, 3), x.as_strided((3, 3), (1, 1)), x[:1].expand(3)
-    assert [gpu.fills(y) for y in runs]==[True]*9 and [gpu.fills(y) for y in others]==[False]*7
+    assert [gpu.has_no_gaps(y) for y in runs]==[True]*9 and [gpu.has_no_gaps(y) for y in others]==[False]*7
 
 
 @pytest.mark.parametrize('block', [64, 4096])
-def test_what_is_tried_fills_blocks_of_whoever_reads(block):
+def test_trials_have_one_block_less_and_more(block):
     "One block, one block less an element, and more than two blocks."
     sizes = []
     def read(x, wanted):
@@ -340,41 +340,41 @@ def test_what_is_tried_fills_blocks_of_whoever_reads(block):
     assert {0, 1, block-1, block, block+1, 2*block+3}<={*sizes}
 
 
-def test_code_for_huge_tensors_is_other_code():
+def test_huge_tensors_have_their_own_compiled_code():
     "The number of elements does not fit int32."
     assert len({gpu.kernel_key(torch.float32, cpu, ('basic',), n, True) for n in (0, 5, 2**31-1, 2**31, 2**33)})==2
 
 
 @pytest.mark.parametrize('name', ['blocks', 'tile', 'width'])
-def test_whatever_is_compiled_in_makes_other_code(monkeypatch, name):
+def test_each_compiled_constant_is_in_the_key_of_the_code(monkeypatch, name):
     def key(): return gpu.kernel_key(torch.float32, cpu, ('basic',), 9, True)
     before = key()
     monkeypatch.setattr(gpu, name, {torch.float32: 128} if name=='blocks' else 7)
     assert key()!=before
 
 
-def test_a_device_that_is_not_chosen_is_not_launched_on_at_once(monkeypatch):
+def test_no_fast_launch_on_a_device_that_is_not_current(monkeypatch):
     monkeypatch.setattr(gpu, 'driver', lambda: Some(get_current_stream=lambda i: 40+i, get_current_device=lambda: 1))
     assert [gpu.TensorLaunch(5, torch.float32, torch.device('cuda', i), ('basic',)).stream() for i in (0, 1)]==[None, 41]
     monkeypatch.setattr(gpu, 'driver', lambda: None)
     assert gpu.TensorLaunch(5, torch.float32, torch.device('cuda', 1), ('basic',)).stream() is None
 
 
-def test_what_has_no_strides_is_in_no_list(kernels_here, monkeypatch):
+def test_tensors_without_strides_are_not_read_in_lists(kernels_here, monkeypatch):
     monkeypatch.setattr(kernels, 'gpu_kernels', lambda device: gpu)
     monkeypatch.setattr(gpu, 'available', lambda device: True)
     x = torch.eye(4)
-    assert kernels.for_list(x, ('basic',)) is gpu and kernels.for_list(x[:, 1:3], ('basic',)) is None
-    for other in (x.to_sparse(), x.to_sparse_csr(), x.to_sparse_csc()): assert kernels.for_list(other, ('basic',)) is None
+    assert kernels.list_kernels(x, ('basic',)) is gpu and kernels.list_kernels(x[:, 1:3], ('basic',)) is None
+    for other in (x.to_sparse(), x.to_sparse_csr(), x.to_sparse_csc()): assert kernels.list_kernels(other, ('basic',)) is None
 
 
-def test_what_only_stands_for_others_has_no_address_to_read_from(kernels_here, monkeypatch):
+def test_tensors_that_wrap_others_have_no_address(kernels_here, monkeypatch):
     monkeypatch.setattr(kernels, 'gpu_kernels', lambda device: gpu)
     monkeypatch.setattr(gpu, 'available', lambda device: True)
     class Of(torch.Tensor): pass
     x = torch.eye(4)
     assert kernels.kernels_for(x, ('basic',)) is kernels.kernels_for(nn.Parameter(x), ('basic',)) is gpu
-    assert kernels.kernels_for(x.as_subclass(Of), ('basic',)) is kernels.for_list(x.as_subclass(Of), ('basic',)) is None
+    assert kernels.kernels_for(x.as_subclass(Of), ('basic',)) is kernels.list_kernels(x.as_subclass(Of), ('basic',)) is None
     whole = torch.arange(4)
     assert kernels.kernels_for(whole, ('basic',)) is None and kernels.kernels_for(whole, ('basic',), torch.float64) is gpu
 
@@ -400,17 +400,17 @@ def another(monkeypatch):
     "The CPU as an accelerator."
     monkeypatch.setattr(devices, 'pinned', devices.Pinned())
     made.clear()
-    for f in (devices.accelerator, devices.sends, devices.capture_of): f.cache_clear()
+    for f in (devices.accelerator, devices.copies_async, devices.capture_of): f.cache_clear()
     monkeypatch.setattr(devices, 'accelerator', lambda: 'cpu')
     monkeypatch.setattr(torch.accelerator, 'current_stream', lambda device: Some(stream_id=0))
     monkeypatch.setattr(torch, 'Event', Event)
     monkeypatch.setattr(torch, 'empty', lambda *args, pin_memory=False, **kwargs: torch.zeros(*args, **kwargs))
     monkeypatch.setattr(torch, 'get_device_module', lambda kind: Some(device=Chosen, is_current_stream_capturing=lambda: made==['capturing']))
     yield
-    for f in (devices.sends, devices.capture_of): f.cache_clear()
+    for f in (devices.copies_async, devices.capture_of): f.cache_clear()
 
 
-def test_a_copy_is_waited_for_by_who_reads_it_and_recorded_on_its_own_device(another):
+def test_a_reader_waits_for_a_copy_on_the_device_of_the_copy(another):
     got = devices.to_host(torch.tensor([1.5, 2.], dtype=torch.bfloat16))
     tried = ['waited'] # when the device was asked for a copy first
     assert made==[(cpu, cpu), *tried, (cpu, cpu)] and chosen==[None]
@@ -418,8 +418,8 @@ def test_a_copy_is_waited_for_by_who_reads_it_and_recorded_on_its_own_device(ano
     assert devices.to_host(torch.arange(3)).shape==(3,) and len(made)==5
 
 
-def test_what_a_graph_reads_at_each_replay_is_nobody_elses(another):
-    devices.sends(cpu)
+def test_memory_that_a_cuda_graph_reads_is_not_reused(another):
+    devices.copies_async(cpu)
     for capturing in (True, False):
         made[:] = ['capturing'] if capturing else []
         devices.pinned.free.clear()
@@ -428,22 +428,22 @@ def test_what_a_graph_reads_at_each_replay_is_nobody_elses(another):
 
 
 @pytest.mark.parametrize('fault', ['no memory', 'other numbers'])
-def test_a_device_that_does_not_give_what_was_put_in_is_asked_at_once(another, monkeypatch, fault):
+def test_a_device_with_wrong_copies_is_copied_synchronously(another, monkeypatch, fault):
     if fault=='no memory': monkeypatch.setattr(torch, 'empty', raises)
     else: monkeypatch.setattr(torch.Tensor, 'copy_', lambda self, x, non_blocking=False: self)
-    assert devices.to_host(torch.arange(3)).tolist()==[0, 1, 2] and not devices.sends(cpu)
+    assert devices.to_host(torch.arange(3)).tolist()==[0, 1, 2] and not devices.copies_async(cpu)
 
 
-def test_mps_is_asked_at_once(monkeypatch):
+def test_mps_is_copied_synchronously(monkeypatch):
     "A device whose copies are wrong is not used for copies without waiting."
     monkeypatch.setattr(devices, 'accelerator', lambda: 'mps')
     monkeypatch.setattr(devices, 'start_copy', lambda x: np.arange(5))
-    devices.sends.cache_clear()
-    assert not devices.sends(torch.device('mps'))
-    devices.sends.cache_clear()
+    devices.copies_async.cache_clear()
+    assert not devices.copies_async(torch.device('mps'))
+    devices.copies_async.cache_clear()
 
 
-def test_what_a_graph_captures_is_not_recorded(another, monkeypatch, tmp_path):
+def test_tensors_in_a_captured_graph_are_not_recorded(another, monkeypatch, tmp_path):
     "No tensors and no logged numbers. There is one warning, and passes outside of the capture are recorded."
     model = torch.nn.Linear(2, 2)
     opt = torch.optim.SGD(model.parameters(), .1)

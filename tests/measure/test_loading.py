@@ -70,8 +70,8 @@ print(report['seconds']<900, report['beside']>900, 'in the background' in repr(r
     assert told==['True', 'True', 'True', 'False']
 
 
-def test_no_budget_is_charged():
-    "A step that is recorded meanwhile does not count for the budget."
+def test_loading_is_not_charged_to_the_budget():
+    "A step that is recorded while a thread loads does not count for the budget."
     told = run(slowly+'''
 te = torchEmber(model, overhead=.5)
 train(te, 20)
@@ -84,7 +84,7 @@ print(te.close()['recorded']>10)
     assert told==['1', 'None', '0.0', 'True']
 
 
-def test_only_what_a_model_has_is_loaded():
+def test_only_formats_of_the_model_are_loaded():
     told = run('''
 model.bfloat16()
 te = torchEmber(model)
@@ -98,8 +98,8 @@ te.close()
 @pytest.mark.slow
 @pytest.mark.parametrize('after,new', [(0, False), (.05, False), (.2, False), (.5, False), (1, False), pytest.param(0, True, marks=pytest.mark.slow),
     pytest.param(.5, True, marks=[pytest.mark.slow, pytest.mark.release])])
-def test_exit_meanwhile(after, new, tmp_path):
-    "Also while the loops are compiled, with an empty cache folder."
+def test_a_process_can_exit_while_loading(after, new, tmp_path):
+    "The process can exit also while loops are compiled, because the cache folder is empty."
     told = run(f'''
 te = torchEmber(model)
 time.sleep({after})
@@ -112,7 +112,7 @@ print('over', flush=True)
 
 @pytest.mark.skipif(not hasattr(os, 'fork'), reason='there is no fork here')
 @pytest.mark.parametrize('after', [0, .1, .4])
-def test_fork_meanwhile(after):
+def test_a_process_can_fork_while_loading(after):
     "The child can measure and import numba."
     told = run(f'''
 warnings.simplefilter('ignore') # about forks beside threads
@@ -134,7 +134,7 @@ print('parent', flush=True)
     assert told==['child', 'parent']
 
 
-def test_a_broken_numba_is_said_where_somebody_measures(tmp_path):
+def test_a_broken_numba_gives_a_warning_at_the_first_measurement(tmp_path):
     (tmp_path/'numba.py').write_text("raise ImportError('Numba needs another NumPy')")
     told = run('''
 with warnings.catch_warnings(record=True) as said:
@@ -148,7 +148,7 @@ print(sum('needs another NumPy' in str(w.message) for w in said))
     assert told==['1']
 
 
-def test_who_asks_waits():
+def test_ready_waits_for_loading():
     assert run("print(loading.loops() is not None, loading.seconds_beside()==0<loading.loading_seconds())")==['True', 'True']
     code = "te = torchEmber(model); train(te, 1); print(loading.seconds_beside()==0<loading.loading_seconds()); te.close()"
     for wait in ('1', ''): assert run(code, TORCHEMBER_WAIT=wait)==['True']
@@ -170,7 +170,7 @@ te.close()
     assert told==["['float32']", 'True', 'True', 'True', '0.0']
 
 
-def test_what_was_compiled_in_the_midst_is_said():
+def test_the_report_names_the_time_of_loading():
     "Loading is no lasting cost: the report names its time, and the wait at arming. A second run has neither."
     told = run('''
 real = loading.load_numba
@@ -209,7 +209,7 @@ print(hash(tuple(kept[:9])))
 
 
 @pytest.mark.slow
-def test_one_result_whoever_read_it():
+def test_equal_weights_have_equal_digits_in_each_step_and_process():
     "Unchanged weights have the same digits at each step, in each of two processes, also at the first steps."
     a,b = (run(still, TORCHEMBER_WAIT='', PYTHONHASHSEED='0') for _ in range(2))
     assert a==b and a[:2]==['108', '9']
@@ -217,7 +217,7 @@ def test_one_result_whoever_read_it():
 
 @pytest.mark.release
 @pytest.mark.slow
-def test_kernels_that_two_processes_have_compiled_are_two(tmp_path):
+def test_cached_kernels_of_two_processes_are_not_confused(tmp_path):
     "numba identifies a kernel by name, signature and a number of the process. bfloat16 and float16 once shared all three, and so the code of one."
     def ones(*dtypes):
         script = 'import sys, torch; from torchember.measure import kernels, loading; loading.ready()\n' \

@@ -21,25 +21,25 @@ def run(path='', code=code, **env):
     return programs.run(code, PYTHONPATH=os.pathsep.join([str(path), os.environ.get('PYTHONPATH', '')]), **env)
 
 
-def test_there():
+def test_numba_is_used():
     done = run()
     assert done.stdout.strip()==f'{right} False' and not done.stderr, done
 
 
-def test_switched_off():
+def test_numba_switched_off():
     done = run(NUMBA_DISABLE_JIT='1')
     assert done.stdout.strip()==f'{right} True' and not done.stderr, done
 
 
 @pytest.mark.parametrize('error,said', [("ModuleNotFoundError('No module', name='numba')", False), ("ImportError('Numba needs another NumPy')", True)])
-def test_missing_or_broken(error, said, tmp_path):
+def test_numba_missing_or_broken(error, said, tmp_path):
     (tmp_path/'numba.py').write_text(f'raise {error}')
     done = run(tmp_path)
     assert done.stdout.strip()==f'{right} True', done
     assert ('EmberWarning' in done.stderr and 'needs another NumPy' in done.stderr)==said, done
 
 
-def test_nowhere_to_keep_what_is_compiled(tmp_path):
+def test_no_writable_cache_folder(tmp_path):
     "Without a writable cache folder numba compiles in each process."
     cache = tmp_path/'cache'
     cache.write_text('a file, no folder')
@@ -70,7 +70,7 @@ print(cpu.lanes)
 @pytest.mark.release
 @pytest.mark.slow
 @pytest.mark.parametrize('name,features', [('generic', ''), ('haswell', '+avx2,+avx,+fma,+sse4.2,+sse4.1,+ssse3,+sse3,+bmi,+bmi2,+popcnt,+lzcnt,+f16c')])
-def test_other_processors(name, features):
+def test_numbers_do_not_depend_on_the_processor(name, features):
     "The numbers do not depend on the vector width of the processor."
     done = run(code=everywhere, NUMBA_CPU_NAME=name, NUMBA_CPU_FEATURES=features)
     assert done.stdout.strip()=='8', done

@@ -19,7 +19,7 @@ def test_a_tensor_without_memory_is_not_read(n):
     assert len(arena.take())==1
 
 
-def test_memory_that_is_put_under_a_tensor():
+def test_exchanged_memory_of_a_tensor_is_read_again():
     "`x.data = y` exchanges the memory without a change of the version counter."
     arena,x = Arena(),torch.zeros(3)
     tap = arena.tap('x', ['mean', 'shape'])

@@ -1,6 +1,6 @@
 """A statistic that needs sums of its own: two lines in `measure.summary`, and everything measures, merges and reads it.
 
-The lines are written into a copy of the module, as somebody would who adds them, in a process of its own: with them a row has more than 16 slots.
+The lines are written into a copy of the Python module, as a developer would add them, in a process of its own. With them a row has more than 16 entries.
 Their names begin with `planted_`, so that the package may have the documented example, too.
 """
 import importlib.util

@@ -1,4 +1,4 @@
-"""Numbers are numpy's: random tensors of every kind, and the hostile ones by name, against float64.
+"""Measured numbers are equal to those of numpy in float64: for random tensors of every kind, and for difficult tensors by name.
 
 `NUMBERS=100000 pytest tests/measure/test_numbers.py -k fuzz` tries that many; a failure prints a line that makes its tensor again.
 """
@@ -208,7 +208,7 @@ def test_fuzz_threads(engine, monkeypatch):
     fuzz(range(3*10**9, 3*10**9+tries//200), 20000)
 
 
-# ---- the hostile ones, by name
+# ---- difficult tensors, by name
 
 def r(seed=0): return torch.Generator().manual_seed(seed)
 def normal(*shape, dtype=torch.float32): return torch.randn(*shape, generator=r(), dtype=torch.float64).to(dtype)
@@ -288,7 +288,7 @@ hostile = dict(
 
 @pytest.mark.filterwarnings('ignore:The given NumPy array is not writable')
 @pytest.mark.parametrize('name', hostile)
-def test_hostile(name):
+def test_difficult_tensors(name):
     x = hostile[name]()
     before,version = plain(x).copy(),None if x.is_inference() else x._version
     right = answer(name, before)

@@ -72,7 +72,7 @@ def test_normal(n, dtype): one(torch.randn(n).to(dtype), rel=1e-12 if dtype is t
 
 @pytest.mark.parametrize('wanted', [('basic',), *(('basic', g) for g in full[1:]), tuple(groups)], ids=str)
 @pytest.mark.parametrize('n', [later(100), 5000])
-def test_what_is_not_wanted_is_nan(n, wanted): one(torch.randn(n).relu(), wanted)
+def test_sums_that_are_not_requested_are_nan(n, wanted): one(torch.randn(n).relu(), wanted)
 
 
 bad = [math.nan, math.inf, -math.inf]
@@ -193,7 +193,7 @@ def test_rows_that_are_merged_more_than_once(small, tile, programs):
         np.testing.assert_array_equal(v[16:].cpu(), bins(x))
 
 
-def test_what_lies_behind_a_tensor_is_not_of_it():
+def test_memory_after_a_tensor_is_not_read():
     "Also if the last block lacks one element."
     for dtype in dtypes:
         B = gpu.blocks[dtype]
@@ -219,7 +219,7 @@ def test_programs_may_come_in_any_order(monkeypatch, small):
             np.testing.assert_array_equal(v[16:].cpu(), bins(x))
 
 
-def test_a_program_whose_blocks_have_other_exponents(small):
+def test_blocks_of_a_program_with_different_exponents(small):
     "The window of bins moves from block to block, up and down."
     small(programs=1, blocks=dict.fromkeys(gpu.blocks, 512))
     x = torch.randn(6000)
@@ -250,7 +250,7 @@ def test_a_row_is_written_to_its_end():
         if n>16: assert (out[1:3, 16:n].sum(1).cpu()==torch.tensor([9000., 5000.])).all()
 
 
-def test_nothing_is_left_for_the_next_launch():
+def test_work_memory_is_clean_for_the_next_launch():
     "Counters and bins are zero again. Memory that was too small is kept: another thread may launch with it."
     from torchember.measure.devices import stream_of
     there = torch.zeros(1, device=device).device # with its number
@@ -258,9 +258,9 @@ def test_nothing_is_left_for_the_next_launch():
     for n in (100, 300_000, 20_000): one(torch.randn(n))
     memory, = gpu.memories.values()
     assert not memory.tensors['counters'].any() and not memory.tensors['bins'].any()
-    before = gpu.turn.number,len(memory.old)
+    before = gpu.memory_version.number,len(memory.old)
     for n in (100, 300_000): one(torch.randn(n))
-    assert (gpu.turn.number, len(memory.old))==before and before[1]>0
+    assert (gpu.memory_version.number, len(memory.old))==before and before[1]>0
     assert gpu.memory_of(there, gpu.chosen_stream(there)) is memory or stream_of(there)!=0
 
 
@@ -277,7 +277,7 @@ def test_few_and_far_exponents():
     one(torch.full((9000,), 2.**-149), ('basic', 'exponents'))
 
 
-def test_what_cannot_be_read_is_named():
+def test_unreadable_dtypes_are_named_in_the_error():
     with pytest.raises(TypeError, match='read float32, bfloat16, float16, float64, got torch.int64'):
         gpu.read_one(torch.tensor([1], device=device), full, row(full))
 

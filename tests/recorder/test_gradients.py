@@ -498,7 +498,7 @@ def test_no_copy_of_a_gradient_waits(monkeypatch):
     "On a GPU all gradients are read together at the end: what was divided first is a copy, and all of them would be as large as the model"
     from torchember.measure import tap
     from torchember.measure.arena import Arena
-    monkeypatch.setattr(tap, 'for_list', lambda x, wanted: True)
+    monkeypatch.setattr(tap, 'list_kernels', lambda x, wanted: True)
     a,x = Arena(),torch.tensor([3., 6., 12.])
     tap.observe(x, a.tap('divided', ['mean', 'exponents']), scale=torch.tensor(3.), later=True)
     assert not a.unread

@@ -534,7 +534,7 @@ def test_the_gradient_of_a_leaf_is_that_of_the_pass_that_it_was_given_in():
 def test_what_is_computed_again_brings_the_gradients_that_are_asked_for(ttypes):
     came = []
     g = Gradients(ttypes, Some(pass_=1), None)
-    state = Some(key=None, graded=lambda ttype, named: came.append((ttype, [(n, x.item()) for n,x in named])))
+    state = Some(key=None, grads_arrived=lambda ttype, named: came.append((ttype, [(n, x.item()) for n,x in named])))
     x = torch.ones(1, requires_grad=True)
     y = x*2
     for _ in range(2): g.recomputed(state, [('x', x)], [('y', y)]) # heard already

@@ -8,15 +8,16 @@ __all__ = ['hook_gradients']
 # %% ../../nbs/10_capture/30_backward.ipynb #1d26c92c
 import torch
 
-from .compiled import graded
+from .compiled import grads_arrived
 from .private_torch import is_wrapped, never_compile
 
 # %% ../../nbs/10_capture/30_backward.ipynb #fbe91981
 def hook_gradients(named, report, place=None, again=False, key=None, ttype='output_grad'):
-    """Report the gradients of tensors, `named` in pairs, by `report(tname, gradient)`. Return the handles of hooks on leaves.
+    """Register hooks on tensors that call `report(tname, gradient)`. Return the handles of the hooks on leaves.
 
-    Leaves outlive the pass: remove their hooks after it. Tensors without a gradient are skipped. If a forward is recomputed (`again`), tensors are skipped
-    that have a hook with the same `place` (a module) and name. A compiled backward calls `graded` of the holder of `key` instead, with `ttype`."""
+    Remove the hooks on leaves after the pass, because leaves are used in later passes, too. `named`: (tname, tensor) pairs; tensors without a gradient are
+    skipped. `again`: a checkpoint recomputes the forward: tensors that have a hook for the same `place` (a module) and tname are skipped. A compiled
+    backward cannot call `report`: there the hooks call the method `grads_arrived` of the object that `key` identifies, with `ttype`."""
     handles = []
     if not torch.is_grad_enabled(): return handles
     for n,x in named:
@@ -30,10 +31,11 @@ def hook_gradients(named, report, place=None, again=False, key=None, ttype='outp
 
 # %% ../../nbs/10_capture/30_backward.ipynb #1f0f2741
 def gradient_hook(report, n, key, ttype):
-    "Return a hook to report the gradient of a tensor. Arguments as in `hook_gradients`."
+    "Return a hook that reports the gradient of the tensor named `n`. Other arguments as in `hook_gradients`."
     def hook(g):
-        if g is None: return None # an unused output of several, or a `Function` whose backward returned None
-        if key is not None and torch.compiler.is_compiling(): graded([g], key, ttype, [n])
+        # None: one of several outputs is unused, or the backward of a `Function` returned None
+        if g is None: return None
+        if key is not None and torch.compiler.is_compiling(): grads_arrived([g], key, ttype, [n])
         else: report(n, g.detach())
-        return g # compiled autograd needs the gradient back: it does not accept None for a gradient that exists
+        return g # because compiled autograd does not accept a hook that returns None for a gradient
     return never_compile(hook)

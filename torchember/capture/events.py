@@ -13,53 +13,54 @@ from .private_torch import never_compile
 
 # %% ../../nbs/10_capture/18_events.ipynb #3f1c7a21
 class Wants:
-    """Types of tensors for one listener: inputs, outputs, and the gradients of either.
+    """Types of tensors that one listener wants: inputs, outputs, and gradients of inputs or outputs.
 
-    An input or output is reported, too, if its gradient is wanted."""
-    def __init__(self, inputs=True, outputs=True, input_grad=False, output_grad=False, compiled=True): # compiled: whether compiled code reports
+    If the gradient of an input or output is wanted, the tensor itself is reported, too."""
+    # compiled: whether compiled code reports tensors to the listener
+    def __init__(self, inputs=True, outputs=True, input_grad=False, output_grad=False, compiled=True):
         self.inputs,self.outputs = inputs or input_grad,outputs or output_grad
         self.input_grad,self.output_grad,self.compiled = input_grad,output_grad,compiled
-        self.joints = weakref.WeakSet() # the `Joint`s that contain this
+        self.unions = weakref.WeakSet() # the `WantsUnion`s that contain this object
 
-    def turn(self, compiled):
-        "Switch the reports of compiled code on or off, from the next pass on. The first switch costs one more graph."
+    def switch(self, compiled):
+        "Switch the reports of compiled code on or off, from the next pass on. The first switch makes torch.compile compile one more graph."
         if compiled==self.compiled: return
         self.compiled = compiled
-        for j in list(self.joints): j.update()
+        for u in list(self.unions): u.update()
 
-always = functools.cache(Wants) # for listeners that never switch: one object for equal wants
+always = functools.cache(Wants) # for listeners that never call `switch`: equal arguments give one shared object
 
 # %% ../../nbs/10_capture/18_events.ipynb #3f1c7a22
-class Joint:
-    "Union of the `Wants` of a module's listeners. A graph depends on this, and on nothing else about listeners."
+class WantsUnion:
+    "Union of the `Wants` of a module's listeners. Guards of a compiled graph check only this object, so other listeners need no new graph."
     def __init__(self, parts):
         self.parts = parts
-        for w in parts: w.joints.add(self)
+        for w in parts: w.unions.add(self)
         self.update()
 
     def update(self):
         for f in ('inputs', 'outputs', 'input_grad', 'output_grad'): setattr(self, f, any(w.compiled and getattr(w, f) for w in self.parts))
 
-joints = weakref.WeakValueDictionary() # parts -> `Joint`
+unions = weakref.WeakValueDictionary() # set of `Wants` -> their `WantsUnion`
 
-def joint_of(parts:frozenset):
-    "Return the union of some `Wants`. Equal sets share one `Joint`, so a switch changes few objects."
-    found = joints.get(parts)
-    if found is None: found = joints[parts] = Joint(parts)
+def union_of_wants(parts:frozenset):
+    "Return the union of a set of `Wants`. Equal sets share one object, so that `Wants.switch` has few objects to update."
+    found = unions.get(parts)
+    if found is None: found = unions[parts] = WantsUnion(parts)
     return found
 
 # %% ../../nbs/10_capture/18_events.ipynb #8b77b4ec
 class Listener(Protocol):
-    "Is notified of the events of a model. Each method does nothing here, so a listener defines only the methods it needs."
-    wants = always() # of calls
-    on = True # whether there is anything to report now; False in steps that are not recorded
-    # open passes in all threads, by which a module knows whether it is the outermost one. A constant 1: only the root begins a pass
+    "An object that is notified of the events of a model. Methods of this class do nothing, so a subclass defines only the methods that it needs."
+    wants = always() # types of tensors to report in calls
+    on = True # False: no events of calls now, as in steps that are not recorded
+    # number of open passes in all threads: a module that is called while it is 0 begins a pass. A constant 1: only the root begins a pass
     running = 0
-    # whether a module may have one such listener only, and its copies must not be trained unrecorded: the recorder of a run
+    # True for the recorder of a run: a module may have only one exclusive listener, and `nn.DataParallel` is refused
     exclusive = False
-    # whether partial sums (of tensor parallelism) are reported after the module's own hooks: see `returned`
+    # whether a partial sum (of tensor parallelism) is reported by `returned`, after the module's own hooks have added it up
     sums_after_hooks = False
-    step,lasting = 0,0 # number of the training step; for how many steps the gradients of a call may be pending
+    step,lasting = 0,0 # number of the training step; number of further steps in which gradients of a call may come
 
     def __init_subclass__(cls, **more):
         super().__init_subclass__(**more)
@@ -67,89 +68,90 @@ class Listener(Protocol):
 
     # ---- passes and calls
 
-    def pass_begins(self, state, grad=None) -> bool: # grad: whether there will be gradients, in compiled code; else torch knows
-        "A module is called and no pass is open, or the root is called. Return True to be notified of the end."
+    def pass_begins(self, state, grad=None) -> bool: # grad: in compiled code, whether the pass has gradients
+        "A pass begins: the root is called, or any module while no pass is open. Return True to be notified of the end of the pass."
         self.running += 1
         return True
 
     def pass_ends(self, state, compiled:bool):
-        "The call has ended, with a result or an exception."
+        "The pass has ended, with a result or an exception."
         self.running -= 1
 
-    def pass_fails(self, state): "The call has raised an exception. `pass_ends` follows."
+    def pass_fails(self, state): "The pass has raised an exception. `pass_ends` follows."
 
     def inside(self) -> bool:
         "Return True if a pass is open in this thread."
         return self.running>0
 
     def records(self) -> bool:
-        "Return True if the calls of this pass are reported."
+        "Return True if calls in this pass are to be reported."
         return True
 
-    def call_begins(self, state, inputs:list, compiled:bool=False): # (number of the call in its pass, phase), for `gradient`; None for no gradients
-        "A module is called with these tensors. The memory of those from compiled code will be used again."
+    # return: (number of the call in its pass, phase) for `gradient`, None for no gradients
+    def call_begins(self, state, inputs:list, compiled:bool=False):
+        "A module is called with these tensors. If `compiled`, measure them now: compiled code reuses their memory."
         return 0, None
 
-    def call_ends(self, state, outputs:list, compiled:bool=False): # as in `call_begins`
-        "A module returns these tensors."
+    def call_ends(self, state, outputs:list, compiled:bool=False): # returns the same as `call_begins`
+        "A call of a module has ended, and returns these tensors."
         return 0, None
 
     def returned(self, state, outputs:list, call:int, phase=None):
-        "The module's own hooks have added up a partial sum. `call_ends` got no tensor before, and returned number and phase."
+        "The module's own hooks have added up a partial sum: the true outputs. `call_ends` got no tensors. Its result is passed as `call` and `phase`."
 
-    def call_fails(self, state): "The module has raised an exception."
+    def call_fails(self, state): "A call of a module has raised an exception."
 
-    def probe(self, state, name:str, tensor): "The user reports a tensor of this module."
+    def probe(self, state, name:str, tensor): "The user records a tensor of this module by `te.probe`."
 
-    def probe_here(self, name:str, tensor): "The user reports a tensor of the running module."
+    def probe_here(self, name:str, tensor): "The user records a tensor of the module that is running."
 
     # ---- gradients
 
     def gradient(self, state, ttype:str, tname:str, grad, call:int, phase=None, backward:int=0):
-        "A backward computes the gradient of a tensor. `call`, `phase`: result of `call_begins` or `call_ends`."
+        "A backward has computed the gradient of an input or output. `call`, `phase`: result of `call_begins` or `call_ends` for that tensor."
 
     def recomputed(self, state, inputs:list, outputs:list):
-        "A checkpoint recomputes a forward in a backward, and gradients may go through these tensors. Called before and after the forward."
+        "A checkpoint recomputes a module's forward in a backward: called before with its inputs, and after with its outputs, which may get gradients."
 
     # ---- optimizers: where a training step ends
 
     def step_begins(self, optimizer): "The step of an optimizer begins. The gradients may not be ready yet."
 
     def gradients_ready(self, optimizer, scale, unchanged:bool):
-        "An optimizer is about to change the weights. `scale`: factor of the gradients. `unchanged`: whether the step has not changed the weights yet."
+        "All gradients of a step are known. `scale`: loss scale that the gradients contain. `unchanged`: whether the weights are those from before the step."
 
     def step_ends(self, optimizer): "An optimizer has changed the weights."
 
-    def step_skipped(self, optimizer): "A scaler has skipped the step."
+    def step_skipped(self, optimizer): "A `GradScaler` has skipped the step, because gradients were not finite."
 
     def clips(self, parameters:list): "The gradients of these parameters are about to be clipped."
 
     # ---- CUDA graphs, see `capture.graphs`
 
-    def graph_to_come(self, graph): "A graph is about to be captured. Until its end no thread may wait for the device."
+    def graph_to_come(self, graph): "A CUDA graph is about to be captured. Until the capture ends, no thread may wait for the device."
 
-    def graph_begins(self, graph): "A capture has begun. Operations are captured from now on, and do not run."
+    def graph_begins(self, graph): "The capture of a CUDA graph has begun. From now on operations are captured, and do not run."
 
-    def graph_ends(self, graph, whole:bool): "A capture has ended. `whole`: whether there is a graph."
+    def graph_ends(self, graph, whole:bool): "The capture of a CUDA graph has ended. `whole`: whether it succeeded."
 
-    def replay_begins(self, graph): "A graph is about to be replayed."
+    def replay_begins(self, graph): "A CUDA graph is about to be replayed."
 
-    def replay_ends(self, graph, whole:bool): "The host has launched a replay. `whole`: whether there was no exception."
+    def replay_ends(self, graph, whole:bool): "The host has launched a replay of a CUDA graph. `whole`: whether the launch raised no exception."
 
-    # ---- beside the model
+    # ---- memory and failures
 
-    def memory_reused(self): "Compiled code may have written into tensors without changing their version. Cached values are invalid."
+    def memory_reused(self): "Compiled code may have written into tensors without changing their version counters, so cached summaries of tensors are invalid."
 
-    def failed(self, state, ttype:str, tname:str, error): "Arguments or a result could not be searched for tensors."
+    def failed(self, state, ttype:str, tname:str, error): "The search for tensors in the arguments or the result of a call has raised `error`."
 
-    def missed(self, state, ttype:str, names:list): "Compiled code has tensors of these names and cannot report them: `DTensor`s."
+    def missed(self, state, ttype:str, names:list): "Compiled code cannot report the tensors with these names, because they are `DTensor`s."
 
 # %% ../../nbs/10_capture/18_events.ipynb #3f1c7a23
-# methods that are called in passes, beside those with a prefix
+# methods that are called during passes, besides those that begin with pass_, call_ or probe
 in_calls = 'inside', 'records', 'returned', 'recomputed', 'memory_reused'
 
 def skip_compiler(listener):
-    "Have Dynamo skip the methods of a listener in passes. Else it would try to compile each of them beside compiled code."
+    "Have Dynamo skip the methods of a listener that are called during passes, because compiling them takes time and gains nothing."
     for n,f in vars(listener).items():
         if hasattr(f, '__code__') and (n in in_calls or n.startswith(('pass_', 'call_', 'probe'))): never_compile(f)
 

@@ -12,15 +12,15 @@ import torch
 
 # %% ../../nbs/10_capture/44_graphs.ipynb #2eda9567
 def notify_watches(event, *args):
-    "Call a method of the listener of each attached watch."
+    "Call the method `event` of the listener of each attached `GraphWatch`."
     for watch in list(GraphWatch.attached): getattr(watch.listener, event)(*args)
 
-# method -> events before and after it
+# method of a CUDA graph class -> event before the method and event after it
 events_of = dict(capture_begin=('graph_to_come', 'graph_begins'), capture_end=(None, 'graph_ends'), replay=('replay_begins', 'replay_ends'))
-ends = 'graph_ends','replay_ends' # events that follow an exception, too. They get whether there was none
+ends = 'graph_ends','replay_ends' # events that are notified after an exception, too: their last argument is False then
 
 def with_events(f, before, after):
-    "Wrap a method of graphs to notify the listeners of two events, before and after it."
+    "Wrap a method of a CUDA graph class to notify listeners before and after the method. `before`, `after`: names of the events, or None."
     @functools.wraps(f)
     def run(graph, *args, **kwargs):
         if before: notify_watches(before, graph)
@@ -35,28 +35,29 @@ def with_events(f, before, after):
     return run
 
 def graph_classes():
-    "Return the classes of graphs in this version of torch."
+    "Return the CUDA graph classes, and those of other accelerators, that this version of torch has."
     places = (torch.cuda, 'CUDAGraph'),(getattr(torch, 'accelerator', None), 'Graph'),(getattr(torch, 'xpu', None), 'XPUGraph')
     return [c for where,name in places if (c := getattr(where, name, None)) is not None]
 
 # %% ../../nbs/10_capture/44_graphs.ipynb #3bb04ce7
 class GraphWatch:
     "Notifies a listener of all CUDA graphs of this process."
-    attached = weakref.WeakSet() # all watches that notify now
-    former = {} # (class, name of a method) -> replaced method
-    def __init__(self, listener): self.listener = listener # has the methods for graphs of `Listener`
+    attached = weakref.WeakSet() # all attached watches
+    former = {} # (class, name of a method) -> original method
+    def __init__(self, listener): self.listener = listener # an object with the methods of `Listener` for CUDA graphs
 
     def attach(self):
-        "Replace the methods of graphs, if no watch is attached yet."
+        "Notify from now on. The first attached watch replaces the methods of the CUDA graph classes."
         for c in graph_classes():
             for name,events in events_of.items():
-                if (c, name) in self.former: continue # also if the other watch was dropped without `detach`
+                # replaced already, perhaps by a watch that was deleted without `detach`
+                if (c, name) in self.former: continue
                 self.former[c, name] = f = getattr(c, name)
                 setattr(c, name, with_events(f, *events))
         self.attached.add(self)
 
     def detach(self):
-        "Restore the methods after the last watch. If the user has wrapped ours, it stays, and only calls the original."
+        "Stop notifying. The last watch restores the original methods. If the user has wrapped our method, ours stays, and only calls the original."
         if self not in self.attached: return
         self.attached.discard(self)
         if self.attached: return

@@ -13,91 +13,96 @@ import torch
 
 from . import compiled
 from .hidden_attributes import uninstall
-from .private_torch import in_training_function, say_no_hooks
+from .private_torch import in_training_function, warn_no_hooks
 
 # %% ../../nbs/10_capture/16_module_state.ipynb #1b607f22
 class PendingCalls:
-    "Calls without the gradient of one tensor. The last call gets the first gradient."
-    def __init__(self): self.waiting,self.done,self.backward = [],[],0 # calls without and with a gradient; number of the backward
+    "Calls of a module for which the gradient of one tensor is pending. A backward goes from the last call to the first."
+    # calls whose gradient is pending; calls that have it; number of the backward
+    def __init__(self): self.waiting,self.done,self.backward = [],[],0
 
     def expect(self, call, phase, step=0):
-        "Add a call."
-        if self.done and not self.waiting: self.done,self.backward = [],0 # a new pass after a backward
+        "Note that the gradient of a call is expected. `phase`, `step`: phase and step of the call."
+        if self.done and not self.waiting: self.done,self.backward = [],0 # a new pass has begun after the backward
         self.waiting.append((call, phase, step))
 
-    def next(self):
-        "Return the call of the next gradient: its number, its phase, and the number of the backward."
+    def next_call(self):
+        "Return the call that the next gradient belongs to: number and phase of the call, number of the backward."
         if not self.waiting: self.waiting,self.done,self.backward = self.done[::-1],[],self.backward+1
         self.done.append(self.waiting.pop())
         return *self.done[-1][:2], self.backward
 
     def keep_steps(self, first, last):
-        "Drop the calls of other steps. Return True if any calls are left."
+        "Keep the calls of the steps `first` to `last`, and drop all others. Return True if any calls are left."
         self.waiting,self.done = ([c for c in calls if first<=c[2]<=last] for calls in (self.waiting, self.done))
         return bool(self.waiting or self.done)
 
 # %% ../../nbs/10_capture/16_module_state.ipynb #c77a5b52
 class PendingGradients:
-    "Calls of a module without gradients, for each tensor."
+    "Pending gradients of a module: for each tensor, the calls whose gradient is expected."
     def __init__(self):
         self.calls,self.step = {},None # (ttype, tname) -> `PendingCalls`; step of the last expected call
-        self.counts = {} # (ttype, tname) -> gradients in this pass
+        self.counts = {} # (ttype, tname) -> number of gradients in this pass
 
     def expect(self, ttype, names, call, listener):
-        "Add a call of the listener's step. `call`: its number and phase."
+        "Note that the gradients of the tensors `names` are expected. `call`: number and phase of the call that they belong to."
         now = listener.step
         if self.step!=now: self.step,self.calls = now,{k: c for k,c in self.calls.items() if c.keep_steps(now-listener.lasting, now)}
         for n in names: self.calls.setdefault((ttype, n), PendingCalls()).expect(*call, now)
 
-    def next(self, ttype, name, calls):
-        "Return the call of the next gradient: number, phase, number of the backward. `calls`: calls in this pass, used if none is pending."
+    def next_call(self, ttype, name, calls):
+        """Return the call that the next gradient of a tensor belongs to: number and phase of the call, number of the backward.
+
+        `calls`: number of calls in this pass, from which the call is computed if no gradient is pending."""
         k = self.counts[ttype, name] = self.counts.get((ttype, name), -1)+1
         pending = self.calls.get((ttype, name))
-        # without a pending call the gradient is of a recomputation: the last call comes first
-        return pending.next() if pending else (calls-1-k%max(calls, 1), None, k//max(calls, 1))
+        # no pending call: a checkpoint has recomputed the forward, and a backward goes from the last call to the first
+        return pending.next_call() if pending else (calls-1-k%max(calls, 1), None, k//max(calls, 1))
 
 # %% ../../nbs/10_capture/16_module_state.ipynb #2496a2c3
-KEY = '_torchember' # key in the `__dict__` of an armed module: its `forward.Patch`
+KEY = '_torchember' # the `Patch` of an armed module is in the `__dict__` of the module under this key
 
 def own_parts(module):
-    "Return the names of a module's own parameters and the ids of its children. The result changes when parts are added or replaced."
-    # a ScriptModule does not change, and creates new objects for its parts at each access
+    "Return the names of a module's own parameters and the ids of its children. The result changes if parameters or children are added or replaced."
+    # a ScriptModule cannot change, and each access to its children creates new objects with new ids
     if isinstance(module, torch.jit.ScriptModule): return None
     return *module._parameters, *map(id, module._modules.values())
 
 class CompiledPasses:
-    "Open passes and calls of compiled code, by thread."
+    "Passes and calls that compiled code has begun and not yet ended, in each thread."
     def __init__(self, outermost):
-        self.outermost = outermost # whether a call of the module is a pass, so that the graph reports passes
-        self.begun = set() # threads in which compiled code has begun a pass
-        # threads in which a call of the module has begun it, since the code was compiled without passes
+        # whether each call of the module is a pass, so that its graph must report begin and end of a pass
+        self.outermost = outermost
+        self.begun = set() # ids of threads in which compiled code has begun a pass
+        # ids of threads whose pass was begun by the report of a call, since the graph was compiled without reports of passes
         self.by_call = set()
-        self.calls = Counter() # thread -> open calls
+        self.calls = Counter() # id of a thread -> number of open calls
 
 # %% ../../nbs/10_capture/16_module_state.ipynb #3f64cbbc
 class ModuleState:
-    """One listener's view of one module. `attributes`: those that the module has for this listener.
+    """State of one listener at one module: its taps, numbers of calls, pending gradients and hooks.
 
-    With `watched` the listener is notified of calls, else only of passes."""
+    `watched`: whether the listener is notified of calls, or only of passes. `attributes`: attributes that were installed on the module for this listener."""
     def __init__(self, track, listener, watched=True, attributes=None):
         self.track,self.listener,self.watched = track,listener,watched
         self.root,self.wants = track.root_module,listener.wants
-        self.attributes,self.made_of = attributes or {},own_parts(track.module) # made_of: when it was armed
-        self.taps = {} # of the listener
-        self.pass_,self.calls = None,0 # number of a pass; calls of the module in it
-        # key: for hooks and probes of this listener
+        # made_of: parameters and children at arming, to notice changes
+        self.attributes,self.made_of = attributes or {},own_parts(track.module)
+        self.taps = {} # the listener keeps its taps for this module here
+        self.pass_,self.calls = None,0 # number of the last pass; number of calls of the module in that pass
+        # key: identifies this object in operators, for probes and gradients that only this listener gets
         self.key = compiled.new_key(self) if self.root or self.wants.input_grad or self.wants.output_grad else None
         self.passes,self.pending = CompiledPasses(self.root),PendingGradients()
-        self.hooks = {} # thread -> hook that waits for the result of the module's own hooks: see `partial_sums`
+        self.hooks = {} # id of a thread -> our forward hook that runs after the module's own hooks: see `partial_sums`
 
     def number(self, pass_):
-        "Return the number of a new call: 0, 1, ... in each pass."
+        "Return the number of a new call of the module in the pass `pass_`: 0, 1, ..."
         if self.pass_!=pass_: self.pass_,self.calls,self.pending.counts = pass_,0,{}
         self.calls += 1
         return self.calls-1
 
-    def leave(self):
-        "Stop listening to this module. After its last listener the module is as it was before."
+    def detach(self):
+        "Remove the listener from this module. If it was the last listener, the module becomes as it was before arming."
         m = self.track.module
         patch = m.__dict__.get(KEY)
         if patch is None or self not in patch.states: return
@@ -107,29 +112,30 @@ class ModuleState:
         if not patch.states: uninstall(m, patch.attributes)
 
     def move(self, track, watched):
-        "Note a new path of the module. Its rows get the new name."
+        "Use the new `moduleTrack` of a module that got another path in the model. Later rows have the new name."
         if track.name!=self.track.name: self.taps = {}
         changed,self.track,self.watched = watched!=self.watched,track,watched
         patch = track.module.__dict__.get(KEY)
         if changed and patch is not None: patch.set_states(patch.states)
 
     def named_tensors(self, what, f, *args):
-        "Return the tensors found by `f`. Report an error, and return no tensor then."
+        "Return the (name, tensor) pairs that `f(*args)` finds. If `f` raises, report the error to the listener and return an empty list."
         try: return f(*args)
         except Exception as e: return self.note_failure(what, e)
 
     def note_failure(self, what, error):
-        "Report a failed search for tensors. Return no tensors."
+        "Report to the listener that the tensors of a call could not be found. Return an empty list of tensors."
         self.listener.failed(self, what, what, error)
         return []
 
     # ---- called by compiled code
 
-    def began(self, grad=False): # grad: whether there will be gradients
-        if get_ident() in self.passes.begun: # the last pass did not end: compiled code does not report exceptions
+    def began(self, grad=False): # grad: whether the pass will have gradients
+        # the pass before did not end, so it has raised: compiled code does not report exceptions
+        if get_ident() in self.passes.begun:
             self.listener.pass_fails(self)
             self.ended()
-        if not self.root and self.listener.inside(): return # inside an eager pass
+        if not self.root and self.listener.inside(): return # an eager pass is open: this call belongs to that pass
         if self.listener.pass_begins(self, grad): self.passes.begun.add(get_ident())
 
     def ended(self):
@@ -138,24 +144,26 @@ class ModuleState:
         self.listener.pass_ends(self, True)
 
     def is_recorded(self):
-        "Return True if this call is recorded."
-        self.listener.memory_reused() # compiled code writes into memory without changing a version counter
-        if self.wants.input_grad or self.wants.output_grad: say_no_hooks()
+        "Return True if a call that compiled code reports is to be recorded."
+        # because compiled code writes into memory without changing the version counters of tensors
+        self.listener.memory_reused()
+        if self.wants.input_grad or self.wants.output_grad: warn_no_hooks()
         return self.listener.on and self.listener.records()
 
     def entered(self, named, hooked):
-        # the operator is in the graph for another listener
+        # the graph has this operator for another listener only
         if not (self.wants.inputs and self.watched and self.wants.compiled): return
         self.passes.calls[get_ident()] += 1
         if not self.root and not self.listener.inside():
-            self.passes.outermost = True # `Patch` has the compiler trace again, and then `began` is in the graph
+            # this makes a guard of `Patch` fail: the next graph reports the begin of a pass
+            self.passes.outermost = True
             self.passes.by_call.add(get_ident())
             self.began(self.track.module.training and (torch.is_grad_enabled() or in_training_function()))
         if self.is_recorded(): self.expect('input_grad', hooked, self.listener.call_begins(self, named, True))
 
-    def left(self, named, hooked):
+    def exited(self, named, hooked):
         has_inputs = self.wants.inputs
-        # outputs are not wanted, or the listener was armed inside the call
+        # return if the listener wants no outputs, or was armed after this call began
         if not (self.wants.outputs and self.watched and (self.passes.calls[get_ident()] if has_inputs else self.wants.compiled)): return
         self.passes.calls[get_ident()] -= has_inputs
         if self.is_recorded(): self.expect('output_grad', hooked, self.listener.call_ends(self, named, True))
@@ -164,17 +172,17 @@ class ModuleState:
             self.ended()
 
     def missed(self, ttype, names):
-        "Report the names of tensors without numbers: compiled code cannot pass them on."
+        "Report the names of `DTensor`s, which compiled code cannot pass to an operator, so they are not measured."
         if (self.watched or ttype=='probe') and self.wants.compiled and self.is_recorded(): self.listener.missed(self, ttype, names)
 
     def expect(self, ttype, names, call):
-        "Add a call to the pending gradients of these tensors. `call`: its number and phase, None for no gradients."
+        "Note that gradients of the tensors `names` are expected. `call`: number and phase of their call, or None if no gradients will come."
         if call is not None and getattr(self.wants, ttype): self.pending.expect(ttype, names, call, self.listener)
 
-    def graded(self, ttype, named):
-        "Report gradients from compiled code or from a recomputation."
-        self.listener.memory_reused() # a buffer of compiled code holds one gradient after another
-        for n,g in named: self.listener.gradient(self, ttype, n, g, *self.pending.next(ttype, n, self.calls))
+    def grads_arrived(self, ttype, named):
+        "Report gradients to the listener that compiled code or a recomputation has computed."
+        self.listener.memory_reused() # because compiled code reuses one buffer for several gradients
+        for n,g in named: self.listener.gradient(self, ttype, n, g, *self.pending.next_call(ttype, n, self.calls))
 
     def probed(self, named):
         self.listener.memory_reused()

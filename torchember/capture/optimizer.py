@@ -15,40 +15,40 @@ from .private_torch import has_step_hooks, is_unscaled, loss_scale, never_compil
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #8150e7ac
 def parameters_of(optimizer) -> list:
-    "Return the parameters of all groups of an optimizer, each once."
+    "Return the parameters in all parameter groups of an optimizer, each once."
     return list({id(p): p for g in optimizer.param_groups for p in g['params']}.values())
 
 def trained_by(optimizers) -> list:
-    "Return the parameters of several optimizers, each once."
+    "Return the parameters that any of these optimizers trains, each once."
     return list({id(p): p for o in optimizers for p in parameters_of(o)}.values())
 
 def state_tensors(optimizer, p) -> dict:
-    "Return the state tensors of one parameter by name. Counters of steps are left out."
+    "Return the optimizer's state tensors of the parameter `p`, such as `exp_avg`, by name. The step counter is left out."
     return {k:v for k,v in optimizer.state.get(p, {}).items() if isinstance(v, torch.Tensor) and k!='step'}
 
 def is_optimizer(o) -> bool:
-    "Return True if an object steps for groups of parameters, as torch's optimizers do."
+    "Return True if `o` is an optimizer of torch, or has `param_groups`, `state` and `step` like one."
     return isinstance(o, torch.optim.Optimizer) or all(hasattr(o, a) for a in ('param_groups', 'state')) and callable(getattr(o, 'step', None))
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #5e1f0a11
 def live_objects(kind):
-    "Return all objects of a class in this process."
+    "Return all objects of a class, and of its subclasses, that exist in this process."
     return [o for o in gc.get_objects() if issubclass(type(o), kind)]
 
 def in_live_optimizers(wanted:set) -> set:
-    "Return the ids in `wanted` that belong to parameters in any torch optimizer of this process."
+    "Return those ids in `wanted` that are ids of parameters of any torch optimizer in this process."
     return wanted & {id(p) for o in live_objects(torch.optim.Optimizer) for g in getattr(o, 'param_groups', ()) for p in g['params']}
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #afd21f76
 def inner_optimizers(o):
-    "Return the optimizers of the same parameters in the attributes of `o`."
+    "Return the optimizers in the attributes of the optimizer `o` that share parameters with `o`: then `o` is a wrapper."
     mine = {id(p) for p in parameters_of(o)}
     values = [v for v in vars(o).values() if v is not o] if hasattr(o, '__dict__') else []
     values += [w for v in values if isinstance(v, list|tuple) and len(v)<100 for w in v]
     return [v for v in values if not isinstance(v, type|torch.Tensor) and is_optimizer(v) and mine & {id(p) for p in parameters_of(v)}]
 
-def workers(optimizer) -> list:
-    "Return the innermost optimizers of a wrapper. Without a wrapper, return the optimizer itself."
+def innermost_optimizers(optimizer) -> list:
+    "Return the optimizers that a wrapper steps in the end. Return the optimizer itself if it is no wrapper."
     found,todo,seen = [],[optimizer],set()
     while todo:
         o = todo.pop(0)
@@ -61,7 +61,7 @@ def workers(optimizer) -> list:
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #0cab1003
 def reporting_closure(closure, report):
-    "Wrap a closure of the user to call `report` when its gradients are ready, after each call. None stays None."
+    "Wrap the user's closure to call `report` after each call, when the gradients are computed. None stays None."
     if closure is None or hasattr(closure, '_torchember'): return closure
     @functools.wraps(closure)
     def run(*args, **kwargs):
@@ -72,7 +72,7 @@ def reporting_closure(closure, report):
     return run
 
 def wrap_closure(args, kwargs, report):
-    "Return the arguments of `step` with a reporting closure, None if they have no closure."
+    "Return the arguments of `step` with the closure wrapped by `reporting_closure`. Return None if the arguments have no closure."
     if len(args)<2 and not kwargs: return None
     if callable(kwargs.get('closure')): return args, kwargs | {'closure': reporting_closure(kwargs['closure'], report)}
     at = next((i for i,a in enumerate(args) if i and callable(a)), None)
@@ -80,7 +80,7 @@ def wrap_closure(args, kwargs, report):
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #2030c588
 def count_writes(params) -> int:
-    "Return the sum of the version counters of some tensors. 16 of a thousand parameters suffice to notice a step of an optimizer."
+    "Return the sum of the version counters of some parameters. It changes when an optimizer writes into any of them."
     return sum(p._version for p in params if not p.is_inference())
 
 def evenly_spaced(xs, n=16):
@@ -89,14 +89,14 @@ def evenly_spaced(xs, n=16):
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #63555850
 class ReplacedStep:
-    "The replaced `step` of one object. If the user replaces it again, both stay, and ours only calls the original."
+    "Our replacement of the method `step` of one object. If the user has replaced `step` again, ours stays inside, and only calls the original."
     def __init__(self, o, former, step):
         self.o,self.former,self.step,self.removed = o,former,step,False
         step.__func__._torchember = self
         o.step = step
 
     def remove(self):
-        "Restore the original `step`, unless ours was replaced in turn."
+        "Restore the original `step`, unless the user has replaced ours."
         self.removed = True
         while (step := vars(self.o).get('step')) is not None and (top := getattr(step, '_torchember', None)) is not None and top.removed and top.step is step:
             if top.former is None: del self.o.step
@@ -105,20 +105,21 @@ class ReplacedStep:
 def replace_step(o, run) -> ReplacedStep:
     """Replace the `step` of an optimizer or a scaler by `run`.
 
-    `run` is called with the object, the replaced `step`, and the positional and keyword arguments."""
+    `run` is called with the object, the original `step`, the positional arguments as a tuple, and the keyword arguments as a dict."""
     former = vars(o).get('step')
     def step(self, *args, **kwargs):
         def go(*args, **kwargs): return type(self).step(self, *args, **kwargs) if former is None else former(*args, **kwargs)
         return run(self, go, args, kwargs) if self is o else go(*args, **kwargs)
-    # schedulers mark the `step` that they know
+    # copy attributes, because learning-rate schedulers mark the `step` that they have wrapped
     like_former = functools.wraps(type(o).step if former is None else former)
     return ReplacedStep(o, former, types.MethodType(never_compile(like_former(step)), o))
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #fd77bd10
 def gradient_scale(scaler, o):
-    "Return the loss scale in an optimizer's gradients, a tensor or None. `scaler`: a `GradScaler`, or None."
+    "Return the loss scale that the gradients of the optimizer `o` contain, as a tensor, or None. `scaler`: a `GradScaler`, or None."
     if scaler is None or not scaler.is_enabled(): return None
-    if getattr(o, 'grad_scale', None) is not None: return o.grad_scale # a fused optimizer divides by it in its kernel
+    # a fused optimizer divides the gradients by `grad_scale` in its kernel
+    if getattr(o, 'grad_scale', None) is not None: return o.grad_scale
     return None if is_unscaled(scaler, o) else loss_scale(scaler)
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #788eb7bf
@@ -128,29 +129,29 @@ def is_capturing(device):
     return captures is not None and captures()
 
 def has_skipped(o):
-    "Return True if a fused optimizer changed nothing, because its gradients are not finite. This is unknown while a graph is captured."
+    "Return True if a fused optimizer changed no weight, because gradients were not finite. Return False during the capture of a CUDA graph."
     found = getattr(o, 'found_inf', None)
     return found is not None and not is_capturing(found.device) and bool(found.item())
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #5a1f0c7e
 def is_stepping(o):
-    "Return True if a `step` of `o` runs in this thread, by its frame. After an exception, nothing else shows the end."
+    "Return True if `o.step` is running in this thread. The frames are searched, because a step that raised has not reported its end."
     steps = (f for f in running_frames() if f.f_code.co_name=='step' and f.f_code.co_argcount)
     return any(f.f_locals.get(f.f_code.co_varnames[0]) is o for f in steps)
 
 class OpenSteps:
-    "Numbers of open steps of each optimizer: a step may call itself."
-    def __init__(self): self.depth = {} # id of an optimizer -> its open steps
+    "Counts the running steps of each optimizer, because the `step` of an optimizer may call itself."
+    def __init__(self): self.depth = {} # id of an optimizer -> number of its running steps
 
     def begin(self, o):
-        "Note the begin of a step. Return True if it is the outermost step of its optimizer."
+        "Note that a step of `o` begins. Return True if no other step of `o` is running."
         n = self.depth.get(id(o), 0)
-        if n and not is_stepping(o): n = 0 # an earlier step has raised
+        if n and not is_stepping(o): n = 0 # the earlier step has raised, so it did not report its end
         self.depth[id(o)] = n+1
         return not n
 
     def end(self, o):
-        "Note the end of a step. Return True if it was the outermost step of its optimizer."
+        "Note that a step of `o` has ended. Return True if no other step of `o` is running any more."
         n = self.depth[id(o)] = max(self.depth.get(id(o), 1)-1, 0)
         return not n
 
@@ -160,7 +161,7 @@ class OpenSteps:
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #33637749
 def add_hooks(o, begin, end):
-    "Have `begin(optimizer, args, kwargs)` and `end(optimizer)` called before and after each step. Return the handles."
+    "Add torch's step hooks, which call `begin(optimizer, args, kwargs)` and `end(optimizer)`. Return the handles of the hooks."
     return [o.register_step_pre_hook(never_compile(lambda o, args, kwargs: begin(o, args, kwargs))),
         o.register_step_post_hook(never_compile(lambda o, args, kwargs: end(o)))]
 
@@ -169,40 +170,41 @@ class OptimizerWatch:
     "Notifies a listener when optimizers step, and when a scaler skips a step."
     def __init__(self, optimizers, scaler, listener):
         self.given,self.scaler,self.listener,self.attached = optimizers,scaler,listener,False
-        self.workers_of = {id(o): workers(o) for o in optimizers}
-        # optimizers: the workers, each once
-        self.optimizers = list({id(w): w for ws in self.workers_of.values() for w in ws}.values())
-        self.handles,self.scaler_step = [],None # hooks and replaced steps; the replaced step of the scaler
-        self.open,self.wrappers = OpenSteps(),[] # steps that run; wrappers whose step runs
-        self.in_wrapper = {} # id -> optimizer that has stepped inside the step of a wrapper
-        # ids of optimizers: gradients were ready in this step of the scaler; ever stepped
+        self.innermost_of = {id(o): innermost_optimizers(o) for o in optimizers}
+        # the innermost optimizers, each once
+        self.optimizers = list({id(w): w for ws in self.innermost_of.values() for w in ws}.values())
+        self.handles,self.scaler_step = [],None # handles of hooks and `ReplacedStep`s; the `ReplacedStep` of the scaler
+        self.open,self.wrappers = OpenSteps(),[] # running steps of optimizers; wrappers whose step is running
+        # id -> optimizer that has stepped inside the step of a wrapper, to report at the end of that step
+        self.in_wrapper = {}
+        # ids of optimizers whose gradients were ready in this step of the scaler; ids of optimizers that have ever stepped
         self.ready,self.stepped = set(),set()
 
     def attach(self):
-        "Add hooks to the optimizers, and replace the `step` of wrappers, scaler and optimizers without hooks."
+        "Add hooks to the optimizers. Where there are no step hooks (wrappers, scaler, some optimizers), replace `step`."
         self.attached = True
         for o in self.optimizers:
             self.handles += add_hooks(o, self.begin, self.end) if has_step_hooks(o) else [replace_step(o, self.run_plain)]
         self.handles += [replace_step(o, self.run_wrapper) for o in self.given if not any(o is w for w in self.optimizers)]
-        self.use(self.scaler)
+        self.use_scaler(self.scaler)
 
-    def use(self, scaler):
-        "Replace the watched scaler. `scaler` may be None."
+    def use_scaler(self, scaler):
+        "Watch `scaler` in place of the scaler before. `scaler` may be None."
         if self.scaler_step is not None: self.scaler_step.remove()
         self.scaler = scaler
         self.scaler_step = replace_step(scaler, self.run_scaled) if self.attached and scaler is not None else None
 
     def detach(self):
-        "Restore optimizers and scaler."
+        "Remove all hooks, and restore the original `step` of wrappers and scaler."
         self.attached = False
-        self.use(self.scaler)
+        self.use_scaler(self.scaler)
         while self.handles: self.handles.pop().remove()
         self.open = OpenSteps()
 
     busy = property(lambda self: bool(self.wrappers) or self.open.any(), doc="True if a step of an optimizer is running.")
 
     def begin(self, o, args, kwargs):
-        "Note the begin of a step. Return new arguments for `step`, or None."
+        "Report that the step of `o` begins. Return new arguments for `step`, with a wrapped closure, or None to keep the arguments."
         if not self.open.begin(o): return None
         new = wrap_closure(args, kwargs, lambda: self.gradients_ready(o, False))
         if new is None: self.gradients_ready(o)
@@ -210,33 +212,33 @@ class OptimizerWatch:
         return new
 
     def end(self, o):
-        "Note the end of a step."
+        "Report that the step of `o` has ended, unless another step of `o` is still running."
         if self.open.end(o): self.note_end(o)
 
-    def gradients_ready(self, o, unchanged=True): # unchanged: whether the weights are what they were before the step
+    def gradients_ready(self, o, unchanged=True): # unchanged: whether the weights are those from before the step
         self.ready.add(id(o))
         self.listener.gradients_ready(o, gradient_scale(self.scaler, o), unchanged)
 
     def note_end(self, o):
-        "Report the end of a step, done or skipped. Inside the step of a wrapper, report it later."
+        "Report that `o` has made or skipped a step. Inside the step of a wrapper, this is reported at the end of the wrapper's step."
         if self.wrappers: self.in_wrapper[id(o)] = o; return
         self.stepped.add(id(o))
         self.listener.step_skipped(o) if has_skipped(o) else self.listener.step_ends(o)
 
     def begin_step(self, o):
-        "Report the begin of a step for a trainer that calls no `step`. The weights have their old values."
+        "Report that a step begins, if the trainer does not call `o.step`. To be called before the weights change."
         if self.attached: self.listener.step_begins(o)
 
     def note_step(self, o):
-        "Report the end of a step for a trainer that calls no `step`. The weights have their new values."
+        "Report that a step has ended, if the trainer does not call `o.step`. To be called after the weights have changed."
         if not self.attached: return
         self.gradients_ready(o, False)
         self.note_end(o)
 
-    # ---- in place of a `step`. go: the replaced one
+    # ---- these functions replace `step`. go: the original `step`
 
     def run_plain(self, o, go, args, kwargs):
-        "Run the step of an optimizer without hooks."
+        "Run the original step of an optimizer that has no step hooks, and report begin and end."
         if not self.attached: return go(*args, **kwargs)
         new = self.begin(o, (o, *args), kwargs)
         if new is not None: args,kwargs = new[0][1:],new[1]
@@ -246,27 +248,27 @@ class OptimizerWatch:
         return out
 
     def run_wrapper(self, o, go, args, kwargs):
-        "Run the step of a wrapper. Report the steps of its optimizers at the end."
+        "Run the original step of a wrapper. Report the steps of the optimizers inside it at the end."
         if not self.attached: return go(*args, **kwargs)
         before = count_writes(evenly_spaced(parameters_of(o)))
         self.wrappers.append(o)
-        for w in self.workers_of[id(o)]: self.listener.step_begins(w)
+        for w in self.innermost_of[id(o)]: self.listener.step_begins(w)
         try: out = go(*args, **kwargs)
         except BaseException: self.in_wrapper.clear(); raise
         finally: self.wrappers.pop()
         if self.wrappers: return out
         stepped,self.in_wrapper = list(self.in_wrapper.values()),{}
-        # the wrapper has changed the weights without its workers' `step`
+        # the wrapper has changed the weights without calling `step` of the optimizers inside it
         if not stepped and count_writes(evenly_spaced(parameters_of(o)))!=before:
-            for w in (stepped := self.workers_of[id(o)]): self.gradients_ready(w, False)
+            for w in (stepped := self.innermost_of[id(o)]): self.gradients_ready(w, False)
         for w in stepped: self.note_end(w)
         return out
 
     def run_scaled(self, scaler, go, args, kwargs):
-        "Run the step of a scaler. If no gradients were ready, it has skipped the optimizer."
+        "Run the original step of a scaler. If the optimizer has not stepped, because gradients were not finite, report a skipped step."
         if not self.attached: return go(*args, **kwargs)
         given = args[0] if args else kwargs.get('optimizer')
-        ours = self.workers_of.get(id(given)) or [o for o in self.optimizers if o is given]
+        ours = self.innermost_of.get(id(given)) or [o for o in self.optimizers if o is given]
         self.ready -= {id(o) for o in ours}
         out = go(*args, **kwargs)
         for o in [o for o in ours if id(o) not in self.ready]:

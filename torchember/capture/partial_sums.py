@@ -11,21 +11,21 @@ from threading import get_ident
 
 import torch
 
-from .private_torch import never_compile, who_calls_hooks
+from .private_torch import never_compile, hook_callers
 from .tensors import outputs
 
 # %% ../../nbs/10_capture/17_partial_sums.ipynb #865cffed
 def partial_sums(named):
-    "Return the partial sums among some tensors."
+    "Return the `DTensor`s with a `Partial` placement in (name, tensor) pairs: each rank holds one summand of such a tensor."
     return [x for _,x in named if type(x) is not torch.Tensor and any(p.is_partial() for p in getattr(x, 'placements', ()))]
 
 # %% ../../nbs/10_capture/17_partial_sums.ipynb #7e1d0a02
 def report_after_hooks(state, named, variables, again=False) -> bool:
-    """Report a partial sum after the module's own hooks have added it up. Return False if there is nothing to wait for.
+    """Report an output that is a partial sum after the module's own hooks have added it up over ranks. Return False if no partial sum or no hook is found.
 
-    `named`: result of the forward, as pairs. `variables`: names of the variables of our patched forward, which identify its frames.
+    `named`: (name, tensor) pairs of the forward's result. `variables`: names of the variables of our patched forward, by which its frames are recognized.
     `again`: whether a checkpoint recomputes the forward in a backward."""
-    frames = who_calls_hooks(state.track.module, variables) if state.named_tensors('output', partial_sums, named) else ()
+    frames = hook_callers(state.track.module, variables) if state.named_tensors('output', partial_sums, named) else ()
     if not frames: return False
     listener = state.listener
     call = None if again else listener.call_ends(state, [])
@@ -34,15 +34,17 @@ def report_after_hooks(state, named, variables, again=False) -> bool:
     return True
 
 def add_last_hook(state, frames, report):
-    "Register a last hook for one call of the module. `frames`: ids of the calling frames in torch."
+    "Register a forward hook that runs last in one call of the module, and then removes itself. `frames`: ids of the frames of torch that call hooks."
     thread = get_ident()
     def hook(module, args, result):
-        if id(sys._getframe(1)) not in frames: return # another call: in another thread, or by a hook before this one
+        # this is another call of the module: in another thread, or made by an earlier hook
+        if id(sys._getframe(1)) not in frames: return
         handle.remove()
         if state.hooks.get(thread) is handle: del state.hooks[thread]
         report(state.named_tensors('output', outputs, result))
-    if thread in state.hooks: state.hooks.pop(thread).remove() # its call was interrupted
-    # always_call: the hook must run also after an error in another one
+    # left over from a call that was interrupted by an exception
+    if thread in state.hooks: state.hooks.pop(thread).remove()
+    # always_call: this hook must run, and remove itself, also if another hook has raised
     state.hooks[thread] = handle = state.track.module.register_forward_hook(never_compile(hook), always_call=True)
 
 never_compile(report_after_hooks)

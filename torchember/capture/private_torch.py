@@ -8,13 +8,13 @@ __all__ = ['newest', 'missing', 'count_dispatch_modes', 'count_function_modes', 
            'saving_hooks', 'recomputing_words', 'apply_code', 'metadata_passes', 'check_trace', 'check_trace_code',
            'module_call', 'variable_class', 'will_execute', 'next_number', 'engine', 'DispatchMode', 'reads_number',
            'Arguments', 'is_tracing', 'hooks_in_graphs', 'norm_clipper', 'private', 'noting_failure', 'warn_missing',
-           'recomputes', 'recomputing', 'call_in', 'context_in', 'running_frames', 'enclosing_call',
+           'recomputes', 'recomputing', 'function_call_in', 'function_context_in', 'running_frames', 'enclosing_call',
            'in_training_function', 'is_same_call', 'is_metadata_pass', 'is_trace_check', 'is_graph', 'calling_module',
            'call_after_backward', 'leaves_below', 'writes_gradients', 'node_number', 'is_engine_code',
-           'operation_arguments', 'is_dynamo_frame', 'never_compile', 'say_no_hooks', 'thread_token', 'never_merge',
+           'operation_arguments', 'is_dynamo_frame', 'never_compile', 'warn_no_hooks', 'thread_token', 'never_merge',
            'keep_in_order', 'has_step_hooks', 'loss_scale', 'is_unscaled', 'has_unscaled', 'shared_store', 'fsdp_of',
            'group_between_shards', 'may_free_parameters', 'is_fsdp', 'running_ddp', 'pipeline_stages',
-           'lists_parameters_as_torch', 'who_calls_hooks']
+           'lists_parameters_as_torch', 'hook_callers']
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch02
 import functools, gc, inspect, sys, weakref
@@ -31,9 +31,9 @@ newest = 2,15 # the newest torch that the tests were run with
 missing = {} # private name that this torch lacks -> consequence for the user
 
 def private(path, without, then):
-    """Return the private object of torch at `path`, 'torch._C._functorch.get_unwrapped', or the fallback `without`.
+    """Return the private object of torch at `path`, such as 'torch._C._functorch.get_unwrapped', or the fallback `without`.
 
-    A fallback is noted in `missing`, with the consequence `then`."""
+    If this version of torch lacks the object, add `path` and the consequence `then` to `missing`."""
     module,_,name = path.rpartition('.')
     try: return getattr(import_module(module), name)
     except (ImportError, AttributeError):
@@ -42,16 +42,16 @@ def private(path, without, then):
 
 @contextmanager
 def noting_failure(path, then):
-    "Note an exception inside the context in `missing`. `path`: private name that is used inside. `then`: consequence of a failure."
+    "Return a context that catches exceptions. If code in it raises, add the private name `path` and the consequence `then` to `missing`."
     try: yield
     except Exception: missing[path] = then
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch08
-warned = set() # names that a warning was given for
+warned = set() # private names that the user was warned about
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #eecc44ea
 def warn_missing():
-    "Warn once if this torch is newer than all tested versions and lacks something."
+    "Warn once about missing private names, if this torch is newer than all tested versions."
     new = missing.keys()-warned
     if not new or torch_version()<=newest: return
     warned.update(new)
@@ -59,33 +59,33 @@ def warn_missing():
         + '; '.join(f"{k}: {missing[k]}" for k in sorted(new)) + ". Look for a newer torchember.")
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #6b30bda5
-def torch_version(): return tuple(int(n) for n in torch.__version__.split('.')[:2]) # major and minor
+def torch_version(): return tuple(int(n) for n in torch.__version__.split('.')[:2]) # (major, minor) version
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch14
-# Number of modes that see operations (FLOP counters, fake tensors): in torch 2.0 and later
+# Returns the number of active modes that see operations (FLOP counters, fake tensors). Exists in torch 2.0 and later
 count_dispatch_modes = private('torch._C._len_torch_dispatch_stack', lambda: 1, 'every tensor is read as if a mode were active, which takes longer')
 
-# Number of modes that see function calls, such as a default device: in torch 2.0 and later
+# Returns the number of active modes that see function calls, such as a default device. Exists in torch 2.0 and later
 count_function_modes = private('torch._C._len_torch_function_stack', lambda: 1, 'every tensor is read as if a mode were active, which takes longer')
 
-# The innermost vmap, grad or similar that is running, or None: in torch 2.0 and later
+# Returns the innermost vmap, grad or similar transform that is running, or None. Exists in torch 2.0 and later
 inside_transform = private('torch._C._functorch.peek_interpreter_stack', lambda: None, 'inside vmap and grad the numbers of one sample may be missing')
 
-# Contexts without modes for operations, without modes for functions, and without transforms: in torch 2.0 and later
+# Contexts that switch off modes for operations, modes for functions, and transforms. They exist in torch 2.0 and later
 without_dispatch_modes = private('torch.utils._python_dispatch._disable_current_modes', nullcontext, 'a FLOP counter counts our operations, too')
 without_function_modes = private('torch._C.DisableTorchFunction', nullcontext, 'a mode for functions sees ours, too')
 without_transforms = private('torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack', nullcontext, 'tensors inside vmap and grad are not measured')
 
-# Whether a tensor stands for several inside vmap and similar, and the tensor that has all their values: in torch 2.0 and later
+# `is_wrapped(x)`: whether `x` stands for many samples inside vmap or similar. `unwrap(x)`: the tensor with all samples. In torch 2.0 and later
 is_wrapped = private('torch._C._functorch.is_functorch_wrapped_tensor', lambda x: False, 'tensors inside vmap and grad are not measured')
 unwrap = private('torch._C._functorch.get_unwrapped', lambda x: x, 'tensors inside vmap and grad are not measured')
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch17
-# Number of the backward that runs in this thread, -1 if none does: in torch 2.0 and later
+# Returns the number of the backward that runs in this thread, -1 if none is running. Exists in torch 2.0 and later
 running_backward = private('torch._C._current_graph_task_id', lambda: -1, 'what activation checkpointing computes again is recorded again')
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #4f60f8aa
-# The node that runs in that backward, and the hooks on what is saved for a backward: in torch 2.1 and later
+# Return the running autograd node, and the active hooks on saved tensors. They exist in torch 2.1 and later
 running_node = private('torch._C._current_autograd_node', lambda: None, 'what an adjoint solver computes in a backward is not recorded')
 saving_hooks = private('torch._C._autograd._top_saved_tensors_default_hooks', lambda ignore: None,
     'what is computed again inside a custom backward is recorded again')
@@ -93,33 +93,34 @@ saving_hooks = private('torch._C._autograd._top_saved_tensors_default_hooks', la
 # words in the names of autograd Functions whose backward recomputes their forward
 recomputing_words = 'checkpoint', 'compiled', 'recompute', 'revers', 'invert'
 
+# function: an autograd Function
 def recomputes(function): return any(w in function.__name__.lower() for w in recomputing_words)
 
 def recomputing():
-    "Return True if a backward recomputes a forward, as in checkpointing. Most autograd Functions compute something new in their backward."
+    "Return True if a backward is recomputing a forward, as in checkpointing. A module that runs in another backward is computing new values."
     if running_backward()==-1: return False
     function = getattr(type(running_node()), '_forward_cls', None)
-    # a node of torch itself asks for tensors that were not saved
+    # not an autograd Function: a node of torch itself needs tensors that a checkpoint did not save
     if function is None or recomputes(function): return True
     hooks = saving_hooks(False)
     return bool(hooks) and hooks[0].__qualname__.startswith('_recomputation_hook')
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #ccda73fb
-# code of `Function.apply`. None from torch 2.14 on, where it is written in C and has no frame
+# code object of `autograd.Function.apply`. None from torch 2.14 on, where `apply` is written in C and has no Python frame
 apply_code = getattr(getattr(torch.autograd.Function.apply, '__func__', None), '__code__', None)
 
-def call_in(frame):
-    "Return weak references to the arguments of a Function that runs in a frame. They identify the call. Return None if it recomputes."
+def function_call_in(frame):
+    "Return weak references that identify the call of an autograd Function in `frame`. Return None for other frames, and if the Function recomputes."
     if apply_code is not None:
-        # compiled code runs in a Function, too
+        # compiled code runs in an autograd Function, too: `recomputes` excludes it by its name
         if frame.f_code is not apply_code or recomputes(frame.f_locals['cls']): return None
         return tuple(weakref.ref(x) for x in frame.f_locals['args'] if isinstance(x, torch.Tensor))
-    ctx = context_in(frame)
+    ctx = function_context_in(frame)
     function = getattr(type(ctx), '_forward_cls', None)
     return None if function is None or recomputes(function) else (weakref.ref(ctx),)
 
-def context_in(frame):
-    "Return the context of a Function, if its forward runs in a frame: the first argument of any function `forward`."
+def function_context_in(frame):
+    "Return the first argument of a function named `forward` that runs in `frame`, else None. For an autograd Function this is its context `ctx`."
     code = frame.f_code
     return frame.f_locals.get(code.co_varnames[0]) if code.co_name=='forward' and code.co_argcount else None
 
@@ -131,28 +132,28 @@ def running_frames():
         frame = frame.f_back
 
 def enclosing_call():
-    "Identify the call of the Function in whose forward this thread is. Return True in a backward, None outside or with gradients on."
+    "Return what identifies the autograd Function whose forward is running in this thread. Return True in a backward, None without such a Function."
     if running_backward()!=-1: return True
     if torch.is_grad_enabled(): return None
-    return next((found for frame in running_frames() if (found := call_in(frame)) is not None), None)
+    return next((found for frame in running_frames() if (found := function_call_in(frame)) is not None), None)
 
 def in_training_function():
-    "Return True if an autograd Function with gradients calls the model in this thread. Gradients are off in its forward."
+    "Return True if an autograd Function that needs gradients is running in this thread. Gradients are off in its forward, so torch does not show it."
     if running_backward()!=-1: return True
     for frame in running_frames():
-        ctx = context_in(frame)
-        # empty if gradients were off around the Function
+        ctx = function_context_in(frame)
+        # `next_functions` is empty if gradients were off outside the Function
         if getattr(type(ctx), '_forward_cls', None) is not None: return len(ctx.next_functions)>0
-        if frame.f_code is apply_code: return True # a Function without a context in its forward
+        if frame.f_code is apply_code: return True # a Function whose forward has no context argument
     return False
 
 def is_same_call(now, before):
-    "Return True if two results of `enclosing_call` are of one call, or the first is of a backward."
+    "Return True if two results of `enclosing_call` identify the same call, or if `now` is from a backward."
     if now is None or now is True or before is None or before is True: return now is True
     return len(now)==len(before) and all(a() is not None and a() is b() for a,b in zip(now, before, strict=True))
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #3231aa52
-# functions of `torch.distributed.pipelining.stage`, in torch 2.4 and later
+# functions of `torch.distributed.pipelining.stage` that run a model to learn shapes. They exist in torch 2.4 and later
 metadata_passes = '_forward_metadata_inference', '_shape_inference'
 
 def is_metadata_pass():
@@ -170,19 +171,19 @@ def is_trace_check():
 module_call = torch.nn.Module.__call__.__code__
 
 def is_graph(m):
-    "Return True if a module is a graph of the compiler. Such a graph gets all parameters as inputs."
+    "Return True if a module is a graph that torch.compile has made: an fx graph without parameters, which gets them as inputs."
     return isinstance(m, torch.fx.GraphModule) and next(m.parameters(), None) is None
 
 def calling_module(known):
-    "Return the innermost running module of this thread, except those with ids in `known`, or None."
+    "Return the innermost module that is running in this thread, or None. `known`: ids of modules to ignore."
     running = (f.f_locals['self'] for f in running_frames() if f.f_code is module_call)
     return next((m for m in running if id(m) not in known and not is_graph(m)), None)
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #4f60f8ab
 variable_class = private('torch.autograd.variable.Variable', None, 'batches whose gradients are thrown away are merged with later ones')
 
-def call_after_backward(f) -> bool: # False if this torch cannot
-    "Call `f` when the backward of this thread has ended without an exception."
+def call_after_backward(f) -> bool: # False if this version of torch cannot do so
+    "Have torch call `f` when the running backward of this thread has ended without an exception."
     try: variable_class._execution_engine.queue_callback(f)
     except (AttributeError, RuntimeError): return False
     return True
@@ -191,7 +192,7 @@ def call_after_backward(f) -> bool: # False if this torch cannot
 will_execute = private('torch._C._will_engine_execute_node', None, 'a pass that only torch.autograd.grad uses is merged with the other passes of its step')
 
 def leaves_below(node, most=16):
-    "Return the nearest nodes below `node` for gradients of leaves."
+    "Return up to `most` nodes that accumulate gradients of leaves, and that the autograd graph reaches from `node`."
     found,todo,seen = [],[node],set()
     while todo and len(found)<most and len(seen)<1000:
         if (n := todo.pop()) is None or n in seen: continue
@@ -201,13 +202,13 @@ def leaves_below(node, most=16):
     return found
 
 def writes_gradients() -> bool:
-    "Return False in a hook if `torch.autograd.grad` runs the backward: it writes into no `.grad`."
+    "Return False if the running backward is that of `torch.autograd.grad`, which writes into no `.grad`. To be called in a hook."
     leaves = leaves_below(running_node()) if will_execute is not None else []
     try: return not leaves or any(will_execute(n) for n in leaves)
-    except RuntimeError: return False # torch refuses the question for an input of `torch.autograd.grad`
+    except RuntimeError: return False # torch raises for nodes of the inputs of `torch.autograd.grad`
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #8c0a7e02
-# Number of the next node that this thread makes, in torch 2.0 and later; the function that runs the nodes, in torch 2.3 and later
+# Return the number of the next autograd node of this thread (torch 2.0 and later), and run the autograd nodes of a backward (torch 2.3 and later)
 next_number = private('torch._C._autograd._get_sequence_nr', lambda: 0, 'locate does not know of which line of the forward a backward is')
 engine = private('torch.autograd.graph._engine_run_backward', None, 'locate takes what is computed again in a backward for a part of what calls that')
 
@@ -216,16 +217,16 @@ def node_number(node): return node._sequence_nr() if hasattr(node, '_sequence_nr
 def is_engine_code(code): return engine is not None and code is engine.__code__
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #8c0a7e05
-# A mode that sees each operation: in torch 2.0 and later
+# Class of modes that see each operation. Exists in torch 2.0 and later
 DispatchMode = private('torch.utils._python_dispatch.TorchDispatchMode', nullcontext, 'locate sees no operation, and finds nothing')
-reads_number = 'aten._local_scalar_dense' # operation that `item` calls, in all versions of torch
+reads_number = 'aten._local_scalar_dense' # operation that `Tensor.item` calls, in all versions of torch
 
-# names in order; sets of written and unread ones; whether the result is a view of one
+# names of the arguments in order; names of those that are written; of those that are not read; whether the result is a view of an argument
 Arguments = namedtuple('Arguments', 'names written unread view')
 
 @functools.cache
 def operation_arguments(op) -> Arguments:
-    "Return the roles of an operation's arguments. Without `_schema`, as for an attention function, they are unknown. In torch 2.0 and later"
+    "Return which arguments an operation reads and writes, from its `_schema` (torch 2.0 and later). Without a schema the result is empty."
     schema = getattr(op, '_schema', None)
     if schema is None: return Arguments((), frozenset(), frozenset(), False)
     written = frozenset(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
@@ -234,37 +235,37 @@ def operation_arguments(op) -> Arguments:
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #8c0a7e08
 def is_dynamo_frame(frame) -> bool:
-    "Return True if a running frame is the wrapper by `torch.compile` of a function or a module. In all versions of torch"
+    "Return True if `frame` runs the wrapper that `torch.compile` puts around a function or module. Works in all versions of torch."
     dynamo = sys.modules.get('torch._dynamo.eval_frame')
     if dynamo is None or frame.f_code.co_filename!=dynamo.__file__: return False
-    # other frames of this file are around functions that are never compiled
+    # this file of torch has other wrappers, around functions that are never compiled
     return type(frame.f_locals.get('self')).__name__ in ('OptimizeContext', 'OptimizedModule')
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch20
-# Whether `torch.jit.trace` traces a model. The public function calls two more functions: in all versions of torch
+# Returns True while `torch.jit.trace` runs. Exists in all versions of torch. The public function is slower: it calls two more functions
 is_tracing = private('torch._C._is_tracing', torch.jit.is_tracing, 'a call of an armed module takes a little longer')
 
-if hasattr(torch.compiler, '_is_exporting_flag'): # in torch 2.7 and later
+if hasattr(torch.compiler, '_is_exporting_flag'): # exists in torch 2.7 and later
     def is_exporting(): return torch.compiler._is_exporting_flag
 elif hasattr(torch.compiler, 'is_exporting'): is_exporting = torch.compiler.is_exporting
 else:
     def is_exporting(): return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch24
-# The function that notes this beside a code object, the note, and its values: in torch 2.7 and later
+# These attach the instruction "skip" for Dynamo to a code object. They exist in torch 2.7 and later
 note,strategy,action = (private(f'torch._C._dynamo.eval_frame.{n}', None, 'Dynamo looks at our own functions, too, which takes time and changes nothing')
     for n in ('set_code_exec_strategy', '_FrameExecStrategy', '_FrameAction'))
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #b9aaed09
 def never_compile(f):
-    "Have Dynamo skip `f` and all functions called by `f`. Return `f`. As part of a compiled caller, it is still traced."
+    "Have Dynamo skip `f` and all functions that `f` calls. Return `f`. If compiled code calls `f`, Dynamo still traces `f` as a part of that code."
     if note and strategy and action: note(f.__code__, strategy(action.SKIP, action.SKIP))
     return f
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch27
-hooks_in_graphs = torch_version()>=(2, 13) # whether a tensor in compiled code can have a hook
+hooks_in_graphs = torch_version()>=(2, 13) # whether compiled code can register hooks on tensors inside it
 
-def say_no_hooks():
+def warn_no_hooks():
     "Warn once if compiled code of this torch cannot report gradients of activations."
     if hooks_in_graphs or 'hooks' in warned: return
     warned.add('hooks')
@@ -273,12 +274,12 @@ def say_no_hooks():
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch30
 def thread_token(op, lib) -> bool:
-    "Have torch keep an operator in order among effects. `lib`: the `torch.library.Library` that defines it. Return True if this torch has effects."
-    # in torch 2.10 and later
+    "Register an operator of the library `lib` as an ordered effect, so that torch keeps its order. Return False if this torch has no effects."
+    # the call for torch 2.10 and later
     with noting_failure('torch.library._register_effectful_op', 'compiled code is kept in order by Inductor alone'):
         torch.library._register_effectful_op(op.name(), torch.library.EffectType.ORDERED, lib=lib)
         return True
-    # in torch 2.5 to 2.9
+    # the call for torch 2.5 to 2.9
     with noting_failure('torch._higher_order_ops.effects._register_effectful_op', 'models that Inductor compiles are not recorded'):
         effects = import_module('torch._higher_order_ops.effects')
         effects._register_effectful_op(op, effects._EffectType.ORDERED)
@@ -286,14 +287,14 @@ def thread_token(op, lib) -> bool:
     return False
 
 def never_merge(op):
-    "Keep two calls of an operator with equal arguments apart, as if it were random. In torch 2.2 and later"
+    "Keep torch.compile from merging two calls of an operator with equal arguments, by listing it as random. Works in torch 2.2 and later."
     with noting_failure('torch._functorch.compile_utils.rand_ops', 'two equal gradients of compiled code may be one row'):
         known = sys.modules['torch._functorch.compile_utils'].rand_ops
         if op.overloadpacket not in known: known.append(op.overloadpacket)
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch32
 def keep_in_order(op, token:bool):
-    "Have Inductor, if it is loaded, run `op` after the effect before it. `token`: whether the operator has a token."
+    "Have Inductor, if it is loaded, run `op` after the last effect before `op`. `token`: whether `op` is registered as an effect of torch."
     lowering = sys.modules.get('torch._inductor.lowering')
     if lowering is None: return
     utils = sys.modules.get('torch._inductor.utils')
@@ -301,9 +302,9 @@ def keep_in_order(op, token:bool):
     if hasattr(utils, 'FORBIDDEN_CUDAGRAPH_OPS'): utils.FORBIDDEN_CUDAGRAPH_OPS |= {'with_effects'}
     with noting_failure('torch._inductor.lowering', unordered):
         if op in lowering.lowerings: return
-        plain = lowering.fallback_handler(op, False) # what torch does with an unknown operator
+        plain = lowering.fallback_handler(op, False) # Inductor's code for operators that it does not know
         def lower(*args):
-            place = lowering_place(lowering)
+            place = lowering_state(lowering)
             out = plain(*args)
             if place: order_graph_operations(*place, token)
             return out
@@ -312,51 +313,52 @@ def keep_in_order(op, token:bool):
 # %% ../../nbs/10_capture/05_private_torch.ipynb #2f6cf15c
 unordered = 'rows of compiled code may come in another order'
 
-def lowering_place(lowering):
-    "Return the open graph of Inductor, the number of its operations, and the last effect. Return None if it is not as expected."
+def lowering_state(lowering):
+    "Return the graph that Inductor is lowering, its number of operations, and its last effect. Return None if this version of Inductor has no such."
     with noting_failure('torch._inductor.graph.GraphLowering.effectful_ops', unordered):
         graph = lowering.V.graph
         return graph, len(graph.operations), graph.effectful_ops.get(torch.library.EffectType.ORDERED)
 
 def order_graph_operations(graph, n, last, token):
-    "Have the operations after the first `n` run after the effect `last`. Without a token they become the last effect."
+    "Have Inductor run the operations of `graph` after the first `n` after the effect `last`. Without `token` they become the last effect."
     with noting_failure('torch._inductor.graph.GraphLowering.additional_buffer_deps', unordered):
         for o in graph.operations[n:]:
             if last: graph.additional_buffer_deps[o.get_operation_name()].add(last.get_name())
-            if not token: graph.effectful_ops[torch.library.EffectType.ORDERED] = o # with a token, torch does this
+            # for an effect of torch, torch does this itself
+            if not token: graph.effectful_ops[torch.library.EffectType.ORDERED] = o
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch35
 def has_step_hooks(optimizer) -> bool:
-    "Return True if an optimizer has torch's step hooks: `_optimizer_step_pre_hooks`, in torch 2.0 and later. Else its `step` is replaced."
+    "Return True if an optimizer has torch's step hooks, which exist in torch 2.0 and later. If not, its `step` is replaced to notice steps."
     return hasattr(optimizer, '_optimizer_step_pre_hooks')
 
 def loss_scale(scaler):
-    "Return the factor of a `GradScaler` as a tensor, `_scale` in all versions of torch. The fallback waits for the device."
+    "Return the scale of a `GradScaler` as a tensor: `_scale`, in all versions of torch. The public `get_scale` would wait for the device."
     return scaler._scale if hasattr(scaler, '_scale') else scaler.get_scale()
 
 def is_unscaled(scaler, optimizer) -> bool:
-    "Return True if a `GradScaler` has divided the gradients of an optimizer already. `_per_optimizer_states` shows it, in all versions of torch."
+    "Return True if a `GradScaler` has unscaled the gradients of an optimizer in this step. Uses `_per_optimizer_states`, in all versions of torch."
     return hasattr(scaler, '_per_optimizer_states') and scaler._per_optimizer_states[id(optimizer)]['stage'].name!='READY'
 
 def has_unscaled(scaler) -> bool:
-    "Return True if a `GradScaler` has divided the gradients of any optimizer already. `scaler` may be None."
+    "Return True if a `GradScaler` has unscaled the gradients of any optimizer in this step. `scaler` may be None."
     return any(s['stage'].name!='READY' for s in getattr(scaler, '_per_optimizer_states', {}).values())
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #05clip01
-# Name of the helper of `clip_grad_norm_`, which looks it up in its module at each call: in torch 2.6 and later, else None
+# Name of the function that `clip_grad_norm_` calls to clip, in torch 2.6 and later, else None. It can be replaced in its Python module
 norm_clipper = getattr(private('torch.nn.utils.clip_grad._clip_grads_with_norm_', None,
     '`unclipped_grad` has no rows if clip_grad_norm_ is imported by name'), '__name__', None)
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch38
 def shared_store():
-    "Return the key-value store of the default process group, or None. In all versions of torch"
+    "Return the key-value store of the default process group, or None. Works in all versions of torch."
     get = private('torch.distributed.distributed_c10d._get_default_store', None, 'each process names its run by its own clock: give a name')
     return None if get is None else get()
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #5f1a7c02
 def fsdp_of(module):
-    """Return the meshes over which FSDP2 spreads the parameters of a module: triples of a mesh, its dimensions, and the divisor of gradients.
-    The divisor is None for the number of ranks. In torch 2.6 and later"""
+    """Return the meshes over which FSDP2 shards the parameters of a module: triples of a mesh, the used dimensions, and the divisor of gradients.
+    The divisor is None if it is the number of ranks. Works in torch 2.6 and later."""
     if not is_fsdp(module): return []
     state = module._get_fsdp_state()
     one = getattr(state, '_fsdp_param_group', None) if not hasattr(state, '_fsdp_param_groups') else None
@@ -368,46 +370,47 @@ def fsdp_of(module):
     return out
 
 def group_between_shards(module):
-    "Return the group along which a hybrid `FullyShardedDataParallel` has replicas of its shards, or None. In all versions of torch"
+    "Return the process group whose ranks have replicas of the shards of a hybrid `FullyShardedDataParallel`, or None. Works in all versions of torch."
     return getattr(module, '_inter_node_pg', None)
 
 def may_free_parameters():
-    "Return True if memory of parameters may be freed after a forward: FSDP gathers parameters for one forward."
+    "Return True if FSDP may be in use: it gathers parameters for one forward and frees their memory afterwards, so they must be read at once."
     return 'torch.distributed.fsdp' in sys.modules and torch.distributed.is_available() and torch.distributed.is_initialized()
 
 def is_fsdp(module): return hasattr(module, '_get_fsdp_state') # `fully_shard` was applied to it
 
 def running_ddp():
-    "Return the `DistributedDataParallel` whose forward runs, or None. In all versions of torch"
+    "Return the `DistributedDataParallel` whose forward is running, or None. Works in all versions of torch."
     return getattr(torch.nn.parallel.DistributedDataParallel, '_active_ddp_module', None)
 
 def pipeline_stages(model):
-    """Return the stages of a pipeline that run modules of a model: triples of the stage, its module, and the divisor of gradients.
-    In torch 2.5 and later"""
+    """Return the pipeline stages that run modules of a model: triples of a stage, its module, and the divisor of gradients.
+    Works in torch 2.5 and later."""
     stages,schedules = (sys.modules.get(f'torch.distributed.pipelining.{n}') for n in ('stage', 'schedules'))
     if stages is None or not hasattr(stages, '_PipelineStageBase'): return []
-    def all_of(kind): return [o for o in gc.get_objects() if issubclass(type(o), kind)] # `isinstance` asks a weak proxy for its class, which may raise
+    # not `isinstance`, which raises for a dead weak proxy
+    def all_of(kind): return [o for o in gc.get_objects() if issubclass(type(o), kind)]
     inside = {id(m) for m in model.modules()}
     found = [s for s in all_of(stages._PipelineStageBase) if id(getattr(s, 'submod', None)) in inside]
     known = all_of(getattr(schedules, '_PipelineSchedule', ())) if found else []
-    def of(stage): return next((s for s in known if any(o is stage for o in [getattr(s, '_stage', None), *(getattr(s, '_stages', None) or ())])), None)
-    return [(s, s.submod, of(s)._n_microbatches if getattr(of(s), 'scale_grads', False) else 1) for s in found]
+    def schedule_of(stage): return next((s for s in known if any(o is stage for o in [getattr(s, '_stage', None), *(getattr(s, '_stages', None) or ())])), None)
+    return [(s, s.submod, schedule_of(s)._n_microbatches if getattr(schedule_of(s), 'scale_grads', False) else 1) for s in found]
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #2c6a15f4
 def lists_parameters_as_torch(module):
-    "Return True if a module lists its parameters with the methods of `nn.Module`. `_named_members`, in all versions of torch, serves them all."
+    "Return True if a module does not override the methods of `nn.Module` that list parameters. `_named_members` exists in all versions of torch."
     methods = 'parameters', 'named_parameters', 'named_modules', '_named_members'
     return not any(n in module.__dict__ or getattr(type(module), n, None) is not getattr(torch.nn.Module, n, None) for n in methods)
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #5f1a7c04
-def who_calls_hooks(module, ours):
-    """Return the ids of the frames in torch that will call a module's forward hooks. Its forward is running.
-    Return none if the module has no hooks, or if `forward` was called without them. `ours`: names of the variables of our patched forwards"""
+def hook_callers(module, ours):
+    """Return the ids of the frames in torch that will call the forward hooks of a module whose forward is running.
+    Return () if there are no hooks, or if `forward` was called directly. `ours`: names of the variables of our patched forwards."""
     if not (module._forward_hooks or getattr(torch.nn.modules.module, '_global_forward_hooks', None)): return ()
     frame,inside = sys._getframe(1),False
-    # a second listener's forward is called by the first's
+    # skip all our frames: the forward for the first listener calls the forward for the second
     while frame is not None and not (inside and frame.f_code.co_varnames!=ours):
         inside,frame = inside or frame.f_code.co_varnames==ours,frame.f_back
     known = frame is not None and frame.f_code.co_filename==torch.nn.Module.register_forward_hook.__code__.co_filename
     if not known or frame.f_locals.get('self') is not module: return ()
-    return id(frame), id(frame.f_back) # the second one calls hooks with `always_call`
+    return id(frame), id(frame.f_back) # the outer frame calls hooks with `always_call` after an exception

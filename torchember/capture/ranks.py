@@ -20,16 +20,16 @@ from .private_torch import fsdp_of, group_between_shards, is_fsdp, pipeline_stag
 
 # %% ../../nbs/10_capture/45_ranks.ipynb #c19e994a
 def role_of(placement):
-    "Return the role of a tensor along one dimension of its mesh."
+    "Return the role of a tensor along one dimension of its mesh: R (replica), S0 (shard of dimension 0), P (partial sum), P* (other partial), or ?."
     if placement.is_replicate(): return 'R'
     if placement.is_partial(): return 'P' if getattr(placement, 'reduce_op', None)=='sum' and type(placement).__name__=='Partial' else 'P*'
     return f'S{placement.dim}' if hasattr(placement, 'dim') else '?'
 
 # %% ../../nbs/10_capture/45_ranks.ipynb #047dc1b4
 class Axes(dict):
-    "Name of an axis -> ranks along it, this rank among them."
+    "Axes along which ranks work in parallel: name, such as 'dp', -> the ranks of this rank's group along the axis."
     def add(self, name, ranks):
-        "Return the name of the axis along some ranks. Equal ranks are one axis, whatever its name. Return None for a single rank."
+        "Add the axis of a group of ranks. Return the name of the axis, which is the earlier name if the group is known, or None for a single rank."
         if len(ranks)==1: return None
         known = next((n for n,r in self.items() if r==ranks), None)
         if known: return known
@@ -38,32 +38,34 @@ class Axes(dict):
         return new
 
     def add_all(self, named, default):
-        "Return the names of several axes without those of a single rank. `named`: pairs of name and ranks; `default`: name of unnamed axes."
+        "Add several axes. Return the names of all with more than one rank. `named`: (name, ranks) pairs; `default`: name for axes without a name."
         return tuple(a for name,ranks in named if (a := self.add(name or default, ranks)))
 
 def ranks_of(group): return tuple(torch.distributed.get_process_group_ranks(group))
 
 def axes_of_mesh(mesh):
-    "Return pairs of the name of a dimension and the ranks along it. Return None if this rank is not in the mesh."
+    "Return a (name, ranks) pair for each dimension of a device mesh. Return None if this rank is not in the mesh."
     if mesh.get_coordinate() is None: return None
     names = mesh.mesh_dim_names or [None]*mesh.ndim
     return [(n, ranks_of(mesh.get_group(i))) for i,n in enumerate(names)]
 
 # %% ../../nbs/10_capture/45_ranks.ipynb #b73b159f
 class DataParallel(NamedTuple):
-    "How the batch of a module is spread over ranks."
-    axes:tuple # Names of the axes
-    scale:float # Factor from the gradient of an activation to that of the loss of the whole batch
-    apart:frozenset=frozenset() # Ids of parameters that are not kept equal along the first of these axes
+    "How a data-parallel wrapper spreads the batch of a module over ranks."
+    axes:tuple # Names of the axes over which the batch is spread
+    # The gradient of an activation on this rank, times this factor, is the gradient of the loss of the whole batch
+    scale:float
+    # Ids of parameters that the wrapper does not keep equal on the ranks of the first axis
+    unequal:frozenset=frozenset()
 
 def batch_of_ddp(ddp, axes):
-    "Return how a `DistributedDataParallel` spreads the batch. New axes are added to `axes`."
+    "Return how a `DistributedDataParallel` spreads the batch. `axes`: `Axes` to which the axis of the wrapper is added."
     ranks,named = ranks_of(ddp.process_group),dict(ddp.module.named_parameters())
     ignored = frozenset(id(named[n]) for n in getattr(ddp, 'parameters_to_ignore', ()) if n in named)
     return DataParallel(axes.add_all([('dp', ranks)], 'dp'), 1/len(ranks), ignored)
 
 def batch_of_fsdp(module, axes):
-    "Return how `fully_shard` spreads the batch of a module, or None. A module without own parameters is spread like its children."
+    "Return how `fully_shard` spreads the batch of a module, or None. For a module without own parameters, the first sharded child decides."
     groups = next((g for m in module.modules() if (g := fsdp_of(m))), []) if is_fsdp(module) else []
     if not groups: return None
     mesh,dims,divisor = groups[0]
@@ -73,7 +75,7 @@ def batch_of_fsdp(module, axes):
     return DataParallel(axes.add_all(named, 'fsdp'), 1/(divisor or prod(len(ranks) for _,ranks in named)))
 
 def batch_of_fsdp1(module, axes):
-    "Return how a `FullyShardedDataParallel` spreads the batch, or None. Its parameters are whole only in forward, and their shards cannot be recognized."
+    "Return how a `FullyShardedDataParallel` spreads the batch, or None for other modules. Its flat shards cannot be recognized as parameters."
     kind = getattr(sys.modules.get('torch.distributed.fsdp'), 'FullyShardedDataParallel', None)
     if kind is None or not isinstance(module, kind): return None
     named = [('fsdp', ranks_of(module.process_group))]
@@ -85,13 +87,13 @@ def batch_of_fsdp1(module, axes):
 
 # %% ../../nbs/10_capture/45_ranks.ipynb #84386959
 class Pipeline(NamedTuple):
-    "Stages of a pipeline on this rank."
-    stages:dict # path of a module -> number of its stage
-    axis:str|None=None # Name of the axis
-    scale:float=1. # Factor from a gradient to that of the whole batch, if the schedule divides gradients
+    "The stages of a pipeline that this rank runs."
+    stages:dict # path of a stage's module -> number of the stage
+    axis:str|None=None # Name of the axis along which the stages follow each other
+    scale:float=1. # 1 / number of micro-batches if the schedule divides gradients by it, else 1
 
 def find_pipeline(model, axes):
-    "Return the pipeline stages among the modules of a model."
+    "Search the modules of a model for stages of a pipeline. Return them as a `Pipeline`."
     paths,stages,axis,scale = {id(m): path for path,m in model.named_modules()},{},None,1.
     for stage,module,divisor in pipeline_stages(model):
         stages[paths[id(module)]],scale = stage.stage_index,1/divisor
@@ -99,37 +101,40 @@ def find_pipeline(model, axes):
     return Pipeline(stages, axis, scale)
 
 # %% ../../nbs/10_capture/45_ranks.ipynb #a37a8197
-batch_types = 'input', 'output', 'input_grad', 'output_grad' # tensor types of which each data-parallel rank has a part
-scaled_types = 'input_grad', 'output_grad' # tensor types whose gradients are those of the part's loss
+# tensor types of which each data-parallel rank has only its share of the batch
+batch_types = 'input', 'output', 'input_grad', 'output_grad'
+# tensor types that are gradients of the loss of this rank's share of the batch
+scaled_types = 'input_grad', 'output_grad'
 
 # %% ../../nbs/10_capture/45_ranks.ipynb #5842246e
 class Ranks:
-    """Returns the columns `part` and `gscale` of a row, for the tensors of one model, wrapped or not, on one rank.
+    """Computes the columns `part` and `gscale` of each row of one model on one rank.
 
-    `report` is called with the metadata of this rank when it has changed."""
-    # passes before which wrappers are searched for. Later, a `DistributedDataParallel` is found when it runs
+    `part`: role of the tensor along each parallel axis. `gscale`: factor from a gradient on this rank to the gradient of the whole batch. The model may
+    have a wrapper, such as DDP. `report` is called with the metadata of this rank whenever the metadata has changed."""
+    # search for wrappers before this many passes. Later, a new `DistributedDataParallel` is found when it runs
     searches = 3
 
     def __init__(self, model, rank, world, report=lambda meta: None):
         self.model,self.rank,self.world,self.report,self.reported = model,rank,world,report,None
         # batches: module -> `DataParallel`
         self.axes,self.batches,self.pipeline = Axes(),WeakKeyDictionary(),Pipeline({})
-        self.cached,self.searched = {},0 # columns of tensors; how often wrappers were searched for
-        self.sharded = False # whether a parameter is a `DTensor`: then there may be partial sums
+        self.cached,self.searched = {},0 # cached results of `columns`; number of searches for wrappers
+        self.sharded = False # whether any parameter is a `DTensor`: only then outputs can be partial sums
 
     @property
     def inner(self): return self.model.module if isinstance(self.model, nn.parallel.DistributedDataParallel) else self.model
 
     def wrapped_by(self, ddp):
-        "Return the wrapped module of a `DistributedDataParallel`. `replicate` wraps a list of parameters in place of the model."
+        "Return the module that a `DistributedDataParallel` wraps. With `replicate` it wraps a list of parameters: return the model then."
         return self.inner if isinstance(ddp.module, nn.ParameterList) else ddp.module
 
     def set_batch(self, module, batch):
-        "Note how the batch of a module is spread, and of all modules inside. A wrapper further inside is noted later, and wins."
+        "Set how the batch of a module, and of all modules inside, is spread. An inner wrapper is set later, and replaces the outer for its modules."
         for m in module.modules(): self.batches[m] = batch
 
     def find_axes(self):
-        "Search the wrappers, the placements of parameters and the pipeline. A module stays spread after its wrapper is gone: rows keep their part."
+        "Search the model for wrappers, sharded parameters and pipeline stages. The batch of a module stays spread after its wrapper is removed."
         self.searched += 1
         self.cached.clear()
         for ddp in (running_ddp(), *(m for m in self.model.modules() if isinstance(m, nn.parallel.DistributedDataParallel))):
@@ -142,29 +147,29 @@ class Ranks:
         self.pipeline = find_pipeline(self.inner, self.axes)
 
     def pass_begins(self):
-        "Search for wrappers if a pass is one of the first, or runs in an unknown wrapper."
+        "Search for wrappers if this pass is one of the first, or runs in an unknown `DistributedDataParallel`."
         if self.searched<self.searches or (ddp := running_ddp()) is not None and self.wrapped_by(ddp) not in self.batches:
             self.find_axes()
             if (meta := self.meta())!=self.reported: self.reported = meta; self.report(meta)
 
     def roles(self, module, ttype, x, pname=None) -> dict:
-        """Return a dict, axis -> role, for the tensor `x` of a module.
+        """Return a dict, name of an axis -> role, for the tensor `x` of a module.
 
-        `pname`: name in the module of the parameter that the tensor is, or belongs to; None for activations."""
+        `pname`: name of the parameter that `x` is, or is the gradient or state of; None for activations."""
         out = {}
         for (name,ranks),p in zip(axes_of_mesh(x.device_mesh) or (), x.placements, strict=False) if hasattr(x, 'placements') else ():
             if axis := self.axes.add(name or 'mesh', ranks): out[axis] = role_of(p)
         batch = self.batches.get(module)
         for a in batch.axes if batch else ():
-            is_apart = a==batch.axes[0] and id(module._parameters.get(pname)) in batch.apart
-            out.setdefault(a, 'B' if ttype in batch_types else '?' if is_apart else 'R')
+            is_unequal = a==batch.axes[0] and id(module._parameters.get(pname)) in batch.unequal
+            out.setdefault(a, 'B' if ttype in batch_types else '?' if is_unequal else 'R')
         if self.pipeline.axis: out[self.pipeline.axis] = 'U'
         for a in self.axes: out.setdefault(a, '?')
         if prod(map(len, self.axes.values()))<self.world: out['world'] = '?'
         return out
 
     def columns(self, module, ttype, x, pname=None) -> dict:
-        "Return the columns `part` and `gscale` of a tensor. Arguments as in `roles`."
+        "Return the columns `part` and, unless it is 1, `gscale` for the row of a tensor. Arguments as in `roles`."
         if not self.searched: self.pass_begins()
         placed = (x.device_mesh, tuple(x.placements)) if hasattr(x, 'placements') else None
         key = id(module),ttype,placed,pname
@@ -175,6 +180,6 @@ class Ranks:
         return self.cached[key]
 
     def meta(self):
-        "Return the metadata of this rank for readers of all logs."
+        "Return the metadata of this rank, by which readers merge the logs of all ranks."
         stages = {'stages': self.pipeline.stages.copy()} if self.pipeline.stages else {}
         return {'rank': self.rank, 'world': self.world, 'axes': {a: list(r) for a,r in self.axes.items()}, **stages}

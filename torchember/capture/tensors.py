@@ -12,11 +12,11 @@ from collections.abc import Mapping
 import torch
 
 # %% ../../nbs/10_capture/00_tensors.ipynb #00070a20
-# skipped before anything else: a batch may have a million labels in a list
+# items of these types are skipped first, which is fast: a batch may have a million labels in a list
 scalars = (int, float, bool, str, type(None))
 
 def keyed_items(value):
-    "Return pairs of key or index and item of a container. Return None for any other value."
+    "Return the (key, item) or (index, item) pairs of a container. Return None if `value` is no container."
     if isinstance(value, Mapping): return value.items()
     if isinstance(value, tuple) and hasattr(value, '_fields'): return zip(value._fields, value, strict=True)
     if isinstance(value, (tuple, list)): return enumerate(value) # Dynamo before torch 2.10 does not know tuple|list
@@ -24,27 +24,27 @@ def keyed_items(value):
         return [(f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value)]
 
 def find_tensors(value, name, joint='.', inside=()):
-    """Return (name, tensor) pairs of every tensor in `value`, in order. `name`: of the value itself.
+    """Return (name, tensor) pairs of all tensors in `value`, in order. `name`: name of `value` itself, the beginning of the names of its tensors.
 
-    `joint`: text between the name and a key, at the first level. `inside`: ids of the containers around it, so that a list that contains itself
-    is not searched forever."""
+    `joint`: text between the name and a key, at the first level. `inside`: ids of the containers that contain `value`: a list that contains itself
+    is searched once only."""
     if isinstance(value, torch.Tensor): return [(name, value)]
     pairs = None if value is None or (inside and id(value) in inside) else keyed_items(value)
     if pairs is None: return []
-    # the compiler unrolls this, and never gets a list that contains itself
+    # torch.compile unrolls this recursion, so it needs no protection against a list that contains itself
     if not torch.compiler.is_compiling(): inside = (*inside, id(value))
     return [o for k,v in pairs if type(v) not in scalars for o in find_tensors(v, f'{name}{joint}{k}', '.', inside)]
 
 # %% ../../nbs/10_capture/00_tensors.ipynb #a80e6279
 def argument_names(forward) -> tuple:
-    "Return the names of the positional parameters of a bound `forward`, and the name for further arguments."
+    "Return the names of the positional parameters of a bound `forward`, and the name of its varargs ('args' if it has none)."
     try: ps = list(inspect.signature(forward).parameters.values())
     except (TypeError, ValueError): return (), 'args'
     names = tuple(p.name for p in ps if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
     return names, next((p.name for p in ps if p.kind is p.VAR_POSITIONAL), 'args')
 
 def inputs(args, kwargs, names, rest) -> list:
-    "Return (tname, tensor) pairs of the arguments of a call. `names`, `rest`: result of `argument_names`."
+    "Return (tname, tensor) pairs of all tensors in the arguments of a module's call. `names`, `rest`: result of `argument_names`."
     if len(args)==1 and not kwargs and names and isinstance(args[0], torch.Tensor): return [(names[0], args[0])]
     n = len(names)
     out = [o for k,v in zip(names, args, strict=False) for o in find_tensors(v, k)]
@@ -52,10 +52,10 @@ def inputs(args, kwargs, names, rest) -> list:
     return out + [o for k,v in kwargs.items() for o in find_tensors(v, k)]
 
 # %% ../../nbs/10_capture/00_tensors.ipynb #607d2799
-# name of a tensor that is returned by itself. The identity of this string object distinguishes it from the first tensor of a tuple
+# tname of an output that is a single tensor. It is compared with `is`: the first tensor of a tuple has an equal name, but another string object
 lone_output = 'output_0'
 
 def outputs(result) -> list:
-    "Return (tname, tensor) pairs of the result of a call."
+    "Return (tname, tensor) pairs of all tensors in the result of a module's call."
     if isinstance(result, torch.Tensor): return [(lone_output, result)]
     return find_tensors(result, 'output', '_')

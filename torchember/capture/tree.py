@@ -16,12 +16,12 @@ data_parallel_error = ("nn.DataParallel copies the model in every pass, and the 
 
 # %% ../../nbs/10_capture/10_tree.ipynb #87667a70
 wrappers = dict(OptimizedModule='_orig_mod', DistributedDataParallel='module', FullyShardedDataParallel='_fsdp_wrapped_module')
-# key in a module's `__dict__`: class name of the activation that it applies last, 'ReLU'. Set by integrations
+# Integrations put the class name of the activation that a module applies last, such as 'ReLU', into its `__dict__` under this key
 ACTIVATION = '_torchember_activation'
 
 # %% ../../nbs/10_capture/10_tree.ipynb #d5fdf751
 def unwrap(module):
-    "Return a model without its wrappers. Raise TypeError for `nn.DataParallel`: its copies cannot be recorded."
+    "Return the model inside its wrappers, such as `torch.compile`'s and DDP's. Raise TypeError for `nn.DataParallel`: its copies cannot be recorded."
     while True:
         kind = type(module).__name__
         if isinstance(module, nn.DataParallel): raise TypeError(data_parallel_error)
@@ -50,7 +50,7 @@ class moduleTrack:
         self.module,self.name,self.root_module,self.path = module,name or type(module).__name__,root_module,path
         self.short = short or self.name
         self.id,self.children,self.parent,self.aliases = id(module),[],None,[]
-        # the module's own dicts: an integration may replace them while the tree is built
+        # remember the module's own dicts now, because an integration may replace them temporarily while the tree is built
         self.parameters,self.buffers,self.activation = module._parameters,module._buffers,module.__dict__.get(ACTIVATION)
         self.input_dt,self.output_dt = {},{} # tname -> shape, in the last recorded call
 
@@ -85,7 +85,7 @@ def tracks(model) -> list:
 
 # %% ../../nbs/10_capture/10_tree.ipynb #3acf6581
 def tree_dict(root) -> dict:
-    "Return a tree of tracks as nested dicts: 'name', 'short', 'path', 'children'; 'aliases' and 'activation' only if there are any."
+    "Return a tree of `moduleTrack`s as nested dicts: 'name', 'short', 'path', 'children'; 'aliases' and 'activation' only if there are any."
     made,todo = {},[root]
     for t in todo:
         made[t.id] = {'name': t.name, 'short': t.short, 'path': t.path} | ({'aliases': list(t.aliases)} if t.aliases else {})

@@ -18,7 +18,7 @@ from .head import DTYPE, EVENT, SHAPE, address_of, dtype_number, head_width
 dtype_code = {d: dtype_number(str(d).removeprefix('torch.')) for d in vars(torch).values() if isinstance(d, torch.dtype)}
 
 def write_dtype_and_shape(x, head):
-    "Write the dtype and shape of a tensor into a head: an array of `head_width` int64 numbers."
+    "Write the dtype and shape of a tensor into the head of its row, an array of `head_width` int64 numbers."
     shape = x.shape
     dims = len(shape)
     head[DTYPE:SHAPE] = dtype_code[x.dtype],dims
@@ -33,13 +33,14 @@ def address(x):
 # %% ../../nbs/20_measure/45_blocks.ipynb #b10c0013
 cpu = torch.device('cpu')
 
-def as_cells(a): return memoryview(a).cast('B').cast('q') # int64 numbers, written one at a time
+# int64 array as a memoryview, which reads and writes single numbers faster than numpy
+def as_cells(a): return memoryview(a).cast('B').cast('q')
 
 class Block:
-    """`n` rows of `length` numbers on one device, with their heads on the host.
+    """Memory for `n` rows: summary vectors of `length` numbers on one device, and a head for each row (tap, call, dtype, shape, ...) on the host.
 
-    `box`: black box that provides memory for rows on the CPU. `graph`: weak reference to the CUDA graph that writes the rows.
-    `for_taps`: whether an arena may give the rows to taps."""
+    `box`: black box (a memory-mapped file) that provides the memory of rows on the CPU. `graph`: weak reference to the CUDA graph that writes the rows.
+    `for_taps`: whether an arena may assign the rows to taps."""
     def __init__(self, n, device, length, box=None, graph=None, for_taps=True):
         self.device,self.length,self.used,self.graph = device,length,0,graph
         self.stream = current_stream(device)
@@ -54,16 +55,16 @@ class Block:
         self.cells,self.sources = (None, None) if is_cpu else (as_cells(self.head), as_cells(self.source))
 
     def addresses(self, first):
-        "Return the addresses of the numbers and of the head of row `first`."
+        "Return the address of the summary vector, and the address of the head, of row `first`."
         return address_of(self.out)+8*self.length*first, address_of(self.head)+8*head_width*first
 
     def reserve(self, n):
-        "Reserve the next `n` rows. Return the first."
+        "Reserve the next `n` rows. Return the number of the first row."
         self.used += n
         return self.used-n
 
     def unshare_rows(self, first, n):
-        "Copy the numbers of `n` rows to all rows that refer to them, before they are overwritten."
+        "Copy the vectors of `n` rows, which will be overwritten, into the other rows that share them."
         if self.source is None: return
         others = np.flatnonzero((self.source>=first) & (self.source<first+n) & (self.head[:, EVENT]!=0))
         others = others[(others<first) | (others>=first+n)]

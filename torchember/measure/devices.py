@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['pinned', 'unsent', 'unknown_to_numpy', 'has_float64', 'widest', 'accelerator', 'chosen_device', 'on', 'wait_for',
            'current_stream', 'stream_of', 'after', 'capture_of', 'being_captured', 'disturbs', 'undisturbed', 'Pinned',
-           'has_arrived', 'Pending', 'start_copy', 'sends', 'to_host', 'to_device']
+           'has_arrived', 'Pending', 'start_copy', 'copies_async', 'to_host', 'to_device']
 
 # %% ../../nbs/20_measure/01_devices.ipynb #e998600b
 import ctypes, threading
@@ -29,13 +29,13 @@ def has_float64(kind) -> bool:
     except (RuntimeError, TypeError): return False
 
 def widest(device) -> torch.dtype:
-    "Return the float dtype for sums on a device."
+    "Return the widest float dtype that a device computes in: float64, or float32 where float64 is missing."
     return torch.float64 if has_float64(device.type) else torch.float32
 
 # %% ../../nbs/20_measure/01_devices.ipynb #42d66021
 @cache
 def accelerator():
-    "Return the type of the accelerator of this build of torch, or None."
+    "Return the type of the accelerator that this build of torch supports, such as 'cuda', or None."
     current = torch.accelerator.current_accelerator() if hasattr(torch, 'accelerator') else None
     return current and current.type
 
@@ -57,13 +57,13 @@ def current_stream(device):
     return torch.accelerator.current_stream(device) if device.type==accelerator() else None
 
 def stream_of(device):
-    "Return the id of the current stream of a device, 0 without streams."
+    "Return the id of the current stream of a device, 0 for a device without streams."
     return 0 if (s := current_stream(device)) is None else s.stream_id
 
 # %% ../../nbs/20_measure/01_devices.ipynb #ac12ef5a
 @contextmanager
 def after(stream, device):
-    "Order work: inside comes after all work of `stream`, and later work of `stream` after that. Also if the inside raises."
+    "Return a context for work on the current stream: it runs after all earlier work of `stream`, and before all later work of `stream`."
     here = current_stream(device)
     differs = here is not None and here.stream_id!=stream.stream_id
     if differs: here.wait_stream(stream)
@@ -73,65 +73,67 @@ def after(stream, device):
 
 @cache
 def capture_of(kind):
-    "Return the function `is_current_stream_capturing` of a kind of device. None for a device without graphs."
+    "Return torch's function `is_current_stream_capturing` for a kind of device, such as 'cuda'. None for devices without CUDA graphs."
     return getattr(torch.get_device_module(kind), 'is_current_stream_capturing', None) if kind==accelerator() else None
 
 def being_captured(kind):
-    "Return True if launches are kept in a graph now, to be replayed without Python."
+    "Return True if a CUDA graph is being captured: launches do not run now, and will be replayed without Python."
     captures = capture_of(kind)
     try: return captures is not None and captures()
-    except RuntimeError: return False # the device has failed: its next user gets the error
+    except RuntimeError: return False # the device has failed: the next operation on the device will raise the error
 
 # %% ../../nbs/20_measure/01_devices.ipynb #48afe234
 def disturbs(kind) -> bool:
-    "Return True if autocast for a kind of device, a mode or a transform is active."
+    "Return True if autocast for a kind of device, a torch mode, or a function transform is active: it would change or see our operations."
     return torch.is_autocast_enabled(kind) or count_dispatch_modes()>0 or count_function_modes()>0 or inside_transform() is not None
 
 @contextmanager
 def undisturbed(kind):
-    "Switch autocast for a kind of device, modes and transforms off."
+    "Return a context that switches off autocast for a kind of device, torch modes, and function transforms."
     with torch.autocast(kind, enabled=False), without_dispatch_modes(), without_function_modes(), without_transforms(): yield
 
 # %% ../../nbs/20_measure/01_devices.ipynb #cbd9f26d
 class Pinned:
-    "Pinned memory of the host. It is reused, and never given back."
-    def __init__(self): self.free = {} # size in bytes -> (memory, event after which it is free or None)
+    "Pool of pinned host memory for copies. Freed memory is reused, and never returned to the system."
+    def __init__(self): self.free = {} # size in bytes -> (memory, event after which the memory may be reused, or None)
 
     def take(self, n):
-        "Return memory of at least `n` bytes. Raises RuntimeError if its device has failed."
+        "Return pinned memory of at least `n` bytes. Raises RuntimeError if the device that used the memory before has failed."
         size = max(512, 1<<(n-1).bit_length())
         free = self.free.setdefault(size, deque())
         try: host,done = free.popleft()
-        except IndexError: return self.allocate(size)
+        except IndexError: return self.allocate_pinned(size)
         if done is None or done.query(): return host
         free.append((host, done))
-        return self.allocate(size)
+        return self.allocate_pinned(size)
 
-    def allocate(self, size):
-        host = torch.empty(size, dtype=torch.uint8, pin_memory=True, device='cpu') # not the user's default device
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(host)) # lives to the end of the process
+    def allocate_pinned(self, size):
+        # device='cpu', because the user may have set another default device
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=True, device='cpu')
+        # keep the memory until the process ends, because a device may still write into it
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(host))
         return host
 
-    def give(self, host, done=None): self.free.setdefault(len(host), deque()).append((host, done))
+    def release(self, host, done=None): self.free.setdefault(len(host), deque()).append((host, done))
 
 pinned = Pinned()
 
 # %% ../../nbs/20_measure/01_devices.ipynb #cf3f8d5c
-unsent = 0xa5 # each byte of a copy before it arrives
+unsent = 0xa5 # value of each byte in the memory of a copy before the copy arrives
 unknown_to_numpy = torch.bfloat16,*(d for n,d in vars(torch).items() if n.startswith('float8'))
 
 def has_arrived(host):
-    "Return True if no element of a copy has the bytes from before the copy."
+    "Return True if each element of a copy has been written: none has the bytes `unsent` any more."
     return not (host.reshape(-1).view(torch.uint8).view(-1, host.element_size())==unsent).all(1).any()
 
 class Pending:
-    "Numbers on their way from a device. `numpy.asarray` waits for them. If the device has failed, earlier copies can still be read."
-    def __init__(self, host, done, memory=None): # memory: of `pinned`, which contains `host`
+    "A copy from a device to the host that may not be finished. `numpy.asarray` waits for the copy, and returns it."
+    def __init__(self, host, done, memory=None): # memory: pinned memory that contains `host`, released after reading
         self.host,self.done,self.memory,self.which = host,done,memory,None
         self.shape,self.numbers,self.lock = tuple(host.shape),None,threading.Lock()
 
     def spread(self, which):
-        "Repeat rows in the result. `which`: row of the copy for each row of the result."
+        "Set which row of the copy becomes each row of the result: `which[i]` is the row for result row `i`."
         self.which,self.shape = which,(len(which), *self.host.shape[1:])
         return self
 
@@ -143,18 +145,19 @@ class Pending:
                     if not has_arrived(self.host): raise
                 out = (self.host.double() if self.host.dtype in unknown_to_numpy else self.host).numpy()
                 self.numbers = out.copy() if self.which is None else out[self.which]
-                self.give_back()
-            return self.numbers.copy() # the caller may change it
+                self.release()
+            return self.numbers.copy() # a copy, because the caller may write into the array
 
-    def give_back(self, done=None):
-        if self.memory is not None: pinned.give(self.memory, done)
+    def release(self, done=None):
+        if self.memory is not None: pinned.release(self.memory, done)
         self.host = self.memory = None
 
-    def __del__(self): self.give_back(self.done) # not read yet
+    # if the copy was not read, the device may still write: release after event `done`
+    def __del__(self): self.release(self.done)
 
 # %% ../../nbs/20_measure/01_devices.ipynb #8ab13e93
 def start_copy(x):
-    "Start a copy of `x` to pinned memory. Return it as `Pending`."
+    "Start a copy of `x` to pinned host memory. Return a `Pending`, without waiting for the copy."
     n = x.numel()*x.element_size()
     memory = pinned.take(n)
     host = memory[:n].fill_(unsent).view(x.dtype).view(x.shape)
@@ -165,26 +168,27 @@ def start_copy(x):
     return Pending(host, done, memory)
 
 @cache
-def sends(device) -> bool:
-    "Return True if a device copies to the host without waiting. It is tried once."
+def copies_async(device) -> bool:
+    "Return True if copies from this device to the host can be asynchronous. The first call tries one copy; later calls return its result."
     if device.type!=accelerator() or device.type=='mps': return False
     try: return np.array_equal(np.asarray(start_copy(torch.arange(5, device=device))), range(5))
     except (RuntimeError, TypeError, AttributeError, NotImplementedError): return False
 
 def to_host(x):
-    "Copy a tensor to the host: as `Pending`, without waiting, if the device can copy by itself, else as a tensor."
-    return start_copy(x.detach()) if sends(x.device) else x.detach().cpu()
+    "Copy a tensor to the host. Return a `Pending`, without waiting, if the device copies asynchronously, else a CPU tensor."
+    return start_copy(x.detach()) if copies_async(x.device) else x.detach().cpu()
 
 def to_device(numbers, device) -> torch.Tensor:
-    "Copy whole numbers to a device, as int64. Do not wait if the device can copy by itself."
+    "Copy whole numbers to a device as an int64 tensor, without waiting if the device copies asynchronously."
     a = torch.from_numpy(np.array(numbers, dtype=np.int64))
-    if not sends(device): return a.to(device)
+    if not copies_async(device): return a.to(device)
     n = a.numel()*a.element_size()
     memory = pinned.take(n)
     with on(device):
         copy = memory[:n].view(a.dtype).view(a.shape).copy_(a).to(device, non_blocking=True)
-        if being_captured(device.type): return copy # a graph reads the memory at each replay
+        # do not release the memory, because the CUDA graph reads it at each replay
+        if being_captured(device.type): return copy
         done = torch.Event(device)
         done.record()
-    pinned.give(memory, done)
+    pinned.release(memory, done)
     return copy

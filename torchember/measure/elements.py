@@ -13,10 +13,10 @@ from ..capture.private_torch import is_wrapped
 
 # %% ../../nbs/20_measure/05_elements.ipynb #f793027f
 class Unmeasurable(TypeError):
-    "Raised for a tensor without readable values. The message says why."
+    "Raised for a tensor whose values cannot be read. The message says why."
 
 def flat(x) -> tuple:
-    "Return the elements of a strided tensor in memory order, without a copy if possible, and how often they are repeated."
+    "Return the elements of a strided tensor in memory order, and how often each occurs (more than once in an expanded tensor). Copy only if necessary."
     times = 1
     if x.is_contiguous(): return x.view(-1), times
     for d in range(x.dim()):
@@ -26,9 +26,9 @@ def flat(x) -> tuple:
 
 # %% ../../nbs/20_measure/05_elements.ipynb #7f3911f8
 def layout(x) -> tuple:
-    """Return the fewest dimensions that have the elements of a strided tensor.
+    """Describe the memory of a strided tensor with the fewest dimensions, by merging dimensions that are contiguous.
 
-    The result is sizes and strides, outermost first, and how often the elements are repeated."""
+    Return their sizes and strides, outermost first, and how often each element occurs (more than once in an expanded tensor)."""
     times,dims = 1,[]
     for size,stride in sorted(zip(x.shape, x.stride(), strict=True), key=lambda d: (-d[1], -d[0])):
         if size==1: continue
@@ -40,7 +40,7 @@ def layout(x) -> tuple:
 
 # %% ../../nbs/20_measure/05_elements.ipynb #932e2d64
 def dense(x):
-    "Return the stored elements of `x` as a strided tensor, and the number of omitted zeros."
+    "Return the stored elements of `x` as a strided tensor, and the number of zeros that a sparse tensor does not store."
     if is_wrapped(x): raise Unmeasurable('it is inside vmap, grad or another function transform')
     if type(x) in ordinary and x.layout is torch.strided and without_memory(x):
         raise Unmeasurable('it has no memory: its storage was freed, or it only stands for zeros')
@@ -67,7 +67,7 @@ def without_memory(x):
 
 # %% ../../nbs/20_measure/05_elements.ipynb #d10a0006
 class MemoryView:
-    "Memory of a CPU tensor in the array interface of numpy. It keeps the tensor alive."
+    "Shows the memory of a CPU tensor to numpy, by its array interface, and keeps the tensor alive. `Tensor.numpy` would make the storage unresizable."
     kinds = {getattr(torch, n): np.dtype(n) for n in ('float32', 'float64', 'complex128')}
     def __init__(self, x):
         kind,self.tensor = self.kinds[x.dtype],x
@@ -76,21 +76,23 @@ class MemoryView:
 
 def as_array(x):
     "Return a CPU tensor of float32, float64 or complex128 as a read-only array on the same memory."
-    return np.asarray(MemoryView(x)) if type(x) in ordinary else x.clone().numpy() # a subclass may store its elements elsewhere
+    # a subclass may store its elements elsewhere, so clone it
+    return np.asarray(MemoryView(x)) if type(x) in ordinary else x.clone().numpy()
 
 def as_float64(x):
-    "Return the elements of the CPU tensor `x` as a float64 array; of a complex tensor the magnitudes."
+    "Return the elements of the CPU tensor `x` as a float64 array. Complex numbers become their magnitudes."
     if x.is_complex(): return np.abs(as_array(x.to(torch.complex128).resolve_conj()))
     return as_array(x.double())
 
-piece = 1<<18 # elements that are converted at a time: 2 MB of float64
+piece = 1<<18 # number of elements that are converted at a time: 2 MB of float64
 
 # %% ../../nbs/20_measure/05_elements.ipynb #d10a000a
-eighths = tuple(getattr(torch, d) for d in dir(torch) if d.startswith('float8') and isinstance(getattr(torch, d), torch.dtype))
-narrow = (torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int8, torch.int16, *eighths) # float32 holds every value
+float8_dtypes = tuple(getattr(torch, d) for d in dir(torch) if d.startswith('float8') and isinstance(getattr(torch, d), torch.dtype))
+# dtypes whose values all fit float32
+narrow = (torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int8, torch.int16, *float8_dtypes)
 
 formats = {getattr(torch, f): f for f in ('float32', 'float64', 'bfloat16', 'float16')}
 
 def format_for(dtype):
-    "Return the read format for a dtype."
+    "Return the name of the float dtype that readers convert `dtype` to; all values of `dtype` fit."
     return formats.get(dtype) or ('float32' if dtype in narrow else 'float64')

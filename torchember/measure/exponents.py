@@ -15,9 +15,9 @@ from ..ground.needs import needs
 
 # %% ../../nbs/20_measure/02_exponents.ipynb #4a674bb9
 def exponents(v, lo=-16, hi=16) -> np.ndarray:
-    """Return counts of exponents: below `lo`, `lo` to `hi`, above `hi`. They are integers of shape (..., hi-lo+3).
+    """Return how many elements have each binary exponent: below `lo`, each from `lo` to `hi`, above `hi`. The shape is (..., hi-lo+3).
 
-    `v`: summary vectors with exponents, shape (..., wide)."""
+    `v`: summary vectors with exponent counts, shape (..., wide)."""
     v = np.asarray(v)
     if v.shape[-1]==width: raise ValueError("these summaries have no exponents. Measure them with 'exponents' among the groups or statistics.")
     counts = v[..., width:]
@@ -26,36 +26,36 @@ def exponents(v, lo=-16, hi=16) -> np.ndarray:
     return np.concatenate([below[..., None], counts[..., lo+127:hi+128], above[..., None]], -1).astype(np.int64)
 
 # %% ../../nbs/20_measure/02_exponents.ipynb #5b0c9a1e
-farthest = 1100 # exponents of float64 go from -1074 to 1023
+farthest = 1100 # limit for exponents in a log: exponents of float64 go from -1074 to 1023
 
 def with_counts(df) -> np.ndarray:
-    "Return a mask of the rows of a table with valid counts of exponents."
+    "Return a boolean mask of the table's rows that have valid exponent counts."
     if 'exponents' not in df or 'exponent_min' not in df: return np.zeros(len(df), bool)
     return np.array([are_counts(c, m) for c,m in zip(df['exponents'], df['exponent_min'], strict=True)], bool)
 
 def are_counts(counts, lo):
-    "Return True if `counts` are valid counts that begin at exponent `lo`: within float64, not negative."
+    "Return True if `counts` is a list of exponent counts that begins at exponent `lo`, within the range of float64, and none is negative."
     if not isinstance(counts, list|tuple|np.ndarray) or not isinstance(lo, int|float|np.number) or isinstance(lo, bool): return False
     if len(counts)<3 or not lo>=-farthest or lo+len(counts)-3>farthest or lo!=int(lo): return False
     try: c = np.asarray(counts)
-    except ValueError: return False # lists of several lengths
+    except ValueError: return False # a list of lists with different lengths is no array
     return c.ndim==1 and c.dtype.kind in 'iuf' and bool((c>=0).all() and (c<2**62).all())
 
 # %% ../../nbs/20_measure/02_exponents.ipynb #8caf212d
 def exponent_range(name):
-    """Return the first and the last exponent in the name of a statistic, None for other statistics.
+    """Return the first and the last exponent of a statistic such as 'exponents(-24, 15)'. Return None for other statistics.
 
     Raises ValueError for a range outside float32."""
     if name=='exponents': return -16, 16
     m = isinstance(name, str) and re.fullmatch(r'exponents\((-?\d+), *(-?\d+)\)', name)
     if not m: return None
     lo,hi = int(m[1]),int(m[2])
-    if not -126<=lo<=hi<=127: raise ValueError(f"{name!r} asks for exponents from {lo} to {hi}. Give a range that goes up, within -126 to 127.")
+    if not -126<=lo<=hi<=127: raise ValueError(f"{name!r} asks for exponents from {lo} to {hi}. Give two exponents in ascending order, within -126 to 127.")
     return lo, hi
 
 # %% ../../nbs/20_measure/02_exponents.ipynb #51df359b
 def limits(dtype) -> dict:
-    """Return exponents of a number format such as 'float8_e4m3fn': of its largest, smallest normal and smallest number.
+    """Return three exponents of a number format such as 'float8_e4m3fn': of its largest, smallest normal and smallest positive number.
 
     The keys are 'max', 'normal' and 'subnormal'. Raises ValueError for an unknown format."""
     formats = needs('ml_dtypes', for_='headroom')
@@ -86,7 +86,7 @@ def headroom(
     f,c = reach(dtype),np.asarray(counts, dtype=float)
     hi = lo+c.shape[-1]-3
     if lo>f['subnormal'] or hi<f['max']:
-        raise ValueError(f"the counts cover exponents {lo} to {hi}, and {dtype} needs {f['subnormal']} to {f['max']}. Record {exponents_for(dtype)!r}.")
+        raise ValueError(f"the counts cover the exponents {lo} to {hi}, but {dtype} needs {f['subnormal']} to {f['max']}. Record {exponents_for(dtype)!r}.")
     n = np.maximum(c.sum(-1)-zeros, 1)
     low,normal,top = (f[k]-lo+1 for k in ('subnormal', 'normal', 'max'))
     return dict(over=c[..., top+1:].sum(-1)/n, subnormal=c[..., low:normal].sum(-1)/n, under=(c[..., :low].sum(-1)-zeros)/n)
@@ -106,4 +106,5 @@ def exponents_for(
     return f"exponents({min(x['subnormal'] for x in f)}, {max(x['max'] for x in f)})"
 
 # %% ../../nbs/20_measure/02_exponents.ipynb #081b2289
-def reach(dtype): return {k: max(x, -126) for k,x in limits(dtype).items()} # smaller exponents share one bin
+# the result of `limits`, at least -126: smaller exponents share one bin of the counts
+def reach(dtype): return {k: max(x, -126) for k,x in limits(dtype).items()}

@@ -10,23 +10,24 @@ __all__ = ['head_width', 'EVENT', 'TAP', 'CALL', 'MICRO', 'DTYPE', 'DIMS', 'SHAP
 from .summary import width
 
 head_width = 16
-EVENT,TAP,CALL,MICRO,DTYPE,DIMS,SHAPE = range(7) # from SHAPE on, one size for each dimension
-SCALE = width-1 # the slot that a summary leaves free holds the factor of a scaled tensor
+EVENT,TAP,CALL,MICRO,DTYPE,DIMS,SHAPE = range(7) # columns of a head. From SHAPE on, the size of each dimension
+SCALE = width-1 # the free entry at the end of a summary vector is the factor of a scaled tensor, or NaN
 
 # %% ../../nbs/20_measure/01_head.ipynb #943e8efe
-dtype_names = [] # dtype in a head -> its name
-most_dtypes = 1<<16 # more than torch and JAX have, and than a file from elsewhere may name
+dtype_names = [] # number of a dtype in a head -> name of the dtype
+most_dtypes = 1<<16 # limit for dtype numbers: torch and JAX have fewer dtypes
 
 def dtype_number(name:str) -> int:
-    "Return the number that stands for a dtype in a head. A new name gets the next number."
+    "Return the number by which a head names a dtype. A new name gets the next free number."
     if name not in dtype_names: dtype_names.append(name)
     return dtype_names.index(name)
 
 # %% ../../nbs/20_measure/01_head.ipynb #6a1f0b05
-NEXT,CALLS,ROWS,HEADS,LAID,HOW,CODE,WORK,LIKE = range(9) # from LIKE on, a head
+# columns of a cursor. From LIKE on, the head that the next row will get
+NEXT,CALLS,ROWS,HEADS,LAID,HOW,CODE,WORK,LIKE = range(9)
 tap_width = LIKE+head_width
 
 # %% ../../nbs/20_measure/01_head.ipynb #e53bc8d9
-short = 1<<15 # elements
+short = 1<<15 # most elements of a tensor that is read without releasing the GIL
 
 def address_of(a): return a.__array_interface__['data'][0]

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['repeated', 'float_for', 'as_float', 'read', 'add_expressions', 'repeat', 'zero_vector', 'gpu_kernels', 'kernels_for',
-           'for_list', 'read_elsewhere', 'read_into', 'by_operations', 'operations_are_right', 'no_autocast',
+           'list_kernels', 'read_elsewhere', 'read_into', 'read_by_operations', 'operations_are_right', 'no_autocast',
            'summarize']
 
 # %% ../../nbs/20_measure/08_kernels.ipynb #ded65dfa
@@ -24,18 +24,18 @@ from .summary import Summary, index, length, merge, no_elements, not_in_loops, o
 
 # %% ../../nbs/20_measure/08_kernels.ipynb #394535ee
 def float_for(dtype):
-    "Return the float dtype to read tensors of a dtype. It holds all their values."
+    "Return the float dtype that tensors of `dtype` are converted to before they are read. All their values fit."
     return getattr(torch, format_for(dtype))
 
 def as_float(x):
-    "Convert `x` to a dtype of loops and kernels; a complex tensor to its magnitudes."
+    "Convert `x` to a float dtype that compiled loops and kernels read. Complex numbers become their magnitudes."
     return x.to(torch.complex128).abs() if x.is_complex() else x.to(float_for(x.dtype))
 
 # %% ../../nbs/20_measure/08_kernels.ipynb #49109b45
-def by_loops(x, wanted=('basic',)) -> np.ndarray:
+def read_by_loops(x, wanted=('basic',)) -> np.ndarray:
     "Read a strided CPU tensor by compiled loops."
     fmt = formats.get(x.dtype)
-    if fmt is None: return by_pieces(x, wanted)
+    if fmt is None: return read_by_pieces(x, wanted)
     if x.is_contiguous(): return loops().read_on_cores(x.data_ptr(), x.numel(), fmt, wanted, torch.get_num_threads())
     if not x.numel(): return no_elements(wanted)
     sizes,strides,times = layout(x)
@@ -44,8 +44,8 @@ def by_loops(x, wanted=('basic',)) -> np.ndarray:
     else: v = loops().read_at(x.data_ptr(), n, fmt, wanted, sizes, strides)
     return v if times==1 else repeat(v, times)
 
-def by_pieces(x, wanted):
-    "Convert a tensor piece by piece to a dtype of the loops, and read it."
+def read_by_pieces(x, wanted):
+    "Read a CPU tensor of another dtype by compiled loops: convert one piece at a time."
     x,times = flat(x)
     to,got = float_for(x.dtype),[]
     for p in x.split(piece) if x.numel() else ():
@@ -54,18 +54,19 @@ def by_pieces(x, wanted):
     v = got[0] if len(got)==1 else merge(np.stack([no_elements(wanted), *got]))
     return v if times==1 else repeat(v, times)
 
-def putter(tap, fmt, wanted):
-    "Return the compiled code for the rows of a tap. None without loops."
-    return loops().ready_to_put(tap, fmt, wanted) if loops() and loader.has(fmt) else None
+def compiled_row_writer(tap, fmt, wanted):
+    "Return the compiled function that reads tensors into rows of a tap, or None if there are no compiled loops."
+    return loops().prepare_cursor(tap, fmt, wanted) if loops() and loader.has(fmt) else None
 
 # %% ../../nbs/20_measure/08_kernels.ipynb #3ca31281
 def read(x, wanted=('basic',)):
-    """Read a tensor into a summary vector: numpy for a CPU tensor, else a tensor on the device of `x`.
+    """Measure a tensor by the fastest correct reader. Return its summary vector: a numpy array, or for a device other than the CPU a tensor on that device.
 
-    Raises `Unmeasurable` if its values cannot be read."""
+    Raises `Unmeasurable` if the values of `x` cannot be read."""
     x,zeros = dense(x.detach())
     if x.device.type!='cpu': return read_elsewhere(x, zeros, wanted)
-    if type(x) in ordinary and loops() and loader.has(format_for(x.dtype)): v = by_loops(x, wanted) # a subclass may store its elements elsewhere
+    # no subclass, because it may store its elements elsewhere
+    if type(x) in ordinary and loops() and loader.has(format_for(x.dtype)): v = read_by_loops(x, wanted)
     else:
         run,times = flat(x)
         v = read_cpu(run, wanted)
@@ -74,7 +75,7 @@ def read(x, wanted=('basic',)):
     return merge(np.stack([v, zero_vector(zeros, wanted)])) if zeros else v
 
 def add_expressions(v, x, wanted):
-    "Write the sums without a loop into the summary vector of the CPU tensor `x`."
+    "Compute the sums that no compiled reader computes from their expressions. Write them into `v`, the summary vector of the CPU tensor `x`."
     todo = not_in_loops(wanted)
     if not todo: return
     x,times = flat(x)
@@ -82,76 +83,76 @@ def add_expressions(v, x, wanted):
     for a in map(as_float64, x.split(piece) if x.numel() else ()):
         a = a[np.isfinite(a)]
         for p in todo if len(a) else (): got[p].append(of_each(p, a))
-    with np.errstate(all='ignore'): # sums of a piece may be infinite, as log(0)
+    with np.errstate(all='ignore'): # no warning: a sum may be infinite, such as that of log(0)
         for p in todo: v[index[p]] = sum(got[p])*times if sums[p].merge=='sum' else getattr(np, sums[p].merge)(got[p])
 
 repeated = [index[p] for p,s in sums.items() if s.merge in ('sum', 'moments') and p!='mean']
 
 def repeat(v, times):
-    "Return the summary of repeated elements."
+    "Return the summary vector of a tensor in which each element occurs `times` times. `v`: vector of the elements, each once."
     v = v.copy()
     v[repeated] *= times
     v[width:] *= times
     return v
 
-def zero_vector(n, wanted): return repeat(read_array([0.], wanted), n)
+def zero_vector(n, wanted): return repeat(read_array([0.], wanted), n) # summary vector of n zeros
 
 # %% ../../nbs/20_measure/08_kernels.ipynb #88620c32
 @cache
 def gpu_kernels(device):
-    "Return the Python module `measure.readers.triton` if its kernels run on a device, else None."
+    "Return the Python module `measure.readers.triton` if its kernels run on `device`, else None."
     if device.type in ('cpu', 'meta', 'mps'): return None
     from torchember.measure.readers import triton as gpu
     return gpu if gpu.available(device) else None
 
-def kernels_for(x, wanted, dtype=None): # dtype: to which `x` is converted before it is read
-    "Return the kernels for a tensor, if they are correct. Else None."
+def kernels_for(x, wanted, dtype=None): # dtype: dtype that `x` is converted to before it is read
+    "Return `measure.readers.triton` if its kernels read tensors like `x` correctly, else None."
     dtype = dtype or x.dtype
     gpu = gpu_kernels(x.device) if dtype in formats and type(x) in ordinary else None
     return gpu if gpu is not None and gpu.reads(dtype, wanted, x.device) else None
 
-def for_list(x, wanted, dtype=None): # dtype: as in `kernels_for`
-    "Return the kernels to read `x` in place, in a list. None without such kernels."
+def list_kernels(x, wanted, dtype=None): # dtype: as in `kernels_for`
+    "Return `measure.readers.triton` if its kernels can read `x` without a copy, in a list with other tensors, else None."
     if type(x) not in ordinary or x.layout is not torch.strided: return None
     gpu = kernels_for(x, wanted, dtype)
-    return gpu if gpu is not None and (x.is_contiguous() or gpu.fills(x)) else None
+    return gpu if gpu is not None and (x.is_contiguous() or gpu.has_no_gaps(x)) else None
 
-def read_elsewhere(x, zeros, wanted, out=None): # out: row to write
-    "Read a dense tensor on a device other than the CPU, with omitted `zeros`."
+def read_elsewhere(x, zeros, wanted, out=None): # out: row of the arena to write, or None
+    "Return the summary vector of a tensor on a device other than the CPU. `zeros`: number of further zeros, which a sparse tensor does not store."
     x,times = flat(x)
     if zeros or times>1: x = torch.cat([x.expand(times, -1).reshape(-1), x.new_zeros(zeros)])
     if x.dtype not in formats and type(x) in ordinary and gpu_kernels(x.device) is not None: x = as_float(x)
     gpu = kernels_for(x, wanted)
-    if gpu is None: return by_operations(x, wanted)
+    if gpu is None: return read_by_operations(x, wanted)
     v = torch.empty(length(wanted), dtype=torch.float64, device=x.device) if out is None else out
     gpu.read_one(x, wanted, v)
     return v
 
 def read_into(x, wanted, row):
-    "Read a tensor that is not on the CPU into a row on the same device."
+    "Measure a tensor that is not on the CPU, and write its summary vector into `row` on the same device."
     x,zeros = dense(x.detach())
     v = read_elsewhere(x, zeros, wanted, row)
     if v is not row: row.copy_(v)
 
-def by_operations(x, wanted):
-    "Read a flat tensor by torch operations: on its device, or on the host if the device computes wrong numbers."
+def read_by_operations(x, wanted):
+    "Measure a flat tensor by torch operations: on its device, or on the CPU if the operations of the device give wrong numbers."
     if type(x) not in ordinary or x.is_meta or operations_are_right(x.device, x.dtype if x.dtype in formats else torch.float32, wanted):
         return read_device(x, wanted)
     return torch.as_tensor(read(x.cpu(), wanted), dtype=widest(x.device)).to(x.device)
 
 @cache
 def operations_are_right(device, dtype, wanted):
-    "Return True if torch operations sum correctly on a device. It is tried once."
+    "Return True if torch operations give correct sums on a device. The first call tests this; later calls return its result."
     def read_there(x, wanted):
         with on(device): return read_device(flat(x.to(device))[0], wanted).cpu()
     why = run_checks(lambda: first_wrong(read_there, dtype, wanted, rel=1e-9 if has_float64(device.type) else 1e-3))
-    if why: warn(f"Operations of torch on {device} give wrong numbers: {why}. Tensors of {str(dtype)[6:]} are copied from there to be measured, "
-        f"which is slower. Please send this sentence to the developers of torchember (torch {torch.__version__}).")
+    if why: warn(f"Operations of torch on {device} give wrong numbers: {why}. Tensors of {str(dtype)[6:]} are copied to the CPU to be measured, "
+        f"which is slower. Please send this message to the developers of torchember (torch {torch.__version__}).")
     return not why
 
 # %% ../../nbs/20_measure/08_kernels.ipynb #5773a6cb
 def no_autocast(kind):
-    "Return a context without autocast, also for a kind of device without autocast such as 'meta'."
+    "Return a context that switches autocast off. `kind`: type of a device, which may be one without autocast, such as 'meta'."
     return torch.autocast(kind if torch.amp.is_autocast_available(kind) else 'cpu', enabled=False)
 
 def summarize(
@@ -164,6 +165,6 @@ def summarize(
         x: Any tensor
         wanted: Groups of sums: some of 'basic', 'absolute', 'higher', 'powers', 'exponents'
     """
-    if not isinstance(x, torch.Tensor): raise TypeError(f"summarize measures a tensor, got {an(x)}. For arrays there is Summary.of.")
+    if not isinstance(x, torch.Tensor): raise TypeError(f"summarize measures a tensor, got {an(x)}. Use Summary.of for arrays.")
     with torch.no_grad(), no_autocast(x.device.type): v = read(x, wanted)
     return Summary(v if isinstance(v, np.ndarray) else v.cpu())

@@ -23,7 +23,7 @@ from .summary import groups, length
 
 # %% ../../nbs/20_measure/07_loading.ipynb #d43ea568
 def load_numba():
-    "Return the Python module `measure.readers.numba`. None if numba is missing or switched off (`NUMBA_DISABLE_JIT`)."
+    "Import and return the Python module `measure.readers.numba`. Return None if numba is missing or switched off (`NUMBA_DISABLE_JIT`)."
     try: from numba import config
     except ModuleNotFoundError as e:
         if e.name=='numba': return None
@@ -33,45 +33,47 @@ def load_numba():
     return cpu
 
 def check_loops(cpu, fmt):
-    "Return the first mistake of the loops for a format on this processor, '' for none."
+    "Test the compiled loops for a format, such as 'float32', on this processor. Return the first mistake, '' if there is none."
     dtype = next(d for d,f in formats.items() if f==fmt)
     def by_address(x, wanted):
         sizes,strides,_ = layout(x)
         return cpu.read_at(x.data_ptr(), x.numel(), fmt, wanted, *(() if x.is_contiguous() else (sizes, strides)))
     def into_row(x, wanted):
         x,row,head,tap = x.contiguous(),np.zeros(length(wanted)),np.zeros(head_width, np.int64),np.zeros(tap_width, np.int64)
-        put = cpu.ready_to_put(tap, fmt, wanted)
+        put = cpu.prepare_cursor(tap, fmt, wanted)
         tap[[ROWS, HEADS, LAID]] = address_of(row),address_of(head),1
         put(address_of(tap), x.data_ptr(), x.numel(), -1, 7)
         return row if head[EVENT]==7 else np.zeros_like(row)
     return run_checks(*(partial(first_wrong, way, dtype, wanted) for way in (by_address, into_row) for wanted in (('basic',), tuple(groups))))
 
 # %% ../../nbs/20_measure/07_loading.ipynb #5b63fadb
-compiling = 'compiling the loops that measure tensors' # numba keeps the result on disk for the next process
+# shown while waiting. numba caches the result on disk for the next process
+compiling = 'compiling the loops that measure tensors'
 
 class LoadTimes:
-    "Seconds of loading: in all, in a thread, and while a model was armed."
+    "Seconds spent on loading the compiled loops: in total, in a background thread, and while a model was armed."
     def __init__(self): self.total,self.in_thread,self.arming = 0.,0.,0.
 
 class Loader:
-    "Loads the compiled loops, one format at a time, in the caller or in a thread."
+    "Loads the compiled loops, one number format at a time, in the calling thread or in a background thread."
     def __init__(self):
-        self.in_thread = False # True: callers do not wait
-        self.module,self.loaded,self.error = None,set(),None # `measure.readers.numba`; formats; why there is none
+        self.in_thread = False # True: load in background threads, so that callers do not wait
+        # `measure.readers.numba` or None; loaded formats; error message
+        self.module,self.loaded,self.error = None,set(),None
         self.failed,self.closed = False,False
         self.requested,self.threads,self.finished = set(),[],0
         self.times = LoadTimes()
         self.lock = threading.RLock()
 
     def has(self, fmt):
-        "Return True if the loops for a format can be used now. Load them, or request them from the thread."
+        "Return True if the loops for a format can be used now. If not, load them, or have a background thread load them."
         if fmt in self.loaded: return True
         if self.failed: return self.report_error()
         if self.in_thread: self.request(fmt)
         else: self.load(fmt)
         return fmt in self.loaded
 
-    def request(self, fmt):
+    def request(self, fmt): # have a background thread load a format
         if fmt in self.requested or self.closed: return
         self.requested.add(fmt)
         self.threads.append(threading.Thread(target=self.load_in_thread, args=(fmt,), name='torchember loads', daemon=True))
@@ -82,7 +84,7 @@ class Loader:
         finally: self.finished += 1
 
     def load(self, fmt):
-        "Load one format and check it, unless that was done or has failed."
+        "Load and check the loops for one format, unless they are loaded or loading has failed before."
         with self.lock:
             if fmt in self.loaded or self.failed or self.closed: return
             start,here = perf_counter(),threading.current_thread() in self.threads
@@ -91,7 +93,8 @@ class Loader:
                     self.module = load_numba()
                     if self.module is not None: self.module.load(fmt)
                 if self.module is not None and (why := check_loops(self.module, fmt)): raise ArithmeticError(why)
-            except Exception as e: self.module,self.error = None,f'{type(e).__name__}: {e!s:.200}' # say, numba does not support this numpy
+                # for example, numba does not support this version of numpy
+            except Exception as e: self.module,self.error = None,f'{type(e).__name__}: {e!s:.200}'
             if self.module is None: self.failed = True
             else: self.loaded.add(fmt)
             seconds = perf_counter()-start
@@ -100,7 +103,7 @@ class Loader:
         if not self.in_thread: self.report_error()
 
     def report_error(self):
-        "Warn once why there are no loops. If numba is not installed, there is nothing to report."
+        "Warn once why there are no compiled loops, unless numba is not installed. Return False."
         error,self.error = self.error,None
         if error: warn(f"numba does not work, so tensors are measured by plain torch operations, which is slower: {error}")
         return False
@@ -113,10 +116,10 @@ class Loader:
 
     def close(self):
         self.closed = True
-        with self.lock: pass # wait for the format that is being loaded
+        with self.lock: pass # taking the lock waits for the format that is being loaded
 
     def start_in_child(self):
-        "Reset the threads in a forked child."
+        "Reset lock and threads in a forked child process, which has no background threads."
         self.lock,self.threads,self.requested,self.finished = threading.RLock(),[],set(),0
 
 loader = Loader()
@@ -126,37 +129,37 @@ atexit.register(lambda: loader.close())
 
 # %% ../../nbs/20_measure/07_loading.ipynb #8d1f0d01
 def loops():
-    "Return the Python module `measure.readers.numba`. None without numba, or while it is loaded in a thread."
+    "Return the Python module `measure.readers.numba` with the compiled loops. Return None without numba, or while a thread is loading."
     return loader.module if loader.has('float32') else None
 
 def warm(tensors=()):
-    """Load the loops for tensors like these, such as parameters, so that no step waits.
+    """Load the compiled loops for the dtypes of `tensors`, such as the parameters of a model, so that no training step waits for them.
 
-    With TORCHEMBER_WAIT=0 load in a thread."""
+    With TORCHEMBER_WAIT=0 a background thread loads, and this function returns at once."""
     loader.in_thread = os.environ.get('TORCHEMBER_WAIT', '')=='0'
     dtypes,before = {x.dtype: None for x in tensors if x.device.type=='cpu'},loader.times.total-loader.times.in_thread
     for d in dtypes: loader.has(format_for(d))
     loader.times.arming += loader.times.total-loader.times.in_thread-before
 
 def ready(timeout=None) -> bool:
-    "Wait until loading has ended, for at most `timeout` seconds. Return True if there are compiled loops."
+    "Wait until the background threads have loaded, for at most `timeout` seconds. Return True if there are compiled loops."
     loader.wait(timeout)
     return loops() is not None
 
 def loading() -> bool:
-    "Return True if a thread is loading."
+    "Return True if a background thread is loading the compiled loops."
     return loader.is_loading()
 
 # %% ../../nbs/20_measure/07_loading.ipynb #61e31666
 def loading_seconds() -> float:
-    "Return the seconds of loading and compiling in this process."
+    "Return how many seconds this process has spent on loading and compiling the loops."
     return loader.times.total
 
 # %% ../../nbs/20_measure/07_loading.ipynb #1df7bc9e
 def seconds_beside() -> float:
-    "Return the part of `loading_seconds` in a thread."
+    "Return how many of the `loading_seconds` were spent in background threads, where no caller waited."
     return loader.times.in_thread
 
-def seconds_waited() -> tuple: # While a model was armed, and at other times
-    "Return the part of `loading_seconds` in callers."
+def seconds_waited() -> tuple: # (seconds while a model was armed, seconds at other times)
+    "Return how many of the `loading_seconds` callers have waited."
     return loader.times.arming, loader.times.total-loader.times.in_thread-loader.times.arming

@@ -14,11 +14,12 @@ import torch
 from .summary import fast, index, parts, read_array, width
 
 # %% ../../nbs/20_measure/02_self_check.ipynb #21610a1e
-def wave(n): return 3*np.sin(1.7*np.arange(n))+.25
+def wave(n): return 3*np.sin(1.7*np.arange(n))+.25 # n numbers with both signs
 
 def trials(dtype, block=64) -> dict:
-    "Return small tensors of a float dtype with hard cases, by name. `block`: elements that a kernel reads at once."
-    def tensor(a): return torch.from_numpy(a).to('cpu', dtype) # not on the user's default device
+    "Return small tensors that are difficult to read, in a dict by name. `block`: number of elements that a kernel reads at once."
+    # 'cpu', because the user may have set another default device
+    def tensor(a): return torch.from_numpy(a).to('cpu', dtype)
     numbers = wave(2*block+3)
     odd = numbers.copy()
     odd[[0, 1, block-1, block, -1]] = 0., math.nan, math.inf, -math.inf, math.nan
@@ -31,13 +32,13 @@ def trials(dtype, block=64) -> dict:
 exact = 'count', 'min', 'max', 'min_abs', 'zeros', 'nan', 'posinf', 'neginf'
 
 def difference(v, x, wanted, rel):
-    """Return the first difference of a summary vector from that of numpy, 'mean is 2 instead of 1', or None.
+    """Compare a summary vector with the result of numpy. Return the first difference, such as 'mean is 2 instead of 1', or None.
 
-    `x`: the elements, float64. `rel`: tolerance of a sum, relative to its size."""
+    `x`: the elements, float64. `rel`: tolerance of each sum, relative to its magnitude."""
     want,ok = read_array(x, tuple(wanted)),x[np.isfinite(x)]
     d = abs(ok-ok.mean()) if len(ok) else ok
     size = dict(zip(parts, abs(want), strict=False)) | {'mean': abs(ok).max(initial=0), 'm3': (d**3).sum()} | dict.fromkeys(exact, 0.)
-    for p in fast: # sums without a loop are computed elsewhere
+    for p in fast: # only these sums, because readers do not compute the others
         got,true = float(v[index[p]]),float(want[index[p]])
         if got!=true and not (math.isnan(got) and math.isnan(true)) and not abs(got-true)<=rel*size[p]: return f"{p} is {got} instead of {true}"
     bins = np.flatnonzero(np.asarray(v[width:])!=want[width:]) if 'exponents' in wanted else ()
@@ -45,7 +46,7 @@ def difference(v, x, wanted, rel):
 
 # %% ../../nbs/20_measure/02_self_check.ipynb #aa0ff7c2
 def first_wrong(read, dtype, wanted, block=64, rel=1e-9):
-    """Return the first mistake of `read(CPU tensor, groups) -> summary vector`: a sentence without its end, or None.
+    """Test a reader, `read(CPU tensor, groups) -> summary vector`, on all `trials`. Return a description of the first wrong result, or None.
 
     `block`: as in `trials`. `rel`: as in `difference`."""
     for name,x in trials(dtype, block).items():
@@ -53,9 +54,9 @@ def first_wrong(read, dtype, wanted, block=64, rel=1e-9):
         if found: return f"of {name} in {str(dtype).removeprefix('torch.')}, {found}"
 
 def run_checks(*checks, patience=None) -> str:
-    """Return the first mistake that a check returns, '' for none. Checks are functions without arguments.
+    """Run checks, which are functions without arguments. Return the first mistake that a check finds, '' if there is none.
 
-    They run in an own thread, without the user's modes and default device, for at most `patience` seconds."""
+    The checks run in a thread of their own, where no torch mode and default device of the user is active, for at most `patience` seconds."""
     found = []
     def run():
         try:

@@ -23,7 +23,7 @@ class SpectrumError(ValueError):
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #afbeeb1a
 def features_at(x, axis):
-    "Return the dimension of the features, from 0. Raises SpectrumError if there is none."
+    "Return which dimension of `x` holds the features, as a number from 0. `axis`: as in `samples`. Raises SpectrumError if there is none."
     if not isinstance(x, torch.Tensor): raise TypeError(f"a spectrum needs a tensor, got {an(x)}. torch.as_tensor converts an array.")
     if x.is_complex(): raise SpectrumError(f"a spectrum needs real numbers, got {x.dtype}. Give the real and the imaginary part as features.")
     if x.dim()==0: raise SpectrumError("a spectrum needs features, got a single number without a dimension.")
@@ -33,24 +33,24 @@ def features_at(x, axis):
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #4b511bba
 def samples(x, axis=None) -> torch.Tensor:
-    """Return features as columns: `(N, C, H, W)` becomes `(N*H*W, C)`, `(B, T, D)` becomes `(B*T, D)`, and `(D,)` is one sample.
+    """Return a matrix with features as columns: `(N, C, H, W)` becomes `(N*H*W, C)`, `(B, T, D)` becomes `(B*T, D)`, and `(D,)` is one sample.
 
-    `axis`: dimension that holds the features. None: 1 of 4 dimensions and more, else the last. The result is a view where strides allow."""
+    `axis`: dimension that holds the features. None: 1 for 4 dimensions or more, else the last. The result is a view of `x` if strides allow this."""
     at = features_at(x, axis)
     return x.movedim(at, -1).reshape(-1, x.shape[at]) if x.numel() else x.new_empty(x.numel()//max(x.shape[at], 1), x.shape[at])
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #73a4e959
-CHUNK = 2**18 # numbers that are converted to float64 at a time
+CHUNK = 2**18 # number of elements that are converted to float64 at a time
 
 def to_float64_device(x):
     "Detach a tensor. Move it to the CPU if its device has no float64."
     return (x.detach().cpu() if x.device.type=='mps' else x.detach())
 
 def pieces(y, limit):
-    "Yield blocks of rows, shape (rows, features), of a tensor with features last; each with about `limit` numbers."
+    "Split a tensor whose last dimension holds the features. Yield matrices (rows, features) of about `limit` numbers."
     if y.dim()==1: y = y[None]
     try: y = y.view(-1, y.shape[-1])
-    except RuntimeError: pass # not a view: block by block
+    except RuntimeError: pass # the dimensions cannot be merged without a copy: go through the first dimension
     each = y[0].numel()
     if each>limit and y.dim()>2:
         for part in y: yield from pieces(part, limit)
@@ -59,7 +59,7 @@ def pieces(y, limit):
         for i in range(0, len(y), step): yield y[i:i+step].reshape(-1, y.shape[-1])
 
 def rough_mean(y):
-    "Return a float64 shift for each feature: near its mean, exactly its value for a constant feature."
+    "Return a float64 number near the mean of each feature; for a constant feature exactly its value."
     over = tuple(range(y.dim()-1))
     if not y.dtype.is_floating_point: y = y.double()
     elif y.dtype.itemsize<2: y = y.float()
@@ -70,23 +70,23 @@ def rough_mean(y):
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #03bc3c8c
 def add_gram(gram, rows):
-    "Add the products of all pairs of columns to `gram`; of many columns only the upper half."
+    "Add `rows.T @ rows` to the matrix `gram`. For many columns only the upper triangle is computed: see `both_halves`."
     C = len(gram)
     block = max(128, C//8)
     if C<=block: gram.addmm_(rows.T, rows)
     else:
         for i in range(0, C, block): gram[i:i+block, i:].addmm_(rows[:, i:i+block].T, rows[:, i:])
 
-def both_halves(gram): return gram.triu()+gram.triu(1).T
+def both_halves(gram): return gram.triu()+gram.triu(1).T # symmetric matrix with the upper triangle of `gram`
 
 def feature_gram(x, at):
-    "Return the means of the features, and the sums of products of centred features, shape (C, C)."
+    "Return the mean of each feature, and the matrix (C, C) of sums of products of centred features. `at`: dimension of the features."
     y = x.movedim(at, -1)
     n,C = x.numel()//x.shape[at],x.shape[at]
     shift = rough_mean(y)
     total,gram = torch.zeros_like(shift),shift.new_zeros(C, C)
     flat = x.flatten(2) if x.dim()>2 and at==1 and x.is_contiguous() else None
-    if flat is not None and flat.shape[2]>=max(128, 4*C): # images in memory order, features first
+    if flat is not None and flat.shape[2]>=max(128, 4*C): # images whose channels come before the pixels in memory
         step = max(1, CHUNK//max(flat[0].numel(), 1))
         for i in range(0, len(flat), step):
             part = flat[i:i+step].to(torch.float64, copy=True).sub_(shift[:, None])
@@ -101,7 +101,7 @@ def feature_gram(x, at):
     return shift+off, both_halves(gram).addr_(off, off, alpha=-n)
 
 def sample_gram(x, at):
-    "Return the means of the features, and the inner products of centred samples, shape (N, N)."
+    "Return the mean of each feature, and the matrix (N, N) of inner products of centred samples. `at`: dimension of the features."
     y = samples(x, at)
     shift = rough_mean(y)
     mean,gram = torch.empty_like(shift),shift.new_zeros(len(y), len(y))
@@ -116,30 +116,31 @@ def sample_gram(x, at):
 # %% ../../nbs/20_measure/30_spectrum.ipynb #ba02d4e9
 @dataclass(eq=False)
 class Spectrum:
-    "Eigenvalues of a covariance: all, or estimates for a large one."
+    "Eigenvalues of a covariance matrix: all of them, or estimates for a large matrix."
     values:np.ndarray|None # All eigenvalues, largest first. None if only estimates are known
-    largest:float # The largest eigenvalue
+    largest:float # The largest eigenvalue of the covariance matrix
     trace:float # Sum of the eigenvalues: the total variance
     features:int # Number of eigenvalues
     count:int # Number of samples
     exact:bool=True # True if all eigenvalues were computed
-    error:float=0. # `largest` may be too small by this share; 0 up to rounding
-    nodes:tuple=() # Quadrature of a large spectrum, from which `condition` is estimated
+    error:float=0. # `largest` may be too small by this fraction; 0 if `exact`
+    nodes:tuple=() # Nodes and weights of `lanczos` for a large matrix, from which `condition` is estimated
 
     def stable_rank(self) -> float: # Between 1 and `features`. NaN without variance
-        "Return the sum of the eigenvalues over the largest."
+        "Return the stable rank: the sum of the eigenvalues divided by the largest eigenvalue."
         return self.trace/self.largest if self.largest>0 else math.nan
 
     def condition(self,
         at=None # Share of the eigenvalues that are larger than the divisor, at least 0 and below 1; None: the smallest divides
     ) -> float: # inf if the divisor is 0, NaN if all eigenvalues are
-        """Return the largest eigenvalue over a smaller one.
+        """Return the condition number: the largest eigenvalue divided by a smaller one.
 
         For a large spectrum that is not exact the result is within 25 percent. Raises SpectrumError if that is not possible."""
-        if at is not None and not 0<=at<1: raise ValueError(f"condition takes the share of eigenvalues that are larger, at least 0 and below 1, got {at}.")
+        if at is not None and not 0<=at<1: raise ValueError(f"condition takes a share of the eigenvalues, at least 0 and below 1, got {at}.")
         i = self.features-1 if at is None else math.floor(round(self.features*at, 9))
         if not self.largest>0: return math.nan
-        if i>=self.count-1: return math.inf # n samples span n-1 dimensions
+        # because n centred samples span at most n-1 dimensions, so further eigenvalues are 0
+        if i>=self.count-1: return math.inf
         if self.values is not None: return self.largest/self.values[i].item() if self.values[i]>0 else math.inf
         if i==0: return 1.
         low,near,high = bracket(self.nodes, i, min(self.features, self.count), self.largest/(1-self.error))
@@ -153,13 +154,13 @@ class Spectrum:
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #c696aff0
 def eigenvalues(matrix):
-    "Return the eigenvalues of a symmetric matrix, largest first, float64. Raises SpectrumError with the message of LAPACK."
+    "Return the eigenvalues of a symmetric float64 matrix, largest first. Raises SpectrumError with the message of LAPACK if they do not converge."
     try: return torch.linalg.eigvalsh(matrix).flip(0)
     except torch.linalg.LinAlgError as e:
         raise SpectrumError(f"the eigenvalues of a {len(matrix)} x {len(matrix)} matrix did not converge. Message of LAPACK: {e}") from e
 
 def from_gram(gram, features, count):
-    "Return the spectrum of a covariance, from sums of products of features or of samples."
+    "Return the `Spectrum` of a covariance. `gram`: result of `feature_gram` or `sample_gram`; both have the same eigenvalues. `count`: number of samples."
     known = eigenvalues(gram).cpu().numpy()/(count-1)
     trace = gram.trace().item()/(count-1)
     values = np.zeros(features)
@@ -172,26 +173,26 @@ def from_gram(gram, features, count):
 class Covariance:
     """Covariance of the features of a tensor, small enough to keep until its spectrum is needed.
 
-    It has a matrix of at most 1024 x 1024: `gram`, sums of products of features, or of samples if these are fewer. For a larger matrix,
-    the spectrum is computed at once, and `gram` is None. `mean`: of each feature. `trace`: sum of the variances."""
+    `gram`: matrix of at most 1024 x 1024 with sums of products of features, or of samples if there are fewer samples. For a larger matrix, the
+    spectrum is computed at once, and `gram` is None. `mean`: mean of each feature. `trace`: sum of the variances of the features."""
     def __init__(self, count, mean, trace, gram=None, spectrum=None):
         self.count,self.features,self.mean,self.trace,self.gram = count,len(mean),mean,trace,gram
         if spectrum is not None: self.spectrum = spectrum
 
     @cached_property
     def spectrum(self) -> Spectrum:
-        "Eigenvalues, computed on first access."
+        "Eigenvalues of the covariance matrix, computed on first access."
         got,self.gram = from_gram(self.gram, self.features, self.count),None
         return got
 
     def __repr__(self): return f"Covariance of {self.features} features from {self.count} samples"
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #4eedd3d6
-KEPT = 1024 # most rows of a matrix that is kept
-LARGE = 8192 # for as many rows or more, eigenvalues are estimated
+KEPT = 1024 # a matrix with more rows is not kept: its spectrum is computed at once
+LARGE = 8192 # for a matrix with this number of rows or more, eigenvalues are estimated
 
 def sizes_of(x, axis):
-    "Return the dimension of the features, the number of samples and that of features. Raises SpectrumError for too few."
+    "Return the dimension that holds the features, the number of samples, and the number of features. Raises SpectrumError if there are too few."
     at = features_at(x, axis)
     C = x.shape[at]
     n = x.numel()//max(C, 1)
@@ -200,12 +201,12 @@ def sizes_of(x, axis):
     return at, n, C
 
 def refuse_infinite(x, need):
-    "Raise SpectrumError if there are NaN and infinite numbers. `need`: begin of the sentence, 'a covariance needs'."
+    "Raise SpectrumError if `x` has NaN or infinite numbers. `need`: beginning of the error message, such as 'a covariance needs'."
     bad = x.numel()-int(x.isfinite().sum())
     if bad: raise SpectrumError(f"{need} finite numbers, got {bad} NaN or infinite of {x.numel()}.")
 
 def check_trace(x, trace):
-    "Raise SpectrumError if the sum of variances is not finite."
+    "Raise SpectrumError if `trace`, the sum of the variances of `x`, is not finite."
     if math.isfinite(trace): return
     refuse_infinite(x, 'a covariance needs')
     raise SpectrumError("the numbers are finite, but their squares are too large for float64. Divide the tensor by its largest number.")
@@ -247,7 +248,7 @@ def covariance(
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #b7ad14d7
 def centred_product(x, at, n, C):
-    "Return a function to multiply the covariance (or the smaller matrix of samples) with vectors, the trace, and the mean."
+    "Return a function that multiplies the covariance matrix (or the smaller matrix of samples) by vectors without forming the matrix; trace; mean."
     y = x.movedim(at, -1)
     shift = rough_mean(y)
     off,square = torch.zeros_like(shift),torch.zeros_like(shift)
@@ -261,7 +262,8 @@ def centred_product(x, at, n, C):
     unit = math.sqrt(trace/C) or 1.
     single = x.dtype.is_floating_point and x.dtype.itemsize<8 and 1e-30<unit<1e37/math.sqrt(n*C)
     of = torch.float32 if single else torch.float64
-    if shift.abs().max()<=8*unit: shift,off,centre = shift+off,shift+off,None # subtract the mean from products instead of numbers: costs a digit
+    # the mean is small: subtract it from products instead of elements, which is faster and costs a digit
+    if shift.abs().max()<=8*unit: shift,off,centre = shift+off,shift+off,None
     else: shift,centre = shift+off,shift.to(of)
     left = (off/unit).to(of)
 
@@ -272,7 +274,7 @@ def centred_product(x, at, n, C):
             yield rows,slice(first, first+len(rows))
             first += len(rows)
 
-    def features(v): # X'Xv
+    def multiply_features(v): # returns X'Xv / (n-1) for centred X
         low,out,total = v.to(of),torch.zeros_like(v),0
         away = low@left
         for rows,_ in blocks():
@@ -281,7 +283,7 @@ def centred_product(x, at, n, C):
             total = total+seen.sum(1, dtype=torch.float64)
         return (out/unit-total[:, None]*left)*(unit**2/(n-1))
 
-    def samples_(v): # XX'v
+    def multiply_samples(v): # returns XX'v / (n-1) for centred X
         low,mid,out = v.to(of),v.new_zeros(len(v), C),torch.empty_like(v)
         for rows,at_ in blocks(): mid += low[:, at_].contiguous()@rows
         mid = (mid/unit-v.sum(1)[:, None]*left).to(of)
@@ -289,11 +291,11 @@ def centred_product(x, at, n, C):
         for rows,at_ in blocks(): out[:, at_] = (mid@rows.T).div_(unit).sub_(away[:, None])
         return out*(unit**2/(n-1))
 
-    return features if C<=n else samples_, trace, shift
+    return multiply_features if C<=n else multiply_samples, trace, shift
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #4f875f3a
 def lanczos(multiply, size, device, steps=96, probes=16):
-    "Return nodes and weights of Gauss quadratures of a spectrum: arrays with a row for each random vector."
+    "Run the Lanczos method with random vectors. Return nodes and weights of Gauss quadratures of the spectrum: arrays with a row per vector."
     v = torch.randn(probes, size, dtype=torch.float64, generator=torch.Generator().manual_seed(20210)).to(device)
     v /= v.norm(dim=1, keepdim=True)
     steps = min(steps, size)
@@ -304,9 +306,11 @@ def lanczos(multiply, size, device, steps=96, probes=16):
         alpha[:, k] = (v*w).sum(1)
         w -= alpha[:, k, None]*v
         if k: w -= beta[:, k-1, None]*basis[:, k-1]
-        for p in range(probes): w[p] -= (basis[p, :k+1]@w[p])@basis[p, :k+1] # orthogonal again, despite rounding
+        # orthogonalize again, because rounding errors grow
+        for p in range(probes): w[p] -= (basis[p, :k+1]@w[p])@basis[p, :k+1]
         norm = w.norm(dim=1)
-        beta[:, k] = norm = torch.where(norm>1e-6*alpha[:, :k+1].amax(1), norm, 0.) # 0: the quadrature is complete
+        # 0: the vector is in an invariant subspace, so the quadrature is complete
+        beta[:, k] = norm = torch.where(norm>1e-6*alpha[:, :k+1].amax(1), norm, 0.)
         v = torch.where(norm[:, None]>0, w/norm.clamp_min(1e-300)[:, None], 0.)
     t = torch.diag_embed(alpha)+torch.diag_embed(beta[:, :-1], 1)+torch.diag_embed(beta[:, :-1], -1)
     theta,vectors = torch.linalg.eigh(t.cpu())
@@ -314,10 +318,11 @@ def lanczos(multiply, size, device, steps=96, probes=16):
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #e102bfa4
 def bracket(nodes, i, size, most):
-    "Return lower bound, estimate and upper bound of eigenvalue `i` of `size`; 0 is the largest. No eigenvalue is above `most`."
+    "Return lower bound, estimate and upper bound of the eigenvalue with index `i`, from the largest, of `size` in all. `nodes`: result of `lanczos`."
     theta,weight = nodes
     q,ends = (i+1)/size,np.unique(np.maximum(theta, 0))
-    at_least,at_most = np.zeros(len(ends)),np.zeros(len(ends)) # share of the spectrum at or above each end
+    # bounds for the fraction of eigenvalues at or above each of `ends`
+    at_least,at_most = np.zeros(len(ends)),np.zeros(len(ends))
     for t,w in zip(theta, weight, strict=True):
         above = np.append(np.cumsum(w[::-1])[::-1], 0)
         first = np.searchsorted(t, ends)
@@ -330,7 +335,7 @@ def bracket(nodes, i, size, most):
     return low, min(max(near, low), high), high
 
 def estimate_covariance(x, at, n, C, steps=96, probes=16):
-    "Return a Covariance with an estimated spectrum."
+    "Return a `Covariance` whose spectrum is estimated by `lanczos`, for a matrix that is too large to form."
     multiply,trace,mean = centred_product(x, at, n, C)
     if not trace>0: return Covariance(n, mean, 0., spectrum=Spectrum(np.zeros(C), 0., 0., C, n))
     size = min(n, C)
@@ -386,10 +391,10 @@ def cal_eig(
         return eigenvalues((m+m.T)/2).to(dtype).to(matrix.device)
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #078177c3
-WHOLE = 2**22 # most numbers of a matrix for an SVD
+WHOLE = 2**22 # a matrix with more elements gets no SVD
 
 def singular_values(z, whole=None):
-    "Return the singular values of a matrix, float64. For a large matrix: roots of eigenvalues of the smaller Gram matrix, precise to 1e-8 of the largest."
+    "Return the singular values of a matrix, scaled by its largest number. For a large matrix: roots of eigenvalues of the smaller Gram matrix."
     y = to_float64_device(z)
     with torch.no_grad(), no_autocast(y.device.type):
         if y.is_complex(): raise SpectrumError(f"an effective rank needs real numbers, got {y.dtype}.")
@@ -406,7 +411,7 @@ def singular_values(z, whole=None):
         for rows in pieces(y, max(CHUNK, 1024*y.shape[1])): add_gram(gram, rows.double()/scale)
         return eigenvalues(both_halves(gram)).clamp_min(0).sqrt().cpu().numpy()
 
-def exp_entropy(s, epsilon=0.):
+def exp_entropy(s, epsilon=0.): # exp of the entropy of the shares of the numbers `s` in their sum
     if not s.sum()>0: return math.nan
     p = s/s.sum()+epsilon
     p = p[p>0]

@@ -20,41 +20,48 @@ from ..ground.record import values_of
 
 # %% ../../nbs/20_measure/00_summary.ipynb #f8ebbfb5
 class Sum(NamedTuple):
-    "A number about all finite elements. It follows from the numbers of pieces."
-    group:str # Sums of a group are measured together
-    each:Callable|None=None # (elements, their Python module: numpy, torch or jax.numpy) -> a number for each element
-    merge:str='sum' # How numbers of elements and of pieces merge: 'sum', 'min', 'max', or 'moments' for centred moments
-    degree:float|None=None # Elements times c give the sum times c**degree. None if the sum does not follow from c
+    "Describes one entry of a summary: a sum over the finite elements of a tensor. The entries of two tensors merge into the entry of both."
+    group:str # Name of the group: the sums of a group are measured together
+    # (elements, Python module of the array: numpy, torch or jax.numpy) -> the summand of each element
+    each:Callable|None=None
+    merge:str='sum' # How the entries of several tensors merge: 'sum', 'min', 'max', or 'moments' for centred moments
+    # If all elements are multiplied by c, the sum is multiplied by c**degree. None if there is no such degree
+    degree:float|None=None
 
-    nothing = property(lambda self: dict(min=np.inf, max=-np.inf).get(self.merge, 0.), doc="The sum of no elements.")
+    nothing = property(lambda self: dict(min=np.inf, max=-np.inf).get(self.merge, 0.), doc="The value of the sum for a tensor without elements.")
 
 # %% ../../nbs/20_measure/00_summary.ipynb #f44ed90d
 sums = dict(
-    count=Sum('basic', degree=0), nan=Sum('basic', degree=0), posinf=Sum('basic', degree=0), neginf=Sum('basic', degree=0), # of all elements
-    mean=Sum('basic', merge='moments', degree=1), m2=Sum('basic', merge='moments', degree=2), # mean, and the sum of squared distances from it
+    # these count all elements
+    count=Sum('basic', degree=0), nan=Sum('basic', degree=0), posinf=Sum('basic', degree=0), neginf=Sum('basic', degree=0),
+    # mean, and the sum of squared distances from the mean
+    mean=Sum('basic', merge='moments', degree=1), m2=Sum('basic', merge='moments', degree=2),
     min=Sum('basic', lambda x, xp: x+0., 'min', 1), max=Sum('basic', lambda x, xp: x+0., 'max', 1), # -0 is 0
     l1=Sum('absolute', lambda x, xp: abs(x), degree=1), min_abs=Sum('absolute', lambda x, xp: abs(x), 'min', 1),
     zeros=Sum('absolute', lambda x, xp: x==0, degree=0),
     m3=Sum('higher', merge='moments', degree=3), m4=Sum('higher', merge='moments', degree=4),
     s4=Sum('powers', lambda x, xp: x**4, degree=4), s8=Sum('powers', lambda x, xp: x**8, degree=8))
 
-fast = ('count', 'mean', 'm2', 'm3', 'm4', 'l1', 'min', 'max', 'min_abs', 'zeros', 'nan', 'posinf', 'neginf', 's4', 's8') # sums that readers have loops for
-parts = (*fast, *(p for p in sums if p not in fast)) # sums of a vector, in order
+# sums that the compiled readers compute; further sums come from their expression in `sums`
+fast = ('count', 'mean', 'm2', 'm3', 'm4', 'l1', 'min', 'max', 'min_abs', 'zeros', 'nan', 'posinf', 'neginf', 's4', 's8')
+parts = (*fast, *(p for p in sums if p not in fast)) # names of the entries of a summary vector, in order
 index = {p:i for i,p in enumerate(parts)}
-width = max(16, len(parts)+1) # slots of a row, one of them free. A row of 16 float64 is 128 bytes
-bins = 256 # counts of exponents after the sums, on request: bin b counts numbers from 2^(b-127) to 2^(b-126)
+width = max(16, len(parts)+1) # entries of a row, of which at least one is free. A row of 16 float64 is 128 bytes
+bins = 256 # number of exponent counts after the sums, if requested: bin b counts numbers from 2^(b-127) to 2^(b-126)
 wide = width+bins
 
-groups = {g: tuple(p for p,s in sums.items() if s.group==g) for g in dict.fromkeys(s.group for s in sums.values())} # a sum that was not requested is NaN
+# group -> its sums. A sum that was not requested is NaN
+groups = {g: tuple(p for p,s in sums.items() if s.group==g) for g in dict.fromkeys(s.group for s in sums.values())}
 scalars = tuple(groups)
-groups['exponents'] = 'zeros', # a zero has no exponent
+groups['exponents'] = 'zeros', # counts of exponents need the number of zeros, because a zero has no exponent
 
 # %% ../../nbs/20_measure/00_summary.ipynb #925daf8d
-def length(wanted): return wide if 'exponents' in wanted else width # of a summary vector
+# entries of a summary vector with the groups `wanted`
+def length(wanted): return wide if 'exponents' in wanted else width
 
 # %% ../../nbs/20_measure/00_summary.ipynb #0a08bc59
 def no_elements(wanted=scalars):
-    "Return the summary of no elements."
+    "Return the summary vector of a tensor without elements. `wanted`: groups of sums; the sums of other groups are NaN."
     v = np.full(length(wanted), np.nan)
     v[width:] = 0
     for g in wanted:
@@ -68,18 +75,18 @@ def parts_in(wanted) -> tuple:
 
 @cache
 def not_in_loops(wanted) -> tuple:
-    "Return the sums of some groups, a tuple, for which readers have no loop."
+    "Return the names of the sums in the groups `wanted` (a tuple) that the compiled readers do not compute."
     return tuple(p for p in parts_in(wanted) if p not in fast)
 
 # %% ../../nbs/20_measure/00_summary.ipynb #ef91351c
 def of_each(part, x, xp=np, ok=None):
-    """Compute a sum from the expression of `sums`, as an array without dimensions.
+    """Compute the sum named `part` from its expression in `sums`. Return an array without dimensions.
 
-    `x`: floats, not empty. `xp`: numpy, torch or jax.numpy. `ok`: mask of the finite elements, None if all are finite."""
+    `x`: float array, not empty. `xp`: numpy, torch or jax.numpy. `ok`: mask of the finite elements, None if all are finite."""
     s = sums[part]
     if ok is not None: x = xp.where(ok, x, 0.)
     with np.errstate(all='ignore'): # log(0) is -inf: no warning
-        each = s.each(x, xp)+0*x # also booleans become numbers
+        each = s.each(x, xp)+0*x # adding 0*x converts booleans to floats
         if ok is not None: each = xp.where(ok, each, s.nothing)
         return getattr(xp, dict(sum='sum', min='amin', max='amax')[s.merge])(each)
 
@@ -89,7 +96,8 @@ def read_array(x, wanted=scalars) -> np.ndarray:
     v,x = no_elements(wanted),np.asarray(values_of(x))
     x = (np.abs(x) if np.iscomplexobj(x) else x).astype(np.float64).ravel()
     ok = x[np.isfinite(x)]
-    mean = 0. if not ok.size else ok[0] if (ok==ok[0]).all() else ok.mean() # equal elements: their mean is exact
+    # for equal elements, take one of them, because a computed mean is rounded
+    mean = 0. if not ok.size else ok[0] if (ok==ok[0]).all() else ok.mean()
     d = ok-mean
     with np.errstate(all='ignore'):
         new = dict(count=x.size, nan=np.isnan(x).sum(), posinf=np.isposinf(x).sum(), neginf=np.isneginf(x).sum(),
@@ -107,11 +115,12 @@ def finite(v):
 moments = ('mean', 'm2', 'm3', 'm4')
 
 def merged_moments(n, mean, m2, m3, m4, xp=np) -> tuple:
-    """Merge means and centred moments of pieces along the last axis. Return mean, m2, m3 and m4 of the wholes.
+    """Merge the means and centred moments of several tensors along the last axis. Return mean, m2, m3 and m4 of all their elements.
 
-    `n` counts the finite elements. `xp`: numpy, torch or jax.numpy, also in compiled code of JAX."""
+    `n`: number of finite elements of each tensor. `xp`: numpy, torch or jax.numpy, also inside `jax.jit`."""
     total = n.sum(-1)
-    base = xp.take_along_axis(mean, n.argmax(-1)[..., None], -1) # mean of the largest piece: small differences round less
+    # mean of the tensor with most elements: distances from this base are small, and round less
+    base = xp.take_along_axis(mean, n.argmax(-1)[..., None], -1)
     d = xp.where(n>0, mean-base, 0.)
     shift = xp.where(total>0, (n*d).sum(-1)/xp.maximum(total, 1.), 0.)
     d = xp.where(n>0, d-shift[..., None], 0.)
@@ -122,7 +131,7 @@ def merged_moments(n, mean, m2, m3, m4, xp=np) -> tuple:
 slots = {how: [index[p] for p,s in sums.items() if s.merge==how] for how in ('moments', 'min', 'max')}
 
 def merge(vectors) -> np.ndarray:
-    "Merge the summary vectors of k pieces, shape (..., k, width) or (..., k, wide), into those of the wholes, shape (..., width)."
+    "Merge the summary vectors of k tensors, shape (..., k, width) or (..., k, wide), into the vector of all their elements, shape (..., width)."
     v = np.asarray(vectors, dtype=np.float64)
     with np.errstate(invalid='ignore', over='ignore', divide='ignore'):
         out = v.sum(-2)
@@ -132,7 +141,7 @@ def merge(vectors) -> np.ndarray:
 
 # %% ../../nbs/20_measure/00_summary.ipynb #8e2722a2
 class Parts:
-    "Sums of summary vectors as attributes, with helpers for NaN and infinities."
+    "Gives each sum of summary vectors as an attribute, and has methods that put NaN and infinity into statistics where the tensors have them."
     def __init__(self, v):
         self.v,self.n,self.asked = v,finite(v),set()
         self.bad = v[..., index['nan']]>0
@@ -144,31 +153,35 @@ class Parts:
         self.asked.add(name)
         return self.v[..., index[name]]
 
-    def known(self, x): return np.where(self.has_finite, x, np.nan) # NaN without finite elements
+    def known(self, x): return np.where(self.has_finite, x, np.nan) # NaN for a tensor without finite elements
+    # NaN for any NaN or infinity
     def spoiled(self, x): return np.where(self.bad|self.pos|self.neg|~self.has_finite, np.nan, x)
-    def added(self, x): return np.where(self.bad, np.nan, np.where(self.pos|self.neg, np.inf, x)) # a sum over all elements, 0 without elements
+    # for sums over all elements: 0 for an empty tensor
+    def added(self, x): return np.where(self.bad, np.nan, np.where(self.pos|self.neg, np.inf, x))
+    # like `added`, but NaN for an empty tensor
     def sized(self, x): return np.where(self.count==0, np.nan, self.added(x))
-    def signed(self, x):
+    def signed(self, x): # for a mean: infinite in the direction of the infinite elements
         x = np.where(self.pos, np.inf, np.where(self.neg, -np.inf, x))
         return np.where(self.bad|(self.pos&self.neg)|(self.count==0), np.nan, x)
     def ends(self, x, first, inf): return np.where(self.bad|(self.count==0), np.nan, np.where(first, inf, np.where(self.has_finite, x, -inf)))
 
 # %% ../../nbs/20_measure/00_summary.ipynb #5a445b73
-def spread(p): return np.where(p.n>1, p.m2/np.maximum(p.n-1, 1), np.nan)
+def spread(p): return np.where(p.n>1, p.m2/np.maximum(p.n-1, 1), np.nan) # unbiased variance
 
 # %% ../../nbs/20_measure/00_summary.ipynb #759bc021
-def squares(p): return p.m2 + p.n*p.mean**2
+def squares(p): return p.m2 + p.n*p.mean**2 # sum of squares of the finite elements
 
 def sums_of_squares(vectors) -> np.ndarray:
-    "Return the sum of squares of the elements of each tensor. A NaN makes it NaN, an infinity makes it infinite."
+    "Return the sum of squares of the elements of each tensor: NaN if an element is NaN, infinite if an element is infinite."
     count,mean,m2,*bad = (vectors[..., index[p]] for p in ('count', 'mean', 'm2', 'nan', 'posinf', 'neginf'))
-    if not any(b.any() for b in bad): return np.where(count>0, m2+count*mean**2, 0.) # three times as fast
+    # this shortcut is three times as fast
+    if not any(b.any() for b in bad): return np.where(count>0, m2+count*mean**2, 0.)
     p = Parts(vectors)
     with np.errstate(invalid='ignore'): known = np.where(p.has_finite, squares(p), 0.)
     return np.where(p.bad, np.nan, np.where(p.pos|p.neg, np.inf, known))
 
 # %% ../../nbs/20_measure/00_summary.ipynb #27dbb192
-def biggest(p): return np.maximum(np.abs(p.min), np.abs(p.max))
+def biggest(p): return np.maximum(np.abs(p.min), np.abs(p.max)) # largest magnitude of the finite elements
 
 # %% ../../nbs/20_measure/00_summary.ipynb #b26df368
 derived = dict(
@@ -193,16 +206,17 @@ derived = dict(
     finite_std=lambda p: p.known(np.sqrt(spread(p))))
 
 # %% ../../nbs/20_measure/00_summary.ipynb #66d54163
-counts = ('numel',) # whole numbers
+counts = ('numel',) # statistics that are whole numbers
 also_called = dict(norm='l2', norm2='l2', l2_norm='l2', norm1='l1', l1_norm='l1', linf='abs_max', norm_inf='abs_max', max_abs='abs_max', min_abs='abs_min',
     mean_abs='abs_mean', norm1_mean='abs_mean', average='mean', avg='mean', sd='std', stddev='std', sigma='std', variance='var', minimum='min', maximum='max',
     amin='min', amax='max', skewness='skew', kurt='kurtosis', rm2='rms', root_mean_square='rms', sparsity='zero_frac', zeros='zero_frac', zero='zero_frac',
-    count='numel', size='numel', nelement='numel') # names in other libraries
+    # names of statistics in other libraries -> our name, for suggestions in error messages
+    count='numel', size='numel', nelement='numel')
 
 # %% ../../nbs/20_measure/00_summary.ipynb #d28891d1
 @cache
 def groups_behind(name):
-    "Return the groups of sums for a statistic besides 'basic'."
+    "Return the groups of sums that a statistic is computed from, besides 'basic'."
     if name.startswith('exponents'): return 'exponents',
     p = Parts(no_elements())
     with np.errstate(all='ignore'): derived.get(name, lambda p: None)(p)
@@ -219,16 +233,17 @@ def derive(v, names=tuple(derived)) -> dict:
     with np.errstate(all='ignore'): return {n: derived[n](p) for n in names}
 
 def groups_for(names) -> tuple:
-    "Return the groups of sums to measure for statistics."
+    "Return the groups of sums that must be measured to compute the statistics `names`."
     return ('basic', *dict.fromkeys(g for n in names for g in groups_behind(n)))
 
 # %% ../../nbs/20_measure/00_summary.ipynb #9683bc68
 @cache
 def lost_value(name, nan, posinf, neginf) -> float:
-    """Restore the NaN or infinity of a statistic from a null.
+    """Return the NaN or infinity that a statistic had before a file stored it as null.
 
     `nan`, `posinf`, `neginf`: whether the tensor had such elements."""
-    if not (nan or posinf or neginf): return np.nan # no elements, or too large for a float
+    # all elements were finite: the tensor was empty, or the statistic too large for a float
+    if not (nan or posinf or neginf): return np.nan
     v = no_elements()
     for p,any_ in (('nan', nan), ('posinf', posinf), ('neginf', neginf)): v[index[p]] = v[index['count']] = bool(any_)
     v[index['count']] = nan+posinf+neginf
@@ -236,7 +251,7 @@ def lost_value(name, nan, posinf, neginf) -> float:
 
 # %% ../../nbs/20_measure/00_summary.ipynb #de71363d
 class Summary:
-    """A summary of numbers. `Summary.of(a)+Summary.of(b)` is the summary of both.
+    """A few sums that describe many numbers. `Summary.of(a)+Summary.of(b)` is the summary of the numbers of both.
 
     Args:
         vector: Sums in the order of `parts`
@@ -262,7 +277,8 @@ class Summary:
         return cls(read_array(x, wanted))
 
     def __add__(self, other): return Summary(merge(np.stack([self.vector, other.vector])))
-    def __radd__(self, other): return self if other==0 else NotImplemented # so that sum() works
+    # lets `sum()` add summaries, because `sum` begins with 0
+    def __radd__(self, other): return self if other==0 else NotImplemented
     def __getattr__(self, name):
         if name in derived: return float(derive(self.vector, [name])[name])
         if name in index: return float(self.vector[index[name]])

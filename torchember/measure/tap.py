@@ -18,31 +18,31 @@ from .blocks import address, cpu, write_dtype_and_shape
 from .devices import being_captured, disturbs, stream_of, undisturbed
 from .elements import Unmeasurable, ordinary
 from .head import CALL, CALLS, DTYPE, EVENT, MICRO, NEXT, SCALE, TAP, head_width
-from .kernels import for_list, read, read_into
+from .kernels import list_kernels, read, read_into
 from .summary import parts_in, sums
 
 # %% ../../nbs/20_measure/50_tap.ipynb #7ac90002
 def divide_early(x, wanted, scale) -> tuple:
-    """Divide a tensor by `scale` if the factor cannot be divided out of its sums. `scale`: number, tensor or None.
+    """Divide a tensor by `scale` now, if the factor cannot be divided out of its sums later. `scale`: number, tensor or None.
 
-    Return the tensor to measure, and the factor for its row."""
+    Return the tensor to measure, and the factor to store in its row (None if there is none, or the tensor was divided)."""
     powers = scale is None or 'exponents' not in wanted or not isinstance(scale, torch.Tensor) and math.frexp(scale)[0]==.5
     if scale is None or powers and divides_out(wanted): return x, scale
     return (x if x.dtype in (torch.float32, torch.float64) or x.is_complex() else x.float())/scale, None
 
 @cache
 def divides_out(wanted):
-    "Return True if all sums follow from the sums of a multiple of the tensor."
+    "Return True if a factor of the tensor can be divided out of all sums in the groups `wanted`."
     return all(sums[p].degree is not None for p in parts_in(wanted))
 
 def remove_transforms(x):
-    "Return the tensor inside `vmap` and `grad` transforms, with all samples."
+    "Return the tensor with all samples that `x` stands for inside `vmap`, `grad` and similar transforms."
     while is_wrapped(x): x = unwrap(x)
     return x
 
 # %% ../../nbs/20_measure/50_tap.ipynb #7ac90005
 def write_cpu_row(x, tap, call):
-    "Write the row of a tensor by the plan of `tap`: read it, or copy its known row."
+    "Write a row for a CPU tensor by the compiled function in the `CpuReadPlan` of `tap`. If the arena has the summary of `x` in another row, copy that row."
     arena,plan,has_version = tap.arena,tap.cpu,not x.is_inference() # inference tensors have no version counter
     at = x.data_ptr()
     source,n = at,plan.count
@@ -65,7 +65,7 @@ def write_cpu_row(x, tap, call):
     if has_version: arena.seen[id(x)] = weakref.ref(x),version,at,groups,row,tap,tap.turn,None
 
 def read_vector(x, tap):
-    "Return the summary vector of a CPU tensor: read it, or find it in `Arena.seen`."
+    "Return the summary vector of a CPU tensor: from the cache `Arena.seen`, or else by measuring the tensor."
     arena,has_version = tap.arena,not x.is_inference()
     version = x._version if has_version else 0
     known,here,groups = arena.seen.get(id(x)) if has_version else None,address(x),tap.format.groups
@@ -80,7 +80,7 @@ def read_vector(x, tap):
 
 # %% ../../nbs/20_measure/50_tap.ipynb #7ac90008
 def find_row(known, x, version, at, tap, scale):
-    "Return the row of `x` from an entry of `Arena.seen`, if it is about this tensor. Else None."
+    "Return the number of the row that has the summary of `x`, if the entry `known` of `Arena.seen` is valid for `x` and `tap`. Else None."
     ref,was,place,measured,row,by,turn,of = known
     if type(of) is not tuple or of[0] is not tap.rows.block or of[1] is not scale: return None
     if ref() is not x or was!=version or place!=at or not tap.format.groups<=measured or by.turn!=turn: return None
@@ -88,15 +88,16 @@ def find_row(known, x, version, at, tap, scale):
     return row
 
 def cache_row(x, version, at, tap, row, scale):
-    "Remember the row of `x`. Rows of weights are not shared: they may be replaced."
+    "Remember in `Arena.seen` which row has the summary of `x`. Rows of weights are left out, because they may be replaced."
     if not tap.once: tap.arena.seen[id(x)] = weakref.ref(x),version,at,tap.format.groups,row,tap,tap.turn,(tap.rows.block, scale)
 
 def write_device_row(x, tap, call, later):
-    "Write the row of a tensor by the plan of `tap`, with one launch or none. Return False if this is not possible now."
+    "Write a row for a tensor on a device by the `DeviceReadPlan` of `tap`, with at most one launch. Return False if the plan cannot be used now."
     arena,plan,cursor,at = tap.arena,tap.device,tap.cursor.cells,x.data_ptr()
     stream = plan.reading.stream()
     if stream is None or being_captured(plan.device.type) or (plan.count and not at): return False
-    if plan.made is not None and (later or count_dispatch_modes()): return False # a dispatch mode would see the conversion
+    # because a dispatch mode would see the conversion
+    if plan.made is not None and (later or count_dispatch_modes()): return False
     if plan.block is None or plan.block is not tap.rows.block or plan.stream!=stream:
         if tap.place!=(plan.device, stream_of(plan.device)): arena.add_rows(tap, plan.device)
         plan.set_rows(tap.rows.block, stream)
@@ -108,7 +109,7 @@ def write_device_row(x, tap, call, later):
     block,first,_ = tap.rows
     row,known = first+i,None
     if later and not may_free_parameters():
-        if count_dispatch_modes(): return False # a dispatch mode would see `detach`
+        if count_dispatch_modes(): return False # because a dispatch mode would see `detach`
         arena.unread.by_row[block, row] = x.detach(),tap.format.wanted,None
     elif x.is_inference(): plan.read(x, block.rows, row, stream)
     else:
@@ -127,7 +128,7 @@ def write_device_row(x, tap, call, later):
     return True
 
 def read_into_row(x, tap, row, scale):
-    "Read a tensor on another device into a row, or refer to its known row."
+    "Measure a tensor on a device into the row with number `row`. If the arena has its summary in another row, refer to that row."
     arena,block,wanted = tap.arena,tap.rows.block,tap.format.wanted
     seen = None if x.is_inference() else arena.seen.get(id(x))
     known = None if seen is None else find_row(seen, x, x._version, address(x), tap, scale)
@@ -141,17 +142,17 @@ def read_into_row(x, tap, row, scale):
 
 # %% ../../nbs/20_measure/50_tap.ipynb #7ac90011
 class OnMeta(Unmeasurable):
-    "Raised for a tensor without values"
+    "Raised for a tensor on the meta device, which has no values"
     def __init__(self): super().__init__("it is on the meta device, which has no values. Where weights are offloaded, arm the model before "
         "the offload hooks are added")
 
 class InGraph(Unmeasurable):
-    "Raised while a device captures a graph"
+    "Raised if a tensor is to be measured while a CUDA graph is captured"
     def __init__(self): super().__init__("a CUDA graph is being captured, and no Python runs when it is replayed: its passes are not recorded. "
         "Passes outside of graphs are recorded. torchEmber(..., cuda_graphs=True) also records passes in graphs")
 
 def observe_any(x, tap, call, scale, later):
-    "Write the row of any tensor, outside of active modes and transforms."
+    "Measure any tensor into the next row of `tap`. Torch modes, transforms and autocast are switched off for that."
     kind = x.device.type
     if kind=='meta': raise OnMeta()
     if being_captured(kind): raise InGraph()
@@ -160,9 +161,10 @@ def observe_any(x, tap, call, scale, later):
     with undisturbed(kind): write_row(x, tap, call, scale, later)
 
 def write_row(x, tap, call=None, scale=None, later=False):
-    "Write the row of any tensor."
+    "Measure any tensor into the next row of `tap`, while no mode or transform is active. Arguments as in `observe`."
     y,scale = divide_early(x, tap.format.wanted, scale)
-    waits = later and y is x and not may_free_parameters() and for_list(y, tap.format.wanted) # copies of all gradients would be as large as the model
+    # not for copies (y is not x), because waiting copies of all gradients would be as large as the model
+    waits = later and y is x and not may_free_parameters() and list_kernels(y, tap.format.wanted)
     v = read_vector(y, tap) if y.is_cpu and not waits else None
     arena,cursor = tap.arena,tap.cursor.array
     with arena.lock:
@@ -184,10 +186,10 @@ def write_row(x, tap, call=None, scale=None, later=False):
 
 # %% ../../nbs/20_measure/50_tap.ipynb #a7869dc2
 def observe(x, tap, call=None, scale=None, later=False):
-    """Measure a tensor into the next row of `tap`. Raises `Unmeasurable` if its values cannot be read.
+    """Measure the tensor `x` into the next row of `tap`. Raises `Unmeasurable` if its values cannot be read.
 
-    `call`: call of the pass, None for the next. `scale`: factor of the tensor, a number or a tensor, to be divided out.
-    `later`: whether `x` does not change before `Arena.read_pending`, so that it may be read then."""
+    `call`: number of the call in its pass, None for the next number. `scale`: factor that `x` contains, such as a loss scale, to be divided out.
+    `later`: True if `x` does not change before `Arena.read_pending`, so that it may be measured then."""
     if scale is None and type(x) in ordinary and not count_function_modes() and inside_transform() is None:
         try:
             with tap.arena.lock:
@@ -200,5 +202,5 @@ def observe(x, tap, call=None, scale=None, later=False):
                     p = tap.device
                     if p is None or not p.fits(x): p = tap.plan_device_read(x)
                     if p.reading is not None and not x.is_neg() and write_device_row(x, tap, call, later): return
-        except RuntimeError: pass # say, the tensor has no address
+        except RuntimeError: pass # for example, the tensor has no address
     observe_any(x, tap, call, scale, later)

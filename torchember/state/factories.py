@@ -324,7 +324,7 @@ class Activations:
 
     def remove(self):
         "Remove the hooks from the model. The captured tensors remain."
-        for st in filter(None, (ref() for ref in self.states)): st.leave()
+        for st in filter(None, (ref() for ref in self.states)): st.detach()
         self.states = []
         self.listener.drop_leaves()
 

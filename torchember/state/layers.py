@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ..ground.choose import NamedLayer, chosen, select
 from ..measure.elements import Unmeasurable, dense, flat, piece
-from ..measure.kernels import for_list, read
+from ..measure.kernels import list_kernels, read
 from ..measure.summary import derive, groups_for, length, merge, scalars
 
 # %% ../../nbs/70_state/00_layers.ipynb #9127b0f2
@@ -65,13 +65,13 @@ def summarize_local(xs:list, wanted=scalars) -> np.ndarray: # wanted: groups of 
 
 def summarize_on_device(xs, wanted):
     "Return the summary vectors of tensors on one device, as a tensor on this device."
-    listed = [x for x in xs if for_list(x, wanted)]
+    listed = [x for x in xs if list_kernels(x, wanted)]
     fast = iter(())
     if listed:
         rows = torch.full((len(listed), length(wanted)), math.nan, dtype=torch.float64, device=xs[0].device)
-        for_list(listed[0], wanted).read_list(listed, wanted, rows)
+        list_kernels(listed[0], wanted).read_list(listed, wanted, rows)
         fast = iter(rows)
-    return torch.stack([next(fast) if for_list(x, wanted) else read(x, wanted) for x in xs])
+    return torch.stack([next(fast) if list_kernels(x, wanted) else read(x, wanted) for x in xs])
 
 @contextmanager
 def no_grad_no_autocast(devices):

@@ -25,10 +25,11 @@ def read_float64(x, wanted) -> np.ndarray:
         x = x[np.isfinite(x)]
         lo,hi = min_and_max(x)
     m = len(x)
-    mean = lo if lo==hi else np.add.reduce(x)/m if m else 0. # equal elements: their mean is exact
-    if not math.isfinite(mean): mean = np.add.reduce(x/m) # the sum overflows, the mean does not
+    # for equal elements take one of them, because a computed mean is rounded
+    mean = lo if lo==hi else np.add.reduce(x)/m if m else 0.
+    if not math.isfinite(mean): mean = np.add.reduce(x/m) # the sum overflows, but the mean does not
     d = x-mean
-    rest = np.add.reduce(d)/m if m else 0. # rounding error of the mean
+    rest = np.add.reduce(d)/m if m else 0. # rounding error of the mean, to correct mean and m2
     v = basic_vector(n, mean+rest, max(d.dot(d)-m*rest*rest, 0.), lo, hi, *bad)
     if 'absolute' in wanted:
         a = np.abs(x)
@@ -51,19 +52,19 @@ nan,others = math.nan,(math.nan,)*(width-15)
 np.testing.assert_array_equal(basic_vector(0, 0, 0, math.inf, -math.inf), no_elements(('basic',)))
 
 # %% ../../../nbs/20_measure/06_torch.ipynb #d10a0019
-row = 1024 # elements summed in float32
+row = 1024 # number of elements that are summed in float32 before float64 takes over
 ones = np.ones(row, dtype=np.float32)
 rowdot = getattr(np, 'vecdot', None) or (lambda a,b: np.einsum('...j,...j->...', a, b)) # numpy 1 has no vecdot
 
 def read_float32(x, centred=False):
-    """Return the basic summary vector of a flat float32 array, by float32 sums. None if these are not precise enough.
+    """Return the basic summary vector of a flat float32 array, by fast float32 sums. Return None if float32 is not precise enough.
 
-    `centred`: whether a number near the mean was subtracted."""
+    `centred`: whether a number near the mean was subtracted from all elements."""
     n,filled = len(x),len(x)//row*row
     rows,rest = x[:filled].reshape(-1, row),x[filled:].astype(np.float64)
     lo,hi = float32_min_and_max(x)
     if lo==hi and math.isfinite(lo): return basic_vector(n, lo, 0., lo, hi)
-    if not 1e-15<max(-lo, hi)<1e15: return None # squares and sums must fit float32
+    if not 1e-15<max(-lo, hi)<1e15: return None # because squares and sums must fit float32
     s = np.add.reduce(rowdot(rows, ones), dtype=np.float64)+np.add.reduce(rest)
     q = np.add.reduce(rowdot(rows, rows), dtype=np.float64)+rest.dot(rest)
     m2 = q-s*s/n
@@ -74,16 +75,16 @@ def read_float32(x, centred=False):
     return v
 
 def float32_min_and_max(x):
-    "Return minimum and maximum; not finite if an element is not. Integer comparisons are several times faster than float ones."
+    "Return minimum and maximum of a float32 array; at least one of them is not finite if an element is not. Integer comparisons are the fastest."
     top,bottom = np.maximum.reduce(x.view(np.int32)),np.maximum.reduce(x.view(np.uint32))
     return bottom.view(np.float32) if bottom>>31 else np.minimum.reduce(x), top.view(np.float32) if top>=0 else np.maximum.reduce(x)
 
 # %% ../../../nbs/20_measure/06_torch.ipynb #d10a001d
-stretch = 1<<17 # elements: 512 KB of float32
-cached = 1<<15 # elements: 256 KB of float64
+stretch = 1<<17 # elements that are read at once in float32: 512 KB
+cached = 1<<15 # elements that are read at once in float64: 256 KB, which fit the cache
 
 def read_cpu(x, wanted=('basic',)) -> np.ndarray:
-    "Return the summary vector of a flat CPU tensor, piece by piece."
+    "Return the summary vector of a flat CPU tensor. The tensor is read in pieces that fit the cache."
     if not x.numel(): return no_elements(wanted)
     if 'exponents' in wanted: return with_exponents(x, wanted)
     with np.errstate(all='ignore'):
@@ -93,7 +94,7 @@ def read_cpu(x, wanted=('basic',)) -> np.ndarray:
     return got[0] if len(got)==1 else merge(np.stack(got))
 
 def read_stretch(p):
-    "Return basic summary vectors of the pieces of a stretch."
+    "Return the basic summary vectors of a piece of at most `stretch` elements: one vector by float32 sums, or several by float64 sums."
     v = read_float32(as_array(p.float()))
     return [read_float64(as_float64(c), ('basic',)) for c in p.split(cached)] if v is None else [v]
 
@@ -116,7 +117,7 @@ def exponent_counts(p):
     n = 256 if single else 2048
     if p.is_cpu: of = torch.bincount(k, minlength=n)
     else: of = torch.zeros(n, dtype=torch.int64, device=p.device).index_add_(0, k.int(), torch.ones_like(k, dtype=torch.int64))
-    of[-1] = 0 # infinity and NaN
+    of[-1] = 0 # the last bin has infinity and NaN, which are counted elsewhere
     if not single: of = torch.cat([of[:897].sum(0, keepdim=True), of[897:1151], of[1151:].sum(0, keepdim=True)])
     zeros = (p==0).sum()
     of[0] -= zeros
@@ -127,7 +128,7 @@ def read_device(x, wanted=('basic',)) -> torch.Tensor:
     "Return the summary vector of a flat tensor, on its device, without waiting for the device."
     to = widest(x.device)
     def full(value): return torch.full((), value, dtype=to, device=x.device)
-    if not len(x): # a copy from the host would wait
+    if not len(x): # fill on the device, because a copy from the host would wait for the device
         v = no_elements(wanted)
         return torch.cat([torch.stack([full(float(a)) for a in v[:width]]), torch.zeros(len(v)-width, dtype=to, device=x.device)])
     if x.is_complex(): x = (x if to is torch.float32 else x.to(torch.complex128)).abs()
@@ -137,7 +138,8 @@ def read_device(x, wanted=('basic',)) -> torch.Tensor:
     f = torch.where(ok, d, z)
     v = dict(count=full(len(x)), nan=torch.isnan(d).sum(), posinf=torch.isposinf(d).sum(), neginf=torch.isneginf(d).sum())
     v |= {p: of_each(p, d, torch, ok) for p in parts_in(wanted) if sums[p].each}
-    mean = torch.where(v['min']==v['max'], v['min'], f.sum()/n.clamp(min=1)) # of equal elements the mean is one of them, without rounding
+    # for equal elements take one of them, because a computed mean is rounded
+    mean = torch.where(v['min']==v['max'], v['min'], f.sum()/n.clamp(min=1))
     c = torch.where(ok, d-mean, z)
     q = c*c
     v |= dict(mean=mean, m2=q.sum())
