@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .capture.forward import armed_by, states_of
-from .capture.optimizer import live_objects, parameters_of, trained_by, workers
+from .capture.optimizer import live_objects, parameters_of, trained_by, innermost_optimizers
 from .capture.private_torch import is_unscaled, lists_parameters_as_torch
 from .capture.tree import unwrap, wrappers
 
@@ -73,7 +73,7 @@ def optimizers_in_use(optimizers) -> list: # in the order of their creation
     "Return the optimizers in use. If several have the same parameters, only the last or a wrapper around it is in use."
     def is_replaced(o, other, is_later): # True if `other` has the same parameters as `o`, and replaces or wraps `o`
         if ids_of(parameters_of(o))!=ids_of(parameters_of(other)): return False
-        return not any(w is other for w in workers(o)) if is_later else any(w is o for w in workers(other))
+        return not any(w is other for w in innermost_optimizers(o)) if is_later else any(w is o for w in innermost_optimizers(other))
     return [o for i,o in enumerate(optimizers) if not any(is_replaced(o, p, j>i) for j,p in enumerate(optimizers) if j!=i)]
 
 def names_of(optimizers): return ' and '.join(type(o).__name__ for o in optimizers)
@@ -138,7 +138,7 @@ class Training:
 
     def set_scaler(self, scaler):
         "Divide recorded gradients by the scale of this scaler. None: do not divide."
-        if (te := self.te()) is not None and self.scaler is not scaler: te.recorder.watch.use(scaler)
+        if (te := self.te()) is not None and self.scaler is not scaler: te.recorder.watch.use_scaler(scaler)
 
     def overlaps(self, model):
         "Return True if this training has armed a module of `model`."
@@ -192,7 +192,7 @@ class ModelArmer:
             used = optimizers_in_use(mine)
             self.pending.drop(mine)
             self.arm_model(model, used, is_late)
-            self.pending.settle([*used, *(w for o in used for w in workers(o))])
+            self.pending.settle([*used, *(w for o in used for w in innermost_optimizers(o))])
         if not models:
             self.refuse(f"{names_of(optimizers)} trains parameters that belong to no module, but only modules can be armed.")
             self.pending.settle(optimizers)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torchember import BackwardInputExtension, Monitor, SingleStepQuantity, from_activation, from_activation_grad, torchEmber
 from torchember.capture import private_torch
 from torchember.capture.events import Listener, Wants
-from torchember.capture.forward import KEY, arm, disarm, only, states_of
+from torchember.capture.forward import KEY, arm, disarm, notify_only, states_of
 from torchember.capture.tree import tracks
 
 graphs_bring_gradients = pytest.mark.skipif(not private_torch.hooks_in_graphs, reason='this torch has no hooks in compiled code')
@@ -300,9 +300,9 @@ def test_only_one_listener_is_notified():
     m = model()
     a,b = Ear(m, 'head'),Ear(m)
     before = {n: states_of(o) for n,o in m.named_modules()}
-    with only(m, a): m(batch(0))
+    with notify_only(m, a): m(batch(0))
     assert not b.heard and [h[:2] for h in a.told(0)]==[('', 'begins'), ('head', 'in'), ('head', 'out'), ('', 'ends')]
-    with pytest.raises(ZeroDivisionError), only(m, b): m(batch(0)); 1/0 # noqa: B018
+    with pytest.raises(ZeroDivisionError), notify_only(m, b): m(batch(0)); 1/0 # noqa: B018
     assert not a.heard and before=={n: states_of(o) for n,o in m.named_modules()} and KEY in vars(m.blocks[0])
     b.told(0)
     m(batch(0))

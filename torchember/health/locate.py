@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..capture.events import Listener
-from ..capture.forward import arm, disarm, only, states_of
+from ..capture.forward import arm, disarm, notify_only, states_of
 from ..capture.optimizer import parameters_of, state_tensors
 from ..capture.private_torch import (DispatchMode, operation_arguments, is_dynamo_frame, is_engine_code, next_number, node_number,
     reads_number, running_backward, running_node, without_dispatch_modes)
@@ -593,7 +593,7 @@ def ignore_model(root):
     ts,listener = tracks(root),IgnoreEvents()
     arm(ts, listener)
     try:
-        with only(root, listener): yield
+        with notify_only(root, listener): yield
     finally: disarm(ts, listener)
 
 @contextmanager

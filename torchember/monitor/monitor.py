@@ -354,7 +354,7 @@ class Monitor:
 
     def _leave(self):
         "Remove the listeners from the model."
-        for st in getattr(self, 'states', ()): st.leave()
+        for st in getattr(self, 'states', ()): st.detach()
         self.states = []
 
     def __repr__(self):

@@ -40,7 +40,7 @@ class Gradients:
         "Hook the tensors of a recomputed checkpoint, because a reentrant checkpoint builds its graph only in the recomputation."
         for ttype,named in (('input_grad', inputs), ('output_grad', outputs)):
             if ttype not in self.ttypes: continue
-            self.handles += hook_gradients(named, lambda n, g, ttype=ttype: state.graded(ttype, [(n, g)]), (id(state), ttype), True, state.key, ttype)
+            self.handles += hook_gradients(named, lambda n, g, ttype=ttype: state.grads_arrived(ttype, [(n, g)]), (id(state), ttype), True, state.key, ttype)
 
     def step_over(self):
         if self.keeps_hooks: return

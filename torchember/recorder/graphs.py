@@ -15,7 +15,7 @@ from ..capture.graphs import GraphWatch
 from ..measure import devices
 from ..measure.columns import stat_names
 from ..measure.elements import Unmeasurable
-from ..measure.graph_rows import GraphRows, GraphTensor, about_to_write, count_none
+from ..measure.graph_rows import GraphRows, GraphTensor, prepare_replay, drop_graph_rows
 from ..measure.summary import groups_for
 from .gradients import Gradients
 
@@ -240,14 +240,14 @@ class Graphs(CapturedEvents):
         if (tape := self.tape_of(graph)) is None: return
         first = tape.events[0][0]=='pass_begins' # play this event first, because it may end the step before
         self.player.play(tape.events[:first])
-        about_to_write(tape.arena, tape.rows)
+        prepare_replay(tape.arena, tape.rows)
         self.player.play(tape.events[first:tape.before])
 
     def replay_ends(self, graph, whole):
         if (tape := self.tape_of(graph)) is None: return
         self.events.buffer.rows.forget_seen() # a replay changes tensors, but not their version counters
         if whole: self.player.play(tape.events[tape.before:])
-        else: count_none(tape.arena, tape.rows)
+        else: drop_graph_rows(tape.arena, tape.rows)
 
     def abandon(self):
         "Stop watching captures, and end a running capture."

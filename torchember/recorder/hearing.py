@@ -190,7 +190,7 @@ class ModelEvents(Listener):
     def turn(self, on):
         "Turn the measuring of calls on or off."
         self.on = on
-        self.wants.turn(on)
+        self.wants.switch(on)
 
     def disown(self, lock): self.lock = lock # a forked process needs a new lock
 
@@ -223,7 +223,7 @@ class ModelEvents(Listener):
             self.pass_events.end(here, compiled)
         if here.skipped: return
         self.pass_events.after_end()
-        if compiled and (on := self.pass_events.is_next_recorded(here)) is not None: self.wants.turn(on)
+        if compiled and (on := self.pass_events.is_next_recorded(here)) is not None: self.wants.switch(on)
 
     def inside(self): return self.calls.here.depth>0
 

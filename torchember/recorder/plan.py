@@ -23,7 +23,7 @@ from ..capture.optimizer import parameters_of, state_tensors
 from ..capture.tree import tracks
 from ..ground.choose import schedule
 from ..capture.events import Listener
-from ..capture.forward import arm, disarm, only
+from ..capture.forward import arm, disarm, notify_only
 from ..measure.columns import stat_names
 from ..measure.devices import wait_for
 from ..measure.elements import Unmeasurable
@@ -126,7 +126,7 @@ def rehearse(model, recorder, args, kwargs) -> tuple: # `PlannedTensor`s; states
     try:
         # then gradients must be on, because `requires_grad` is read
         grads = bool({'input_grad', 'output_grad'} & set(listener.ttypes))
-        with only(model, listener), restored(model), eagerly(), torch.set_grad_enabled(grads): model(*args, **kwargs)
+        with notify_only(model, listener), restored(model), eagerly(), torch.set_grad_enabled(grads): model(*args, **kwargs)
     finally: disarm(ts, listener)
     return listener.places, [by_id[st.track.id] for st in listener.ended]
 

@@ -16,7 +16,7 @@ import torch
 from ..measure.elements import Unmeasurable
 from ..measure.graph_rows import GraphTensor, count_row
 from ..measure.head import EVENT
-from ..measure.arena import Arena, of_pass
+from ..measure.arena import Arena, rows_of_pass
 from ..measure.snapshot import Snapshot
 from ..measure.tap import OnMeta, observe
 from ..ground.messages import an, printable
@@ -270,7 +270,7 @@ class Snapshots:
     def take_out(self, arena, p, whole):
         "Remove the rows of pass `p`, except rows of parameters; with `whole`, remove all rows. Return them as a `Snapshot`."
         stay = np.array([t.once or not belongs_to(p, t.key) for t in arena.taps], dtype=bool)
-        def is_mine(h): return h[:, EVENT]!=0 if whole else of_pass(h, p.number, stay)
+        def is_mine(h): return h[:, EVENT]!=0 if whole else rows_of_pass(h, p.number, stay)
         taken,here = [part for s in self.taken for part in s.parts],[*self.joined, *arena.take([]).parts]
         mine,self.joined = split_parts(here, is_mine)
         mine = split_parts(taken, is_mine)[0]+mine

@@ -17,7 +17,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ...ground.progress import waiting
-from ...measure.readers.numba import FINITE, ROOM, array_at, block, call, empty_row, integer, kept, kernel, start_of, word
+from ...measure.readers.numba import FINITE, ROOM, array_at, block, call, empty_row, integer, compile_cached, kernel, start_of, word
 from ...measure.summary import length, wide, width
 
 # %% ../../../nbs/88_jaxember/15_kernel.ipynb #3e1dbc80
@@ -108,7 +108,7 @@ def register(fmt):
     "Compile the loops for a number format, or load them from disk, and register them with XLA. Return their name and the function."
     binding.add_symbol(symbol_name(fmt), kernel(fmt)[0])
     signature = types.void(*(types.int64,)*5)
-    entry = kept(lambda **kw: cfunc(signature, **kw), formats[fmt])
+    entry = compile_cached(lambda **kw: cfunc(signature, **kw), formats[fmt])
     capsule = ctypes.pythonapi.PyCapsule_New
     capsule.restype,capsule.argtypes = ctypes.py_object,(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
     jax.ffi.register_ffi_target(symbol_name(fmt), capsule(entry.address, b'xla._CUSTOM_CALL_TARGET', None), platform='cpu', api_version=0)
