@@ -194,17 +194,18 @@ def test_arguments_follow_their_controls():
     a.controls['tt'].value = 'output'
     assert a.controls['layer'].names==layer_names(t, 'output') and a.controls['step'].steps.tolist()==[0, 10, 20, 30]
     assert calls==[{'ttype': 'output', 'figsize': (3, 4), 'step': 20}]
-    a.put(step=30, kind='line', ttype='weight')
+    a.set_values(step=30, kind='line', ttype='weight')
     assert calls[1:]==[{'ttype': 'weight', 'figsize': (3, 4), 'step': 20, 'kind': 'line'}] and a.muted is False
-    a.put(kind='bar')
+    a.set_values(kind='bar')
     assert calls[2:]==[{'ttype': 'weight', 'figsize': (3, 4), 'step': 20}] # defaults are not passed on
-    with pytest.raises(KeyError): a.put(nothing=1)
+    with pytest.raises(KeyError): a.set_values(nothing=1)
     a.controls['kind'].value = 'kde'
     assert calls[3:]==[{'ttype': 'weight', 'figsize': (3, 4), 'step': 20, 'kind': 'kde'}]
     assert Arguments(exp_hist, t, {}).values()=={'step': 30} # None is the last step, and the slider shows its number
     assert Arguments(scalar_line, [t[t.path=='b'], t], {'tt': 'weight'}).controls['layer'].names==['b', 'b.weight', 'b.bias']
     assert [n for n,_ in controllable(scalar_global_heatmap)][-9:]==['robust', 'zeros', 'center', 'vmin', 'vmax', 'cmap', 'cbar', 'yticklabels', 'xticklabels']
-    assert argument_help(scalar_global_heatmap)['inc']=='Draw every `inc`-th step' and a.controls['kind'].widget.tooltip==argument_help(exp_hist)['kind']
+    assert argument_help(scalar_global_heatmap)['inc']=='Draw only steps that are multiples of `inc`'
+    assert a.controls['kind'].widget.tooltip==argument_help(exp_hist)['kind']
 
 
 def test_frequent_controls_come_first():
@@ -286,7 +287,7 @@ def test_losses_are_sorted_by_step():
     given = {'steps': [20, 0, 10], 'a': [1., 500., 2.], 'none': None, 'b': [3., math.nan, 5.]}
     l = read_losses(given, None)
     assert l.steps.tolist()==[0, 10, 20] and {n: y.tolist()[1:] for n,y in l.lines.items()}=={'a': [2., 1.], 'b': [5., 3.]} and len(given)==4
-    assert [l.place(s) for s in (-9, 4, 5, 6, 99)]==[0, 0, 0, 1, 2]
+    assert [l.index_of(s) for s in (-9, 4, 5, 6, 99)]==[0, 0, 0, 1, 2]
     assert l.text(1)=='step=10\na=2\nb=5'==l.text(1, 10) and l.text(2, 30)=='step=20\na=1\nb=3\nrecorded: step 30'
     ax = l.draw(mpl.figure.Figure())
     assert ax.get_yscale()=='log' and ax.get_ylabel()=='' and [x.get_text() for x in ax.get_legend().get_texts()]==['a', 'b']
@@ -337,8 +338,8 @@ def test_tensors_of_a_heat_map_have_labels():
     def row(path, tname, **more): return dict(path=path, ttype='output', tname=tname, call=0, step=0, std=1., nan=0, **more)
     cells = HeatmapCells(None, pd.DataFrame([row('z', 'x', phase='eval'), row('a', 'x'), row('b', 'x'), row('a', 'y')]))
     cells.drawn_with({})
-    assert cells.labels()==['a x', 'b', 'a y'] and cells.of_name('a y', 0)[['path', 'tname', 'label']].tolist()==['a', 'y', 'a y']
-    assert cells.of_name('no such', 0)['label']=='a x' and cells.of_name('b', 3) is None and cells.at(0, 1.5)['label']=='b'
+    assert cells.labels()==['a x', 'b', 'a y'] and cells.row_of('a y', 0)[['path', 'tname', 'label']].tolist()==['a', 'y', 'a y']
+    assert cells.row_of('no such', 0)['label']=='a x' and cells.row_of('b', 3) is None and cells.at(0, 1.5)['label']=='b'
 
 
 def test_the_cross_hair_follows_the_pointer(pointed):
@@ -536,7 +537,7 @@ def test_moving_artists_are_painted_over_the_stored_figure():
     "Visible artists are painted over the stored picture; an image is drawn whole"
     s = Agg(W, 500, 4., True)
     line = vertical_line(s.figure.subplots())
-    s.above(line)
+    s.set_moving(line)
     painted = []
     s.figure.draw_artist = painted.append
     assert line.get_animated() and s.figure.get_size_inches().tolist()==[5., 4.]
@@ -549,7 +550,7 @@ def test_moving_artists_are_painted_over_the_stored_figure():
     assert s.figure.get_size_inches().tolist()==[5., 6.]
     image = PageFigure(W, 500, 4., False)
     other = vertical_line(image.figure.subplots())
-    image.above(other)
+    image.set_moving(other)
     image.moved()
     assert not other.get_animated() and image.back is None and image.widget.value[:4]==b'\x89PNG'
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from torchember import EmberWarning, NoiseScale, noise_scale
-from torchember.state.noise import NoiseEstimate, PairMean, fit_sizes, two_sizes
+from torchember.state.noise import NoiseEstimate, PairMean, fit_line_over_sizes, solve_two_sizes
 
 
 class NoGradient(torch.autograd.Function):
@@ -150,7 +150,7 @@ def test_coverage_of_errors():
         hits,means = [],[]
         for _ in range(500):
             pairs = PairMean(decay)
-            for a,b in zip(*steps(n), strict=True): pairs.add(two_sizes(m, m*k, a, b))
+            for a,b in zip(*steps(n), strict=True): pairs.add(solve_two_sizes(m, m*k, a, b))
             est = NoiseEstimate(pairs, (m, m*k))
             hits.append([abs(getattr(est, n)-w)<est.errors[n] for n,w in (('noise_scale', T/G2), ('grad_sq', G2), ('trace', T))])
             means.append(pairs.mean)
@@ -310,8 +310,8 @@ def test_errors_of_arguments():
     for f,message in ((twice, 'two gradients in one call'), (zeroes, 'must not call zero_grad'), (clips, 'averaged over ranks, or clipped'),
             (lambda: 3., 'gave no gradient and returned 3.0'), (lambda: None, 'returned None')):
         with pytest.raises(ValueError, match=message): noise_scale(model, f, 4)
-    with pytest.raises(ValueError, match='got sizes 4 and 4'): two_sizes(4, 4, 1, 1)
-    with pytest.raises(ValueError, match='two batch sizes or more'): fit_sizes([4], [1])
+    with pytest.raises(ValueError, match='got 4 and 4'): solve_two_sizes(4, 4, 1, 1)
+    with pytest.raises(ValueError, match='two different batch sizes'): fit_line_over_sizes([4], [1])
     with pytest.raises(ValueError, match='at most 1'): NoiseScale(model, 4, decay=1.01)
     with pytest.raises(ValueError, match='micro_batch_size must be at least 1, got 0'): NoiseScale(model, 0)
     with pytest.raises(ValueError, match='no parameter requires a gradient'): NoiseScale(nn.Linear(2, 2).requires_grad_(False), 4)

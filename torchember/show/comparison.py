@@ -18,8 +18,8 @@ from .legend import meanings, name_of_type, short_names, make_title
 from .style import axes_for, drawn, label_figure
 
 # %% ../../nbs/60_show/80_comparison.ipynb #103ad9bb
-def first_differences(runs:list, rtol:float=1e-5) -> dict: # runs: `TensorSeries` of each; rtol: relative difference
-    "Return from which step each tensor differs between runs, None if nowhere. Steps are skipped if a run lacks them."
+def first_differences(runs:list, rtol:float=1e-5) -> dict: # runs: one `TensorSeries` per run
+    "Return the first step at which each tensor differs between runs, or None. Only steps that all runs recorded are compared."
     maps = [{label: (x, y) for label,x,y,_ in s} for s in runs]
     out = {}
     for label in (l for l in maps[0] if all(l in m for m in maps)):
@@ -35,24 +35,24 @@ def first_differences(runs:list, rtol:float=1e-5) -> dict: # runs: `TensorSeries
 @earlier_calls()
 @drawn
 def compare(
-    runs:list, # Two or more: names, embers, trackers or tables
-    path=None, # A path, a glob, a compiled regex, or a list; default the layers that differ first
-    ttype:str='output', # A tensor type
-    stat:str='std', # A statistic
-    most:int=6, # Number of panels, at most
-    rtol:float=1e-5, # Relative difference that counts
-    ax=None # Axes, one per layer
+    runs:list, # Two or more runs: names, torchEmbers, trackers or tables
+    path=None, # Layers: a path, a glob, a compiled regex, or a list; default the layers that differ first
+    ttype:str='output', # Tensor type to compare
+    stat:str='std', # Statistic to compare
+    most:int=6, # Largest number of panels
+    rtol:float=1e-5, # Relative difference from which values count as different
+    ax=None # Axes to draw into; default a new figure, one per layer
 ): # Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
     """Draw the same layers of several runs, a panel for each layer, and mark the step where they begin to differ.
 
     Args:
-        runs: Two or more: names, embers, trackers or tables
-        path: A path, a glob, a compiled regex, or a list; default the layers that differ first
-        ttype: A tensor type
-        stat: A statistic
-        most: Number of panels, at most
-        rtol: Relative difference that counts
-        ax: Axes, one per layer
+        runs: Two or more runs: names, torchEmbers, trackers or tables
+        path: Layers: a path, a glob, a compiled regex, or a list; default the layers that differ first
+        ttype: Tensor type to compare
+        stat: Statistic to compare
+        most: Largest number of panels
+        rtol: Relative difference from which values count as different
+        ax: Axes to draw into; default a new figure, one per layer
 
     Returns:
         Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
@@ -86,6 +86,7 @@ def compare(
     return axes
 
 def mark_difference(ax, step):
+    "Draw a dotted vertical line with the number of the step at which runs begin to differ."
     ax.axvline(step, color=mpl.rcParams['axes.edgecolor'], ls=':', lw=1)
     ax.text(step, .98, f' {step:,}', transform=ax.get_xaxis_transform(), va='top', fontsize=mpl.rcParams['legend.fontsize'],
         path_effects=[effects.withStroke(linewidth=2.5, foreground=ax.get_facecolor())])

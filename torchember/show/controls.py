@@ -20,15 +20,15 @@ from .legend import words
 
 # %% ../../nbs/60_show/82_controls.ipynb #10070f0f
 def tensor_rows(table):
-    "Return the rows of tensors, without logged numbers."
+    "Return the rows of tensors in a table. Omit logged numbers such as the loss."
     return table[~has_ttype(table, 'scalar')]
 
 def to_our_ttype(tt):
-    "Return a tensor type by our name: 'optimizer.exp_avg' for 'Optimiser_State.exp_avg'."
+    "Translate a tensor type of Track & Visualize: 'Optimiser_State.exp_avg' to 'optimizer.exp_avg'."
     return '.'.join(filter(None, ttype_of(tt))) if isinstance(tt, str) else tt
 
 def type_labels(table):
-    "Return the tensor types of a table: label -> tensor type."
+    "Return a dict from label to tensor type, for the tensor types in a table."
     t,out = tensor_rows(table),{}
     for ttype in dict.fromkeys(t['ttype'].astype(str)):
         out[words.get(ttype, ttype)] = ttype
@@ -38,32 +38,32 @@ def type_labels(table):
     return out
 
 def axis_columns(table):
-    "Return the possible columns for the x axis: the step, and marks with one value per step."
+    "Return the columns that can be the x axis: the step, and marks of the user with one value per step."
     t = with_statistics(tensor_rows(table))
     by = t.groupby(t['step'].to_numpy(), sort=False)
-    some = [c for c in numeric_columns(t) if c not in derived and t[c].nunique()>1]
-    return ['step', *(c for c in some if by[c].nunique(dropna=False).max()==1)]
+    marks = [c for c in numeric_columns(t) if c not in derived and t[c].nunique()>1]
+    return ['step', *(c for c in marks if by[c].nunique(dropna=False).max()==1)]
 
 def statistics_of(table):
-    "Return the statistics of a table."
+    "Return the names of the statistics that a table has."
     t = tensor_rows(table)
-    # with one tensor, marks and statistics look alike
+    # with a single tensor, a statistic also has one value per step, so do not take it for a mark
     marks = axis_columns(table) if t['step'].nunique()>1 and len(t)>t['step'].nunique() else ()
     return [c for c in numeric_columns(t) if c not in marks]
 
 def logged_in(table):
-    "Return the names of logged numbers."
+    "Return the names of numbers that were logged, such as 'loss'."
     t = table[has_ttype(table, 'scalar')]
     return numeric_columns(t) if len(t) else []
 
 def of_types(table, tt):
-    "Return the rows of some tensor types, or of all tensors if none match."
+    "Return the rows of the given tensor types, or of all tensors if there are no such rows."
     t = tensor_rows(table)
     try: return rows_of_ttypes(t, tt) if tt is not None else t
     except ValueError: return t
 
 def layer_names(table, tt=None):
-    "Return the values for `layer`: paths of modules, and of parameters if a module has several."
+    "Return the names to choose layers from: module paths, and parameter names if a module has several parameters."
     t = of_types(table, tt)
     if 'layer_name' in t: return logframe_names(t)
     if 'pname' not in t: return t['path'].astype(str).unique().tolist()
@@ -74,13 +74,13 @@ def layer_names(table, tt=None):
     return [n for path,inner in inside.items() for n in (path, *(inner if len(inner)>1 else ()))]
 
 def recorded_steps(table, tt=None):
-    "Return the recorded steps, sorted."
+    "Return the recorded steps of the given tensor types, sorted."
     return np.unique(of_types(table, tt)['step'])
 
 # %% ../../nbs/60_show/82_controls.ipynb #ebbb641e
 class Control:
-    "A widget for one argument. `value` is for the argument, `shown` is the widget on the page."
-    def __init__(self, widget, read=lambda v: v, write=lambda v: v, shown=None): # shown: if it contains more than `widget`
+    "Control of one argument of a picture. `value`: the argument; `shown`: the widget in the notebook."
+    def __init__(self, widget, read=lambda v: v, write=lambda v: v, shown=None): # shown: widget around `widget`
         self.widget,self.read,self.write,self.shown,self.muted = widget,read,write,widget if shown is None else shown,False
 
     @property
@@ -94,7 +94,7 @@ class Control:
         self.widget.observe(lambda _: None if self.muted else f(), 'value')
 
     def offer(self, labels):
-        "Replace the labels to choose from. A selected label stays selected if it is among them."
+        "Replace the labels to choose from. A selected label stays selected if the new labels include it."
         now,self.muted = self.widget.value,True
         try:
             self.widget.options = list(labels)
@@ -102,14 +102,14 @@ class Control:
         finally: self.muted = False
 
 def label_for(labels, value):
-    "Return the label of a value. A value without a label gets its text as label."
+    "Return the label of a value. If the value has no label, add its text to `labels`."
     for l,v in labels.items():
         if v is value or type(v) is type(value) and v==value: return l
     labels[str(value)] = value
     return str(value)
 
 def make_choice(W, name, labels, value, means=lambda v: v):
-    "Return a control for one of several values. labels: label -> value"
+    "Return a control to choose one value. `labels`: dict from label to value; `means`: function that translates values."
     now = label_for(labels, means(value))
     def write(v):
         l = label_for(labels, means(v))
@@ -119,7 +119,7 @@ def make_choice(W, name, labels, value, means=lambda v: v):
     return c
 
 def make_choices(W, name, labels, value, none, means=lambda v: v, rows=4):
-    "Return a control for some of several values. none: argument for an empty selection; an exception is raised"
+    "Return a control to choose several values. `none`: value of an empty selection, or an exception to raise."
     got = value if isinstance(value, list|tuple) else [value]
     chosen = [label_for(labels, means(v)) for v in got]
     w = W.SelectMultiple(options=list(labels), value=chosen, description=name, rows=rows)
@@ -134,7 +134,7 @@ def make_choices(W, name, labels, value, none, means=lambda v: v, rows=4):
     return c
 
 def make_literal(W, name, value, default):
-    "Return a control for a Python literal: a number, a tuple, a dict. Empty text means the default."
+    "Return a text control for a Python literal: a number, a tuple, a dict. An empty text means the default."
     def read(text):
         if not text.strip(): return default
         try: return ast.literal_eval(text.strip())
@@ -145,7 +145,7 @@ def make_literal(W, name, value, default):
 
 # %% ../../nbs/60_show/82_controls.ipynb #da3714a3
 class StepSlider(Control):
-    "A slider over recorded steps, with a field to type a step."
+    "Control of a step: a slider over the recorded steps, and a field to type a step."
     def __init__(self, W, name, steps, value):
         self.steps = steps
         slider = W.IntSlider(min=0, max=max(len(steps)-1, 0), readout=False, description=name, continuous_update=False)
@@ -158,7 +158,7 @@ class StepSlider(Control):
         self.shown = W.HBox([slider, self.box])
 
     def position(self, step):
-        "Return the position of a step, or of the nearest recorded step. None is the last; negative numbers count from the end."
+        "Return the slider position of the nearest recorded step. None means the last; negative steps count from the end."
         if step is None: step = -1
         if -len(self.steps)<=step<0 and step not in self.steps: return len(self.steps)+step
         return int(np.argmin(np.abs(self.steps-step)))
@@ -166,7 +166,7 @@ class StepSlider(Control):
     def nearest(self, step): return int(self.steps[np.argmin(np.abs(self.steps-step))])
 
     def offer(self, steps):
-        "Replace the steps to choose from."
+        "Replace the steps that the user can choose from."
         if np.array_equal(steps, self.steps): return
         step,w = self.value,self.widget
         with w.hold_trait_notifications():
@@ -177,10 +177,10 @@ class StepSlider(Control):
         self.box.min,self.box.value = int(steps[0]),self.value
 
 # %% ../../nbs/60_show/82_controls.ipynb #245fe3c3
-most_names = 400 # entries in the list; typing shows others
+most_names = 400 # largest number of entries in the list. The user finds other names by typing
 
 class LayerPicker:
-    "A list to select layers from, with a search field. It has the interface of a `Control`."
+    "Control of layers: a list to select from, with a search field. Has the methods of a `Control`."
     def __init__(self, W, name, names, value, one=False, root='model'):
         self.names,self.root,self.one,self.entries,self.chosen,self.muted = names,root,one,{},[],False
         self.search = W.Text(placeholder='part of a name, or h.*.mlp', description=name, continuous_update=True)
@@ -205,19 +205,19 @@ class LayerPicker:
         for f in self.observers: f()
 
     def select(self, _):
-        "Store the user's selection."
+        "Store the entries that the user selected, and notify the observers."
         if self.muted: return
         now = (self.widget.value,) if self.one else self.widget.value
         self.chosen = [self.entries[l] for l in now if l in self.entries and l!=self.without]
         self.notify()
 
     def offer(self, names):
-        "Replace the layers to choose from."
+        "Replace the layer names that the user can choose from."
         self.names = names
         self.fill()
 
     def label(self, o):
-        "Return the label of an entry."
+        "Return the label of an entry: a layer name, or a pattern with the number of matching layers."
         if isinstance(o, re.Pattern): return f'/{o.pattern}/ ({len(paths_like(o, self.names))})'
         if o not in self.names and any(c in o for c in '*?['): return f'{o} ({len(paths_like(o, self.names))})'
         return o or self.root
@@ -225,7 +225,7 @@ class LayerPicker:
     without = 'automatic'
 
     def fill(self):
-        "Fill the list with the selection, and the matching names."
+        "Fill the list: first the selected names, then the names that match the search text."
         text = self.search.value.strip()
         glob = text if any(c in text for c in '*?[') else f'*{text}*'
         fits = sorted(paths_like(glob, self.names), key={n: i for i,n in enumerate(self.names)}.get) if text else self.names
@@ -246,7 +246,7 @@ class LayerPicker:
 
 # %% ../../nbs/60_show/82_controls.ipynb #e1dc95a2
 class ControlRequest:
-    "An argument of a picture, its value, and the table to choose values from."
+    "Argument for which a control is made: its name, value and default, and the table with the possible values."
     def __init__(self, W, f, name, parameter, value, table, called=None):
         self.W,self.f,self.argument,self.name,self.value,self.table = W,f.__name__,name,called or name,value,table
         self.default,self.kind = parameter.default,'' if parameter.annotation is parameter.empty else str(parameter.annotation)
@@ -260,10 +260,12 @@ class ControlRequest:
     def choose(self, labels, **more): return make_choice(self.W, self.name, labels, self.value, **more)
 
 def ttype_control(a):
+    "Return a control to choose a tensor type."
     every = {} if a.one else {'each type': None} if a.default is not None else a.maybe
     return a.choose(type_labels(a.table)|every, means=lambda v: [to_our_ttype(o) for o in v] if isinstance(v, list|tuple) else to_our_ttype(v))
 
 def stat_control(a):
+    "Return a control to choose one statistic, or several."
     t,stats = tensor_rows(a.table),statistics_of(a.table)
     def means(s):
         try: return s if s is None or s in stats else find_stat(t, s)
@@ -273,6 +275,7 @@ def stat_control(a):
     return make_choices(a.W, a.name, labels, a.value, ValueError(f"Choose a statistic: {a.name} is empty."), means)
 
 def format_control(a):
+    "Return a control to choose number formats."
     from importlib.util import find_spec
     names = floats if find_spec('ml_dtypes') else []
     if a.argument!='dtype_annotation':
@@ -288,11 +291,13 @@ own_format = "the tensor's own"
 floats = ['float32', 'bfloat16', 'float16', 'float8_e5m2', 'float8_e4m3fn', 'float6_e3m2fn', 'float6_e2m3fn', 'float4_e2m1fn']
 
 def info_control(a):
+    "Return a control to choose which limits of number formats are marked by lines."
     ends = ('largest', 'smallest normal', 'smallest')
     c = make_choices(a.W, a.name, {e: e for e in ends}, [e for e,on in zip(ends, a.value, strict=True) if on], [], rows=3)
     return Control(c.widget, lambda ls: tuple(e in ls for e in ends), lambda v: [e for e,on in zip(ends, v, strict=True) if on])
 
 def steps_control(a):
+    "Return a slider for the number of steps. None if the argument is a list of steps."
     if not isinstance(a.value, int): return None
     most = max(2, min(len(recorded_steps(a.table)), 40), a.value)
     return Control(a.W.IntSlider(value=a.value, min=1, max=most, description=a.name, continuous_update=False))
@@ -323,22 +328,22 @@ control_makers = {
     'fig_title': lambda a: Control(a.W.Text(value=a.value or '', description=a.name, continuous_update=False), lambda v: v or None, lambda v: v or '')}
 main = ('kind', 'ttype', 'stat', 'loss', 'inc', 'x', 'col_wrap', 'deepest', 'step', 'steps', 'path', 'dtype_annotation', 'dtypes')
 without_control = ('ax', 'y', 'figsize', 'legend_kws')
-# arguments that a heat map passes to `heat`
+# keyword arguments of `scalar_global_heatmap` that also get a control. The function passes them to `heat`
 beyond = ('robust', 'zeros', 'center', 'vmin', 'vmax', 'cmap', 'cbar', 'yticklabels', 'xticklabels')
 
 def control_for(a):
-    "Return the control of an argument, None if it has none."
+    "Return the control of an argument, or None if the argument cannot be controlled."
     asked = words_before.get(a.argument, a.argument)
     if asked in without_control or a.f=='scalar_global_heatmap' and asked=='col_wrap': return None
     if asked in control_makers: return control_makers[asked](a)
     if isinstance(a.default, bool): return Control(a.W.Checkbox(value=bool(a.value), description=a.name, indent=False))
     try: plain = a.value is a.default or ast.literal_eval(repr(a.value))==a.value
-    except (ValueError, SyntaxError): return None # no literal, such as a color map: it stays as the caller gave it
+    except (ValueError, SyntaxError): return None # not a literal, but for example a color map: keep the caller's value
     return make_literal(a.W, a.name, a.value, a.default) if plain else None
 
 # %% ../../nbs/60_show/82_controls.ipynb #39fdef75
 class Controls(dict):
-    "Controls by the names of their arguments; names of Track & Visualize work too."
+    "Dict from argument name to control. Argument names of Track & Visualize work too."
     def __missing__(self, name):
         other = {**words_before, **{ours: typed for typed,ours in words_before.items()}}.get(name)
         if other not in self: raise KeyError(name)
@@ -352,7 +357,7 @@ class Controls(dict):
 def is_same_value(a, b): return a is b or type(a) is type(b) and not isinstance(a, np.ndarray) and a==b
 
 def controllable(f):
-    "Return names and parameters of a picture, without the run."
+    "Return (name, parameter) of each argument of a drawing function that may get a control, without the run."
     known = list(inspect.signature(f).parameters.items())[1:]
     out = [(n, p) for n,p in known if p.kind is not p.VAR_KEYWORD]
     if f.__name__!='scalar_global_heatmap': return out
@@ -360,11 +365,11 @@ def controllable(f):
     return out+[(n, more[n].replace(default=None) if n=='zeros' else more[n]) for n in beyond]
 
 def argument_help(f):
-    "Return the description of each argument from the docstring."
+    "Return a dict from argument name to its description in the docstring."
     return dict(re.findall(r'^ +\*{0,2}(\w+): (.*)$', f.__doc__ or '', re.M))
 
 def arrange_controls(W, controls):
-    "Return a box with the controls: frequently used ones first, rare ones folded away below."
+    "Return a box with all controls: common ones on top, others in a section 'More' that opens on a click."
     rank = {n: i for i,m in enumerate(main) for n in (m, *(t for t,ours in words_before.items() if ours==m))}
     names = sorted(controls, key=lambda n: rank.get(n, len(main)))
     for n in names: set_layout(controls[n])
@@ -375,7 +380,7 @@ def arrange_controls(W, controls):
     return W.VBox([W.HTML(css, layout={'display': 'none'}), row(first), W.Accordion([row(rest)], titles=['More'], selected_index=None)])
 
 def set_layout(c):
-    "Put the name of a control above its widget, and set the width."
+    "Set the width of a control, and show its name above the widget."
     for w in (c.widget, getattr(c, 'search', None), getattr(c, 'box', None)):
         if w is None: continue
         w.add_class('ember-control')
@@ -393,10 +398,10 @@ css = """<style>
 .ember-control.widget-select > select, .ember-control.widget-select-multiple > select {flex: 0 0 84px; height: 84px}
 .ember-control.widget-slider > .slider-container {flex: 0 0 28px; display: flex; align-items: center}
 .ember-control.widget-slider .noUi-target {flex: 1; top: 0; margin: 0 8px}
-</style>""" # once for each picture
+</style>""" # styles of the controls, inserted with each picture
 
 def columns(W, controls):
-    "Return columns of widgets: two low controls above one another, a tall control alone."
+    "Arrange controls in columns: two low controls in a column, or one tall control."
     tall = lambda c: type(c.widget).__name__ in ('SelectMultiple', 'Select')
     low,out = [c for c in controls if not tall(c)],[]
     for pair in zip(low[::2], [*low[1::2], None], strict=False): out.append(W.VBox([c.shown for c in pair if c is not None]))
@@ -404,13 +409,13 @@ def columns(W, controls):
 
 # %% ../../nbs/60_show/82_controls.ipynb #39fdef74
 class Arguments:
-    "The arguments of a picture, with their controls."
+    "Arguments of a drawing function, with their controls. `but`: arguments without control; `on_change`: listener."
     def __init__(self, f, table, given:dict, but=(), on_change=lambda arguments: None):
         W = needs('ipywidgets', for_='interactive')
         known,help_texts = controllable(f),argument_help(f)
         self.f,self.table,self.on_change,self.muted,self.defaults,self.controls = f,table,on_change,False,{},Controls()
         self.given = in_our_words(given, dict(known), f.__name__)
-        # labels as the user typed them
+        # if the user typed names of Track & Visualize, label the controls with these names
         called = {ours: typed for typed,ours in words_before.items()} if self.given.keys()!=given.keys() else {}
         one = table[0] if isinstance(table, list) else table
         for name,p in known:
@@ -427,7 +432,7 @@ class Arguments:
         self.box = arrange_controls(W, self.controls)
 
     def offer(self):
-        "Offer the layers and steps of the selected tensor type."
+        "Let the user choose from the layers and steps of the selected tensor type."
         c = self.controls.get('ttype')
         ttype = c.value if c else {'updates': 'update'}.get(self.f.__name__)
         was,self.muted = self.muted,True
@@ -440,13 +445,13 @@ class Arguments:
         if not self.muted: self.on_change(self)
 
     def values(self):
-        "Return the arguments for the next call. Raise ValueError for invalid text in a control."
+        "Return the arguments to draw the picture with. Raise ValueError for invalid text in a control."
         now = {n: c.value for n,c in self.controls.items()}
         now = {n: v for n,v in now.items() if n in self.given or not is_same_value(v, self.defaults[n])}
         return {n: v for n,v in self.given.items() if n not in self.controls} | now
 
-    def put(self, **values):
-        "Set several controls, and notify once."
+    def set_values(self, **values):
+        "Set the values of several controls, but notify the listener only once."
         self.muted = True
         try:
             for n,v in values.items(): self.controls[n].value = v

@@ -16,7 +16,7 @@ from .style import canvas, drawn, is_dark
 
 # %% ../../nbs/60_show/87_differences.ipynb #fd0d186e
 def distance_lines(table, most:int=200) -> list: # table: of a `Difference`
-    "Return steps and distances of the tensors with the largest distances. Zero and non-finite distances are NaN."
+    "Return (steps, distances) of the tensors that differ most. Zero and non-finite distances are NaN, to leave a gap."
     t = table[table['ttype']!='scalar']
     y = t['distance'].where(np.isfinite(t['distance']) & (t['distance']>0))
     by = t.assign(y=y).groupby(['path', 'ttype', 'tname', 'call'], sort=False, dropna=False, observed=True)
@@ -24,24 +24,24 @@ def distance_lines(table, most:int=200) -> list: # table: of a `Difference`
     return sorted(found, key=lambda l: -np.nanmax(l[1]))[:most]
 
 def largest_distances(curve):
-    "Return the largest distance of each step; NaN for zero and non-finite."
+    "Return the steps, and the largest distance at each step. Zero and non-finite distances are NaN, to leave a gap."
     y = curve.to_numpy(float)
     return curve.index.to_numpy(), np.where(np.isfinite(y) & (y>0), y, np.nan)
 
 # %% ../../nbs/60_show/87_differences.ipynb #e19657aa
 @drawn
 def differences(
-    found:Difference, # Result of `diff`
-    ax=None # Axes
-): # matplotlib Axes
-    """Draw how the difference of two runs grows: each tensor, the largest, the limit of rounding, and the first step above it.
+    found:Difference, # Differences of two runs: the result of `diff`
+    ax=None # Axes to draw into; default a new figure
+): # Axes of the picture
+    """Draw how the tensors of two runs move apart, and the first step at which rounding cannot explain the distance.
 
     Args:
-        found: Result of `diff`
-        ax: Axes
+        found: Differences of two runs: the result of `diff`
+        ax: Axes to draw into; default a new figure
 
     Returns:
-        matplotlib Axes
+        Axes of the picture
     """
     ax,color = canvas(ax),palettes[is_dark()]
     for x,y in distance_lines(found.table): ax.plot(x, y, color=mpl.rcParams['axes.edgecolor'], lw=.6, alpha=.35)

@@ -15,11 +15,11 @@ from .select import has_ttype
 
 # %% ../../nbs/60_show/85_findings.ipynb #41707dc4
 class OpenFindings:
-    "Open errors and warnings of a run."
-    def __init__(self): self.open,self.step = {},0 # open: key -> finding; step: the last step
+    "Open findings of a run: errors and warnings that are not over. Rows may be added while the run goes on."
+    def __init__(self): self.open,self.step = {},0 # open: key -> finding; step: the latest step
 
     def add(self, rows):
-        "Take in the next rows of the run, as dicts. Other rows than findings are ignored."
+        "Update the open findings with the next rows of the run. Rows are dicts; only rows of findings matter."
         for r in rows:
             if r.get('ttype')!='finding': continue
             self.step = max(self.step, int_or_none(r.get('step')) or 0)
@@ -30,45 +30,46 @@ class OpenFindings:
 
     @property
     def causes(self):
-        "The open findings without a cause among them, as dicts, the worst first."
+        "Open findings that no other open finding explains, as dicts, the worst first."
         return [f for f,cause in order_findings(list(self.open.values()), table.values(), self.step) if cause is None]
 
     @property
     def newest(self):
-        "The cause that appeared last, or None."
+        "Latest finding of `causes`, or None."
         return max(self.causes, key=list(self.open.values()).index, default=None)
 
 def is_open(row):
-    "Return True if a row is an open error or warning."
+    "Return True if a row is a finding of an error or warning that is not over."
     return row.get('severity') in ('error', 'warning') and isinstance(row.get('text'), str) and str(row.get('over')).lower() not in ('true', '1', '1.0')
 
 def as_finding(row):
-    "Return the row of a finding as `health` orders findings. Other programs may have written anything into it."
+    "Convert a row to a valid dict for `order_findings`. Other programs may have written any values into the log."
     first = int_or_none(row.get('first_step'))
     return {**row, 'rule': str(row.get('rule')), 'first_step': first if first is not None else int_or_none(row.get('step')) or 0, 'stands': False}
 
 def int_or_none(v):
+    "Convert a value to int. Return None for NaN and for other types."
     try: return int(v)
-    except (TypeError, ValueError, OverflowError): return None # NaN in a table, or no number
+    except (TypeError, ValueError, OverflowError): return None # NaN, or not a number
 
 # %% ../../nbs/60_show/85_findings.ipynb #cf0e2e0a
-def shorten_sentence(text, most:int=90) -> str: # most: characters; 90 fit above a picture
-    "Shorten a text to its first sentence or words."
+def shorten_sentence(text, most:int=90) -> str: # most: letters; 90 fit above a picture
+    "Shorten a text to at most `most` letters: to whole sentences if possible, else to whole words."
     text = printable(' '.join(str(text).split()))
     if len(text)<=most: return text
     if (end := text.rfind('. ', 0, most))>most//2: return text[:end+1]
     cut = shorten(text, most, placeholder=' …')
-    return cut if len(cut)>most//2 else text[:most-1]+'…' # a word that is too long
+    return cut if len(cut)>most//2 else text[:most-1]+'…' # a single word that is too long is cut
 
 def title_text(finding): return f"{finding['severity']}: {shorten_sentence(finding['text'])}"
 
-def open_findings(df, last=None): # last: the last step of the run. A run that continues has not died
-    "Return the open findings of a table, the worst first."
+def open_findings(df, last=None): # last: last step of the run, to omit a 'died' finding of a run that went on
+    "Return the open findings in a table, the worst first, without those that others explain."
     is_finding = has_ttype(df, 'finding')
     if not is_finding.any(): return []
     rows = df[is_finding].to_dict('records')
     return [f for f in OpenFindings().add(rows).causes if f['rule']!='died' or last is None or last<=f['first_step']]
 
 def is_about_row(finding, first) -> bool:
-    "Return True if a finding reports the first non-finite row. Both may be None."
+    "Return True if a finding is about the first non-finite row, so that a title needs only one of the two."
     return finding is not None and first is not None and finding['rule']=='not_finite' and finding['first_step']==int(first['step'])

@@ -25,20 +25,20 @@ from .style import drawn, figure, is_dark
 
 # %% ../../nbs/60_show/90_first_look.ipynb #c192557b
 def drop_scalars(rows):
-    "Remove tensors with one element, such as a loss, unless all have one element."
+    "Remove the rows of tensors with one element, such as a loss, unless all tensors have one element."
     if 'shape' not in rows: return rows
     one = {}
     small = np.array([isinstance(s, list|tuple|np.ndarray) and one.setdefault(tuple(s), np.prod(s)==1) for s in rows['shape']], bool)
     return rows if small.all() else rows[~small]
 
 def gradient_norms(table):
-    "Return name, steps and values of the norm of all gradients. None if the run has none"
+    "Return (name, steps, values) of the total gradient norm, or None if the run did not log it."
     names = logged_names(table)
     name = next((n for n in clipped_norm if n in names), None)
     return None if name is None else loss_curve(table, name)
 
 def draw_panels(parts, numbers, norms, tensors, run, ax, found=()):
-    "Draw the loss, the norm of all gradients, and the heat maps below."
+    "Draw the loss and the total gradient norm in the top panel, and a heat map for each tensor type below."
     curves = [c for c in (numbers, norms) if c]
     tall = [min(.3+.155*len(g.labels), 6.) for *_,g in parts]
     if ax is None:
@@ -56,7 +56,7 @@ def draw_panels(parts, numbers, norms, tensors, run, ax, found=()):
     axes[-1].set_xlabel('step')
     steps = np.concatenate([g.steps for *_,g in parts])
     if top is not None: draw_top(top, numbers, norms)
-    ends = column_spans(np.unique(steps))[0] # axes end at the last column, or at the last point of a curve
+    ends = column_spans(np.unique(steps))[0] # the axes include all columns and all points of curves
     at = np.concatenate([ends, *(c[1] for c in curves)])
     axes[0].set_xlim(at.min(), at.max())
     first = first_trouble(training(tensors))
@@ -68,14 +68,14 @@ def draw_panels(parts, numbers, norms, tensors, run, ax, found=()):
     else: (top or ax).set_title(title)
     return [top, *axes] if top is not None and ax is None else axes
 
-def title_for(run, found, first) -> str: # found: open findings, the worst first; first: non-finite row, or None
-    "Return a title of one or two lines: the run with its first non-finite value, and the worst finding, unless both are the same."
+def title_for(run, found, first) -> str: # found: open findings, the worst first; first: first non-finite row, or None
+    "Return a title of one or two lines: name of the run, first non-finite value, and worst finding."
     cause = next(iter(found), None)
     beside = first is not None and not is_about_row(cause, first)
     return '\n'.join(filter(None, [make_title(run, trouble_sentence(first) if beside else ''), title_text(cause) if cause else '']))
 
 def draw_top(ax, numbers, norms):
-    "Draw the loss, and the norm of all gradients on a second y axis"
+    "Draw the loss, and the total gradient norm on a second y axis."
     color = palettes[is_dark()]
     if numbers:
         name,x,y = numbers
@@ -86,7 +86,7 @@ def draw_top(ax, numbers, norms):
     if norms:
         name,x,y = norms
         a = second_axis(ax) if numbers else ax
-        # one cross per step
+        # at a step where the loss is not finite, the loss has a cross already
         bad = ~np.isfinite(y) & ~np.isin(x, numbers[1][~np.isfinite(numbers[2])] if numbers else ())
         draw_lines(a, [(name, x, y, bad)], colors=[color[1]], lw=.8)
         if (y[np.isfinite(y)]>0).any(): log_axis(a)
@@ -95,7 +95,7 @@ def draw_top(ax, numbers, norms):
     ax.spines['bottom'].set_visible(False)
 
 def log_axis(a):
-    "Make the y axis of low axes logarithmic, with plain numbers that do not overlap"
+    "Make the y axis logarithmic. The labels are plain numbers that do not overlap in a low panel."
     a.set_yscale('log', nonpositive='mask')
     low,high = np.log10(a.get_ylim())
     if not .3<high-low<=2: return # matplotlib labels narrower and wider ranges well
@@ -104,7 +104,7 @@ def log_axis(a):
     a.yaxis.set_minor_locator(NullLocator())
 
 def second_axis(ax):
-    "Return axes over `ax` with the y axis on the right. Clearing `ax` removes them, unlike axes of `twinx`"
+    "Return axes on top of `ax` with the y axis on the right. Unlike axes of `twinx`, clearing `ax` removes these axes."
     a = ax.inset_axes([0, 0, 1, 1], sharex=ax)
     a.patch.set_visible(False)
     a.spines[['left', 'bottom']].set_visible(False)
@@ -115,7 +115,7 @@ def second_axis(ax):
     return a
 
 def mark_first(axes, parts, first, top):
-    "Draw a line at the first non-finite step, and a ring around the cell."
+    "Mark the first non-finite value: a line at its step, and a ring around its cell of the heat map."
     c,step = alarm[is_dark()],first['step']
     for a in axes+([top] if top is not None else []): a.axvline(step, color=c, lw=1, ls='--')
     for a,(_,_,rows,g) in zip(axes, parts, strict=True):
@@ -129,22 +129,22 @@ def mark_first(axes, parts, first, top):
 @earlier_calls('stat', 'ttype', 'path', 'loss', 'ax')
 @drawn
 def overview(
-    run, # Name of a run, an ember, a tracker, or a table
-    path=None, # A path, a glob, a compiled regex, or a list; default all layers
+    run, # Run to draw: its name, a torchEmber, a tracker, or a table of rows
+    path=None, # Layers: a path, a glob, a compiled regex, or a list; default all
     ttype=None, # A tensor type, or a list: a heat map for each; default outputs and gradients of weights
-    stat:str|None=None, # A statistic; default 'rms' if recorded, else 'std'
-    loss=None, # Curve above: name of a logged number, values, or a pair of steps and values; default 'loss', or the first number
-    ax=None # Axes: for one tensor type, with the loss inside
+    stat:str|None=None, # Statistic to draw; default 'rms' if recorded, else 'std'
+    loss=None, # Loss: name of a logged number, values, or (steps, values); default 'loss', or the first logged number
+    ax=None # Axes to draw into; default a new figure: for one tensor type, with the loss inside
 ): # Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
-    """Draw all layers and steps as colors, with the loss and the norm of all gradients above, and mark the first non-finite value.
+    """Draw heat maps of all layers and steps, with the loss and the total gradient norm above. Mark the first non-finite value.
 
     Args:
-        run: Name of a run, an ember, a tracker, or a table
-        path: A path, a glob, a compiled regex, or a list; default all layers
+        run: Run to draw: its name, a torchEmber, a tracker, or a table of rows
+        path: Layers: a path, a glob, a compiled regex, or a list; default all
         ttype: A tensor type, or a list: a heat map for each; default outputs and gradients of weights
-        stat: A statistic; default 'rms' if recorded, else 'std'
-        loss: Curve above: name of a logged number, values, or a pair of steps and values; default 'loss', or the first number
-        ax: Axes: for one tensor type, with the loss inside
+        stat: Statistic to draw; default 'rms' if recorded, else 'std'
+        loss: Loss: name of a logged number, values, or (steps, values); default 'loss', or the first logged number
+        ax: Axes to draw into; default a new figure: for one tensor type, with the loss inside
 
     Returns:
         Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
@@ -153,12 +153,12 @@ def overview(
     table,findings = table_and_findings(run, None if all_types else [*(ttypes_asked(ttype) if ttype else default_ttypes), 'scalar'])
     if not len(table): raise ValueError(no_rows_message(name_of_run(table) or 'The table'))
     numbers,norms = loss_curve(table, loss),gradient_norms(table)
-    if numbers and norms and numbers[0]==norms[0]: norms = None # drawn as the loss already
+    if numbers and norms and numbers[0]==norms[0]: norms = None # the gradient norm is already drawn as the loss
     tensors = with_statistics(table[~has_ttype(table, 'scalar')], [stat] if stat else ())
     kinds = types_to_draw(tensors, ttype)
     if not kinds and ttype is None: raise ValueError(no_tensors(table))
     if not kinds: raise ValueError(f"overview needs a tensor type, such as 'output', got ttype={ttype!r}.")
-    if ttype is None and path is not None: # the layers may have no gradients of weights, or may not have run
+    if ttype is None and path is not None: # drop tensor types that the selected layers do not have
         some = pick(tensors, path, kinds)['ttype'].astype(str)
         kinds = [k for k in kinds if (some==k).any()]
     if ax is not None: kinds = kinds[:1]

@@ -21,11 +21,11 @@ from .legend import alarm, meanings, name_of_type, short_names, make_title, zero
 from .style import canvas, drawn, is_dark, axes_size
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #e3ee4805
-# statistics that are zero if nothing happens
+# statistics that are zero for a tensor of zeros. Heat maps draw their zeros in gray
 sizes = {'std', 'rms', 'rm2', 'rm4', 'rm8', 'abs_mean', 'mean_abs', 'abs_max', 'max_abs', 'l1', 'l2', 'ratio'}
 
 def color_norm(finite, vmin=None, vmax=None, center=None, robust=False):
-    "Return a norm from values to colors."
+    "Return a matplotlib norm that maps values to colors: logarithmic if the values have a wide range."
     if not len(finite): return mpl.colors.Normalize(0, 1)
     low,high = np.percentile(finite, [2, 98]) if robust else (finite.min(), finite.max())
     above = finite[finite>0]
@@ -38,18 +38,18 @@ def color_norm(finite, vmin=None, vmax=None, center=None, robust=False):
     return mpl.colors.Normalize(center-far, center+far)
 
 def column_edges(steps):
-    "Return the edges of columns, in the middle between steps."
+    "Return the edges of the columns of a heat map: the midpoints between neighboring steps."
     s = np.asarray(steps, float)
     if len(s)==1: return np.array([s[0]-.5, s[0]+.5])
     middle = (s[1:]+s[:-1])/2
     return np.concatenate([[s[0]-(middle[0]-s[0])], middle, [s[-1]+(s[-1]-middle[-1])]])
 
 def column_spans(steps) -> tuple:
-    "Return the edges of cells, and the index of the edge at which each column begins. A step far from its neighbors is narrow."
+    "Return the edges of cells, and the index of each column's first edge. After a gap between steps, cells are narrow."
     edges = column_edges(steps)
     if len(steps)<3: return edges, np.arange(len(steps))
     s,gaps = np.asarray(steps, float),np.diff(steps)
-    half = max(gaps.min(), (s[-1]-s[0])/400)/2 # wide enough to be visible
+    half = max(gaps.min(), (s[-1]-s[0])/400)/2 # at least 1/400 of the picture, to be visible
     hole = gaps>max(2.5*gaps.min(), 2*half)
     begin = np.where(np.r_[hole[:1], hole], np.maximum(edges[:-1], s-half), edges[:-1])
     end = np.where(np.r_[hole, hole[-1:]], np.minimum(edges[1:], s+half), edges[1:])
@@ -57,14 +57,14 @@ def column_spans(steps) -> tuple:
     return all_, np.searchsorted(all_, begin)
 
 def with_gaps(values, at, empty):
-    "Insert empty columns for steps without records."
+    "Insert columns with the value `empty` for gaps between recorded steps."
     out = np.full((len(values), max(at[-1]+1, 1) if len(at) else 0), empty, values.dtype)
     out[:, at] = values
     return out
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #e3ee4806
 def write_reasons(ax, g, turned):
-    "Write the reasons into empty rows, once for neighbors with the same reason."
+    "Write the reason why it is empty into each empty row. Neighboring rows with the same reason share one text."
     tall,size,low = axes_size(ax)[not turned]/max(len(g.labels), 1),mpl.rcParams['legend.fontsize']-1,-np.inf
     style = {'fontsize': size, 'va': 'center', 'clip_on': True, 'transform': ax.get_xaxis_transform() if turned else ax.get_yaxis_transform(),
         'path_effects': [effects.withStroke(linewidth=2, foreground=ax.figure.get_facecolor(), alpha=.75)]}
@@ -73,13 +73,13 @@ def write_reasons(ax, g, turned):
         n = len(list(rows))
         middle,empty = i+n/2,not np.isfinite(g.value[i:i+n]).any()
         i += n
-        if reason is None or (middle-low)*tall<size: continue # it would overlap the text above
+        if reason is None or (middle-low)*tall<size: continue # skip a text that would overlap the text above
         low = middle
         if turned: ax.text(middle, .5, reason, **{**style, 'ha': 'center', 'rotation': 90})
         else: ax.text(.5 if empty else .995, middle, reason, ha='center' if empty else 'right', **style)
 
-def name_rows(ax, labels, every=None, turned=False): # every: name one row of so many
-    "Name rows, or columns, as many as fit."
+def name_rows(ax, labels, every=None, turned=False): # every: write the name of each n-th row only
+    "Write the names of rows beside a heat map, or of columns if `turned`. If not all fit, omit names at regular intervals."
     space = axes_size(ax)[not turned]
     every = every or max(1, int(np.ceil(len(labels)*mpl.rcParams['ytick.labelsize']*1.1/space)))
     names = short_names(labels, 30)
@@ -88,8 +88,8 @@ def name_rows(ax, labels, every=None, turned=False): # every: name one row of so
     else: ax.set_yticks(at, names[::every])
     (ax.xaxis if turned else ax.yaxis).set_tick_params(length=0)
 
-def picture_height(n, most=9.): # inches
-    "Return the height of a picture with `n` rows."
+def picture_height(n, most=9.):
+    "Return the height of a heat map with `n` rows, in inches."
     return min(max(1.1+.155*n, 2.2), most)
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #8c303ef7
@@ -98,7 +98,7 @@ refused = {'mask': 'leave layers out by path=, and steps by inc=', 'ax': 'the pi
 def known(): return settable(mpl.collections.QuadMesh) | {'shading', 'alpha', 'edgecolors', 'antialiased'}
 
 def label_axes(ax, g, xticklabels, yticklabels, turned):
-    "Name the layers, and label the axes."
+    "Write the names of layers at one axis of a heat map. Check the arguments `xticklabels` and `yticklabels`."
     names,steps,kept = (xticklabels, yticklabels, ax.set_yticks) if turned else (yticklabels, xticklabels, ax.set_xticks)
     if not isinstance(steps, bool) and steps!='auto':
         raise TypeError(f"The steps of a heat map have no other names: {'y' if turned else 'x'}ticklabels is True or False, got {steps!r:.60}.")
@@ -111,7 +111,7 @@ def label_axes(ax, g, xticklabels, yticklabels, turned):
     else: name_rows(ax, labels, every, turned)
 
 def write_values(ax, g, middle, norm, cmap, fmt, kws, turned, most=2500):
-    "Write the value of each cell in a color with enough contrast."
+    "Write the value into each cell of a heat map, in black or white for contrast."
     if g.value.size>most:
         raise ValueError(f"annot=True would write {g.value.size:,} numbers, and there is space for {most:,}. Choose layers by path=, and steps by inc=.")
     for i,j in zip(*np.nonzero(np.isfinite(g.value)), strict=True):
@@ -121,26 +121,26 @@ def write_values(ax, g, middle, norm, cmap, fmt, kws, turned, most=2500):
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #e3ee4804
 def heat(
-    ax, # Axes
-    g, # A `select.Grid`
+    ax, # Axes to draw into
+    g, # Values to draw, as a `select.Grid`
     label:str='', # Label of the color bar
-    vmin=None, vmax=None, # Values of the first and the last color
-    center=None, # Value of the middle color, for a diverging scale
-    norm=None, # A norm of matplotlib, instead of these
-    cmap=None, # A color map of matplotlib
+    vmin=None, vmax=None, # Values at the first and the last color of the scale
+    center=None, # Value at the middle color, for a diverging scale
+    norm=None, # A norm of matplotlib, instead of `vmin`, `vmax` and `center`
+    cmap=None, # A color map of matplotlib, or its name
     robust:bool=False, # True to scale from the 2nd to the 98th percentile
     zeros:bool=False, # True to draw exact zeros in gray
-    cbar:bool=True, # True for a color bar
+    cbar:bool=True, # True to draw a color bar
     cbar_kws:dict|None=None, # Arguments of matplotlib's `colorbar`
     yticklabels=True, xticklabels=True, # True to name rows and columns
-    turned:bool=False, # True for steps downwards and layers across
-    annot:bool=False, fmt:str='.2g', annot_kws:dict|None=None, # True to write each value into its cell; its format; arguments of matplotlib's `text`
-    square:bool=False, # True for square cells
-    linewidths:float=0, linecolor='white', # Lines between cells
-    cbar_ax=None, # Axes of the color bar
+    turned:bool=False, # True to draw layers as columns and steps as rows
+    annot:bool=False, fmt:str='.2g', annot_kws:dict|None=None, # True to write values into cells; format; arguments of `text`
+    square:bool=False, # True to draw square cells
+    linewidths:float=0, linecolor='white', # Width and color of the lines between cells
+    cbar_ax=None, # Axes to draw the color bar into
     **kwargs # Arguments of matplotlib's `pcolormesh`
-): # The axes
-    "Draw a grid as colors."
+): # Axes of the picture
+    "Draw a `Grid` of values as a heat map."
     kwargs = check_drawn_with(kwargs, known(), 'a heat map', refused, arguments_of(heat)[3:])
     dark,finite = is_dark(ax.get_facecolor()),g.value[np.isfinite(g.value)]
     zeros = zeros and center is None and bool((finite==0).any()) and not (finite<0).any()
@@ -159,7 +159,7 @@ def heat(
         ax.pcolormesh(*lay(np.ma.masked_where(~bad, np.ones(bad.shape))), cmap=red, rasterized=True)
     ax.invert_yaxis()
     for s in ax.spines.values(): s.set_visible(False)
-    ax.set_facecolor((.5, .5, .5, .15)) # background of cells without values
+    ax.set_facecolor((.5, .5, .5, .15)) # cells without values are transparent and show this background
     label_axes(ax, g, xticklabels, yticklabels, turned)
     if annot: write_values(ax, g, (edges[at]+edges[at+1])/2, norm, cmap, fmt, annot_kws, turned)
     if square: w = float(np.median(edges[at+1]-edges[at])); ax.set_aspect(1/w if turned else w)
@@ -177,35 +177,35 @@ def heat(
 @earlier_calls('ttype', 'stat', 'inc', 'x', 'y', 'figsize', 'col_wrap', 'path')
 @drawn
 def scalar_global_heatmap(
-    run, # Name of a run, an ember, a tracker, or a table
-    path=None, # A path, a glob, a compiled regex, or a list of layers; default all
-    ttype:str='output', # A tensor type
-    stat:str='std', # A statistic
-    inc:int=1, # Draw every `inc`-th step
-    x='step', # Column for the x axis; 'name' for layers across and steps downwards
+    run, # Run to draw: its name, a torchEmber, a tracker, or a table of rows
+    path=None, # Layers: a path, a glob, a compiled regex, or a list; default all
+    ttype:str='output', # Tensor type to draw
+    stat:str='std', # Statistic to draw
+    inc:int=1, # Draw only steps that are multiples of `inc`
+    x='step', # Column for the x axis; 'name' draws layers as columns and steps as rows
     y=None, # Column for the y axis if x is 'name'
-    figsize:tuple|None=None, # Width and height in inches
+    figsize:tuple|None=None, # Width and height of the figure in inches
     col_wrap:int|None=None, # Accepted but ignored: there is one panel
-    **kwargs # Of `heat`: `vmin`, `vmax`, `center`, `robust`, `cmap`, `cbar`, `annot`, `fmt`, `square`, ..., and of matplotlib's `pcolormesh`
-): # The Axes
-    """Draw a statistic of all layers over all steps as colors. Raise ValueError if there is nothing to draw.
+    **kwargs # Arguments of `heat` (`vmin`, `vmax`, `center`, `robust`, `cmap`, `annot`, ...) and of matplotlib's `pcolormesh`
+): # Axes of the picture
+    """Draw a heat map of a statistic: a row for each layer, a column for each step.
 
     Args:
-        run: Name of a run, an ember, a tracker, or a table
-        path: A path, a glob, a compiled regex, or a list of layers; default all
-        ttype: A tensor type
-        stat: A statistic
-        inc: Draw every `inc`-th step
-        x: Column for the x axis; 'name' for layers across and steps downwards
+        run: Run to draw: its name, a torchEmber, a tracker, or a table of rows
+        path: Layers: a path, a glob, a compiled regex, or a list; default all
+        ttype: Tensor type to draw
+        stat: Statistic to draw
+        inc: Draw only steps that are multiples of `inc`
+        x: Column for the x axis; 'name' draws layers as columns and steps as rows
         y: Column for the y axis if x is 'name'
-        figsize: Width and height in inches
+        figsize: Width and height of the figure in inches
         col_wrap: Accepted but ignored: there is one panel
-        **kwargs: Of `heat`: `vmin`, `vmax`, `center`, `robust`, `cmap`, `cbar`, `annot`, `fmt`, `square`, ..., and of matplotlib's `pcolormesh`
+        **kwargs: Arguments of `heat` (`vmin`, `vmax`, `center`, `robust`, `cmap`, `annot`, ...) and of matplotlib's `pcolormesh`
 
     Returns:
-        The Axes
+        Axes of the picture
     """
-    options = arguments_of(heat)[3:] # without axes, grid and label
+    options = arguments_of(heat)[3:] # the arguments after `ax`, `g` and `label`
     check_drawn_with(kwargs, known() | {*options}, 'a heat map', refused, [*arguments_of(scalar_global_heatmap), *options])
     by,turned = axis_roles(x, y)
     rows,col,g = heat_map_cells(run, path, ttype, stat, inc, by, parameters_of_run(run))
@@ -216,10 +216,10 @@ def scalar_global_heatmap(
     return ax
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #a4a56049
-layers_called = ('name', 'layer', 'path') # names for the axis of layers
+layers_called = ('name', 'layer', 'path') # values of `x` and `y` that mean the axis of layers
 
 def axis_roles(x, y):
-    "Return the column of steps, and True if layers are across. Names may be nested as in a LogFrame: ('metadata', 'step')."
+    "Return the column for the axis of steps, and True if layers are columns. Accept tuples such as ('metadata', 'step')."
     x,y = (str(a[-1]) if isinstance(a, tuple|list) and a else a for a in (x, y))
     if x in layers_called:
         if y in (None, *layers_called): y = 'step'
@@ -231,7 +231,7 @@ def axis_roles(x, y):
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #fa172d3a
 def heat_map_cells(run, path=None, ttype='output', stat='std', inc=1, x='step', ps=()):
-    "Return the rows, the column of the statistic and the `Grid` of a heat map."
+    "Read what a heat map shows. Return the rows, the name of the statistic's column, and the `Grid`."
     if not isinstance(inc, int) or inc<1:
         raise ValueError(f"inc=n draws every n-th step; it is a whole number, at least 1, got {inc!r}.")
     if not isinstance(stat, str): raise ValueError(f"A heat map shows one statistic, got {stat!r}.")

@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from ..measure.exponents import limits, with_counts
-from .lines import FacetException, check_drawn_with, grid_options, settable, is_several, parts_by_type
+from .lines import FacetException, check_drawn_with, grid_options, settable, is_several, split_by_type
 from ..frames.logframe import count_columns
 from ..frames.words import earlier_calls
 from .select import name_of_run, places, tensors_to_draw, training
@@ -20,7 +20,7 @@ from .style import base2, canvas, drawn, is_dark, label_figure, panels, axes_siz
 
 # %% ../../nbs/60_show/30_histograms.ipynb #e9d5b93d
 def total_counts(df) -> tuple:
-    "Add the exponent counts of rows. Return counts, their first exponent, and the number of smaller values, with zeros, and of larger values."
+    "Add up the exponent counts of rows. Return the counts, the first exponent, and the numbers of smaller and larger values."
     if not with_counts(df).any():
         raise ValueError("These rows have no exponent counts. To record them next time: torchEmber(..., stats='numerics'), or stats=[..., 'exponents'].")
     exponents,counts = count_columns(df)
@@ -29,7 +29,7 @@ def total_counts(df) -> tuple:
 
 # %% ../../nbs/60_show/30_histograms.ipynb #d7be0e59
 def draw_ranges(ax, dtypes, info, lo, hi):
-    "Draw the ranges of number formats as bars at the top, with lines at their ends."
+    "Draw the range of each number format as a bar at the top of the axes, and vertical lines at its limits."
     h = bar_height(ax)
     for i,dtype in enumerate(dtypes):
         f = limits(dtype)
@@ -44,14 +44,14 @@ def draw_ranges(ax, dtypes, info, lo, hi):
         for yes,at,style in zip(info, (f['max']+1, f['normal'], f['subnormal']), ('-', '--', ':'), strict=True):
             if yes and lo-2<=at<=hi+3: ax.axvline(at, ymax=y, color=c, ls=style, lw=1, zorder=.5)
 
-def bar_height(ax): # as a share of the axes
-    "Return the height of a bar."
+def bar_height(ax):
+    "Return the height of the bar of a number format, as a fraction of the height of the axes."
     return mpl.rcParams['legend.fontsize']*1.25/max(axes_size(ax)[1], 40)
 
 def space_for_bars(ax, dtypes): return 1/(1-min(bar_height(ax)*(1.35*len(dtypes)+.2), .6)) if dtypes else 1.
 
 def formats_to_draw(dtype_annotation, df):
-    "Return the number formats to draw."
+    "Return the number formats whose ranges are drawn. `True` selects the dtypes of the tensors themselves."
     if not dtype_annotation: return []
     if dtype_annotation is True:
         from importlib.util import find_spec
@@ -60,8 +60,8 @@ def formats_to_draw(dtype_annotation, df):
 
 # %% ../../nbs/60_show/30_histograms.ipynb #da5ab6db
 def exponent_axis(ax, lo, hi, size=None, rotation=0):
-    "Format the x axis as exponents from below `lo` to above `hi`."
-    em = (size or mpl.rcParams['xtick.labelsize'])*(hi-lo+5.4)/axes_size(ax)[0] # in exponents
+    "Label the x axis with powers of two from `lo` to `hi`, and with 'less' and 'more' at the ends."
+    em = (size or mpl.rcParams['xtick.labelsize'])*(hi-lo+5.4)/axes_size(ax)[0] # width of a letter, in exponents
     every = next(k for k in (1, 2, 4, 8, 16, 32, 64) if k>=max(2.6*em, (hi-lo)/12) or k==64)
     ticks = [n for n in range(lo, hi+1) if n%every==0 and n-lo+1>3.3*em and hi+2-n>2.7*em]
     ax.set_xticks([lo-1, *ticks, hi+2], ['0, less', *base2(ticks), 'more'])
@@ -69,7 +69,7 @@ def exponent_axis(ax, lo, hi, size=None, rotation=0):
     ax.set_xlim(lo-2.2, hi+3.2)
 
 def smooth_counts(counts, width=1.2, per=8):
-    "Return a smooth curve through counts, as positions and densities. Each count is spread over its power of two and blurred by a Gaussian."
+    "Smooth counts to a curve. Return positions and densities: each count is spread over its bin and blurred by a Gaussian."
     fine = np.repeat(np.asarray(counts, float)/per, per)
     reach = int(4*width*per)
     kernel = np.exp(-.5*(np.arange(-reach, reach+1)/(width*per))**2)
@@ -80,35 +80,35 @@ def smooth_counts(counts, width=1.2, per=8):
 @earlier_calls()
 @drawn
 def exp_hist(
-    run, # Name of a run, an ember, a tracker, or a table
-    path=None, # A path, a glob, a compiled regex, or a list: a panel for each
-    ttype='output', # A tensor type, or a list: a panel for each; None for all
-    step:int|None=None, # Default the last step
+    run, # Run to draw: its name, a torchEmber, a tracker, or a table of rows
+    path=None, # Layers: a path, a glob, a compiled regex, or a list: a panel for each
+    ttype='output', # A tensor type, or a list: a panel for each; None for all types
+    step:int|None=None, # Step to draw; default the last recorded step
     kind:str='bar', # 'bar', 'line', or 'kde' for a smooth curve
-    dtype_annotation=True, # Number formats, such as 'float8_e4m3fn' or a list; True for that of the tensor; False for none
-    dtype_info:tuple=(True, True, True), # Draw lines at: the largest number, the smallest normal, the smallest
-    col_wrap:int|None=None, # Panels per row, at most
-    figsize:tuple|None=None, # Width and height in inches
-    xtick_labelsize:int|None=None, xtick_rotation:int=0, # Size and rotation of the exponents
-    fig_title:str|None=None, # Title, instead of run, tensor type and step
+    dtype_annotation=True, # Number formats to show: a name such as 'float8_e4m3fn', or a list; True: the tensor's dtype; False: none
+    dtype_info:tuple=(True, True, True), # True to draw a line at a format's largest, smallest normal, and smallest number
+    col_wrap:int|None=None, # Largest number of panels in a row
+    figsize:tuple|None=None, # Width and height of the figure in inches
+    xtick_labelsize:int|None=None, xtick_rotation:int=0, # Size and rotation of the labels of the x axis
+    fig_title:str|None=None, # Title of the figure; default run, tensor type and step
     facet_kws:dict|None=None, # `sharex`, `sharey`, ... for a grid of panels
     sp_kws:dict|None=None, # Arguments of matplotlib's `bar`, `plot` or `fill_between`; for 'kde' also `bw_adjust`
     legend_kws:dict|None=None # Accepted but ignored: bars are labeled with their formats
 ): # Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
-    """Draw how many numbers of a tensor are how large, below the ranges of number formats. Raise ValueError if there is nothing to draw.
+    """Draw a histogram of the magnitudes (powers of two) of a tensor, and the ranges of number formats.
 
     Args:
-        run: Name of a run, an ember, a tracker, or a table
-        path: A path, a glob, a compiled regex, or a list: a panel for each
-        ttype: A tensor type, or a list: a panel for each; None for all
-        step: Default the last step
+        run: Run to draw: its name, a torchEmber, a tracker, or a table of rows
+        path: Layers: a path, a glob, a compiled regex, or a list: a panel for each
+        ttype: A tensor type, or a list: a panel for each; None for all types
+        step: Step to draw; default the last recorded step
         kind: 'bar', 'line', or 'kde' for a smooth curve
-        dtype_annotation: Number formats, such as 'float8_e4m3fn' or a list; True for that of the tensor; False for none
-        dtype_info: Draw lines at: the largest number, the smallest normal, the smallest
-        col_wrap: Panels per row, at most
-        figsize: Width and height in inches
-        xtick_labelsize, xtick_rotation: Size and rotation of the exponents
-        fig_title: Title, instead of run, tensor type and step
+        dtype_annotation: Number formats to show: a name such as 'float8_e4m3fn', or a list; True: the tensor's dtype; False: none
+        dtype_info: True to draw a line at a format's largest, smallest normal, and smallest number
+        col_wrap: Largest number of panels in a row
+        figsize: Width and height of the figure in inches
+        xtick_labelsize, xtick_rotation: Size and rotation of the labels of the x axis
+        fig_title: Title of the figure; default run, tensor type and step
         facet_kws: `sharex`, `sharey`, ... for a grid of panels
         sp_kws: Arguments of matplotlib's `bar`, `plot` or `fill_between`; for 'kde' also `bw_adjust`
         legend_kws: Accepted but ignored: bars are labeled with their formats
@@ -122,7 +122,7 @@ def exp_hist(
     if by_type and path is not None and by_layer:
         raise FacetException(f"Panels are for layers or for tensor types, not both: choose one of path={path!r:.60}, or one of ttype={ttype!r}.")
     rows,step = rows_at_step(training(tensors_to_draw(run, path, ttype, ['exponents'])), step)
-    parts = parts_by_type(rows) if by_type and not (by_layer and rows['path'].nunique()>1) else split_by_tensor(rows)
+    parts = split_by_type(rows) if by_type and not (by_layer and rows['path'].nunique()>1) else split_by_tensor(rows)
     if len(parts)>64: raise ValueError(f"{len(parts)} panels are too many to read. Choose layers: path='...*' or a list.")
     options,limits_ = grid_options(facet_kws, sharex=False, sharey=False)
     _,axes = panels(len(parts), col_wrap, figsize or (None if len(parts)>1 else (7, 3.6)), **options)
@@ -137,7 +137,7 @@ def exp_hist(
 
 # %% ../../nbs/60_show/30_histograms.ipynb #3b51c3a2
 def check_drawing_options(kind, kws):
-    "Return the arguments for bars or curves. Raise TypeError for others."
+    "Return the valid matplotlib arguments for a kind of histogram. Raise TypeError for other arguments."
     known = {'bar': settable(mpl.patches.Rectangle) | {'align', 'width'}, 'line': settable(mpl.lines.Line2D)}.get(kind)
     if known is None: known = settable(mpl.lines.Line2D) | {'bw_adjust', 'fill', 'n', 'log_scale'}
     why = 'the curve is drawn from counts, and is smoothed by bw_adjust=' if kind=='kde' else 'the counts are drawn as they are'
@@ -146,13 +146,13 @@ def check_drawing_options(kind, kws):
     return check_drawn_with(kws, known, f'a histogram of kind {kind!r}', dict.fromkeys(odd, why))
 
 def split_by_tensor(rows):
-    "Split rows by tensor: label -> rows. The label of a single tensor is ''."
+    "Split rows by tensor. Return pairs of label and rows. The label of a single tensor is ''."
     code,labels = places(rows)
     if len(labels)==1: return [('', rows)]
     return [(t, rows[code==i]) for i,t in enumerate(short_names(labels, 34))]
 
 def rows_at_step(rows, step):
-    "Return the rows of one step, and the step."
+    "Return the rows of one step, and its number. None selects the last step. Raise ValueError if it was not recorded."
     steps = np.unique(rows['step'])
     if step is None: step = int(steps[-1])
     if isinstance(step, int) and -len(steps)<=step<0 and step not in steps:
@@ -163,17 +163,18 @@ def rows_at_step(rows, step):
     return rows[(rows['step']==step).to_numpy()], step
 
 def crop_counts(counts, lo):
-    "Return the counts from the first to the last nonzero count, and the exponent of the first."
+    "Remove zero counts at both ends. Return the other counts, and the exponent of the first of them."
     at = np.flatnonzero(counts)
     return (counts[at[0]:at[-1]+1], lo+int(at[0])) if len(at) else (counts, lo)
 
 def write_note(ax, lo, n, below, above):
-    "Write a sentence if all numbers are outside the counted range."
+    "Write into empty axes that all numbers of a tensor are smaller, or all are larger, than the counted range."
     where = f'smaller than {base2([lo])[0]}, or zero' if not above else f'{base2([lo+n])[0]} or larger'
     ax.text(.5, .5, f'all {below+above:,} numbers are {where}' if below+above else 'no numbers', transform=ax.transAxes, ha='center', va='center', wrap=True)
     ax.set(xticks=[], yticks=[])
 
 def draw_histogram(ax, part, kind, dtypes, info, kws, size, rotation):
+    "Draw the histogram of one panel. `part`: rows of the log; `info`: limits of number formats to mark."
     counts,lo,below,above = total_counts(part)
     if not counts.any() and (not below or not above): return write_note(ax, lo, len(counts), below, above)
     counts,lo = crop_counts(counts, lo)
@@ -185,7 +186,7 @@ def draw_histogram(ax, part, kind, dtypes, info, kws, size, rotation):
         ax.bar(np.arange(lo, hi+1), share, align=kws.pop('align', 'edge'), width=kws.pop('width', .94), color=color, **kws)
     elif kind=='line': ax.plot(np.arange(lo, hi+1)+.5, share, color=color, **kws)
     else:
-        for k in ('n', 'log_scale'): kws.pop(k, None) # options of seaborn's sampling, which is not needed
+        for k in ('n', 'log_scale'): kws.pop(k, None) # options of seaborn for samples; here, counts are drawn
         x,y = smooth_counts(share, .3*kws.pop('bw_adjust', 2))
         fill = kws.pop('fill', True)
         ax.plot(x+lo, y, color=color, **kws)
@@ -194,7 +195,7 @@ def draw_histogram(ax, part, kind, dtypes, info, kws, size, rotation):
         ax.bar([lo-1.5, hi+1.5], [below/n, above/n], align='edge', width=.94, color=color, alpha=.45, hatch='//', edgecolor=ax.get_facecolor(), lw=0)
     top = max(share.max(initial=0), below/n, above/n) or 1
     ax.set_ylim(0, top*1.04*space_for_bars(ax, dtypes))
-    ax.yaxis.set_major_locator(mpl.ticker.MaxNLocator(6, steps=[1, 2, 5, 10])) # no steps that would be rounded
+    ax.yaxis.set_major_locator(mpl.ticker.MaxNLocator(6, steps=[1, 2, 5, 10])) # only ticks that need no rounding
     ax.yaxis.set_major_formatter(mpl.ticker.PercentFormatter(1, decimals=0 if top>.03 else 1))
     draw_ranges(ax, dtypes, info, lo, hi)
     exponent_axis(ax, lo, hi, size, rotation)
@@ -203,25 +204,25 @@ def draw_histogram(ax, part, kind, dtypes, info, kws, size, rotation):
 @earlier_calls()
 @drawn
 def ridge(
-    run, # Name of a run, an ember, a tracker, or a table
-    path:str|None=None, # A path; default the last module with exponents
+    run, # Run to draw: its name, a torchEmber, a tracker, or a table of rows
+    path:str|None=None, # Path of a layer; default the last layer that has exponent counts
     ttype:str='output', # A tensor type
-    steps:int|list=12, # Number of evenly spaced steps, or a list of steps
-    dtypes=(), # Number formats to draw the ranges of
-    ax=None # Axes
-): # The axes
-    """Draw how the sizes of a layer's numbers change: a curve for each of a few steps.
+    steps:int|list=12, # Number of evenly spaced steps to draw, or a list of steps
+    dtypes=(), # Number formats whose ranges are drawn
+    ax=None # Axes to draw into; default a new figure
+): # Axes of the picture
+    """Draw how the distribution of a layer's magnitudes changes: one curve for each of a few steps.
 
     Args:
-        run: Name of a run, an ember, a tracker, or a table
-        path: A path; default the last module with exponents
+        run: Run to draw: its name, a torchEmber, a tracker, or a table of rows
+        path: Path of a layer; default the last layer that has exponent counts
         ttype: A tensor type
-        steps: Number of evenly spaced steps, or a list of steps
-        dtypes: Number formats to draw the ranges of
-        ax: Axes
+        steps: Number of evenly spaced steps to draw, or a list of steps
+        dtypes: Number formats whose ranges are drawn
+        ax: Axes to draw into; default a new figure
 
     Returns:
-        The axes
+        Axes of the picture
     """
     rows = training(tensors_to_draw(run, path, ttype, ['exponents']))
     if path is None and 'exponents' in rows:

@@ -14,9 +14,9 @@ from ..frames.words import ttype_of
 palettes = {
     False: ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9', '#444444', '#b8a800'), # on a light background
     True: ('#56b4e9', '#e69f00', '#2fc99a', '#f0a0cc', '#f0e442', '#8fa8ff', '#dddddd', '#ff8a5c')} # on a dark background
-alarm = {False: '#c1121f', True: '#ff5a5f'} # only for non-finite values
-zero = '#a6a6a6' # for exact zeros
-scale = ['#'+c for c in re.findall('.{6}', ''.join(( # matplotlib's viridis, for sizes on a page
+alarm = {False: '#c1121f', True: '#ff5a5f'} # color of non-finite values, and of nothing else
+zero = '#a6a6a6' # color of values that are exactly zero
+scale = ['#'+c for c in re.findall('.{6}', ''.join(( # matplotlib's viridis, for heat maps on HTML pages
     '44015446075a470d6047136548186a481d6f482374482878472d7b46327e453781443b844240864045883e49893d4e8a',
     '3a538b38588c365c8d34608d32648e31688e2f6c8e2d708e2c738e2a778e297b8e277f8e26828e24868e238a8d218e8d',
     '20928c1f968b1f9a8a1f9e891fa18721a58523a98326ad812ab07f2fb47c35b7793bbb7542be714ac16d52c5695ac864',
@@ -24,7 +24,7 @@ scale = ['#'+c for c in re.findall('.{6}', ''.join(( # matplotlib's viridis, for
 
 # %% ../../nbs/60_show/00_legend.ipynb #32fcdd91
 def short_names(names:list, width:int=26) -> list: # names: with dots; width: characters
-    "Shorten names to fit beside a picture: drop the common prefix, and keep all names distinct."
+    "Shorten layer names to fit beside a picture: drop the prefix that all names share. All results differ from each other."
     parts = [n.split('.') for n in names]
     k = 0
     while max(map(len, names), default=0)>width and len(names)>1 and all(len(p)>k+1 and p[k]==parts[0][k] for p in parts):
@@ -35,7 +35,7 @@ def short_names(names:list, width:int=26) -> list: # names: with dots; width: ch
     return [n if s in twice and n!=s else s for n,s in zip(cut, short, strict=True)]
 
 def shorten_middle(name, width):
-    "Return a name without its middle."
+    "Shorten a name to `width` characters: replace its middle by an ellipsis."
     if len(name)<=width: return name
     keep = width-1
     return name[:keep//3]+'…'+name[-(keep-keep//3):]
@@ -49,9 +49,9 @@ meanings = {'std': 'standard deviation', 'rms': 'root mean square', 'abs_mean': 
     'ratio': 'update / weight (rms)', 'zero_frac': 'share of zeros'}
 
 def name_of_type(ttype):
-    "Return a tensor type in words. An optimizer state has the words of all states."
+    "Return a tensor type as English words, such as 'weight gradients' for 'weight_grad'."
     return words.get(ttype_of(ttype)[0], ttype)
 
-def make_title(run, *what):
-    "Return a title: the run, then what is drawn."
-    return ' · '.join(str(w) for w in (run, *what) if w)
+def make_title(run, *contents):
+    "Join the name of a run and the contents of a picture to a title. Empty texts are left out."
+    return ' · '.join(str(w) for w in (run, *contents) if w)

@@ -20,10 +20,10 @@ from .legend import alarm, meanings, name_of_type, palettes, short_names, make_t
 from .style import drawn, is_dark, label_figure, panels, axes_size
 
 # %% ../../nbs/60_show/20_lines.ipynb #4da1c2aa
-most_points = 400_000 # points of all lines together
+most_points = 400_000 # largest number of points in a picture, for all lines together
 
-def draw_lines(ax, lines:list, kind:str='line', colors=None, **kwargs): # kwargs: of `plot`
-    "Draw lines (label, steps, values, mask of not finite), and mark non-finite steps. Return the colors."
+def draw_lines(ax, lines:list, kind:str='line', colors=None, **kwargs): # kwargs: for matplotlib's `plot`
+    "Draw lines, each a tuple (label, steps, values, mask of non-finite tensors). Mark non-finite steps. Return the colors."
     n = max(min(most_points//max(len(lines), 1), 4000), 24)
     given,colors = colors,colors or line_colors(len(lines))
     many,bad_steps = [],[]
@@ -45,7 +45,7 @@ def draw_lines(ax, lines:list, kind:str='line', colors=None, **kwargs): # kwargs
     return colors if given is None else given
 
 def text_at_pointer(ax, lines, x, y):
-    "Return the text for the pointer in a window: the nearest line and its value."
+    "Return the text that a window shows at the mouse pointer: label and value of the nearest line."
     best,least,height = None,np.inf,lambda v: ax.transData.transform((x, v))[1]
     for label,steps,values,_ in lines:
         if not len(steps): continue
@@ -55,17 +55,17 @@ def text_at_pointer(ax, lines, x, y):
     return best or ''
 
 def has_lone_point(y):
-    "Return True if a point has no neighbor to connect with."
+    "Return True if a finite value has no finite neighbor: such a point is invisible without a marker."
     ok = np.isfinite(y)
     return bool((ok & ~np.r_[False, ok[:-1]] & ~np.r_[ok[1:], False]).any())
 
 def line_colors(n):
-    "Return colors for lines."
+    "Return `n` colors for lines: distinct ones for up to 8 lines, else a color scale."
     if n<=8: return list(palettes[is_dark()][:n])
     return list(plt.get_cmap('viridis')(np.linspace(.12 if is_dark() else 0, .92, n)))
 
 def mark_bad(ax, steps):
-    "Draw crosses at the top for non-finite steps."
+    "Draw a red cross at the top of the axes for each step with non-finite values."
     if not len(steps): return
     c = alarm[is_dark()]
     if len(steps)>400: steps = steps[np.linspace(0, len(steps)-1, 400).astype(int)]
@@ -73,20 +73,20 @@ def mark_bad(ax, steps):
     ax.text(1, 1.03, '× not finite', color=c, ha='right', va='bottom', transform=ax.transAxes, fontsize=mpl.rcParams['legend.fontsize'])
 
 def log_if_wide(axes, lines):
-    "Make the axis logarithmic if all values are positive and range over more than a factor of 100."
+    "Make the y axes logarithmic if no value is negative, and the values span more than a factor of 100."
     y = np.concatenate([l[2] for l in lines]) if lines else np.empty(0)
     y = y[np.isfinite(y)]
     if len(y) and y.min()>=0 and (y>0).any() and y.max()>100*y[y>0].min():
         for ax in axes: ax.set_yscale('log')
 
 # %% ../../nbs/60_show/20_lines.ipynb #645813a5
-def name_lines(ax, lines:list, colors:list, most:int=9): # most: names, if there is no space for all
-    "Write the names of lines at their ends. Without space for all, name the most unusual."
+def name_lines(ax, lines:list, colors:list, most:int=9): # most: number of names if they do not all fit
+    "Write each line's name at its right end. If the names do not all fit, name only the lines with extreme values."
     ends = [(y[ok][-1], i) for i,(_,x,y,_) in enumerate(lines) if (ok := np.isfinite(y)).any()]
     if len(lines)<2 or not ends: return
     names = short_names([l[0] for l in lines])
     height,tall = axes_size(ax)[1],mpl.rcParams['legend.fontsize']*1.15
-    if len(ends)>max(most, height//tall): # the highest and lowest at the end, and those that were highest at any step
+    if len(ends)>max(most, height//tall): # name the highest and lowest ends, and the line of the largest value
         ends.sort()
         peak = max(range(len(lines)), key=lambda i: np.nanmax(np.where(np.isfinite(lines[i][2]), lines[i][2], -np.inf), initial=-np.inf))
         keep = {i for _,i in [*ends[:most//2], *ends[-(most//2):]]} | {peak}
@@ -99,7 +99,7 @@ def name_lines(ax, lines:list, colors:list, most:int=9): # most: names, if there
         ax.text(1.01, y, names[i], color=colors[i], va='center', ha='left', transform=ax.transAxes, fontsize=mpl.rcParams['legend.fontsize'])
 
 def space_out(ends, gap):
-    "Return heights of names, at least `gap` apart, close to the ends of their lines."
+    "Return vertical positions for names: close to the ends of their lines, but at least `gap` apart."
     y = [min(max(v, 0), 1) for v,_ in ends]
     for _ in range(60):
         for i in range(len(y)-1):
@@ -110,7 +110,7 @@ def space_out(ends, gap):
 
 # %% ../../nbs/60_show/20_lines.ipynb #53ff7505
 class FacetException(ValueError):
-    "The request asks for panels by layers and by tensor types at once."
+    "Error for a request of panels by layer and by tensor type at once."
 
 def is_several(path): return not isinstance(path, str) or any(c in path for c in '*?[')
 
@@ -118,7 +118,7 @@ panel_keys = {'sharex', 'sharey', 'subplot_kws', 'gridspec_kws', 'xlim', 'ylim',
     'dropna'} # arguments of seaborn's FacetGrid
 
 def grid_options(facet_kws, **defaults):
-    "Translate options of seaborn's grid to options of `panels`."
+    "Translate `facet_kws` of seaborn to arguments of `panels`. Return these, and the limits of the axes."
     given = {**defaults, **(facet_kws or {})}
     odd = [k for k in given if k not in panel_keys]
     if odd: raise TypeError(unknown('option of a grid of panels', odd[0], sorted(panel_keys)))
@@ -129,17 +129,19 @@ def grid_options(facet_kws, **defaults):
     return out, {k: given[k] for k in ('xlim', 'ylim') if given.get(k) is not None}
 
 # %% ../../nbs/60_show/20_lines.ipynb #49716fc3
+# argument of seaborn -> reason why it is not accepted
 of_seaborn = {
     **dict.fromkeys(('estimator', 'errorbar', 'ci', 'n_boot', 'seed', 'err_style', 'err_kws', 'units', 'weights'),
         'nothing is estimated here: each value is drawn'),
     **dict.fromkeys(('hue', 'size', 'style', 'row', 'col', 'hue_order', 'hue_norm', 'size_order', 'size_norm', 'sizes', 'style_order', 'row_order', 'col_order',
         'dashes', 'orient'), 'layers and statistics are told apart by path=, ttype= and stat='),
-    **dict.fromkeys(('data', 'ax', 'figure'), 'the picture is made from run, in a figure of its own')} # argument of seaborn -> why it has no meaning here
+    **dict.fromkeys(('data', 'ax', 'figure'), 'the picture is made from run, in a figure of its own')}
+# arguments of seaborn, with the values that are accepted because they change nothing
 harmless = dict(estimator=(None,), errorbar=(None,), ci=(None,), sort=(True,), legend=(True, 'auto', 'brief', 'full'), dashes=(True, False), orient=('x', None),
-    style=(None,), size=(None,), units=(None,), hue_order=(None,), palette=(None,), markers=(None, False), legend_out=(True, False)) # no effect
+    style=(None,), size=(None,), units=(None,), hue_order=(None,), palette=(None,), markers=(None, False), legend_out=(True, False))
 
 def settable(*artists):
-    "Return the arguments of matplotlib's `set` for some artists."
+    "Return the names of all properties that can be set on these matplotlib artists."
     found = set()
     for a in artists:
         i = mpl.artist.ArtistInspector(a)
@@ -147,7 +149,7 @@ def settable(*artists):
     return found
 
 def check_drawn_with(given:dict, known, what:str, refused=of_seaborn, own=()): # own: names to suggest first
-    "Return the arguments for matplotlib that have an effect. Raise TypeError with the reason in `refused`, or with the nearest `known` name."
+    "Check arguments for matplotlib. Return those with an effect. Raise TypeError for an unknown or refused argument."
     given = {k: v for k,v in given.items() if not (k in harmless and any(v is h or type(v) is type(h) is str and v==h for h in harmless[k]))}
     for k in given:
         if k in known: continue
@@ -159,33 +161,33 @@ def check_drawn_with(given:dict, known, what:str, refused=of_seaborn, own=()): #
 @earlier_calls()
 @drawn
 def scalar_line(
-    run, # Name of a run, an ember, a tracker, or a table
-    path=None, # A path, a glob ('features.*'), a compiled regex, or a list: a panel for each; default all in one panel
-    ttype='output', # A tensor type, or a list: a panel for each; None for all
-    stat='std', # A statistic, or a list
+    run, # Run to draw: its name, a torchEmber, a tracker, or a table of rows
+    path=None, # Layers: a path, a glob ('features.*'), a compiled regex, or a list: a panel for each; default all in one panel
+    ttype='output', # A tensor type, or a list: a panel for each; None for all types
+    stat='std', # A statistic, or a list of statistics
     x='step', # Column for the x axis
-    col_wrap:int|None=None, # Panels per row, at most
+    col_wrap:int|None=None, # Largest number of panels in a row
     kind:str='line', # 'line' or 'scatter'
-    figsize:tuple|None=None, # Width and height in inches
+    figsize:tuple|None=None, # Width and height of the figure in inches
     facet_kws:dict|None=None, # `sharex`, `sharey`, `xlim`, `ylim`, `subplot_kws`, `gridspec_kws` for a grid of panels
-    loc:str|None=None, bbox_to_anchor=None, # Place of the legend of several statistics
-    fig_title:str|None=None, # Title, instead of run and tensor type
+    loc:str|None=None, bbox_to_anchor=None, # Position of the legend, which is drawn for several statistics
+    fig_title:str|None=None, # Title of the figure; default name of the run and tensor type
     **kwargs # Arguments of matplotlib's `plot` or `scatter`; seaborn's `height`, `aspect`, `palette`, `markers` and `legend`
 ): # Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
-    """Draw statistics of layers over the steps. Raise ValueError if there is nothing to draw, `FacetException` for two kinds of panels.
+    """Draw statistics of layers as lines over the steps. Raise ValueError if there is nothing to draw.
 
     Args:
-        run: Name of a run, an ember, a tracker, or a table
-        path: A path, a glob ('features.*'), a compiled regex, or a list: a panel for each; default all in one panel
-        ttype: A tensor type, or a list: a panel for each; None for all
-        stat: A statistic, or a list
+        run: Run to draw: its name, a torchEmber, a tracker, or a table of rows
+        path: Layers: a path, a glob ('features.*'), a compiled regex, or a list: a panel for each; default all in one panel
+        ttype: A tensor type, or a list: a panel for each; None for all types
+        stat: A statistic, or a list of statistics
         x: Column for the x axis
-        col_wrap: Panels per row, at most
+        col_wrap: Largest number of panels in a row
         kind: 'line' or 'scatter'
-        figsize: Width and height in inches
+        figsize: Width and height of the figure in inches
         facet_kws: `sharex`, `sharey`, `xlim`, `ylim`, `subplot_kws`, `gridspec_kws` for a grid of panels
-        loc, bbox_to_anchor: Place of the legend of several statistics
-        fig_title: Title, instead of run and tensor type
+        loc, bbox_to_anchor: Position of the legend, which is drawn for several statistics
+        fig_title: Title of the figure; default name of the run and tensor type
         **kwargs: Arguments of matplotlib's `plot` or `scatter`; seaborn's `height`, `aspect`, `palette`, `markers` and `legend`
 
     Returns:
@@ -202,7 +204,7 @@ def scalar_line(
     rows,x = tensors_to_draw(run, path, ttype, metrics),x[1] if isinstance(x, tuple) else x
     cols = [find_stat(rows, m) for m in metrics]
     if x not in rows: raise ValueError(unknown('column', x, [c for c in ('step', 'call', 'ts') if c in rows]))
-    parts = parts_by_type(rows) if by_type else parts_by_layer(rows) if path is not None and is_several(path) else [('', rows)]
+    parts = split_by_type(rows) if by_type else split_by_layer(rows) if path is not None and is_several(path) else [('', rows)]
     if len(parts)>36: parts = [('', rows)]
     drawn_parts = [(title, [(m, line) for m,c in zip(metrics, cols, strict=True) for line in series(part, c, x)]) for title,part in parts]
     options,limits = grid_options(facet_kws, sharex=True, sharey=not by_type)
@@ -215,7 +217,7 @@ def scalar_line(
         ax.set(**limits)
     for some in [both] if options.get('sharey') else [[b] for b in both]:
         log_if_wide([a for a,_ in some], [l for _,(_,lines) in some for _,l in lines])
-    if named and len(metrics)==1: # colors distinguish tensors
+    if named and len(metrics)==1: # with several statistics, colors mean statistics instead of tensors
         for (ax,(_,lines)),c in zip(both, colors, strict=True): name_lines(ax, [l for _,l in lines], c, 9 if len(parts)==1 else 5)
     what = ['' if by_type else name_of_type(ttype), path if isinstance(path, str) and path!='*' else '']
     y = meanings.get(metrics[0], metrics[0]) if len(metrics)==1 else ''
@@ -225,22 +227,24 @@ def scalar_line(
 
 # %% ../../nbs/60_show/20_lines.ipynb #c5a1line
 def rows_with_statistics(df, metrics):
-    "Return the rows and the tensor type that have the user's statistics. Raise ValueError if several types have them, but outputs do not."
+    "Return the rows with statistics of the user, and their tensor type. Raise ValueError if the type is ambiguous."
     table = rows_to_draw(df, metrics)
     types = table['ttype'].astype(str)
     there = [t for t in types.unique() if all(m in table and table[m][(types==t).to_numpy()].notna().any() for m in metrics)]
     if len(there)==1: return table, there[0]
-    if not there: [find_stat(table, m) for m in metrics] # raises for unknown statistics
+    if not there: [find_stat(table, m) for m in metrics] # raises ValueError for a statistic that no row has
     if there and 'output' not in there:
         raise ValueError(f"Several tensor types have {metrics[0]!r}: {', '.join(there)}. Choose one: ttype={there[0]!r}.")
     return table, 'output'
 
 # %% ../../nbs/60_show/20_lines.ipynb #73ae0f64
-def parts_by_type(rows):
+def split_by_type(rows):
+    "Split rows by tensor type, for one panel per type. Return pairs of a title and rows."
     kinds = rows['ttype'].astype(str)
     return [(words.get(t, t), rows[(kinds==t).to_numpy()]) for t in dict.fromkeys(kinds)]
 
-def parts_by_layer(rows):
+def split_by_layer(rows):
+    "Split rows by layer, for one panel per layer. Return pairs of a title and rows."
     paths = rows['layer_name' if 'layer_name' in rows else 'path'].astype(str)
     names = list(dict.fromkeys(paths))
     where = paths.map({p: i for i,p in enumerate(names)}).to_numpy()
@@ -248,7 +252,7 @@ def parts_by_layer(rows):
     return [(t or root_name(rows), rows[where==i]) for i,t in enumerate(short_names(names, 34))]
 
 def draw_panel(ax, lines, metrics, kind, kwargs):
-    "Draw one panel: colored by statistic if there are several, else by tensor. Return the colors of the lines."
+    "Draw the lines of one panel. Colors distinguish statistics if there are several, else tensors. Return the colors."
     kwargs,palette = dict(kwargs),kwargs.get('palette')
     kwargs.pop('palette', None)
     colors = [kwargs.pop('color')]*len(lines) if 'color' in kwargs else None
@@ -259,13 +263,14 @@ def draw_panel(ax, lines, metrics, kind, kwargs):
     return draw_lines(ax, [l for _,l in lines], kind, colors, **kwargs)
 
 def add_legend(fig, metrics, loc, bbox_to_anchor, palette=None):
+    "Add a legend of the statistics to a figure."
     colors = line_colors(len(metrics)) if palette is None else palette_colors(palette, metrics)
     handles = [mpl.lines.Line2D([], [], color=c, label=meanings.get(m, m)) for m,c in zip(metrics, colors, strict=True)]
     fig.legend(handles=handles, loc=loc or 'outside upper right', bbox_to_anchor=bbox_to_anchor, ncols=1 if bbox_to_anchor else min(len(metrics), 4))
 
 # %% ../../nbs/60_show/20_lines.ipynb #4f962205
 def drawing_options(kind, kwargs, facet_kws):
-    "Return arguments for lines, options for panels, and whether to name the lines."
+    "Split keyword arguments into those for matplotlib's lines, those for panels, and True if lines get names."
     artist = settable(mpl.lines.Line2D) if kind=='line' else settable(mpl.collections.PathCollection) | {'s', 'marker'}
     given = check_drawn_with(kwargs, artist | {'height', 'aspect', 'palette', 'legend', 'markers', 'color'}, 'a picture of lines',
         own=arguments_of(scalar_line))
@@ -276,7 +281,7 @@ def drawing_options(kind, kwargs, facet_kws):
     return given, {**panel, **(facet_kws or {})} if panel else facet_kws, given.pop('legend', True) is not False
 
 def palette_colors(palette, names):
-    "Return colors for names from a dict, a list (repeated), or a color map."
+    "Return a color for each name. `palette`: dict from name to color, list of colors, or name of a color map."
     if isinstance(palette, dict):
         if lost := [n for n in names if n not in palette]: raise ValueError(unknown('color of palette= for', lost[0], palette))
         return [palette[n] for n in names]

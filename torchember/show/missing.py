@@ -15,14 +15,14 @@ from ..store.parameters import cut_off, forgotten, label_of, untrained, why_not
 
 # %% ../../nbs/60_show/15_missing.ipynb #07bc4faf
 def parameters_of_run(run) -> list:
-    "Return the parameters of a run as dicts, see `store.parameters`."
+    "Return the recorded parameters of a run, as dicts of `store.parameters`."
     return [p for p in open_run(run).parameters() if p.get('recorded') is not False]
 
 # %% ../../nbs/60_show/15_missing.ipynb #884f03b8
-kinds_of_parameters = ('weight_grad', 'update') # tensor types of which each trained parameter has rows
+kinds_of_parameters = ('weight_grad', 'update') # each trained parameter has rows of these tensor types
 
 def untrained_reasons(rows, kind:str, ps:list, layer=None) -> dict: # kind: tensor type of the rows; ps: all parameters
-    "Return label -> reason for parameters that are not trained, in the order of the model, also if their gradient is not used."
+    "Return a dict from label to reason, for parameters that are not trained or whose gradient is not used."
     if kind not in kinds_of_parameters or 'pname' not in rows: return {}
     have = set(zip(rows['path'].astype(str), rows['pname'].astype(str), strict=True))
     found = {}
@@ -34,14 +34,14 @@ def untrained_reasons(rows, kind:str, ps:list, layer=None) -> dict: # kind: tens
     return found
 
 def selected_parameters(ps, layer):
-    "Return the parameters of some layers."
+    "Return the parameters of the selected layers. `layer`: selector of modules, parameter name, or a list of these."
     if layer is None: return ps
     asked = layer if isinstance(layer, list|tuple|set) else [layer]
     paths = set().union(*(paths_like(one, {p['path'] for p in ps}) for one in asked))
     return [p for p in ps if p['path'] in paths or label_of(p) in asked]
 
 def drop_missing(rows, layer, ps:list): # ps: all parameters
-    "Remove layers without rows from a choice. Raise ValueError if none are left."
+    "Remove selectors that match only parameters without rows. Raise ValueError if no selector is left."
     if layer is None or not ps: return layer
     asked = list(layer) if isinstance(layer, list|tuple|set) else [layer]
     paths,labels = set(rows['path'].astype(str)),set(parameter_names(rows)) if 'pname' in rows else set()
@@ -50,8 +50,8 @@ def drop_missing(rows, layer, ps:list): # ps: all parameters
     return left if len(left)<len(asked) else layer
 
 # %% ../../nbs/60_show/15_missing.ipynb #95d579d6
-def insert_missing(labels:list, missing, order:list) -> tuple: # order: all labels, as in the model
-    "Insert each missing label after its predecessor in the model. Return all labels, and the positions of those with rows."
+def insert_missing(labels:list, missing, order:list) -> tuple: # labels: with rows; order: all labels, as in the model
+    "Insert each missing label after its predecessor in the model. Return all labels, and the indices of `labels` in them."
     missing,there = set(missing),set(labels)
     if there<=set(order) and len(there)==len(labels):
         out = [label for label in order if label in there or label in missing]
@@ -68,13 +68,13 @@ def insert_missing(labels:list, missing, order:list) -> tuple: # order: all labe
     return out, at
 
 def add_missing(s, missing, order:list):
-    "Add tensors without rows to a `TensorSeries`. They have no values. `order` has all labels, as in the model."
+    "Add labels without values to a `TensorSeries`: empty rows of a heat map. `order`: all labels, as in the model."
     labels,at = insert_missing(s.labels, set(missing)-set(s.labels), order)
     code = np.asarray(at, int)[s.code]
-    first = np.argsort(code, kind='stable') # a stable sort keeps the order of steps
+    first = np.argsort(code, kind='stable') # stable, so that the steps of each tensor stay in order
     return TensorSeries(labels, code[first], s.step[first], s.value[first], s.bad[first])
 
 def grid_with_missing(rows, col, ttype, ps, layer=None, by='step'):
-    "Return a statistic as a `Grid`, with a row for each parameter that is not trained and the reason."
+    "Return a statistic as a `Grid`. It has empty rows, with the reason, for parameters that are not trained."
     why = untrained_reasons(rows, ttype_of(ttype)[0], ps, layer)
     return grid(add_missing(series(rows, col, by), why, [label_of(p) for p in ps]), why=why)

@@ -30,26 +30,26 @@ from .style import drawing_on, drawn, figures_of
 dpi = 100
 
 class PageFigure:
-    "A figure on the page: a canvas with pointer events (`live`), or an image."
+    "Figure in a notebook: a canvas that reports the mouse pointer (`live`), or an image."
     def __init__(self, W, width, height, live):
         self.width,self.live,self.artists,self.back = width,live,[],None
         self.figure = mpl.figure.Figure((width/dpi, height), dpi=dpi, layout='constrained')
         if live:
             ipympl = needs('ipympl.backend_nbagg', for_='A picture to point at')
             self.canvas = self.widget = ipympl.Canvas(self.figure)
-            ipympl.FigureManager(self.canvas, 0).resize(width, height*dpi) # sets the size also if the page loads later
+            ipympl.FigureManager(self.canvas, 0).resize(width, height*dpi) # sets the size even if the page loads later
             self.canvas.toolbar_visible = self.canvas.header_visible = self.canvas.footer_visible = self.canvas.resizable = False
         else:
             from matplotlib.backends.backend_agg import FigureCanvasAgg
             self.canvas,self.widget = FigureCanvasAgg(self.figure),W.Image(format='png', layout={'width': f'{width}px', 'max_width': '100%', 'height': 'auto'})
-        self.canvas.mpl_connect('draw_event', self.keep)
+        self.canvas.mpl_connect('draw_event', self.save_background)
 
     def stretch(self, height):
-        "Set the height in inches."
+        "Set the height of the figure in inches."
         if abs(self.figure.get_figheight()-height)>.01: self.figure.set_size_inches(self.width/dpi, height)
 
     def show(self):
-        "Draw the figure, and update the page."
+        "Draw the figure, and update it in the notebook."
         if self.live:
             self.canvas._force_full = True
             return self.canvas.draw()
@@ -57,12 +57,13 @@ class PageFigure:
         self.figure.savefig(png, dpi=2*dpi, facecolor=self.figure.get_facecolor())
         self.widget.value = png.getvalue()
 
-    def above(self, *artists):
-        "Set the moving artists of the figure. Moving them does not redraw the figure."
+    def set_moving(self, *artists):
+        "Set the artists that move with the pointer. The rest of the figure is not redrawn when they move."
         self.artists = list(artists)
         for a in artists: a.set_animated(self.live)
 
-    def keep(self, _):
+    def save_background(self, _):
+        "Save the drawn figure without the moving artists, then draw these."
         if not self.live: return
         self.back = self.canvas.copy_from_bbox(self.figure.bbox)
         self.paint()
@@ -72,32 +73,32 @@ class PageFigure:
             if a.get_visible(): self.figure.draw_artist(a)
 
     def moved(self):
-        "Redraw the moving artists, and update the page."
+        "Redraw only the moving artists, and update the figure in the notebook."
         if not self.live or self.back is None: return self.show()
         self.canvas.restore_region(self.back)
         self.paint()
-        self.canvas._force_full = True # of two partial images in a row, the page may lose the first
+        self.canvas._force_full = True # the notebook may lose the first of two partial images
         self.canvas.blit(self.figure.bbox)
 
 # %% ../../nbs/60_show/94_pointing.ipynb #84182a45
 class Losses:
-    "Curves beside the picture: names, and values at steps."
+    "Loss curves to draw beside a picture: steps, and a dict from name to values."
     def __init__(self, steps, lines):
         order = np.argsort(steps, kind='stable')
         self.steps,self.lines = steps[order],{n: y[order] for n,y in lines.items()}
 
-    def place(self, step):
-        "Return the position of the nearest step."
+    def index_of(self, step):
+        "Return the index of the step that is nearest to `step`."
         return int(np.argmin(np.abs(self.steps-step)))
 
     def text(self, i, recorded=None):
-        "Return the text for a step."
+        "Return the text of the cross-hair at index `i`: the step, and the losses at this step."
         more = f'\nrecorded: step {recorded}' if recorded is not None and recorded!=self.steps[i] else ''
         return '\n'.join([f'step={self.steps[i]:g}', *(f'{printable(n)}={y[i]:.4g}' for n,y in self.lines.items())])+more
 
     @drawn
     def draw(self, fig):
-        "Draw the curves. Return the axes."
+        "Draw the loss curves. Return the axes."
         ax,ys = fig.subplots(),np.concatenate([y[np.isfinite(y)] for y in self.lines.values()])
         for n,y in self.lines.items(): ax.plot(self.steps, y, label=n, marker='.' if len(y)==1 else None)
         if len(ys) and ys.min()>0 and ys.max()>100*ys.min(): ax.set_yscale('log')
@@ -106,7 +107,7 @@ class Losses:
         return ax
 
 def read_losses(train_stats, table):
-    "Return the given losses, or the logged ones. None without any."
+    "Return the loss curves of `train_stats`, or by default the logged ones. None if there are none."
     if train_stats is False: return None
     if train_stats is None:
         found = loss_curve(table, None)
@@ -125,8 +126,16 @@ def read_losses(train_stats, table):
     return Losses(steps, lines)
 
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a002
+def vertical_line(ax):
+    "Add a hidden vertical line to axes. The line is visible on any color, and does not change the limits."
+    limits = ax.get_xlim()
+    line = ax.axvline(limits[0], color=mpl.rcParams['text.color'], lw=1, ls='--', alpha=.8, visible=False, zorder=10)
+    line.set_path_effects([effects.withStroke(linewidth=2.4, foreground=mpl.rcParams['figure.facecolor'], alpha=.6)])
+    ax.set_xlim(limits)
+    return line
+
 class CrossHair:
-    "The curves of losses with a cross-hair: a line, a dot on each curve, a text."
+    "Loss curves with a cross-hair: a vertical line, a dot on each curve, and a text with the values."
     def __init__(self, losses, surface):
         self.losses,self.surface = losses,surface
         self.axes = losses.draw(surface.figure)
@@ -141,15 +150,15 @@ class CrossHair:
         text = ax.text(.98, .98, '', transform=ax.transAxes, ha='right', va='top', color=ink, visible=False, bbox=back, parse_math=False)
         text.set_in_layout(False)
         self.cross = line,dots,text
-        self.surface.above(line, *dots, text)
+        self.surface.set_moving(line, *dots, text)
 
-    def put(self, step, recorded=None): # recorded: function: step -> recorded step
-        "Move the cross-hair to a step, or hide it for None. Return the step of the cross-hair."
+    def move_to(self, step, recorded=None): # recorded: function that returns the nearest recorded step of a step
+        "Move the cross-hair to the nearest step with a loss, and return this step. None hides the cross-hair."
         line,dots,text = self.cross
         for a in (line, *dots, text): a.set_visible(step is not None)
         at = None
         if step is not None:
-            i = self.losses.place(step)
+            i = self.losses.index_of(step)
             at = self.losses.steps[i].item()
             line.set_xdata([at, at])
             for d,y in zip(dots, self.losses.lines.values(), strict=True): d.set_data([at], [y[i]])
@@ -159,7 +168,7 @@ class CrossHair:
 
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a003
 class Throttle:
-    "Call `f` with the latest value, at most once per `pause` seconds. The last value is never lost."
+    "Wrapper of a function `f` that is called too often: at most one call per `pause` seconds, with the latest value."
     def __init__(self, f, pause, locked): self.f,self.pause,self.locked,self.waiting,self.last = f,pause,locked,None,0.
 
     def __call__(self, value):
@@ -167,7 +176,7 @@ class Throttle:
         wait = self.last+self.pause-time.monotonic()
         if wait<=0: return self.now()
         try: asyncio.get_running_loop().call_later(wait, self.locked(self.now))
-        except RuntimeError: self.now() # without an event loop, there is no later call
+        except RuntimeError: self.now() # without an event loop, a later call is not possible
 
     def now(self):
         if self.waiting is None: return
@@ -177,74 +186,67 @@ class Throttle:
 
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a007
 class Picture:
-    "A figure to redraw with new arguments, in the style at its creation, with a line at a step."
+    "Picture that is redrawn when its arguments change. A line marks a step. `good`: last arguments that worked."
     def __init__(self, surface):
         self.surface,self.lines,self.good = surface,[],None
         self.style = {k: mpl.rcParams[k] for k in mpl.rcParams if not k.startswith('backend') and k not in ('interactive', 'toolbar')}
 
     def draw(self, arguments, values, step=None):
-        "Draw the picture with a line at a step. `good` keeps the arguments of the last success."
+        "Draw the picture with the given values of its arguments, and a vertical line at `step`."
         f,own,fig = arguments.f,values.get('figsize'),self.surface.figure
         tall = (lambda size: self.surface.stretch(own[1])) if own else (lambda size: self.surface.stretch(min(max(size[1], 3.6), 12.)))
         with mpl.rc_context(self.style), drawing_on(fig, tall): out = f(arguments.table, **values)
         if fig not in figures_of(out): raise TypeError(f"{f.__name__} returned {an(out)} outside the given figure. "
             "interactive takes pictures of torchember: scalar_line, exp_hist, scalar_global_heatmap, overview, tree, ...")
         with mpl.rc_context(self.style): self.lines = [vertical_line(ax) for ax in axes_with_steps(fig)]
-        self.surface.above(*self.lines)
+        self.surface.set_moving(*self.lines)
         self.good = arguments,values
-        self.place(step)
+        self.place_lines(step)
         self.surface.show()
 
-    def place(self, step):
+    def place_lines(self, step):
+        "Set the position of the vertical lines without drawing. None hides the lines."
         for l in self.lines:
             l.set_visible(step is not None)
             if step is not None: l.set_xdata([step, step])
 
-    def put(self, step):
-        "Move the line to a step, or hide it for None."
-        self.place(step)
+    def move_line_to(self, step):
+        "Move the vertical line to a step, and update the figure. None hides the line."
+        self.place_lines(step)
         if self.lines: self.surface.moved()
 
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a008
-def vertical_line(ax):
-    "Add a vertical line, visible on any color, without changing the limits."
-    limits = ax.get_xlim()
-    line = ax.axvline(limits[0], color=mpl.rcParams['text.color'], lw=1, ls='--', alpha=.8, visible=False, zorder=10)
-    line.set_path_effects([effects.withStroke(linewidth=2.4, foreground=mpl.rcParams['figure.facecolor'], alpha=.6)])
-    ax.set_xlim(limits)
-    return line
-
 def axes_with_steps(fig):
-    "Return the axes with the step as x axis."
+    "Return the axes of a figure whose x axis is the step."
     named = lambda ax: 'step' in {fig.get_supxlabel(), *(a.get_xlabel() for a in ax.get_shared_x_axes().get_siblings(ax))}
     return [ax for ax in fig.axes if ax.name=='rectilinear' and ax.get_label()!='<colorbar>' and named(ax)]
 
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a013
 class StepCursor:
-    "The current step of loss and picture. The user points, clicks or moves a slider."
+    "Step that the user points at, clicks on, or selects with a slider. It is marked in the loss and in the picture."
     def __init__(self, W, loss, picture, step_control, live, pause, locked): # step_control: function that returns the control of the step, or None
         self.loss,self.picture,self.step_control,self.pinned,self.slider = loss,picture,step_control,None,None
         self.hover = Throttle(lambda step: self.point(step), pause, locked)
         if not live:
-            self.slider = slider_under(W, loss, locked(self.go))
+            self.slider = slider_under(W, loss, locked(self.go_to))
             self.pinned = self.slider.value
 
     def shown(self, W): # a box would cut off a canvas
         return W.VBox([self.loss.surface.widget, self.slider.shown]) if self.slider else self.loss.surface.widget
 
     def point(self, step):
-        "Move the cross-hair and the lines to a step, or hide them for None."
+        "Move the cross-hair of the loss and the lines of the picture to a step. None hides both."
         control = self.step_control()
-        self.picture.put(self.loss.put(step, control and control.nearest))
+        self.picture.move_line_to(self.loss.move_to(step, control and control.nearest))
 
-    def hovered(self, event): self.hover(event.xdata if event.inaxes is self.loss.axes else self.pinned)
+    def on_hover(self, event): self.hover(event.xdata if event.inaxes is self.loss.axes else self.pinned)
 
-    def clicked(self, event):
+    def on_click(self, event):
         if event.inaxes is self.loss.axes and event.button==1:
-            self.go(self.loss.losses.steps[self.loss.losses.place(event.xdata)].item())
+            self.go_to(self.loss.losses.steps[self.loss.losses.index_of(event.xdata)].item())
 
-    def go(self, step):
-        "Move the picture to a step. If the picture has no step, move the line."
+    def go_to(self, step):
+        "Select a step: draw the picture of this step. If the picture has no argument `step`, only move its vertical line."
         self.pinned = step
         if control := self.step_control():
             control.value = control.nearest(step)
@@ -252,21 +254,21 @@ class StepCursor:
         self.point(step)
 
     def settle(self):
-        "Move the cross-hair to the step of the picture."
+        "Move the cross-hair and the slider to the step that the picture shows."
         if control := self.step_control(): self.pinned = control.value
         if self.slider and self.pinned is not None: self.slider.widget.value = self.slider.position(self.pinned)
         self.point(self.pinned)
 
 def slider_under(W, loss, go):
-    "Return a slider over the steps of the losses, for figures as images."
+    "Return a slider over the steps of the loss. It replaces the mouse pointer if figures are images."
     s = StepSlider(W, 'step', loss.losses.steps, None)
     s.observe(lambda: go(s.value))
     s.widget.layout.width,s.box.layout.width,s.widget.description = f'{max(loss.surface.width-90, 110)}px','80px',''
     return s
 
 # %% ../../nbs/60_show/94_pointing.ipynb #e05da9a6
-def tensor_at(rows, col, g, i:int, j:int, by:str='step'): # i, j: row and column of a patch
-    "Return the row of the tensor and step of a patch, None if nothing was recorded. Of several, take the one in the grid."
+def tensor_at(rows, col, g, i:int, j:int, by:str='step'): # i, j: row and column of a cell
+    "Return the log row that a cell of a heat map shows, or None if nothing was recorded there."
     rows = training(rows)
     code,_ = places(rows)
     first = sum(map(len, g.members[:i]))
@@ -281,7 +283,7 @@ def tensor_at(rows, col, g, i:int, j:int, by:str='step'): # i, j: row and column
     return rows.iloc[at[np.argmin(np.where(np.isnan(far), np.inf, far))]]
 
 def rows_of_same_tensor(table, row):
-    "Return the rows of the same tensor at all steps."
+    "Return all rows of the table that are of the same tensor as `row`, at any step."
     same = np.ones(len(table), bool)
     for c in ('path', 'ttype', 'tname', 'call'):
         if c in table and c in row: same &= (table[c].astype(str)==str(row[c])).to_numpy()
@@ -289,7 +291,7 @@ def rows_of_same_tensor(table, row):
 
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a011
 def tensor_histogram(label):
-    "Return `exp_hist` for one tensor, with the tensor in its title."
+    "Return the function `exp_hist` for one tensor, with the label of the tensor in the title."
     @functools.wraps(exp_hist)
     def f(run, **values):
         title = make_title(name_of_run(run), name_of_type(values['ttype']), label, f"step {values['step']}")
@@ -298,14 +300,14 @@ def tensor_histogram(label):
 
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a010
 class HeatmapCells:
-    "The tensors behind a heat map. Their exponents are read when the first histogram is opened."
-    def __init__(self, source, table, on_change=lambda arguments: None): # on_change: of the controls of a histogram
+    "Finds the tensor at a cell of a heat map, and the arguments for its histogram. Exponent counts are read on demand."
+    def __init__(self, source, table, on_change=lambda arguments: None): # on_change: listener for the histogram
         self.source,self.table,self.on_change,self.values,self.found,self.exponents = source,table,on_change,{},None,{}
 
     def drawn_with(self, values): self.values,self.found = in_our_words(values, signature(heat_map_cells).parameters),None
 
     def cells(self):
-        "Return the rows with the `label` of their tensor, the statistic, and the grid."
+        "Return the rows of the heat map (with a column `label`), the statistic's column, and the `Grid`."
         if self.found is None:
             self.by,self.turned = axis_roles(self.values.get('x', 'step'), self.values.get('y'))
             rows,*rest = heat_map_cells(self.table, **{k: v for k,v in self.values.items() if k in signature(heat_map_cells).parameters}|{'x': self.by})
@@ -315,22 +317,22 @@ class HeatmapCells:
         return self.found
 
     def at(self, x, y):
-        "Return the row of the tensor at a place of the axes, None if nothing was recorded."
+        "Return the log row of the tensor at coordinates x and y of the heat map, or None if nothing was recorded."
         rows,col,g = self.cells()
-        if self.turned: x,y = y,x # layers on the x axis
+        if self.turned: x,y = y,x # the layers are on the x axis
         j = min(max(int(np.searchsorted(column_edges(g.steps), x))-1, 0), len(g.steps)-1)
         return tensor_at(rows, col, g, min(max(int(y), 0), len(g.labels)-1), j, self.by)
 
-    def of_name(self, which, step):
-        "Return the row of a tensor at a step. For an unknown name, use the first tensor."
+    def row_of(self, label, step):
+        "Return the row of a tensor at a step, or None. An unknown label means the first tensor."
         rows,labels = self.cells()[0],self.labels()
-        found = rows[(rows['label']==(which if which in labels else labels[0])) & (rows['step']==step)]
+        found = rows[(rows['label']==(label if label in labels else labels[0])) & (rows['step']==step)]
         return found.iloc[0] if len(found) else None
 
     def labels(self): return self.cells()[0]['label'].unique().tolist()
 
     def histogram(self, row):
-        "Return the arguments for a histogram of the tensor of a row."
+        "Return the arguments, with controls, for a histogram of the tensor of a row."
         ttype = self.values.get('ttype', 'output')
         if ttype not in self.exponents:
             self.exponents[ttype] = self.table if hasattr(self.source, 'columns') else read_rows_for(exp_hist, self.source, ttype)
@@ -339,26 +341,26 @@ class HeatmapCells:
         return Arguments(tensor_histogram(row['label']), rows, given, ('path', 'ttype', 'col_wrap', 'facet_kws'), self.on_change)
 
 def read_rows_for(f, source, ttype=None):
-    "Return the table for a picture. Moving a control reads nothing more."
-    # needed for the ranges of number formats
+    "Return a table with all rows that a drawing function may need, so that a moved control reads no file."
+    # exponent counts are needed only by pictures with ranges of number formats
     stats = ['exponents'] if any(n.startswith('dtype') for n in signature(f).parameters) else None
     if isinstance(source, list|tuple): return [rows_to_draw(s, stats) for s in source]
     return rows_to_draw(source, stats, **({} if ttype is None else {'ttype': ttypes_asked(ttype)}))
 
 # %% ../../nbs/60_show/94_pointing.ipynb #f8a22577
 class TensorChooser:
-    "Controls below an image of a heat map: a tensor, a step, and a button."
+    "Controls below a heat map that cannot be clicked: a tensor, a step, and a button that opens the histogram."
     def __init__(self, W, patches, enter):
         self.patches,self.names = patches,[]
         self.which,self.when = LayerPicker(W, 'tensor', [], None, one=True),StepSlider(W, 'step', np.array([0]), None)
         self.button = W.Button(description='How large its numbers were', layout={'width': 'auto', 'margin': '22px 2px 0 2px'})
-        self.button.on_click(lambda _: enter(patches.of_name(self.which.value, self.when.value)))
+        self.button.on_click(lambda _: enter(patches.row_of(self.which.value, self.when.value)))
         for c in (self.which, self.when): set_layout(c)
         row = {'flex_flow': 'row wrap', 'grid_gap': '2px 14px', 'align_items': 'flex-start'}
         self.shown = W.HBox([self.which.shown, self.when.shown, self.button], layout=row)
 
     def offer(self):
-        "Offer the tensors and steps of the current heat map."
+        "Let the user choose from the tensors and steps of the current heat map."
         first,self.names = not self.names,self.patches.labels()
         if self.which.value not in self.names: self.which.chosen = self.names[:1]
         self.which.offer(self.names)
@@ -367,7 +369,7 @@ class TensorChooser:
 
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a012
 class PageLayout:
-    "The boxes on the page: controls, a message, figures, controls below them, a hint."
+    "Layout of the widgets in a notebook: controls, a message, figures, controls below the figures, a hint."
     def __init__(self, W, figures, live):
         self.text = ''
         self.message,self.hint = W.HTML(layout={'min_height': '22px', 'margin': '0 2px'}),W.HTML(layout={'margin': '0 2px'})
@@ -382,28 +384,28 @@ class PageLayout:
         self.message.value = text and f'<div role="status" style="color:var(--jp-error-color1,firebrick);line-height:1.4">{escape(text)}</div>'
 
     def arrange(self, controls, foot, inside, hint):
-        "Replace the controls above and below the picture."
+        "Replace the controls above and below the picture, and the hint. `inside`: True if a histogram is open."
         self.top.children = [*([self.back] if inside else []), controls]
         self.foot.children = foot
         self.hint.value = hint and f'<span style="opacity:.7;font-size:90%">{escape(hint)}</span>'
 
 # %% ../../nbs/60_show/94_pointing.ipynb #fea165de
 def execution_count():
-    "Return the number of the running cell."
+    "Return the execution number of the running notebook cell, or None outside IPython."
     ip = sys.modules['IPython'].get_ipython() if 'IPython' in sys.modules else None
     return getattr(ip, 'execution_count', None)
 
 def error_text(e):
-    "Return the text of an error for the page."
+    "Return the text of an exception to show below the controls."
     return str(e) if isinstance(e, ValueError|TypeError) and str(e) else f'{type(e).__name__}: {e}'
 
 # %% ../../nbs/60_show/94_pointing.ipynb #72767a7a
 class Interactive:
-    "A picture with `controls`, a dict by argument; each has a `value` to read and set. `figure` is the picture."
+    "Picture in a notebook with `controls`, a dict from argument to control. Set the `value` of a control to redraw `figure`."
     def __init__(self, f, source, given, train_stats=None, width=1500, pause=.01, live=True):
         W = needs('ipywidgets', for_='interactive')
         self.live,self.lock,self.shown_in = live,threading.RLock(),None
-        # the heat map, and its open histogram
+        # arguments of the picture and, above them, of an open histogram
         self.stack = [Arguments(f, read_rows_for(f, source), given, on_change=self.locked(self.change))]
         losses = None if f.__name__=='overview' and train_stats is None else read_losses(train_stats, self.now.one)
         self.picture = Picture(PageFigure(W, round(width*(.8 if losses else 1)), 4., live))
@@ -426,17 +428,17 @@ class Interactive:
     def __repr__(self): return f"interactive {self.stack[0].f.__name__} of {name_of_run(self.stack[0].one) or 'a table'}"
 
     def _ipython_display_(self):
-        "Display the picture, once in the cell of its creation, and in later cells."
+        "Display the picture, unless the cell that created it has displayed it already."
         if self.shown_in is None or self.shown_in!=execution_count(): self.show()
 
     def show(self):
-        "Display the picture."
+        "Display the controls and the picture below the running cell."
         from IPython.display import display
         self.shown_in = execution_count()
         display(self.layout.box)
 
     def locked(self, f):
-        "Return `f` with a lock. Its exceptions become messages on the page."
+        "Wrap a listener: only one runs at a time, and exceptions are shown as messages in the notebook."
         def g(*args):
             with self.lock:
                 try: f(*args)
@@ -444,17 +446,19 @@ class Interactive:
         return g
 
     def connect(self):
-        "Connect the events of the figures."
+        "Connect the mouse and key events of the figures."
         on = lambda s, **events: [s.canvas.mpl_connect(f'{n}_event', self.locked(f)) for n,f in events.items()]
         on(self.picture.surface, button_press=self.pressed, key_press=lambda event: self.leave() if event.key=='escape' else None)
-        if c := self.cursor: on(c.loss.surface, motion_notify=c.hovered, button_press=c.clicked, figure_leave=c.hovered)
+        if c := self.cursor: on(c.loss.surface, motion_notify=c.on_hover, button_press=c.on_click,
+            figure_leave=c.on_hover)
 
     def arrange(self):
+        "Show the controls of the picture, or those of an open histogram."
         inside = len(self.stack)>1
         self.layout.arrange(self.now.box, [self.chooser.shown] if self.chooser and not inside else [], inside, self.hint(inside))
 
     def hint(self, inside):
-        "Return a hint for the user."
+        "Return a text that explains what the user can click on."
         out = []
         if self.live and self.patches:
             out.append('Right click, Escape or Back: to the heat map.' if inside else 'Click on a patch to see how large its numbers were.')
@@ -469,11 +473,11 @@ class Interactive:
         if self.patches and arguments is self.stack[0]: self.patches.drawn_with(values)
 
     def change(self, arguments):
-        "Redraw after a change, unless the controls are not on the page."
+        "Redraw the picture after a change of a control. Ignore changes of the heat map while a histogram is open."
         if arguments is self.now: self.redraw()
 
     def redraw(self):
-        "Draw the picture with the values of the controls. If that fails, show the error and the last good picture."
+        "Draw the picture with the values of its controls. If this fails, show the error and the last good picture."
         try: self.draw(self.now, self.now.values())
         except Exception as e:
             if self.picture.good: self.draw(*self.picture.good)
@@ -482,17 +486,18 @@ class Interactive:
         self.settle()
 
     def settle(self):
-        "Update the cross-hair and the chooser after drawing."
+        "Update the cross-hair, and the tensors to choose from, after the picture was drawn."
         if self.chooser and len(self.stack)==1: self.chooser.offer()
         if self.cursor: self.cursor.settle()
 
     def pressed(self, event):
+        "Open the histogram of the cell that was clicked. A right click closes the histogram."
         if event.button==3: return self.leave()
         if event.button!=1 or len(self.stack)>1 or not self.patches or event.inaxes is not self.figure.axes[0]: return
         self.enter(self.patches.at(event.xdata, event.ydata))
 
     def enter(self, row):
-        "Open the histogram of a tensor at a step."
+        "Replace the heat map by the histogram of one tensor at one step."
         if row is None: return self.layout.show_message('Nothing was recorded there.')
         self.stack.append(self.patches.histogram(row))
         try: self.draw(self.now, self.now.values())
@@ -505,7 +510,7 @@ class Interactive:
         self.settle()
 
     def leave(self):
-        "Return to the heat map."
+        "Close the histogram, and draw the heat map again."
         if len(self.stack)==1: return
         self.stack.pop()
         if self.cursor: self.cursor.pinned = None
@@ -514,7 +519,7 @@ class Interactive:
 
 # %% ../../nbs/60_show/94_pointing.ipynb #0c7ba873
 def why_no_controls():
-    "Return the reason why controls are impossible, None if they are possible."
+    "Return the reason why no controls can be shown, or None if they can be shown."
     from importlib.util import find_spec
     ip = sys.modules['IPython'].get_ipython() if 'IPython' in sys.modules else None
     if getattr(ip, 'kernel', None) is None: return "interactive works only in a notebook."
@@ -522,28 +527,28 @@ def why_no_controls():
         return "interactive needs ipywidgets, which is not installed. Run: pip install ipywidgets ipympl"
 
 def reports_pointer():
-    "Return True if figures report the pointer: with the backend ipympl."
+    "Return True if matplotlib's backend is ipympl, whose figures report the mouse pointer."
     return mpl.get_backend().removeprefix('module://') in ('widget', 'ipympl', 'ipympl.backend_nbagg')
 
 # %% ../../nbs/60_show/94_pointing.ipynb #fc1e0406
 def interactive(
-    f, # A picture: `scalar_line`, `exp_hist`, `scalar_global_heatmap`, `overview`, `tree`, ...
-    train_stats=None, # Loss to point at: `TrainingStats`, or a dict of the same; default logged numbers; False for none
+    f, # Drawing function: `scalar_line`, `exp_hist`, `scalar_global_heatmap`, `overview`, `tree`, ...
+    train_stats=None, # Loss curves to draw: `TrainingStats`, or a dict with the same keys; default logged numbers; False: none
     width:int=1500, # Total width in pixels
-    mouse_sensitivity:int=10000, # Least time between two moves of the cross-hair, in microseconds
-    **kwargs # Arguments of the picture, and `run`: a name, an ember, a tracker or a table
-): # An object with `controls`, `figure` and `show()`. Outside a notebook, the result of the picture
-    """Show a picture in a notebook with a control for each argument, a cross-hair on the loss, and clickable heat maps.
+    mouse_sensitivity:int=10000, # Shortest time between two moves of the cross-hair, in microseconds
+    **kwargs # Arguments of `f`, and `run`: a name, a torchEmber, a tracker or a table
+): # Object with `controls`, `figure` and `show()`. Outside a notebook, the result of `f`
+    """Show a picture in a notebook, with controls for its arguments, a cross-hair on the loss, and clickable heat maps.
 
     Args:
-        f: A picture: `scalar_line`, `exp_hist`, `scalar_global_heatmap`, `overview`, `tree`, ...
-        train_stats: Loss to point at: `TrainingStats`, or a dict of the same; default logged numbers; False for none
+        f: Drawing function: `scalar_line`, `exp_hist`, `scalar_global_heatmap`, `overview`, `tree`, ...
+        train_stats: Loss curves to draw: `TrainingStats`, or a dict with the same keys; default logged numbers; False: none
         width: Total width in pixels
-        mouse_sensitivity: Least time between two moves of the cross-hair, in microseconds
-        **kwargs: Arguments of the picture, and `run`: a name, an ember, a tracker or a table
+        mouse_sensitivity: Shortest time between two moves of the cross-hair, in microseconds
+        **kwargs: Arguments of `f`, and `run`: a name, a torchEmber, a tracker or a table
 
     Returns:
-        An object with `controls`, `figure` and `show()`. Outside a notebook, the result of the picture
+        Object with `controls`, `figure` and `show()`. Outside a notebook, the result of `f`
     """
     if not callable(f): raise TypeError(f"interactive needs a picture, such as scalar_line, got {an(f)}.")
     given = dict(kwargs)

@@ -22,14 +22,14 @@ from torchember.show.select import (find_stat, has_ttype, name_of_run, numeric_c
 
 # %% ../../nbs/60_show/88_run_summary.ipynb #ee8d9996
 def first_trouble(df):
-    "Return the first row of the earliest step with a non-finite tensor, None if all are finite. For dicts use `first_not_finite`."
+    "Return the row of the first non-finite tensor, or None. `first_not_finite` does the same for rows as dicts."
     at = np.flatnonzero(trouble(df))
     if not len(at): return None
     step = df['step'].to_numpy()[at]
-    return df.iloc[at[np.argmin(step)]] # rows are in the order of execution
+    return df.iloc[at[np.argmin(step)]] # the first row of that step, because rows are in the order of execution
 
 def trouble_sentence(row):
-    "Return a sentence about a non-finite row."
+    "Return a text that names the step, the tensor and the counts of NaN and infinities of a row."
     what = ' and '.join(f'{int(row[c]):,} {n}' for c,n in (('nan', 'NaN'), ('posinf', '+inf'), ('neginf', '-inf')) if row.get(c, 0)>0)
     name = row['path'] or 'the model'
     pname = row.get('pname')
@@ -40,10 +40,11 @@ def trouble_sentence(row):
 default_ttypes = ('output', 'weight_grad')
 
 def no_tensors(table):
+    "Return the error message for a run that has no rows of tensors."
     return f"{printable(name_of_run(table) or 'The table')} has no rows of tensors yet: they come when the model is called in its training."
 
 def types_to_draw(tensors, ttype):
-    "Return the tensor types to draw."
+    "Return the tensor types to draw: the requested ones, or by default outputs and gradients of weights."
     if ttype is not None: return [ttype] if isinstance(ttype, str) else list(ttype)
     kinds = list(dict.fromkeys(tensors['ttype'].astype(str)))
     return [t for t in default_ttypes if t in kinds] or kinds[:1]
@@ -51,6 +52,7 @@ def types_to_draw(tensors, ttype):
 def rows_of_type(tensors, kind): return tensors[has_ttype(tensors, ttype_of(kind)[0])]
 
 def pick_stat(rows, stat):
+    "Return the column of the requested statistic, or by default of the most useful recorded one."
     if stat is not None: return find_stat(rows, stat)
     best = next((c for c in ('rms', 'std', 'abs_mean', 'mean') if c in rows and rows[c].notna().any()), None)
     if best is not None: return best
@@ -58,7 +60,7 @@ def pick_stat(rows, stat):
     return others[0] if others else find_stat(rows, 'std')
 
 def loss_curve(table, loss):
-    "Return (name, steps, values) of the loss, or None."
+    "Return (name, steps, values) of the loss, or None. `loss`: name of a logged number, values, or (steps, values)."
     loss = values_of(loss)
     if isinstance(loss, tuple|list) and len(loss)==2 and np.ndim(loss[0]):
         return 'loss', np.asarray(loss[0]), np.asarray(loss[1], float)
@@ -75,21 +77,21 @@ def loss_curve(table, loss):
     return loss, got['step'].to_numpy()[order], got[col].to_numpy(float, na_value=np.nan)[order]
 
 def may_have_number(rows, name):
-    "Return a mask of scalar rows with a possible number of this name. NaN in a table may be a number, or none."
+    "Return a mask of the rows that may have a number of this name. NaN can also mean that there is no number."
     own,tname = computed_in(name),rows['tname'].astype(object).to_numpy() if 'tname' in rows else np.full(len(rows), 'log', object)
     by_user = ~np.isin(tname, computed)
     return by_user if own is None else (tname==own) | by_user & bool(rows[name].notna().to_numpy()[by_user].any())
 
 def logged_names(table):
-    "Return the names of logged numbers. Columns of tensor rows are marks."
+    "Return the names of logged numbers, such as 'loss'. Omit marks: columns that tensor rows have too."
     scalar = has_ttype(table, 'scalar')
     rows,others = table[scalar],table[~scalar]
     return [c for c in numeric_columns(rows) if c in derived or not others[c].notna().any()]
 
 # %% ../../nbs/60_show/88_run_summary.ipynb #451ee375
 class RunSummary:
-    """A run with a line for each layer: `df` is the table, `missing` a sentence about untrained parameters, `said` sentences about several
-    processes, `found` findings."""
+    """Summary of a run, with a row for each layer in the table `df`. `missing`: a sentence about untrained parameters;
+    `said`: sentences about several processes; `found`: findings."""
     def __init__(self, df, title, missing='', said=(), found=()):
         self.df,self.title,self.missing,self.said,self.found = df,title,missing,tuple(said),tuple(found)
 
@@ -107,18 +109,18 @@ class RunSummary:
 @earlier_calls('ttype', 'stats', 'path')
 @says_arguments
 def summary(
-    run, # Name of a run, an ember, a tracker, or a table
-    path=None, # A path, a glob, a compiled regex, or a list; default all layers
-    ttype=None, # A tensor type; default outputs, or the first type
-    stats=('std', 'abs_max'), # Statistics: first, last and worst value of each
+    run, # Run to summarize: its name, a torchEmber, a tracker, or a table of rows
+    path=None, # Layers: a path, a glob, a compiled regex, or a list; default all
+    ttype=None, # Tensor type to summarize; default outputs, or the first recorded type
+    stats=('std', 'abs_max'), # Statistics to show, each with its first, last and most unusual value
 ) -> RunSummary:
-    """Return a line for each layer: first, last and worst value, the number of non-finite steps, and untrained parameters.
+    """Return a table with a row for each layer: first, last and most unusual values, and the number of non-finite steps.
 
     Args:
-        run: Name of a run, an ember, a tracker, or a table
-        path: A path, a glob, a compiled regex, or a list; default all layers
-        ttype: A tensor type; default outputs, or the first type
-        stats: Statistics: first, last and worst value of each
+        run: Run to summarize: its name, a torchEmber, a tracker, or a table of rows
+        path: Layers: a path, a glob, a compiled regex, or a list; default all
+        ttype: Tensor type to summarize; default outputs, or the first recorded type
+        stats: Statistics to show, each with its first, last and most unusual value
     """
     pd = needs('pandas', for_='A summary')
     table,findings = table_and_findings(run)
@@ -147,7 +149,7 @@ def summary(
     return RunSummary(df, title, untrained(ps, selected_parameters(ps, path)), table.attrs.get('said', ()), map(title_text, causes))
 
 def most_unusual(y):
-    "Return the value farthest from the median, by factors if all are positive."
+    "Return the value with the largest distance from the median, of logarithms if all values are positive."
     if not len(y): return np.nan
     z = np.log(y) if y.min()>0 else y
     return y[np.argmax(abs(z-np.median(z)))]

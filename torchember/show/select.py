@@ -26,13 +26,13 @@ from ..store.anywhere import is_url
 from ..store.reading import path_of
 
 # %% ../../nbs/60_show/10_select.ipynb #734937ed
-def rows_to_draw(source, stats=None, rows=None, **wanted): # rows: all rows, if they have been read
-    "Return the rows of a run for a picture, without findings. `attrs['run']` is its name; `wanted` are arguments of `read`."
+def rows_to_draw(source, stats=None, rows=None, **wanted): # rows: all rows of the run, if already read
+    "Return the rows of a run for a picture, without findings. `wanted`: arguments of `read`; `df.attrs['run']`: name of the run."
     df = without_findings(rows_of_source(source, stats, wanted, rows))
     return df if stats is None else with_statistics(df, stats)
 
 def with_statistics(df, stats=()):
-    "Return the rows with some statistics, or with those of an ember, or with the user's own. Rows of a `Monitor` are left out."
+    "Return the rows that have values of the statistics, by default of any that torchEmber computes. Omit `Monitor` rows."
     names = [n for s in stats for n in (s, stats_of.get(s)) if n in df] if len(stats) else [c for c in df.columns if c in usual]
     some = measured_any(df, names)
     return df if some.all() else df[some]
@@ -40,48 +40,53 @@ def with_statistics(df, stats=()):
 usual = {*derived, 'shape', 'ratio', 'exponents'}
 
 def table_and_findings(source, ttype=None): # ttype: tensor types to read; default all
-    "Return the rows of a run to draw, and its findings."
+    "Return two tables of a run: rows of tensors and logged numbers, and rows of findings."
     df = rows_of_source(source, None, {} if ttype is None else {'ttype': [*ttype, 'finding']})
     return without_findings(df), df[has_ttype(df, 'finding')]
 
-# columns that only findings have
+# columns that occur only in rows of findings
 of_findings = ('severity', 'rule', 'text', 'advice', 'look', 'evidence', 'first_step', 'last_step', 'of', 'over')
 
+def has_ttype(df, ttype):
+    "Return a boolean array: True for each row of a tensor type."
+    return (df['ttype'].astype(str)==ttype).to_numpy()
+
 def without_findings(df):
-    "Return a table without findings: each row is of a tensor or a logged number."
+    "Remove the rows of findings, and the columns that only findings have. Keep tensors and logged numbers."
     if not (found := has_ttype(df, 'finding')).any(): return df
     df = df[~found]
     return df.drop(columns=[c for c in of_findings if c in df and df[c].isna().all()])
 
 def run_of(source):
-    "Open the run of a picture. Raise TypeError for anything else."
+    "Open the run that a picture shall show. Raise TypeError if `source` is neither a run nor a table."
     if isinstance(source, str|PathLike|Run) or is_url(source) or hasattr(getattr(source, 't', source), 'log_path'):
         return open_run(source)
     hint = " To see where runs part: compare([...])." if isinstance(source, list|tuple) else ""
     raise TypeError(f"A picture needs the name of a run, a torchEmber, its te.t or a table of rows, got {an(source)}.{hint}")
 
 def rows_of_source(source, stats, wanted, rows=None):
+    "Read the rows of a run, or convert a table of rows. `wanted`: arguments of `read`."
     pd = needs('pandas', for_='A picture')
     if isinstance(source, pd.DataFrame): return check_one_run(clean_types(to_table(source)))
     source = run_of(source)
     from torchember.frames.logs import read
     try: df = read(source, **wanted, columns=lambda c: is_drawn(c, stats)) if rows is None else rows[[c for c in rows if is_drawn(c, stats)]]
-    except NothingChosen: df,wanted = read(source, columns=lambda c: is_drawn(c, stats)),{} # read all: the error message lists what exists
+    except NothingChosen: df,wanted = read(source, columns=lambda c: is_drawn(c, stats)),{} # read all: the error message lists all values
     if stats is not None and not all(s in df or stats_of.get(s) in df for s in stats):
-        df = read(source, **wanted) # the error message lists all
+        df = read(source, **wanted) # again without selection: the error message lists all values
     df.attrs['run'] = source.name
     df = clean_types(df)
     if len(df): check_columns(df, df.attrs['run'])
     return check_one_run(df)
 
 def is_drawn(column, stats):
-    "Return True if a picture of some statistics needs a column."
+    "Return True if a picture of the statistics `stats` needs to read a column of the log."
     if column in ('exponents', 'zero_frac') and stats is not None and 'exponents' in stats: return True
     if column=='exponents': return False
     return stats is None or column not in derived or column in stats or stats_of.get(column) in stats
 
 def to_table(df):
-    "Return a table of rows, converted from a LogFrame if necessary."
+    "Return a table of log rows with module paths. Convert a LogFrame, whose columns have two levels."
     if df.columns.nlevels==2:
         from torchember.frames.logframe import from_logframe
         names = df['metadata', 'name'].to_numpy()
@@ -91,12 +96,12 @@ def to_table(df):
         paths = {m: path_of(m) for m in df['module'].unique() if isinstance(m, str)}
         df = df.assign(path=df['module'].map(paths))
     if df['path'].isna().any():
-        # the root has no path in a CSV file
+        # pandas reads the empty path of the root module from a CSV file as NaN
         df = df.assign(path=df['path'].astype(object).where(df['path'].notna(), ''))
     return df
 
 def check_columns(df, what='This table'):
-    "Raise ValueError if columns are missing."
+    "Raise ValueError if a table lacks the columns that identify tensors and steps."
     missing = [c for c in ('ttype', 'tname', 'step') if c not in df]
     if not missing and ('path' in df or 'module' in df): return
     how = " Rows of a log that some other program wrote may be counted: df = read(run); df['step'] = df.groupby(['path', 'ttype', 'tname']).cumcount()." \
@@ -105,12 +110,12 @@ def check_columns(df, what='This table'):
         f"Give a table as te.t.df, read(run) or a logframe has it.{how} Its columns: {printable(', '.join(map(str, list(df.columns)[:12])))}.")
 
 def check_one_run(df):
-    "Return a table of one run. Raise ValueError for several runs."
+    "Return the table with the name of its run in `attrs`. Raise ValueError if the table has rows of several runs."
     if 'run' not in df or name_of_run(df) and not set(name_of_run(df))&set('*?['): return df
     names = [str(n) for n in df['run'].dropna().unique()]
     if len(names)>1: raise ValueError(f"This table has {len(names)} runs: {printable(', '.join(names[:4]))}{', ...' if len(names)>4 else ''}. "
         f"A picture draws one run: df[df.run=={names[0]!r}]. To see where runs part: compare({names[:2]!r}).")
-    df = df.assign() # a copy, so that the attributes of the original stay
+    df = df.assign() # a copy, because `attrs` of the user's table must not change
     df.attrs['run'] = names[0] if names else ''
     return df
 
@@ -122,7 +127,7 @@ def pick(
     path=None, # Modules as in `select` ('features.*', 'Linear', a regex, ...), a label ('0.weight'), or a list of these; default all
     ttype=None # A tensor type, or a list; default all
 ): # The rows. Raises ValueError if there are none
-    "Return the rows of some layers and tensor types."
+    "Return the rows of the selected layers and tensor types."
     if not len(df): raise ValueError(no_rows_message(name_of_run(df) or 'The table'))
     every = df
     if ttype is not None: df = rows_of_ttypes(df, ttype)
@@ -138,11 +143,11 @@ def pick(
         found |= got
         if not got: missed.append(one)
     rows = rows | paths.isin(found).to_numpy()
-    if missed and 'pname' in df: # these may be parameters
+    if missed and 'pname' in df: # selectors that match no module may be names of parameters
         full = parameter_names(df)
         rows = rows | full.isin({str(m) for m in missed}).to_numpy()
         missed = [m for m in missed if str(m) not in set(full.unique())]
-    if missed and rows.any(): # some modules in a list have no tensors of this type
+    if missed and rows.any(): # ignore modules that exist, but have no tensors of this type
         elsewhere = {*every['path'].astype(str).unique(), *(parameter_names(every).unique() if 'pname' in every else ())}
         missed = [m for m in missed if m not in elsewhere]
     if missed:
@@ -152,22 +157,22 @@ def pick(
     return df[rows]
 
 def logframe_names(df):
-    "Return the layer names of a LogFrame; an empty list for any table without them."
+    "Return the layer names of a LogFrame (of Track & Visualize), or an empty list for other tables."
     return list(dict.fromkeys(df['layer_name'].astype(str).tolist())) if 'layer_name' in df else []
 
 def rows_of_names(df, asked):
-    "Return the rows of a LogFrame by names, and the unknown names: 'fc1' is only the weight; a regex matches from the start."
+    "Return a mask of the rows with these layer names of a LogFrame, and the names that do not occur."
     if not (known := logframe_names(df)): return np.zeros(len(df), bool), asked
     got = [{n for n in known if one.match(n)} if isinstance(one, re.Pattern) else paths_like(one, known) for one in asked]
     return df['layer_name'].astype(str).isin(set().union(*got)).to_numpy(), [one for one,g in zip(asked, got, strict=True) if not g]
 
 def parameter_names(df):
-    "Return the parameter name of each row."
+    "Return the full parameter name of each row, such as 'fc.weight'."
     paths = df['path'].astype(str)
     return paths+np.where(paths=='', '', '.')+df['pname'].astype(object).where(df['pname'].notna(), '').astype(str)
 
 def paths_like(one, known, kinds=None): # kinds: path -> names of classes
-    "Return the paths of one choice of modules."
+    "Return the paths that match one selector: a path, glob, compiled regex, class or function."
     if not (isinstance(one, re.Pattern|Selection|type) or callable(one)): one = str(one)
     if isinstance(one, str) and one in known: return {one}
     layers = [NamedLayer(p, (kinds or {}).get(p, ())) for p in known]
@@ -176,22 +181,19 @@ def paths_like(one, known, kinds=None): # kinds: path -> names of classes
     return {l.path for l in layers if id(l) in ids}
 
 def classes_in(df):
-    "Return a dict: path -> class of the module in a tuple, from names like 'model(Net).fc(Linear)'."
+    "Return a dict: path -> (class name,), parsed from module names such as 'model(Net).fc(Linear)'."
     if 'module' not in df: return {}
     return {p: (m.rpartition('(')[2][:-1],) for p,m in df[['path', 'module']].drop_duplicates().astype(str).itertuples(index=False) if m.endswith(')')}
 
-def has_ttype(df, ttype):
-    "Return a mask of the rows of a tensor type."
-    return (df['ttype'].astype(str)==ttype).to_numpy()
-
 def rows_of_ttypes(df, asked):
+    "Return the rows of the requested tensor types. Raise ValueError for a type without rows."
     asked = [(t, *ttype_of(t)) for t in (asked if isinstance(asked, list|tuple|set) else [asked])]
     there = list(dict.fromkeys(df['ttype'].astype(str).unique().tolist()))
     rows = np.zeros(len(df), bool)
     for typed,ttype,key in asked:
         if ttype not in there: raise ValueError(no_ttype_message(typed, ttype, there, name_of_run(df) or 'The table'))
         one = has_ttype(df, ttype)
-        # exp_avg_0, but not exp_avg_sq_0
+        # 'optimizer.exp_avg' selects exp_avg_0, but not exp_avg_sq_0
         if key: one = one & (df['tname'].astype(str).str.rpartition('_')[0]==key).to_numpy()
         if not one.any():
             states = sorted({t.rpartition('_')[0] for t in df['tname'].astype(str)[has_ttype(df, ttype)]})
@@ -200,7 +202,7 @@ def rows_of_ttypes(df, asked):
     return df[rows]
 
 def no_ttype_message(typed, ttype, there, name):
-    "Return the error message for a tensor type without rows. The user may have typed a name of Track & Visualize."
+    "Return the error message for a tensor type without rows. `typed`: the name that the user typed."
     more = (*(t for t in there if t!='scalar'), ttype)
     how = 'te.log(loss=loss)' if ttype=='scalar' else f"torchEmber(model{', optimizer=opt' if ttype in ('update', 'optimizer') else ''}, ttypes={more})"
     name_of_type = repr(typed) if str(typed).partition('.')[0]==ttype else f"{typed!r}, which is {ttype!r} here"
@@ -208,13 +210,13 @@ def no_ttype_message(typed, ttype, there, name):
     return f"{printable(name)} has no rows of {name_of_type}; it has {', '.join(map(repr, there))}.{meant} To record {ttype!r} next time: {how}."
 
 def tensors_to_draw(run, path, ttype, stats=None):
-    "Return the rows of some layers and tensor types, with some statistics. Raise ValueError if there are none."
+    "Return the rows of the selected layers and tensor types, with the statistics. Raise ValueError if no row matches."
     df = rows_to_draw(run, stats, **({} if ttype is None else {'ttype': ttypes_asked(ttype)}))
     return pick(df if ttype is not None else df[~has_ttype(df, 'scalar')], path, ttype)
 
 # %% ../../nbs/60_show/10_select.ipynb #7e2e294a
 def find_stat(df, stat:str) -> str:
-    "Return the column of a statistic, by our name or that of Track & Visualize. Raise ValueError if it was not recorded."
+    "Return the column of a statistic, also for a name of Track & Visualize. Raise ValueError if no row has a value."
     if stat in df and df[stat].notna().any():
         if is_vectors(df[stat]):
             raise ValueError(f"The statistic {stat!r} is a vector, not a number. To draw it: surface(run, path=..., stat={stat!r}).")
@@ -223,32 +225,32 @@ def find_stat(df, stat:str) -> str:
         return stat
     other = stats_of.get(stat)
     if other in df and df[other].notna().any(): return other
-    if stat in df and df[stat].isna().all() and len(df): return stat # a column of NaN is worth a picture
+    if stat in df and df[stat].isna().all() and len(df): return stat # a column of NaN is a result, so draw it
     raise ValueError(not_recorded(stat, numeric_columns(df)))
 
 not_stats = {'step', 'call', 'micro', 'backward', 'rank', 'nan', 'posinf', 'neginf', 'exponent_min'}
 
 def numeric_columns(df):
-    "Return the columns of numbers: statistics and marks."
+    "Return the names of numeric columns: statistics, and marks that the user set."
     return [c for c in df.columns if c not in not_stats and df[c].dtype.kind in 'fiu' and df[c].notna().any()]
 
 # %% ../../nbs/60_show/10_select.ipynb #6bc987c2
 class TensorSeries:
-    "One statistic of many tensors: labels, and for each value its tensor and step."
-    def __init__(self, labels:list, code, step, value, bad): # code: for each value its label, ascending
+    "Values of one statistic of many tensors over the steps, as flat arrays."
+    def __init__(self, labels:list, code, step, value, bad): # code: index of each value's label, ascending
         self.labels,self.code,self.step,self.value,self.bad = labels,code,step,value,bad
 
     def __len__(self): return len(self.labels)
 
     def __iter__(self):
-        "Yield (label, steps, values, mask of not finite) of each tensor."
+        "Yield (label, steps, values, mask) of each tensor. The mask is True where the tensor has non-finite elements."
         ends = np.searchsorted(self.code, np.arange(len(self.labels)+1))
         for i,label in enumerate(self.labels):
             at = slice(ends[i], ends[i+1])
             yield label, self.step[at], self.value[at], self.bad[at]
 
-def series(df, stat:str, by:str='step', known=None) -> TensorSeries: # by: x axis; known: result of `places`
-    "Return a statistic of all tensors as lines."
+def series(df, stat:str, by:str='step', known=None) -> TensorSeries: # by: column of the x axis; known: result of `places`
+    "Return the values of one statistic of all tensors in a table, as a `TensorSeries`."
     if known is None: known = places(df := training(df))
     code,labels = known
     value = df[stat].to_numpy(float, na_value=np.nan) if df[stat].dtype.kind not in 'f' else df[stat].to_numpy()
@@ -267,19 +269,19 @@ def series(df, stat:str, by:str='step', known=None) -> TensorSeries: # by: x axi
     return TensorSeries(labels, code, x, value, bad)
 
 def trouble(df):
-    "Return a mask of the rows of non-finite tensors."
+    "Return a boolean array: True for each row whose tensor has NaN or infinite elements."
     counts = [df[c].to_numpy() for c in ('nan', 'posinf', 'neginf') if c in df]
     return sum(counts)>0 if counts else np.zeros(len(df), bool)
 
 def training(df):
-    "Return the rows of the training, or all rows if there is no training."
+    "Return the rows of training passes, without evaluation. Return all rows if there are no training passes."
     if 'phase' not in df: return df
     beside = df['phase'].astype(object).isin(beside_training).to_numpy()
     return df[~beside] if beside.any() and not beside.all() else df
 
 # %% ../../nbs/60_show/10_select.ipynb #7a0ffafd
 def places(df) -> tuple:
-    "Number the tensors of a table. Return the number for each row, and the labels of tensors, in the order of the log."
+    "Number the tensors of a table in log order. Return the number of each row's tensor, and a label for each tensor."
     cols = [c for c in ('path', 'ttype', 'tname', 'call', 'shard') if c in df]
     code = df.groupby(cols, sort=False, observed=True, dropna=False).ngroup().to_numpy()
     _,first = np.unique(code, return_index=True)
@@ -301,21 +303,21 @@ def places(df) -> tuple:
     return code, labels
 
 def keys_with_several(keys, values):
-    "Return the keys with several values."
+    "Return the keys that occur with two or more different values."
     found = {}
     for k,v in zip(keys, values, strict=True): found.setdefault(k, set()).add(v)
     return {k for k,v in found.items() if len(v)>1}
 
 def root_name(df):
-    "Return the name of the root module."
+    "Return the class name of the root module, from a module name such as 'model(Net).fc(Linear)'."
     if 'module' in df and len(df):
         m = re.match(r'[^(.]*\(([^)]*)\)', str(df['module'].iloc[0]))
         if m: return m[1]
     return 'model'
 
 # %% ../../nbs/60_show/10_select.ipynb #07512929
-def thin_indices(x, y, bad, n:int=2000) -> np.ndarray: # n: points, about
-    "Return the positions of the visible points of a line, ascending. `bad` masks the values of non-finite tensors."
+def thin_indices(x, y, bad, n:int=2000) -> np.ndarray: # n: approximate number of points
+    "Return the indices of about `n` points that look like the whole line. `bad`: mask of non-finite tensors."
     if len(x)<=n: return np.arange(len(x))
     edges = np.linspace(0, len(x), max(n//2, 1)+1).astype(int)
     low,high = np.where(np.isfinite(y), y, np.inf),np.where(np.isfinite(y), y, -np.inf)
@@ -323,26 +325,26 @@ def thin_indices(x, y, bad, n:int=2000) -> np.ndarray: # n: points, about
     for values,at in ((low, np.argmin), (high, np.argmax)): keep.append(extremes_between(values, edges, at))
     return np.unique(np.concatenate(keep))
 
-def extremes_between(values, edges, at):
-    "Return the position of the smallest value between each two edges."
+def extremes_between(values, edges, at): # at: `np.argmin` or `np.argmax`
+    "Return the index of the smallest or largest value between each two neighboring edges."
     size = np.diff(edges)
     if size.min()==size.max(): return edges[:-1]+at(values[:edges[-1]].reshape(len(size), -1), axis=1)
     return np.array([a+at(values[a:b]) for a,b in zip(edges[:-1], edges[1:], strict=True) if b>a])
 
 # %% ../../nbs/60_show/10_select.ipynb #4e91369c
 class Grid:
-    "One statistic as a matrix: layers x steps."
+    "Values of one statistic as a matrix for a heat map: a row per layer, a column per step."
     def __init__(self, labels:list, steps, value, bad, members:list, why=()):
-        # members: for each row, the labels of its tensors; why: for each row, the reason why it is empty or not reliable, or None
+        # members: labels of the tensors of each row; why: reason why a row is empty or not reliable, or None for each other row
         self.labels,self.steps,self.value,self.bad,self.members,self.why = labels,steps,value,bad,members,why
 
 def row_reasons(members, why):
-    "Return for each group of labels why it is empty or not reliable, or None. why: label -> reason"
-    each = [{why.get(m) for m in some} for some in members]
+    "Return one reason, or None, for each group of labels. `why`: label -> reason why a row is empty or not reliable."
+    each = [{why.get(m) for m in labels} for labels in members]
     return [next(iter(e)) if len(e)==1 else None if None in e else 'not trained' for e in each]
 
 def grid(s:TensorSeries, most_rows:int=500, most_columns:int=1000, why:dict=MappingProxyType({})) -> Grid:
-    "Return lines as a grid of at most this size. why: label -> reason of an empty line"
+    "Arrange a `TensorSeries` as a `Grid` of limited size. `why`: label -> reason why a tensor has no values."
     steps,column = np.unique(s.step, return_inverse=True)
     row,labels,members = s.code,s.labels,[[l] for l in s.labels]
     if len(labels)>most_rows:
@@ -354,21 +356,21 @@ def grid(s:TensorSeries, most_rows:int=500, most_columns:int=1000, why:dict=Mapp
         group = np.arange(len(steps))*most_columns//len(steps)
         column,steps = group[column],steps[np.flatnonzero(np.diff(group, prepend=-1))]
     cell = row*len(steps)+column
-    alone = np.bincount(cell).max(initial=0)<2 # no two values in one cell
+    alone = np.bincount(cell).max(initial=0)<2 # True if each cell gets at most one value
     value,bad = np.full(len(labels)*len(steps), np.nan),np.zeros(len(labels)*len(steps), bool)
     np.logical_or.at(bad, cell[s.bad], True)
-    # the last one counts: on a tie, the larger value
+    # of several values in a cell, the last in this order is shown: the one farthest from the median
     order = np.arange(len(cell)) if alone else np.lexsort((s.value, distance_from_median(s), cell))
     value[cell[order]] = s.value[order]
     shape = len(labels),len(steps)
     return Grid(labels, steps, value.reshape(shape), bad.reshape(shape), members, row_reasons(members, why))
 
 def distance_from_median(s):
-    "Return the distance of each value from the median of its tensor, in powers of ten if all values are positive."
+    "Return the distance of each value from its tensor's median, of the logarithms if all values are positive."
     y = s.value
     if len(y) and np.nanmin(np.where(np.isfinite(y), y, np.inf), initial=np.inf)>0:
         y = np.log10(np.where(np.isfinite(y), y, np.nan))
     ends = np.searchsorted(s.code, np.arange(len(s)+1))
     middle = np.array([np.median(part[np.isfinite(part)]) if np.isfinite(part := y[a:b]).any() else 0. for a,b in zip(ends[:-1], ends[1:], strict=True)])
     far = np.abs(y-middle[s.code]) if len(y) else y
-    return np.where(np.isnan(far), -1, far) # the counts report NaN already
+    return np.where(np.isnan(far), -1, far) # NaN gets the smallest distance, because the mask `bad` marks it

@@ -20,17 +20,17 @@ from .legend import palettes
 
 # %% ../../nbs/60_show/00_style.ipynb #a62cbf1a
 def is_dark(color=None) -> bool:
-    "Return True if a color, by default the background of figures, is dark."
+    "Return True if a color is dark. By default, test the background of matplotlib's figures."
     color = mpl.rcParams['figure.facecolor'] if color is None else color
     if color=='none': color = mpl.rcParams['axes.facecolor']
     return float(np.dot(to_rgb(color), (.299, .587, .114)))<.5
 
 # %% ../../nbs/60_show/00_style.ipynb #57f8018d
 def rc_settings():
-    "Return the settings of matplotlib for the current background."
+    "Return torchember's matplotlib settings (rcParams), for the light or dark background in use."
     dark = is_dark()
     ink,line = ('#e6e6e6', '#8a8a8a') if dark else ('#1c1c1c', '#8a8a8a')
-    # a size that the user chose stays
+    # do not change a font size that the user has set
     size = 9 if mpl.rcParams['font.size']==mpl.rcParamsDefault['font.size'] else mpl.rcParams['font.size']
     return {'font.size': size, 'axes.titlesize': size+1, 'figure.titlesize': size+2, 'axes.labelsize': size, 'figure.labelsize': size,
         'legend.fontsize': size-1, 'xtick.labelsize': size-1, 'ytick.labelsize': size-1, 'axes.titlelocation': 'left',
@@ -41,10 +41,10 @@ def rc_settings():
         'text.parse_math': False}
 
 # %% ../../nbs/60_show/00_style.ipynb #d9ac9375
-formula = re.compile(r'\$2\^\{-?\d+\}\$') # as `base2` writes it
+formula = re.compile(r'\$2\^\{-?\d+\}\$') # a power of two, as `base2` formats it
 
 def figures_of(got):
-    "Return the figures of axes, or of any result of a picture."
+    "Return the figures in the result of a drawing function: Axes, a list or an array of Axes."
     found = [getattr(o, 'figure', None) for o in (got if isinstance(got, list|tuple) else got.ravel() if isinstance(got, np.ndarray) else [got])]
     return list(dict.fromkeys(f for f in found if hasattr(f, 'findobj')))
 
@@ -53,14 +53,14 @@ def texts_in(fig): return fig.findobj(mpl.text.Text)
 def printable_lines(text): return '\n'.join(map(printable, text.split('\n')))
 
 class Printable:
-    "A formatter of tick labels for names with `$`."
+    "Formatter of tick labels that makes names printable. Names may contain `$` or control characters."
     def __init__(self, f): self.f = f
     def __call__(self, x, pos=None): return printable_lines(str(self.f(x, pos)))
 
 def all_children(ax): return [c for a in ax.child_axes for c in (a, *all_children(a))]
 
-def draw_as_letters(fig, users):
-    "Draw the texts of a figure letter by letter, without formulas."
+def draw_as_letters(fig, users): # users: texts that the user drew before, which stay as they are
+    "Switch off math formulas in all texts of a figure, because names may contain `$`."
     for t in texts_in(fig):
         s = t.get_text()
         if users.get(t)==s: continue
@@ -75,7 +75,7 @@ def draw_as_letters(fig, users):
 
 # %% ../../nbs/60_show/00_style.ipynb #ee344c0f
 def drawn(f):
-    "Decorate a function that draws: apply torchember's look during the call, and return Axes or `Panels`."
+    "Decorate a drawing function: apply torchember's colors and fonts while it runs, and return Axes or `Panels`."
     @says_arguments
     @functools.wraps(f)
     def g(*args, **kwargs):
@@ -87,12 +87,12 @@ def drawn(f):
     return g
 
 def whole_figure(fig):
-    "Return the figure around a subfigure."
+    "Return the top-level figure that contains a subfigure."
     while fig.figure is not fig: fig = fig.figure
     return fig
 
 def return_axes(axes, own=True):
-    "Return the Axes of one panel, or `Panels` of several. Saving one Axes saves its own figure."
+    "Return the only Axes, or `Panels` of several. If the figure is torchember's own, the Axes also get its `savefig`."
     ax = axes if isinstance(axes, mpl.axes.Axes) else axes[0] if len(axes)==1 else None
     if ax is None: return Panels(axes)
     if own: ax.savefig = whole_figure(ax.figure).savefig
@@ -100,7 +100,7 @@ def return_axes(axes, own=True):
 
 # %% ../../nbs/60_show/00_style.ipynb #d6994220
 def figure(size:tuple): # size: width and height in inches
-    "Return an empty figure to draw into."
+    "Return an empty figure to draw into: the figure of `drawing_on`, or a new one."
     fig,wanted = given.get()
     if fig is None: return plt.figure(figsize=size, layout='constrained')
     fig.clear()
@@ -111,35 +111,36 @@ given = ContextVar('given', default=(None, None))
 
 @contextmanager
 def drawing_on(fig, wanted=None):
-    "Draw all pictures of the context into one figure, each instead of the one before. Call `wanted` with the size that a picture would choose."
+    "Draw each picture of the `with` block into the same figure, which is cleared first. `wanted`: function(size in inches)."
     was = given.set((fig, wanted))
     try: yield fig
     finally: given.reset(was)
 
 def canvas(ax=None, size:tuple=(7, 3.5)): # size: of a new figure, in inches
-    "Return axes to draw into."
+    "Return the given axes, or axes in a new figure."
     return figure(size).subplots() if ax is None else ax
 
 def panels(n, wrap=None, size=None, each=(3.2, 2.2), least=(4.5, 2.8), **kwargs): # kwargs: of `subplots`
-    "Return a figure with a grid of axes, at most `wrap` in a row, and their list. Sizes are in inches: of the figure, of a panel, the least."
+    # sizes in inches: of the figure (`size`), of one panel (`each`), smallest figure (`least`); wrap: largest number of panels in a row
+    "Make a figure with a grid of panels. Return the figure and the list of `n` Axes."
     across = min(n, wrap or (n if n<4 else math.ceil(n**.5)))
     down = math.ceil(n/across)
     if size is None: size = max(each[0]*across, least[0]), max(each[1]*down, least[1])
     fig = figure(size)
     grid = fig.subplots(down, across, squeeze=False, **kwargs).ravel()
     for ax in grid[n:]: ax.remove()
-    for ax in grid[max(n-across, 0):n]: ax.xaxis.set_tick_params(labelbottom=True) # no panel below has the labels
+    for ax in grid[max(n-across, 0):n]: ax.xaxis.set_tick_params(labelbottom=True) # no panel below shows these labels
     return fig, list(grid[:n])
 
-def axes_for(n, ax, what, wrap=None, size=None, **kwargs): # what: a word for n things; others: as in `panels`
-    "Return the given Axes as a list, or those of a new figure. Raise ValueError if their number is not `n`."
+def axes_for(n, ax, what, wrap=None, size=None, **kwargs): # what: plural noun for an error message
+    "Return `n` Axes: the given ones, or those of a new figure. Raise ValueError if another number of Axes is given."
     if ax is None: return panels(n, wrap, size, **kwargs)[1]
     axes = list(np.ravel(np.array(ax, dtype=object)))
     if len(axes)!=n: raise ValueError(f"{n} {what} need as many axes, got {len(axes)}.")
     return axes
 
 def label_figure(axes, title, x='', y=''):
-    "Write the title of a figure, and labels beside the only Axes or all of them."
+    "Write the title of a figure, and the labels x and y: once for all panels of the figure."
     fig = axes[0].figure
     if title: fig.suptitle(title, x=.01, ha='left')
     if len(axes)==1: return axes[0].set(xlabel=x, ylabel=y)
@@ -148,7 +149,7 @@ def label_figure(axes, title, x='', y=''):
 
 # %% ../../nbs/60_show/00_style.ipynb #9a3e0002
 class Panels(np.ndarray):
-    "An array of Axes with a `figure`, `axes` and `savefig`. All further attributes are the figure's."
+    "Array of the Axes of several panels. Other attributes, such as `savefig`, are those of the figure."
     def __new__(cls, axes):
         out = np.empty(len(axes), object)
         out[:] = axes
@@ -168,9 +169,9 @@ class Panels(np.ndarray):
 
 # %% ../../nbs/60_show/00_style.ipynb #31387a25
 def base2(x) -> list:
-    "Format exponents as powers of two."
+    "Format exponents as powers of two, in matplotlib's math notation."
     return [f'$2^{{{int(n)}}}$' for n in x]
 
 def axes_size(ax):
-    "Return width and height of axes in points, also in a subfigure."
+    "Return the width and height of axes in points (1/72 inch)."
     return ax.bbox.width/ax.figure.dpi*72, ax.bbox.height/ax.figure.dpi*72

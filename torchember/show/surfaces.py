@@ -22,7 +22,7 @@ from .style import drawing_on, drawn, is_dark, panels
 
 # %% ../../nbs/60_show/75_surfaces.ipynb #83eb96c8
 def thin_matrix(h:UnitHistory, most_steps:int, most_units:int) -> tuple:
-    "Reduce a matrix to a visible size. Return steps, numbers of units, values, and the mask of not finite."
+    "Reduce a matrix to a size that can be drawn. Return steps, unit numbers, values, and a mask of non-finite values."
     ok,bounds = np.isfinite(h.value),[np.unique(np.linspace(0, n, min(n, most)+1).astype(int))[:-1]
         for n,most in zip(h.value.shape, (most_steps, most_units), strict=True)]
     steps,units = h.steps[bounds[0]],np.arange(h.value.shape[1])[bounds[1]]
@@ -37,7 +37,7 @@ def thin_matrix(h:UnitHistory, most_steps:int, most_units:int) -> tuple:
     return steps, units, np.where(np.isfinite(value), value, np.nan), np.zeros(value.shape, bool) if fine else each(~ok, np.logical_or)
 
 def has_zeros(value):
-    "Return True if zero is the smallest value."
+    "Return True if zero is the smallest value, and there are larger ones."
     finite = value[np.isfinite(value)]
     return bool(len(finite) and finite.min()==0 and finite.max()>0)
 
@@ -45,25 +45,25 @@ def has_zeros(value):
 @earlier_calls('stat', 'path', 'ttype', 'kind', 'figsize', 'col_wrap')
 @drawn
 def surface(
-    run, # Name of a run, an ember, a tracker, or a table
-    path=None, # A layer: a path, a glob, a compiled regex, or a list: a panel for each; default all with the statistic, if they are few
-    ttype:str|None=None, # A tensor type; default all with the statistic
-    stat:str|None=None, # A statistic with vectors: 'InputMean', 'UnitActivity'
+    run, # Run to draw: its name, a torchEmber, a tracker, or a table of rows
+    path=None, # Layers: a path, a glob, a compiled regex, or a list; one panel per layer. Default: all with the statistic
+    ttype:str|None=None, # Tensor type to draw; default all types that have the statistic
+    stat:str|None=None, # Statistic whose values are vectors, such as 'InputMean' or 'UnitActivity'
     kind:str='surface', # 'surface', or 'heatmap': steps to the right, units downwards
-    figsize:tuple|None=None, # Width and height in inches
-    col_wrap:int|None=None, # Panels per row, at most
+    figsize:tuple|None=None, # Width and height of the figure in inches
+    col_wrap:int|None=None, # Largest number of panels in a row
     **kwargs # Arguments of matplotlib's `plot_surface` or `pcolormesh`
 ): # Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
-    """Draw a vector statistic of a layer over the steps. Raise ValueError if there is nothing to draw.
+    """Draw a statistic whose values are vectors: one number for each unit of a layer and each step.
 
     Args:
-        run: Name of a run, an ember, a tracker, or a table
-        path: A layer: a path, a glob, a compiled regex, or a list: a panel for each; default all with the statistic, if they are few
-        ttype: A tensor type; default all with the statistic
-        stat: A statistic with vectors: 'InputMean', 'UnitActivity'
+        run: Run to draw: its name, a torchEmber, a tracker, or a table of rows
+        path: Layers: a path, a glob, a compiled regex, or a list; one panel per layer. Default: all with the statistic
+        ttype: Tensor type to draw; default all types that have the statistic
+        stat: Statistic whose values are vectors, such as 'InputMean' or 'UnitActivity'
         kind: 'surface', or 'heatmap': steps to the right, units downwards
-        figsize: Width and height in inches
-        col_wrap: Panels per row, at most
+        figsize: Width and height of the figure in inches
+        col_wrap: Largest number of panels in a row
         **kwargs: Arguments of matplotlib's `plot_surface` or `pcolormesh`
 
     Returns:
@@ -84,32 +84,34 @@ def surface(
 
 # %% ../../nbs/60_show/75_surfaces.ipynb #1051bcb7
 def draw(found, stat, kind, title, figsize=None, col_wrap=None, kwargs=None):
-    "Draw a panel for each matrix."
+    "Draw each matrix (steps x units) in a panel of its own."
     flat,alone = kind=='heatmap',len(found)==1
     size,each = figsize or (None if not alone else (7.5, 4.2) if flat else (7, 5)),(4.2, 2.8) if flat else (4.2, 3.8)
     fig,axes = panels(len(found), col_wrap, size, each, **({} if flat else {'subplot_kw': {'projection': '3d'}}))
     names = short_names([h.label for h in found], 34)
     for ax,h,name in zip(axes, found, names, strict=True):
         (draw_heatmap if flat else draw_surface)(ax, h, stat, kwargs or {})
-        if not flat: ax.set_box_aspect((1.25, 1, .7), zoom=1.05 if alone else .88) # keeps the labels inside
+        if not flat: ax.set_box_aspect((1.25, 1, .7), zoom=1.05 if alone else .88) # small enough for the labels
         if not alone: ax.set_title(name)
     title = make_title(title, names[0] if alone else '')
     if title: fig.suptitle(title, x=.01, ha='left')
     return axes
 
-shares = {'UnitActivity'} # statistics between zero and one
+shares = {'UnitActivity'} # statistics whose values are fractions from 0 to 1
 
 def draw_heatmap(ax, h, stat, kwargs):
+    "Draw a matrix as a heat map, with steps as columns and units as rows."
     steps,units,value,bad = thin_matrix(h, 300, 256)
     scale = {}
     if stat in shares and not {'norm', 'vmin', 'vmax', 'center', 'robust'} & kwargs.keys():
-        # zero has its own color
+        # no tick at 0, because zeros are drawn in gray
         scale = {'norm': mpl.colors.Normalize(0, 1), 'cbar_kws': {'ticks': np.linspace(.2, 1, 5)}}
     labels = [str(u) for u in units]
     heat(ax, Grid(labels, steps, value.T, bad.T, [[l] for l in labels]), meanings.get(stat, stat), **{'zeros': True, **scale, **kwargs})
     ax.set(xlabel='step', ylabel='unit')
 
 def draw_surface(ax, h, stat, kwargs):
+    "Draw a matrix as a surface over steps and units."
     steps,units,value,bad = thin_matrix(h, 120, 96)
     x,y = (np.array([c[0]-.5, c[0]+.5]) if len(c)==1 else c for c in (np.asarray(steps, float), np.asarray(units, float)))
     value,bad = (np.broadcast_to(v, (len(x), len(y))) for v in (value, bad))
@@ -142,17 +144,17 @@ def corner_values(v):
 # %% ../../nbs/60_show/75_surfaces.ipynb #7690a1cd
 @drawn
 def Surface3d(
-    data:dict, # Step -> vector: lists, arrays or tensors
-    title:str='' # Title
-): # matplotlib Figure
-    """Draw a vector over the steps as a surface, without pyplot.
+    data:dict, # Dict from step to vector (list, array or tensor)
+    title:str='' # Title of the figure
+): # Figure of matplotlib
+    """Draw one vector per step as a surface. The figure is not registered in pyplot.
 
     Args:
-        data: Step -> vector: lists, arrays or tensors
-        title: Title
+        data: Dict from step to vector (list, array or tensor)
+        title: Title of the figure
 
     Returns:
-        matplotlib Figure
+        Figure of matplotlib
     """
     if not isinstance(data, dict):
         raise TypeError(f"Surface3d draws a dict of step -> vector, got {an(data)}. Of a run: surface(run, path, stat=...).")

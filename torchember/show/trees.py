@@ -18,17 +18,17 @@ from .style import canvas, drawn, is_dark, axes_size
 
 # %% ../../nbs/60_show/50_trees.ipynb #5601def5
 class Box:
-    "A module in the picture."
-    def __init__(self, path:str, depth:int, top:float, height:float): # depth: number of modules around it
+    "Position and size of the rectangle that shows a module in the tree."
+    def __init__(self, path:str, depth:int, top:float, height:float): # depth: number of modules that contain it
         self.path,self.depth,self.top,self.height = path,depth,top,height
 
 def boxes(paths:list, deepest:int|None=None) -> list:
-    "Return the `Box` of each module, the root first. `deepest` is the depth at which drawing stops."
-    around = {'': None} # path -> path of the module around it; outer modules first
+    "Return a `Box` for each module, the root first. `deepest`: largest depth that is drawn."
+    around = {'': None} # path -> path of the module that contains it; outer modules first
     for p in paths:
         parts = p.split('.')[:deepest] if p else []
         for i in range(len(parts)): around.setdefault('.'.join(parts[:i+1]), '.'.join(parts[:i]))
-    heights = dict.fromkeys(around, 0) # in layers
+    heights = dict.fromkeys(around, 0) # height of each box: number of layers inside
     for p,outer in reversed(around.items()):
         heights[p] = heights[p] or 1
         if p: heights[outer] += heights[p]
@@ -43,27 +43,27 @@ def boxes(paths:list, deepest:int|None=None) -> list:
 @earlier_calls('stat', 'ttype', 'step', 'path', 'deepest', 'ax')
 @drawn
 def tree(
-    run, # Name of a run, an ember, a tracker, or a table
-    path=None, # A glob, a compiled regex, or a list of paths, for a part of the model
-    ttype:str='output', # A tensor type. Of several tensors of a module, the first finite value counts
-    stat:str='std', # A statistic
-    step:int|None=None, # Default the last step
-    deepest:int|None=None, # Depth of the picture; default as deep as fits
-    ax=None # Axes
-): # The axes
+    run, # Run to draw: its name, a torchEmber, a tracker, or a table of rows
+    path=None, # Modules to draw: a glob, a compiled regex, or a list of paths; default all
+    ttype:str='output', # Tensor type. If a module has several tensors, the first finite value is drawn
+    stat:str='std', # Statistic that determines the color
+    step:int|None=None, # Step to draw; default the last recorded step
+    deepest:int|None=None, # Largest depth of modules to draw; default as deep as fits
+    ax=None # Axes to draw into; default a new figure
+): # Axes of the picture
     """Draw the module tree, colored by a statistic of one step.
 
     Args:
-        run: Name of a run, an ember, a tracker, or a table
-        path: A glob, a compiled regex, or a list of paths, for a part of the model
-        ttype: A tensor type. Of several tensors of a module, the first finite value counts
-        stat: A statistic
-        step: Default the last step
-        deepest: Depth of the picture; default as deep as fits
-        ax: Axes
+        run: Run to draw: its name, a torchEmber, a tracker, or a table of rows
+        path: Modules to draw: a glob, a compiled regex, or a list of paths; default all
+        ttype: Tensor type. If a module has several tensors, the first finite value is drawn
+        stat: Statistic that determines the color
+        step: Step to draw; default the last recorded step
+        deepest: Largest depth of modules to draw; default as deep as fits
+        ax: Axes to draw into; default a new figure
 
     Returns:
-        The axes
+        Axes of the picture
     """
     rows,step = rows_at_step(training(tensors_to_draw(run, path, ttype, [stat])), step)
     col = find_stat(rows, stat)
@@ -92,7 +92,7 @@ def tree(
 
 # %% ../../nbs/60_show/50_trees.ipynb #5fd5ca60
 def draw_box(ax, b, value, bad, colours, root, space):
-    "Draw one module."
+    "Draw a module as a colored rectangle with its name and value."
     face = alarm[is_dark()] if bad else colours.to_rgba(value) if value is not None and np.isfinite(value) else (.5, .5, .5, .2)
     ax.add_patch(mpl.patches.Rectangle((b.depth, b.top), .985, b.height, facecolor=face, edgecolor=ax.figure.get_facecolor(), lw=.8))
     ink = 'black' if sum(c*w for c,w in zip(mpl.colors.to_rgb(face), (.299, .587, .114), strict=True))>.5 and (bad or value is not None) else 'white'

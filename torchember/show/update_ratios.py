@@ -21,47 +21,47 @@ from ..store.parameters import label_of, why_not
 
 # %% ../../nbs/60_show/70_update_ratios.ipynb #4997c1f6
 def parameter_sizes(rows):
-    "Return the recorded statistics of weight size: mean and std, or one of rms and l2. None without them."
+    "Return the recorded statistics that give the norm of a weight: (mean, std), (rms,) or (l2,). None without them."
     for stats in (('mean', 'std'), ('rms',), ('l2',)):
         if all(c in rows and rows[c].notna().any() for c in stats): return stats
 
 def has_bounds(table):
-    "Return True if rows of weights give a bound."
+    "Return True if a lower bound of updates can be computed from the rows of weights."
     weights = table[has_ttype(table, 'weight')]
     return len(weights)>0 and parameter_sizes(weights) is not None
 
 def least_ratios(rows) -> list: # rows: of weights
-    "Return lower bounds of the ratio of update to weight between recorded steps, as a mean per step."
+    "Return lower bounds of the update-to-weight ratio, from the change of a weight's norm between recorded steps."
     if 'std' in (stats := parameter_sizes(rows)): rows = rows.assign(std=population_std(rows))
     out = []
     for parts in zip(*(series(rows, c) for c in stats), strict=True):
         label,x,_,bad = parts[0]
-        y = np.array([p[2] for p in parts]) # one row per statistic
+        y = np.array([p[2] for p in parts]) # shape (statistics, steps)
         with np.errstate(divide='ignore', invalid='ignore'):
             ratio = np.hypot.reduce(np.diff(y), 0)/np.hypot.reduce(y[:, :-1], 0)/np.diff(x)
         out.append((label, x[1:], ratio, bad[1:]))
     return out
 
 def population_std(rows):
-    "Return standard deviations with n instead of n-1, unlike in rows. For one element, return 0."
+    "Convert the unbiased standard deviation of rows (n-1) to that of the population (n). For one element, return 0."
     known,std = {},rows['std'].to_numpy(float)
     shapes = rows['shape'] if 'shape' in rows else [None]*len(rows)
     n = np.array([known.setdefault(tuple(s), np.prod(s)) if isinstance(s, list|tuple|np.ndarray) else np.inf for s in shapes])
-    one = (n==1) | np.isnan(std) & np.isfinite(rows['mean'].to_numpy(float)) # also if no shape was recorded
+    one = (n==1) | np.isnan(std) & np.isfinite(rows['mean'].to_numpy(float)) # one element has a std of NaN
     return np.where(one, 0, std*np.sqrt(1-1/np.maximum(n, 1)))
 
 # %% ../../nbs/60_show/70_update_ratios.ipynb #c31488c8
-# statistics of an update that are zero if nothing moved
+# statistics that are zero for an update of zeros
 sizes_of_updates = 'rms', 'std', 'abs_max', 'max', 'min', 'mean', 'l2', 'abs_mean', 'ratio'
 
 def zero_update_mask(rows):
-    "Return a mask of zero updates."
+    "Return a boolean array: True for each row whose update is all zeros."
     values = [rows[c].to_numpy(float, na_value=np.nan) for c in sizes_of_updates if c in rows]
     has_values = np.any([~np.isnan(v) for v in values], axis=0)
     return has_values & ~np.any([(v!=0) & ~np.isnan(v) for v in values], axis=0) & ~trouble(rows)
 
 def unchanged_mask(rows, code):
-    "Return two masks of weights: statistics are as at the recorded step before; there is a step before."
+    "Return two masks of weight rows: statistics equal those of the previous step; there is a previous step."
     order = np.lexsort((rows['step'].to_numpy(), code))
     same = np.ones(max(len(rows)-1, 0), bool)
     for c in rows.columns:
@@ -72,49 +72,49 @@ def unchanged_mask(rows, code):
     still[order[1:]],before[order[1:]] = same,code[order][1:]==code[order][:-1]
     return still & before, before
 
-def count_standstills(rows, known:bool) -> dict: # known: True for rows of updates, False for weights
-    "Count how often each weight did not move: label -> steps without a move, and all recorded steps."
+def count_standstills(rows, known:bool) -> dict: # known: True if rows are of updates, not of weights
+    "Count the steps at which each weight did not change. Return a dict: label -> (steps without change, recorded steps)."
     code,labels = places(rows)
     still,counted = (zero_update_mask(rows), np.ones(len(rows), bool)) if known else unchanged_mask(rows, code)
     each = zip(labels, np.bincount(code, still, len(labels)), np.bincount(code, counted, len(labels)), strict=True)
     return {l: (int(z), int(n)) for l,z,n in each if n}
 
 def find_unmoved(table, rows, path, known):
-    "Count how often weights did not move, and find weights without any update."
+    "Count the steps at which weights did not change, as `count_standstills`. Add weights that have no rows of updates."
     found = count_standstills(rows, known)
     if not known or not has_ttype(table, 'weight').any(): return found
     try: weights = pick(table, path, 'weight')
-    except ValueError: return found # this layer has no weights
+    except ValueError: return found # the selected layers have no weights
     return {l: found.get(l, (1, 1)) for l in dict.fromkeys([*places(weights)[1], *found])}
 
 # %% ../../nbs/60_show/70_update_ratios.ipynb #accf216f
 def standstill_text(never, still:dict, why:dict, most:int=4) -> str: # still: result of `count_standstills`
-    "Return a text about weights without a move, always or sometimes."
-    names = lambda some: ', '.join(some[:most])+(f' and {len(some)-most} more' if len(some)>most else '')
+    "Return a text that lists the weights that never changed, and those that did not change at some steps."
+    names = lambda listed: ', '.join(listed[:most])+(f' and {len(listed)-most} more' if len(listed)>most else '')
     short = dict(zip(never, short_names(list(never)), strict=True))
     now_and_then = [f'{l} ({z:,} of {n:,} steps)' for l,(z,n) in still.items() if 0<z<n]
     lines = [('now and then still: ', now_and_then), ('never moved: ', [short[l]+(f' ({why[l]})' if why.get(l) else '') for l in never])]
-    return '\n'.join(title+names(some) for title,some in lines if some)
+    return '\n'.join(title+names(listed) for title,listed in lines if listed)
 
 # %% ../../nbs/60_show/70_update_ratios.ipynb #9c1348d1
 @earlier_calls()
 @drawn
 def updates(
-    run, # Name of a run, an ember, a tracker, or a table
-    path=None, # A path, a glob, a compiled regex, a parameter ('0.weight'), or a list; default all
-    healthy:tuple=(1e-4, 1e-2), # Band to draw: 0.001, times or divided by 10
-    ax=None # Axes
-): # The axes
-    """Draw the update-to-weight ratio of each parameter over the steps, with its usual band. Without rows of 'update', draw lower bounds.
+    run, # Run to draw: its name, a torchEmber, a tracker, or a table of rows
+    path=None, # Layers: a path, a glob, a compiled regex, a parameter ('0.weight'), or a list; default all
+    healthy:tuple=(1e-4, 1e-2), # Band of usual ratios to draw: 0.001, divided by 10 and times 10
+    ax=None # Axes to draw into; default a new figure
+): # Axes of the picture
+    """Draw each parameter's update-to-weight ratio over the steps. Without rows of 'update', draw lower bounds of the ratio.
 
     Args:
-        run: Name of a run, an ember, a tracker, or a table
-        path: A path, a glob, a compiled regex, a parameter ('0.weight'), or a list; default all
-        healthy: Band to draw: 0.001, times or divided by 10
-        ax: Axes
+        run: Run to draw: its name, a torchEmber, a tracker, or a table of rows
+        path: Layers: a path, a glob, a compiled regex, a parameter ('0.weight'), or a list; default all
+        healthy: Band of usual ratios to draw: 0.001, divided by 10 and times 10
+        ax: Axes to draw into; default a new figure
 
     Returns:
-        The axes
+        Axes of the picture
     """
     table,ps = training(with_statistics(rows_to_draw(run, ttype=['update', 'weight']))),parameters_of_run(run)
     known = 'update' in set(table['ttype'].astype(str)) or not has_bounds(table)
@@ -125,7 +125,7 @@ def updates(
     if known: never |= dict.fromkeys(n for n in untrained_reasons(rows, 'update', ps, path) if n not in still)
     ax = canvas(ax, (7.5, 3.6))
     ax.axhspan(*healthy, color=palettes[is_dark()][2], alpha=.15, lw=0)
-    # zero has no place on a logarithmic axis
+    # zeros cannot be drawn on a logarithmic axis
     lines = [(n, x, np.where(y>0, y, np.nan), bad) for n,x,y,bad in lines if n not in never]
     colors = draw_lines(ax, lines)
     ax.set_yscale('log')

@@ -26,9 +26,9 @@ from ..store.base import now
 
 # %% ../../nbs/70_state/06_algebra.ipynb #558b36a9
 class NamedValues(OrderedDict):
-    "Ordered dict of tensors by name, or of numbers by name."
+    "Ordered dict from layer name to tensor, or from layer name to number."
     def __init__(self,
-        *args, # As for a dict
+        *args, # Items, as for `dict`
         name:str|None=None, # Name in printed text
         **kwargs
     ):
@@ -38,41 +38,41 @@ class NamedValues(OrderedDict):
     def __setitem__(self, key, value):
         is_tensor = isinstance(value, torch.Tensor)
         if not is_tensor and not isinstance(value, Number|str|tuple|list):
-            raise TypeError(f"{key!r} is {an(value)}. A StateDict holds tensors, or a number for each name.")
+            raise TypeError(f"{key!r} is {an(value)}. A StateDict contains tensors, or a number for each name.")
         if self and is_tensor==self.is_result and not (len(self)==1 and key in self):
-            raise TypeError(f"{key!r} is {an(value)}, and the others in {self._name} are {'results' if self.is_result else 'tensors'}.")
+            raise TypeError(f"{key!r} is {an(value)}, but {self._name} contains {'numbers' if self.is_result else 'tensors'}.")
         if isinstance(value, np.number): value = value.item()
         super().__setitem__(key, value.detach() if is_tensor else value)
 
     @property
     def is_result(self):
-        "True if the values are numbers, not tensors."
+        "True if the values are numbers (the results of a reduction), not tensors."
         return bool(self) and not isinstance(next(iter(self.values())), torch.Tensor)
 
-    device = property(lambda self: self.common('device'), doc="Device of the tensors. None if there are several, or no tensors.")
-    dtype = property(lambda self: self.common('dtype'), doc="Dtype of the tensors. None if there are several, or no tensors.")
+    device = property(lambda self: self.common('device'), doc="Device of all tensors. None if the devices differ.")
+    dtype = property(lambda self: self.common('dtype'), doc="Dtype of all tensors. None if the dtypes differ.")
 
     def common(self,
-        attribute # 'device' or 'dtype'
-    ): # Value, or None
-        """Return the value of an attribute if all tensors have the same value, else None.
+        attribute # Name of an attribute of tensors, such as 'device' or 'dtype'
+    ): # Value of the attribute, or None
+        """Return an attribute of the tensors if it is the same for all of them, else None.
 
         Args:
-            attribute: 'device' or 'dtype'
+            attribute: Name of an attribute of tensors, such as 'device' or 'dtype'
 
         Returns:
-            Value, or None
+            Value of the attribute, or None
         """
         found = {getattr(x, attribute, None) for x in self.values()}
         return found.pop() if len(found)==1 else None
 
     def set_name(self,
-        name # Name in printed text. None keeps the current name
+        name # Name of the snapshot in printed text. None keeps the current name
     ): # This snapshot
         """Set the name of the snapshot.
 
         Args:
-            name: Name in printed text. None keeps the current name
+            name: Name of the snapshot in printed text. None keeps the current name
 
         Returns:
             This snapshot
@@ -81,12 +81,12 @@ class NamedValues(OrderedDict):
         return self
 
     def at(self,
-        index:int # Position: 0 is the first
+        index:int # Position of the layer, from 0
     ): # Tensor or number
-        """Return the value at a position.
+        """Return the tensor or number at a position.
 
         Args:
-            index: Position: 0 is the first
+            index: Position of the layer, from 0
 
         Returns:
             Tensor or number
@@ -94,11 +94,11 @@ class NamedValues(OrderedDict):
         return self[list(self)[index]]
 
     def state_dict(self) -> dict:
-        "Return a plain dict with the same values."
+        "Return a plain dict with the same names and values."
         return dict(self)
 
     def take(self, new):
-        "Replace the values by those of another StateDict."
+        "Replace all names and values by those of another StateDict. Return the changed StateDict."
         new = dict(new)
         self.clear()
         self.update(new)
@@ -107,7 +107,7 @@ class NamedValues(OrderedDict):
 
 # %% ../../nbs/70_state/06_algebra.ipynb #32c5ec36
 def find_mismatch(a, b):
-    "Return why two StateDicts cannot be combined, as a sentence. None if they can."
+    "Return the reason why two StateDicts cannot be combined, as a sentence, or None if they can."
     names = (a._name, b._name) if a._name!=b._name else (f'the first {a._name}', f'the second {b._name}')
     for one,other,(has,lacks) in ((a, b, names), (b, a, names[::-1])):
         for k in one:
@@ -118,7 +118,7 @@ def find_mismatch(a, b):
 
 # %% ../../nbs/70_state/06_algebra.ipynb #fee60c57
 def results_tensor(d):
-    "Return results as one tensor: int64 if all are ints, else float64."
+    "Return the numbers of a StateDict as one tensor: int64 if all numbers are ints, else float64."
     for k,v in d.items():
         if not isinstance(v, Number): raise TypeError(f"{k!r} is {v!r:.60} in {d._name}, which is not a number.")
     whole = all(isinstance(v, int) for v in d.values())
@@ -126,21 +126,21 @@ def results_tensor(d):
 
 # %% ../../nbs/70_state/06_algebra.ipynb #229133e9
 class Layers(NamedValues):
-    "Named values with a selection of layers and functions of each layer."
+    "Named values with methods that select layers, or apply a function to each layer."
     def is_compatible(self,
-        other # StateDict
+        other # StateDict to compare with
     ) -> bool:
-        """Return True if the two can be combined: they have the same names and shapes.
+        """Return True if arithmetic with another StateDict is possible: both have the same names and shapes.
 
         Args:
-            other: StateDict
+            other: StateDict to compare with
         """
         return find_mismatch(self, other) is None
 
     def like(self,
         items # (name, value) pairs
     ): # StateDict
-        """Return a StateDict with other values for the same names.
+        """Return a StateDict with new values that keeps the log columns (module, tensor name) of this StateDict.
 
         Args:
             items: (name, value) pairs
@@ -153,20 +153,20 @@ class Layers(NamedValues):
         return d
 
     def result(self, items):
-        "Return a StateDict of numbers computed from this one."
+        "Return a StateDict of numbers that were computed from this StateDict, such as a norm for each layer."
         d = self.like(items).set_name(f'{self._name}_stat')
         d._ttype = self._ttype
         return d
 
     def filter(self,
-        pattern=None, # Regular expression, matched from the start of a name
+        pattern=None, # Regular expression for layer names, matched from the start
         *, include=None, # Modules, as `select` accepts them: 'features.*', nn.Linear, ...
         exclude=None # Modules to leave out
     ): # StateDict
-        """Return the layers whose names match, of the selected modules.
+        """Return the layers whose names match the pattern, and that belong to the included modules.
 
         Args:
-            pattern: Regular expression, matched from the start of a name
+            pattern: Regular expression for layer names, matched from the start
             include: Modules, as `select` accepts them: 'features.*', nn.Linear, ...
             exclude: Modules to leave out
 
@@ -178,27 +178,27 @@ class Layers(NamedValues):
         return d
 
     def flatten(self,
-        pattern=None, # Regular expression, matched from the start
-        *, lazy=True # Ignored: nnstat has this argument
+        pattern=None, # Regular expression for layer names, matched from the start
+        *, lazy=True # Ignored. Accepted because nnstat has this argument
     ) -> torch.Tensor:
-        """Return all values in one new tensor, as large as all layers together. No reduction needs it.
+        """Concatenate all layers into one new tensor with one dimension. Reductions do not need this copy.
 
         Args:
-            pattern: Regular expression, matched from the start
-            lazy: Ignored: nnstat has this argument
+            pattern: Regular expression for layer names, matched from the start
+            lazy: Ignored. Accepted because nnstat has this argument
         """
-        some = select_layers(self, pattern)
-        if self.is_result: return results_tensor(self.like(some))
-        xs = [(x.full_tensor() if is_sharded(x) else x).flatten() for x in some.values()]
+        selected = select_layers(self, pattern)
+        if self.is_result: return results_tensor(self.like(selected))
+        xs = [(x.full_tensor() if is_sharded(x) else x).flatten() for x in selected.values()]
         return torch.cat(xs) if xs else torch.empty(0)
 
     def apply(self,
-        func # Function: tensor (or number) -> tensor (or number)
+        func # Function from a tensor (or number) to a tensor (or number)
     ): # StateDict
-        """Return a function of each layer.
+        """Apply a function to each layer. Return the results in a new StateDict.
 
         Args:
-            func: Function: tensor (or number) -> tensor (or number)
+            func: Function from a tensor (or number) to a tensor (or number)
 
         Returns:
             StateDict
@@ -206,33 +206,33 @@ class Layers(NamedValues):
         return self.like((k, func(x)) for k,x in self.items())
 
     def zeros(self):
-        "Return zeros of the same shapes."
+        "Return a StateDict of zeros with the same names and shapes."
         return self.apply(lambda x: torch.zeros_like(x) if isinstance(x, torch.Tensor) else type(x)(0))
 
     def ones(self):
-        "Return ones of the same shapes."
+        "Return a StateDict of ones with the same names and shapes."
         return self.apply(lambda x: torch.ones_like(x) if isinstance(x, torch.Tensor) else type(x)(1))
 
 # %% ../../nbs/70_state/06_algebra.ipynb #b5d0ab0f
 def in_place(method):
-    "Return a method that replaces the values of a snapshot by the result of another method."
+    "Return a method like `method` that writes the result into the snapshot, and whose name ends in '_', as in torch."
     @functools.wraps(method)
     def f(self, *args, **kwargs): return self.take(method(self, *args, **kwargs))
     f.__name__ += '_'
     f.__qualname__ += '_'
-    first = f"Replace the values by those of `{method.__name__}`. Return this snapshot."
-    f.__doc__ = '\n'.join([first, *method.__doc__.split('\n')[1:]]) # with the arguments
+    first = f"Replace the values by the result of `{method.__name__}`. Return this snapshot."
+    f.__doc__ = '\n'.join([first, *method.__doc__.split('\n')[1:]]) # keep the `Args:` section
     return f
 
 class EditableLayers(Layers):
-    "Layers that can be copied, moved, saved and changed."
+    "Layers that can be saved, copied, moved to a device, and changed in place."
     def save(self,
-        path # File to write
+        path # Path of the file to write
     ):
-        """Write a plain dict to a file, for `load` and `torch.load`.
+        """Save the layers as a plain dict, which `load` and `torch.load` can read.
 
         Args:
-            path: File to write
+            path: Path of the file to write
         """
         torch.save(self.state_dict(), path)
 
@@ -259,7 +259,7 @@ class EditableLayers(Layers):
         device=None, # New device; or new dtype, as in `Tensor.to`
         dtype=None # New dtype
     ): # This snapshot
-        """Move or cast the snapshot, not the model.
+        """Move the snapshot to a device, or cast it to a dtype. The model does not change.
 
         Args:
             device: New device; or new dtype, as in `Tensor.to`
@@ -281,7 +281,7 @@ class EditableLayers(Layers):
 def is_scalar_value(x): return isinstance(x, Number|np.number) or (isinstance(x, torch.Tensor) and x.dim()==0)
 
 def apply_operation(op:str, d, *other): # other: nothing, a number, or another StateDict
-    "Apply a function of torch, by its name, to all layers of a StateDict."
+    "Apply the torch function with the name `op` to all layers of a StateDict."
     o = other[0] if other else None
     if isinstance(o, NamedValues):
         if why := find_mismatch(d, o): raise ValueError(why)
@@ -295,50 +295,50 @@ def apply_operation(op:str, d, *other): # other: nothing, a number, or another S
     return d.like(zip(d, values, strict=True))
 
 def apply_each_layer(d, op, others):
-    "Apply an operation to all tensors. Add a note with the name of the layer to an error."
+    "Apply an operation to all tensors. If it fails, add the name of the failing layer to the exception."
     try: return apply_each(op, list(d.values()), *others)
     except (RuntimeError, TypeError) as e:
         for i,(k,x) in enumerate(d.items()):
             try: apply_each(op, [x], *([o[i]] if isinstance(o, list) else o for o in others))
             except (RuntimeError, TypeError):
-                e.add_note(f"This is layer {k!r} of {d._name}, {x.dtype}. Leave it out with filter(pattern).")
+                e.add_note(f"It failed for layer {k!r} of {d._name}, {x.dtype}. Leave it out with filter(pattern).")
                 break
         raise
 
 def apply_reversed(op, x, d):
-    "Apply an operation with a number as its left operand."
+    "Apply an operation whose left operand is a number, such as `2-d`."
     f = dict(sub=lambda v: x-v, div=lambda v: x/v, pow=lambda v: x**v)[op]
     if d.is_result: return d.like(zip(d, f(results_tensor(d).double() if op=='pow' else results_tensor(d)).tolist(), strict=True))
     return d.apply(f)
 
 # %% ../../nbs/70_state/06_algebra.ipynb #6dd25472
 class Arithmetic(EditableLayers):
-    "Layers with the arithmetic of numbers."
+    "Layers with arithmetic: operators, and elementwise functions of torch."
     def neg(self):
-        "Return the negative values."
+        "Return the negative of each value."
         return apply_operation('neg', self)
 
     def abs(self):
-        "Return the absolute values."
+        "Return the absolute value of each value."
         return apply_operation('abs', self)
 
     def sqrt(self):
-        "Return the square roots."
+        "Return the square root of each value."
         return apply_operation('sqrt', self)
 
     def sign(self):
-        "Return the signs: -1, 0 or 1 for each value."
+        "Return the sign of each value: -1, 0 or 1."
         return apply_operation('sign', self)
 
     def clip(self,
-        min=None, # Lower bound
-        max=None # Upper bound
+        min=None, # Lower bound of the values
+        max=None # Upper bound of the values
     ): # StateDict
-        """Return the values limited to a range.
+        """Limit each value to a range.
 
         Args:
-            min: Lower bound
-            max: Upper bound
+            min: Lower bound of the values
+            max: Upper bound of the values
 
         Returns:
             StateDict
@@ -366,33 +366,33 @@ class Arithmetic(EditableLayers):
         return d
 
     def binary(self, op, o):
-        "Apply an operation with a number or another StateDict as right operand."
+        "Apply an operation whose right operand is a number or another StateDict."
         return apply_operation(op, self, o) if is_scalar_value(o) or isinstance(o, NamedValues) else NotImplemented
 
-    __array_ufunc__ = None # with a numpy number on the left, Python calls the operators of this class
+    __array_ufunc__ = None # so that `numpy_number + d` calls `__radd__` of this class
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None): return apply_torch_function(func, args, kwargs or {})
 
 # %% ../../nbs/70_state/06_algebra.ipynb #29daad7d
 def find_state_dicts(args):
-    "Return the StateDicts in nested arguments."
+    "Return all StateDicts in nested lists, tuples and dicts of arguments."
     if isinstance(args, NamedValues): return [args]
     if type(args) is dict: args = list(args.values())
     return [d for a in args for d in find_state_dicts(a)] if type(args) in (tuple, list) else []
 
 def map_state_dicts(args, f):
-    "Return nested arguments with each StateDict replaced by `f` of it."
+    "Replace each StateDict in nested arguments by the result of `f`. Return the new arguments."
     if isinstance(args, NamedValues): return f(args)
     if type(args) in (tuple, list): return type(args)(map_state_dicts(a, f) for a in args)
     return {n: map_state_dicts(a, f) for n,a in args.items()} if type(args) is dict else args
 
 def results_to_tensors(d):
-    "Return results as tensors without dimensions. Return other StateDicts unchanged."
+    "Convert numbers of a StateDict to tensors without dimensions. Return a StateDict of tensors unchanged."
     return NamedValues(zip(d, results_tensor(d).double(), strict=True)) if d.is_result else d
 
 def apply_torch_function(func, args, kwargs):
-    "Apply a function of torch layer by layer."
+    "Apply an elementwise function of torch to each layer of the StateDicts among its arguments."
     name,ds = getattr(func, '__name__', str(func)),find_state_dicts([args, kwargs])
     d = next((d for d in ds if not d.is_result), ds[0])
     if kwargs.get('out') is not None or kwargs.get('inplace') or (name.endswith('_') and not name.endswith('__')):
@@ -410,89 +410,92 @@ def apply_torch_function(func, args, kwargs):
 
 # %% ../../nbs/70_state/06_algebra.ipynb #fc3ce81a
 def tensors_to_reduce(d, pattern, lw):
-    "Return the tensors that a reduction reads. Results are a tensor for each name (`lw`), or joined into one."
-    some = select_layers(d, pattern)
-    if not d.is_result: return some
-    return {k: torch.tensor(v, dtype=torch.float64) for k,v in some.items()} if lw else {'': results_tensor(d.like(some))}
+    "Return the tensors that a reduction reads. If `d` contains numbers, make a tensor of each number (`lw`), or of all."
+    selected = select_layers(d, pattern)
+    if not d.is_result: return selected
+    return {k: torch.tensor(v, dtype=torch.float64) for k,v in selected.items()} if lw else {'': results_tensor(d.like(selected))}
 
-def reduce_layers(d, name, lw, pattern, change=None, dtype=None): # change: function: numbers, counts of elements -> corrected numbers
-    "Return one of `reduction_stats`, or 'sum'."
+def reduce_layers(d, name, lw, pattern, correct=None, dtype=None): # correct: function(numbers, element counts)
+    "Compute a reduction of each layer (`lw`) or of the whole model. `name`: 'sum', or a key of `reduction_stats`."
     layers = tensors_to_reduce(d, pattern, lw)
     refuse_complex(layers, [name])
     rows = summarize_layers(layers, groups_for_reductions([name]))
     v = rows if lw else merge(np.stack([no_elements(groups_for_reductions([name])), *rows]))
-    got = derive_reduction(v, name)
-    if change is not None: got = change(got, v[..., 0])
-    return reduction_result(d, layers, got, lw, dtype, name)
+    values = derive_reduction(v, name)
+    if correct is not None: values = correct(values, v[..., 0])
+    return reduction_result(d, layers, values, lw, dtype, name)
 
-def reduction_result(d, layers, got, lw, dtype, name=''):
-    "Return numbers of layers as a StateDict (`lw`), or the number of the whole as a tensor."
-    if lw: return d.result(zip(layers, (got if dtype is None else torch.as_tensor(got).to(dtype)).tolist(), strict=True))
-    return scalar_tensor(float(got), [x.dtype for x in layers.values()], name) if dtype is None else torch.tensor(float(got), dtype=dtype)
+def reduction_result(d, layers, values, lw, dtype, name=''):
+    "Return one number per layer as a StateDict (`lw`), or the number of the whole model as a tensor."
+    if lw: return d.result(zip(layers, (values if dtype is None else torch.as_tensor(values).to(dtype)).tolist(), strict=True))
+    if dtype is not None: return torch.tensor(float(values), dtype=dtype)
+    return scalar_tensor(float(values), [x.dtype for x in layers.values()], name)
 
 def correction_factor(n, correction):
-    "Return the factor from the unbiased variance to one with another correction."
+    "Return the factor that changes an unbiased variance into a variance with another `correction` (see `torch.var`)."
     with np.errstate(all='ignore'): return np.where(n>correction, (n-1)/(n-correction), np.nan)
 
-def correct_bias(name, got, n):
-    "Return the skewness or excess kurtosis without bias, as scipy with bias=False."
+def correct_bias(name, value, n):
+    "Remove the bias of a skewness or excess kurtosis of `n` elements, as scipy does with bias=False."
     with np.errstate(all='ignore'):
-        if name=='skew': return np.where(n>2, got*np.sqrt(n*(n-1))/(n-2), got)
-        return np.where(n>3, ((n**2-1)*(got+3)-3*(n-1)**2)/((n-2)*(n-3)), got)
+        if name=='skew': return np.where(n>2, value*np.sqrt(n*(n-1))/(n-2), value)
+        return np.where(n>3, ((n**2-1)*(value+3)-3*(n-1)**2)/((n-2)*(n-3)), value)
 
 # %% ../../nbs/70_state/06_algebra.ipynb #86225f0a
 def reduce_norm(d, p, lw, pattern, dtype=None):
-    "Return the p-norm for any p."
+    "Compute the p-norm of each layer (`lw`) or of the whole model, for any p."
     if p=='fro': p = 2
     if p in (1, 2): return reduce_layers(d, f'norm{int(p)}', lw, pattern, None, dtype)
     layers = tensors_to_reduce(d, pattern, True)
-    got = norm_per_layer(layers, p)
-    return reduction_result(d, layers, got if lw else combine_norms(got, p), lw, dtype)
+    norms = norm_per_layer(layers, p)
+    return reduction_result(d, layers, norms if lw else combine_norms(norms, p), lw, dtype)
 
 # %% ../../nbs/70_state/06_algebra.ipynb #c7b82ab3
+# reduction -> arguments of torch that the reduction accepts
 torch_options = {**dict.fromkeys(('sum', 'mean', 'norm'), ('dim', 'keepdim', 'dtype')),
     **dict.fromkeys(('var', 'std'), ('dim', 'keepdim', 'correction', 'unbiased'))}
 
-def reduce_like_torch(d, name, lw, pattern, given, whole=None, torch_function=None):
-    "Return a reduction with torch's arguments. `whole` reduces the model, to a dtype. `torch_function` reduces one tensor."
+def reduce_like_torch(d, name, lw, pattern, given, reduce=None, torch_function=None):
+    # given: torch's arguments; reduce: function(dtype) without `dim`; torch_function: reduction of one tensor along `dim`
+    "Compute a reduction that accepts torch's arguments `dim`, `keepdim`, `dtype`, `correction` and `unbiased`."
     known = torch_options.get(name, ('dim', 'keepdim'))
     for k in given:
-        if k not in known: raise TypeError(f"{unknown(f'argument of {name}', k, ('lw', 'pattern', *known))} A function of your own: apply_reduction(f).")
+        if k not in known: raise TypeError(f"{unknown(f'argument of {name}', k, ('lw', 'pattern', *known))} For your own function, use apply_reduction(f).")
     given,dtype = dict(given),given.get('dtype')
     if {'unbiased', 'correction'}<=given.keys(): raise TypeError("correction and unbiased have the same meaning. Give one of them.")
     if 'unbiased' in given: given['correction'] = int(given.pop('unbiased'))
     if given.get('dim') is not None or given.get('keepdim') or dtype is not None and not dtype.is_floating_point:
         return reduce_dims(d, lw, pattern, given, torch_function or getattr(torch, name), name)
     c = given.get('correction', 1)
-    change = (lambda got, n: got*correction_factor(n, c)**(.5 if name=='std' else 1)) if c!=1 else None
-    return reduce_layers(d, name, lw, pattern, change, dtype) if whole is None else whole(dtype)
+    correct = (lambda value, n: value*correction_factor(n, c)**(.5 if name=='std' else 1)) if c!=1 else None
+    return reduce_layers(d, name, lw, pattern, correct, dtype) if reduce is None else reduce(dtype)
 
 def reduce_dims(d, lw, pattern, given, f, name):
-    "Apply a function of torch to each layer, or to all values in one tensor."
+    "Reduce each layer (`lw`), or a tensor of all values, along dimensions. `f`: torch's reduction; `given`: its arguments."
     if d.is_result: raise TypeError(f"{d._name} has a number for each layer, so its {name} accepts no dim, no keepdim, and only floating dtypes.")
     if not lw: return f(d.flatten(pattern), **given)
-    got = {k: f(x.full_tensor() if is_sharded(x) else x, **given) for k,x in require_values(select_layers(d, pattern)).items()}
-    return d.like(got).set_name(f'{d._name}_stat')
+    reduced = {k: f(x.full_tensor() if is_sharded(x) else x, **given) for k,x in require_values(select_layers(d, pattern)).items()}
+    return d.like(reduced).set_name(f'{d._name}_stat')
 
 # %% ../../nbs/70_state/06_algebra.ipynb #ef55d45c
 class Reductions(Layers):
-    "Layers with reductions, for each layer and for the whole model."
+    "Layers with reductions, such as norm and mean, of each layer or of the whole model."
     def norm(self,
         p=2, # Order of the norm
-        *, lw:bool=False, # Return a number for each layer
-        pattern=None, # Regular expression, matched from the start
+        *, lw:bool=False, # Return one number per layer, not one for the whole model
+        pattern=None, # Regular expression for layer names, matched from the start
         **kwargs # `dim`, `keepdim` and `dtype`, as in torch
     ):
-        """Return the p-norm. With `dim` and `lw`, return a tensor for each layer; so do the other reductions.
+        """Return the p-norm. With `dim` and `lw`, return a tensor for each layer, as all reductions do.
 
         Args:
             p: Order of the norm
-            lw: Return a number for each layer
-            pattern: Regular expression, matched from the start
+            lw: Return one number per layer, not one for the whole model
+            pattern: Regular expression for layer names, matched from the start
             **kwargs: `dim`, `keepdim` and `dtype`, as in torch
         """
-        def whole(dtype): return reduce_norm(self, p, lw, pattern, dtype)
-        return reduce_like_torch(self, 'norm', lw, pattern, kwargs, whole, lambda x, **k: x.norm(p, **k))
+        def norm_as(dtype): return reduce_norm(self, p, lw, pattern, dtype)
+        return reduce_like_torch(self, 'norm', lw, pattern, kwargs, norm_as, lambda x, **k: x.norm(p, **k))
 
     def norm1(self, *, lw=False, pattern=None, **kwargs):
         "Return the sum of the absolute values. Accepts `dim`, `keepdim`, `dtype`."
@@ -524,12 +527,12 @@ class Reductions(Layers):
 
     def skew(self, *, lw=False, pattern=None, bias=True):
         "Return the skewness, as `scipy.stats.skew`."
-        return reduce_layers(self, 'skew', lw, pattern, None if bias else lambda got, n: correct_bias('skew', got, n))
+        return reduce_layers(self, 'skew', lw, pattern, None if bias else lambda x, n: correct_bias('skew', x, n))
 
     def kurtosis(self, *, lw=False, pattern=None, fisher=True, bias=True):
         "Return the excess kurtosis, as `scipy.stats.kurtosis`: 0 for a normal distribution, or 3 if `fisher` is False."
-        def change(got, n): return (got if bias else correct_bias('kurtosis', got, n))+3*(not fisher)
-        return reduce_layers(self, 'kurtosis', lw, pattern, change)
+        def correct(value, n): return (value if bias else correct_bias('kurtosis', value, n))+3*(not fisher)
+        return reduce_layers(self, 'kurtosis', lw, pattern, correct)
 
     def max(self, *, lw=False, pattern=None, **kwargs):
         "Return the largest value. Accepts `dim`, `keepdim`."
@@ -549,44 +552,44 @@ class Reductions(Layers):
 
 # %% ../../nbs/70_state/06_algebra.ipynb #70bb056a
 def describe_layers(d, lw, pattern, group, include, exclude, additional):
-    "Return the rows of a table: name -> row; for the whole model, one row named ''."
+    "Return a dict of table rows: layer name -> row (`lw`), or '' -> the row of the whole model."
     columns = ['no', 'name', 'value'] if d.is_result else select_columns(group, include, exclude)
     columns = [c for c in columns if c not in exclude]
-    some = select_layers(d, pattern)
-    asked = [c for c in columns if c=='sum' or c in reduction_stats]
-    got = {}
-    if asked:
-        refuse_complex({} if d.is_result else some, asked)
-        v = summarize_layers(some, groups_for_reductions(asked))
-        if not lw: v = merge(np.stack([no_elements(groups_for_reductions(asked)), *v]))[None]
-        got = {c: derive_reduction(v, c).tolist() for c in asked}
+    selected = select_layers(d, pattern)
+    reductions = [c for c in columns if c=='sum' or c in reduction_stats]
+    values = {} # column -> one value per row
+    if reductions:
+        refuse_complex({} if d.is_result else selected, reductions)
+        v = summarize_layers(selected, groups_for_reductions(reductions))
+        if not lw: v = merge(np.stack([no_elements(groups_for_reductions(reductions)), *v]))[None]
+        values = {c: derive_reduction(v, c).tolist() for c in reductions}
     for c in columns:
-        if c not in got:
+        if c not in values:
             x = getattr(d, c)(lw=lw, pattern=pattern)
-            got[c] = [to_python(x[k]) for k in some] if lw else [to_python(x)]
+            values[c] = [to_python(x[k]) for k in selected] if lw else [to_python(x)]
     if additional:
         if not lw: raise ValueError('additional_info has a number for each layer, so it needs lw=True.')
         for c,x in additional.items():
-            if lost := [k for k in some if k not in x]: raise ValueError(f"additional_info[{c!r}] has no number for {lost[0]!r}.")
-            got[c] = [to_python(x[k]) for k in some]
+            if lost := [k for k in selected if k not in x]: raise ValueError(f"additional_info[{c!r}] has no number for {lost[0]!r}.")
+            values[c] = [to_python(x[k]) for k in selected]
     order = [*columns, *(additional or ())]
-    return {k: {c: got[c][i] for c in order} for i,k in enumerate(some if lw else [''])}
+    return {k: {c: values[c][i] for c in order} for i,k in enumerate(selected if lw else [''])}
 
 def to_python(x):
-    "Return a value as a Python number or tuple."
+    "Convert a number of numpy or torch, or a `torch.Size`, to a Python number or tuple."
     return tuple(x) if isinstance(x, torch.Size) else x.tolist() if hasattr(x, 'tolist') else x
 
 # %% ../../nbs/70_state/06_algebra.ipynb #a1ac43df
 tname_prefixes = dict(weight='weight', weight_grad='grad', update='update') # tensor type -> prefix of a tensor's name, as in `grad_0`
 
 def make_rows(d, stats, ttype, step, pattern):
-    "Return the layers of a StateDict as rows of a log."
+    "Return a log row for each layer of a StateDict, with statistics and the location of the tensor in the model."
     ttype = check_ttypes(ttype or d._ttype or 'probe')[0]
-    some,stats = select_layers(d, pattern),stat_names(stats)
-    if d.is_result: numbers = [{'value': v} for v in some.values()]
-    else: numbers = as_dicts(summarize_layers(some, groups_for(stats)), stats, [x.shape for x in some.values()]) if some else []
+    layers,stats = select_layers(d, pattern),stat_names(stats)
+    if d.is_result: numbers = [{'value': v} for v in layers.values()]
+    else: numbers = as_dicts(summarize_layers(layers, groups_for(stats)), stats, [x.shape for x in layers.values()]) if layers else []
     out = []
-    for i,(k,x) in enumerate(some.items()):
+    for i,(k,x) in enumerate(layers.items()):
         p = d._places.get(k) or dict(module=k.rpartition('.')[0], tname=f'x_{i}', pname=k.rpartition('.')[2])
         position = p['tname'].rpartition('_')[2]
         tname = p['tname'] if ttype==d._ttype and ttype!='update' else f'{tname_prefixes.get(ttype, d._name)}_{position}'
@@ -600,51 +603,51 @@ def make_rows(d, stats, ttype, step, pattern):
 
 # %% ../../nbs/70_state/06_algebra.ipynb #3d5415e7
 class DescribedLayers(Reductions):
-    "Layers with text tables, and as rows of a log."
+    "Layers that can be printed as tables, and returned as rows of a log."
     def numel(self, *, lw=False, pattern=None):
         "Return the number of values."
         counts = {k: x.numel() if isinstance(x, torch.Tensor) else 1 for k,x in select_layers(self, pattern).items()}
         return self.result(counts) if lw else sum(counts.values())
 
     def shape(self, *, lw=False, pattern=None):
-        "Return the shape. The shape of the whole has one dimension."
+        "Return the shape of each layer (`lw`), or a shape of one dimension: the number of all values."
         if not lw: return torch.Size([self.numel(pattern=pattern)])
         return self.result((k, tuple(getattr(x, 'shape', ()))) for k,x in select_layers(self, pattern).items())
 
     def no(self, *, lw=False, pattern=None):
-        "Return the position of each layer, or the number of layers."
-        some = select_layers(self, pattern)
-        return self.result((k, i) for i,k in enumerate(self) if k in some) if lw else len(some)
+        "Return the position of each layer (`lw`), or the number of layers."
+        selected = select_layers(self, pattern)
+        return self.result((k, i) for i,k in enumerate(self) if k in selected) if lw else len(selected)
 
     def name(self, *, lw=False, pattern=None):
-        "Return the name of each layer, or of the whole."
+        "Return the name of each layer (`lw`), or the name of the snapshot."
         return self.result((k, k) for k in select_layers(self, pattern)) if lw else self._name
 
     def value(self, *, lw=False, pattern=None):
-        "Return the values, or for the whole the printed text."
+        "Return the selected layers (`lw`), or the printed text of the snapshot."
         return self.filter(pattern) if lw else str(self)
 
     def describe(self,
-        lw:bool=False, # Show a line for each layer
-        pattern=None, # Regular expression, matched from the start
-        group=None, # Columns: 'default', 'all', 'custom'
-        display:bool=True, # Print the table. False returns the numbers
+        lw:bool=False, # Show one row per layer, not one for the whole model
+        pattern=None, # Regular expression for layer names, matched from the start
+        group=None, # Group of columns: 'default', 'all' or 'custom'
+        display:bool=True, # Print the table. False returns the numbers instead
         include_keys=None, # Columns to show; with `group`, columns to add to the group
         exclude_keys=None, # Columns to leave out
-        additional_info=None, # More columns: column -> name of the layer -> number
-        exlude_keys=None # The same as `exclude_keys`
+        additional_info=None, # More columns: dict from column name to a dict from layer name to number
+        exlude_keys=None # The same as `exclude_keys`, in the spelling of nnstat
     ):
-        """Print a table of numbers, or return dicts of plain numbers.
+        """Print a table of reductions, or return the numbers of the table in dicts (`display=False`).
 
         Args:
-            lw: Show a line for each layer
-            pattern: Regular expression, matched from the start
-            group: Columns: 'default', 'all', 'custom'
-            display: Print the table. False returns the numbers
+            lw: Show one row per layer, not one for the whole model
+            pattern: Regular expression for layer names, matched from the start
+            group: Group of columns: 'default', 'all' or 'custom'
+            display: Print the table. False returns the numbers instead
             include_keys: Columns to show; with `group`, columns to add to the group
             exclude_keys: Columns to leave out
-            additional_info: More columns: column -> name of the layer -> number
-            exlude_keys: The same as `exclude_keys`
+            additional_info: More columns: dict from column name to a dict from layer name to number
+            exlude_keys: The same as `exclude_keys`, in the spelling of nnstat
         """
         exclude = as_list(exclude_keys)+as_list(exlude_keys)
         rows = describe_layers(self, lw or self.is_result, pattern, group, include_keys, exclude, additional_info)
@@ -653,29 +656,29 @@ class DescribedLayers(Reductions):
         return rows if lw or self.is_result else rows['']
 
     def rows(self,
-        stats='basic', # As `get_stats` accepts them
-        ttype=None, # Tensor type. Default: the known type of the tensors, or 'probe'
-        step=None, # Training step
-        pattern=None # Regular expression, matched from the start
-    ) -> list: # Dicts
+        stats='basic', # Statistics to compute, as `get_stats` accepts them
+        ttype=None, # Tensor type. Default: the type known from the snapshot ('weight', ...), or 'probe'
+        step=None, # Training step to write into the rows
+        pattern=None # Regular expression for layer names, matched from the start
+    ) -> list: # Rows, which are dicts
         """Return a log row for each layer: `for row in sd.rows(): te.t + row`.
 
         Args:
-            stats: As `get_stats` accepts them
-            ttype: Tensor type. Default: the known type of the tensors, or 'probe'
-            step: Training step
-            pattern: Regular expression, matched from the start
+            stats: Statistics to compute, as `get_stats` accepts them
+            ttype: Tensor type. Default: the type known from the snapshot ('weight', ...), or 'probe'
+            step: Training step to write into the rows
+            pattern: Regular expression for layer names, matched from the start
 
         Returns:
-            Dicts
+            Rows, which are dicts
         """
         return make_rows(self, stats, ttype, step, pattern)
 
     def headline(self):
-        "Return a line that describes the whole. For shards, it has no norm, which would need the other processes."
+        "Return a line with name, norm, size, device and dtype. Shards get no norm, which would need other processes."
         if not self: return f'{self._name}[Empty]()'
         if self.is_result: return self._name
-        if any(is_sharded(self[k]) for k in self): l2 = 'sharded: ask norm()'
+        if any(is_sharded(self[k]) for k in self): l2 = 'sharded: call norm()'
         else:
             try: l2 = f'{self.norm():.4g}'
             except Unmeasurable: l2 = '?'
@@ -691,27 +694,27 @@ class DescribedLayers(Reductions):
 
     def _repr_html_(self):
         if self.is_result: return format_html(self.headline(), [{'name': k, 'value': self[k]} for k in self])
-        blind = any(is_sharded(x) or x.is_meta or x.is_complex() for x in (self[k] for k in self))
-        rows = describe_layers(self, True, None, None, ['no', 'name', 'shape']+['norm2', 'mean', 'std']*(not blind), (), None)
+        plain = any(is_sharded(x) or x.is_meta or x.is_complex() for x in (self[k] for k in self))
+        rows = describe_layers(self, True, None, None, ['no', 'name', 'shape']+['norm2', 'mean', 'std']*(not plain), (), None)
         return format_html(self.headline(), list(rows.values()))
 
 # %% ../../nbs/70_state/06_algebra.ipynb #3ecfb36f
 class PlottableLayers(Layers):
-    "Layers with plots of their values."
+    "Layers whose values can be plotted."
     def hist(self, lw=False, pattern=None, name=None, *, bins=100, logx=False, logy=False, ax=None, to=None, sample=max_values, **kwargs):
-        "Plot a histogram. Return matplotlib axes. See `plot_hist`."
+        "Plot a histogram of the values. Return matplotlib axes. See `plot_hist`."
         return plot_hist(self.drawn(pattern), name or self._name, lw, bins, logx, logy, ax, to, sample, **kwargs)
 
     def ecdf(self, lw=False, pattern=None, name=None, *, logx=False, logy=False, ax=None, to=None, sample=max_values, **kwargs):
-        "Plot the cumulative distribution. Return matplotlib axes. See `plot_ecdf`."
+        "Plot the cumulative distribution of the values. Return matplotlib axes. See `plot_ecdf`."
         return plot_ecdf(self.drawn(pattern), name or self._name, lw, logx, logy, ax, to, sample, **kwargs)
 
     def heatmap(self, lw=False, pattern=None, name=None, *, vmin=None, vmax=None, log=False, square=False, ax=None, to=None, **kwargs):
-        "Plot a heat map. Return matplotlib axes. See `plot_heatmap`."
+        "Plot a heat map of the values. Return matplotlib axes. See `plot_heatmap`."
         return plot_heatmap(self.drawn(pattern), name or self._name, lw, vmin, vmax, log, square, ax, to, **kwargs)
 
     def drawn(self, pattern):
-        "Return the layers to plot. Raise TypeError for results."
+        "Return the layers to plot. Raise TypeError if the values are numbers, not tensors."
         if self.is_result:
             raise TypeError(f"{self._name} has only a number for each layer, so there is no distribution to plot. Plot list(sd.values()) instead.")
         return require_values(select_layers(self, pattern))
@@ -721,20 +724,20 @@ class StateDict(Arithmetic, DescribedLayers, PlottableLayers):
     """Snapshot of a model: tensors by name, or a number for each name, with arithmetic, reductions, tables and plots.
 
     Args:
-        *args: As for a dict
+        *args: Items, as for `dict`
         name: Name in printed text
     """
     def apply_reduction(self,
-        func, # Function: tensor -> number
-        *, lw:bool=False, # Return a number for each layer
-        pattern=None # Regular expression, matched from the start
+        func, # Function from tensor to number
+        *, lw:bool=False, # Return one number per layer, not one for the whole model
+        pattern=None # Regular expression for layer names, matched from the start
     ):
-        """Apply a reduction of your own to each layer, or to all values in one tensor.
+        """Apply your own reduction to each layer (`lw`), or to one tensor of all values.
 
         Args:
-            func: Function: tensor -> number
-            lw: Return a number for each layer
-            pattern: Regular expression, matched from the start
+            func: Function from tensor to number
+            lw: Return one number per layer, not one for the whole model
+            pattern: Regular expression for layer names, matched from the start
         """
         require_values(select_layers(self, pattern))
         if not lw: return func(self.flatten(pattern))
@@ -744,15 +747,15 @@ class StateDict(Arithmetic, DescribedLayers, PlottableLayers):
     @classmethod
     def register_reduction(cls,
         name:str, # Name of the method and of the column
-        func, # Function: tensor -> number
-        merge=None # Function: list of the layers' numbers -> number of the whole. Default: `func` of all values in one tensor
+        func, # Function from tensor to number
+        merge=None # Function that combines a list of the layers' numbers. Default: apply `func` to one tensor of all values
     ):
-        """Add a reduction of your own to StateDict. It is also a column of `describe`.
+        """Add your own reduction as a method of StateDict, and as a column of `describe`.
 
         Args:
             name: Name of the method and of the column
-            func: Function: tensor -> number
-            merge: Function: list of the layers' numbers -> number of the whole. Default: `func` of all values in one tensor
+            func: Function from tensor to number
+            merge: Function that combines a list of the layers' numbers. Default: apply `func` to one tensor of all values
         """
         if hasattr(cls, name): raise ValueError(f"StateDict already has an attribute {name!r}. Choose another name.")
         def method(self, *, lw=False, pattern=None):

@@ -19,30 +19,30 @@ from ..ground.needs import needs
 from ..ground.messages import warn
 
 # %% ../../nbs/70_state/20_noise.ipynb #9dab8816
-def two_sizes(small, big, small_sq, big_sq) -> tuple: # small_sq, big_sq: mean squared norms of gradients
-    "Solve for the squared norm of the true gradient, and the trace of the covariance of a sample's gradient."
-    if not 0<small<big: raise ValueError(f"two_sizes compares a batch with a larger one, got sizes {small} and {big}.")
+def solve_two_sizes(small, big, small_sq, big_sq) -> tuple: # sizes of two batches, squared norms of their gradients
+    "Return the squared norm of the expected gradient, and the trace of the covariance of the gradients of single samples."
+    if not 0<small<big: raise ValueError(f"the second batch size must be larger than the first, got {small} and {big}.")
     return (big*big_sq-small*small_sq)/(big-small), (small_sq-big_sq)/(1/small-1/big)
 
 # %% ../../nbs/70_state/20_noise.ipynb #83c02aed
-def fit_sizes(sizes, squares) -> tuple: # squares: mean squared norms, shape (..., n)
-    "Fit a line to squared norms as a function of the inverse batch size. Return norm and trace as `two_sizes`."
+def fit_line_over_sizes(sizes, squares) -> tuple: # squares: of gradient norms, shape (..., n)
+    "Fit a line to squared gradient norms over 1 / batch size. Return its intercept and slope, as `solve_two_sizes` does."
     sizes = np.asarray(sizes, dtype=float)
-    if len(np.unique(sizes))<2: raise ValueError(f"a line needs two batch sizes or more, got {sizes.tolist()}.")
+    if len(np.unique(sizes))<2: raise ValueError(f"a line needs two different batch sizes, got {sizes.tolist()}.")
     x = np.stack([np.ones(len(sizes)), 1/sizes], 1)
     line = np.asarray(squares, dtype=float)@np.linalg.solve(x.T*sizes@x, x.T*sizes).T
     return line[..., 0], line[..., 1]
 
 # %% ../../nbs/70_state/20_noise.ipynb #768502fc
 class PairMean:
-    "Moving average of pairs of numbers, with its covariance."
-    def __init__(self, decay:float=1.): # decay: factor for the weight of older pairs at each new pair
+    "Moving average of pairs of numbers, and the covariance matrix of this average."
+    def __init__(self, decay:float=1.): # decay: each new pair multiplies the weights of older pairs by it
         if not 0<decay<=1: raise ValueError(f"decay must be above 0 and at most 1, got {decay}.")
         self.decay,self.count,self.weight,self.weight2 = decay,0,0.,0.
         self.mean,self.spread = np.zeros(2),np.zeros((2, 2))
 
     def add(self, pair):
-        "Add a pair."
+        "Add a pair of numbers to the average."
         d,pair = self.decay,np.asarray(pair, dtype=float)
         self.count,self.weight,self.weight2 = self.count+1,d*self.weight+1,d*d*self.weight2+1
         difference = pair-self.mean
@@ -51,7 +51,7 @@ class PairMean:
 
     @property
     def cov(self):
-        "Covariance of the mean, from the spread of the pairs. NaN if there are fewer than two."
+        "Covariance matrix of the average, estimated from the spread of the pairs. NaN for fewer than two pairs."
         if self.count<2: return np.full((2, 2), np.nan)
         return self.spread/(self.weight-self.weight2/self.weight)*self.weight2/self.weight**2
 
@@ -59,34 +59,35 @@ class PairMean:
 def format_number(x, digits): return f'{x:.0f}' if 10**digits<=abs(x)<1e7 else f'{x:.{digits}g}'
 
 class NoiseEstimate:
-    "Noise scale with its errors, and a plot of the measured norms."
+    "Estimate of the noise scale with standard errors, and a plot of the measured gradient norms."
     def __init__(self, pairs:PairMean, sizes=(math.nan, math.nan), squares=None, fit=None):
-        # squares: mean squared norms, shape (chains, sizes); fit: `NoiseEstimate` from a line through all sizes
+        # squares: of gradient norms, shape (chains of micro-batches, batch sizes)
+        # fit: a second `NoiseEstimate`, from a line through the squared norms at all batch sizes
         self.grad_sq,self.trace = (float(x) for x in pairs.mean) if pairs.count else (math.nan, math.nan)
         self.cov,self.count,self.sizes,self.squares,self.fit = pairs.cov,pairs.count,list(sizes),squares,fit
 
     def two_errors(self):
-        "Return two standard errors of the squared gradient norm, 0 if they are unknown."
+        "Return twice the standard error of the squared gradient norm, or 0 if this error is unknown."
         return 2*math.sqrt(self.cov[0, 0]) if self.cov[0, 0]>=0 else 0.
 
     @property
-    def is_known(self): return self.grad_sq>self.two_errors()
+    def is_known(self): return self.grad_sq>self.two_errors() # else the gradient norm could be zero
 
     @property
     def noise_scale(self):
-        "Trace divided by squared gradient norm. Infinity if the norm cannot be distinguished from zero."
+        "Noise scale: trace divided by squared gradient norm. Infinity if the norm cannot be distinguished from zero."
         if math.isnan(self.grad_sq+self.trace): return math.nan
         return self.trace/self.grad_sq if self.is_known else math.inf
 
     @property
     def at_least(self):
-        "Lower bound of the noise scale, from a squared gradient norm two standard errors larger."
+        "Lower bound of the noise scale. The squared gradient norm is taken two standard errors larger than measured."
         top = max(self.grad_sq, 0.)+self.two_errors()
         return max(self.trace, 0.)/top if top else math.nan
 
     @property
     def errors(self):
-        "Standard errors of `noise_scale`, `grad_sq` and `trace`. NaN where they are unknown."
+        "Dict of the standard errors of `noise_scale`, `grad_sq` and `trace`. NaN if an error is unknown."
         slope = np.array([-self.noise_scale, 1.])/self.grad_sq if self.is_known else np.full(2, np.nan)
         own = np.sqrt(np.diag(self.cov))
         return dict(noise_scale=float(np.sqrt(slope@self.cov@slope)), grad_sq=float(own[0]), trace=float(own[1]))
@@ -96,6 +97,7 @@ class NoiseEstimate:
         return {k: getattr(self, k) for k in self.errors} | {f'{k}_error': e for k,e in self.errors.items()}
 
     def format(self, name):
+        "Format a number with its standard error, such as '12 ± 3'."
         value,error = getattr(self, name),self.errors[name]
         return f'{format_number(value, 3)} ± {format_number(error, 2)}' if math.isfinite(error) else format_number(value, 3)
 
@@ -108,7 +110,7 @@ class NoiseEstimate:
         return f"noise scale {self.format('noise_scale')} ({numbers}{'' if self.count>1 else ': one estimate has no errors'})"
 
     def plot(self,
-        ax=None # Matplotlib axes; new ones when None
+        ax=None # Matplotlib axes. None makes a new figure
     ): # The axes
         "Plot squared norms by inverse batch size: the intercept is the squared gradient norm, the slope is the trace."
         ax = ax or needs('matplotlib.pyplot', for_='plot').subplots()[1]
@@ -125,55 +127,55 @@ class NoiseEstimate:
         return ax
 
 # %% ../../nbs/70_state/20_noise.ipynb #87fdc70a
-def squared_norms(groups) -> list: # groups: lists of summary vectors
-    "Return the squared norm of all tensors of each list, with one transfer from the device."
+def squared_norms(groups) -> list: # groups: lists of the summary vectors of gradients
+    "Return the squared norm of the gradients of each group, with only one copy from the device to the CPU."
     flat = [v for g in groups for v in g]
     if not flat: return [0. for _ in groups]
     on_device = [v for v in flat if isinstance(v, torch.Tensor)]
     if on_device:
-        got = iter(torch.stack([v.to(on_device[0].device) for v in on_device]).cpu().double().numpy())
-        flat = [next(got) if isinstance(v, torch.Tensor) else v for v in flat]
+        copied = iter(torch.stack([v.to(on_device[0].device) for v in on_device]).cpu().double().numpy())
+        flat = [next(copied) if isinstance(v, torch.Tensor) else v for v in flat]
     p = Parts(np.stack(flat))
     return [float(s.sum()) for s in np.split(p.added(squares(p)), np.cumsum([len(g) for g in groups])[:-1])]
 
 # %% ../../nbs/70_state/20_noise.ipynb #52158dc9
-all_watches = weakref.WeakSet() # all `GradWatch`es. `noise_scale` pauses those of the training
+all_watches = weakref.WeakSet() # every existing `GradWatch`, so that `noise_scale` can pause all of them
 
 class GradWatch:
-    "Hooks on parameters that measure each gradient before it is added to `p.grad`."
-    def __init__(self, params): # params: frozen parameters are left out
+    "Hooks on parameters. They measure each new gradient before autograd adds the gradient to `p.grad`."
+    def __init__(self, params): # params: those that require no gradient are ignored
         self.params = [p for p in params if p.requires_grad]
         if not self.params: raise ValueError("no parameter requires a gradient, so there is no gradient noise to measure.")
-        self.on = True
-        self.start()
+        self.is_active = True
+        self.reset()
         all_watches.add(self)
-        self.handles = [p.register_hook(partial(note_gradient, weakref.ref(self), i)) for i,p in enumerate(self.params)]
+        self.handles = [p.register_hook(partial(add_gradient, weakref.ref(self), i)) for i,p in enumerate(self.params)]
         self.remove = weakref.finalize(self, lambda handles: [h.remove() for h in handles], self.handles)
 
-    def start(self): self.vectors,self.seen,self.twice = [],set(),False
+    def reset(self): self.vectors,self.seen,self.twice = [],set(),False
 
-    def take(self):
-        "Return the summaries of the gradients since the last call, and True if a parameter had several gradients."
-        got = self.vectors,self.twice
-        self.start()
-        return got
+    def take_summaries(self):
+        "Return the summaries of gradients since the last reset, and True if a parameter had several gradients. Then reset."
+        result = self.vectors,self.twice
+        self.reset()
+        return result
 
-    def accumulated(self):
-        "Return the summaries of the current `p.grad`."
+    def summarize_accumulated(self):
+        "Return the summaries of the gradients that have accumulated in `p.grad`."
         return [read(p.grad) for p in self.params if p.grad is not None]
 
-def note_gradient(watch, i, grad): # grad: None if the parameter receives no gradient
-    "Add the summary of a gradient to a watch, if it still exists."
+def add_gradient(watch, i, grad): # watch: weak reference to a `GradWatch`; grad: None if there is no gradient
+    "Add the summary of the gradient of parameter `i` to a `GradWatch`, unless the watch is paused or was deleted."
     w = watch()
-    if w is None or not w.on or grad is None: return
+    if w is None or not w.is_active or grad is None: return
     w.twice |= i in w.seen
     w.seen.add(i)
     w.vectors.append(read(grad))
 
 # %% ../../nbs/70_state/20_noise.ipynb #e93ed92f
 @contextmanager
-def untouched(model):
-    "Restore gradients, buffers, training modes and random generators after the `with` block."
+def preserve_state(model):
+    "Restore gradients, buffers, training modes and random generators at the end of the `with` block."
     params = list(model.parameters())
     grads,modes,buffers = [p.grad for p in params],[(m, m.training) for m in model.modules()],[(b, b.clone()) for b in model.buffers()]
     devices = sorted({p.device.index for p in params if p.is_cuda})
@@ -190,19 +192,19 @@ def untouched(model):
 
 # %% ../../nbs/70_state/20_noise.ipynb #8f805856
 @contextmanager
-def pause_other_watches():
-    "Pause all other watches in the `with` block."
-    others = [w for w in all_watches if w.on]
-    for w in others: w.on = False
+def pause_watches():
+    "Pause each active `GradWatch` in the `with` block, because a running training must not measure these gradients."
+    others = [w for w in all_watches if w.is_active]
+    for w in others: w.is_active = False
     try: yield
     finally:
-        for w in others: w.on = True
+        for w in others: w.is_active = True
 
 # %% ../../nbs/70_state/20_noise.ipynb #4ea56c62
-def one_chain(watch, closure, lengths, tick):
-    "Return squared norms: of each micro-batch's gradient, and of the sums of the first `lengths` gradients."
+def run_chain(watch, closure, lengths, tick): # tick: function to call after each micro-batch
+    "Return squared gradient norms: of each micro-batch, and of the sum of the first n gradients for each n in `lengths`."
     for p in watch.params: p.grad = None
-    watch.start()
+    watch.reset()
     micro,sums = [],[]
     for k in range(1, lengths[-1]+1):
         loss = closure()
@@ -210,16 +212,16 @@ def one_chain(watch, closure, lengths, tick):
             if not (isinstance(loss, torch.Tensor) and loss.requires_grad):
                 raise ValueError(f"the closure gave no gradient and returned {loss!r:.80}. It must return a micro-batch's loss, or call backward on it.")
             loss.backward()
-        vectors,twice = watch.take()
+        vectors,twice = watch.take_summaries()
         if twice: raise ValueError("a parameter had two gradients in one call of the closure. Add up the losses, and call backward once.")
         micro.append(vectors)
-        if k in lengths: sums.append(watch.accumulated())
+        if k in lengths: sums.append(watch.summarize_accumulated())
         tick()
-    got = squared_norms(micro+sums)
-    return check_chain(np.array(got[:len(micro)]), np.array(got[len(micro):]), lengths)
+    norms = squared_norms(micro+sums)
+    return check_chain(np.array(norms[:len(micro)]), np.array(norms[len(micro):]), lengths)
 
 def check_chain(micro, sums, lengths):
-    "Return the norms. Raise ValueError if `p.grad` is not the sum of the gradients."
+    "Return the given squared norms. Raise ValueError if `p.grad` was not the sum of the micro-batches' gradients."
     def close(a, b): return np.allclose(a, b, rtol=1e-3, atol=0) and (a>0).any()
     if not (close(micro[:1], sums[:1]) or micro[0]==0 or np.isnan(micro[0])):
         raise ValueError("after one micro-batch p.grad is not its gradient: it is averaged over ranks, or clipped. "
@@ -229,27 +231,27 @@ def check_chain(micro, sums, lengths):
 
 # %% ../../nbs/70_state/20_noise.ipynb #9a33b49c
 def noise_scale(
-    model, # A module
-    closure, # Function without arguments, called for each micro-batch. It returns the loss, or calls backward. It does not call zero_grad
+    model, # Module to measure
+    closure, # Function without arguments for one micro-batch. Return the loss, or call backward. Do not call zero_grad
     micro_batch_size:int, # Samples in a micro-batch
-    num_iters:int=8, # Number of micro-batches in a chain
-    num_average:int=16, # Number of chains
-    scale:float=1., # Loss divided by the mean loss of a sample: `micro_batch_size` if losses are sums
+    num_iters:int=8, # Number of micro-batches whose gradients are added up
+    num_average:int=16, # Number of repetitions to average
+    scale:float=1., # Loss divided by the mean loss per sample: `micro_batch_size` if the loss is a sum over samples
     progress:bool=False # Show a progress bar; needs tqdm
-) -> NoiseEstimate: # From two sizes; its `fit` is from a line through all sizes
+) -> NoiseEstimate: # Estimate from the smallest and the largest batch. Its `fit` uses all batch sizes
     """Measure the gradient noise scale of a model at its current weights.
 
     Args:
-        model: A module
-        closure: Function without arguments, called for each micro-batch. It returns the loss, or calls backward. It does not call zero_grad
+        model: Module to measure
+        closure: Function without arguments for one micro-batch. Return the loss, or call backward. Do not call zero_grad
         micro_batch_size: Samples in a micro-batch
-        num_iters: Number of micro-batches in a chain
-        num_average: Number of chains
-        scale: Loss divided by the mean loss of a sample: `micro_batch_size` if losses are sums
+        num_iters: Number of micro-batches whose gradients are added up
+        num_average: Number of repetitions to average
+        scale: Loss divided by the mean loss per sample: `micro_batch_size` if the loss is a sum over samples
         progress: Show a progress bar; needs tqdm
 
     Returns:
-        From two sizes; its `fit` is from a line through all sizes
+        Estimate from the smallest and the largest batch. Its `fit` uses all batch sizes
     """
     for name,n,least in (('micro_batch_size', micro_batch_size, 1), ('num_iters', num_iters, 2), ('num_average', num_average, 1)):
         if n<least: raise ValueError(f"{name} must be at least {least}, got {n}."
@@ -257,37 +259,37 @@ def noise_scale(
     lengths = np.unique(np.geomspace(1, num_iters, 12).round().astype(int)).tolist()
     sizes,norms,two,line = [k*micro_batch_size for k in lengths],[],PairMean(),PairMean()
     bar = needs('tqdm', for_='progress=True').tqdm(total=num_iters*num_average, leave=False) if progress else None
-    with untouched(model), pause_other_watches():
+    with preserve_state(model), pause_watches():
         watch = GradWatch(model.parameters())
         try:
             for _ in range(num_average):
-                micro,sums = one_chain(watch, closure, lengths, bar.update if bar is not None else int)
+                micro,sums = run_chain(watch, closure, lengths, bar.update if bar is not None else int)
                 norms.append([micro.mean(), *(sums[1:]/np.array(lengths[1:])**2)])
         finally:
             watch.remove()
             if bar is not None: bar.close()
     norms = np.array(norms)/scale**2
     for y in norms:
-        two.add(two_sizes(sizes[0], sizes[-1], y[0], y[-1]))
-        line.add(fit_sizes(sizes, y))
+        two.add(solve_two_sizes(sizes[0], sizes[-1], y[0], y[-1]))
+        line.add(fit_line_over_sizes(sizes, y))
     return NoiseEstimate(two, sizes, norms, NoiseEstimate(line, sizes))
 
 # %% ../../nbs/70_state/20_noise.ipynb #5341341c
 class NoiseScale:
-    """Measures the noise scale during training, without additional passes. A context manager.
+    """Context manager that measures the gradient noise scale during training, without additional passes.
 
     Args:
-        model: A module, or parameters. Gradients must be zero or None at the start of each step
+        model: Module, or its parameters. Their gradients must be zero or None at the start of each step
         micro_batch_size: Samples in a micro-batch, on one rank
-        decay: Factor for the weight of older steps at each new step. 1 averages all steps equally
-        scale: Loss of the backward pass, divided by the mean loss of a micro-batch's samples
+        decay: Each new step multiplies the weights of older steps by this factor. 1 weights all steps equally
+        scale: Loss on which backward is called, divided by the mean loss per sample of the micro-batch
         group: Process group that averages the gradients. Default: the group of a DistributedDataParallel model
     """
     def __init__(self,
-        model, # A module, or parameters. Gradients must be zero or None at the start of each step
+        model, # Module, or its parameters. Their gradients must be zero or None at the start of each step
         micro_batch_size:int, # Samples in a micro-batch, on one rank
-        decay:float=.99, # Factor for the weight of older steps at each new step. 1 averages all steps equally
-        scale:float=1., # Loss of the backward pass, divided by the mean loss of a micro-batch's samples
+        decay:float=.99, # Each new step multiplies the weights of older steps by this factor. 1 weights all steps equally
+        scale:float=1., # Loss on which backward is called, divided by the mean loss per sample of the micro-batch
         group=None # Process group that averages the gradients. Default: the group of a DistributedDataParallel model
     ):
         params = model.parameters() if isinstance(model, torch.nn.Module) else model
@@ -297,51 +299,53 @@ class NoiseScale:
         self.size,self.scale,self.group,self.sizes,self.warned,self.skipped = micro_batch_size,scale,group,(math.nan, math.nan),set(),0
         self.start()
 
-    def start(self): self.micros,self.inverses,self.twice = [],0.,False # since the last step
+    def start(self): self.micros,self.inverses,self.twice = [],0.,False # micro-batches since the last step
 
     def micro(self,
         size:int|None=None # Samples in this micro-batch, if not `micro_batch_size`
     ):
-        """Note that the backward pass of a micro-batch has ended.
+        """Record the gradients of a micro-batch. Call this method after each backward pass.
 
         Args:
             size: Samples in this micro-batch, if not `micro_batch_size`
         """
-        vectors,twice = self.watch.take()
+        vectors,twice = self.watch.take_summaries()
         self.micros.append(vectors)
-        self.inverses,self.twice = self.inverses+1/(size or self.size),self.twice or twice
+        self.inverses += 1/(size or self.size)
+        self.twice = self.twice or twice
 
     def step(self,
-        scale:float|None=None # `scale` of this step's losses, if it differs
+        scale:float|None=None # `scale` of this step, if it differs from the usual one
     ) -> NoiseEstimate: # The current estimate
-        """Note that the gradients of the step are complete. `micro()` for the last micro-batch is optional.
+        """Update the estimate. Call this method before `zero_grad`, when the gradients of a step are complete.
 
         Args:
-            scale: `scale` of this step's losses, if it differs
+            scale: `scale` of this step, if it differs from the usual one
 
         Returns:
             The current estimate
         """
         if self.watch.seen: self.micro()
-        big,*small = squared_norms([self.watch.accumulated(), *self.micros])
+        big,*small = squared_norms([self.watch.summarize_accumulated(), *self.micros])
         total,count,inverses,ranks = sum_over_ranks(self.group, math.nan if self.twice else sum(small), len(self.micros), self.inverses, self.watch.params[0])
-        why = explain_unusable(self.twice, total, count, big)
+        reason = explain_unusable(self.twice, total, count, big)
         self.start()
-        if why: self.skip(why)
+        if reason: self.skip(reason)
         else:
             s,inverse = self.scale if scale is None else scale,inverses/count
             self.sizes = 1/inverse,count/inverse
-            self.pairs.add(two_sizes(*self.sizes, total/count/s**2, big*(ranks/count/s)**2))
+            self.pairs.add(solve_two_sizes(*self.sizes, total/count/s**2, big*(ranks/count/s)**2))
         return self.estimate
 
-    def skip(self, why):
+    def skip(self, reason):
+        "Count a step that cannot be used. Warn once for each reason."
         self.skipped += 1
-        if why not in self.warned: warn(f"NoiseScale left out a step: {why}")
-        self.warned.add(why)
+        if reason not in self.warned: warn(f"NoiseScale left out a step: {reason}")
+        self.warned.add(reason)
 
     @property
     def estimate(self):
-        "Current estimate."
+        "`NoiseEstimate` from all steps until now."
         return NoiseEstimate(self.pairs, self.sizes)
 
     def close(self):
@@ -353,8 +357,8 @@ class NoiseScale:
     def __repr__(self): return f'{self.estimate!r}' + (f', {self.skipped} steps left out' if self.skipped else '')
 
 # %% ../../nbs/70_state/20_noise.ipynb #43ec82ad
-def sum_over_ranks(group, total, count, inverses, like):
-    "Return squared norms, number of micro-batches and inverse sizes, summed over ranks, and the number of ranks."
+def sum_over_ranks(group, total, count, inverses, like): # like: a tensor on the device to use
+    "Return the sums of `total`, `count` and `inverses` over all ranks, and the number of ranks."
     if group is None: return total, count, inverses, 1
     from torch import distributed as dist
     x = torch.tensor([total, count, inverses], dtype=torch.float64, device=like.device)
@@ -362,9 +366,9 @@ def sum_over_ranks(group, total, count, inverses, like):
     return *x.tolist(), dist.get_world_size(group)
 
 def explain_unusable(twice, total, count, big):
-    "Return why a step cannot be used, None if it can."
+    "Return a text that explains why a step cannot be used, or None if the step can be used."
     if twice: return 'a parameter had two gradients in one micro-batch. Call micro() after each backward.'
-    if not math.isfinite(total+big): return 'it had gradients that are not finite, or a parameter had two gradients on another rank.'
-    if not count: return 'there was no backward pass before it.'
+    if not math.isfinite(total+big): return 'a gradient was not finite, or a parameter had two gradients on another rank.'
+    if not count: return 'there was no backward pass before step().'
     if count<2: return 'one micro-batch has no second batch size to compare with. Accumulate two or more, or average over ranks.'
-    if total and not big: return 'its gradients were gone. Call step() before zero_grad.'
+    if total and not big: return 'its gradients were already reset. Call step() before zero_grad.'

@@ -15,10 +15,10 @@ from ..ground.messages import printable
 from .layers import require_values
 
 # %% ../../nbs/70_state/04_plots.ipynb #8d887ff4
-max_values = 1_000_000 # values in a plot
+max_values = 1_000_000 # of more values, a plot shows a random sample
 
 # %% ../../nbs/70_state/04_plots.ipynb #543ce2c8
-max_panels = 48 # panels in a plot
+max_panels = 48 # largest number of panels in a figure: one panel per layer
 
 def dense_tensor(x):
     "Return a dense, unsharded, real tensor. Complex values become magnitudes."
@@ -27,8 +27,8 @@ def dense_tensor(x):
     if x.layout is not torch.strided: x = x.to_dense()
     return x.abs() if x.is_complex() else x
 
-def sample_values(layers:dict, n:int=max_values) -> tuple: # n: values, at most
-    "Return the finite values of layers, and a note about others. If there are more than `n`, sample each layer in proportion to its size."
+def sample_values(layers:dict, n:int=max_values) -> tuple: # n: largest number of values
+    "Return the finite values of layers, or a random sample of them, and a note about omitted values."
     total = sum(x.numel() for x in layers.values())
     g,out = torch.Generator().manual_seed(0),[]
     for x in layers.values():
@@ -43,10 +43,10 @@ def sample_values(layers:dict, n:int=max_values) -> tuple: # n: values, at most
     return values[ok], ', '.join(notes)
 
 # %% ../../nbs/70_state/04_plots.ipynb #1b29280b
-def make_axes(names:list, ax=None, size=(4, 2.6), title=''): # names: titles of panels; size: of a panel, inches
-    "Return axes for panels, the given ones or a new grid, and a note."
+def make_axes(names:list, ax=None, size=(4, 2.6), title=''): # names: titles of the panels; size: inches
+    "Return the axes of all panels, and a note about layers without a panel. Without `ax`, make a grid of new axes."
     from torchember.show.style import Panels, panels
-    if not names: raise ValueError('there is nothing to plot: no layer matches.')
+    if not names: raise ValueError('there is nothing to plot, because no layer matches.')
     note = f'the first {max_panels} of {len(names)} layers' if ax is None and len(names)>max_panels else ''
     n = len(names) if ax is not None else min(len(names), max_panels)
     if ax is None:
@@ -59,88 +59,88 @@ def make_axes(names:list, ax=None, size=(4, 2.6), title=''): # names: titles of 
 
 # %% ../../nbs/70_state/04_plots.ipynb #49398c84
 def set_title(ax, title, *notes):
-    "Set the title of a panel, no wider than the panel, and notes below the title."
+    "Set the title of a panel and the notes below the title. Break lines that are wider than the panel."
     spec = ax.get_subplotspec()
     inches = ax.figure.get_figwidth()/spec.get_gridspec().ncols if spec else ax.figure.get_figwidth()*ax.get_position().width
-    chars = max(20, int(inches*12)) # at 9 points, a letter is about 1/13 inch wide
+    chars = max(20, int(inches*12)) # 12 letters per inch, because a letter of 9 points is 1/13 inch wide
     ax.set_title('\n'.join(wrap_text(printable(t), chars) for t in (title, ', '.join(filter(None, notes))) if t), fontsize=9, parse_math='$' not in title)
 
 def wrap_text(text, chars):
-    "Break a text into lines, at spaces and after dots, but not inside a shape."
+    "Break a text into lines of `chars` letters at most, at spaces and after dots, but not inside a shape [3, 4]."
     lines = ['']
     for part in re.findall(r'\[.*?\]|[^ .[]*[ .]?', text):
         if lines[-1] and len((lines[-1]+part).rstrip())>chars: lines.append('')
         lines[-1] += part
     return '\n'.join(l.rstrip() for l in lines)
 
-def mark_empty(ax, why):
-    "Write into an empty panel why it is empty."
-    ax.text(.5, .5, why, ha='center', va='center', transform=ax.transAxes, color='.5', fontsize=9)
+def mark_empty(ax, reason):
+    "Write into an empty panel the reason why the panel is empty."
+    ax.text(.5, .5, reason, ha='center', va='center', transform=ax.transAxes, color='.5', fontsize=9)
     ax.set(xticks=[], yticks=[])
 
 # %% ../../nbs/70_state/04_plots.ipynb #fecbd11c
-pictures = {} # 'folder': folder for a copy of every plot, if a user has set one
+pictures = {} # 'folder': the folder in which every plot is also saved. Missing unless a user sets it
 
 # %% ../../nbs/70_state/04_plots.ipynb #893067c5
 def new_plot_file(what):
-    "Return the path of a new file in the user's folder for plots. None if there is no folder."
+    "Return the path of a new file in the folder where every plot is saved. Return None if the user set no folder."
     if 'folder' not in pictures: return None
     os.makedirs(pictures['folder'], exist_ok=True)
     stem = os.path.join(pictures['folder'], re.sub(r'[^\w.-]+', '_', what)+time.strftime('_%y%m%d%H%M%S'))
     return next(f for i in range(10**9) if not os.path.exists(f := f'{stem}{f"_{i}" if i else ""}.png'))
 
-def finish_plot(axes, note:str, one:bool, to=None, what:str=''):
-    "Write a note below the figure, save the figure if a file is named, and return the axes, or the first one."
+def finish_plot(axes, note:str, is_single:bool, to=None, what:str=''):
+    "Write a note below the figure. Save the figure if a file is named. Return the first axes if `is_single`, else all."
     if note: axes[0].figure.supxlabel(note, fontsize=8)
     to = to or new_plot_file(what)
     if to is not None: axes[0].figure.savefig(to)
-    return axes[0] if one else axes
+    return axes[0] if is_single else axes
 
 def format_shape(x): return str(list(x.shape))
 
 # %% ../../nbs/70_state/04_plots.ipynb #598efd71
 def axis_values(values, logx):
-    "Return the values for an axis, the label of the axis, and a note."
+    "Return the values to plot on an axis, the axis label, and a note about zeros that a logarithmic axis omits."
     if not logx: return values, 'value', ''
     a = np.abs(values)
     zeros = int((a==0).sum())
     return a[a>0], '|value|', f'{zeros:,} zeros are not shown' if zeros else ''
 
-def explain_no_values(some):
-    "Return why layers have no values to plot."
-    if not sum(x.numel() for x in some.values()): return 'no values'
-    return 'only zeros' if any(x.isfinite().any() for x in some.values()) else 'no finite value'
+def explain_no_values(layers):
+    "Return a text that explains why no value of these layers can be plotted."
+    if not sum(x.numel() for x in layers.values()): return 'no values'
+    return 'only zeros' if any(x.isfinite().any() for x in layers.values()) else 'no finite value'
 
-def plot_distributions(layers, title, lw, ax, to, sample, logx, what, ylabel, draw): # draw: function: axes, values
-    "Plot the values of layers, each in a panel or all in one."
+def plot_distributions(layers, title, lw, ax, to, sample, logx, what, ylabel, draw): # draw: function(axes, values)
+    "Plot the distribution of values: one panel per layer (`lw`), or one panel for the values of all layers."
     require_values(layers)
-    parts = [(f'{k} {format_shape(x)}', {k: x}) for k,x in layers.items()] if lw else [(title, layers)] if layers else []
-    axes,note = make_axes([t for t,_ in parts], ax, title=title if lw else '')
-    for a,(t,some) in zip(axes, parts, strict=False):
-        values,sampled = sample_values(some, sample)
-        values,label,zeros = axis_values(values, logx)
-        set_title(a, t, sampled, zeros)
+    contents = [(f'{k} {format_shape(x)}', {k: x}) for k,x in layers.items()] if lw else [(title, layers)] if layers else []
+    axes,note = make_axes([t for t,_ in contents], ax, title=title if lw else '')
+    for a,(t,shown) in zip(axes, contents, strict=False):
+        values,sampling_note = sample_values(shown, sample)
+        values,label,zeros_note = axis_values(values, logx)
+        set_title(a, t, sampling_note, zeros_note)
         if len(values): draw(a, values)
-        else: mark_empty(a, explain_no_values(some))
+        else: mark_empty(a, explain_no_values(shown))
         a.set(xlabel=label, ylabel=ylabel)
     return finish_plot(axes, note, not lw, to, f'{title}_{what}')
 
 # %% ../../nbs/70_state/04_plots.ipynb #3fcda9aa
 def plot_hist(
-    layers:dict, # Name -> tensor
+    layers:dict, # Dict from layer name to tensor
     title:str='', # Title of the plot
-    lw:bool=False, # Draw a panel for each layer
+    lw:bool=False, # Draw one panel per layer
     bins:int=100,
     logx:bool=False, # Logarithmic axis with absolute values
     logy:bool=False,
     ax=None, # Axes to draw into; with `lw`, an array of axes
-    to=None, # File to write
-    sample:int=max_values, # Number of values, at most
+    to=None, # Path of an image file to write
+    sample:int=max_values, # Largest number of values to plot. Of more values, plot a random sample
     **kwargs # Arguments of `Axes.hist`
 ): # Axes; with `lw`, an array of axes
-    "Plot histograms of layers, each alone or all together."
-    def draw(a, values): plot_histogram(a, values, bins, logx, logy, **kwargs)
-    return plot_distributions(layers, title, lw, ax, to, sample, logx, 'hist', 'values', draw)
+    "Plot one histogram per layer (`lw`), or one histogram of the values of all layers."
+    def draw_values(a, values): plot_histogram(a, values, bins, logx, logy, **kwargs)
+    return plot_distributions(layers, title, lw, ax, to, sample, logx, 'hist', 'values', draw_values)
 
 # %% ../../nbs/70_state/04_plots.ipynb #c44a7046
 def plot_histogram(ax, values, bins, logx, logy, **kwargs):
@@ -154,33 +154,33 @@ def plot_histogram(ax, values, bins, logx, logy, **kwargs):
 
 # %% ../../nbs/70_state/04_plots.ipynb #a7a947c0
 def plot_ecdf(
-    layers:dict, # Name -> tensor
+    layers:dict, # Dict from layer name to tensor
     title:str='', # Title of the plot
-    lw:bool=False, # Draw a panel for each layer
+    lw:bool=False, # Draw one panel per layer
     logx:bool=False, # Logarithmic axis with absolute values
     logy:bool=False,
     ax=None, # Axes to draw into; with `lw`, an array of axes
-    to=None, # File to write
-    sample:int=max_values, # Number of values, at most
+    to=None, # Path of an image file to write
+    sample:int=max_values, # Largest number of values to plot. Of more values, plot a random sample
     **kwargs # Arguments of `Axes.ecdf`
 ): # Axes; with `lw`, an array of axes
-    "Plot empirical distribution functions of layers, each alone or all together."
-    def draw(a, values):
+    "Plot one empirical distribution function per layer (`lw`), or one for the values of all layers."
+    def draw_values(a, values):
         a.ecdf(values, **kwargs)
         if logx: a.set_xscale('log')
         if logy: a.set_yscale('log')
-    return plot_distributions(layers, title, lw, ax, to, sample, logx, 'ecdf', 'share of values', draw)
+    return plot_distributions(layers, title, lw, ax, to, sample, logx, 'ecdf', 'share of values', draw_values)
 
 # %% ../../nbs/70_state/04_plots.ipynb #08be44c5
-max_pixels = 512 # rows and columns of a heat map, at most
+max_pixels = 512 # largest number of rows, and of columns, of a heat map
 
 def as_matrix(x):
-    "Return a layer as a matrix: the first dimension by all others."
+    "Return a layer as a matrix: its first dimension gives the rows, all other dimensions together give the columns."
     x = dense_tensor(x)
     return x.reshape(1, -1) if x.dim()<2 else x.flatten(1)
 
 def subsample_matrix(x, n=max_pixels):
-    "Return evenly spaced rows and columns of a matrix, and a note."
+    "Return at most `n` evenly spaced rows and columns of a matrix, and a note about omitted rows and columns."
     rows,cols = (torch.linspace(0, s-1, min(s, n)).round().long() for s in x.shape)
     note = ', '.join(f'{len(i)} of {s} {what}' for i,s,what in zip((rows, cols), x.shape, ('rows', 'columns'), strict=True) if len(i)<s)
     return x[rows.to(x.device)][:, cols.to(x.device)].to('cpu', torch.float64, copy=True).numpy(), note
@@ -192,21 +192,21 @@ def sample_evenly(x, n=max_pixels):
     return x[at.to(x.device)].to('cpu', torch.float64, copy=True).numpy() if x.numel() else np.full(n, np.nan)
 
 # %% ../../nbs/70_state/04_plots.ipynb #879c120f
-def nonzero_percentile(a, q):
-    "Return a percentile of the positive values, 1 if there are none."
+def positive_percentile(a, q):
+    "Return a percentile of the positive values, or 1 if no value is positive."
     a = a[a>0]
     return float(np.percentile(a, q)) if a.size else 1.
 
 def color_scale(m, vmin, vmax, log, each_row=False):
-    "Return colour map and scale for a matrix. With `each_row`, return the median of the scales of its rows."
+    "Return the colour map and colour scale for a matrix. With `each_row`, the scale suits the median row, not the largest."
     import matplotlib
     from matplotlib.colors import LogNorm, Normalize
     a = np.where(np.isfinite(m), np.abs(m), 0)
     def map_of(name, bad): return matplotlib.colormaps[name].with_extremes(bad=bad)
     if log:
-        top = vmax or nonzero_percentile(a, 100)
-        return dict(cmap=map_of('viridis', 'w'), norm=LogNorm(vmin or min(nonzero_percentile(a, .5), top/10), top))
-    tops = [nonzero_percentile(row, 99.5) for row in (a if each_row else [a]) if row.any()]
+        top = vmax or positive_percentile(a, 100)
+        return dict(cmap=map_of('viridis', 'w'), norm=LogNorm(vmin or min(positive_percentile(a, .5), top/10), top))
+    tops = [positive_percentile(row, 99.5) for row in (a if each_row else [a]) if row.any()]
     top = float(np.median(tops)) if tops else 1.
     low = -top if (m<0).any() or not tops else 0.
     norm = Normalize(low if vmin is None else vmin, top if vmax is None else vmax)
@@ -214,17 +214,17 @@ def color_scale(m, vmin, vmax, log, each_row=False):
 
 # %% ../../nbs/70_state/04_plots.ipynb #f6d0b8a6
 def plot_heatmap(
-    layers:dict, # Name -> tensor
+    layers:dict, # Dict from layer name to tensor
     title:str='', # Title of the plot
-    lw:bool=False, # Draw a panel for each layer
+    lw:bool=False, # Draw one panel per layer
     vmin:float=None, vmax:float=None, # Values at the ends of the colour scale
     log:bool=False, # Show absolute values on a logarithmic scale
-    square:bool=False, # Draw each value as a square
+    square:bool=False, # Draw each value as a square, not as a rectangle that fills the axes
     ax=None, # Axes to draw into; with `lw`, an array of axes
-    to=None, # File to write
+    to=None, # Path of an image file to write
     **kwargs # Arguments of `Axes.imshow`
 ): # Axes; with `lw`, an array of axes
-    "Plot layers as matrices of colours, each alone or all in one."
+    "Plot one heat map per layer (`lw`), or one heat map with a row for each layer."
     require_values(layers)
     if lw:
         axes,note = make_axes(list(layers), ax, (4, 3), title)
@@ -242,13 +242,13 @@ def plot_heatmap(
 
 # %% ../../nbs/70_state/04_plots.ipynb #d1b9bc77
 def draw_matrix(ax, m, vmin, vmax, log, square, each_row, **kwargs):
-    "Draw a matrix with its colour bar."
+    "Draw a matrix as colours, with a colour bar."
     im = ax.imshow(np.abs(m) if log else m, aspect='equal' if square else 'auto', interpolation='nearest', **color_scale(m, vmin, vmax, log, each_row)|kwargs)
     tall = ax.figure.get_figheight()*ax.get_position().height
     ax.figure.colorbar(im, ax=ax, label='|value|' if log else 'value', extend='min' if log else 'both', aspect=max(20, 10*tall), extendfrac=min(.05, .12/tall))
 
 def draw_layer(ax, name, x, vmin, vmax, log, square, **kwargs):
-    "Draw one layer as a matrix."
+    "Draw one layer as a heat map in one panel, with its name and shape as title."
     t = f'{name} {format_shape(x)}'
     set_title(ax, t)
     if not x.numel(): return mark_empty(ax, 'no values')

@@ -12,19 +12,19 @@ from .algebra import StateDict, find_mismatch
 # %% ../../nbs/70_state/10_ratios.ipynb #bc5f4ba3
 def trust_ratio(
     update:StateDict, # Change of the weights in a step: after minus before
-    weight:StateDict, # The weights
-    pattern=None # Regular expression, matched from the start of a name
-) -> StateDict: # A number for each layer
-    """Return the norm of each layer's update divided by the norm of its weight. For a weight of zeros, return inf, or nan if it did not change.
-    Raise ValueError if names or shapes differ.
+    weight:StateDict, # Weights before the step
+    pattern=None # Regular expression for layer names, matched from the start
+) -> StateDict: # Ratio of each layer
+    """Return the norm of each layer's update divided by the norm of its weight.
+    The ratio of an all-zero weight is inf, or nan if the update is zero too. Raise ValueError if names or shapes differ.
 
     Args:
         update: Change of the weights in a step: after minus before
-        weight: The weights
-        pattern: Regular expression, matched from the start of a name
+        weight: Weights before the step
+        pattern: Regular expression for layer names, matched from the start
 
     Returns:
-        A number for each layer
+        Ratio of each layer
     """
     for what,d in (('update', update), ('weight', weight)):
         if not isinstance(d, StateDict): raise TypeError(f"trust_ratio takes two StateDicts, but its {what} is {an(d)}. Make one with from_weight(model).")

@@ -15,17 +15,17 @@ from ..ground.messages import printable, unknown
 columns_group = dict(
     all=['no', 'name', 'shape', 'numel', 'norm1', 'norm1_mean', 'norm2', 'sum', 'mean', 'var', 'std', 'skew', 'kurtosis', 'max', 'min', 'abs_min', 'abs_max'],
     default=['no', 'name', 'shape', 'numel', 'norm1', 'norm1_mean', 'norm2'],
-    custom=[]) # group -> columns. Registered reductions are added to `all`
+    custom=[]) # name of a group -> its columns. `register_reduction` adds columns to `all`
 
 # %% ../../nbs/70_state/02_tables.ipynb #9f12e2d7
 def as_list(names):
-    "Return column names as a list. Accept one name, several, or None."
+    "Return column names as a list. Accept a string, an iterable of strings, or None."
     if names is not None and not hasattr(names, '__iter__'): raise TypeError(f"column names must be a string or a list, got {names!r:.60}.")
     return [] if names is None else [names] if isinstance(names, str) else list(names)
 
 # %% ../../nbs/70_state/02_tables.ipynb #f9ec588c
 def select_columns(group=None, include_keys=None, exclude_keys=None) -> list:
-    "Return the columns to show. With `include_keys` and no group, only these columns are shown."
+    "Return the names of the columns to show. If `include_keys` is given without a group, show only these columns."
     include,exclude = as_list(include_keys),as_list(exclude_keys)
     if group is not None and group not in columns_group: raise ValueError(unknown('group of columns', group, columns_group))
     for n in include+exclude:
@@ -35,13 +35,13 @@ def select_columns(group=None, include_keys=None, exclude_keys=None) -> list:
 
 # %% ../../nbs/70_state/02_tables.ipynb #409e8676
 def snapshot_cell(value):
-    "Return a value as the text of a table cell."
+    "Format a value for a table cell."
     if isinstance(value, bool) or not isinstance(value, Number): return str(tuple(value)) if isinstance(value, tuple|list) else printable(value)
     return f'{value:.6g}' if isinstance(value, float) else str(value)
 
 # %% ../../nbs/70_state/02_tables.ipynb #97892a72
 def snapshot_table(title:str, rows:list) -> str: # rows: dicts with the same keys
-    "Return a text table with a title."
+    "Format rows as a text table with a title line."
     title = printable(title)
     if not rows: return f'[{f" {title} ":=^40}]\nNothing to show'
     cells = {k: [snapshot_cell(r[k]) for r in rows] for k in rows[0]}
@@ -52,16 +52,16 @@ def snapshot_table(title:str, rows:list) -> str: # rows: dicts with the same key
     return '\n'.join([f'[{f" {title} ":=^{max(len(head), len(title)+8)}}]', head, *map(line, zip(*cells.values(), strict=True))])
 
 # %% ../../nbs/70_state/02_tables.ipynb #c0c3e379
-def format_layers(head:str, names:list, values:list, joint:str=' ') -> str: # values: a text for each
-    "Return a numbered list of layers."
+def format_layers(head:str, names:list, values:list, sep:str=' ') -> str: # values: one text per name
+    "Format layers as a numbered list, with one layer per line."
     head,names,values = printable(head),[*map(printable, names)],[*map(printable, values)]
     if not names: return head
     digits,wide = max(len(str(len(names)-1)), 2),max(map(len, names))
-    right = max(map(len, values)) if joint==' ' else 0
-    return head + '\n(\n' + ''.join(f'\t{i:0>{digits}}: {n:<{wide}}{joint}{v:>{right}}\n' for i,(n,v) in enumerate(zip(names, values, strict=True))) + ')'
+    right = max(map(len, values)) if sep==' ' else 0
+    return head + '\n(\n' + ''.join(f'\t{i:0>{digits}}: {n:<{wide}}{sep}{v:>{right}}\n' for i,(n,v) in enumerate(zip(names, values, strict=True))) + ')'
 
 def format_html(head:str, rows:list) -> str: # rows: dicts with the same keys
-    "Return a scrollable HTML table of layers, for notebooks."
+    "Format rows as a scrollable HTML table, which a notebook shows for a StateDict."
     if not rows: return f'<code>{html.escape(head)}</code>'
     th = ''.join(f'<th>{html.escape(k)}</th>' for k in rows[0])
     body = ''.join('<tr>'+''.join(f'<td>{html.escape(snapshot_cell(v))}</td>' for v in r.values())+'</tr>' for r in rows)

@@ -9,8 +9,8 @@ __all__ = []
 import os, sys
 
 # %% ../../../nbs/62_board/30_command.ipynb #1b81c480
-def board_arguments(p): # which has `--home`
-    "Add the arguments to an `ArgumentParser`."
+def board_arguments(p): # p: has an argument `--home` already
+    "Add the arguments of `torchember board` to an `ArgumentParser`."
     p.add_argument('runs', nargs='*', metavar='RUN', help='names or globs of runs; default all')
     p.add_argument('--port', type=int, default=8088, help='port, or the next free one; 0 for any; default 8088')
     p.add_argument('--host', default='127.0.0.1', help="address to listen at: default only this machine; 0.0.0.0 for everyone with the token")
@@ -19,13 +19,13 @@ def board_arguments(p): # which has `--home`
     p.add_argument('--no-browser', action='store_true', help='print the address, open no browser')
 
 def board_command(args):
-    "Follow runs in a browser while they go on, until Ctrl-C. Only files are read: the training is not affected"
+    "Show runs in a browser while they are recorded, until Ctrl-C. Only files are read: the training is not affected"
     from torchember.show.board.server import board
     board(*args.runs, home=args.home, host=args.host, port=args.port, allow=args.allow, browser=not args.no_browser and has_screen())
     return 0
 
 # %% ../../../nbs/62_board/30_command.ipynb #c7bd3bea
 def has_screen():
-    "Return True if the user of this terminal would see a browser window."
+    "Return True if a browser window would be visible: not over SSH, and not on a machine without a display."
     if 'SSH_CONNECTION' in os.environ or not sys.stdout.isatty(): return False
     return sys.platform!='linux' or bool(os.environ.get('DISPLAY') or os.environ.get('WAYLAND_DISPLAY'))

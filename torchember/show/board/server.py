@@ -18,8 +18,8 @@ from ..page.data import page_of
 from ..page.document import checksum, fill_page, read_page_files, read_web_file
 
 # %% ../../../nbs/62_board/20_server.ipynb #29294e07
-def render_board(wanted:str='') -> tuple: # wanted: names of runs, for the title
-    "Return the page without a run, and its Content-Security-Policy."
+def render_board(wanted:str='') -> tuple: # wanted: requested names of runs, for the title
+    "Return the HTML page of the board, which loads runs later, and its Content-Security-Policy."
     styles,scripts = read_page_files('board')
     policy = f"default-src 'none'; script-src {' '.join(map(checksum, scripts))}; style-src {' '.join(map(checksum, styles))}; " \
         "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"
@@ -30,14 +30,14 @@ def render_board(wanted:str='') -> tuple: # wanted: names of runs, for the title
 
 # %% ../../../nbs/62_board/20_server.ipynb #3b37a3b4
 class Pages:
-    "The page of each run, made again when the run has changed. Making pages takes at most 1/9 of the time."
-    share = 8 # pause after a page, as a multiple of the time to make it
-    most,most_later = 15_000,200_000 # rows of tensors in the first page, and in a second one after the end
+    "Cache of the page of each run. A page is made again when its run has changed, but pages take at most 1/9 of the time."
+    share = 8 # pause after making a page, as a multiple of the time it took
+    most,most_later = 15_000,200_000 # tensor rows in the page of a running run, and in a larger page after its end
 
     def __init__(self, listing): self.listing,self.made = listing,{} # made: name -> (version, compressed JSON, time, seconds)
 
     def page_of(self, row):
-        "Return the page of a run. Of a large run it has some steps; after its end, a second page has more."
+        "Return the data of a run's page. For a large run, select some steps; after the end of the run, select more."
         first = row['state']=='running' or not self.made.get(row['name'], [False])[-1]
         run,steps = self.listing.source(row, self.most if first else self.most_later)
         page = page_of(run)
@@ -51,7 +51,7 @@ class Pages:
     def row(self, name): return next((r for r in self.listing.rows if r['name']==name), None)
 
     def of(self, name:str) -> tuple:
-        "Return the page of a run as compressed JSON, and its version; (None, None) for an unknown run."
+        "Return a run's page as compressed JSON, and the version of the page. Return (None, None) for an unknown run."
         row = self.row(name)
         if row is None: return None, None
         version,data,at,took,more = self.made.get(name, (None, b'', 0., 0., False))
@@ -67,7 +67,7 @@ class Pages:
         return data, self.made[name][0]
 
 # %% ../../../nbs/62_board/20_server.ipynb #df4ad9d5
-# rows for a first page
+# rows for a small page that is made at the start, to import all Python modules
 a_page = {'step': [0, 1], 'path': ['a', 'a'], 'ttype': ['output']*2, 'tname': ['output_0']*2, 'call': [0, 0], 'mean': [0., 1.]}
 of_localhost = 'localhost',
 no_token = 'The token is missing. Open the address that the board has printed.'
@@ -77,24 +77,24 @@ def respond(content, status=200, kind='application/json', **headers):
     return Response(content, status, headers, kind)
 
 def host_of(header):
-    "Return the name in a host header, without the port."
+    "Return the host name in an HTTP Host header, without the port."
     return header.rpartition(':')[0] if re.search(r':\d+$', header) else header
 
 def is_ip_address(host):
-    "Return True for an IP address. A DNS name can be pointed at this machine by its owner, an address cannot."
+    "Return True for an IP address. Addresses are safe; a foreign DNS name may point at this machine (DNS rebinding)."
     try: ip_address(host.strip('[]'))
     except ValueError: return False
     return True
 
 class Guard:
-    "ASGI middleware: refuse requests without the token, or with an unknown host name."
+    "ASGI middleware that refuses requests without the token, or with an unknown host name."
     def __init__(self, app, token, policy, hosts): # hosts: allowed names, '*' for any
         self.app,self.token,self.hosts = app,token.encode(),{h.lower() for h in hosts}
         self.headers = [(k.encode(), v.encode()) for k,v in {'content-security-policy': policy, 'x-content-type-options': 'nosniff',
             'referrer-policy': 'no-referrer', 'cache-control': 'no-store', 'cross-origin-resource-policy': 'same-origin'}.items()]
 
     def refusal(self, scope):
-        "Return why a request is refused, or None."
+        "Return the reason why a request is refused, or None if it is accepted."
         host = host_of(dict(scope['headers']).get(b'host', b'').decode('latin-1').lower())
         if not (host in self.hosts or '*' in self.hosts or is_ip_address(host)):
             return f"The board does not accept the host name {printable(host, 100)}. To accept it, start the board with --allow {printable(host, 100)}"
@@ -107,46 +107,47 @@ class Guard:
                 message = {**message, 'headers': [*message.get('headers', ()), *self.headers]}
             await send(message)
         if scope['type']=='lifespan': return await self.app(scope, receive, send)
-        if scope['type']!='http': return # the board has no websockets
+        if scope['type']!='http': return # ignore websockets, which the board does not use
         if why := self.refusal(scope): return await respond(why, 403, 'text/plain')(scope, receive, safely)
-        last = '/'+scope['path'].rpartition('/')[2] # a proxy may leave its prefix in the path
+        last = '/'+scope['path'].rpartition('/')[2] # drop the prefix that a proxy may leave in the path
         await self.app({**scope, 'path': last, 'raw_path': last.encode(), 'root_path': ''}, receive, safely)
 
 # %% ../../../nbs/62_board/20_server.ipynb #e106b13b
 class Board:
-    "The ASGI application of the board. It reads files, and writes nothing."
-    every = 1. # seconds between two looks at the files
+    "ASGI application of the board: pages that show runs while they are recorded. It only reads files."
+    every = 1. # shortest time between two reads of the files, in seconds
 
     def __init__(self,
         names=(), # Names or globs of runs; default all
-        home=None, # Folder of logs, instead of `~/.torchember`
+        home=None, # Folder of the logs, if not `~/.torchember`
         token:str|None=None, # Token in the address; default a random one
         hosts=() # Host names besides localhost and IP addresses, such as that of a proxy
     ):
         self.listing,self.token,self.hosts = Listing(home, names),token or secrets.token_urlsafe(18),{*of_localhost, *hosts}
-        self.pages,self.viewers,self.seen = Pages(self.listing),0,0. # seen: time of the last look at the files
+        self.pages,self.viewers,self.seen = Pages(self.listing),0,0. # seen: time when the files were last read
         self.page,self.policy = render_board(' '.join(map(str, names)))
 
-    async def front(self, request): return respond(self.page, kind='text/html')
+    async def get_start_page(self, request): return respond(self.page, kind='text/html')
 
     async def look(self):
-        "Look at the files, if the last look is long ago."
+        "Read what is new in the files, unless they were read less than a second ago."
         async with self.reading:
             if time.monotonic()-self.seen<self.every or self.one.locked() and self.listing.version:
-                return # a request for a page goes first
+                return # do not delay the request for a page that is being made
             await asyncio.to_thread(self.listing.look)
             self.seen = time.monotonic()
 
-    async def run(self, request):
+    async def get_run(self, request):
+        "Answer a request for the page of a run. The answer is empty if the browser has this version already."
         await self.look()
         name,have = (request.query_params.get(k, '') for k in ('name', 'have'))
-        # one page at a time: making it takes a whole core
+        # make one page at a time, because this uses a whole CPU core
         async with self.one: data,version = await asyncio.to_thread(self.pages.of, name)
         if data is None: return respond('{"problem": "There is no such run any more."}', 404)
         return respond(data, **{'Content-Encoding': 'gzip'}) if have!=str(version) else respond(b'', 204)
 
-    async def events(self, request):
-        "Stream the list of runs whenever it changes."
+    async def stream_events(self, request):
+        "Answer with a stream of server-sent events: the list of runs, whenever the list changes."
         from starlette.responses import StreamingResponse
         async def stream():
             self.viewers += 1
@@ -160,12 +161,12 @@ class Board:
                         yield f'event: runs\ndata: {json.dumps(self.listing.rows, allow_nan=False)}\n\n'
                     elif (quiet := quiet+1)%15==0: yield ': still here\n\n'
                     try: await asyncio.wait_for(self.ends.wait(), self.every)
-                    except TimeoutError: pass # one second has passed
+                    except TimeoutError: pass # time for the next read
             finally: self.viewers -= 1
         return StreamingResponse(stream(), headers={'Cache-Control': 'no-store', 'X-Accel-Buffering': 'no'}, media_type='text/event-stream')
 
     def app(self):
-        "Return the application for an ASGI server."
+        "Return the application for an ASGI server such as uvicorn."
         needs('starlette', for_='The board', package='starlette uvicorn')
         pd = needs('pandas', for_='The board')
         from starlette.applications import Starlette
@@ -173,48 +174,49 @@ class Board:
         @asynccontextmanager
         async def life(app):
             self.ends,self.one,self.reading = asyncio.Event(),asyncio.Lock(),asyncio.Lock()
-            # imports what the first page needs, in the background
+            # make a small page in the background, so that the first real page need not wait for imports
             warm = asyncio.create_task(asyncio.to_thread(page_of, pd.DataFrame(a_page)))
             yield
             await warm
             self.ends.set()
             self.listing.close()
-        routes = [Route(path, f, methods=['GET']) for path,f in (('/', self.front), ('/run', self.run), ('/events', self.events))]
+        handlers = {'/': self.get_start_page, '/run': self.get_run, '/events': self.stream_events}
+        routes = [Route(path, f, methods=['GET']) for path,f in handlers.items()]
         return Guard(Starlette(routes=routes, lifespan=life), self.token, self.policy, self.hosts)
 
 # %% ../../../nbs/62_board/20_server.ipynb #371f0209
 def make_server(b):
-    "Return a uvicorn server. It closes open streams when it stops."
+    "Return a uvicorn server that closes open event streams when it stops. `b`: a `Board`."
     import uvicorn
     class Server(uvicorn.Server):
         async def shutdown(self, sockets=None):
-            b.ends.set() # ends the streams
+            b.ends.set() # otherwise uvicorn would wait for open streams
             await super().shutdown(sockets)
     return Server(uvicorn.Config(b.app(), log_level='warning', timeout_graceful_shutdown=2, proxy_headers=False, server_header=False))
 
 def bind_socket(host, port, tries=50):
-    "Return a socket at a port, or at the next free one."
+    "Return a socket that listens at a port, or at the next free port."
     family = socket.AF_INET6 if ':' in host else socket.AF_INET
     for p in range(port, port+(tries if port else 1)):
         s = socket.socket(family, socket.SOCK_STREAM)
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             s.bind((host, p))
-            s.listen(128) # early clients wait
+            s.listen(128) # listen before the server runs: an early browser waits instead of failing
         except OSError as e: s.close(); why = e
         else: return s
     raise OSError(f"No port from {port} to {p} at {host} is free: {why}. Give another port=.")
 
 def board(
-    *runs, # Names or globs of runs; default all
-    home=None, # Folder of logs, instead of `~/.torchember`
-    host:str='127.0.0.1', # Address to listen at: default only this machine; '0.0.0.0' for everyone with the token
-    port:int=8088, # Port, or the next free one; 0 for any
-    token:str|None=None, # Token in the address; default `$TORCHEMBER_BOARD_TOKEN`, or a random one
-    browser:bool=False, # True to open a browser
+    *runs, # Names or globs of the runs to show; default all
+    home=None, # Folder of the logs, if not `~/.torchember`
+    host:str='127.0.0.1', # Address to listen at: default this machine only; '0.0.0.0' for everyone who has the token
+    port:int=8088, # Port to listen at, or the next free port; 0 for any free port
+    token:str|None=None, # Secret in the address of the page; default `$TORCHEMBER_BOARD_TOKEN`, or a random token
+    browser:bool=False, # True to open the page in a browser
     allow=() # Host names besides localhost, such as that of a proxy; '*' for any
 ):
-    "Serve a page that follows runs while they are written, until Ctrl-C. Raise ImportError without starlette and uvicorn."
+    "Serve a web page that shows runs while they are recorded, until Ctrl-C. Needs starlette and uvicorn."
     needs('uvicorn', for_='The board', package='starlette uvicorn')
     own = () if host in ('127.0.0.1', '::1', 'localhost') else (socket.gethostname(), socket.getfqdn(), host)
     b = Board(runs, home, token or os.environ.get('TORCHEMBER_BOARD_TOKEN'), (*allow, *own))
@@ -225,5 +227,5 @@ def board(
     print(f'{address}\nFollows {"runs of" if not runs else " ".join(map(printable, runs))+" in"} {printable(b.listing.place)}. End it with Ctrl-C.', flush=True)
     if browser: webbrowser.open(address)
     try: server.run(sockets=[s])
-    except KeyboardInterrupt: pass # Ctrl-C
+    except KeyboardInterrupt: pass # the usual way to stop the board
     finally: s.close()

@@ -32,23 +32,23 @@ from ...store.parameters import label_of, untrained
 from ..legend import alarm, meanings, palettes, scale, words, zero
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #693dbb4d
-def pack_array(values, exact:bool=False) -> dict: # exact: keep all bits, for counts
-    "Pack an array for the page: its `shape`, and `zip` with float32, bytes by position, gzip, base64."
-    # the page shows a float64 above 3.4e38 as infinite
+def pack_array(values, exact:bool=False) -> dict: # exact: keep all 24 bits of precision, for counts
+    "Compress an array for an HTML page. Return `shape`, and `zip`: float32, sorted by byte position, gzip, base64."
+    # a float64 above 3.4e38 overflows to infinity on the page, so do not warn
     with np.errstate(over='ignore'): v = np.ascontiguousarray(values, '<f4')
     bits = v.view('<u4')
     up = bits+np.uint32(1<<10)
     if not exact:
-        # infinities stay
+        # round to 12 bits, which compress better. Infinities stay infinite
         bits = np.where(np.isfinite(v) & np.isfinite(up.view('<f4')), up, bits) & np.uint32(0xfffff800)
     bits = np.where(np.isnan(v), np.uint32(0x7fc00000), bits)
     return {'shape': list(v.shape), 'zip': b64encode(gzip.compress(bits.astype('<u4').view('u1').reshape(-1, 4).T.tobytes(), 6, mtime=0)).decode()}
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #89371515
-deepest = 100 # levels of modules; deeper paths become one name
+deepest = 100 # levels of nested modules. The rest of a deeper path is drawn as one name
 
 def structure_of_paths(paths, root):
-    "Return nested dicts, as `torchEmber.mod_tree`, from the paths of modules."
+    "Build the tree of modules from their paths. Return nested dicts like those of `torchEmber.mod_tree`."
     nodes = {'': {'path': '', 'short': root, 'children': []}}
     for path in paths:
         parts = path.split('.', deepest) if path else []
@@ -60,7 +60,7 @@ def structure_of_paths(paths, root):
     return nodes['']
 
 def list_modules(structure, paths:list, root:str='model') -> list: # structure: `torchEmber.mod_tree`, or None
-    "Return [path, name, class, depth] of each module, parents before children."
+    "Return a list with [path, name, class name, depth] for each module, parents before children."
     out,todo = [],[(structure or structure_of_paths(paths, root), 0)]
     while todo:
         node,depth = todo.pop()
@@ -71,20 +71,20 @@ def list_modules(structure, paths:list, root:str='model') -> list: # structure: 
     return out
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #096c71ed
-most_values = 3_000_000 # values of all matrices, about 8 MB
-most_steps = 24 # steps with exponent counts
-most_counts = 100_000 # tensors times steps with exponent counts
+most_values = 3_000_000 # largest number of statistics on a page, about 8 MB
+most_steps = 24 # largest number of steps whose exponent counts are on a page
+most_counts = 100_000 # largest number of tensors times steps with exponent counts
 favourites = 'std', 'rms', 'abs_max', 'mean', 'zero_frac', 'max', 'min', 'abs_mean', 'l2', 'ratio', 'kurtosis'
 
-def stats_to_send(rows, stats):
-    "Return the statistics for a page: the requested ones, or four informative ones."
+def stats_of_page(rows, stats):
+    "Return the statistics to show on a page: the requested ones, or up to four informative ones."
     if stats is not None: return list(dict.fromkeys(find_stat(rows, s) for s in ([stats] if isinstance(stats, str) else stats)))
     if not (there := numeric_columns(rows)): return []
     first = [pick_stat(rows, None), *(c for c in favourites if c in there), *there]
     return list(dict.fromkeys(first))[:4]
 
 def pack_tensor_type(rows, known:tuple, stats:list, columns:int, why:dict=types.MappingProxyType({}), ps=()) -> dict:
-    "Return the part of a page for one tensor type."
+    "Return the data of a page for one tensor type: its tensors, and packed matrices of their statistics."
     labels,one = known[1],rows.iloc[first_positions(known[0])]
     text = lambda c: [v if isinstance(v, str) else None for v in one[c].astype(object)] if c in one else [None]*len(one)
     shapes = [list(map(int, s)) if isinstance(s, list|tuple|np.ndarray) else None for s in one['shape']] if 'shape' in one else [None]*len(one)
@@ -112,23 +112,23 @@ def pack_tensor_type(rows, known:tuple, stats:list, columns:int, why:dict=types.
     return out
 
 def first_positions(code):
-    "Return the position of the first row of each tensor. code: for each row, the number of its tensor"
+    "Return the index of the first row of each tensor. `code`: tensor number of each row."
     return np.unique(code, return_index=True)[1]
 
 def tensor_keys(rows, code):
-    "Return a unique key for each tensor."
+    "Return a key for each tensor, to find it in other tables of the run. `code`: tensor number of each row."
     one = rows[[c for c in ('path', 'tname', 'pname', 'call') if c in rows]].iloc[first_positions(code)]
     return list(zip(*(one[c].astype(str) for c in one), strict=True))
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #870723f4
 def pick_steps(steps, also=(), most=None):
-    "Select a few evenly spaced steps, with the first and the last."
+    "Select a few evenly spaced steps, including the first and the last. `also`: further steps to include."
     steps = np.unique(steps)
     at = np.unique(np.linspace(0, len(steps)-1, min(len(steps), most or most_steps)).round().astype(int)) if len(steps) else []
     return sorted({*steps[at].tolist(), *(s for s in also if s in steps)})
 
 def pack_exponents(rows, keys:dict, n:int) -> dict|None: # keys: position -> tensor; n: number of tensors
-    "Return the exponent counts of some steps, None without counts. Smaller values are first, larger values last."
+    "Pack the exponent counts of rows for a page. The first and last count are of smaller and larger values."
     rows = rows[with_counts(rows)]
     if not len(rows): return None
     known = {k: i for i,k in keys.items()}
@@ -141,11 +141,11 @@ def pack_exponents(rows, keys:dict, n:int) -> dict|None: # keys: position -> ten
     return {'first': exponents[1], 'step': steps.tolist(), 'counts': pack_array(out, exact=True)}
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #f43c6d8d
-# findings in total; consequences of one cause; characters of a text
+# limits of a page: number of findings; consequences of one finding; letters of a text
 most_findings,most_followers,most_letters = 100,20,400
 
-def check_health(run, table=None, rows=None) -> dict: # table: rows, if `run` is a table; rows: all of the log, if read
-    "Return the findings of the rules for a page."
+def check_health(run, table=None, rows=None) -> dict: # table: rows, if `run` is a table; rows: all rows of the log, if already read
+    "Run the default health rules, and return their findings for a page."
     failed = []
     try:
         rules,h = choose_rules('default'),load_history(rows_by_module(run if table is None else table) if is_table(run) else run, df=rows)
@@ -161,13 +161,13 @@ def check_health(run, table=None, rows=None) -> dict: # table: rows, if `run` is
 def is_table(run): return hasattr(run, 'columns')
 
 def rows_by_module(df):
-    "Return a table in which rules can identify modules."
+    "Return the table with a column `module`, which rules need to identify modules."
     return df if 'module' in df else df.assign(module=df['path'])
 
 def short_text(text, most=most_letters): return printable(' '.join(str(text).split()), most)
 
 def nest_findings(found):
-    "Nest findings by cause. found: pairs of a finding and the index of its cause"
+    "Nest each finding below its cause. `found`: pairs of a finding and the index of its cause, or None."
     out,by,n = [],{},0
     for i,(f,cause) in enumerate(found):
         into = out if cause is None else by[cause]['below'] if cause in by else None
@@ -175,7 +175,7 @@ def nest_findings(found):
             if cause in by: by[cause]['more'] = by[cause].get('more', 0)+1
             continue
         one = {k: short_text(f[k]) for k in ('severity', 'rule', 'text', *(('advice', 'look') if cause is None else ())) if f.get(k)}
-        one |= {k: str(f[k]) for k in ('path', 'ttype', 'pname') if f.get(k)} # unchanged, to find the tensor
+        one |= {k: str(f[k]) for k in ('path', 'ttype', 'pname') if f.get(k)} # unchanged: they identify the tensor
         one |= {'first': int(f['first_step']), 'last': int(f['last_step'])}
         into.append(one if cause is not None else by.setdefault(i, {**one, 'below': []}))
         n += 1
@@ -183,8 +183,8 @@ def nest_findings(found):
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #d11a48b2
 def page_of(run, path=None, ttype=None, stats=None) -> dict:
-    "Convert a run, or some layers, tensor types and statistics of a run, to JSON for a page. Raise ValueError for a run without rows."
-    every = None if is_table(run) else read(run_of(run)) # rules need all rows
+    "Convert a run, or some of its layers, tensor types and statistics, to a dict for an HTML page, which can become JSON."
+    every = None if is_table(run) else read(run_of(run)) # read all rows, because health rules need them
     table = rows_to_draw(run, rows=every) if ttype is None else rows_to_draw(run, ttype=[*ttypes_asked(ttype), 'scalar'])
     if not len(table): raise ValueError(no_rows_message(name_of_run(table) or 'The table'))
     scalar = has_ttype(table, 'scalar')
@@ -198,14 +198,14 @@ def page_of(run, path=None, ttype=None, stats=None) -> dict:
     first = first_trouble(tensors) if len(tensors) else None
     kinds = list(dict.fromkeys(tensors['ttype'].astype(str)))
     of = {k: tensors[has_ttype(tensors, k)] for k in kinds}
-    wanted = {k: stats_to_send(rows, stats) for k,rows in of.items()}
+    wanted = {k: stats_of_page(rows, stats) for k,rows in of.items()}
     of = {k: with_statistics(rows, wanted[k]) if wanted[k] else rows for k,rows in of.items()}
     placed = {k: places(rows) for k,rows in of.items()}
     lines = sum(len(labels)*len(wanted[k]) for k,(_,labels) in placed.items()) or 1
     columns = int(np.clip(most_values//lines, 20, 1000))
     out,keys,ps = [],{},parameters_of_run(run)
     for k,rows in progress(list(of.items()), f'laying out {name_of_run(table)}'):
-        if not wanted[k]: continue # only text and flags
+        if not wanted[k]: continue # no number to draw, only texts or booleans
         why = untrained_reasons(rows, k, ps, path)
         out.append({'ttype': k, 'name': words.get(k, k), **pack_tensor_type(rows, placed[k], wanted[k], columns, why, ps)})
         code,labels = placed[k]
@@ -223,7 +223,7 @@ def page_of(run, path=None, ttype=None, stats=None) -> dict:
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #73dd976c
 def add_exponents(table, kinds, keys, tensors, also):
-    "Add the exponent counts of a few steps to the tensor types."
+    "Add packed exponent counts of a few steps to the data of each tensor type. `also`: further steps to include."
     if not kinds: return
     n = sum(len(k['tensors']) for k in kinds)
     steps = pick_steps(tensors['step'].to_numpy(), also, int(np.clip(most_counts//n, 2, most_steps)))
@@ -236,7 +236,7 @@ def add_exponents(table, kinds, keys, tensors, also):
         if found: k['exponents'] = found
 
 def logged_numbers(table):
-    "Return all logged numbers, each with its steps."
+    "Return the packed curve of each logged number, such as the loss, for a page."
     out = []
     for n in sorted(logged_names(table), key=lambda n: (bool(computed_in(n)), 'loss' not in n)):
         _,x,y = loss_curve(table, n)
@@ -245,7 +245,7 @@ def logged_numbers(table):
     return out
 
 def describe_run(run, table):
-    "Return the metadata of a run, and the structure of its model."
+    "Return the metadata of a run (name, model, steps, times, ...), and the module tree of its model."
     steps = table['step'].to_numpy()
     name = Path(run).name if isinstance(run, str|os.PathLike) and os.sep in str(run) else name_of_run(table)
     out = {'name': name or 'A table', 'model': root_name(table), 'rows': len(table), 'steps': len(np.unique(steps)),
@@ -261,20 +261,20 @@ def describe_run(run, table):
     return out | {k: v for k,v in known.items() if v is not None}, structure
 
 def describe_ranked_run(source):
-    "Return the metadata of a run of several processes."
+    "Return the metadata of a run that several processes recorded."
     about_run,bases = describe_ranks(source),[read_facts(log.name, log.t.data)[0] for log in source.logs.values()]
     known = {k: about_run.get(k) for k in ('model', 'ranks', 'size', 'running', 'start', 'end')} | {'user': bases[0].get('user'),
         'seconds': max((b['seconds'] for b in bases if 'seconds' in b), default=None)}
     return {k: v for k,v in known.items() if v is not None}
 
 def format_ranges(kinds):
-    "Return the exponents of the smallest, smallest normal and largest number of number formats."
+    "Return a dict: number format -> exponents of its smallest, smallest normal and largest number."
     if not find_spec('ml_dtypes') or not any('exponents' in k for k in kinds): return {}
     there = [t['dtype'] for k in kinds for t in k['tensors'] if t['dtype'] and 'float' in t['dtype']]
     names = dict.fromkeys([*there, 'float32', 'bfloat16', 'float16', 'float8_e5m2', 'float8_e4m3fn'])
     return {n: [f['subnormal'], f['normal'], f['max']] for n in names for f in [limits(n)]}
 
 def colors():
-    "Return the colors with a meaning, for light and dark pages."
+    "Return the colors of lines, non-finite values, heat maps and zeros, for light and dark pages."
     return {'light': {'lines': palettes[False], 'bad': alarm[False]}, 'dark': {'lines': palettes[True], 'bad': alarm[True]},
         'scale': scale, 'zero': zero}

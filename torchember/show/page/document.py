@@ -25,24 +25,24 @@ def read_web_file(name): return (files('torchember.show.page')/'web'/name).read_
 
 def checksum(text): return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
 
-def read_page_files(*more): # more: names without ending of further scripts with styles
-    "Return the styles and the scripts of a page."
+def read_page_files(*more): # more: names of additional files, without ending: each is a script with a style sheet
+    "Return the texts of all style sheets and scripts of an HTML page."
     plot = f"/*\n{read_web_file('uPlot.LICENSE')}*/\n{read_web_file('uPlot.iife.min.js')}"
     names = 'report',*more
     return [read_web_file(f'{n}.css') for n in ('uPlot.min', *names)], [plot, *(read_web_file(f'{n}.js') for n in names)]
 
 def fill_page(text, title, styles, scripts, data=''):
-    "Return a page with title, styles, data and scripts, and with the checksums of both."
+    "Fill a page template with title, styles, data and scripts. Their checksums go into the Content-Security-Policy."
     put = {'title': escape(f'{title} · torchember'), 'head': ''.join(f'<style>{s}</style>\n' for s in styles),
         'body': data+''.join(f'<script>{s}</script>\n' for s in scripts),
         'styles': ' '.join(map(checksum, styles)), 'scripts': ' '.join(map(checksum, scripts))}
-    # one pass: inserted text is not searched for placeholders
+    # replace all placeholders in one pass, so that no placeholder inside an inserted text is replaced
     return re.sub(r'\{(\w+)\}', lambda m: put[m[1]], text)
 
 def render_page(page:dict) -> str:
-    "Return the page with scripts, styles and data inside. `page` is the result of `page_of`."
+    "Return the HTML text of a report. `page`: data of the run, from `page_of`."
     styles,scripts = read_page_files()
-    # a name of a layer cannot close the element
+    # escape '<', so that a layer's name cannot close the <script> element
     data = json.dumps(page, allow_nan=False, separators=(',', ':')).replace('<', r'\u003c')
     data = f'<script type="application/json" id="data">{data}</script>\n'
     return fill_page(read_web_file('report.html'), page['run']['name'], styles, scripts, data)
@@ -50,25 +50,25 @@ def render_page(page:dict) -> str:
 # %% ../../../nbs/60_show/98_page.ipynb #4df4c5a2
 @earlier_calls('file', 'stats', 'ttype', 'path', 'home')
 def report(
-    run, # Name of a run, an ember, a tracker, or a table
-    file=None, # File to write; default `<run>.html` in the current folder
+    run, # Run to report: its name, a torchEmber, a tracker, or a table of rows
+    file=None, # Path of the HTML file to write; default `<run>.html` in the current folder
     path=None, # A path, a glob, a compiled regex, or a list; default all layers
     ttype=None, # A tensor type, or a list; default all
-    stats=None, # A recorded statistic, or a list; default four informative ones
+    stats=None, # A recorded statistic, or a list; default up to four informative statistics
     home=None # Folder of logs, instead of `~/.torchember`
-) -> Path: # The file
+) -> Path: # Path of the written file
     """Write a run as one interactive HTML file. Raise ValueError for a run without rows, FileNotFoundError for a missing folder.
 
     Args:
-        run: Name of a run, an ember, a tracker, or a table
-        file: File to write; default `<run>.html` in the current folder
+        run: Run to report: its name, a torchEmber, a tracker, or a table of rows
+        file: Path of the HTML file to write; default `<run>.html` in the current folder
         path: A path, a glob, a compiled regex, or a list; default all layers
         ttype: A tensor type, or a list; default all
-        stats: A recorded statistic, or a list; default four informative ones
+        stats: A recorded statistic, or a list; default up to four informative statistics
         home: Folder of logs, instead of `~/.torchember`
 
     Returns:
-        The file
+        Path of the written file
     """
     if file is None and is_file(path): file,path = path,None
     target = None if file is None else Path(file).expanduser()
@@ -76,16 +76,16 @@ def report(
     if home is not None and isinstance(run, str): run = open_run(run, home)
     page = page_of(run, path, ttype, stats)
     try: page['run']['version'] = version('torchember')
-    except PackageNotFoundError: pass # not installed, only checked out
-    if target is not None and not target.is_dir(): target = target.resolve() # follow a link that the user has named
-    else: target = ((target or Path())/file_name(page['run']['name'])).absolute() # replace a link that has this name by chance
+    except PackageNotFoundError: pass # torchember runs from a source folder, without an installed version
+    if target is not None and not target.is_dir(): target = target.resolve() # the user named a link: replace its target
+    else: target = ((target or Path())/file_name(page['run']['name'])).absolute() # the name was made here: replace the link
     if os.path.lexists(target) and not (target.is_file() or target.is_symlink()):
         raise FileExistsError(f"{printable(target)} exists and is not a file, so that no report can replace it. Give another path.")
-    replace(target, render_page(page).encode()) # a reader never sees an incomplete file
+    replace(target, render_page(page).encode()) # atomic, so that a browser never loads an incomplete file
     return target
 
 def is_file(path):
-    "Return True if `path` is a file: it was the name of that argument in version 0.2."
+    "Return True if `path` is the name of an HTML file: version 0.2 had an argument `path` for the file to write."
     return isinstance(path, os.PathLike) or isinstance(path, str) and (path.endswith('.html') or '/' in path or os.sep in path)
 
 def file_name(run):
@@ -95,5 +95,6 @@ def file_name(run):
     return f'{name}.html'
 
 def check_folder(folder):
+    "Raise FileNotFoundError if the folder for the report does not exist."
     if not folder.is_dir():
         raise FileNotFoundError(f"The folder {folder} for the report does not exist. Create it, or give another path.")
