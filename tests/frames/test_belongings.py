@@ -271,5 +271,5 @@ def test_names_that_a_run_cannot_have(tmp_path, name, error, said):
 def test_one_run_has_one_name(tmp_path):
     for n in ('net', 'net2'): put(tmp_path, n)
     with pytest.raises(ValueError, match=r"mv takes one run, but 'net\*' matches 2: net, net2"): mv('net*', 'new', tmp_path)
-    with pytest.raises(FileExistsError, match=r"remove what has it: rm\('net2'\)"): mv('net', 'net2', tmp_path)
+    with pytest.raises(FileExistsError, match=r"remove that run: rm\('net2'\)"): mv('net', 'net2', tmp_path)
     with pytest.raises(FileExistsError): mv('net', 'net', tmp_path)

@@ -58,7 +58,7 @@ def test_a_missing_rank_is_reported(home):
     got = runs().set_index('name').problem
     assert got['sharded_2']=='of 2 processes rank 1 left no log'
     assert got['pipeline_2']=='rank 1 has 2 of 3 steps'
-    assert 'rank 1: Its log is gone' in got['drifted_2']
+    assert 'rank 1: Its log is missing' in got['drifted_2']
 
 
 def test_a_long_log_without_an_end_is_not_read(tmp_path, monkeypatch):

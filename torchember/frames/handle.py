@@ -297,7 +297,7 @@ def open_named(run, home):
         return open_single_log(open_log(run, home))
     if not (found := rank_logs(run, home)): return open_single_log(open_log(run, home))
     if odd := [n for n in log_files(log) if n.startswith(f'{run}.rank') and n.removeprefix(f'{run}.rank').isdecimal() and n not in found.values()]:
-        warn(f"{printable(run)}: {printable(', '.join(odd))} is not a log of one of its processes, whose logs end in .rank0, .rank1, ..., so it was not read.")
+        warn(f"{printable(run)}: the logs of its processes end in .rank0, .rank1, ..., so these files were not read: {printable(', '.join(odd))}.")
     return Run(run, {r: open_log(n, home) for r,n in found.items()})
 
 def open_single_log(log): return Run(log.name, {None: log})
