@@ -694,7 +694,7 @@ def a_large_log(size):
     import pyarrow.parquet as pq
 
     from torchember import compact
-    from torchember.store.compaction import write_list
+    from torchember.store.compaction import write_part_list
     from torchember.store.parts import folder_of, read_part_list, write_part
     t = a_log(1<<17)
     compact(t)
@@ -710,7 +710,7 @@ def a_large_log(size):
             about = json.loads(table.schema.metadata[b'torchember']) | {c: new[c] for c in ('start', 'end')}
             write_part(moved.replace_schema_metadata({'torchember': json.dumps(about)}), folder/new['file'])
             listed = listed | {'parts': [*listed['parts'], new | {'size': (folder/new['file']).stat().st_size}], 'end': new['end'], 'removed': new['end']}
-    write_list(t.log_path, listed)
+    write_part_list(t.log_path, listed)
     return t
 
 

@@ -191,7 +191,7 @@ def test_what_a_link_leads_to_is_not_written(home, tmp_path):
     secret.write_bytes(b'mine\n')
     for p in ('log/good_latest', 'data/base_linked.json', 'data/notes.json', 'log/linked'): (home/p).symlink_to(secret)
     t = emberTracker('linked', home)
-    with pytest.warns(EmberWarning, match='is a link, and what it leads to is not written to'): t + row(); t.barrier()
+    with pytest.warns(EmberWarning, match='is a link, and torchember does not write through links'): t + row(); t.barrier()
     give_up(t)
     t['notes'] = {'lr': 1}
     good = emberTracker('good', home)
@@ -239,7 +239,7 @@ def test_where_there_is_no_home(tmp_path, monkeypatch, what):
     try:
         with pytest.warns(EmberWarning, match='There is no home') as said: got = base.folder('torchember')
         assert base.folder('torchember')==got and len(said)==1
-        assert (got==place)==(what in ('none', 'ours')) and ('is there already' in str(said[0].message))==(got!=place)
+        assert (got==place)==(what in ('none', 'ours')) and ('exists already' in str(said[0].message))==(got!=place)
         assert got.parent==tmp_path and (what=="somebody else's" or base.is_private_folder(got)) and str(got) in str(said[0].message)
     finally: base.home_fallback.cache_clear()
 
@@ -289,7 +289,7 @@ def test_lines_that_are_too_long(home, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         assert t.lines() and t.torn==2
-    with pytest.warns(EmberWarning, match='a row is lost that has more than'):
+    with pytest.warns(EmberWarning, match='a row of more than'):
         good = emberTracker('good', home)
         good + row(2, more='x'*2000)
         good.put(lambda: [row(3, more='x'*2000), row(4)])

@@ -66,7 +66,7 @@ def test_names_that_are_meant(tmp_path):
     with pytest.raises(FileNotFoundError, match="No run 'nett'.*Did you mean 'net'"): h.chosen('nett')
     with pytest.raises(FileNotFoundError, match='x'): h.chosen('x*')
     with pytest.raises(TypeError, match='a run is a name, a pattern'): h.chosen(3)
-    with pytest.raises(ValueError, match='net is a run in .*Say home='): h.chosen(emberTracker('net', tmp_path/'other'))
+    with pytest.raises(ValueError, match='net is a run in .*Give the right home='): h.chosen(emberTracker('net', tmp_path/'other'))
 
 
 # ---- how much it is
@@ -95,18 +95,18 @@ def test_how_much(tmp_path):
 # ---- what stays
 
 refused = {
-    'a link': (lambda p: p.symlink_to('good'), OSError, 'is a link, and no log of ours'),
-    'a link that leads nowhere': (lambda p: p.symlink_to('nowhere'), OSError, 'is a link, and no log of ours'),
+    'a link': (lambda p: p.symlink_to('good'), OSError, 'is a link, not a log of torchember'),
+    'a link that leads nowhere': (lambda p: p.symlink_to('nowhere'), OSError, 'is a link, not a log of torchember'),
     'a run of 0.2': (lambda p: older(p.parents[1], p.name), OSError, 'is of torchember 0.2'),
-    'a part that is a folder': (lambda p: (put(p.parents[1], p.name), (p.parent/f'{p.name}.parts'/'x').mkdir(parents=True)), OSError, 'x is no part of a run'),
+    'a part that is a folder': (lambda p: (put(p.parents[1], p.name), (p.parent/f'{p.name}.parts'/'x').mkdir(parents=True)), OSError, 'not a part of a run'),
     'a part that is a link': (lambda p: (put(p.parents[1], p.name), (q := p.parent/f'{p.name}.parts').mkdir(), (q/'x').symlink_to(p)),
-        OSError, 'x is no part of a run'),
-    'a folder': (lambda p: ((p.parents[1]/'data'/f'base_{p.name}.json').write_text('{"schema": 1}'), p.mkdir()), OSError, 'is no file, so it is no log'),
+        OSError, 'x is not a part of a run'),
+    'a folder': (lambda p: ((p.parents[1]/'data'/f'base_{p.name}.json').write_text('{"schema": 1}'), p.mkdir()), OSError, 'is not a file, so it is not a log'),
     'ours': (lambda p: put(p.parents[1], p.name, base={'pid': os.getpid(), 'host': gethostname(), 'end': None}), ValueError, r'by this process.*te\.close'),
     'of a process that runs': (lambda p: put(p.parents[1], p.name, base={'pid': os.getppid(), 'host': gethostname(), 'end': None}), ValueError,
         f'by process {os.getppid()} on this machine'),
     'of another machine': (lambda p: put(p.parents[1], p.name, base={'pid': 7, 'host': elsewhere, 'end': None}), ValueError,
-        f'still written, perhaps: it began on {elsewhere}.*for 10 minutes')}
+        f'still being written, perhaps: it started on {elsewhere}.*for 10 minutes')}
 
 
 def drop_end(home):
@@ -132,7 +132,7 @@ def test_one_of_several_processes_is_still_written(tmp_path):
     drop_end(tmp_path)
     was = there(tmp_path)
     for act in (lambda: rm('a', tmp_path), lambda: mv('a', 'b', tmp_path)):
-        with pytest.raises(ValueError, match=r"a\.rank1'? is still written, by this process"): act()
+        with pytest.raises(ValueError, match=r"a\.rank1'? is still being written, by this process"): act()
     assert there(tmp_path)==was
 
 
@@ -251,14 +251,14 @@ def test_a_name_that_is_taken(tmp_path, by):
     put(tmp_path, 'net')
     t = taken[by](tmp_path)
     was = there(tmp_path)
-    with pytest.raises(FileExistsError, match="name 'new' is taken.*Choose another one") as e: mv('net', 'new', tmp_path)
+    with pytest.raises(FileExistsError, match="name 'new' is already used.*Choose another name") as e: mv('net', 'new', tmp_path)
     assert ("rm('new')" in str(e.value))==(by not in ('a latest step', 'metadata', 'a run that has no row yet'))
     assert there(tmp_path)==was
     if hasattr(t, 'close'): t.close()
 
 
 @pytest.mark.parametrize('name, error, said', [('a/b', ValueError, 'separator'), ('', ValueError, 'not empty'), (3, ValueError, 'not empty'),
-    ('x'*195, ValueError, 'longer'), ('x_latest', ValueError, '_latest'), ('a.rank0', FileExistsError, 'taken')])
+    ('x'*195, ValueError, 'longer'), ('x_latest', ValueError, '_latest'), ('a.rank0', FileExistsError, 'already used')])
 def test_names_that_a_run_cannot_have(tmp_path, name, error, said):
     "nor one of its processes, whose names are longer"
     for r in range(2): put(tmp_path, f'net.rank{r}')
@@ -270,6 +270,6 @@ def test_names_that_a_run_cannot_have(tmp_path, name, error, said):
 
 def test_one_run_has_one_name(tmp_path):
     for n in ('net', 'net2'): put(tmp_path, n)
-    with pytest.raises(ValueError, match=r"mv takes one run, and 'net\*' are 2: net, net2"): mv('net*', 'new', tmp_path)
-    with pytest.raises(FileExistsError, match=r"remove what has it: rm\('net2'\)"): mv('net', 'net2', tmp_path)
+    with pytest.raises(ValueError, match=r"mv takes one run, but 'net\*' matches 2: net, net2"): mv('net*', 'new', tmp_path)
+    with pytest.raises(FileExistsError, match=r"remove that run: rm\('net2'\)"): mv('net', 'net2', tmp_path)
     with pytest.raises(FileExistsError): mv('net', 'net', tmp_path)

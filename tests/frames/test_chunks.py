@@ -47,7 +47,7 @@ def as_read(home, columns=('step', 'mean'), run='a', **how):
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     "Parts stay as small as they were made"
-    monkeypatch.setattr('torchember.store.compaction.find_neighbours', lambda parts: None)
+    monkeypatch.setattr('torchember.store.compaction.find_small_parts', lambda parts: None)
 
 @pytest.fixture
 def asked(monkeypatch):
@@ -459,7 +459,7 @@ def test_a_dataset_of_arrow(tmp_path):
     few = scan('a', 'arrow', home=tmp_path, columns=['mean'], steps=[2, 7])
     assert few.to_table().to_pydict()=={'mean': [.5, 1.75]} and pickle.loads(pickle.dumps(few)).to_table().equals(few.to_table())
     for ask in rows.join, rows.get_fragments, rows.replace_schema:
-        with pytest.raises(NotImplementedError, match='Take the table first'): ask(None)
+        with pytest.raises(NotImplementedError, match='Read a table first'): ask(None)
 
 def test_tables_of_pandas_have_the_same_types(tmp_path):
     "Whole numbers of which some may be missing are floats in each of them"

@@ -325,4 +325,4 @@ def test_a_path_is_found_as_it_is_written(tmp_path, eager):
 
 def test_no_mark_is_called_path(tmp_path):
     "It would be the layer of every row, in tables and pictures"
-    with pytest.raises(ValueError, match="'path' is a column of every row"): emberTracker('a', tmp_path).mark(path='data/train')
+    with pytest.raises(ValueError, match="'path' is a column that torchember writes"): emberTracker('a', tmp_path).mark(path='data/train')

@@ -171,7 +171,7 @@ def test_attributes_that_unfold(tmp_path):
     path = tmp_path/'run.pkl'
     path.write_bytes(pickle.dumps(bad, protocol=4))
     assert path.stat().st_size<20_000
-    with pytest.raises(pickle.UnpicklingError, match='which no table does'): read_pickle(path)
+    with pytest.raises(pickle.UnpicklingError, match='as no table does'): read_pickle(path)
 
 
 def test_texts_that_overlap():
@@ -184,7 +184,7 @@ def test_texts_that_overlap():
         return part('_restore_array', (part('type_for_alias', 'string'), n, 0, 0, buffers, [], None))
     assert arrow_texts(texts([0, 3, 5], 2))==['xxx', 'xx']
     for ends,n in (([0, 1000, 0, 1000], 3), ([0, 1], 10**12), ([5, 3, 1], 2)):
-        with pytest.raises(Exception, match='end before they begin'): arrow_texts(texts(ends, n))
+        with pytest.raises(Exception, match='wrong offsets'): arrow_texts(texts(ends, n))
 
 
 def test_exponents_that_there_are_not(tmp_path):

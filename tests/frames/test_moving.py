@@ -15,7 +15,7 @@ import pytest
 
 from torchember import compact, du, mv, read, rm, runs, sync
 from torchember.frames import moving
-from torchember.frames.moving import Moving, OneLog, Target, sync_runs
+from torchember.frames.moving import SyncState, LogCopy, Target, sync_runs
 from torchember.store import compaction
 from torchember.store.base import write_meta
 
@@ -113,7 +113,7 @@ def test_a_run_that_goes_on_is_whole_at_every_moment(tmp_path, url, tiny):
         assert len(df)>=seen[0] and df.step.is_monotonic_increasing
         pd.testing.assert_frame_equal(df, whole.iloc[:len(df)].reset_index(drop=True), check_categorical=False)
         seen[0] = len(df)
-    m = Moving(tmp_path, Sent(url, after=look), deep=False)
+    m = SyncState(tmp_path, Sent(url, after=look), deep=False)
     sent = 0
     for step in range(20):
         add(tmp_path, 'a', lines([step], 10))
@@ -149,20 +149,20 @@ def test_a_sync_that_was_cut_off_anywhere_is_gone_on_with(tmp_path, url, tiny, g
         (tmp_path/'log'/'a').write_bytes(lines(range(40), 10))
         begin(tmp_path, 'a')
         to = Sent(url, fail=n-1)
-        try: sync_runs('a', Moving(tmp_path, to))
-        except PermissionError as e: assert 'a could not be brought to memory://there: no more' in str(e) and 'goes on from there' in str(e)
+        try: sync_runs('a', SyncState(tmp_path, to))
+        except PermissionError as e: assert 'a could not be copied to memory://there: no more' in str(e) and 'the next sync continues' in str(e)
         else: break
         df = read('a', home=url)
         assert len(df) in (30, 390, 400) and df.step.is_monotonic_increasing
         if grown: add(tmp_path, 'a', lines(range(40, 45), 10))
         again = Sent(url)
-        sync_runs('a', Moving(tmp_path, again))
+        sync_runs('a', SyncState(tmp_path, again))
         assert not grown or len(read('a', home=url))==450
         same('a', tmp_path, url)
         assert not any(w in again.written for w in to.written if w[0].startswith('sync-')) or grown
     assert n>5
     end(tmp_path, 'a')
-    sync_runs('a', Moving(tmp_path, Sent(url)))
+    sync_runs('a', SyncState(tmp_path, Sent(url)))
     same('a', tmp_path, url)
 
 
@@ -219,7 +219,7 @@ def test_a_byte_that_was_changed_is_found(tmp_path, url, tiny, which):
 def test_a_run_that_is_moved_is_gone_here_only_when_it_is_there(tmp_path, url, tiny, monkeypatch):
     add(tmp_path, 'a', lines(range(100), 10))
     begin(tmp_path, 'a')
-    with pytest.raises(ValueError, match='still written'): sync('a', url, home=tmp_path, move=True)
+    with pytest.raises(ValueError, match='still being written'): sync('a', url, home=tmp_path, move=True)
     assert (tmp_path/'log'/'a').exists()
     end(tmp_path, 'a')
     df,real = read('a', home=tmp_path),Target.sha
@@ -236,9 +236,9 @@ def test_a_run_that_is_moved_is_gone_here_only_when_it_is_there(tmp_path, url, t
 def test_what_cannot_be_synced_is_said(tmp_path, url):
     add(tmp_path, 'a', lines(range(2)))
     with pytest.raises(FileNotFoundError, match="Did you mean 'a'"): sync('aa', url, home=tmp_path)
-    with pytest.raises(ValueError, match='Give a folder'): sync('a', url, home='memory://here')
-    with pytest.raises(ValueError, match='is where the runs are'): sync('a', str(tmp_path), home=tmp_path)
-    with pytest.raises(ValueError, match='Stop that'): sync('a', url, home=tmp_path, every=3, move=True)
+    with pytest.raises(ValueError, match='Give a local folder'): sync('a', url, home='memory://here')
+    with pytest.raises(ValueError, match='is the home of the runs itself'): sync('a', str(tmp_path), home=tmp_path)
+    with pytest.raises(ValueError, match='needs a finished run'): sync('a', url, home=tmp_path, every=3, move=True)
     with pytest.raises(ValueError, match='greater than 0'): sync('a', url, home=tmp_path, every=0)
     assert not there()
 
@@ -274,7 +274,7 @@ def test_a_store_that_is_gone_harms_nobody_in_the_background(tmp_path, url, monk
         if down: raise ConnectionResetError('the store is gone')
         real(self, path, piece)
     monkeypatch.setattr(Target, 'write', write)
-    with pytest.warns(UserWarning, match='the store is gone.*Training goes on') as said:
+    with pytest.warns(UserWarning, match='the store is gone.*Training continues') as said:
         back = sync('a', url, home=tmp_path, every=.05, patience=.1)
         time.sleep(.6)
         assert 'the store is gone' in back.error and back.thread.is_alive()
@@ -288,7 +288,7 @@ def test_what_is_wrong_from_the_beginning_is_said_in_the_background(tmp_path, ur
     add(tmp_path, 'a', lines(range(3)))
     def write(self, path, piece): raise FileNotFoundError('The specified bucket does not exist')
     monkeypatch.setattr(Target, 'write', write)
-    with pytest.warns(UserWarning, match='bucket does not exist.*Training goes on'):
+    with pytest.warns(UserWarning, match='bucket does not exist.*Training continues'):
         back = sync('a', url, home=tmp_path, every=30)
         while not back.error: time.sleep(.01)
     with pytest.raises(FileNotFoundError, match='bucket does not exist'): back.stop()
@@ -311,14 +311,14 @@ def test_stop_does_not_wait_for_a_store_that_is_gone(tmp_path, url, monkeypatch)
 def test_two_at_once_are_one_after_the_other(tmp_path, url, tiny, monkeypatch):
     add(tmp_path, 'a', lines(range(100), 10))
     end(tmp_path, 'a')
-    real,within,most = OneLog.sync,[],[]
+    real,within,most = LogCopy.sync,[],[]
     def slow(self):
         within.append(1)
         most.append(len(within))
         time.sleep(.1)
         try: return real(self)
         finally: within.pop()
-    monkeypatch.setattr(OneLog, 'sync', slow)
+    monkeypatch.setattr(LogCopy, 'sync', slow)
     said = []
     threads = [threading.Thread(target=lambda: said.extend(sync('a', url, home=tmp_path))) for _ in range(3)]
     for t in threads: t.start()
@@ -363,7 +363,7 @@ def test_what_belongs_to_a_run_there(tmp_path, url, tiny):
     sync('*', url, home=tmp_path)
     size = sum(len(v) for k,v in there().items() if '/ab' not in k and '_ab' not in k)
     assert du('a', home=url)[['name', 'size']].values.tolist()==[['a', size]]
-    with pytest.raises(OSError, match='no name that could be changed'): mv('a', 'b', home=url)
+    with pytest.raises(OSError, match='cannot rename files'): mv('a', 'b', home=url)
     rm('a', home=url)
     assert there() and all('/ab' in k or '_ab' in k for k in there())
     same('ab', tmp_path, url)
@@ -470,7 +470,7 @@ def test_a_run_in_a_bucket(tmp_path, server, monkeypatch, tiny):
     assert sync('a', at, home=tmp_path)[0]['sent']==0
     monkeypatch.setenv('AWS_ENDPOINT_URL', f'http://127.0.0.1:{server.port}')
     pd.testing.assert_frame_equal(read('a', home=tmp_path), read('s3://one/runs/log/a'))
-    with pytest.raises(FileNotFoundError, match="a could not be brought to s3://nosuch/runs"):
+    with pytest.raises(FileNotFoundError, match="a could not be copied to s3://nosuch/runs"):
         sync('a', bucket(server, 'nosuch', monkeypatch, make=False), home=tmp_path, patience=1)
 
 @pytest.mark.slow
@@ -481,7 +481,7 @@ def test_connections_that_end_in_the_middle_of_an_upload(tmp_path, server, monke
     add(tmp_path, 'a', lines(range(700), 10))
     end(tmp_path, 'a')
     proxy.passed,proxy.most = 0,40_000
-    with pytest.raises(OSError, match='a could not be brought to s3://two/runs.*goes on from there'): sync('a', at, home=tmp_path, patience=.5)
+    with pytest.raises(OSError, match='a could not be copied to s3://two/runs.*the next sync continues'): sync('a', at, home=tmp_path, patience=.5)
     assert proxy.gone
     assert (tmp_path/'log'/'a').read_bytes()==lines(range(700), 10)
     proxy.start()

@@ -218,7 +218,7 @@ def test_a_listener_that_raises_gets_the_next_steps(tmp_path, error):
         report = te.close()
     assert got==[0, 1, 2, 3] and same(good, te.t)
     said = [str(w.message) for w in said if 'odd' in str(w.message)]
-    assert len(said)==1 and f'the odd one does not get all rows: {type(error).__name__}' in said[0] and 'at step 1' in said[0]
+    assert len(said)==1 and f'the odd one did not get all rows: {type(error).__name__}' in said[0] and 'at step 1' in said[0]
     assert [r for r in report['remarks'] if 'odd' in r]==[f'the odd one lost rows of 2 steps: {type(error).__name__}: {error} (at step 1).']
 
 
@@ -242,7 +242,7 @@ def test_a_listener_that_hangs_delays_only_the_end_of_the_run(tmp_path, monkeypa
         report = te.close()
         took = time.monotonic()-began
     assert same(good, te.t) and good.steps==[*range(8)] and .3<=took<3
-    for what in ('hangs does not get all rows: it is too slow, at step 1', 'hangs has not returned from its call for step 0'):
+    for what in ('hangs did not get all rows: it is too slow, at step 1', 'hangs has not returned from its call for step 0'):
         assert sum(what in str(w.message) for w in said)==1
     assert [r for r in report['remarks'] if 'hangs' in r]==[f'{l.name} lost rows of 7 steps: it is too slow (at step 1).'] # 1 to 4, and 5 to 7 that wait
     goes_on.set()

@@ -368,16 +368,16 @@ def test_tail_follows_a_rotated_log(tmp_path):
     compaction.rotate(path)
     add(*rows[3:5])
     assert (t.more(8), t.more(), t.more(), t.more())==(rows[1], rows[2], rows[3]+rows[4], b'') and t.share==1 and not t.is_behind
-    compaction.compact_aside(path)
+    compaction.compact_renamed(path)
     add(rows[5])
     assert (t.more(), t.share)==(rows[5], 1)
     compaction.rotate(path)
-    compaction.compact_aside(path)
+    compaction.compact_renamed(path)
     add(rows[6])
     assert (t.more(), t.more(), t.share, t.was_compacted())==(rows[6], b'', 1, False)
     for i in 7,8:
         add(rows[i])
         compaction.rotate(path)
-        compaction.compact_aside(path)
+        compaction.compact_renamed(path)
     got = [b''.join(json.dumps(r).encode()+b'\n' for r in b.block().rows()).replace(b' ', b'') if not isinstance(b, bytes) else b for b in iter(t.more, b'')]
     assert b''.join(got)==rows[7]+rows[8] and t.rows==9

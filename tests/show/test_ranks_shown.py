@@ -58,7 +58,7 @@ def test_a_missing_rank_is_reported(home):
     got = runs().set_index('name').problem
     assert got['sharded_2']=='of 2 processes rank 1 left no log'
     assert got['pipeline_2']=='rank 1 has 2 of 3 steps'
-    assert 'rank 1: Its log is gone' in got['drifted_2']
+    assert 'rank 1: Its log is missing' in got['drifted_2']
 
 
 def test_a_long_log_without_an_end_is_not_read(tmp_path, monkeypatch):
@@ -121,7 +121,7 @@ def test_running_and_foreign_runs_are_not_removed(home, how):
     def written(**more): base.write_text(json.dumps({k: v for k,v in known.items() if k!='end'}|more))
     before = files(home)
     for more,said in (({'pid': os.getpid()}, r'by this process. End it first: te.close\(\)'), ({'pid': os.getppid()}, f'by process {os.getppid()} on'),
-            ({'host': 'elsewhere'}, 'perhaps: it began on elsewhere')):
+            ({'host': 'elsewhere'}, 'perhaps: it started on elsewhere')):
         written(**more)
         if 'host' in more: os.utime(home/'log/sharded_2.rank1')
         with pytest.raises(ValueError, match=said): how('sharded_2')
@@ -150,7 +150,7 @@ def test_a_moved_run_is_the_same_run(home):
     assert files(home)==sorted(f.replace('pipeline_2', 'cut lr=3e-4') for f in there)
     assert read('cut lr=3e-4').drop(columns='ts', errors='ignore').equals(before.drop(columns='ts', errors='ignore'))
     assert runs().set_index('name').loc['cut lr=3e-4', ['ranks', 'model', 'steps']].tolist()==[2, 'Sequential', 3]
-    for name,error,said in (('sharded_2', FileExistsError, 'is taken'), ('a/b', ValueError, 'separator'), ('nul', ValueError, 'device'),
+    for name,error,said in (('sharded_2', FileExistsError, 'is already used'), ('a/b', ValueError, 'separator'), ('nul', ValueError, 'device'),
             ('x_latest', ValueError, '_latest'), (3, ValueError, 'not empty')):
         with pytest.raises(error, match=said): mv('drifted_2', name)
     with pytest.raises(ValueError, match='mv takes one run'): mv('*_2', 'x')
@@ -191,7 +191,7 @@ def test_every_picture_accepts_a_run_of_several_ranks(home):
     fig = torchember.compare(['sharded_2', 'drifted_2']).figure
     assert 'drifted_2' in ' '.join(t.get_text() for t in fig.findobj(plt.Text))
     plt.close('all')
-    with pytest.raises(FileNotFoundError, match=rf"The run '{name}' is of 2 processes, with a log each: read\('{name}'\)"):
+    with pytest.raises(FileNotFoundError, match=rf"The run '{name}' has 2 processes, each with a log. read\('{name}'\)"):
         len(torchember.emberTracker(name).df)
 
 

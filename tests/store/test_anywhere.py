@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from torchember.store import anywhere
-from torchember.store.anywhere import (RangedFile, StoreError, ask_store, file_exists, file_size, folder_exists, is_url, list_folder,
+from torchember.store.anywhere import (RangedFile, StoreError, call_store, file_exists, file_size, folder_exists, is_url, list_folder,
     located, open_file, open_regular, path_exists, remove_remote, write_whole)
 
 pytest.importorskip('upath')
@@ -70,15 +70,15 @@ def test_what_a_store_says():
     same = ImportError,MemoryError,FileNotFoundError,PermissionError,NotADirectoryError,IsADirectoryError
     def fail(e):
         def f(): raise e
-        with pytest.raises(type(e) if isinstance(e, same) else StoreError) as got: ask_store(Place(Store()), f, 'moved')
+        with pytest.raises(type(e) if isinstance(e, same) else StoreError) as got: call_store(Place(Store()), f, 'moved')
         return got.value, str(got.value)
     for e in FileNotFoundError('no key'),PermissionError('no key'),NotADirectoryError('no key'),IsADirectoryError('no key'):
         assert fail(e)[1]=='sftp://home/run could not be moved: no key.' and type(fail(e)[0]) is type(e)
         assert fail(type(e)())[1]==f'sftp://home/run could not be moved: {type(e).__name__}.'
     for e in ImportError('install it'),MemoryError(),StoreError('said'): assert fail(e)[0] is e
-    assert 'could not be moved: KeyError: 3. Is the store there' in fail(KeyError(3))[1]
+    assert 'could not be moved: KeyError: 3. Check that the store is running' in fail(KeyError(3))[1]
     assert 'ConnectionResetError: gone' in fail(ConnectionResetError('gone'))[1]
-    assert ask_store(Place(Store()), lambda: 3)==3
+    assert call_store(Place(Store()), lambda: 3)==3
 
 
 # ---- what is there
@@ -122,7 +122,7 @@ def test_only_files_are_opened(tmp_path, monkeypatch):
     with socket.socket(socket.AF_UNIX) as s:
         s.bind(str(tmp_path/'socket'))
         for path,what in (tmp_path, 'a folder'),(tmp_path/'pipe', 'a pipe'),(tmp_path/'socket', 'a socket'),('/dev/null', 'a device'):
-            with pytest.raises(OSError, match=f'is {what} and no file, so it is not opened'): open_file(path)
+            with pytest.raises(OSError, match=f'is {what}, not a file, so it was not opened'): open_file(path)
     assert asked==[]
     with open(tmp_path/'new', 'xb', opener=open_regular) as f: f.write(b'12345')
     assert stat.S_IMODE((tmp_path/'new').stat().st_mode)&0o600==0o600 and asked[0]&os.O_CREAT and asked[0]&os.O_NONBLOCK
@@ -132,7 +132,7 @@ def test_only_files_are_opened(tmp_path, monkeypatch):
     as_file,before = os.stat(tmp_path/'new'),len(os.listdir('/proc/self/fd')) if os.path.isdir('/proc/self/fd') else None
     with monkeypatch.context() as m:
         m.setattr(os, 'stat', lambda *a, **k: as_file)
-        with pytest.raises(OSError, match='is a pipe and no file'): open_regular(tmp_path/'pipe', os.O_RDONLY)
+        with pytest.raises(OSError, match='is a pipe, not a file'): open_regular(tmp_path/'pipe', os.O_RDONLY)
     assert before is None or len(os.listdir('/proc/self/fd'))==before
 
 

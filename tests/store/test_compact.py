@@ -158,19 +158,19 @@ def test_a_part_of_another_run_is_refused(run, tmp_path):
     folder = parts.folder_of(run.log_path)
     shutil.copy(parts.folder_of(run.log/'b')/'part-00000.parquet', folder)
     for ask in (lambda: read('a', home=tmp_path), run.lines, lambda: run.df):
-        with pytest.raises(ValueError, match="part-00000.parquet is a part of another run, 'b': nothing of it is read"): ask()
+        with pytest.raises(ValueError, match="part-00000.parquet is a part of another run, 'b', so it was not read"): ask()
     (folder/'part-00000.parquet').write_bytes(b'PAR1 and half of it')
-    with pytest.raises(ValueError, match='part-00000.parquet is no part of a run as compact writes it'): read('a', home=tmp_path)
+    with pytest.raises(ValueError, match='part-00000.parquet is not a valid Parquet part, as compact writes it'): read('a', home=tmp_path)
     (folder/'part-00000.parquet').unlink()
-    with pytest.raises(FileNotFoundError, match='is not there any more, and it has rows of the run'): read('a', home=tmp_path)
+    with pytest.raises(FileNotFoundError, match='a file with rows of the run, was removed meanwhile'): read('a', home=tmp_path)
 
 def test_lines_of_another_run_are_refused(run, tmp_path):
     run.log_path.write_bytes(b'{"step": 0}\n')
     for ask in (lambda: read('a', home=tmp_path), lambda: compact('a', tmp_path)):
-        with pytest.raises(ValueError, match='has 12 bytes, and its parts were made of'): ask()
+        with pytest.raises(ValueError, match='has 12 bytes, but its parts were made of'): ask()
     assert run.log_path.read_bytes()==b'{"step": 0}\n'
     (parts.folder_of(run.log_path)/'parts.json').write_text('{"parts": 3}')
-    with pytest.raises(ValueError, match='is no list of parts as compact writes it'): read('a', home=tmp_path)
+    with pytest.raises(ValueError, match='is not a list of parts, as compact writes it'): read('a', home=tmp_path)
 
 def test_one_at_a_time(run, tmp_path):
     lock = compaction.lock_folder(parts.folder_of(run.log_path))
@@ -224,7 +224,7 @@ def test_up_to_a_byte(run):
 @pytest.mark.parametrize('links', [True, False])
 def test_a_run_has_a_file_of_its_name_at_any_time(run, tmp_path, monkeypatch, links):
     "also where removing its lines was cut short, and it went on before they are removed"
-    data,other = run.log_path.read_bytes(),parts.aside_file(run.log_path, parts.read_part_list(run.log_path))
+    data,other = run.log_path.read_bytes(),parts.renamed_file(run.log_path, parts.read_part_list(run.log_path))
     rows,more = rows_of(parts.blocks_of_run(run.log_path)),lines([{'step': 20}])
     if not links: monkeypatch.setattr(os, 'link', lambda *paths: os.stat(tmp_path/'none'))
     with monkeypatch.context() as m:

@@ -10,7 +10,7 @@ from torch import nn
 
 import torchember
 from torchember import emberTracker, overview, read, report, runs, scalar_line, torchEmber, tracker
-from torchember.store.older import objects
+from torchember.store.older import json_rows
 
 tree = {'name': 'model(Net)', 'short': 'model(Net)', 'children': [{'name': 'model(Net).a(Linear)', 'short': 'a(Linear)'}]}
 
@@ -130,7 +130,7 @@ def test_a_row_that_was_torn_costs_only_itself(home):
     assert len(t.lines())==33 and t.torn==3 and len(read(name))==33
     text = path.read_text()
     for size in (1, 7, 100, len(text)):
-        got = list(objects(path.open(), size))
+        got = list(json_rows(path.open(), size))
         assert sum(isinstance(r, dict) for r in got)==18 and sum(isinstance(r, str) for r in got)==3
 
 

@@ -53,7 +53,7 @@ def small(monkeypatch):
 def inline(monkeypatch):
     "What the process does is done when it is asked"
     class Inline:
-        def __init__(self, path): compaction.compact_aside(path)
+        def __init__(self, path): compaction.compact_renamed(path)
         def has_ended(self, patience=0): return True
         def error(self): return None
     monkeypatch.setattr(rotation, 'CompactionProcess', Inline)
@@ -191,7 +191,7 @@ def test_one_process_at_a_time(tmp_path, small, monkeypatch):
     t = begun(tmp_path)
     for i in range(200): t + row(i)
     assert len(made)==1 and numbers(t)==[*range(200)]
-    with pytest.warns(EmberWarning, match=r"lines of a takes more than 7 s. It goes on; compact\('a'\) does what is left"): t.end()
+    with pytest.warns(EmberWarning, match=r"lines of a to Parquet takes more than 7 s. It continues; call compact\('a'\)"): t.end()
     assert max(waited)==7 and numbers(t)==[*range(200)]
     t.file.disk.rotation.child = None
     compact('a', tmp_path)
@@ -202,7 +202,7 @@ def test_the_last_part_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(compaction, 'most_bytes', 100)
     t = begun(tmp_path)
     for i in range(20): t + row(i)
-    with pytest.warns(EmberWarning, match=r"0 MB of a are lines still: compact\('a'\) makes Parquet of them"): t.end()
+    with pytest.warns(EmberWarning, match=r"0 MB of a are still JSON lines. compact\('a'\) converts them"): t.end()
     assert parts.summarize_parts(t.log_path)['rows']==0 and numbers(t)==[*range(20)]
 
 def test_two_runs_at_once_and_logs_of_ranks(tmp_path, small):
@@ -226,7 +226,7 @@ def test_a_folder_that_cannot_be_made_is_said_once(tmp_path, small):
     with pytest.warns(EmberWarning) as said:
         for i in range(60): t + row(i)
     [what] = [str(w.message) for w in said]
-    assert 'lines of the run could not be made Parquet: they stay lines, and are tried again later' in what and 'FileExistsError' in what
+    assert 'lines of the run could not be converted to Parquet: they remain JSON lines, and the conversion is' in what and 'FileExistsError' in what
     assert numbers(t)==[*range(60)] and t.log_path.stat().st_size==len(lines(map(row, range(60))))
     folder.unlink()
     t.file.disk.rotation.again = 0
@@ -242,7 +242,7 @@ def test_what_the_process_says_is_said(tmp_path, small, monkeypatch):
     monkeypatch.setattr(Rotation, 'pause', 5.)
     monkeypatch.setattr(CompactionProcess, 'program', 'import sys; sys.exit("OSError: No space left on device")')
     t = begun(tmp_path)
-    with pytest.warns(EmberWarning, match='could not be made Parquet.*No space left on device') as said:
+    with pytest.warns(EmberWarning, match='could not be converted to Parquet.*No space left on device') as said:
         for i in range(50): t + row(i)
         for _ in range(3):
             until = time.monotonic()+60
@@ -398,7 +398,7 @@ def fresh():
 def change(t):
     if what=='joined': return compaction.into_parts(t.log_path)
     compaction.rotate(t.log_path)
-    compaction.compact_aside(t.log_path)
+    compaction.compact_renamed(t.log_path)
 
 def dies(n):
     done = 0
@@ -444,7 +444,7 @@ print(n)
 def changes(path):
     "What may happen to a log while it is read"
     yield lambda: compaction.rotate(path)
-    yield lambda: compaction.compact_aside(path)
+    yield lambda: compaction.compact_renamed(path)
     yield lambda: compaction.into_parts(path)
 
 def test_whoever_reads_while_lines_are_put_aside_has_them_once(tmp_path, monkeypatch):
@@ -456,7 +456,7 @@ def test_whoever_reads_while_lines_are_put_aside_has_them_once(tmp_path, monkeyp
         armed[0] = None # it knows what it is to read
         try: return [n for df in frames for n in df['n']]
         except OSError as e: # parts were joined, or made, right after that
-            assert re.search('Read it again|Call scan again', str(e))
+            assert re.search('Read (it|the run) again|Call scan again', str(e))
             return scanned()
     asked = dict(lines=lambda: numbers(t), last=t.last_step, runs=lambda: runs(tmp_path)['rows'].tolist(), scan=scanned)
     real,calls,armed = parts.read_part_list,[0],[None]
@@ -492,8 +492,8 @@ def test_steps_and_rows_are_known_while_lines_stand_aside(tmp_path):
     assert last_step_of(t.log_path)==5 and runs(tmp_path)['rows'].tolist()==[21] and numbers(t)==[*range(21)]
     compaction.rotate(t.log_path) # those that stand aside come first
     assert t.log_path.stat().st_size and numbers(t)==[*range(21)]
-    compaction.compact_aside(t.log_path)
-    compaction.compact_aside(t.log_path) # there is nothing to do
+    compaction.compact_renamed(t.log_path)
+    compaction.compact_renamed(t.log_path) # there is nothing to do
     assert last_step_of(t.log_path)==5 and runs(tmp_path)['rows'].tolist()==[21] and numbers(t)==[*range(21)]
 
 def test_a_frame_that_is_asked_for_later(tmp_path):
@@ -504,7 +504,7 @@ def test_a_frame_that_is_asked_for_later(tmp_path):
     compaction.rotate(t.log_path)
     for i in range(20, 60): t + row(i)
     assert late[0].collect()['n'].to_list()==[*range(20)]
-    compaction.compact_aside(t.log_path)
+    compaction.compact_renamed(t.log_path)
     with pytest.raises(Exception, match='was compacted or cut meanwhile. Call scan again'): late[1].collect()
     assert scan('a', home=tmp_path).collect()['n'].to_list()==[*range(60)]
 

@@ -55,7 +55,7 @@ def texts(path):
     return json.dumps([r for rows,_ in got for r in rows]), sum(torn for _,torn in got)
 
 def parts_of_lines(data):
-    rows,torn,_ = compaction.rows_before(data, None)
+    rows,torn,_ = compaction.parse_before_step(data, None)
     return rows, torn
 
 def shared_in(home): return sorted(home.glob('log/*/steps-*.parquet'))
@@ -127,8 +127,8 @@ def test_who_is_stopped_in_between_loses_nothing(tmp_path, monkeypatch, when):
         return call
     with monkeypatch.context() as m:
         if when=='writing': m.setattr(shared.SharedFiles, 'write_file', stopped(shared.SharedFiles.write_file, 2))
-        elif when=='removing': m.setattr(shared, 'sync_list', stopped(shared.sync_list, 3))
-        else: m.setattr(shared, 'write_list', stopped(shared.write_list, 1 if when=='lists' else 4))
+        elif when=='removing': m.setattr(shared, 'sync_part_list', stopped(shared.sync_part_list, 3))
+        else: m.setattr(shared, 'write_part_list', stopped(shared.write_part_list, 1 if when=='lists' else 4))
         with pytest.raises(KeyboardInterrupt): compact('a', home=tmp_path)
     assert [texts(p) for p in paths]==before and read('a', home=tmp_path).to_csv()==whole.to_csv()
     monkeypatch.setattr(shared, 'many_logs', 2)
@@ -215,9 +215,9 @@ def test_a_file_of_another_run_is_noticed(tmp_path):
     for ask in (lambda: read('a', home=tmp_path), lambda: read('a', home=tmp_path, per_rank=True), lambda: scan('a', 'arrow', home=tmp_path)):
         with pytest.raises(ValueError, match='part of another run'): ask()
     files[0].write_bytes(files[0].read_bytes()[:-100])
-    with pytest.raises(ValueError, match='no part of a run as compact writes it'): read('a', home=tmp_path)
+    with pytest.raises(ValueError, match='not a valid Parquet part, as compact writes it'): read('a', home=tmp_path)
     files[0].unlink()
-    with pytest.raises(FileNotFoundError, match='is not there any more'): read('a', home=tmp_path)
+    with pytest.raises(FileNotFoundError, match='was removed meanwhile'): read('a', home=tmp_path)
 
 def test_the_rows_of_a_log_that_is_gone_are_not_read(tmp_path):
     "though they stand in the files of others"
@@ -237,7 +237,7 @@ def test_what_belongs_to_a_run(tmp_path):
     whole,size = read('a', home=tmp_path), sum(f.stat().st_size for f in tmp_path.glob('log/*/*.parquet'))
     assert int(du('a', tmp_path)['parts'][0])>=size and runs(tmp_path)['rows'].tolist()==[12*3*12]
     for f in (lambda: rm('a.rank3', tmp_path), lambda: mv('a.rank0', 'b', tmp_path), lambda: rm(['a.rank3', 'a.rank0'], tmp_path)):
-        with pytest.raises(ValueError, match='Take the whole run'): f()
+        with pytest.raises(ValueError, match='Give the name of the whole run'): f()
     assert size-36<sum(summarize_parts(p)['size'] for p in paths)<=size
     mv('a', 'new', tmp_path)
     assert read('new', home=tmp_path).to_csv()==whole.to_csv()
@@ -274,7 +274,7 @@ def test_a_list_that_makes_no_sense(tmp_path):
         told = json.loads(whole)
         told['parts'][0][k] = v
         f.write_text(json.dumps(told))
-        with pytest.raises(ValueError, match='is no list of parts as compact writes it'): read('a', home=tmp_path)
+        with pytest.raises(ValueError, match='is not a list of parts, as compact writes it'): read('a', home=tmp_path)
 
 def test_a_run_that_goes_on_keeps_its_own_parts(tmp_path):
     "as whoever writes it will make more of them"

@@ -23,7 +23,7 @@ from torchember.store.parts import read_part_list
 metadata_kinds = ('base', 'structure', 'parameters', 'ranks', 'vis', 'sync', 'sent')
 
 def owner_of(stem, names):
-    "Return the run that a file of metadata belongs to; None if it belongs to none of `names`."
+    "Return the name of the run that a metadata file belongs to. `stem`: file name without .json. Return None if the run is not in `names`."
     kind,_,name = stem.partition('_')
     if kind in metadata_kinds: return name
     return next((stem[i+1:] for i,c in enumerate(stem) if c=='_' and stem[i+1:] in names), None)
@@ -32,18 +32,20 @@ def regular_files(*paths): return [p for p in paths if p.is_file() and not p.is_
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #b7000006
 class Home:
-    "The files of a home, and the runs that they belong to."
+    "Index of all files in a home (folder of runs): which files belong to which run."
     def __init__(self, home=None):
         self.place = folder('torchember', home)
         self.log,self.data = self.place/'log',self.place/'data'
         flush_logs(self.log)
-        self.logs,self.parts,self.metadata,self.taken = set(),set(),{},set(taken) # names of logs and of folders of parts; log -> its files of metadata
+        # logs, parts: names of logs, and of logs with a folder of parts; metadata: log -> its metadata files
+        self.logs,self.parts,self.metadata,self.taken = set(),set(),{},set(taken)
         for f in list_folder(self.log):
             if f.name.endswith('.parts') and f.is_dir(follow_symlinks=False): self.parts.add(f.name.removesuffix('.parts'))
             elif not f.is_dir(follow_symlinks=False) and not f.name.endswith('_latest') and is_run_name(f.name): self.logs.add(f.name)
         files = [f for f in list_folder(self.data) if f.name.endswith('.json') and f.is_file(follow_symlinks=False)]
         bases = {f.name[5:-5] for f in files if f.name.startswith('base_')}
-        self.bases = {n for n in bases if n in self.logs or is_run_name(n) and 'schema' in read_facts(n, self.data)[0]} # others may be a user's
+        # other files may belong to the user
+        self.bases = {n for n in bases if n in self.logs or is_run_name(n) and 'schema' in read_facts(n, self.data)[0]}
         self.older = {n for n in log_names(home) if n not in self.logs}
         for f in files: self.metadata.setdefault(owner_of(f.name[:-5], self.names), []).append(self.data/f.name)
 
@@ -51,23 +53,23 @@ class Home:
     def names(self): return self.logs | self.parts | self.bases | self.older
 
     def members(self, run):
-        "Return the names of a run's logs: its own name, or those of its ranks."
+        "Return the names of all logs of a run: its own name, or the names of the logs of its ranks."
         return [run] if run in self.names else [*ranks_among(self.names, run).values()]
 
     def chosen(self, run):
-        "Return the names of runs. `run`: name, pattern, ember, tracker, `Run`, or a list of these. Raise FileNotFoundError if there is none."
+        "Return the names of the selected runs. `run`: name, pattern, ember, tracker, `Run`, or a list of these. Raise FileNotFoundError for an unknown run."
         if isinstance(run, list|tuple|set): return list(dict.fromkeys(n for r in run for n in self.chosen(r)))
         t = run if isinstance(run, tracker|Run) else getattr(run, 't', None)
         if isinstance(t, tracker|Run):
             run,place = (t.name, t.home) if isinstance(t, Run) else (t.fname, t.dir)
-            if place!=self.place: raise ValueError(f"{printable(run)} is a run in {printable(place)}, and not in {printable(self.place)}. Say home=.")
+            if place!=self.place: raise ValueError(f"{printable(run)} is a run in {printable(place)}, not in {printable(self.place)}. Give the right home=.")
         if not isinstance(run, str): raise TypeError(f"a run is a name, a pattern, a torchEmber or its te.t, or a list of these, got {an(run)}.")
         if not (some := matching_runs(run, names := sorted(self.names))):
             raise FileNotFoundError(f"{unknown('run', run, without_ranks(names))} Looked in {printable(self.log)}.")
         return some
 
     def files(self, name):
-        "Return the files of one log by kind. The file that makes the log known, its 'base' metadata, is the last."
+        "Return the files of one log by kind. The 'base' metadata is last: if a removal is interrupted, the run is still listed."
         parts = sorted((self.log/f'{name}.parts').iterdir()) if name in self.parts else []
         data = sorted(self.metadata.get(name, ()), key=lambda p: (p.name==f'base_{name}.json', p.name))
         return dict(parts=parts, latest=regular_files(self.log/f'{name}_latest'), log=regular_files(self.log/name), metadata=data)
@@ -93,7 +95,7 @@ def du(
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #b700000a
 def run_sizes(h, run):
-    "Return a row of `du` as a dict."
+    "Return the disk space of one run, a row of the table of `du`, as a dict."
     out,members = dict.fromkeys(('files', 'log', 'parts', 'latest', 'metadata'), 0),h.members(run)
     for name in members:
         for kind,paths in h.files(name).items():
@@ -103,41 +105,41 @@ def run_sizes(h, run):
     return dict(name=run, ranks=len(members), **out, size=out['log']+out['parts']+out['latest']+out['metadata'])
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #b700000c
-recent = 600 # seconds after the last row in which a process on another machine may still be writing
+recent = 600 # seconds since the last row: until then, a process on another machine may still be writing
 
 def refuse_odd(h, name):
-    "Raise an error if a file of a log cannot be moved or removed."
+    "Raise OSError if the log is a link, or a file that torchember did not write: such a log is not moved or removed."
     path = h.log/name
-    if is_url(path): return # a store has objects, and no links
-    if os.path.islink(path): raise OSError(f"{printable(path)} is a link, and no log of ours: nothing was changed. Remove the link itself, if you like.")
-    if name in h.older: raise OSError(f"The run {name!r} is of torchember 0.2, the folder {printable(path)}, and is left alone. Move or remove that folder.")
-    if os.path.lexists(path) and not path.is_file(): raise OSError(f"{printable(path)} is no file, so it is no log, and nothing was changed.")
+    if is_url(path): return # a remote store has no links
+    if os.path.islink(path): raise OSError(f"{printable(path)} is a link, not a log of torchember, so nothing was changed. Remove the link yourself.")
+    if name in h.older: raise OSError(f"The run {name!r} is of torchember 0.2 and was not changed. Move or remove its folder {printable(path)}.")
+    if os.path.lexists(path) and not path.is_file(): raise OSError(f"{printable(path)} is not a file, so it is not a log, and nothing was changed.")
     if odd := [p for p in h.files(name)['parts'] if p.is_symlink() or not p.is_file()]:
-        raise OSError(f"{printable(odd[0])} is no part of a run: nothing was changed. Take it out of that folder first.")
+        raise OSError(f"{printable(odd[0])} is not a part of a run, so nothing was changed. Remove it from that folder first.")
 
 def refuse_written(h, name):
-    "Raise ValueError if a process writes the log, or may write it."
-    base,text = read_facts(name, h.data)[0],f'The run {printable(name)!r} is still written'
+    "Raise ValueError if a process is writing the log, or may still be writing it."
+    base,text = read_facts(name, h.data)[0],f'The run {printable(name)!r} is still being written'
     pid,host = base.get('pid'),printable(base.get('host', ''))
     if is_running(base) and pid==os.getpid(): raise ValueError(f"{text}, by this process. End it first: te.close().")
-    if is_running(base): raise ValueError(f"{text}, by process {pid} on this machine. Let it end, or end it: kill {pid}.")
+    if is_running(base): raise ValueError(f"{text}, by process {pid} on this machine. Wait for its end, or end it: kill {pid}.")
     if 'end' in base or 'pid' not in base or not file_exists(h.log/name): return
     ago = time.time()-stat_file(h.log/name).st_mtime
     if ago<recent and base.get('host')!=gethostname():
-        raise ValueError(f"{text}, perhaps: it began on {host}, has not said that it has ended, and got rows {ago:.0f} s ago. "
-            f"End it there, or come again when it has got none for {recent//60} minutes.")
+        raise ValueError(f"{text}, perhaps: it started on {host}, has not recorded its end, and got rows {ago:.0f} s ago. "
+            f"End it there, or try again when it has got no rows for {recent//60} minutes.")
 
 def refuse_shared(h, name, names):
-    "Raise ValueError for the log of one rank with rows in a shared file."
+    "Raise ValueError if `name` is the log of one rank and its rows are in files that other ranks share. Then only the whole run can be changed."
     listing = None if name in h.older else read_part_list(h.log/name)
     if listing is None or not any('holder' in p for p in listing['parts']): return
     [whole] = without_ranks([name])
     if set(h.members(whole))<=set(names): return
-    raise ValueError(f"{name!r} is the log of one process of {whole!r}, and its rows stand in files beside those of others: nothing was changed. "
-        f"Take the whole run, {whole!r}.")
+    raise ValueError(f"{name!r} is the log of one process of {whole!r}, and its rows are in files with rows of other processes, so nothing was changed. "
+        f"Give the name of the whole run, {whole!r}.")
 
 def runs_to_change(run, home):
-    "Return a `Home` and the names of runs. Raise an error if one of them cannot be changed."
+    "Return a `Home` and the names of the selected runs. Raise an error if one of these runs cannot be changed."
     h = Home(home)
     names = h.chosen(run)
     for name in names:
@@ -148,7 +150,7 @@ def runs_to_change(run, home):
     return h,names
 
 def forget_file(path):
-    "Forget all facts about a file that no longer exists."
+    "Remove a deleted log from the caches of this process."
     taken.discard(path)
     for known in [k for k in counted if str(k[0])==str(path)]: del counted[known]
 
@@ -195,23 +197,23 @@ def mv(
     Returns:
         The new name
     """
-    if is_url(place := folder('torchember', home)): raise OSError(f"{printable(place)} has objects, which have no name that could be changed. "
-        f"Give the run its name where it was written, sync it again, and remove the old one: rm({run!r:.80}, {printable(repr(str(place)))}).")
+    if is_url(place := folder('torchember', home)): raise OSError(f"{printable(place)} is an object store, which cannot rename files. "
+        f"Rename the run on the machine that wrote it, sync it again, and remove the old copy: rm({run!r:.80}, {printable(repr(str(place)))}).")
     h,names = runs_to_change(run, home)
-    if len(names)>1: raise ValueError(f"mv takes one run, and {run!r:.80} are {len(names)}: {printable(', '.join(names[:5]))}. Move each to a name of its own.")
+    if len(names)>1: raise ValueError(f"mv takes one run, but {run!r:.80} matches {len(names)}: {printable(', '.join(names[:5]))}. Rename them one by one.")
     members = h.members(names[0])
     new = {m: name+m.removeprefix(names[0]) if isinstance(name, str) else name for m in members}
     for n in (name, *new.values()): portable_name(safe_name(n, 'run'))
     for n in (name, *new.values()):
         if h.members(n) or h.log/n in h.taken or any(os.path.lexists(h.log/f'{n}{end}') for end in ('', '_latest', '.parts')) or h.metadata.get(n):
-            raise FileExistsError(f"The name {n!r} is taken in {printable(h.place)}. Choose another one"
-                +(f", or remove what has it: rm({n!r})." if h.members(n) else '.'))
+            raise FileExistsError(f"The name {n!r} is already used in {printable(h.place)}. Choose another name"
+                +(f", or remove that run: rm({n!r})." if h.members(n) else '.'))
     for old,to in new.items(): move_log(h, old, to)
     return name
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #b7000010
 def move_log(h, old, new):
-    "Rename one log with its files."
+    "Rename one log and all files that belong to it."
     files = h.files(old)
     for p in files['metadata']: shutil.copy2(p, h.data/f'{p.stem.removesuffix(old)}{new}.json')
     for p in files['latest']: os.replace(p, h.log/f'{new}_latest')

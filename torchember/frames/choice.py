@@ -19,7 +19,7 @@ from torchember.store.reading import path_of
 def to_list(value): return list(value) if isinstance(value, list|tuple|set|frozenset|range) else [value]
 
 def to_python(value):
-    "Convert numbers, arrays and columns of numpy, pandas and torch to Python values."
+    "Convert a value of numpy, pandas or torch to Python numbers and lists."
     if isinstance(value, slice): return slice(*map(to_python, (value.start, value.stop, value.step)))
     if isinstance(value, list|tuple|set|frozenset): return [to_python(v) for v in value]
     return value.tolist() if hasattr(value, 'tolist') else value
@@ -28,32 +28,32 @@ column_of_condition = dict(path='module', ttype='ttype', tname='tname', steps='s
 
 # %% ../../nbs/50_frames/01_choice.ipynb #973c6dc8
 class Choice:
-    "Conditions on the rows of a run: `path`, `ttype`, `tname` and `steps`. A condition that is None selects everything."
+    "Conditions that select rows of a run: `path`, `ttype`, `tname` and `steps`. A condition that is None selects all rows."
     def __init__(self, path=None, ttype=None, tname=None, steps=None):
         self.conditions = {k: to_python(v) for k,v in dict(path=path, ttype=ttype, tname=tname, steps=steps).items() if v is not None}
         path,steps = self.conditions.get('path'),self.conditions.get('steps')
         for p in to_list(path) if path is not None else ():
-            if not isinstance(p, str|re.Pattern): raise TypeError(f"path is a glob such as 'features.*', a compiled regex, or a list of these, got {p!r:.80}.")
+            if not isinstance(p, str|re.Pattern): raise TypeError(f"path must be a glob such as 'features.*', a regex, or a list of these, got {p!r:.80}.")
         if steps is not None and not callable(steps) and not isinstance(steps, int|range|slice|list|tuple|set):
-            raise TypeError(f"steps is a whole number, a range, a slice, a list, or a function of the step, got {steps!r:.80}.")
+            raise TypeError(f"steps must be a whole number, a range, a slice, a list, or a function of the step, got {steps!r:.80}.")
         for k in 'ttype','tname':
             for n in to_list(self.conditions.get(k, ())):
-                if n!=() and not isinstance(n, str): raise TypeError(f"{k} is a name, or a list of names, got {n!r:.80}.")
+                if n!=() and not isinstance(n, str): raise TypeError(f"{k} must be a name, or a list of names, got {n!r:.80}.")
 
     def select_paths(self, paths):
-        "Return the set of paths that match."
+        "Return the set of those `paths` that match the condition `path`."
         return {p for p in paths if any(p==w or fnmatchcase(p, w) if isinstance(w, str) else w.search(p) for w in to_list(self.conditions['path']))}
 
     @property
     def needs_last_step(self):
-        "True if a condition counts steps from the last one, such as `steps=-1`."
+        "True if the condition `steps` counts from the last step, such as `steps=-1`."
         steps = self.conditions.get('steps')
         if isinstance(steps, range): return bool(steps) and min(steps[0], steps[-1])<0
         ends = (steps.start, steps.stop) if isinstance(steps, slice) else () if steps is None or callable(steps) else to_list(steps)
         return any(isinstance(s, int) and s<0 for s in ends)
 
     def select_steps(self, steps, last=None):
-        "Return the set of steps that match. `last` is the last step of the run; by default the last of `steps`."
+        "Return the set of those `steps` that match the condition `steps`. `last`: last step of the run, by default the largest of `steps`."
         wanted,last = self.conditions['steps'],max(steps, default=-1) if last is None else last
         if isinstance(wanted, slice): return set(steps).intersection(range(*wanted.indices(last+1)))
         if callable(wanted): return {s for s in steps if wanted(s)}
@@ -61,51 +61,55 @@ class Choice:
         return {s for s in steps if s in wanted or s-last-1 in wanted}
 
     def select(self, name, values, last=None):
-        "Return the set of values of a column that match the condition `name`."
+        "Return the set of those `values` that match the condition `name`, such as 'path' or 'steps'."
         values = [v for v in values if isinstance(v, int if name=='steps' else str)]
         if name=='path': return self.select_paths(values)
         return self.select_steps(values, last) if name=='steps' else set(values).intersection(to_list(self.conditions[name]))
 
 # %% ../../nbs/50_frames/01_choice.ipynb #98ae9352
 class RowFilter:
-    "A function of a block. It returns True for each row selected by a `Choice`, else False."
-    def __init__(self, choice, last=None): self.choice,self.last,self.paths = choice,last,{} # last step of the run; cache: module -> path
+    "Callable that takes a block of rows and returns a list of booleans: True for each row that a `Choice` selects."
+    # last: last step of the run; paths: cache from module name to path
+    def __init__(self, choice, last=None): self.choice,self.last,self.paths = choice,last,{}
 
     def __call__(self, block):
         masks = [self.mask_of_distinct(name, block) or self.mask(name, self.values(name, block)) for name in self.choice.conditions]
         return [all(row) for row in zip(*masks, strict=True)]
 
     def mask_of_distinct(self, name, block):
-        "Test each distinct value of a column once. Return None if the block does not know its distinct values."
+        "Return the mask of a condition, testing each distinct value once. Return None if the distinct values of the column are unknown."
         if (known := block.distinct(column_of_condition[name])) is None or name=='path' and 'path' in block.part.kinds: return None
         values,codes = known
         values = [self.path_of(m) if isinstance(m, str) else m for m in values] if name=='path' else values
-        return np.array([*self.mask(name, values), False])[codes].tolist() # code -1 means that a row has no value
+        # code -1 of a row without a value takes the last element, False
+        return np.array([*self.mask(name, values), False])[codes].tolist()
 
     def values(self, name, block):
-        "Return for each row the value that the condition `name` tests."
+        "Return for each row the value that the condition `name` is applied to."
         values = block[column_of_condition[name]]
         if name!='path': return values
         return [p if isinstance(p, str) else self.path_of(m) if isinstance(m, str) else m for m,p in zip(values, block['path'], strict=True)]
 
     def path_of(self, module):
+        "Return the path of a module from its display name, from the cache if possible."
         if module not in self.paths: self.paths[module] = path_of(module)
         return self.paths[module]
 
     def mask(self, name, values):
+        "Return a list of booleans: True for each value that matches the condition `name`."
         distinct = {v for v in values if isinstance(v, int if name=='steps' else str)}
         kept = self.choice.select(name, distinct, self.last)
         return [isinstance(v, int|str) and v in kept for v in values]
 
 # %% ../../nbs/50_frames/01_choice.ipynb #34595e03
 def no_rows_message(name='The run'):
-    "Return the message for a run that has not begun."
-    return f"{name} has no rows yet: they come when the model is called in its training."
+    "Return the error message for a run that has no rows yet."
+    return f"{name} has no rows yet. Rows are recorded when the model is called during the training."
 
-class NothingChosen(ValueError): "No row of a run satisfies the conditions."
+class NothingChosen(ValueError): "Error: no row of the run satisfies the conditions."
 
 def explain_empty(choice, known):
-    "Return the message for a choice that selects no row. `known`: condition -> values in the log."
+    "Return the error message for conditions that select no row. `known`: dict from a condition, such as 'path', to the values in the log."
     nouns = dict(path='path matches', ttype='tensor type', tname='tensor name', steps='step')
     if not known['ttype']: return no_rows_message()
     for name,wanted in choice.conditions.items():
@@ -113,7 +117,7 @@ def explain_empty(choice, known):
         if name=='steps':
             steps = sorted(known[name])
             has = f'It has {len(steps)} steps, from {steps[0]} to {steps[-1]}.' if steps else 'It has no steps.'
-            return f"No step of the run is in steps={wanted!r:.80}. {has}"
+            return f"steps={wanted!r:.80} selects no step of the run. {has}"
         first = next(iter(to_list(wanted)), '')
         return unknown(nouns[name], getattr(first, 'pattern', first), [n for n in known[name] if n], called_ttypes if name=='ttype' else ())
-    return f"No row has all of {', '.join(f'{k}={v!r:.60}' for k,v in choice.conditions.items())} at once. Use fewer conditions."
+    return f"No row satisfies all of {', '.join(f'{k}={v!r:.60}' for k,v in choice.conditions.items())} together. Use fewer conditions."

@@ -15,21 +15,21 @@ from torchember.frames.handle import is_run_name, log_files, older_runs, open_ru
 from torchember.ground.messages import printable
 from torchember.ground.needs import needs
 from torchember.processes.module_names import join_names, join_ranks
-from torchember.store.anywhere import ask_store, list_folder, file_size, path_exists, is_url, open_file
+from torchember.store.anywhere import call_store, list_folder, file_size, path_exists, is_url, open_file
 from torchember.store.base import folder, read_meta, safe_name
 from torchember.store.compaction import into_parts
 from torchember.store.jsonl import emberTracker
 from torchember.store.log import flush_logs
-from torchember.store.log_file import last_in, last_step_of
+from torchember.store.log_file import last_step_in_block, last_step_of
 from torchember.store.older import is_older, size_and_rows
-from torchember.store.parts import group_beside, many_logs, read_current, size_if_there, summarize_parts
+from torchember.store.parts import group_beside, many_logs, read_current, size_or_zero, summarize_parts
 from torchember.store.shared import share_parts
 
 # %% ../../nbs/50_frames/04_listing.ipynb #661e914e
-counted = {} # (file, first byte, bytes removed before) -> (bytes counted, lines)
+counted = {} # cache: (file, first byte, bytes removed before) -> (last byte counted, number of lines)
 
 def count_lines(path, size, start=0, removed=0):
-    "Return the number of lines of a file from a byte on."
+    "Return the number of lines of a file from the byte `start` to `size`. Count only bytes that are not in the cache."
     done,n = counted.get((path, start, removed), (start, 0))
     if size<done: done,n = start,0
     with open_file(path, buffering=0) as f:
@@ -39,10 +39,10 @@ def count_lines(path, size, start=0, removed=0):
     counted[path, start, removed] = size, n
     return n
 
-most_counted = 1<<24 # bytes to inspect for a listing
+most_counted = 1<<24 # largest number of bytes to read for counting lines; with more, the count is estimated
 
 def estimate_lines(path, size, start=0, removed=0):
-    "Return the number of lines of a file. Estimate it from the last 1 MB if more than 16 MB are uncounted."
+    "Return the number of lines of a file. If more than 16 MB were not counted before, estimate it from the last 1 MB."
     done,n = counted.get((path, start, removed), (start, 0))
     if size-done<=most_counted: return count_lines(path, size, start, removed)
     with open_file(path, buffering=0) as f:
@@ -51,30 +51,30 @@ def estimate_lines(path, size, start=0, removed=0):
     return n+round((size-done)*data.count(b'\n')/len(data))
 
 def estimate_rows(path):
-    "Return the number of rows of a log: rows of its parts, and lines that are in no part."
+    "Return the number of rows of a log: exact for Parquet parts, estimated for a long file of lines."
     def rows(listing, files):
         before,n = (listing['removed'],sum(p['rows'] for p in listing['parts'])) if listing else (0, 0)
         for f,start in files:
-            n += estimate_lines(f, size := size_if_there(f), start, before)
-            before += size # a file that is put aside is followed by another one of the same name
+            n += estimate_lines(f, size := size_or_zero(f), start, before)
+            before += size # a file that was renamed for conversion is followed by another file in the log
         return n
     return read_current(path, rows)
 
 def count_steps(path, size):
-    "Return the number of steps of a log, from its last lines: steps only grow."
+    "Return the number of steps of a log. Read only the last lines, because step numbers only grow."
     with open_file(path, buffering=0) as f:
         f.seek(max(size-4096, 0))
-        last = last_in(f.read(4096))
+        last = last_step_in_block(f.read(4096))
     return (last if last>=0 else last_step_of(path))+1
 
 # %% ../../nbs/50_frames/04_listing.ipynb #5befa20d
 def process_exists(pid, host):
-    "Return True if a process runs, as far as this machine knows."
+    "Return True if a process is running on this machine. Return False for a process of another host, which cannot be checked."
     if host!=gethostname() or not isinstance(pid, int) or not 0<pid<2**31: return False
-    if os.name=='nt': return True # Windows has no signal that is harmless
+    if os.name=='nt': return True # on Windows, each signal would end the process
     try: os.kill(pid, 0)
     except ProcessLookupError: return False
-    except OSError: return True # a process of another user
+    except OSError: return True # the process belongs to another user
     return True
 
 def is_running(base): return 'end' not in base and process_exists(base.get('pid'), base.get('host'))
@@ -83,7 +83,7 @@ def may_continue(base): return 'end' not in base and 'pid' in base and (base.get
 
 # %% ../../nbs/50_frames/04_listing.ipynb #fcb40182
 def model_class(name, data, base):
-    "Return the class name of a run's model, from its metadata."
+    "Return the class name of the model of a run, from its metadata, or None."
     if 'model' in base: return printable(base['model'], 200)
     try:
         with open_file(data/f'structure_{name}.json') as f: text = f.read(4096).decode(errors='replace')
@@ -94,11 +94,11 @@ def model_class(name, data, base):
 def format_time(seconds): return datetime.fromtimestamp(seconds).strftime('%Y-%m-%d %H:%M:%S')
 
 def stat_file(path):
-    "Return mode, size and time of a file or URL, as `os.stat` does."
-    return ask_store(path, path.stat) if is_url(path) else os.stat(path)
+    "Return the `os.stat` result of a file, or the same fields of a file behind a URL."
+    return call_store(path, path.stat) if is_url(path) else os.stat(path)
 
 def describe_log(name, place):
-    "Return a row of `runs` for the log `name` in the home `place`. Raise an error if the log cannot be read."
+    "Return a dict about the log `name` in the home `place`: a row of the table of `runs()`. Raise an error if the log cannot be read."
     path,data = place/'log'/safe_name(name, 'run'),place/'data'
     base,problem = read_facts(name, data)
     s = stat_file(path)
@@ -109,39 +109,41 @@ def describe_log(name, place):
     running = is_running(base)
     end = None if running else base.get('end') or format_time(s.st_mtime)
     parts = summarize_parts(path)
-    same = base.get('bytes')==s.st_size+parts['lines'] # nothing was added since the run was closed
+    same = base.get('bytes')==s.st_size+parts['lines'] # True if no rows were added since the end of the run
     rows = base['rows'] if same and 'rows' in base else estimate_rows(path)
     steps = base['steps'] if same and 'steps' in base else count_steps(path, s.st_size)
     return known | dict(steps=steps, rows=rows, size=s.st_size+parts['size'], end=end, running=running)
 
 def try_describe_log(name, place):
-    "Return a row of `runs`, with the problem if the log cannot be read. Return None if the log was just removed."
+    "Call `describe_log`. If the log cannot be read, return a row with the reason as `problem`. Return None if the log was just removed."
     try: return describe_log(name, place)
-    except Exception as e: # one odd file must not hide the other runs
+    except Exception as e: # caught, because one unreadable file must not hide the other runs
         path = place/'log'/name
         if not path_exists(path): return None
         size = file_size(path) if is_url(path) else os.lstat(path).st_size
         return dict(name=printable(name), model=None, ranks=1, steps=0, rows=0, size=size, running=False, problem=printable(explain(path, e)))
 
 def explain(path, error):
-    if not is_url(path) and os.path.islink(path) and not os.path.exists(path): return f"{path} is a link that leads to no file."
+    "Return the message of an error about the file `path`, for the column `problem`."
+    if not is_url(path) and os.path.islink(path) and not os.path.exists(path): return f"{path} is a link to a file that does not exist."
     return error if isinstance(error, ValueError|OSError) else f'{type(error).__name__}: {error}'
 
 def runs_without_log(place, names):
-    "Return rows for runs with metadata only, as after an interrupted `rm`. `names`: existing logs."
+    "Return rows of the table of `runs()` for runs whose log is missing, as after an interrupted `rm`. `names`: existing logs."
     files = list_folder(place/'data')
     bases = [f.name[5:-5] for f in files if f.name.startswith('base_') and f.name.endswith('.json') and f.is_file(follow_symlinks=False)]
     rows = []
     for n in filter(is_run_name, sorted({*bases}-names)):
         base,problem = read_facts(n, place/'data')
         if not problem and 'schema' in base: rows.append(dict(name=n, model=model_class(n, place/'data', base), ranks=1, steps=0, rows=0, size=0,
-            start=base.get('start'), end=base.get('end'), running=False, problem='Its log is gone, and metadata is left: rm(name) removes that.'))
+            start=base.get('start'), end=base.get('end'), running=False, problem='Its log is missing, only metadata is left: rm(name) removes it.'))
     return rows
 
 # %% ../../nbs/50_frames/04_listing.ipynb #a1c0ffee
 def group_ranks(rows, place):
-    "Merge the rows of logs that belong to one run of several ranks."
-    names,groups = {r['name'] for r in rows},{} # name of a run -> rank -> row; id of a row that stays alone -> row
+    "Merge the rows that describe logs of one distributed run into one row of the table of `runs()`."
+    # groups: name of a distributed run -> {rank: row}, or id of a row -> the row itself
+    names,groups = {r['name'] for r in rows},{}
     for r in rows:
         m = rank_pattern.fullmatch(r['name'])
         if m and m[1] not in names: groups.setdefault(m[1], {})[int(m[2])] = r
@@ -149,11 +151,11 @@ def group_ranks(rows, place):
     return [merge_rank_rows(k, dict(sorted(r.items())), place) if isinstance(k, str) else r for k,r in groups.items()]
 
 def describe_ranks(run):
-    "Return a row of `runs` for a `Run` of several ranks."
+    "Return a row of the table of `runs()` for a distributed run, a `Run`."
     return merge_rank_rows(run.name, {k: r for k,log in run.logs.items() if (r := try_describe_log(log.name, run.home))}, run.home)
 
 def merge_rank_rows(name, rows, place):
-    "Return one row of `runs`. `rows`: rank -> row of its log."
+    "Merge rows that describe the logs of all ranks into one row of the table of `runs()`. `rows`: rank -> row of its log."
     every,running = list(rows.values()),any(r['running'] for r in rows.values())
     known = lambda c: [r[c] for r in every if r.get(c)]
     return dict(name=name, model=next(iter(known('model')), None), ranks=len(rows), **{c: sum(r[c] for r in every) for c in ('rows', 'size')},
@@ -161,7 +163,7 @@ def merge_rank_rows(name, rows, place):
         running=running, problem=rank_problems(name, rows, running, place))
 
 def rank_problems(name, rows, running, place):
-    "Return a sentence about missing and unequal logs of the ranks; None if there is no problem."
+    "Return a sentence about ranks whose log is missing, unreadable or shorter than others. Return None if there is no problem."
     try: world = read_meta(place/'data'/f'ranks_{name}.rank{min(rows)}.json')['world']
     except (KeyError, ValueError, OSError, TypeError): world = None
     world = world if isinstance(world, int) and world<1<<24 else 0
@@ -175,7 +177,7 @@ def rank_problems(name, rows, running, place):
 
 # %% ../../nbs/50_frames/04_listing.ipynb #c11runs0
 def list_runs(home=None):
-    "Return the rows of `runs` as dicts, without pandas."
+    "Return the rows of the table of `runs()` as a list of dicts. Does not need pandas."
     place = folder('torchember', home)
     flush_logs(place/'log')
     names = (*log_files(place/'log'), *older_runs(place/'log'))
@@ -221,7 +223,7 @@ def compact(
         logs,is_over = r.logs.values(),True
         for log in logs:
             t = log.t or emberTracker(log.name, log.path.parent.parent)
-            if t.older(): raise ValueError(f"The run {log.name!r} was recorded by an older torchember, and its files are left as they are.")
+            if t.older(): raise ValueError(f"The run {log.name!r} was recorded by an older torchember and cannot be compacted. Its files were not changed.")
             continues = may_continue(read_facts(t.fname, t.data)[0])
             into_parts(log.path, last_step_of(log.path) if continues else None, keep, group_beside(len(logs)))
             is_over = is_over and not continues

@@ -30,7 +30,7 @@ def read(
     home=None, # Folder of logs, instead of `~/.torchember`
     per_rank:bool=False # Return the rows of each rank of a distributed run, not merged
 ): # pandas.DataFrame
-    """Read runs as one table. The logs of several ranks are merged into that of the whole model and batch
+    """Read runs as one table. The logs of several ranks are merged to one log of the whole model and batch
 
     Args:
         run: Name of a run, pattern such as 'GPT*', ember, tracker, file of a log, or a list of these
@@ -55,12 +55,13 @@ def read(
     if not len(df) and choice.conditions: raise NothingChosen(explain_empty(choice, values_of_conditions(found)))
     if columns is None: return df
     if callable(columns): return df[[c for c in df.columns if c=='run' or columns(c)]]
-    if any(c not in df for c in as_names(columns)): df = read(run, path, ttype, tname, steps, home=home, per_rank=per_rank) # for a message with all names
+    # read all columns, so that the error message can list all names
+    if any(c not in df for c in as_names(columns)): df = read(run, path, ttype, tname, steps, home=home, per_rank=per_rank)
     return df[select_columns(df, columns)]
 
 # %% ../../nbs/50_frames/05_logs.ipynb #92d951a5
 def number_layers(df):
-    "Return the number of the layer of each row, and the list of layer names."
+    "Number the tensors of a table by path and name. Return the number for each row, and the list of their labels."
     pd = needs('pandas', for_='A table of rows')
     who = [c for c in ('path', 'pname', 'tname') if c in df]
     parts = {c: pd.factorize(df[c].astype('category').cat.codes.to_numpy()) for c in who}
@@ -76,7 +77,7 @@ def number_layers(df):
     return label, [name(o) for o in one]
 
 def select_paths(df, path, what='path matches'):
-    "Return the rows with a matching path. Raise ValueError if there are none; `what` names the condition in the message."
+    "Return the rows whose path matches. Raise ValueError if no row matches. `what`: description of the condition for the message."
     if path is None: return df
     paths = df['path'].astype(str)
     known = list(dict.fromkeys(paths))
@@ -87,7 +88,7 @@ def select_paths(df, path, what='path matches'):
 
 # %% ../../nbs/50_frames/05_logs.ipynb #67e195d2
 def measured_any(df, stats):
-    "Return a mask of the rows for which any of `stats` was measured, NaN included."
+    "Return a mask of the rows for which any of `stats` was measured. It includes rows whose value is NaN."
     has = [df[s].notna().to_numpy() for s in stats if s in df]
     if not has: return np.ones(len(df), bool)
     has = np.logical_or.reduce(has)
@@ -103,7 +104,7 @@ def measured_any(df, stats):
 # %% ../../nbs/50_frames/05_logs.ipynb #2dc45e03
 @earlier_calls('stat', 'ttype')
 def wide(
-    run, # A run that `read` accepts, or a table of `read`
+    run, # A run that `read` accepts, or a table that `read` returned
     path=None, # Modules: a glob on the path ('features.*'), a compiled regex, or a list of these; all by default
     ttype:str|None=None, # Tensor type; optional if only one type has the statistic
     stat:str|None=None # Statistic: a column of the table
@@ -113,7 +114,7 @@ def wide(
     If a layer has several rows in a step, the last one of the training counts. Rows of evaluations and refused batches count in steps without training rows.
 
     Args:
-        run: A run that `read` accepts, or a table of `read`
+        run: A run that `read` accepts, or a table that `read` returned
         path: Modules: a glob on the path ('features.*'), a compiled regex, or a list of these; all by default
         ttype: Tensor type; optional if only one type has the statistic
         stat: Statistic: a column of the table
@@ -122,23 +123,23 @@ def wide(
         pandas.DataFrame: a row for each step, a column for each layer
     """
     pd = needs('pandas', for_='A table of rows')
-    if stat is None: raise TypeError("wide needs a statistic, such as wide(run, ttype='output', stat='std').")
+    if stat is None: raise TypeError("wide needs the argument stat, such as wide(run, ttype='output', stat='std').")
     df = clean_types(run if isinstance(run, pd.DataFrame) else read(run))
     if not len(df): raise ValueError(no_rows_message())
     if stat not in df: raise ValueError(not_recorded(stat, [c for c in df.columns if c not in not_measured]))
-    if is_vectors(df[stat]): raise ValueError(f"the statistic {stat!r} is a vector, a number for each unit, so that a layer has no column of numbers. "
-        f"To see it: surface(run, path=..., stat={stat!r}).")
+    if is_vectors(df[stat]): raise ValueError(f"the statistic {stat!r} is a vector with a number for each unit, so wide cannot show it. "
+        f"To plot it: surface(run, path=..., stat={stat!r}).")
     if missing := [c for c in ('path', 'ttype', 'tname', 'step') if c not in df]:
-        raise ValueError(f"wide needs the columns path, ttype, tname and step, and the table has no {missing[0]}. Take a table from read(run).")
+        raise ValueError(f"wide needs the columns path, ttype, tname and step, but the table has no {missing[0]}. Use a table from read(run).")
     if 'run' in df and df['run'].nunique()>1:
-        raise ValueError(f"the table has several runs: {printable(', '.join(map(str, df['run'].unique())))}. Take one: wide(df[df.run==...], stat={stat!r}).")
+        raise ValueError(f"the table has several runs: {printable(', '.join(map(str, df['run'].unique())))}. Select one: wide(df[df.run==...], stat={stat!r}).")
     return pivot(rows_of_type(select_paths(df, path), ttype, stat), stat)
 
 def rows_of_type(df, ttype, stat):
-    "Return the rows of one tensor type for which a statistic was measured."
+    "Return the rows of one tensor type for which the statistic `stat` was measured."
     types = list(df['ttype'].astype(object)[df[stat].notna().to_numpy()].unique())
     if ttype is None and len(types)>1: raise ValueError(f"several tensor types have {stat!r}: {printable(', '.join(types))}. "
-        f"Say which: wide(run, ttype={types[0]!r}, stat={stat!r}).")
+        f"Choose one: wide(run, ttype={types[0]!r}, stat={stat!r}).")
     if ttype is None: ttype = types[0] if types else df['ttype'].iloc[0] if len(df) else None
     some = df[(df['ttype']==ttype).to_numpy()]
     some = some[measured_any(some, [stat])]
@@ -147,7 +148,7 @@ def rows_of_type(df, ttype, stat):
     return some
 
 def pivot(df, stat):
-    "Return steps as rows and layers as columns. Rows of the training replace rows of evaluations, later rows replace earlier ones."
+    "Return a table of `stat`: one row for each step, one column for each layer. Training rows replace evaluation rows, later rows earlier rows."
     pd = needs('pandas', for_='A table of rows')
     at,steps = pd.factorize(df['step'].to_numpy(), sort=True)
     label,labels = number_layers(df)

@@ -16,7 +16,7 @@ from torchember.frames.handle import read_facts
 from torchember.frames.listing import may_continue
 from torchember.ground.messages import printable, warn
 from torchember.ground.record import plain
-from torchember.store.anywhere import StoreError, ask_store, list_folder, file_size, is_url, open_file, remove_remote
+from torchember.store.anywhere import StoreError, call_store, list_folder, file_size, is_url, open_file, remove_remote
 from torchember.store.base import folder, now, read_meta, replace
 from torchember.store.compaction import lock_file, most_bytes, rows_of_parts, step_of
 from torchember.store.log import flush_logs
@@ -24,8 +24,8 @@ from torchember.store.log_file import last_step_of
 from torchember.store.parts import arrow_table, part_file, part_bytes, parts_and_lines, read_part_list
 
 # %% ../../nbs/50_frames/08_moving.ipynb #d21ae5b1
-class Piece:
-    "A file to send: its bytes, or a file of this disk. Its fingerprint has size and hashes, as the manifest has them."
+class Upload:
+    "Content to upload: bytes, or a local file. The fingerprint is a dict with size and hashes, as stored in the manifest."
     def __init__(self, data=None, file=None):
         self.data,self.file,self.size = data,file,0
         sha,md5 = hashlib.sha256(),hashlib.md5(usedforsecurity=False)
@@ -37,11 +37,12 @@ class Piece:
     def bytes(self): return Path(self.file).read_bytes() if self.data is None else self.data
 
 def read_blocks(path):
+    "Yield the content of a file in blocks of 8 MB."
     with open_file(path) as f:
         while data := f.read(1<<23): yield data
 
 def md5_in(info):
-    "Return the MD5 hash in the information of a store, None if there is none."
+    "Return the MD5 hash from the file information of a remote store. Return None if the store gives no hash."
     tag = str(info.get('ETag') or info.get('etag') or '').strip('"').lower()
     if re.fullmatch('[0-9a-f]{32}', tag): return tag
     try: return base64.b64decode(info['md5Hash']).hex()
@@ -49,19 +50,20 @@ def md5_in(info):
 
 def as_dict(value): return value if isinstance(value, dict) else {}
 
-def json_piece(value): return Piece((json.dumps(plain(value), indent=2, ensure_ascii=False)+'\n').encode())
+def json_upload(value): return Upload((json.dumps(plain(value), indent=2, ensure_ascii=False)+'\n').encode())
 
 # %% ../../nbs/50_frames/08_moving.ipynb #bdcb8460
 class Target:
-    "A home elsewhere that files are sent to."
-    def __init__(self, url, patience=60., over=None): # patience: seconds; over: an Event that ends waiting
+    "Destination of `sync`: a home in another folder or behind a URL."
+    def __init__(self, url, patience=60., over=None): # patience: seconds to retry; over: Event that ends waiting
         self.home = folder('torchember', url)
-        self.patience,self.over,self.known = patience,over or threading.Event(),{} # known: file -> SHA-256 that was read there
+        # known: file -> SHA-256 hash that was read at the destination
+        self.patience,self.over,self.known = patience,over or threading.Event(),{}
 
     def path(self, rel): return self.home.joinpath(*rel.split('/'))
 
     def retry(self, f):
-        "Return `f()`. Repeat it while the store does not answer."
+        "Call `f` and return its result. Repeat the call after an error, until `patience` seconds have passed."
         began,nap = time.monotonic(),.2
         while True:
             try: return f()
@@ -71,47 +73,49 @@ class Target:
                 nap = min(2*nap, 10)
 
     def info(self, rel):
-        "Return size and hashes of a file there, None if there is no file."
+        "Return size and hashes of a file at the destination. Return None if it does not exist."
         path = self.path(rel)
-        try: return self.retry(lambda: ask_store(path, lambda: path.fs.info(path.path)) if is_url(path) else dict(size=os.path.getsize(path)))
+        try: return self.retry(lambda: call_store(path, lambda: path.fs.info(path.path)) if is_url(path) else dict(size=os.path.getsize(path)))
         except FileNotFoundError: return None
 
     def has(self, rel, fingerprint, deep=True):
-        "Return True if a file there has a fingerprint. `deep`: read the file if the store returns no hash, even if it was read before."
+        "Return True if a file at the destination has this fingerprint. `deep`: if the store gives no hash, read the file even if it was read before."
         info = self.info(rel)
         if info is None or info['size']!=fingerprint['size']: return False
         if md5_in(info)==fingerprint['md5'] or not deep and self.known.get(rel)==fingerprint['sha256']: return True
         return self.retry(lambda: self.sha(rel))==fingerprint['sha256']
 
     def sha(self, rel):
+        "Return the SHA-256 hash of a file at the destination."
         h = hashlib.sha256()
         for block in read_blocks(self.path(rel)): h.update(block)
         self.known[rel] = h.hexdigest()
         return self.known[rel]
 
     def send(self, rel, piece):
-        "Write a file there, and verify it. Try twice."
+        "Write a file to the destination and verify it. Try twice."
         for _ in range(2):
             self.retry(lambda: self.write(self.path(rel), piece))
             if self.has(rel, piece.fingerprint): return
-        raise StoreError(f"{printable(self.path(rel))} was sent twice, and is not what was sent.")
+        raise StoreError(f"{printable(self.path(rel))} was written twice, but its content differs from what was sent. Check the destination.")
 
     def write(self, path, piece): replace(path, piece.bytes())
 
     def read_json(self, rel):
-        "Return the content of a JSON file there, None if it cannot be read."
+        "Read a JSON file at the destination. Return None if it cannot be read."
         try: return self.retry(lambda: read_meta(self.path(rel)))
         except (KeyError, ValueError): return None
 
     def remove(self, rel):
+        "Delete a file at the destination."
         if is_url(self.home): return self.retry(lambda: remove_remote(self.path(rel)))
         self.path(rel).unlink(missing_ok=True)
 
 # %% ../../nbs/50_frames/08_moving.ipynb #3c61f2d4
 class LogLines:
-    "The lines of a log that are on this disk, addressed by their position in the whole log."
-    def __init__(self, listing, files): # as `parts_and_lines` returns them
-        self.spans,at = [],(listing or {}).get('removed', 0) # (file, first byte, end)
+    "Lines of a log that are still in local files. Positions are bytes in the whole log, also after earlier lines were removed."
+    def __init__(self, listing, files): # results of `parts_and_lines`
+        self.spans,at = [],(listing or {}).get('removed', 0) # spans: (file, first byte, end) in the log
         self.first = self.at = at
         for f,_ in files:
             size = file_size(f) if os.path.exists(f) else 0
@@ -122,6 +126,7 @@ class LogLines:
     def seek(self, at): self.at = at
 
     def read(self, n):
+        "Return `n` bytes from the current position in the log, or less at the end."
         stop,out = min(self.at+n, self.end),[]
         for f,a,b in self.spans:
             if (start := max(self.at, a))<(end := min(stop, b)):
@@ -136,33 +141,35 @@ class LogLines:
     def between(self, start, end): self.seek(start); return self.read(end-start)
 
     def end_of_whole_lines(self):
-        "Return the end of the last complete line."
+        "Return the position in the log after the last complete line."
         back,data = 1<<16,b''
         while b'\n' not in data and len(data)<self.end-self.first: data,back = self.between(max(self.end-back, self.first), self.end),8*back
         return self.end-len(data)+data.rfind(b'\n')+1
 
     def id(self, name):
-        "Return an id of the log, made of its first line: an interrupted `sync` finds its parts by it."
+        "Return an id made of the first line of the log, so that a later `sync` recognizes the parts of an interrupted `sync`."
         return hashlib.sha256(name.encode()+b'\n'+self.between(0, min(self.end, 1<<16)).partition(b'\n')[0]).hexdigest()[:32]
 
     def sha(self, start, end):
+        "Return the SHA-256 hash of the lines between two bytes of the log."
         h = hashlib.sha256()
         for at in range(start, end, 1<<23): h.update(self.between(at, min(at+(1<<23), end)))
         return h.hexdigest()
 
 # %% ../../nbs/50_frames/08_moving.ipynb #feaa105c
-least,small,together = 1<<16,1<<20,16 # bytes of lines that become a part; bytes of a log that stays lines; parts to merge into one
+# bytes of lines that are enough for a part; size up to which a log stays lines; number of parts that are merged
+least,small,together = 1<<16,1<<20,16
 
 def make_sync_parts(lines, run, id, start, end, last):
-    "Yield (entry for the list, file, hash of the lines) of each part that the lines between two bytes become. `last`: as in `rows_of_parts`."
+    "Convert the lines from `start` to `end` to parts. Yield for each part (entry for the list, content, hash of the lines). `last`: see `rows_of_parts`."
     for rows,entry,data in rows_of_parts(lines, start, end, last):
         entry['rows'] = len(rows)
-        piece = Piece(part_bytes(arrow_table(rows, id=id, run=run, **entry)))
+        piece = Upload(part_bytes(arrow_table(rows, id=id, run=run, **entry)))
         name = f"sync-{entry['start']:012}-{entry['end']:012}-{piece.fingerprint['sha256'][:8]}.parquet"
         yield entry|dict(file=name, last=max(map(step_of, rows), default=-1), size=piece.size), piece, hashlib.sha256(data).hexdigest()
 
 def count_to_merge(parts, first):
-    "Return how many of the last parts should become one. `first`: first byte of the lines on this disk."
+    "Return how many of the newest parts should be merged to one part, or 0. `first`: first byte of the log whose lines are still local."
     n = 0
     for p in reversed(parts):
         if p['end']-p['start']>=most_bytes//2 or p['start']<first or not p['file'].startswith('sync-'): break
@@ -170,90 +177,96 @@ def count_to_merge(parts, first):
     return n if n>=together else 0
 
 # %% ../../nbs/50_frames/08_moving.ipynb #f2031573
-class Moving:
-    "Settings and caches of a `sync` that may be repeated."
-    def __init__(self, home, target, parquet=True, deep=True): # deep: verify every file again
+class SyncState:
+    "Settings of a `sync`, and caches that are kept if it is repeated."
+    def __init__(self, home, target, parquet=True, deep=True): # deep: verify all files again, also unchanged files
         self.home,self.target,self.parquet,self.deep = home,target,parquet and find_spec('pyarrow') is not None,deep
-        self.hashes,self.checked = {},set() # file -> (size and time, Piece); parts whose lines were compared
-        self.shared = {} # shared file -> Piece that was sent
+        # hashes: file -> (size and time, content); checked: parts whose lines were compared
+        self.hashes,self.checked = {},set()
+        self.shared = {} # file that several logs share -> content that was sent
 
     def sync_log(self, h, name):
-        "Copy one log. Return a dict about the copy. `h`: `Home`."
+        "Copy one log to the destination. Return a dict with the number and size of the files. `h`: `Home` with the log."
         for again in range(4):
-            try: return OneLog(self, h, name).sync()
+            try: return LogCopy(self, h, name).sync()
             except FileNotFoundError:
-                if again==3 or (h.log/name).exists() and parts_and_lines(h.log/name)[0] is None: raise # otherwise compact has removed lines
+                # if not, `compact` has removed lines meanwhile, so copy again
+                if again==3 or (h.log/name).exists() and parts_and_lines(h.log/name)[0] is None: raise
                 h = Home(self.home)
 
     def piece(self, path):
-        "Return a `Piece` of a file. Do not read the file again if it has not changed."
+        "Return the content of a file with its fingerprint. Use the cached fingerprint if the file has not changed."
         s = os.stat(path)
         mark = s.st_size, s.st_mtime_ns, s.st_ino
-        if self.deep or self.hashes.get(path, (None,))[0]!=mark: self.hashes[path] = mark, Piece(file=path)
+        if self.deep or self.hashes.get(path, (None,))[0]!=mark: self.hashes[path] = mark, Upload(file=path)
         return self.hashes[path][1]
 
 # %% ../../nbs/50_frames/08_moving.ipynb #5e0a71c3
 class Manifest:
-    "Size and hashes of the files of one log that are in another home: what is there since the last `sync`, and what this one leaves there."
-    def __init__(self, to, name): # to: `Target`
+    "List of the files of one log at the destination, with size and hashes: after the last `sync` (`noted`), and after this `sync` (`files`)."
+    def __init__(self, to, name): # to: `Target`; name: of the log
         self.to,self.file,self.folder = to,f'data/sync_{name}.json',f'log/{name}.parts/'
-        self.before = as_dict(to.read_json(self.file)) # of the last `sync`
+        self.before = as_dict(to.read_json(self.file)) # manifest of the last `sync`
         self.noted = {k: v for k,v in as_dict(self.before.get('files')).items() if isinstance(v, dict) and {'size', 'sha256', 'md5'}<=set(v)}
         self.lines = as_dict(self.before.get('lines')) # part -> hash of its lines
-        self.files = {} # file there -> fingerprint
+        self.files = {} # file at the destination -> fingerprint
 
-    def unnamed(self, over, sent):
-        "Return the files that no list names any more -> since when. `over`: True if the run is over; `sent`: True if this `sync` sent anything."
+    def unlisted_files(self, over, sent):
+        "Return a dict from each file that is no longer listed to the time when this was noticed. `over`: the run is over; `sent`: files were sent."
         at,gone = time.time(),{k: v for k,v in as_dict(self.before.get('gone')).items() if isinstance(v, int|float)}
         for rel in [*self.noted, *(gone if over else ())]: gone.setdefault(rel, at)
-        if over and sent: # also files of an interrupted `sync`
+        if over and sent: # include files that an interrupted `sync` has left
             left = self.to.retry(lambda: list_folder(self.to.path(self.folder.rstrip('/'))))
             gone |= {self.folder+e.name: at for e in left if e.name.startswith(('sync-', 'lines-'))}
         return {rel: since for rel,since in gone.items() if rel not in self.files and rel.startswith(self.folder)}
 
     def write(self, over, sent):
-        "Remove files that were unnamed for a minute, so that no reader needs them, and write the manifest if it has changed."
-        gone = self.unnamed(over, sent)
+        "Delete files that have not been listed for a minute, because no reader needs them. Write the manifest if it has changed."
+        gone = self.unlisted_files(over, sent)
         away = [rel for rel,since in gone.items() if over or time.time()-since>60]
         for rel in away: self.to.remove(rel)
         parts = {p.rpartition('/')[2] for p in self.files}
         new = dict(files=self.files, lines={k: v for k,v in self.lines.items() if k in parts}, over=over, gone={k: v for k,v in gone.items() if k not in away})
-        if new!={k: v for k,v in self.before.items() if k!='at'}: self.to.send(self.file, json_piece(new|{'at': now()}))
+        if new!={k: v for k,v in self.before.items() if k!='at'}: self.to.send(self.file, json_upload(new|{'at': now()}))
 
 # %% ../../nbs/50_frames/08_moving.ipynb #9be2add1
-class OneLog:
-    "A log that is being copied."
+class LogCopy:
+    "Copies one log to the destination."
     def __init__(self, moving, h, name):
         self.m,self.to,self.h,self.name,self.path = moving,moving.target,h,name,h.log/name
         self.over = not may_continue(read_facts(name, h.data)[0])
-        self.manifest,self.sent,self.bytes = Manifest(self.to, name),0,0 # number of files that were sent, and their bytes
+        # sent: number of files that were sent; bytes: their size
+        self.manifest,self.sent,self.bytes = Manifest(self.to, name),0,0
         self.folder,self.files = self.manifest.folder,self.manifest.files
 
     def sync(self):
+        "Copy the log: its lines or parts, then the metadata, then the manifest."
         flush_logs(self.path)
         last = None if self.over else last_step_of(self.path)
         listing,files = parts_and_lines(self.path)
         lines = LogLines(listing, files)
-        theirs = self.list_there()
+        theirs = self.read_list_at_target()
         end = lines.end if self.over else lines.end_of_whole_lines()
-        if listing is None and theirs is None and (not self.m.parquet or end<=small): self.send(f'log/{self.name}', Piece(lines.between(0, end)))
+        if listing is None and theirs is None and (not self.m.parquet or end<=small): self.send(f'log/{self.name}', Upload(lines.between(0, end)))
         else: self.send_parts(listing, theirs, lines, end, last)
         self.send_metadata()
         self.manifest.write(self.over, self.sent)
         return dict(name=self.name, files=len(self.files), size=sum(f['size'] for f in self.files.values()), sent=self.sent, bytes=self.bytes, over=self.over)
 
-    def list_there(self):
+    def read_list_at_target(self):
+        "Read the list of parts at the destination. Return None if there is no valid list."
         try: return self.to.retry(lambda: read_part_list(self.to.path(f'log/{self.name}')))
         except ValueError: return None
 
     def send(self, rel, piece):
-        "Send a file, unless it is there already."
+        "Send a file, unless the destination has it already."
         if not self.to.has(rel, piece.fingerprint, self.m.deep):
             self.to.send(rel, piece)
             self.sent,self.bytes = self.sent+1,self.bytes+piece.size
         self.files[rel] = piece.fingerprint
 
     def send_parts(self, listing, theirs, lines, end, last):
+        "Send the parts of the log, convert new lines to parts, and send the list of parts."
         id = (listing or {}).get('id') or lines.id(self.name) if lines.first==0 else listing['id']
         parts = list((listing or {}).get('parts', ()))
         for p in parts: self.send_own_part(p)
@@ -270,7 +283,7 @@ class OneLog:
         self.send_list(dict(run=self.name, id=id, removed=parts[-1]['end'] if parts else 0, parts=parts), lines, end)
 
     def is_same(self, p, lines, end):
-        "Return True if a part there is what was sent, and was made of these lines."
+        "Return True if a part at the destination is unchanged since it was sent, and was made of these lines."
         rel = self.folder+p['file']
         if p['end']>end or p['start']<lines.first or rel not in self.manifest.noted: return False
         if not self.to.has(rel, self.manifest.noted[rel], self.m.deep): return False
@@ -280,16 +293,17 @@ class OneLog:
         return True
 
     def send_own_part(self, p):
-        "Send a part of this disk. A part that several logs share is sent once."
+        "Send a local part. A file that several logs share is sent only once."
         path = part_file(self.path, p)
         rel,piece = f'log/{path.parent.name}/{path.name}',self.m.piece(path)
         if rel.startswith(self.folder): self.send(rel, piece)
         elif self.m.shared.get(rel) is not piece:
             self.send(rel, piece)
-            del self.files[rel] # it belongs to the manifest of the holder
+            del self.files[rel] # it is listed in the manifest of the log whose folder contains it
         self.m.shared[rel] = piece
 
     def keep(self, parts, p):
+        "Keep a part that is already at the destination in the new list."
         parts.append(p)
         self.files[self.folder+p['file']] = self.manifest.noted[self.folder+p['file']]
 
@@ -299,25 +313,27 @@ class OneLog:
         parts.append(entry)
 
     def send_list(self, listing, lines, end):
-        "Send the lines that are in no part, then the list: from then on, these are the run."
+        "Send the lines that are not in a part, then the list of parts. With the list, readers see the new state."
         if rest := lines.between(listing['removed'], end):
             listing['aside'] = True
-            self.send(f"{self.folder}lines-{listing['removed']}", Piece(rest))
+            self.send(f"{self.folder}lines-{listing['removed']}", Upload(rest))
         log,parts_json = f'log/{self.name}',f'{self.folder}parts.json'
-        if (self.to.info(log) or {}).get('size'): self.send(parts_json, json_piece(listing|{'alone': True})) # the file of lines no longer counts
-        self.send(log, Piece(b''))
-        self.send(parts_json, json_piece(listing))
+        # 'alone' means that readers ignore the file of lines
+        if (self.to.info(log) or {}).get('size'): self.send(parts_json, json_upload(listing|{'alone': True}))
+        self.send(log, Upload(b''))
+        self.send(parts_json, json_upload(listing))
 
     def send_metadata(self):
-        "Send the files beside the log. The file with the end of the run is the last."
+        "Send the metadata and the file of the latest step. The metadata 'base', which has the end of the run, is sent last."
         for p in self.h.metadata.get(self.name, ()):
             if p.name not in (f'sync_{self.name}.json', f'base_{self.name}.json'): self.send_small(p, 'data/')
         self.send_small(self.path.with_name(f'{self.name}_latest'), 'log/')
         self.send_small(self.h.data/f'base_{self.name}.json', 'data/')
 
     def send_small(self, path, where):
-        try: piece = Piece(path.read_bytes()) if path.is_file() and not path.is_symlink() else None
-        except FileNotFoundError: return # it is being replaced, or was removed
+        "Send a small file, such as metadata, if it exists."
+        try: piece = Upload(path.read_bytes()) if path.is_file() and not path.is_symlink() else None
+        except FileNotFoundError: return # the file is being replaced, or was removed
         if piece is not None: self.send(where+path.name, piece)
 
 # %% ../../nbs/50_frames/08_moving.ipynb #160878ac
@@ -345,13 +361,13 @@ def sync(
         A list of dicts, one for each log: name, files, size, sent, bytes sent, over. With `every`, an object with `.stop()` and `.error`
     """
     place = folder('torchember', home)
-    if is_url(place): raise ValueError(f"sync brings runs of this machine elsewhere, and home is {printable(place)}. Give a folder.")
+    if is_url(place): raise ValueError(f"sync copies runs of this machine, but home={printable(place)} is a URL. Give a local folder as home=.")
     if move and every is not None:
-        raise ValueError("move=True removes a run that is over, and every= is for one that goes on. Stop that, then call sync(run, url, move=True).")
+        raise ValueError("move=True needs a finished run, but every= is for a run that continues. Call sync(run, url, move=True) after the run.")
     target = Target(url, patience)
-    if target.home==place: raise ValueError(f"{printable(url)} is where the runs are. Give another place.")
+    if target.home==place: raise ValueError(f"{printable(url)} is the home of the runs itself. Give another destination.")
     if every is not None: return Background(run, target, home, every, parquet)
-    said = sync_runs(run, Moving(home, target, parquet))
+    said = sync_runs(run, SyncState(home, target, parquet))
     if move:
         for name in dict.fromkeys(n for n in Home(home).chosen(run)): remove_moved(name, home, target)
     return said
@@ -365,39 +381,39 @@ def sync_runs(run, moving):
         refuse_odd(h, name)
         with sync_lock(h, name, moving.target):
             try: out.append(moving.sync_log(h, name))
-            except OSError as e: raise type(e)(f"{printable(name)} could not be brought to {printable(moving.target.home)}: {printable(e)} "
-                f"What is there stays, and the next sync goes on from there. Nothing was changed here.") from None
+            except OSError as e: raise type(e)(f"{printable(name)} could not be copied to {printable(moving.target.home)}: {printable(e)} "
+                f"Files that were copied stay there, and the next sync continues. The local run was not changed.") from None
     return out
 
 def remove_moved(name, home, target):
-    "Remove a run here, after every file of it was read there."
+    "Remove a local run after each of its files was read and verified at the destination."
     h = Home(home)
     for m in h.members(name):
         refuse_written(h, m)
-        if may_continue(read_facts(m, h.data)[0]): raise ValueError(f"{printable(m)} goes on, so it was not moved. End it first: te.close().")
+        if may_continue(read_facts(m, h.data)[0]): raise ValueError(f"{printable(m)} is still running, so it was not moved. End it first: te.close().")
         files = as_dict(as_dict(target.read_json(f'data/sync_{m}.json')).get('files'))
         wrong = [rel for rel,f in files.items() if target.info(rel) is None or target.retry(lambda rel=rel: target.sha(rel))!=f['sha256']]
         if wrong or not files:
-            raise OSError(f"{printable(m)} was not removed: {printable(wrong[:1] or 'its manifest')} is not as it was sent. Call sync again.")
+            raise OSError(f"{printable(m)} was not removed, because {printable(wrong[:1] or 'its manifest')} differs from what was sent. Call sync again.")
     rm(name, home)
 
 @contextmanager
 def sync_lock(h, name, target):
-    "Wait until no other process of this machine copies this log."
+    "Lock a log for the `with` block. Wait until no other process of this machine copies it."
     try: f = open(h.log/f'.{name}.sync', 'ab')
-    except OSError: yield; return # a disk that cannot be written
+    except OSError: yield; return # the disk is not writable, so no lock is taken
     with f:
-        target.retry(lambda: lock_file(f, f"{printable(name)} is being brought elsewhere by another process."))
+        target.retry(lambda: lock_file(f, f"{printable(name)} is being copied by another process. Try again later."))
         yield
 
 # %% ../../nbs/50_frames/08_moving.ipynb #25e8ff44
 class Background:
-    "Copies runs every few seconds, in a thread. An error never reaches the training."
-    def __init__(self, run, target, home, every, parquet): # as in `sync`
-        if not every>0: raise ValueError(f"every is a number of seconds greater than 0, got {every!r}.")
+    "Thread that copies runs every few seconds. An error is stored and shown, and never stops the training."
+    def __init__(self, run, target, home, every, parquet): # arguments of `sync`
+        if not every>0: raise ValueError(f"every must be a number of seconds greater than 0, got {every!r}.")
         self.run,self.target,self.every = run,target,every
-        self.moving,self.over,self.error,self.said,self.warned = Moving(home, target, parquet, deep=False),threading.Event(),None,[],set()
-        target.over = self.over # `stop` does not wait for a store
+        self.moving,self.over,self.error,self.said,self.warned = SyncState(home, target, parquet, deep=False),threading.Event(),None,[],set()
+        target.over = self.over # so that `stop` ends the waiting for a remote store
         self.thread = threading.Thread(target=self.repeat, name='torchember-sync', daemon=True)
         self.thread.start()
         atexit.register(self.at_exit)
@@ -411,18 +427,19 @@ class Background:
     def __exit__(self, *_): self.stop()
 
     def repeat(self):
+        "Copy every few seconds until the runs have ended or `stop` is called."
         while not self.over.is_set():
             if self.try_sync() and self.said and all(s['over'] for s in self.said): return
             end = time.monotonic()+self.every
             while time.monotonic()<end and not self.over.wait(min(.5, self.every)) and not self.runs_ended(): pass
 
     def runs_ended(self):
-        "Return True if all runs have ended since the last copy."
+        "Return True if all copied runs have ended."
         data = folder('torchember', self.moving.home)/'data'
         return bool(self.said) and not any(may_continue(read_facts(s['name'], data)[0]) for s in self.said)
 
     def try_sync(self):
-        "Copy what is new. Return True if this succeeded; warn once about each kind of error."
+        "Copy new rows and files. Return True if this succeeded. Warn once about each type of error."
         try:
             if not self.run_exists(): return False
             self.said,self.error = sync_runs(self.run, self.moving),None
@@ -430,19 +447,20 @@ class Background:
         return self.error is None
 
     def run_exists(self):
-        "Return True if the run has a file. It gets one with its first row."
+        "Return True if the run has a file, which is created with its first row."
         try: return bool(Home(self.moving.home).chosen(self.run))
         except FileNotFoundError: return False
 
     def warn_once(self, e):
+        "Warn about an error, unless an error of this type was shown before."
         if type(e) in self.warned or self.over.is_set(): return
         self.warned.add(type(e))
-        warn(f"torchember: {e} Training goes on, and it is tried again every {self.every} s (said once).")
+        warn(f"torchember: {e} Training continues, and the copy is tried again every {self.every} s (shown once).")
 
     def stop(self,
         patience:float=60 # Seconds to retry while a store does not answer
     ) -> list: # As `sync` returns it
-        "Copy what is left, and end. Raise OSError if this is impossible"
+        "Copy what is not copied yet, and end the thread. Raise OSError if this is impossible"
         if self.over.is_set(): return self.said
         self.over.set()
         self.thread.join()
@@ -453,5 +471,6 @@ class Background:
         return self.said
 
     def at_exit(self):
+        "Copy what is not copied yet when the interpreter exits."
         try: self.stop(patience=10)
         except Exception as e: warn(f"torchember: {e}")

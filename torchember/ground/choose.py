@@ -15,15 +15,15 @@ from .messages import an, printable, unknown
 
 # %% ../../nbs/05_ground/30_choose.ipynb #fb427cc3
 class Selection:
-    """A choice of modules. Combine with `&`, `|`, `~`; apply with `Selection.pick`.
+    """A rule that selects modules of a model. Combine selections with `&`, `|`, `~`; apply a selection with `Selection.pick`.
 
-    what: name of the choice in an error
-    ids: function of (path, module) pairs that returns the `id` of each selected module"""
+    what: name of the selection in error messages
+    ids: function that takes (path, module) pairs and returns the `id` of each selected module"""
     def __init__(self, what:str, ids):
         self.what,self.ids = what,ids
 
     def pick(self, pairs) -> list:
-        "Return the selected modules in order, each once. Raises ValueError if there are none. A module may have several paths."
+        "Return the selected modules in order, each once, although a module may have several paths. Raises ValueError if no module is selected."
         pairs = list(pairs)
         ids = self.ids(pairs)
         if not ids: raise ValueError(no_match_message(self.what, pairs))
@@ -36,13 +36,13 @@ class Selection:
     def __repr__(self): return printable(f'({self.what})' if ' ' in self.what else self.what)
 
 def no_match_message(what, pairs):
-    "Return the sentence for a choice without modules."
+    "Return the error message for a selection that matches no module."
     names = list(dict.fromkeys(p for p,_ in pairs if p)) + sorted({k for _,m in pairs for k in kinds_of(m)[:1]})
     return unknown('module matches', what, names) + " A choice is a path or a glob ('features.*'), a class or its name, a regex, or a predicate."
 
 # %% ../../nbs/05_ground/30_choose.ipynb #21b86c02
 class NamedLayer:
-    "Path and class names of a layer, in place of a module: logs and snapshots have no modules."
+    "Path and class names of a layer. Replaces the module where only a log or snapshot is available."
     def __init__(self, path:str, kinds=()):
         self.path,self.kinds = path,kinds
 
@@ -52,20 +52,20 @@ def kinds_of(module) -> tuple:
 
 
 # %% ../../nbs/05_ground/30_choose.ipynb #71d7ef7b
-def by_string(s):
-    "Select modules whose path matches the glob `s`, else modules of the class named `s`."
-    def ids(pairs):
+def select_by_string(s):
+    "Select modules whose path matches the glob `s`. If there are none, select modules of the class named `s`."
+    def find_ids(pairs):
         found = {id(m) for p,m in pairs if p==s or fnmatchcase(p, s)} or {id(m) for _,m in pairs if s in kinds_of(m)}
         if not found: raise ValueError(no_match_message(s, pairs))
         return found
-    return ids
+    return find_ids
 
-def by_class(c):
-    "Select modules of a class; a `NamedLayer` by the name of the class."
+def select_by_class(c):
+    "Select modules of the class `c`. Compare the class of a `NamedLayer` by name."
     return lambda pairs: {id(m) for _,m in pairs if isinstance(m, c) or isinstance(m, NamedLayer) and c.__name__ in m.kinds}
 
-def takes_two(f):
-    "Return True if a function takes path and module, False if only the module."
+def takes_path_and_module(f):
+    "Return True if a user's function takes two arguments, path and module. Return False if it takes only the module."
     try: ps = inspect.signature(f).parameters.values()
     except (TypeError, ValueError): return False
     return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty for p in ps) > 1
@@ -74,39 +74,39 @@ def takes_two(f):
 def select(
     what # Glob, class name, class, compiled regex, predicate, `Selection`, or a list of these
 ) -> Selection:
-    """Return a `Selection`. Raises TypeError for an object of another kind.
+    """Return a `Selection` of modules. Raises TypeError for an object that cannot select modules.
 
     Args:
         what: Glob, class name, class, compiled regex, predicate, `Selection`, or a list of these
     """
     if isinstance(what, Selection): return what
-    if isinstance(what, str): return Selection(repr(what), by_string(what))
+    if isinstance(what, str): return Selection(repr(what), select_by_string(what))
     if isinstance(what, re.Pattern): return Selection(f're {what.pattern!r}', lambda ps: {id(m) for p,m in ps if what.search(p)})
-    if isinstance(what, type): return Selection(what.__name__, by_class(what))
+    if isinstance(what, type): return Selection(what.__name__, select_by_class(what))
     if isinstance(what, list|tuple|set) and what:
         parts = [select(w) for w in what]
         return Selection(' | '.join(map(str, parts)), lambda ps: set().union(*(each.ids(ps) for each in parts)))
     if hasattr(what, 'named_modules'): return Selection(f'the module {type(what).__name__}', lambda ps: {id(m) for _,m in ps if m is what})
     if callable(what):
-        two = takes_two(what)
+        two = takes_path_and_module(what)
         return Selection(getattr(what, '__name__', repr(what)), lambda ps: {id(m) for p,m in ps if (what(p, m) if two else what(m))})
     raise TypeError(f"cannot choose modules by {what!r}, {an(what)}. "
         "Give a glob ('features.*'), a class or its name, a compiled regex, a predicate, or a list of these.")
 
 # %% ../../nbs/05_ground/30_choose.ipynb #e319d466
 def chosen(pairs, include=None, exclude=None) -> set:
-    """Return the `id` of each module that is included and not excluded. Raises ValueError if there are none.
+    """Return the `id` of each module that `include` selects and `exclude` does not. Raises ValueError if no module is left.
 
-    include, exclude: as in `select`. Without `include`: all modules"""
+    include, exclude: what `select` accepts. Without `include`, all modules are included"""
     pairs = list(pairs)
     ids = {id(m) for m in (select(include).pick(pairs) if include is not None else (m for _,m in pairs))}
     if exclude is not None: ids -= {id(m) for m in select(exclude).pick(pairs)}
-    if not ids: raise ValueError(f"exclude={exclude!r} leaves no module of include={include!r}.")
+    if not ids: raise ValueError(f"exclude={exclude!r} removes every module that include={include!r} selects. Exclude fewer modules.")
     return ids
 
 # %% ../../nbs/05_ground/30_choose.ipynb #8b5fa0d0
 class Schedule:
-    "A choice of steps: a function from step to bool. Combine with `&`, `|`, `~`."
+    "A function that takes the number of a step and returns True if the step is recorded. Combine schedules with `&`, `|`, `~`."
     def __init__(self, keep, name:str):
         self.keep,self.name = keep,name
 
@@ -118,12 +118,12 @@ class Schedule:
     def __repr__(self): return self.name
 
 def check_whole(f, name, n, least):
-    "Check that the argument `n` of `f` is a whole number of at least `least`."
+    "Raise an error unless the argument `n` of the function `f` is a whole number of at least `least`. `name`: name of the argument."
     if isinstance(n, bool) or not isinstance(n, int): raise TypeError(f"{f} needs a whole number for {name}, got {n!r}.")
     if n<least: raise ValueError(f"{f} needs {name}>={least}, got {n}. To record nothing, use at() with no steps.")
 
 # %% ../../nbs/05_ground/30_choose.ipynb #f202b7a1
-def is_every(n, start, step): return step>=start and (step-start)%n==0 # a plain function: callbacks with a schedule are pickled
+def is_every(n, start, step): return step>=start and (step-start)%n==0 # not a lambda: callbacks with a schedule are pickled
 
 def every(
     n:int, # Keep one step in `n`
@@ -143,9 +143,9 @@ linear_form = re.compile(r'\s*linear\(\s*(\d+)\s*(?:,\s*(\d+)\s*)?\)\s*')
 
 # %% ../../nbs/05_ground/30_choose.ipynb #3ee9a2db
 def schedule(when) -> Schedule:
-    """Return a `Schedule`. Raises TypeError for other objects.
+    """Convert `when` to a `Schedule`. Raises TypeError if this is impossible.
 
-    when: whole number n (every n), function of the step, string 'linear(5, 2)', or a `Schedule`"""
+    when: whole number n (every n steps), function of the step, string 'linear(5, 2)', or a `Schedule`"""
     if isinstance(when, Schedule): return when
     if isinstance(when, int): return every(when)
     if isinstance(when, str):
@@ -160,7 +160,7 @@ def linear(
     interval:int=1, # Keep one step in `interval`. 0 means 1
     offset:int=0 # First step to keep
 ) -> Schedule:
-    """Return a schedule of the steps `offset`, `offset+interval`, ..., as the string 'linear(interval, offset)'.
+    """Return a schedule of the steps `offset`, `offset+interval`, ... The string 'linear(interval, offset)' means the same.
 
     Args:
         interval: Keep one step in `interval`. 0 means 1
@@ -171,12 +171,12 @@ def linear(
 
 # %% ../../nbs/05_ground/30_choose.ipynb #36a8ec92
 def at(
-    *steps:int # The steps to keep. Without steps nothing is kept
+    *steps:int # Steps to record. Without steps, nothing is recorded
 ) -> Schedule:
-    """Return a schedule of these steps.
+    """Return a schedule that contains only the given steps.
 
     Args:
-        *steps: The steps to keep. Without steps nothing is kept
+        *steps: Steps to record. Without steps, nothing is recorded
     """
     for s in steps: check_whole('at', 'each step', s, 0)
     return Schedule(lambda s: s in steps, f"at({', '.join(map(str, steps))})")
@@ -194,28 +194,29 @@ def until(
 
 def between(
     a:int, # First step to keep
-    b:int # First step after that is not kept
+    b:int # First step after `a` that is not kept
 ) -> Schedule:
-    """Return a schedule of the steps from `a` to `b`-1, as `range(a, b)`.
+    """Return a schedule of the steps from `a` to `b`-1, like `range(a, b)`.
 
     Args:
         a: First step to keep
-        b: First step after that is not kept
+        b: First step after `a` that is not kept
     """
     check_whole('between', 'a', a, 0); check_whole('between', 'b', b, a)
     return Schedule(lambda s: a<=s<b, f'between({a}, {b})')
 
 # %% ../../nbs/05_ground/30_choose.ipynb #c3c4f898
 def log_spaced(
-    n:int # Steps in each decade: 1 to 10, 10 to 100, ...
+    n:int # Number of steps in each decade: 1 to 10, 10 to 100, ...
 ) -> Schedule:
-    """Return a schedule of step 0, and `n` steps in each decade, evenly spaced on a log axis.
+    """Return a schedule of step 0 and of `n` steps in each decade (1 to 10, 10 to 100, ...), evenly spaced on a logarithmic axis.
 
     Args:
-        n: Steps in each decade: 1 to 10, 10 to 100, ...
+        n: Number of steps in each decade: 1 to 10, 10 to 100, ...
     """
     check_whole('log_spaced', 'n', n, 1)
     def keep(s):
+        "Return True if the step `s` is one of the rounded points on the logarithmic axis."
         if s<1: return s==0
         k = math.floor(math.log10(s)*n + 1e-9)
         return any(round(10**(j/n))==s for j in (k-1, k, k+1))

@@ -10,13 +10,14 @@ from importlib import import_module
 
 # %% ../../nbs/05_ground/05_lazy.ipynb #4cda83b4
 def lazy_attributes(package:str, names:dict, before=lambda: None) -> tuple:
-    """Return `__getattr__` and `__dir__` of a package with lazy names. An unknown name raises AttributeError.
+    """Return the functions `__getattr__` and `__dir__` for a package whose names are imported on first access.
 
-    package: its `__name__`
-    names: Python module -> its names, separated by spaces. Modules of other packages begin with dots: '..frames.logframe'
-    before: called before each import; may raise an error for a missing library"""
+    package: `__name__` of the package
+    names: dict from Python module to the names in it, separated by spaces. A module of another package begins with dots: '..frames.logframe'
+    before: function that is called before each import; it may raise an error for a missing library"""
     modules = {n: module if module[0]=='.' else f'.{module}' for module,found in names.items() for n in found.split()}
     def get(name):
+        "Import and return the attribute `name` of the package."
         if name not in modules: raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name)
         before()
         return getattr(import_module(modules[name], package), name)

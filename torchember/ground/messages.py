@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['passwords', 'secrets', 'longest', 'alike', 'F', 'printable', 'unknown', 'closest', 'unknown_argument', 'arguments_of',
-           'says_arguments', 'misnamed', 'an', 'EmberWarning', 'warn']
+           'says_arguments', 'misnamed_argument_message', 'an', 'EmberWarning', 'warn']
 
 # %% ../../nbs/05_ground/10_messages.ipynb #aead0833
 import difflib, functools, inspect, os, re, sys, threading, warnings
@@ -12,42 +12,43 @@ from typing import TypeVar
 
 # %% ../../nbs/05_ground/10_messages.ipynb #610d3dc5
 def printable(text, most:int|None=None) -> str:
-    """Return a name without control characters and secrets, for a message. Tables and files keep the name as it is.
+    """Return a name without control characters and without secrets of a URL, so that a message can show it.
 
-    most: number of letters; the middle of a longer text is left out"""
+    most: largest number of characters; the middle of a longer text is left out"""
     text = str(text)
     if '://' in text: text = secrets.sub(r'\1…', passwords.sub('://', text))
     if most is not None and len(text)>most: text = f'{text[:most//2]}…{text[-(most-1-most//2):]}'
     return text if text.isprintable() else ''.join(c if c.isprintable() else c.encode('unicode_escape').decode() for c in text)
 
-passwords = re.compile(r'://[^/\s]*@') # user:password@ of a URL
+passwords = re.compile(r'://[^/\s]*@') # matches the user:password@ of a URL
 secrets = re.compile(r'(?i)([?&][\w-]*(?:key|token|secret|sig|signature|credential|password)[\w-]*=)[^&\s\'"]+')
 
 # %% ../../nbs/05_ground/10_messages.ipynb #eeb67d8f
 def unknown(what:str, got, known, called=(), others=()) -> str:
-    """Return the sentence for an unknown name, with the known names and the closest one.
+    """Return the error message for an unknown name. The message lists the known names and suggests the closest name.
 
-    what: kind of name, 'tensor type'
-    called: name in other libraries -> our name
-    others: names that exist elsewhere and may be meant"""
+    what: kind of the name, for example 'tensor type'
+    called: dict from a name in other libraries to our name
+    others: names that are valid elsewhere; they are suggested, but not listed"""
     known = [printable(k, longest) for k in known]
     close = [] if got in others else closest(got, [*known, *others], called)
     shown = ', '.join(known[:12]) + (f', ... ({len(known)} in all)' if len(known)>12 else '')
     return f"No {what} {printable(repr(got), longest)}. Known: {shown or 'none'}." + (f" Did you mean {' or '.join(map(repr, close))}?" if close else '')
 
 def closest(got, known, called=()):
-    "Return the closest names, at most three."
+    "Return the known names that are most similar to `got`, at most three. `called`: dict from a name in other libraries to our name."
     meant = dict(called).get(str(got).lower())
     return [meant] if meant in known else difflib.get_close_matches(str(got)[:longest], dict.fromkeys(known), n=3, cutoff=.5)
 
-longest = 200 # letters of a name in a message. The search for close names takes the square of the length
+# characters of a name in a message: the time of a search for similar names grows with the square of the length
+longest = 200
 
 # %% ../../nbs/05_ground/10_messages.ipynb #03652837
 alike = ('stat stats statistic statistics metric metrics scalar_metric', 'tt ttype ttypes tensor_type tensor_types', 'step steps',
-    'layer layers path paths module modules include', 'optimizer optimizers optimiser optim opt') # arguments with the same meaning
+    'layer layers path paths module modules include', 'optimizer optimizers optimiser optim opt') # names of arguments with the same meaning
 
 def unknown_argument(what:str, got:str, known) -> str:
-    "Return the sentence for an unknown argument. `what`: name of the function."
+    "Return the error message for an unknown argument. `what`: name of the function; `got`: the unknown name; `known`: names of its arguments."
     same = {n for names in alike if got in names.split() for n in names.split()}
     return unknown(f'argument of {what}', got, known, {got.lower(): next((k for k in known if k in same), None)})
 
@@ -55,22 +56,22 @@ def unknown_argument(what:str, got:str, known) -> str:
 F = TypeVar('F')
 
 def arguments_of(f):
-    "Return the names of the arguments of a function."
+    "Return the names of the arguments of a function, without `self`, `*args` and `**kwargs`."
     return [n for n,p in inspect.signature(f).parameters.items() if n!='self' and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 def says_arguments(f:F) -> F:
-    "Wrap a function: its TypeError for an unknown argument then names the known arguments."
+    "Wrap a function so that its TypeError for an unknown argument lists the known arguments."
     @functools.wraps(f)
     def g(*args, **kwargs):
         try: return f(*args, **kwargs)
         except TypeError:
-            message = misnamed(f, args, kwargs)
+            message = misnamed_argument_message(f, args, kwargs)
             if message is None: raise
         raise TypeError(message)
     return g
 
-def misnamed(f, args, kwargs):
-    "Return the sentence for a call with an unknown argument, else None."
+def misnamed_argument_message(f, args, kwargs):
+    "Return the error message if `args` and `kwargs` contain an argument that the function `f` does not have, else None."
     try: inspect.signature(f).bind(*args, **kwargs)
     except TypeError:
         known = arguments_of(f)
@@ -79,48 +80,49 @@ def misnamed(f, args, kwargs):
 
 # %% ../../nbs/05_ground/10_messages.ipynb #8d320c90
 def article(name):
-    "Return 'a' or 'an' for a name. Names that begin with two capitals are spoken letter by letter: an SGD."
+    "Return the article for a name, 'a' or 'an'. A name that begins with two capitals is spelled letter by letter: an SGD."
     spelt = len(name)>1 and name[:2].isupper()
     return 'an' if name.startswith(tuple('AEFHILMNORSX')) and spelt or not spelt and name.lower().startswith((*'aeio', 'nd')) else 'a'
 
 # %% ../../nbs/05_ground/10_messages.ipynb #1fb1331a
 def an(thing) -> str:
-    "Return the kind of an object, for a message: 'a dict', 'an int', 'the class Net', 'None'."
+    "Return the type of an object with its article, for a message: 'a dict', 'an int', 'the class Net', 'None'."
     if thing is None: return 'None'
     name = printable(thing.__name__ if isinstance(thing, type) else type(thing).__name__, longest)
     return f'the class {name}' if isinstance(thing, type) else f'{article(name)} {name}'
 
 # %% ../../nbs/05_ground/10_messages.ipynb #180d4c29
 class EmberWarning(UserWarning):
-    "Something was not recorded, or not as requested. Training goes on."
+    "Warning that something was not recorded, or not as requested. Training continues."
     def __init__(self, *args): super().__init__(*(printable(a) if isinstance(a, str) else a for a in args))
 
 # %% ../../nbs/05_ground/10_messages.ipynb #9f0856d3
 ours,pythons = (os.path.dirname(f)+os.sep for f in (os.path.dirname(__file__), os.__file__))
 installed = tuple(os.sep+d+os.sep for d in ('site-packages', 'dist-packages'))
-frameworks = {'torch', 'jax', 'flax'} # may be installed in any folder, and generate code anywhere
+# frames of these libraries are found by module name, because they may be installed in any folder and generate code anywhere
+frameworks = {'torch', 'jax', 'flax'}
 
 def is_users(frame):
-    "Return True if the code of a frame is the user's: not ours, Python's, of an installed library, or generated."
+    "Return True if the code of a stack frame is the user's: not of torchember, of Python, of an installed library, or generated."
     file,module = frame.f_code.co_filename,str(frame.f_globals.get('__name__'))
-    if file.startswith('<'): return module=='__main__' # code typed in a shell or after `python -c`
+    if file.startswith('<'): return module=='__main__' # True for code that was typed in a shell or after `python -c`
     return not (file.startswith((ours, pythons)) or any(d in file for d in installed) or module.partition('.')[0] in frameworks)
 
 def outwards(frame):
-    "Yield a frame and its callers."
+    "Yield a stack frame, then its caller, then the caller of that, to the outermost frame."
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 def users_frame():
-    "Return the innermost frame of the user, else the outermost frame."
+    "Return the innermost stack frame of the user's code, so that a warning shows the user's line. If there is none, return the outermost frame."
     here = list(outwards(sys._getframe(1)))
     waits = outwards(sys._current_frames().get(threading.main_thread().ident))
     return next((f for fs in (here, waits) for f in fs if is_users(f)), here[-1])
 
 # %% ../../nbs/05_ground/10_messages.ipynb #abe87448
 def warn(text:str):
-    "Warn with an `EmberWarning` at the user's line."
+    "Issue an `EmberWarning` that points to the line of the user's code."
     frame = users_frame()
     place = frame.f_globals
     warnings.warn_explicit(text, EmberWarning, frame.f_code.co_filename, frame.f_lineno, place.get('__name__') or '<unknown>',

@@ -11,30 +11,30 @@ import math
 from .record import beside_training
 
 # %% ../../nbs/05_ground/25_not_finite.ipynb #336546ed
-counts = ('nan', 'posinf', 'neginf') # columns with the numbers of such values
+counts = ('nan', 'posinf', 'neginf') # columns that count the values of a tensor that are not finite
 
 def has_some(row):
-    "Return True if a tensor had a NaN or an infinity."
+    "Return True if the row describes a tensor with a NaN or an infinity."
     return any(row.get(c) for c in counts) and row.get('ttype')!='scalar'
 
 def is_alarming(row):
-    "Return True if a row is worth a warning during the training. Also for numbers that the user logged."
-    if row.get('phase')=='refused': return False # the training loop has refused the pass itself
+    "Return True if a row has a NaN or infinity that the user should be warned of. The row may also be of a number that the user logged."
+    if row.get('phase')=='refused': return False # no warning, because the training loop itself has discarded the pass
     if row.get('ttype')=='scalar': return row.get('tname')!='grad_norm' and any(isinstance(v, float) and not math.isfinite(v) for v in row.values())
     masked = row.get('ttype') in ('input', 'output', 'probe')
     return not row.get('skipped') and any(row.get(c) for c in (counts[:2] if masked else counts))
 
 # %% ../../nbs/05_ground/25_not_finite.ipynb #8f57594f
 def first_not_finite(rows, which=has_some) -> dict|None:
-    "Return the first row of the earliest step that counts, or None. `which`: function of a row, True if it counts."
+    "Return the first row, in the earliest step, for which the function `which` returns True. Return None if there is no such row."
     return min(filter(which, rows), key=lambda r: r['step'], default=None)
 
 class FirstNotFinite:
-    "First row with a NaN or infinity, during a run. Rows of evaluations count only until the first training row."
+    "Finds the first row with a NaN or infinity during a run. Rows of evaluations are ignored after the first row of the training."
     def __init__(self): self.row,self.trained = None,False
 
     def add(self, rows):
-        "Check the next rows."
+        "Search the next rows of the run."
         tensors = [r for r in rows if r.get('ttype')!='scalar']
         if not self.trained and any(r.get('phase') not in beside_training for r in tensors): self.row,self.trained = None,True
         if self.row is None: self.row = first_not_finite(r for r in tensors if not (self.trained and r.get('phase') in beside_training))

@@ -10,13 +10,13 @@ from importlib.metadata import EntryPoint, entry_points
 
 # %% ../../nbs/05_ground/55_plugins.ipynb #b1a90005
 def find_plugins(group:str) -> dict:
-    """Return a dict: name -> entry point of a group, from all installed packages. Nothing is imported.
+    """Return a dict from name to entry point, for one group of entry points of all installed packages. Nothing is imported.
 
     group: 'sinks', 'rules' or 'commands'"""
     return {e.name: e for e in entry_points(group=f'torchember.{group}')}
 
 def load_plugin(plugin:EntryPoint):
-    "Import and return the object of an entry point. Any error becomes an ImportError with the name of the package."
+    "Import and return the object of an entry point. Convert any error to an ImportError that names the package."
     try: return plugin.load()
     except Exception as e:
         raise ImportError(f"The plugin {plugin.name!r} of the package {plugin.dist.name!r} cannot be imported from {plugin.value!r}: {type(e).__name__}: {e}. "

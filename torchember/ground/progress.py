@@ -14,30 +14,30 @@ from time import monotonic
 
 # %% ../../nbs/05_ground/40_progress.ipynb #57fb5531
 def in_notebook() -> bool:
-    "Return True in a notebook."
+    "Return True if the code runs in a notebook."
     get = getattr(sys.modules.get('IPython'), 'get_ipython', None)
     return get is not None and hasattr(get(), 'kernel')
 
 def in_terminal() -> bool:
     "Return True if stderr is a terminal."
     try: return sys.stderr.isatty()
-    except (AttributeError, ValueError): return False # no stderr, or a closed one
+    except (AttributeError, ValueError): return False # there is no stderr, or it is closed
 
 # %% ../../nbs/05_ground/40_progress.ipynb #e42b731b
 def new_bar(what, total, done, form=None):
-    "Return a tqdm bar. It disappears at its end."
+    "Return a tqdm progress bar that disappears when the work is finished."
     how = dict(desc=what, total=total, initial=done, leave=False, file=sys.stderr, bar_format=form)
     if in_notebook() and find_spec('ipywidgets'): from tqdm.notebook import tqdm
     else:
         from tqdm import tqdm
-        how['ncols'],how['nrows'] = get_terminal_size() # some terminals report 0 columns to tqdm
+        how['ncols'],how['nrows'] = get_terminal_size() # because tqdm finds 0 columns in some terminals
     return tqdm(**how)
 
 class Progress:
-    """Amount of finished work, with a bar after `delay` seconds.
+    """Counter of finished work. It shows a progress bar if the work takes more than `delay` seconds.
 
     total: amount of work, in any unit, or None if it is unknown
-    what: description, 'reading GPT_20260401_120000'
+    what: description of the work, for example 'reading GPT_20260401_120000'
     form: format of the bar, as in tqdm"""
     delay = 2. # seconds until the bar appears
 
@@ -46,7 +46,7 @@ class Progress:
         self.done,self.bar,self.seen,self.began = 0,None,in_notebook() or in_terminal(),monotonic()
 
     def update(self, n=1):
-        "Add work that was done since the last call."
+        "Add the amount of work that was finished since the last call."
         self.done += n
         if self.bar is not None: self.bar.update(n)
         elif self.seen and monotonic()-self.began>self.delay: self.bar = new_bar(self.what, self.total, self.done, self.form)
@@ -57,18 +57,18 @@ class Progress:
         if self.bar is not None: self.bar.close()
 
 # %% ../../nbs/05_ground/40_progress.ipynb #8c26a270
-without_units = '{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}' # for an amount in any unit
+without_units = '{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}' # format of the bar for an amount without a unit
 
 def progress(work, what:str):
-    """Show a bar for work that takes more than two seconds, in a notebook or terminal. Return an iterator over `work`.
+    """Show a progress bar for work that takes more than two seconds, in a notebook or terminal. Return an iterator over `work`.
 
-    work: an iterable. For an amount (a number, or None if unknown), the result is a context with an `update`
-    what: description, 'reading GPT_20260401_120000'"""
+    work: an iterable, or an amount: a number, or None if unknown. For an amount, the result is a context manager with a method `update`
+    what: description of the work, for example 'reading GPT_20260401_120000'"""
     if work is None or isinstance(work, int|float): return Progress(work, what, '{desc}: {elapsed}' if work is None else without_units)
     return iterate(work, what)
 
 def iterate(work, what):
-    "Yield the items of `work`."
+    "Yield the items of `work`, and count them in a progress bar."
     with Progress(len(work) if hasattr(work, '__len__') else None, what) as p:
         for one in work:
             yield one
@@ -77,14 +77,14 @@ def iterate(work, what):
 # %% ../../nbs/05_ground/40_progress.ipynb #7be2cfdb
 @contextmanager
 def waiting(what:str):
-    "Show the elapsed time of a wait of more than two seconds, in a notebook or terminal. `what`: description, 'compiling'."
+    "Show the elapsed time if the block takes more than two seconds, in a notebook or terminal. `what`: description, for example 'compiling'."
     if not (in_notebook() or in_terminal()):
         yield
         return
     over = threading.Event()
     thread = threading.Thread(target=show_time, args=(what, over), name='torchember waits', daemon=True)
     try: thread.start()
-    except RuntimeError: thread = None # no thread can start: show nothing
+    except RuntimeError: thread = None # the system has no more threads, so no time is shown
     try: yield
     finally:
         over.set()
@@ -92,7 +92,7 @@ def waiting(what:str):
 
 # %% ../../nbs/05_ground/40_progress.ipynb #addea1cc
 def show_time(what, over):
-    "Show the elapsed time until `over` is set."
+    "Show the elapsed time until the event `over` is set."
     if over.wait(Progress.delay): return
     bar = new_bar(what, None, 0, '{desc}: {elapsed}')
     while not over.wait(.5): bar.refresh()

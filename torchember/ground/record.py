@@ -5,47 +5,48 @@
 # %% auto #0
 __all__ = ['SCHEMA', 'flowing', 'ttypes', 'identity', 'beside_training', 'of_pieces', 'optional', 'reserved', 'unmarkable',
            'norm_names', 'clipped_norm', 'computed', 'called_ttypes', 'place_of', 'computed_in', 'check_ttypes',
-           'pointer', 'plain', 'values_of', 'line_of', 'lines_of', 'texts_of', 'regular_line', 'dump_row', 'load_row',
-           'column_order']
+           'json_pointer_part', 'plain', 'values_of', 'line_of', 'lines_of', 'texts_of', 'regular_line', 'dump_row',
+           'load_row', 'column_order']
 
 # %% ../../nbs/05_ground/20_record.ipynb #e1362eea
 import json, math
 from enum import Enum
 from uuid import UUID
 
-from .messages import EmberWarning as EmberWarning # earlier code imports it from here
+from .messages import EmberWarning as EmberWarning # imported here for users of older versions
 from .messages import an, unknown
 
 # %% ../../nbs/05_ground/20_record.ipynb #30b5f42b
-SCHEMA = 1 # Version of the row layout. A reader of version n reads all versions up to n
+SCHEMA = 1 # version of the row format. Code for version n reads all versions up to n
 
-# tensor types that are measured at a call of a module -> class in `recorder` that measures them
+# tensor type measured at a call of a module -> class in the package `recorder` that measures it
 flowing = dict(input='flows.Flows', output='flows.Flows')
 ttypes = (*flowing, 'weight', 'weight_grad', 'unclipped_grad', 'input_grad', 'output_grad', 'optimizer', 'update', 'buffer', 'probe',
-    *(of_no_tensor := ('scalar', 'finding'))) # numbers that the user logs; results of rules
+    *(of_no_tensor := ('scalar', 'finding'))) # scalar: a number that the user logs; finding: the result of a rule
 identity = ('module', 'ts', 'ttype', 'tname', 'step', 'call', 'dtype', 'pname', 'micro', 'phase', 'backward', 'skipped', 'unfinished',
-    'rank', 'shard') # location and time
-# phases of passes that do not train: evaluation, without gradients, gradients thrown away
+    'rank', 'shard') # columns that say which tensor a row describes, and when it was measured
+# values of the column `phase` for passes that do not train: evaluation, pass without gradients, pass whose gradients were discarded
 beside_training = ('eval', 'no_grad', 'refused')
-# which shard of a tensor, beside a `rank`. In other rows the user may use these names
+# columns that describe the shard of a row with the column `rank`. In other rows, the user may use these names
 of_pieces = ('part', 'gscale', 'placement', 'global_shape')
-optional = ('nan', 'posinf', 'neginf', 'nonfinite', 'error', 'supersedes') # in a row only if they apply
+optional = ('nan', 'posinf', 'neginf', 'nonfinite', 'error', 'supersedes') # columns that a row has only if they apply
 reserved = frozenset(identity + ('nonfinite', 'error', 'supersedes')) # names that a statistic cannot have
-# names that a mark cannot have. te.mark(phase='warmup') is allowed
+# names that a user's mark cannot have. te.mark(phase='warmup') is allowed
 unmarkable = frozenset(identity + optional + ('path',)) - {'phase'}
 
 # %% ../../nbs/05_ground/20_record.ipynb #c0de0002
 norm_names = 'grad_norm','grad_norm_unclipped'
-# names of the norm of all gradients. The first is used if the user logs the second
+# `tname` of the norm of all gradients. The first name is used if the user logs a number with the second name
 clipped_norm = 'recorded_grad_norm','grad_norm'
-computed = ('grad_norm', 'lr') # `tname` of these rows
+computed = ('grad_norm', 'lr') # `tname` of the rows of scalars that torchember computes
 
-def place_of(key, call): # key: as `recorder.row.one_row` has it
-    "Return the identity of a tensor in a step: parts of the key of its row, and the call." # a plain tuple: one is made for each row
+def place_of(key, call): # key: the key of a row, as described in `recorder.row.one_row`
+    "Return a tuple that identifies a tensor in a step, from the key of its row and the number of the call."
+    # a tuple, not a class, for speed: one is made for each row
     return *key[:3], *key[4:6], call
 
 def computed_in(name:str) -> str|None:
-    "Return the `tname` of rows for a scalar of this name, 'grad_norm' or 'lr', if torchember records it. Else None."
+    "Return the `tname` under which torchember itself records the scalar `name`: 'grad_norm' or 'lr'. Return None for other scalars."
     name = name.removeprefix('recorded_')
     return 'grad_norm' if name in norm_names else 'lr' if name=='lr' or name.startswith('lr/') else None
 
@@ -53,10 +54,10 @@ def computed_in(name:str) -> str|None:
 called_ttypes = {'gradient': 'weight_grad', 'gradients': 'weight_grad', 'grad': 'weight_grad', 'grads': 'weight_grad', 'activation': 'output',
     'activations': 'output', 'act': 'output', 'out': 'output', 'in': 'input', 'weights': 'weight', 'param': 'weight', 'params': 'weight',
     'parameter': 'weight', 'parameters': 'weight', 'bias': 'weight', 'updates': 'update', 'momentum': 'optimizer', 'buffers': 'buffer',
-    'loss': 'scalar'} # name in other libraries -> tensor type
+    'loss': 'scalar'} # name of a tensor type in other libraries -> our tensor type
 
 def check_ttypes(names, known=ttypes) -> tuple:
-    "Return tensor types as a tuple. Raises ValueError for an unknown name. `names`: one tensor type, or a list of them."
+    "Return tensor types as a tuple. Raises ValueError for an unknown name. `names`: a tensor type, or a list of tensor types."
     names = (names,) if isinstance(names, str) else names
     if not isinstance(names, list|tuple|set|frozenset): raise TypeError(f"tensor types are names such as 'input', or a list of them, got {names!r:.80}.")
     for n in names:
@@ -65,18 +66,18 @@ def check_ttypes(names, known=ttypes) -> tuple:
 
 # %% ../../nbs/05_ground/20_record.ipynb #b4c27dba
 words = {math.inf: 'Infinity', -math.inf: '-Infinity'}
-deepest = 254 # nested lists: the limit of orjson
+deepest = 254 # levels of nested lists in a value: the limit of orjson
 
 # %% ../../nbs/05_ground/20_record.ipynb #4a071f3b
 exact = {str, bool, int, float, type(None)}
 
 def is_json(value):
-    "Return True if JSON holds `value` without a change. A fast check: most values pass."
+    "Return True if JSON can store `value` without a change. This fast check is enough for most values."
     t = type(value)
     return t is float and math.isfinite(value) or t is str and value.isascii() or t is int and -2**63<=value<2**64 or t is bool or value is None
 
 def json_scalar(value):
-    "Convert a scalar to a value for every reader: no subclass, no lone surrogate, no int beyond 64 bits."
+    "Convert a scalar so that every JSON reader accepts it: no subclass, no lone surrogate, no int beyond 64 bits."
     if isinstance(value, Enum): return plain(value.value)
     if isinstance(value, UUID): return str(value)
     if isinstance(value, str): return str.__str__(value) if value.isascii() else value.encode(errors='surrogatepass').decode(errors='replace')
@@ -86,33 +87,33 @@ def json_scalar(value):
     except OverflowError: return math.inf if value>0 else -math.inf
 
 # %% ../../nbs/05_ground/20_record.ipynb #a70b679a
-def pointer(key): return json_scalar(str(key)).replace('~', '~0').replace('/', '~1')
+def json_pointer_part(key): return json_scalar(str(key)).replace('~', '~0').replace('/', '~1')
 
 # %% ../../nbs/05_ground/20_record.ipynb #115ab4a4
 def plain(value, where='', lost:dict|None=None):
-    """Convert `value` to JSON types. A number that is not finite becomes None, and is noted in `lost`.
+    """Convert `value` to JSON types. A number that is not finite becomes None, and its place is added to `lost`.
 
     value: scalar, string, None, list, dict, tensor or numpy value, nested in any way
-    where: JSON pointer to this value
-    lost: receives pointer -> 'NaN', 'Infinity' or '-Infinity'"""
+    where: JSON pointer to `value` in the row
+    lost: dict that receives JSON pointer -> 'NaN', 'Infinity' or '-Infinity'"""
     if type(value) is not float and (value is None or isinstance(value, str|int|float|Enum|UUID)): value = json_scalar(value)
     if type(value) is float and not math.isfinite(value):
         if lost is not None: lost[where] = words.get(value, 'NaN')
         return None
     if type(value) in exact: return value
-    if where.count('/')>=deepest: raise ValueError(f"a value is nested more than {deepest} deep, which readers of JSON refuse.")
-    if isinstance(value, dict): return {json_scalar(str(k)): plain(v, f'{where}/{pointer(k)}', lost) for k,v in value.items()}
+    if where.count('/')>=deepest: raise ValueError(f"a value has more than {deepest} nested levels, which JSON readers reject.")
+    if isinstance(value, dict): return {json_scalar(str(k)): plain(v, f'{where}/{json_pointer_part(k)}', lost) for k,v in value.items()}
     if isinstance(value, list|tuple|set|frozenset|range): return [v if is_json(v) else plain(v, f'{where}/{i}', lost) for i,v in enumerate(value)]
     if hasattr(value, 'tolist') and not isinstance(value, type):
         got = value.tolist()
-        # tolist of numpy's longdouble returns a longdouble
+        # `tolist` of numpy's longdouble returns a longdouble, so it is converted to float
         return plain(float(got) if type(got) is type(value) else got, where, lost)
     raise TypeError(f"{value!r:.80} is {an(value)}, which JSON does not have. "
         "Return numbers, strings, lists, dicts, tensors or numpy values.")
 
 # %% ../../nbs/05_ground/20_record.ipynb #9658e841
 def values_of(numbers):
-    "Replace tensors by lists of their numbers, also in lists of tensors. The memory of the tensors is not changed."
+    "Replace each tensor by the list of its numbers, also in lists of tensors. The tensors are not changed."
     if isinstance(numbers, list|tuple): return [values_of(v) for v in numbers]
     return numbers.tolist() if hasattr(numbers, 'untyped_storage') else numbers
 
@@ -125,14 +126,15 @@ except ImportError: orjson = None
 
 # %% ../../nbs/05_ground/20_record.ipynb #bb09a960
 def is_final(text):
-    "Return True if the text of orjson is final: no null (it may be a NaN), and no Unicode line separator."
+    "Return True if the JSON of orjson needs no correction: it has no null, which may be a NaN, and no Unicode line separator."
     return b'null' not in text and (text.isascii() or b'\xe2\x80' not in text)
 
 # %% ../../nbs/05_ground/20_record.ipynb #d19c2d60
 def careful_line(row):
+    "Return the JSON line of any row: convert values that JSON lacks, and list NaN and infinities in `nonfinite`."
     lost = {}
-    if isinstance(row.get('nonfinite'), dict): lost.update(row['nonfinite']) # values that are None already
-    row = {k if is_json(k) and type(k) is str else json_scalar(str(k)): v if is_json(v) else plain(v, pointer(k), lost) for k,v in row.items()}
+    if isinstance(row.get('nonfinite'), dict): lost.update(row['nonfinite']) # values that are already None in the row
+    row = {k if is_json(k) and type(k) is str else json_scalar(str(k)): v if is_json(v) else plain(v, json_pointer_part(k), lost) for k,v in row.items()}
     if lost: row['nonfinite'] = lost
     line = encode(row)
     if not line.isascii(): line = line.replace('\u2028', '\\u2028').replace('\u2029', '\\u2029')
@@ -140,13 +142,13 @@ def careful_line(row):
 
 # %% ../../nbs/05_ground/20_record.ipynb #2322c1de
 def line_of(row:dict) -> bytes:
-    "Return a row as a line of strict JSON in UTF-8, without the newline."
+    "Return a row as one line of strict JSON, as bytes in UTF-8 without the newline."
     line = quick_line(row)
     return careful_line(row) if line is None else line
 
 # %% ../../nbs/05_ground/20_record.ipynb #9a42b660
 def quick_line(row):
-    "Return the line of orjson. None for a row of `careful_line`."
+    "Return the line that orjson makes of a row. Return None if the row needs the slower `careful_line`."
     if orjson is None or 'nonfinite' in row: return None
     try: line = orjson.dumps(row, option=options)
     except (TypeError, RecursionError): return None
@@ -154,9 +156,9 @@ def quick_line(row):
 
 # %% ../../nbs/05_ground/20_record.ipynb #3f766e1f
 def lines_of(rows:list) -> bytes|None:
-    """Return the lines of many rows, each with a newline. None if a row needs `careful_line`.
+    """Return the JSON lines of many rows, each with a newline. Return None if a row needs the slower `careful_line`.
 
-    One check of the whole text takes a third of a check of each line."""
+    All lines are checked together: this takes a third of the time of a check of each line."""
     if orjson is None or not all(type(r) is dict and 'nonfinite' not in r for r in rows): return None
     try: text = b'\n'.join([orjson.dumps(r, option=options) for r in rows])
     except (TypeError, RecursionError): return None
@@ -164,46 +166,46 @@ def lines_of(rows:list) -> bytes|None:
 
 # %% ../../nbs/05_ground/20_record.ipynb #c6e242ad
 def texts_of(numbers) -> list:
-    "Return the JSON of each number, or of each list in an array of lists, as bytes. All numbers are finite."
+    "Return the JSON of each number in an array as bytes; for a 2-D array, the JSON of each row of the array. All numbers must be finite."
     if numbers.ndim>1: return [b'[%s]' % b','.join(texts_of(row)) for row in numbers]
     text = orjson.dumps(numbers, option=orjson.OPT_SERIALIZE_NUMPY) if orjson is not None and numbers.flags.c_contiguous else encode(numbers.tolist()).encode()
     return text[1:-1].split(b',')
 
 def regular_line(row:dict) -> bytes|None:
-    "Return the line of a row, with the digits of `texts_of`. None for a row of `careful_line`, whose numbers may have other digits."
+    "Return the JSON line of a row, with numbers formatted as in `texts_of`. Return None if only `careful_line` can write the row."
     return careful_line(row) if orjson is None else quick_line(row)
 
 # %% ../../nbs/05_ground/20_record.ipynb #a9c17fb3
 def dump_row(row:dict) -> str:
-    "Return a row as a line of strict JSON, without the newline."
+    "Return a row as one line of strict JSON, as a string without the newline."
     return line_of(row).decode()
 
 # %% ../../nbs/05_ground/20_record.ipynb #fa842645
 def loads(line):
-    "Parse JSON by orjson, else by Python. Raises ValueError."
+    "Parse JSON with orjson, or with Python's `json` if orjson fails. Raises ValueError for invalid JSON."
     if orjson is not None:
         try: return orjson.loads(line)
         except orjson.JSONDecodeError: pass
     text = line if isinstance(line, str) else line.decode()
     value = json.loads(text)
-    if '\\u' in text or not text.isascii(): encode_text(value) # raises UnicodeEncodeError for lone surrogates
+    if '\\u' in text or not text.isascii(): check_text_encodable(value) # raises UnicodeEncodeError for a lone surrogate
     return value
 
-def encode_text(value): json.dumps(value, ensure_ascii=False).encode()
+def check_text_encodable(value): json.dumps(value, ensure_ascii=False).encode()
 
 numbers = {'NaN': math.nan, 'Infinity': math.inf, '-Infinity': -math.inf}
 
 def restore(row):
-    "Put the numbers of `nonfinite` back, in place. Keep entries without a value."
+    "Replace nulls of a row by the NaN and infinities in its column `nonfinite`, in place. Keep the entries of `nonfinite` that match no null."
     named = row['nonfinite']
     if not isinstance(named, dict): return row
-    left = {where: word for where,word in named.items() if not put_back(row, where, word)}
+    left = {where: word for where,word in named.items() if not restore_value(row, where, word)}
     if left: row['nonfinite'] = left
     else: del row['nonfinite']
     return row
 
-def put_back(o, where, word):
-    "Replace the null at the pointer `where` by the number `word`. Return False if there is none."
+def restore_value(o, where, word):
+    "Replace the null at the JSON pointer `where` by the number that `word` names, such as 'NaN'. Return False if there is no null."
     *path,last = [k.replace('~1', '/').replace('~0', '~') for k in where.split('/')]
     try:
         for k in path: o = o[int(k) if isinstance(o, list) else k]
@@ -215,24 +217,24 @@ def put_back(o, where, word):
 
 # %% ../../nbs/05_ground/20_record.ipynb #4d307bc8
 def load_row(line:str|bytes) -> dict:
-    "Return the row of a line, with NaN and infinities. Raises ValueError for a line without a row."
+    "Parse a JSON line as a row, with NaN and infinities restored. Raises ValueError if the line is not a JSON object."
     row = loads(line)
-    if not isinstance(row, dict): raise ValueError(f"a row is a JSON object, got {line!r:.80}")
+    if not isinstance(row, dict): raise ValueError(f"a line of a log must be a JSON object, got {line!r:.80}")
     return restore(row) if 'nonfinite' in row else row
 
 # %% ../../nbs/05_ground/20_record.ipynb #5616a33b
 def column_order(names, marks=()) -> list:
-    "Return the columns of a table in order: statistics, then identity, then marks. `names`: in the order of their first rows."
+    "Sort the column names of a table: statistics, then `module`, `ts`, `ttype` and the like, then the user's `marks`."
     names,marks = list(names),set(marks)
     last = [c for c in ('run', 'module', 'path', *identity[1:], *of_pieces, *optional) if c in names and c not in marks]
     return [n for n in names if n not in last and n not in marks] + last + [n for n in names if n in marks]
 
 # %% ../../nbs/05_ground/20_record.ipynb #c5f09a17
 def report_row(kind:str, text:str, severity:str, module:str, step:int, ts:str) -> dict:
-    """Return a row of the type 'finding' for a warning during the training, so that the run keeps it.
+    """Return a row of the tensor type 'finding' for a warning during the training, so that the log has the warning.
 
-    kind: kind of warning, one word: the `tname` of the row
-    module: its display name
+    kind: kind of the warning in one word, which is the `tname` of the row
+    module: display name of the module
     ts: local time"""
     return {'severity': severity, 'rule': 'recording', 'text': text, 'advice': '', 'look': '', 'evidence': {}, 'first_step': step, 'last_step': step,
         'module': module, 'ts': ts, 'ttype': 'finding', 'tname': kind, 'step': step, 'call': 0}

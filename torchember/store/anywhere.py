@@ -15,48 +15,48 @@ from ..ground.needs import needs
 
 # %% ../../nbs/30_store/00_anywhere.ipynb #e7cdfa6a
 def is_url(where):
-    "Return True if files there are behind a URL, not on this machine. `where`: path or text."
+    "Return True if `where`, a path or a string, is a URL and not a path on this machine."
     if isinstance(where, str): return re.match(r'\w[\w+.:-]*://', where) is not None and not where.startswith(('file://', 'local://'))
     return not isinstance(where, os.PathLike) and hasattr(where, 'storage_options') and hasattr(where, 'fs')
 
 def located(where):
-    "Return a `Path` of this machine, or a `UPath`. `where`: path, URL, or a `UPath` with options of its store."
+    "Convert `where` to a `Path` on this machine, or to a `UPath`. `where`: path, URL, or a `UPath` with options of its store."
     if isinstance(where, str) and where.startswith(('file://', 'local://')): where = re.sub(r'^\w+://(localhost(?=/))?', '', where)
     if not is_url(where): return Path(where)
-    if '\0' in str(where): raise ValueError(f"The URL {printable(where)!r} has a null character in it.")
+    if '\0' in str(where): raise ValueError(f"The URL {printable(where)!r} contains a null character.")
     UPath = needs('upath', for_=f'What is behind a URL, such as {printable(where, 80)},', package='universal_pathlib').UPath
     if isinstance(where, str): return UPath(where.rstrip('/') if not where.endswith('://') else where, use_listings_cache=False)
     if 'use_listings_cache' in where.storage_options: return where
     return UPath(str(where), protocol=where.protocol, use_listings_cache=False, **where.storage_options)
 
 # %% ../../nbs/30_store/00_anywhere.ipynb #76b8327e
-class StoreError(OSError): "A store behind a URL failed."
+class StoreError(OSError): "Error of a remote store, such as S3."
 
-def ask_store(path, f, what='read'):
-    "Return `f()`. Convert errors of the store to OSError with the place. `what`: verb for the message."
+def call_store(path, f, what='read'):
+    "Call `f`, which uses a remote store, and return the result. Convert errors to OSError with the `path`. `what`: verb for the message."
     try: return f()
     except (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError) as e:
         raise type(e)(f"{printable(path)} could not be {what}: {printable(e, 300) or type(e).__name__}.") from None
     except (ImportError, MemoryError, StoreError): raise
     except Exception as e:
         reason = f'{type(e).__name__}: {printable(e, 300)}'
-        raise StoreError(f"{printable(path)} could not be {what}: {reason}. Is the store there, and are its address and keys right?") from None
+        raise StoreError(f"{printable(path)} could not be {what}: {reason}. Check that the store is running, and check its address and keys.") from None
 
 # %% ../../nbs/30_store/00_anywhere.ipynb #852f4d39
-def file_exists(path): return ask_store(path, path.is_file) if is_url(path) else os.path.isfile(path)
+def file_exists(path): return call_store(path, path.is_file) if is_url(path) else os.path.isfile(path)
 
-def folder_exists(path): return ask_store(path, path.is_dir) if is_url(path) else os.path.isdir(path)
+def folder_exists(path): return call_store(path, path.is_dir) if is_url(path) else os.path.isdir(path)
 
-def path_exists(path): return ask_store(path, path.exists) if is_url(path) else os.path.lexists(path)
+def path_exists(path): return call_store(path, path.exists) if is_url(path) else os.path.lexists(path)
 
-def file_size(path): return ask_store(path, lambda: path.fs.info(path.path))['size'] if is_url(path) else os.path.getsize(path)
+def file_size(path): return call_store(path, lambda: path.fs.info(path.path))['size'] if is_url(path) else os.path.getsize(path)
 
 # %% ../../nbs/30_store/00_anywhere.ipynb #9821c960
 class Entry(NamedTuple):
-    "An entry of a folder behind a URL, with the interface of `os.DirEntry`."
+    "Entry of a folder behind a URL, with the interface of `os.DirEntry`."
     path:object # `UPath`
     name:str
-    info:dict # what the store says of it
+    info:dict # type, size and other properties of the file, as the store returns them
 
     def is_dir(self, follow_symlinks=True): return self.info['type']=='directory'
 
@@ -68,12 +68,12 @@ class Entry(NamedTuple):
     def size(self): return self.info['size']
 
 def list_folder(folder):
-    "Return the entries of a folder, `os.DirEntry` or `Entry`. The folder need not exist. A store is asked once."
+    "Return the entries of a folder as `os.DirEntry` or `Entry`; an empty list if it does not exist. A remote store gets one request."
     if not is_url(folder):
         try:
             with os.scandir(folder) as found: return list(found)
         except (FileNotFoundError, NotADirectoryError): return []
-    try: found = ask_store(folder, lambda: folder.fs.ls(folder.path, detail=True))
+    try: found = call_store(folder, lambda: folder.fs.ls(folder.path, detail=True))
     except (FileNotFoundError, NotADirectoryError): return []
     own = folder.path.strip('/')
     named = [(f['name'].rstrip('/').rpartition('/')[2], f) for f in found if f['name'].strip('/')!=own]
@@ -81,27 +81,30 @@ def list_folder(folder):
 
 # %% ../../nbs/30_store/00_anywhere.ipynb #8bb96478
 def open_regular(path, flags):
-    "Open a regular file, as an `opener` of `open`. Raise OSError at once for a pipe, a device or a folder."
+    "Open a regular file: an `opener` for Python's `open`. Raise OSError for a pipe, a device or a folder, because reading could block."
     try: refuse_irregular(os.stat(path).st_mode, path)
     except FileNotFoundError: pass # the file may be about to be created
     fd = os.open(path, flags | getattr(os, 'O_NONBLOCK', 0), 0o666)
-    try: refuse_irregular(os.fstat(fd).st_mode, path) # another process may have replaced the file
+    # checked again, because another process may have replaced the file
+    try: refuse_irregular(os.fstat(fd).st_mode, path)
     except OSError: os.close(fd); raise
     return fd
 
 def refuse_irregular(mode, path):
+    "Raise OSError unless the file mode `mode` is that of a regular file."
     if stat.S_ISREG(mode): return
     what = next((w for is_,w in ((stat.S_ISDIR, 'a folder'), (stat.S_ISFIFO, 'a pipe'), (stat.S_ISSOCK, 'a socket')) if is_(mode)), 'a device')
-    raise OSError(f"{printable(path)} is {what} and no file, so it is not opened.")
+    raise OSError(f"{printable(path)} is {what}, not a file, so it was not opened. Give another path.")
 
 # %% ../../nbs/30_store/00_anywhere.ipynb #c0ad9072
 class RangedFile(io.RawIOBase):
-    "A file behind a URL, read in ranges."
-    least,most = 1<<16,1<<23 # bytes of a request
+    "File behind a URL that is read in byte ranges, as a Python file object."
+    least,most = 1<<16,1<<23 # smallest and largest number of bytes of a request
 
-    def __init__(self, path, size=None): # `UPath`; its size, if known
+    def __init__(self, path, size=None): # path: `UPath`; size: of the file in bytes, if known
         self.path,self.size = path,file_size(path) if size is None else size
-        self.at,self.start,self.data,self.ask = 0,0,b'',self.least # `data`: the last range, which begins at `start`
+        # `data`: the last range read, which begins at `start`
+        self.at,self.start,self.data,self.ask = 0,0,b'',self.least
 
     def readable(self): return True
 
@@ -110,12 +113,14 @@ class RangedFile(io.RawIOBase):
     def tell(self): return self.at
 
     def seek(self, to, whence=0):
+        "Set the position from which the next read begins."
         self.at = max(to+(0, self.at, self.size)[whence], 0)
         return self.at
 
     def readinto(self, b):
+        "Fill the buffer `b` from the current position. Return the number of bytes read."
         n,done = max(min(len(b), self.size-self.at), 0),0
-        while done<n: # fill the buffer: readers of Parquet rely on this
+        while done<n: # fill the whole buffer, because readers of Parquet expect this
             if not self.start<=self.at<self.start+len(self.data): self.fetch(n-done)
             got = self.data[self.at-self.start:self.at-self.start+n-done]
             b[done:done+len(got)] = got
@@ -124,27 +129,28 @@ class RangedFile(io.RawIOBase):
         return n
 
     def fetch(self, n):
-        "Request the range that begins at the current position."
+        "Read the byte range that begins at the current position. Double its size if reading is sequential."
         self.ask = min(2*self.ask, self.most) if self.data and self.at==self.start+len(self.data) else self.least
         end = min(self.at+max(n, self.ask), self.size)
-        self.data = ask_store(self.path, lambda: self.path.fs.cat_file(self.path.path, start=self.at, end=end))
+        self.data = call_store(self.path, lambda: self.path.fs.cat_file(self.path.path, start=self.at, end=end))
         self.start = self.at
-        if not self.data: raise OSError(f"{printable(self.path)} had {self.size} bytes, and now ends at {self.at}: somebody has replaced it. Read it again.")
+        if not self.data: raise OSError(f"{printable(self.path)} had {self.size} bytes, and now ends at {self.at}: it was replaced meanwhile. Read it again.")
 
 def open_file(path, buffering=-1, size=None):
-    "Open a file for reading bytes, on this machine or behind a URL. A remote file of up to 1 MB is read at once. `size`: of the file, if known."
+    "Open a local or remote file for reading bytes. Read a remote file of up to 1 MB at once. `size`: size of the file, if known."
     if not is_url(path): return open(path, 'rb', buffering=buffering, opener=open_regular)
-    if size is not None and size<=1<<20: return io.BytesIO(ask_store(path, lambda: path.fs.cat_file(path.path)))
+    if size is not None and size<=1<<20: return io.BytesIO(call_store(path, lambda: path.fs.cat_file(path.path)))
     return RangedFile(path, size)
 
 # %% ../../nbs/30_store/00_anywhere.ipynb #65dadce9
-objects = { # protocols of stores that have whole objects, and no folders
+objects = { # protocols of object stores: they replace a file atomically, and have no folders
     's3', 's3a', 'gs', 'gcs', 'az', 'abfs', 'abfss', 'adl', 'oci', 'oss', 'r2', 'memory', 'hf'}
 
 def write_whole(path, data):
-    "Write a file behind a URL. Readers never see a part of it."
+    "Write a file behind a URL atomically: readers never see an incomplete file."
     fs = path.fs
     def write():
+        "Write `data`, by way of a temporary file if the store has folders."
         if path.protocol in objects: return fs.pipe_file(path.path, data)
         fs.makedirs(path.parent.path, exist_ok=True)
         temp = path.with_name(f'.torchember-{os.urandom(8).hex()}')
@@ -154,9 +160,9 @@ def write_whole(path, data):
         except BaseException:
             if fs.exists(temp.path): fs.rm_file(temp.path)
             raise
-    ask_store(path, write, 'written')
+    call_store(path, write, 'written')
 
 def remove_remote(path):
     "Remove a file behind a URL, if it exists."
-    try: ask_store(path, lambda: path.fs.rm_file(path.path), 'removed')
+    try: call_store(path, lambda: path.fs.rm_file(path.path), 'removed')
     except FileNotFoundError: pass

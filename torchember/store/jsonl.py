@@ -13,22 +13,25 @@ from socket import gethostname
 from torchember.ground.messages import an, printable, unknown
 from torchember.ground.record import line_of, load_row, unmarkable
 from torchember.store.anywhere import list_folder, file_exists, path_exists, is_url
-from torchember.store.base import check_writable, valid_facts, folder, local_only, now, portable_name, read_meta, run_name, safe_name, write_meta
+from torchember.store.base import check_writable, valid_base, folder, local_only, now, portable_name, read_meta, run_name, safe_name, write_meta
 from torchember.store.lines import line_blocks, is_step, parse, parse_blocks
 from torchember.store.listeners import Listener
-from torchember.store.log import Log, UrlLog, call_each, flush_logs, listen_to_run
-from torchember.store.older import first_lines, is_first, is_older, older_blocks
+from torchember.store.log import Log, UrlLog, call_functions, flush_logs, listen_to_run
+from torchember.store.older import convert_lines_of_01, is_version_01, is_older, older_blocks
 from torchember.store.reading import frame, table_of_lines, with_path, without_superseded
 from torchember.store.rotation import check_store
 from torchember.store.table import tree_in, tree_table
 
 # %% ../../nbs/30_store/15_jsonl.ipynb #c20ed5c3
-facts_at_end = ('end', 'steps', 'rows', 'bytes', 'seconds', 'share') # metadata of a run that is over
+# keys of the metadata 'base' that are added when a run is over
+keys_at_end = ('end', 'steps', 'rows', 'bytes', 'seconds', 'share')
 
 class Metadata:
-    "Metadata files of a folder, and metadata of one run that is written once the run has rows."
-    def __init__(self, folder, run): # folder of the files; function that returns the run's name, which may change before there are rows
-        self.folder,self.run,self.known,self.unwritten = folder,run,{},set() # known: kind -> value; unwritten: kinds that the disk lacks
+    "Metadata files in a folder. Metadata of the current run is kept in memory, and written when the run has rows."
+    # run: function that returns the name of the run, which may change before the first row
+    def __init__(self, folder, run):
+        # known: kind of metadata -> value; unwritten: kinds that are not on disk yet
+        self.folder,self.run,self.known,self.unwritten = folder,run,{},set()
 
     def get(self, kind): return self.known.get(kind)
 
@@ -46,40 +49,44 @@ class Metadata:
             raise
 
     def begin(self, base, more):
-        try: earlier = {k:v for k,v in valid_facts(self[self.name('base')]).items() if k not in facts_at_end}
+        "Set the metadata of a run that starts. Keep the values of an earlier part of the same run, such as its start."
+        try: earlier = {k:v for k,v in valid_base(self[self.name('base')]).items() if k not in keys_at_end}
         except (KeyError, ValueError, OSError): earlier = {} # no file, or one that cannot be read
         self.known = {'base': {**base, **earlier, 'pid': os.getpid(), 'host': gethostname()}, **more}
         self.unwritten = set(self.known)
 
     def amend(self, kind, value):
+        "Change one kind of metadata in memory; `write` puts it on disk."
         self.known[kind] = value
         self.unwritten.add(kind)
 
     def write(self):
-        "Write what the disk lacks."
+        "Write the metadata that is not on disk yet."
         for kind in [k for k in self.known if k in self.unwritten]:
-            self.unwritten.discard(kind) # before the value is read: it may change during the write
+            self.unwritten.discard(kind) # before the write, because the value may change during the write
             try: self[self.name(kind)] = self.known[kind]
             except OSError:
                 self.unwritten.add(kind)
                 raise
 
     def end(self, more):
+        "Write the metadata 'base' again, with the time of the end and more values."
         try: self[self.name('base')] = {**self.known['base'], 'end': now(), **more}
-        except OSError: pass # only the time of the end is lost
+        except OSError: pass # ignored, because only the summary at the end of the run is lost
 
 # %% ../../nbs/30_store/15_jsonl.ipynb #afe3ec40
 class StoredRun:
-    "A run on disk, open for reading."
-    def __init__(self, libname, fname, home, **how): # how: as in `Log`
+    "Stored run that is open for reading: its rows and metadata."
+    def __init__(self, libname, fname, home, **how): # how: arguments of `Log`
         safe_name(fname, 'run')
         self.libname,self.dir = libname,folder(libname, home)
         if not file_exists(self.dir/'log'/fname): portable_name(fname)
         self.home,self.log,self.data = self.dir.parent,self.dir/'log',self.dir/'data'
         self.about = Metadata(self.data, lambda: self.fname)
         self.file = UrlLog(self.log/fname) if is_url(self.dir) else Log(self.log/fname, first=self.about.write, **how)
-        self.source,self.torn = None,0 # source(close): makes a recorder queue its rows
-        self.folder = is_older(self.log/fname) # True for a run of torchember 0.2
+        # source: function that makes the recorder queue its rows; its argument is True to close the step
+        self.source,self.torn = None,0
+        self.folder = is_older(self.log/fname) # True for a run of torchember 0.2, whose log is a folder
 
     @property
     def fname(self):
@@ -99,41 +106,41 @@ class StoredRun:
     def __repr__(self): return printable(f'<{self.libname}:{self.fname}>')
 
     def barrier(self, close=False):
-        "Write all rows that were recorded so far. `close`: end the open step."
+        "Wait until all rows recorded so far are in the file. `close`: also end the open step."
         if self.source is not None and self.file.is_ours: self.source(close)
         self.file.flush()
         flush_logs(self.log_path)
 
     def older(self):
-        "Return True for a run of torchember 0.1 or 0.2."
+        "Return True if the run was recorded by torchember 0.1 or 0.2."
         if self.folder or self.about.known or self.source is not None: return self.folder
-        try: return is_first(self[f'base_{self.fname}'])
+        try: return is_version_01(self[f'base_{self.fname}'])
         except (KeyError, ValueError, OSError): return False # no file, or one that cannot be read
 
     def blocks(self, after=(0, 0)):
-        "Yield the rows of the run in blocks, also rows that the disk has not accepted. `after`: bytes of the log and rows to skip."
-        if self.older(): return older_blocks(self.log_path) if self.folder else first_lines(line_blocks(self.log_path))
+        "Yield the rows of the run in blocks, with rows that are not on disk yet. `after`: (bytes of the log, rows) to skip."
+        if self.older(): return older_blocks(self.log_path) if self.folder else convert_lines_of_01(line_blocks(self.log_path))
         return self.file.disk.rows(after)
 
     def require_exists(self):
         "Raise FileNotFoundError if there is no such run."
         flush_logs(self.log_path)
         if not is_url(self.dir) and os.path.isdir(self.log_path) and not self.folder:
-            raise FileNotFoundError(f"{printable(self.log_path)} is a folder, and no run: a run is a file, or a folder "
-                "with files such as 'init-00.log', as torchember 0.2 kept it. runs() says which there are.")
+            raise FileNotFoundError(f"{printable(self.log_path)} is a folder, not a run. A run is a file, or a folder "
+                "with files such as 'init-00.log', which torchember 0.2 wrote. runs() lists all runs.")
         if self.source is None and not self.file.disk.exists:
             known = sorted(e.name for e in list_folder(self.log) if not e.name.endswith('_latest'))
             if ranks := [n for n in known if re.fullmatch(re.escape(self.fname)+r'\.rank\d+', n)]:
-                raise FileNotFoundError(f"The run {self.fname!r} is of {len(ranks)} process{'es'*(len(ranks)>1)}, with a log each: read({self.fname!r}) makes "
-                    f"one table of them, and emberTracker({ranks[0]!r}) has what one of them saw.")
+                raise FileNotFoundError(f"The run {self.fname!r} has {len(ranks)} process{'es'*(len(ranks)>1)}, each with a log. read({self.fname!r}) merges "
+                    f"the logs to one table; emberTracker({ranks[0]!r}) opens the log of one process.")
             raise FileNotFoundError(f"{unknown('run', self.fname, known)} Looked in {printable(self.log)}.")
 
     def whole_file(self):
-        "Return path and size of the log, None if some rows are not in its file."
+        "Return path and size of the log. Return None if some rows are not in its file yet."
         return None if self.older() else self.file.disk.complete_file()
 
     def lines(self):
-        "Return all rows as dicts."
+        "Return all rows of the run as dicts."
         self.barrier()
         self.require_exists()
         rows,self.torn = parse_blocks(self.blocks)
@@ -141,14 +148,14 @@ class StoredRun:
 
     @property
     def df(self):
-        "All rows as a table"
+        "All rows of the run as a table"
         self.barrier()
         self.require_exists()
         df,self.torn = table_of_lines(self.blocks, self.whole_file())
         return with_path(without_superseded(df))
 
     def last_step(self):
-        "Return the number of the last step, -1 if there is none."
+        "Return the number of the last step of the run, or -1 if there are no steps."
         self.barrier()
         return self.file.disk.tail() if not self.folder else max((r.get('step', -1) for r in self.lines()), default=-1)
 
@@ -156,7 +163,8 @@ class StoredRun:
         "Return the rows of the latest step as dicts."
         self.barrier()
         rows = parse(self.file.step.read(self.latest, self.file.is_ours))[0]
-        return without_superseded(rows) or last_step(self.lines()) # a killed run may have no file of its latest step
+        # a killed run may have no file of its latest step, so the log is read
+        return without_superseded(rows) or last_step(self.lines())
 
     @property
     def latest_df(self):
@@ -185,22 +193,23 @@ class StoredRun:
 
 # %% ../../nbs/30_store/15_jsonl.ipynb #7d923484
 def last_step(rows):
-    "Return the rows of the last step."
+    "Return those of `rows` that belong to the last step; all rows if no row has a step."
     last = max((r['step'] for r in rows if is_step(r.get('step'))), default=None)
     return rows if last is None else [r for r in rows if r.get('step')==last]
 
 # %% ../../nbs/30_store/15_jsonl.ipynb #505b5a99
 class AppendedRun(StoredRun):
-    "A run on disk to which rows are appended, with marks."
+    "Stored run that rows can be appended to. Each row gets the user's marks as columns."
     def __add__(self, row): return self(row)
 
     def __call__(self,
         row:dict # Anything that JSON, torch and numpy have. TypeError for other values
     ): # The tracker
         "Append a row as it is, with the marks"
-        if not isinstance(row, dict): raise TypeError(f"a row is a dict such as {{'loss': 0.3}}, got {an(row)}.")
+        if not isinstance(row, dict): raise TypeError(f"a row must be a dict such as {{'loss': 0.3}}, got {an(row)}.")
         if self.folder: raise FileExistsError(cannot_append_message(self.fname))
-        line = line_of({**row, **{k:v for k,v in self.marked.items() if k not in row}} if self.marked else row) # now: the row may change later
+        # converted now, because the caller may change the row later
+        line = line_of({**row, **{k:v for k,v in self.marked.items() if k not in row}} if self.marked else row)
         self.file.put(lambda: [line], joins=self.source is not None, here=self.source is None)
         return self
 
@@ -216,7 +225,7 @@ class AppendedRun(StoredRun):
             The tracker
         """
         line = line.removesuffix('\n')
-        if '\n' in line: raise ValueError("a line has no newline in it. Log several lines one by one.")
+        if '\n' in line: raise ValueError("logging() takes one line, but this text has several. Log them one by one.")
         if self.folder: raise FileExistsError(cannot_append_message(self.fname))
         json.loads(line, parse_constant=refuse_constant)
         load_row(line) # raises ValueError if the line is not a row
@@ -227,7 +236,7 @@ class AppendedRun(StoredRun):
     def put(self,
         rows, # Object from which `by` makes rows later, in another thread
         close:bool=False, # True if the step is over with these rows
-        by=call_each # Function of a list of such objects that returns the rows of each. By default the objects are functions
+        by=call_functions # Function of a list of such objects that returns the rows of each. By default the objects are functions
     ):
         """Queue rows that are not computed yet
 
@@ -247,8 +256,9 @@ class AppendedRun(StoredRun):
             **marks: Column -> value, for every row from now on
         """
         for k in marks:
-            if k in unmarkable: raise ValueError(f"{k!r} is a column of every row, so it cannot be a mark. Choose another name.")
-        marks = load_row(line_of(marks)) # raises TypeError now, not in the middle of the training
+            if k in unmarkable: raise ValueError(f"{k!r} is a column that torchember writes, so it cannot be a mark. Choose another name.")
+        # converted now, so that a wrong type raises TypeError here and not during the training
+        marks = load_row(line_of(marks))
         if self.source is not None and any(k not in self.marked or self.marked[k]!=v for k,v in marks.items()): self.source(False)
         self.marked = {**self.marked, **marks}
 
@@ -266,9 +276,10 @@ class AppendedRun(StoredRun):
         self.marked = {k:v for k,v in self.marked.items() if names and k not in names}
 
 def cannot_append_message(name):
-    return f"The run {name!r} was recorded by torchember 0.2, as a folder. It can be read, and nothing can be added to it. Choose another name."
+    "Return the error message for appending to a run of torchember 0.2."
+    return f"The run {name!r} was recorded by torchember 0.2, as a folder. It can be read, but no rows can be added. Choose another name."
 
-def refuse_constant(word): raise ValueError(f"{word} is not JSON. t({{'name': float('nan')}}) writes it as JSON has it.")
+def refuse_constant(word): raise ValueError(f"{word} is not JSON. t({{'name': float('nan')}}) stores it as JSON.")
 
 # %% ../../nbs/30_store/15_jsonl.ipynb #c942d217
 class tracker(AppendedRun):
@@ -386,11 +397,12 @@ class emberTracker(tracker):
     ): super().__init__('torchember', fname, home, **kwargs)
 
 # %% ../../nbs/30_store/15_jsonl.ipynb #e43520d5
-taken = set() # files of runs that this process has named, and that may not be on disk yet
+taken = set() # log files of runs of this process; they may not be on disk yet, so a new run must not take the same name
 
 def exists(name, home):
+    "Return True if a run of this name is on disk, or was begun by this process."
     path = folder('torchember', home)/'log'/name
-    return path in taken or path_exists(path) # a broken link exists, too
+    return path in taken or path_exists(path) # True also for a broken link
 
 # %% ../../nbs/30_store/15_jsonl.ipynb #3cbb159d
 def new_run(kind, name=None, resume=False, home=None, store='jsonl', ranks=1):
@@ -401,15 +413,16 @@ def new_run(kind, name=None, resume=False, home=None, store='jsonl', ranks=1):
     exact = name is not None
     check_store(store)
     if is_url(folder('torchember', home)): raise OSError(local_only(folder('torchember', home)))
-    for part in ('log', 'data') if home is not None else (): check_writable(folder('torchember', home)/part) # the default home is checked when it is written
+    # the default home is checked at the first write
+    for part in ('log', 'data') if home is not None else (): check_writable(folder('torchember', home)/part)
     if name is None:
-        if resume: raise ValueError("resume=True needs name=, the run to go on with.")
+        if resume: raise ValueError("resume=True needs name=, the name of the run to continue.")
         base = run_name(kind)
         name = next(n for i in count(1) if not exists(n := base if i==1 else f'{base}_{i}', home))
     elif exists(safe_name(name, 'run'), home) and not resume:
-        raise FileExistsError(f"The run {name!r} exists already in {folder('torchember', home)}. Choose another name=, or go on with it by resume=True.")
+        raise FileExistsError(f"The run {name!r} exists already in {folder('torchember', home)}. Choose another name=, or continue the run with resume=True.")
     if resume and (old := emberTracker(name, home)).older():
-        raise FileExistsError(f"The run {name!r} was recorded by an older torchember ({'0.2' if old.folder else '0.1'}). It can be read, but not gone on with. "
+        raise FileExistsError(f"The run {name!r} was recorded by an older torchember ({'0.2' if old.folder else '0.1'}). It can be read, but not continued. "
             "Choose another name=.")
     t = emberTracker(name, home, fresh=not (resume and exists(name, home)), exact=exact, store=store, ranks=ranks)
     taken.add(t.log_path)
