@@ -20,7 +20,7 @@ from ..measure.arena import Arena, rows_of_pass
 from ..measure.snapshot import Snapshot
 from ..measure.tap import OnMeta, observe
 from ..ground.messages import an, printable
-from ..ground.record import place_of, plain, pointer, reserved
+from ..ground.record import place_of, plain, json_pointer_part, reserved
 from .calls import Calls
 from .notices import Notices
 
@@ -38,7 +38,7 @@ def custom_row(f, x, call=lambda f, x: f(x)):
     taken = reserved & got.keys()
     if taken: raise ValueError(f"the statistic's name {min(taken)!r} is a column of every row. Choose another name.")
     nonfinite = {}
-    got = {str(k): plain(v, pointer(k), nonfinite) for k,v in got.items()}
+    got = {str(k): plain(v, json_pointer_part(k), nonfinite) for k,v in got.items()}
     return got | ({'nonfinite': nonfinite} if nonfinite else {})
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #b78185b3

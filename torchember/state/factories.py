@@ -25,11 +25,12 @@ from .layers import select_layers
 
 # %% ../../nbs/70_state/08_factories.ipynb #58345378
 def check_copy(clone, device, dtype):
+    "Raise ValueError if a device or dtype is given for a snapshot that makes no copies."
     if not clone and (device is not None or dtype is not None):
         raise ValueError("device= and dtype= make a copy, so they need clone=True. With clone=False a snapshot shares the memory of the model.")
 
 def take_snapshot(items, pattern, clone, device, dtype, name, ttype=None) -> StateDict:
-    "Return a snapshot of some (name, tensor, columns of its log row)."
+    "Return a snapshot of the given tensors. `items`: iterable of (name, tensor, columns of its log row)."
     check_copy(clone, device, dtype)
     places = {k: (x, p) for k,x,p in items}
     d = StateDict((k, x) for k,(x,_) in select_layers(places, pattern).items())
@@ -40,19 +41,19 @@ def take_snapshot(items, pattern, clone, device, dtype, name, ttype=None) -> Sta
 # %% ../../nbs/70_state/08_factories.ipynb #dcfada28
 def from_state_dict(
     raw_state_dict, # Result of `model.state_dict()`
-    pattern=None, # Regular expression, matched from the start of a name
-    *, clone:bool=False, # True copies the tensors, False shares their memory
-    device=None, dtype=None, # Device and dtype of the copy
-    name=None # Name of the snapshot
+    pattern=None, # Regular expression for layer names, matched from the start
+    *, clone:bool=False, # True copies the tensors. False shares their memory
+    device=None, dtype=None, # Device and dtype of the copies
+    name=None # Name of the snapshot in printed text
 ) -> StateDict:
-    """Return the tensors of a state dict, including buffers.
+    """Return a snapshot of the tensors of a state dict, including buffers.
 
     Args:
         raw_state_dict: Result of `model.state_dict()`
-        pattern: Regular expression, matched from the start of a name
-        clone: True copies the tensors, False shares their memory
-        device, dtype: Device and dtype of the copy
-        name: Name of the snapshot
+        pattern: Regular expression for layer names, matched from the start
+        clone: True copies the tensors. False shares their memory
+        device, dtype: Device and dtype of the copies
+        name: Name of the snapshot in printed text
     """
     items = ((k, x, None) for k,x in raw_state_dict.items() if isinstance(x, torch.Tensor) or not k.endswith('_extra_state'))
     return take_snapshot(items, pattern, clone, device, dtype, name)
@@ -61,7 +62,7 @@ def from_state_dict(
 def check_model(model):
     "Raise TypeError if `model` is not a module."
     if isinstance(model, nn.Module): return
-    raise TypeError(f"a snapshot is taken of a torch.nn.Module, got a {type(model).__name__}. For a dict of tensors, use from_state_dict.")
+    raise TypeError(f"expected a torch.nn.Module, got a {type(model).__name__}. For a dict of tensors, use from_state_dict.")
 
 def named_parameters_of(model, include=None, exclude=None):
     "Yield (name, parameter, columns of its log row) for each parameter of a model, in the order of `named_parameters`."
@@ -84,22 +85,22 @@ def default_name(model, what): return f'{type(model.module if isinstance(model, 
 # %% ../../nbs/70_state/08_factories.ipynb #b99d6808
 def from_weight(
     model:nn.Module,
-    pattern=None, # Regular expression, matched from the start of a name
+    pattern=None, # Regular expression for layer names, matched from the start
     *, include=None, exclude=None, # Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
-    requires_grad:bool=False, # Take only trainable parameters
-    clone:bool=False, # True copies the tensors, False shares their memory
-    device=None, dtype=None, # Device and dtype of the copy
-    name=None # Name of the snapshot
+    requires_grad:bool=False, # Include only parameters that require gradients
+    clone:bool=False, # True copies the tensors. False shares their memory
+    device=None, dtype=None, # Device and dtype of the copies
+    name=None # Name of the snapshot in printed text
 ) -> StateDict:
-    """Return the parameters of a model.
+    """Return a snapshot of the parameters of a model.
 
     Args:
-        pattern: Regular expression, matched from the start of a name
+        pattern: Regular expression for layer names, matched from the start
         include, exclude: Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
-        requires_grad: Take only trainable parameters
-        clone: True copies the tensors, False shares their memory
-        device, dtype: Device and dtype of the copy
-        name: Name of the snapshot
+        requires_grad: Include only parameters that require gradients
+        clone: True copies the tensors. False shares their memory
+        device, dtype: Device and dtype of the copies
+        name: Name of the snapshot in printed text
     """
     items = (o for o in named_parameters_of(model, include, exclude) if o[1].requires_grad or not requires_grad)
     return take_snapshot(items, pattern, clone, device, dtype, name or default_name(model, 'weights'), 'weight')
@@ -107,20 +108,20 @@ def from_weight(
 # %% ../../nbs/70_state/08_factories.ipynb #c8acccda
 def from_grad(
     model:nn.Module,
-    pattern=None, # Regular expression, matched from the start of a name
+    pattern=None, # Regular expression for layer names, matched from the start
     *, include=None, exclude=None, # Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
-    clone:bool=False, # True copies the tensors, False shares their memory until `zero_grad` releases it
-    device=None, dtype=None, # Device and dtype of the copy
-    name=None # Name of the snapshot
+    clone:bool=False, # True copies the tensors. False shares their memory, until `zero_grad` releases it
+    device=None, dtype=None, # Device and dtype of the copies
+    name=None # Name of the snapshot in printed text
 ) -> StateDict:
-    """Return the gradients of a model's parameters.
+    """Return a snapshot of the gradients of a model's parameters.
 
     Args:
-        pattern: Regular expression, matched from the start of a name
+        pattern: Regular expression for layer names, matched from the start
         include, exclude: Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
-        clone: True copies the tensors, False shares their memory until `zero_grad` releases it
-        device, dtype: Device and dtype of the copy
-        name: Name of the snapshot
+        clone: True copies the tensors. False shares their memory, until `zero_grad` releases it
+        device, dtype: Device and dtype of the copies
+        name: Name of the snapshot in printed text
     """
     items = ((k, p.grad, place|dict(tname=place['tname'].replace('weight', 'grad')))
         for k,p,place in named_parameters_of(model, include, exclude) if p.grad is not None)
@@ -135,22 +136,22 @@ def optimizer_state_keys(optimizer):
 def from_optimizer_state(
     model:nn.Module,
     optimizer:torch.optim.Optimizer,
-    optimizer_key=None, # Name of the state, such as 'exp_avg'. Optional if there is only one
-    pattern=None, # Regular expression, matched from the start of a name
+    optimizer_key=None, # Name of the optimizer state, such as 'exp_avg'. Optional if the optimizer has only one
+    pattern=None, # Regular expression for layer names, matched from the start
     *, include=None, exclude=None, # Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
-    clone:bool=False, # True copies the tensors, False shares their memory
-    device=None, dtype=None, # Device and dtype of the copy
-    name=None # Name of the snapshot
+    clone:bool=False, # True copies the tensors. False shares their memory
+    device=None, dtype=None, # Device and dtype of the copies
+    name=None # Name of the snapshot in printed text
 ) -> StateDict:
-    """Return one tensor of the optimizer's state for each parameter.
+    """Return a snapshot of one optimizer state, such as 'exp_avg', of each parameter.
 
     Args:
-        optimizer_key: Name of the state, such as 'exp_avg'. Optional if there is only one
-        pattern: Regular expression, matched from the start of a name
+        optimizer_key: Name of the optimizer state, such as 'exp_avg'. Optional if the optimizer has only one
+        pattern: Regular expression for layer names, matched from the start
         include, exclude: Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
-        clone: True copies the tensors, False shares their memory
-        device, dtype: Device and dtype of the copy
-        name: Name of the snapshot
+        clone: True copies the tensors. False shares their memory
+        device, dtype: Device and dtype of the copies
+        name: Name of the snapshot in printed text
     """
     keys = optimizer_state_keys(optimizer)
     if optimizer_key is None and len(keys)==1: optimizer_key = keys[0]
@@ -164,23 +165,23 @@ def from_optimizer_state(
 def from_together(
     model:nn.Module,
     optimizer:torch.optim.Optimizer,
-    optimizer_keys=None, # Names of the states. Default: all
-    pattern=None, # Regular expression, matched from the start of a name
+    optimizer_keys=None, # Names of optimizer states, such as 'exp_avg'. Default: all
+    pattern=None, # Regular expression for layer names, matched from the start
     *, include=None, exclude=None, # Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
-    clone:bool=False, # True copies the tensors, False shares their memory
+    clone:bool=False, # True copies the tensors. False shares their memory
     device=None, dtype=None # Device and dtype of the copies
-) -> tuple: # Weights, gradients, list of states
-    """Return weights, gradients and optimizer states.
+) -> tuple: # Snapshot of weights, snapshot of gradients, list of snapshots of optimizer states
+    """Return snapshots of the weights, of the gradients and of each optimizer state.
 
     Args:
-        optimizer_keys: Names of the states. Default: all
-        pattern: Regular expression, matched from the start of a name
+        optimizer_keys: Names of optimizer states, such as 'exp_avg'. Default: all
+        pattern: Regular expression for layer names, matched from the start
         include, exclude: Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
-        clone: True copies the tensors, False shares their memory
+        clone: True copies the tensors. False shares their memory
         device, dtype: Device and dtype of the copies
 
     Returns:
-        Weights, gradients, list of states
+        Snapshot of weights, snapshot of gradients, list of snapshots of optimizer states
     """
     how = dict(pattern=pattern, include=include, exclude=exclude, clone=clone, device=device, dtype=dtype)
     keys = optimizer_state_keys(optimizer) if optimizer_keys is None else optimizer_keys
@@ -189,57 +190,57 @@ def from_together(
 # %% ../../nbs/70_state/08_factories.ipynb #196224ef
 def load(
     path, # File written by `StateDict.save`, or a saved state dict
-    name=None, # Name of the snapshot
-    pattern=None, # Regular expression, matched from the start of a name
+    name=None, # Name of the snapshot in printed text
+    pattern=None, # Regular expression for layer names, matched from the start
     *, device=None, dtype=None # Device and dtype of the tensors. Default: the CPU, and the dtype in the file
 ) -> StateDict:
     """Read a snapshot from a file. A file that contains anything but tensors and plain values is refused, because it could run code.
 
     Args:
         path: File written by `StateDict.save`, or a saved state dict
-        name: Name of the snapshot
-        pattern: Regular expression, matched from the start of a name
+        name: Name of the snapshot in printed text
+        pattern: Regular expression for layer names, matched from the start
         device, dtype: Device and dtype of the tensors. Default: the CPU, and the dtype in the file
     """
     raw = torch.load(path, map_location='cpu', weights_only=True)
     if not isinstance(raw, dict): raise TypeError(f"{printable(path)} contains a {type(raw).__name__}, not a dict of tensors.")
     nested = [k for k,v in raw.items() if isinstance(v, dict)]
-    if nested: raise TypeError(f"{printable(path)} has several parts: {printable(', '.join(map(str, raw)), 200)}. "
+    if nested: raise TypeError(f"{printable(path)} contains several dicts: {printable(', '.join(map(str, raw)), 200)}. "
         f"Use from_state_dict(torch.load(path)[{nested[0]!r}]).")
     return from_state_dict(raw, pattern, clone=device is not None or dtype is not None, device=device, dtype=dtype, name=name)
 
 # %% ../../nbs/70_state/08_factories.ipynb #9fcd3109
 def activation_key(path:str, name:str, call:int=0) -> str:
-    "Return the name of an output in the snapshot. `name` is '' if the module returns one tensor."
+    "Return the name that an output has in the snapshot. `name`: '' if the module returns a single tensor."
     return '.'.join(filter(None, (path, name or ('' if path else 'output_0'))))+(f'@{call}' if call else '')
 
 # %% ../../nbs/70_state/08_factories.ipynb #8b6ab2ac
 class LatestPass:
-    "Tensors of one pass by name, in the order of the forward pass."
-    def __init__(self, state, copy=None): # state: to fill; copy: arguments of `Tensor.to` for copies, or None
+    "Captured tensors of the latest pass, in the order of the forward pass."
+    def __init__(self, state, copy=None): # state: StateDict to fill; copy: arguments of `Tensor.to` for copies, or None
         self.state,self.copy = state,copy
-        self.shown = 0 # number of the pass whose tensors the snapshot has
-        self.count,self.position = 0,{} # names in the running pass, and the position of each
-        self.versions = {} # name -> version of the tensor when it was captured, None if it cannot change
+        self.shown = 0 # number of the pass whose tensors are in the snapshot
+        self.count,self.position = 0,{} # number of names in the current pass; dict from name to position
+        self.versions = {} # name -> `Tensor._version` at capture. None: in-place changes are not checked
 
     def begin(self):
-        "Begin a forward pass."
+        "Count positions from 0 again, because a forward pass begins."
         self.count = 0
 
-    def expect(self, key, place):
-        "Note that `key` is the next name of the forward pass. `place` has the columns of its log row."
+    def add_name(self, key, place):
+        "Add the name of the next output in the forward pass. `place`: columns of its log row."
         self.position[key] = self.count = self.count+1
         self.state._places[key] = place
 
-    def show_pass(self, number):
-        "Remove the tensors of other passes."
+    def keep_only_pass(self, number):
+        "Remove the tensors of all other passes from the snapshot."
         if number==self.shown: return
         self.shown = number
         self.state.clear()
         self.versions.clear()
 
     def add(self, key, x, copy): # copy: True if compiled code will reuse the memory
-        "Add a tensor to the snapshot."
+        "Add a tensor to the snapshot, or a copy of the tensor."
         x = x.detach()
         if self.copy: x = x.to(**self.copy)
         elif copy: x = x.clone()
@@ -247,40 +248,40 @@ class LatestPass:
         if key in self.state: del self.state[key]
         self.state[key] = x
 
-    def in_order(self):
-        "Return the snapshot, in the order of the forward pass."
+    def sort_state(self):
+        "Sort the snapshot in the order of the forward pass, and return it."
         for k in sorted(self.state, key=self.position.get): self.state.move_to_end(k)
         return self.state
 
-    def overwritten(self):
-        "Return the names of tensors that were overwritten since they were captured. Each name is returned once."
-        lost = [k for k,x in self.in_order().items() if self.versions.get(k) is not None and x._version!=self.versions[k]]
+    def find_overwritten(self):
+        "Return the names of tensors that were changed in place after their capture. Return each name only once."
+        lost = [k for k,x in self.sort_state().items() if self.versions.get(k) is not None and x._version!=self.versions[k]]
         for k in lost: self.versions[k] = None
         return lost
 
 # %% ../../nbs/70_state/08_factories.ipynb #6f0a3c11
 class OutputListener(Listener):
-    "Listener that captures the outputs of modules, or their gradients, of the latest pass."
-    running = 1 # only the root begins a pass
-    lasting = 7 # passes that may still wait for their backward pass
+    "Listener that captures the outputs of modules, or the gradients of these outputs, in the latest pass."
+    running = 1 # a constant, because only a call of the root module begins a pass
+    lasting = 7 # gradients may arrive up to 7 passes later
 
     def __init__(self, state, grads, copy):
         self.grads,self.wants = grads,always(inputs=False, output_grad=grads)
         self.latest = LatestPass(state, copy)
-        self.step,self.leaves = 0,[] # number of passes; handles of hooks on leaf tensors, which must be removed after the pass
+        self.step,self.leaves = 0,[] # number of passes; handles of hooks on leaf tensors, removed at the next pass
 
     def pass_begins(self, state, grad=None):
         self.step += 1
-        self.drop_leaves()
+        self.remove_leaf_hooks()
         self.latest.begin()
-        if not self.grads: self.latest.show_pass(self.step)
+        if not self.grads: self.latest.keep_only_pass(self.step)
 
     def call_ends(self, state, outputs, compiled=False):
         track,call,number,keys = state.track,state.number(self.step),self.step,{}
         known = self.latest.state._places
         for n,x in outputs:
             k = keys[n] = activation_key(track.path, '' if n is lone_output else n, call)
-            self.latest.expect(k, known.get(k) or dict(module=track.name, tname=n, call=call, layer=named_layer(track)))
+            self.latest.add_name(k, known.get(k) or dict(module=track.name, tname=n, call=call, layer=named_layer(track)))
             if not self.grads: self.latest.add(k, x, compiled)
         if self.grads and not compiled:
             state.expect('output_grad', keys, (call, (number, keys))) # for a compiled backward pass
@@ -291,18 +292,19 @@ class OutputListener(Listener):
         if phase is not None: self.add(phase[0], phase[1][tname], grad, True)
 
     def add(self, number, key, g, copy):
-        "Add a gradient of a pass."
-        self.latest.show_pass(number)
+        "Add the gradient of an output to the snapshot. Remove the gradients of other passes."
+        self.latest.keep_only_pass(number)
         self.latest.add(key, g, copy)
 
-    def drop_leaves(self):
+    def remove_leaf_hooks(self):
         for h in self.leaves: h.remove()
         self.leaves.clear()
 
 # %% ../../nbs/70_state/08_factories.ipynb #b2fe55b1
 class Activations:
     "Outputs of modules in the latest pass, or the gradients of these outputs. `state_dict` has the tensors."
-    def __init__(self, model, pattern, include, exclude, grads, clone, device, dtype, name): # as in `from_activation`; grads: True for gradients
+    def __init__(self, model, pattern, include, exclude, grads, clone, device, dtype, name):
+        # grads: True captures gradients of outputs. The other arguments are those of `from_activation`
         check_model(model)
         check_copy(clone, device, dtype)
         self.state = StateDict(name=name or default_name(model, 'activation_grad' if grads else 'activation'))
@@ -315,67 +317,67 @@ class Activations:
 
     @property
     def state_dict(self) -> StateDict:
-        "Tensors of the latest pass, in the order of the forward pass. Each pass changes the same object: clone it to keep it."
+        "Tensors of the latest pass, in forward order. The next pass replaces these tensors. To keep them, use `clone()`."
         latest = self.listener.latest
-        if not self.listener.grads and (lost := latest.overwritten()):
+        if not self.listener.grads and (lost := latest.find_overwritten()):
             warn(f"{', '.join(map(repr, lost[:3]))}{' and others' if len(lost)>3 else ''}: overwritten in place after the module returned, "
                 "so these values are not the module's output. Use clone=True to keep a copy.")
-        return latest.in_order()
+        return latest.sort_state()
 
     def remove(self):
         "Remove the hooks from the model. The captured tensors remain."
         for st in filter(None, (ref() for ref in self.states)): st.detach()
         self.states = []
-        self.listener.drop_leaves()
+        self.listener.remove_leaf_hooks()
 
     def __enter__(self): return self
     def __exit__(self, *args): self.remove()
     def __del__(self):
         if hasattr(self, 'states'): self.remove()
 
-    def __repr__(self): return repr(self.listener.latest.in_order())
+    def __repr__(self): return repr(self.listener.latest.sort_state())
 
 # %% ../../nbs/70_state/08_factories.ipynb #7bd0d0b0
 def from_activation(
     model:nn.Module,
-    pattern=None, # Regular expression, matched from the start of a module's path
+    pattern=None, # Regular expression for module paths, matched from the start
     *, include=None, exclude=None, # Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
-    clone:bool=False, # True keeps copies, False shares memory with the model
+    clone:bool=False, # True copies the tensors. False shares memory with the model
     device=None, dtype=None, # Device and dtype of the copies
-    name=None # Name of the snapshot
-) -> Activations: # A context manager; `Activations.state_dict` has the tensors
-    """Capture the outputs of modules at every pass, until `remove` is called or the returned object is deleted.
+    name=None # Name of the snapshot in printed text
+) -> Activations: # Context manager. Its `state_dict` contains the captured tensors
+    """Capture the outputs of modules in every forward pass, until `remove` is called or the returned object is deleted.
 
     Args:
-        pattern: Regular expression, matched from the start of a module's path
+        pattern: Regular expression for module paths, matched from the start
         include, exclude: Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
-        clone: True keeps copies, False shares memory with the model
+        clone: True copies the tensors. False shares memory with the model
         device, dtype: Device and dtype of the copies
-        name: Name of the snapshot
+        name: Name of the snapshot in printed text
 
     Returns:
-        A context manager; `Activations.state_dict` has the tensors
+        Context manager. Its `state_dict` contains the captured tensors
     """
     return Activations(model, pattern, include, exclude, False, clone, device, dtype, name)
 
 def from_activation_grad(
     model:nn.Module,
-    pattern=None, # Regular expression, matched from the start of a module's path
+    pattern=None, # Regular expression for module paths, matched from the start
     *, include=None, exclude=None, # Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
-    clone:bool=False, # True keeps copies, False shares memory
+    clone:bool=False, # True copies the tensors. False shares their memory
     device=None, dtype=None, # Device and dtype of the copies
-    name=None # Name of the snapshot
-) -> Activations: # A context manager; `Activations.state_dict` has the tensors
-    """Capture the gradients of modules' outputs at every backward pass, until `remove` is called or the returned object is deleted.
+    name=None # Name of the snapshot in printed text
+) -> Activations: # Context manager. Its `state_dict` contains the captured tensors
+    """Capture the gradients of modules' outputs in every backward pass, until `remove` is called or the returned object is deleted.
 
     Args:
-        pattern: Regular expression, matched from the start of a module's path
+        pattern: Regular expression for module paths, matched from the start
         include, exclude: Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
-        clone: True keeps copies, False shares memory
+        clone: True copies the tensors. False shares their memory
         device, dtype: Device and dtype of the copies
-        name: Name of the snapshot
+        name: Name of the snapshot in printed text
 
     Returns:
-        A context manager; `Activations.state_dict` has the tensors
+        Context manager. Its `state_dict` contains the captured tensors
     """
     return Activations(model, pattern, include, exclude, True, clone, device, dtype, name)

@@ -22,12 +22,12 @@ from ..measure.summary import derive, groups_for, length, merge, scalars
 
 # %% ../../nbs/70_state/00_layers.ipynb #9127b0f2
 def select_layers(
-    layers, # Mapping: name -> any value
-    pattern=None, # Regular expression, matched from the start of a name; or modules, as `include` of `filter` accepts them. None selects all
-    include=None, # Modules, as `select` accepts them
+    layers, # Dict from layer name to any value
+    pattern=None, # Regular expression for layer names, matched from the start; or modules, as for `include`. None: all
+    include=None, # Modules, as `select` accepts them: 'features.*', nn.Linear, ...
     exclude=None # Modules to leave out
 ) -> dict:
-    "Return the selected layers."
+    "Return the layers whose names match the pattern, and that belong to the included modules."
     if pattern is not None and not isinstance(pattern, str|re.Pattern): pattern,include = None,pattern if include is None else select(pattern) & include
     try: match = re.compile(pattern or '').match
     except re.error as e:
@@ -39,32 +39,32 @@ def select_layers(
     return {k:v for k,v in found.items() if id(named[k]) in ids}
 
 def name_layers(layers):
-    "Return a `NamedLayer` for each name. It has the module if the snapshot was taken from a model."
+    "Return a dict: layer name -> `NamedLayer`, the path and class names by which `chosen` selects modules."
     known = getattr(layers, '_places', {})
     return {k: known.get(k, {}).get('layer') or NamedLayer(k.rpartition('.')[0]) for k in layers}
 
 # %% ../../nbs/70_state/00_layers.ipynb #9eb9d673
 def require_values(layers:dict) -> dict:
-    "Return the layers. Raise `Unmeasurable` if one is on the meta device."
+    "Return the layers unchanged. Raise `Unmeasurable` if a tensor is on the meta device and has no values."
     for k,x in layers.items():
         if getattr(x, 'is_meta', False):
             raise Unmeasurable(f"{k!r} is on the meta device: it has a shape, but no values. Ask for shapes and counts, or load the weights first.")
     return layers
 
 # %% ../../nbs/70_state/00_layers.ipynb #f54c68b0
-def summarize_local(xs:list, wanted=scalars) -> np.ndarray: # wanted: groups of parts
-    "Return the summary vectors of tensors without shards, shape (n, width)."
-    out,places = np.empty((len(xs), length(wanted))),{}
-    for i,x in enumerate(xs): places.setdefault(x.device, []).append(i)
-    for device,at in places.items():
-        some = [xs[i] for i in at]
-        if device.type=='cpu': rows = np.stack([read(x, wanted) for x in some])
-        else: rows = summarize_on_device(some, wanted).cpu().numpy()
+def summarize_local(xs:list, wanted=scalars) -> np.ndarray: # wanted: groups of sums
+    "Return the summary vectors of local (unsharded) tensors: an array with one row per tensor."
+    out,by_device = np.empty((len(xs), length(wanted))),{}
+    for i,x in enumerate(xs): by_device.setdefault(x.device, []).append(i)
+    for device,at in by_device.items():
+        tensors = [xs[i] for i in at]
+        if device.type=='cpu': rows = np.stack([read(x, wanted) for x in tensors])
+        else: rows = summarize_on_device(tensors, wanted).cpu().numpy()
         out[at] = rows
     return out
 
 def summarize_on_device(xs, wanted):
-    "Return the summary vectors of tensors on one device, as a tensor on this device."
+    "Return the summary vectors of tensors that share a device. The result is a tensor on the same device."
     listed = [x for x in xs if list_kernels(x, wanted)]
     fast = iter(())
     if listed:
@@ -75,7 +75,7 @@ def summarize_on_device(xs, wanted):
 
 @contextmanager
 def no_grad_no_autocast(devices):
-    "Disable gradients and autocast."
+    "Disable gradients and autocast in the `with` block, for the given device types."
     with ExitStack() as s:
         s.enter_context(torch.no_grad())
         for d in devices:
@@ -83,40 +83,41 @@ def no_grad_no_autocast(devices):
         yield
 
 # %% ../../nbs/70_state/00_layers.ipynb #9f4d3105
-def is_sharded(x): return hasattr(x, 'device_mesh')
+def is_sharded(x): return hasattr(x, 'device_mesh') # True for a `DTensor`
 
 # %% ../../nbs/70_state/00_layers.ipynb #1701f6d8
 def local_tensor(x):
-    "Return the shard of a `DTensor` on this process. Partial sums are added up first."
+    "Return this process's shard of a `DTensor`. Partial sums are added up over processes first."
     from torch.distributed.tensor import Replicate
     if any(p.is_partial() for p in x.placements): x = x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
     x = x.to_local()
     return x.wait() if hasattr(x, 'wait') else x
 
 def gather_rows(rows, mesh):
-    "Return the rows of all processes of a mesh, shape `(*mesh.shape, *rows.shape)`."
+    "Gather summary rows from all processes of a device mesh. Return an array of shape `(*mesh.shape, *rows.shape)`."
     out = torch.as_tensor(rows, dtype=torch.float64).to(mesh.device_type)
     for d in reversed(range(mesh.ndim)):
-        pieces = [torch.empty_like(out) for _ in range(mesh.size(d))]
-        dist.all_gather(pieces, out.contiguous(), group=mesh.get_group(d))
-        out = torch.stack(pieces)
+        gathered = [torch.empty_like(out) for _ in range(mesh.size(d))]
+        dist.all_gather(gathered, out.contiguous(), group=mesh.get_group(d))
+        out = torch.stack(gathered)
     return out.cpu().numpy()
 
-def merge_over_ranks(rows:np.ndarray, xs:list, fold=merge) -> np.ndarray: # rows: of the shards of this process
-    "Replace the rows of shards by those of whole layers, with one collective for each mesh. `fold`: rows of all shards -> row of the layer."
+def merge_over_ranks(rows:np.ndarray, xs:list, merge_rows=merge) -> np.ndarray:
+    # rows: summaries of this process's shards; merge_rows: function that merges the rows of all shards of one layer
+    "Merge the summary rows of shards into rows of whole layers, with one collective operation per device mesh."
     meshes = {}
     for i,x in enumerate(xs):
         if is_sharded(x) and not all(p.is_replicate() for p in x.placements): meshes.setdefault(x.device_mesh, []).append(i)
     for mesh,at in meshes.items():
-        every = gather_rows(rows[at], mesh)
+        gathered = gather_rows(rows[at], mesh)
         for k,i in enumerate(at):
-            pieces = every[tuple(0 if p.is_replicate() or p.is_partial() else slice(None) for p in xs[i].placements)+(k,)]
-            rows[i] = fold(pieces.reshape(-1, rows.shape[1]))
+            at_shards = tuple(0 if p.is_replicate() or p.is_partial() else slice(None) for p in xs[i].placements)
+            rows[i] = merge_rows(gathered[at_shards+(k,)].reshape(-1, rows.shape[1]))
     return rows
 
 # %% ../../nbs/70_state/00_layers.ipynb #6fe24bdc
-def summarize_layers(layers:dict, wanted=scalars) -> np.ndarray: # wanted: groups of parts
-    "Return the summary vector of each layer. Read each layer once. Raise `Unmeasurable` for a layer without values."
+def summarize_layers(layers:dict, wanted=scalars) -> np.ndarray: # wanted: groups of sums
+    "Return the summary vectors of layers, one row per layer. Raise `Unmeasurable` for a layer without values."
     xs = list(require_values(layers).values())
     if not xs: return np.empty((0, length(wanted)))
     with no_grad_no_autocast({x.device.type for x in xs}):
@@ -126,36 +127,38 @@ def summarize_layers(layers:dict, wanted=scalars) -> np.ndarray: # wanted: group
 
 # %% ../../nbs/70_state/00_layers.ipynb #a808944a
 def find_unreadable(layers):
-    "Return the name of the first layer that cannot be read."
+    "Return the name of the first layer that cannot be read, for an error message."
     for k,x in layers.items():
         try: read(x, ('basic',))
         except Unmeasurable: return k
 
 # %% ../../nbs/70_state/00_layers.ipynb #c7efa831
+# name of a reduction -> name of the statistic in a summary
 reduction_stats = dict(norm1='l1', norm2='l2', norm1_mean='abs_mean', mean='mean', var='var', std='std', skew='skew', kurtosis='kurtosis',
-    max='max', min='min', abs_min='abs_min', abs_max='abs_max') # reduction -> statistic of a summary
+    max='max', min='min', abs_min='abs_min', abs_max='abs_max')
 
 def derive_reduction(v:np.ndarray, name:str) -> np.ndarray: # name: 'sum', or one of `reduction_stats`
-    "Return a reduction of each summary vector."
-    got = derive(v, ['mean' if name=='sum' else reduction_stats[name]]).popitem()[1]
+    "Compute one reduction, such as the mean, from each summary vector."
+    values = derive(v, ['mean' if name=='sum' else reduction_stats[name]]).popitem()[1]
     n = v[..., 0]
-    if name=='sum': got = got*n
-    return np.where(n==0, 0., got) if name in ('sum', 'norm1', 'norm2') else got
+    if name=='sum': values = values*n
+    return np.where(n==0, 0., values) if name in ('sum', 'norm1', 'norm2') else values
 
 # %% ../../nbs/70_state/00_layers.ipynb #1d46e8a2
-magnitude_reductions = ('norm1', 'norm2', 'norm1_mean', 'abs_min', 'abs_max')
+magnitude_reductions = ('norm1', 'norm2', 'norm1_mean', 'abs_min', 'abs_max') # allowed for complex layers
 
 # %% ../../nbs/70_state/00_layers.ipynb #3fdb2bb0
 def refuse_complex(layers:dict, names):
-    "Raise TypeError for reductions of complex layers that are not reductions of magnitudes."
-    asked = [n for n in names if n=='sum' or n in reduction_stats and n not in magnitude_reductions]
+    "Raise TypeError if a complex layer is asked for a reduction of real numbers, such as the mean. Norms are allowed."
+    of_real_numbers = [n for n in names if n=='sum' or n in reduction_stats and n not in magnitude_reductions]
     k = next((k for k,x in layers.items() if x.is_complex()), None)
-    if asked and k is not None:
-        raise TypeError(f"{k!r} is complex, so its {asked[0]} is not a real number. "
-            f"Ask for norms, or for abs().{asked[0]}(), the {asked[0]} of the magnitudes.")
+    if of_real_numbers and k is not None:
+        name = of_real_numbers[0]
+        raise TypeError(f"{k!r} is complex, so its {name} is not a real number. "
+            f"Ask for norms, or for abs().{name}(), the {name} of the magnitudes.")
 
 def groups_for_reductions(names) -> tuple:
-    "Return the groups of summary parts that some reductions need."
+    "Return the groups of sums that a summary must contain to compute these reductions."
     return groups_for([reduction_stats[n] for n in names if n in reduction_stats])
 
 # %% ../../nbs/70_state/00_layers.ipynb #56365dde
@@ -169,7 +172,7 @@ def scalar_tensor(value:float, dtypes, name='') -> torch.Tensor: # dtypes: of th
 
 # %% ../../nbs/70_state/00_layers.ipynb #868b92f4
 def combine_norms(norms, p:float) -> float:
-    "Return the p-norm of the whole from the p-norms of its parts."
+    "Combine the p-norms of several tensors into the p-norm of all their elements."
     norms = np.asarray(norms, dtype=np.float64)
     if p==0: return norms.sum()
     if not norms.size: return 0.
@@ -182,38 +185,39 @@ def tensor_norm(x, p):
     "Return the p-norm of a tensor, computed in float64."
     x,zeros = dense(x.detach())
     x,times = flat(x)
-    pieces = [torch.linalg.vector_norm(torch.abs(t).double(), p).item() for t in x.split(piece)] if x.numel() else []
-    return combine_norms(pieces*times+[0.]*bool(zeros and p<0), p)
+    norms = [torch.linalg.vector_norm(torch.abs(t).double(), p).item() for t in x.split(piece)] if x.numel() else []
+    return combine_norms(norms*times+[0.]*bool(zeros and p<0), p)
 
 # %% ../../nbs/70_state/00_layers.ipynb #16d88abc
-def norm_per_layer(layers:dict, p:float) -> np.ndarray: # p: 0 for the number of nonzero elements
+def norm_per_layer(layers:dict, p:float) -> np.ndarray: # p: 0 counts the nonzero elements
     "Return the p-norm of each layer."
-    known = {1: 'norm1', 2: 'norm2', math.inf: 'abs_max', -math.inf: 'abs_min'}.get(p)
-    if known:
-        v = summarize_layers(layers, groups_for_reductions([known]))
-        return np.where(v[:, 0]==0, 0. if p>0 else math.inf, derive_reduction(v, known)) # a layer without elements must not change the norm of the model
+    reduction = {1: 'norm1', 2: 'norm2', math.inf: 'abs_max', -math.inf: 'abs_min'}.get(p)
+    if reduction:
+        v = summarize_layers(layers, groups_for_reductions([reduction]))
+        # a layer without elements must not change the norm of the model, so its norm is 0, or inf for negative p
+        return np.where(v[:, 0]==0, 0. if p>0 else math.inf, derive_reduction(v, reduction))
     xs = list(require_values(layers).values())
     with no_grad_no_autocast({x.device.type for x in xs}):
         rows = np.array([[tensor_norm(local_tensor(x) if is_sharded(x) else x, p)] for x in xs]).reshape(-1, 1)
-    return merge_over_ranks(rows, xs, lambda got: combine_norms(got[:, 0], p))[:, 0]
+    return merge_over_ranks(rows, xs, lambda norms: combine_norms(norms[:, 0], p))[:, 0]
 
 # %% ../../nbs/70_state/00_layers.ipynb #e2142d46
 foreach_functions = dict(add=torch._foreach_add, sub=torch._foreach_sub, mul=torch._foreach_mul, div=torch._foreach_div, pow=torch._foreach_pow,
     neg=torch._foreach_neg, abs=torch._foreach_abs, sqrt=torch._foreach_sqrt, sign=torch._foreach_sign)
 
-def have_one_kind(xs):
-    "Return True if all tensors are dense and floating, with one dtype and device."
+def share_dtype_and_device(xs):
+    "Return True if all tensors are dense floating-point tensors with the same dtype and device."
     a = xs[0]
     return a.is_floating_point() and all(type(x) is torch.Tensor and x.layout is torch.strided and x.dtype is a.dtype and x.device==a.device for x in xs)
 
 # %% ../../nbs/70_state/00_layers.ipynb #a0c403fe
-def apply_each(op:str, xs:list, *others) -> list: # others: at most a number, or a list with one for each tensor
-    "Apply one of `foreach_functions` to each tensor, in one call if possible. Return new tensors."
+def apply_each(op:str, xs:list, *others) -> list: # others: nothing, a number, or a list of operands
+    "Return new tensors: the results of an operation of `foreach_functions`, computed for all tensors at once if possible."
     if not xs: return []
     listed = [o for o in others if isinstance(o, list)]
-    def fits(x, y): return isinstance(y, torch.Tensor) and y.shape==x.shape
-    alike = all(map(fits, xs, listed[0])) if listed else all(type(o) in (int, float) for o in others)
-    if alike and have_one_kind(xs+sum(listed, [])): return list(foreach_functions[op](xs, *others))
+    def same_shape(x, y): return isinstance(y, torch.Tensor) and y.shape==x.shape
+    alike = all(map(same_shape, xs, listed[0])) if listed else all(type(o) in (int, float) for o in others)
+    if alike and share_dtype_and_device(xs+sum(listed, [])): return list(foreach_functions[op](xs, *others))
     f = getattr(torch, op)
     if not others: return [f(x) for x in xs]
     return [f(x, y) for x,y in zip(xs, *(listed or [[others[0]]*len(xs)]), strict=True)]

@@ -26,26 +26,26 @@ from ...store.reading import path_of
 
 # %% ../../../nbs/60_show/91_following.ipynb #0e814425
 class Tail:
-    "Reader of a growing log. Each row is returned once, also if the log is compacted meanwhile."
+    "Reader of a growing log. It returns each row once, even if lines move from the file to Parquet parts."
     def __init__(self, path):
-        # at: bytes of the file that were read; size: bytes that the file had then
+        # at: number of bytes read of the log file; size: size of the file when it was last read
         self.path,self.file,self.at,self.size = path,None,0,0
-        # removed: bytes of the log that left the file; given: of these, bytes read; rows: rows read
+        # removed: bytes that moved to Parquet parts; given: how many of these bytes were read; rows: number of rows read
         self.removed = self.given = self.rows = 0
-        self.earlier = None # iterator over blocks that left the file; None before the first read
+        self.earlier = None # iterator over blocks of rows in Parquet parts; None before the first read
 
-    def more(self, most:int=1<<26): # most: bytes to read, about
-        "Return the next rows: whole lines as bytes, or a part in Parquet; b'' if nothing is new. Raise FileNotFoundError if the log is gone."
+    def more(self, most:int=1<<26): # most: approximate number of bytes to read
+        "Return the next rows: lines as bytes, or a Parquet part; b'' if there are none. Raise FileNotFoundError if the log is gone."
         try: block = self.next_block(most)
         except FileNotFoundError:
             if not self.was_compacted(): raise
-            self.skip(self.removed+self.at, self.rows) # the lines are in parts now
+            self.skip(self.removed+self.at, self.rows) # the unread lines are in Parquet parts now, so continue there
             return self.more(most)
         self.rows += block.count(b'\n{')+block.startswith(b'{') if isinstance(block, bytes) else block.rows-block.first
         return block
 
     def next_block(self, most):
-        "Return the next rows of the open parts and files."
+        "Return the next unread rows of the Parquet parts and, after these, of the log file."
         if self.earlier is None: self.removed,self.earlier = summarize_parts(self.path)['lines'],blocks_of_run(self.path, end=0)
         for block in self.earlier:
             self.given += len(block)
@@ -59,17 +59,17 @@ class Tail:
         self.file.seek(self.at)
         data = self.file.read(min(most, self.size-self.at))
         while (cut := data.rfind(b'\n')+1)==0 and len(data)<=longest_line and (next := self.file.read(most)): data += next
-        self.at += cut or (len(data) if len(data)>longest_line else 0) # a line that is too long is skipped
+        self.at += cut or (len(data) if len(data)>longest_line else 0) # skip a line that is too long
         if not put_aside or cut: return data[:cut]
-        # all read: continue with the file that replaced it
+        # this file was read completely: continue with the file that replaced it
         self.removed,self.given,self.at = self.removed+s.st_size,self.given+s.st_size,0
         self.close()
         return self.next_block(most)
 
     def skip(self, done, rows):
-        "Continue after `done` bytes and `rows` rows of the log."
+        "Continue reading after the first `done` bytes and `rows` rows of the log. `rows`: None to count them."
         parts = None
-        while parts!=(parts := summarize_parts(self.path)): # until the open file and the parts belong together
+        while parts!=(parts := summarize_parts(self.path)): # repeat if lines moved to parts while the file was opened
             self.close()
             self.file = open(self.path, 'rb', buffering=0, opener=open_regular)
         self.removed,self.given,self.at = parts['lines'],min(done, parts['lines']),max(done-parts['lines'], 0)
@@ -77,7 +77,7 @@ class Tail:
         self.earlier = blocks_of_run(self.path, end=0, after=(done, self.rows)) if done<parts['lines'] else iter(())
 
     def skip_to_end(self, most):
-        "Continue about `most` bytes before the end of the file. Return True if nothing is skipped."
+        "Skip all but about the last `most` bytes of the log file. Return True if nothing was skipped."
         if (size := os.path.getsize(self.path))<=most: return True
         with open(self.path, 'rb') as f:
             f.seek(size-most)
@@ -98,36 +98,36 @@ class Tail:
 
     @property
     def is_behind(self):
-        "True if more than 1 MB is unread."
+        "True if more than 1 MB of the log is unread."
         return self.given<self.removed or self.file is None or self.size-self.at>1<<20
 
     @property
     def share(self):
-        "Share of the log before the current position."
+        "Fraction of the log's bytes that have been read."
         return (self.given+self.at)/total if (total := self.removed+self.size) else 1.
 
 def count_lines(path, end):
-    "Count the lines before byte `end` of a file."
+    "Count the lines in the first `end` bytes of a file."
     with open(path, 'rb') as f: return sum(f.read(min(1<<22, end-at)).count(b'\n') for at in range(0, end, 1<<22))
 
 # %% ../../../nbs/60_show/91_following.ipynb #8f27a657
 of_interest = re.compile(rb'"ttype":\s?"(?:scalar|finding)"')
-# also other passes that do not train
+# lines of passes that do not train, such as evaluation
 of_evaluation = re.compile(rb'"phase":\s?"(?:%s)"' % '|'.join(beside_training).encode())
 or_not_finite = re.compile(of_interest.pattern+rb'|"(?:nan|posinf|neginf)":\s?[1-9]')
 
 def rows_of_interest(block, all_finite:bool=True) -> list:
-    "Return logged numbers and findings of a block from `Tail.more`. If `all_finite`, return also the first non-finite row."
+    "Return the logged numbers and findings in a block from `Tail.more`. If `all_finite`, add the first non-finite row."
     if not isinstance(block, bytes): return part_rows(block, all_finite)
     out = []
     for line in lines_of_interest(block, all_finite):
         try: row = load_row(line)
-        except ValueError: continue # incomplete
+        except ValueError: continue # an incomplete line
         if is_step(row.get('step')) and isinstance(row.get('ttype'), str): out.append(row)
     return out
 
 def lines_of_interest(data, all_finite):
-    "Yield the matching lines."
+    "Yield the lines of logged numbers and findings and, if `all_finite`, the first line of a non-finite tensor."
     at,end = 0,len(data)
     while at<end and (m := (or_not_finite if all_finite else of_interest).search(data, at)):
         start,at = data.rfind(b'\n', 0, m.start())+1,data.find(b'\n', m.end())+1 or end
@@ -137,7 +137,7 @@ def lines_of_interest(data, all_finite):
 
 # %% ../../../nbs/60_show/91_following.ipynb #08cac5c2
 def part_rows(part, all_finite):
-    "Return the rows of interest of a part. Only the necessary columns are read."
+    "Return the rows of interest, as `rows_of_interest`, of a Parquet part. Read only the columns that are needed."
     at = np.flatnonzero(np.isin(part.column('ttype').to_numpy(zero_copy_only=False).astype(object), ('scalar', 'finding'))) if part.rows else []
     out = part_rows_at(part, at[at>=part.first]) if len(at) else []
     if not all_finite or not part.rows: return out
@@ -147,7 +147,7 @@ def part_rows(part, all_finite):
     return out+part_rows_at(part, np.flatnonzero(bad)[:1])
 
 def part_rows_at(part, at):
-    "Return the rows of a part at some positions."
+    "Return the rows of a Parquet part at the given indices, as dicts."
     block,every = StoredBlock(part, at),part.layouts.keys()
     columns = {k: block[k] for l in set(block.layout.tolist()) for k in every[l]}
     rows = [{k: columns[k][i] for k in every[l]} for i,l in enumerate(block.layout)]
@@ -156,12 +156,13 @@ def part_rows_at(part, at):
 
 # %% ../../../nbs/60_show/91_following.ipynb #6d9e8e06
 class Spark:
-    "A curve of at most 127 points. Each point is the mean of equally many values."
-    most = 64 # points that are kept when neighbours are joined
+    "Curve of at most 127 points for any number of values. Each point is the mean of equally many values."
+    most = 64 # number of points after neighbors were merged
     def __init__(self):
-        self.points,self.each,self.last = [],1,None # points: [sum, count]; each: values per point; last: the last value
+        self.points,self.each,self.last = [],1,None # points: lists [sum, count]; each: values per point; last: latest value
 
     def add(self, v):
+        "Add a value to the curve. Non-finite values change only `last`."
         self.last = v
         if not math.isfinite(v): return
         if self.points and self.points[-1][1]<self.each: self.points[-1][0] += v; self.points[-1][1] += 1
@@ -173,8 +174,8 @@ class Spark:
     def values(self): return [float(f'{a/n:.5g}') for a,n in self.points]
 
 # %% ../../../nbs/60_show/91_following.ipynb #2a35aeaf
-def extreme_lines(lines, width:int): # lines: (step, line, numbers as a dict); width: steps per bin
-    "Return the lines with the smallest, the largest and the first non-finite value of each number in each bin."
+def extreme_lines(lines, width:int): # lines: (step, line, dict of numbers); width: steps per bin
+    "Return the lines with the smallest, largest and first non-finite value of each logged number in each bin of steps."
     found = {}
     for i,(step,_,numbers) in enumerate(lines):
         for k,v in (numbers or {None: math.nan}).items():
@@ -186,55 +187,56 @@ def extreme_lines(lines, width:int): # lines: (step, line, numbers as a dict); w
     return [lines[i] for i in sorted({i for kept in found.values() for i in kept.values()})]
 
 class KeptLines:
-    "Lines of logged numbers and findings, at most `most`. Of too many numbers, the extremes of bins are kept; of too many findings, the last."
+    "At most `most` log lines. Of too many logged numbers, the extreme values are kept; of too many findings, the latest."
     def __init__(self, most=20_000):
         self.numbers,self.findings,self.width,self.most = [],deque(maxlen=most//4),1,most-most//4
 
     def add(self, step, line, numbers=None): # numbers: name -> value, None for a finding
-        "Add a line."
+        "Add a line of the log. If there are too many lines, drop some."
         if numbers is None: return self.findings.append((step, line))
         self.numbers.append((step, line, numbers))
         if len(self.numbers)<=self.most: return
         last = max(step for step,_,_ in self.numbers)
-        while len(some := extreme_lines(self.numbers, self.width))>self.most*.6 and self.width<=last: self.width *= 2
-        self.numbers = some if len(some)<=self.most*.6 else some[-self.most//2:] # thousands of names
+        while len(kept := extreme_lines(self.numbers, self.width))>self.most*.6 and self.width<=last: self.width *= 2
+        self.numbers = kept if len(kept)<=self.most*.6 else kept[-self.most//2:] # still too many if there are thousands of names
 
     @property
     def lines(self):
-        "Pairs of a step and a line, by step."
+        "All kept lines, as pairs of a step and a line, sorted by step."
         return sorted([*((step, line) for step,line,_ in self.numbers), *self.findings], key=lambda kept: kept[0])
 
 
 # %% ../../../nbs/60_show/91_following.ipynb #d94feb09
-def may_have_grown(before, now): # inode, size and time of a file, None if there is no file
-    "Return True if the second state may be the same file with more lines."
+def may_have_grown(before, now): # (inode, size, modification time), or None without a file
+    "Return True if `now` may be the state of the same file as `before`, perhaps with more lines."
     return before==now or bool(before and now and before[0]==now[0] and before[1]<=now[1])
 
 class FollowedLog:
-    "One growing log: curves of its numbers, open findings, first problem, and a row about the run."
-    most = 1<<26 # bytes read per look
+    "State of one growing log: curves of logged numbers, open findings, first non-finite tensor, and metadata of the run."
+    most = 1<<26 # bytes to read in one call of `look`
     def __init__(self, name, place): # place: folder of logs
         self.name,self.place,self.path = name,place,place/'log'/name
-        # files: their state at the last look; about: row about the run, as `runs` returns them
+        # files: state of the files when `look` was last called; about: metadata of the run, as `runs` returns them
         self.files = self.about = self.tail = None
         self.version = 0 # increases with each change
         self.restart()
 
     def restart(self):
-        "Forget all rows, and read from the beginning."
+        "Forget all rows, and read the log from the beginning again."
         if self.tail is not None: self.tail.close()
         self.tail,self.is_behind,self.numbers,self.findings,self.first_bad = Tail(self.path),False,{},OpenFindings(),None
-        self.kept = KeptLines() # numbers and findings, for a page
+        self.kept = KeptLines() # lines of logged numbers and findings that a page shows
 
     def state_of_files(self):
+        "Return the states of the log file and of the metadata file, to notice changes."
         def state(f):
             try: s = f.stat()
             except OSError: return None
             return s.st_ino, s.st_size, s.st_mtime_ns
         return state(self.path), state(self.place/'data'/f'base_{self.name}.json')
 
-    def look(self, always:bool=False) -> bool: # always: check the process, also if no file has changed
-        "Read new rows. Return True if something is new."
+    def look(self, always:bool=False) -> bool: # always: check the process even if no file has changed
+        "Read new rows from the log. Return True if anything has changed."
         files = self.state_of_files()
         if files==self.files and not self.is_behind and not always: return False
         if self.files and not may_have_grown(self.files[0], files[0]): self.restart()
@@ -244,7 +246,7 @@ class FollowedLog:
         return self.about!=before or was_behind or self.is_behind
 
     def read(self):
-        "Take in new rows."
+        "Read the next rows of the log, and add them to this state."
         try:
             data = self.tail.more(self.most)
             self.is_behind = bool(data if isinstance(data, bytes) else True) and self.tail.is_behind
@@ -252,7 +254,7 @@ class FollowedLog:
         except OSError: self.restart() # the log was removed or replaced
 
     def add(self, row):
-        "Take in a row of interest."
+        "Update curves, findings and the first non-finite tensor with one row."
         if row['ttype']=='finding': self.findings.add([row])
         elif row['ttype']!='scalar':
             if self.first_bad is None and has_some(row) and row.get('phase') not in beside_training:
@@ -264,31 +266,31 @@ class FollowedLog:
 
     @property
     def notable_steps(self):
-        "Steps that belong into a picture of the run: the first problem and the beginnings of the worst findings, with their neighbours."
+        "Steps that a picture of the run must include: begins of the worst findings, and the first non-finite step, with neighbors."
         begins = [f['first_step'] for f in self.findings.causes[:8]]+([self.first_bad['step']] if self.first_bad else [])
         return sorted({step+d for step in begins for d in (-1, 0, 1)})
 
     @property
     def has_died(self):
-        "True if the process of the run is gone without having ended the run."
+        "True if the process of the run no longer exists, but did not record the end of the run."
         base = read_facts(self.name, self.place/'data')[0]
         return 'end' not in base and not is_running(base)
 
     @property
     def trouble(self):
-        "Sentence about the first non-finite row, or None."
+        "Text about the first non-finite tensor, or None."
         return self.first_bad and trouble_sentence(self.first_bad)
 
     @property
     def loss(self):
-        "Name and curve of the loss, or of the first number if no name contains 'loss'. None without numbers."
+        "(name, `Spark`) of the loss, or of the first logged number if no name contains 'loss'. None without numbers."
         names = [k for k in self.numbers if not computed_in(k)]
         name = next((k for k in names if 'loss' in k.lower()), next(iter(names), None))
         return name and (name, self.numbers[name])
 
     @property
     def written(self):
-        "Time of the last change, in seconds since 1970."
+        "Time of the last change of the log file, in seconds since 1970."
         return self.files[0][2]/1e9 if self.files and self.files[0] else 0.
 
     def close(self): self.tail.close()
