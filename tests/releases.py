@@ -68,33 +68,33 @@ cases = {
     test_runs_that_differ_by_rounding_are_the_same[two threads]
     ''',
 'jaxember/test_jaxember.py': '''
-    test_numbers_and_rows[normed]
-    test_numbers_and_rows[branched]
-    test_numbers_and_rows[recurrent]
-    test_numbers_and_rows[bfloat16]
-    test_numbers_and_rows[equinox]
-    test_numbers_and_rows[donated]
-    test_numbers_and_rows[per_example]
-    test_numbers_and_rows[static]
+    test_a_training_has_a_row_for_each_array_and_does_not_change[normed]
+    test_a_training_has_a_row_for_each_array_and_does_not_change[branched]
+    test_a_training_has_a_row_for_each_array_and_does_not_change[recurrent]
+    test_a_training_has_a_row_for_each_array_and_does_not_change[bfloat16]
+    test_a_training_has_a_row_for_each_array_and_does_not_change[equinox]
+    test_a_training_has_a_row_for_each_array_and_does_not_change[donated]
+    test_a_training_has_a_row_for_each_array_and_does_not_change[per_example]
+    test_a_training_has_a_row_for_each_array_and_does_not_change[static]
     ''',
 'jaxember/test_jax_summaries.py': '''
-    test_elsewhere[1]
+    test_summaries_do_not_depend_on_the_installation[1]
     ''',
 'jaxember/test_jax_cases.py': '''
-    test_two_models[one step]
-    test_what_a_loop_gives_that_is_no_part_of_it[False-True]
-    test_a_loop_whose_gradient_is_stopped[False-for metrics, too]
-    test_nested_checkpoints[nothing-nested-3]
-    test_two_models[no state]
-    test_a_training_in_a_loop[True-50]
+    test_outputs_of_two_models_have_the_paths_of_their_weights[one step]
+    test_constants_of_a_scanned_body_are_recorded_once[False-True]
+    test_a_loop_with_a_stopped_gradient_is_recorded_once[False-for metrics, too]
+    test_nested_checkpoints_record_each_value_once[nothing-nested-3]
+    test_outputs_of_two_models_have_the_paths_of_their_weights[no state]
+    test_steps_of_a_scanned_training_are_calls[True-50]
     ''',
 'recorder/test_black_box.py': '''
     test_the_module_that_ran_is_named[bus-23]
     test_the_module_that_ran_is_named[fpe-23]
-    test_killed_at_any_moment[2-loader]
-    test_killed_at_any_moment[2-compiled]
-    test_the_last_steps_whatever_the_schedule[raise-*
-    test_the_last_steps_whatever_the_schedule[nan-*
+    test_a_kill_at_any_moment_loses_no_finished_step[2-loader]
+    test_a_kill_at_any_moment_loses_no_finished_step[2-compiled]
+    test_the_last_steps_are_kept_whatever_the_schedule[raise-*
+    test_the_last_steps_are_kept_whatever_the_schedule[nan-*
     ''',
 'frameworks/test_reduce.py': '''
     test_told_is_what_is_read[4-*
