@@ -449,8 +449,7 @@ class Interactive:
         "Connect the mouse and key events of the figures."
         on = lambda s, **events: [s.canvas.mpl_connect(f'{n}_event', self.locked(f)) for n,f in events.items()]
         on(self.picture.surface, button_press=self.pressed, key_press=lambda event: self.leave() if event.key=='escape' else None)
-        if c := self.cursor: on(c.loss.surface, motion_notify=c.on_hover, button_press=c.on_click,
-            figure_leave=c.on_hover)
+        if c := self.cursor: on(c.loss.surface, motion_notify=c.on_hover, button_press=c.on_click, figure_leave=c.on_hover)
 
     def arrange(self):
         "Show the controls of the picture, or those of an open histogram."
