@@ -24,7 +24,9 @@ def new_key(holder) -> torch.Tensor:
     with torch.inference_mode(False): return torch.tensor([n], dtype=torch.int64, device='cpu')
 
 # %% ../../nbs/10_capture/15_compiled.ipynb #d19be313
-def holder_of(key): return holders.get(key.item()) # None if the holder was deleted
+def holder_of(key):
+    "Return the object of a key tensor, so that an operator in a graph can call its methods. None if the object was deleted."
+    return holders.get(key.item())
 
 # %% ../../nbs/10_capture/15_compiled.ipynb #daf885c8
 lib = torch.library.Library('torchember', 'FRAGMENT')

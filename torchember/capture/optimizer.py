@@ -155,7 +155,9 @@ class OpenSteps:
         n = self.depth[id(o)] = max(self.depth.get(id(o), 1)-1, 0)
         return not n
 
-    def fail(self, o): self.depth[id(o)] = 0
+    def fail(self, o):
+        "Note that a step of optimizer `o` has raised an exception."
+        self.depth[id(o)] = 0
 
     def any(self): return any(self.depth.values())
 

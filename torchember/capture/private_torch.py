@@ -320,7 +320,7 @@ def lowering_state(lowering):
         return graph, len(graph.operations), graph.effectful_ops.get(torch.library.EffectType.ORDERED)
 
 def order_graph_operations(graph, n, last, token):
-    "Have Inductor run the operations of `graph` after the first `n` after the effect `last`. Without `token` they become the last effect."
+    "Make Inductor run the operations of `graph`, from number `n` on, after the side effect `last`. Without `token`, they become the last side effect."
     with noting_failure('torch._inductor.graph.GraphLowering.additional_buffer_deps', unordered):
         for o in graph.operations[n:]:
             if last: graph.additional_buffer_deps[o.get_operation_name()].add(last.get_name())

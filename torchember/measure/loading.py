@@ -39,6 +39,7 @@ def check_loops(cpu, fmt):
         sizes,strides,_ = layout(x)
         return cpu.read_at(x.data_ptr(), x.numel(), fmt, wanted, *(() if x.is_contiguous() else (sizes, strides)))
     def into_row(x, wanted):
+        "Measure a tensor with the compiled loops, and return its summary."
         x,row,head,tap = x.contiguous(),np.zeros(length(wanted)),np.zeros(head_width, np.int64),np.zeros(tap_width, np.int64)
         put = cpu.prepare_cursor(tap, fmt, wanted)
         tap[[ROWS, HEADS, LAID]] = address_of(row),address_of(head),1

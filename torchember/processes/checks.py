@@ -78,13 +78,13 @@ class DriftWatch:
         different = np.flatnonzero(differs_from(df, at) & may)
         if not len(different) and not self.since: return None
         columns = [c for c in ('path', 'ttype', 'tname', 'call', 'micro') if c in df]
-        def places(i): return zip(rows.rank[i].tolist(), *(df[c].iloc[i].astype(object).tolist() for c in columns), strict=True)
+        def ranks_and_keys(i): return zip(rows.rank[i].tolist(), *(df[c].iloc[i].astype(object).tolist() for c in columns), strict=True)
         now,lasting = {},[]
-        for place,step,i in zip(places(different), df['step'].iloc[different].tolist(), different.tolist(), strict=True):
+        for place,step,i in zip(ranks_and_keys(different), df['step'].iloc[different].tolist(), different.tolist(), strict=True):
             first,n = self.since.get(place, (step, 0))
             now[place] = first,n+1
             if n+1>=self.patience: lasting.append((first, i, place[0]))
-        equal = set(places(np.flatnonzero(may & (at!=np.arange(len(at))))))-now.keys()
+        equal = set(ranks_and_keys(np.flatnonzero(may & (at!=np.arange(len(at))))))-now.keys()
         # keep the entries of tensors without a row in this step, because their replicas may still differ
         self.since = {p: v for p,v in self.since.items() if p not in equal}|now
         if not lasting: return None

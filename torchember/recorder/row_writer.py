@@ -89,7 +89,7 @@ class ExtraRows:
         (self.log.put_late if step==steps.closed else self.log.put_beside)(made)
 
     def join(self, step, first, earlier):
-        "Count the numbers of earlier steps for the open step, which is renumbered from `step` to `first`."
+        "Count the rows of `te.log` of merged steps for the open step. Its number changes from `step` to `first`, the first of them."
         self.noted[first] = sum(e.noted for e in earlier)+self.noted[step]
 
     def step_over(self, step):

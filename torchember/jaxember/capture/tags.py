@@ -173,7 +173,7 @@ def partial_eval_while(rule):
     return split_while
 
 def partial_eval_closed_while(rule):
-    "Wrap the rule that splits a `while` loop for its derivative in a finished program. Tags of the recomputed loop are not recorded."
+    "Wrap JAX's rule for differentiating a `while` loop of a traced program. JAX runs the loop twice, and tags of the second run record nothing."
     @wraps(rule)
     def split_while(saveable, unknown, instantiated, e):
         first,second,*more = rule(saveable, unknown, instantiated, e)

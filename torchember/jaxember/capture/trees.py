@@ -216,7 +216,7 @@ class ParameterFinder:
     def name_parts(self, keys): return [w for w in split_keys(keys) if w not in self.skip]
 
     def find(self, name, before):
-        "Return the only parameter whose name ends with `name`, or the one of the model whose keys are in `before`. None if ambiguous."
+        "Return the only parameter with a name ending in `name`. With several, choose by the path `before` of the model. None if ambiguous."
         if name in self.full: return self.full[name]
         ends = self.ends.get(name, [])
         of = [n for model,n in ends if ' '.join(model) in ' '.join(before)] if before else []

@@ -225,7 +225,7 @@ class Taps:
         return self.heads
 
     def head(self, t, event):
-        "Return the head of a tensor as a list of integers. `event`: position of the tensor in the step."
+        "Return the integers before a summary: number, call, dtype and shape of a tensor. `event`: position of the tensor in the step."
         head,dims = [0]*head_width,len(t.shape)
         head[:SHAPE] = event,self.number(t),t.call,0,dtype_number(t.dtype),dims
         head[SHAPE:SHAPE+dims] = t.shape
