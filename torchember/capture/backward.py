@@ -13,7 +13,7 @@ from .private_torch import is_wrapped, never_compile
 
 # %% ../../nbs/10_capture/30_backward.ipynb #fbe91981
 def hook_gradients(named, report, place=None, again=False, key=None, ttype='output_grad'):
-    """Register hooks on tensors that call `report(tname, gradient)`. Return the handles of the hooks on leaves.
+    """Register hooks on tensors, to call `report(tname, gradient)`. Return the handles of the hooks on leaves.
 
     Remove the hooks on leaves after the pass, because leaves are used in later passes, too. `named`: (tname, tensor) pairs; tensors without a gradient are
     skipped. `again`: a checkpoint recomputes the forward: tensors that have a hook for the same `place` (a module) and tname are skipped. A compiled
@@ -31,7 +31,7 @@ def hook_gradients(named, report, place=None, again=False, key=None, ttype='outp
 
 # %% ../../nbs/10_capture/30_backward.ipynb #1f0f2741
 def gradient_hook(report, n, key, ttype):
-    "Return a hook that reports the gradient of the tensor named `n`. Other arguments as in `hook_gradients`."
+    "Return a hook to report the gradient of the tensor named `n`. The remaining arguments are as in `hook_gradients`."
     def hook(g):
         # None: one of several outputs is unused, or the backward of a `Function` returned None
         if g is None: return None

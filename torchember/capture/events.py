@@ -13,7 +13,7 @@ from .private_torch import never_compile
 
 # %% ../../nbs/10_capture/18_events.ipynb #3f1c7a21
 class Wants:
-    """Types of tensors that one listener wants: inputs, outputs, and gradients of inputs or outputs.
+    """Types of tensors wanted by one listener: inputs, outputs, and gradients of inputs or outputs.
 
     If the gradient of an input or output is wanted, the tensor itself is reported, too."""
     # compiled: whether compiled code reports tensors to the listener
@@ -44,14 +44,14 @@ class WantsUnion:
 unions = weakref.WeakValueDictionary() # set of `Wants` -> their `WantsUnion`
 
 def union_of_wants(parts:frozenset):
-    "Return the union of a set of `Wants`. Equal sets share one object, so that `Wants.switch` has few objects to update."
+    "Return the union of a set of `Wants`. Equal sets share one object, so `Wants.switch` has few objects to update."
     found = unions.get(parts)
     if found is None: found = unions[parts] = WantsUnion(parts)
     return found
 
 # %% ../../nbs/10_capture/18_events.ipynb #8b77b4ec
 class Listener(Protocol):
-    "An object that is notified of the events of a model. Methods of this class do nothing, so a subclass defines only the methods that it needs."
+    "An object to be notified of the events of a model. Methods of this class do nothing, so a subclass defines only the needed methods."
     wants = always() # types of tensors to report in calls
     on = True # False: no events of calls now, as in steps that are not recorded
     # number of open passes in all threads: a module that is called while it is 0 begins a pass. A constant 1: only the root begins a pass
@@ -103,12 +103,12 @@ class Listener(Protocol):
 
     def probe(self, state, name:str, tensor): "The user records a tensor of this module by `te.probe`."
 
-    def probe_here(self, name:str, tensor): "The user records a tensor of the module that is running."
+    def probe_here(self, name:str, tensor): "The user records a tensor of the running module."
 
     # ---- gradients
 
     def gradient(self, state, ttype:str, tname:str, grad, call:int, phase=None, backward:int=0):
-        "A backward has computed the gradient of an input or output. `call`, `phase`: result of `call_begins` or `call_ends` for that tensor."
+        "A backward has computed the gradient of an input or output. `call`, `phase`: result of `call_begins` or `call_ends` for this tensor."
 
     def recomputed(self, state, inputs:list, outputs:list):
         "A checkpoint recomputes a module's forward in a backward: called before with its inputs, and after with its outputs, which may get gradients."
@@ -118,7 +118,7 @@ class Listener(Protocol):
     def step_begins(self, optimizer): "The step of an optimizer begins. The gradients may not be ready yet."
 
     def gradients_ready(self, optimizer, scale, unchanged:bool):
-        "All gradients of a step are known. `scale`: loss scale that the gradients contain. `unchanged`: whether the weights are those from before the step."
+        "All gradients of a step are known. `scale`: loss scale contained in the gradients. `unchanged`: whether the weights are still as before the step."
 
     def step_ends(self, optimizer): "An optimizer has changed the weights."
 
@@ -151,7 +151,7 @@ class Listener(Protocol):
 in_calls = 'inside', 'records', 'returned', 'recomputed', 'memory_reused'
 
 def skip_compiler(listener):
-    "Have Dynamo skip the methods of a listener that are called during passes, because compiling them takes time and gains nothing."
+    "Have Dynamo skip the listener methods called during passes, because compiling them takes time and gains nothing."
     for n,f in vars(listener).items():
         if hasattr(f, '__code__') and (n in in_calls or n.startswith(('pass_', 'call_', 'probe'))): never_compile(f)
 

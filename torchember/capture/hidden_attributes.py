@@ -9,7 +9,7 @@ __all__ = ['missing', 'ArmedDict', 'install', 'uninstall']
 missing = object() # stands for a key that the module does not have
 
 class ArmedDict(dict):
-    "The `__dict__` of an armed module. `d[key]` also finds the attributes that torchember installed; iteration shows only the module's own."
+    "The `__dict__` of an armed module. `d[key]` also finds the attributes installed by torchember; iteration shows only the module's own."
     def __init__(self, own):
         super().__init__(own)
         self.own = own # the module's `__dict__` from before arming, restored by `uninstall`
@@ -20,7 +20,7 @@ class ArmedDict(dict):
         for k,v in new.items(): self.installed[k],self[k] = (v, self.get(k, missing)),v
 
     def uninstall(self, new):
-        "Remove the installed values of the dict `new`, and restore the values that they hid. A value that the user has set since then stays."
+        "Remove the installed values of the dict `new`, and restore the values hidden by them. A value set by the user since then stays."
         for k,v in new.items():
             if self.installed.get(k, (missing,))[0] is not v: continue
             covered = self.installed.pop(k)[1]
@@ -52,7 +52,7 @@ class ArmedDict(dict):
     def copy(self): return self.unarmed()
 
     def update(self, *args, **more):
-        "Update the module's dict. An installed value is not replaced by the module's own value that it hides, so a saved dict can be restored."
+        "Update the module's dict. An installed value is not replaced by the module's own hidden value, so a saved dict can be restored."
         for k,v in dict(*args, **more).items():
             if k not in self.installed or v is not self.installed[k][1]: self[k] = v
 
@@ -67,7 +67,7 @@ def install(module, new:dict):
     d.install(new)
 
 def uninstall(module, new:dict):
-    "Remove attributes that `install` added. When no installed attribute is left, the module gets its own `__dict__` back."
+    "Remove attributes added by `install`. When no installed attribute is left, the module gets its own `__dict__` back."
     d = module.__dict__
     if not isinstance(d, ArmedDict): return # the user has set another `__dict__`: nothing to remove
     d.uninstall(new)

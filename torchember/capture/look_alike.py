@@ -21,7 +21,7 @@ def signature_with_self(forward):
 codes = weakref.WeakKeyDictionary() # replaced `forward` -> copy of the code object of our function
 
 def code_for(forward, code):
-    "Return a copy of `code` that only `forward` uses, because torch.compile limits the number of graphs per code object."
+    "Return a copy of `code` for use by `forward` only, because torch.compile limits the number of graphs per code object."
     if forward not in codes:
         is_torch = (forward.__module__ or '').startswith('torch.nn.')
         place = {k: getattr(forward.__code__, k) for k in ('co_filename', 'co_firstlineno')} if is_torch else {}
@@ -30,7 +30,7 @@ def code_for(forward, code):
 
 # %% ../../nbs/10_capture/14_look_alike.ipynb #84aa0a14
 def look_like(f, forward, is_bound, is_own):
-    """Give `f` the name, docstring, signature and code of the function that it replaces. Return `f`.
+    """Give `f` the name, docstring, signature and code of the replaced function. Return `f`.
 
     `forward`: the replaced function. `is_bound`: whether `forward` is bound to the module. `is_own`: whether `forward` is an attribute of the instance."""
     functools.update_wrapper(f, forward)

@@ -17,41 +17,41 @@ from .private_torch import in_training_function, warn_no_hooks
 
 # %% ../../nbs/10_capture/16_module_state.ipynb #1b607f22
 class PendingCalls:
-    "Calls of a module for which the gradient of one tensor is pending. A backward goes from the last call to the first."
+    "Calls of a module with a pending gradient of one tensor. A backward goes from the last call to the first."
     # calls whose gradient is pending; calls that have it; number of the backward
     def __init__(self): self.waiting,self.done,self.backward = [],[],0
 
     def expect(self, call, phase, step=0):
-        "Note that the gradient of a call is expected. `phase`, `step`: phase and step of the call."
+        "Note the expected gradient of a call. `phase`, `step`: phase and step of the call."
         if self.done and not self.waiting: self.done,self.backward = [],0 # a new pass has begun after the backward
         self.waiting.append((call, phase, step))
 
     def next_call(self):
-        "Return the call that the next gradient belongs to: number and phase of the call, number of the backward."
+        "Return the call of the next gradient: number and phase of the call, number of the backward."
         if not self.waiting: self.waiting,self.done,self.backward = self.done[::-1],[],self.backward+1
         self.done.append(self.waiting.pop())
         return *self.done[-1][:2], self.backward
 
     def keep_steps(self, first, last):
-        "Keep the calls of the steps `first` to `last`, and drop all others. Return True if any calls are left."
+        "Keep the calls of the steps `first` to `last`, and drop the rest. Return True if any calls are left."
         self.waiting,self.done = ([c for c in calls if first<=c[2]<=last] for calls in (self.waiting, self.done))
         return bool(self.waiting or self.done)
 
 # %% ../../nbs/10_capture/16_module_state.ipynb #c77a5b52
 class PendingGradients:
-    "Pending gradients of a module: for each tensor, the calls whose gradient is expected."
+    "Pending gradients of a module: for each tensor, the calls with an expected gradient."
     def __init__(self):
         self.calls,self.step = {},None # (ttype, tname) -> `PendingCalls`; step of the last expected call
         self.counts = {} # (ttype, tname) -> number of gradients in this pass
 
     def expect(self, ttype, names, call, listener):
-        "Note that the gradients of the tensors `names` are expected. `call`: number and phase of the call that they belong to."
+        "Note the expected gradients of the tensors `names`. `call`: number and phase of their call."
         now = listener.step
         if self.step!=now: self.step,self.calls = now,{k: c for k,c in self.calls.items() if c.keep_steps(now-listener.lasting, now)}
         for n in names: self.calls.setdefault((ttype, n), PendingCalls()).expect(*call, now)
 
     def next_call(self, ttype, name, calls):
-        """Return the call that the next gradient of a tensor belongs to: number and phase of the call, number of the backward.
+        """Return the call of the next gradient of a tensor: number and phase of the call, number of the backward.
 
         `calls`: number of calls in this pass, from which the call is computed if no gradient is pending."""
         k = self.counts[ttype, name] = self.counts.get((ttype, name), -1)+1
@@ -69,7 +69,7 @@ def own_parts(module):
     return *module._parameters, *map(id, module._modules.values())
 
 class CompiledPasses:
-    "Passes and calls that compiled code has begun and not yet ended, in each thread."
+    "Passes and calls begun by compiled code and not yet ended, in each thread."
     def __init__(self, outermost):
         # whether each call of the module is a pass, so that its graph must report begin and end of a pass
         self.outermost = outermost
@@ -119,7 +119,7 @@ class ModuleState:
         if changed and patch is not None: patch.set_states(patch.states)
 
     def named_tensors(self, what, f, *args):
-        "Return the (name, tensor) pairs that `f(*args)` finds. If `f` raises, report the error to the listener and return an empty list."
+        "Return the (name, tensor) pairs found by `f(*args)`. If `f` raises, report the error to the listener and return an empty list."
         try: return f(*args)
         except Exception as e: return self.note_failure(what, e)
 
@@ -144,7 +144,7 @@ class ModuleState:
         self.listener.pass_ends(self, True)
 
     def is_recorded(self):
-        "Return True if a call that compiled code reports is to be recorded."
+        "Return True if a call reported by compiled code is to be recorded."
         # because compiled code writes into memory without changing the version counters of tensors
         self.listener.memory_reused()
         if self.wants.input_grad or self.wants.output_grad: warn_no_hooks()
@@ -172,15 +172,15 @@ class ModuleState:
             self.ended()
 
     def missed(self, ttype, names):
-        "Report the names of `DTensor`s, which compiled code cannot pass to an operator, so they are not measured."
+        "Report the names of `DTensor`s. Compiled code cannot pass them to an operator, so they are not measured."
         if (self.watched or ttype=='probe') and self.wants.compiled and self.is_recorded(): self.listener.missed(self, ttype, names)
 
     def expect(self, ttype, names, call):
-        "Note that gradients of the tensors `names` are expected. `call`: number and phase of their call, or None if no gradients will come."
+        "Note the expected gradients of the tensors `names`. `call`: number and phase of their call, or None if no gradients will come."
         if call is not None and getattr(self.wants, ttype): self.pending.expect(ttype, names, call, self.listener)
 
     def grads_arrived(self, ttype, named):
-        "Report gradients to the listener that compiled code or a recomputation has computed."
+        "Report gradients computed by compiled code or a recomputation to the listener."
         self.listener.memory_reused() # because compiled code reuses one buffer for several gradients
         for n,g in named: self.listener.gradient(self, ttype, n, g, *self.pending.next_call(ttype, n, self.calls))
 

@@ -34,7 +34,7 @@ def report_after_hooks(state, named, variables, again=False) -> bool:
     return True
 
 def add_last_hook(state, frames, report):
-    "Register a forward hook that runs last in one call of the module, and then removes itself. `frames`: ids of the frames of torch that call hooks."
+    "Register a forward hook to run last in one call of the module, and then remove itself. `frames`: ids of the frames of torch that call hooks."
     thread = get_ident()
     def hook(module, args, result):
         # this is another call of the module: in another thread, or made by an earlier hook

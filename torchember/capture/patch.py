@@ -25,7 +25,7 @@ from .tensors import lone_output, inputs, outputs, argument_names
 for f in (inputs, outputs): never_compile(f)
 
 def traced_forward(self, patch, args, kwargs):
-    "Run the forward of a module while torch.compile traces it, and add operators to the graph that report the wanted tensors."
+    "Run the forward of a module while torch.compile traces it, and add operators to the graph, to report the wanted tensors."
     former,wants,reports_passes = patch.former,patch.wants,patch.passes
     if is_exporting(): wants,reports_passes = no_wants,False
     if reports_passes: compiled.began([patch.key] if torch.is_grad_enabled() else [], patch.key)
@@ -40,14 +40,14 @@ def traced_forward(self, patch, args, kwargs):
 no_wants = union_of_wants(frozenset()) # wants no tensor
 
 def report_compiled(op, ttype, named, key, wants_gradients):
-    "Put the operator `op`, which reports tensors, and hooks, which report their gradients, into the graph that is being compiled."
+    "Put into the graph that is being compiled the operator `op` to report tensors, and hooks to report their gradients."
     named = without_dtensors(ttype, named, key)
     hooked = with_gradient(named, wants_gradients)
     op([x.detach() for _,x in named], key, [n for n,_ in named], [n for n,_ in hooked])
     hook_compiled(hooked, key, f'{ttype}_grad')
 
 def without_dtensors(ttype, named, key):
-    "Return the (name, tensor) pairs without `DTensor`s, which operators refuse. Have compiled code report the names of the `DTensor`s as missed."
+    "Return the (name, tensor) pairs without `DTensor`s, because operators refuse them. Have compiled code report the names of the `DTensor`s as missed."
     missed = [n for n,x in named if hasattr(x, 'placements')]
     if missed: compiled.missed([], key, ttype, missed)
     return [(n,x) for n,x in named if not hasattr(x, 'placements')]
@@ -59,18 +59,18 @@ def with_gradient(named, wanted):
 
 # %% ../../nbs/10_capture/19_patch.ipynb #5d2e8f06
 def hook_compiled(named, key, ttype):
-    "Register hooks on tensors in compiled code, which report the gradients of these tensors."
+    "Register hooks on tensors in compiled code, to report the gradients of these tensors."
     for n,x in named: x.register_hook(compiled_hook_once(key, ttype, n, x) if x.is_leaf else compiled_hook(key, ttype, n))
 
 def compiled_hook(key, ttype, n):
-    "Return a hook that has compiled code report the gradient of a tensor that is not a leaf."
+    "Return a hook to have compiled code report the gradient of a tensor that is not a leaf."
     def hook(g): # g may be None. There is no `if` for None, because Dynamo traces the hook once, with a tensor
         compiled.grads_arrived([g], key, ttype, [n])
         return g # compiled autograd does not accept None for a gradient that exists
     return hook
 
 def compiled_hook_once(key, ttype, n, x):
-    "Return a hook that reports the gradient of the leaf `x` once and then removes itself, because a leaf is used in later passes, too."
+    "Return a hook to report the gradient of the leaf `x` once and then remove itself, because a leaf is used in later passes, too."
     def hook(g):
         compiled.grads_arrived([g], key, ttype, [n])
         if not torch.compiler.is_compiling(): remove_our_hooks(x)
@@ -81,7 +81,7 @@ def compiled_hook_once(key, ttype, n, x):
 hook_once = next(c for c in compiled_hook_once.__code__.co_consts if hasattr(c, 'co_code'))
 
 def remove_our_hooks(x):
-    "Remove the hooks that `compiled_hook_once` has made from the leaf `x`."
+    "Remove from the leaf `x` the hooks made by `compiled_hook_once`."
     hooks = x._backward_hooks or {}
     for k in [k for k,h in hooks.items() if getattr(h, '__code__', None) is hook_once]: del hooks[k]
 

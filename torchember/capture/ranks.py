@@ -29,7 +29,7 @@ def role_of(placement):
 class Axes(dict):
     "Axes along which ranks work in parallel: name, such as 'dp', -> the ranks of this rank's group along the axis."
     def add(self, name, ranks):
-        "Add the axis of a group of ranks. Return the name of the axis, which is the earlier name if the group is known, or None for a single rank."
+        "Add the axis of a group of ranks. Return the name of the axis: the earlier name if the group is known, None for a single rank."
         if len(ranks)==1: return None
         known = next((n for n,r in self.items() if r==ranks), None)
         if known: return known
@@ -59,7 +59,7 @@ class DataParallel(NamedTuple):
     unequal:frozenset=frozenset()
 
 def batch_of_ddp(ddp, axes):
-    "Return how a `DistributedDataParallel` spreads the batch. `axes`: `Axes` to which the axis of the wrapper is added."
+    "Return how a `DistributedDataParallel` spreads the batch. Add the axis of the wrapper to `axes`, an `Axes`."
     ranks,named = ranks_of(ddp.process_group),dict(ddp.module.named_parameters())
     ignored = frozenset(id(named[n]) for n in getattr(ddp, 'parameters_to_ignore', ()) if n in named)
     return DataParallel(axes.add_all([('dp', ranks)], 'dp'), 1/len(ranks), ignored)
@@ -87,7 +87,7 @@ def batch_of_fsdp1(module, axes):
 
 # %% ../../nbs/10_capture/45_ranks.ipynb #84386959
 class Pipeline(NamedTuple):
-    "The stages of a pipeline that this rank runs."
+    "The stages of a pipeline run by this rank."
     stages:dict # path of a stage's module -> number of the stage
     axis:str|None=None # Name of the axis along which the stages follow each other
     scale:float=1. # 1 / number of micro-batches if the schedule divides gradients by it, else 1
@@ -126,7 +126,7 @@ class Ranks:
     def inner(self): return self.model.module if isinstance(self.model, nn.parallel.DistributedDataParallel) else self.model
 
     def wrapped_by(self, ddp):
-        "Return the module that a `DistributedDataParallel` wraps. With `replicate` it wraps a list of parameters: return the model then."
+        "Return the module wrapped by a `DistributedDataParallel`. With `replicate` it wraps a list of parameters: return the model then."
         return self.inner if isinstance(ddp.module, nn.ParameterList) else ddp.module
 
     def set_batch(self, module, batch):
@@ -180,6 +180,6 @@ class Ranks:
         return self.cached[key]
 
     def meta(self):
-        "Return the metadata of this rank, by which readers merge the logs of all ranks."
+        "Return the metadata of this rank. With it, readers merge the logs of all ranks."
         stages = {'stages': self.pipeline.stages.copy()} if self.pipeline.stages else {}
         return {'rank': self.rank, 'world': self.world, 'axes': {a: list(r) for a,r in self.axes.items()}, **stages}

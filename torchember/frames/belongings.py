@@ -23,7 +23,7 @@ from torchember.store.parts import read_part_list
 metadata_kinds = ('base', 'structure', 'parameters', 'ranks', 'vis', 'sync', 'sent')
 
 def owner_of(stem, names):
-    "Return the name of the run that a metadata file belongs to. `stem`: file name without .json. Return None if the run is not in `names`."
+    "Return the name of the run of a metadata file. `stem`: file name without .json. Return None if the run is not in `names`."
     kind,_,name = stem.partition('_')
     if kind in metadata_kinds: return name
     return next((stem[i+1:] for i,c in enumerate(stem) if c=='_' and stem[i+1:] in names), None)
@@ -32,7 +32,7 @@ def regular_files(*paths): return [p for p in paths if p.is_file() and not p.is_
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #b7000006
 class Home:
-    "Index of all files in a home (folder of runs): which files belong to which run."
+    "Index of all files in a home (folder of runs): the files of each run."
     def __init__(self, home=None):
         self.place = folder('torchember', home)
         self.log,self.data = self.place/'log',self.place/'data'
@@ -108,7 +108,7 @@ def run_sizes(h, run):
 recent = 600 # seconds since the last row: until then, a process on another machine may still be writing
 
 def refuse_odd(h, name):
-    "Raise OSError if the log is a link, or a file that torchember did not write: such a log is not moved or removed."
+    "Raise OSError if the log is a link, or a file not written by torchember: such a log is not moved or removed."
     path = h.log/name
     if is_url(path): return # a remote store has no links
     if os.path.islink(path): raise OSError(f"{printable(path)} is a link, not a log of torchember, so nothing was changed. Remove the link yourself.")
@@ -130,7 +130,7 @@ def refuse_written(h, name):
             f"End it there, or try again when it has got no rows for {recent//60} minutes.")
 
 def refuse_shared(h, name, names):
-    "Raise ValueError if `name` is the log of one rank and its rows are in files that other ranks share. Then only the whole run can be changed."
+    "Raise ValueError if `name` is the log of one rank and its rows are in files shared with other ranks. Then only the whole run can be changed."
     listing = None if name in h.older else read_part_list(h.log/name)
     if listing is None or not any('holder' in p for p in listing['parts']): return
     [whole] = without_ranks([name])
@@ -213,7 +213,7 @@ def mv(
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #b7000010
 def move_log(h, old, new):
-    "Rename one log and all files that belong to it."
+    "Rename one log and all its files."
     files = h.files(old)
     for p in files['metadata']: shutil.copy2(p, h.data/f'{p.stem.removesuffix(old)}{new}.json')
     for p in files['latest']: os.replace(p, h.log/f'{new}_latest')

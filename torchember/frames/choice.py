@@ -41,7 +41,7 @@ class Choice:
                 if n!=() and not isinstance(n, str): raise TypeError(f"{k} must be a name, or a list of names, got {n!r:.80}.")
 
     def select_paths(self, paths):
-        "Return the set of those `paths` that match the condition `path`."
+        "Return the set of all `paths` matching the condition `path`."
         return {p for p in paths if any(p==w or fnmatchcase(p, w) if isinstance(w, str) else w.search(p) for w in to_list(self.conditions['path']))}
 
     @property
@@ -53,7 +53,7 @@ class Choice:
         return any(isinstance(s, int) and s<0 for s in ends)
 
     def select_steps(self, steps, last=None):
-        "Return the set of those `steps` that match the condition `steps`. `last`: last step of the run, by default the largest of `steps`."
+        "Return the set of all `steps` matching the condition `steps`. `last`: last step of the run, by default the largest of `steps`."
         wanted,last = self.conditions['steps'],max(steps, default=-1) if last is None else last
         if isinstance(wanted, slice): return set(steps).intersection(range(*wanted.indices(last+1)))
         if callable(wanted): return {s for s in steps if wanted(s)}
@@ -61,7 +61,7 @@ class Choice:
         return {s for s in steps if s in wanted or s-last-1 in wanted}
 
     def select(self, name, values, last=None):
-        "Return the set of those `values` that match the condition `name`, such as 'path' or 'steps'."
+        "Return the set of all `values` matching the condition `name`, such as 'path' or 'steps'."
         values = [v for v in values if isinstance(v, int if name=='steps' else str)]
         if name=='path': return self.select_paths(values)
         return self.select_steps(values, last) if name=='steps' else set(values).intersection(to_list(self.conditions[name]))
@@ -85,7 +85,7 @@ class RowFilter:
         return np.array([*self.mask(name, values), False])[codes].tolist()
 
     def values(self, name, block):
-        "Return for each row the value that the condition `name` is applied to."
+        "Return for each row the value tested by the condition `name`."
         values = block[column_of_condition[name]]
         if name!='path': return values
         return [p if isinstance(p, str) else self.path_of(m) if isinstance(m, str) else m for m,p in zip(values, block['path'], strict=True)]
@@ -96,20 +96,20 @@ class RowFilter:
         return self.paths[module]
 
     def mask(self, name, values):
-        "Return a list of booleans: True for each value that matches the condition `name`."
+        "Return a list of booleans: True for each value matching the condition `name`."
         distinct = {v for v in values if isinstance(v, int if name=='steps' else str)}
         kept = self.choice.select(name, distinct, self.last)
         return [isinstance(v, int|str) and v in kept for v in values]
 
 # %% ../../nbs/50_frames/01_choice.ipynb #34595e03
 def no_rows_message(name='The run'):
-    "Return the error message for a run that has no rows yet."
+    "Return the error message for a run without any rows yet."
     return f"{name} has no rows yet. Rows are recorded when the model is called during the training."
 
 class NothingChosen(ValueError): "Error: no row of the run satisfies the conditions."
 
 def explain_empty(choice, known):
-    "Return the error message for conditions that select no row. `known`: dict from a condition, such as 'path', to the values in the log."
+    "Return the error message for conditions without a matching row. `known`: dict from a condition, such as 'path', to the values in the log."
     nouns = dict(path='path matches', ttype='tensor type', tname='tensor name', steps='step')
     if not known['ttype']: return no_rows_message()
     for name,wanted in choice.conditions.items():

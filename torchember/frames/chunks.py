@@ -85,7 +85,7 @@ def shorter_message(path): return f"{printable(path)} is shorter than before, be
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #6db2682e
 def common_kind(kinds):
-    "Return the kind of column that can store values of all `kinds`; 'json' for a mixture of numbers and texts. None means no values."
+    "Return the kind of column for values of all `kinds`; 'json' for a mixture of numbers and texts. None means no values."
     kinds = set(kinds)-{None}
     if len(kinds)<2: return next(iter(kinds), 'double')
     return 'double' if kinds=={'int64', 'double'} else 'list<double>' if kinds=={'list<int64>', 'list<double>'} else 'json'
@@ -118,7 +118,7 @@ def step_bounds(ranges):
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #1698eed2
 class LineIndex:
-    "Cached index of the lines of a growing file: its segments and columns, so that only new lines must be read."
+    "Cached index of the lines of a growing file: its segments and columns. With it, only new lines must be read."
     # start: first byte; rows: largest number per segment; expected: `Expected`
     def __init__(self, start, rows, expected):
         self.start = self.at = start
@@ -201,7 +201,7 @@ def kinds_of_part(part):
     return {k: {kind if has_values[k] else None} for k,kind in part.kinds.items()}
 
 def inspect_unwritten(data, path):
-    "Return segments, kinds and layouts of lines that are not in a file yet."
+    "Return segments, kinds and layouts of lines not yet in a file."
     [segment],kinds,layouts = inspect_lines(data, path, 0, Expected())
     return [replace(segment, more=data)], kinds, layouts
 
@@ -219,7 +219,7 @@ def split_steps(segments, most):
 # %% ../../nbs/50_frames/07_chunks.ipynb #0a0fd86a
 @dataclass(frozen=True)
 class Chunk:
-    "Description of rows of a run that are read together. It can be sent to another process."
+    "Description of rows of a run, to be read together. It can be sent to another process."
     run: str
     # True if several runs are read, so that the table has a column with the name of the run
     labelled: bool = field(default=False, kw_only=True)
@@ -240,7 +240,7 @@ class Chunk:
         return bounds if self.steps is None or None in bounds else (max(bounds[0], self.steps[0]), min(bounds[1], self.steps[1]))
 
     def limited_to_steps(self, steps):
-        "Return a chunk that is limited to the range `steps`. Return this chunk if its steps are unknown."
+        "Return a chunk limited to the range `steps`. Return this chunk if its steps are unknown."
         if steps is None or self.known[0] is None: return self
         return replace(self, logs=limit_logs(self.logs, steps), steps=(max(self.known[0], steps[0]), min(self.known[1], steps[1])), rest=False)
 
@@ -293,7 +293,7 @@ def rank_metadata(home, names, kind='ranks'):
 def names_and_ranks(logs): return tuple((name, rank) for name,rank,_ in logs)
 
 def segment_blocks(segments, steps=None, whole=False):
-    "Return a function that opens segments and yields their blocks. `whole`: load all columns together."
+    "Return a function to open segments and yield their blocks. `whole`: load all columns together."
     def blocks():
         "Yield the blocks of the segments."
         for s in segments:
@@ -328,7 +328,7 @@ def frame_of(chunk):
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #cc461e1a
 def output_columns(contents, merged=False, per_rank=False, several=False):
-    """Return a dict from column to kind, for the columns that `read` returns, in the same order.
+    """Return a dict from column to kind, for the columns returned by `read`, in the same order.
 
     `contents`: `LogContents` of each log. `several`: True if several runs are read, so that `run` is a column with the name of the run."""
     names = dict.fromkeys(k for keys in all_layouts(contents) for k in keys if k not in ('supersedes', 'nonfinite'))

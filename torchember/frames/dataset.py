@@ -27,7 +27,7 @@ class ChunkIndex:
     def __call__(self, condition=None): return [self.chunks[int(f.path)] for f in self.dataset.get_fragments(condition)]
 
 def partition_of(chunk, schema):
-    "Return an Arrow expression on run and step that all rows of a chunk satisfy."
+    "Return an Arrow expression on run and step, satisfied by all rows of a chunk."
     first,last = chunk.known
     out = ds.scalar(True)
     if chunk.labelled and 'run' in schema.names: out = out & (ds.field('run')==chunk.run)
@@ -65,7 +65,7 @@ class ChunkReader:
     def may_have(self, chunk): return self.steps_of(chunk)!=()
 
     def steps_of(self, chunk):
-        "Return the (first, last) step of a chunk that the choice selects; () if it selects no step, None if the steps are unknown."
+        "Return the (first, last) step selected by the choice in a chunk; () if it selects no step, None if the steps are unknown."
         # no row can match, because the tested column is missing or has lists
         if any(self.every.get(c, 'list').startswith('list') for c in self.tested): return ()
         first,last = chunk.known
@@ -91,7 +91,7 @@ class LogDataset(ds.Dataset):
 
     @property
     def partition_expression(self):
-        "Condition that all rows of the dataset satisfy"
+        "Condition satisfied by all rows of the dataset"
         return ds.scalar(True)
 
     def tables(self, columns=None, condition=None):
@@ -99,7 +99,7 @@ class LogDataset(ds.Dataset):
         for c in self.pruned(condition): yield self.reader(c, columns)
 
     def scanner(self, columns=None, filter=None, **how): # arguments of `pyarrow.dataset.Dataset.scanner`
-        "Return an Arrow scanner for some columns of the rows that satisfy a condition."
+        "Return an Arrow scanner for some columns of the rows satisfying a condition."
         used = str(filter) + ('' if columns is None or isinstance(columns, list) else ' '.join(map(str, columns.values())))
         names = self.arrow.names if columns is None else [k for k in self.arrow.names if k in columns or k in used]
         names = names or self.arrow.names[-1:] # without columns, rows are only counted, and one column is enough

@@ -41,12 +41,12 @@ allowed = {f'pandas.core.{module}': names for module,names in core.items()} | {
 allowed = {(module, name) for module,names in allowed.items() for name in names.split()}
 
 # %% ../../nbs/50_frames/20_files.ipynb #84f56ec1
-class OddPickle(Exception): "Error: a pickle contains something that pandas does not write."
+class OddPickle(Exception): "Error: a pickle contains something never written by pandas."
 
 keeps = ('PUT', 'BINPUT', 'LONG_BINPUT')
 
 def check_bounds(file, name):
-    "Return the pickle file. Raise UnpicklingError if its instructions announce more data than the file contains, which could exhaust memory."
+    "Return the pickle file. Raise UnpicklingError if its instructions announce more data than the file contains. Such a pickle could exhaust memory."
     if not file.seekable(): file = BytesIO(file.read())
     start,size,n = file.tell(),bytes_left(file),0
     try:
@@ -67,7 +67,7 @@ def bytes_left(file):
     return size
 
 class Limited:
-    "Wrapper of a file that raises `OddPickle` for a read beyond `end`."
+    "Wrapper of a file, raising `OddPickle` for a read beyond `end`."
     def __init__(self, file, end): self.file,self.end,self.tell,self.readline = file,end,file.tell,file.readline
 
     def read(self, n=-1):
@@ -76,7 +76,7 @@ class Limited:
 
 # %% ../../nbs/50_frames/20_files.ipynb #5d4a2313
 def count_unfolded(x):
-    "Return the size of nested lists, dicts and `PicklePart`s if each reference were a copy; inf for an object that contains itself."
+    "Return the size of nested lists, dicts and `PicklePart`s if each reference were a copy; inf for an object containing itself."
     known,todo = {},[x]
     while todo:
         o = todo[-1]
@@ -93,7 +93,7 @@ def count_unfolded(x):
     return known[id(x)]
 
 def children_of(o):
-    "Return the objects that a list, dict or `PicklePart` contains."
+    "Return the objects in a list, dict or `PicklePart`."
     if isinstance(o, dict): return [*o.keys(), *o.values()]
     if isinstance(o, PicklePart): return [o.args, o.state]
     return o if isinstance(o, list|tuple) else ()
@@ -132,7 +132,7 @@ def expect(x, *kinds):
     return x
 
 def to_bytes(x):
-    "Return the bytes object that `x` stands for: each pickle protocol stores bytes in another form."
+    "Return the bytes object represented by `x`: each pickle protocol stores bytes in its own form."
     if stands_for(x, 'py_buffer', 'bytearray'): return to_bytes(x.args[0]) if x.args else b''
     if stands_for(x, 'encode') and x.args[1:]==('latin1',): return x.args[0].encode('latin1')
     if not isinstance(x, bytes|bytearray): raise OddPickle(f"{an(x)} where bytes should be")
@@ -153,7 +153,7 @@ def to_scalar(x):
     raise OddPickle(f"{x.what if isinstance(x, PicklePart) else an(x)} among the values")
 
 def build_array(x):
-    "Convert a `PicklePart` to a numpy array. Raise OddPickle for an empty array that claims to be long."
+    "Convert a `PicklePart` to a numpy array. Raise OddPickle for an empty array claiming to be long."
     a = to_array(x)
     if not a.size and max(a.shape)>1000: raise OddPickle("an empty array that claims to be very long")
     return a
@@ -229,7 +229,7 @@ def to_attrs(x):
 
 # %% ../../nbs/50_frames/20_files.ipynb #5b3951c8
 def build_table(x, name): # x: result of `read_parts`; name: of the file, for messages
-    "Build the DataFrame that a pickle stores. Raise SchemaException for another object, UnpicklingError for a table that pandas does not write."
+    "Build the DataFrame stored in a pickle. Raise SchemaException for another object, UnpicklingError for a table never written by pandas."
     if not stands_for(x, 'DataFrame'): raise SchemaException(f"{name} is {f'a pandas {x.what}' if isinstance(x, PicklePart) else an(x)}, not a DataFrame.")
     pd = needs('pandas', for_='read_pickle')
     try:

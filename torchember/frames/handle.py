@@ -62,7 +62,7 @@ def without_ranks(names):
 
 # %% ../../nbs/50_frames/04_handle.ipynb #6875fa8b
 def has_orphan_box(boxes):
-    "Return True if the folder `boxes` may have a black box whose process has ended. This check does not need torch."
+    "Return True if the folder `boxes` may have a black box of an ended process. This check does not need torch."
     # not opened, because closing a black box of this process would release its lock
     if 'torchember.recorder.black_box' in sys.modules: return os.path.isdir(boxes)
     try: import fcntl
@@ -77,14 +77,14 @@ def has_orphan_box(boxes):
     return False
 
 def recover_boxes(folder):
-    "Write the rows of black boxes whose process has ended into their logs. `folder`: home of the runs."
+    "Write the rows of black boxes of ended processes into their logs. `folder`: home of the runs."
     if is_url(folder) or not has_orphan_box(os.path.join(folder, 'box')): return
     try: from torchember.recorder.recovery import take_in
     except ImportError as e: return warn(f"A process that has ended left rows in {printable(folder)}{os.sep}box, which cannot be read here: {e}.")
     take_in(folder)
 
 def log_names(home):
-    "Return the sorted names of all logs in a home. Recover and write rows first that are not in the logs yet."
+    "Return the sorted names of all logs in a home. First recover and write rows missing in the logs."
     log = folder('torchember', home)/'log'
     recover_boxes(log.parent)
     flush_logs(log)
@@ -99,7 +99,7 @@ def read_facts(name, data):
 
 # %% ../../nbs/50_frames/04_handle.ipynb #6ffa4147
 class LogReader:
-    "Log of one process, open for reading. `tracker`: `tracker` of the run; None for a file that is not in a home."
+    "Log of one process, open for reading. `tracker`: `tracker` of the run; None for a file outside a home."
     def __init__(self, path, tracker=None):
         self.path,self.t,self.name = path,tracker,path.name
         self.store = JsonLines(path) if tracker is None else tracker.file.disk # a `LogStore`
@@ -133,7 +133,7 @@ class LogReader:
         return parse_blocks(self.blocks, self.complete_file())[0]
 
     def table(self, choice, columns=None):
-        "Read the rows that `choice` selects as a table. `columns`: columns that the caller needs; all by default."
+        "Read the rows selected by `choice` as a table. `columns`: columns needed by the caller; all by default."
         keep = RowFilter(choice, self.last_step() if choice.needs_last_step else None) if choice.conditions else None
         return table_of_blocks(self.blocks, self.complete_file(), keep, columns and columns_to_read(columns, self.may_supersede()))
 
@@ -156,19 +156,19 @@ def open_log(run, home=None):
 
 # %% ../../nbs/50_frames/04_handle.ipynb #4016b2c9
 class Run:
-    "Run that is open for reading. `logs`: rank -> `LogReader`, or {None: reader} for one process. `given`: a table of rows instead of logs."
+    "Run open for reading. `logs`: rank -> `LogReader`, or {None: reader} for one process. `given`: a table of rows instead of logs."
     def __init__(self, name, logs, given=None): self.name,self.logs,self.given = name,logs,given
 
     def __repr__(self): return printable(f"<Run {self.name}{f' of {len(self.logs)} ranks' if self.is_ranked else ''}>")
 
     @property
     def is_ranked(self):
-        "True for a distributed run, in which each rank has a log."
+        "True for a distributed run, with a log for each rank."
         return bool(self.logs) and None not in self.logs
 
     @property
     def ranks(self):
-        "Tuple of the ranks that have a log; () for a run of one process."
+        "Tuple of the ranks with a log; () for a run of one process."
         return tuple(sorted(self.logs)) if self.is_ranked else ()
 
     @property
@@ -178,7 +178,7 @@ class Run:
 
     @property
     def t(self):
-        "Tracker of the run. None for a distributed run, a table, or a file that is not in a home."
+        "Tracker of the run. None for a distributed run, a table, or a file outside a home."
         return None if self.is_ranked or self.log is None else self.log.t
 
     @property
@@ -188,7 +188,7 @@ class Run:
 
     @property
     def home(self):
-        "Home of the run: the folder or URL that contains log/ and data/. None for a table."
+        "Home of the run: the folder or URL containing log/ and data/. None for a table."
         return None if self.log is None else self.log.t.dir if self.log.t is not None else self.path.parent.parent
 
     def last_step(self):
@@ -249,7 +249,7 @@ class Run:
         return self.select(df, choice)
 
     def select(self, df, choice):
-        "Return the rows of the table `df` that a `Choice` selects."
+        "Return the rows of the table `df` selected by a `Choice`."
         last,kept = self.last_step() if choice.needs_last_step else None,np.ones(len(df), bool)
         for name in choice.conditions:
             values = df[name if name=='path' else column_of_condition[name]]
@@ -263,7 +263,7 @@ def add_rank_to_findings(df):
     return df.assign(text=[f'Rank {r}: {t}' if rule=='died' and isinstance(t, str) else t for r,rule,t in zip(df['rank'], df['rule'], df['text'], strict=True)])
 
 def values_of_conditions(runs):
-    "Return a dict from each condition, such as 'path', to its values in the rows, for the message that no row was selected."
+    "Return a dict from each condition, such as 'path', to its values in the rows, for the message about an empty selection."
     rows = ColumnBlock.from_rows([r for run in runs for r in run.rows()])
     found = {name: RowFilter(None).values(name, rows) for name in column_of_condition}
     return {name: list(dict.fromkeys(v for v in values if isinstance(v, int if name=='steps' else str))) for name,values in found.items()}
@@ -278,7 +278,7 @@ def split_url(run, home):
 def is_glob(run): return isinstance(run, str) and os.sep not in run and bool(set(run)&set('*?['))
 
 def matching_runs(run, names):
-    "Return the names of runs that match a name or a pattern. Only if no run matches, match the names of the logs of single ranks."
+    "Return the names of runs matching a name or a pattern. Only if no run matches, match the names of the logs of single ranks."
     known = without_ranks(names)
     if run in names or run in known or not is_glob(run): return [run]*(run in names or run in known)
     return [n for n in known if fnmatchcase(n, run)] or [n for n in names if fnmatchcase(n, run)]

@@ -29,7 +29,7 @@ from torchember.store.shared import share_parts
 counted = {} # cache: (file, first byte, bytes removed before) -> (last byte counted, number of lines)
 
 def count_lines(path, size, start=0, removed=0):
-    "Return the number of lines of a file from the byte `start` to `size`. Count only bytes that are not in the cache."
+    "Return the number of lines of a file from the byte `start` to `size`. Count only bytes missing in the cache."
     done,n = counted.get((path, start, removed), (start, 0))
     if size<done: done,n = start,0
     with open_file(path, buffering=0) as f:
@@ -69,7 +69,7 @@ def count_steps(path, size):
 
 # %% ../../nbs/50_frames/04_listing.ipynb #5befa20d
 def process_exists(pid, host):
-    "Return True if a process is running on this machine. Return False for a process of another host, which cannot be checked."
+    "Return True if a process is running on this machine. Return False for a process of another host, because it cannot be checked."
     if host!=gethostname() or not isinstance(pid, int) or not 0<pid<2**31: return False
     if os.name=='nt': return True # on Windows, each signal would end the process
     try: os.kill(pid, 0)
@@ -129,7 +129,7 @@ def explain(path, error):
     return error if isinstance(error, ValueError|OSError) else f'{type(error).__name__}: {error}'
 
 def runs_without_log(place, names):
-    "Return rows of the table of `runs()` for runs whose log is missing, as after an interrupted `rm`. `names`: existing logs."
+    "Return rows of the table of `runs()` for runs without a log, as after an interrupted `rm`. `names`: existing logs."
     files = list_folder(place/'data')
     bases = [f.name[5:-5] for f in files if f.name.startswith('base_') and f.name.endswith('.json') and f.is_file(follow_symlinks=False)]
     rows = []
@@ -141,7 +141,7 @@ def runs_without_log(place, names):
 
 # %% ../../nbs/50_frames/04_listing.ipynb #a1c0ffee
 def group_ranks(rows, place):
-    "Merge the rows that describe logs of one distributed run into one row of the table of `runs()`."
+    "Merge the rows describing logs of one distributed run into one row of the table of `runs()`."
     # groups: name of a distributed run -> {rank: row}, or id of a row -> the row itself
     names,groups = {r['name'] for r in rows},{}
     for r in rows:
@@ -155,7 +155,7 @@ def describe_ranks(run):
     return merge_rank_rows(run.name, {k: r for k,log in run.logs.items() if (r := try_describe_log(log.name, run.home))}, run.home)
 
 def merge_rank_rows(name, rows, place):
-    "Merge rows that describe the logs of all ranks into one row of the table of `runs()`. `rows`: rank -> row of its log."
+    "Merge rows describing the logs of all ranks into one row of the table of `runs()`. `rows`: rank -> row of its log."
     every,running = list(rows.values()),any(r['running'] for r in rows.values())
     known = lambda c: [r[c] for r in every if r.get(c)]
     return dict(name=name, model=next(iter(known('model')), None), ranks=len(rows), **{c: sum(r[c] for r in every) for c in ('rows', 'size')},

@@ -57,7 +57,7 @@ META,STAT,EXP = LogFrame.schema # names in the first level of columns
 def dotted(*parts): return '.'.join(p for p in parts if p)
 
 def number_order(tname):
-    "Return a sort key for tensor names that sorts output_10 after output_9."
+    "Return a sort key for tensor names, to sort output_10 after output_9."
     return [(0, int(s), '') if s.isdigit() else (1, 0, s) for s in re.split(r'(\d+)', tname)]
 
 def parameter_name(path, pname):
@@ -165,7 +165,7 @@ def to_logframe(
 
 # %% ../../nbs/50_frames/10_logframe.ipynb #b30ec032
 def tensors_in(df):
-    "Number the tensors of a table. Return the number for each row, and a list of dicts that describe the tensors."
+    "Number the tensors of a table. Return the number for each row, and a list of dicts describing the tensors."
     keys = {k: df[k] if k in df else None for k in ('path', 'module', 'ttype', 'tname', 'pname')}
     if keys['path'] is None: keys['path'] = [path_of(m) for m in df['module']] if len(df)<1000 else df['module'].astype(object).map(cache(path_of))
     if keys['module'] is None: keys['module'] = ''
@@ -216,7 +216,7 @@ def with_exponent_labels(df):
     return out
 
 def faults_of_columns(df):
-    "Yield a sentence about each column that is missing, unknown or duplicated."
+    "Yield a sentence about each missing, unknown or duplicated column."
     columns = {top: [c for t,c in df.columns if t==top] for top in LogFrame.schema}
     meta = LogFrame.schema[META]
     missing = [f"('metadata', {c!r})" for c in meta if c not in columns[META]]
@@ -238,7 +238,7 @@ def kind_of_column(x):
     return 'text' if got=='string' else str(x.dtype)
 
 def faults_of_types(df):
-    "Yield a sentence about each column whose values have a type other than the schema requires."
+    "Yield a sentence about each column with values of a type not allowed by the schema."
     pd = needs('pandas', for_='validate')
     if not len(df) or df.columns.has_duplicates: return
     for t,c in df.columns:
@@ -257,7 +257,7 @@ def faults_of_types(df):
 
 # %% ../../nbs/50_frames/10_logframe.ipynb #71169a1e
 def unshifted(lf):
-    "Correct the exponents of a table that Track & Visualize recorded, which are one too high: column n then counts magnitudes from 2^n to 2^(n+1)."
+    "Correct the exponents of a table recorded by Track & Visualize. They are one too high: column n then counts magnitudes from 2^n to 2^(n+1)."
     out = lf.copy(deep=False)
     out.columns = type(lf.columns).from_tuples([(t, c-1 if t==EXP and not math.isinf(c) else c) for t,c in lf.columns])
     out.attrs['torchember'] = {'logframe': 1, 'exponents': True, 'zeros': -1}
@@ -283,14 +283,14 @@ def split_parameter(name, modules, holders):
     return name, 'weight'
 
 def parent_modules(names):
-    "Return the set of names of modules that contain a module or tensor of `names`: all prefixes that end at a dot."
+    "Return the set of names of modules containing a module or tensor of `names`: all prefixes that end at a dot."
     out = set()
     for n in names:
         while '.' in n: n = n.rpartition('.')[0]; out.add(n)
     return out
 
 def longest_module(name, modules):
-    "Split a name into the path of the innermost module in `modules` that contains it, and the rest."
+    "Split a name into the path of the innermost module in `modules` containing it, and the rest."
     path = name
     while path and path not in modules: path = path.rpartition('.')[0]
     return path, name[len(path):].lstrip('.')
@@ -325,7 +325,7 @@ def tensors_from(names): # names: (name, type, tensor_type) of each tensor, in o
     return out
 
 def output_of(name, cls, modules):
-    "Split the name of an activation into path and `tname`. The path is that of a module with the class `cls`."
+    "Split the name of an activation into path and `tname`. The path belongs to a module with the class `cls`."
     parts = name.split('.')
     for i in range(len(parts)-1, -1, -1):
         path,rest = '.'.join(parts[:i]),'.'.join(parts[i:])

@@ -77,7 +77,7 @@ def number_layers(df):
     return label, [name(o) for o in one]
 
 def select_paths(df, path, what='path matches'):
-    "Return the rows whose path matches. Raise ValueError if no row matches. `what`: description of the condition for the message."
+    "Return the rows with a matching path. Raise ValueError if no row matches. `what`: description of the condition for the message."
     if path is None: return df
     paths = df['path'].astype(str)
     known = list(dict.fromkeys(paths))

@@ -113,7 +113,7 @@ class Target:
 
 # %% ../../nbs/50_frames/08_moving.ipynb #3c61f2d4
 class LogLines:
-    "Lines of a log that are still in local files. Positions are bytes in the whole log, also after earlier lines were removed."
+    "Lines of a log still in local files. Positions are bytes in the whole log, also after earlier lines were removed."
     def __init__(self, listing, files): # results of `parts_and_lines`
         self.spans,at = [],(listing or {}).get('removed', 0) # spans: (file, first byte, end) in the log
         self.first = self.at = at
@@ -178,7 +178,7 @@ def count_to_merge(parts, first):
 
 # %% ../../nbs/50_frames/08_moving.ipynb #f2031573
 class SyncState:
-    "Settings of a `sync`, and caches that are kept if it is repeated."
+    "Settings of a `sync`, and caches kept for its repetition."
     def __init__(self, home, target, parquet=True, deep=True): # deep: verify all files again, also unchanged files
         self.home,self.target,self.parquet,self.deep = home,target,parquet and find_spec('pyarrow') is not None,deep
         # hashes: file -> (size and time, content); checked: parts whose lines were compared
@@ -212,7 +212,7 @@ class Manifest:
         self.files = {} # file at the destination -> fingerprint
 
     def unlisted_files(self, over, sent):
-        "Return a dict from each file that is no longer listed to the time when this was noticed. `over`: the run is over; `sent`: files were sent."
+        "Return a dict from each file no longer listed to the time when this was noticed. `over`: the run is over; `sent`: files were sent."
         at,gone = time.time(),{k: v for k,v in as_dict(self.before.get('gone')).items() if isinstance(v, int|float)}
         for rel in [*self.noted, *(gone if over else ())]: gone.setdefault(rel, at)
         if over and sent: # include files that an interrupted `sync` has left
@@ -221,7 +221,7 @@ class Manifest:
         return {rel: since for rel,since in gone.items() if rel not in self.files and rel.startswith(self.folder)}
 
     def write(self, over, sent):
-        "Delete files that have not been listed for a minute, because no reader needs them. Write the manifest if it has changed."
+        "Delete files not listed for a minute, because no reader needs them. Write the manifest if it has changed."
         gone = self.unlisted_files(over, sent)
         away = [rel for rel,since in gone.items() if over or time.time()-since>60]
         for rel in away: self.to.remove(rel)
@@ -293,7 +293,7 @@ class LogCopy:
         return True
 
     def send_own_part(self, p):
-        "Send a local part. A file that several logs share is sent only once."
+        "Send a local part. A file shared by several logs is sent only once."
         path = part_file(self.path, p)
         rel,piece = f'log/{path.parent.name}/{path.name}',self.m.piece(path)
         if rel.startswith(self.folder): self.send(rel, piece)
@@ -303,7 +303,7 @@ class LogCopy:
         self.m.shared[rel] = piece
 
     def keep(self, parts, p):
-        "Keep a part that is already at the destination in the new list."
+        "Keep a part already at the destination in the new list."
         parts.append(p)
         self.files[self.folder+p['file']] = self.manifest.noted[self.folder+p['file']]
 
@@ -313,7 +313,7 @@ class LogCopy:
         parts.append(entry)
 
     def send_list(self, listing, lines, end):
-        "Send the lines that are not in a part, then the list of parts. With the list, readers see the new state."
+        "Send the lines not in a part, then the list of parts. With the list, readers see the new state."
         if rest := lines.between(listing['removed'], end):
             listing['aside'] = True
             self.send(f"{self.folder}lines-{listing['removed']}", Upload(rest))
@@ -324,7 +324,7 @@ class LogCopy:
         self.send(parts_json, json_upload(listing))
 
     def send_metadata(self):
-        "Send the metadata and the file of the latest step. The metadata 'base', which has the end of the run, is sent last."
+        "Send the metadata and the file of the latest step. The metadata 'base' with the end of the run is sent last."
         for p in self.h.metadata.get(self.name, ()):
             if p.name not in (f'sync_{self.name}.json', f'base_{self.name}.json'): self.send_small(p, 'data/')
         self.send_small(self.path.with_name(f'{self.name}_latest'), 'log/')
@@ -447,7 +447,7 @@ class Background:
         return self.error is None
 
     def run_exists(self):
-        "Return True if the run has a file, which is created with its first row."
+        "Return True if the run has a file. The file is created with the first row."
         try: return bool(Home(self.moving.home).chosen(self.run))
         except FileNotFoundError: return False
 

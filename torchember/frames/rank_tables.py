@@ -31,7 +31,7 @@ def drop_invalid_rows(df):
     return good
 
 def valid_shapes(values):
-    "Replace each value that is not a shape by None."
+    "Replace each value by None if it is not a shape."
     shapes = [s for s in values if isinstance(s, list|tuple)]
     sizes = list(chain.from_iterable(shapes))
     if len(shapes)==len(values) and {*map(type, sizes)}<={int} and min(sizes, default=0)>=0: return values # nearly always

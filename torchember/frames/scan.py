@@ -71,7 +71,7 @@ def duckdb_relation(rows): # rows: `LogDataset`
 
 # %% ../../nbs/50_frames/09_scan.ipynb #7293e2c1
 def conjuncts(condition):
-    "Split a Polars expression at `&`: return a list of conditions that must all be true."
+    "Split a Polars expression at `&`: return the list of its conditions. All of them must be true."
     parts = condition.meta.pop()
     if len(parts)==2 and any((a & b).meta.eq(condition) for a,b in (parts, parts[::-1])): return [c for p in parts for c in conjuncts(p)]
     return [condition]
@@ -84,7 +84,7 @@ def may_hold(pl, conditions, chunk, most=1<<20):
     return len(steps.filter(*conditions))>0
 
 def polars_table(pl, table):
-    "Convert an Arrow table to Polars. Set the column names again, because Polars renames a column whose name is ''."
+    "Convert an Arrow table to Polars. Set the column names again, because Polars renames a column named ''."
     df = pl.from_arrow(table)
     df.columns = table.column_names
     return df

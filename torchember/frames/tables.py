@@ -24,7 +24,7 @@ name_columns = ('run', 'path', 'module', 'ttype', 'tname', 'pname', 'dtype', 'ph
 not_measured = ('run', 'path', *identity, *of_pieces)
 
 def mark_columns(df):
-    "Return the columns of the user's marks: all columns after the last column that torchember writes."
+    "Return the columns of the user's marks: all columns after the last column written by torchember."
     known = [i for i,c in enumerate(df.columns) if c in (*identity, *optional)]
     return list(df.columns[known[-1]+1:]) if known else []
 
@@ -101,7 +101,7 @@ def concat_tables(tables):
 
 # %% ../../nbs/50_frames/02_tables.ipynb #2aaa4c7f
 def how_to_record(stat):
-    "Return a sentence that explains how to record the statistic in the next run; '' for an unknown statistic."
+    "Return a sentence explaining how to record the statistic in the next run; '' for an unknown statistic."
     if is_statistic(stat): return f" To have it in the next run: torchEmber(model, stats=['mean', 'std', {stat!r}])."
     return f" To have it in the next run: Monitor(model, {{'<path>': [{stat!r}]}})." if stat in known_quantities(stat) else ''
 
@@ -113,7 +113,7 @@ def known_quantities(name):
     return classes
 
 def not_recorded(stat, known, what='statistic'):
-    "Return the error message for a statistic that the run has not recorded. `known`: names that the run has; `what`: noun for the message."
+    "Return the error message for a statistic not recorded in the run. `known`: names in the run; `what`: noun for the message."
     more = [*statistics, *known_quantities(stat), *([stat] if is_statistic(stat) else ())]
     close = [stat] if stat in more else closest(stat, [*known, *more], also_called)
     return unknown(what, stat, known, also_called, more) + (how_to_record(close[0]) if close and close[0] not in known else '')

@@ -20,7 +20,7 @@ class UnitHistory:
     def __init__(self, label, path, steps, value): self.label,self.path,self.steps,self.value = label,path,steps,value
 
 def histories(run, stat, path=None, ttype=None):
-    "Return a `UnitHistory` for each tensor that has the vector statistic `stat`, in order of the log. Raise ValueError if no tensor has it."
+    "Return a `UnitHistory` for each tensor with the vector statistic `stat`, in order of the log. Raise ValueError if no tensor has it."
     pd = needs('pandas', for_='A table of units')
     wanted = {stat, 'run', 'path', 'ttype', 'tname', 'pname', 'step', 'phase'}
     df = run if isinstance(run, pd.DataFrame) else read(run, columns=lambda c: c in wanted)
@@ -61,7 +61,7 @@ def history(rows, label, stat):
     return UnitHistory(label, path, steps, value)
 
 def not_recorded_message(stat, path):
-    "Return the error message for a vector statistic that was not recorded."
+    "Return the error message for a vector statistic missing in the run."
     one = path if isinstance(path, str) else 'features.*'
     return f"There is no {stat!r} in this log. To have it in the next run: Monitor(model, {{{one!r}: [{stat!r}]}})."
 

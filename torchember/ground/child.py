@@ -25,5 +25,5 @@ def path_of_child():
 
 # %% ../../nbs/05_ground/50_child.ipynb #680a75bb
 def environment_of_child(**more):
-    "Return the environment variables for a child process: those of this process without PYTHONPATH, one thread for each library, and `more`."
+    "Return the environment variables for a child process: the variables of this process without PYTHONPATH, one thread for each library, and `more`."
     return {**{k: v for k,v in os.environ.items() if k!='PYTHONPATH'}, 'OMP_NUM_THREADS': '1', 'OPENBLAS_NUM_THREADS': '1', **more}

@@ -36,7 +36,7 @@ class Selection:
     def __repr__(self): return printable(f'({self.what})' if ' ' in self.what else self.what)
 
 def no_match_message(what, pairs):
-    "Return the error message for a selection that matches no module."
+    "Return the error message for a selection without a matching module."
     names = list(dict.fromkeys(p for p,_ in pairs if p)) + sorted({k for _,m in pairs for k in kinds_of(m)[:1]})
     return unknown('module matches', what, names) + " A choice is a path or a glob ('features.*'), a class or its name, a regex, or a predicate."
 
@@ -95,7 +95,7 @@ def select(
 
 # %% ../../nbs/05_ground/30_choose.ipynb #e319d466
 def chosen(pairs, include=None, exclude=None) -> set:
-    """Return the `id` of each module that `include` selects and `exclude` does not. Raises ValueError if no module is left.
+    """Return the `id` of each module selected by `include` and not by `exclude`. Raises ValueError if no module is left.
 
     include, exclude: what `select` accepts. Without `include`, all modules are included"""
     pairs = list(pairs)

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 # %% ../../nbs/05_ground/10_messages.ipynb #610d3dc5
 def printable(text, most:int|None=None) -> str:
-    """Return a name without control characters and without secrets of a URL, so that a message can show it.
+    """Return a name without control characters and without secrets of a URL, to show it in a message.
 
     most: largest number of characters; the middle of a longer text is left out"""
     text = str(text)
@@ -36,7 +36,7 @@ def unknown(what:str, got, known, called=(), others=()) -> str:
     return f"No {what} {printable(repr(got), longest)}. Known: {shown or 'none'}." + (f" Did you mean {' or '.join(map(repr, close))}?" if close else '')
 
 def closest(got, known, called=()):
-    "Return the known names that are most similar to `got`, at most three. `called`: dict from a name in other libraries to our name."
+    "Return the known names most similar to `got`, at most three. `called`: dict from a name in other libraries to our name."
     meant = dict(called).get(str(got).lower())
     return [meant] if meant in known else difflib.get_close_matches(str(got)[:longest], dict.fromkeys(known), n=3, cutoff=.5)
 
@@ -71,7 +71,7 @@ def says_arguments(f:F) -> F:
     return g
 
 def misnamed_argument_message(f, args, kwargs):
-    "Return the error message if `args` and `kwargs` contain an argument that the function `f` does not have, else None."
+    "Return the error message if `args` and `kwargs` contain an argument unknown to the function `f`, else None."
     try: inspect.signature(f).bind(*args, **kwargs)
     except TypeError:
         known = arguments_of(f)
@@ -80,7 +80,7 @@ def misnamed_argument_message(f, args, kwargs):
 
 # %% ../../nbs/05_ground/10_messages.ipynb #8d320c90
 def article(name):
-    "Return the article for a name, 'a' or 'an'. A name that begins with two capitals is spelled letter by letter: an SGD."
+    "Return the article for a name, 'a' or 'an'. A name beginning with two capitals is spelled letter by letter: an SGD."
     spelt = len(name)>1 and name[:2].isupper()
     return 'an' if name.startswith(tuple('AEFHILMNORSX')) and spelt or not spelt and name.lower().startswith((*'aeio', 'nd')) else 'a'
 
@@ -109,20 +109,20 @@ def is_users(frame):
     return not (file.startswith((ours, pythons)) or any(d in file for d in installed) or module.partition('.')[0] in frameworks)
 
 def outwards(frame):
-    "Yield a stack frame, then its caller, then the caller of that, to the outermost frame."
+    "Yield a stack frame, then its caller, then the next caller, and so on to the outermost frame."
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 def users_frame():
-    "Return the innermost stack frame of the user's code, so that a warning shows the user's line. If there is none, return the outermost frame."
+    "Return the innermost stack frame of the user's code, to show the user's line in a warning. If there is none, return the outermost frame."
     here = list(outwards(sys._getframe(1)))
     waits = outwards(sys._current_frames().get(threading.main_thread().ident))
     return next((f for fs in (here, waits) for f in fs if is_users(f)), here[-1])
 
 # %% ../../nbs/05_ground/10_messages.ipynb #abe87448
 def warn(text:str):
-    "Issue an `EmberWarning` that points to the line of the user's code."
+    "Issue an `EmberWarning` pointing to the line of the user's code."
     frame = users_frame()
     place = frame.f_globals
     warnings.warn_explicit(text, EmberWarning, frame.f_code.co_filename, frame.f_lineno, place.get('__name__') or '<unknown>',

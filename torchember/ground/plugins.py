@@ -16,7 +16,7 @@ def find_plugins(group:str) -> dict:
     return {e.name: e for e in entry_points(group=f'torchember.{group}')}
 
 def load_plugin(plugin:EntryPoint):
-    "Import and return the object of an entry point. Convert any error to an ImportError that names the package."
+    "Import and return the object of an entry point. Convert any error to an ImportError with the name of the package."
     try: return plugin.load()
     except Exception as e:
         raise ImportError(f"The plugin {plugin.name!r} of the package {plugin.dist.name!r} cannot be imported from {plugin.value!r}: {type(e).__name__}: {e}. "

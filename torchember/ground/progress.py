@@ -25,7 +25,7 @@ def in_terminal() -> bool:
 
 # %% ../../nbs/05_ground/40_progress.ipynb #e42b731b
 def new_bar(what, total, done, form=None):
-    "Return a tqdm progress bar that disappears when the work is finished."
+    "Return a tqdm progress bar. It disappears when the work is finished."
     how = dict(desc=what, total=total, initial=done, leave=False, file=sys.stderr, bar_format=form)
     if in_notebook() and find_spec('ipywidgets'): from tqdm.notebook import tqdm
     else:
@@ -46,7 +46,7 @@ class Progress:
         self.done,self.bar,self.seen,self.began = 0,None,in_notebook() or in_terminal(),monotonic()
 
     def update(self, n=1):
-        "Add the amount of work that was finished since the last call."
+        "Add the amount of work finished since the last call."
         self.done += n
         if self.bar is not None: self.bar.update(n)
         elif self.seen and monotonic()-self.began>self.delay: self.bar = new_bar(self.what, self.total, self.done, self.form)
@@ -60,7 +60,7 @@ class Progress:
 without_units = '{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}' # format of the bar for an amount without a unit
 
 def progress(work, what:str):
-    """Show a progress bar for work that takes more than two seconds, in a notebook or terminal. Return an iterator over `work`.
+    """Show a progress bar for work of more than two seconds, in a notebook or terminal. Return an iterator over `work`.
 
     work: an iterable, or an amount: a number, or None if unknown. For an amount, the result is a context manager with a method `update`
     what: description of the work, for example 'reading GPT_20260401_120000'"""

@@ -41,7 +41,7 @@ clipped_norm = 'recorded_grad_norm','grad_norm'
 computed = ('grad_norm', 'lr') # `tname` of the rows of scalars that torchember computes
 
 def place_of(key, call): # key: the key of a row, as described in `recorder.row.one_row`
-    "Return a tuple that identifies a tensor in a step, from the key of its row and the number of the call."
+    "Return a tuple identifying a tensor in a step, from the key of its row and the number of the call."
     # a tuple, not a class, for speed: one is made for each row
     return *key[:3], *key[4:6], call
 
@@ -77,7 +77,7 @@ def is_json(value):
     return t is float and math.isfinite(value) or t is str and value.isascii() or t is int and -2**63<=value<2**64 or t is bool or value is None
 
 def json_scalar(value):
-    "Convert a scalar so that every JSON reader accepts it: no subclass, no lone surrogate, no int beyond 64 bits."
+    "Convert a scalar to a form accepted by every JSON reader: no subclass, no lone surrogate, no int beyond 64 bits."
     if isinstance(value, Enum): return plain(value.value)
     if isinstance(value, UUID): return str(value)
     if isinstance(value, str): return str.__str__(value) if value.isascii() else value.encode(errors='surrogatepass').decode(errors='replace')
@@ -91,7 +91,7 @@ def json_pointer_part(key): return json_scalar(str(key)).replace('~', '~0').repl
 
 # %% ../../nbs/05_ground/20_record.ipynb #115ab4a4
 def plain(value, where='', lost:dict|None=None):
-    """Convert `value` to JSON types. A number that is not finite becomes None, and its place is added to `lost`.
+    """Convert `value` to JSON types. A NaN or infinity becomes None, and its place is added to `lost`.
 
     value: scalar, string, None, list, dict, tensor or numpy value, nested in any way
     where: JSON pointer to `value` in the row
@@ -131,7 +131,7 @@ def is_final(text):
 
 # %% ../../nbs/05_ground/20_record.ipynb #d19c2d60
 def careful_line(row):
-    "Return the JSON line of any row: convert values that JSON lacks, and list NaN and infinities in `nonfinite`."
+    "Return the JSON line of any row: convert values missing in JSON, and list NaN and infinities in `nonfinite`."
     lost = {}
     if isinstance(row.get('nonfinite'), dict): lost.update(row['nonfinite']) # values that are already None in the row
     row = {k if is_json(k) and type(k) is str else json_scalar(str(k)): v if is_json(v) else plain(v, json_pointer_part(k), lost) for k,v in row.items()}
@@ -148,7 +148,7 @@ def line_of(row:dict) -> bytes:
 
 # %% ../../nbs/05_ground/20_record.ipynb #9a42b660
 def quick_line(row):
-    "Return the line that orjson makes of a row. Return None if the row needs the slower `careful_line`."
+    "Return orjson's line for a row. Return None if the row needs the slower `careful_line`."
     if orjson is None or 'nonfinite' in row: return None
     try: line = orjson.dumps(row, option=options)
     except (TypeError, RecursionError): return None
@@ -196,7 +196,7 @@ def check_text_encodable(value): json.dumps(value, ensure_ascii=False).encode()
 numbers = {'NaN': math.nan, 'Infinity': math.inf, '-Infinity': -math.inf}
 
 def restore(row):
-    "Replace nulls of a row by the NaN and infinities in its column `nonfinite`, in place. Keep the entries of `nonfinite` that match no null."
+    "Replace nulls of a row by the NaN and infinities in its column `nonfinite`, in place. Keep the entries of `nonfinite` without a matching null."
     named = row['nonfinite']
     if not isinstance(named, dict): return row
     left = {where: word for where,word in named.items() if not restore_value(row, where, word)}
@@ -205,7 +205,7 @@ def restore(row):
     return row
 
 def restore_value(o, where, word):
-    "Replace the null at the JSON pointer `where` by the number that `word` names, such as 'NaN'. Return False if there is no null."
+    "Replace the null at the JSON pointer `where` by the number named by `word`, such as 'NaN'. Return False if there is no null."
     *path,last = [k.replace('~1', '/').replace('~0', '~') for k in where.split('/')]
     try:
         for k in path: o = o[int(k) if isinstance(o, list) else k]

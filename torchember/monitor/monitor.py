@@ -34,7 +34,7 @@ from ..store.rotation import check_store
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #e7f14e06
 def find_modules(key, tracked) -> tuple: # tracked: `moduleTrack`s of the model
-    "Return the `moduleTrack`s that a key of the configuration selects, and True if the key is a path. Raise ValueError if there are none."
+    "Return the `moduleTrack`s selected by a key of the configuration, and True if the key is a path. Raise ValueError if there are none."
     paths = {p: t for t in tracked for p in (t.path, *t.aliases)}
     if isinstance(key, str):
         short = re.sub(r'^(module\.|_orig_mod\.)+', '', key) # removes prefixes of DataParallel and torch.compile
@@ -83,7 +83,7 @@ def check_fit(what, t, key, is_path):
         raise ValueError(f"this {c.__name__} was created for another module than {t.name}. Pass the class or its name.")
 
 def parse_config(config, tracked) -> dict: # {path: (`moduleTrack`, {name: (class or quantity, schedule)})}
-    "Return the quantities that the configuration requests for each module. Raise ValueError or TypeError for mistakes in it."
+    "Return the quantities requested for each module by the configuration. Raise ValueError or TypeError for mistakes in it."
     if not isinstance(config, dict): raise TypeError(f"a configuration must be a dict such as {{'fc1': ['WeightNorm']}}, got {an(config)}.")
     # by_path: (path, quantity) pairs selected by a path, which overrides other keys
     found,by_path,schedules = {},set(),{}
@@ -104,7 +104,7 @@ def parse_config(config, tracked) -> dict: # {path: (`moduleTrack`, {name: (clas
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #377bfeb4
 def row_ttype(q) -> str:
-    "Return the tensor type under which a quantity is written to the log."
+    "Return the tensor type of a quantity's rows in the log."
     return next((t for t,*_ in (*q.needs, *captured_needs(q))), 'weight')
 
 def describe_tensor(ttype, module, described): # described: `CapturedTensors.described`
@@ -211,7 +211,7 @@ class QuantityRows:
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #d3fa402b
 class OwnRun:
-    "Run that a `Monitor` writes itself, because no ember records the model."
+    "Run written by a `Monitor` itself, because no ember records the model."
     def __init__(self, root, name=None, resume=False, home=None, store='jsonl'): # root: `moduleTrack` of the model
         kind,(rank,ranks) = type(root.module).__name__,rank_and_size()
         self.rank = {'rank': rank} if ranks>1 else {}

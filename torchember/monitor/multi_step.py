@@ -15,7 +15,7 @@ from .single_step import WeightEffectiveRank
 
 # %% ../../nbs/47_monitor/30_multi_step.ipynb #005f629e
 class _BatchNormGap(MultiStepQuantity):
-    "Base class of quantities that compare the statistics of batches with the running statistics of batch normalisation."
+    "Base class of quantities comparing the statistics of batches with the running statistics of batch normalisation."
     @classmethod
     def unfit(cls, module):
         return None if getattr(module, 'running_mean', None) is not None else 'it has no running_mean, as batch normalisation with running statistics has'
@@ -100,7 +100,7 @@ class UpdateEffectiveRank(MultiStepQuantity):
 sketches = {} # a `Sketch` for each number of elements, shared by all steps, so that their results can be added
 
 def sketch(x):
-    "Return a random linear projection of a gradient to at most 4096 numbers, whose squared norms are unbiased."
+    "Return a random linear projection of a gradient to at most 4096 numbers, with unbiased squared norms."
     if x.numel() not in sketches: sketches[x.numel()] = Sketch(x.numel())
     return sketches[x.numel()](x)
 

@@ -51,7 +51,7 @@ def is_parametrized(module, name):
     return name in (getattr(module, 'parametrizations', None) or ())
 
 def read_parameter(module, name):
-    "Return a parameter of a module, or None. A parametrization runs in eval mode for this, so that its state does not change."
+    "Return a parameter of a module, or None. A parametrization runs in eval mode for this, to keep its state unchanged."
     if not is_parametrized(module, name): return getattr(module, name, None)
     parts = list(module.parametrizations[name].modules())
     was_training = [m.training for m in parts]
@@ -91,7 +91,7 @@ def reduce_into(view, ttype, f, x):
     view._reduced[ttype, f] = got
 
 def reduce_need(view, need):
-    "Return the reduced tensor that a quantity needs. If the view does not store the result yet, compute it from the tensor in the view."
+    "Return the reduced tensor needed by a quantity. If the view does not store the result yet, compute it from the tensor in the view."
     key = need.ttype,need.reduce
     if key not in view._reduced:
         reduce_into(view, *key, read_parameter_tensor(view, need.ttype) if need.ttype in parameter_ttypes else getattr(view, need.ttype))
@@ -280,7 +280,7 @@ def call_function(f, arguments):
     return got.clone() if isinstance(got, torch.Tensor) else got
 
 def reduction_by(f, names, ttype):
-    "Return a reduction that calls the user's function `f` with the captured tensor."
+    "Return a reduction calling the user's function `f` with the captured tensor."
     def call_with_tensor(x, axis, module):
         return call_function(f, {n: x if n==ttype else module if n=='module' else read_parameter_tensor(module, n) for n in names})
     return call_with_tensor
@@ -292,7 +292,7 @@ def all_eigenvalues(spectrum, f):
     raise ValueError(f"{f.__name__} needs all eigenvalues, but with {spectrum.features:,} features only some are computed.")
 
 def missing_parameter(cls, module):
-    "Return the reason why a module cannot provide a parameter that the quantity `cls` needs; None if it can."
+    "Return the reason why a module cannot provide a parameter needed by the quantity `cls`; None if it can."
     for n in cls.needs:
         name = n.ttype.removesuffix('_grad')
         if n.ttype not in parameter_ttypes: continue
@@ -302,7 +302,7 @@ def missing_parameter(cls, module):
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #6f64570e
 class _FunctionQuantity(SingleStepQuantity):
-    "Base class of quantities that a user's function computes."
+    "Base class of quantities computed by a user's function."
     function,names,at_once = None,(),False # at_once: True if the function is called as soon as the tensor is captured
     unfit = classmethod(missing_parameter)
 

@@ -25,7 +25,7 @@ def too_few_features(module, side, attributes):
     return f"it has one {side} feature, and a covariance needs two" if n==1 else None
 
 class _InputCov(SingleStepQuantity):
-    "Base class of quantities that are computed from the covariance matrix of a module's input."
+    "Base class of quantities computed from the covariance matrix of a module's input."
     needs = Need('input', reduce_to_covariance),
     side = 'input',('in_channels', 'in_features', 'num_features', 'num_channels', 'input_size', 'embed_dim')
 
@@ -36,7 +36,7 @@ class _InputCov(SingleStepQuantity):
     def spectrum(self): return self.reduced().spectrum
 
 class _OutputGradCov(_InputCov):
-    "Base class of quantities that are computed from the covariance matrix of the gradient of a module's output."
+    "Base class of quantities computed from the covariance matrix of the gradient of a module's output."
     needs = Need('output_grad', reduce_to_covariance),
     side = 'output',('out_channels', 'out_features', 'num_features', 'num_channels', 'hidden_size', 'embed_dim')
 

@@ -22,7 +22,7 @@ features_last = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.EmbeddingBag, nn.Mult
 
 @cache
 def feature_layout(c):
-    "Return which dimension has the features: 'last', 'second', the number of dimensions behind it as an int, or None if unknown."
+    "Return the dimension of the features: 'last', 'second', the number of dimensions behind it as an int, or None if unknown."
     if issubclass(c, features_last) or c.__name__.endswith(('RMSNorm', 'LayerNorm')): return 'last'
     # tensors of these modules always have a batch dimension, so features are in dimension 1
     if issubclass(c, nn.BatchNorm1d|nn.BatchNorm2d|nn.BatchNorm3d|nn.SyncBatchNorm|nn.GroupNorm): return 'second'
@@ -30,7 +30,7 @@ def feature_layout(c):
 
 # %% ../../nbs/47_monitor/00_views.ipynb #5b9519fe
 def feature_axis(module, x) -> int:
-    "Return the dimension of `x` that has features or channels. `x`: an input or output of the module; `module` may be a `View`."
+    "Return the dimension of `x` with features or channels. `x`: an input or output of the module; `module` may be a `View`."
     last = max(x.dim()-1, 0)
     layout = feature_layout(module.__class__)
     if x.dim()<2 or layout=='last': return last
@@ -40,7 +40,7 @@ def feature_axis(module, x) -> int:
 
 # %% ../../nbs/47_monitor/00_views.ipynb #0ff6b595
 class MissingTensor(AttributeError):
-    "Raised when a quantity reads a tensor that was not captured in this step."
+    "Raised when a quantity reads a tensor not captured in this step."
 
 tensor_descriptions = {'input': 'its input', 'output': 'its output', 'input_grad': 'the gradient of its input',
     'output_grad': 'the gradient of its output'}
@@ -123,7 +123,7 @@ def first_tensor(x):
     return next((y for o in x if (y := first_tensor(o)) is not None), None) if isinstance(x, tuple|list) else x
 
 class _TensorExtension(Extension):
-    "Base class of extensions that store the first tensor of type `ttype`, unchanged if `whole`, else as a matrix of samples by features."
+    "Base class of extensions storing the first tensor of type `ttype`, unchanged if `whole`, else as a matrix of samples by features."
     ttype,whole = None,True
     def _default(self, module, input, output):
         "Return the first tensor, or its matrix of samples by features."

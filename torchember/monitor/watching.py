@@ -17,12 +17,12 @@ from ..recorder.gradients import Gradients
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #b9d07334
 def pass_rank(training, grad):
-    "Return a rank from 0 to 3 that says how much a pass looks like training: 3 in train() mode with gradients."
+    "Return a rank from 0 to 3, higher if a pass looks more like training: 3 in train() mode with gradients."
     return 2*bool(grad)+bool(training)
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #28910dee
 class BestRank:
-    "Selects the passes of each step that look most like training, so that validation passes are ignored."
+    "Selects the passes of each step most similar to training, to ignore validation passes."
     def __init__(self):
         # best rank in this step, best rank in the previous step, and best rank among the ignored passes of this step
         self.best = self.previous = self.ignored = -1
@@ -42,7 +42,7 @@ class BestRank:
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #e69b5870
 class StepPredictor:
-    "Predicts to which step the next pass belongs, because `Monitor.track` gets the step number only after the pass."
+    "Predicts the step of the next pass, because `Monitor.track` gets the step number only after the pass."
     patience = 1000 # after this many passes without a step, no tensors are captured until the next step
     most_micro_batches = 64 # more passes than this in a step mean an epoch, not micro-batches
     def __init__(self):
@@ -57,7 +57,7 @@ class StepPredictor:
 
     @property
     def step(self): # None if no prediction is possible
-        "Predicted number of the step to which the running pass belongs."
+        "Predicted number of the step of the running pass."
         known = self.stride is not None and self.regular_steps>=self.needed_steps and self.passes<=self.usual_passes
         return self.last_step+self.stride if known else None
 
@@ -68,7 +68,7 @@ class StepPredictor:
         return several and self.passes<self.usual_passes and not self.varies or self.passes>self.usual_passes+self.patience
 
     def begin_pass(self, rank=3):
-        "Record that a pass begins. `rank`: result of `pass_rank` for this pass."
+        "Record the beginning of a pass. `rank`: result of `pass_rank` for this pass."
         replaces = rank>self.ranks.best
         self.skipped = not self.ranks.accepts(rank)
         if self.skipped: return
@@ -76,7 +76,7 @@ class StepPredictor:
         self.pass_ += 1
 
     def end_step(self, step):
-        "Record that the step with this number has ended."
+        "Record the end of the step with this number."
         if self.last_step is not None:
             # the prediction was wrong, so wait longer before the next one
             if self.passes and self.step not in (None, step): self.needed_steps *= 4
@@ -90,7 +90,7 @@ class StepPredictor:
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #6ddf5916
 class QuantityGroups:
-    "Groups quantities by their schedule, so that each schedule is evaluated once in a step."
+    "Groups quantities by their schedule, to evaluate each schedule once in a step."
     def __init__(self): self.groups = {} # for each schedule: (schedule, or None for all steps; set of its quantities)
 
     def add(self, q):
@@ -102,7 +102,7 @@ class QuantityGroups:
         self.groups.setdefault(key, (is_due, set()))[1].add(q)
 
     def due(self, step) -> frozenset:
-        "Return the keys of the groups that are due at a step. If `step` is None (unknown), return all keys."
+        "Return the keys of the groups due at a step. If `step` is None (unknown), return all keys."
         def may_be_due(schedule): return step is None or schedule is None or is_due_or_fails(schedule, step)
         return frozenset(k for k,(schedule,_) in self.groups.items() if may_be_due(schedule))
 
@@ -111,13 +111,13 @@ class QuantityGroups:
         return set().union(*(self.groups[k][1] for k in keys))
 
 def is_due_or_fails(schedule, step):
-    "Return True if a schedule selects the step, or raises an exception, which is reported later."
+    "Return True if a schedule selects the step or raises an exception. The exception is reported later."
     try: return bool(schedule(step))
     except Exception: return True
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #65fe8618
 class ModelPasses(Listener):
-    "Listener for the passes of a model. Before each pass, it sets which tensors each `Watch` captures."
+    "Listener for the passes of a model. Before each pass, it sets the tensors to be captured by each `Watch`."
     wants = always(False, False)
     running = False # True while the root module is called
     rank = -1 # `pass_rank` of the running pass
@@ -138,7 +138,7 @@ class ModelPasses(Listener):
         return loss_scale(self.scaler) if self.scaler is not None and self.scaler.is_enabled() else None
 
     def due_watches(self, step) -> list: # (watch, quantities) pairs
-        "Return each `Watch` that has due quantities at a step, with these quantities."
+        "Return each `Watch` with due quantities at a step, and these quantities."
         due = self.groups.due(step)
         if due not in self.plans:
             wanted = self.groups.quantities(due)
@@ -193,13 +193,13 @@ def user_extensions(q):
     return [(e, b or e.backward) for f,b in own for e in f()]
 
 def extension_ttypes(e, backward):
-    "Return the tensor types that an extension reads."
+    "Return the tensor types read by an extension."
     t = getattr(e, 'ttype', None) if type(e).__module__.startswith('torchember.') else None
     return (t,) if t else ('input_grad', 'output_grad') if backward else ('input', 'output')
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #3373f4de
 def captured_needs(q):
-    "Return a pair (tensor type, reduction or None) for each captured tensor that a quantity needs."
+    "Return a pair (tensor type, reduction or None) for each captured tensor needed by a quantity."
     out = [(n.ttype, n.reduce) for n in q.needs if n.ttype in captured_ttypes]
     for e,b in user_extensions(q): out += [(t, None) for t in extension_ttypes(e, b) if (t, None) not in out]
     return list(dict.fromkeys(out))
@@ -218,7 +218,7 @@ class CapturedTensors:
         self.copied = set() # tensor types that are copied, because an earlier step changed the tensor in place
 
     def request(self, is_due) -> bool: # is_due: function that returns True for a due quantity
-        "Request the tensors of the quantities that are due in the coming pass. Return True if there are any."
+        "Request the tensors of the quantities due in the coming pass. Return True if there are any."
         for ttype,pairs in self.needed.items():
             # reductions whose result includes another reduction come first, so that the other is not computed again
             self.requests[ttype] = sorted({f for f,q in pairs if is_due(q)}, key=lambda f: f in contained)
@@ -252,7 +252,7 @@ def is_transformed(named):
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #191e147f
 class Watch(Listener):
-    "Listener for the calls of one module. It captures the tensors that the module's quantities need."
+    "Listener for the calls of one module. It captures the tensors needed by the module's quantities."
     running = 1 # so that a call of this module never begins a pass
     on = wants_any = True
     rank = -1 # `pass_rank` of the running call
@@ -308,7 +308,7 @@ class Watch(Listener):
         self.captured.add(ttype, tname, grad.detach(), call, phase is None or phase[2])
 
     def recomputed(self, state, inputs, outputs):
-        "Follow the gradients of a call that `checkpoint` recomputes in the backward pass."
+        "Follow the gradients of a call recomputed by `checkpoint` in the backward pass."
         if any(self.captured.requests[t] for t in ('input_grad', 'output_grad')): self.gradients.recomputed(state, inputs[:1], outputs[:1])
 
     def forget(self):
@@ -352,7 +352,7 @@ def explain_missing(watch, ttype):
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #59f85522
 def run_extensions(view, captured, q):
-    "Call the extensions of a quantity, which store values in the view. Skip extensions whose tensors were not captured."
+    "Call the extensions of a quantity, to store values in the view. Skip extensions with missing tensors."
     for e,backward in user_extensions(q):
         if e.is_equivalent(view._extended.get(e._name)): continue
         given = [view._reduced.get((t, None)) for t in (('input_grad', 'output_grad') if backward else ('input', 'output'))]
