@@ -28,7 +28,7 @@ from .unread import UnreadTensors
 
 # %% ../../nbs/20_measure/48_arena.ipynb #a4e90006
 class Cursor:
-    "Numbers of one tap: next row, next call, and the head that its rows share. They are in an array that compiled loops read and change."
+    "Numbers of one tap: next row, next call, and the common head of its rows. They are in an array, read and changed by compiled loops."
     def __init__(self, chunk, place):
         self.chunk,self.place,self.array = chunk,place,chunk[place]
         self.cells = as_cells(self.array)
@@ -51,7 +51,7 @@ class Cursors:
 # %% ../../nbs/20_measure/48_arena.ipynb #a4e90009
 @dataclass(frozen=True)
 class RowFormat:
-    "The sums that the rows of a tap have, and the length of these rows."
+    "The sums in the rows of a tap, and the length of these rows."
     wanted:tuple # Names of the groups of sums
     groups:frozenset # The same names as a set
     length:int # Number of entries in the summary vector
@@ -59,7 +59,7 @@ class RowFormat:
 
 @cache
 def row_format(names):
-    "Return the `RowFormat` of rows from which the statistics `names` can be computed."
+    "Return the `RowFormat` of rows with all sums needed for the statistics `names`."
     wanted = groups_for(names)
     n = length(wanted)
     return RowFormat(wanted, frozenset(wanted), n, n//width)
@@ -97,7 +97,7 @@ class DeviceReadPlan:
 
 # %% ../../nbs/20_measure/48_arena.ipynb #a4e90015
 class ParkedRows(NamedTuple):
-    "Rows of a tap that are kept for later, because its tensors are on another stream or device now."
+    "Rows of a tap, kept for later because its tensors are on another stream or device now."
     rows:RowRange
     next:int # Number of the next free row
     turn:int # `Arena.turn` when the rows were parked
@@ -117,7 +117,7 @@ class Tap:
 
     @property
     def place(self):
-        "(device, id of a stream) of the rows that the tap uses now. None if the tap has no rows."
+        "(device, id of a stream) of the current rows of the tap. None if the tap has no rows."
         return None if self.rows.block is None else self.rows.block.key
 
     def use_rows(self, rows, at=0):
@@ -129,7 +129,7 @@ class Tap:
     def park_rows(self, turn): self.elsewhere[self.place] = ParkedRows(self.rows, int(self.cursor.array[NEXT]), turn)
 
     def switch_rows(self, key, turn):
-        "Switch to the parked rows for `key`, a (device, stream) pair. Return 0 if one of them is free, else the number of new rows that the tap needs."
+        "Switch to the parked rows for `key`, a (device, stream) pair. Return 0 if one of them is free, else the number of new rows needed by the tap."
         rows = self.rows
         if self.place!=key:
             if self.place is not None: self.park_rows(turn)
@@ -142,7 +142,7 @@ class Tap:
         return 2*rows.size or 1
 
     def all_rows(self):
-        "Return all ranges of rows that the tap has used: current, former and parked."
+        "Return all ranges of rows used by the tap: current, former and parked."
         return [r for r in (self.rows, *self.former, *(p.rows for p in self.elsewhere.values())) if r.block is not None]
 
     def drop_rows(self):
@@ -175,7 +175,7 @@ class Tap:
 
 # %% ../../nbs/20_measure/48_arena.ipynb #2e002f81
 def rows_of_pass(heads, micro, once):
-    "Return a boolean mask of the rows that the pass `micro` has written, except rows of taps that have one row per step."
+    "Return a boolean mask of the rows written by the pass `micro`, except rows of taps with one row per step."
     return (heads[:, EVENT]!=0) & (heads[:, MICRO]==micro) & ~once[heads[:, TAP]]
 
 def with_empty_rows(which, heads, vectors, taps):
@@ -286,7 +286,7 @@ class Arena:
         tap.drop_rows()
 
     def take_back(self, micro, earlier):
-        "Drop the rows of a pass that has failed, except rows of taps that have one row per step. In `earlier` snapshots they become empty summaries."
+        "Drop the rows of a failed pass, except rows of taps with one row per step. In `earlier` snapshots they become empty summaries."
         once = np.array([t.once for t in self.taps], dtype=bool)
         with self.lock:
             self.unread.assign_rows()
@@ -306,7 +306,7 @@ class Arena:
             self.cursors.set(LIKE+MICRO, micro)
 
     def take(self, earlier=None, keep=None) -> Snapshot:
-        "Return all rows since the last call as a `Snapshot`, and empty the arena. `keep`: function that gets the rows before their memory is reused."
+        "Return all rows since the last call as a `Snapshot`, and empty the arena. `keep`: function to call with the rows before their memory is reused."
         with self.lock:
             parts,error = [],None
             try:

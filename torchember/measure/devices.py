@@ -29,7 +29,7 @@ def has_float64(kind) -> bool:
     except (RuntimeError, TypeError): return False
 
 def widest(device) -> torch.dtype:
-    "Return the widest float dtype that a device computes in: float64, or float32 where float64 is missing."
+    "Return the widest float dtype for computing on a device: float64, or float32 where float64 is missing."
     return torch.float64 if has_float64(device.type) else torch.float32
 
 # %% ../../nbs/20_measure/01_devices.ipynb #42d66021
@@ -89,7 +89,7 @@ def disturbs(kind) -> bool:
 
 @contextmanager
 def undisturbed(kind):
-    "Return a context that switches off autocast for a kind of device, torch modes, and function transforms."
+    "Return a context without torch modes, without function transforms, and without autocast for a kind of device."
     with torch.autocast(kind, enabled=False), without_dispatch_modes(), without_function_modes(), without_transforms(): yield
 
 # %% ../../nbs/20_measure/01_devices.ipynb #cbd9f26d
@@ -127,7 +127,7 @@ def has_arrived(host):
     return not (host.reshape(-1).view(torch.uint8).view(-1, host.element_size())==unsent).all(1).any()
 
 class Pending:
-    "A copy from a device to the host that may not be finished. `numpy.asarray` waits for the copy, and returns it."
+    "A copy from a device to the host, perhaps not finished yet. `numpy.asarray` waits for the copy, and returns it."
     def __init__(self, host, done, memory=None): # memory: pinned memory that contains `host`, released after reading
         self.host,self.done,self.memory,self.which = host,done,memory,None
         self.shape,self.numbers,self.lock = tuple(host.shape),None,threading.Lock()

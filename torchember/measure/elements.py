@@ -26,7 +26,7 @@ def flat(x) -> tuple:
 
 # %% ../../nbs/20_measure/05_elements.ipynb #7f3911f8
 def layout(x) -> tuple:
-    """Describe the memory of a strided tensor with the fewest dimensions, by merging dimensions that are contiguous.
+    """Describe the memory of a strided tensor with the fewest dimensions, by merging contiguous dimensions.
 
     Return their sizes and strides, outermost first, and how often each element occurs (more than once in an expanded tensor)."""
     times,dims = 1,[]
@@ -40,7 +40,7 @@ def layout(x) -> tuple:
 
 # %% ../../nbs/20_measure/05_elements.ipynb #932e2d64
 def dense(x):
-    "Return the stored elements of `x` as a strided tensor, and the number of zeros that a sparse tensor does not store."
+    "Return the stored elements of `x` as a strided tensor, and the number of zeros not stored by a sparse tensor."
     if is_wrapped(x): raise Unmeasurable('it is inside vmap, grad or another function transform')
     if type(x) in ordinary and x.layout is torch.strided and without_memory(x):
         raise Unmeasurable('it has no memory: its storage was freed, or it only stands for zeros')

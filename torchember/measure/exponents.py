@@ -29,12 +29,12 @@ def exponents(v, lo=-16, hi=16) -> np.ndarray:
 farthest = 1100 # limit for exponents in a log: exponents of float64 go from -1074 to 1023
 
 def with_counts(df) -> np.ndarray:
-    "Return a boolean mask of the table's rows that have valid exponent counts."
+    "Return a boolean mask of the table's rows with valid exponent counts."
     if 'exponents' not in df or 'exponent_min' not in df: return np.zeros(len(df), bool)
     return np.array([are_counts(c, m) for c,m in zip(df['exponents'], df['exponent_min'], strict=True)], bool)
 
 def are_counts(counts, lo):
-    "Return True if `counts` is a list of exponent counts that begins at exponent `lo`, within the range of float64, and none is negative."
+    "Return True if `counts` is a list of exponent counts beginning at exponent `lo`, within the range of float64, and none is negative."
     if not isinstance(counts, list|tuple|np.ndarray) or not isinstance(lo, int|float|np.number) or isinstance(lo, bool): return False
     if len(counts)<3 or not lo>=-farthest or lo+len(counts)-3>farthest or lo!=int(lo): return False
     try: c = np.asarray(counts)

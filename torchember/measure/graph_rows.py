@@ -32,7 +32,7 @@ class OtherStatistics(Unmeasurable):
 
 # %% ../../nbs/20_measure/55_graph_rows.ipynb #96b5dba0
 class GraphTensor:
-    "Shape of a tensor in a CUDA graph, and the row into which each replay writes its summary."
+    "Shape of a tensor in a CUDA graph, and the row for its summary, written by each replay."
     is_leaf = requires_grad = False
     # groups of sums, block, number of the row: if the tensor is measured
     def __init__(self, x, groups=frozenset(), block=None, row=0):
@@ -43,7 +43,7 @@ class GraphTensor:
 
 # %% ../../nbs/20_measure/55_graph_rows.ipynb #3dc67518
 class GraphRows:
-    "The rows that the replays of one CUDA graph write."
+    "The rows written by the replays of one CUDA graph."
     size = 128 # number of rows in a block
     # id of a CUDA graph -> (number of its `GraphRows`, work memory of its kernels, work memory to restore after the capture)
     captured = {}
@@ -89,7 +89,7 @@ class GraphRows:
         return GraphTensor(x, frozenset(wanted), block, row)
 
     def row_of(self, x, wanted, scale, block, row):
-        "Return the number of the row that has the summary of a tensor. If no row has the summary, capture a launch that writes it into `row`."
+        "Return the number of the row with the summary of a tensor. If no row has the summary, capture a launch to write it into `row`."
         was = None if x.is_inference() else (x._version, address(x)) # an inference tensor has no version counter
         same,then,groups,where,its = self.seen.get(id(x), (lambda: None, None, (), None, 0))
         if was is not None and same() is x and then==was and where is block and groups>=set(wanted): return its
@@ -103,7 +103,7 @@ def keep_until_freed(*held): "Do nothing: the arguments of this finalizer live a
 
 # %% ../../nbs/20_measure/55_graph_rows.ipynb #40dfd9f6
 def prepare_replay(arena, rows):
-    "Prepare a replay: move rows that are in use to other blocks, and have the current stream wait for copies. `rows`: `GraphRows` of the graph."
+    "Prepare a replay: move rows in use to other blocks, and have the current stream wait for copies. `rows`: `GraphRows` of the graph."
     with arena.lock:
         for b in rows.blocks:
             if b not in arena.blocks: arena.blocks.append(b)

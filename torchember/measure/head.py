@@ -18,7 +18,7 @@ dtype_names = [] # number of a dtype in a head -> name of the dtype
 most_dtypes = 1<<16 # limit for dtype numbers: torch and JAX have fewer dtypes
 
 def dtype_number(name:str) -> int:
-    "Return the number by which a head names a dtype. A new name gets the next free number."
+    "Return the number of a dtype in heads. A new name gets the next free number."
     if name not in dtype_names: dtype_names.append(name)
     return dtype_names.index(name)
 

@@ -12,7 +12,7 @@ from .summary import index, no_elements, parts, sums, width
 
 # %% ../../nbs/20_measure/12_inverse.ipynb #2f499918
 class LogColumns:
-    "Gives the columns of a log as attributes. A column that the log lacks is all NaN."
+    "Gives the columns of a log as attributes. A column missing in the log is all NaN."
     def __init__(self, columns, n): self.columns,self.missing = columns,np.full(n, np.nan)
     def __getattr__(self, name): return np.asarray(self.columns[name], np.float64) if name in self.columns else self.missing
 
@@ -56,7 +56,7 @@ def vectors_of(columns, count) -> np.ndarray:
 
 # %% ../../nbs/20_measure/12_inverse.ipynb #bde0d670
 def scaled(vectors, factor) -> np.ndarray:
-    "Return the summary vectors, shape (n, width), that the tensors would have after a multiplication by positive factors, shape (n,)."
+    "Return the summary vectors, shape (n, width), of the tensors after a multiplication by positive factors, shape (n,)."
     factor,out = np.asarray(factor, np.float64),np.array(vectors, np.float64)
     for p,s in sums.items():
         by = np.where(factor==1, 1., np.nan) if s.degree is None else factor**s.degree

@@ -24,11 +24,11 @@ from .summary import Summary, index, length, merge, no_elements, not_in_loops, o
 
 # %% ../../nbs/20_measure/08_kernels.ipynb #394535ee
 def float_for(dtype):
-    "Return the float dtype that tensors of `dtype` are converted to before they are read. All their values fit."
+    "Return the float dtype to convert tensors of `dtype` to before reading. All their values fit."
     return getattr(torch, format_for(dtype))
 
 def as_float(x):
-    "Convert `x` to a float dtype that compiled loops and kernels read. Complex numbers become their magnitudes."
+    "Convert `x` to a float dtype for compiled loops and kernels. Complex numbers become their magnitudes."
     return x.to(torch.complex128).abs() if x.is_complex() else x.to(float_for(x.dtype))
 
 # %% ../../nbs/20_measure/08_kernels.ipynb #49109b45
@@ -75,7 +75,7 @@ def read(x, wanted=('basic',)):
     return merge(np.stack([v, zero_vector(zeros, wanted)])) if zeros else v
 
 def add_expressions(v, x, wanted):
-    "Compute the sums that no compiled reader computes from their expressions. Write them into `v`, the summary vector of the CPU tensor `x`."
+    "Compute sums from their expressions, if no compiled reader computes them. Write them into `v`, the summary vector of the CPU tensor `x`."
     todo = not_in_loops(wanted)
     if not todo: return
     x,times = flat(x)
@@ -89,7 +89,7 @@ def add_expressions(v, x, wanted):
 repeated = [index[p] for p,s in sums.items() if s.merge in ('sum', 'moments') and p!='mean']
 
 def repeat(v, times):
-    "Return the summary vector of a tensor in which each element occurs `times` times. `v`: vector of the elements, each once."
+    "Return the summary vector of a tensor with `times` copies of each element. `v`: vector of the elements, each once."
     v = v.copy()
     v[repeated] *= times
     v[width:] *= times
@@ -118,7 +118,7 @@ def list_kernels(x, wanted, dtype=None): # dtype: as in `kernels_for`
     return gpu if gpu is not None and (x.is_contiguous() or gpu.has_no_gaps(x)) else None
 
 def read_elsewhere(x, zeros, wanted, out=None): # out: row of the arena to write, or None
-    "Return the summary vector of a tensor on a device other than the CPU. `zeros`: number of further zeros, which a sparse tensor does not store."
+    "Return the summary vector of a tensor on a device other than the CPU. `zeros`: number of further zeros, not stored by a sparse tensor."
     x,times = flat(x)
     if zeros or times>1: x = torch.cat([x.expand(times, -1).reshape(-1), x.new_zeros(zeros)])
     if x.dtype not in formats and type(x) in ordinary and gpu_kernels(x.device) is not None: x = as_float(x)
@@ -152,7 +152,7 @@ def operations_are_right(device, dtype, wanted):
 
 # %% ../../nbs/20_measure/08_kernels.ipynb #5773a6cb
 def no_autocast(kind):
-    "Return a context that switches autocast off. `kind`: type of a device, which may be one without autocast, such as 'meta'."
+    "Return a context without autocast. `kind`: type of a device, also a type without autocast, such as 'meta'."
     return torch.autocast(kind if torch.amp.is_autocast_available(kind) else 'cpu', enabled=False)
 
 def summarize(

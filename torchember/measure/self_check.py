@@ -17,7 +17,7 @@ from .summary import fast, index, parts, read_array, width
 def wave(n): return 3*np.sin(1.7*np.arange(n))+.25 # n numbers with both signs
 
 def trials(dtype, block=64) -> dict:
-    "Return small tensors that are difficult to read, in a dict by name. `block`: number of elements that a kernel reads at once."
+    "Return small tensors that are difficult to read, in a dict by name. `block`: number of elements read at once by a kernel."
     # 'cpu', because the user may have set another default device
     def tensor(a): return torch.from_numpy(a).to('cpu', dtype)
     numbers = wave(2*block+3)
@@ -54,7 +54,7 @@ def first_wrong(read, dtype, wanted, block=64, rel=1e-9):
         if found: return f"of {name} in {str(dtype).removeprefix('torch.')}, {found}"
 
 def run_checks(*checks, patience=None) -> str:
-    """Run checks, which are functions without arguments. Return the first mistake that a check finds, '' if there is none.
+    """Run checks, given as functions without arguments. Return the first mistake found by a check, '' if there is none.
 
     The checks run in a thread of their own, where no torch mode and default device of the user is active, for at most `patience` seconds."""
     found = []

@@ -30,7 +30,7 @@ def unscaled(vectors):
     return vectors
 
 def shift_counts(counts, by):
-    "Return the exponent counts that a tensor has after a division by 2**by. `counts`: its counts before."
+    "Return the exponent counts of a tensor after a division by 2**by. `counts`: its counts before."
     return np.bincount(np.clip(np.arange(bins)-by, 0, bins-1), counts, bins) if by else counts
 
 # %% ../../nbs/20_measure/46_snapshot.ipynb #5a9c0009
@@ -55,7 +55,7 @@ def count_before(keys):
     return out
 
 def merge_passes(rows, taps) -> Rows:
-    """Merge rows of the same snapshot, tap and call over micro-batches. Drop merged rows that consist only of rows of earlier snapshots.
+    """Merge rows of the same snapshot, tap and call over micro-batches. Drop merged rows made only from rows of earlier snapshots.
 
     `taps`: all taps of the arena, in the order of their numbers."""
     head,vectors,owner,again = rows
@@ -75,7 +75,7 @@ def merge_passes(rows, taps) -> Rows:
 
 # %% ../../nbs/20_measure/46_snapshot.ipynb #5a9c0015
 class Columns:
-    "Rows of taps that have the same choice of statistics, in the order in which they were measured."
+    "Rows of taps with the same choice of statistics, in the order of measurement."
     def __init__(self, rows, taps): self.head,self.vectors,self.owner,self.again,self.taps = *rows,taps
 
     def __len__(self): return len(self.head)
@@ -117,7 +117,7 @@ class Columns:
 
 # %% ../../nbs/20_measure/46_snapshot.ipynb #5a9c0020
 class Snapshot:
-    """Rows of a step that `Arena.take` returned: pairs of an array of heads and an array of summary vectors.
+    """Rows of a step, returned by `Arena.take`: pairs of an array of heads and an array of summary vectors.
 
     `taps`: all taps of the arena. `earlier`: `Snapshot`s of the same step from earlier calls of `Arena.take`."""
     # number: number of the slot in the black box that has these rows
@@ -126,7 +126,7 @@ class Snapshot:
     def __len__(self): return sum(len(h) for h,_ in self.parts)
 
     def as_pass(self, micro):
-        "Return a new snapshot in which all rows, also those of earlier snapshots, belong to the micro-batch `micro`."
+        "Return a new snapshot with all rows, also rows of earlier snapshots, in the micro-batch `micro`."
         parts = [(h.copy(), v) for s in (*self.earlier, self) for h,v in s.parts]
         for h,_ in parts: h[:, MICRO] = micro
         return Snapshot(parts, self.taps, [])

@@ -23,7 +23,7 @@ class SpectrumError(ValueError):
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #afbeeb1a
 def features_at(x, axis):
-    "Return which dimension of `x` holds the features, as a number from 0. `axis`: as in `samples`. Raises SpectrumError if there is none."
+    "Return the number, from 0, of the dimension of `x` with the features. `axis`: as in `samples`. Raises SpectrumError if there is none."
     if not isinstance(x, torch.Tensor): raise TypeError(f"a spectrum needs a tensor, got {an(x)}. torch.as_tensor converts an array.")
     if x.is_complex(): raise SpectrumError(f"a spectrum needs real numbers, got {x.dtype}. Give the real and the imaginary part as features.")
     if x.dim()==0: raise SpectrumError("a spectrum needs features, got a single number without a dimension.")
@@ -47,7 +47,7 @@ def to_float64_device(x):
     return (x.detach().cpu() if x.device.type=='mps' else x.detach())
 
 def pieces(y, limit):
-    "Split a tensor whose last dimension holds the features. Yield matrices (rows, features) of about `limit` numbers."
+    "Split a tensor with the features in its last dimension. Yield matrices (rows, features) of about `limit` numbers."
     if y.dim()==1: y = y[None]
     try: y = y.view(-1, y.shape[-1])
     except RuntimeError: pass # the dimensions cannot be merged without a copy: go through the first dimension
@@ -192,7 +192,7 @@ KEPT = 1024 # a matrix with more rows is not kept: its spectrum is computed at o
 LARGE = 8192 # for a matrix with this number of rows or more, eigenvalues are estimated
 
 def sizes_of(x, axis):
-    "Return the dimension that holds the features, the number of samples, and the number of features. Raises SpectrumError if there are too few."
+    "Return the dimension of the features, the number of samples, and the number of features. Raises SpectrumError if there are too few."
     at = features_at(x, axis)
     C = x.shape[at]
     n = x.numel()//max(C, 1)
@@ -335,7 +335,7 @@ def bracket(nodes, i, size, most):
     return low, min(max(near, low), high), high
 
 def estimate_covariance(x, at, n, C, steps=96, probes=16):
-    "Return a `Covariance` whose spectrum is estimated by `lanczos`, for a matrix that is too large to form."
+    "Return a `Covariance` with a spectrum estimated by `lanczos`, for a matrix that is too large to form."
     multiply,trace,mean = centred_product(x, at, n, C)
     if not trace>0: return Covariance(n, mean, 0., spectrum=Spectrum(np.zeros(C), 0., 0., C, n))
     size = min(n, C)

@@ -75,7 +75,7 @@ def parts_in(wanted) -> tuple:
 
 @cache
 def not_in_loops(wanted) -> tuple:
-    "Return the names of the sums in the groups `wanted` (a tuple) that the compiled readers do not compute."
+    "Return the names of the sums in the groups `wanted` (a tuple), without the sums computed by the compiled readers."
     return tuple(p for p in parts_in(wanted) if p not in fast)
 
 # %% ../../nbs/20_measure/00_summary.ipynb #ef91351c
@@ -141,7 +141,7 @@ def merge(vectors) -> np.ndarray:
 
 # %% ../../nbs/20_measure/00_summary.ipynb #8e2722a2
 class Parts:
-    "Gives each sum of summary vectors as an attribute, and has methods that put NaN and infinity into statistics where the tensors have them."
+    "Gives each sum of summary vectors as an attribute, and has methods to put NaN and infinity into statistics where the tensors have them."
     def __init__(self, v):
         self.v,self.n,self.asked = v,finite(v),set()
         self.bad = v[..., index['nan']]>0
@@ -216,7 +216,7 @@ also_called = dict(norm='l2', norm2='l2', l2_norm='l2', norm1='l1', l1_norm='l1'
 # %% ../../nbs/20_measure/00_summary.ipynb #d28891d1
 @cache
 def groups_behind(name):
-    "Return the groups of sums that a statistic is computed from, besides 'basic'."
+    "Return the groups of sums needed for a statistic, besides 'basic'."
     if name.startswith('exponents'): return 'exponents',
     p = Parts(no_elements())
     with np.errstate(all='ignore'): derived.get(name, lambda p: None)(p)
@@ -233,7 +233,7 @@ def derive(v, names=tuple(derived)) -> dict:
     with np.errstate(all='ignore'): return {n: derived[n](p) for n in names}
 
 def groups_for(names) -> tuple:
-    "Return the groups of sums that must be measured to compute the statistics `names`."
+    "Return the groups of sums to measure for the statistics `names`."
     return ('basic', *dict.fromkeys(g for n in names for g in groups_behind(n)))
 
 # %% ../../nbs/20_measure/00_summary.ipynb #9683bc68

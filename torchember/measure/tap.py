@@ -80,7 +80,7 @@ def read_vector(x, tap):
 
 # %% ../../nbs/20_measure/50_tap.ipynb #7ac90008
 def find_row(known, x, version, at, tap, scale):
-    "Return the number of the row that has the summary of `x`, if the entry `known` of `Arena.seen` is valid for `x` and `tap`. Else None."
+    "Return the number of the row with the summary of `x`, if the entry `known` of `Arena.seen` is valid for `x` and `tap`. Else None."
     ref,was,place,measured,row,by,turn,of = known
     if type(of) is not tuple or of[0] is not tap.rows.block or of[1] is not scale: return None
     if ref() is not x or was!=version or place!=at or not tap.format.groups<=measured or by.turn!=turn: return None
@@ -88,7 +88,7 @@ def find_row(known, x, version, at, tap, scale):
     return row
 
 def cache_row(x, version, at, tap, row, scale):
-    "Remember in `Arena.seen` which row has the summary of `x`. Rows of weights are left out, because they may be replaced."
+    "Remember in `Arena.seen` the row with the summary of `x`. Rows of weights are left out, because they may be replaced."
     if not tap.once: tap.arena.seen[id(x)] = weakref.ref(x),version,at,tap.format.groups,row,tap,tap.turn,(tap.rows.block, scale)
 
 def write_device_row(x, tap, call, later):
@@ -152,7 +152,7 @@ class InGraph(Unmeasurable):
         "Passes outside of graphs are recorded. torchEmber(..., cuda_graphs=True) also records passes in graphs")
 
 def observe_any(x, tap, call, scale, later):
-    "Measure any tensor into the next row of `tap`. Torch modes, transforms and autocast are switched off for that."
+    "Measure any tensor into the next row of `tap`, without torch modes, transforms and autocast."
     kind = x.device.type
     if kind=='meta': raise OnMeta()
     if being_captured(kind): raise InGraph()

@@ -16,7 +16,7 @@ from .devices import widest
 
 # %% ../../nbs/20_measure/40_units.ipynb #ae156f00
 def by_unit(x, axis=None):
-    """Reshape a tensor to three dimensions: those before the units merged into one, the units, those after the units merged into one.
+    """Reshape a tensor to three dimensions: the dimensions before the units merged into one, the units, and the dimensions after them merged into one.
 
     `axis`: dimension of the units (channels or features). None: 1 for 4 dimensions or more, else the last."""
     if not isinstance(x, torch.Tensor): raise TypeError(f"units need a tensor, got {type(x).__name__}. torch.as_tensor converts an array.")
@@ -73,7 +73,7 @@ def unit_moments(x, squared):
 fits_float32 = torch.float32,torch.bfloat16,torch.float16,torch.float8_e4m3fn,torch.float8_e5m2,torch.bool,torch.uint8,torch.int8,torch.int16
 
 def distances(x, dtype, squared):
-    "Return for each unit a number near_mean its mean, the sum of the distances from that number, and the sum of squared distances."
+    "Return for each unit a number near its mean, the sum of the distances from this number, and the sum of squared distances."
     to = {'dtype': widest(x.device), 'device': x.device}
     first,second = torch.zeros(x.shape[1], **to),torch.zeros(x.shape[1], **to)
     base = torch.zeros(x.shape[1], dtype=dtype, device=x.device)
@@ -115,7 +115,7 @@ def activity(x, axis=None):
 
 @torch.no_grad()
 def dead_share(x, axis=None) -> float:
-    """Return the fraction of dead units: those with no value above zero in the batch. NaN without units or values. `axis`: as in `by_unit`.
+    """Return the fraction of dead units: units with no value above zero in the batch. NaN without units or values. `axis`: as in `by_unit`.
 
     A unit with a NaN is not dead."""
     x = by_unit(x, axis)
@@ -164,7 +164,7 @@ def std_gap(stds, running_var) -> float:
 
 # %% ../../nbs/20_measure/40_units.ipynb #854d361a
 class Sketch:
-    """A random projection of a vector of `numel` numbers to at most `size` numbers, which approximately preserves norms and inner products.
+    """A random projection of a vector of `numel` numbers to at most `size` numbers. It approximately preserves norms and inner products.
 
     An even size is reduced by one, because no rotation of the rows may be its own inverse. `seed`: seed of the random signs and rotations."""
     def __init__(self, numel, size=4096, seed=0):
@@ -267,7 +267,7 @@ def packed_bits(mask):
     return eights.to(torch.int8).view(torch.int64)
 
 def count_bits(packed) -> int:
-    "Count the bits that are 1 in an int64 vector, such as a result of `Signs.flipped`."
+    "Count the 1 bits of an int64 vector, such as a result of `Signs.flipped`."
     x = packed - (packed>>1 & 0x5555555555555555)
     x = (x & 0x3333333333333333) + (x>>2 & 0x3333333333333333)
     return int(((x + (x>>4) & 0x0f0f0f0f0f0f0f0f)*0x0101010101010101 >> 56).sum())

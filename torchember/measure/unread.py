@@ -58,7 +58,7 @@ def read_in_one_launch(block, wanted, scale, xs, rows):
 
 # %% ../../nbs/20_measure/47_unread.ipynb #0ead0017
 class UnreadTensors:
-    "Tensors that are measured later, in one launch, and that do not change until then. Callers must hold the lock of the arena."
+    "Tensors to measure later, in one launch. They do not change until then. Callers must hold the lock of the arena."
     def __init__(self):
         self.queued = {} # tap -> (tensor, event number, True if the tensor replaces the last tensor of the tap)
         self.lists = [] # (`ListPlan`, the tensors for its rows)

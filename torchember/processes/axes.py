@@ -20,7 +20,7 @@ most_ranks = 2**20 # largest number of ranks of a run. Metadata with larger numb
 def is_below(x, limit): return type(x) is int and 0<=x<limit
 
 def is_line(ranks, about):
-    "Return True if `ranks` can be a line of an axis: a list of different ranks that contains the rank with the metadata `about`."
+    "Return True if `ranks` can be a line of an axis: a list of different ranks, including the rank with the metadata `about`."
     return isinstance(ranks, list) and about['rank'] in ranks and all(is_below(r, about['world']) for r in ranks) and len(set(ranks))==len(ranks)
 
 # field of the metadata -> function that returns True if a value of this field is possible. Arguments: the value, all metadata of the rank
@@ -30,7 +30,7 @@ checks = dict(
     axes=lambda x, about: isinstance(x, dict) and all(is_line(ranks, about) for ranks in x.values()))
 
 def validate_metadata(metadata) -> tuple: # metadata: rank -> dict
-    "Return the metadata that are possible, and messages about ranks whose metadata are left out."
+    "Return the possible metadata, and messages about ranks whose metadata are left out."
     good,messages = {},[]
     for rank,about in metadata.items():
         about = {'rank': rank, 'world': None, 'axes': {}, **about}
@@ -41,7 +41,7 @@ def validate_metadata(metadata) -> tuple: # metadata: rank -> dict
 
 # %% ../../nbs/42_processes/03_axes.ipynb #e4716869
 class RankAxes:
-    "Ranks along each axis of the device mesh, from the metadata of all ranks. A line is a group of ranks that differ only along one axis."
+    "Ranks along each axis of the device mesh, from the metadata of all ranks. A line is a group of ranks differing only along one axis."
     def __init__(self, metadata, ranks=()): # metadata: as `validate_metadata` returns it; ranks: ranks that have a log
         self.world = max([0, *(about['world'] for about in metadata.values()), *(r+1 for r in ranks)])
         self.lines = defaultdict(set) # axis -> lines, each a tuple of ranks
@@ -54,11 +54,11 @@ class RankAxes:
         return self.lines[axis] if axis in self.lines else {tuple(range(self.world))}
 
     def line_of(self, axis, rank):
-        "Return the first rank of the line of an axis that contains `rank`. Return `rank` itself if it is in no line."
+        "Return the first rank of the line of `rank` along an axis. Return `rank` itself if it is in no line."
         return next((line[0] for line in self.lines_along(axis) if rank in line), rank)
 
     def smallest_related(self, axes, rank):
-        "Return the smallest rank that is connected with `rank` by lines of the given axes. `axes`: a frozenset."
+        "Return the smallest rank connected with `rank` by lines of the given axes. `axes`: a frozenset."
         if axes not in self._smallest:
             smallest = {r: r for r in range(max(self.world, rank+1))}
             for line in (line for a in axes for line in self.lines_along(a)):
@@ -88,19 +88,19 @@ class Roles:
         self.kinds = [parse_part(p) for p in [*texts, *(['world:?'] if (codes<0).any() else [])]]
 
     def along(self, axis, role):
-        "Return the mask of the rows that have the given role along an axis."
+        "Return the mask of the rows with the given role along an axis."
         return np.array([roles.get(axis)==role for roles in self.kinds], bool)[self.code]
 
     def any_of(self, *roles):
-        "Return the mask of the rows that have one of the given roles along at least one axis."
+        "Return the mask of the rows with one of the given roles along at least one axis."
         return np.array([not set(kind.values()).isdisjoint(roles) for kind in self.kinds], bool)[self.code]
 
     def all_of(self, *roles):
-        "Return the mask of the rows that have one of the given roles along every axis."
+        "Return the mask of the rows with one of the given roles along every axis."
         return np.array([set(kind.values())<={*roles} for kind in self.kinds], bool)[self.code]
 
     def axes_with(self, *roles):
-        "Return a sorted list of the axes that have one of the given roles in at least one row."
+        "Return a sorted list of the axes with one of the given roles in at least one row."
         return sorted({a for kind in self.kinds for a,r in kind.items() if r in roles})
 
     def set_role(self, rows, axis, role):

@@ -60,7 +60,7 @@ def shape_of_batch(shape, roles, axes, ranks):
 
 # %% ../../nbs/42_processes/06_columns.ipynb #e9e6c9db
 class Term(NamedTuple):
-    "One rank's contribution to a tensor that is a sum over ranks."
+    "One rank's contribution to a tensor summed over ranks."
     mean: float
     count: float # number of elements
     roles: dict # axis -> role

@@ -30,7 +30,7 @@ def rows_by_group(codes):
 
 # %% ../../nbs/42_processes/04_compare.ipynb #9e4047a8
 def statistic_columns(df):
-    "Return the names of the columns of a table that hold statistics."
+    "Return the names of the statistics columns of a table."
     return [c for c in df if c in derived or c in ('nan', 'posinf', 'neginf')]
 
 def without_statistics(df, n):
@@ -58,7 +58,7 @@ def differs_from(df, at):
 
 # %% ../../nbs/42_processes/04_compare.ipynb #c81cd819
 class Comparison:
-    "The groups whose rows have different statistics, and the pairs of rows that were compared."
+    "The groups whose rows have different statistics, and the compared pairs of rows."
     # group: of each row; at: row to compare each row with; where: mask of rows to compare
     def __init__(self, df, group, at, where):
         self.group,self.at,self.where = group,at,where

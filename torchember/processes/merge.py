@@ -24,7 +24,7 @@ from ..measure.summary import derive, derived, finite, index
 
 # %% ../../nbs/42_processes/08_merge.ipynb #415b3080
 class MergePlan:
-    "For each row of the ranks, the row of the merged table to which it belongs. A plan can be reused for other steps with the same rows."
+    "For each row of the ranks, its row in the merged table. A plan can be reused for other steps with the same rows."
     def __init__(self, rows): # rows: `RankRows`
         pd = needs('pandas', for_='A table of rows')
         shards = rows.shards
@@ -171,7 +171,7 @@ class Merge:
         return whole
 
     def merge_sums(self):
-        "Write the mean of each tensor that is a sum over ranks. Remove its other statistics, because they cannot be merged."
+        "Write the mean of each tensor summed over ranks. Remove its other statistics, because they cannot be merged."
         plan,out = self.plan,self.table
         groups,sums = rows_by_group(plan.whole),np.unique(plan.whole[plan.partial])
         out.loc[sums, [c for c in self.rows.columns if c in derived]] = np.nan

@@ -55,7 +55,7 @@ def lacks_shards(whole, global_shapes, wholes):
 
 # %% ../../nbs/42_processes/07_norms.ipynb #618bcf85
 def rows_of_norms(table):
-    "Return the indices of the rows that hold the norm of all gradients."
+    "Return the indices of the rows with the norm of all gradients."
     return np.flatnonzero((table['ttype']=='scalar') & (table['tname']==computed[0]))
 
 def fill_norms(table, rows, whole, norms): # whole: for each of `rows` the index of its merged row in `table`

@@ -25,7 +25,7 @@ from ..store.reading import path_of
 fixed_columns = {*identity, *of_pieces, 'shape', 'exponent_min'}-{'step'}
 
 def number_kind(column, v):
-    "Return 'f' (float) or 'i' (int) for a number that changes in each step, 'F' or 'I' for a list of such numbers, None for a fixed value."
+    "Return 'f' (float) or 'i' (int) for a number changing in each step, 'F' or 'I' for a list of such numbers, None for a fixed value."
     if column in fixed_columns: return None
     if type(v) is float: return 'f'
     if type(v) is int: return 'i' if abs(v)<=2**53 else None
@@ -46,7 +46,7 @@ def split_row(row):
 
 # %% ../../nbs/42_processes/20_packed_rows.ipynb #749e154b
 class Packet:
-    "The rows of one rank in one step, ready to be sent: their numbers, and their layout, which is the same in most steps."
+    "The rows of one rank in one step, ready to be sent: their numbers, and their layout, the same in most steps."
     def __init__(self, step, layout, text, numbers, ts, head):
         self.step,self.numbers,self.ts,self.head = step,numbers,ts,head # head: metadata to send with the rows
         self.layout,self.text = layout,text # hash of the layout; the layout as JSON
@@ -83,7 +83,7 @@ class Unpacker:
     def __init__(self): self.layouts = {} # hash -> layout as JSON
 
     def unpack(self, data):
-        "Return the packet that was packed into some bytes."
+        "Return the packet packed into some bytes."
         head,_,numbers = data.partition(b'\n')
         head = json.loads(head)
         step,layout,ts,text = (head.pop(k, None) for k in ('step', 'layout', 'ts', 'text'))

@@ -79,7 +79,7 @@ class Shards:
             self.roles.set_role(parts & (df['ttype']==f'{ttype}_grad').to_numpy() & np.isin(place, [*copied]), axis, 'P')
 
     def number_shards(self, copies):
-        "Return for each row the smallest rank that holds the same shard. `copies`: axis -> mask of the replicas along this axis."
+        "Return for each row the smallest rank with the same shard. `copies`: axis -> mask of the replicas along this axis."
         shard = np.zeros(len(self.rank), int)
         pd = needs('pandas', for_='A table of rows')
         alike = pd.DataFrame({'kind': self.roles.code, 'rank': self.rank, **copies}).groupby(['kind', 'rank', *copies], sort=False)
@@ -90,7 +90,7 @@ class Shards:
         return shard
 
     def smallest_ranks(self):
-        "Return for each row the smallest rank that is known to hold a shard or replica of the same tensor."
+        "Return for each row the smallest rank known to hold a shard or replica of the same tensor."
         axes = [frozenset(a for a,r in roles.items() if r not in ('?', 'U')) for roles in self.roles.kinds]
         pairs,which = np.unique(np.stack([self.roles.code, self.rank]), axis=1, return_inverse=True)
         return np.array([self.axes.smallest_related(axes[kind], r) for kind,r in pairs.T.tolist()], int)[which.reshape(-1)]

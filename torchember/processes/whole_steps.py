@@ -167,7 +167,7 @@ class Receiver:
         for s in sorted({r['step'] for r in rows}): self.report([r for r in rows if r['step']==s])
 
     def drain(self, all_ranks=False):
-        """Report all steps that the first rank has sent. Wait at most two seconds for the other ranks.
+        """Report all steps sent by the first rank. Wait at most two seconds for the other ranks.
 
         all_ranks: True to wait also for the last packets of the other ranks, at the end of a run"""
         end = time.monotonic()+Assembly.patience
@@ -178,7 +178,7 @@ class Receiver:
 
 # %% ../../nbs/42_processes/30_whole_steps.ipynb #b9f19143
 class Sharing:
-    "Sends the rows of one rank to the first rank, which merges and reports the rows of all ranks. Only one thread may use an instance."
+    "Sends the rows of one rank to the first rank. The first rank merges and reports the rows of all ranks. Only one thread may use an instance."
     def __init__(self,
         store, # Key-value store with `set`, `get`, `check` and `delete_key`
         rank:int, world:int, # Rank of this process; number of ranks
@@ -209,7 +209,7 @@ class Sharing:
         if self.rank==0: self.channel.report_complete()
 
     def drain(self, all_ranks=False):
-        "Report all steps that the first rank has sent. Do nothing in the other ranks."
+        "Report all steps sent by the first rank. Do nothing in the other ranks."
         if self.rank==0: self.channel.drain(all_ranks)
 
     def finish(self, lines):
@@ -273,7 +273,7 @@ class WholeSteps:
         elif self.rank==0: notify(self.listeners, parse(lines)[0], lines)
 
     def end_step(self):
-        "Queue the lines of the step that has ended. Later lines belong to the next step."
+        "Queue the lines of the ended step. Later lines belong to the next step."
         if self.ours and self.pending and not self.sharing.stopped: self.enqueue(b''.join(self.pending)); self.pending = []
 
     def enqueue(self, lines):
@@ -317,7 +317,7 @@ class WholeSteps:
         thread.join(1)
 
     def remark(self):
-        "Return a sentence about steps that were not reported, or None if all were reported."
+        "Return a sentence about unreported steps, or None if all were reported."
         channel,stopped = self.sharing.channel,self.sharing.stopped
         if self.rank: return None
         if stopped: return f"The rows of the whole were not reported to the end: {stopped}."

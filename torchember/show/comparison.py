@@ -19,7 +19,7 @@ from .style import axes_for, drawn, label_figure
 
 # %% ../../nbs/60_show/80_comparison.ipynb #103ad9bb
 def first_differences(runs:list, rtol:float=1e-5) -> dict: # runs: one `TensorSeries` per run
-    "Return the first step at which each tensor differs between runs, or None. Only steps that all runs recorded are compared."
+    "Return the first step where each tensor differs between runs, or None. Only steps recorded by all runs are compared."
     maps = [{label: (x, y) for label,x,y,_ in s} for s in runs]
     out = {}
     for label in (l for l in maps[0] if all(l in m for m in maps)):
@@ -86,7 +86,7 @@ def compare(
     return axes
 
 def mark_difference(ax, step):
-    "Draw a dotted vertical line with the number of the step at which runs begin to differ."
+    "Draw a dotted vertical line with the number of the step where runs begin to differ."
     ax.axvline(step, color=mpl.rcParams['axes.edgecolor'], ls=':', lw=1)
     ax.text(step, .98, f' {step:,}', transform=ax.get_xaxis_transform(), va='top', fontsize=mpl.rcParams['legend.fontsize'],
         path_effects=[effects.withStroke(linewidth=2.5, foreground=ax.get_facecolor())])

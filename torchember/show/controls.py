@@ -38,21 +38,21 @@ def type_labels(table):
     return out
 
 def axis_columns(table):
-    "Return the columns that can be the x axis: the step, and marks of the user with one value per step."
+    "Return the possible columns for the x axis: the step, and marks of the user with one value per step."
     t = with_statistics(tensor_rows(table))
     by = t.groupby(t['step'].to_numpy(), sort=False)
     marks = [c for c in numeric_columns(t) if c not in derived and t[c].nunique()>1]
     return ['step', *(c for c in marks if by[c].nunique(dropna=False).max()==1)]
 
 def statistics_of(table):
-    "Return the names of the statistics that a table has."
+    "Return the names of the statistics in a table."
     t = tensor_rows(table)
     # with a single tensor, a statistic also has one value per step, so do not take it for a mark
     marks = axis_columns(table) if t['step'].nunique()>1 and len(t)>t['step'].nunique() else ()
     return [c for c in numeric_columns(t) if c not in marks]
 
 def logged_in(table):
-    "Return the names of numbers that were logged, such as 'loss'."
+    "Return the names of logged numbers, such as 'loss'."
     t = table[has_ttype(table, 'scalar')]
     return numeric_columns(t) if len(t) else []
 
@@ -109,7 +109,7 @@ def label_for(labels, value):
     return str(value)
 
 def make_choice(W, name, labels, value, means=lambda v: v):
-    "Return a control to choose one value. `labels`: dict from label to value; `means`: function that translates values."
+    "Return a control to choose one value. `labels`: dict from label to value; `means`: function to translate values."
     now = label_for(labels, means(value))
     def write(v):
         l = label_for(labels, means(v))
@@ -166,7 +166,7 @@ class StepSlider(Control):
     def nearest(self, step): return int(self.steps[np.argmin(np.abs(self.steps-step))])
 
     def offer(self, steps):
-        "Replace the steps that the user can choose from."
+        "Replace the steps offered to the user."
         if np.array_equal(steps, self.steps): return
         step,w = self.value,self.widget
         with w.hold_trait_notifications():
@@ -212,7 +212,7 @@ class LayerPicker:
         self.notify()
 
     def offer(self, names):
-        "Replace the layer names that the user can choose from."
+        "Replace the layer names offered to the user."
         self.names = names
         self.fill()
 
@@ -225,7 +225,7 @@ class LayerPicker:
     without = 'automatic'
 
     def fill(self):
-        "Fill the list: first the selected names, then the names that match the search text."
+        "Fill the list: first the selected names, then the names matching the search text."
         text = self.search.value.strip()
         glob = text if any(c in text for c in '*?[') else f'*{text}*'
         fits = sorted(paths_like(glob, self.names), key={n: i for i,n in enumerate(self.names)}.get) if text else self.names

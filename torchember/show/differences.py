@@ -16,7 +16,7 @@ from .style import canvas, drawn, is_dark
 
 # %% ../../nbs/60_show/87_differences.ipynb #fd0d186e
 def distance_lines(table, most:int=200) -> list: # table: of a `Difference`
-    "Return (steps, distances) of the tensors that differ most. Zero and non-finite distances are NaN, to leave a gap."
+    "Return (steps, distances) of the tensors with the largest distances. Zero and non-finite distances are NaN, to leave a gap."
     t = table[table['ttype']!='scalar']
     y = t['distance'].where(np.isfinite(t['distance']) & (t['distance']>0))
     by = t.assign(y=y).groupby(['path', 'ttype', 'tname', 'call'], sort=False, dropna=False, observed=True)

@@ -25,7 +25,7 @@ from .style import canvas, drawn, is_dark, axes_size
 sizes = {'std', 'rms', 'rm2', 'rm4', 'rm8', 'abs_mean', 'mean_abs', 'abs_max', 'max_abs', 'l1', 'l2', 'ratio'}
 
 def color_norm(finite, vmin=None, vmax=None, center=None, robust=False):
-    "Return a matplotlib norm that maps values to colors: logarithmic if the values have a wide range."
+    "Return a matplotlib norm to map values to colors: logarithmic if the values have a wide range."
     if not len(finite): return mpl.colors.Normalize(0, 1)
     low,high = np.percentile(finite, [2, 98]) if robust else (finite.min(), finite.max())
     above = finite[finite>0]
@@ -231,7 +231,7 @@ def axis_roles(x, y):
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #fa172d3a
 def heat_map_cells(run, path=None, ttype='output', stat='std', inc=1, x='step', ps=()):
-    "Read what a heat map shows. Return the rows, the name of the statistic's column, and the `Grid`."
+    "Read the data of a heat map. Return the rows, the name of the statistic's column, and the `Grid`."
     if not isinstance(inc, int) or inc<1:
         raise ValueError(f"inc=n draws every n-th step; it is a whole number, at least 1, got {inc!r}.")
     if not isinstance(stat, str): raise ValueError(f"A heat map shows one statistic, got {stat!r}.")

@@ -163,7 +163,7 @@ def rows_at_step(rows, step):
     return rows[(rows['step']==step).to_numpy()], step
 
 def crop_counts(counts, lo):
-    "Remove zero counts at both ends. Return the other counts, and the exponent of the first of them."
+    "Remove zero counts at both ends. Return the remaining counts, and the exponent of the first of them."
     at = np.flatnonzero(counts)
     return (counts[at[0]:at[-1]+1], lo+int(at[0])) if len(at) else (counts, lo)
 

@@ -24,7 +24,7 @@ scale = ['#'+c for c in re.findall('.{6}', ''.join(( # matplotlib's viridis, for
 
 # %% ../../nbs/60_show/00_legend.ipynb #32fcdd91
 def short_names(names:list, width:int=26) -> list: # names: with dots; width: characters
-    "Shorten layer names to fit beside a picture: drop the prefix that all names share. All results differ from each other."
+    "Shorten layer names to fit beside a picture: drop the common prefix of all names. All results are different."
     parts = [n.split('.') for n in names]
     k = 0
     while max(map(len, names), default=0)>width and len(names)>1 and all(len(p)>k+1 and p[k]==parts[0][k] for p in parts):

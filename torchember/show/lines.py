@@ -141,7 +141,7 @@ harmless = dict(estimator=(None,), errorbar=(None,), ci=(None,), sort=(True,), l
     style=(None,), size=(None,), units=(None,), hue_order=(None,), palette=(None,), markers=(None, False), legend_out=(True, False))
 
 def settable(*artists):
-    "Return the names of all properties that can be set on these matplotlib artists."
+    "Return the names of all settable properties of these matplotlib artists."
     found = set()
     for a in artists:
         i = mpl.artist.ArtistInspector(a)
@@ -149,7 +149,7 @@ def settable(*artists):
     return found
 
 def check_drawn_with(given:dict, known, what:str, refused=of_seaborn, own=()): # own: names to suggest first
-    "Check arguments for matplotlib. Return those with an effect. Raise TypeError for an unknown or refused argument."
+    "Check arguments for matplotlib. Return the arguments with an effect. Raise TypeError for an unknown or refused argument."
     given = {k: v for k,v in given.items() if not (k in harmless and any(v is h or type(v) is type(h) is str and v==h for h in harmless[k]))}
     for k in given:
         if k in known: continue
@@ -270,7 +270,7 @@ def add_legend(fig, metrics, loc, bbox_to_anchor, palette=None):
 
 # %% ../../nbs/60_show/20_lines.ipynb #4f962205
 def drawing_options(kind, kwargs, facet_kws):
-    "Split keyword arguments into those for matplotlib's lines, those for panels, and True if lines get names."
+    "Split keyword arguments into arguments for matplotlib's lines, arguments for panels, and True if lines get names."
     artist = settable(mpl.lines.Line2D) if kind=='line' else settable(mpl.collections.PathCollection) | {'s', 'marker'}
     given = check_drawn_with(kwargs, artist | {'height', 'aspect', 'palette', 'legend', 'markers', 'color'}, 'a picture of lines',
         own=arguments_of(scalar_line))

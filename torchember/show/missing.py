@@ -22,7 +22,7 @@ def parameters_of_run(run) -> list:
 kinds_of_parameters = ('weight_grad', 'update') # each trained parameter has rows of these tensor types
 
 def untrained_reasons(rows, kind:str, ps:list, layer=None) -> dict: # kind: tensor type of the rows; ps: all parameters
-    "Return a dict from label to reason, for parameters that are not trained or whose gradient is not used."
+    "Return a dict from label to reason, for untrained parameters, and for parameters with an unused gradient."
     if kind not in kinds_of_parameters or 'pname' not in rows: return {}
     have = set(zip(rows['path'].astype(str), rows['pname'].astype(str), strict=True))
     found = {}
@@ -41,7 +41,7 @@ def selected_parameters(ps, layer):
     return [p for p in ps if p['path'] in paths or label_of(p) in asked]
 
 def drop_missing(rows, layer, ps:list): # ps: all parameters
-    "Remove selectors that match only parameters without rows. Raise ValueError if no selector is left."
+    "Remove selectors matching only parameters without rows. Raise ValueError if no selector is left."
     if layer is None or not ps: return layer
     asked = list(layer) if isinstance(layer, list|tuple|set) else [layer]
     paths,labels = set(rows['path'].astype(str)),set(parameter_names(rows)) if 'pname' in rows else set()
@@ -75,6 +75,6 @@ def add_missing(s, missing, order:list):
     return TensorSeries(labels, code[first], s.step[first], s.value[first], s.bad[first])
 
 def grid_with_missing(rows, col, ttype, ps, layer=None, by='step'):
-    "Return a statistic as a `Grid`. It has empty rows, with the reason, for parameters that are not trained."
+    "Return a statistic as a `Grid`. It has empty rows, with the reason, for untrained parameters."
     why = untrained_reasons(rows, ttype_of(ttype)[0], ps, layer)
     return grid(add_missing(series(rows, col, by), why, [label_of(p) for p in ps]), why=why)

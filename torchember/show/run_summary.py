@@ -29,7 +29,7 @@ def first_trouble(df):
     return df.iloc[at[np.argmin(step)]] # the first row of that step, because rows are in the order of execution
 
 def trouble_sentence(row):
-    "Return a text that names the step, the tensor and the counts of NaN and infinities of a row."
+    "Return a text with the step, the tensor and the counts of NaN and infinities of a row."
     what = ' and '.join(f'{int(row[c]):,} {n}' for c,n in (('nan', 'NaN'), ('posinf', '+inf'), ('neginf', '-inf')) if row.get(c, 0)>0)
     name = row['path'] or 'the model'
     pname = row.get('pname')
@@ -40,7 +40,7 @@ def trouble_sentence(row):
 default_ttypes = ('output', 'weight_grad')
 
 def no_tensors(table):
-    "Return the error message for a run that has no rows of tensors."
+    "Return the error message for a run without rows of tensors."
     return f"{printable(name_of_run(table) or 'The table')} has no rows of tensors yet: they come when the model is called in its training."
 
 def types_to_draw(tensors, ttype):

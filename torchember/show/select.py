@@ -32,7 +32,7 @@ def rows_to_draw(source, stats=None, rows=None, **wanted): # rows: all rows of t
     return df if stats is None else with_statistics(df, stats)
 
 def with_statistics(df, stats=()):
-    "Return the rows that have values of the statistics, by default of any that torchEmber computes. Omit `Monitor` rows."
+    "Return the rows with values of the statistics, by default of any statistic of torchEmber. Omit `Monitor` rows."
     names = [n for s in stats for n in (s, stats_of.get(s)) if n in df] if len(stats) else [c for c in df.columns if c in usual]
     some = measured_any(df, names)
     return df if some.all() else df[some]
@@ -52,13 +52,13 @@ def has_ttype(df, ttype):
     return (df['ttype'].astype(str)==ttype).to_numpy()
 
 def without_findings(df):
-    "Remove the rows of findings, and the columns that only findings have. Keep tensors and logged numbers."
+    "Remove the rows of findings, and the columns used only by findings. Keep tensors and logged numbers."
     if not (found := has_ttype(df, 'finding')).any(): return df
     df = df[~found]
     return df.drop(columns=[c for c in of_findings if c in df and df[c].isna().all()])
 
 def run_of(source):
-    "Open the run that a picture shall show. Raise TypeError if `source` is neither a run nor a table."
+    "Open the run to show in a picture. Raise TypeError if `source` is neither a run nor a table."
     if isinstance(source, str|PathLike|Run) or is_url(source) or hasattr(getattr(source, 't', source), 'log_path'):
         return open_run(source)
     hint = " To see where runs part: compare([...])." if isinstance(source, list|tuple) else ""
@@ -172,7 +172,7 @@ def parameter_names(df):
     return paths+np.where(paths=='', '', '.')+df['pname'].astype(object).where(df['pname'].notna(), '').astype(str)
 
 def paths_like(one, known, kinds=None): # kinds: path -> names of classes
-    "Return the paths that match one selector: a path, glob, compiled regex, class or function."
+    "Return the paths matching one selector: a path, glob, compiled regex, class or function."
     if not (isinstance(one, re.Pattern|Selection|type) or callable(one)): one = str(one)
     if isinstance(one, str) and one in known: return {one}
     layers = [NamedLayer(p, (kinds or {}).get(p, ())) for p in known]
@@ -202,7 +202,7 @@ def rows_of_ttypes(df, asked):
     return df[rows]
 
 def no_ttype_message(typed, ttype, there, name):
-    "Return the error message for a tensor type without rows. `typed`: the name that the user typed."
+    "Return the error message for a tensor type without rows. `typed`: the name typed by the user."
     more = (*(t for t in there if t!='scalar'), ttype)
     how = 'te.log(loss=loss)' if ttype=='scalar' else f"torchEmber(model{', optimizer=opt' if ttype in ('update', 'optimizer') else ''}, ttypes={more})"
     name_of_type = repr(typed) if str(typed).partition('.')[0]==ttype else f"{typed!r}, which is {ttype!r} here"
@@ -231,7 +231,7 @@ def find_stat(df, stat:str) -> str:
 not_stats = {'step', 'call', 'micro', 'backward', 'rank', 'nan', 'posinf', 'neginf', 'exponent_min'}
 
 def numeric_columns(df):
-    "Return the names of numeric columns: statistics, and marks that the user set."
+    "Return the names of numeric columns: statistics, and marks set by the user."
     return [c for c in df.columns if c not in not_stats and df[c].dtype.kind in 'fiu' and df[c].notna().any()]
 
 # %% ../../nbs/60_show/10_select.ipynb #6bc987c2
@@ -303,7 +303,7 @@ def places(df) -> tuple:
     return code, labels
 
 def keys_with_several(keys, values):
-    "Return the keys that occur with two or more different values."
+    "Return the keys occurring with two or more different values."
     found = {}
     for k,v in zip(keys, values, strict=True): found.setdefault(k, set()).add(v)
     return {k for k,v in found.items() if len(v)>1}

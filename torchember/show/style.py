@@ -87,7 +87,7 @@ def drawn(f):
     return g
 
 def whole_figure(fig):
-    "Return the top-level figure that contains a subfigure."
+    "Return the top-level figure of a subfigure."
     while fig.figure is not fig: fig = fig.figure
     return fig
 

@@ -22,7 +22,7 @@ from .style import drawing_on, drawn, is_dark, panels
 
 # %% ../../nbs/60_show/75_surfaces.ipynb #83eb96c8
 def thin_matrix(h:UnitHistory, most_steps:int, most_units:int) -> tuple:
-    "Reduce a matrix to a size that can be drawn. Return steps, unit numbers, values, and a mask of non-finite values."
+    "Reduce a matrix to a drawable size. Return steps, unit numbers, values, and a mask of non-finite values."
     ok,bounds = np.isfinite(h.value),[np.unique(np.linspace(0, n, min(n, most)+1).astype(int))[:-1]
         for n,most in zip(h.value.shape, (most_steps, most_units), strict=True)]
     steps,units = h.steps[bounds[0]],np.arange(h.value.shape[1])[bounds[1]]

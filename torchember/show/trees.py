@@ -18,12 +18,12 @@ from .style import canvas, drawn, is_dark, axes_size
 
 # %% ../../nbs/60_show/50_trees.ipynb #5601def5
 class Box:
-    "Position and size of the rectangle that shows a module in the tree."
+    "Position and size of the rectangle of a module in the tree."
     def __init__(self, path:str, depth:int, top:float, height:float): # depth: number of modules that contain it
         self.path,self.depth,self.top,self.height = path,depth,top,height
 
 def boxes(paths:list, deepest:int|None=None) -> list:
-    "Return a `Box` for each module, the root first. `deepest`: largest depth that is drawn."
+    "Return a `Box` for each module, the root first. `deepest`: largest drawn depth."
     around = {'': None} # path -> path of the module that contains it; outer modules first
     for p in paths:
         parts = p.split('.')[:deepest] if p else []

@@ -43,7 +43,7 @@ def least_ratios(rows) -> list: # rows: of weights
     return out
 
 def population_std(rows):
-    "Convert the unbiased standard deviation of rows (n-1) to that of the population (n). For one element, return 0."
+    "Convert the unbiased standard deviation of rows (n-1) to the deviation of the population (n). For one element, return 0."
     known,std = {},rows['std'].to_numpy(float)
     shapes = rows['shape'] if 'shape' in rows else [None]*len(rows)
     n = np.array([known.setdefault(tuple(s), np.prod(s)) if isinstance(s, list|tuple|np.ndarray) else np.inf for s in shapes])
@@ -80,7 +80,7 @@ def count_standstills(rows, known:bool) -> dict: # known: True if rows are of up
     return {l: (int(z), int(n)) for l,z,n in each if n}
 
 def find_unmoved(table, rows, path, known):
-    "Count the steps at which weights did not change, as `count_standstills`. Add weights that have no rows of updates."
+    "Count the steps at which weights did not change, as `count_standstills`. Add weights without rows of updates."
     found = count_standstills(rows, known)
     if not known or not has_ttype(table, 'weight').any(): return found
     try: weights = pick(table, path, 'weight')

@@ -91,14 +91,14 @@ def open_regular(path, flags):
     return fd
 
 def refuse_irregular(mode, path):
-    "Raise OSError unless the file mode `mode` is that of a regular file."
+    "Raise OSError unless `mode` is the file mode of a regular file."
     if stat.S_ISREG(mode): return
     what = next((w for is_,w in ((stat.S_ISDIR, 'a folder'), (stat.S_ISFIFO, 'a pipe'), (stat.S_ISSOCK, 'a socket')) if is_(mode)), 'a device')
     raise OSError(f"{printable(path)} is {what}, not a file, so it was not opened. Give another path.")
 
 # %% ../../nbs/30_store/00_anywhere.ipynb #c0ad9072
 class RangedFile(io.RawIOBase):
-    "File behind a URL that is read in byte ranges, as a Python file object."
+    "File behind a URL, read in byte ranges, as a Python file object."
     least,most = 1<<16,1<<23 # smallest and largest number of bytes of a request
 
     def __init__(self, path, size=None): # path: `UPath`; size: of the file in bytes, if known
@@ -113,7 +113,7 @@ class RangedFile(io.RawIOBase):
     def tell(self): return self.at
 
     def seek(self, to, whence=0):
-        "Set the position from which the next read begins."
+        "Set the position where the next read begins."
         self.at = max(to+(0, self.at, self.size)[whence], 0)
         return self.at
 
@@ -129,7 +129,7 @@ class RangedFile(io.RawIOBase):
         return n
 
     def fetch(self, n):
-        "Read the byte range that begins at the current position. Double its size if reading is sequential."
+        "Read the byte range beginning at the current position. Double its size if reading is sequential."
         self.ask = min(2*self.ask, self.most) if self.data and self.at==self.start+len(self.data) else self.least
         end = min(self.at+max(n, self.ask), self.size)
         self.data = call_store(self.path, lambda: self.path.fs.cat_file(self.path.path, start=self.at, end=end))

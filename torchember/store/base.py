@@ -48,7 +48,7 @@ def is_encodable(name):
 
 # %% ../../nbs/30_store/00_base.ipynb #ef7118b9
 def run_name(kind):
-    "Return the default name of a run that starts now: `<kind>_<YYYYmmdd_HHMMSS>`. `kind`: class name of the model."
+    "Return the default name of a run starting now: `<kind>_<YYYYmmdd_HHMMSS>`. `kind`: class name of the model."
     kind = re.sub(r'[^\w.-]', '_', ''.join(c if is_encodable(c) else '_' for c in kind)).lstrip('.') or 'model'
     while len(os.fsencode(kind))>120: kind = kind[:-1]
     return f"{kind}_{now('%Y%m%d_%H%M%S')}"
@@ -99,7 +99,7 @@ def is_private_folder(place):
 
 # %% ../../nbs/30_store/00_base.ipynb #86466caf
 def check_writable(place):
-    "Raise OSError if files cannot be created in a folder, which need not exist. This check creates no file."
+    "Raise OSError if files cannot be created in a folder. The folder need not exist. This check creates no file."
     if is_url(place): raise OSError(local_only(place))
     place = near = Path(place)
     while not os.path.lexists(near): near = near.parent

@@ -20,7 +20,7 @@ from ..measure.summary import derived, lost_value
 from .lines import bad, parse, reading_bar
 
 # %% ../../nbs/30_store/07_columns.ipynb #76c2ebfb
-class Missing: "Placeholder for the value of a key that a row does not have."
+class Missing: "Placeholder for the value of a key missing in a row."
 missing,none = Missing(),type(None)
 
 class ColumnBlock:
@@ -58,7 +58,7 @@ class ColumnBlock:
     def select_rows(self, mask): return self if all(mask) else ColumnBlock({k: list(compress(v, mask)) for k,v in self.columns.items()}, sum(mask), self.sure)
 
     def restore_nonfinite(self):
-        "Replace nulls by the NaN and infinities that the column `nonfinite` lists. Return False if an entry of `nonfinite` matches no null."
+        "Replace nulls by the NaN and infinities listed in the column `nonfinite`. Return False if an entry of `nonfinite` matches no null."
         named = self.columns['nonfinite']
         if named.count(missing)==self.n: return True
         self.columns = {k: list(v) for k,v in self.columns.items()}
@@ -88,7 +88,7 @@ class Expected:
         self.decoder,self.sure = None,{} # decoder: of msgspec; sure: key -> the only type of its values
 
     def add_rows(self, rows):
-        "Add the keys, types and texts of `rows` to the known ones, and make a decoder that expects them."
+        "Add the keys, types and texts of `rows` to the known ones, and make a decoder expecting them."
         self.add_layouts(dict.fromkeys(map(tuple, rows)))
         for k,types in self.types.items():
             values = [r[k] for r in rows if k in r]
@@ -160,7 +160,7 @@ class Codes(dict):
     def __missing__(self, text): code = self[text] = len(self)-2; return code
 
 class Column:
-    """Values of a table column, collected block by block. `before`: number of earlier rows, in which the column is missing.
+    """Values of a table column, collected block by block. `before`: number of earlier rows, without the column.
 
     `is_name`: True if texts become a category and lists become tuples. `as_it_is`: True if all values stay Python objects."""
     def __init__(self, before, is_name, as_it_is):
@@ -200,7 +200,7 @@ class Column:
     def kinds(self): return {kind for kind,_ in self.pieces}-{'nothing'}
 
     def concatenated(self, nothing):
-        "Concatenate the arrays of all blocks. `nothing`: function that makes the array of a block without values."
+        "Concatenate the arrays of all blocks. `nothing`: function to make the array of a block without values."
         return np.concatenate([nothing(p) if kind=='nothing' else p for kind,p in self.pieces if len(p)])
 
     def array(self, pd, is_time):
@@ -267,7 +267,7 @@ def collect(blocks, file, names, keep, only, as_it_is, expected):
 
 # %% ../../nbs/30_store/07_columns.ipynb #4e35c17b
 def columns_of_lines(blocks, file=None, names=(), keep=None, only=None, expected=None):
-    """Read a log as columns that have the exact values of its rows.
+    """Read a log as columns with the exact values of its rows.
 
     Return: dict name -> column, layouts (key tuples of rows with a new key), number of rows, number of torn lines, (rows, torn lines) of each block.
     `blocks`: function that yields blocks. `file`: path and size of the log, for a progress bar. `only`: columns to read.

@@ -24,7 +24,7 @@ from torchember.store.parts import Part, arrow_table, renamed_file, folder_of, g
 most_rows,most_bytes = 1<<17,1<<25 # largest number of rows, and of bytes of lines, for one part
 
 def next_lines(f, start, stop, rows=None):
-    "Read complete lines that begin at the byte `start`, as many as one part may have."
+    "Read complete lines beginning at the byte `start`, as many as one part may have."
     rows = rows or most_rows
     f.seek(start)
     data = f.read(min(most_bytes, rows<<10, stop-start))
@@ -53,7 +53,7 @@ def write_part_list(path, listing): write_meta(folder_of(path)/'parts.json', {k:
 def new_part_list(path, group): return dict(run=path.name, id=token_hex(16), removed=0, parts=[], end=0, group=group)
 
 def new_part_name(parts):
-    "Return a new file name for a part, with a number above all others. Names of parts that were merged are not used again."
+    "Return a new file name for a part, with a number above all others. Names of merged parts are not used again."
     return f"part-{max((int(p['file'][5:-8]) for p in parts if re.fullmatch('part-[0-9]+[.]parquet', p['file'])), default=-1)+1:05}.parquet"
 
 def rows_of_parts(f, start, end, last, before=0):
@@ -76,7 +76,7 @@ def store_part(path, listing, rows, **entry):
     return dict(file=name, last=max(map(step_of, rows), default=-1), size=file_size(folder_of(path)/name), **entry)
 
 def make_parts(path, listing, file, base, last):
-    """Convert those lines of a file that are in no part yet to parts. Return the new list of parts.
+    """Convert the lines of a file to parts, except lines already in a part. Return the new list of parts.
 
     `base`: bytes of the log before this file. `last`: step that is not complete, whose rows stay lines; None if the run is over."""
     with open_file(file) as f:
@@ -176,7 +176,7 @@ def join_parts(path, listing):
 
 # %% ../../nbs/30_store/10_compaction.ipynb #84b167b4
 def remove_leftovers(path, listing):
-    "Remove files that a killed process has left: temporary files, and files that are not in the list of parts."
+    "Remove files left by a killed process: temporary files, and files missing in the list of parts."
     for f in folder_of(path).iterdir():
         if f.name.startswith(('.part-', '.torchember-')) or f.suffix=='.parquet' and f.name not in [p['file'] for p in listing['parts']]: f.unlink()
         # removed, because its rows are already in parts

@@ -61,7 +61,7 @@ class Metadata:
         self.unwritten.add(kind)
 
     def write(self):
-        "Write the metadata that is not on disk yet."
+        "Write the metadata not on disk yet."
         for kind in [k for k in self.known if k in self.unwritten]:
             self.unwritten.discard(kind) # before the write, because the value may change during the write
             try: self[self.name(kind)] = self.known[kind]
@@ -76,7 +76,7 @@ class Metadata:
 
 # %% ../../nbs/30_store/15_jsonl.ipynb #afe3ec40
 class StoredRun:
-    "Stored run that is open for reading: its rows and metadata."
+    "Stored run, open for reading: its rows and metadata."
     def __init__(self, libname, fname, home, **how): # how: arguments of `Log`
         safe_name(fname, 'run')
         self.libname,self.dir = libname,folder(libname, home)
@@ -118,7 +118,7 @@ class StoredRun:
         except (KeyError, ValueError, OSError): return False # no file, or one that cannot be read
 
     def blocks(self, after=(0, 0)):
-        "Yield the rows of the run in blocks, with rows that are not on disk yet. `after`: (bytes of the log, rows) to skip."
+        "Yield the rows of the run in blocks, including rows not on disk yet. `after`: (bytes of the log, rows) to skip."
         if self.older(): return older_blocks(self.log_path) if self.folder else convert_lines_of_01(line_blocks(self.log_path))
         return self.file.disk.rows(after)
 

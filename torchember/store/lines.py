@@ -40,7 +40,7 @@ def blocks(path, size, block=1<<18, said=lambda: None, longest=longest_line, sta
 
 # %% ../../nbs/30_store/06_lines.ipynb #2a02436b
 def line_blocks(path, more=b'', end=None, size=1<<18, *, start=0):
-    """Yield the content of a file in blocks that consist of complete lines.
+    """Yield the content of a file in blocks of complete lines.
 
     `path`: file of JSON lines, or None. `more`: lines to yield last. `start`, `end`: range of bytes to read. `size`: bytes of a block."""
     try:
@@ -84,7 +84,7 @@ def is_step(n):
 
 # %% ../../nbs/30_store/06_lines.ipynb #c04e0527
 def parse_blocks(blocks, file=None):
-    "Parse all blocks of a log. Return the rows, and the number of torn lines. `blocks`: function that yields blocks. `file`: (path, size) for a bar."
+    "Parse all blocks of a log. Return the rows, and the number of torn lines. `blocks`: function yielding blocks. `file`: (path, size) for a bar."
     rows,torn = [],0
     with reading_bar(file) as bar:
         for data in blocks():
@@ -95,5 +95,5 @@ def parse_blocks(blocks, file=None):
     return rows, torn
 
 def reading_bar(file):
-    "Return a progress bar that counts the bytes read from `file`, a pair (path, size), or None if the size is unknown."
+    "Return a progress bar for the bytes read from `file`, a pair (path, size), or None if the size is unknown."
     return progress(file[1], f'reading {os.path.basename(str(file[0]))}') if file else progress(None, 'reading')

@@ -46,7 +46,7 @@ class BoundedQueue:
     def __len__(self): return len(self.steps)
 
     def put(self, listener, step, lines, sources):
-        "Add a block of rows without waiting. Return the steps of the blocks that were dropped."
+        "Add a block of rows without waiting. Return the steps of the dropped blocks."
         dropped = []
         with self.lock:
             self.steps.append(step)
@@ -67,7 +67,7 @@ class BoundedQueue:
 
 # %% ../../nbs/30_store/09_listeners.ipynb #102c1f8f
 class LostSteps:
-    "Counter of steps of which the listener `name` did not get all rows. `note`: function that shows a message to the user, once."
+    "Counter of steps of which the listener `name` did not get all rows. `note`: function to show a message to the user, once."
     def __init__(self, name, note): self.name,self.note,self.count,self.last,self.reason = name,note,0,(),None
 
     def add(self, step):
@@ -197,7 +197,7 @@ class DirectListener:
 
 # %% ../../nbs/30_store/09_listeners.ipynb #06ae56ba
 class Listeners:
-    "All listeners of a log, and blocks of rows to send to them. `note`: function that shows a message, with an exception, to the user."
+    "All listeners of a log, and blocks of rows to send to them. `note`: function to show a message, with an exception, to the user."
     # blocks that were written to the file, but not sent to listeners yet
     def __init__(self, note): self.note,self.all,self.pieces = note,(),deque()
 
@@ -228,7 +228,7 @@ class Listeners:
         return [text for l in self.all if (text := l.remark())]
 
     def wait(self):
-        "Wait until all listeners got the rows that are queued now, at most `Listener.patience` seconds."
+        "Wait until all listeners got the rows queued now, at most `Listener.patience` seconds."
         marks,until = [(l, l.mark()) for l in self.all],time.monotonic()+Listener.patience
         for l,mark in marks:
             if l.wait(mark, until): l.rest()

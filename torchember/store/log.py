@@ -121,7 +121,7 @@ class Messages:
 def call_functions(functions): return [rows() for rows in functions]
 
 class Batch(NamedTuple):
-    "Rows that were queued by one call of `Log.put`, not computed yet."
+    "Rows queued by one call of `Log.put`, not computed yet."
     rows:object # function that returns rows, or an object that `by` converts to rows; it has a length
     close:bool # True if these are the last rows of the step
     joins:bool|None # True if the rows belong to the step that was closed; see `Log.put`
@@ -136,7 +136,7 @@ class ReadyBatch(NamedTuple):
 
 # %% ../../nbs/30_store/13_log.ipynb #f6f33938
 class Batches:
-    "Queue of batches, in the order in which they were recorded."
+    "Queue of batches, in the order of recording."
     together = 1000 # largest number of rows to compute together
     def __init__(self, note): self.note,self.waiting = note,deque()
 
@@ -145,7 +145,7 @@ class Batches:
     def put(self, *batch): self.waiting.append(Batch(*batch))
 
     def take(self):
-        "Compute the rows of the first batches that have the same `by`, and yield a `ReadyBatch` for each. Remove it from the queue afterwards."
+        "Compute the rows of the first batches with the same `by`, and yield a `ReadyBatch` for each. Remove it from the queue afterwards."
         by,some,n = self.waiting[0].by,[],0
         for i in range(len(self.waiting)): # by index, because the training thread adds batches during this loop
             batch = self.waiting[i]
@@ -358,14 +358,14 @@ class Log:
 
 # %% ../../nbs/30_store/13_log.ipynb #f8191f69
 class UrlLog(Log):
-    "Log behind a URL, which can only be read."
+    "Log behind a URL. It can only be read."
     def put(self, *args, **kwargs): raise OSError(local_only(self.path.parent.parent))
     def flush(self): "Do nothing: no rows are queued."
     wait_for_listeners = close = finish = flush
 
 # %% ../../nbs/30_store/13_log.ipynb #ea6d0a02
 def listen_to_log(log, f, name=None, **kwargs): # arguments as in `Listener`
-    "Call `f` for all rows that are added to a log from now on. Return the `Listener`."
+    "Call `f` for all rows added to a log from now on. Return the `Listener`."
     def remove(listener):
         log.flush()
         with log.disk.lock: log.listeners.remove(listener)
@@ -387,12 +387,12 @@ def note_soon(log, what):
     writer.wake(log)
 
 def listen_directly(log, f, remark): # arguments as in `DirectListener`
-    "Call `f` in the writing thread for all rows that are added to a log from now on."
+    "Call `f` in the writing thread for all rows added to a log from now on."
     with log.disk.lock: log.listeners.add(DirectListener(f, remark))
 
 # %% ../../nbs/30_store/13_log.ipynb #994436a3
 def flush_logs(place):
-    "Write the rows that this process has queued for the log `place`, or for all logs in the folder `place`."
+    "Write the rows queued by this process for the log `place`, or for all logs in the folder `place`."
     if is_url(place): return # nothing is queued, because only `sync` writes behind a URL
     place,folders = os.path.realpath(place),{} # resolve each folder once, because many logs are in few folders
     for log in list(live):

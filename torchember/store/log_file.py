@@ -45,7 +45,7 @@ def append_lines(path, data:bytes, sync=False):
 
 # %% ../../nbs/30_store/11_log_file.ipynb #90c3a721
 class LatestStep:
-    "Lines of the latest step, and the file that they are written to."
+    "Lines of the latest step, and their file."
     pause = .2 # seconds between two writes of the file, because replacing a file costs 10 times as much as an append
     def __init__(self, most=16_000_000): # largest number of bytes to keep: a longer step loses its first lines
         self.most,self.lines,self.size = most,deque(),0
@@ -103,7 +103,7 @@ def last_step_in_block(block):
 
 # %% ../../nbs/30_store/11_log_file.ipynb #828d9afa
 class JsonLines:
-    "Log that is stored as a file of JSON lines."
+    "Log stored as a file of JSON lines."
     keep = 64_000_000 # largest number of bytes to keep in memory while writes fail
     at_once = 4_000_000 # largest number of bytes of one write
 
@@ -152,7 +152,7 @@ class JsonLines:
         raise FileExistsError(f"cannot find an unused file name like {printable(self.path)}. Choose another name=")
 
     def report_dropped(self):
-        "Show a message with the number of rows that were lost while writes failed."
+        "Show a message with the number of rows lost while writes failed."
         if self.dropped: n,self.dropped = self.dropped,0; self.note(f"{n} rows were lost while {self.path} could not be written.", once=False)
 
     @property
@@ -171,7 +171,7 @@ class JsonLines:
     def bytes_on_disk(self): return os.path.getsize(self.path) if not self.fresh and os.path.exists(self.path) else 0
 
     def unwritten_lines(self):
-        "Return the size of the file in bytes, and the lines that are not in the file yet."
+        "Return the size of the file in bytes, and the lines not in the file yet."
         if not (self.is_ours and self.waiting): return None, b''
         with self.lock: return self.bytes_on_disk, b''.join(data for data,_ in self.waiting)
 

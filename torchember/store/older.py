@@ -59,7 +59,7 @@ def convert_row(row, marks, seen):
 most = 64_000_000 # largest number of characters of one row
 
 def json_rows(f, size=1<<22):
-    "Yield the JSON rows of a file that has a comma before each row. A row that cannot be parsed is yielded as text. `size`: characters per read."
+    "Yield the JSON rows of a file with a comma before each row. A row that cannot be parsed is yielded as text. `size`: characters per read."
     text,decode = '',json.JSONDecoder().raw_decode
     while more := f.read(size):
         text,at = text+more,0
@@ -95,7 +95,7 @@ def older_blocks(folder):
                 yield line_of(convert_row(row, marks, seen))+b'\n' if isinstance(row, dict) else json.dumps(row).encode()+b'\n'
 
 def size_and_rows(folder):
-    "Return the number of bytes and rows of a run of torchember 0.2. Count rows by the key 'ttype', which each row contains."
+    "Return the number of bytes and rows of a run of torchember 0.2. Count rows by the key 'ttype', present in each row."
     size = rows = 0
     for path in row_files(folder):
         with open(path, 'rb', opener=open_regular) as f:

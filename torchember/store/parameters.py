@@ -12,7 +12,7 @@ from collections import Counter
 # %% ../../nbs/30_store/05_parameters.ipynb #d3977f2c
 def parameter_entry(path, name, shape, dtype, requires_grad, optimizer=None, gradient=None, called=None, also=(),
     recorded=True, changes=False, elsewhere=False):
-    """Return a dict that describes a parameter, for the metadata of a run. None means unknown.
+    """Return a dict describing a parameter, for the metadata of a run. None means unknown.
 
     `path`: path of its module. `name`: name in the module. `shape`: None for a lazy parameter. `also`: other names of a shared parameter.
     `optimizer`: True if an optimizer has it. `gradient`: True if a gradient ever arrived. `called`: True if its module was ever called.
@@ -48,7 +48,7 @@ def parts_alike(ps, which):
     return [(part, all_[part]) for part in found]
 
 def names_around(p):
-    "Return the names of the modules that contain a parameter, from the whole model inwards, then the name of the parameter."
+    "Return the names of the modules containing a parameter, from the whole model inwards, then the name of the parameter."
     names = label_of(p).split('.', deepest)
     return ['.'.join(names[:i]) for i in range(len(names)+1)]
 
@@ -56,7 +56,7 @@ deepest = 50 # levels of modules in a name; deeper levels are not split
 
 # %% ../../nbs/30_store/05_parameters.ipynb #efcd0043
 def untrained(ps, only=None, most=4):
-    "Return a sentence that lists the parameters that are not trained, by reason; '' if all are. `only`: parameters to report. `most`: names per reason."
+    "Return a sentence listing the untrained parameters, by reason; '' if all are trained. `only`: parameters to report. `most`: names per reason."
     why = {id(p): why_not(p) for p in (ps if only is None else only)}
     known = [p for p in ps if p.get('recorded') is not False]
     told = []

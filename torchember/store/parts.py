@@ -82,7 +82,7 @@ def arrow_table(rows, /, **header):
     return pa.table([*(c for c,_ in columns.values()), pa.array(at, pa.int32())], names=[*names, layout], metadata={'torchember': json.dumps(header)})
 
 def free_column(name, names):
-    "Return a column name that is not in `names`: `name` with as many '_' in front as needed."
+    "Return a column name not in `names`: `name` with as many '_' in front as needed."
     while name in names: name = f'_{name}'
     return name
 
@@ -101,7 +101,7 @@ def write_part(table, path, group=group_rows):
         check_part(temp, path, len(table))
 
 def write_table(table, file, group=group_rows): # file: a path, or an open file
-    "Write an Arrow table as Parquet, with the compression that suits each column."
+    "Write an Arrow table as Parquet, with a suitable compression for each column."
     pq = needs('pyarrow.parquet', for_='A run in Parquet', package='pyarrow')
     pq.write_table(table, file, row_group_size=group, **write_options(json.loads(table.schema.metadata[b'torchember'])['kinds'], table.column_names))
 
@@ -167,7 +167,7 @@ def overlaps(range_, steps): return steps is None or range_[0] is None or range_
 
 # %% ../../nbs/30_store/09_parts.ipynb #b7617d81
 class Footer:
-    "Metadata of a Parquet file: layouts and kinds, the logs that it has rows of, and the steps of its row groups."
+    "Metadata of a Parquet file: layouts and kinds, the logs of its rows, and the steps of its row groups."
     def __init__(self, file):
         self.metadata = file.metadata
         self.header = h = json.loads(file.schema_arrow.metadata[b'torchember'])
@@ -187,7 +187,7 @@ class Footer:
 footers,most_footers = {},256
 
 def shared_footer(path, size):
-    "Return the `Footer` of a file that several logs share, from the cache unless the file has changed."
+    "Return the `Footer` of a file shared by several logs, from the cache unless the file has changed."
     s = None if is_url(path) else os.stat(path)
     mark = (size,) if s is None else (s.st_size, s.st_mtime_ns, s.st_ino)
     if (known := footers.get(str(path))) is not None and known[0]==mark: return known[1]
@@ -244,7 +244,7 @@ class Part:
         return {k: to_one_array(table.column(k)) for k in columns}
 
     def load(self, columns):
-        "Read several columns together, which is faster than one by one. Skip columns that were read before."
+        "Read several columns together, faster than one by one. Skip columns read before."
         if not (new := [k for k in columns if k not in self.known]): return
         mask = None if self.mask.all() else needs('pyarrow', for_='A run in Parquet').array(self.mask)
         self.known |= {k: c if mask is None else c.filter(mask) for k,c in self.read(new).items()}
@@ -264,7 +264,7 @@ class Part:
         return self.block().rows(), self.header['torn']
 
     def limit_to_group(self, group):
-        "Return a copy of this part that is limited to one row group."
+        "Return a copy of this part, limited to one row group."
         out = copy(self)
         for k in 'logs','mask','layout': out.__dict__.pop(k, None)
         out.groups,out.known = [group],{}
@@ -338,7 +338,7 @@ class StoredBlock(ColumnBlock):
     def select_rows(self, mask): return StoredBlock(self.part, self.at[np.array(mask, bool)])
 
     def convert(self, k, column):
-        "Convert the values of the column `k` to the form that `Column` stores. Return None if each value must be inspected."
+        "Convert the values of the column `k` to the form stored by `Column`. Return None if each value must be inspected."
         types = self.types(k)
         present,kind = types-{none, Missing},self.part.kinds.get(k)
         if present and present<={int, float} and kind in ('int64', 'double'):
@@ -354,11 +354,11 @@ class StoredBlock(ColumnBlock):
 
 # %% ../../nbs/30_store/09_parts.ipynb #d3a7cbfd
 def folder_of(path):
-    "Return the folder that contains the Parquet parts of a log."
+    "Return the folder of the Parquet parts of a log."
     return path.with_name(f'{path.name}.parts') if is_url(path) else Path(f'{path}.parts')
 
 def part_file(path, entry):
-    "Return the Parquet file of a part. A file that several logs share is in the folder of one of them, the holder."
+    "Return the Parquet file of a part. A file shared by several logs is in the folder of one of them, the holder."
     if 'holder' in entry: path = path.with_name(f"{path.name.rpartition('.rank')[0]}.rank{entry['holder']}")
     return folder_of(path)/entry['file']
 
@@ -396,7 +396,7 @@ def size_or_zero(path):
     except FileNotFoundError: return 0
 
 def lines_after(path, listing):
-    "Return (file, first byte) for each file with lines that are in no part yet."
+    "Return (file, first byte) for each file with lines in no part yet."
     aside,at = renamed_file(path, listing),listing['end']-listing['removed']
     is_aside = listing.get('aside') or path_exists(aside) and (is_url(path) or not (os.path.exists(path) and os.path.samefile(path, aside)))
     # 'alone': the lines of the log itself are already in parts or in this file
@@ -490,7 +490,7 @@ def summarize_parts(path):
 many_logs = 33 # runs with at least so many logs store the rows of several logs in one file
 
 def shared_files(paths):
-    """Find the Parquet files that several logs of a run share. `paths`: dict from rank to log.
+    """Find the Parquet files shared by several logs of a run. `paths`: dict from rank to log.
 
     Return a list of (file, dict: rank -> (id of its list, entry)), and a dict: rank -> (bytes, rows) of its log that are in these files."""
     files,after = {},dict.fromkeys(paths, (0, 0))

@@ -23,7 +23,7 @@ def marks_in(layouts):
     return list(found)
 
 def distinct_layouts(rows):
-    "Return the key tuples of rows that have at least one new key, in order."
+    "Return the key tuples of rows with at least one new key, in order."
     known = set()
     return [keys for keys in dict.fromkeys(map(tuple, rows)) if not known.issuperset(keys) and not known.update(keys)]
 
@@ -88,7 +88,7 @@ row_key = ('step', 'module', 'ttype', 'tname', 'call', 'micro', 'phase', 'backwa
 
 # %% ../../nbs/30_store/08_reading.ipynb #4174c1a4
 def without_superseded(rows):
-    "Drop rows that a later row replaces: one with the same key and the column `supersedes`. `rows`: list of dicts, or a table."
+    "Drop rows replaced by a later row: one with the same key and the column `supersedes`. `rows`: list of dicts, or a table."
     try: return drop_superseded(rows)
     except TypeError: return drop_superseded(rows, hashable_value) # a value is a list or a dict, which is not hashable
 
@@ -97,7 +97,7 @@ def hashable_value(value):
     return repr(value) if isinstance(value, dict|list) else value
 
 def drop_superseded(rows, f=None):
-    "Drop rows that a later row replaces. `f`: function that makes a value hashable, or None."
+    "Drop rows replaced by a later row. `f`: function to make a value hashable, or None."
     if not isinstance(rows, list):
         if 'supersedes' not in rows: return rows
         by = [c for c in row_key if c in rows]
@@ -113,7 +113,7 @@ def drop_superseded(rows, f=None):
 
 # %% ../../nbs/30_store/08_reading.ipynb #8c93150b
 def table_of_lines(blocks, file=None):
-    """Read blocks of JSON lines as a table. Return the table and the number of torn lines. The result equals that of `frame`, but is faster.
+    """Read blocks of JSON lines as a table. Return the table and the number of torn lines. The result equals the result of `frame`, but is faster.
 
     `blocks`: function that yields blocks. `file`: path and size of the log, for a progress bar."""
     columns,layouts,n,torn,_ = columns_of_lines(blocks, file)

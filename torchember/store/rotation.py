@@ -61,7 +61,7 @@ def run_compaction(path):
 
 # %% ../../nbs/30_store/12_rotation.ipynb #1f2c26d3
 def lines_left(path):
-    "Return the number of bytes of lines that are not in a part yet."
+    "Return the number of bytes of lines not in a part yet."
     return sum(max(size_or_zero(f)-start, 0) for f,start in parts_and_lines(path)[1])
 
 class Rotation:

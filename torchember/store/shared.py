@@ -55,7 +55,7 @@ class LogRows:
         self.taken,self.more,self.rest = 0,iter(()),()
 
     def parts(self):
-        "Yield the parts that only this log uses, each open for reading."
+        "Yield the parts used only by this log, each open for reading."
         for p in self.own:
             part = Part(part_file(self.path, p), {self.listing['id']: p})
             with part.file: yield part
@@ -66,7 +66,7 @@ class LogRows:
         return np.unique(np.maximum.accumulate(np.where((steps>=0) & (steps<2**53), steps, -1)), return_counts=True)
 
     def begin(self, to_table):
-        "Start reading one row group at a time. `to_table`: function that converts a block and the log number to a table."
+        "Start reading one row group at a time. `to_table`: function to convert a block and the log number to a table."
         self.more = (to_table(part.limit_to_group(g).block(), self.number) for part in self.parts() for g in part.groups)
         return self
 
@@ -89,7 +89,7 @@ class LogRows:
         return p['start']+(p['end']-p['start'])*int(rows-self.ends[i])//p['rows'], sum(p['torn'] for p in self.own[:i])
 
     def share(self, before):
-        "Return (start byte, end byte, rows, torn lines) of the rows that were taken since `before` rows were taken."
+        "Return (start byte, end byte, rows, torn lines) of the rows taken since `before` rows were taken."
         (start,torn_before),(end,torn) = self.position(before),self.position(self.taken)
         return start, end, self.taken-before, torn-torn_before
 
@@ -195,7 +195,7 @@ def share_logs(lists):
         for log in logs: list_shared(log, files.made, int(holder.name.rpartition('.rank')[2]))
 
 def list_shared(log, made, holder):
-    "Add the shared files to the list of parts of a log, then remove the parts that they replace."
+    "Add the shared files to the list of parts of a log, then remove the replaced parts."
     before = [p for p in log.listing['parts'] if 'holder' in p]
     new = shared_entries(made, log.listing['id'], holder, max(p['last'] for p in log.listing['parts']))
     write_part_list(log.path, log.listing|{'parts': [*before, *new]})

@@ -55,7 +55,7 @@ def call(b, name, returns, *args, **kw):
 def pointer_at(b, address, kind, offset=0): return b.inttoptr(b.add(address, word(offset)), kind.as_pointer())
 
 def build_loop(b, n, start, step):
-    "Build code for a loop that runs `n` times, at least once. `step(i, values)` builds its body and returns new values. Return the last values."
+    "Build code for a loop of `n` iterations, at least one. `step(i, values)` builds its body and returns new values. Return the last values."
     before,body,after = b.block,b.append_basic_block(),b.append_basic_block()
     b.branch(body)
     b.position_at_end(body)
@@ -71,7 +71,7 @@ def build_loop(b, n, start, step):
     return now
 
 def add_words(b, words, planes):
-    "Build code that adds vectors of single bits to the counts in bit planes. Plane `d` has binary digit `d` of each count."
+    "Build code to add vectors of single bits to the counts in bit planes. Plane `d` has binary digit `d` of each count."
     level = 0
     while len(words)>1:
         carries = []
@@ -87,7 +87,7 @@ def add_words(b, words, planes):
 def step_of(how): return lanes*(8 if how & EXPONENTS else 4) # number of elements that one iteration of the loop reads
 
 def one_pass(element, how):
-    """Return a numba intrinsic that computes sums of a block in one loop. It writes its results to memory.
+    """Return a numba intrinsic to compute sums of a block in one loop. It writes its results to memory.
 
     `element`: LLVM type, `single` or `double`. `how`: flags of the sums; exponents only with `single`. Arguments of the intrinsic: address, iterations,
     base, end of the memory, address for results, first exponent of the window, address for bit planes."""
@@ -160,7 +160,7 @@ def one_pass(element, how):
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #51d8c14c
 def block_reader(element):
-    "Return a compiled function that computes the sums of a block of floats. `element`: as in `one_pass`."
+    "Return a compiled function to compute the sums of a block of floats. `element`: as in `one_pass`."
     moments = one_pass(element, 0)
     sizes,powers,higher,all_sums = (one_pass(element, ABSOLUTE|more) for more in (0, POWERS, HIGHER, HIGHER|POWERS))
     counting = EXPONENTS if element is single else 0
@@ -486,7 +486,7 @@ def gather(x, start, n, sizes, strides, to):
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #efc66a2d
 def on_memory(blocks, work, widen=None):
-    "Return a compiled function that reads a tensor block by block. `widen`: function that converts a block to the dtype `work`, or None."
+    "Return a compiled function that reads a tensor block by block. `widen`: function to convert a block to the dtype `work`, or None."
     (add_block,finish),bits = blocks,np.int64 if work is np.float64 else np.int32
 
     def read_wide_blocks(x, n, dims, sizes, strides, how, out, desk):
@@ -563,13 +563,13 @@ def call_kernel(typing, at, x, n, dims, sizes, strides, how, out, desk):
 def run_kernel(at, x, n, dims, sizes, strides, how, out, desk): call_kernel(at, x, n, dims, sizes, strides, how, out, desk)
 
 def compile_integer_function(function, arguments, returns=types.void):
-    "Compile a function whose arguments are whole numbers. A call is fast, because numba does not inspect argument types, and keeps the GIL."
+    "Compile a function with whole numbers as arguments. A call is fast, because numba does not inspect argument types, and keeps the GIL."
     signature = returns(*(types.int64,)*arguments)
     return compile_cached(partial(njit, signature), function).get_overload(signature.args)
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #349194d9
 class WorkSpace(threading.local):
-    "Memory that the compiled loops need in one thread: for results, sizes and strides of a tensor, and intermediate arrays."
+    "Memory of the compiled loops in one thread: for results, sizes and strides of a tensor, and intermediate arrays."
     def __init__(self):
         self.out,self.sizes,self.strides,self.room = np.empty(wide),np.zeros(64, np.int64),np.zeros(64, np.int64),np.empty(DESK, np.uint8)
         self.at = [address_of(a) for a in (self.out, self.sizes, self.strides, self.room)]
@@ -602,7 +602,7 @@ def runner(): return compile_integer_function(run_kernel, 9)
 # %% ../../../nbs/20_measure/03_numba.ipynb #5e1f0a05
 @njit
 def empty_row(row, how):
-    "Write the summary of no elements into a row, and 0 into its free entry, which counts finite elements while the row is written."
+    "Write the summary of no elements into a row, and 0 into its free entry. While a row is written, this entry counts finite elements."
     row[:] = 0.
     row[LOOPED:FINITE] = math.nan
     row[MIN],row[MAX],row[MIN_ABS] = math.inf,-math.inf,math.inf
@@ -644,12 +644,12 @@ def row_writer():
 shared_work_space = np.empty(DESK, np.uint8)
 
 def prepare_cursor(tap, fmt, wanted=('basic',)):
-    "Write into `tap`, the cursor array of a tap, how tensors of a format are read. Return the compiled function that reads them into rows."
+    "Write into `tap`, the cursor array of a tap, how tensors of a format are read. Return the compiled function to read them into rows."
     tap[HOW],tap[CODE],tap[WORK] = start_of(wanted)[0],kernel(fmt)[0],address_of(shared_work_space)
     return row_writer()
 
 def load(fmt):
-    "Compile all functions that read a format, or load them from numba's cache on disk."
+    "Compile all functions for reading a format, or load them from numba's cache on disk."
     kernel(fmt),runner(),row_writer()
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #287559bf

@@ -474,7 +474,7 @@ class MemoryVersion:
 memory_version = MemoryVersion()
 
 class StreamMemory:
-    "Work memory on the device, which all launches on one stream share."
+    "Work memory on the device, shared by all launches on one stream."
     def __init__(self, device): self.device,self.tensors,self.old = device,{},[]
 
     def get(self, name, n, dtype):
@@ -513,7 +513,7 @@ def kernel_constants(wanted, dtype, aligned): return dict(wanted=flags(wanted), 
 def options(device): return dict(num_warps=warps, enable_fp_fusion=True) | (dict(maxnreg=128) if device.type=='cuda' and torch.version.hip is None else {})
 
 class Handle:
-    "A compiled kernel. Calling it launches the kernel without Triton's inspection of the arguments, which is slow."
+    "A compiled kernel. Calling it launches the kernel without Triton's slow inspection of the arguments."
     def __init__(self, compiled, constants):
         self.run,self.about = compiled.run,(compiled.function, compiled.packed_metadata, None, None, None)
         # Triton before 3.3 does not pass constants
@@ -556,7 +556,7 @@ def check_row_length(wanted, out):
 def chosen_stream(device): return stream_of(device) if driver() is None else driver().get_current_stream(device.index)
 
 def add_torch_expressions(x, wanted, row):
-    "Compute the sums that no kernel computes by torch operations. Write them into `row`, the row of `x`."
+    "Compute sums by torch operations, if no kernel computes them. Write them into `row`, the row of `x`."
     todo = {p: None for p in not_in_loops(wanted)}
     for d in x.reshape(-1).split(1<<24) if todo else ():
         d = d.double()

@@ -195,7 +195,7 @@ def make_server(b):
     return Server(uvicorn.Config(b.app(), log_level='warning', timeout_graceful_shutdown=2, proxy_headers=False, server_header=False))
 
 def bind_socket(host, port, tries=50):
-    "Return a socket that listens at a port, or at the next free port."
+    "Return a socket listening at a port, or at the next free port."
     family = socket.AF_INET6 if ':' in host else socket.AF_INET
     for p in range(port, port+(tries if port else 1)):
         s = socket.socket(family, socket.SOCK_STREAM)

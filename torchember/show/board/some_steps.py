@@ -20,7 +20,7 @@ from ...store.parts import Part, part_file, parts_and_lines
 step_in = re.compile(rb'"step":\s?(\d+)').search
 
 def find_next_step(f, at, end):
-    "Find the first line that begins after byte `at`. Return its byte position and its step, or (end, None)."
+    "Find the first line beginning after byte `at`. Return its byte position and its step, or (end, None)."
     f.seek(at)
     data,begin = b'',0
     while at+len(data)<end and (more := f.read(1<<14)):
@@ -82,7 +82,7 @@ class PartOfSteps(Part):
 
 # %% ../../../nbs/62_board/05_some_steps.ipynb #fb44c348
 class SomeSteps(emberTracker):
-    "A run of which only selected steps are read."
+    "A run, read only at selected steps."
     def __init__(self, name:str, home, steps, kept=()): # kept: (step, line) of lines to include besides these steps
         super().__init__(name, home)
         # found: file -> lines that were read, because a page reads the run several times

@@ -103,7 +103,7 @@ class Tail:
 
     @property
     def share(self):
-        "Fraction of the log's bytes that have been read."
+        "Fraction of the log's bytes read so far."
         return (self.given+self.at)/total if (total := self.removed+self.size) else 1.
 
 def count_lines(path, end):
@@ -137,7 +137,7 @@ def lines_of_interest(data, all_finite):
 
 # %% ../../../nbs/60_show/91_following.ipynb #08cac5c2
 def part_rows(part, all_finite):
-    "Return the rows of interest, as `rows_of_interest`, of a Parquet part. Read only the columns that are needed."
+    "Return the rows of interest, as `rows_of_interest`, of a Parquet part. Read only the needed columns."
     at = np.flatnonzero(np.isin(part.column('ttype').to_numpy(zero_copy_only=False).astype(object), ('scalar', 'finding'))) if part.rows else []
     out = part_rows_at(part, at[at>=part.first]) if len(at) else []
     if not all_finite or not part.rows: return out

@@ -114,7 +114,7 @@ def answer_questions():
         answers.flush()
 
 def changed_settings():
-    "Return the matplotlib settings (rcParams) that the user changed, for the reader process."
+    "Return the matplotlib settings (rcParams) changed by the user, for the reader process."
     mpl = sys.modules.get('matplotlib')
     if mpl is None or not hasattr(mpl, 'rcParams'): return {}
     changed = {k: v for k,v in dict.items(mpl.rcParams) if k!='backend' and not k.startswith('backend_') and mpl.rcParamsDefault.get(k)!=v}
@@ -186,7 +186,7 @@ class NotebookScreen:
     def end(self): pass
 
 class TerminalScreen:
-    "Line in a terminal that is overwritten at each update. It works beside progress bars of tqdm."
+    "Line in a terminal, overwritten at each update. It works beside progress bars of tqdm."
     picture = False
     def __init__(self, name):
         from tqdm import tqdm

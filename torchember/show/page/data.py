@@ -161,7 +161,7 @@ def check_health(run, table=None, rows=None) -> dict: # table: rows, if `run` is
 def is_table(run): return hasattr(run, 'columns')
 
 def rows_by_module(df):
-    "Return the table with a column `module`, which rules need to identify modules."
+    "Return the table with a column `module`, needed by rules to identify modules."
     return df if 'module' in df else df.assign(module=df['path'])
 
 def short_text(text, most=most_letters): return printable(' '.join(str(text).split()), most)
@@ -183,7 +183,7 @@ def nest_findings(found):
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #d11a48b2
 def page_of(run, path=None, ttype=None, stats=None) -> dict:
-    "Convert a run, or some of its layers, tensor types and statistics, to a dict for an HTML page, which can become JSON."
+    "Convert a run, or some of its layers, tensor types and statistics, to a dict for an HTML page. The dict can become JSON."
     every = None if is_table(run) else read(run_of(run)) # read all rows, because health rules need them
     table = rows_to_draw(run, rows=every) if ttype is None else rows_to_draw(run, ttype=[*ttypes_asked(ttype), 'scalar'])
     if not len(table): raise ValueError(no_rows_message(name_of_run(table) or 'The table'))
@@ -261,7 +261,7 @@ def describe_run(run, table):
     return out | {k: v for k,v in known.items() if v is not None}, structure
 
 def describe_ranked_run(source):
-    "Return the metadata of a run that several processes recorded."
+    "Return the metadata of a run recorded by several processes."
     about_run,bases = describe_ranks(source),[read_facts(log.name, log.t.data)[0] for log in source.logs.values()]
     known = {k: about_run.get(k) for k in ('model', 'ranks', 'size', 'running', 'start', 'end')} | {'user': bases[0].get('user'),
         'seconds': max((b['seconds'] for b in bases if 'seconds' in b), default=None)}
