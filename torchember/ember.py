@@ -200,7 +200,7 @@ class RecordedRun:
 
 # %% ../nbs/57_ember.ipynb #0938e173
 def disarm_earlier(model):
-    "Disarm the ember that already records a model or one of its modules, with a warning."
+    "Disarm the earlier ember of a model or of one of its modules, with a warning."
     earlier = getattr(armed_by(model), 'recorder', None)
     if earlier is None: return
     what = 'The model' if any(st.listener is earlier.events for st in states_of(model)) else 'A part of the model'
@@ -214,7 +214,7 @@ def watched_modules(tracks, include, exclude):
 
 # %% ../nbs/57_ember.ipynb #111be30d
 class ArmedModel(RecordedRun):
-    "Recorded run with its model, which can be armed and disarmed."
+    "Recorded run with its model. The model can be armed and disarmed."
     modules = property(lambda self: {t.name: t for t in self.tracks}, doc="Display name -> `moduleTrack`")
 
     def __init__(self, t, recorder, model, tracks, include=None, exclude=None): # tracks: `moduleTrack`s of the modules, root first
@@ -340,7 +340,7 @@ def number_of_first(t, resume, first_step):
 
 # %% ../nbs/57_ember.ipynb #835bba49
 def merge_ranks(t, rank, world, tree):
-    "Return a `WholeSteps`, which merges the rows of all ranks for listeners on rank 0. None without a process group."
+    "Return a `WholeSteps`. It merges the rows of all ranks for listeners on rank 0. None without a process group."
     part,store = store_for(t.fname.removesuffix(f'.rank{rank}'))
     if part is None:
         warn("reduce='step' needs a process group with a store, but there is none, so listeners get only the rows of this process. "

@@ -86,14 +86,14 @@ class Program(NamedTuple):
     folder:str # First entry of `sys.path`
 
 def as_script(path):
-    "Return the `Program` that `python path` would run."
+    "Return the `Program` of the command `python path`."
     with open(path, 'rb') as f: source = f.read()
     whole = os.path.abspath(path)
     names = dict(__file__=whole, __cached__=None, __package__=None, __spec__=None, __loader__=SourceFileLoader('__main__', whole))
     return Program(source, whole, names, os.path.dirname(os.path.realpath(path)))
 
 def as_module(name):
-    "Return the `Program` that `python -m name` would run."
+    "Return the `Program` of the command `python -m name`."
     spec = find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None: spec = find_spec(f'{name}.__main__')
     if spec is None or not spec.has_location: raise ImportError(f'No module named {name}')

@@ -104,7 +104,7 @@ class ClassPatch:
 def has_closure(args, kwargs): return callable(kwargs.get('closure')) or any(map(callable, args[1:]))
 
 def classes_with(cls, name):
-    "Return those classes, among `cls` and its subclasses, that define the method `name` themselves."
+    "Return the classes among `cls` and its subclasses with an own definition of the method `name`."
     return [c for c in (cls, *(d for s in cls.__subclasses__() for d in classes_with(s, name))) if name in vars(c)]
 
 def running_scaler():
@@ -154,7 +154,7 @@ class Training:
 
 # %% ../nbs/91_trained.ipynb #4007eb61
 class PendingOptimizers:
-    "Optimizers whose model is not known yet, in the order of their creation."
+    "Optimizers of still unknown models, in the order of their creation."
     def __init__(self):
         # ids of modules without pending parameters; ids of optimizers with a known model
         self.refs,self.other_modules,self.settled = [],set(),set()
@@ -177,7 +177,7 @@ class PendingOptimizers:
 
 # %% ../nbs/91_trained.ipynb #5f3a9c10
 class ModelArmer:
-    "Finds the models that optimizers train, arms each model as a run of its own, and closes the runs."
+    "Finds the models trained by optimizers, arms each model as a run of its own, and closes the runs."
     def __init__(self, say, models, options):
         # say: function that shows a message; models: models to arm when they are called
         self.say,self.models,self.options = say,list(models),options
@@ -218,7 +218,7 @@ class ModelArmer:
         if is_late: self.say(f"{te.fname}: step 0 has only weights and their gradients, because the optimizer stepped before a call of the model was observed.")
 
     def end_overlapping(self, model, optimizers):
-        "End other trainings of the same model. Return `optimizers`, and those of the ended trainings that update other parameters."
+        "End other trainings of the same model. Return `optimizers`, and the optimizers of the ended trainings that update other parameters."
         for t in [t for t in self.trainings if t.overlaps(model)]:
             others,ids = t.live_optimizers(),ids_of(trained_by(optimizers))
             self.end(t)
@@ -226,7 +226,7 @@ class ModelArmer:
         return optimizers
 
     def next_name(self):
-        "Return the name for the next run: the requested name, or `<name>_2`, ... if that run exists. None if no name was requested."
+        "Return the name for the next run: the requested name, or `<name>_2`, ... if the name is taken. None if no name was requested."
         from torchember.recorder.process import rank_and_size
         from torchember.store.jsonl import exists
         name = self.options.get('name')
@@ -255,7 +255,7 @@ def never_raises(f):
 
 # %% ../nbs/91_trained.ipynb #eb75620a
 class Patches:
-    "Patches of optimizers, module calls and scalers, which call the methods `on_...` of `Trainings`."
+    "Patches of optimizers, module calls and scalers. The patches call the methods `on_...` of `Trainings`."
     def __init__(self, on_created, on_step, on_call, on_scale):
         self.on_step,self.on_scale = on_step,on_scale
         self.calls = ClassPatch(nn.Module, '__call__', on_call)
@@ -284,7 +284,7 @@ class Patches:
 
 # %% ../nbs/91_trained.ipynb #d9adbfac
 def why_nothing(has_optimizer):
-    "Return the message that explains why no model of a program was armed."
+    "Return the message explaining why no model of a program was armed."
     if has_optimizer: return "nothing was recorded: no optimizer stepped, and no module with the optimizer's parameters was called with gradients enabled."
     return ('nothing was recorded: the program created no torch optimizer. If it updates the weights itself, '
         'call torchEmber(model) in the program.')

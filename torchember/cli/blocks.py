@@ -23,7 +23,7 @@ def scale_image(png, width, height=None):
 def has_24_bit_color(env): return env.get('COLORTERM') in ('truecolor', '24bit')
 
 def color_code(rgb, is_24_bit):
-    "Return the part of an ANSI escape sequence that selects a color."
+    "Return the part of an ANSI escape sequence for a color."
     if is_24_bit: return '2;'+';'.join(map(str, rgb))
     r,g,b = ((c*5+127)//255 for c in rgb)
     return f'5;{16+36*r+6*g+b}'

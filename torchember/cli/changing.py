@@ -102,7 +102,7 @@ suffixes = {'.parquet': 'parquet', '.csv': 'csv', '.jsonl': 'jsonl', '.pkl': 'lo
 
 # %% ../../nbs/95_cli/30_changing.ipynb #2a104af1
 def choose_form(file, form):
-    "Return the form in `forms` that a file name or the option --as selects. Raise ValueError if neither does."
+    "Return the form in `forms` selected by a file name or the option --as. Raise ValueError if neither does."
     if form is None: form = suffixes.get(os.path.splitext(file)[1].lower())
     if form is None:
         raise ValueError(f"export needs a file name that ends in {', '.join(suffixes)}, got {file!r:.80}. Or pass --as {' or '.join(forms)}.")

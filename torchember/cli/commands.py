@@ -99,7 +99,7 @@ class LazyParser(argparse.ArgumentParser):
 def wrap_text(text): return textwrap.fill(' '.join(text.split()), max((line_width() or 100)-2, 20))
 
 def argument_adder(name):
-    "Return a function of a parser that imports a command and adds its arguments."
+    "Return a function of a parser. The function imports a command and adds its arguments."
     def add_arguments(p):
         c = command_named(name)
         p.description,p.epilog = wrap_text(c.function.__doc__ or ''),f'example:\n  {c.example}' if c.example else None
@@ -137,7 +137,7 @@ def discard_output():
     with suppress(OSError, AttributeError): os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 def run_command_line(argv):
-    "Run a command and return its exit code. Print an expected error as one sentence, other errors with a traceback."
+    "Run a command and return its exit code. Print an expected error as one sentence, unexpected errors with a traceback."
     name = 'torchember'
     try:
         args = make_parser().parse_args(argv)

@@ -20,7 +20,7 @@ def list_run_names(home):
     return sorted({re.sub(r'\.rank\d{1,6}$', '', n) for n in names if n.isprintable()})
 
 def find_positional(p, words):
-    "Return the positional argument of parser `p` that the next word after `words` fills. None if there is none."
+    "Return the positional argument of parser `p` for the next word after `words`. None if there is none."
     with_value = [w for w in words if w.startswith('-') and w in p.options and p.options[w].nargs!=0]
     n = len([w for w in words if not w.startswith('-')])-len(with_value)
     positionals = p.positionals
@@ -64,7 +64,7 @@ end
 complete -c torchember -f -a "(__torchember_complete)"'''}
 
 def split_line(line):
-    "Split a line into words as a shell does. Return the words, and the quote that is still open or ''."
+    "Split a line into words as a shell does. Return the words, and the open quote or ''."
     for quote in '',"'",'"':
         try: words = shlex.split(line+quote)
         except ValueError: continue
@@ -72,7 +72,7 @@ def split_line(line):
     return line.split(), ''
 
 def complete_for_bash(line):
-    "Return the completions of a line in the form that bash inserts."
+    "Return the completions of a line in the form inserted by bash."
     words,quote = split_line(line)
     found = complete_words(words[1:])
     if quote: return found

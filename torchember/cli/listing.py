@@ -39,7 +39,7 @@ def has_died(name, place):
     return 'pid' in base and 'end' not in base and not may_continue(base)
 
 def describe_state(row, home):
-    "Return the state of a run: 'running', 'ended', 'died', or the problem that prevents reading."
+    "Return the state of a run: 'running', 'ended', 'died', or the reason why it cannot be read."
     from torchember.store.base import folder
     if row['problem'] or row['running']: return row['problem'] or 'running'
     place,n = folder('torchember', home),row['ranks']

@@ -35,12 +35,12 @@ def expand_names(asked, home):
     return list(dict.fromkeys(n for names in found for n in names))
 
 def expand_one_name(asked, home, command):
-    "Return the name of the only run that matches a name or pattern. Raise ValueError if several runs match."
+    "Return the name of the only run matching a name or pattern. Raise ValueError if several runs match."
     names = expand_names([asked], home)
     if len(names)==1: return names[0]
     raise ValueError(f"{command} takes one run, and {asked!r:.80} matches {len(names)}: {printable(', '.join(names[:5]))}. Choose one.")
 
 def open_named_run(name, home):
-    "Open the run that an argument of a command names. Return its `Run`."
+    "Open the run named by an argument of a command. Return its `Run`."
     from torchember.frames.handle import open_run
     return open_run(name, home)

@@ -58,7 +58,7 @@ def tensor_line(r):
     return f"{what} in {r.get('ttype')} of {'.'.join(str(p) for p in (path, r.get('pname')) if p) or 'the model'}"
 
 def fit_line(parts, problem, color):
-    "Join parts and a colored `problem` to a line that fits the terminal. If space is short, drop the last parts first."
+    "Join parts and a colored `problem` to a line not wider than the terminal. If space is short, drop the last parts first."
     space,text = line_width(),''.join(parts)
     while space is not None and problem and len(parts)>1 and text_width(text)+2+min(text_width(problem), 30)>space:
         text = ''.join(parts := parts[:-1])
@@ -67,7 +67,7 @@ def fit_line(parts, problem, color):
 
 # %% ../../nbs/95_cli/40_steps.ipynb #9d426294
 class OpenSteps:
-    "Steps that are not printed yet: collects the rows of several logs until a step is complete."
+    "Steps not printed yet: collects the rows of several logs until a step is complete."
     def __init__(self): self.open,self.last = {},{} # open: step -> `StepReport`; last: log -> its last step
 
     def add(self, log, r):
@@ -78,7 +78,7 @@ class OpenSteps:
         self.last[log] = max(step, self.last.get(log, step))
 
     def pop_complete(self, logs):
-        "Remove and return the steps that all running logs have passed. logs: names of the running logs"
+        "Remove and return the steps passed by all running logs. logs: names of the running logs"
         least = min((self.last.get(n, -math.inf) for n in logs), default=math.inf)
         return [self.open.pop(s) for s in sorted(self.open) if s<least]
 

@@ -18,7 +18,7 @@ def is_terminal(stream=None):
     except ValueError: return False # the stream is closed
 
 def line_width():
-    "Return the number of columns that a printed line may have. None if the output is no terminal, so without limit."
+    "Return the maximal number of columns of a printed line. None if the output is no terminal, so without limit."
     asked = os.environ.get('COLUMNS', '')
     return shutil.get_terminal_size().columns if is_terminal() or asked.isdecimal() and int(asked) else None
 
@@ -29,7 +29,7 @@ def has_colors(stream=None): return is_terminal(stream) and not os.environ.get('
 def colorize(text, color, stream=None): return f'\x1b[{colors[color]}m{text}\x1b[0m' if color and has_colors(stream) else text
 
 def print_lines(*lines, file=None):
-    "Print lines. Characters that the encoding of the terminal does not have become escape sequences."
+    "Print lines. Characters missing in the encoding of the terminal become escape sequences."
     stream = sys.stdout if file is None else file
     if stream is None: return
     code = getattr(stream, 'encoding', None) or 'utf-8'
@@ -37,12 +37,12 @@ def print_lines(*lines, file=None):
 
 # %% ../../nbs/95_cli/00_terminal.ipynb #948183ee
 def text_width(text):
-    "Return the number of columns that a text takes on a terminal."
+    "Return the number of columns of a text on a terminal."
     columns_of = lambda c: 0 if unicodedata.category(c) in ('Mn', 'Me', 'Cf') else 2 if unicodedata.east_asian_width(c) in 'WF' else 1
     return len(text) if text.isascii() else sum(map(columns_of, text))
 
 def cut_text(text, space):
-    "Return the beginning of a text that fits into `space` columns."
+    "Return as much of the beginning of a text as fits into `space` columns."
     at = 0
     while at<len(text) and text_width(text[:at+1])<=space: at += 1
     return text[:at]
@@ -99,7 +99,7 @@ def format_table(rows, columns, elastic=(), drop=(), color=None):
 
 # %% ../../nbs/95_cli/00_terminal.ipynb #da096e9e
 def to_json(value, indent=2):
-    "Return a value as strict JSON: values that are not finite become null."
+    "Return a value as strict JSON: non-finite values become null."
     from torchember.ground.record import plain
     return json.dumps(plain(value), indent=indent, allow_nan=False)
 

@@ -24,7 +24,7 @@ Accelerator,Tracker = library.Accelerator,library.tracking.GeneralTracker # base
 unconnected = weakref.WeakSet() # trackers that no Accelerator has received yet
 
 def connect_when_created(tracker):
-    "Patch `Accelerator.__init__`, so that an Accelerator created with this tracker is passed to `tracker.connect`."
+    "Patch `Accelerator.__init__`, to pass an Accelerator created with this tracker to `tracker.connect`."
     unconnected.add(tracker)
     init = Accelerator.__init__
     if hasattr(init, '_torchember'): return
@@ -39,7 +39,7 @@ def connect_when_created(tracker):
 
 # %% ../../nbs/90_integrations/30_accelerate.ipynb #9b63212d
 def steps_so_far(optimizers) -> int:
-    "Return the number of steps that the optimizers have counted in their states. 0 if no optimizer counts."
+    "Return the number of steps counted by the optimizers in their states. 0 if no optimizer counts."
     counts = [s['step'] for o in optimizers for s in o.state.values() if isinstance(s, dict) and 'step' in s]
     return max((int(n) for n in counts), default=0)
 
@@ -75,7 +75,7 @@ class EmberCallback(RecordingCallback, Tracker):
     def note_loading(self, models, folder): self.has_loaded = True # so that `begin` continues the run
 
     def patch_forward(self, run, *args, **kwargs):
-        "Patch `forward` of a prepared model, so that the first pass in training mode begins the run."
+        "Patch `forward` of a prepared model, to begin the run at the first pass in training mode."
         model = run(*args, **kwargs)
         if not isinstance(vars(model).get('forward'), MethodPatch):
             self.patches.append(MethodPatch(model, 'forward', lambda run, *args, **kwargs: self.begin_at_forward(model, run, *args, **kwargs)))
@@ -87,7 +87,7 @@ class EmberCallback(RecordingCallback, Tracker):
         return model.forward(*args, **kwargs)
 
     def begin(self, model):
-        "Begin the run of a model, with the optimizers that have parameters of this model."
+        "Begin the run of a model, with the optimizers of its parameters."
         for p in self.patches: p.remove()
         parameter_ids = {id(p) for p in model.parameters()}
         optimizers = [o for o in optimizers_of(self.accelerator) if parameter_ids & {id(p) for p in parameters_of(o)}]
@@ -97,7 +97,7 @@ class EmberCallback(RecordingCallback, Tracker):
         self.mark_epoch(self.accelerator.gradient_state.active_dataloader)
 
     def count_epochs(self, run, *args, **kwargs):
-        "Patch a prepared data loader, so that each iteration in training mode is recorded as an epoch."
+        "Patch a prepared data loader, to record each iteration in training mode as an epoch."
         loader = run(*args, **kwargs)
         if hasattr(loader, 'begin') and not isinstance(vars(loader).get('begin'), MethodPatch):
             MethodPatch(loader, 'begin', lambda run: (run(), self.mark_epoch(loader))[0])
@@ -107,10 +107,10 @@ class EmberCallback(RecordingCallback, Tracker):
         if self.te is not None and self.te.model.training and hasattr(loader, 'iteration'): self.recording.mark(epoch=loader.iteration)
 
     def log(self, values, step=None, **kwargs):
-        "Record the values that the user passes to `accelerator.log` as scalars."
+        "Record the values passed to `accelerator.log` as scalars."
         self.recording.log_scalars(values if step is None else {**values, 'step': step})
 
     def end_training(self, run, *args, **kwargs):
-        "End the run before `accelerator.end_training` destroys the process group, which the end of the run needs."
+        "End the run before `accelerator.end_training` destroys the process group. The end of the run needs the group."
         self.close()
         return run(*args, **kwargs)

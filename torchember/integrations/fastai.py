@@ -17,7 +17,7 @@ Callback = library.Callback # base class of `EmberCallback`
 
 # %% ../../nbs/90_integrations/40_fastai.ipynb #21fb71f9
 def steps_before(learn) -> int: # learn: Learner whose epoch has begun
-    "Return the number of steps in the epochs that a fit from a checkpoint (`start_epoch=`) skips."
+    "Return the number of steps in the epochs skipped by a fit from a checkpoint (`start_epoch=`)."
     dl = learn.dls.train
     size = getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None) or 1
     batches_per_step = [math.ceil(cb.n_acc/size) for cb in learn.cbs if isinstance(cb, library.GradientAccumulation)]
@@ -25,7 +25,7 @@ def steps_before(learn) -> int: # learn: Learner whose epoch has begun
 
 # %% ../../nbs/90_integrations/40_fastai.ipynb #a1454c12
 class SkippedSteps:
-    "Stands in for a `GradScaler`, to report steps that fastai skips. fastai has already unscaled the gradients."
+    "Stands in for a `GradScaler`, to report steps skipped by fastai. fastai has already unscaled the gradients."
     def is_enabled(self): return False
     def unscale_(self, optimizer): "Do nothing: fastai has already unscaled the gradients."
     def step(self, optimizer): "Do nothing: a call without a step of the optimizer marks the step as skipped."
@@ -47,7 +47,7 @@ class EmberCallback(RecordingCallback, Callback):
     is_separate = property(lambda self: self.learn.lock.locked(), doc="True in a validation or prediction outside of the fit, such as `learn.validate`")
 
     def before_fit(self):
-        "End the run of an earlier fit, and patch the Learner so that an exception ends the new run."
+        "End the run of an earlier fit, and patch the Learner to end the new run at an exception."
         if self.is_separate: return
         self.end()
         self.patch = patch_events(self.learn, self.run_event)

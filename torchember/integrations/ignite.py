@@ -68,7 +68,7 @@ class EmberCallback(RecordingCallback):
         return self
 
     def on_started(self, trainer):
-        "At the start of a run, attach the other handlers last, so that they run after schedulers, metrics and evaluations."
+        "At the start of a run, attach the other handlers last, to run them after schedulers, metrics and evaluations."
         self.end()
         self.learning_rates,self.finds_rate = {},has_rate_finder(trainer)
         for event,handler in ((Events.ITERATION_STARTED, self.on_iteration_started),
@@ -78,7 +78,7 @@ class EmberCallback(RecordingCallback):
             trainer.add_event_handler(event, handler)
 
     def on_iteration_started(self, trainer):
-        "Begin the run at the first batch. Before each batch, store the learning rates, which a scheduler may change."
+        "Begin the run at the first batch. Before each batch, store the learning rates, because a scheduler may change them."
         if self.finds_rate: return
         if self.te is None: self.begin(trainer)
         self.recording.resume()

@@ -38,11 +38,11 @@ def activation_of(layer):
 
 # %% ../../nbs/90_integrations/60_keras.ipynb #671a3c49
 def recordable_layers(layer):
-    "Return the layers inside a layer, except input layers, which compute nothing."
+    "Return the layers inside a layer, except input layers, because they compute nothing."
     return [l for l in inner_layers(layer) if isinstance(l, nn.Module) and not isinstance(l, keras.layers.InputLayer)]
 
 class LayerParts(NamedTuple):
-    "Modules, parameters and buffers of a Keras layer, in dicts like those of an `nn.Module`."
+    "Modules, parameters and buffers of a Keras layer, in dicts like the dicts of an `nn.Module`."
     modules:dict # Name -> module
     parameters:dict # Name -> tensor
     buffers:dict # Name -> tensor
@@ -98,11 +98,11 @@ class EqualsEverything:
 
 # %% ../../nbs/90_integrations/60_keras.ipynb #5a1d0ac2
 class LastBatchValue:
-    "Records the last value that was added to the running mean of a loss."
+    "Records the last value added to the running mean of a loss."
     def __init__(self, metric): self.name,self.latest,self.patch = metric.name,None,MethodPatch(metric, 'update_state', self.update)
 
     def update(self, run, values, sample_weight=None):
-        "Store the loss of a batch, and call the replaced `update_state`, which adds it to the running mean."
+        "Store the loss of a batch, and call the replaced `update_state` to add it to the running mean."
         self.latest = values.detach() if isinstance(values, torch.Tensor) else values,sample_weight
         return run(values, sample_weight)
 
@@ -183,7 +183,7 @@ class BatchScalars:
         return {**rate, **logs, **{k: x for k,x in losses.items() if x is not None and k in logs}}
 
     def close(self):
-        "Restore the methods of the Keras metrics that `begin` has patched."
+        "Restore the methods patched by `begin` in the Keras metrics."
         for v in self.values.values(): v.patch.remove()
         self.values.clear()
 
@@ -205,7 +205,7 @@ class EmberCallback(RecordingCallback, keras.callbacks.Callback):
         self.optimizer = self.scaler = None # `KerasOptimizer`, `KerasScaler`
 
     def on_train_begin(self, logs=None):
-        "End the run of a training that failed. The new run begins at the first batch, because a callback may load a checkpoint."
+        "End the run of a failed training. The new run begins at the first batch, because a callback may load a checkpoint."
         self.close()
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -246,11 +246,11 @@ class EmberCallback(RecordingCallback, keras.callbacks.Callback):
         self.recording.log_scalars(self.scalars.end(logs or {}))
 
     def on_test_begin(self, logs=None):
-        "Note that a validation has started, so that its passes are recorded."
+        "Note the start of a validation, to record its passes."
         self.is_validating = True
 
     def on_test_end(self, logs=None):
-        "Note that the validation has ended."
+        "Note the end of the validation."
         self.is_validating = False
 
     def on_epoch_end(self, epoch, logs=None):

@@ -17,7 +17,7 @@ from .recording import TrainingRecorder, RecordingCallback, learning_rates_of
 
 # %% ../../nbs/90_integrations/10_lightning.ipynb #3ae05de0
 def import_lightning():
-    "Return the Lightning package that the program has imported: `lightning.pytorch` or `pytorch_lightning`."
+    "Return the Lightning package imported by the program: `lightning.pytorch` or `pytorch_lightning`."
     names = ['lightning.pytorch', 'pytorch_lightning']
     if (used := [n for n in names if n in sys.modules]): return sys.modules[used[0]]
     if find_spec('lightning') is None and find_spec('pytorch_lightning') is not None: return import_module('pytorch_lightning')
@@ -27,11 +27,11 @@ Callback = import_lightning().Callback # base class of `EmberCallback`
 
 # %% ../../nbs/90_integrations/10_lightning.ipynb #4c848807
 class NewMetrics:
-    "Callable that finds the metrics which Lightning has logged since the last call."
+    "Callable that finds the metrics logged by Lightning since the last call."
     def __init__(self): self.seen = {}
 
     def __call__(self, metrics) -> dict: # metrics: `trainer.callback_metrics`
-        "Return the metrics whose values are new. Leave out a name if `<name>_step` or `<name>_epoch` has the same value."
+        "Return the metrics with new values. Leave out a name if `<name>_step` or `<name>_epoch` has the same value."
         def is_same(a, b): return a is b or isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.data_ptr()==b.data_ptr()
         new = {k: v for k,v in metrics.items() if not is_same(self.seen.get(k), v)}
         self.seen.update(new)
@@ -65,7 +65,7 @@ class EmberCallback(RecordingCallback, Callback):
         self.recording.mark(epoch=trainer.current_epoch)
 
     def on_train_start(self, trainer, pl_module):
-        "Begin the run here, after Lightning's sanity check, so that the check is not recorded."
+        "Begin the run here, after Lightning's sanity check, because the check must not be recorded."
         if not has_tuner(trainer): self.begin(trainer)
 
     def on_train_epoch_start(self, trainer, pl_module):
@@ -92,7 +92,7 @@ class EmberCallback(RecordingCallback, Callback):
         self.recording.log_scalars({**self.learning_rates, **numbers})
 
     def on_validation_end(self, trainer, pl_module):
-        "Record the metrics of a validation, except those of the sanity check."
+        "Record the metrics of a validation, except the metrics of the sanity check."
         if not trainer.sanity_checking: self.log_metrics(trainer)
 
     def on_train_epoch_end(self, trainer, pl_module):
@@ -109,9 +109,9 @@ class EmberCallback(RecordingCallback, Callback):
         self.recording.end()
 
     def teardown(self, trainer, pl_module, stage):
-        "End the run, if no other method has ended it."
+        "End the run, if it has not ended yet."
         self.recording.end()
 
     def log_metrics(self, trainer):
-        "Record the metrics that Lightning has logged since the last call of this method."
+        "Record the metrics logged by Lightning since the last call of this method."
         if self.te is not None: self.recording.log_scalars(self.new_metrics(trainer.callback_metrics))

@@ -28,14 +28,14 @@ callback_arguments = tuple(n for n in arguments_of(torchEmber.__init__) if n not
 
 # %% ../../nbs/90_integrations/00_recording.ipynb #a758c161
 def check_options(callback, options): # callback: class name for messages; options: names of the given arguments
-    "Raise TypeError for an unknown argument of a callback, or for an argument that the trainer provides."
+    "Raise TypeError for an unknown argument of a callback, or for an argument provided by the trainer."
     for k in options:
         if k in from_trainer: raise TypeError(f"{callback} takes {k} from the trainer. Remove {k}=. Allowed: {', '.join(callback_arguments)}.")
         if k not in callback_arguments: raise TypeError(unknown_argument(callback, k, callback_arguments))
 
 # %% ../../nbs/90_integrations/00_recording.ipynb #9bf8b886
 def loggable_scalars(logs, marks=()) -> dict:
-    "Return the numbers in the logs of a trainer, except those named in `marks`. The name of a column becomes `logged_<name>`."
+    "Return the numbers in the logs of a trainer, except numbers named in `marks`. The name of a column becomes `logged_<name>`."
     def is_number(v): # also a tensor or an array with one element
         if isinstance(v, torch.Tensor|np.ndarray): return math.prod(v.shape)==1 and not (v.is_complex() if isinstance(v, torch.Tensor) else np.iscomplexobj(v))
         return isinstance(v, int|float|np.integer|np.floating|np.bool_)
@@ -46,7 +46,7 @@ def loggable_scalars(logs, marks=()) -> dict:
 wrappers = 'AcceleratedOptimizer', 'LightningOptimizer'
 
 def unwrap_optimizer(optimizer):
-    "Return the torch optimizer inside the wrappers that a trainer puts around it."
+    "Return the torch optimizer inside the wrappers of a trainer."
     while any(c.__name__ in wrappers for c in type(optimizer).__mro__): optimizer = optimizer.optimizer
     return optimizer
 
@@ -109,7 +109,7 @@ class TrainingRecorder:
         self.options,self.te,self.report,self.has_warned = options,None,None,False
 
     def begin(self, model, optimizers=(), first_step=0, scaler=None): # optimizers: also in wrappers
-        "Start recording a training, and return its `torchEmber`. First end the run of an earlier training that is still open."
+        "Start recording a training, and return its `torchEmber`. First end a still open run of an earlier training."
         self.end()
         options,resume = dict(self.options),False
         if (name := options.pop('name', None)) is not None:
@@ -126,11 +126,11 @@ class TrainingRecorder:
             f"It is recorded as {name!r}, from step {first_step} on. To keep both apart, give another name=.")
 
     def log_scalars(self, numbers): # numbers: logs of the trainer
-        "Record the logs of a trainer as scalars of the step that has just ended. Values that are not numbers are ignored."
+        "Record the logs of a trainer as scalars of the step just ended. Non-numeric values are ignored."
         if self.te is not None and (found := loggable_scalars(numbers, self.te.t.marked)): self.te.log(**found)
 
     def claim(self, *names):
-        "Reserve names of scalars that the trainer will log, so that torchember records no scalars with these names."
+        "Reserve names for scalars of the trainer. Then torchember records no scalars with these names."
         if self.te is not None: self.te.recorder.writer.lines.scalars.claim(names)
 
     def has_new_step(self): # False while gradients accumulate, and after a cancelled step
@@ -147,7 +147,7 @@ class TrainingRecorder:
         if self.te is not None: self.te.recorder.events.pass_events.wanted = is_recorded
 
     def pause(self):
-        "Disarm the model until `resume`, so that passes of a validation are not recorded."
+        "Disarm the model until `resume`, to record no passes of a validation."
         if self.te is not None: self.te.disarm()
 
     def resume(self):

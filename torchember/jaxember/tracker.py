@@ -35,7 +35,7 @@ _all_ = ['stash_scalar_stats', 'stash_hist', 'stash_all_stats_and_hist', 'stash_
 
 # %% ../../nbs/88_jaxember/80_tracker.ipynb #50a95bbb
 def stats_of(x, names):
-    "Return the statistics `names` of an array that has values, not a tracer."
+    "Return the statistics `names` of an array with values, not a tracer."
     wanted = groups_for(names)
     v = row_vectors(np.asarray(jax.jit(summary_row, static_argnums=1)(jnp.asarray(x), wanted))[None], wanted)
     return as_dicts(v, names, [np.shape(x)])[0]
@@ -178,7 +178,7 @@ class JaxTracker(Tracker):
 
 # %% ../../nbs/88_jaxember/80_tracker.ipynb #f7b3cb3f
 def names_by(chosen, what):
-    "Return the pattern that selects modules by name. Raise TypeError for a selection by class or object, which works only in torch."
+    "Return the pattern to select modules by name. Raise TypeError for a selection by class or object, because this works only in torch."
     found = compile_pattern(chosen, what)
     if found is None or isinstance(found, re.Pattern): return found
     raise TypeError(f"{what}= must be a pattern such as 'Dense|attn' or a list of patterns, because JAX arrays have names but no modules: got {chosen!r:.80}.")

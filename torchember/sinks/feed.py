@@ -65,7 +65,7 @@ def sinks_of(what) -> list: # what: name, function, `Sink`, or a list of them
 
 # %% ../../nbs/56_sinks/60_feed.ipynb #f512a34d
 class SentSteps:
-    "The steps of a run that have arrived at one destination. A file beside the run lists them, a range per line."
+    "The steps of a run received by one destination. A file beside the run lists them, a range per line."
     def __init__(self, t, target): # t: `tracker` of the run; target: result of `Sink.target`
         self.path,self.target,self.steps = t.about.path(f'sent_{t.fname}'),target,set()
         if target is not None and self.path.exists():
@@ -75,7 +75,7 @@ class SentSteps:
                 if row.get('target')==target: self.steps.update(range(row['first'], row['last']+1))
 
     def add(self, steps):
-        "Add steps that have arrived, and append them to the file. Consecutive steps share one line."
+        "Add arrived steps, and append them to the file. Consecutive steps share one line."
         ranges = []
         for s in sorted({*steps}-self.steps):
             if ranges and ranges[-1][1]==s-1: ranges[-1][1] = s
@@ -87,7 +87,7 @@ class SentSteps:
 
 # %% ../../nbs/56_sinks/60_feed.ipynb #8b0a1869
 class StepSender:
-    "Sends steps of a run to a sink, and stores which steps have arrived."
+    "Sends steps of a run to a sink, and stores the numbers of the arrived steps."
     patience,most_failures = 2.,5 # seconds between two flushes; consecutive failures after which sending stops
     def __init__(self, t, sink): # t: `tracker` of the run
         # sent: `SentSteps`, None until `open`
@@ -123,12 +123,12 @@ class StepSender:
         if time.monotonic()-self.last_flush>self.patience: self.flush()
 
     def findings(self, step, rows):
-        "Send the rows of findings that appeared or ended in a step."
+        "Send the rows of new and ended findings of a step."
         self.open()
         self.sink.findings(step, rows)
 
     def flush(self):
-        "Flush the sink, and store which steps have arrived."
+        "Flush the sink, and store the numbers of the arrived steps."
         if self.sent is None: return
         self.sink.flush()
         arrived = set(self.sink.persisted_steps(self.unconfirmed))
@@ -143,7 +143,7 @@ class StepSender:
 
 # %% ../../nbs/56_sinks/60_feed.ipynb #d31311fd
 class Feed:
-    "Sends a run to a sink during the recording, in a separate thread, so that the training never waits for the tracker."
+    "Sends a run to a sink during the recording, in a separate thread. So the training never waits for the tracker."
     patience = 10. # seconds that the end of a run waits for the sink
 
     def __init__(self, t, sink): # t: `tracker` of the run
@@ -156,7 +156,7 @@ class Feed:
         open_feeds.add(self)
 
     def receive_rows(self, step, rows):
-        "Collect the rows of the open step. Rows of another step send the open step. Called in the listener thread."
+        "Collect the rows of the open step. Rows of a different step send the open step. Called in the listener thread."
         found = [r for r in rows if r.get('ttype')=='finding']
         for at in dict.fromkeys(r['step'] for r in found): # send findings with their own step, as `replay` does
             self.attempt(at, lambda at: self.sender.findings(at, [r for r in found if r['step']==at]))
@@ -172,7 +172,7 @@ class Feed:
         self.warn_of_same_names()
 
     def warn_of_same_names(self):
-        "Warn once if another run sends metrics with the same names to the same destination."
+        "Warn once if two runs send metrics with the same names to the same destination."
         mine,target = self.sender.sink,self.sender.sent and self.sender.sent.target
         if self.has_own_names is not None or target is None or isinstance(mine, Function): return
         others = [f for f in list(open_feeds) if f is not self and f.sender.sent]
@@ -197,7 +197,7 @@ class Feed:
 
     @property
     def replay_command(self):
-        "Code that the user can run to send the missing steps. Messages contain it."
+        "Code for the user to send the missing steps. Messages contain it."
         name = self.sender.sink.name
         return f"replay({self.sender.run!r}, {repr(name) if name in sinks else 'sink'})"
 

@@ -18,12 +18,12 @@ from ..ground.needs import needs
 most_numbers,most_letters,most_text = 1000,250,5000
 
 def escape_name(part:str):
-    "Return one part of a metric's path, with a checksum instead of the characters that MLflow does not allow."
+    "Return one part of a metric's path, with a checksum instead of the characters not allowed by MLflow."
     if re.fullmatch(r'[\w.\- ]+', part) and part not in ('.', '..'): return part
     return re.sub(r'[^\w\- ]', '_', part)+f'-{crc32(part.encode()):08x}'
 
 def metric_name(key) -> str: # key: `ttype/path/stat`
-    "Return a name that MLflow accepts for a metric. Different keys get different names."
+    "Return a metric name accepted by MLflow. Different keys get different names."
     name = '/'.join(map(escape_name, key.split('/')))
     return name if len(name)<=most_letters else f'{name[:most_letters-9]}-{crc32(key.encode()):08x}'
 
@@ -90,7 +90,7 @@ class MLflow(Sink):
         return found.experiment_id if found else self.client.create_experiment(name)
 
     def create_or_find_run(self, run, about):
-        "Return the MLflow run that an earlier call created for this torchember run, or else a new run."
+        "Return the MLflow run created by an earlier call for this torchember run, or else a new run."
         where,id,self.owns_run = self.experiment_id(),stable_id(run, about),True
         found = self.client.search_runs([where], f"tags.`{self.tag}` = '{id}'", max_results=1)
         if found:
@@ -104,7 +104,7 @@ class MLflow(Sink):
     def target(self): return f'mlflow:{self.id}'
 
     def queue_numbers(self, step, numbers):
-        "Queue the numbers of a step that the MLflow run does not have yet. Send them if a request is full."
+        "Queue the numbers of a step still missing in the MLflow run. Send them if a request is full."
         now = int(time.time()*1000)
         for k,v in numbers.items():
             name = metric_name(k)

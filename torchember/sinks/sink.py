@@ -67,7 +67,7 @@ def merge_histograms(histograms):
 
 # %% ../../nbs/56_sinks/10_sink.ipynb #70ff8a0b
 class MetricNames:
-    "Decides which modules a sink sends, and names their metrics."
+    "Selects the modules sent by a sink, and names their metrics."
     def __init__(self, include=None, exclude=None): # as in `Sink`
         self.include,self.exclude,self.picked = include,exclude,None
         self.layers,self.inner = {},set() # layers: path -> `NamedLayer`; inner: paths of modules that have submodules
@@ -104,20 +104,20 @@ class MetricNames:
 built_in_columns = {*identity, *of_pieces, *optional, 'path'} # columns of a row that are no numbers of the user
 
 def logged_numbers(row, known): # known: columns to leave out
-    "Return the numbers that the user logged with `te.log`, from a row of type 'scalar'."
+    "Return the numbers logged by the user with `te.log`, from a row of type 'scalar'."
     return {k: float(v) for k,v in row.items() if k not in known and isinstance(v, int|float) and not isinstance(v, bool)}
 
 def stable_id(run, about) -> str: # about: metadata of the run
-    "Return an id from name, host and start of a run. So a continued run keeps its id, and another run gets another id."
+    "Return an id from name, host and start of a run. So a continued run keeps its id, and different runs get different ids."
     began = f"{about.get('start')} {about.get('host')}"
     return f"{re.sub(r'[^A-Za-z0-9_-]', '_', run)[:110]}-{crc32(began.encode()):08x}"
 
 def simple_metadata(about):
-    "Return the entries of a run's metadata that are text or numbers, because trackers accept no others."
+    "Return the entries of a run's metadata with text or numbers, because trackers accept only these."
     return {k: v for k,v in about.items() if isinstance(v, str|int|float)}
 
 def alerts_of(found):
-    "Return (title, text, level) of an alert for each error or warning. Findings that no longer hold get no alert."
+    "Return (title, text, level) of an alert for each error or warning. Ended findings get no alert."
     levels = {'error': 'ERROR', 'warning': 'WARN'}
     return [(printable(f['rule'], 60), f"{f['text']} {f.get('advice') or ''}".strip(), levels[f['severity']])
         for f in found if not f.get('over') and f.get('severity') in levels]

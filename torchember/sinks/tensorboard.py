@@ -17,7 +17,7 @@ from ..ground.needs import needs
 
 # %% ../../nbs/56_sinks/30_tensorboard.ipynb #2a16472b
 def read_events(folder):
-    "Return what a folder of TensorBoard contains: (key, step) of numbers and histograms, (key, step, text) of findings."
+    "Return the contents of a folder of TensorBoard: (key, step) of numbers and histograms, (key, step, text) of findings."
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     events = EventAccumulator(folder, size_guidance={'scalars': 0, 'histograms': 0, 'tensors': 0}).Reload()
     tags = events.Tags()
@@ -25,7 +25,7 @@ def read_events(folder):
     return texts | {(k, e.step) for kind,read in (('scalars', events.Scalars), ('histograms', events.Histograms)) for k in tags[kind] for e in read(k)}
 
 def run_folder(run, about, log_dir): # about: metadata of the run; log_dir: folder of all runs
-    "Return the folder of a run: `<name>`, or `<name>_2`, ... if another run has used that name."
+    "Return the folder of a run: `<name>`, or `<name>_2`, ... if the name is already used."
     id = {k: str(about.get(k)) for k in ('start', 'host')}
     for i in count(1):
         folder = join(log_dir, run if i==1 else f'{run}_{i}')

@@ -21,7 +21,7 @@ class RunProxy:
     def __getattr__(self, name): return getattr(self.run, name)
 
 def without_print(f):
-    "Return a copy of a function that does not print, because trackio prints each alert. The original still prints."
+    "Return a copy of a function without its printing, because trackio prints each alert. The original still prints."
     quiet = FunctionType(f.__code__, {**f.__globals__, 'print': lambda *args, **kwargs: None}, f.__name__, f.__defaults__, f.__closure__)
     quiet.__kwdefaults__ = f.__kwdefaults__
     return quiet
@@ -88,7 +88,7 @@ class Trackio(Sink):
     def target(self): return f'trackio:{self.run.url or self.trackio.utils.TRACKIO_DIR}:{self.run.project}/{self.run.id}'
 
     def log_keys(self, step, data):
-        "Log the data of a step that the trackio run does not have yet, without a change of its step counter."
+        "Log the data of a step still missing in the trackio run, without a change of its step counter."
         data = {k: v for k,v in data.items() if (k, step) not in self.old_keys}
         if not data: return
         self.pending.setdefault(step, set()).update(data)

@@ -58,7 +58,7 @@ class Wandb(Sink):
         return f'torchember/{key}/step' if key.startswith('scalar/') else 'torchember/eval_step' if key.startswith('eval/') else self.axis
 
     def detect_new_row(self):
-        "Mark the steps of the open row as ended, if W&B has begun another row since the last call."
+        "Mark the steps of the open row as ended, if W&B has begun a new row since the last call."
         row = None if getattr(getattr(self.run, 'settings', None), 'mode', '')=='shared' else getattr(self.run, 'step', None)
         if row==self.row: return
         self.ended_steps.update(step for step,_ in self.open_row.values())

@@ -107,13 +107,13 @@ def apply_hooks(taps, where, label, out):
 
 # %% ../../../nbs/88_jaxember/05_modules.ipynb #7f7c518c
 def current_place(): # `Place`, or None outside of modules
-    "Return the `Place` of the innermost module that runs in this thread."
+    "Return the `Place` of the innermost running module of this thread."
     return thread_state.stack[-1][0] if thread_state.stack else None
 
 # %% ../../../nbs/88_jaxember/05_modules.ipynb #f1080e1c
 @cache
 def user_class_name(cls):
-    "Return the name of the class that the user wrote. Transforms of `flax.linen`, such as `nn.jit`, create subclasses of it."
+    "Return the name of the class written by the user. Transforms of `flax.linen`, such as `nn.jit`, create subclasses of it."
     return next(c for c in cls.__mro__ if c.__module__!='flax.linen.transforms').__name__
 
 @cache
@@ -124,7 +124,7 @@ def linen_label(cls, name):
     return name if isinstance(getattr(cls, name, None), FunctionType) else None
 
 def place_of_nested(frame, module):
-    "Return the `Place` of a model that runs inside a module of another model. A model in a bridge gets the path of the bridge."
+    "Return the `Place` of a model running inside a module of another model. A model in a bridge gets the path of the bridge."
     cls = user_class_name(type(module))
     return replace_class(frame[0], cls) if is_flax_bridge(type(frame[1])) else child_place(frame[0], cls, cls)
 
@@ -153,7 +153,7 @@ def linen_place(module, path, stack):
     return child_place(place_by_path(path[:-1], stack, module), path[-1], cls)
 
 def linen_model(module, cls=''):
-    "Return the `Model` that contains a linen module."
+    "Return the `Model` containing a linen module."
     return cached_model(cls, names_and_shapes(module.scope.root.variables().get('params', {})))
 
 def place_by_path(path, stack, of):
@@ -205,7 +205,7 @@ def wrap_scan(scan):
 mark_key = '_torchember_mark'
 
 class Mark:
-    "Attribute that torchember adds to an nnx module while it runs. It stores the `Place` of the module."
+    "Attribute added by torchember to a running nnx module. It stores the `Place` of the module."
     __slots__ = ('where',)
     def __init__(self, where): self.where = where
     def __reduce__(self): return Mark, (self.where,)
@@ -213,12 +213,12 @@ class Mark:
     def __repr__(self): return f'Mark({self.where.path!r})'
 
     def __eq__(self, other):
-        "Return True if both modules have the same `Place`, so that compiled functions distinguish modules. Inside `jax.tree.map` all marks are equal."
+        "Return True if both modules have the same `Place`, to distinguish modules in compiled functions. Inside `jax.tree.map` all marks are equal."
         if not isinstance(other, Mark): return NotImplemented
         return self.where==other.where or called_by_tree_map()
 
 def called_by_tree_map():
-    "Return True if this comparison of marks was called by `jax.tree.map`, which requires equal static attributes."
+    "Return True if `jax.tree.map` called this comparison of marks. `jax.tree.map` requires equal static attributes."
     f = sys._getframe(2)
     for _ in range(3):
         if f is None: return False
@@ -228,7 +228,7 @@ def called_by_tree_map():
 
 @cache
 def container_kind(cls):
-    "Return 'module', 'unmarked' (a module that gets no mark), 'object', 'dict', 'list', or '' for a class that contains no modules."
+    "Return 'module', 'unmarked' (a module without a mark), 'object', 'dict', 'list', or '' for a class that contains no modules."
     nnx = sys.modules['flax.nnx']
     if issubclass(cls, nnx.Module): return 'unmarked' if issubclass(cls, Mapping) or any(is_flax_bridge(c) for c in cls.__mro__) else 'module'
     if issubclass(cls, getattr(nnx, 'Pytree', nnx.Object)): return 'object'
@@ -265,14 +265,14 @@ class MarkedTree:
                 if id(m) not in self.known: vars(m)[mark_key] = Mark(w)
 
     def place(self, module):
-        "Return the `Place` of a module without a mark: that of the only module with the same class and attributes, else None."
+        "Return the `Place` of a module without a mark: the `Place` of the only module with the same class and attributes, else None."
         if id(module) in self.known: return self.known[id(module)]
         keys,cls = vars(module).keys(),type(module)
         like = {w for m,w in self.modules if type(m) is cls and vars(m).keys()-{mark_key}==keys}
         return like.pop() if len(like)==1 else None
 
     def end(self):
-        "Remove the marks from all modules, including modules that were added while the model ran."
+        "Remove the marks from all modules, including modules added while the model ran."
         with lock:
             marked[id(self.model)] -= 1
             if marked[id(self.model)]: return
@@ -280,7 +280,7 @@ class MarkedTree:
             for m,_ in (*self.modules, *modules_in(self.model, unknown, set(), [])): vars(m).pop(mark_key, None)
 
 def nnx_model(module):
-    "Return the `Model` of an nnx root module, which is identified by its parameters."
+    "Return the `Model` of an nnx root module, identified by its parameters."
     Param = sys.modules['flax.nnx'].Param
     with lock: # because other threads may be adding marks
         of = [(m, w.path) for m,w in modules_in(module, unknown, set(), [])]
@@ -288,7 +288,7 @@ def nnx_model(module):
     return cached_model(type(module).__name__, tuple(sorted(named)))
 
 def nnx_place(module, s):
-    "Return the `Place` of an nnx module that has no mark."
+    "Return the `Place` of an nnx module without a mark."
     if not s.stack: return root_place(type(module).__name__, nnx_model(module))
     if s.trees and (where := s.trees[-1].place(module)) is not None: return where
     where,cls = s.stack[-1][0],type(module).__name__
@@ -333,7 +333,7 @@ def wrap_method(method, name):
     return call_and_observe
 
 def methods_to_wrap(cls):
-    "Return a dict of the methods of a class that are wrapped. Keys are their names, values the class attributes."
+    "Return a dict of the methods to wrap in a class. Keys are their names, values the class attributes."
     ours,base = cls.__module__.split('.')[0]=='flax',sys.modules['flax.nnx'].Module
     no = setup_calls|{f.name for f in fields(cls)} if is_dataclass(cls) else setup_calls|set(vars(cls).get('__annotations__', ()))
     def is_output_method(name, m):
@@ -356,7 +356,7 @@ class MethodPatches:
     def __init__(self): self.users,self.done,self.cache,self.undo = 0,[],{},None
 
     def put(self, cls):
-        "Wrap the methods of a class. A method gets the same wrapper each time, so that `jit` finds its compiled code again."
+        "Wrap the methods of a class. A method gets the same wrapper each time. So `jit` finds its compiled code again."
         has = vars(cls)
         size,known = self.cache.get(cls, (-1, {}))
         if size!=len(has) or any(has[k] is not m for k,(m,_) in known.items()):
@@ -379,7 +379,7 @@ class MethodPatches:
             self.undo = self.follow(nnx.Module) if nnx is not None else lambda: None
 
     def follow(self, base):
-        "Wrap the methods of all module classes, and of classes defined later. Return a function that ends the wrapping of later classes."
+        "Wrap the methods of all module classes, and of classes defined later. Return a function to end the wrapping of later classes."
         for c in classes_to_patch(base): self.put(c)
         earlier = vars(base).get('__init_subclass__')
 
@@ -394,7 +394,7 @@ class MethodPatches:
         return restore_init_subclass
 
     def stop(self):
-        "Unregister a thread. The last thread restores the original methods, except for methods that other code has replaced since."
+        "Unregister a thread. The last thread restores the original methods, except for methods replaced since by other code."
         with lock:
             self.users -= 1
             if self.users: return

@@ -27,7 +27,7 @@ def encode_call(n, how): return ''.join(chr(97+(x>>4*i & 15)) for x,k in ((n, le
 
 @njit(nogil=True)
 def decode_number(address, first, letters):
-    "Return the number that `encode_call` wrote as letters, from letter `first` on."
+    "Return the number written by `encode_call` as letters, from letter `first` on."
     text = array_at(address, first, letters, np.uint8)
     n = 0
     for i in range(letters): n |= (np.int64(text[i])-97)<<(4*i)
@@ -35,7 +35,7 @@ def decode_number(address, first, letters):
 
 # %% ../../../nbs/88_jaxember/15_kernel.ipynb #3585eccf
 def mode_of(b):
-    "Return the floating-point mode of this processor, a function that sets the mode, and its bits that flush subnormal numbers to zero."
+    "Return the floating-point mode of this processor, a function to set the mode, and its bits that flush subnormal numbers to zero."
     machine = binding.get_process_triple().split('-')[0]
     if machine in ('x86_64', 'amd64', 'i386', 'i686'):
         at = cgutils.alloca_once(b, integer)
@@ -49,7 +49,7 @@ def mode_of(b):
         return call(b, 'llvm.aarch64.get.fpcr', word), lambda x: call(b, 'llvm.aarch64.set.fpcr', ir.VoidType(), x), 1<<24 | 1<<19
 
 def reader(fmt):
-    "Return a numba function that runs the compiled loops for a number format. Its arguments are addresses, the count, and what to compute."
+    "Return a numba function running the compiled loops for a number format. Its arguments are addresses, the count, and what to compute."
     @intrinsic
     def call_loops(typing, x, n, how, row, desk):
         def generate_code(context, b, signature, arguments):
@@ -115,7 +115,7 @@ def register(fmt):
     return symbol_name(fmt), entry # the cache keeps the function alive, because XLA stores only its address
 
 def custom_call_name(fmt:str) -> str:
-    "Return the name of the XLA custom call that measures arrays of a number format. Wait until its loops are compiled."
+    "Return the name of the XLA custom call for measuring arrays of a number format. Wait until its loops are compiled."
     with lock, waiting(compiling): return register(fmt)[0]
 
 def row_by_kernel(x, wanted):

@@ -25,14 +25,14 @@ def row_length(wanted=scalars) -> int:
     return 2*length(wanted)
 
 def row_vectors(rows:np.ndarray, wanted=scalars) -> np.ndarray: # rows: uint32
-    "Return the float64 summary vectors whose bits are stored in uint32 rows. The last axis becomes half as long."
+    "Return the float64 summary vectors stored as bits in uint32 rows. The last axis becomes half as long."
     rows = np.ascontiguousarray(rows, np.uint32)
     if rows.shape[-1:]!=(row_length(wanted),): raise ValueError(f"rows of {tuple(wanted)} must have {row_length(wanted)} values, got shape {rows.shape}.")
     return rows.view('<f8')
 
 # %% ../../../nbs/88_jaxember/20_summaries.ipynb #0e23a68c
 def empty_rows(wanted=scalars, shape=()): # shape: shape of the array of rows
-    "Return summary rows of empty arrays, computed by JAX operations: for branches that are not taken, and for the start of a loop."
+    "Return summary rows of empty arrays, computed by JAX operations: for branches not taken, and for the start of a loop."
     wanted = ordered_groups(wanted)
     empty = no_elements(wanted).view(np.uint32).tolist()
     i,row = lax.iota(np.uint32, len(empty)),None
@@ -67,14 +67,14 @@ def elements_as_float64(x):
     return jnp.where(bits & 0x7f800000, x.astype(np.float64), jnp.where(bits<0, -tiny, tiny))
 
 def row_of_parts(v, wanted, counts=None):
-    "Return the uint32 summary row of values that are given by name. `counts`: number of elements for each exponent."
+    "Return the uint32 summary row of values given by name. `counts`: number of elements for each exponent."
     asked = parts_in(wanted)
     row = jnp.stack([jnp.asarray(v[p] if p in asked else math.nan, np.float64) for p in (*parts, *(None,)*(width-len(parts)))])
     if counts is not None: row = jnp.concatenate([row, counts.astype(np.float64)])
     return lax.bitcast_convert_type(row, np.uint32).reshape(-1)
 
 def row_by_operations(x, wanted):
-    "Compute the summary row of an array by JAX operations in float64, which read the array several times."
+    "Compute the summary row of an array by JAX operations in float64. They read the array several times."
     if not x.size: return empty_rows(wanted)
     x = elements_as_float64(x)
     ok = jnp.isfinite(x)
@@ -98,7 +98,7 @@ def row_by_operations(x, wanted):
     return row_of_parts(v, wanted, jnp.zeros(bins, np.int64).at[jnp.where(ok & (x!=0), e, bins)].add(1, mode='drop'))
 
 def with_other_values(row, x, wanted):
-    "Return a summary row with the values added that the compiled loops do not compute."
+    "Return a summary row, after adding the values not computed by the compiled loops."
     todo = not_in_loops(wanted)
     if not todo or not x.size: return row
     v,x = lax.bitcast_convert_type(row.reshape(-1, 2), np.float64),elements_as_float64(x)
@@ -135,13 +135,13 @@ def in_chunks(f, x):
     return got
 
 def totals(f, x):
-    "Return in float64 the total of each sum that `f` returns for the chunks of an array."
+    "Return in float64 the total of each sum returned by `f` for the chunks of an array."
     return [sum(g.astype(np.float64).sum() for g in gs) for gs in zip(*in_chunks(f, x), strict=True)]
 
 def reduce_chunks(f, gs): return f(jnp.stack([f(g) for g in gs]))
 
 def row_by_chunks(x, wanted):
-    "Compute the summary row of an array in chunks that fit the cache, and merge the rows."
+    "Compute the summary row of an array in chunks small enough for the cache, and merge the rows."
     x = x.reshape(-1)
     if x.size<2*chunk: return row_by_operations(x, wanted)
     whole = x.size//chunk*chunk
@@ -152,7 +152,7 @@ def row_by_chunks(x, wanted):
 def abs_bits(x): return (lax.bitcast_convert_type(x, np.int32) & 0x7fffffff)
 
 def zeros_of(x):
-    "Return the number of zeros, and the number of values below the smallest normal float32, which a processor may flush to zero."
+    "Return the number of zeros, and the number of values below the smallest normal float32. A processor may flush such values to zero."
     def count_zeros(r): return (abs_bits(r)==0).astype(np.float32).sum(0), (abs_bits(r)<0x800000).astype(np.float32).sum(0)
     return totals(count_zeros, x)
 
@@ -226,7 +226,7 @@ def is_compiled():
 broken = [] # exceptions of the compiled loops; if there is one, JAX operations are used instead
 
 def report_broken_loops(e):
-    "Store that the compiled loops failed, and warn once. JAX operations replace them, because the user's step must not fail."
+    "Store the failure of the compiled loops, and warn once. JAX operations replace them, because the user's step must not fail."
     if not broken: warn(f"torchember: the compiled loops that measure arrays cannot be used ({type(e).__name__}: {e}). "
         "JAX operations measure the arrays instead, which takes longer.")
     broken.append(e)
@@ -243,7 +243,7 @@ def kernel_module():
     return kernel
 
 def read_on_cpu(x, wanted):
-    "Compute the summary row of an array by the compiled loops, after conversion to a number format that the loops can read."
+    "Compute the summary row of an array by the compiled loops, after conversion to a number format of the loops."
     if not x.size: return empty_rows(wanted)
     if jnp.issubdtype(x.dtype, jnp.complexfloating): x = jnp.abs(x.astype(np.complex128))
     return with_other_values(kernel_module().row_by_kernel(x.astype(number_format(x.dtype)), wanted), x, wanted)
@@ -254,14 +254,14 @@ def number_format(d):
     return d.name if d.name in ('float32', 'float64', 'bfloat16', 'float16') else 'float32' if is_narrow(d) else 'float64'
 
 def lowering_rule(f):
-    "Return the lowering rule of a JAX primitive that runs `f` in float64. Without shardings, XLA decides how to partition the array."
+    "Return the lowering rule of a JAX primitive running `f` in float64. Without shardings, XLA decides how to partition the array."
     def lower_to_mlir(ctx, x, **params):
         ctx = ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in])
         with jax.enable_x64(True): return mlir.lower_fun(partial(f, **params), multiple_results=False)(ctx, x)
     return lower_to_mlir
 
 def primitive(name, shape, f, on_cpu):
-    "Create a JAX primitive that returns summary rows. `on_cpu` computes them on a CPU, `f` elsewhere; `shape` returns the shape."
+    "Create a JAX primitive returning summary rows. `on_cpu` computes them on a CPU, `f` elsewhere; `shape` returns the shape."
     p = Primitive(name)
     @partial(jax.jit, static_argnames=('names', 'values'))
     def bind_in_jit(x, names, values): return p.bind(x, **dict(zip(names, values, strict=True)))
@@ -311,7 +311,7 @@ def merged_row(rows, wanted=scalars, axis:int=0): # rows: uint32, shape (..., k,
 
 # %% ../../../nbs/88_jaxember/20_summaries.ipynb #5d132b98
 def warm_up(arrays=()):
-    "Start a thread that compiles or loads the loops for arrays with these dtypes, so that the first step waits less."
+    "Start a thread to compile or load the loops for arrays with these dtypes. The first step then waits less."
     if jax.default_backend()!='cpu' or not is_compiled(): return
     kinds = {number_format(x.dtype) for x in arrays} or {'float32'}
     def load_loops():

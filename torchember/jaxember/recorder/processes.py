@@ -15,13 +15,13 @@ from ...store.base import run_name
 
 # %% ../../../nbs/88_jaxember/37_processes.ipynb #d93a5af3
 def key_value_store():
-    "Return the key-value store that the processes of `jax.distributed` share. None in a program without `jax.distributed`."
+    "Return the key-value store shared by the processes of `jax.distributed`. None in a program without `jax.distributed`."
     try: from jax._src.distributed import global_state
     except ImportError: return None
     return getattr(global_state, 'client', None)
 
 def first_value(store, key, text, patience=10):
-    "Return the value of a key in the store. The first process that calls this function sets the value to its `text`."
+    "Return the value of a key in the store. The first process to call this function sets the value to its `text`."
     try: store.key_value_set(key, text)
     except Exception as e: # if another process was first; if the store does not respond, the next line raises
         if 'ALREADY_EXISTS' not in str(e).upper().replace(' ', '_'): raise
@@ -30,7 +30,7 @@ def first_value(store, key, text, patience=10):
 names = count()
 
 def agreed_name(kind:str) -> str: # kind: prefix of the name
-    "Return a name for the run that is the same in all processes. The first process that asks chooses the name."
+    "Return the common name of the run for all processes. The first process to ask chooses the name."
     name,store,n = run_name(kind),key_value_store(),next(names)
     return name if store is None else first_value(store, f'torchember/name/{n}', name)
 

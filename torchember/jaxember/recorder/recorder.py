@@ -33,7 +33,7 @@ from ...store.base import now, user
 # %% ../../../nbs/88_jaxember/75_recorder.ipynb #6f2236bf
 @dataclass
 class MeasuredStep:
-    "Measurements of one step, which the device may still compute or copy to the host."
+    "Measurements of one step. The device may still compute them or copy them to the host."
     states:list # Results of `StateRows.measured` for parameters and optimizer states
     found:list # Measurements of module outputs, from `Watching`
     gradients:list # Results of `StateRows.measured` for gradients of parameters
@@ -61,7 +61,7 @@ class StepRowMaker:
         return self.lines([*map(self.measured, steps)])
 
     def measured(self, s):
-        "Convert a `MeasuredStep` to a `JaxMeasured`, from which `LineMaker` makes rows."
+        "Convert a `MeasuredStep` to a `JaxMeasured`. `LineMaker` makes rows from it."
         groups = [g for g in (*self.parts(s.states), self.placed(s.found), *self.parts(s.gradients)) if g[0]]
         heads,summaries,custom,at = self.taps([tensors for tensors,_ in groups]),[],[],0
         for tensors,got in groups:
@@ -81,7 +81,7 @@ class StepRowMaker:
         return JaxMeasured(Snapshot(summaries, self.taps.taps, []), custom, s.step, s.ts, s.marks, {}, {}, **norms)
 
     def new_rates(self, rates):
-        "Return the learning rates that have changed since the last call."
+        "Return the learning rates changed since the last call."
         new = {n: v for n,x in rates.items() if (v := float(np.asarray(x).item()))!=self.rates.get(n)}
         self.rates.update(new)
         return new
@@ -130,16 +130,16 @@ class RunReporter:
         if severity: self.log.report('recording', text, severity, self.display(''), step)
 
     def report_lost(self, places):
-        "Warn that values inside these operations of JAX are not recorded."
+        "Warn of unrecorded values inside these operations of JAX."
         for what in places: self.warn(f"values inside {what} cannot be recorded, because JAX offers no way to return them. All other values are recorded.")
 
     def report_no_values(self):
-        "Warn that a step ran without any value to record."
+        "Warn of a step without any value to record."
         self.warn("no values were recorded in this step: neither a selected flax module nor a probe ran. For modules of other libraries, "
             "put probe('name', x) around values. Functions compiled ahead of time (.lower().compile()) cannot be recorded: use jax.jit.")
 
     def report_other_trees(self, odd): # odd: descriptions of the differences
-        "Warn that `step` got arrays with other names than `track`."
+        "Warn of different names of arrays in `step` and `track`."
         self.warn(f"step was given another tree than track: {'; '.join(odd)}. It is recorded all the same. Check the order of the arguments, "
             "and pass gradients without the loss: tracker.step(model_state=params, optimizer_state=state, gradients=grads).")
 
@@ -161,7 +161,7 @@ class RunReporter:
 
 # %% ../../../nbs/88_jaxember/75_recorder.ipynb #23f3261a
 def check_not_inside_jax(f, running, below): # running: True while a step runs; below: JAX trace for immediate execution
-    "Raise RuntimeError if `intercept` is called inside of a step, or inside of a function that JAX traces."
+    "Raise RuntimeError if `intercept` is called inside of a step, or inside of a function traced by JAX."
     if running: raise RuntimeError(f"intercept({function_name(f)}, ...) is called inside of a step that is being intercepted already. "
         "Call intercept once for each step, outside of the step.")
     with take_current_trace() as t: inside = not isinstance(t, type(below))
@@ -172,7 +172,7 @@ def check_not_inside_jax(f, running, below): # running: True while a step runs; 
 # %% ../../../nbs/88_jaxember/75_recorder.ipynb #e1be2e73
 @dataclass
 class OpenStep:
-    "State of the step that is open, from its first call of `run` to the call of `end`."
+    "State of the open step, from its first call of `run` to the call of `end`."
     ran:bool=False # True if `JaxRecorder.run` was called in this step
     ts:str|None=None # Time when the step began
     noted:list=field(default_factory=list) # Dicts of the scalars that the user logged
@@ -227,7 +227,7 @@ class JaxRecorder:
             self.reporter.report_lost(self.watching.lost)
 
     def tag(self, where, label, tree):
-        "Return the output of a module with tags, so that it is measured. `where`: `Place` of the module."
+        "Return the output of a module with tags for its measurement. `where`: `Place` of the module."
         if self.asks.include is None and self.asks.exclude is None: return tagged_tree(where, 'output', label, tree)
         there = self.places(where)
         self.display.learn(there)

@@ -32,7 +32,7 @@ def ranks_by_axis(mesh, rank:int):
 
 # %% ../../../nbs/88_jaxember/35_spread.ipynb #e45d0b61
 class LocalPart(NamedTuple):
-    "Describes the shards of an array that belong to this process."
+    "Describes the shards of an array in this process."
     counts:tuple|None # Indices of the shards to measure, each replica once; None if the first shard alone is enough
     shape:tuple # Shape of the measured shards together
     columns:tuple=() # Pairs (column, value) that describe the shards in a row of the log
@@ -47,7 +47,7 @@ def shape_of_regions(regions):
     return box if prod(box)==n and regions else (n,)
 
 class Spread:
-    "Describes which shards of arrays belong to this process, and which processes have the other shards."
+    "Describes the shards of arrays in this process, and the processes with the other shards."
     def __init__(self, rank:int|None=None, world:int=1): # rank: None for a single process
         self.rank,self.world = rank,world
         self.axes,self.known,self.roles_known = {},{},{} # axes: ranks by axis name
@@ -61,7 +61,7 @@ class Spread:
         return free
 
     def local_part(self, x) -> LocalPart: # x: a JAX array
-        "Return the `LocalPart` of an array: the shards that belong to this process, and their columns in the log."
+        "Return the `LocalPart` of an array: the shards in this process, and their columns in the log."
         if len(x.sharding.device_set)==1: return LocalPart(None, x.shape, self.own)
         key = x.sharding,x.shape
         if key not in self.known: self.known[key] = self.describe(x)
@@ -90,14 +90,14 @@ class Spread:
         return {axis: 'S0'}, sum(map(len, parts))>len(set().union(*parts))
 
     def columns_of_mesh(self, mesh):
-        "Return the columns for values that are equal in all processes of a mesh, such as the results of a program that uses the mesh."
+        "Return the columns for values equal in all processes of a mesh, such as the results of a program that uses the mesh."
         lines = None if mesh is None or self.rank is None else ranks_by_axis(mesh, self.rank)
         if lines is None and mesh is not None and self.rank is not None and len(ranks_of_mesh(mesh))>1: lines = {'devices': ranks_of_mesh(mesh)}
         roles = {self.axis(a, ranks): 'R' for a,ranks in (lines or {}).items() if len(ranks)>1}
         return (('part', format_roles(roles)),) if roles else self.own
 
     def meta(self):
-        "Return the metadata of a run that describes its processes: rank, number of processes, and ranks along each axis."
+        "Return the metadata of a run about its processes: rank, number of processes, and ranks along each axis."
         return {'rank': self.rank, 'world': self.world, 'axes': {a: list(r) for a,r in self.axes.items()}}
 
 def format_roles(roles): return ' '.join(f'{a}:{r}' for a,r in roles.items())
@@ -118,7 +118,7 @@ def local_shards_as_one(x):
 
 @cache
 def rows_of_shards(wanted, devices):
-    "Return a compiled function that measures each shard of a list of arrays. Its result has the shape (devices, arrays, row length)."
+    "Return a compiled function to measure each shard of a list of arrays. Its result has the shape (devices, arrays, row length)."
     f = lambda xs: jnp.stack([summary_row(x, wanted) for x in xs])[None]
     return jax.jit(jax.shard_map(f, mesh=mesh_of_devices(devices), in_specs=PartitionSpec('here'), out_specs=PartitionSpec('here'), check_vma=False))
 

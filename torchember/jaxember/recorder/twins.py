@@ -38,7 +38,7 @@ class Summaries:
 
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #c93119e3
 class UserStatistic:
-    "Measures each tagged value with a user's function, which returns a dict of numbers and arrays."
+    "Measures each tagged value with a user's function. The function returns a dict of numbers and arrays."
     def __init__(self, f, say=lambda text: None): self.f,self.say,self.__name__ = f,say,getattr(f, '__name__', repr(f))
     def __eq__(self, other): return type(other) is UserStatistic and self.f is other.f
     def __hash__(self): return hash(self.f)
@@ -55,7 +55,7 @@ class UserStatistic:
         return self.failed(e)
 
     def failed(self, e):
-        "Warn that the user's function failed. Return the error as the content of the row."
+        "Warn of a failure of the user's function. Return the error as the content of the row."
         error = f'{type(e).__name__}: {e}'
         self.say(f"stash_value={self.__name__} failed: {error}. Its rows contain the error in column 'error'. Training continues.")
         return {'error': error}
@@ -69,7 +69,7 @@ class UserStatistic:
     def merge_two(self, one, two): return two
 
 def tree_from(form, pieces):
-    "Return the dict that a user's function returned, rebuilt from its structure `form` and its arrays."
+    "Return the dict returned by a user's function, rebuilt from its structure `form` and its arrays."
     tree,fixed,arrays = form
     pieces = iter(pieces)
     return jax.tree.unflatten(tree, [next(pieces) if a else v for v,a in zip(fixed, arrays, strict=True)])
@@ -82,7 +82,7 @@ in_jit = ("inside jit, x is a tracer without values, so the function can neither
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #5f06aa62
 @dataclass(frozen=True)
 class Loop:
-    "Describes a `lax.scan` in a program whose iterations are measured."
+    "Describes a `lax.scan` with measured iterations in a program."
     number:int # Number of the loop, unique in this process
     every:int=1 # One of this many iterations is measured
     # True if rows contain the iteration: if the loop is a training, or some iterations are not measured
@@ -92,7 +92,7 @@ loops = count()
 
 @dataclass(frozen=True)
 class TagNote:
-    "Describes a tagged value, and which output arrays of the instrumented program contain its measurements."
+    "Describes a tagged value, and the output arrays of the instrumented program with its measurements."
     tag:Tag # Tag of the value, with its name
     shape:tuple # Shape of the tagged value
     dtype:str # Dtype of the tagged value
@@ -109,7 +109,7 @@ class TagNote:
     number = property(lambda self: self.tag.number)
 
     def within(self, start):
-        "Return this note with the `Place` that the value has if the program is called in the scope `start`. None means outside of modules."
+        "Return this note with the `Place` of the value if the program is called in the scope `start`. None means outside of modules."
         key = self.key
         if key.ttype=='probe': where = scope.where if (scope := operation_scope(start, self.scopes)) else unknown
         elif self.scopes and scopes[self.scopes[-1]].where==key.where: where = operation_scope(start, self.scopes).where
@@ -132,7 +132,7 @@ def scope_numbers(names):
     return tuple(map(int, re.findall(rf'{re.escape(scope_name)}(\d+)', str(names))))
 
 def scopes_around(e):
-    "Return the numbers of the `Scope`s around an operation. They are stored as named scopes, which transformations of JAX keep."
+    "Return the numbers of the `Scope`s around an operation. They are stored as named scopes, because transformations of JAX keep these."
     return scope_numbers(e.source_info.name_stack)
 
 def current_scope():
@@ -182,7 +182,7 @@ class Evaluation:
         return self.measure.empty_measurement(aval) if aval.dtype==jnp.uint32 else jnp.zeros(aval.shape, aval.dtype)
 
     def instrument(self, closed):
-        "Return the instrumented program, whose last outputs are measurements, and a `TagNote` for each tag."
+        "Return the instrumented program, with measurements as last outputs, and a `TagNote` for each tag."
         notes = []
         def run_and_measure(*args):
             out,pieces,seen = self.run(closed, args)
@@ -193,12 +193,12 @@ class Evaluation:
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #4675f785
 @cache
 def unspecified():
-    "Return the values by which `jit` marks an output without a specified sharding and layout."
+    "Return the values used by `jit` to mark an output without a specified sharding and layout."
     e, = jax.make_jaxpr(jax.jit(lambda x: x))(0.).eqns
     return e.params['out_shardings'][0], e.params['out_layouts'][0]
 
 def with_more_outputs(params, twin, n:int, sharding=None) -> dict: # n: number of additional outputs
-    "Return the parameters of a `jit` that runs the instrumented program `twin`, which has `n` more outputs."
+    "Return the parameters of a `jit` of the instrumented program `twin`. This program has `n` more outputs."
     free,layout = unspecified()
     return {**params, 'jaxpr': twin, 'out_shardings': (*params['out_shardings'], *[sharding or free]*n), 'out_layouts': (*params['out_layouts'], *[layout]*n)}
 
@@ -216,7 +216,7 @@ def measure_checkpoint(self, e, vals):
 def as_closed_jaxpr(jaxpr): return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
 
 def without_constants(closed):
-    "Return a program that takes its constants as additional last arguments."
+    "Return a program with its constants as additional last arguments."
     if not closed.consts: return closed.jaxpr
     j = closed.jaxpr
     return j.replace(constvars=[], invars=[*j.invars, *j.constvars])
@@ -236,13 +236,13 @@ def constants_and_carried(params):
     return tuple(map(len, params['ft_in'].unpack()[:2])) # newer versions of JAX store trees instead
 
 def scan_with_more(params, twin):
-    "Return the parameters of a `scan` that runs the instrumented body `twin`, which has more outputs."
+    "Return the parameters of a `scan` with the instrumented body `twin`, which has more outputs."
     n = constants_and_carried(params)[1]
     return {**params, 'jaxpr': twin, **form_of_outputs(n, len(twin.out_avals)-n)}
 
 @cache
 def form_of_outputs(carried, stacked) -> dict: # numbers of carried values and of stacked outputs
-    "Return the `scan` parameters that describe the outputs, taken from an example loop whose body uses each value."
+    "Return the `scan` parameters for the outputs, taken from an example loop whose body uses each value."
     def example_body(carry, x): return [c+1 for c in carry], [x+i for i in range(stacked)]
     e, = jax.make_jaxpr(lambda carry, xs: lax.scan(example_body, carry, xs))([0]*carried, np.arange(2)).eqns
     return {k: v for k,v in e.params.items() if k=='ft_out'}
@@ -362,7 +362,7 @@ handlers = {'jit': measure_jit, 'pjit': measure_jit, 'remat2': measure_checkpoin
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #f44d80dd
 @dataclass(frozen=True)
 class ProgramMeasurements:
-    "Measurements that an instrumented program returned. They may still be computed or copied to the host."
+    "Measurements returned by an instrumented program. They may still be computed or copied to the host."
     notes:tuple # A `TagNote` for each tag of the program
     shapes:tuple # Shapes of the measurement arrays
     kinds:tuple # Kind of each measurement array: 'row' (summary), 'count', or None for an array from a user's function
@@ -399,7 +399,7 @@ class ProgramMeasurements:
 def count_in(counts, i): return counts[i[:counts.ndim]]
 
 def pack_measurements(pieces, rows): # rows: indices of the pieces that are rows
-    "Return the kind of each measurement array, and a function that packs such arrays into few arrays, because each copy costs time."
+    "Return the kind of each measurement array, and a function to pack such arrays into few arrays, because each copy costs time."
     kinds = tuple('row' if i in rows else 'count' if p.dtype==jnp.int32 else None for i,p in enumerate(pieces))
     def pack(pieces):
         some = {k: [p for p,kind in zip(pieces, kinds, strict=True) if kind==k] for k in ('row', 'count', None)}

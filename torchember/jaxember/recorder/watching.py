@@ -24,7 +24,7 @@ from .twins import UserStatistic, TagNote, Summaries, MeasuredJit, current_scope
 
 # %% ../../../nbs/88_jaxember/40_watching.ipynb #35a5ea6b
 def current_trace():
-    "Return the JAX trace that interprets the operations of this thread now."
+    "Return the JAX trace now interpreting the operations of this thread."
     with take_current_trace() as t: return t
 
 @cache
@@ -33,7 +33,7 @@ def trace_of_jax():
     with ThreadPoolExecutor(1) as one: return one.submit(current_trace).result()
 
 def devices_of(arrays) -> tuple:
-    "Return True if all arrays are on one device, and the first mesh of the arrays that are distributed; None without such arrays."
+    "Return True if all arrays are on one device, and the first mesh of the distributed arrays; None without such arrays."
     devices,mesh = set(),None
     for a in arrays:
         if not isinstance(a, jax.Array): continue
@@ -60,13 +60,13 @@ def measure_one_in_jit(measure): return jax.jit(lambda x: measure.measurements(N
 
 @cache
 def measure_many_in_jit(measure):
-    "Return a jitted function that measures a list of arrays. JAX compiles it again for each new list of shapes and dtypes."
+    "Return a jitted function to measure a list of arrays. JAX compiles it again for each new list of shapes and dtypes."
     return jax.jit(lambda xs: jnp.stack([measure.measurements(None, x)[0][0] for x in xs]))
 
 stacked = jax.jit(lambda rows: jnp.stack(rows))
 
 def group_by_devices(arrays) -> list:
-    "Group arrays that are on the same devices, because one compiled function can measure a group. Return lists of indices."
+    "Group arrays on the same devices, because one compiled function can measure a group. Return lists of indices."
     groups = {}
     for i,x in enumerate(arrays): groups.setdefault(frozenset(x.sharding.device_set), []).append(i)
     return [*groups.values()]
@@ -216,7 +216,7 @@ class Watching(Trace):
         return form[0].update(out) if hasattr(form[0], 'update') else out # a tree in some versions of JAX
 
     def tapped(self, x, tag):
-        "Measure a tagged value that is not inside of a compiled function. Return the value."
+        "Measure a tagged value outside of compiled functions. Return the value."
         if tag.again: return x
         held = self.spread.local_part(x)
         if not (self.found and type(self.found[-1]) is EagerRows): self.found.append(EagerRows(getattr(self.measure, 'wanted', ())))
