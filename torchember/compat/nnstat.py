@@ -21,15 +21,15 @@ class NetDict(StateDict):
         return StateDict.describe(self.with_texts(parts), kwargs.pop('lw', layerwise), None, group, display, exclude_keys=exclude, **kwargs)
 
     def describe_layers(self, display=True, include=None, layerwise=True, **kwargs):
-        "Return a table of statistics of each layer whose name contains a text in `include`."
+        "Return a table of statistics of each layer with a text of `include` in its name."
         return self.describe(layerwise, display, include=include, **kwargs)
 
     def with_texts(self, parts):
-        "Return the layers whose names contain one of these texts. Without texts, return all layers."
+        "Return the layers with one of these texts in their names. Without texts, return all layers."
         return self.like((k, x) for k,x in self.items() if any(p in k for p in parts)).set_name(self._name) if parts else self
 
     def select_and_apply(self, op, pattern):
-        "Select the layers whose names contain `pattern`, and return the results of an operation such as 'abs' on them."
+        "Select the layers with `pattern` in their names, and return the results of an operation such as 'abs' on them."
         some = self.with_texts(as_list(pattern))
         return some if op=='identity' else getattr(some, op)().set_name(f'{op}({some._name})')
 

@@ -29,7 +29,7 @@ class DrawingPace:
 
     @contextmanager
     def measure(self):
-        "Measure how long the `with` block takes, which draws a plot."
+        "Measure how long the `with` block takes to draw a plot."
         began = time.perf_counter()
         yield
         self.last = time.perf_counter()
@@ -85,7 +85,7 @@ def is_single_number(v): return np.ndim(v)==0 and not isinstance(v, str) and has
 
 # %% ../../nbs/80_compat/40_taiyi.ipynb #2657bf7f
 def draw_vectors(ax, vectors, name): # vectors: dict of a vector for each step
-    "Draw a vector that changes over the steps as a heat map."
+    "Draw the changes of a vector over the steps as a heat map."
     steps,z = list(vectors),np.array([np.ravel(v) for v in vectors.values()], dtype=float).T
     edges = np.concatenate([[steps[0]-.5], (np.array(steps[1:])+np.array(steps[:-1]))/2, [steps[-1]+.5]])
     ax.pcolormesh(edges, np.arange(len(z)+1)-.5, z, shading='flat', rasterized=True)
@@ -98,7 +98,7 @@ class FigureSink:
         self.lines,self.vectors = {},{} # nested dicts {name: {step: number}} and {name: {step: vector}}
 
     def put(self, numbers, figures, step):
-        "Store the numbers of a step, and redraw the figure if that is due."
+        "Store the numbers of a step, and redraw the figure if due."
         for k,v in numbers.items():
             if is_single_number(v): self.lines.setdefault(k, {})[step] = float(v)
         if (numbers or self.vectors) and self.pace.is_due(): self.draw()
@@ -138,7 +138,7 @@ def sink_for(sink):
 
 # %% ../../nbs/80_compat/40_taiyi.ipynb #e83c07df
 def split_value(key, v):
-    "Return a pair (name, array) for each number or array in a value of a quantity, which may be a nested dict or list."
+    "Return a pair (name, array) for each number or array in a value of a quantity. The value may be a nested dict or list."
     if isinstance(v, dict): return [o for k,x in v.items() for o in split_value(f'{key}.{k}', x)]
     if isinstance(v, list|tuple) and not all(isinstance(x, int|float) for x in v):
         return [o for i,x in enumerate(v) for o in split_value(f'{key}.{i}', x)]
@@ -184,7 +184,7 @@ class Visualization:
         else: self.sink.put(numbers | dict(ext or {}), {}, step)
 
     def add_vector(self, key, step, v):
-        "Add a vector to its history, which is plotted later. A `FigureSink` draws the history itself."
+        "Add a vector to its history, for a later plot. A `FigureSink` draws the history itself."
         past = self.history.setdefault(key, {})
         if past and np.size(next(iter(past.values())))!=np.size(v): past.clear() # because the layer has a new size
         past[step] = np.ravel(v)
@@ -193,7 +193,7 @@ class Visualization:
         else: self.changed.add(key)
 
     def _put_surfaces(self, numbers, step):
-        "Send numbers to the sink, and surface plots of the vectors that changed."
+        "Send numbers to the sink, and surface plots of the changed vectors."
         with self.pace.measure(): # includes the time to send the images
             self.sink.put(numbers, {k: Surface3d(self.history[k], k) for k in sorted(self.changed)}, step)
         self.changed.clear()

@@ -30,13 +30,13 @@ def save_tensor(x, path): torch.save(x, f'{path}.pt')
 
 # %% ../../nbs/80_compat/30_tandv.ipynb #8badd8b5
 def wrapper_prefix(module):
-    "Return the prefix that a wrapper such as `DistributedDataParallel` adds to module names; '' for a model without a wrapper."
+    "Return the prefix added to module names by a wrapper such as `DistributedDataParallel`; '' for a model without a wrapper."
     inner = unwrap(module)
     return next((n for n,m in module.named_modules() if m is inner), '') if isinstance(module, torch.nn.Module) else ''
 
 # what: name of the argument, for messages; prefix: text before each module name
 def select_by_pattern(pattern, what, prefix):
-    "Return the `Selection` of the modules whose names contain a pattern, or of another argument of `select`. Return None for None."
+    "Return the `Selection` of the modules with a pattern in their names, or of another argument of `select`. Return None for None."
     if isinstance(pattern, list|tuple|set): return select([select_by_pattern(p, what, prefix) for p in pattern])
     found = compile_pattern(pattern, what)
     if not isinstance(found, re.Pattern): return None if found is None else select(found)

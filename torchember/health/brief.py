@@ -40,7 +40,7 @@ def layer_sizes(h):
     return rows
 
 def rank_unusual(rows:dict, most=10) -> list:
-    "Return a list of (path, values, most unusual column) for the layers that differ most from the others. `rows`: result of `layer_sizes`."
+    "Return a list of (path, values, most unusual column) for the layers differing most from the others. `rows`: result of `layer_sizes`."
     usual = {c: median([r[c] for r in rows.values() if r.get(c, 0)>0]) for c in ('output', 'gradient', 'step')}
     def away(r): return {c: np.inf if r[c]==0 else abs(np.log10(r[c]/usual[c])) for c in usual if c in r and r[c]>=0 and usual[c]>0}
     scored = [(max(d.values()), max(d, key=d.get), p) for p,r in rows.items() if (d := away(r))]
@@ -135,7 +135,7 @@ def brief(
     return text.encode()[:most_bytes].decode(errors='ignore')
 
 def suggest_calls(h, name):
-    "Return lines with function calls that show more of the run."
+    "Return lines with function calls showing more of the run."
     layer = next((p for p in h.graph.leaves if any(k[0]==p for k in h.weights)), '')
     return ["- all findings: `diagnose(run)`; with other thresholds: `diagnose(run, rules=[...])`",
         f"- rows of a layer: `read(run, path={quote_name(layer).strip('`')!r}, ttype='weight_grad')`",

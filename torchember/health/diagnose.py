@@ -212,7 +212,7 @@ def run_rules(rules, h, fails=None): # fails: function of a rule and its excepti
     return found
 
 def findings_table(found, h, rules):
-    "Return the table that `diagnose` returns. `found`: result of `order_findings`."
+    "Return the result of `diagnose`, a table. `found`: result of `order_findings`."
     out = findings_class()([{**{c: f[c] for c in columns}, 'follows': np.nan if cause is None else float(cause)} for f,cause in found], columns=[*columns,
         'follows'])
     out.run,out.looked,out.missing = h.name,coverage_phrase(h, rules),tuple(find_unrecorded(h))

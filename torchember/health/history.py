@@ -56,7 +56,7 @@ def is_repeated(flags):
 
 # %% ../../nbs/55_health/10_history.ipynb #dee0d067
 def find_makers(trained, most=20_000) -> dict:
-    """Return a dict: path of a module -> paths of the modules whose output it takes as input.
+    """Return a dict: path of a module -> paths of the modules returning its inputs.
     An input and an output are the same tensor if their statistics are equal in one step.
 
     trained: series of training passes
@@ -81,7 +81,7 @@ def has_same_numbers(a, b, *stats, last=None):
 
 # %% ../../nbs/55_health/10_history.ipynb #0b671842
 class ModuleGraph:
-    """The modules of a run in the order of their calls, and for each module the modules whose output it takes.
+    """The modules of a run in the order of their calls, and for each module the modules returning its inputs.
 
     trained: series of training passes"""
     def __init__(self, trained):
@@ -99,7 +99,7 @@ class ModuleGraph:
         return [p for p in self.calls if p not in inner or p=='' and len(self.calls)==1]
 
     def position(self, path):
-        "Return the index of a module in the order of calls. For a module that is not called, return the index of its parent module."
+        "Return the index of a module in the order of calls. For a module without a call, return the index of its parent module."
         while path not in self.calls:
             if not path: return len(self.calls)
             path = path.rpartition('.')[0]
@@ -110,14 +110,14 @@ class ModuleGraph:
 
     @cached_property
     def users(self):
-        "Dict: path -> paths of the modules that take the output of this module as input."
+        "Dict: path -> paths of the modules taking the output of this module as input."
         found = {}
         for p,makers in self.makers.items():
             for m in makers: found.setdefault(m, []).append(p)
         return found
 
     def feeder(self, path):
-        """Return the path of the module whose output a module takes as input, or None.
+        """Return the path of the module returning a module's input, or None.
         If equal statistics do not show it, assume the last module without submodules that returned before."""
         if makers := self.makers.get(path): return makers[-1]
         if path not in self.calls: return None
@@ -126,7 +126,7 @@ class ModuleGraph:
 
     @cached_property
     def first_modules(self):
-        "Paths of the modules whose input is the data: the root, and modules with the same input as the root."
+        "Paths of the modules with the data as input: the root, and modules with the same input as the root."
         roots = [s for s in self.ins if s.path=='']
         if not roots: return {s.path for s in self.ins[:1]}
         return {''} | {s.path for s in self.ins if any(r.tname is not None and has_same_numbers(r, s, lambda s: s.abs_max) for r in roots)}
@@ -138,7 +138,7 @@ class ModuleGraph:
 
     @cached_property
     def last_modules(self):
-        "Paths of the modules whose output is the output of the model."
+        "Paths of the modules returning the output of the model."
         roots = [s for s in self.outs if s.path=='']
         return {s.path for s in self.outs if any(has_same_numbers(r, s, lambda s: s.rms, last=3) for r in roots)} | {*self.leaves[-1:]}
 
@@ -211,7 +211,7 @@ class History:
         return key[1]=='weight' if s.shape is None else sum(n>1 for n in s.shape)>1
 
     def activation(self, s):
-        "Return the class of the activation function that made an output: the module, or the function that a module such as Keras's Dense applies last."
+        "Return the class of an output's activation function: the module, or the last function of a module such as Keras's Dense."
         return self.activations.get(s.path, s.kind)
 
     # (path, pname) -> series; `matrices`: gradients of matrices
@@ -244,12 +244,12 @@ class History:
 
     @cached_property
     def has_large_first_steps(self):
-        "True if the first steps change a weight by more than 30%. Then a rising loss does not mean that its sign is wrong."
+        "True if the first steps change a weight by more than 30%. Then a rising loss does not mean a wrong sign of the loss."
         return any(median(m.ratio[:max(3, len(m.ratio)//5)])>.3 for m in relative_updates(self).values())
 
     @cached_property
     def without_optimizer(self):
-        "Set of (path, pname) of the parameters that are in no optimizer."
+        "Set of (path, pname) of the parameters in no optimizer."
         return {(p['path'], p['name']) for p in self.parameters if p.get('optimizer') is False}
 
     def changes_data_at(self, step):

@@ -17,7 +17,7 @@ text_columns = ('module', 'path', 'ttype', 'tname', 'pname', 'phase', 'dtype')
 dropped_columns = ('ts', 'exponents', 'var', 'abs_min', 'skew', 'kurtosis', 'rm4', 'rm8', 'zero_frac', 'ratio', 'nonfinite')
 
 def kept_columns(df):
-    "Return a table with only the rows and columns that `diff` compares."
+    "Return a table with only the rows and columns compared by `diff`."
     kept = [c for c in df.columns if c not in dropped_columns and (c in text_columns or c=='shape' or df[c].dtype.kind in 'iufb') and df[c].notna().any()]
     return df[df['ttype']!='finding'][kept].reset_index(drop=True)
 
@@ -61,7 +61,7 @@ def keep_run(
 
 # %% ../../nbs/55_health/77_kept.ipynb #f6444490
 def read_kept(path):
-    "Return the rows in a file that `keep_run` has written."
+    "Return the rows in a file written by `keep_run`."
     needs('pyarrow', for_='A kept run')
     try: return needs('pandas', for_='A kept run').read_parquet(path)
     except FileNotFoundError:

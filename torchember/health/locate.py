@@ -71,18 +71,18 @@ def is_bad(v): return v is not None and v.nan+v.inf+v.minus>0
 CodeSpot = namedtuple('CodeSpot', 'module outer file line stepping compiled', defaults=(None,)*5+(False,))
 
 def is_users_code(frame):
-    "Return True if a stack frame runs code of the user, or of a library that is built on torch."
+    "Return True if a stack frame runs code of the user, or of a library built on torch."
     file = frame.f_code.co_filename
     if is_users(frame): return True
     return not file.startswith(ours) and any(d in file for d in installed) and str(frame.f_globals.get('__name__')).partition('.')[0] not in frameworks
 
 def first_argument(frame):
-    "Return the first argument of the function that a stack frame runs, such as `self`, or None."
+    "Return the first argument of the function in a stack frame, such as `self`, or None."
     code = frame.f_code
     return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
 
 def find_spots(last) -> tuple:
-    """Return the `CodeSpot` of the code that runs now, and the `CodeSpot` of the code that called `backward`.
+    """Return the `CodeSpot` of the running code, and the `CodeSpot` of the call of `backward`.
     The two are different only in a backward pass.
 
     last: code object of the stack frame at which the search ends"""
@@ -128,19 +128,19 @@ class NodePlaces:
     def __init__(self): self.thread,self.known = get_ident(),{}
 
     def note(self, op, place):
-        "Note that the operation `op` created the newest autograd node. `place`: function that returns the `Place`."
+        "Note that the operation `op` created the newest autograd node. `place`: function returning the `Place`."
         key = get_ident(), next_number()-1
         if key not in self.known: self.known[key] = op, place()
 
     def forward_spot(self, node):
-        "Return the `CodeSpot` of the forward operation that created an autograd node."
+        "Return the `CodeSpot` of the forward operation creating an autograd node."
         n = node_number(node)
         found = [self.known[k] for back in (0, 1) for t in (self.thread, get_ident()) if (k := (t, n-back)) in self.known]
         return next((p.spot for op,p in found if is_node_of(op, node.name())), found[0][1].spot if found else CodeSpot())
 
 @dataclass
 class Origin:
-    "The first appearance of a NaN or infinity: the operation that made it, or a tensor that had it before the step."
+    "The first appearance of a NaN or infinity: the operation making it, or a tensor with a NaN or infinity before the step."
     kind: str # 'op' for an operation, 'outside' for a tensor from before the step, 'raw' for uninitialized memory
     op: str # the operation, or the first operation that reads the tensor
     place: Place
@@ -169,7 +169,7 @@ def storage_key(x):
 def fills_storage(x): return x.numel()*x.element_size()==x.untyped_storage().nbytes()
 
 class TensorNames:
-    "Models and optimizers that a step uses, and the names of their tensors."
+    "Models and optimizers used by a step, and the names of their tensors."
     def __init__(self, model=None):
         self.roots,self.inside,self.optimizers,self.parameters = [],set(),[],{}
         if model is not None: self.add_model(model)
@@ -189,7 +189,7 @@ class TensorNames:
         if not any(o is p for p in self.optimizers): self.optimizers.append(o)
 
     def path(self, module):
-        "Return the path of a module in the first model that contains it, or None."
+        "Return the path of a module in the first model containing it, or None."
         return next((r[id(module)] for r in self.roots if id(module) in r), None)
 
     def named_tensors(self):
@@ -207,12 +207,12 @@ class TensorNames:
             if p.grad is not None: yield f'the gradient of `{n}`', 'gradient', p.grad
 
     def find(self, x):
-        "Return (kind, name) of the tensor that shares memory with `x`, or None if no named tensor does."
+        "Return (kind, name) of the tensor sharing memory with `x`, or None if no named tensor does."
         key = storage_key(x)[0]
         return next(((kind, name) for name,kind,y in self.named_tensors() if is_readable(y) and storage_key(y)[0]==key), None)
 
     def first_name(self, tensors):
-        "Return the name of the first tensor that has one, or None."
+        "Return the name of the first named tensor, or None."
         return next((kind_and_name[1] for x in tensors if (kind_and_name := self.find(x)) is not None), None)
 
     def parameter(self, p):
@@ -222,7 +222,7 @@ class TensorNames:
 
 # %% ../../nbs/55_health/85_locate.ipynb #2250ca43
 def variable_name(x, last):
-    "Return the name of a variable that refers to a tensor, in the outermost function with such a variable. `last`: as in `find_spots`."
+    "Return the name of a variable referring to a tensor, in the outermost function with such a variable. `last`: as in `find_spots`."
     key,frame,found = storage_key(x)[0],sys._getframe(1),None
     def shares_memory(v): return isinstance(v, torch.Tensor) and is_readable(v) and storage_key(v)[0]==key
     while frame is not None and frame.f_code is not last:
@@ -272,7 +272,7 @@ def merge_indices(*indices): return tuple(sorted({i for found in indices for i i
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e25
 class StorageTraces:
-    "For each storage (memory of tensors) that a step uses: known to be finite, or origins of its NaN and infinities, or uninitialized."
+    "For each storage (memory of tensors) used by a step: known to be finite, or origins of its NaN and infinities, or uninitialized."
     def __init__(self):
         self.known,self.traces,self.raw = {},{},{} # storage key -> weak reference; `Trace`; `Place` of the allocation
         self.unread = set() # dtypes and devices whose tensors could not be read
@@ -309,13 +309,13 @@ class StorageTraces:
         self.traces[key] = trace if before is None else Trace(merge_indices(before.nan, trace.nan), merge_indices(before.inf, trace.inf))
 
     def mark_uninitialized(self, x, place):
-        "Note that the memory of a tensor is allocated but not written yet. `place`: `Place` of the allocation."
+        "Note a tensor's memory as allocated but not written yet. `place`: `Place` of the allocation."
         key,ref = storage_key(x)
         self.known[key],self.raw[key] = ref,place
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e28
 class Destinations:
-    "Results of a step (loss, gradients, parameters, ...) that have NaN or infinities, with the indices of their origins."
+    "Results of a step (loss, gradients, parameters, ...) with NaN or infinities, and the indices of their origins."
     def __init__(self, traces, names): # a `StorageTraces`, a `TensorNames`
         # found: list of (rank, name of the result, indices of origins). The smaller the rank, the more important the result
         self.traces,self.names,self.found = traces,names,[]
@@ -335,7 +335,7 @@ class Destinations:
             if is_readable(x): self.note(1, f"the gradient of {self.names.parameter(p) or f'a tensor of {list(p.shape)}'}", x)
 
     def note_reads(self, op, reads):
-        "Note the loss if an operation begins its backward pass, and scalars that Python reads. `reads`: arguments of the operation `op`."
+        "Note the loss if an operation begins its backward pass, and scalars read by Python. `reads`: arguments of the operation `op`."
         if not self.traces.traces: return
         for r in reads:
             if not is_bad(r.values): continue
@@ -350,7 +350,7 @@ class Destinations:
             if is_readable(x): self.note(2, f'the output of {an(module)}', x)
 
     def note_state(self, out):
-        "After a step, note parameters, gradients, optimizer states, buffers and the return value `out` that have NaN or infinities."
+        "After a step, note NaN or infinities in parameters, gradients, optimizer states, buffers and the return value `out`."
         for name,kind,x in self.names.named_tensors():
             if is_readable(x): self.note('buffer' if kind=='buffer' else 1, name, x)
         out = list(out.values()) if isinstance(out, dict) else out
@@ -359,7 +359,7 @@ class Destinations:
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e29
 class OriginTracker(DispatchMode):
-    "A dispatch mode that checks each operation, and finds the origins of all NaN and infinities."
+    "A dispatch mode checking each operation, to find the origins of all NaN and infinities."
     supports_higher_order_operators = True
 
     def __init__(self, names, last): # a `TensorNames`; the code object of the frame that calls the step
@@ -397,12 +397,12 @@ class OriginTracker(DispatchMode):
         return Read(n, j, x, v, written, x.requires_grad)
 
     def note_output(self, module, out):
-        "Note the output of a module that has returned."
+        "Note the output of a module after its return."
         if id(module) not in self.names.inside: self.place() # `place` also adds the model to `names`
         self.destinations.note_output(module, out)
 
     def place(self):
-        "Return the `Place` of the operation that runs now: phase, code, and autograd node."
+        "Return the `Place` of the running operation: phase, code, and autograd node."
         spot,caller = find_spots(self.last)
         self.compiled = self.compiled or spot.compiled or caller.compiled
         if spot.outer is not None: self.names.add_model(spot.outer)
@@ -413,7 +413,7 @@ class OriginTracker(DispatchMode):
         return Place('optimizer' if spot.stepping is not None and spot.module is None else 'forward', spot)
 
     def add_outside(self, op, x, v):
-        "Add an origin for a tensor `x` with NaN or infinities that no operation of this step has made. `op`: the first operation that reads `x`."
+        "Add an origin for a tensor `x` with NaN or infinities that no operation of this step has made. `op`: the first operation reading `x`."
         raw,place = self.traces.raw.get(storage_key(x)[0]),self.place() # `place` also adds the model to `names`
         kind,name = self.names.find(x) or (None, variable_name(x, self.last))
         n,intended = (len(self.origins),),kind!='parameter' and is_mask(v)
@@ -421,7 +421,7 @@ class OriginTracker(DispatchMode):
         self.traces.add_trace(x, Trace(n if v.nan else (), n if v.inf or v.minus else ()))
 
     def check_output(self, name, x, i, reads, odd):
-        """Check a tensor that the operation `name` has written, and note its origins.
+        """Check a tensor written by the operation `name`, and note its origins.
 
         i: index of the tensor in a list argument, or None
         reads: arguments of the operation
@@ -486,7 +486,7 @@ def describe_values(v): # `TensorValues`, or None
     return f"{list(v.shape)} {v.dtype}, {', '.join(p for p in (span, odd) if p)}"
 
 def describe_module(spot, names):
-    "Return path and class of a module in words. A module that is called alone, such as a loss, has no path."
+    "Return path and class of a module in words. A module called alone, such as a loss, has no path."
     path = names.path(spot.module)
     return name_module(path, type(spot.module).__name__) if path else an(spot.module)
 
@@ -510,7 +510,7 @@ def describe_origin(o, names):
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e34
 class Details(NamedTuple):
-    "The operation that made NaN or infinities, and its place in the code."
+    "The operation making NaN or infinities, and its place in the code."
     op: str|None = None # name of the operation: 'aten.log'
     made: str|None = None # 'NaN', 'inf' or '-inf'
     count: int = 0 # number of elements with these values
@@ -573,7 +573,7 @@ class Located:
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e36
 class IgnoreEvents(Listener):
-    "A listener that does nothing. It replaces a recorder while `locate` runs a step."
+    "A listener doing nothing. It replaces a recorder while `locate` runs a step."
     on,running = False,1
 
 @contextmanager
@@ -613,7 +613,7 @@ def ignore_calls(recorder):
 def call_step(step_fn): return step_fn()
 
 def track_step(step_fn, model):
-    "Run a step under an `OriginTracker`. Return the tracker, and the exception that the step raised, or None."
+    "Run a step under an `OriginTracker`. Return the tracker, and the exception raised by the step, or None."
     tracker,error,out = OriginTracker(TensorNames(model), call_step.__code__),None,None
     handles = [register_module_forward_hook(lambda m, args, out: tracker.note_output(m, out)),
         register_optimizer_step_pre_hook(lambda o, args, kwargs: tracker.names.add_optimizer(o))]

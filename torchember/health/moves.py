@@ -55,13 +55,13 @@ def estimate_ratio(s):
 
 # %% ../../nbs/55_health/07_moves.ipynb #ae15033e
 def relative_updates(h):
-    "Return a dict: (path, pname) -> `RelativeUpdates`, for all trained weights that are matrices. `h`: a `History`."
+    "Return a dict: (path, pname) -> `RelativeUpdates`, for all trained weight matrices. `h`: a `History`."
     trained = {k: w for k,w in h.weights.items() if k in h.grads or k in h.updates}
     return {k: RelativeUpdates(w, h.updates.get(k)) for k,w in trained.items() if len(w)>2 and h.is_matrix(k, w) and not w.skipped.all()}
 
 # %% ../../nbs/55_health/07_moves.ipynb #c0f7d8e2
 def any_weight_changes(h, step, but=(), share=.1):
-    """Return True if at least one trained weight still changes after a step: its relative change is at least a tenth of that before.
+    """Return True if at least one trained weight still changes after a step: its relative change is at least a tenth of the change before.
 
     but: keys of weights to ignore
     share: least relative change after the step, as a fraction of that before"""

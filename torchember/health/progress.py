@@ -12,7 +12,7 @@ import numpy as np
 
 # %% ../../nbs/55_health/05_progress.ipynb #716ccd48
 def start_and_end(values, part=.2):
-    "Return the median of the first values, and the median of the last values. `part`: fraction of all values that count as last."
+    "Return the median of the first values, and the median of the last values. `part`: fraction of all values counted as last."
     n = max(3, int(len(values)*part))
     k = max(3, min(n, len(values)//20))
     return float(np.median(values[:k])), float(np.median(values[-n:]))
@@ -39,7 +39,7 @@ def rank_trend(v):
 
 # %% ../../nbs/55_health/05_progress.ipynb #8e331aa2
 def judge_direction(start, end, noise, way, fall=.03, rise=.05):
-    """Return 'falls', 'rises' or 'stalls' for a loss that goes from `start` to `end`.
+    """Return 'falls', 'rises' or 'stalls' for a loss going from `start` to `end`.
 
     way: trend of the loss, divided by the standard deviation of the trend of pure noise
     fall, rise: least change, as a fraction of the start"""
@@ -90,7 +90,7 @@ class LossProgress:
         return word
 
     def is_game(self, names):
-        "Return True for adversarial training or reinforcement learning, in which a rising loss is no bad sign."
+        "Return True for adversarial training or reinforcement learning. There, a rising loss is no bad sign."
         if any(adversarial_names.search(n) for n in (*names, self.loss.name)): return True
         v = self.values
         # a loss that is around zero from the beginning is that of a game

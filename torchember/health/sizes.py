@@ -50,7 +50,7 @@ def rate_divisor(ratio):
 
 # %% ../../nbs/55_health/30_sizes.ipynb #ed9125c0
 def report_large_steps(h, moves, large, ratio):
-    "Return a finding about updates that are too large from the start. `large`: keys of their weights."
+    "Return a finding about updates too large from the start on. `large`: keys of their weights."
     first = {k: m.median(0, .2) for k,m in moves.items()}
     k = max(large, key=lambda k: np.nan_to_num(first[k]))
     w,size = moves[k].s,max(first[k], finite_max(moves[k].ratio[:3]))
@@ -61,7 +61,7 @@ def report_large_steps(h, moves, large, ratio):
         ratio=size, weights=len(large), of=len(moves), loss=h.progress.verdict)
 
 def report_larger_steps(h, moves, late):
-    "Return a finding about updates that become too large later. `late`: key of a weight -> index of its first large update."
+    "Return a finding about updates becoming too large later. `late`: key of a weight -> index of its first large update."
     k = min(late, key=lambda k: (late[k], h.graph.position(k[0])))
     m,i = moves[k],late[k]
     step,before = int(m.steps[i]),median(m.ratio[:i])
@@ -94,7 +94,7 @@ def update_too_large(h, ratio=.3, growth=10., many=.34):
 
 # %% ../../nbs/55_health/30_sizes.ipynb #61c67ee1
 def report_small_steps(h, moves, k, n, ratio):
-    "Return a finding about a run in which all updates are too small. `k`: key of the weight with the largest updates; `n`: number of weights."
+    "Return a finding about a run with all updates too small. `k`: key of the weight with the largest updates; `n`: number of weights."
     w = moves[k].s
     return finding('', f"The updates are too small: the largest, of {w.title}, is {fmt(ratio)} of the weight, where 0.001 is usual. "
         f"{loss_sentence(h.progress)}", h.steps[0], h.steps[-1], severity='error' if h.progress.verdict=='stalls' else None, ttype='weight',
@@ -146,7 +146,7 @@ def was_falling(p, step):
 
 # %% ../../nbs/55_health/30_sizes.ipynb #e8a1a532
 def find_early_end(h, moves, drop, many=.7):
-    "Yield a finding about updates that become small while gradients do not, long before the end of the training."
+    "Yield a finding about updates becoming small while gradients do not, long before the end of the training."
     p,ends = h.progress,[e for k,m in moves.items() if (e := find_end(h, k, m, drop))]
     if len(ends)<many*len(moves) or p.verdict=='means nothing': return
     step,k,peak,now = sorted(ends, key=lambda e: e[0])[len(ends)//2]
@@ -164,7 +164,7 @@ def find_early_end(h, moves, drop, many=.7):
 
 # %% ../../nbs/55_health/30_sizes.ipynb #cbb40c01
 def find_slow_group(h, moves, usual, ratio):
-    "Yield a finding about layers whose weights hardly change while other weights do. `usual`: key -> median relative change per step."
+    "Yield a finding about layers with hardly changing weights while other weights change. `usual`: key -> median relative change per step."
     largest = finite_max(list(usual.values()))
     grads = {k: median(h.grads[k].rms) for k in moves if k in h.grads}
     slow = [k for k in grads if 0<usual[k]<min(ratio/10, largest*1e-3) and grads[k]>1e-10]
@@ -248,7 +248,7 @@ def is_only_path(h, path, out):
     return False
 
 def layer_starts(h):
-    "Yield a `LayerStart` for each layer whose weight, input and output are known in the first step."
+    "Yield a `LayerStart` for each layer with known weight, input and output in the first step."
     for w,fan in initial_weights(h):
         out,ins = h.outputs.get(w.path),h.inputs.get(w.path)
         if out is None or out.steps[0]!=h.steps[0] or ins and ins[0].steps[0]!=h.steps[0]: continue
@@ -281,7 +281,7 @@ def report_large_start(h, large, away):
         f"The largest value in the model is {fmt(most)}.", 'error' if is_harmed(h) and by>10*away else None, gain=by, scaled=scaled, layers=n)
 
 def report_growing_start(h, growing):
-    "Return a finding about layers that each make the signal a little larger. `growing`: list of `LayerStart`."
+    "Return a finding about layers each making the signal a little larger. `growing`: list of `LayerStart`."
     first,last = min(growing, key=lambda s: h.graph.position(s.w.path)),max(growing, key=lambda s: s.out_rms)
     return report_start(h, first.w, f"The signal grows from layer to layer, to {fmt(last.out_rms)} in `{last.w.path}` at step {h.steps[0]}: "
         f"{len(growing)} layers begin with weights that are about {fmt(median([s.scaled for s in growing]))} times too large to keep its size. "
@@ -332,7 +332,7 @@ def starts_with_high_loss(h, times=8):
     return bool(guess) and len(values)>0 and bool(values[0]>times*min(guess.values()))
 
 def report_not_normalised(h, s, size, bad):
-    "Return a finding about data that are not normalized. `s`: series of the data; `size`: median rms; `bad`: True if the loss may suffer."
+    "Return a finding about data without normalization. `s`: series of the data; `size`: median rms; `bad`: True if the loss may suffer."
     worst = 'error' if h.is_broken or h.progress.verdict=='rises' else None if bad else 'info'
     return s.finding(0, f"The data are not normalized: the input of {s.title} has an rms of {fmt(size)} and reaches "
         f"{fmt(finite_max(s.abs_max))}, where about 1 is usual. {loss_sentence(h.progress)}", severity=worst,
@@ -340,7 +340,7 @@ def report_not_normalised(h, s, size, bad):
         rms=size, largest=finite_max(s.abs_max))
 
 def report_not_centred(s, size, spread):
-    "Return a finding about data whose mean is far from zero. `s`: series of the data; `size`, `spread`: median rms and standard deviation."
+    "Return a finding about data with a mean far from zero. `s`: series of the data; `size`, `spread`: median rms and standard deviation."
     return s.finding(0, f"The data are far from zero: the input of {s.title} has a mean of {fmt(median(s['mean']))} and a "
         f"standard deviation of only {fmt(spread)}.", stat='mean', rms=size, std=spread,
         advice="Subtract the mean of the training set: x-mean.")

@@ -39,7 +39,7 @@ def kinds_of_trouble(lines):
     return {(n, *sorted(kind_columns.findall(l)), *(names_not_finite(l) if scalar_mark in l else ())) for l in bad for n in present if n in l}
 
 def names_not_finite(line):
-    "Return the names of the logged numbers in a log line that are NaN or infinite."
+    "Return the names of NaN or infinite logged numbers in a log line."
     row = load_row(line)
     return sorted(k for k,v in row.items() if v is None or isinstance(v, float) and not math.isfinite(v)) + sorted(row.get('nonfinite') or ())
 
@@ -69,7 +69,7 @@ class KeptSteps:
         while self.size>self.most_bytes and self.thin(): pass
 
     def thin(self):
-        "Drop every second step between the first and the last ones, except those in `first_bad`. Return True if any step was dropped."
+        "Drop every second step between the first and the last ones, except the steps in `first_bad`. Return True if any step was dropped."
         safe = set(self.first_bad.values())
         steps = [s for s in self.lines if s not in safe]
         between = steps[self.first:-self.last]
@@ -89,7 +89,7 @@ class KeptSteps:
         return b''.join([*(b''.join(p) if s in kept else self.logged_lines(s, p) for s,p in self.lines.items()), *self.reports])
 
     def logged_lines(self, step, blocks):
-        "Return the lines of a step with numbers that the user logged. They are cached until new blocks come."
+        "Return the lines of a step with numbers logged by the user. They are cached until new blocks come."
         found,n = self.logged.get(step, (None, 0))
         if n!=len(blocks):
             found = b''.join(line+b'\n' for p in blocks if scalar_mark in p for line in p.split(b'\n') if scalar_mark in line)
@@ -108,18 +108,18 @@ class Pace:
         self.share,self.next,self.more,self.took,self.cost = share,first,more,0.,0.
 
     def due(self, steps:int, recording) -> bool:
-        "Return True if it is time to run the rules. `recording`: function that returns the seconds of recording so far."
+        "Return True if it is time to run the rules. `recording`: function returning the seconds of recording so far."
         return steps>=self.next and (not self.cost or self.took+2*self.cost<=self.share*recording())
 
     def note_cost(self, steps, seconds):
-        "Note the time that a look took, and choose the step of the next look."
+        "Note the duration of a look, and choose the step of the next look."
         self.took += seconds
         self.cost = seconds
         self.next = max(int(steps*self.more), steps+1)
 
 # %% ../../nbs/55_health/60_watch.ipynb #1522494a
 class KnownFindings:
-    "Findings that were reported and still hold."
+    "Reported and still valid findings."
     patience = 2 # number of consecutive looks without a finding, after which the finding no longer holds
     # key -> finding that holds; key -> number of consecutive looks without this finding
     def __init__(self): self.open,self.missed = {},{}
@@ -227,7 +227,7 @@ class RuleWatch:
     seconds = property(lambda self: self.pace.took, doc="CPU seconds that all looks took.")
 
     def keep(self, rows, lines, seconds):
-        "Keep lines of a step. Return True if a look is due. Called in the thread that writes the log."
+        "Keep lines of a step. Return True if a look is due. Called in the thread writing the log."
         with self.adding:
             self.kept.add((rows[0] if isinstance(rows[0], dict) else load_row(rows[0])).get('step'), lines)
             self.has_new = True
