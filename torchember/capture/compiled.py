@@ -18,7 +18,7 @@ numbers,holders = itertools.count(),weakref.WeakValueDictionary()
 
 # %% ../../nbs/10_capture/15_compiled.ipynb #7a82081c
 def new_key(holder) -> torch.Tensor:
-    "Return a tensor that identifies `holder`, so that an operator in a graph can call its methods. The reference to `holder` is weak."
+    "Return a tensor identifying `holder`. With it, an operator in a graph can call methods of `holder`. The reference to `holder` is weak."
     n = next(numbers)
     holders[n] = holder
     with torch.inference_mode(False): return torch.tensor([n], dtype=torch.int64, device='cpu')
@@ -40,7 +40,7 @@ def unused_name(name):
     return next(n for n in names if not hasattr(torch.ops.torchember, n))
 
 def define_operator(name, arguments, f, token=True, tensors='Tensor[]'):
-    """Define an operator that reports tensors from compiled code. torch.compile keeps it in the graph and in order, and does not trace into it.
+    """Define an operator to report tensors from compiled code. torch.compile keeps it in the graph and in order, and does not trace into it.
 
     The operator calls `f(holder, tensors, *further arguments)`. `arguments` and `tensors`: types of the arguments, for the schema of the operator.
     `token`: whether torch keeps the order by an effect token, where this version of torch has effect tokens."""
@@ -65,7 +65,7 @@ def prepare_graph(op, token):
 
 # %% ../../nbs/10_capture/15_compiled.ipynb #4d906f5e
 def call_holder(method):
-    "Return a function that calls a method of the holder with (name, tensor) pairs. In a recomputation by a checkpoint it does nothing."
+    "Return a function to call a method of the holder with (name, tensor) pairs. In a recomputation by a checkpoint it does nothing."
     def f(holder, xs, names, *hooked):
         if not recomputing(): getattr(holder, method)(list(zip(names, xs, strict=True)), *hooked)
     return f

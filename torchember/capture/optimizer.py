@@ -19,7 +19,7 @@ def parameters_of(optimizer) -> list:
     return list({id(p): p for g in optimizer.param_groups for p in g['params']}.values())
 
 def trained_by(optimizers) -> list:
-    "Return the parameters that any of these optimizers trains, each once."
+    "Return the parameters trained by any of these optimizers, each once."
     return list({id(p): p for o in optimizers for p in parameters_of(o)}.values())
 
 def state_tensors(optimizer, p) -> dict:
@@ -32,11 +32,11 @@ def is_optimizer(o) -> bool:
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #5e1f0a11
 def live_objects(kind):
-    "Return all objects of a class, and of its subclasses, that exist in this process."
+    "Return all objects of a class and of its subclasses in this process."
     return [o for o in gc.get_objects() if issubclass(type(o), kind)]
 
 def in_live_optimizers(wanted:set) -> set:
-    "Return those ids in `wanted` that are ids of parameters of any torch optimizer in this process."
+    "Return the ids in `wanted` belonging to parameters of any torch optimizer in this process."
     return wanted & {id(p) for o in live_objects(torch.optim.Optimizer) for g in getattr(o, 'param_groups', ()) for p in g['params']}
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #afd21f76
@@ -116,7 +116,7 @@ def replace_step(o, run) -> ReplacedStep:
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #fd77bd10
 def gradient_scale(scaler, o):
-    "Return the loss scale that the gradients of the optimizer `o` contain, as a tensor, or None. `scaler`: a `GradScaler`, or None."
+    "Return the loss scale contained in the gradients of the optimizer `o`, as a tensor, or None. `scaler`: a `GradScaler`, or None."
     if scaler is None or not scaler.is_enabled(): return None
     # a fused optimizer divides the gradients by `grad_scale` in its kernel
     if getattr(o, 'grad_scale', None) is not None: return o.grad_scale
@@ -144,14 +144,14 @@ class OpenSteps:
     def __init__(self): self.depth = {} # id of an optimizer -> number of its running steps
 
     def begin(self, o):
-        "Note that a step of `o` begins. Return True if no other step of `o` is running."
+        "Note the beginning of a step of `o`. Return True if no other step of `o` is running."
         n = self.depth.get(id(o), 0)
         if n and not is_stepping(o): n = 0 # the earlier step has raised, so it did not report its end
         self.depth[id(o)] = n+1
         return not n
 
     def end(self, o):
-        "Note that a step of `o` has ended. Return True if no other step of `o` is running any more."
+        "Note the end of a step of `o`. Return True if no other step of `o` is running any more."
         n = self.depth[id(o)] = max(self.depth.get(id(o), 1)-1, 0)
         return not n
 
@@ -163,7 +163,7 @@ class OpenSteps:
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #33637749
 def add_hooks(o, begin, end):
-    "Add torch's step hooks, which call `begin(optimizer, args, kwargs)` and `end(optimizer)`. Return the handles of the hooks."
+    "Add torch's step hooks, to call `begin(optimizer, args, kwargs)` and `end(optimizer)`. Return the handles of the hooks."
     return [o.register_step_pre_hook(never_compile(lambda o, args, kwargs: begin(o, args, kwargs))),
         o.register_step_post_hook(never_compile(lambda o, args, kwargs: end(o)))]
 
@@ -206,7 +206,7 @@ class OptimizerWatch:
     busy = property(lambda self: bool(self.wrappers) or self.open.any(), doc="True if a step of an optimizer is running.")
 
     def begin(self, o, args, kwargs):
-        "Report that the step of `o` begins. Return new arguments for `step`, with a wrapped closure, or None to keep the arguments."
+        "Report the beginning of the step of `o`. Return new arguments for `step`, with a wrapped closure, or None to keep the arguments."
         if not self.open.begin(o): return None
         new = wrap_closure(args, kwargs, lambda: self.gradients_ready(o, False))
         if new is None: self.gradients_ready(o)
@@ -214,7 +214,7 @@ class OptimizerWatch:
         return new
 
     def end(self, o):
-        "Report that the step of `o` has ended, unless another step of `o` is still running."
+        "Report the end of the step of `o`, unless another step of `o` is still running."
         if self.open.end(o): self.note_end(o)
 
     def gradients_ready(self, o, unchanged=True): # unchanged: whether the weights are those from before the step
@@ -228,11 +228,11 @@ class OptimizerWatch:
         self.listener.step_skipped(o) if has_skipped(o) else self.listener.step_ends(o)
 
     def begin_step(self, o):
-        "Report that a step begins, if the trainer does not call `o.step`. To be called before the weights change."
+        "Report the beginning of a step, if the trainer does not call `o.step`. To be called before the weights change."
         if self.attached: self.listener.step_begins(o)
 
     def note_step(self, o):
-        "Report that a step has ended, if the trainer does not call `o.step`. To be called after the weights have changed."
+        "Report the end of a step, if the trainer does not call `o.step`. To be called after the weights have changed."
         if not self.attached: return
         self.gradients_ready(o, False)
         self.note_end(o)
@@ -240,7 +240,7 @@ class OptimizerWatch:
     # ---- these functions replace `step`. go: the original `step`
 
     def run_plain(self, o, go, args, kwargs):
-        "Run the original step of an optimizer that has no step hooks, and report begin and end."
+        "Run the original step of an optimizer without step hooks, and report begin and end."
         if not self.attached: return go(*args, **kwargs)
         new = self.begin(o, (o, *args), kwargs)
         if new is not None: args,kwargs = new[0][1:],new[1]

@@ -42,7 +42,7 @@ def private(path, without, then):
 
 @contextmanager
 def noting_failure(path, then):
-    "Return a context that catches exceptions. If code in it raises, add the private name `path` and the consequence `then` to `missing`."
+    "Return a context catching exceptions. If code in it raises, add the private name `path` and the consequence `then` to `missing`."
     try: yield
     except Exception: missing[path] = then
 
@@ -110,7 +110,7 @@ def recomputing():
 apply_code = getattr(getattr(torch.autograd.Function.apply, '__func__', None), '__code__', None)
 
 def function_call_in(frame):
-    "Return weak references that identify the call of an autograd Function in `frame`. Return None for other frames, and if the Function recomputes."
+    "Return weak references identifying the call of an autograd Function in `frame`. Return None for other frames, and if the Function recomputes."
     if apply_code is not None:
         # compiled code runs in an autograd Function, too: `recomputes` excludes it by its name
         if frame.f_code is not apply_code or recomputes(frame.f_locals['cls']): return None
@@ -120,7 +120,7 @@ def function_call_in(frame):
     return None if function is None or recomputes(function) else (weakref.ref(ctx),)
 
 def function_context_in(frame):
-    "Return the first argument of a function named `forward` that runs in `frame`, else None. For an autograd Function this is its context `ctx`."
+    "Return the first argument of a function named `forward` running in `frame`, else None. For an autograd Function this is its context `ctx`."
     code = frame.f_code
     return frame.f_locals.get(code.co_varnames[0]) if code.co_name=='forward' and code.co_argcount else None
 
@@ -171,11 +171,11 @@ def is_trace_check():
 module_call = torch.nn.Module.__call__.__code__
 
 def is_graph(m):
-    "Return True if a module is a graph that torch.compile has made: an fx graph without parameters, which gets them as inputs."
+    "Return True if a module is a graph made by torch.compile: an fx graph without parameters. It gets them as inputs."
     return isinstance(m, torch.fx.GraphModule) and next(m.parameters(), None) is None
 
 def calling_module(known):
-    "Return the innermost module that is running in this thread, or None. `known`: ids of modules to ignore."
+    "Return the innermost running module of this thread, or None. `known`: ids of modules to ignore."
     running = (f.f_locals['self'] for f in running_frames() if f.f_code is module_call)
     return next((m for m in running if id(m) not in known and not is_graph(m)), None)
 
@@ -192,7 +192,7 @@ def call_after_backward(f) -> bool: # False if this version of torch cannot do s
 will_execute = private('torch._C._will_engine_execute_node', None, 'a pass that only torch.autograd.grad uses is merged with the other passes of its step')
 
 def leaves_below(node, most=16):
-    "Return up to `most` nodes that accumulate gradients of leaves, and that the autograd graph reaches from `node`."
+    "Return up to `most` nodes accumulating gradients of leaves, reached from `node` in the autograd graph."
     found,todo,seen = [],[node],set()
     while todo and len(found)<most and len(seen)<1000:
         if (n := todo.pop()) is None or n in seen: continue
@@ -202,7 +202,7 @@ def leaves_below(node, most=16):
     return found
 
 def writes_gradients() -> bool:
-    "Return False if the running backward is that of `torch.autograd.grad`, which writes into no `.grad`. To be called in a hook."
+    "Return False if the running backward belongs to `torch.autograd.grad`, because it writes into no `.grad`. To be called in a hook."
     leaves = leaves_below(running_node()) if will_execute is not None else []
     try: return not leaves or any(will_execute(n) for n in leaves)
     except RuntimeError: return False # torch raises for nodes of the inputs of `torch.autograd.grad`
@@ -235,7 +235,7 @@ def operation_arguments(op) -> Arguments:
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #8c0a7e08
 def is_dynamo_frame(frame) -> bool:
-    "Return True if `frame` runs the wrapper that `torch.compile` puts around a function or module. Works in all versions of torch."
+    "Return True if `frame` runs the wrapper of `torch.compile` around a function or module. Works in all versions of torch."
     dynamo = sys.modules.get('torch._dynamo.eval_frame')
     if dynamo is None or frame.f_code.co_filename!=dynamo.__file__: return False
     # this file of torch has other wrappers, around functions that are never compiled
@@ -258,7 +258,7 @@ note,strategy,action = (private(f'torch._C._dynamo.eval_frame.{n}', None, 'Dynam
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #b9aaed09
 def never_compile(f):
-    "Have Dynamo skip `f` and all functions that `f` calls. Return `f`. If compiled code calls `f`, Dynamo still traces `f` as a part of that code."
+    "Have Dynamo skip `f` and all functions called by `f`. Return `f`. If compiled code calls `f`, Dynamo still traces `f` as a part of that code."
     if note and strategy and action: note(f.__code__, strategy(action.SKIP, action.SKIP))
     return f
 
@@ -314,7 +314,7 @@ def keep_in_order(op, token:bool):
 unordered = 'rows of compiled code may come in another order'
 
 def lowering_state(lowering):
-    "Return the graph that Inductor is lowering, its number of operations, and its last effect. Return None if this version of Inductor has no such."
+    "Return the graph being lowered by Inductor, its number of operations, and its last effect. Return None if this version of Inductor has no such."
     with noting_failure('torch._inductor.graph.GraphLowering.effectful_ops', unordered):
         graph = lowering.V.graph
         return graph, len(graph.operations), graph.effectful_ops.get(torch.library.EffectType.ORDERED)
@@ -329,7 +329,7 @@ def order_graph_operations(graph, n, last, token):
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch35
 def has_step_hooks(optimizer) -> bool:
-    "Return True if an optimizer has torch's step hooks, which exist in torch 2.0 and later. If not, its `step` is replaced to notice steps."
+    "Return True if an optimizer has torch's step hooks (torch 2.0 and later). If not, its `step` is replaced to notice steps."
     return hasattr(optimizer, '_optimizer_step_pre_hooks')
 
 def loss_scale(scaler):
@@ -384,7 +384,7 @@ def running_ddp():
     return getattr(torch.nn.parallel.DistributedDataParallel, '_active_ddp_module', None)
 
 def pipeline_stages(model):
-    """Return the pipeline stages that run modules of a model: triples of a stage, its module, and the divisor of gradients.
+    """Return the pipeline stages running modules of a model: triples of a stage, its module, and the divisor of gradients.
     Works in torch 2.5 and later."""
     stages,schedules = (sys.modules.get(f'torch.distributed.pipelining.{n}') for n in ('stage', 'schedules'))
     if stages is None or not hasattr(stages, '_PipelineStageBase'): return []
@@ -398,7 +398,7 @@ def pipeline_stages(model):
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #2c6a15f4
 def lists_parameters_as_torch(module):
-    "Return True if a module does not override the methods of `nn.Module` that list parameters. `_named_members` exists in all versions of torch."
+    "Return True if a module does not override the methods of `nn.Module` for listing parameters. `_named_members` exists in all versions of torch."
     methods = 'parameters', 'named_parameters', 'named_modules', '_named_members'
     return not any(n in module.__dict__ or getattr(type(module), n, None) is not getattr(torch.nn.Module, n, None) for n in methods)
 

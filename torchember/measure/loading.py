@@ -120,7 +120,7 @@ class Loader:
         with self.lock: pass # taking the lock waits for the format that is being loaded
 
     def start_in_child(self):
-        "Reset lock and threads in a forked child process, which has no background threads."
+        "Reset lock and threads in a forked child process, because it has no background threads."
         self.lock,self.threads,self.requested,self.finished = threading.RLock(),[],set(),0
 
 loader = Loader()

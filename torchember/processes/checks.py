@@ -25,7 +25,7 @@ def steps_of_ranks(rows):
     return {int(r): (int(first), int(last)) for r,first,last in steps.itertuples()}
 
 def missing_ranks(steps, metadata, world): # steps: rank -> (first step, last step), or None if unknown
-    "Yield messages about ranks that have no rows, or whose rows begin late or end early."
+    "Yield messages about ranks without rows, or with rows beginning late or ending early."
     missing,known = [r for r in range(world) if r not in steps],{r: s for r,s in sorted(steps.items()) if s is not None}
     if missing: yield f"Of {world} ranks {join_ranks(missing)} left no rows: their shards are missing."
     worlds = defaultdict(list)
@@ -65,7 +65,7 @@ def drift_message(row, rank, first, step, n):
     return f"Replicas have drifted apart: rank {rank} has another {describe(row)} than rank {first} since step {step}{more}. The first rank's are shown."
 
 class DriftWatch:
-    "Reports during training when replicas, which must be equal, have drifted apart."
+    "Reports during training when replicas have drifted apart. Replicas must be equal."
     patience = 10 # number of consecutive steps in which two replicas must differ before this is reported
 
     # since: (rank, tensor) -> (first step with a difference, number of such steps)

@@ -88,7 +88,7 @@ class Losses:
         self.steps,self.lines = steps[order],{n: y[order] for n,y in lines.items()}
 
     def index_of(self, step):
-        "Return the index of the step that is nearest to `step`."
+        "Return the index of the step nearest to `step`."
         return int(np.argmin(np.abs(self.steps-step)))
 
     def text(self, i, recorded=None):
@@ -217,7 +217,7 @@ class Picture:
 
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a008
 def axes_with_steps(fig):
-    "Return the axes of a figure whose x axis is the step."
+    "Return the axes of a figure with the step as x axis."
     named = lambda ax: 'step' in {fig.get_supxlabel(), *(a.get_xlabel() for a in ax.get_shared_x_axes().get_siblings(ax))}
     return [ax for ax in fig.axes if ax.name=='rectilinear' and ax.get_label()!='<colorbar>' and named(ax)]
 
@@ -254,7 +254,7 @@ class StepCursor:
         self.point(step)
 
     def settle(self):
-        "Move the cross-hair and the slider to the step that the picture shows."
+        "Move the cross-hair and the slider to the step shown by the picture."
         if control := self.step_control(): self.pinned = control.value
         if self.slider and self.pinned is not None: self.slider.widget.value = self.slider.position(self.pinned)
         self.point(self.pinned)
@@ -268,7 +268,7 @@ def slider_under(W, loss, go):
 
 # %% ../../nbs/60_show/94_pointing.ipynb #e05da9a6
 def tensor_at(rows, col, g, i:int, j:int, by:str='step'): # i, j: row and column of a cell
-    "Return the log row that a cell of a heat map shows, or None if nothing was recorded there."
+    "Return the log row shown by a cell of a heat map, or None if nothing was recorded there."
     rows = training(rows)
     code,_ = places(rows)
     first = sum(map(len, g.members[:i]))
@@ -283,7 +283,7 @@ def tensor_at(rows, col, g, i:int, j:int, by:str='step'): # i, j: row and column
     return rows.iloc[at[np.argmin(np.where(np.isnan(far), np.inf, far))]]
 
 def rows_of_same_tensor(table, row):
-    "Return all rows of the table that are of the same tensor as `row`, at any step."
+    "Return all rows of the table for the same tensor as `row`, at any step."
     same = np.ones(len(table), bool)
     for c in ('path', 'ttype', 'tname', 'call'):
         if c in table and c in row: same &= (table[c].astype(str)==str(row[c])).to_numpy()
@@ -452,7 +452,7 @@ class Interactive:
         if c := self.cursor: on(c.loss.surface, motion_notify=c.on_hover, button_press=c.on_click, figure_leave=c.on_hover)
 
     def arrange(self):
-        "Show the controls of the picture, or those of an open histogram."
+        "Show the controls of the picture, or the controls of an open histogram."
         inside = len(self.stack)>1
         self.layout.arrange(self.now.box, [self.chooser.shown] if self.chooser and not inside else [], inside, self.hint(inside))
 
@@ -490,7 +490,7 @@ class Interactive:
         if self.cursor: self.cursor.settle()
 
     def pressed(self, event):
-        "Open the histogram of the cell that was clicked. A right click closes the histogram."
+        "Open the histogram of the clicked cell. A right click closes the histogram."
         if event.button==3: return self.leave()
         if event.button!=1 or len(self.stack)>1 or not self.patches or event.inaxes is not self.figure.axes[0]: return
         self.enter(self.patches.at(event.xdata, event.ydata))

@@ -22,7 +22,7 @@ from jax.tree_util import tree_flatten_with_path
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #8135e008
 class TagRequest(namedtuple('TagRequest', 'include exclude gradients loose', defaults=[False])):
-    "Says which tags to create: patterns of module paths or None, if gradients are recorded, and if JAX may remove unused tags."
+    "Describes the tags to create: patterns of module paths or None, if gradients are recorded, and if JAX may remove unused tags."
     def wants(self, path): # path: path of a module
         "Return True if the module with this path is to be recorded."
         return (self.include is None or self.include.search(path)) and not (self.exclude is not None and self.exclude.search(path))
@@ -30,14 +30,14 @@ class TagRequest(namedtuple('TagRequest', 'include exclude gradients loose', def
 asked = jax.make_user_context(None) # the current `TagRequest`; None: nothing is tagged
 
 def discardable_tags():
-    "Return a context in which JAX may remove tags whose values are unused."
+    "Return a context in which JAX may remove tags with unused values."
     return asked(asked.value and asked.value._replace(loose=True))
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #61177e59
 Key = namedtuple('Key', 'where ttype tname')
 
 class Tag(NamedTuple):
-    "Parameters of the JAX operation that tags a value: the tensor's name, and how the value is to be recorded."
+    "Parameters of the JAX operation tagging a value: the tensor's name, and how the value is to be recorded."
     key:Key
     number:int # Number of the tag, unique in this process. A value and its gradient have the same number
     grad:bool=False # True if the tagged value is a gradient
@@ -60,7 +60,7 @@ ad.deflinear2(slope_p, lambda ct, x, *, tag: [ct if type(ct) is ad.Zero else tap
 ad.primitive_jvps[slope_p] = lambda xs, ts, *, tag: (slope_p.bind(*xs, tag=tag), ts[0])
 
 def tap_jvp(primals, tangents, *, tag):
-    "Differentiate a tag: tag the value, and mark its tangent so that the backward pass tags the gradient."
+    "Differentiate a tag: tag the value, and mark its tangent. The backward pass then tags the gradient."
     tag = tag if tag.grad else tag._replace(order=tag.order+1)
     y,(t,) = tap_p.bind(*primals, tag=tag),tangents
     if tag.grad or type(t) is ad.Zero or asked.value is None: return y, t
@@ -72,7 +72,7 @@ ad.primitive_transposes[tap_p] = lambda ct, x, **kw: [ct] # needed when a custom
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #17a0d5f0
 def tolerated_effect():
-    "Return an effect that all transformations of JAX accept. An operation with an effect is not removed when its result is unused."
+    "Return an effect accepted by all transformations of JAX. An operation with an effect is not removed when its result is unused."
     effect, = jax.make_jaxpr(lambda: jax.debug.callback(lambda: None))().effects
     return type('Tagged', (type(effect),), {'__str__': lambda self: 'Tagged'})
 
@@ -81,7 +81,7 @@ tap_p.def_effectful_abstract_eval(lambda x, tag: (x, set() if tag.again or tag.l
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #6fa1c0de
 def split_for_checkpoint(saveable, unknown, instantiated, e):
-    "Split a tag for `jax.checkpoint`, so that the first computation is recorded and the recomputation is not."
+    "Split a tag for `jax.checkpoint`, to record the first computation and not the recomputation."
     needed = [] if instantiated[0] or isinstance(e.invars[0], Literal) else [e.invars[0]]
     if unknown[0]: return None, e, [True], [True], needed
     return e, e.replace(params={'tag': e.params['tag']._replace(again=True)}, effects=set()), [False], [True], needed
@@ -90,7 +90,7 @@ partial_eval.partial_eval_jaxpr_custom_rules[tap_p] = split_for_checkpoint
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #6fa2c0de
 def has_tags(jaxpr) -> bool:
-    "Return True if a program, or a program called in it, has tags that are recorded."
+    "Return True if a program, or a program called in it, has recorded tags."
     return any(e.primitive is tap_p and not e.params['tag'].again or any(has_tags(j) for j in jaxprs_in_params(e.params)) for e in jaxpr.eqns)
 
 def tags_of(jaxpr):
@@ -105,12 +105,12 @@ def trains(jaxpr):
     return bool(values & gradients)
 
 def loops_that_train(jaxpr):
-    "Return True if a program contains a `scan` whose iterations are training steps."
+    "Return True if a program contains a `scan` with training steps as iterations."
     def trains_in(e): return e.primitive is primitives.scan_p and trains(e.params['jaxpr'].jaxpr) or any(map(loops_that_train, jaxprs_in_params(e.params)))
     return any(map(trains_in, jaxpr.eqns))
 
 def retagged(x, f):
-    "Return a program, or a container of programs, in which each `Tag` is replaced by `f(tag)`. Other values are returned unchanged."
+    "Return a program, or a container of programs, with each `Tag` replaced by `f(tag)`. Other values are returned unchanged."
     if isinstance(x, list|tuple) and any(isinstance(v, ClosedJaxpr|Jaxpr) for v in x): return type(x)(retagged(v, f) for v in x)
     # some versions have one class
     if not isinstance(x, Jaxpr): return x.replace(jaxpr=retagged(x.jaxpr, f)) if isinstance(x, ClosedJaxpr) else x
@@ -127,7 +127,7 @@ def retagged(x, f):
 marked = WeakKeyDictionary() # key: a branch; value: the same branch, with `all_examples` in its tags
 
 def branch_of_all(branch):
-    "Return a copy of a branch in which the tags have `all_examples=True`."
+    "Return a copy of a branch with `all_examples=True` in its tags."
     if not has_tags(branch.jaxpr): return branch
     if branch not in marked: marked[branch] = retagged(branch, lambda tag: tag._replace(all_examples=True))
     return marked[branch]
@@ -143,7 +143,7 @@ batching.fancy_primitive_batchers[lax.cond_p] = mark_vmapped_branches(batching.f
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #6fa4c0de
 def known_loop_params(first, params):
-    "Return the parameters of a loop that recomputes the loop `first`, so that no tag is recorded twice. None if `first` has no tags."
+    "Return the parameters of a loop recomputing the loop `first`, to record no tag twice. None if `first` has no tags."
     name = lambda tag: (tag.number, tag.grad, tag.order)
     done = {name(t) for j in jaxprs_in_params(first) for t in tags_of(j) if not t.again}
     return {k: retagged(v, lambda tag: tag._replace(again=tag.again or name(tag) in done)) for k,v in params.items()} if done else None
@@ -187,11 +187,11 @@ partial_eval.partial_eval_jaxpr_custom_rules[lax.while_p] = partial_eval_closed_
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #8979ea79
 def has_numbers(x) -> bool:
-    "Return True if `x` is an array of JAX, traced or not, that contains numbers or booleans."
+    "Return True if `x` is a JAX array of numbers or booleans, traced or not."
     return isinstance(x, jax.Array) and (jnp.issubdtype(x.dtype, jnp.number) or x.dtype==bool)
 
 def tagged_tree(where, ttype, label, tree): # label: prefix of the names, such as 'output'
-    "Return a tree in which each array is tagged with its name. `where`: `Place` of the module."
+    "Return a tree after tagging each array with its name. `where`: `Place` of the module."
     leaves,form = tree_flatten_with_path(tree)
     named = [(f"{label}_{'.'.join(map(key_text, path)) or 0}" if ttype!='probe' else '.'.join([label, *map(key_text, path)]), x) for path,x in leaves]
     def tagged_array(n, x): return tap_p.bind(x, tag=Tag(Key(where, ttype, n), next(numbers), loose=asked.value is not None and asked.value.loose))

@@ -22,7 +22,7 @@ from .tags import key_text
 
 # %% ../../../nbs/88_jaxember/12_trees.ipynb #fc922e49
 def wrapper_classes():
-    "Return the classes of flax whose instances wrap an array. Classes that the program did not import are left out."
+    "Return the classes of flax whose instances wrap an array. Classes not imported by the program are left out."
     there = [(sys.modules.get('flax.nnx'), 'Variable'), (sys.modules.get('flax.core.meta'), 'AxisMetadata')]
     return tuple(getattr(m, n) for m,n in there if hasattr(m, n))
 
@@ -62,7 +62,7 @@ def leaves_of(tree, what:str, before=()) -> list:
     return [l for l in out if not is_counter(l)] if keyed else out
 
 def not_an_array(path, x, what):
-    "Return the error message for a leaf of a tree that is not an array."
+    "Return the error message for a non-array leaf of a tree."
     got = f'an array of {x.dtype}' if isinstance(x, np.ndarray) else an(x)
     return f"{what} must be a tree of arrays, but {path or 'the whole tree'} is {got}. Pass arrays only: eqx.filter(model, eqx.is_array) selects " \
         "the arrays of an equinox model, nnx.state(model) the arrays of an nnx model. A leaf that you replace by None is ignored."
@@ -106,7 +106,7 @@ def has_own_name(key, tree, of):
     return 'opt_state' in of and key not in ('batch_stats', 'cache') and not {n[:-1] for n in names} <= {n[:i] for n in params for i in range(len(n))}
 
 def array_fields(state):
-    "Return a dict of the fields of a TrainState that contain arrays, except `step` and `params`."
+    "Return a dict of the array fields of a TrainState, except `step` and `params`."
     some = {key_text(k): x for k,x in items_in(state) if key_text(k) not in ('step', 'params')}
     return {k: x for k,x in some.items() if jax.tree.leaves(x) and all(map(value_kind, jax.tree.leaves(x)))}
 
@@ -134,7 +134,7 @@ def models_in(tree, at=(), kind=None): # at: keys that lead to the tree; kind: '
     else: yield at, kind, tree, at
 
 def nnx_class(name):
-    "Return a class of nnx by name; if nnx is not imported, (), which `isinstance` accepts as no class."
+    "Return a class of nnx by name. If nnx is not imported, return (), because `isinstance` accepts it as no class."
     return getattr(sys.modules.get('flax.nnx'), name, ())
 
 def module_and_name(keys) -> tuple: # keys: keys that lead to a leaf
@@ -190,7 +190,7 @@ holders = ('opt_state', 'inner_state', 'inner_opt_state', 'base_optimizer_state'
 labelled = 'inner_states' # field that contains a dict of optimizer states, with a label of parameters as key
 
 def fields(tree, keys) -> list:
-    "Return the indices of the keys that are fields of optax states, innermost first. In a state of dicts, return the first field name."
+    "Return the indices of the keys for fields of optax states, innermost first. In a state of dicts, return the first field name."
     out = []
     for i,k in enumerate(keys):
         if hasattr(tree, '_fields') and type(tree).__name__.endswith('State'): out.insert(0, i)
@@ -204,7 +204,7 @@ def fields(tree, keys) -> list:
     return out or [0]
 
 class ParameterFinder:
-    "Finds a parameter of the model by the end of its name, which optimizer states contain."
+    "Finds a parameter of the model by the end of its name. Optimizer states contain this end."
     def __init__(self, named):
         self.full,self.ends = {'.'.join(filter(None, (n.path, n.pname))): n for n in named},{}
         # linen's collection `params` is not part of a path
@@ -223,7 +223,7 @@ class ParameterFinder:
         return of[0] if len(of)==1 else ends[0][1] if len(ends)==1 and not name.isdigit() else None
 
 def parameter_of_leaf(keys, at, known, before=()): # at: indices of the keys that are fields; known: `ParameterFinder`
-    "Find the parameter to which a leaf of an optimizer state belongs. Return (index of the field, parameter, further keys), or None."
+    "Find the parameter of a leaf of an optimizer state. Return (index of the field, parameter, further keys), or None."
     for i in at if known.full else ():
         inside = i!=at[0]
         if inside and key_text(keys[i]) in (*holders, labelled): continue
@@ -234,7 +234,7 @@ def parameter_of_leaf(keys, at, known, before=()): # at: indices of the keys tha
                 if n and not (inside and all(w.isdigit() for w in words[start:end])): return i, n, words[end:]
 
 def model_keys(keys):
-    "Return the keys in front of a field of an optimizer state that name the model to which the state belongs."
+    "Return the keys in front of a field of an optimizer state that name the model of the state."
     words = [key_text(k) for k in keys]
     return [w for i,w in enumerate(words) if not (w.isdigit() or w in (*holders, labelled) or i and words[i-1]==labelled)]
 

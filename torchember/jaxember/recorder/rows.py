@@ -60,7 +60,7 @@ def short_of(name, path):
 
 # %% ../../../nbs/88_jaxember/70_rows.ipynb #52bccf81
 class ModulePlaces:
-    "Finds the path under which each model is recorded: where its parameters are in `model_state`, or else an unused path."
+    "Finds the path of each recorded model: where its parameters are in `model_state`, or else an unused path."
     def __init__(self, say=lambda text: None): self.say,self.at,self.done,self.by,self.own = say,{},{},{},set()
 
     def learn(self, named, arrays): # named: a `Named` for each array
@@ -75,7 +75,7 @@ class ModulePlaces:
             for k in (tuple(sorted(leaves)), tuple(sorted(name for name,_ in leaves))): self.by.setdefault(k, []).append(p)
 
     def find_paths(self, models): # models: list of `Model`, or None for unknown models
-        "Choose the paths of several models. Models whose parameters have one possible path come first."
+        "Choose the paths of several models. Models with only one possible path of their parameters come first."
         new = [m for m in dict.fromkeys(models) if m is not None and m not in self.at]
         for m in new:
             at = self.known(m)
@@ -98,7 +98,7 @@ class ModulePlaces:
     def is_free(self, p, m): return not any(q==p and o.cls!=m.cls and o.cls for o,q in self.at.items())
 
     def free(self, m):
-        "Return an unused path for a model: '' if no other model has it, otherwise the class name, with a number if needed."
+        "Return an unused path for a model: '' if it is unused, otherwise the class name, with a number if needed."
         taken = {*self.at.values()}
         if '' not in taken and (not self.own or not m.leaves or any(name in self.own for name,_ in m.leaves)): return ''
         return next(n for i in range(1, len(taken)+2) if (n := f"{m.cls or 'model'}{i if i>1 else ''}") not in taken)
@@ -115,7 +115,7 @@ class ModulePlaces:
 
 # %% ../../../nbs/88_jaxember/70_rows.ipynb #699119c1
 def in_call_order(notes, depth:int=0): # depth: number of leading axes that were handled
-    "Yield (note, index, arrays) in the order in which the program computed the values, so iteration by iteration for a loop."
+    "Yield (note, index, arrays) in the order of their computation by the program, so iteration by iteration for a loop."
     for axis,some in groupby(notes, key=lambda n: n[0].axes[depth:depth+1]):
         if not axis:
             yield from ((s, *e) for s,entries in some for e in entries)
@@ -126,7 +126,7 @@ def in_call_order(notes, depth:int=0): # depth: number of leading axes that were
         for k in sorted(each): yield from in_call_order(each[k].values(), depth+1)
 
 def scan_call(s, i):
-    "Return the iterations of the loops in which a value was measured, and a dict of the columns 'shard' and 'iteration'."
+    "Return the loop iterations of a measured value, and a dict of the columns 'shard' and 'iteration'."
     pairs = [*zip(s.axes, i, strict=True)]
     shards = [f'{axis_name_in_log(a)}={(k//after)%size}' for axis,k in pairs if not isinstance(axis, Loop) for a,size,after in strides(axis)]
     steps = [k*axis.every for axis,k in pairs if isinstance(axis, Loop) and axis.steps]
@@ -141,11 +141,11 @@ def strides(axes):
 
 # %% ../../../nbs/88_jaxember/70_rows.ipynb #51b7fabe
 class CallCounts:
-    "Assigns each gradient to the latest computed value that has no gradient yet, because a backward pass runs in reverse order."
+    "Assigns each gradient to the latest computed value still without gradient, because a backward pass runs in reverse order."
     def __init__(self): self.all,self.left,self.came = defaultdict(list),defaultdict(list),Counter()
 
     def add_value(self, at, order, whose):
-        "Add a value that the program differentiates `order` times. `at`: number of its tag, and iterations of its loops."
+        "Add a value differentiated `order` times by the program. `at`: number of its tag, and iterations of its loops."
         for o in range(1, order+1):
             self.all[at, o].append(whose)
             self.left[at, o].append(whose)
@@ -185,7 +185,7 @@ def number_calls(found, placed=lambda where: where) -> list: # placed: as `Modul
 # %% ../../../nbs/88_jaxember/70_rows.ipynb #24c62652
 @dataclass
 class Tensor:
-    "Describes a tensor that becomes a row of the log."
+    "Describes the tensor of a row of the log."
     path:str # Path of its module
     ttype:str
     tname:str
@@ -197,16 +197,16 @@ class Tensor:
     more:dict=field(default_factory=dict) # Other columns of the row, such as {'shard': 'data=3'}
 
 class RowKey(tuple):
-    "Columns that identify a row, as a tuple in the order that `one_row` of the torch recorder expects."
+    "Columns identifying a row, as a tuple in the order expected by `one_row` of the torch recorder."
     more = {} # other columns of the row, by name
 
 class Tap(NamedTuple):
-    "Place where tensors are measured. It has the two attributes that `LineMaker` reads from a tap of the torch recorder."
+    "Place where tensors are measured. It has the two attributes read by `LineMaker` from a tap of the torch recorder."
     key:RowKey
     names:tuple # Names of the statistics to write
 
 class JaxMeasured(Measured):
-    "Measurements of a step for `LineMaker`. The columns that describe shards are stored in the keys of the rows."
+    "Measurements of a step for `LineMaker`. The columns of shards are stored in the keys of the rows."
     def columns(self, key, call): return getattr(key, 'more', {})
 
 # %% ../../../nbs/88_jaxember/70_rows.ipynb #b7575cf5
@@ -243,7 +243,7 @@ class Taps:
 
 # %% ../../../nbs/88_jaxember/70_rows.ipynb #c83db375
 class PlacedCalls:
-    "Returns the tensors of modules and probes for each step. If the programs of a step are those of the last step, their order is used again."
+    "Returns the tensors of modules and probes for each step. If a step has the same programs as the last step, their order is used again."
     def __init__(self, placed=lambda where: where): self.placed,self.notes,self.tensors,self.at = placed,(),[],[]
 
     def __call__(self, found) -> tuple:
@@ -267,11 +267,11 @@ class PlacedCalls:
 def has_fixed_rows(found): return type(found) is ProgramMeasurements and not any(s.when or s.form is not None for s in found.notes)
 
 def numbers_of_rows(found, first):
-    "Return a copy of measurements in which each summary row is replaced by its index, to find the order of the rows."
+    "Return a copy of measurements with each summary row replaced by its index, to find the order of the rows."
     rows = np.arange(first, first+found.arrays[0].shape[0])[:, None]
     return replace(found, shapes=tuple((*shape[:-1], 1) for shape in found.shapes), arrays=[rows, *found.arrays[1:]])
 
 def tensor_of_tag(s, where, call, backward, more):
-    "Return the `Tensor` that describes a tagged value. `s`: its `TagNote`."
+    "Return the `Tensor` of a tagged value. `s`: its `TagNote`."
     more = {**more, **dict(s.piece), **({'all_examples': True} if s.tag.all_examples else {})}
     return Tensor(where.path, 'output_grad' if s.grad else s.key.ttype, s.key.tname, None, call, s.shape, s.dtype, backward, more)
