@@ -171,7 +171,7 @@ def test_a_graph_depends_on_wanted_tensors_and_not_on_listeners(how):
     one = n[0]
     assert n==[one, one, one, one, 2*one] and len(acts.state_dict)==14 and 12<=len(grads.state_dict)<=14 # two tensors have no gradient
     for on in (False, True, False) if how=='whole' else (): # steps without recording: the graph has less
-        ear.wants.turn(on)
+        ear.wants.switch(on)
         go()
     assert set(n[5:])<={3*one}
     ear.go(); grads.remove()

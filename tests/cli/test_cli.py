@@ -86,7 +86,7 @@ def test_every_command_has_help_and_an_example():
 
 
 @pytest.mark.parametrize('name', [n for n in typed if n!='board']) # it runs until Ctrl-C
-def test_help_and_its_example(tmp_path, name, inside, monkeypatch):
+def test_help_and_its_example(tmp_path, name, run_here, monkeypatch):
     monkeypatch.setenv('TORCHEMBER_HOME', str(tmp_path/'home'))
     for run in 'before', 'after', 'tmp 1': train(tmp_path/'home', run)
     (tmp_path/'train.py').write_text('import sys; assert sys.argv[1:]==["--lr", "0.1"]')
@@ -123,7 +123,7 @@ for name in [n for n,(_,what) in module_of_command.items() if what and n not in 
     assert (tmp_path/'before.png').exists() and sorted(runs(tmp_path/'home').name)==['after', 'before lr=3e-4']
 
 
-def test_json_equals_the_results_of_the_library(runs_there, tmp_path, inside):
+def test_json_equals_the_results_of_the_library(runs_there, tmp_path, run_here):
     def told(*args): return json.loads(run_here(*args, '--json').stdout)
     there = runs(runs_there)
     assert [(r['name'], r['steps'], r['rows'], r['size']) for r in told('ls')]==[*there[['name', 'steps', 'rows', 'size']].itertuples(index=False, name=None)]
@@ -149,7 +149,7 @@ def test_json_equals_the_results_of_the_library(runs_there, tmp_path, inside):
 
 
 @pytest.mark.parametrize('columns', [40, 80, 200])
-def test_lines_fit(inside, columns, monkeypatch):
+def test_lines_fit(run_here, columns, monkeypatch):
     monkeypatch.setenv('COLUMNS', str(columns))
     for args in ['ls'], ['du'], ['show', 'blown'], ['tail', 'blown']:
         lines = run_here(*args).stdout.splitlines()
@@ -198,14 +198,14 @@ def test_rm_asks(tmp_path):
     assert shell(tmp_path, 'rm', 'kept', '-y').returncode==0 and not len(runs(tmp_path))
 
 
-def test_plot_draws_blocks_in_a_terminal(inside, monkeypatch):
+def test_plot_draws_blocks_in_a_terminal(run_here, monkeypatch):
     monkeypatch.setattr('torchember.cli.pictures.is_terminal', lambda *_: True)
     shown = run_here('plot', 'before').stdout
     assert '▀' in shown and not [*Path().iterdir()]
     assert run_here('plot', 'before', '-o', 'other.svg').stdout=='other.svg\n' and '<svg' in Path('other.svg').read_text()
 
 
-def test_plot_draws_blocks_into_a_pipe(inside):
+def test_plot_draws_blocks_into_a_pipe(run_here):
     assert '▀' in run_here('plot', 'before', '--inline').stdout and not [*Path().iterdir()]
 
 
@@ -252,12 +252,12 @@ def test_fail_on_decides_the_exit_code(runs_there, monkeypatch, capsys, severity
     rules.pop('odd')
 
 
-def test_plot_for_a_program_that_has_a_terminal(inside, monkeypatch):
+def test_plot_for_a_program_that_has_a_terminal(run_here, monkeypatch):
     monkeypatch.setattr('torchember.cli.pictures.is_terminal', lambda *_: True)
     assert json.loads(run_here('plot', 'before', '--json').stdout)['file']=='before.png' and Path('before.png').exists()
 
 
-def test_exit_codes(inside):
+def test_exit_codes(run_here):
     def code(*args): return run_here(*args).returncode
     assert [code('diagnose', *a) for a in (['before'], ['blown'], ['before', 'blown'], ['nowhere'], ['blown', '--fail-on', 'never'])]==[0, 1, 1, 2, 0]
     assert [code('diff', 'before', n) for n in ('after', 'other', 'nowhere')]==[0, 1, 2]
@@ -268,7 +268,7 @@ def test_exit_codes(inside):
     assert '-n is a number of lines' in run_here('tail', 'before', '-n', '-1').stderr
 
 
-def test_export_replaces_a_file_only_with_force_and_when_complete(inside, monkeypatch):
+def test_export_replaces_a_file_only_with_force_and_when_complete(run_here, monkeypatch):
     file = Path('x.csv')
     file.write_text('mine')
     assert run_here('export', 'before', 'x.csv').returncode==2 and file.read_text()=='mine'

@@ -302,7 +302,7 @@ def test_a_log_elsewhere_that_became_shorter():
     rows = scan('a', home=home)
     assert rows.collect()['step'].to_list()==[*range(9)]
     (home/'log').fs.pipe_file((home/'log'/'a').path, lines([row(s) for s in range(5)]))
-    with pytest.raises(Exception, match='shorter than it was'): rows.collect()
+    with pytest.raises(Exception, match='is shorter than before'): rows.collect()
     home.fs.rm(home.path, recursive=True)
 
 def test_a_run_of_an_older_torchember(tmp_path):

@@ -512,7 +512,7 @@ def test_a_server_that_is_killed_and_has_lost_everything(tmp_path, monkeypatch, 
     def write(self, path, piece):
         real(self, path, piece)
         if path.name.startswith('sync-') and server.process.poll() is None: server.kill()
-    with monkeypatch.context() as m, pytest.raises(OSError, match='a could not be brought'):
+    with monkeypatch.context() as m, pytest.raises(OSError, match='a could not be copied'):
         m.setattr(Target, 'write', write)
         sync('a', at, home=tmp_path, patience=.5)
     assert server.process.poll()==-signal.SIGKILL and (tmp_path/'log'/'a').read_bytes()==lines(range(700), 10)

@@ -17,7 +17,7 @@ root = Path(__file__).parents[2]
 sys.path.insert(0, str(root/'docs'))
 import docstrings  # noqa: E402
 
-meanings = {'optimizer': 'Optimizer, or a list of them', 'every': 'Steps to record', 'on_error': "Reaction to a statistic that fails: 'warn' once"}
+meanings = {'optimizer': 'Optimizer, or list of optimizers', 'every': 'Steps to record', 'on_error': "What to do if a tensor cannot be measured: 'warn' once"}
 
 
 def help_of(code):

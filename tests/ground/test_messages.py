@@ -206,7 +206,7 @@ def test_a_step_without_gradients_warns_once(order, zero, at):
     te = torchEmber(model)
     where,texts = train(model, te, order, zero=zero)
     assert where==at
-    for t in texts: assert ('all gradients are zero' in t and 'call te.step() before it' in t) if zero else 'after backward() and before zero_grad()' in t
+    for t in texts: assert ('all gradients are zero' in t and 'call te.step() first' in t) if zero else 'after backward() and before zero_grad()' in t
     rows = te.t.df.query("ttype=='weight_grad'")
     assert len(rows)==(12 if not at or zero else 0) and ((rows[['max', 'min']]==0).all(axis=None) if zero else True)
     te.close()
@@ -308,7 +308,7 @@ def test_functions_report_a_run_without_rows():
     from torchember import overview, report, scalar_global_heatmap, scalar_line, wide
     te = torchEmber(Net())
     for f in (overview, scalar_line, scalar_global_heatmap, lambda te: wide(te, 'std', 'output'), lambda te: report(te, 'x.html')):
-        assert 'has no rows yet: they come when the model is called' in told(ValueError, f, te), f
+        assert 'has no rows yet. Rows are recorded when the model is called' in told(ValueError, f, te), f
     te.close()
 
 

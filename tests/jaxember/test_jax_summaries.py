@@ -157,7 +157,7 @@ def test_operations_replace_broken_loops_and_one_warning_says_so(monkeypatch):
     "numba is installed, and fails."
     from torchember.jaxember.measure import kernel
     def fails(*args): raise RuntimeError('no such processor')
-    monkeypatch.setattr(kernel, 'target', fails)
+    monkeypatch.setattr(kernel, 'custom_call_name', fails)
     monkeypatch.setattr(kernel, 'row_by_kernel', fails)
     monkeypatch.setattr(summaries, 'broken', [])
     x = jnp.arange(1237.)

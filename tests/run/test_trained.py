@@ -616,9 +616,9 @@ def test_optimizer_with_the_id_of_a_deleted_one():
     awaited,opt = torchember.trained.PendingOptimizers(),momentum(seeded())
     awaited.settle([opt])
     awaited.add(opt)
-    assert not awaited.settled and awaited.all()==[opt]
+    assert not awaited.settled and awaited.live()==[opt]
     awaited.add(opt)
-    assert awaited.all()==[opt]
+    assert awaited.live()==[opt]
 
 
 def test_first_step_of_a_new_optimizer_is_handled():

@@ -197,7 +197,7 @@ def test_wide_accepts_both_orders(t):
     assert wide(t, 'fc1', 'weight', 'std').equals(wide(t, 'std', 'weight')[['fc1']]) and wide(t, ['fc*'], 'weight', 'mine').equals(wide(t, 'mine', 'weight'))
     for bad,says in ((dict(path='fc3'), "No path matches 'fc3'"), (dict(), 'several tensor types')):
         with pytest.raises(ValueError, match=says): wide(t, stat='std', **bad)
-    with pytest.raises(TypeError, match='needs a statistic'): wide(t, ttype='weight')
+    with pytest.raises(TypeError, match='wide needs the argument stat'): wide(t, ttype='weight')
 
 
 def test_one_of_several_layers_or_steps_is_the_default(t):

@@ -60,7 +60,7 @@ class WandbSink:
     def close(self):
         "Finish the W&B run."
         self.sink.close()
-        if self.sink.run is not None and not self.sink.own: self.sink.run.finish()
+        if self.sink.run is not None and not self.sink.owns_run: self.sink.run.finish()
 
 def wandb_of(sink):
     "Return the Python module wandb if the user's sink is this module or a W&B run, else None."

@@ -279,11 +279,9 @@ def check_common(pairs, d, logged):
 def diff(
     a, b, # The two runs: each a name, a torchEmber or its `te.t`, a log file, a file of `keep_run`, or a table of rows
     *,
-    # Dict or function: path of a module in `a` -> path in `b`, also for torch and JAX. A module whose value is None is left out
-    paths=None,
+    paths=None, # Dict or function: path of a module in `a` -> path in `b`, also for torch and JAX. None as value leaves the module out
     rtol:float|None=None, # Relative tolerance. None computes it from the dtype and the number of elements
-    # Modules to compare: a glob for paths in `a` ('features.*'), a compiled regex, or a list of these. None compares all
-    path=None,
+    path=None, # Modules to compare: a glob for paths in `a` ('features.*'), a compiled regex, or a list of these. None compares all
     ttype=None, # Tensor type to compare, or a list of tensor types. None compares all
     home=None # Folder of logs, instead of `~/.torchember`
 ) -> Difference:
@@ -291,7 +289,9 @@ def diff(
 
     Args:
         a, b: The two runs: each a name, a torchEmber or its `te.t`, a log file, a file of `keep_run`, or a table of rows
+        paths: Dict or function: path of a module in `a` -> path in `b`, also for torch and JAX. None as value leaves the module out
         rtol: Relative tolerance. None computes it from the dtype and the number of elements
+        path: Modules to compare: a glob for paths in `a` ('features.*'), a compiled regex, or a list of these. None compares all
         ttype: Tensor type to compare, or a list of tensor types. None compares all
         home: Folder of logs, instead of `~/.torchember`
     """

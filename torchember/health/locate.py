@@ -630,13 +630,13 @@ def track_step(step_fn, model):
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e39
 def locate(
-    # Function without arguments: forward, backward and optimizer step of your loop. Before, restore model, optimizer, batch and seed
-    step_fn,
+    step_fn, # Function without arguments: forward, backward and optimizer step. Before, restore model, optimizer, batch and seed
     model=None # The root module of the paths, if this is not the outermost module that runs
 ) -> Located:
     """Run a step again, from the restored state, and find the operation that first makes a NaN or an infinity. An armed torchEmber does not record it.
 
     Args:
+        step_fn: Function without arguments: forward, backward and optimizer step. Before, restore model, optimizer, batch and seed
         model: The root module of the paths, if this is not the outermost module that runs
     """
     if not callable(step_fn): raise TypeError(f"step_fn must be a function without arguments, got {an(step_fn)}. Write locate(lambda: step(batch)).")
