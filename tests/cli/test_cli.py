@@ -360,7 +360,7 @@ def test_tail_of_a_run_that_another_process_writes(tmp_path, end):
     if end!='interrupt': assert [l.split()[1] for l in out.splitlines() if l.startswith('step')]==['4']
     state,shown = json.loads(shell(tmp_path, 'ls', '--json').stdout)[0]['state'],shell(tmp_path, 'show', 'other process').stdout
     assert state=={'end': 'ended', 'kill': 'died', 'interrupt': 'running'}[end] and ('\ndied ' in shown)==(end=='kill')
-    if end=='kill': assert 'is gone' in err and any(l.startswith('error') for l in out.splitlines())
+    if end=='kill': assert 'has ended without closing' in err and any(l.startswith('error') for l in out.splitlines())
     training.p.kill(), training.p.wait(), training.p.stdout.close()
     if end!='end': training.p.stdin.close()
 

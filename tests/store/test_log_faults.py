@@ -333,7 +333,7 @@ def test_the_same_name_in_two_processes(tmp_path):
     (tmp_path/'home'/'go').touch()
     done = [p.wait() for p in ps]
     assert sorted(out.split()[-1] for _,out,_ in done)==['same', 'same_2'] and [len(whole(p)) for p in logs(tmp_path/'home')]==[80, 80]
-    assert sum("this one is called 'same_2'" in err for *_,err in done)==1
+    assert sum("this run is called 'same_2'" in err for *_,err in done)==1
     assert len(list((tmp_path/'home'/'data').glob('structure_same*.json')))==2
 
 
