@@ -121,7 +121,7 @@ def find_logs(name, home):
     return found
 
 def format_finding(r, json_=False):
-    "Return a finding as a line to print. json_: as a JSON object"
+    "Return a finding as a line to print. `json_`: True for a JSON object"
     if json_:
         return to_json({'finding': {k: r.get(k) for k in ('severity', 'rule', 'text', 'advice', 'first_step', 'last_step', 'over')}}, None)
     label = str(r.get('severity', '')) if not r.get('over') else 'no longer so'

@@ -12,7 +12,7 @@ from importlib import import_module
 def needs(name:str, for_:str, package:str|None=None):
     """Import an optional library and return it. If it is missing, raise ModuleNotFoundError with the command to install it.
 
-    for_: the feature that needs the library, for the message
+    `for_`: the feature that needs the library, for the message
     package: name of the package to install, if it differs from the name of the library"""
     try: return import_module(name)
     except ModuleNotFoundError as e:

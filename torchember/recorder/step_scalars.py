@@ -70,7 +70,7 @@ class StepScalars:
         self.rows = {} # tname -> last row with this name
 
     def name(self, name):
-        "Return the name for a number that torchember computes: with the prefix 'recorded_' if the user logs this name."
+        "Return the name for a number that torchember computes: with the prefix `recorded_` if the user logs this name."
         return f'recorded_{name}' if name in self.taken else name
 
     def ask(self, root_name:str, gradients) -> dict:
