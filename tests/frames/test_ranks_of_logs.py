@@ -88,7 +88,7 @@ def test_torn_lines(tmp_path, spoil):
     "What a process wrote of a tensor cannot be read: said, and all other rows are right"
     write(tmp_path, (0, rows(0), about(0)), (1, ''.join(spoil(lines(rows(1)).splitlines(True))), about(1)))
     df,said = merged(tmp_path)
-    assert len(off(df))<=1 and 'Rank 1 has 1 invalid lines' in said
+    assert len(off(df))<=1 and 'Invalid lines in the log of rank 1: 1. Merged rows lack their values.' in said
 
 
 def test_empty_logs(tmp_path):

@@ -106,9 +106,13 @@ def test_some_steps_are_read_from_some_groups_of_each_file(tmp_path, monkeypatch
     got = rows.to_table()
     assert got['mean'].to_pylist()==wanted['mean'].tolist() and got['step'].to_pylist()==wanted['step'].tolist()
     assert len(opened)<=4*len(rows.pruned.chunks)+4 and sum(groups)/len(groups)<.6, (len(opened), len(rows.pruned.chunks), sum(groups)/len(groups))
-    told = read_part_list(paths[3])
-    one = parts.open_part(paths[3], told['parts'][0], told['id'])
-    assert len(one.groups)<=len(one.about.rows)/2 and one.rows==told['parts'][0]['rows']
+    shares = []
+    for path in paths: # one log reads few groups of the file that it shares: those with its own rows
+        told = read_part_list(path)
+        one = parts.open_part(path, told['parts'][0], told['id'])
+        assert one.rows==told['parts'][0]['rows']
+        shares.append(len(one.groups)/len(one.about.rows))
+    assert max(shares)<=.5 and sum(shares)/len(shares)<.4, shares
     opened.clear()
     assert read('a', home=tmp_path)['mean'].tolist()==wanted['mean'].tolist()
     assert sorted(opened)==shared_in(tmp_path) # each once

@@ -240,7 +240,7 @@ class Run:
         "Merge the rows of all ranks, then select rows. All rows are read, because merging a tensor needs the rows of all its shards."
         shared,after = shared_files({r: log.path for r,log in self.logs.items()})
         df,invalid = read_ranks({r: partial(log.blocks, after[r]) for r,log in self.logs.items()}, self.complete_file(), shared=shared)
-        messages = [f"Rank {r} has {n} invalid lines, which were skipped: merged rows lack these values." for r,n in invalid.items() if n]
+        messages = [f"Invalid lines in the log of rank {r}: {n}. Merged rows lack their values." for r,n in invalid.items() if n]
         is_finding = (df['ttype']=='finding').to_numpy(bool) # findings are sentences, so they cannot be merged
         rows,more = ranks.merge_and_check(df[~is_finding], self.metadata('ranks'), paths_of_ranks(self.metadata('structure')))
         df = concat_tables([rows, add_rank_to_findings(df[is_finding])]) if is_finding.any() else rows

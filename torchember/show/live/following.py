@@ -19,8 +19,7 @@ from ..findings import OpenFindings
 from ..run_summary import trouble_sentence
 from ...sinks.sink import logged_numbers, built_in_columns
 from ...store.anywhere import open_regular
-from ...store.lines import is_step
-from ...store.lines import longest_line
+from ...store.lines import is_step, longest_line
 from ...store.parts import StoredBlock, blocks_of_run, summarize_parts
 from ...store.reading import path_of
 
