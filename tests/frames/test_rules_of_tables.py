@@ -213,6 +213,10 @@ def test_the_lines_that_are_kept_are_bounded():
         kept.add(s, b'finding')
         assert len(kept.lines)<=100
     assert kept.lines[-2:]==[(2999, b'number'), (2999, b'finding')] and [s for s,l in kept.lines if l==b'finding']==[*range(2975, 3000)]
+    numbers = [s for s,l in kept.lines if l==b'number']
+    assert numbers==[*range(numbers[0], 3000)] # the latest, because 500 names do not fit even in one bin
+    kept.add(3000, b'only texts', {})
+    assert (3000, b'only texts') in kept.lines and len(kept.findings)==25
 
 
 @given(st.lists(st.sampled_from(['', 'a', 'a.b', 'a.c', 'a.b.d', 'e', 'e.f', 'e.g']), min_size=1, max_size=8, unique=True), st.sampled_from([None, 1, 2]))
