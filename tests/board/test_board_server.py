@@ -470,3 +470,15 @@ def test_a_picture_of_a_large_run_has_its_notable_steps(tmp_path):
     assert {*log.notable_steps} <= {*steps} and len(steps)<=30 and {*df[df.ttype=='output'].step}=={*steps}
     assert df[df.loss==40.].step.tolist()==[777] and (df.ttype=='scalar').sum()<=100
     listing.close()
+
+
+def test_notable_steps_of_all_ranks_are_in_a_picture(tmp_path):
+    (tmp_path/'log').mkdir()
+    def row(step, **more): return {'step': step, 'module': 'm(N).a(L)', 'ttype': 'output', 'tname': 'x', 'call': 0, 'std': 1., **more}
+    for rank,bad in ((0, 400), (1, 700)):
+        (tmp_path/'log'/f'r.rank{rank}').write_text(''.join(json.dumps(row(s, nan=int(s>=bad)))+'\n' for s in range(1000)))
+    listing = Listing(tmp_path)
+    listing.look()
+    _,steps = listing.source(listing.rows[0], 40)
+    assert {399, 400, 401, 699, 700, 701} <= {*steps} and len(steps)<40
+    listing.close()

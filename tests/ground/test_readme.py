@@ -45,11 +45,11 @@ def test_undefined_names_are_found():
 @pytest.mark.slow
 def test_all_blocks_run_in_order(tmp_path):
     "All blocks in one program. The lines of the table stand where the table stands, on runs with all statistics."
-    at = next(i for i,b in enumerate(blocks) if b.startswith('from torchember import compare'))
+    at = next(i for i,b in enumerate(blocks) if b.startswith('from torchember import brief'))
     runs = """te.close()
 for name in ('before', 'after'):
     with torchEmber(model, optimizer=opt, stats='full', name=name) as te: loss = model(x).square().mean(); loss.backward(); opt.step(); opt.zero_grad()"""
-    program = [*blocks[:at], 'from torchember import brief, report', blocks[at], runs, *lines, *blocks[at+1:]]
+    program = [*blocks[:at+1], runs, *lines, *blocks[at+1:]]
     assert unbound('\n'.join(program))==set() and len(lines)==10 and len(blocks)==4, (lines, len(blocks))
     assert 'ERROR (not_trained): `4`' in run('\n'.join(program), tmp_path)
     assert {p.name.removesuffix('_latest') for p in (tmp_path/'home'/'log').iterdir()}>={'finetune', 'before', 'after'} # in the folder that the README names
@@ -68,7 +68,7 @@ def test_a_block_that_stands_alone_runs_alone(i, tmp_path):
 
 def test_the_expected_blocks_are_programs():
     "The training with a mistake, and the imports for the table."
-    assert [b.splitlines()[0] for b in alone]==['import torch', 'from torchember import compare, overview, read, scalar_line, updates, wide']
+    assert [b.splitlines()[0] for b in alone]==['import torch', 'from torchember import brief, compare, overview, read, report, scalar_line, updates, wide']
 
 
 def test_the_readme_is_short(): assert len(readme.splitlines())<=160
