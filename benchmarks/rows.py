@@ -949,10 +949,10 @@ def monitor(quick):
         from torchember import Monitor
         one,plain = nn.Identity(),nn.Identity()
         watch = Monitor(nn.Sequential(one), {'0': [['InputStd', f'linear({never}, {never-1})']]})
-        for i in range(4): watch.passes.start(True); one(torch.ones(2)); watch.track(i)
-        watch.passes.start(True)
+        for i in range(4): watch.passes.begin_pass(3); one(torch.ones(2)); watch.track(i)
+        watch.passes.begin_pass(3)
         def own():
-            t.monitor.passes.start(True) # noqa: B023
+            t.monitor.passes.begin_pass(3) # noqa: B023
             t.monitor.track(t.n) # noqa: B023
         x = torch.ones(2)
         calls = pairs(lambda: seconds(lambda: plain(x), 2000), lambda: seconds(lambda: one(x), 2000), 2, 20) # noqa: B023
