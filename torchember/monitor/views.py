@@ -71,6 +71,11 @@ class View:
     def __getitem__(self, i): return self._real()[i]
     def __repr__(self): return printable(f'<view of {self._name}>')
 
+    @property
+    def _is_empty(self):
+        "True if no tensor of the current step is stored, and no reason for a missing tensor."
+        return not (self._extended or self._reduced or self._missing)
+
     def forget_tensors(self):
         "Remove all tensors of the current step."
         for a in (*tensor_attributes, *self._extended): self.__dict__.pop(a, None)

@@ -37,7 +37,8 @@ class BestRank:
 
     def end_step(self):
         "Store the best rank of this step for comparison, and start a new step."
-        if max(self.best, self.ignored)>=0: self.previous = self.best if self.best>=0 else self.ignored
+        if self.best<0 and self.ignored<0: return # no pass in this step
+        self.previous = self.best if self.best>=0 else self.ignored
         self.best = self.ignored = -1
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #e69b5870
@@ -319,7 +320,8 @@ class Watch(Listener):
 
     def end_step(self):
         "Remove the captured tensors at the end of a step."
-        self.forget()
+        # in a step without due quantities there is nothing to remove: 0.3 instead of 1.2 us for each module
+        if self.pass_ is not None or not self.view._is_empty: self.forget()
         self.ranks.end_step()
         self.failed = False
 
