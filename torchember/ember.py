@@ -376,7 +376,7 @@ class torchEmber(ArmedModel):
         ttypes: Tensor types; also 'output_grad', 'input_grad', 'unclipped_grad', 'optimizer', 'update', 'buffer'
         include: Modules to record: arguments of `select`, such as 'features.*' or nn.Linear; all by default
         exclude: Modules to leave out: arguments of `select`
-        every: Steps to record: one step in 10, 'linear(5, 2)', log_spaced(5), or a function of the step. See `schedule`
+        every: Steps to record: one step in 10, a time such as '60s', 'linear(5, 2)', log_spaced(5), or a function of the step. See `schedule`
         stats: Named set ('basic', 'full', 'numerics'), list of statistics, or function that maps a tensor to a dict
         only_training: True to skip evaluations: passes in `eval()` mode or under `no_grad`
         name: Name of the run; `<ModelClass>_<YYYYmmdd_HHMMSS>` by default
@@ -403,7 +403,7 @@ class torchEmber(ArmedModel):
         ttypes=('input', 'output', 'weight', 'weight_grad'), # Tensor types; also 'output_grad', 'input_grad', 'unclipped_grad', 'optimizer', 'update', 'buffer'
         include=None, # Modules to record: arguments of `select`, such as 'features.*' or nn.Linear; all by default
         exclude=None, # Modules to leave out: arguments of `select`
-        every=1, # Steps to record: one step in 10, 'linear(5, 2)', log_spaced(5), or a function of the step. See `schedule`
+        every=1, # Steps to record: one step in 10, a time such as '60s', 'linear(5, 2)', log_spaced(5), or a function of the step. See `schedule`
         stats='basic', # Named set ('basic', 'full', 'numerics'), list of statistics, or function that maps a tensor to a dict
         only_training:bool=False, # True to skip evaluations: passes in `eval()` mode or under `no_grad`
         name:str|None=None, # Name of the run; `<ModelClass>_<YYYYmmdd_HHMMSS>` by default

@@ -28,7 +28,7 @@ def options_parser(prog, usage):
     return p
 
 def add_options(p):
-    p.add_argument('--every', type=every_in, help="steps to record: 10, or 'linear(5, 2)'")
+    p.add_argument('--every', type=every_in, help="steps to record: 10, a time such as 60s, or 'linear(5, 2)'")
     p.add_argument('--overhead', type=float, help='fraction of the training time that recording may take, such as .02')
     p.add_argument('--rules', type=comma_list, help='rules that check the run during training: default, or names of rules')
     p.add_argument('--sinks', type=comma_list, help="destinations of each step's statistics: wandb, tensorboard, mlflow, trackio")

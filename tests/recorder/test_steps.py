@@ -15,6 +15,7 @@ from torch import nn
 
 import torchember
 from torchember import torchEmber
+from torchember.ground.choose import TimeSchedule
 
 
 def plain(data=None, accumulate=1, ttypes=ALL, make=momentum, **options):
@@ -508,3 +509,16 @@ def test_step_beside_an_optimizer():
             opt.step()
             opt.zero_grad()
     assert len(said)==1 and steps(te)==[0, 1, 2]
+
+
+def test_a_schedule_by_time_records_a_step_when_its_time_has_passed():
+    model,now = nn.Linear(2, 2),[0.]
+    te = torchEmber(model, every=TimeSchedule(1., lambda: now[0]))
+    for _ in range(13):
+        model(torch.ones(3, 2)).sum().backward()
+        te.step()
+        model.zero_grad()
+        now[0] += .3 # seconds of a step
+    te.close()
+    # the decision about a step is made when the step before ends
+    assert sorted(set(te.t.df.step))==[0, 5, 9]
