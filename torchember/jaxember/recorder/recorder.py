@@ -138,7 +138,7 @@ class RunReporter:
         self.warn("no values were recorded in this step: neither a selected flax module nor a probe ran. For modules of other libraries, "
             "put probe('name', x) around values. Functions compiled ahead of time (.lower().compile()) cannot be recorded: use jax.jit.")
 
-    def report_other_trees(self, odd): # odd: descriptions of the differences
+    def report_other_trees(self, odd): # odd: list of sentences, one for each difference
         "Warn that the arrays given to `step` have other names than the arrays given to `track`."
         self.warn(f"step was given another tree than track: {'; '.join(odd)}. It is recorded all the same. Check the order of the arguments, "
             "and pass gradients without the loss: tracker.step(model_state=params, optimizer_state=state, gradients=grads).")

@@ -276,7 +276,7 @@ def has_fixed_rows(found):
     return type(found) is ProgramMeasurements and not any(s.when or s.form is not None for s in found.notes)
 
 def numbers_of_rows(found, first):
-    "Return a copy of measurements with each summary row replaced by its index, to find the order of the rows."
+    "Return a copy of measurements in which each summary row is replaced by its index, so that a sorted copy shows the order of rows."
     rows = np.arange(first, first+found.arrays[0].shape[0])[:, None]
     return replace(found, shapes=tuple((*shape[:-1], 1) for shape in found.shapes), arrays=[rows, *found.arrays[1:]])
 

@@ -339,6 +339,7 @@ def measure_shard_map(self, e, vals):
     # along: mesh axes along which each measurement array differs
     local,notes,along = type(self)(self.measure, self.every),[],[]
     def run_shard(*args):
+        "Run the program on one shard, and measure the values tagged in it."
         out,pieces,seen = local.run(jaxpr, args)
         notes[:],along[:] = seen,[tuple(a for a in axes if not prm['check_vma'] or a in varying(p)) for p in pieces]
         for s in seen: # all arrays of one tag get the same mesh axes; if the tag has a condition, all arrays of the program get them
@@ -436,7 +437,7 @@ class MeasuredJit:
         if any(isinstance(c, jax.core.Tracer) for c in twin.consts):
             error = measure.failed(TypeError(in_jit))
             twin,evaluation = self.evaluated(closed, UserStatistic(lambda x: error))
-        self.lost,self.warnings = evaluation.lost,[*evaluation.warnings.values()] # warnings to show before it runs
+        self.lost,self.warnings = evaluation.lost,[*evaluation.warnings.values()] # warnings to show before the program runs
         everywhere = NamedSharding(mesh, PartitionSpec()) if mesh is not None else None
         self.params = with_more_outputs(params, twin, len(twin.out_avals)-self.n, everywhere)
         self.within = {None: tuple(s.within(None) for s in self.notes)} # notes by calling `Scope`

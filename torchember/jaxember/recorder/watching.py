@@ -117,7 +117,9 @@ class EagerRows:
         for s,got in zip(self.notes, self.values(), strict=True): yield s, [((), [got])]
 
 @cache
-def dtype_name(dtype): return str(dtype) # cached, because JAX takes 2 µs to convert a dtype to text
+def dtype_name(dtype):
+    "Return the name of a dtype, such as 'float32'."
+    return str(dtype) # cached, because JAX takes 2 µs to convert a dtype to text
 
 @lru_cache(4096)
 def cached_note(key, shape, dtype, piece=()):
@@ -201,7 +203,7 @@ class Watching(Trace):
         return self.compiled(inside[0], lambda *xs: primitive.bind(*xs, **primitive.get_bind_params(params)), args, primitive.multiple_results)
 
     def stage_value(self, x):
-        "Pass a value to the trace of JAX below this trace."
+        "Let the underlying JAX trace handle a value."
         return self.below.stage_value(x)
 
     def process_call(self, primitive, f, args, params, /):
