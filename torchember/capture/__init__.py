@@ -1,1 +1,1 @@
-"Model to events: names, patches, hooks, optimizers, compiled code. Measures nothing"
+"Turn the execution of a model into events for listeners: names, patches, hooks, optimizers, compiled code"

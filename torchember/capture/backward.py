@@ -31,11 +31,12 @@ def hook_gradients(named, report, place=None, again=False, key=None, ttype='outp
 
 # %% ../../nbs/10_capture/30_backward.ipynb #1f0f2741
 def gradient_hook(report, n, key, ttype):
-    "Return a hook to report the gradient of the tensor named `n`. The remaining arguments are as in `hook_gradients`."
+    "Return a tensor hook that calls `report` with the gradient of the tensor named `n`. Other arguments are those of `hook_gradients`."
     def hook(g):
-        # None: one of several outputs is unused, or the backward of a `Function` returned None
+        "Report the gradient `g`, and return it unchanged."
+        # a gradient is None if one of several outputs is unused, or if the backward of a `Function` returned None
         if g is None: return None
         if key is not None and torch.compiler.is_compiling(): grads_arrived([g], key, ttype, [n])
         else: report(n, g.detach())
-        return g # because compiled autograd does not accept a hook that returns None for a gradient
+        return g # returns the gradient, because compiled autograd does not accept hooks that return None
     return never_compile(hook)

@@ -14,17 +14,18 @@ from torch.nn import utils
 from .private_torch import norm_clipper
 
 # %% ../../nbs/10_capture/42_clipping.ipynb #d9115daf
-places = utils,utils.clip_grad # both Python modules have each of these functions
+places = utils,utils.clip_grad # both Python modules of torch contain each clipping function
 clippers = 'clip_grad_norm_','clip_grad_value_','clip_grads_with_norm_',*([norm_clipper] if norm_clipper else [])
-# clips: True while a clipping function runs: clipping functions that it calls report nothing
+# clips: True while a clipping function runs, so that inner calls of clipping functions are not reported
 running = threading.local()
 
 def with_report(clip):
     "Wrap a clipping function to report its parameters to each attached `ClippingWatch` before it clips. In compiled code nothing is reported."
     @functools.wraps(clip)
     def run(parameters, *args, **kwargs):
+        "Report the parameters, and clip their gradients."
         if torch.compiler.is_compiling() or getattr(running, 'clips', False): return clip(parameters, *args, **kwargs)
-        # a list, because a generator can be read only once
+        # stored as a list, because `parameters` may be a generator, which can be read only once
         if not isinstance(parameters, torch.Tensor): parameters = list(parameters)
         for watch in list(ClippingWatch.attached): watch.listener.clips([parameters] if isinstance(parameters, torch.Tensor) else parameters)
         running.clips = True
@@ -33,23 +34,23 @@ def with_report(clip):
     return run
 
 class ClippingWatch:
-    "Reports parameters to a listener before torch clips their gradients, wherever in this process."
-    attached = weakref.WeakSet() # all attached watches
-    replaced = [] # (Python module, name, function of torch, our function)
-    def __init__(self, listener): self.listener = listener # called as `listener.clips(parameters)`
+    "Reports to a listener which parameters are clipped, before torch clips their gradients anywhere in this process."
+    attached = weakref.WeakSet() # all attached instances of this class
+    replaced = [] # tuples (Python module, name, function of torch, replacement)
+    def __init__(self, listener): self.listener = listener # listener: its method `clips(parameters)` is called before each clipping
 
     def attach(self):
-        "Report from now on. The first attached watch replaces the clipping functions of torch."
+        "Start reporting. The first attached `ClippingWatch` replaces the clipping functions of torch."
         if not self.attached:
             found = [(p, n, clip) for p in places for n in clippers if (clip := getattr(p, n, None)) is not None]
-            # one of ours for each function, although torch has a function in two modules
+            # one replacement for each function, although torch has the function in two Python modules
             ours = {clip: with_report(clip) for *_,clip in found}
             self.replaced[:] = [(*f, ours[f[-1]]) for f in found]
             for p,n,_,run in self.replaced: setattr(p, n, run)
         self.attached.add(self)
 
     def detach(self):
-        "Stop reporting. The last watch restores the functions of torch. If the user has wrapped our function, ours stays, and only clips."
+        "Stop reporting. The last `ClippingWatch` restores the functions of torch. A replacement that the user has wrapped stays, and only clips."
         self.attached.discard(self)
         if self.attached: return
         for p,n,clip,run in self.replaced:

@@ -16,11 +16,11 @@ class Wants:
     """Types of tensors wanted by one listener: inputs, outputs, and gradients of inputs or outputs.
 
     If the gradient of an input or output is wanted, the tensor itself is reported, too."""
-    # compiled: whether compiled code reports tensors to the listener
+    # compiled: True if compiled code reports tensors to the listener
     def __init__(self, inputs=True, outputs=True, input_grad=False, output_grad=False, compiled=True):
         self.inputs,self.outputs = inputs or input_grad,outputs or output_grad
         self.input_grad,self.output_grad,self.compiled = input_grad,output_grad,compiled
-        self.unions = weakref.WeakSet() # the `WantsUnion`s that contain this object
+        self.unions = weakref.WeakSet() # all `WantsUnion` objects that contain this object
 
     def switch(self, compiled):
         "Switch the reports of compiled code on or off, from the next pass on. The first switch makes torch.compile compile one more graph."
@@ -28,20 +28,21 @@ class Wants:
         self.compiled = compiled
         for u in list(self.unions): u.update()
 
-always = functools.cache(Wants) # for listeners that never call `switch`: equal arguments give one shared object
+always = functools.cache(Wants) # shared `Wants` objects for listeners that never call `switch`; equal arguments return the same object
 
 # %% ../../nbs/10_capture/18_events.ipynb #3f1c7a22
 class WantsUnion:
-    "Union of the `Wants` of a module's listeners. Guards of a compiled graph check only this object, so other listeners need no new graph."
+    "Union of the `Wants` of a module's listeners. Compiled graphs check only this object, so that new listeners seldom cause a new compilation."
     def __init__(self, parts):
         self.parts = parts
         for w in parts: w.unions.add(self)
         self.update()
 
     def update(self):
+        "Compute the union again, after one of the `Wants` has changed."
         for f in ('inputs', 'outputs', 'input_grad', 'output_grad'): setattr(self, f, any(w.compiled and getattr(w, f) for w in self.parts))
 
-unions = weakref.WeakValueDictionary() # set of `Wants` -> their `WantsUnion`
+unions = weakref.WeakValueDictionary() # `WantsUnion` of each set of `Wants`
 
 def union_of_wants(parts:frozenset):
     "Return the union of a set of `Wants`. Equal sets share one object, so `Wants.switch` has few objects to update."
@@ -53,105 +54,105 @@ def union_of_wants(parts:frozenset):
 class Listener(Protocol):
     "An object to be notified of the events of a model. Methods of this class do nothing, so a subclass defines only the needed methods."
     wants = always() # types of tensors to report in calls
-    on = True # False: no events of calls now, as in steps that are not recorded
-    # number of open passes in all threads: a module that is called while it is 0 begins a pass. A constant 1: only the root begins a pass
+    on = True # False while calls are not reported, as in steps that are not recorded
+    # number of passes that are running in all threads. While it is 0, a call of any module begins a pass. If it is always 1, only the root does
     running = 0
     # True for the recorder of a run: a module may have only one exclusive listener, and `nn.DataParallel` is refused
     exclusive = False
-    # whether a partial sum (of tensor parallelism) is reported by `returned`, after the module's own hooks have added it up
+    # True if `returned` reports the outputs of tensor-parallel modules, after hooks have summed them over ranks
     sums_after_hooks = False
-    step,lasting = 0,0 # number of the training step; number of further steps in which gradients of a call may come
+    step,lasting = 0,0 # step: number of the training step; lasting: number of later steps in which gradients of a call may still arrive
 
     def __init_subclass__(cls, **more):
         super().__init_subclass__(**more)
         skip_compiler(cls)
 
-    # ---- passes and calls
+    # ---- events of passes and calls
 
-    def pass_begins(self, state, grad=None) -> bool: # grad: in compiled code, whether the pass has gradients
-        "A pass begins: the root is called, or any module while no pass is open. Return True to be notified of the end of the pass."
+    def pass_begins(self, state, grad=None) -> bool: # grad: True if the pass has gradients; given by compiled code only
+        "Called when a pass begins: a call of the root, or of any module while no pass is running. Return True to be notified of the end of the pass."
         self.running += 1
         return True
 
     def pass_ends(self, state, compiled:bool):
-        "The pass has ended, with a result or an exception."
+        "Called when a pass has ended, with a result or an exception."
         self.running -= 1
 
-    def pass_fails(self, state): "The pass has raised an exception. `pass_ends` follows."
+    def pass_fails(self, state): "Called when a pass has raised an exception, before `pass_ends`."
 
     def inside(self) -> bool:
-        "Return True if a pass is open in this thread."
+        "Return True if a pass is running in this thread."
         return self.running>0
 
     def records(self) -> bool:
         "Return True if calls in this pass are to be reported."
         return True
 
-    # return: (number of the call in its pass, phase) for `gradient`, None for no gradients
+    # returns (number of the call in its pass, phase), which `gradient` gets later; None if no gradients are wanted
     def call_begins(self, state, inputs:list, compiled:bool=False):
-        "A module is called with these tensors. If `compiled`, measure them now: compiled code reuses their memory."
+        "Called when a module is called with `inputs`. If `compiled` is True, read the tensors at once, because compiled code reuses their memory."
         return 0, None
 
-    def call_ends(self, state, outputs:list, compiled:bool=False): # returns the same as `call_begins`
-        "A call of a module has ended, and returns these tensors."
+    def call_ends(self, state, outputs:list, compiled:bool=False): # returns (number of the call in its pass, phase) or None, as `call_begins` does
+        "Called when a call of a module has ended and returns `outputs`."
         return 0, None
 
     def returned(self, state, outputs:list, call:int, phase=None):
-        "The module's own hooks have added up a partial sum: the true outputs. `call_ends` got no tensors. Its result is passed as `call` and `phase`."
+        "Called when a tensor-parallel module's own hooks have summed its outputs over ranks. `call`, `phase`: result of `call_ends`, which got no tensors."
 
-    def call_fails(self, state): "A call of a module has raised an exception."
+    def call_fails(self, state): "Called when a call of a module has raised an exception."
 
-    def probe(self, state, name:str, tensor): "The user records a tensor of this module by `te.probe`."
+    def probe(self, state, name:str, tensor): "Called when the user records a tensor of a module by `te.probe`."
 
-    def probe_here(self, name:str, tensor): "The user records a tensor of the running module."
+    def probe_here(self, name:str, tensor): "Called when the user records a tensor of the module that is running now."
 
-    # ---- gradients
+    # ---- events of gradients
 
     def gradient(self, state, ttype:str, tname:str, grad, call:int, phase=None, backward:int=0):
-        "A backward has computed the gradient of an input or output. `call`, `phase`: result of `call_begins` or `call_ends` for this tensor."
+        "Called when a backward pass has computed the gradient of an input or output. `call`, `phase`: result of `call_begins` or `call_ends`."
 
     def recomputed(self, state, inputs:list, outputs:list):
-        "A checkpoint recomputes a module's forward in a backward: called before with its inputs, and after with its outputs, which may get gradients."
+        "Called before and after a checkpoint recomputes a module's forward in a backward pass: first with the inputs, then with the outputs."
 
-    # ---- optimizers: where a training step ends
+    # ---- events of optimizers, which end a training step
 
-    def step_begins(self, optimizer): "The step of an optimizer begins. The gradients may not be ready yet."
+    def step_begins(self, optimizer): "Called when the step of an optimizer begins. The gradients may not be computed yet."
 
     def gradients_ready(self, optimizer, scale, unchanged:bool):
-        "All gradients of a step are known. `scale`: loss scale contained in the gradients. `unchanged`: whether the weights are still as before the step."
+        "Called when all gradients of a step are computed. `scale`: loss scale in the gradients. `unchanged`: True if the weights have not changed yet."
 
-    def step_ends(self, optimizer): "An optimizer has changed the weights."
+    def step_ends(self, optimizer): "Called when an optimizer has changed the weights."
 
-    def step_skipped(self, optimizer): "A `GradScaler` has skipped the step, because gradients were not finite."
+    def step_skipped(self, optimizer): "Called when a `GradScaler` has skipped a step, because gradients were not finite."
 
-    def clips(self, parameters:list): "The gradients of these parameters are about to be clipped."
+    def clips(self, parameters:list): "Called before the gradients of `parameters` are clipped."
 
-    # ---- CUDA graphs, see `capture.graphs`
+    # ---- events of CUDA graphs, reported by `capture.graphs`
 
-    def graph_to_come(self, graph): "A CUDA graph is about to be captured. Until the capture ends, no thread may wait for the device."
+    def graph_to_come(self, graph): "Called before a CUDA graph is captured. Until the capture ends, no thread may wait for the device."
 
-    def graph_begins(self, graph): "The capture of a CUDA graph has begun. From now on operations are captured, and do not run."
+    def graph_begins(self, graph): "Called when the capture of a CUDA graph has begun. From now on operations are captured, and do not run."
 
-    def graph_ends(self, graph, whole:bool): "The capture of a CUDA graph has ended. `whole`: whether it succeeded."
+    def graph_ends(self, graph, whole:bool): "Called when the capture of a CUDA graph has ended. `whole`: True if the capture succeeded."
 
-    def replay_begins(self, graph): "A CUDA graph is about to be replayed."
+    def replay_begins(self, graph): "Called before a CUDA graph is replayed."
 
-    def replay_ends(self, graph, whole:bool): "The host has launched a replay of a CUDA graph. `whole`: whether the launch raised no exception."
+    def replay_ends(self, graph, whole:bool): "Called when the host has launched the replay of a CUDA graph. `whole`: True if the launch raised no exception."
 
-    # ---- memory and failures
+    # ---- events of memory and failures
 
-    def memory_reused(self): "Compiled code may have written into tensors without changing their version counters, so cached summaries of tensors are invalid."
+    def memory_reused(self): "Called when compiled code may have changed tensors without changing their version counters, so that cached summaries are invalid."
 
-    def failed(self, state, ttype:str, tname:str, error): "The search for tensors in the arguments or the result of a call has raised `error`."
+    def failed(self, state, ttype:str, tname:str, error): "Called when the search for tensors in the arguments or the result of a call has raised `error`."
 
-    def missed(self, state, ttype:str, names:list): "Compiled code cannot report the tensors with these names, because they are `DTensor`s."
+    def missed(self, state, ttype:str, names:list): "Called when compiled code cannot report the tensors `names`, because they are `DTensor` objects."
 
 # %% ../../nbs/10_capture/18_events.ipynb #3f1c7a23
-# methods that are called during passes, besides those that begin with pass_, call_ or probe
+# names of listener methods called during passes, besides names that begin with pass_, call_ or probe
 in_calls = 'inside', 'records', 'returned', 'recomputed', 'memory_reused'
 
 def skip_compiler(listener):
-    "Have Dynamo skip the listener methods called during passes, because compiling them takes time and gains nothing."
+    "Make torch.compile skip the listener methods that are called during passes, because compiling them takes time and has no use."
     for n,f in vars(listener).items():
         if hasattr(f, '__code__') and (n in in_calls or n.startswith(('pass_', 'call_', 'probe'))): never_compile(f)
 

@@ -14,10 +14,10 @@ from .patch import Patch
 from .tree import data_parallel_error
 
 # %% ../../nbs/10_capture/20_forward.ipynb #e94f75de
-def refuse_data_parallel(): raise TypeError(data_parallel_error) # nn.DataParallel calls this before it copies a module
+def refuse_data_parallel(): raise TypeError(data_parallel_error) # `nn.DataParallel` calls this function before it copies a module
 
 def patch_of(module, known):
-    "Return the `Patch` of a module. Make a new patch if the module has none, or if the user has replaced our forward: the listeners stay the same."
+    "Return the `Patch` of a module. Make a new one if there is none, or if the user has replaced our forward; it keeps the listeners."
     d = module.__dict__
     before = d.get(KEY)
     if before is not None and d.get('forward') is before.attributes['forward']: return before
@@ -29,8 +29,8 @@ def patch_of(module, known):
     return patch
 
 # %% ../../nbs/10_capture/20_forward.ipynb #66825953
-def arm(tracks, listener, watched=None, extra=None) -> list: # `ModuleState`s, in the order of the tracks
-    """Have a listener notified of the passes of the root module (the first track), and of the calls of each watched module.
+def arm(tracks, listener, watched=None, extra=None) -> list: # list of a `ModuleState` for each track, in order
+    """Notify a listener of the passes of the root module (the first of `tracks`), and of the calls of each watched module.
 
     `watched`: ids of the watched modules, None for all. `extra`: attributes for the root while it is armed; attributes that exist are not replaced."""
     known,states = {},[]
@@ -56,7 +56,7 @@ def states_of(module) -> tuple:
     return () if patch is None else patch.states
 
 def disarm(tracks, listener):
-    "Remove a listener from all modules. A module without any listener left becomes as it was before arming."
+    "Remove a listener from all modules. A module that has no other listener gets its original `forward` back."
     for t in tracks:
         for st in states_of(t.module):
             if st.listener is listener: st.detach()
@@ -68,7 +68,7 @@ def armed_by(module):
 
 @contextmanager
 def notify_only(module, listener):
-    "Return a context in which `module` and all modules inside it notify only one of their listeners."
+    "Return a context manager in which `module` and all modules inside it notify only the given listener."
     patches = [(p, p.states) for m in module.modules() if (p := m.__dict__.get(KEY)) is not None]
     try:
         for p,states in patches: p.set_states([st for st in states if st.listener is listener])

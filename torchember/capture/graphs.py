@@ -15,14 +15,15 @@ def notify_watches(event, *args):
     "Call the method `event` of the listener of each attached `GraphWatch`."
     for watch in list(GraphWatch.attached): getattr(watch.listener, event)(*args)
 
-# method of a CUDA graph class -> event before the method and event after it
+# events before and after each method of a CUDA graph class
 events_of = dict(capture_begin=('graph_to_come', 'graph_begins'), capture_end=(None, 'graph_ends'), replay=('replay_begins', 'replay_ends'))
-ends = 'graph_ends','replay_ends' # events that are notified after an exception, too: their last argument is False then
+ends = 'graph_ends','replay_ends' # events that are reported after an exception, too, with False as last argument
 
 def with_events(f, before, after):
     "Wrap a method of a CUDA graph class to notify listeners before and after the method. `before`, `after`: names of the events, or None."
     @functools.wraps(f)
     def run(graph, *args, **kwargs):
+        "Report the event before, run the method of the CUDA graph, and report the event after it."
         if before: notify_watches(before, graph)
         whole = False
         try:
@@ -35,29 +36,29 @@ def with_events(f, before, after):
     return run
 
 def graph_classes():
-    "Return the CUDA graph classes, and those of other accelerators, that this version of torch has."
+    "Return the classes for CUDA graphs, and for graphs of other accelerators, in this version of torch."
     places = (torch.cuda, 'CUDAGraph'),(getattr(torch, 'accelerator', None), 'Graph'),(getattr(torch, 'xpu', None), 'XPUGraph')
     return [c for where,name in places if (c := getattr(where, name, None)) is not None]
 
 # %% ../../nbs/10_capture/44_graphs.ipynb #3bb04ce7
 class GraphWatch:
     "Notifies a listener of all CUDA graphs of this process."
-    attached = weakref.WeakSet() # all attached watches
-    former = {} # (class, name of a method) -> original method
-    def __init__(self, listener): self.listener = listener # an object with the methods of `Listener` for CUDA graphs
+    attached = weakref.WeakSet() # all attached instances of this class
+    former = {} # original methods, by class and name
+    def __init__(self, listener): self.listener = listener # listener: an object with the methods of `Listener` for CUDA graphs
 
     def attach(self):
-        "Notify from now on. The first attached watch replaces the methods of the CUDA graph classes."
+        "Start to notify the listener. The first attached `GraphWatch` replaces the methods of the CUDA graph classes."
         for c in graph_classes():
             for name,events in events_of.items():
-                # replaced already, perhaps by a watch that was deleted without `detach`
+                # the methods are replaced already, perhaps by a `GraphWatch` that was deleted without `detach`
                 if (c, name) in self.former: continue
                 self.former[c, name] = f = getattr(c, name)
                 setattr(c, name, with_events(f, *events))
         self.attached.add(self)
 
     def detach(self):
-        "Stop notifying. The last watch restores the original methods. If the user has wrapped our method, ours stays, and only calls the original."
+        "Stop to notify the listener. The last `GraphWatch` restores the original methods. A replacement that the user has wrapped only calls the original."
         if self not in self.attached: return
         self.attached.discard(self)
         if self.attached: return

@@ -6,14 +6,14 @@
 __all__ = ['missing', 'ArmedDict', 'install', 'uninstall']
 
 # %% ../../nbs/10_capture/12_hidden_attributes.ipynb #b937747c
-missing = object() # stands for a key that the module does not have
+missing = object() # marks a key that the module does not have
 
 class ArmedDict(dict):
     "The `__dict__` of an armed module. `d[key]` also finds the attributes installed by torchember; iteration shows only the module's own."
     def __init__(self, own):
         super().__init__(own)
         self.own = own # the module's `__dict__` from before arming, restored by `uninstall`
-        self.installed = {} # key -> (installed value, the module's own value that it hides)
+        self.installed = {} # pairs (installed value, hidden value of the module), by key
 
     def install(self, new):
         "Install the values of the dict `new`. The module's own values of these keys are hidden until `uninstall`."
@@ -41,7 +41,7 @@ class ArmedDict(dict):
     def __reversed__(self): return reversed(self.unarmed())
     def __len__(self): return len(self.unarmed())
     def __eq__(self, other): return self.unarmed()==(other.unarmed() if isinstance(other, ArmedDict) else other)
-    def __ne__(self, other): return not self==other # needed because `dict` has its own `__ne__`
+    def __ne__(self, other): return not self==other # defined, because `dict` has a `__ne__` of its own
     def __or__(self, other): return self.unarmed() | other
     def __ror__(self, other): return other | self.unarmed()
     def __repr__(self): return repr(self.unarmed())
@@ -57,6 +57,7 @@ class ArmedDict(dict):
             if k not in self.installed or v is not self.installed[k][1]: self[k] = v
 
     def clear(self):
+        "Remove all own attributes of the module. Installed attributes are kept."
         for k in [k for k in super().keys() if k not in self.installed]: del self[k]
 
 # %% ../../nbs/10_capture/12_hidden_attributes.ipynb #bee541fe
@@ -69,7 +70,7 @@ def install(module, new:dict):
 def uninstall(module, new:dict):
     "Remove attributes added by `install`. When no installed attribute is left, the module gets its own `__dict__` back."
     d = module.__dict__
-    if not isinstance(d, ArmedDict): return # the user has set another `__dict__`: nothing to remove
+    if not isinstance(d, ArmedDict): return # nothing is removed if the user has set another `__dict__`
     d.uninstall(new)
     if d.installed: return
     d.own.clear()

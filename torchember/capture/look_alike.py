@@ -12,13 +12,13 @@ import functools, inspect, weakref
 def signature_with_self(forward):
     "Return the signature of a bound `forward` with `self` as its first parameter."
     try: s = inspect.signature(forward)
-        # a function in C may have no signature
+        # functions written in C may have no signature
     except (TypeError, ValueError): s = inspect.signature(lambda *args, **kwargs: None)
     me = inspect.Parameter('self', inspect.Parameter.POSITIONAL_ONLY)
     return s.replace(parameters=[me, *(p.replace(name='self_') if p.name=='self' else p for p in s.parameters.values())])
 
 # %% ../../nbs/10_capture/14_look_alike.ipynb #22fc2b57
-codes = weakref.WeakKeyDictionary() # replaced `forward` -> copy of the code object of our function
+codes = weakref.WeakKeyDictionary() # copy of our function's code object for each replaced `forward`
 
 def code_for(forward, code):
     "Return a copy of `code` for use by `forward` only, because torch.compile limits the number of graphs per code object."
@@ -35,7 +35,7 @@ def look_like(f, forward, is_bound, is_own):
     `forward`: the replaced function. `is_bound`: whether `forward` is bound to the module. `is_own`: whether `forward` is an attribute of the instance."""
     functools.update_wrapper(f, forward)
     del f.__wrapped__ # with `__wrapped__`, programs that unwrap functions would skip `f`.
-    # Keep it only if the replaced function itself wraps a function
+    # `__wrapped__` is kept only if the replaced function itself wraps a function
     if is_own and hasattr(forward, '__wrapped__'): f.__wrapped__ = forward.__wrapped__
     f.__code__ = f.__code__.replace() if is_bound else code_for(forward, f.__code__)
     f.__signature__ = signature_with_self(forward) if is_bound else inspect.signature(forward)

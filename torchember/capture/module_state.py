@@ -18,12 +18,12 @@ from .private_torch import in_training_function, warn_no_hooks
 # %% ../../nbs/10_capture/16_module_state.ipynb #1b607f22
 class PendingCalls:
     "Calls of a module with a pending gradient of one tensor. A backward goes from the last call to the first."
-    # calls whose gradient is pending; calls that have it; number of the backward
+    # waiting: calls whose gradient is expected; done: calls that have their gradient; backward: number of the backward pass
     def __init__(self): self.waiting,self.done,self.backward = [],[],0
 
     def expect(self, call, phase, step=0):
-        "Note the expected gradient of a call. `phase`, `step`: phase and step of the call."
-        if self.done and not self.waiting: self.done,self.backward = [],0 # a new pass has begun after the backward
+        "Add a call whose gradient is expected. `phase`, `step`: phase and step of the call."
+        if self.done and not self.waiting: self.done,self.backward = [],0 # a new pass begins after a backward pass with all gradients
         self.waiting.append((call, phase, step))
 
     def next_call(self):
@@ -41,11 +41,11 @@ class PendingCalls:
 class PendingGradients:
     "Pending gradients of a module: for each tensor, the calls with an expected gradient."
     def __init__(self):
-        self.calls,self.step = {},None # (ttype, tname) -> `PendingCalls`; step of the last expected call
-        self.counts = {} # (ttype, tname) -> number of gradients in this pass
+        self.calls,self.step = {},None # calls: a `PendingCalls` for each (ttype, tname); step: step of the last expected call
+        self.counts = {} # number of gradients in this pass, by (ttype, tname)
 
     def expect(self, ttype, names, call, listener):
-        "Note the expected gradients of the tensors `names`. `call`: number and phase of their call."
+        "Add a call for which gradients of the tensors `names` are expected. `call`: number and phase of the call."
         now = listener.step
         if self.step!=now: self.step,self.calls = now,{k: c for k,c in self.calls.items() if c.keep_steps(now-listener.lasting, now)}
         for n in names: self.calls.setdefault((ttype, n), PendingCalls()).expect(*call, now)
@@ -56,7 +56,7 @@ class PendingGradients:
         `calls`: number of calls in this pass, from which the call is computed if no gradient is pending."""
         k = self.counts[ttype, name] = self.counts.get((ttype, name), -1)+1
         pending = self.calls.get((ttype, name))
-        # no pending call: a checkpoint has recomputed the forward, and a backward goes from the last call to the first
+        # no call is pending after a checkpoint has recomputed the forward; a backward pass goes from the last call to the first
         return pending.next_call() if pending else (calls-1-k%max(calls, 1), None, k//max(calls, 1))
 
 # %% ../../nbs/10_capture/16_module_state.ipynb #2496a2c3
@@ -64,19 +64,19 @@ KEY = '_torchember' # the `Patch` of an armed module is in the `__dict__` of the
 
 def own_parts(module):
     "Return the names of a module's own parameters and the ids of its children. The result changes if parameters or children are added or replaced."
-    # a ScriptModule cannot change, and each access to its children creates new objects with new ids
+    # a `ScriptModule` is excluded: it cannot change, and each access to its children creates objects with new ids
     if isinstance(module, torch.jit.ScriptModule): return None
     return *module._parameters, *map(id, module._modules.values())
 
 class CompiledPasses:
     "Passes and calls begun by compiled code and not yet ended, in each thread."
     def __init__(self, outermost):
-        # whether each call of the module is a pass, so that its graph must report begin and end of a pass
+        # True if each call of the module is a pass, so that its compiled graph reports begin and end of passes
         self.outermost = outermost
         self.begun = set() # ids of threads in which compiled code has begun a pass
-        # ids of threads whose pass was begun by the report of a call, since the graph was compiled without reports of passes
+        # ids of threads whose pass began with the report of a call, because the graph was compiled without reports of passes
         self.by_call = set()
-        self.calls = Counter() # id of a thread -> number of open calls
+        self.calls = Counter() # number of running calls, by thread id
 
 # %% ../../nbs/10_capture/16_module_state.ipynb #3f64cbbc
 class ModuleState:
@@ -86,14 +86,14 @@ class ModuleState:
     def __init__(self, track, listener, watched=True, attributes=None):
         self.track,self.listener,self.watched = track,listener,watched
         self.root,self.wants = track.root_module,listener.wants
-        # made_of: parameters and children at arming, to notice changes
+        # made_of: names of parameters and ids of children at arming, to notice changes
         self.attributes,self.made_of = attributes or {},own_parts(track.module)
-        self.taps = {} # the listener keeps its taps for this module here
-        self.pass_,self.calls = None,0 # number of the last pass; number of calls of the module in that pass
-        # key: identifies this object in operators, for probes and gradients that only this listener gets
+        self.taps = {} # taps (places of measured tensors) that the listener stores for this module
+        self.pass_,self.calls = None,0 # pass_: number of the last pass; calls: number of calls of the module in this pass
+        # key: tensor that identifies this object in operators, for probes and gradients of this listener only
         self.key = compiled.new_key(self) if self.root or self.wants.input_grad or self.wants.output_grad else None
         self.passes,self.pending = CompiledPasses(self.root),PendingGradients()
-        self.hooks = {} # id of a thread -> our forward hook that runs after the module's own hooks: see `partial_sums`
+        self.hooks = {} # our forward hook that runs after the module's own hooks, by thread id; used by `partial_sums`
 
     def number(self, pass_):
         "Return the number of a new call of the module in the pass `pass_`: 0, 1, ..."
@@ -130,40 +130,44 @@ class ModuleState:
 
     # ---- called by compiled code
 
-    def began(self, grad=False): # grad: whether the pass will have gradients
-        # the pass before did not end, so it has raised: compiled code does not report exceptions
+    def began(self, grad=False): # grad: True if the pass will have gradients
+        "Report that compiled code has begun a pass."
+        # the previous pass has raised an exception, because its end was not reported: compiled code reports no exceptions
         if get_ident() in self.passes.begun:
             self.listener.pass_fails(self)
             self.ended()
-        if not self.root and self.listener.inside(): return # an eager pass is open: this call belongs to that pass
+        if not self.root and self.listener.inside(): return # a call in a running eager pass belongs to that pass
         if self.listener.pass_begins(self, grad): self.passes.begun.add(get_ident())
 
     def ended(self):
+        "Report that compiled code has ended a pass."
         if get_ident() not in self.passes.begun: return
         self.passes.begun.discard(get_ident())
         self.listener.pass_ends(self, True)
 
     def is_recorded(self):
         "Return True if a call reported by compiled code is to be recorded."
-        # because compiled code writes into memory without changing the version counters of tensors
+        # reported, because compiled code changes memory without changing the version counters of tensors
         self.listener.memory_reused()
         if self.wants.input_grad or self.wants.output_grad: warn_no_hooks()
         return self.listener.on and self.listener.records()
 
     def entered(self, named, hooked):
-        # the graph has this operator for another listener only
+        "Report that compiled code has called the module with these (name, tensor) pairs."
+        # another listener caused this operator in the graph
         if not (self.wants.inputs and self.watched and self.wants.compiled): return
         self.passes.calls[get_ident()] += 1
         if not self.root and not self.listener.inside():
-            # this makes a guard of `Patch` fail: the next graph reports the begin of a pass
+            # changes a guarded attribute of `Patch`, so that torch.compile makes a graph that reports the begin of a pass
             self.passes.outermost = True
             self.passes.by_call.add(get_ident())
             self.began(self.track.module.training and (torch.is_grad_enabled() or in_training_function()))
         if self.is_recorded(): self.expect('input_grad', hooked, self.listener.call_begins(self, named, True))
 
     def exited(self, named, hooked):
+        "Report that a call of the module in compiled code returns these (name, tensor) pairs."
         has_inputs = self.wants.inputs
-        # return if the listener wants no outputs, or was armed after this call began
+        # returns if the listener wants no outputs, or was armed after this call began
         if not (self.wants.outputs and self.watched and (self.passes.calls[get_ident()] if has_inputs else self.wants.compiled)): return
         self.passes.calls[get_ident()] -= has_inputs
         if self.is_recorded(): self.expect('output_grad', hooked, self.listener.call_ends(self, named, True))
@@ -172,18 +176,19 @@ class ModuleState:
             self.ended()
 
     def missed(self, ttype, names):
-        "Report the names of `DTensor`s. Compiled code cannot pass them to an operator, so they are not measured."
+        "Report the names of `DTensor` objects, which are not measured, because compiled code cannot pass them to an operator."
         if (self.watched or ttype=='probe') and self.wants.compiled and self.is_recorded(): self.listener.missed(self, ttype, names)
 
     def expect(self, ttype, names, call):
-        "Note the expected gradients of the tensors `names`. `call`: number and phase of their call, or None if no gradients will come."
+        "Add a call for which gradients of the tensors `names` are expected. `call`: number and phase of the call; None for no gradients."
         if call is not None and getattr(self.wants, ttype): self.pending.expect(ttype, names, call, self.listener)
 
     def grads_arrived(self, ttype, named):
         "Report gradients computed by compiled code or a recomputation to the listener."
-        self.listener.memory_reused() # because compiled code reuses one buffer for several gradients
+        self.listener.memory_reused() # reported, because compiled code reuses one buffer for several gradients
         for n,g in named: self.listener.gradient(self, ttype, n, g, *self.pending.next_call(ttype, n, self.calls))
 
     def probed(self, named):
+        "Report tensors that the user records by `te.probe` in compiled code."
         self.listener.memory_reused()
         for n,x in named: self.listener.probe(self, n, x)

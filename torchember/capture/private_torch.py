@@ -27,8 +27,8 @@ import torch
 from ..ground.messages import warn
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch05
-newest = 2,15 # the newest torch that the tests were run with
-missing = {} # private name that this torch lacks -> consequence for the user
+newest = 2,15 # newest version of torch with which the tests were run
+missing = {} # consequence for the user of each private name that this version of torch lacks
 
 def private(path, without, then):
     """Return the private object of torch at `path`, such as 'torch._C._functorch.get_unwrapped', or the fallback `without`.
@@ -42,12 +42,12 @@ def private(path, without, then):
 
 @contextmanager
 def noting_failure(path, then):
-    "Return a context catching exceptions. If code in it raises, add the private name `path` and the consequence `then` to `missing`."
+    "Return a context manager that catches exceptions, and then adds the private name `path` with the consequence `then` to `missing`."
     try: yield
     except Exception: missing[path] = then
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch08
-warned = set() # private names that the user was warned about
+warned = set() # private names of which the user was warned
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #eecc44ea
 def warn_missing():
@@ -59,7 +59,7 @@ def warn_missing():
         + '; '.join(f"{k}: {missing[k]}" for k in sorted(new)) + ". Look for a newer torchember.")
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #6b30bda5
-def torch_version(): return tuple(int(n) for n in torch.__version__.split('.')[:2]) # (major, minor) version
+def torch_version(): return tuple(int(n) for n in torch.__version__.split('.')[:2]) # returns (major, minor)
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch14
 # Returns the number of active modes that see operations (FLOP counters, fake tensors). Exists in torch 2.0 and later
@@ -76,37 +76,39 @@ without_dispatch_modes = private('torch.utils._python_dispatch._disable_current_
 without_function_modes = private('torch._C.DisableTorchFunction', nullcontext, 'a mode for functions sees ours, too')
 without_transforms = private('torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack', nullcontext, 'tensors inside vmap and grad are not measured')
 
-# `is_wrapped(x)`: whether `x` stands for many samples inside vmap or similar. `unwrap(x)`: the tensor with all samples. In torch 2.0 and later
+# `is_wrapped(x)`: True if `x` represents many samples inside vmap or similar. `unwrap(x)`: the tensor of all samples. In torch 2.0 and later
 is_wrapped = private('torch._C._functorch.is_functorch_wrapped_tensor', lambda x: False, 'tensors inside vmap and grad are not measured')
 unwrap = private('torch._C._functorch.get_unwrapped', lambda x: x, 'tensors inside vmap and grad are not measured')
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch17
-# Returns the number of the backward that runs in this thread, -1 if none is running. Exists in torch 2.0 and later
+# Returns the number of the backward pass that runs in this thread, -1 if none is running. Exists in torch 2.0 and later
 running_backward = private('torch._C._current_graph_task_id', lambda: -1, 'what activation checkpointing computes again is recorded again')
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #4f60f8aa
-# Return the running autograd node, and the active hooks on saved tensors. They exist in torch 2.1 and later
+# Functions that return the running autograd node, and the active hooks on saved tensors, in torch 2.1 and later
 running_node = private('torch._C._current_autograd_node', lambda: None, 'what an adjoint solver computes in a backward is not recorded')
 saving_hooks = private('torch._C._autograd._top_saved_tensors_default_hooks', lambda ignore: None,
     'what is computed again inside a custom backward is recorded again')
 
-# words in the names of autograd Functions whose backward recomputes their forward
+# an autograd Function with one of these words in its name recomputes its forward in its backward
 recomputing_words = 'checkpoint', 'compiled', 'recompute', 'revers', 'invert'
 
-# function: an autograd Function
-def recomputes(function): return any(w in function.__name__.lower() for w in recomputing_words)
+# function: class of an autograd Function
+def recomputes(function):
+    "Return True if the name of an autograd Function shows that its backward recomputes its forward."
+    return any(w in function.__name__.lower() for w in recomputing_words)
 
 def recomputing():
     "Return True if a backward is recomputing a forward, as in checkpointing. A module that runs in another backward is computing new values."
     if running_backward()==-1: return False
     function = getattr(type(running_node()), '_forward_cls', None)
-    # not an autograd Function: a node of torch itself needs tensors that a checkpoint did not save
+    # a node of torch that is not an autograd Function needs tensors that a checkpoint did not save
     if function is None or recomputes(function): return True
     hooks = saving_hooks(False)
     return bool(hooks) and hooks[0].__qualname__.startswith('_recomputation_hook')
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #ccda73fb
-# code object of `autograd.Function.apply`. None from torch 2.14 on, where `apply` is written in C and has no Python frame
+# code object of `autograd.Function.apply`; None from torch 2.14 on, where `apply` is written in C and has no Python frame
 apply_code = getattr(getattr(torch.autograd.Function.apply, '__func__', None), '__code__', None)
 
 def function_call_in(frame):
@@ -132,7 +134,7 @@ def running_frames():
         frame = frame.f_back
 
 def enclosing_call():
-    "Return what identifies the autograd Function whose forward is running in this thread. Return True in a backward, None without such a Function."
+    "Return an identifier of the autograd Function whose forward is running in this thread; True in a backward, None without such a Function."
     if running_backward()!=-1: return True
     if torch.is_grad_enabled(): return None
     return next((found for frame in running_frames() if (found := function_call_in(frame)) is not None), None)
@@ -144,7 +146,7 @@ def in_training_function():
         ctx = function_context_in(frame)
         # `next_functions` is empty if gradients were off outside the Function
         if getattr(type(ctx), '_forward_cls', None) is not None: return len(ctx.next_functions)>0
-        if frame.f_code is apply_code: return True # a Function whose forward has no context argument
+        if frame.f_code is apply_code: return True # the forward of this autograd Function has no context argument
     return False
 
 def is_same_call(now, before):
@@ -153,11 +155,11 @@ def is_same_call(now, before):
     return len(now)==len(before) and all(a() is not None and a() is b() for a,b in zip(now, before, strict=True))
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #3231aa52
-# functions of `torch.distributed.pipelining.stage` that run a model to learn shapes. They exist in torch 2.4 and later
+# functions of `torch.distributed.pipelining.stage` that run a model to determine shapes, in torch 2.4 and later
 metadata_passes = '_forward_metadata_inference', '_shape_inference'
 
 def is_metadata_pass():
-    "Return True if a stage of a pipeline runs the model only to learn the shapes of its outputs."
+    "Return True if a pipeline stage is running the model only to determine the shapes of its outputs."
     stage = sys.modules.get('torch.distributed.pipelining.stage')
     return stage is not None and any(f.f_globals is stage.__dict__ and f.f_code.co_name in metadata_passes for f in running_frames())
 
@@ -165,13 +167,13 @@ check_trace = private('torch.jit._trace._check_trace', None, 'the run by which t
 check_trace_code = getattr(inspect.unwrap(check_trace), '__code__', None) if check_trace is not None else None
 
 def is_trace_check():
-    "Return True if `torch.jit.trace` runs the model in this thread to check its result. `SummaryWriter.add_graph` does so, too."
+    "Return True if `torch.jit.trace` (or `SummaryWriter.add_graph`, which calls it) runs the model in this thread to check the trace."
     return any(f.f_code is check_trace_code for f in running_frames())
 
 module_call = torch.nn.Module.__call__.__code__
 
 def is_graph(m):
-    "Return True if a module is a graph made by torch.compile: an fx graph without parameters. It gets them as inputs."
+    "Return True if a module is a graph made by torch.compile: an fx graph that gets the parameters as inputs."
     return isinstance(m, torch.fx.GraphModule) and next(m.parameters(), None) is None
 
 def calling_module(known):
@@ -182,7 +184,7 @@ def calling_module(known):
 # %% ../../nbs/10_capture/05_private_torch.ipynb #4f60f8ab
 variable_class = private('torch.autograd.variable.Variable', None, 'batches whose gradients are thrown away are merged with later ones')
 
-def call_after_backward(f) -> bool: # False if this version of torch cannot do so
+def call_after_backward(f) -> bool: # returns False if this version of torch cannot call functions after a backward
     "Have torch call `f` when the running backward of this thread has ended without an exception."
     try: variable_class._execution_engine.queue_callback(f)
     except (AttributeError, RuntimeError): return False
@@ -205,23 +207,27 @@ def writes_gradients() -> bool:
     "Return False if the running backward belongs to `torch.autograd.grad`, because it writes into no `.grad`. To be called in a hook."
     leaves = leaves_below(running_node()) if will_execute is not None else []
     try: return not leaves or any(will_execute(n) for n in leaves)
-    except RuntimeError: return False # torch raises for nodes of the inputs of `torch.autograd.grad`
+    except RuntimeError: return False # torch raises RuntimeError for nodes of the inputs of `torch.autograd.grad`
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #8c0a7e02
-# Return the number of the next autograd node of this thread (torch 2.0 and later), and run the autograd nodes of a backward (torch 2.3 and later)
+# Functions that return the number of this thread's next autograd node (torch 2.0 and later), and run autograd nodes (torch 2.3 and later)
 next_number = private('torch._C._autograd._get_sequence_nr', lambda: 0, 'locate does not know of which line of the forward a backward is')
 engine = private('torch.autograd.graph._engine_run_backward', None, 'locate takes what is computed again in a backward for a part of what calls that')
 
-def node_number(node): return node._sequence_nr() if hasattr(node, '_sequence_nr') else -1
+def node_number(node):
+    "Return the number of an autograd node, -1 if this torch does not number nodes."
+    return node._sequence_nr() if hasattr(node, '_sequence_nr') else -1
 
-def is_engine_code(code): return engine is not None and code is engine.__code__
+def is_engine_code(code):
+    "Return True if a code object runs the backward of torch."
+    return engine is not None and code is engine.__code__
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #8c0a7e05
-# Class of modes that see each operation. Exists in torch 2.0 and later
+# Base class of modes that intercept each operation, in torch 2.0 and later
 DispatchMode = private('torch.utils._python_dispatch.TorchDispatchMode', nullcontext, 'locate sees no operation, and finds nothing')
-reads_number = 'aten._local_scalar_dense' # operation that `Tensor.item` calls, in all versions of torch
+reads_number = 'aten._local_scalar_dense' # name of the operation that `Tensor.item` calls, in all versions of torch
 
-# names of the arguments in order; names of those that are written; of those that are not read; whether the result is a view of an argument
+# fields: argument names in order, names of arguments written, names of arguments not read, True if the result is a view of an argument
 Arguments = namedtuple('Arguments', 'names written unread view')
 
 @functools.cache
@@ -238,21 +244,21 @@ def is_dynamo_frame(frame) -> bool:
     "Return True if `frame` runs the wrapper of `torch.compile` around a function or module. Works in all versions of torch."
     dynamo = sys.modules.get('torch._dynamo.eval_frame')
     if dynamo is None or frame.f_code.co_filename!=dynamo.__file__: return False
-    # this file of torch has other wrappers, around functions that are never compiled
+    # the same file of torch contains wrappers around functions that are never compiled
     return type(frame.f_locals.get('self')).__name__ in ('OptimizeContext', 'OptimizedModule')
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch20
 # Returns True while `torch.jit.trace` runs. Exists in all versions of torch. The public function is slower: it calls two more functions
 is_tracing = private('torch._C._is_tracing', torch.jit.is_tracing, 'a call of an armed module takes a little longer')
 
-if hasattr(torch.compiler, '_is_exporting_flag'): # exists in torch 2.7 and later
+if hasattr(torch.compiler, '_is_exporting_flag'): # `_is_exporting_flag` exists in torch 2.7 and later
     def is_exporting(): return torch.compiler._is_exporting_flag
 elif hasattr(torch.compiler, 'is_exporting'): is_exporting = torch.compiler.is_exporting
 else:
     def is_exporting(): return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch24
-# These attach the instruction "skip" for Dynamo to a code object. They exist in torch 2.7 and later
+# functions that make Dynamo skip a code object, in torch 2.7 and later
 note,strategy,action = (private(f'torch._C._dynamo.eval_frame.{n}', None, 'Dynamo looks at our own functions, too, which takes time and changes nothing')
     for n in ('set_code_exec_strategy', '_FrameExecStrategy', '_FrameAction'))
 
@@ -263,7 +269,7 @@ def never_compile(f):
     return f
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch27
-hooks_in_graphs = torch_version()>=(2, 13) # whether compiled code can register hooks on tensors inside it
+hooks_in_graphs = torch_version()>=(2, 13) # True if compiled code can register hooks on tensors in the graph
 
 def warn_no_hooks():
     "Warn once if compiled code of this torch cannot report gradients of activations."
@@ -275,11 +281,11 @@ def warn_no_hooks():
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch30
 def thread_token(op, lib) -> bool:
     "Register an operator of the library `lib` as an ordered effect, so that torch keeps its order. Return False if this torch has no effects."
-    # the call for torch 2.10 and later
+    # arguments for torch 2.10 and later
     with noting_failure('torch.library._register_effectful_op', 'compiled code is kept in order by Inductor alone'):
         torch.library._register_effectful_op(op.name(), torch.library.EffectType.ORDERED, lib=lib)
         return True
-    # the call for torch 2.5 to 2.9
+    # arguments for torch 2.5 to 2.9
     with noting_failure('torch._higher_order_ops.effects._register_effectful_op', 'models that Inductor compiles are not recorded'):
         effects = import_module('torch._higher_order_ops.effects')
         effects._register_effectful_op(op, effects._EffectType.ORDERED)
@@ -298,11 +304,11 @@ def keep_in_order(op, token:bool):
     lowering = sys.modules.get('torch._inductor.lowering')
     if lowering is None: return
     utils = sys.modules.get('torch._inductor.utils')
-    # a CUDA graph cannot hold operators that run Python
+    # excluded, because a CUDA graph cannot contain operators that run Python
     if hasattr(utils, 'FORBIDDEN_CUDAGRAPH_OPS'): utils.FORBIDDEN_CUDAGRAPH_OPS |= {'with_effects'}
     with noting_failure('torch._inductor.lowering', unordered):
         if op in lowering.lowerings: return
-        plain = lowering.fallback_handler(op, False) # Inductor's code for operators that it does not know
+        plain = lowering.fallback_handler(op, False) # Inductor's code for unknown operators
         def lower(*args):
             place = lowering_state(lowering)
             out = plain(*args)
@@ -314,7 +320,7 @@ def keep_in_order(op, token:bool):
 unordered = 'rows of compiled code may come in another order'
 
 def lowering_state(lowering):
-    "Return the graph being lowered by Inductor, its number of operations, and its last effect. Return None if this version of Inductor has no such."
+    "Return the graph that Inductor is lowering, its number of operations, and its last effect; None if this version of Inductor lacks these attributes."
     with noting_failure('torch._inductor.graph.GraphLowering.effectful_ops', unordered):
         graph = lowering.V.graph
         return graph, len(graph.operations), graph.effectful_ops.get(torch.library.EffectType.ORDERED)
@@ -324,7 +330,7 @@ def order_graph_operations(graph, n, last, token):
     with noting_failure('torch._inductor.graph.GraphLowering.additional_buffer_deps', unordered):
         for o in graph.operations[n:]:
             if last: graph.additional_buffer_deps[o.get_operation_name()].add(last.get_name())
-            # for an effect of torch, torch does this itself
+            # torch itself does this for an operator registered as an effect
             if not token: graph.effectful_ops[torch.library.EffectType.ORDERED] = o
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch35
@@ -377,7 +383,7 @@ def may_free_parameters():
     "Return True if FSDP may be in use: it gathers parameters for one forward and frees their memory afterwards, so they must be read at once."
     return 'torch.distributed.fsdp' in sys.modules and torch.distributed.is_available() and torch.distributed.is_initialized()
 
-def is_fsdp(module): return hasattr(module, '_get_fsdp_state') # `fully_shard` was applied to it
+def is_fsdp(module): return hasattr(module, '_get_fsdp_state') # True if `fully_shard` was applied to the module
 
 def running_ddp():
     "Return the `DistributedDataParallel` whose forward is running, or None. Works in all versions of torch."
@@ -388,12 +394,16 @@ def pipeline_stages(model):
     Works in torch 2.5 and later."""
     stages,schedules = (sys.modules.get(f'torch.distributed.pipelining.{n}') for n in ('stage', 'schedules'))
     if stages is None or not hasattr(stages, '_PipelineStageBase'): return []
-    # not `isinstance`, which raises for a dead weak proxy
-    def all_of(kind): return [o for o in gc.get_objects() if issubclass(type(o), kind)]
+    # uses `type`, because `isinstance` raises for a dead weak proxy
+    def all_of(kind):
+        "Return all objects of a class in this process."
+        return [o for o in gc.get_objects() if issubclass(type(o), kind)]
     inside = {id(m) for m in model.modules()}
     found = [s for s in all_of(stages._PipelineStageBase) if id(getattr(s, 'submod', None)) in inside]
     known = all_of(getattr(schedules, '_PipelineSchedule', ())) if found else []
-    def schedule_of(stage): return next((s for s in known if any(o is stage for o in [getattr(s, '_stage', None), *(getattr(s, '_stages', None) or ())])), None)
+    def schedule_of(stage):
+        "Return the pipeline schedule that runs a stage, or None."
+        return next((s for s in known if any(o is stage for o in [getattr(s, '_stage', None), *(getattr(s, '_stages', None) or ())])), None)
     return [(s, s.submod, schedule_of(s)._n_microbatches if getattr(schedule_of(s), 'scale_grads', False) else 1) for s in found]
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #2c6a15f4
@@ -408,9 +418,9 @@ def hook_callers(module, ours):
     Return () if there are no hooks, or if `forward` was called directly. `ours`: names of the variables of our patched forwards."""
     if not (module._forward_hooks or getattr(torch.nn.modules.module, '_global_forward_hooks', None)): return ()
     frame,inside = sys._getframe(1),False
-    # skip all our frames: the forward for the first listener calls the forward for the second
+    # skips all our frames, because the forward for the first listener calls the forward for the second
     while frame is not None and not (inside and frame.f_code.co_varnames!=ours):
         inside,frame = inside or frame.f_code.co_varnames==ours,frame.f_back
     known = frame is not None and frame.f_code.co_filename==torch.nn.Module.register_forward_hook.__code__.co_filename
     if not known or frame.f_locals.get('self') is not module: return ()
-    return id(frame), id(frame.f_back) # the outer frame calls hooks with `always_call` after an exception
+    return id(frame), id(frame.f_back) # both frames are needed, because the outer frame calls hooks with `always_call` after an exception

@@ -12,14 +12,14 @@ from collections.abc import Mapping
 import torch
 
 # %% ../../nbs/10_capture/00_tensors.ipynb #00070a20
-# items of these types are skipped first, which is fast: a batch may have a million labels in a list
+# types that contain no tensors; such items are skipped fast, because a batch may have a million labels in a list
 scalars = (int, float, bool, str, type(None))
 
 def keyed_items(value):
     "Return the (key, item) or (index, item) pairs of a container. Return None if `value` is no container."
     if isinstance(value, Mapping): return value.items()
     if isinstance(value, tuple) and hasattr(value, '_fields'): return zip(value._fields, value, strict=True)
-    if isinstance(value, (tuple, list)): return enumerate(value) # Dynamo before torch 2.10 does not know tuple|list
+    if isinstance(value, (tuple, list)): return enumerate(value) # a tuple of types, because Dynamo before torch 2.10 does not support `tuple|list`
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [(f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value)]
 
@@ -52,7 +52,7 @@ def inputs(args, kwargs, names, rest) -> list:
     return out + [o for k,v in kwargs.items() for o in find_tensors(v, k)]
 
 # %% ../../nbs/10_capture/00_tensors.ipynb #607d2799
-# tname of an output that is a single tensor. It is compared with `is`: the first tensor of a tuple has an equal name, but another string object
+# name of an output that is a single tensor, compared with `is`: the first tensor of a tuple has an equal name in another string object
 lone_output = 'output_0'
 
 def outputs(result) -> list:

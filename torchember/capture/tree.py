@@ -16,7 +16,7 @@ data_parallel_error = ("nn.DataParallel copies the model in every pass, and the 
 
 # %% ../../nbs/10_capture/10_tree.ipynb #87667a70
 wrappers = dict(OptimizedModule='_orig_mod', DistributedDataParallel='module', FullyShardedDataParallel='_fsdp_wrapped_module')
-# Integrations put the class name of the activation that a module applies last, such as 'ReLU', into its `__dict__` under this key
+# Key in a module's `__dict__` for the class name of the activation that it applies last, such as 'ReLU'; set by integrations
 ACTIVATION = '_torchember_activation'
 
 # %% ../../nbs/10_capture/10_tree.ipynb #d5fdf751
@@ -35,24 +35,24 @@ class moduleTrack:
 
     Args:
         module: The module
-        name: Display name, `model(Net).features(Sequential).0(Conv2d)`; the class name without it
-        root_module: Whether the module is the root of the model
+        name: Display name, `model(Net).features(Sequential).0(Conv2d)`; default: the class name
+        root_module: True if the module is the root of the model
         path: Qualified name in `named_modules`
         short: Last part of the display name
     """
     def __init__(self,
         module:nn.Module, # The module
-        name:str|None=None, # Display name, `model(Net).features(Sequential).0(Conv2d)`; the class name without it
-        root_module:bool=False, # Whether the module is the root of the model
+        name:str|None=None, # Display name, `model(Net).features(Sequential).0(Conv2d)`; default: the class name
+        root_module:bool=False, # True if the module is the root of the model
         path:str='', # Qualified name in `named_modules`
         short:str|None=None # Last part of the display name
     ):
         self.module,self.name,self.root_module,self.path = module,name or type(module).__name__,root_module,path
         self.short = short or self.name
         self.id,self.children,self.parent,self.aliases = id(module),[],None,[]
-        # remember the module's own dicts now, because an integration may replace them temporarily while the tree is built
+        # the module's own dicts are stored now, because an integration may replace them temporarily while the tree is built
         self.parameters,self.buffers,self.activation = module._parameters,module._buffers,module.__dict__.get(ACTIVATION)
-        self.input_dt,self.output_dt = {},{} # tname -> shape, in the last recorded call
+        self.input_dt,self.output_dt = {},{} # shapes in the last recorded call, by tensor name
 
     @property
     def base_module(self):
@@ -60,7 +60,9 @@ class moduleTrack:
         return not self.children
 
     def __repr__(self):
-        def shapes(title, d): return f'\n\t[{title}]' + ', '.join(f'{printable(k)} {list(s)}' for k,s in d.items()) if d else ''
+        def shapes(title, d):
+            "Return the shapes in the dict `d` as a line of text."
+            return f'\n\t[{title}]' + ', '.join(f'{printable(k)} {list(s)}' for k,s in d.items()) if d else ''
         return f'<{printable(self.name)} @ {hex(self.id)}>' + shapes('Inputs', self.input_dt) + shapes('Outputs', self.output_dt)
 
 # %% ../../nbs/10_capture/10_tree.ipynb #89b14de9

@@ -51,7 +51,9 @@ class NetDict(StateDict):
         return self.numel()
 
 # %% ../../nbs/80_compat/10_nnstat.ipynb #9f04bfa5
-def as_netdict(d): return NetDict(d, name=d._name)
+def as_netdict(d):
+    "Convert a `StateDict` to a `NetDict`."
+    return NetDict(d, name=d._name)
 
 # %% ../../nbs/80_compat/10_nnstat.ipynb #c914f6c2
 def get_weight(model, requires_grad=False, cpu=True):

@@ -23,9 +23,11 @@ from ..show.surfaces import Surface3d
 class DrawingPace:
     "Limits the time for drawing to about 5% of the time of the training."
     share = 20 # the time between two plots is at least this multiple of the duration of the last plot
-    def __init__(self): self.last,self.took = 0.,0. # time when the last plot was finished, and its duration in seconds
+    def __init__(self): self.last,self.took = 0.,0. # last: time when the last plot was finished; took: its duration in seconds
 
-    def is_due(self): return time.perf_counter()-self.last>self.share*self.took
+    def is_due(self):
+        "Return True if enough time has passed since the last plot."
+        return time.perf_counter()-self.last>self.share*self.took
 
     @contextmanager
     def measure(self):
@@ -120,7 +122,9 @@ class FigureSink:
             if self.figure.canvas.manager is not None: self.figure.canvas.draw_idle()
         return self.figure
 
-    def resize(self, size): self.figure.set_size_inches(*size)
+    def resize(self, size):
+        "Set the size of the figure in inches."
+        self.figure.set_size_inches(*size)
 
     def close(self): self.draw()
 
@@ -159,7 +163,7 @@ class Visualization:
     ):
         if not hasattr(monitor, 'get_output'): raise TypeError(f"Visualization shows the values of a Monitor, got {an(monitor)}.")
         self.monitor,self.sink,self.pace = monitor,sink_for(sink),DrawingPace()
-        # nested dict {name: {step: vector}}; names of the vectors that changed since the last plot
+        # history: nested dict {name: {step: vector}}; changed: names of the vectors that changed since the last plot
         self.history,self.changed = {},set()
 
     figure = property(lambda self: getattr(self.sink, 'figure', None), doc="The figure with the plots; None if the sink draws no figure.")
@@ -186,7 +190,7 @@ class Visualization:
     def add_vector(self, key, step, v):
         "Add a vector to its history, for a later plot. A `FigureSink` draws the history itself."
         past = self.history.setdefault(key, {})
-        if past and np.size(next(iter(past.values())))!=np.size(v): past.clear() # because the layer has a new size
+        if past and np.size(next(iter(past.values())))!=np.size(v): past.clear() # the history is deleted if the layer has a new size
         past[step] = np.ravel(v)
         for old in list(past)[:-self.most_steps]: del past[old]
         if isinstance(self.sink, FigureSink): self.sink.vectors[key] = past
@@ -194,7 +198,7 @@ class Visualization:
 
     def _put_surfaces(self, numbers, step):
         "Send numbers to the sink, and surface plots of the changed vectors."
-        with self.pace.measure(): # includes the time to send the images
+        with self.pace.measure(): # the measured time includes sending the images
             self.sink.put(numbers, {k: Surface3d(self.history[k], k) for k in sorted(self.changed)}, step)
         self.changed.clear()
 

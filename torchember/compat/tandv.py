@@ -137,6 +137,6 @@ def track(
     te = torchEmber(module, optimizer=optimizer, ttypes=[t for t,yes in wanted.items() if yes], include=select_by_pattern(include, 'include', prefix),
         exclude=check_exclude(select_by_pattern(exclude, 'exclude', prefix), module), stats=stats, only_training=only_stash_during_training, ends='step',
         first_step=init_step or 0, name=name, home=home, store=store)
-    te.recorder.sources.parameters.hint.silent = True # because `warn_about_steps` warns instead
+    te.recorder.sources.parameters.hint.silent = True # silent, because `warn_about_steps` warns instead
     tracker = TorchTracker(te, prefix=prefix, offload_inc=offload_inc, offload_fn=offload_fn, offload_type=offload_type, wandb=wandb)
     return tracker

@@ -106,9 +106,11 @@ def stash_full_tensor(
     return {'full_tensor': find_library(tensor).copy(tensor)}
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #0a49309d
-def exponents_stat(min_exp=-16, max_exp=16): return f'exponents({min_exp}, {max_exp})'
+def exponents_stat(min_exp=-16, max_exp=16):
+    "Return the name of the statistic that counts exponents in this range."
+    return f'exponents({min_exp}, {max_exp})'
 
-def builtin_statistics(stash_value): # stash_value: as in `track`
+def builtin_statistics(stash_value): # stash_value: argument of `track`
     "Return the names of the built-in statistics replacing a stash function of torchember. None for a user's function."
     f,kwargs = (stash_value.func, stash_value.keywords) if isinstance(stash_value, partial) and not stash_value.args else (stash_value, {})
     if f is stash_scalar_stats: return ('shape', *scalars)
@@ -116,7 +118,7 @@ def builtin_statistics(stash_value): # stash_value: as in `track`
     return ('shape', *scalars, exponents_stat(**kwargs)) if f in (None, stash_all_stats_and_hist) else None
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #3e55ce2c
-def save_array(x, path): # path: without the suffix '.npy'
+def save_array(x, path): # path: path of the file without the suffix '.npy'
     "Write an array to a `.npy` file. Dtypes unknown to numpy, such as bfloat16, are written as float32."
     x = np.asarray(x)
     np.save(f'{path}.npy', x.astype(np.float32) if x.dtype.kind=='V' else x)
@@ -129,7 +131,7 @@ class Stash:
 
     def __call__(self, x):
         got,out = self.f(x),{}
-        if not isinstance(got, dict): return got # the recorder reports this as an error
+        if not isinstance(got, dict): return got # returned unchanged, because the recorder reports results of other types as errors
         for k,v in got.items():
             if k=='scalar_stats': out |= {ours.get(n, n): s for n,s in v.items()}
             elif k=='exp_hist': out |= hist_columns(**v)
@@ -155,7 +157,7 @@ def hist_columns(hist, bins):
     return {'exponents': hist, 'exponent_min': bins[0]}
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #25019a77
-def means_by_type(lf) -> dict: # a number for each 'Numerics.<tensor type>/<statistic>'
+def means_by_type(lf) -> dict: # returns a dict with a number for each 'Numerics.<tensor type>/<statistic>'
     "Return the mean of each statistic over the tensors of each type, for W&B. `lf`: LogFrame of one step."
     stats,counts = lf[STAT].copy(),lf[EXP]
     n = counts.sum(axis=1).where(counts.any(axis=1))
@@ -170,7 +172,7 @@ def open_wandb_run():
     return Wandb()
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #a7f14363
-def check_arguments(offload_type, offload_inc, init_step, stash_value, name, home): # as in `track`
+def check_arguments(offload_type, offload_inc, init_step, stash_value, name, home): # the arguments are those of `track`
     "Raise ValueError or TypeError for invalid arguments of `track`, FileExistsError if the run exists."
     if offload_type not in ('.pkl', '.parquet'): raise ValueError(f"offload_type must be '.pkl' or '.parquet', got {offload_type!r}.")
     for what,n,least in (('offload_inc', offload_inc, 1), ('init_step', init_step or 0, 0)):
@@ -224,7 +226,7 @@ class Tracker:
         self.t,self.prefix,self.wandb = t,prefix,wandb
         self.offload_inc,self.offload_fn,self.offload_type = offload_inc,offload_fn,offload_type
         self.out_path = None # path of the LogFrame; None until it is written
-        self.calls,self.read = 0,0 # number of calls of `step`; size in bytes of the log that was passed to `offload_fn`
+        self.calls,self.read = 0,0 # calls: number of calls of `step`; read: size in bytes of the part of the log that was passed to `offload_fn`
         self.place = None # folder of this tracker; None until it is created
 
     name = property(lambda self: self.t.fname, doc="Name of the run.")

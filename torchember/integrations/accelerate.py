@@ -21,7 +21,7 @@ library = needs('accelerate', for_='torchember.integrations.accelerate')
 Accelerator,Tracker = library.Accelerator,library.tracking.GeneralTracker # base class of `EmberCallback`
 
 # %% ../../nbs/90_integrations/30_accelerate.ipynb #89cadc70
-unconnected = weakref.WeakSet() # trackers that no Accelerator has received yet
+unconnected = weakref.WeakSet() # trackers that no Accelerator uses yet
 
 def connect_when_created(tracker):
     "Patch `Accelerator.__init__`, to pass an Accelerator created with this tracker to `tracker.connect`."
@@ -30,6 +30,7 @@ def connect_when_created(tracker):
     if hasattr(init, '_torchember'): return
     @functools.wraps(init)
     def init_and_connect(self, *args, **kwargs):
+        "Run the original `__init__`, and connect the tracker to the new Accelerator."
         init(self, *args, **kwargs)
         for t in self.log_with:
             if t in unconnected: unconnected.discard(t); t.connect(self)
@@ -59,7 +60,7 @@ class EmberCallback(RecordingCallback, Tracker):
     def __init__(self,
         **options # Arguments of `torchEmber`, except model, optimizer, scaler, first_step and resume
     ):
-        # patches: of `forward` of the prepared models, until the first training pass
+        # patches: patches of `forward` of the prepared models, until the first training pass
         self.recording,self.accelerator,self.patches,self.has_loaded = TrainingRecorder('EmberCallback', **options),None,[],False
         connect_when_created(self)
 
@@ -72,7 +73,9 @@ class EmberCallback(RecordingCallback, Tracker):
         for name,call in (('prepare_model', self.patch_forward), ('prepare_data_loader', self.count_epochs), ('end_training', self.end_training)):
             MethodPatch(accelerator, name, call)
 
-    def note_loading(self, models, folder): self.has_loaded = True # so that `begin` continues the run
+    def note_loading(self, models, folder):
+        "Store that a checkpoint is loaded."
+        self.has_loaded = True # `begin` continues the run if a checkpoint was loaded
 
     def patch_forward(self, run, *args, **kwargs):
         "Patch `forward` of a prepared model, to begin the run at the first pass in training mode."
@@ -82,6 +85,7 @@ class EmberCallback(RecordingCallback, Tracker):
         return model
 
     def begin_at_forward(self, model, run, *args, **kwargs):
+        "Begin the run at the first pass in training mode, and restore `forward`."
         if not (model.training and torch.is_grad_enabled()): return run(*args, **kwargs)
         self.begin(model)
         return model.forward(*args, **kwargs)
@@ -104,6 +108,7 @@ class EmberCallback(RecordingCallback, Tracker):
         return loader
 
     def mark_epoch(self, loader):
+        "Add the number of the epoch as a column to all following rows."
         if self.te is not None and self.te.model.training and hasattr(loader, 'iteration'): self.recording.mark(epoch=loader.iteration)
 
     def log(self, values, step=None, **kwargs):

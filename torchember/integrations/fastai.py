@@ -37,7 +37,7 @@ class EmberCallback(RecordingCallback, Callback):
     Args:
         **options: Arguments of `torchEmber`, except model, optimizer, scaler, first_step and resume
     """
-    order = 80 # so that this callback runs after callbacks that prepare a batch or skip an epoch
+    order = 80 # high, so that this callback runs after callbacks that prepare a batch or skip an epoch
     def __init__(self,
         **options # Arguments of `torchEmber`, except model, optimizer, scaler, first_step and resume
     ):
@@ -55,7 +55,7 @@ class EmberCallback(RecordingCallback, Callback):
     def run_event(self, run, f, event_type, *args, **kwargs):
         "Run a fastai event. End the run after an exception, because fastai does not notify callbacks of exceptions."
         try: return run(f, event_type, *args, **kwargs)
-        except library.CancelFitException: raise # callbacks are notified of this exception
+        except library.CancelFitException: raise # fastai notifies callbacks of this exception
         except BaseException:
             if event_type=='epoch': self.end()
             raise
@@ -68,6 +68,7 @@ class EmberCallback(RecordingCallback, Callback):
         self.recording.mark(epoch=self.learn.epoch)
 
     def begin(self):
+        "Begin the run of a fit."
         learn,self.skipped_steps = self.learn,SkippedSteps()
         opt = learn.opt.opt if isinstance(learn.opt, library.OptimWrapper) else learn.opt
         self.recording.begin(learn.model, opt, steps_before(learn), self.skipped_steps)
@@ -84,9 +85,11 @@ class EmberCallback(RecordingCallback, Callback):
         if self.recording.has_new_step(): self.recording.log_scalars({**learning_rates_of([self.learn.opt]), 'loss': self.learn.loss.detach()})
 
     def before_validate(self):
+        "Stop recording during a validation."
         if self.is_separate: self.recording.pause()
 
     def after_validate(self):
+        "Resume recording after a validation."
         if self.is_separate: self.recording.resume()
 
     def after_epoch(self):

@@ -20,7 +20,7 @@ def output_as_dict(output) -> dict: # output: `engine.state.output`
 
 # %% ../../nbs/90_integrations/50_ignite.ipynb #34978eeb
 def has_rate_finder(trainer):
-    "Return True if a `FastaiLRFinder` is attached to an Engine: then the run only searches a learning rate."
+    "Return True if a `FastaiLRFinder` is attached to an Engine, so that the run only searches for a learning rate."
     handlers = [getattr(f, '__self__', None) for f in handlers_of(trainer, Events.STARTED)]
     return any(c.__name__=='FastaiLRFinder' for h in handlers for c in type(h).__mro__)
 
@@ -86,6 +86,7 @@ class EmberCallback(RecordingCallback):
         self.learning_rates = learning_rates_of(self.optimizers)
 
     def begin(self, trainer):
+        "Begin the run of a training."
         scaler = self.scaler or getattr(trainer.state, 'scaler', None)
         self.recording.begin(self.model, self.optimizers, (trainer.state.iteration-1)//self.batches_per_step, scaler)
         self.recording.has_new_step()
@@ -93,7 +94,7 @@ class EmberCallback(RecordingCallback):
 
     def on_exception(self, trainer, run, e):
         "End the run if an exception ends the training."
-        # Not a handler of `EXCEPTION_RAISED`, because it would suppress the exception. If another handler does, the next epoch may start.
+        # A handler of `EXCEPTION_RAISED` would suppress the exception. If another handler suppresses it, the next epoch may start.
         try: run(e)
         except BaseException:
             self.end()
@@ -104,11 +105,19 @@ class EmberCallback(RecordingCallback):
         "Record the output and the learning rates, if the batch has ended a step."
         if self.recording.has_new_step(): self.recording.log_scalars({**self.learning_rates, **self.output_transform(trainer.state.output)})
 
-    def on_epoch_completed(self, trainer): self.recording.log_scalars(trainer.state.metrics)
-    def on_evaluated(self, evaluator, name): self.recording.log_scalars({f'{name}_{k}': v for k,v in evaluator.state.metrics.items()})
-    def on_interrupt(self, trainer): self.recording.pause()
+    def on_epoch_completed(self, trainer):
+        "Record the metrics of the training Engine."
+        self.recording.log_scalars(trainer.state.metrics)
+    def on_evaluated(self, evaluator, name):
+        "Record the metrics of an evaluation."
+        self.recording.log_scalars({f'{name}_{k}': v for k,v in evaluator.state.metrics.items()})
+    def on_interrupt(self, trainer):
+        "Stop recording while the run is interrupted."
+        self.recording.pause()
 
     def on_terminate(self, trainer):
         if trainer.should_terminate=='skip_completed': self.end()
 
-    def on_completed(self, trainer): self.end()
+    def on_completed(self, trainer):
+        "End the run."
+        self.end()

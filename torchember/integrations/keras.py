@@ -28,7 +28,7 @@ def require_torch_backend():
         "Set os.environ['KERAS_BACKEND'] = 'torch' before keras is imported.")
 
 # %% ../../nbs/90_integrations/60_keras.ipynb #5a1d0ac1
-# Keras function -> torch class
+# class of torch for each activation function of Keras
 activations = {n.lower(): n for n in nn.modules.activation.__all__} | {'swish': 'SiLU', 'hardsilu': 'Hardswish'}
 
 def activation_of(layer):
@@ -43,9 +43,9 @@ def recordable_layers(layer):
 
 class LayerParts(NamedTuple):
     "Modules, parameters and buffers of a Keras layer, in dicts like the dicts of an `nn.Module`."
-    modules:dict # Name -> module
-    parameters:dict # Name -> tensor
-    buffers:dict # Name -> tensor
+    modules:dict # Modules by name
+    parameters:dict # Parameters by name
+    buffers:dict # Buffers by name
     activation:str|None # Torch class of the activation after the layer, such as 'ReLU'
 
 def add_with_new_name(name, x, *dicts):
@@ -56,7 +56,7 @@ def add_with_new_name(name, x, *dicts):
 def layer_parts(layer):
     "Return the `LayerParts` of a layer. Buffers are running statistics and states of random generators."
     layers = recordable_layers(layer)
-    # torch modules that are no Keras layers
+    # torch modules that are not Keras layers
     modules = {n: m for n,m in layer._modules.items() if n!=own_parameters and not isinstance(m, keras.Layer)}
     inner_ids = {id(v.value) for l in layers for v in l.variables} | {id(p) for m in modules.values() for p in m.parameters()}
     for l in layers: add_with_new_name(l.name.replace('.', '_'), l, modules)
@@ -82,7 +82,7 @@ def expose_modules(model): # model: Keras model that is built
     try:
         for l,parts in layers.values():
             l.__dict__.update(zip(names, parts, strict=False))
-            # without `own_parameters`, Keras would create a new dict of parameters
+            # `own_parameters` is kept, because Keras would create a new dict of parameters without it
             l.__dict__.update({own_parameters: None, ACTIVATION: parts.activation})
         yield
     finally:
@@ -110,14 +110,14 @@ class LastBatchValue:
         "Return the loss of the batch and forget it. None if there is no new loss since the last call."
         (values,weight),self.latest = self.latest or (None, None),None
         if values is None or math.prod(getattr(values, 'shape', ()))==1: return values
-        mean = keras.metrics.Mean() # mean over the losses of the samples of the batch
+        mean = keras.metrics.Mean() # mean of the losses of the samples in the batch
         with torch.no_grad(): mean.update_state(values, weight)
         return mean.result()
 
 # %% ../../nbs/90_integrations/60_keras.ipynb #5a1d0ac3
 class KerasOptimizer:
     "Keras optimizer with the attributes of a torch optimizer: parameter groups and states."
-    def __init__(self, optimizer, variables): # variables: of the model, if the optimizer is not built
+    def __init__(self, optimizer, variables): # variables: variables of the model, if the optimizer is not built
         self.inner = getattr(optimizer, 'inner_optimizer', optimizer)
         self.variables = list(trained_variables(self.inner) or variables)
         self.param_groups,self.found_inf = [{'params': [v.value for v in self.variables]}],None
@@ -144,7 +144,7 @@ class KerasScaler:
         "Store the loss scale before a batch, because Keras may change the scale at the end of the batch."
         scale = getattr(self.optimizer, 'dynamic_scale', None)
         if scale is None: scale = getattr(self.optimizer, 'initial_scale', None) or self.optimizer.loss_scale_factor
-        # name in `GradScaler`
+        # name of the scale in `GradScaler`
         self._scale = scale.value.detach().clone() if hasattr(scale, 'value') else torch.tensor(float(scale))
 
     def has_skipped(self):
@@ -164,19 +164,19 @@ def scaler_for(optimizer):
 # %% ../../nbs/90_integrations/60_keras.ipynb #5a1d0ac5
 class BatchScalars:
     "Scalars of a batch: the learning rate, and the logs of Keras. The running mean of a loss is replaced by the batch's loss."
-    def __init__(self): self.values,self.rate = {},None # values: id of a loss metric -> `LastBatchValue`
+    def __init__(self): self.values,self.rate = {},None # values: a `LastBatchValue` for each loss metric, by id
 
     def begin(self, model):
         "Prepare for a batch: patch new loss metrics, and copy the learning rate before Keras changes it."
         for m in model.metrics:
             if type(m) is keras.metrics.Mean and id(m) not in self.values: self.values[id(m)] = LastBatchValue(m)
-        for v in self.values.values(): v.latest = None # drop losses of an evaluation between the batches
+        for v in self.values.values(): v.latest = None # drops losses of an evaluation between the batches
         rate = getattr(model.optimizer, 'learning_rate', None)
         rate = getattr(rate, 'value', rate)
-        # no float(): it would wait for the device
+        # not converted by float(), which would wait for the device
         self.rate = rate.detach().clone() if isinstance(rate, torch.Tensor) else rate
 
-    def end(self, logs) -> dict: # logs: what Keras passes to callbacks
+    def end(self, logs) -> dict: # logs: dict that Keras passes to callbacks
         "Return the scalars of the batch, after the batch."
         losses = {v.name: v.pop() for v in self.values.values()}
         rate = {} if self.rate is None else {'learning_rate': self.rate}
@@ -200,9 +200,9 @@ class EmberCallback(RecordingCallback, keras.callbacks.Callback):
         super().__init__()
         require_torch_backend()
         self.recording,self.is_validating = TrainingRecorder('EmberCallback', **{'ends': 'step', **options}),False
-        # next_steps: model -> number of its next step
+        # next_steps: number of the next step of each model
         self.epoch,self.scalars,self.next_steps = 0,BatchScalars(),WeakKeyDictionary()
-        self.optimizer = self.scaler = None # `KerasOptimizer`, `KerasScaler`
+        self.optimizer = self.scaler = None # a `KerasOptimizer` and a `KerasScaler`, or None
 
     def on_train_begin(self, logs=None):
         "End the run of a failed training. The new run begins at the first batch, because a callback may load a checkpoint."
@@ -224,7 +224,7 @@ class EmberCallback(RecordingCallback, keras.callbacks.Callback):
         "Begin the run of a training, or continue an earlier run with the same name."
         o = self.model.optimizer
         self.optimizer,self.scaler = (None, None) if o is None else (KerasOptimizer(o, self.model.trainable_variables), scaler_for(o))
-        # the count of Keras leaves out skipped steps
+        # counted here, because the count of Keras leaves out skipped steps
         first = max(0 if o is None else batches_applied(o), self.next_steps.get(self.model, 0))
         with expose_modules(self.model): te = self.recording.begin(self.model, self.optimizer, first, self.scaler)
         for st in te.recorder.sources.states: st.made_of = EqualsEverything()

@@ -32,7 +32,9 @@ class NewMetrics:
 
     def __call__(self, metrics) -> dict: # metrics: `trainer.callback_metrics`
         "Return the metrics with new values. Leave out a name if `<name>_step` or `<name>_epoch` has the same value."
-        def is_same(a, b): return a is b or isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.data_ptr()==b.data_ptr()
+        def is_same(a, b):
+            "Return True if two metrics are the same object, or tensors at the same address."
+            return a is b or isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.data_ptr()==b.data_ptr()
         new = {k: v for k,v in metrics.items() if not is_same(self.seen.get(k), v)}
         self.seen.update(new)
         return {k: v for k,v in new.items() if not any(f'{k}_{part}' in metrics and is_same(metrics[f'{k}_{part}'], v) for part in ('step', 'epoch'))}
@@ -59,7 +61,7 @@ class EmberCallback(RecordingCallback, Callback):
     def begin(self, trainer):
         "Begin the run of a training, or continue the run of a training from a checkpoint."
         self.last_step,self.new_metrics = trainer.global_step,NewMetrics()
-        self.new_metrics(trainer.callback_metrics) # mark the metrics of an earlier training as old
+        self.new_metrics(trainer.callback_metrics) # marks the metrics of an earlier training as old
         self.recording.begin(trainer.model, trainer.optimizers, trainer.global_step//max(len(trainer.optimizers), 1),
             getattr(trainer.precision_plugin, 'scaler', None))
         self.recording.mark(epoch=trainer.current_epoch)

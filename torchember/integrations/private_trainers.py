@@ -15,10 +15,12 @@ def optimizers_of(accelerator) -> list:
     return list(getattr(accelerator, '_optimizers', ()))
 
 # %% ../../nbs/90_integrations/05_private_trainers.ipynb #d9308437
-def replace_method(o, name, call): return MethodPatch(o, name, call) if hasattr(o, name) else None
+def replace_method(o, name, call):
+    "Replace a method of an object by `call`. Return the `MethodPatch`, or None if the object has no such method."
+    return MethodPatch(o, name, call) if hasattr(o, name) else None
 
 # %% ../../nbs/90_integrations/05_private_trainers.ipynb #e9c4b105
-def patch_events(learn, call): # call: gets the method, the code to run, the name of the event, and arguments
+def patch_events(learn, call): # call: function of the method, the code to run, the name of the event, and further arguments
     "Patch the method of a fastai Learner that runs a fit, an epoch or a batch. Return None if fastai has no such method."
     return replace_method(learn, '_with_events', call)
 
@@ -30,7 +32,7 @@ def run_is_over(trainer) -> bool: # trainer: Ignite Engine after a handled excep
     "Return True if an Ignite Engine will not start the next epoch, or if Ignite does not expose this."
     return getattr(trainer, '_dataloader_iter', None) is None
 
-def handlers_of(trainer, event) -> list: # [] if Ignite does not expose them: a `FastaiLRFinder` is then recorded
+def handlers_of(trainer, event) -> list: # returns [] if Ignite does not expose its handlers; then runs of a `FastaiLRFinder` are recorded
     "Return the functions called by an Ignite Engine at one of its `Events`, or an empty list."
     return [f for f,*_ in getattr(trainer, '_event_handlers', {}).get(event, ())]
 
@@ -39,7 +41,7 @@ def inner_layers(layer) -> list:
     "Return the layers inside a Keras layer, or an empty list if Keras does not expose them."
     return getattr(layer, 'layers', None) or getattr(layer, '_flatten_layers', lambda **_: [])(include_self=False, recursive=False)
 
-def variables_of(layer) -> tuple: # two lists: trainable, also if frozen; not trainable, such as running statistics
+def variables_of(layer) -> tuple: # returns two lists: trainable variables, also if frozen, and others, such as running statistics
     "Return the variables of a Keras layer and of the layers inside: trainable variables, and all other variables."
     trainable = getattr(layer, '_trainable_variables', None)
     if trainable is None: return list(layer.trainable_variables), list(layer.non_trainable_variables)
@@ -50,7 +52,7 @@ def trained_variables(optimizer) -> list|None:
     "Return the model variables trained by a built Keras optimizer. None if Keras does not expose them."
     return getattr(optimizer, '_trainable_variables', None)
 
-def states_of_variables(optimizer, variables) -> dict: # index of the variable -> {name of the state: state}
+def states_of_variables(optimizer, variables) -> dict: # returns a dict {name of the state: state} for each index of a variable
     "Return the optimizer states of each variable in `variables`. Keras keeps a list per state, in the order of the variables."
     lists = {k: v for k,v in vars(optimizer).items() if isinstance(v, list) and len(v)==len(variables) and k!='_trainable_variables'}
     found,own = {i: {} for i in range(len(variables))},{id(v) for v in optimizer.variables}
@@ -61,7 +63,7 @@ def states_of_variables(optimizer, variables) -> dict: # index of the variable -
             found[i].setdefault(state.name.removeprefix(prefix) if state.name.startswith(prefix) else attribute.strip('_'), state)
     return found
 
-def batches_applied(optimizer) -> int: # with `gradient_accumulation_steps`, `iterations` is smaller
+def batches_applied(optimizer) -> int: # differs from `iterations` with `gradient_accumulation_steps`
     "Return the number of batches for which Keras called an optimizer."
     return int(getattr(getattr(optimizer, 'inner_optimizer', optimizer), '_iterations', optimizer.iterations))
 

@@ -36,7 +36,8 @@ def check_options(callback, options): # callback: class name for messages; optio
 # %% ../../nbs/90_integrations/00_recording.ipynb #9bf8b886
 def loggable_scalars(logs, marks=()) -> dict:
     "Return the numbers in the logs of a trainer, except numbers named in `marks`. The name of a column becomes `logged_<name>`."
-    def is_number(v): # also a tensor or an array with one element
+    def is_number(v): # v: a number, or a tensor or array with one element
+        "Return True if a value is a number, or has one element."
         if isinstance(v, torch.Tensor|np.ndarray): return math.prod(v.shape)==1 and not (v.is_complex() if isinstance(v, torch.Tensor) else np.iscomplexobj(v))
         return isinstance(v, int|float|np.integer|np.floating|np.bool_)
     return {f'logged_{k}' if k in identity or k=='shape' else str(k): v for k,v in logs.items() if k not in marks and is_number(v)}
@@ -59,7 +60,7 @@ def learning_rates_of(optimizers) -> dict:
 # %% ../../nbs/90_integrations/00_recording.ipynb #5f0c1e32
 class MethodPatch:
     "A callable that replaces one method of an object, until `remove` restores the original method."
-    def __init__(self, o, name, call): # call: runs instead of the method `name` of `o`; gets the method and its arguments
+    def __init__(self, o, name, call): # call: function that runs instead of the method `name` of `o`, with the method and its arguments
         self.o,self.name,self.call,self.former = o,name,call,vars(o).get(name)
         self.run = getattr(o, name)
         setattr(o, name, self)
@@ -75,11 +76,13 @@ class MethodPatch:
     def __reduce__(self): return getattr, (self.o, self.name) # copies and pickles of `o` get the original method
 
 # %% ../../nbs/90_integrations/00_recording.ipynb #d9c190e4
-def choose_run(name, first_step, home=None) -> tuple: # name; True to continue that run; last step of `name`
+def choose_run(name, first_step, home=None) -> tuple: # returns the name, True to continue this run, and the last step of the run `name`
     "Return the name of the run for a training: `name`, or `name_2`, `name_3`, ... All processes use the choice of the first process."
     rank,world = rank_and_size()
-    def log_of(n): return f'{n}.rank{rank}' if world>1 else n
-    # recover the rows of killed processes, so that the last step of each run is known
+    def log_of(n):
+        "Return the name of the log of this process."
+        return f'{n}.rank{rank}' if world>1 else n
+    # recovers the rows of killed processes, so that the last step of each run is known
     take_in(folder('torchember', home))
     names,last = [],{}
     for i in itertools.count(1):
@@ -103,12 +106,12 @@ def first_process_value(value):
 # %% ../../nbs/90_integrations/00_recording.ipynb #aceaa991
 class TrainingRecorder:
     "Records each training of a trainer with a `torchEmber` of its own, from the beginning to the end of the training."
-    last_step = None # the open step at the last call of `has_new_step`
-    def __init__(self, callback='EmberCallback', **options): # callback: its class name; options: for `torchEmber`
+    last_step = None # number of the open step at the last call of `has_new_step`
+    def __init__(self, callback='EmberCallback', **options): # callback: class name of the callback; options: arguments for `torchEmber`
         check_options(callback, options)
         self.options,self.te,self.report,self.has_warned = options,None,None,False
 
-    def begin(self, model, optimizers=(), first_step=0, scaler=None): # optimizers: also in wrappers
+    def begin(self, model, optimizers=(), first_step=0, scaler=None): # optimizers: optimizers, which may be in wrappers
         "Start recording a training, and return its `torchEmber`. First end a still open run of an earlier training."
         self.end()
         options,resume = dict(self.options),False
@@ -133,7 +136,7 @@ class TrainingRecorder:
         "Reserve names for scalars of the trainer. Then torchember records no scalars with these names."
         if self.te is not None: self.te.recorder.writer.lines.scalars.claim(names)
 
-    def has_new_step(self): # False while gradients accumulate, and after a cancelled step
+    def has_new_step(self): # returns False while gradients accumulate, and after a cancelled step
         "Return True if a step has ended since the last call of this method."
         previous,self.last_step = self.last_step,None if self.te is None else self.te.recorder.step
         return self.te is not None and self.last_step!=previous
@@ -142,7 +145,7 @@ class TrainingRecorder:
         "Add columns, such as `epoch=2`, to all following rows."
         if self.te is not None: self.te.mark(**marks)
 
-    def record_only(self, is_recorded): # is_recorded: function of phase ('eval', 'no_grad', None) and 'has gradients'
+    def record_only(self, is_recorded): # is_recorded: function of the phase ('eval', 'no_grad' or None) and of True if the pass has gradients
         "Record only the passes for which a function returns True."
         if self.te is not None: self.te.recorder.events.pass_events.wanted = is_recorded
 
@@ -158,7 +161,7 @@ class TrainingRecorder:
         "End the run after success or failure of the training. Further calls return the same report."
         te,self.te = self.te,None
         if te is None: return self.report
-        failed = sys.exc_info()[0] is not None # then only warn, because the user should see the error of the training
+        failed = sys.exc_info()[0] is not None # after a failure, only warn, because the user should see the error of the training
         try: self.report = te.close()
         except Exception as e:
             if not failed: raise

@@ -27,7 +27,7 @@ class EmberCallback(RecordingCallback, TrainerCallback):
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
         "Begin the run of a training. First end the run of an earlier training that has failed."
         self.recording.begin(model, optimizer, state.global_step, getattr(optimizer, 'scaler', None))
-        # the Trainer logs this scalar itself, after clipping
+        # reserved, because the Trainer logs this scalar itself, after clipping
         if args.max_grad_norm and args.logging_strategy!='no': self.recording.claim('grad_norm')
         self.recording.record_only(self.is_recorded)
         self.has_epoch,self.control = False,control
@@ -50,4 +50,6 @@ class EmberCallback(RecordingCallback, TrainerCallback):
         "End the run."
         self.close()
 
-def as_whole_number(epoch): return int((epoch or 0)+1e-6) # Trainer adds up fractions of an epoch, with rounding errors
+def as_whole_number(epoch):
+    "Return the number of finished epochs as an int."
+    return int((epoch or 0)+1e-6) # rounded, because the Trainer adds fractions of an epoch with rounding errors

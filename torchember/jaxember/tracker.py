@@ -177,7 +177,7 @@ class JaxTracker(Tracker):
             self.recorder.warn("tracker.step() was never called, so everything is recorded as one step. Call it at the end of each step.", 'warning')
 
 # %% ../../nbs/88_jaxember/80_tracker.ipynb #f7b3cb3f
-def names_by(chosen, what):
+def module_pattern(chosen, what):
     "Return the pattern to select modules by name. Raise TypeError for a selection by class or object, because this works only in torch."
     found = compile_pattern(chosen, what)
     if found is None or isinstance(found, re.Pattern): return found
@@ -227,13 +227,13 @@ def track(
     inside = current_trace() is not trace_of_jax()
     if inside: raise RuntimeError("track is called inside of jit, grad or another function of JAX. Call track outside, around the training loop.")
     wandb = open_wandb_run() if use_wandb else None
-    asks = TagRequest(names_by(include, 'include'), names_by(exclude, 'exclude'), bool(track_gradients))
+    asks = TagRequest(module_pattern(include, 'include'), module_pattern(exclude, 'exclude'), bool(track_gradients))
     names = builtin_statistics(stash_value)
     measure = Summaries(groups_for(names)) if names else UserStatistic(stash_value, lambda text: recorder.warn(text))
     tracked = [k for k,v in (('model_state', model_state), ('optimizer_state', optimizer_state), ('gradients', track_gradients or None)) if v is not None]
-    # a thread loads the loops while JAX compiles the step
+    # a thread loads the compiled numba loops while JAX compiles the step
     if names: warm_up([x for x in jax.tree.leaves(model_state) if has_numbers(x)][:1])
-    agreed = expected_trees(model_state, optimizer_state) # raises at once if a leaf is not an array
+    agreed = expected_trees(model_state, optimizer_state) # raises TypeError before the first step if a leaf is not an array
     kind = type(model_state).__name__ if callable(model_state) else 'jax'
     rank,world,when = jax.process_index(),jax.process_count(),schedule(every)
     what = {'stash_value': names or getattr(stash_value, '__qualname__', 'a function'), 'include': asks.include, 'exclude': asks.exclude,

@@ -1,1 +1,1 @@
-"Tensors to numbers: summaries, statistics, spectra, taps. No files, no modules."
+"Compute summaries, statistics and spectra of tensors"

@@ -28,17 +28,18 @@ from .unread import UnreadTensors
 
 # %% ../../nbs/20_measure/48_arena.ipynb #a4e90006
 class Cursor:
-    "Numbers of one tap: next row, next call, and the common head of its rows. They are in an array, read and changed by compiled loops."
+    "Counters of one tap in an array that compiled loops read and change: next row, next call, and the columns that all its rows share."
     def __init__(self, chunk, place):
         self.chunk,self.place,self.array = chunk,place,chunk[place]
         self.cells = as_cells(self.array)
         self.address = address_of(self.array)
 
 class Cursors:
-    "The cursors of all taps of an arena, in arrays of `size` cursors."
+    "Allocates the `Cursor` of each tap of an arena, in arrays of `size` cursors."
     def __init__(self, size): self.size,self.chunks,self.used = size,[],0
 
     def new(self) -> Cursor:
+        "Return a cursor for a new tap."
         place = self.used%self.size
         if place==0: self.chunks.append(np.zeros((self.size, tap_width), np.int64))
         self.used += 1
@@ -55,7 +56,7 @@ class RowFormat:
     wanted:tuple # Names of the groups of sums
     groups:frozenset # The same names as a set
     length:int # Number of entries in the summary vector
-    share:int # Memory of a row, in units of a row without exponent counts
+    share:int # Memory of a row, as a multiple of a row without exponent counts
 
 @cache
 def row_format(names):
@@ -69,7 +70,7 @@ class CpuReadPlan:
     "How a tap reads CPU tensors with the dtype, shape and strides of its last tensor."
     def __init__(self, dtype=None, shape=None, stride=None, count=None, put=None):
         self.dtype,self.shape,self.stride,self.count = dtype,shape,stride,count
-        self.put = put # compiled function that reads a tensor and writes its row, or None
+        self.put = put # put: compiled function that reads a tensor and writes its row, or None
 
 no_plan = CpuReadPlan()
 
@@ -80,27 +81,31 @@ class DeviceReadPlan:
     def __init__(self, x, number, reading, made=None):
         self.dtype,self.shape,self.stride,self.device,self.count = x.dtype,x.shape,x.stride(),x.device,x.numel()
         self.reading,self.made = reading,made
-        self.head = np.zeros(head_width, np.int64) # head for each row; call, micro-batch and event number are set later
+        self.head = np.zeros(head_width, np.int64) # head (integer columns) of each row; call, micro-batch and event number are set later
         self.head[TAP] = number
         write_dtype_and_shape(x, self.head)
         self.cells = as_cells(self.head)
         self.block = self.stream = None
 
-    # remember that the rows of the tap are in this block, on this stream
-    def set_rows(self, block, stream): self.block,self.stream = block,stream
+    # block and stream of the rows of the tap
+    def set_rows(self, block, stream):
+        "Store the block and the stream of the tap's rows."
+        self.block,self.stream = block,stream
 
     def fits(self, x):
         "Return True if this plan applies to `x`: dtype, shape, device and strides are the same."
         return x.dtype is self.dtype and x.shape==self.shape and x.device==self.device and (x.is_contiguous() or x.stride()==self.stride)
 
-    def read(self, x, rows, row, stream): self.reading(x if self.made is None else x.to(self.made), rows, row, stream)
+    def read(self, x, rows, row, stream):
+        "Convert a tensor if needed, and launch the kernel that writes its summary into a row."
+        self.reading(x if self.made is None else x.to(self.made), rows, row, stream)
 
 # %% ../../nbs/20_measure/48_arena.ipynb #a4e90015
 class ParkedRows(NamedTuple):
-    "Rows of a tap, kept for later because its tensors are on another stream or device now."
+    "Rows of a tap that are unused now, because its tensors are on another stream or device."
     rows:RowRange
     next:int # Number of the next free row
-    turn:int # `Arena.turn` when the rows were parked
+    turn:int # `Arena.turn` (number of calls of `take`) when the rows were last used
 
 class Tap:
     """A place where tensors are measured: module, tensor type and tensor name. `Arena.tap` makes taps.
@@ -111,8 +116,8 @@ class Tap:
         self.arena,self.key,self.number,self.names,self.once,self.repeats = arena,key,number,names,once,repeats
         self.format,self.cursor = row_format(names),cursor
         self.rows,self.former,self.elsewhere = no_rows,[],{}
-        self.turn = 0 # counts calls of `drop_rows`: cached rows from before are invalid
-        self.cpu,self.device = no_plan,None # `CpuReadPlan`, `DeviceReadPlan`
+        self.turn = 0 # number of calls of `drop_rows`, to recognize cached rows that are invalid
+        self.cpu,self.device = no_plan,None # cpu: `CpuReadPlan`; device: `DeviceReadPlan`
         cursor.array[LIKE+TAP] = number
 
     @property
@@ -121,12 +126,14 @@ class Tap:
         return None if self.rows.block is None else self.rows.block.key
 
     def use_rows(self, rows, at=0):
-        "Write into a range of rows from now on, beginning with its row `at`."
+        "Let the tap write into a range of rows from now on, starting with row `at` of the range."
         self.rows,c = rows,self.cursor.array
         c[[NEXT, LAID]] = at,0
         if rows.block.out is not None: c[[ROWS, HEADS, LAID]] = *rows.block.addresses(rows.first),rows.size
 
-    def park_rows(self, turn): self.elsewhere[self.place] = ParkedRows(self.rows, int(self.cursor.array[NEXT]), turn)
+    def park_rows(self, turn):
+        "Store the current rows of the tap for the time when its tensors are on this stream and device again."
+        self.elsewhere[self.place] = ParkedRows(self.rows, int(self.cursor.array[NEXT]), turn)
 
     def switch_rows(self, key, turn):
         "Switch to the parked rows for `key`, a (device, stream) pair. Return 0 if one of them is free, else the number of new rows needed by the tap."
@@ -136,7 +143,7 @@ class Tap:
             rows,at,parked = self.elsewhere.pop(key, (no_rows, 0, 0))
             if parked!=turn: at = 0
             if at<rows.size:
-                self.use_rows(RowRange(*rows), at) # a new object, so that `ListPlan.is_current` returns False
+                self.use_rows(RowRange(*rows), at) # a new `RowRange` object, so that `ListPlan.is_current` returns False
                 return 0
         if rows.size: self.former.append(rows)
         return 2*rows.size or 1
@@ -146,7 +153,7 @@ class Tap:
         return [r for r in (self.rows, *self.former, *(p.rows for p in self.elsewhere.values())) if r.block is not None]
 
     def drop_rows(self):
-        "Drop all rows of the tap in this step, because the tap will be observed again."
+        "Delete all rows of the tap in this step, because its tensors will be measured again."
         for block,first,size in self.all_rows():
             block.head[first:first+size, EVENT] = 0
             if not self.once: block.unshare_rows(first, size)
@@ -175,7 +182,7 @@ class Tap:
 
 # %% ../../nbs/20_measure/48_arena.ipynb #2e002f81
 def rows_of_pass(heads, micro, once):
-    "Return a boolean mask of the rows written by the pass `micro`, except rows of taps with one row per step."
+    "Return a boolean mask of the rows written in micro-batch `micro`, except rows of taps with one row per step."
     return (heads[:, EVENT]!=0) & (heads[:, MICRO]==micro) & ~once[heads[:, TAP]]
 
 def with_empty_rows(which, heads, vectors, taps):
@@ -199,13 +206,14 @@ def queue_of(arena, again):
 
     `queue` returns False if the tensor cannot be queued: call `observe` then. `again`: whether tensors replace the last tensors of their taps."""
     if count_function_modes() or inside_transform() is not None or count_dispatch_modes() or may_free_parameters(): return None
-    streams = {} # device -> current stream; None while a CUDA graph is captured
+    streams = {} # current stream of each device; None while a CUDA graph is captured
     def queue(x, tap):
+        "Queue one tensor. Return False if it cannot be queued."
         p = tap.device
         try:
             if p is None or p.reading is None or p.made is not None or type(x) not in ordinary or not p.fits(x) or x.is_neg(): return False
             if p.count and not x.data_ptr(): return False
-            # the tensor has no strides or no address, such as a gradient that has become sparse
+            # tensors without strides or address, such as sparse gradients, cannot be queued
         except RuntimeError: return False
         if p.device not in streams: streams[p.device] = None if being_captured(p.device.type) else p.reading.stream()
         block = tap.rows.block
@@ -223,27 +231,27 @@ class Arena:
     "Device memory for the rows of one model. `Arena.tap` makes taps, `observe` writes a row at a tap, `take` returns the rows of a step."
     def __init__(self, size=256): # size: number of rows in a block
         self.size,self.blocks,self.taps,self.cursors,self.unread = size,[],[],Cursors(size),UnreadTensors()
-        self.clock = itertools.count(1) # event numbers
+        self.clock = itertools.count(1) # counter of event numbers, which give the order in which tensors were measured
         # reentrant, because a signal handler may call the arena while this thread has the lock
         self.lock = threading.RLock()
-        # cache, id of a tensor -> the row with its summary, so that no tensor is read twice: see `write_cpu_row`
+        # cached rows with the summary of each tensor, by tensor id, so that no tensor is read twice
         self.seen = {}
         self.micro = 0 # number of the current pass in its step
-        # approximate number of used rows; number of tensors whose summary was cached; number of calls of `take`
+        # approximate number of used rows, number of tensors whose summary was cached, number of calls of `take`
         self.filled,self.shared,self.turn = 0,0,0
         # `recorder.black_box.BlackBox` that provides memory for rows, and is notified of each tap; or None
         self.box = None
-        # (device, dtype, groups of sums) of all tensors that a kernel has read: only such can be read inside a CUDA graph
+        # (device, dtype, groups of sums) of tensors that kernels have read, because only such tensors can be read inside a CUDA graph
         self.was_read = set()
 
     def use_box(self, box):
-        "Allocate new blocks of rows in the memory-mapped file of a black box. `box=None`: in ordinary memory."
+        "Allocate new blocks of rows in the memory-mapped file of a black box, or in ordinary memory if `box` is None."
         with self.lock:
             self.box = box
             for t in self.taps if box is not None else (): box.tap(t)
 
     def tap(self, key, stats='basic', once=False, repeats=False) -> Tap:
-        "Make a tap. `stats`: named set or list of statistics; further arguments as in `Tap`."
+        "Make a `Tap`, a place where tensors are measured. `stats`: named set or list of statistics; other arguments are those of `Tap`."
         with self.lock:
             t = Tap(self, key, len(self.taps), stat_names(stats), once, repeats, self.cursors.new())
             t.cursor.array[LIKE+MICRO] = self.micro
@@ -252,7 +260,7 @@ class Arena:
             return t
 
     def add_rows(self, tap, device):
-        "Assign rows on `device` and its current stream to `tap`: its parked rows if one is free, else twice as many new rows as it had."
+        "Assign rows on `device` and its current stream to `tap`: its parked rows if any is free, else twice as many new rows as before."
         key = device, stream_of(device)
         n = tap.switch_rows(key, self.turn)
         if not n: return
@@ -263,7 +271,7 @@ class Arena:
         tap.use_rows(RowRange(block, block.reserve(n), n))
 
     def in_graph(self):
-        "Return True if a CUDA graph is being captured on a device with rows: a launch now would become a part of the graph."
+        "Return True if a CUDA graph is being captured on a device of the arena, so that a launch now would become part of the graph."
         return any(b.out is None and being_captured(b.device.type) for b in self.blocks)
 
     def read_pending(self):
@@ -273,7 +281,7 @@ class Arena:
             if self.unread and not self.in_graph(): self.unread.read()
 
     def begin(self, micro=0):
-        "Begin the pass with number `micro` of its step. The calls of each module are numbered from 0 again."
+        "Begin micro-batch `micro` of the step. The calls of each module are numbered from 0 again."
         with self.lock:
             self.read_pending()
             self.micro = micro
@@ -281,12 +289,12 @@ class Arena:
             self.seen.clear()
 
     def forget(self, tap):
-        "Drop the rows of `tap` in this step, and its unread tensors, because `tap` will be observed again."
+        "Delete the rows of `tap` in this step, and its queued tensors, because its tensors will be measured again."
         self.unread.drop(tap)
         tap.drop_rows()
 
     def take_back(self, micro, earlier):
-        "Drop the rows of a failed pass, except rows of taps with one row per step. In `earlier` snapshots they become empty summaries."
+        "Delete the rows of a failed pass, except rows of taps with one row per step. In `earlier` snapshots, replace them by empty summaries."
         once = np.array([t.once for t in self.taps], dtype=bool)
         with self.lock:
             self.unread.assign_rows()
@@ -298,7 +306,7 @@ class Arena:
         for s in earlier: s.parts = [(h, with_empty_rows(rows_of_pass(h, micro, once), h, np.array(v, dtype=np.float64), self.taps)) for h,v in s.parts]
 
     def renumber(self, micro):
-        "Assign all rows of the arena, and all rows to come in this pass, to the pass with number `micro`."
+        "Assign all rows of the arena, and all further rows of this pass, to micro-batch `micro`."
         with self.lock:
             self.unread.assign_rows()
             self.micro = micro
@@ -312,7 +320,7 @@ class Arena:
             try:
                 self.read_pending()
                 parts = [(b.head[u], rows_to_host(b, u)) for b in self.blocks if len(u:=np.flatnonzero(b.head[:b.used, EVENT]))]
-                # a device has failed: drop its rows, because they must not mix with later rows
+                # the rows of a failed device are deleted, because they must not mix with later rows
             except RuntimeError as e: error = e
             if keep is not None and error is None: keep(parts)
             for b in self.blocks: b.head[:b.used, EVENT] = 0
@@ -325,5 +333,5 @@ class Arena:
         return Snapshot(parts, self.taps, earlier or [])
 
     def waiter(self, again=False):
-        "Return a function that queues tensors for one common launch, or None: see `queue_of`."
+        "Return a function that queues tensors for one common launch, or None if queueing is not possible now."
         return queue_of(self, again)

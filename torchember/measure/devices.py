@@ -44,7 +44,7 @@ def chosen_device():
     return torch.device(accelerator(), torch.get_device_module(accelerator()).current_device())
 
 def on(device):
-    "Return a context with `device` as the current device."
+    "Return a context manager that makes `device` the current device."
     choose = getattr(torch.get_device_module(device.type), 'device', None) if device.type==accelerator() else None
     return choose(device) if choose is not None else nullcontext()
 
@@ -63,7 +63,7 @@ def stream_of(device):
 # %% ../../nbs/20_measure/01_devices.ipynb #ac12ef5a
 @contextmanager
 def after(stream, device):
-    "Return a context for work on the current stream: it runs after all earlier work of `stream`, and before all later work of `stream`."
+    "Return a context manager in which the current stream waits for the work of `stream`; later work of `stream` waits for the current stream."
     here = current_stream(device)
     differs = here is not None and here.stream_id!=stream.stream_id
     if differs: here.wait_stream(stream)
@@ -77,25 +77,25 @@ def capture_of(kind):
     return getattr(torch.get_device_module(kind), 'is_current_stream_capturing', None) if kind==accelerator() else None
 
 def being_captured(kind):
-    "Return True if a CUDA graph is being captured: launches do not run now, and will be replayed without Python."
+    "Return True if a CUDA graph is being captured on the current stream. Then launches do not run now, and are replayed without Python."
     captures = capture_of(kind)
     try: return captures is not None and captures()
-    except RuntimeError: return False # the device has failed: the next operation on the device will raise the error
+    except RuntimeError: return False # the device has failed, so the next operation on the device will raise the error
 
 # %% ../../nbs/20_measure/01_devices.ipynb #48afe234
 def disturbs(kind) -> bool:
-    "Return True if autocast for a kind of device, a torch mode, or a function transform is active: it would change or see our operations."
+    "Return True if autocast for a kind of device, a torch mode, or a function transform is active, which would affect our operations."
     return torch.is_autocast_enabled(kind) or count_dispatch_modes()>0 or count_function_modes()>0 or inside_transform() is not None
 
 @contextmanager
 def undisturbed(kind):
-    "Return a context without torch modes, without function transforms, and without autocast for a kind of device."
+    "Return a context manager without torch modes, function transforms, and autocast for a kind of device."
     with torch.autocast(kind, enabled=False), without_dispatch_modes(), without_function_modes(), without_transforms(): yield
 
 # %% ../../nbs/20_measure/01_devices.ipynb #cbd9f26d
 class Pinned:
     "Pool of pinned host memory for copies. Freed memory is reused, and never returned to the system."
-    def __init__(self): self.free = {} # size in bytes -> (memory, event after which the memory may be reused, or None)
+    def __init__(self): self.free = {} # for each size in bytes, pairs of a memory and the event after which it may be reused, or None
 
     def take(self, n):
         "Return pinned memory of at least `n` bytes. Raises RuntimeError if the device that used the memory before has failed."
@@ -108,18 +108,21 @@ class Pinned:
         return self.allocate_pinned(size)
 
     def allocate_pinned(self, size):
-        # device='cpu', because the user may have set another default device
+        "Return new pinned host memory of `size` bytes."
+        # device='cpu' is given, because the user may have set another default device
         host = torch.empty(size, dtype=torch.uint8, pin_memory=True, device='cpu')
-        # keep the memory until the process ends, because a device may still write into it
+        # the memory is kept until the process ends, because a device may still write into it
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(host))
         return host
 
-    def release(self, host, done=None): self.free.setdefault(len(host), deque()).append((host, done))
+    def release(self, host, done=None):
+        "Make memory available for later copies, as soon as the event `done` has happened."
+        self.free.setdefault(len(host), deque()).append((host, done))
 
 pinned = Pinned()
 
 # %% ../../nbs/20_measure/01_devices.ipynb #cf3f8d5c
-unsent = 0xa5 # value of each byte in the memory of a copy before the copy arrives
+unsent = 0xa5 # value of each byte in the memory of a copy until the copy arrives
 unknown_to_numpy = torch.bfloat16,*(d for n,d in vars(torch).items() if n.startswith('float8'))
 
 def has_arrived(host):
@@ -146,13 +149,14 @@ class Pending:
                 out = (self.host.double() if self.host.dtype in unknown_to_numpy else self.host).numpy()
                 self.numbers = out.copy() if self.which is None else out[self.which]
                 self.release()
-            return self.numbers.copy() # a copy, because the caller may write into the array
+            return self.numbers.copy() # returns a copy, because the caller may write into the array
 
     def release(self, done=None):
+        "Return the pinned memory of this copy to the pool."
         if self.memory is not None: pinned.release(self.memory, done)
         self.host = self.memory = None
 
-    # if the copy was not read, the device may still write: release after event `done`
+    # if the copy was not read, the device may still write into it, so its memory is released after event `done`
     def __del__(self): self.release(self.done)
 
 # %% ../../nbs/20_measure/01_devices.ipynb #8ab13e93
@@ -186,7 +190,7 @@ def to_device(numbers, device) -> torch.Tensor:
     memory = pinned.take(n)
     with on(device):
         copy = memory[:n].view(a.dtype).view(a.shape).copy_(a).to(device, non_blocking=True)
-        # do not release the memory, because the CUDA graph reads it at each replay
+        # the memory is not released, because the CUDA graph reads it at each replay
         if being_captured(device.type): return copy
         done = torch.Event(device)
         done.record()

@@ -76,7 +76,7 @@ class MemoryView:
 
 def as_array(x):
     "Return a CPU tensor of float32, float64 or complex128 as a read-only array on the same memory."
-    # a subclass may store its elements elsewhere, so clone it
+    # a tensor of a subclass is cloned, because it may store its elements elsewhere
     return np.asarray(MemoryView(x)) if type(x) in ordinary else x.clone().numpy()
 
 def as_float64(x):
@@ -88,11 +88,11 @@ piece = 1<<18 # number of elements that are converted at a time: 2 MB of float64
 
 # %% ../../nbs/20_measure/05_elements.ipynb #d10a000a
 float8_dtypes = tuple(getattr(torch, d) for d in dir(torch) if d.startswith('float8') and isinstance(getattr(torch, d), torch.dtype))
-# dtypes whose values all fit float32
+# dtypes whose values float32 can represent exactly
 narrow = (torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int8, torch.int16, *float8_dtypes)
 
 formats = {getattr(torch, f): f for f in ('float32', 'float64', 'bfloat16', 'float16')}
 
 def format_for(dtype):
-    "Return the name of the float dtype that readers convert `dtype` to; all values of `dtype` fit."
+    "Return the name of the float dtype to which readers convert tensors of `dtype` without loss."
     return formats.get(dtype) or ('float32' if dtype in narrow else 'float64')

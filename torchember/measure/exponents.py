@@ -26,7 +26,7 @@ def exponents(v, lo=-16, hi=16) -> np.ndarray:
     return np.concatenate([below[..., None], counts[..., lo+127:hi+128], above[..., None]], -1).astype(np.int64)
 
 # %% ../../nbs/20_measure/02_exponents.ipynb #5b0c9a1e
-farthest = 1100 # limit for exponents in a log: exponents of float64 go from -1074 to 1023
+farthest = 1100 # largest valid magnitude of an exponent in a log; exponents of float64 range from -1074 to 1023
 
 def with_counts(df) -> np.ndarray:
     "Return a boolean mask of the table's rows with valid exponent counts."
@@ -38,7 +38,7 @@ def are_counts(counts, lo):
     if not isinstance(counts, list|tuple|np.ndarray) or not isinstance(lo, int|float|np.number) or isinstance(lo, bool): return False
     if len(counts)<3 or not lo>=-farthest or lo+len(counts)-3>farthest or lo!=int(lo): return False
     try: c = np.asarray(counts)
-    except ValueError: return False # a list of lists with different lengths is no array
+    except ValueError: return False # a list of lists with different lengths cannot be converted to an array
     return c.ndim==1 and c.dtype.kind in 'iuf' and bool((c>=0).all() and (c<2**62).all())
 
 # %% ../../nbs/20_measure/02_exponents.ipynb #8caf212d
@@ -66,22 +66,22 @@ def limits(dtype) -> dict:
 
 # %% ../../nbs/20_measure/02_exponents.ipynb #e7d2f555
 def headroom(
-    counts, # Counts of rows, shape (..., k): below, one for each exponent, above
-    lo:int, # Exponent of the second count: a row's `exponent_min`
+    counts, # Counts, shape (..., k): number below the first exponent, one for each exponent, number above the last
+    lo:int, # Exponent of the second count, as in column `exponent_min`
     dtype:str, # Name of a number format
     zeros=0 # Number of zeros, shape (...). The first count includes them, and every format holds them
-) -> dict: # 'over', 'subnormal', 'under': shares of the non-zero elements, arrays of shape (...)
+) -> dict: # Dict with 'over', 'subnormal' and 'under': shares of the non-zero elements, arrays of shape (...)
     """Return the shares of elements that overflow in a format, lose digits, or become zero.
     Raises ValueError if the counts do not cover the limits of the format.
 
     Args:
-        counts: Counts of rows, shape (..., k): below, one for each exponent, above
-        lo: Exponent of the second count: a row's `exponent_min`
+        counts: Counts, shape (..., k): number below the first exponent, one for each exponent, number above the last
+        lo: Exponent of the second count, as in column `exponent_min`
         dtype: Name of a number format
         zeros: Number of zeros, shape (...). The first count includes them, and every format holds them
 
     Returns:
-        'over', 'subnormal', 'under': shares of the non-zero elements, arrays of shape (...)
+        Dict with 'over', 'subnormal' and 'under': shares of the non-zero elements, arrays of shape (...)
     """
     f,c = reach(dtype),np.asarray(counts, dtype=float)
     hi = lo+c.shape[-1]-3
@@ -93,18 +93,20 @@ def headroom(
 
 def exponents_for(
     *dtypes:str # Names of number formats
-) -> str: # A statistic: 'exponents(-24, 15)' for float16
+) -> str: # Name of a statistic, such as 'exponents(-24, 15)' for float16
     """Return the statistic that `headroom` needs for these formats.
 
     Args:
         *dtypes: Names of number formats
 
     Returns:
-        A statistic: 'exponents(-24, 15)' for float16
+        Name of a statistic, such as 'exponents(-24, 15)' for float16
     """
     f = [reach(d) for d in dtypes]
     return f"exponents({min(x['subnormal'] for x in f)}, {max(x['max'] for x in f)})"
 
 # %% ../../nbs/20_measure/02_exponents.ipynb #081b2289
-# the result of `limits`, at least -126: smaller exponents share one bin of the counts
-def reach(dtype): return {k: max(x, -126) for k,x in limits(dtype).items()}
+# limits of at least -126, because all smaller exponents share one bin of the counts
+def reach(dtype):
+    "Return the limits of a number format, as far as counts of exponents can resolve them."
+    return {k: max(x, -126) for k,x in limits(dtype).items()}

@@ -34,29 +34,29 @@ class OtherStatistics(Unmeasurable):
 class GraphTensor:
     "Shape of a tensor in a CUDA graph, and the row for its summary, written by each replay."
     is_leaf = requires_grad = False
-    # groups of sums, block, number of the row: if the tensor is measured
+    # groups of sums, block, and number of the row, if the tensor is measured
     def __init__(self, x, groups=frozenset(), block=None, row=0):
         self.shape = x.shape
         self.groups,self.block,self.row = groups,block,row
-        self.head = np.zeros(head_width, np.int64) # head of the row; tap, call, pass and event number are set later
+        self.head = np.zeros(head_width, np.int64) # head (integer columns) of the row; tap, call, pass and event number are set later
         if block is not None: write_dtype_and_shape(x, self.head)
 
 # %% ../../nbs/20_measure/55_graph_rows.ipynb #3dc67518
 class GraphRows:
     "The rows written by the replays of one CUDA graph."
     size = 128 # number of rows in a block
-    # id of a CUDA graph -> (number of its `GraphRows`, work memory of its kernels, work memory to restore after the capture)
+    # for each CUDA graph by id: number of its `GraphRows`, work memory of its kernels, work memory to restore after the capture
     captured = {}
     def __init__(self, graph, device): # graph: CUDA graph that is being captured on `device`
         self.graph,self.blocks = weakref.ref(graph),[]
-        # id of a tensor -> (weak reference, (version, address), groups of sums, block, row), to read no tensor twice
+        # for each tensor by id: (weak reference, (version, address), groups of sums, block, row), to read no tensor twice
         self.seen = {}
         self.lock,self.kernels,self.ended = threading.RLock(),kernels.gpu_kernels(device),False
         self.key,memory = id(graph),None
         if hasattr(self.kernels, 'exchange'):
             many,memory,former = self.captured.get(self.key) or (0, (own := {}), self.kernels.exchange(own))
             self.captured[self.key] = many+1,memory,former
-        # keep rows and work memory as long as the graph exists, because replays write into them
+        # rows and work memory are kept as long as the graph exists, because replays write into them
         weakref.finalize(graph, keep_until_freed, self.blocks, memory).atexit = False
 
     def end(self):
@@ -77,7 +77,7 @@ class GraphRows:
         return block, block.reserve(1)
 
     def read(self, x, wanted, was_read, scale=None) -> GraphTensor:
-        "Capture the measuring of a tensor in the graph. `was_read`: attribute of the arena. `scale`: as in `observe`."
+        "Capture the measuring of a tensor in the graph. `was_read`: `Arena.was_read`. `scale`: as in `observe`."
         kind = x.device.type
         if kind in ('cpu', 'meta'): raise Unmeasurable(f"it is on the device {kind!r}, and no Python runs when a CUDA graph is replayed")
         if hasattr(x, 'to_local'): raise Unmeasurable("it is sharded over processes, and tensors in a CUDA graph are recorded on one device only")
@@ -90,7 +90,7 @@ class GraphRows:
 
     def row_of(self, x, wanted, scale, block, row):
         "Return the number of the row with the summary of a tensor. If no row has the summary, capture a launch to write it into `row`."
-        was = None if x.is_inference() else (x._version, address(x)) # an inference tensor has no version counter
+        was = None if x.is_inference() else (x._version, address(x)) # inference tensors have no version counter
         same,then,groups,where,its = self.seen.get(id(x), (lambda: None, None, (), None, 0))
         if was is not None and same() is x and then==was and where is block and groups>=set(wanted): return its
         y,scaled = divide_early(x, wanted, scale)
@@ -121,12 +121,12 @@ def move_used_rows(arena, b):
             other = Block(len(b.head), b.device, b.length, for_taps=False)
             other.reserve(len(b.head))
             arena.blocks.append(other)
-        with after(other.stream, b.device): other.rows.data.copy_(b.rows.data) # the caller has waited for the replay before
+        with after(other.stream, b.device): other.rows.data.copy_(b.rows.data) # the caller has waited for the previous replay already
     other.head[:],other.source[:] = b.head,b.source
     b.head[:, EVENT] = 0
 
 def count_row(x, tap, call):
-    "Write the head of the row of a `GraphTensor`: it is the row of `tap` for a call of this pass, and the replay writes its summary."
+    "Assign the row of a `GraphTensor` to `tap` and to a call of this pass. The replay of the CUDA graph writes the summary in it."
     if x.block is None: return
     a = tap.arena
     if tap.format.length!=x.block.length or not tap.format.groups<=x.groups: raise OtherStatistics()

@@ -22,7 +22,7 @@ def first_number(*values):
     for v in values[-2::-1]: out = np.where(np.isnan(v), out, v)
     return out
 
-def finite_only(x): return np.where(np.isfinite(x), x, np.nan) # infinite numbers become NaN
+def finite_only(x): return np.where(np.isfinite(x), x, np.nan) # infinite numbers are replaced by NaN
 
 def mean_and_m2(c, n):
     "Return the mean, and the sum of squared distances from the mean. If only l2 or rms is known, assume a mean of 0."
@@ -50,7 +50,7 @@ def vectors_of(columns, count) -> np.ndarray:
             zeros=np.rint(c.zero_frac*count), s4=c.rm4**4*n, s8=c.rm8**8*n)
     out = np.full((len(count), width), np.nan)
     for p,x in got.items(): out[:, index[p]] = x
-    # tensors with NaN or infinity: the sum is unknown, and no statistic depends on it
+    # the sum is unknown for tensors with NaN or infinity, and no statistic depends on it
     lost = ~np.isfinite(out) & (n<count)[:, None]
     return np.where((lost | (n==0)[:, None]) & neutral, no_elements()[:width], out)
 

@@ -24,7 +24,7 @@ from .summary import Summary, index, length, merge, no_elements, not_in_loops, o
 
 # %% ../../nbs/20_measure/08_kernels.ipynb #394535ee
 def float_for(dtype):
-    "Return the float dtype to convert tensors of `dtype` to before reading. All their values fit."
+    "Return the float dtype to which tensors of `dtype` are converted without loss before they are measured."
     return getattr(torch, format_for(dtype))
 
 def as_float(x):
@@ -45,7 +45,7 @@ def read_by_loops(x, wanted=('basic',)) -> np.ndarray:
     return v if times==1 else repeat(v, times)
 
 def read_by_pieces(x, wanted):
-    "Read a CPU tensor of another dtype by compiled loops: convert one piece at a time."
+    "Read a CPU tensor of a dtype that the compiled loops do not support, by converting one piece at a time."
     x,times = flat(x)
     to,got = float_for(x.dtype),[]
     for p in x.split(piece) if x.numel() else ():
@@ -65,7 +65,7 @@ def read(x, wanted=('basic',)):
     Raises `Unmeasurable` if the values of `x` cannot be read."""
     x,zeros = dense(x.detach())
     if x.device.type!='cpu': return read_elsewhere(x, zeros, wanted)
-    # no subclass, because it may store its elements elsewhere
+    # tensors of subclasses are excluded, because they may store their elements elsewhere
     if type(x) in ordinary and loops() and loader.has(format_for(x.dtype)): v = read_by_loops(x, wanted)
     else:
         run,times = flat(x)
@@ -83,7 +83,7 @@ def add_expressions(v, x, wanted):
     for a in map(as_float64, x.split(piece) if x.numel() else ()):
         a = a[np.isfinite(a)]
         for p in todo if len(a) else (): got[p].append(of_each(p, a))
-    with np.errstate(all='ignore'): # no warning: a sum may be infinite, such as that of log(0)
+    with np.errstate(all='ignore'): # warnings are off, because a sum may be infinite, such as the sum of log(0)
         for p in todo: v[index[p]] = sum(got[p])*times if sums[p].merge=='sum' else getattr(np, sums[p].merge)(got[p])
 
 repeated = [index[p] for p,s in sums.items() if s.merge in ('sum', 'moments') and p!='mean']
@@ -95,7 +95,7 @@ def repeat(v, times):
     v[width:] *= times
     return v
 
-def zero_vector(n, wanted): return repeat(read_array([0.], wanted), n) # summary vector of n zeros
+def zero_vector(n, wanted): return repeat(read_array([0.], wanted), n) # returns the summary vector of n zeros
 
 # %% ../../nbs/20_measure/08_kernels.ipynb #88620c32
 @cache
@@ -105,19 +105,19 @@ def gpu_kernels(device):
     from torchember.measure.readers import triton as gpu
     return gpu if gpu.available(device) else None
 
-def kernels_for(x, wanted, dtype=None): # dtype: dtype that `x` is converted to before it is read
+def kernels_for(x, wanted, dtype=None): # dtype: dtype to which `x` is converted before it is read
     "Return `measure.readers.triton` if its kernels read tensors like `x` correctly, else None."
     dtype = dtype or x.dtype
     gpu = gpu_kernels(x.device) if dtype in formats and type(x) in ordinary else None
     return gpu if gpu is not None and gpu.reads(dtype, wanted, x.device) else None
 
-def list_kernels(x, wanted, dtype=None): # dtype: as in `kernels_for`
+def list_kernels(x, wanted, dtype=None): # dtype: dtype to which `x` is converted before it is read
     "Return `measure.readers.triton` if its kernels can read `x` without a copy, in a list with other tensors, else None."
     if type(x) not in ordinary or x.layout is not torch.strided: return None
     gpu = kernels_for(x, wanted, dtype)
     return gpu if gpu is not None and (x.is_contiguous() or gpu.has_no_gaps(x)) else None
 
-def read_elsewhere(x, zeros, wanted, out=None): # out: row of the arena to write, or None
+def read_elsewhere(x, zeros, wanted, out=None): # out: row of the arena for the result, or None
     "Return the summary vector of a tensor on a device other than the CPU. `zeros`: number of further zeros, not stored by a sparse tensor."
     x,times = flat(x)
     if zeros or times>1: x = torch.cat([x.expand(times, -1).reshape(-1), x.new_zeros(zeros)])
@@ -144,6 +144,7 @@ def read_by_operations(x, wanted):
 def operations_are_right(device, dtype, wanted):
     "Return True if torch operations give correct sums on a device. The first call tests this; later calls return its result."
     def read_there(x, wanted):
+        "Measure the tensor `x` by torch operations on the device, and return the result on the CPU."
         with on(device): return read_device(flat(x.to(device))[0], wanted).cpu()
     why = run_checks(lambda: first_wrong(read_there, dtype, wanted, rel=1e-9 if has_float64(device.type) else 1e-3))
     if why: warn(f"Operations of torch on {device} give wrong numbers: {why}. Tensors of {str(dtype)[6:]} are copied to the CPU to be measured, "
@@ -152,7 +153,7 @@ def operations_are_right(device, dtype, wanted):
 
 # %% ../../nbs/20_measure/08_kernels.ipynb #5773a6cb
 def no_autocast(kind):
-    "Return a context without autocast. `kind`: type of a device, also a type without autocast, such as 'meta'."
+    "Return a context manager without autocast. `kind`: type of a device, which may lack autocast, such as 'meta'."
     return torch.autocast(kind if torch.amp.is_autocast_available(kind) else 'cpu', enabled=False)
 
 def summarize(

@@ -14,11 +14,11 @@ import torch
 from .summary import fast, index, parts, read_array, width
 
 # %% ../../nbs/20_measure/02_self_check.ipynb #21610a1e
-def wave(n): return 3*np.sin(1.7*np.arange(n))+.25 # n numbers with both signs
+def wave(n): return 3*np.sin(1.7*np.arange(n))+.25 # returns n numbers with both signs
 
 def trials(dtype, block=64) -> dict:
     "Return small tensors that are difficult to read, in a dict by name. `block`: number of elements read at once by a kernel."
-    # 'cpu', because the user may have set another default device
+    # device 'cpu' is given, because the user may have set another default device
     def tensor(a): return torch.from_numpy(a).to('cpu', dtype)
     numbers = wave(2*block+3)
     odd = numbers.copy()
@@ -38,7 +38,7 @@ def difference(v, x, wanted, rel):
     want,ok = read_array(x, tuple(wanted)),x[np.isfinite(x)]
     d = abs(ok-ok.mean()) if len(ok) else ok
     size = dict(zip(parts, abs(want), strict=False)) | {'mean': abs(ok).max(initial=0), 'm3': (d**3).sum()} | dict.fromkeys(exact, 0.)
-    for p in fast: # only these sums, because readers do not compute the others
+    for p in fast: # only these sums are compared, because readers do not compute the other sums
         got,true = float(v[index[p]]),float(want[index[p]])
         if got!=true and not (math.isnan(got) and math.isnan(true)) and not abs(got-true)<=rel*size[p]: return f"{p} is {got} instead of {true}"
     bins = np.flatnonzero(np.asarray(v[width:])!=want[width:]) if 'exponents' in wanted else ()

@@ -36,14 +36,18 @@ def shift_counts(counts, by):
 # %% ../../nbs/20_measure/46_snapshot.ipynb #5a9c0009
 class Rows(NamedTuple):
     "Rows of an arena as arrays with one entry for each row."
-    head:np.ndarray # heads of the rows: numbers of tap, call and micro-batch, dtype, shape; shape (n, head_width)
+    head:np.ndarray # heads of the rows as int64 array (n, head_width): numbers of tap, call and micro-batch, dtype, shape
     vectors:np.ndarray # summary vectors, shape (n, width) or (n, wide)
-    owner:np.ndarray # index of the snapshot that has the row
-    again:np.ndarray # True if an earlier snapshot of the step had the row already
+    owner:np.ndarray # index of the snapshot that contains each row
+    again:np.ndarray # True if an earlier snapshot of the step contained the row already
 
-    def at(self, which): return Rows(*(a[which] for a in self))
+    def at(self, which):
+        "Return the rows selected by a mask or indices."
+        return Rows(*(a[which] for a in self))
 
-    def in_order(self): return self.at(np.lexsort((self.head[:, EVENT], self.owner)))
+    def in_order(self):
+        "Return the rows in the order in which they were measured, snapshot by snapshot."
+        return self.at(np.lexsort((self.head[:, EVENT], self.owner)))
 
 def count_before(keys):
     "For each row of the array `keys`, count the equal rows before the row."
@@ -60,7 +64,7 @@ def merge_passes(rows, taps) -> Rows:
     `taps`: all taps of the arena, in the order of their numbers."""
     head,vectors,owner,again = rows
     if not again.any() and not head[:, MICRO].any(): return rows
-    # rows of one call in one micro-batch do not merge with each other
+    # rows of the same call in the same micro-batch are not merged with each other
     turn = count_before(np.column_stack([owner, head[:, [TAP, CALL, MICRO]]]))
     turn[[not taps[i].repeats for i in head[:, TAP]]] = 0
     _,group = np.unique(np.column_stack([owner, head[:, [TAP, CALL]], turn]), axis=0, return_inverse=True)
@@ -88,15 +92,21 @@ class Columns:
     kinds = property(lambda self: self.head[:, TAP]*most_dtypes+self.head[:, DTYPE], doc="A number for each row, equal for rows with the same tap and dtype.")
     dims = property(lambda self: self.head[:, DIMS:], doc="For each row, the number of dimensions of the tensor, then their sizes.")
 
-    def dtypes(self): return [dtype_names[d] for d in self.head[:, DTYPE].tolist()]
+    def dtypes(self):
+        "Return the dtype name of each row."
+        return [dtype_names[d] for d in self.head[:, DTYPE].tolist()]
 
-    def shapes(self): return [h[SHAPE:SHAPE+h[DIMS]] for h in self.head.tolist()]
+    def shapes(self):
+        "Return the shape of each row's tensor."
+        return [h[SHAPE:SHAPE+h[DIMS]] for h in self.head.tolist()]
 
     def statistics(self, shapes):
-        "Return the statistics as columns: a dict, name of a statistic -> array. Arguments as in `as_columns`."
+        "Return the statistics as columns: a dict, name of a statistic -> array. The arguments are those of `as_columns`."
         return as_columns(self.vectors, self.names, shapes)
 
-    def rms(self): return derive(self.vectors, ['rms'])['rms']
+    def rms(self):
+        "Return the root mean square of each row's tensor."
+        return derive(self.vectors, ['rms'])['rms']
 
     def plain(self):
         "Return a boolean mask: True for rows that need no extra columns, without NaN and infinity, and not in an earlier snapshot."
@@ -120,7 +130,7 @@ class Snapshot:
     """Rows of a step, returned by `Arena.take`: pairs of an array of heads and an array of summary vectors.
 
     `taps`: all taps of the arena. `earlier`: `Snapshot`s of the same step from earlier calls of `Arena.take`."""
-    # number: number of the slot in the black box that has these rows
+    # number: number of the slot in the black box that contains these rows
     def __init__(self, parts, taps, earlier): self.parts,self.taps,self.earlier,self.number = parts,taps,earlier,0
 
     def __len__(self): return sum(len(h) for h,_ in self.parts)

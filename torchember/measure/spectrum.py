@@ -50,7 +50,7 @@ def pieces(y, limit):
     "Split a tensor with the features in its last dimension. Yield matrices (rows, features) of about `limit` numbers."
     if y.dim()==1: y = y[None]
     try: y = y.view(-1, y.shape[-1])
-    except RuntimeError: pass # the dimensions cannot be merged without a copy: go through the first dimension
+    except RuntimeError: pass # if dimensions cannot be merged without a copy, loop over the first dimension
     each = y[0].numel()
     if each>limit and y.dim()>2:
         for part in y: yield from pieces(part, limit)
@@ -77,7 +77,7 @@ def add_gram(gram, rows):
     else:
         for i in range(0, C, block): gram[i:i+block, i:].addmm_(rows[:, i:i+block].T, rows[:, i:])
 
-def both_halves(gram): return gram.triu()+gram.triu(1).T # symmetric matrix with the upper triangle of `gram`
+def both_halves(gram): return gram.triu()+gram.triu(1).T # returns the symmetric matrix with the upper triangle of `gram`
 
 def feature_gram(x, at):
     "Return the mean of each feature, and the matrix (C, C) of sums of products of centred features. `at`: dimension of the features."
@@ -86,7 +86,7 @@ def feature_gram(x, at):
     shift = rough_mean(y)
     total,gram = torch.zeros_like(shift),shift.new_zeros(C, C)
     flat = x.flatten(2) if x.dim()>2 and at==1 and x.is_contiguous() else None
-    if flat is not None and flat.shape[2]>=max(128, 4*C): # images whose channels come before the pixels in memory
+    if flat is not None and flat.shape[2]>=max(128, 4*C): # handles images that store channels before pixels
         step = max(1, CHUNK//max(flat[0].numel(), 1))
         for i in range(0, len(flat), step):
             part = flat[i:i+step].to(torch.float64, copy=True).sub_(shift[:, None])
@@ -131,15 +131,15 @@ class Spectrum:
         return self.trace/self.largest if self.largest>0 else math.nan
 
     def condition(self,
-        at=None # Share of the eigenvalues that are larger than the divisor, at least 0 and below 1; None: the smallest divides
-    ) -> float: # inf if the divisor is 0, NaN if all eigenvalues are
+        at=None # Which eigenvalue is the divisor: the share of eigenvalues that are larger, from 0 to below 1; None: the smallest
+    ) -> float: # Infinite if the divisor is 0, NaN if all eigenvalues are 0
         """Return the condition number: the largest eigenvalue divided by a smaller one.
 
         For a large spectrum that is not exact the result is within 25 percent. Raises SpectrumError if that is not possible."""
         if at is not None and not 0<=at<1: raise ValueError(f"condition takes a share of the eigenvalues, at least 0 and below 1, got {at}.")
         i = self.features-1 if at is None else math.floor(round(self.features*at, 9))
         if not self.largest>0: return math.nan
-        # because n centred samples span at most n-1 dimensions, so further eigenvalues are 0
+        # further eigenvalues are 0, because n centred samples span at most n-1 dimensions
         if i>=self.count-1: return math.inf
         if self.values is not None: return self.largest/self.values[i].item() if self.values[i]>0 else math.inf
         if i==0: return 1.
@@ -188,8 +188,8 @@ class Covariance:
     def __repr__(self): return f"Covariance of {self.features} features from {self.count} samples"
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #4eedd3d6
-KEPT = 1024 # a matrix with more rows is not kept: its spectrum is computed at once
-LARGE = 8192 # for a matrix with this number of rows or more, eigenvalues are estimated
+KEPT = 1024 # a matrix with more rows than this is not stored, and its spectrum is computed at once
+LARGE = 8192 # with this number of rows or more, eigenvalues are estimated
 
 def sizes_of(x, axis):
     "Return the dimension of the features, the number of samples, and the number of features. Raises SpectrumError if there are too few."
@@ -262,7 +262,7 @@ def centred_product(x, at, n, C):
     unit = math.sqrt(trace/C) or 1.
     single = x.dtype.is_floating_point and x.dtype.itemsize<8 and 1e-30<unit<1e37/math.sqrt(n*C)
     of = torch.float32 if single else torch.float64
-    # the mean is small: subtract it from products instead of elements, which is faster and costs a digit
+    # a small mean is subtracted from products instead of elements, which is faster and loses one digit
     if shift.abs().max()<=8*unit: shift,off,centre = shift+off,shift+off,None
     else: shift,centre = shift+off,shift.to(of)
     left = (off/unit).to(of)
@@ -274,7 +274,7 @@ def centred_product(x, at, n, C):
             yield rows,slice(first, first+len(rows))
             first += len(rows)
 
-    def multiply_features(v): # returns X'Xv / (n-1) for centred X
+    def multiply_features(v): # returns X'Xv / (n-1), where X is the centred matrix
         low,out,total = v.to(of),torch.zeros_like(v),0
         away = low@left
         for rows,_ in blocks():
@@ -283,7 +283,7 @@ def centred_product(x, at, n, C):
             total = total+seen.sum(1, dtype=torch.float64)
         return (out/unit-total[:, None]*left)*(unit**2/(n-1))
 
-    def multiply_samples(v): # returns XX'v / (n-1) for centred X
+    def multiply_samples(v): # returns XX'v / (n-1), where X is the centred matrix
         low,mid,out = v.to(of),v.new_zeros(len(v), C),torch.empty_like(v)
         for rows,at_ in blocks(): mid += low[:, at_].contiguous()@rows
         mid = (mid/unit-v.sum(1)[:, None]*left).to(of)
@@ -306,10 +306,10 @@ def lanczos(multiply, size, device, steps=96, probes=16):
         alpha[:, k] = (v*w).sum(1)
         w -= alpha[:, k, None]*v
         if k: w -= beta[:, k-1, None]*basis[:, k-1]
-        # orthogonalize again, because rounding errors grow
+        # orthogonalized again, because rounding errors grow
         for p in range(probes): w[p] -= (basis[p, :k+1]@w[p])@basis[p, :k+1]
         norm = w.norm(dim=1)
-        # 0: the vector is in an invariant subspace, so the quadrature is complete
+        # the norm is 0 if the vector is in an invariant subspace; then the quadrature is complete
         beta[:, k] = norm = torch.where(norm>1e-6*alpha[:, :k+1].amax(1), norm, 0.)
         v = torch.where(norm[:, None]>0, w/norm.clamp_min(1e-300)[:, None], 0.)
     t = torch.diag_embed(alpha)+torch.diag_embed(beta[:, :-1], 1)+torch.diag_embed(beta[:, :-1], -1)
@@ -391,7 +391,7 @@ def cal_eig(
         return eigenvalues((m+m.T)/2).to(dtype).to(matrix.device)
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #078177c3
-WHOLE = 2**22 # a matrix with more elements gets no SVD
+WHOLE = 2**22 # maximum number of elements of a matrix for an SVD
 
 def singular_values(z, whole=None):
     "Return the singular values of a matrix, scaled by its largest number. For a large matrix: roots of eigenvalues of the smaller Gram matrix."
@@ -411,7 +411,7 @@ def singular_values(z, whole=None):
         for rows in pieces(y, max(CHUNK, 1024*y.shape[1])): add_gram(gram, rows.double()/scale)
         return eigenvalues(both_halves(gram)).clamp_min(0).sqrt().cpu().numpy()
 
-def exp_entropy(s, epsilon=0.): # exp of the entropy of the shares of the numbers `s` in their sum
+def exp_entropy(s, epsilon=0.): # returns exp of the entropy of the numbers `s`, divided by their sum
     if not s.sum()>0: return math.nan
     p = s/s.sum()+epsilon
     p = p[p>0]
@@ -421,7 +421,7 @@ def exp_entropy(s, epsilon=0.): # exp of the entropy of the shares of the number
 def rankme(
     z, # Representations, one sample per row. Further dimensions are flattened
     epsilon=1e-7 # Added to each share
-) -> float: # NaN where all are 0
+) -> float: # NaN if all numbers are 0
     """Return RankMe: the soft number of dimensions of representations (Garrido et al. 2023, arXiv 2210.02885).
 
     For more than 4,194,304 numbers, the singular values come from the smaller Gram matrix. The result is then precise to 0.1 percent.
@@ -431,7 +431,7 @@ def rankme(
         epsilon: Added to each share
 
     Returns:
-        NaN where all are 0
+        NaN if all numbers are 0
     """
     return exp_entropy(singular_values(z), epsilon)
 

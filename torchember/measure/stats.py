@@ -14,7 +14,7 @@ from .summary import groups_for
 def get_stats(
     tensor, # Any tensor
     stats='basic' # Named set, or list of statistics
-) -> dict: # Statistic -> number; lists for `shape` and `exponents`
+) -> dict: # Dict of numbers by statistic; `shape` and `exponents` are lists
     """Return statistics of one tensor; by default exactly `shape`, `mean`, `std`, `max` and `min`.
 
     Args:
@@ -22,7 +22,7 @@ def get_stats(
         stats: Named set, or list of statistics
 
     Returns:
-        Statistic -> number; lists for `shape` and `exponents`
+        Dict of numbers by statistic; `shape` and `exponents` are lists
     """
     names = stat_names(stats)
     return as_dicts(summarize(tensor, groups_for(names)).vector[None], names, [tensor.shape])[0]

@@ -22,7 +22,7 @@ from ..ground.record import values_of
 class Sum(NamedTuple):
     "Describes one entry of a summary: a sum over the finite elements of a tensor. The entries of two tensors merge into the entry of both."
     group:str # Name of the group: the sums of a group are measured together
-    # (elements, Python module of the array: numpy, torch or jax.numpy) -> the summand of each element
+    # Function that returns the summand of each element. Arguments: array, and its Python module (numpy, torch or jax.numpy)
     each:Callable|None=None
     merge:str='sum' # How the entries of several tensors merge: 'sum', 'min', 'max', or 'moments' for centred moments
     # If all elements are multiplied by c, the sum is multiplied by c**degree. None if there is no such degree
@@ -32,31 +32,31 @@ class Sum(NamedTuple):
 
 # %% ../../nbs/20_measure/00_summary.ipynb #f44ed90d
 sums = dict(
-    # these count all elements
+    # sums over all elements, finite or not
     count=Sum('basic', degree=0), nan=Sum('basic', degree=0), posinf=Sum('basic', degree=0), neginf=Sum('basic', degree=0),
-    # mean, and the sum of squared distances from the mean
+    # mean of the elements, and sum of squared distances from the mean
     mean=Sum('basic', merge='moments', degree=1), m2=Sum('basic', merge='moments', degree=2),
-    min=Sum('basic', lambda x, xp: x+0., 'min', 1), max=Sum('basic', lambda x, xp: x+0., 'max', 1), # -0 is 0
+    min=Sum('basic', lambda x, xp: x+0., 'min', 1), max=Sum('basic', lambda x, xp: x+0., 'max', 1), # adding 0 converts -0 to 0
     l1=Sum('absolute', lambda x, xp: abs(x), degree=1), min_abs=Sum('absolute', lambda x, xp: abs(x), 'min', 1),
     zeros=Sum('absolute', lambda x, xp: x==0, degree=0),
     m3=Sum('higher', merge='moments', degree=3), m4=Sum('higher', merge='moments', degree=4),
     s4=Sum('powers', lambda x, xp: x**4, degree=4), s8=Sum('powers', lambda x, xp: x**8, degree=8))
 
-# sums that the compiled readers compute; further sums come from their expression in `sums`
+# names of the sums that compiled readers compute; other sums are computed from their expressions in `sums`
 fast = ('count', 'mean', 'm2', 'm3', 'm4', 'l1', 'min', 'max', 'min_abs', 'zeros', 'nan', 'posinf', 'neginf', 's4', 's8')
 parts = (*fast, *(p for p in sums if p not in fast)) # names of the entries of a summary vector, in order
 index = {p:i for i,p in enumerate(parts)}
-width = max(16, len(parts)+1) # entries of a row, of which at least one is free. A row of 16 float64 is 128 bytes
+width = max(16, len(parts)+1) # number of entries of a row, of which at least one is free; a row of 16 float64 has 128 bytes
 bins = 256 # number of exponent counts after the sums, if requested: bin b counts numbers from 2^(b-127) to 2^(b-126)
 wide = width+bins
 
-# group -> its sums. A sum that was not requested is NaN
+# names of the sums in each group; sums of groups that were not requested are NaN
 groups = {g: tuple(p for p,s in sums.items() if s.group==g) for g in dict.fromkeys(s.group for s in sums.values())}
 scalars = tuple(groups)
-groups['exponents'] = 'zeros', # counts of exponents need the number of zeros, because a zero has no exponent
+groups['exponents'] = 'zeros', # the group 'exponents' includes the number of zeros, because a zero has no exponent
 
 # %% ../../nbs/20_measure/00_summary.ipynb #925daf8d
-# entries of a summary vector with the groups `wanted`
+# returns the number of entries of a summary vector with the groups `wanted`
 def length(wanted): return wide if 'exponents' in wanted else width
 
 # %% ../../nbs/20_measure/00_summary.ipynb #0a08bc59
@@ -85,7 +85,7 @@ def of_each(part, x, xp=np, ok=None):
     `x`: float array, not empty. `xp`: numpy, torch or jax.numpy. `ok`: mask of the finite elements, None if all are finite."""
     s = sums[part]
     if ok is not None: x = xp.where(ok, x, 0.)
-    with np.errstate(all='ignore'): # log(0) is -inf: no warning
+    with np.errstate(all='ignore'): # warnings are off, because log(0) is -inf
         each = s.each(x, xp)+0*x # adding 0*x converts booleans to floats
         if ok is not None: each = xp.where(ok, each, s.nothing)
         return getattr(xp, dict(sum='sum', min='amin', max='amax')[s.merge])(each)
@@ -119,7 +119,7 @@ def merged_moments(n, mean, m2, m3, m4, xp=np) -> tuple:
 
     `n`: number of finite elements of each tensor. `xp`: numpy, torch or jax.numpy, also inside `jax.jit`."""
     total = n.sum(-1)
-    # mean of the tensor with most elements: distances from this base are small, and round less
+    # base: mean of the largest tensor; distances from it are small, so that rounding errors are small
     base = xp.take_along_axis(mean, n.argmax(-1)[..., None], -1)
     d = xp.where(n>0, mean-base, 0.)
     shift = xp.where(total>0, (n*d).sum(-1)/xp.maximum(total, 1.), 0.)
@@ -153,35 +153,41 @@ class Parts:
         self.asked.add(name)
         return self.v[..., index[name]]
 
-    def known(self, x): return np.where(self.has_finite, x, np.nan) # NaN for a tensor without finite elements
-    # NaN for any NaN or infinity
-    def spoiled(self, x): return np.where(self.bad|self.pos|self.neg|~self.has_finite, np.nan, x)
-    # for sums over all elements: 0 for an empty tensor
-    def added(self, x): return np.where(self.bad, np.nan, np.where(self.pos|self.neg, np.inf, x))
-    # like `added`, but NaN for an empty tensor
+    def known(self, x): return np.where(self.has_finite, x, np.nan) # replaces `x` by NaN for tensors without finite elements
+    # replaces `x` by NaN for tensors with NaN or infinity
+    def spoiled(self, x):
+        "Replace `x` by NaN for tensors with NaN or infinity, or without finite elements."
+        return np.where(self.bad|self.pos|self.neg|~self.has_finite, np.nan, x)
+    # for sums over all elements, which are 0 for an empty tensor
+    def added(self, x):
+        "Make a sum infinite for tensors with infinity, and NaN for tensors with NaN."
+        return np.where(self.bad, np.nan, np.where(self.pos|self.neg, np.inf, x))
+    # for magnitudes: like `added`, but NaN for an empty tensor
     def sized(self, x): return np.where(self.count==0, np.nan, self.added(x))
-    def signed(self, x): # for a mean: infinite in the direction of the infinite elements
+    def signed(self, x): # for a mean, which is infinite in the direction of the infinite elements
         x = np.where(self.pos, np.inf, np.where(self.neg, -np.inf, x))
         return np.where(self.bad|(self.pos&self.neg)|(self.count==0), np.nan, x)
-    def ends(self, x, first, inf): return np.where(self.bad|(self.count==0), np.nan, np.where(first, inf, np.where(self.has_finite, x, -inf)))
+    def ends(self, x, first, inf):
+        "Return a minimum or maximum, which is infinite if the tensor contains the infinity `inf`."
+        return np.where(self.bad|(self.count==0), np.nan, np.where(first, inf, np.where(self.has_finite, x, -inf)))
 
 # %% ../../nbs/20_measure/00_summary.ipynb #5a445b73
-def spread(p): return np.where(p.n>1, p.m2/np.maximum(p.n-1, 1), np.nan) # unbiased variance
+def spread(p): return np.where(p.n>1, p.m2/np.maximum(p.n-1, 1), np.nan) # returns the unbiased variance
 
 # %% ../../nbs/20_measure/00_summary.ipynb #759bc021
-def squares(p): return p.m2 + p.n*p.mean**2 # sum of squares of the finite elements
+def squares(p): return p.m2 + p.n*p.mean**2 # returns the sum of squares of the finite elements
 
 def sums_of_squares(vectors) -> np.ndarray:
     "Return the sum of squares of the elements of each tensor: NaN if an element is NaN, infinite if an element is infinite."
     count,mean,m2,*bad = (vectors[..., index[p]] for p in ('count', 'mean', 'm2', 'nan', 'posinf', 'neginf'))
-    # this shortcut is three times as fast
+    # three times as fast as the general formula
     if not any(b.any() for b in bad): return np.where(count>0, m2+count*mean**2, 0.)
     p = Parts(vectors)
     with np.errstate(invalid='ignore'): known = np.where(p.has_finite, squares(p), 0.)
     return np.where(p.bad, np.nan, np.where(p.pos|p.neg, np.inf, known))
 
 # %% ../../nbs/20_measure/00_summary.ipynb #27dbb192
-def biggest(p): return np.maximum(np.abs(p.min), np.abs(p.max)) # largest magnitude of the finite elements
+def biggest(p): return np.maximum(np.abs(p.min), np.abs(p.max)) # returns the largest magnitude of the finite elements
 
 # %% ../../nbs/20_measure/00_summary.ipynb #b26df368
 derived = dict(
@@ -206,11 +212,11 @@ derived = dict(
     finite_std=lambda p: p.known(np.sqrt(spread(p))))
 
 # %% ../../nbs/20_measure/00_summary.ipynb #66d54163
-counts = ('numel',) # statistics that are whole numbers
+counts = ('numel',) # names of statistics that are whole numbers
 also_called = dict(norm='l2', norm2='l2', l2_norm='l2', norm1='l1', l1_norm='l1', linf='abs_max', norm_inf='abs_max', max_abs='abs_max', min_abs='abs_min',
     mean_abs='abs_mean', norm1_mean='abs_mean', average='mean', avg='mean', sd='std', stddev='std', sigma='std', variance='var', minimum='min', maximum='max',
     amin='min', amax='max', skewness='skew', kurt='kurtosis', rm2='rms', root_mean_square='rms', sparsity='zero_frac', zeros='zero_frac', zero='zero_frac',
-    # names of statistics in other libraries -> our name, for suggestions in error messages
+    # our name for each name of a statistic in other libraries, for suggestions in error messages
     count='numel', size='numel', nelement='numel')
 
 # %% ../../nbs/20_measure/00_summary.ipynb #d28891d1
@@ -242,7 +248,7 @@ def lost_value(name, nan, posinf, neginf) -> float:
     """Return the NaN or infinity that a statistic had before a file stored it as null.
 
     `nan`, `posinf`, `neginf`: whether the tensor had such elements."""
-    # all elements were finite: the tensor was empty, or the statistic too large for a float
+    # if all elements were finite, the tensor was empty, or the statistic too large for a float
     if not (nan or posinf or neginf): return np.nan
     v = no_elements()
     for p,any_ in (('nan', nan), ('posinf', posinf), ('neginf', neginf)): v[index[p]] = v[index['count']] = bool(any_)
@@ -286,14 +292,14 @@ class Summary:
 
     def dict(self,
         names=tuple(derived) # Statistics
-    ) -> dict: # name -> number
+    ) -> dict: # Dict of numbers by name
         """Return statistics as Python numbers.
 
         Args:
             names: Statistics
 
         Returns:
-            name -> number
+            Dict of numbers by name
         """
         return {n: (int if n in counts else float)(x) for n,x in derive(self.vector, names).items()}
 

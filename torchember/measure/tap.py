@@ -23,7 +23,7 @@ from .summary import parts_in, sums
 
 # %% ../../nbs/20_measure/50_tap.ipynb #7ac90002
 def divide_early(x, wanted, scale) -> tuple:
-    """Divide a tensor by `scale` now, if the factor cannot be divided out of its sums later. `scale`: number, tensor or None.
+    """Divide a tensor by a factor `scale` (number, tensor or None), unless the factor can be divided out of its summary later.
 
     Return the tensor to measure, and the factor to store in its row (None if there is none, or the tensor was divided)."""
     powers = scale is None or 'exponents' not in wanted or not isinstance(scale, torch.Tensor) and math.frexp(scale)[0]==.5
@@ -88,7 +88,7 @@ def find_row(known, x, version, at, tap, scale):
     return row
 
 def cache_row(x, version, at, tap, row, scale):
-    "Remember in `Arena.seen` the row with the summary of `x`. Rows of weights are left out, because they may be replaced."
+    "Store in `Arena.seen` which row has the summary of `x`. Rows of weights are left out, because they may be replaced."
     if not tap.once: tap.arena.seen[id(x)] = weakref.ref(x),version,at,tap.format.groups,row,tap,tap.turn,(tap.rows.block, scale)
 
 def write_device_row(x, tap, call, later):
@@ -96,7 +96,7 @@ def write_device_row(x, tap, call, later):
     arena,plan,cursor,at = tap.arena,tap.device,tap.cursor.cells,x.data_ptr()
     stream = plan.reading.stream()
     if stream is None or being_captured(plan.device.type) or (plan.count and not at): return False
-    # because a dispatch mode would see the conversion
+    # not possible here, because a dispatch mode would see the conversion
     if plan.made is not None and (later or count_dispatch_modes()): return False
     if plan.block is None or plan.block is not tap.rows.block or plan.stream!=stream:
         if tap.place!=(plan.device, stream_of(plan.device)): arena.add_rows(tap, plan.device)
@@ -109,7 +109,7 @@ def write_device_row(x, tap, call, later):
     block,first,_ = tap.rows
     row,known = first+i,None
     if later and not may_free_parameters():
-        if count_dispatch_modes(): return False # because a dispatch mode would see `detach`
+        if count_dispatch_modes(): return False # not possible here, because a dispatch mode would see `detach`
         arena.unread.by_row[block, row] = x.detach(),tap.format.wanted,None
     elif x.is_inference(): plan.read(x, block.rows, row, stream)
     else:
@@ -161,9 +161,9 @@ def observe_any(x, tap, call, scale, later):
     with undisturbed(kind): write_row(x, tap, call, scale, later)
 
 def write_row(x, tap, call=None, scale=None, later=False):
-    "Measure any tensor into the next row of `tap`, while no mode or transform is active. Arguments as in `observe`."
+    "Measure any tensor into the next row of `tap`, while no mode or transform is active. The arguments are those of `observe`."
     y,scale = divide_early(x, tap.format.wanted, scale)
-    # not for copies (y is not x), because waiting copies of all gradients would be as large as the model
+    # copies (y is not x) are not queued, because copies of all gradients would need as much memory as the model
     waits = later and y is x and not may_free_parameters() and list_kernels(y, tap.format.wanted)
     v = read_vector(y, tap) if y.is_cpu and not waits else None
     arena,cursor = tap.arena,tap.cursor.array
@@ -202,5 +202,5 @@ def observe(x, tap, call=None, scale=None, later=False):
                     p = tap.device
                     if p is None or not p.fits(x): p = tap.plan_device_read(x)
                     if p.reading is not None and not x.is_neg() and write_device_row(x, tap, call, later): return
-        except RuntimeError: pass # for example, the tensor has no address
+        except RuntimeError: pass # raised, for example, for a tensor without an address
     observe_any(x, tap, call, scale, later)

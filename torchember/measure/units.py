@@ -141,7 +141,7 @@ def saturated_share(x, low, high, within=.01, axis=None) -> float:
 def above_zero(p):
     "Count the values above zero of each unit in one piece from `cache_pieces`."
     if p.dtype!=torch.float32 or p.device.type!='cpu': return (p>0).sum((0, 2))
-    sign = p.clamp(min=0).sign_() # vectorized, several times faster than a comparison and a count
+    sign = p.clamp(min=0).sign_() # vectorized, so several times faster than a comparison and a count
     count = sign.sum((0, 2))
     return sign.nan_to_num_(0.).sum((0, 2)) if count.isnan().any() else count
 
@@ -152,14 +152,14 @@ def mean_gap(means, running_mean, running_var) -> float:
 
     `means`: for each batch, a vector with the mean of each unit. NaN without batches, or if all running variances are zero."""
     to = widest(running_var.device)
-    size = running_var.detach().to(to).sum().sqrt() # norm of the vector of standard deviations
+    size = running_var.detach().to(to).sum().sqrt() # norm of the vector of running standard deviations
     if not len(means) or not size>0: return math.nan
     far = [(v.detach().to(running_mean.device, to)-running_mean.to(to)).norm() for v in means]
     return (torch.stack(far).mean()/size).item()
 
 @torch.no_grad()
 def std_gap(stds, running_var) -> float:
-    "Return how far the standard deviations of batches are from the running deviation of a norm layer, relative to that. Otherwise as `mean_gap`."
+    "Return how far the standard deviations of batches are from a norm layer's running deviation, relative to it. Arguments and result as in `mean_gap`."
     return mean_gap(stds, running_var.detach().to(widest(running_var.device)).sqrt(), running_var)
 
 # %% ../../nbs/20_measure/40_units.ipynb #854d361a
@@ -200,7 +200,8 @@ class Sketch:
             yield i*rows, p.view(-1, self.size)*signs
 
     def on_cpu(self, x, to):
-        # add each row at the position of its rotation, rows with negative sign 2n further; the return statement adds up the four parts
+        "Return the projection, computed on the CPU."
+        # each row is added at its rotated position, rows with negative sign 2n further; the return statement adds the four parts
         n = self.size
         out = np.zeros(4*n, np.float64 if to==torch.float64 else np.float32)
         starts = (self.turns+self.negative*(2*n)).tolist()
@@ -211,6 +212,7 @@ class Sketch:
         return torch.from_numpy(out[:n]+out[n:2*n]-out[2*n:3*n]-out[3*n:])
 
     def on_device(self, x, to):
+        "Return the projection, computed on an accelerator."
         out,columns = torch.zeros(self.size, dtype=to, device=x.device),torch.arange(self.size, device=x.device)
         turns,rowwise = self.turns.to(x.device),(1-2*self.negative.to(x.device, to))
         for first,part in self.signed_rows(x, to, 1024):
@@ -262,7 +264,7 @@ def packed_bits(mask):
     "Pack a tensor of booleans into bits: an int64 vector, 64 booleans in each number."
     mask = mask.reshape(-1)
     if len(mask)%64: mask = torch.nn.functional.pad(mask, (0, -len(mask)%64))
-    # collects the lowest bits of eight bytes in one byte
+    # this multiplication collects the lowest bits of eight bytes in one byte
     eights = mask.contiguous().view(torch.int64)*0x0102040810204080 >> 56
     return eights.to(torch.int8).view(torch.int64)
 

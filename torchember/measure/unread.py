@@ -15,8 +15,8 @@ from .kernels import list_kernels
 
 # %% ../../nbs/20_measure/47_unread.ipynb #0ead0006
 class ListPlan:
-    "The rows of several taps whose tensors are read in one launch in every step. It prepares all their heads at once."
-    def __init__(self, taps): # taps: each has a `DeviceReadPlan`
+    "Rows of several taps whose tensors are read in one launch in every step. A plan writes the heads of all these rows at once."
+    def __init__(self, taps): # taps: list of taps, each with a `DeviceReadPlan`
         one = taps[0]
         self.taps,self.block,self.wanted = taps,one.rows.block,one.format.wanted
         self.known = [(t.device, t.rows) for t in taps]
@@ -28,7 +28,7 @@ class ListPlan:
         self.cursors = [(c, [t.cursor.place for t in taps if t.cursor.chunk is c]) for c in chunks.values()]
 
     def is_current(self):
-        "Return True if all taps still have the rows and the `DeviceReadPlan`s from when this plan was made."
+        "Return True if all taps still have the same rows and the same `DeviceReadPlan` as when this plan was made."
         return all(t.device is d and t.rows is r for t,(d,r) in zip(self.taps, self.known, strict=True))
 
     def write_heads(self, events, replaces) -> bool:
@@ -53,17 +53,17 @@ def read_in_one_launch(block, wanted, scale, xs, rows):
         numbers = block.rows.data
         list_kernels(xs[0], wanted).read_list(xs, wanted, numbers, rows)
         if isinstance(scale, torch.Tensor): scale = scale.to(numbers.device, numbers.dtype)
-        # a Python number needs no copy to the device, because it is an argument of the launch
+        # a Python number is not copied to the device, because it is an argument of the launch
         if scale is not None: numbers[to_device(rows, numbers.device), SCALE] = scale
 
 # %% ../../nbs/20_measure/47_unread.ipynb #0ead0017
 class UnreadTensors:
     "Tensors to measure later, in one launch. They do not change until then. Callers must hold the lock of the arena."
     def __init__(self):
-        self.queued = {} # tap -> (tensor, event number, True if the tensor replaces the last tensor of the tap)
-        self.lists = [] # (`ListPlan`, the tensors for its rows)
-        self.by_row = {} # (block, number of the row) -> (tensor, groups of sums, scale factor)
-        self.plans = {} # tuple of taps -> `ListPlan`
+        self.queued = {} # for each tap: (tensor, event number, True if the tensor replaces the last tensor of the tap)
+        self.lists = [] # pairs of a `ListPlan` and the tensors for its rows
+        self.by_row = {} # (tensor, groups of sums, scale factor) for each (block, number of the row)
+        self.plans = {} # a `ListPlan` for each tuple of taps
 
     def __bool__(self): return bool(self.by_row or self.lists)
 
@@ -88,6 +88,7 @@ class UnreadTensors:
                 for tap,x,event in zip(taps, xs, events, strict=True): self.assign_row(tap, x, event, replaces)
 
     def assign_row(self, tap, x, event, replaces):
+        "Assign the next row of a tap to a tensor."
         if replaces:
             self.drop(tap)
             tap.drop_rows()
@@ -100,6 +101,7 @@ class UnreadTensors:
         self.add(tap.rows.block, tap.rows.first+i, (x, tap.format.wanted, None))
 
     def plan_for(self, taps):
+        "Return the `ListPlan` of a tuple of taps. Make one if there is none."
         if (p := self.plans.get(taps)) is not None and p.is_current(): return p
         if len(self.plans)>=16: self.plans.clear()
         p = self.plans[taps] = ListPlan(taps)
@@ -121,7 +123,7 @@ class UnreadTensors:
 
     def read(self):
         "Measure all tensors that have a row, in one launch for each block and choice of sums. If a launch fails, all these rows are dropped."
-        # some tensor of a list was freed: move the list to `by_row`, to check each tensor
+        # a list with a freed tensor is moved to `by_row`, where each tensor is checked
         self.split_lists(lambda xs: not all([x.data_ptr() for x in xs]))
         by_row,self.by_row,lists,self.lists = self.by_row,{},self.lists,[]
         groups = {}

@@ -37,7 +37,7 @@ def find_modules(key, tracked) -> tuple: # tracked: `moduleTrack`s of the model
     "Return the `moduleTrack`s selected by a key of the configuration, and True if the key is a path. Raise ValueError if there are none."
     paths = {p: t for t in tracked for p in (t.path, *t.aliases)}
     if isinstance(key, str):
-        short = re.sub(r'^(module\.|_orig_mod\.)+', '', key) # removes prefixes of DataParallel and torch.compile
+        short = re.sub(r'^(module\.|_orig_mod\.)+', '', key) # path without the prefixes that DataParallel and torch.compile add
         for k in key,short:
             if k in paths: return [paths[k]], True
     by_id = {t.id: t for t in tracked}
@@ -85,7 +85,7 @@ def check_fit(what, t, key, is_path):
 def parse_config(config, tracked) -> dict: # {path: (`moduleTrack`, {name: (class or quantity, schedule)})}
     "Return the quantities requested for each module by the configuration. Raise ValueError or TypeError for mistakes in it."
     if not isinstance(config, dict): raise TypeError(f"a configuration must be a dict such as {{'fc1': ['WeightNorm']}}, got {an(config)}.")
-    # by_path: (path, quantity) pairs selected by a path, which overrides other keys
+    # by_path: pairs (path, quantity) selected by a path in the configuration, which overrides other keys
     found,by_path,schedules = {},set(),{}
     for key,asked in config.items():
         some,is_path = find_modules(key, tracked)
@@ -107,7 +107,7 @@ def row_ttype(q) -> str:
     "Return the tensor type of a quantity's rows in the log."
     return next((t for t,*_ in (*q.needs, *captured_needs(q))), 'weight')
 
-def describe_tensor(ttype, module, described): # described: `CapturedTensors.described`
+def describe_tensor(ttype, module, described): # described: (tname, call, dtype) of captured tensors, from `CapturedTensors.described`
     "Return (tname, pname, call, dtype) of a module's tensor, for its row in the log."
     if ttype in described:
         tname,call,dtype = described[ttype]
@@ -121,7 +121,7 @@ def describe_tensor(ttype, module, described): # described: `CapturedTensors.des
 # %% ../../nbs/47_monitor/50_monitor.ipynb #1ca83a55
 class QuantityValues:
     "Stores values by module, quantity and step. If they need too much memory, older values are read from the log."
-    most_numbers = 4_000_000 # limit for the numbers in memory. Each value counts as 10 additional numbers
+    most_numbers = 4_000_000 # maximum of numbers in memory; each value counts as 10 additional numbers
     def __init__(self):
         self.values,self.numbers = {},0 # values: nested dicts {path: {quantity: {step: value}}}
         self.in_log = {} # for each (path, quantity), the steps whose values are only in the log
@@ -153,16 +153,20 @@ class QuantityValues:
                 out[path][name][step] = np.asarray(r[name], dtype=float) if isinstance(r[name], list) else r[name]
         return {p: {n: dict(sorted(steps.items())) for n,steps in names.items()} for p,names in out.items()}
 
-    def clear(self): self.values,self.numbers,self.in_log = {},0,{}
+    def clear(self):
+        "Delete all values from memory."
+        self.values,self.numbers,self.in_log = {},0,{}
 
-def size_in_memory(value): return getattr(value, 'size', 1)+10
+def size_in_memory(value):
+    "Return how many numbers a value counts for the limit of numbers in memory."
+    return getattr(value, 'size', 1)+10
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #f0789139
 class QuantityRows:
     "Computes the due quantities of a module, and returns rows of the log. An error gives a warning once, and a row with the error."
     def __init__(self, values, on_error='warn'): self.values,self.notices = values,Notices(on_error) # values: `QuantityValues`
 
-    def __call__(self, w, qs, step) -> list: # As `Recorder.add_rows` accepts them
+    def __call__(self, w, qs, step) -> list: # Rows as tuples, which `Recorder.add_rows` accepts
         "Return the rows for a module, one for each tensor type. `w`: the module's `Watch`; `qs`: its due quantities."
         fill_view(w)
         stats = {} # columns of each row, by tensor type
@@ -191,7 +195,7 @@ class QuantityRows:
             missing = isinstance(e, MissingTensor)
             if missing and q.multi and not is_due_or_fails(q.should_show, step): return None
             self.report(w, q, e)
-            if missing: return None # no row, because a missing tensor is no error of the quantity
+            if missing: return None # a missing tensor makes no row, because it is not an error of the quantity
             return {name: math.nan, 'error': f'{name}: {type(e).__name__}: {e}'}
 
     def make_row(self, w, ttype, stats):
@@ -262,7 +266,7 @@ class Monitor:
         if on_error not in ('warn', 'raise'): raise ValueError(f"on_error must be 'warn' or 'raise', got {on_error!r}.")
         self.model,self.config = unwrap(model),{} if config is None else config
         tracked = tracks(self.model)
-        modules = [] # so that mistakes in the configuration raise before the run is created and the model is armed
+        modules = [] # done first, so that mistakes in the configuration raise before the run is created and the model is armed
         for t,asked in parse_config(self.config, tracked).values():
             view = View(t.module, repr(t.path) if t.path else t.name)
             quantities = [what if isinstance(what, Quantity) else what(view, when) for what,when in asked.values()]

@@ -24,9 +24,9 @@ from .views import BackwardInputExtension, BackwardOutputExtension, ForwardInput
 from .views import MissingTensor, feature_axis, view_of
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #b1d7cebf
-# hooks must capture these tensors while the module is called
+# tensor types that hooks must capture while the module is called
 captured_ttypes = ('input', 'output', 'input_grad', 'output_grad')
-parameter_ttypes = ('weight', 'bias', 'weight_grad', 'bias_grad') # attributes of the module, which need no capture
+parameter_ttypes = ('weight', 'bias', 'weight_grad', 'bias_grad') # tensor types that are attributes of the module, and need no capture
 
 class Need(NamedTuple):
     "A tensor that a quantity needs, and the function that reduces it to a smaller value, such as its mean."
@@ -37,12 +37,20 @@ class Need(NamedTuple):
 # %% ../../nbs/47_monitor/10_quantities.ipynb #2252c76f
 scalar_groups = groups_for(('mean', 'std', 'l2'))
 
-def reduce_to_summary(x, axis, module): return summarize(x, scalar_groups)
-def reduce_to_covariance(x, axis, module): return covariance(x, axis)
-def reduce_to_means(x, axis, module): return channel_means(x, axis)
-def reduce_to_stats(x, axis, module): return channel_stats(x, axis)
+def reduce_to_summary(x, axis, module):
+    "Reduce a tensor to its `Summary`."
+    return summarize(x, scalar_groups)
+def reduce_to_covariance(x, axis, module):
+    "Reduce a tensor to the covariance of its features."
+    return covariance(x, axis)
+def reduce_to_means(x, axis, module):
+    "Reduce a tensor to the mean of each channel."
+    return channel_means(x, axis)
+def reduce_to_stats(x, axis, module):
+    "Reduce a tensor to mean and standard deviation of each channel."
+    return channel_stats(x, axis)
 
-# For a reduction, another reduction whose result begins with the same value, so that the value is computed once
+# For each reduction, another reduction whose result includes its value, so that the value is computed once
 contained = {reduce_to_means: reduce_to_stats}
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #0032403f
@@ -63,7 +71,7 @@ def read_parameter(module, name):
 # %% ../../nbs/47_monitor/10_quantities.ipynb #cc99c4b2
 def unscale(g, scale):
     "Return a gradient divided by the loss scale; unchanged if the scale is None."
-    return g if scale is None else (g.float() if g.dtype.itemsize<4 else g)/scale # because float16 would underflow
+    return g if scale is None else (g.float() if g.dtype.itemsize<4 else g)/scale # converted to float32, because float16 would underflow
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #68632be6
 def read_parameter_tensor(view, ttype):
@@ -81,7 +89,7 @@ def read_parameter_tensor(view, ttype):
         if p.grad is None: raise MissingTensor(f"{where} is frozen: it does not require a gradient.")
         p,scale = p.grad,getattr(view, '_scale', None)
     p = unscale(p.detach(), scale)
-    return p.full_tensor() if hasattr(p, 'full_tensor') else p # collects the shards of all ranks
+    return p.full_tensor() if hasattr(p, 'full_tensor') else p # `full_tensor` of a DTensor collects the shards of all ranks
 
 def reduce_into(view, ttype, f, x):
     "Reduce a tensor by `f`, and store the result in the view. If `f` raises an exception, store the exception."
@@ -127,13 +135,15 @@ def numpy_value(value):
 classes = {} # all quantity classes by name
 builtin = set() # names of the quantities that torchember defines
 
-def is_builtin(c): return (c.__module__ or '').startswith('torchember.')
+def is_builtin(c):
+    "Return True if torchember defines a class."
+    return (c.__module__ or '').startswith('torchember.')
 
 def register_quantity(c):
     "Register a quantity class, so that configurations can select it by name. A user's class cannot replace a class of torchember."
     if c.__name__ in ('SingleStepQuantity', 'MultiStepQuantity'): return
     if is_builtin(c): builtin.add(c.__name__)
-    elif c.__name__ in builtin: return # a configuration can still contain the user's class itself
+    elif c.__name__ in builtin: return # not registered by name, but a configuration can contain the user's class itself
     classes[c.__name__] = c
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #2789016d
@@ -160,7 +170,7 @@ class Quantity:
     def unfit(cls, module) -> str|None:
         "Return the reason why this quantity cannot be computed for a module; None if it can."
 
-    # ---- tensors that the quantity needs
+    # ---- methods about the tensors that the quantity needs
 
     def forward_extensions(self):
         "Return the extensions that capture the needed tensors of the forward pass."
@@ -170,7 +180,9 @@ class Quantity:
         "Return the extensions that capture the needed gradients of the backward pass."
         return self._extensions('input_grad', 'output_grad')
 
-    def _extensions(self, *ttypes): return [extensions[t]() for t in dict.fromkeys(n.ttype for n in self.needs) if t in ttypes]
+    def _extensions(self, *ttypes):
+        "Return the extensions for those needed tensors that have one of these types."
+        return [extensions[t]() for t in dict.fromkeys(n.ttype for n in self.needs) if t in ttypes]
 
     def reduced(self, i=0): # i: index in `needs`
         """Return the reduced tensor for one of the `needs`.
@@ -180,9 +192,11 @@ class Quantity:
         """
         return reduce_need(self._module, self.needs[i])
 
-    # ---- values of the quantity
+    # ---- methods about the values of the quantity
 
-    def _should_compute(self, global_step): return self._track_schedule(global_step)
+    def _should_compute(self, global_step):
+        "Return True if the schedule selects this step."
+        return self._track_schedule(global_step)
 
     def should_show(self, global_step) -> bool:
         "Return True if the quantity is due at this step."
@@ -192,7 +206,9 @@ class Quantity:
         "Return the value of the quantity at this step. Subclasses must define this method."
         raise NotImplementedError(f"{type(self).__name__} needs a method _compute(global_step) that returns its value.")
 
-    def _save(self, global_step, result): self._output[global_step] = stored_value(result)
+    def _save(self, global_step, result):
+        "Store the value of a step."
+        self._output[global_step] = stored_value(result)
 
     @torch.no_grad()
     def track(self, global_step):
@@ -233,8 +249,12 @@ class MultiStepQuantity(Quantity):
         "Return what `cache` must store of this step. Subclasses must define this method."
         raise NotImplementedError(f"{type(self).__name__} needs a method _compute_ones(global_step) that returns the item of a step for `cache`.")
 
-    def _keep(self, one): self.cache.append(one)
-    def _restart(self): self.cache.clear()
+    def _keep(self, one):
+        "Add the item of a step to the cache."
+        self.cache.append(one)
+    def _restart(self):
+        "Clear the cache after the value was computed."
+        self.cache.clear()
 
     @torch.no_grad()
     def track(self, global_step):
@@ -245,7 +265,7 @@ class MultiStepQuantity(Quantity):
             is_due = self._should_compute(global_step)
             if is_due: result = self._compute(global_step)
         finally:
-            # also after an exception, because the items cannot be combined if the layer has a new size
+            # cleared even after an exception, because items cannot be combined if the layer has a new size
             if is_due: self._restart()
         if result is not None: self._save(global_step, result)
 

@@ -20,12 +20,12 @@ from ..ground.needs import needs
 
 # %% ../../nbs/42_processes/09_checks.ipynb #94ec42cc
 def steps_of_ranks(rows):
-    "Return a dict: rank -> (first step, last step) of the rank's rows. `rows`: `shards.RankRows`."
+    "Return a dict with the first and last step in the rows of each rank. `rows`: a `RankRows`."
     steps = rows.df.groupby(rows.rank)['step'].agg(['min', 'max'])
     return {int(r): (int(first), int(last)) for r,first,last in steps.itertuples()}
 
-def missing_ranks(steps, metadata, world): # steps: rank -> (first step, last step), or None if unknown
-    "Yield messages about ranks without rows, or with rows beginning late or ending early."
+def missing_ranks(steps, metadata, world): # steps: dict of (first step, last step) by rank, or None if unknown
+    "Yield a message about each rank that has no rows, or whose rows begin later or end earlier than those of other ranks."
     missing,known = [r for r in range(world) if r not in steps],{r: s for r,s in sorted(steps.items()) if s is not None}
     if missing: yield f"Of {world} ranks {join_ranks(missing)} left no rows: their shards are missing."
     worlds = defaultdict(list)
@@ -68,17 +68,19 @@ class DriftWatch:
     "Reports during training when replicas have drifted apart. Replicas must be equal."
     patience = 10 # number of consecutive steps in which two replicas must differ before this is reported
 
-    # since: (rank, tensor) -> (first step with a difference, number of such steps)
+    # since: (first step with a difference, number of such steps) by rank and tensor
     def __init__(self): self.since,self.reported = {},False
 
     def note(self, rows, at, may) -> str|None: # at, may: result of `Shards.replicas`
-        "Compare the replicas of a step. Return a message when a difference has lasted for `patience` steps, but only once."
+        "Compare the replicas of one step. Return a message, but only once, when two replicas have differed for `patience` steps."
         if self.reported: return None
         df = rows.df
         different = np.flatnonzero(differs_from(df, at) & may)
         if not len(different) and not self.since: return None
         columns = [c for c in ('path', 'ttype', 'tname', 'call', 'micro') if c in df]
-        def ranks_and_keys(i): return zip(rows.rank[i].tolist(), *(df[c].iloc[i].astype(object).tolist() for c in columns), strict=True)
+        def ranks_and_keys(i):
+            "Return the ranks and the tensor keys of the rows `i`."
+            return zip(rows.rank[i].tolist(), *(df[c].iloc[i].astype(object).tolist() for c in columns), strict=True)
         now,lasting = {},[]
         for place,step,i in zip(ranks_and_keys(different), df['step'].iloc[different].tolist(), different.tolist(), strict=True):
             first,n = self.since.get(place, (step, 0))
@@ -102,9 +104,9 @@ def find_drift(rows):
     pd = needs('pandas', for_='A table of rows')
     d = pd.DataFrame({'rank': rows.rank, 'step': df['step'].to_numpy(), 'differs': different, 'row': np.arange(len(df)),
         'tensor': group_codes(*(df[c] for c in ('path', 'ttype', 'tname', 'call') if c in df))})
-    d,lasting = d[at!=np.arange(len(at))],[] # second and later replicas, which are compared with the first
+    d,lasting = d[at!=np.arange(len(at))],[] # only second and later replicas, each compared with the first replica
     for (_,rank),g in d[d.groupby(['tensor', 'rank'])['differs'].transform('any')].groupby(['tensor', 'rank']):
-        if not g['differs'].iloc[-1]: continue # the replicas are equal again, so the difference was rounding
+        if not g['differs'].iloc[-1]: continue # not reported if the replicas are equal at the end, because then the difference was rounding
         equal = np.flatnonzero(~g['differs'].to_numpy())
         since = g.iloc[equal[-1]+1 if len(equal) else 0]
         lasting.append((int(since['step']), int(since['row']), int(rank)))
@@ -129,7 +131,7 @@ def same_batch(rows):
     differs = np.any([c.differs[shards.tensor] for c in shards.comparisons] or [np.zeros(len(inputs), bool)], axis=0)
     d = pd.DataFrame({'tensor': shards.tensor, 'rank': rows.rank, 'differs': differs, 'step': rows.df['step'].to_numpy()})[inputs]
     each = d.groupby('tensor').agg(ranks=('rank', 'nunique'), differs=('differs', 'any'), step=('step', 'first'))
-    same = ~each[each['ranks']>1].groupby('step')['differs'].any() # an input that only one rank recorded proves nothing
+    same = ~each[each['ranks']>1].groupby('step')['differs'].any() # inputs that only one rank recorded cannot be compared
     if 2*same.sum()<=len(same): return None
     when = '' if same.all() else f' in {int(same.sum())} of {len(same)} steps'
     return f"All ranks get the same batch{when}: each input has the same statistics on all of them. Does the sampler know the ranks?"

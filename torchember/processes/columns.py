@@ -18,7 +18,7 @@ from ..measure.summary import Parts, merge, squares
 
 # %% ../../nbs/42_processes/06_columns.ipynb #eb7eee97
 def merge_groups(vectors, group):
-    "Return the merged summary of each group of shards. `vectors`: one summary per row; `group`: group number of each row."
+    "Merge the summaries of the shards in each group. `vectors`: summary of each row; `group`: group number of each row."
     n = np.bincount(group)
     out,at,ends = np.empty((len(n), vectors.shape[1])),np.argsort(group, kind='stable'),np.cumsum(n)
     for k in np.unique(n):
@@ -44,14 +44,14 @@ def concatenate_shapes(shapes, samples=()):
 
 # %% ../../nbs/42_processes/06_columns.ipynb #a5bcb615
 def usual_samples(samples, rank, batch):
-    """Return the set of the usual batch sizes of the ranks: for each rank its most frequent size of the first dimension.
+    """Return the set of the most frequent batch sizes of the ranks, read from the first dimension of their tensors.
 
     samples: size of the first dimension of each row
     batch: mask of the rows that hold some samples of the batch"""
     several = batch & (samples>1)
     return {Counter(samples[several & (rank==r)].tolist()).most_common(1)[0][0] for r in np.unique(rank[several])}
 
-# shape: of the tensor on a rank that has some samples of the batch, or None if unknown
+# shape: shape of the tensor on one rank, which has some samples of the batch; None if unknown
 def shape_of_batch(shape, roles, axes, ranks):
     "Return the shape of a tensor of the whole batch: multiply the first dimension by the number of ranks with different samples."
     if shape is None or not len(shape) or 'B' not in roles.values(): return shape
@@ -62,8 +62,8 @@ def shape_of_batch(shape, roles, axes, ranks):
 class Term(NamedTuple):
     "One rank's contribution to a tensor summed over ranks."
     mean: float
-    count: float # number of elements
-    roles: dict # axis -> role
+    count: float # Number of elements
+    roles: dict # Roles such as 'P' (partial sum) by mesh axis
     rank: int
 
 def mean_of_sum(terms, axes):
@@ -105,7 +105,7 @@ def merge_ratios(ratio, vectors, group, wholes):
 
 # %% ../../nbs/42_processes/06_columns.ipynb #ad26146c
 def mean_by_group(numbers, group, spoiled):
-    """Return the mean of each group, ignoring missing numbers (NaN).
+    """Return the mean of the numbers in each group, ignoring missing numbers (NaN).
 
     spoiled: mask of rows whose tensor has NaN or infinities. If such a row lacks the number, the mean of its group is NaN"""
     known = ~np.isnan(numbers)
@@ -113,7 +113,7 @@ def mean_by_group(numbers, group, spoiled):
     return np.where(np.bincount(group, ~known & spoiled)>0, np.nan, mean)
 
 def merge_other_columns(out, df, group, done) -> list: # done: columns that are merged already
-    """Merge the columns that no other rule merges into the table `out`: equal values stay, the user's scalars are averaged.
+    """Merge all remaining columns of shards into the table `out`: equal values are kept, and the user's scalars are averaged.
     Return the names of the columns whose values were dropped because they differ"""
     pd = needs('pandas', for_='A table of rows')
     is_scalar,lost = (out['ttype']=='scalar').to_numpy(bool),[]

@@ -58,18 +58,18 @@ def differs_from(df, at):
 
 # %% ../../nbs/42_processes/04_compare.ipynb #c81cd819
 class Comparison:
-    "The groups whose rows have different statistics, and the compared pairs of rows."
-    # group: of each row; at: row to compare each row with; where: mask of rows to compare
+    "Result of comparing rows: the groups whose rows have different statistics, and the pairs of rows that were compared."
+    # group: group number of each row; at: index of the row to compare each row with; where: mask of rows to compare
     def __init__(self, df, group, at, where):
         self.group,self.at,self.where = group,at,where
         self.differs = self.find_different(df, without_statistics(df, len(group)))
 
     def find_different(self, df, no_statistics):
-        "Return the mask of the groups in which a row differs or has no statistics."
+        "Return a boolean mask of the groups in which a row differs from the others, or has no statistics."
         out = np.zeros(self.group.max()+1, bool)
         out[self.group[(differs_from(df, self.at) | no_statistics) & self.where]] = True
         return out
 
     def is_same(self, df, no_statistics):
-        "Return True if the statistics of another step give the same comparison result. `df`: table with the same rows in that step."
+        "Return True if the groups with different statistics in another step equal those of this comparison. `df`: the same rows in the other step."
         return not (self.find_different(df, no_statistics)!=self.differs).any()

@@ -24,37 +24,37 @@ from ..measure.summary import derive, derived, finite, index
 
 # %% ../../nbs/42_processes/08_merge.ipynb #415b3080
 class MergePlan:
-    "For each row of the ranks, its row in the merged table. A plan can be reused for other steps with the same rows."
-    def __init__(self, rows): # rows: `RankRows`
+    "Assigns each row of the ranks to a row of the merged table. Steps with the same rows can share a plan."
+    def __init__(self, rows): # rows: a `RankRows`, the rows of all ranks
         pd = needs('pandas', for_='A table of rows')
         shards = rows.shards
         self.axes,self.roles = rows.axes,shards.roles
         shard,partial = group_codes(shards.tensor, shards.shard),self.roles.any_of('P', 'P*')
-        # kept: indices of all rows except second and later replicas, which add nothing
+        # kept: indices of all rows to merge; second and later replicas are dropped, because they equal the first
         self.kept = kept = np.flatnonzero((first_in_group(shard)==np.arange(len(shard))) | partial)
         self.rank,self.partial,self.batch = rows.rank[kept],partial[kept],self.roles.any_of('B')[kept]
-        # axes along which tensors are sharded
+        # names of the mesh axes along which tensors are sharded
         sharded = {a for kind in self.roles.kinds for a,r in kind.items() if r[0]=='S'}
         self.unsettled = (shards.unsettled & np.any([self.roles.along(a, '?') for a in sharded] or [np.zeros(len(shard), bool)], axis=0))[kept]
-        self.whole = pd.factorize(shards.tensor[kept])[0] # for each kept row the row of the merged table
-        self.n = self.whole.max()+1 if len(kept) else 0 # rows of the merged table
-        self.first = np.full(self.n, -1) # for each row of the merged table its first kept row
+        self.whole = pd.factorize(shards.tensor[kept])[0] # number of the row in the merged table for each kept row
+        self.n = self.whole.max()+1 if len(kept) else 0 # number of rows of the merged table
+        self.first = np.full(self.n, -1) # index of the first kept row for each row of the merged table
         self.first[self.whole[::-1]] = np.arange(len(kept))[::-1]
-        # mask of the rows of the merged table that have more than one shard
+        # mask of the rows in the merged table that merge several shards
         self.several = np.bincount(self.whole, minlength=self.n)>1
 
     def roles_of(self, i):
-        "Return the roles of row `i` of the kept rows as a dict: axis -> role."
+        "Return a dict with the role (such as 'S0') of kept row `i` along each mesh axis."
         return self.roles.of(self.kept[i])
 
     def any_row(self, mask):
-        "Return the mask of the rows of the merged table for which `mask` is True in at least one of their kept rows."
+        "Return a mask of the merged table: True if `mask` is True for at least one of the rows that are merged."
         return np.bincount(self.whole, mask, self.n)>0
 
 # %% ../../nbs/42_processes/08_merge.ipynb #8b7b2c38
-# columns with a rule of their own for merging
+# columns that are merged by separate functions
 merged_columns = 'nan', 'posinf', 'neginf', 'shape', 'numel', 'exponents', 'exponent_min', 'ratio', 'module', 'ts', 'dtype', 'run'
-shard_columns = (*of_pieces, 'rank') # columns that describe a shard, not the whole
+shard_columns = (*of_pieces, 'rank') # columns that describe a shard and are removed from the row of the whole tensor
 
 def describe(row):
     "Return the type, name and module of a row's tensor, for a sentence."
@@ -62,7 +62,7 @@ def describe(row):
     return f"{row['ttype']} {pname if isinstance(pname, str) else row['tname']} of {row['path'] or 'the model'}"
 
 def contradiction(row, n, of, numel, whole):
-    """Return the message about `n` of `of` merged rows whose shards do not add up to the whole tensor.
+    """Return a message that in `n` of `of` merged rows the shards have more or fewer elements than the whole tensor.
 
     row: the first of these rows
     numel, whole: number of elements of its shards together, and of the whole tensor"""
@@ -77,7 +77,7 @@ def column_of(df, name, missing=None):
 # %% ../../nbs/42_processes/08_merge.ipynb #1e73d1b8
 class Merge:
     "Merged rows of one or several steps: the `table` of the rows, and `messages` about lost and contradictory values."
-    def __init__(self, plan, df): # df: table of the plan's `RankRows`, or of the same rows in another step
+    def __init__(self, plan, df): # df: table of the rows of all ranks, for which the plan was made, or the same rows in another step
         self.plan,self.messages = plan,[]
         self.rows = d = df.iloc[plan.kept].reset_index(drop=True)
         self.factor = self.column('gscale', 1.).fillna(1.).to_numpy(float)
@@ -88,12 +88,14 @@ class Merge:
         if 'numel' in self.table and 'numel' not in d: self.table.insert(self.table.columns.get_loc('module'), 'numel', self.table.pop('numel'))
         self.table = self.table.drop(columns=[c for c in shard_columns if c in self.table])
 
-    def column(self, name, missing=None): return column_of(self.rows, name, missing)
+    def column(self, name, missing=None):
+        "Return a column of the rows to merge, filled with `missing` if the table does not have it."
+        return column_of(self.rows, name, missing)
 
     def fill(self):
         "Merge all columns of the rows into the table."
         plan,d,out = self.plan,self.rows,self.table
-        # mask of the merged rows that differ from the row of their first shard
+        # mask of the merged rows that are not just copies of the row of their first shard
         changed = plan.several | (self.factor!=1)[plan.first]
         statistics,count = {c: d[c].to_numpy(float) for c in statistic_columns(d)},np.where(np.isnan(self.count), 1., self.count)
         vectors = scaled(vectors_of(statistics, count), self.factor)
@@ -123,8 +125,7 @@ class Merge:
             if c in out: out[c] = np.where(plan.several, wholes[:, index[c]], out[c]).astype(out[c].dtype)
 
     def drop_uncounted(self, wholes, changed):
-        """Set the sums in the summaries `wholes` to NaN for tensors with a shard whose number of elements is unknown.
-        Return the mask of these rows"""
+        """Set the sums in the summaries `wholes` to NaN for tensors with a shard of unknown size. Return a mask of these tensors."""
         has_statistics = ~self.rows[[c for c in self.rows.columns if c in derived]].isna().all(axis=1).to_numpy()
         uncounted = changed & self.plan.any_row(np.isnan(self.count) & has_statistics)
         if not uncounted.any(): return uncounted
@@ -136,7 +137,7 @@ class Merge:
         return uncounted
 
     def merge_shapes(self, numel):
-        "Write the shape of each whole tensor into the table. If the shape is unknown, write the number of elements. `numel`: of each whole tensor."
+        "Write the shape of each whole tensor into the table, or its number of elements if the shape is unknown. `numel`: numbers of elements."
         plan,out = self.plan,self.table
         known,shapes = self.column('global_shape').tolist(),self.rows['shape'].tolist()
         whole = out['shape'].astype(object).to_numpy(copy=True)
@@ -151,7 +152,7 @@ class Merge:
             if shape is not None and prod(shape)!=numel[o] and not plan.partial[rows].any(): contradicting.append(o)
         out['shape'] = whole
         needs_numel = np.array([s is None or isinstance(s, list|tuple) and prod(s)!=n for s,n in zip(whole, numel, strict=True)], bool)
-        # a logged number (te.log) is no tensor and has no number of elements
+        # rows of numbers that the user logged (te.log) have no number of elements
         needs_numel &= ~plan.any_row(np.isnan(self.count))
         if needs_numel.any() or 'numel' in out:
             out['numel'] = np.where(needs_numel | (out['numel'].notna().to_numpy() if 'numel' in out else False), numel, np.nan)
@@ -176,7 +177,9 @@ class Merge:
         groups,sums = rows_by_group(plan.whole),np.unique(plan.whole[plan.partial])
         out.loc[sums, [c for c in self.rows.columns if c in derived]] = np.nan
         means = self.column('mean', np.nan).to_numpy(float)*self.factor
-        def make_term(i): return Term(float(means[i]), float(self.count[i]), plan.roles_of(i), int(plan.rank[i]))
+        def make_term(i):
+            "Return the `Term` of row `i`: what one rank adds to a sum over ranks."
+            return Term(float(means[i]), float(self.count[i]), plan.roles_of(i), int(plan.rank[i]))
         if 'mean' in out: out.loc[sums, 'mean'] = [mean_of_sum([*map(make_term, groups[o])], plan.axes) for o in sums]
         if 'exponents' in out: out['exponents'] = out['exponents'].astype(object).where(~np.isin(np.arange(plan.n), sums), None)
         self.messages.append(f"{len(sums)} rows are of tensors that are a sum of what several ranks hold, and were measured before it was added up, such as "

@@ -28,7 +28,7 @@ def paths_in(tree) -> list:
 
 # %% ../../nbs/42_processes/02_module_names.ipynb #1d9ded1a
 def numbered_children(paths):
-    "Return a dict: path of each numbered container -> number of its children."
+    "Return a dict with the number of children of each numbered container (such as `nn.Sequential`), by path."
     children = defaultdict(set)
     for p in filter(None, paths):
         container,_,name = p.rpartition('.')
@@ -36,7 +36,7 @@ def numbered_children(paths):
     return {c: len(names) for c,names in children.items() if names=={str(i) for i in range(len(names))}}
 
 def with_containers(paths):
-    "Return the set of the given paths and the paths of all containers around them, without the root."
+    "Return a set with the given module paths and the paths of all modules that contain them, except the root."
     return {'.'.join(p.split('.')[:i+1]) for p in paths for i in range(p.count('.')+1)}
 
 # %% ../../nbs/42_processes/02_module_names.ipynb #e3c4c539
@@ -53,14 +53,16 @@ def add_offset(path, offsets):
 
 # %% ../../nbs/42_processes/02_module_names.ipynb #a6b08854
 def names_in_whole(parts, tags) -> list:
-    """Return for each part of the model a dict: path of a module -> path in the whole model.
+    """Return for each part of the model a dict of module paths in the whole model, by path in the part.
 
     parts: paths of the modules of each part
     tags: suffix of each part, such as '@pp1'. A module that several parts have under one path gets the suffix"""
     paths = [with_containers(p) for p in parts]
     counts = [numbered_children(p) for p in paths]
     repeated = [c for c in set().union(*counts) if sum(c in n and n[c]>0 for n in counts)>1]
-    def is_numbered_everywhere(c): return all(c in n or not any(p.startswith(f'{c}.') for p in ps) for n,ps in zip(counts, paths, strict=True))
+    def is_numbered_everywhere(c):
+        "Return True if a container has numbered children in every part of the model that contains it."
+        return all(c in n or not any(p.startswith(f'{c}.') for p in ps) for n,ps in zip(counts, paths, strict=True))
     offsets = dict.fromkeys(sorted(filter(is_numbered_everywhere, repeated), key=len), 0)
     names = []
     for part,n in zip(parts, counts, strict=True):
@@ -73,8 +75,8 @@ def names_in_whole(parts, tags) -> list:
 
 # %% ../../nbs/42_processes/02_module_names.ipynb #5e40af3d
 def names_of_stages(metadata, paths) -> dict: # paths: function that returns the module paths of a rank
-    "Return a dict for the modules of pipeline stages: rank -> path -> path in the whole model. The dict is empty without two stages."
-    inside = defaultdict(dict) # stage -> (rank, path) -> path inside the stage
+    "Return the paths in the whole model for modules of pipeline stages, as a dict by rank and path. It is empty without two stages."
+    inside = defaultdict(dict) # path inside its stage, by stage and (rank, path)
     for rank,about in metadata.items():
         for top,stage in about.get('stages', {}).items():
             for p in paths(rank):
@@ -93,14 +95,14 @@ def display_name(module, new):
     root,*parts = module.split('.')
     path,at,tag = new.partition('@')
     names = path.split('.') if path else []
-    # without the containers around the stages of a rank, which the whole model lacks
+    # the containers around the stages of a rank are left out, because the whole model does not have them
     parts = parts[max(len(parts)-len(names), 0):]
     if len(names)==len(parts): parts = [re.sub(r'^[^(]*', n, p, count=1) for n,p in zip(names, parts, strict=True)]
     return '.'.join([root, *parts])+at+tag
 
 # %% ../../nbs/42_processes/02_module_names.ipynb #637cef36
 def rename_modules(df, rank, names, where=None): # rank: rank of each row; where: mask of the rows to rename
-    "Return a copy of the table `df` with new paths and display names of modules. `names`: rank -> path -> new path."
+    "Return a copy of the table `df` with new paths and display names of modules. `names`: new paths by rank and path."
     pd = needs('pandas', for_='A table of rows')
     path,module = (df[c].astype(object).to_numpy(copy=True) for c in ('path', 'module'))
     at = np.arange(len(df)) if where is None else np.flatnonzero(where)

@@ -17,23 +17,27 @@ from ..measure.summary import index, sums_of_squares
 # %% ../../nbs/42_processes/07_norms.ipynb #a15496b5
 class NormsOfWhole:
     "Norms of all gradients of the whole model, one pair for each step: after and before clipping."
-    # wholes: merged summaries; global_shapes: of the rows that `plan` keeps
+    # wholes: merged summaries; global_shapes: shapes of the whole tensors for the rows that `plan` keeps
     def __init__(self, table, wholes, plan, global_shapes):
         self.world,ttype = plan.axes.world,table['ttype'].astype(object).to_numpy()
         rows = np.flatnonzero(np.isin(ttype, ['weight_grad', 'unclipped_grad']))
         steps,step = np.unique(table['step'].to_numpy()[rows], return_inverse=True)
-        self.place = {s: i for i,s in enumerate(steps.tolist())} # step -> its index in the arrays below
+        self.place = {s: i for i,s in enumerate(steps.tolist())} # index of each step in the arrays
         tensor = group_codes(*(table[c].iloc[rows] for c in ('step', 'path', 'tname', 'pname') if c in table))
         squared = sums_of_squares(wholes)
-        # sums of squares; -1: the gradient has no row of this type
+        # sums of squares; -1 means that the gradient has no row of this type
         sums,step_of = np.full((2, tensor.max(initial=-1)+1), -1.),np.zeros(tensor.max(initial=-1)+1, int)
         sums[(ttype[rows]=='unclipped_grad').astype(int), tensor],step_of[tensor] = squared[rows],step
         exists = sums!=-1
-        def sum_by_step(x): return np.bincount(step_of, x, len(steps))
+        def sum_by_step(x):
+            "Return the sum of `x` over the rows of each step."
+            return np.bincount(step_of, x, len(steps))
         self.norm = np.sqrt(sum_by_step(np.where(exists[0], sums[0], 0.)))
         before = np.where(exists[1], sums[1], np.where(exists[0], sums[0], 0.))
         self.before_clipping = np.where(sum_by_step(exists[1])>0, np.sqrt(sum_by_step(before)), -1.)
-        def any_in_step(mask): return np.bincount(step, mask[rows], len(steps))>0
+        def any_in_step(mask):
+            "Return for each step whether `mask` is True in at least one of its rows."
+            return np.bincount(step, mask[rows], len(steps))>0
         # the norm is unknown if the recorded statistics of a gradient do not give its sum of squares
         incomplete = np.isnan(squared) & (wholes[:, index['nan']]==0)
         incomplete |= plan.any_row(plan.partial) | lacks_shards(plan.whole, global_shapes, wholes)
@@ -41,13 +45,13 @@ class NormsOfWhole:
         self.needs_all_ranks = any_in_step(plan.any_row(~plan.roles.all_of('R')[plan.kept]))
 
     def of_step(self, step:int, ranks:set) -> dict:
-        "Return a dict: name of a norm -> its value in a step. The dict is empty if the norm is unknown. `ranks`: ranks with rows in the step."
+        "Return a dict with the gradient norms of a step by name; empty if the norm is unknown. `ranks`: ranks with rows in the step."
         i = self.place.get(step)
         if i is None or self.is_unknown[i] or self.needs_all_ranks[i] and len(ranks)<self.world: return {}
         return {n: float(v[i]) for n,v in zip(norm_names, (self.norm, self.before_clipping), strict=True) if v[i]!=-1}
 
 def lacks_shards(whole, global_shapes, wholes):
-    "Return the mask of the merged rows whose shards do not have as many elements as the whole tensor."
+    "Return a mask of the merged rows whose shards together do not have as many elements as the whole tensor."
     out = np.zeros(len(wholes), bool)
     for o,shape in zip(whole.tolist(), global_shapes.tolist(), strict=True):
         if isinstance(shape, list|tuple): out[o] = prod(shape)!=wholes[o, index['count']]
@@ -58,7 +62,7 @@ def rows_of_norms(table):
     "Return the indices of the rows with the norm of all gradients."
     return np.flatnonzero((table['ttype']=='scalar') & (table['tname']==computed[0]))
 
-def fill_norms(table, rows, whole, norms): # whole: for each of `rows` the index of its merged row in `table`
+def fill_norms(table, rows, whole, norms): # whole: index in `table` of the merged row for each of `rows`
     "Return the merged table with the gradient norms of the whole model. Drop the rows of steps whose norm is unknown."
     unknown = []
     for o in rows_of_norms(table).tolist():

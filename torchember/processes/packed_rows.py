@@ -21,11 +21,11 @@ from ..store.lines import bad
 from ..store.reading import path_of
 
 # %% ../../nbs/42_processes/20_packed_rows.ipynb #eab557cd
-# columns whose values are the same in each step, even if they are numbers, so they are sent only once
+# columns with the same numbers in each step, which are therefore sent only once
 fixed_columns = {*identity, *of_pieces, 'shape', 'exponent_min'}-{'step'}
 
 def number_kind(column, v):
-    "Return 'f' (float) or 'i' (int) for a number changing in each step, 'F' or 'I' for a list of such numbers, None for a fixed value."
+    "Return how a value is packed: 'f' (float) or 'i' (int) for a number that changes each step, 'F' or 'I' for a list, None for a fixed value."
     if column in fixed_columns: return None
     if type(v) is float: return 'f'
     if type(v) is int: return 'i' if abs(v)<=2**53 else None
@@ -46,14 +46,14 @@ def split_row(row):
 
 # %% ../../nbs/42_processes/20_packed_rows.ipynb #749e154b
 class Packet:
-    "The rows of one rank in one step, ready to be sent: their numbers, and their layout, the same in most steps."
+    "Rows of one rank in one step, ready to be sent: their numbers, and their layout (columns and fixed values), which seldom changes."
     def __init__(self, step, layout, text, numbers, ts, head):
-        self.step,self.numbers,self.ts,self.head = step,numbers,ts,head # head: metadata to send with the rows
-        self.layout,self.text = layout,text # hash of the layout; the layout as JSON
+        self.step,self.numbers,self.ts,self.head = step,numbers,ts,head # head: metadata of the rank to send with the rows
+        self.layout,self.text = layout,text # layout: hash of the layout; text: the layout as JSON
 
     @classmethod
     def of(cls, rows, **head):
-        "Return the packet of some rows. `head`: metadata to send with the rows."
+        "Return the packet of some rows. `head`: metadata of the rank to send with the rows."
         parts = [split_row(r) for r in rows]
         text = json.dumps([[columns, fixed] for columns,fixed,_ in parts])
         numbers = np.array([x for _,_,numbers in parts for x in numbers], np.float64)
@@ -62,8 +62,8 @@ class Packet:
         return cls(step, hashlib.sha1(text.encode()).hexdigest()[:20], text, numbers, ts[0] if len({*ts})==1 else ts, head)
 
 class Packer:
-    "Turns packets into bytes. The text of a layout is sent only once, because the `Unpacker` remembers it."
-    # number of layouts to remember. When it is reached, all are forgotten, because probably each step has a different one
+    "Converts packets to bytes. The text of a layout is sent only once, because the `Unpacker` stores it."
+    # number of layouts to store; when there are more, all are deleted, because then probably each step has a new layout
     most = 64
     def __init__(self): self.sent = set()
 
@@ -79,11 +79,11 @@ class Packer:
         return json.dumps(head).encode()+b'\n'+p.numbers.astype('<f8').tobytes()
 
 class Unpacker:
-    "Turns the bytes of one rank into packets, in the order of packing."
-    def __init__(self): self.layouts = {} # hash -> layout as JSON
+    "Converts the bytes from one rank to packets, in the order in which they were packed."
+    def __init__(self): self.layouts = {} # layouts as JSON, by hash
 
     def unpack(self, data):
-        "Return the packet packed into some bytes."
+        "Convert bytes made by `Packer.pack` to a packet."
         head,_,numbers = data.partition(b'\n')
         head = json.loads(head)
         step,layout,ts,text = (head.pop(k, None) for k in ('step', 'layout', 'ts', 'text'))
@@ -93,17 +93,17 @@ class Unpacker:
 
 # %% ../../nbs/42_processes/20_packed_rows.ipynb #438ed88d
 def columns_key(ttype, tname, call):
-    "Return a key of a row for a dict. Rows with the same key have the same columns."
+    "Return a dict key for the columns of a row: rows with the same key have the same columns."
     return ttype, tname if ttype=='scalar' else None, call
 
 class StepLayout:
-    "Table of the fixed values of all ranks' rows, and for each changing number of the packets its row and column in this table."
-    def __init__(self, packets): # packets: rank -> `Packet`
-        # cells: column -> (rows, indices of their numbers in the packets). lists: column -> list of (row, index, length)
+    "Table of the fixed values in the rows of all ranks, and the row and column in this table of each number in the packets."
+    def __init__(self, packets): # packets: dict of a `Packet` for each rank
+        # cells: by column, (rows, indices of their numbers in the packets). lists: by column, a list of (row, index, length)
         self.cells,self.lists = {},{}
-        # is_int: column -> True if all its numbers are ints. measured: `columns_key` -> dict with the columns of changing numbers as keys
+        # is_int: by column, True if all its numbers are ints. measured: by `columns_key`, a dict with the columns of changing numbers as keys
         self.is_int,self.measured = {},{}
-        self.n_of,records,place = {},[],0 # n_of: rank -> number of rows
+        self.n_of,records,place = {},[],0 # n_of: number of rows by rank
         for rank in sorted(packets):
             rows = json.loads(packets[rank].text)
             self.n_of[rank] = len(rows)
@@ -118,7 +118,7 @@ class StepLayout:
         self.fixed = fixed_table(records)
 
     def add_cell(self, column, kind, n, row, place, fixed):
-        "Note that the `n` numbers from index `place` of the packets belong to one row and column."
+        "Assign the `n` numbers of the packets from index `place` on to one row and column."
         if kind in 'FI': self.lists.setdefault(column, []).append((row, place, n))
         else:
             rows,places = self.cells.setdefault(column, ([], []))
@@ -127,7 +127,7 @@ class StepLayout:
         self.is_int[column] = self.is_int.get(column, True) and kind in 'iI'
 
     def columns(self, packets):
-        "Return the columns of changing numbers, filled with the numbers of a step. `packets`: rank -> `Packet`."
+        "Return the columns of changing numbers, filled with the numbers of a step. `packets`: dict of a `Packet` for each rank."
         numbers = np.concatenate([packets[r].numbers for r in sorted(packets)])
         new = {}
         for c,(rows,places) in self.cells.items():
@@ -136,7 +136,7 @@ class StepLayout:
             if c in bad: new[c] = np.nan_to_num(new[c]).astype(np.int64)
             elif self.is_int[c] and c in self.full: new[c] = new[c].astype(np.int64)
         for c,lists in self.lists.items():
-            # a list instead of a number is no statistic, so it is dropped, as when a file is read
+            # a list in a column of numbers is dropped, as `read` drops it from files
             if c in derived and c!='exponents' or c in new: continue
             new[c] = np.full(self.n, None, object)
             for i,at,n in lists: new[c][i] = numbers[at:at+n].astype(np.int64 if self.is_int[c] else float).tolist()
@@ -183,18 +183,18 @@ def as_rows(df, layout) -> list:
 # %% ../../nbs/42_processes/20_packed_rows.ipynb #f3db4ab3
 class StepMerger:
     "Merges the packets of all ranks, step by step."
-    most = 16 # combinations of layouts to remember
+    most = 16 # maximum number of combinations of layouts to store
     def __init__(self):
-        self.metadata,self.paths = {},{} # rank -> metadata, paths of its modules
-        self.layouts = {} # hashes of the layouts of all ranks -> `StepLayout`
-        # the same hashes -> `RankRows`, `MergePlan` and replicas of the last step with these layouts, for reuse
+        self.metadata,self.paths = {},{} # metadata, and paths of modules, by rank
+        self.layouts = {} # a `StepLayout` for each combination of layouts of the ranks, by their hashes
+        # `RankRows`, `MergePlan` and replicas of the last step with each combination of layouts, for reuse
         self.last = {}
-        # result of `RankRows.own` in the last step that has weights: new paths of modules whose weights differ between ranks
+        # `RankRows.own` of the last step with weights: new paths of modules whose weights differ between ranks
         self.own = {}
         self.drift,self.messages = DriftWatch(),[]
 
     def note_head(self, rank, packet):
-        "Note the metadata and module paths in the head of a rank's packet. If they changed, forget all plans, because shards may differ."
+        "Store the metadata and module paths sent with a rank's packet. If they changed, delete all merge plans, because shards may differ."
         for known,name in ((self.metadata, 'about'), (self.paths, 'paths')):
             if name in packet.head and known.get(rank)!=packet.head[name]: known[rank],self.last = packet.head[name],{}
 
@@ -213,11 +213,11 @@ class StepMerger:
         df,metadata = layout.fixed.assign(**columns),{r: about for r,about in self.metadata.items() if about}
         rows = RankRows(df, metadata, self.paths)
         if rows.own: self.own = rows.own
-        # a step without weights cannot show which weights differ, so the names of the last step with weights are used
+        # a step without rows of weights uses the module names of the last step with weights, because names depend on which weights differ
         elif self.own and not (df['ttype']=='weight').any(): rows = RankRows(df, metadata, self.paths, self.own)
         return rows
 
-    def rows(self, packets) -> list: # packets: rank -> `Packet`
+    def rows(self, packets) -> list: # packets: dict of a `Packet` for each rank
         "Return the merged rows of a step as dicts."
         key = tuple((r, packets[r].layout) for r in sorted(packets))
         layout = self.layout_of(key, packets)

@@ -12,19 +12,19 @@ from .shards import RankRows
 
 # %% ../../nbs/42_processes/10_ranks.ipynb #a7c10006
 def merge_ranks(df, metadata, paths=None, own=None):
-    "Return the rows of the whole model, without messages. Arguments as in `merge_and_check`."
+    "Merge the rows of all ranks into rows of the whole model, without messages. The arguments are those of `merge_and_check`."
     rows = RankRows(df, metadata, paths or {}, own)
     return Merge(MergePlan(rows), rows.df).table
 
 def own_names(df, metadata, paths=None):
-    "Return new paths for modules whose weights differ between ranks, as a dict: rank -> path -> path in the whole model."
+    "Return new paths in the whole model for modules whose weights differ between ranks, as a dict by rank and path."
     return RankRows(df, metadata, paths or {}).own
 
 def merge_and_check(
     df, # Table with the rows of all ranks and a column `rank`
-    metadata:dict, # Rank -> metadata
-    paths:dict|None=None, # Rank -> paths of all modules of the rank
-    own:dict|None=None # Result of `own_names` for other rows of the same run. None: find these names here
+    metadata:dict, # Metadata by rank
+    paths:dict|None=None, # Paths of all modules by rank
+    own:dict|None=None # Result of `own_names` for other rows of the same run; None computes the names from `df`
 ) -> tuple: # Table of the merged rows; messages about what is missing, unknown or contradictory
     "Return the rows of the whole model and batch, as one process would have written them, and messages for the user."
     rows = RankRows(df, metadata, paths or {}, own)

@@ -24,27 +24,29 @@ from ..store.listeners import Listener, Listeners
 # %% ../../nbs/42_processes/30_whole_steps.ipynb #2ef9d723
 class Outbox:
     "Sends the messages of one rank through a key-value store."
-    most = 16 # number of messages that may wait in the store
-    def __init__(self, store, rank): self.store,self.rank,self.n = store,rank,0 # n: messages sent
+    most = 16 # maximum number of messages in the store that the first rank has not read yet
+    def __init__(self, store, rank): self.store,self.rank,self.n = store,rank,0 # n: number of messages sent
 
     @property
     def is_full(self):
-        "True if `most` messages wait in the store."
+        "True if the store contains `most` unread messages of this rank."
         return self.n>=self.most and self.store.check([self.key(self.n-self.most)])
 
     def put(self, data:bytes):
-        "Send a message."
+        "Write a message for the first rank to the store."
         self.store.set(self.key(self.n), data)
         self.n += 1
 
-    def key(self, n): return f'{self.rank}/{n}'
+    def key(self, n):
+        "Return the key of message `n` of this rank in the store."
+        return f'{self.rank}/{n}'
 
 class Inbox(Outbox):
     "Reads the messages of one rank, and removes them from the store."
     def get(self) -> bytes|None:
-        "Return the next message, None if there is none yet."
+        "Return the next message of the rank, or None if it has not been sent yet."
         key = self.key(self.n)
-        if not self.store.check([key]): return None # `get` would wait
+        if not self.store.check([key]): return None # checked first, because `get` waits until a key exists
         data = self.store.get(key)
         self.store.delete_key(key)
         self.n += 1
@@ -54,26 +56,26 @@ class Inbox(Outbox):
 class CompleteStep(NamedTuple):
     "Packets of one step from all ranks, or from all ranks that sent theirs in time."
     step: object
-    packets: dict # rank -> its packet
-    without: list # ranks that sent no packet of the step
-    late: list # ranks for which the first rank has stopped waiting at this step
+    packets: dict # Packet of each rank
+    without: list # Ranks that sent no packet of the step
+    late: list # Slow ranks, for which the first rank no longer waits from this step on
 
 class Assembly:
     "Collects the packets of all ranks, and returns complete steps."
     patience = 2. # seconds to wait for a rank
 
     def __init__(self, world):
-        # rank -> pairs (step, packet) that are not returned yet, in order
+        # for each rank the pairs (step, packet) of incomplete steps, in order
         self.waiting = {r: deque() for r in range(world)}
-        # ranks whose run has ended; ranks that were too slow, for which steps do not wait
+        # ended: ranks whose run has ended; late: ranks that were too slow, so that steps are complete without them
         self.ended,self.late = set(),set()
-        # since: time at which the oldest step became incomplete; reported: last returned step
+        # since: time when the first packet of the oldest incomplete step came; reported: last returned step
         self.since,self.reported = None,None
-        self.lost = Counter() # rank -> number of packets that came after their step was returned, and were dropped
+        self.lost = Counter() # number of packets by rank that were dropped because they came after their step was returned
 
     def add(self, rank, step, packet):
         "Add a packet of a rank."
-        if self.reported is None or step>=self.reported: self.late.discard(rank) # the rank has caught up
+        if self.reported is None or step>=self.reported: self.late.discard(rank) # a rank that is up to date again is no longer late
         if self.reported is None or step>self.reported: self.waiting[rank].append((step, packet))
         else: self.lost[rank] += 1
 
@@ -102,11 +104,11 @@ class Assembly:
 # %% ../../nbs/42_processes/30_whole_steps.ipynb #b9f19142
 class PacketMaker:
     "Makes the packets of one rank."
-    # sent: metadata; step, nth: last step, and number of its last packet
+    # sent: metadata sent last; step: last step; nth: number of the last packet in this step
     def __init__(self): self.sent,self.step,self.nth = {},None,0
 
     def make(self, rows, metadata, **head):
-        "Return the packet of some rows. Fields of the rank's `metadata` that changed since the last packet are added to its head."
+        "Return the packet of some rows. It also contains the fields of the rank's `metadata` that changed since the last packet."
         p = Packet.of(rows, **{k: v for k,v in metadata.items() if self.sent.get(k)!=v}, **head)
         self.nth = self.nth+1 if p.step==self.step else 0
         self.step,p.head['nth'] = p.step,self.nth
@@ -114,7 +116,7 @@ class PacketMaker:
 
 class Sender:
     "Sends the packets of a rank to the first rank."
-    # left_out: number of dropped packets
+    # left_out: number of packets that were dropped
     def __init__(self, store, rank): self.packer,self.outbox,self.left_out = Packer(),Outbox(store, rank),0
 
     def add(self, packet):
@@ -129,11 +131,11 @@ class Receiver:
     most = 8 # number of steps of the first rank that may wait for other ranks
     pause = .002 # seconds between two reads of the store
 
-    def __init__(self, store, world, note, report, queued): # arguments as in `Sharing`
+    def __init__(self, store, world, note, report, queued): # the arguments are those of `Sharing`
         self.note,self.report,self.queued = note,report,queued
         self.merger,self.assembly = StepMerger(),Assembly(world)
         self.inboxes = {r: (Inbox(store, r), Unpacker()) for r in range(1, world)}
-        self.named = set() # late ranks of which a message was shown
+        self.named = set() # late ranks that were named in a message already
         # number of steps that were not reported, and of steps that were reported without some rank
         self.left_out,self.partial = 0,0
 
@@ -195,10 +197,10 @@ class Sharing:
         self.channel = Receiver(store, world, note, report, queued) if rank==0 else Sender(store, rank)
 
     def take(self, lines, **head):
-        "Share the rows of some lines of the log with the first rank."
+        "Send the rows in some lines of the log to the first rank."
         rows = parse(lines)[0]
         good = [r for r in rows if is_step(r.get('step')) and all(isinstance(r.get(c), str) for c in ('module', 'ttype', 'tname'))]
-        # rows that belong to no tensor, such as findings, need no merging
+        # rows that belong to no tensor, such as findings, are not merged with rows of other ranks
         if self.rank==0 and len(good)<len(rows): self.report([r for r in rows if not any(r is g for g in good)])
         if not good and not head: return
         metadata = self.about()
@@ -225,7 +227,7 @@ class Sharing:
 
 # %% ../../nbs/42_processes/30_whole_steps.ipynb #6d48c89f
 def run_job(sharing, job):
-    """Do one job of the thread.
+    """Do one job from the queue, in the thread that shares rows with the first rank.
 
     job: lines of a step to share (b'' for none); an event, before which all earlier lines are reported; or a pair of the last lines and an event"""
     if sharing.stopped: return
@@ -258,16 +260,16 @@ class WholeSteps:
         self.queue,self.pending,self.thread = Queue(Receiver.most),[],None # pending: lines of the current step
         # left_out: number of steps that were dropped because the queue was full. given_up: True if the thread hangs
         self.left_out,self.given_up = 0,False
-        # listeners of merged rows
+        # listeners that receive the merged rows
         self.listeners = Listeners(lambda what, e=None: note(what if e is None else f'{what}: {e}'))
         self.sharing = Sharing(store, rank, world, about, note, partial(notify, self.listeners), self.queue.qsize, kept)
 
     ours = property(lambda self: self.pid==os.getpid(), doc="True if this process is not a fork.")
 
-    # ---- called by the log
+    # ---- methods that the log calls
 
     def put(self, rows, lines, by=()):
-        "Keep the lines of some rows until the step ends."
+        "Store the lines of some rows until their step ends."
         if not self.ours: return
         if not self.sharing.stopped: self.pending.append(lines)
         elif self.rank==0: notify(self.listeners, parse(lines)[0], lines)
@@ -286,11 +288,11 @@ class WholeSteps:
         "Start the thread and return it, or return None if it cannot be started."
         self.thread = threading.Thread(target=self.run, name='torchember-whole', daemon=True)
         try: self.thread.start()
-        except RuntimeError: self.thread = None # the interpreter exits, or the machine has no more threads
+        except RuntimeError: self.thread = None # no thread can start, because the interpreter exits or the machine has no more threads
         return self.thread
 
     def mark(self):
-        "Return an event that is set when all lines queued so far are reported. Return None if no thread works on them."
+        "Return an event that is set when all lines queued until now are reported; None if no thread is running."
         if not self.ours or self.thread is None or self.given_up or threading.current_thread() is self.thread: return None
         done = threading.Event()
         try: self.queue.put(done, timeout=Assembly.patience)
@@ -298,7 +300,7 @@ class WholeSteps:
         return done
 
     def wait(self, done, until):
-        "Wait for an event of `mark`, at most until the time `until` (`time.monotonic`). Return True if the event was set."
+        "Wait for an event returned by `mark`, until the time `until` (`time.monotonic`) at most. Return True if the event was set."
         if done is None: return False
         if not done.wait(max(min(until-time.monotonic(), 2*Assembly.patience), 0)): self.give_up(); return False
         self.listeners.wait()
@@ -317,7 +319,7 @@ class WholeSteps:
         thread.join(1)
 
     def remark(self):
-        "Return a sentence about unreported steps, or None if all were reported."
+        "Return a sentence about steps that were not reported to listeners, or None if all steps were reported."
         channel,stopped = self.sharing.channel,self.sharing.stopped
         if self.rank: return None
         if stopped: return f"The rows of the whole were not reported to the end: {stopped}."
@@ -325,7 +327,7 @@ class WholeSteps:
             (channel.partial, 'were reported without the rows of some rank')) if n]
         return f"Rows of the whole: {' and '.join(counts)}." if counts else None
 
-    # ---- in the thread
+    # ---- methods of the thread that shares rows
 
     def run(self):
         "Do the jobs of the queue, one after the other, until the run ends."
@@ -339,7 +341,7 @@ class WholeSteps:
             if isinstance(job, threading.Event): job.set()
             if self.thread is not thread and self.thread is not None: return
 
-    # ---- called by the user's run
+    # ---- methods that the user's thread calls
 
     def listen(self, f, name=None, **kwargs):
         "Call `f` with the merged rows of each step. Return the `Listener`."

@@ -1,1 +1,1 @@
-"Events of an armed model are collected step by step and become rows."
+"Collect the events of an armed model step by step, and convert them to rows of the log."

@@ -24,25 +24,24 @@ except ImportError: fcntl = None # Windows
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #9bb60699
 magic,version = int.from_bytes(b'EMBERBOX', 'little'),1
-# The file begins with 64-bit integers. These are their indices: file type and version; process id; open step; phase;
-# times in ns of the last begin of a pass and of the last event; number of the module that raised;
-# numbers of blocks and slots; bytes used of the two texts (rows of the open step, late rows); number of threads
+# The file begins with 64-bit integers, at these indices: file type, version, process id, number of the open step, phase of the training,
+# time in ns when the last pass began (BEGAN), time of the last event (ALIVE), number of the module that raised an exception (FAILED).
+# BLOCKS, SLOTS, THREADS are counts; NOTED and LATE are the bytes used in the texts with rows of the open step and with late rows
 MAGIC,VERSION,PID,STEP,PHASE,BEGAN,ALIVE,FAILED = range(8)
 BLOCKS,SLOTS,NOTED,LATE,THREADS = range(8, 13)
-# capacity of the tables, and bytes of each text
+# maximum numbers of blocks, slots, threads and modules per thread, and bytes of each text
 most_blocks,most_slots,most_threads,most_depth,most_text = 256,256,16,126,1<<18
-# index where the table of blocks begins: offset of the rows, offset of the headers of rows, number of rows, length of a
-# row
+# index where the table of blocks begins; fields: offset of rows, offset of row headers, number of rows, length of a row
 BLOCK = 64
-SLOT = BLOCK+4*most_blocks # index where the table of slots begins: offset and number of bytes
-# index where the table of threads begins: id of the thread, depth of its stack, number of each module
+SLOT = BLOCK+4*most_blocks # index where the table of slots begins; fields: offset and number of bytes
+# index where the table of threads begins; fields: id of the thread, depth of its stack, number of each running module
 THREAD = SLOT+2*most_slots
 thread_width = 2+most_depth
-# byte where the text with rows of the open step begins; the text with late rows follows
+# offset in bytes of the text with rows of the open step; the text with late rows follows
 NOTES = 8*(THREAD+most_threads*thread_width)
-head_of_slot = 64 # bytes of the integers at the start of a slot
-# These integers are: number of the copy, written last, so it is 0 in an incomplete slot; number of pairs of arrays;
-# bytes of text and of metadata; the step; 1 if the step is over; number of the line that describes shards
+head_of_slot = 64 # size in bytes of the integers at the start of a slot
+# Integers at the start of a slot. SEQ: number of the copy, written last, so that it is 0 in an incomplete slot. SLOT_PARTS: number of arrays.
+# SLOT_TEXT, SLOT_META: bytes of text and of metadata. SLOT_OVER: 1 if the step is over. SLOT_TOLD: number of the line that describes shards
 SEQ,SLOT_PARTS,SLOT_TEXT,SLOT_META,SLOT_STEP,SLOT_OVER,SLOT_TOLD = range(7)
 phases = ('before its first step', 'in the forward pass', 'after the forward pass (loss or backward)', 'in the optimizer',
     'between two steps')
@@ -82,7 +81,7 @@ def boot_id():
     except OSError: return ''
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #651a1522
-# names of the boxes of this process. This process must not open them to read: closing the file would release its lock
+# names of this process's black boxes, which it must not open to read, because closing the file would release the lock
 own_boxes = set()
 
 class BoxUnavailable(OSError):
@@ -98,8 +97,8 @@ class BoxFile:
         if (kind := filesystem_of(folder)) in network_filesystems:
             raise BoxUnavailable(f"its folder is on another machine ({kind})")
         os.makedirs(folder, exist_ok=True)
-        self.path,self.end,self.fd,self.side = os.path.join(folder, name),0,-1,-1 # end: first byte that is not allocated
-        self.mapped,self.left = None,0 # memory that was mapped last, and how many of its bytes are free
+        self.path,self.end,self.fd,self.side = os.path.join(folder, name),0,-1,-1 # end: offset of the first byte that is not allocated
+        self.mapped,self.left = None,0 # mapped: memory that was mapped last; left: number of its free bytes
         self.name = name
         own_boxes.add(name)
         try:
@@ -120,7 +119,7 @@ class BoxFile:
         Raise OSError if the disk is full.
         """
         size = -(-size//self.page)*self.page
-        if size>self.left: # the file doubles: each mapping needs a file descriptor, so there must be few
+        if size>self.left: # the file grows by a factor of 2, because each mapping needs a file descriptor
             self.end,more = self.end+self.left,max(size, self.end+self.left, self.least)
             self.left = 0
             allocate(self.fd, self.end, more)
@@ -141,18 +140,18 @@ class BoxFile:
             if fd>=0: os.close(fd)
         self.fd = self.side = -1
         own_boxes.discard(self.name)
-        with suppress(OSError): os.rmdir(os.path.dirname(self.path)) # fails while other boxes are in the folder
+        with suppress(OSError): os.rmdir(os.path.dirname(self.path)) # removing the folder fails while it contains other boxes
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #0b435d67
 class BoxHeader:
     "Start of the mapped file of a black box: integers, then two texts."
     def __init__(self, file):
-        self.file = file # `BoxFile`. None as soon as this process does not own the box any more
+        self.file = file # the `BoxFile`; None as soon as this process does not own the box
         self.memory = file.allocate(NOTES+2*most_text)[1]
         self.words = self.memory.cast('q')
 
     def explain(self, **fields):
-        "Append a describing line. If the disk is full, invalidate the box: without the line it cannot be read."
+        "Append a line that describes content of the box. If the disk is full, invalidate the box, because readers need every line."
         if self.file is None: return
         try: self.file.append_line(line_of(fields))
         except OSError: self.words[MAGIC] = 0
@@ -165,15 +164,15 @@ class BoxHeader:
         n = self.words[used]
         if n+len(line)>most_text: return
         self.memory[at+n:at+n+len(line)] = line
-        self.words[used] = n+len(line) # written last, so half a line is never read
+        self.words[used] = n+len(line) # written last, so that readers never see half a line
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #32cffa37
 class Position:
     "Writes the position of the training into a black box: step, phase, and the running modules of each thread."
     def __init__(self, header):
         self.header,self.words,self.lock = header,header.words,threading.RLock()
-        self.modules = {} # display name of a module -> number, from 1
-        self.token = object() # key of this box in `ThreadContext.box`, so threads do not keep the box alive
+        self.modules = {} # number of each module, from 1, by display name
+        self.token = object() # identifies this box in `ThreadContext.box` without a reference that keeps the box alive
 
     def begin_step(self, step):
         "Write the begin of a pass of this step."
@@ -181,6 +180,7 @@ class Position:
         w[STEP],w[FAILED],w[BEGAN],w[PHASE] = step,0,time.time_ns(),FORWARD
 
     def set_phase(self, phase):
+        "Write the phase of the training, such as forward or backward, into the black box."
         self.words[ALIVE] = time.time_ns()
         self.words[PHASE] = phase
 
@@ -200,7 +200,9 @@ class Position:
         with self.lock:
             alive = {t.ident for t in threading.enumerate()}-{threading.get_ident()}
             places = range(THREAD, THREAD+most_threads*thread_width, thread_width)
-            def is_free(i, at): return i>=self.words[THREADS] or self.words[at] not in alive # never used, or its thread has ended
+            def is_free(i, at):
+                "Return True if an entry of the table of threads is unused."
+                return i>=self.words[THREADS] or self.words[at] not in alive # an entry is free if it was never used, or if its thread has ended
             at = next((at for i,at in enumerate(places) if is_free(i, at)), 0)
             if at:
                 self.words[at+1],self.words[at] = 0,threading.get_ident()
@@ -238,13 +240,15 @@ class StepSlots:
     "Writes copies of steps into a black box, until their rows are in the log file."
     def __init__(self, header, n_held:int=1): # n_held: number of unrecorded steps to keep, which the log does not get
         self.header,self.words,self.n_held = header,header.words,n_held
-        self.memories = {} # index of a slot -> its memory
-        # number of the last copy; next slot for recorded steps; next slot for unrecorded steps
+        self.memories = {} # memory of each slot, by index
+        # number of the last copy, next slot for recorded steps, next slot for unrecorded steps
         self.seq = self.next = self.next_held = 0
         # last description of shards, and its number; last metadata, and its line: written again only if it changed
         self.shards,self.metadata = ({}, 0),(None, b'')
 
-    def free(self): self.next = self.words[LATE] = 0
+    def free(self):
+        "Reuse all slots and the text of late rows."
+        self.next = self.words[LATE] = 0
 
     def keep(self, parts, custom, step:int, ts:str, over:bool=True, held:bool=False, of_parts=None, **metadata) -> int:
         """Copy a step into a slot, without rows that a GPU has not sent yet.
@@ -260,7 +264,7 @@ class StepSlots:
         memory = self.memory_for(size, held)
         if memory is None: return 0
         w,o = memory.cast('q'),head_of_slot
-        w[SEQ] = 0 # the slot is invalid until the number of the copy is written
+        w[SEQ] = 0 # marks the slot as invalid until the number of the copy is written
         for h,v in parts:
             w[o//8],w[o//8+1],o = len(h),v.shape[1],o+16
             for a in (h, v):
@@ -295,13 +299,13 @@ class StepSlots:
         try: at,memory = self.header.file.allocate(size*5//4)
         except OSError: return None
         self.memories[i] = memory
-        self.words[SLOT+2*i+1] = 0 # the entry is invalid until both words are written
+        self.words[SLOT+2*i+1] = 0 # marks the entry as invalid until both words are written
         self.words[SLOT+2*i],self.words[SLOT+2*i+1] = at,len(memory)
         self.words[SLOTS] = max(self.memories)+1
         return memory
 
     def drop(self, seqs):
-        "Invalidate the copies with these numbers: they were passes of a later step, which is copied as a whole."
+        "Invalidate the copies with these numbers, because their steps became passes of a later step, which is copied as a whole."
         for memory in self.memories.values():
             w = memory.cast('q')
             if w[SEQ] in seqs: w[SEQ] = 0
@@ -329,7 +333,7 @@ class BlackBox:
             file.remove()
             raise
 
-    def block(self, n, length): # None if the disk is full: then the arena uses ordinary memory
+    def block(self, n, length): # returns None if the disk is full, so that the arena uses ordinary memory
         "Return arrays in the box for `n` rows of the open step: summaries and headers."
         header,k = self.header,self.header.words[BLOCKS]
         if header.file is None or k>=most_blocks: return None
@@ -338,7 +342,7 @@ class BlackBox:
         rows = np.frombuffer(memory, np.float64, n*length).reshape(n, length)
         heads = np.frombuffer(memory, np.int64, n*head_width, 8*n*length).reshape(n, head_width)
         for i,v in enumerate((at, at+8*n*length, n, length)): header.words[BLOCK+4*k+i] = v
-        header.words[BLOCKS] = k+1 # written last, so half an entry is never read
+        header.words[BLOCKS] = k+1 # written last, so that readers never see half an entry
         return rows, heads
 
     def tap(self, t):
@@ -364,7 +368,7 @@ class BlackBox:
         "Write a row of a closed step."
         self.free_if_written()
         try: line = line_of(row)+b'\n'
-        except Exception: return # the log reports the error
+        except Exception: return # the log reports this error
         self.header.append_text(line, LATE, NOTES+most_text)
 
     def free_if_written(self):
@@ -385,7 +389,7 @@ class BlackBox:
         self.header.file = None
         file.remove()
 
-def write_faults(path): # Return the open file; None if faulthandler is already in use
+def write_faults(path): # returns the open file; None if faulthandler is already in use
     "Let Python write its call stacks to a file if the process crashes."
     if faulthandler.is_enabled(): return None
     f = open(path, 'w')
@@ -433,7 +437,7 @@ def exit_row(position, error:BaseException, root:str) -> dict:
 # %% ../../nbs/40_recorder/17_black_box.ipynb #0462a459
 class RunBox:
     "Owner of the black box of one run. Creates the box at the first recorded pass, and deletes it when the log file is complete."
-    def __init__(self, t, root:str, writer, buffer, blackbox=None): # blackbox: None if the user has not asked for a box
+    def __init__(self, t, root:str, writer, buffer, blackbox=None): # blackbox: argument of `torchEmber`; None if the user did not give it
         self.t,self.root,self.writer,self.buffer = t,root,writer,buffer
         self.is_asked_for,self.n_held = blackbox is not None,held_steps(blackbox)
         self.box,self.is_tried,self.why = None,False,None # why: reason if no box could be created
@@ -458,7 +462,8 @@ class RunBox:
             return
         self.buffer.use_box(self.box)
 
-    def set_phase(self, phase): # write the phase of the training, such as `FORWARD`
+    def set_phase(self, phase): # phase: phase of the training, such as `FORWARD`
+        "Write the phase of the training into the black box, if there is one."
         if self.box is not None: self.box.position.set_phase(phase)
 
     def end(self):
@@ -483,7 +488,8 @@ def all_written(writer, log):
     "Return the function `BlackBox.is_written`. It holds only a weak reference to the writer, which would keep the model alive."
     ref = weakref.ref(writer)
     def is_written():
+        "Return True if the log file has all rows."
         w = ref()
-        # in this order, because rows move from the writer to the log and then to the disk
+        # checked in this order, because rows move from the writer to the log and then to the disk
         return w is not None and not (w.waiting or len(log.batches) or log.disk.waiting)
     return is_written

@@ -22,7 +22,7 @@ from ..ground.messages import printable
 # %% ../../nbs/40_recorder/02_budget.ipynb #961a21a7
 class ThreadTimer(threading.local):
     "Time when the outermost timed method of this thread began."
-    entered = None # value of `clock()`, None outside of timed methods
+    entered = None # value of `clock()` at the begin; None outside of timed methods
 
 def timed(f):
     "Decorate a method: add its run time to `self.cost.spent`. Needs `self.cost.local`, a `ThreadTimer`."
@@ -50,6 +50,7 @@ def call_overhead(notified=False) -> float:
     "Return the seconds that arming adds to a call of a module, without measuring. `notified`: True to include the listener."
     ts,x = tracks(nn.Sequential(nn.Identity())),torch.zeros(1)
     def time_call(n=200):
+        "Return the seconds of one call of a module, as the average of `n` calls."
         start = clock()
         for _ in range(n): ts[1].module(x)
         return (clock()-start)/n
@@ -117,15 +118,17 @@ def check_share(share):
         f"overhead= is a fraction of the training time, above 0 and at most 1, such as 0.02 for 2%; got {share!r}.{hint}")
 
 # %% ../../nbs/40_recorder/02_budget.ipynb #040f5119
-def median_of(xs): return median_low(xs) if xs else 0.
+def median_of(xs):
+    "Return the median of some numbers, 0 without numbers."
+    return median_low(xs) if xs else 0.
 
 class StepTimes:
     "Seconds of recent steps, and their medians."
     def __init__(self):
-        # bare: seconds of each step, minus its cost; off: seconds of each unrecorded step; idle: cost of each unrecorded step
+        # bare: seconds of each step without the cost of recording; off: seconds of each unrecorded step; idle: cost of each unrecorded step
         self.bare,self.off,self.idle = (deque(maxlen=25) for _ in range(3))
-        self.on,self.costs = deque(maxlen=5),deque(maxlen=5) # seconds of each recorded step; cost of each recorded step
-        self.recorded,self.late = 0,0. # number of recorded steps; seconds that the writer thread worked for these steps
+        self.on,self.costs = deque(maxlen=5),deque(maxlen=5) # on: seconds of each recorded step; costs: seconds that recording cost in each
+        self.recorded,self.late = 0,0. # recorded: number of recorded steps; late: seconds that the writer thread worked for these steps
         # medians: seconds of a step without recording; cost of a recorded step, None if unknown; cost of an unrecorded step
         self.time,self.cost,self.idle_cost = 0.,None,0.
 
@@ -136,7 +139,7 @@ class StepTimes:
         (self.costs if recorded else self.idle).append(cost)
         self.bare.append(max(took-cost, 0.))
         self.recorded += recorded
-        # drops the first batch of the writer, which is slower
+        # drops the first measurement of the writer thread, which is slower
         self.late = late if self.recorded==2 and recorded else self.late+late
         return cost
 
@@ -153,11 +156,11 @@ class Budget:
 
     def __init__(self, share:float): # fraction of the time that recording may take, above 0 and at most 1
         self.share,self.times = check_share(share),StepTimes()
-        # seconds that recording may still take; cost of the first recorded step that later steps pay
+        # balance: seconds that recording may still take; owed: cost of the first recorded step that is charged to later steps
         self.balance,self.owed = 0.,0.
-        # in seconds: maximum that the first recorded step is charged; minimum of `balance`
+        # seconds: maximum that is charged for the first recorded step, and minimum of `balance`
         self.credit,self.floor = 0.,0.
-        self.thinned,self.since = 0,0 # number of steps that the budget skipped; steps since the last recorded step
+        self.thinned,self.since = 0,0 # thinned: number of steps that the budget skipped; since: number of steps since the last recorded step
         self.hopeless = False # True if even one recorded step in `rarest` costs more than `share`
         self.hidden = False # True on a GPU, where the clock of the process does not measure all costs
         # True if a step was recorded while compiled code was loaded, so the cost of the step is unknown
@@ -175,7 +178,7 @@ class Budget:
         self.hidden,times = hidden,self.times
         cost = times.add(took, cost, recorded, late, hidden)
         self.since = 0 if recorded else self.since+1
-        # not at every step, because medians are slow
+        # medians are not computed at every step, because they are slow
         if recorded or len(times.bare)<9 or not self.since%8: self.estimate()
         self.balance += self.share*took-cost-late
         self.apply_limits(took, cost)
@@ -216,7 +219,7 @@ class Budget:
         if times.recorded==1: cost = min(cost, self.credit)
         if self.unknown: yes = False
         elif cost is None: yes = not pending
-        # skip some steps, because the hidden cost is recorded minus unrecorded time
+        # some steps must be skipped, because the hidden cost is the difference in time between recorded and unrecorded steps
         elif self.hidden and times.recorded>2 and len(times.off)<3: yes = False
         else: yes = self.balance-pending+self.share*(times.time+cost)>=cost-1e-12 or self.since+1>=self.rarest
         self.thinned += not yes

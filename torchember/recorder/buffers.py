@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 class Buffers:
     "Measures the buffers of a model's modules."
     ttypes = ('buffer',)
-    def __init__(self, buffer): self.buffer = buffer # `StepBuffer`
+    def __init__(self, buffer): self.buffer = buffer # buffer: a `StepBuffer`
 
     def each(self, states): # states: `ModuleState` of each armed module
         "Yield state, tensor type, name and tensor of each buffer. A shared buffer is yielded once, for its first module."

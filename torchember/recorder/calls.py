@@ -17,10 +17,10 @@ class ThreadContext(threading.local):
     skipped = False # True if this pass is an evaluation, and evaluations are not recorded (`only_training`)
     phase = None # phase of the rows of this pass, None for training
     call = 0 # number of the running call among the calls of its module in this pass
-    pass_ = None # number of the pass that `log` belongs to
-    box = None,0 # token of the black box that this thread writes to, and index of the thread's entry in this box
+    pass_ = None # number of the pass whose modules `log` lists
+    box = None,0 # token of the thread's black box, and index of the thread's entry in it
     measuring = False # True while a user's statistics function runs, because it may call the model
-    def __init__(self): self.stack,self.log = [],[] # stack of running calls: (`moduleTrack`, number); lines such as 'enter <module>', 'exit <module>'
+    def __init__(self): self.stack,self.log = [],[] # stack: running calls (`moduleTrack`, number); log: lines such as 'enter <module>', 'exit <module>'
 
 # %% ../../nbs/40_recorder/05_calls.ipynb #7122848a
 class Calls:
@@ -33,7 +33,7 @@ class Calls:
         # modules that the last recorded pass entered and left, in order: lines 'enter <module>' and 'exit <module>'
         self.log = []
         self.current = None # `moduleTrack` of the module that is recorded now, or was recorded last
-        self.box = None # `BlackBox`, which stores the running calls, so they are known after a crash
+        self.box = None # `BlackBox` that stores the running calls for use after a crash
 
     def begin(self, outermost, skipped):
         "Begin a pass in this thread. `outermost`: `ModuleState` of the called module. A `skipped` pass is not recorded."

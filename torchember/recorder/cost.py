@@ -20,13 +20,13 @@ class Cost:
         self.budget = budget # `Budget` that gets the times of each step
         self.local = ThreadTimer()
         self.spent = 0. # seconds in methods with the decorator `timed`, without the writer thread
-        # number of calls of armed modules: False: in unrecorded steps; True: in recorded steps
+        # numbers of calls of armed modules: key True for recorded steps, False for unrecorded steps
         self.calls = {False: 0, True: 0}
-        self.first = self.last = None # time when the first pass began; time when the last pass or step ended
+        self.first = self.last = None # first: time when the first pass began; last: time when the last pass or step ended
         self.step_began = None # time when the open step began
-        self.paid = self.late = 0. # values at the end of the step before: `total()`; seconds of the writer thread
-        self.loaded_before = loading_seconds() # seconds of loading compiled loops, up to the end of the step before
-        # seconds of loading before this run, to subtract: in the background; while steps waited
+        self.paid = self.late = 0. # values at the end of the previous step. paid: `total()`; late: seconds of the writer thread
+        self.loaded_before = loading_seconds() # seconds of loading compiled loops until the end of the previous step
+        # seconds of loading before this run, which are subtracted: in the background, and while steps waited
         self.loaded,self.waited = seconds_beside(),seconds_waited()[1]
         self.arming = 0. # seconds that arming waited for compiled loops
 
@@ -70,11 +70,17 @@ class Cost:
         self.note_end()
         self.calls[notified] += modules
 
-    def note_end(self): self.last = clock() # a pass or step ends
+    def note_end(self):
+        "Store the time when a pass or step ends."
+        self.last = clock() # called when a pass or step ends
 
-    def pause(self): self.step_began = None # do not count the time until the model is armed again
+    def pause(self):
+        "Stop the clock of the step until the model is armed again."
+        self.step_began = None # the time until the model is armed again is not counted
 
-    def disown(self): self.budget = None # a forked process has no budget
+    def disown(self):
+        "Remove the budget in a forked process."
+        self.budget = None # called in a forked process, which has no budget
 
     def add_work(self, since):
         "Add the seconds since this value of `clock()`, unless a timed method is running, which counts them already."

@@ -12,11 +12,11 @@ from ..capture.backward import hook_gradients
 class Gradients:
     "Hooks on the inputs and outputs of calls, which report the gradients of these tensors."
     of = dict(input='input_grad', output='output_grad')
-    def __init__(self, ttypes, steps, notify): # notify: called with each gradient, as `Listener.gradient`
+    def __init__(self, ttypes, steps, notify): # notify: function that is called with each gradient, with the arguments of `Listener.gradient`
         self.ttypes = tuple(t for t in self.of.values() if t in ttypes)
         self.steps,self.notify = steps,notify
         self.handles = [] # handles of the hooks on leaf tensors, to remove these hooks
-        self.given = {} # id of a leaf tensor -> number of the last pass that used this tensor
+        self.given = {} # number of the last pass that used each leaf tensor, by id
         # True if the step that just ended may become a micro-batch of the next step. Then its hooks stay, because
         # its gradients may still arrive
         self.keeps_hooks = False
@@ -27,11 +27,11 @@ class Gradients:
 
     def hook_tensors(self, state, ttype, named, call, phase):
         "Hook the tensors of one call. ttype: 'input_grad' or 'output_grad'."
-        backwards,pass_ = {},self.steps.pass_ # backwards: tname -> number of the last backward that computed its gradient
+        backwards,pass_ = {},self.steps.pass_ # backwards: number of the last backward that computed each gradient, by tensor name
         leaves = {n: id(x) for n,x in named if x.is_leaf}
         self.given.update(dict.fromkeys(leaves.values(), pass_))
         def report(n, g):
-            if n in backwards and n in leaves and self.given.get(leaves[n])!=pass_: return # a later pass has its own hook on this leaf
+            if n in backwards and n in leaves and self.given.get(leaves[n])!=pass_: return # ignored, because a later pass has its own hook on this leaf tensor
             backwards[n] = backwards.get(n, -1)+1
             self.notify(state, ttype, n, g, call, phase, backwards[n])
         self.handles += hook_gradients(named, report, (id(state), ttype), False, state.key, ttype)
@@ -43,6 +43,7 @@ class Gradients:
             self.handles += hook_gradients(named, lambda n, g, ttype=ttype: state.grads_arrived(ttype, [(n, g)]), (id(state), ttype), True, state.key, ttype)
 
     def step_over(self):
+        "Remove the hooks of the ended step, unless it may become a micro-batch."
         if self.keeps_hooks: return
         for h in self.handles: h.remove()
         self.handles.clear(); self.given.clear()

@@ -27,7 +27,7 @@ from .tally import not_called
 # %% ../../nbs/40_recorder/79_hearing.ipynb #d84d3047
 class FunctionCalls:
     "Detects that one autograd Function calls the model several times, as an ODE solver does. These calls are one pass."
-    def __init__(self): self.function = None # autograd Function that made the last pass, from `enclosing_call`
+    def __init__(self): self.function = None # autograd Function that made the last pass, as returned by `enclosing_call`
 
     def joins(self, phase) -> bool:
         "Return True if a call of the model in this phase belongs to the last pass."
@@ -40,9 +40,9 @@ class FunctionCalls:
 class OtherModels:
     "Detects calls by a second model that shares modules with the recorded model. These calls are not recorded."
     def __init__(self, sources):
-        self.sources = sources # `Sources`
-        self.root,self.known,self.parameters = None,frozenset(),frozenset() # weak reference to the model; ids of modules, of parameters
-        self.is_ours = weakref.WeakKeyDictionary() # calling module -> True if its calls count as calls of the recorded model
+        self.sources = sources # the `Sources` of the recorder
+        self.root,self.known,self.parameters = None,frozenset(),frozenset() # weak reference to the model, ids of its modules, ids of its parameters
+        self.is_ours = weakref.WeakKeyDictionary() # by calling module: True if its calls count as calls of the recorded model
         self.root_called = False # True once the root was called
         self.at_first = None # version counters of the weights at the first call by another model
 
@@ -80,7 +80,7 @@ class PassEvents:
     def __init__(self, pipe, only_training:bool=False): # only_training: skip evaluations and passes without gradients
         self.pipe,self.steps,self.sources,self.calls,self.cost = pipe,pipe.steps,pipe.sources,pipe.buffer.calls,pipe.cost
         self.only_training,self.functions,self.other_models = only_training,FunctionCalls(),OtherModels(pipe.sources)
-        # function of an integration: (phase, True if gradients will be computed) -> True to record the pass
+        # function set by an integration; gets the phase and True if gradients will be computed; returns True to record the pass
         self.wanted = None
         self.extra_frames = 0 # number of frames added to Python's recursion limit while the model runs
 
@@ -138,7 +138,7 @@ class PassEvents:
         if self.sources.watch is not None: warn_if_stalled(self.pipe)
         if self.pipe.gate.has_content: self.pipe.read_pending()
 
-    def is_next_recorded(self, here) -> bool|None: # None if Python code can decide when that pass begins
+    def is_next_recorded(self, here) -> bool|None: # returns None if Python code can decide when the pass begins
         "Return True if the next pass of compiled code is recorded. Compiled code must know this in advance."
         if not self.steps.manual and (here.outermost.root or len(self.steps.state.seen)<2): return self.pipe.gate.is_measured(self.steps.number+1)
 
@@ -177,7 +177,7 @@ class ModelEvents(Listener):
     "Listener of an armed model: handles its passes, calls and gradients."
     exclusive = True
     def __init__(self, recorder, pipe, lock, only_training:bool=False):
-        self.recorder,self.pipe,self.lock = recorder,pipe,lock # recorder: read by users of `capture.forward.armed_by`
+        self.recorder,self.pipe,self.lock = recorder,pipe,lock # recorder: attribute that callers of `capture.forward.armed_by` read
         self.steps,self.sources,self.buffer,self.cost,self.calls = pipe.steps,pipe.sources,pipe.buffer,pipe.cost,pipe.buffer.calls
         self.pass_events,self.refused = PassEvents(pipe, only_training),pipe.remover.refused
         self.on = False # True if the open step is measured
@@ -192,20 +192,22 @@ class ModelEvents(Listener):
         self.on = on
         self.wants.switch(on)
 
-    def disown(self, lock): self.lock = lock # a forked process needs a new lock
+    def disown(self, lock):
+        "Use a new lock in a forked process."
+        self.lock = lock # lock: new lock for a forked process
 
-    # ---- passes. `here`: `ThreadContext` of this thread
+    # ---- events of passes; `here` is the `ThreadContext` of this thread
     @timed
     def pass_begins(self, state, grad=None):
         here = self.calls.here
-        if here.measuring: return False # a user's statistics function calls the model
+        if here.measuring: return False # not recorded, because a user's statistics function calls the model
         if not here.depth:
             with self.lock:
                 self.running += 1
                 try:
                     self.pipe.raise_error()
                     self.pass_events.begin(here, state, torch.is_grad_enabled() if grad is None else grad)
-                except BaseException: # such as an error of a schedule, with on_error='raise'
+                except BaseException: # an error of a schedule, for example, is raised with on_error='raise'
                     self.running -= 1
                     raise
                 self.sums_after_hooks = self.buffer.shards.ranks is not None and self.buffer.shards.ranks.sharded
@@ -229,11 +231,11 @@ class ModelEvents(Listener):
 
     def records(self): return not (self.calls.here.measuring or self.calls.here.skipped)
 
-    # ---- calls
+    # ---- events of calls
 
     def call_begins(self, state, inputs, compiled=False):
         since,here = clock(),self.calls.here
-        with self.lock: call = state.number(self.steps.pass_) # lock, because two threads may run the same module
+        with self.lock: call = state.number(self.steps.pass_) # locked, because two threads may run the same module
         self.calls.current = state.track
         state.track.input_dt = {n: shape_of(x) for n,x in inputs}
         self.sources.flow(state, 'input', inputs, call, here.phase)
@@ -245,7 +247,7 @@ class ModelEvents(Listener):
         since,here = clock(),self.calls.here
         call = self.calls.exit()
         ttypes = self.sources.parameter_types[self.steps.manual]
-        if ttypes and not here.phase: # not in an evaluation, which may use averaged weights
+        if ttypes and not here.phase: # weights are not measured in an evaluation, which may use averaged weights
             with self.lock: self.sources.parameters.after_call(state, state is here.outermost and here.depth==1, ttypes) # once in a step
         state.track.output_dt = {n: shape_of(x) for n,x in outputs}
         self.sources.flow(state, 'output', outputs, call, here.phase)
@@ -265,7 +267,7 @@ class ModelEvents(Listener):
         self.calls.note_exception(state.track.name)
         self.calls.exit()
 
-    # ---- tensors
+    # ---- events of tensors
 
     def probe_here(self, name, x):
         if not self.on or (self.inside() and self.calls.here.skipped): return
@@ -276,7 +278,7 @@ class ModelEvents(Listener):
     def probe(self, state, name, x):
         here = self.calls.here
         if self.on and self.sources.states:
-            call = next((n for track,n in reversed(here.stack) if track is state.track), here.call) # else the number of the last call
+            call = next((n for track,n in reversed(here.stack) if track is state.track), here.call) # number of this module's call, else of the last call
             self.buffer.measure(state, 'probe', name, x, None, call, here.phase)
         if not here.depth: self.buffer.rows.forget_seen()
 
@@ -300,7 +302,9 @@ class OptimizerEvents(Listener):
     "Listener of optimizers: handles complete gradients before a step, and the step itself."
     def __init__(self, pipe, lock): self.pipe,self.sources,self.cost,self.lock = pipe,pipe.sources,pipe.cost,lock
 
-    def disown(self, lock): self.lock = lock # a forked process needs a new lock
+    def disown(self, lock):
+        "Use a new lock in a forked process."
+        self.lock = lock # lock: new lock for a forked process
 
     @timed
     def step_begins(self, optimizer):
@@ -311,10 +315,11 @@ class OptimizerEvents(Listener):
     def gradients_ready(self, optimizer, scale, unchanged):
         if self.pipe.box is not None: self.pipe.box.set_phase(OPTIMIZER)
         if self.pipe.gate.on: self.measure_gradients(optimizer, scale, unchanged)
-        else: self.pipe.steps.note_content() # the step may have no pass of an armed module
+        else: self.pipe.steps.note_content() # marks the step as not empty, because it may have no pass of an armed module
 
     @timed
     def measure_gradients(self, optimizer, scale, unchanged):
+        "Measure the complete gradients of the parameters that an optimizer trains."
         with self.lock:
             self.pipe.steps.note_content()
             self.sources.complete(optimizer, scale)

@@ -35,7 +35,9 @@ def rates_in(optimizer, prefix:str='lr') -> dict:
     groups = [(i, g) for i,g in enumerate(optimizer.param_groups) if is_rate(g.get('lr'))]
     if len(optimizer.param_groups)==1: return {prefix: groups[0][1]['lr']} if groups else {}
     often = Counter(str(g.get('name')) for g in optimizer.param_groups)
-    def label(i, g): return i if g.get('name') is None or often[str(g['name'])]>1 else g['name']
+    def label(i, g):
+        "Return the name or the index of a parameter group."
+        return i if g.get('name') is None or often[str(g['name'])]>1 else g['name']
     return {f'{prefix}/{label(i, g)}': g['lr'] for i,g in groups}
 
 def is_rate(x):
@@ -55,7 +57,7 @@ class LearningRates:
     "Collects the learning rates of optimizers that changed, so unchanged rates are not logged again."
     def __init__(self, optimizers):
         self.optimizers = list(optimizers)
-        self.last,self.found = {},{} # name -> `rate_version` of the last row; name -> number for the open step
+        self.last,self.found = {},{} # last: `rate_version` in the last row, by name; found: number for the open step, by name
 
     def prefix(self, optimizer) -> str:
         "Return the prefix of the names of an optimizer's learning rates: 'lr', or 'lr/<number>' if there are several optimizers."
@@ -68,10 +70,10 @@ class LearningRates:
             new = rate_version(rate)
             if new is not None and self.last.get(name)==new: continue
             try: self.found[name] = as_number(rate)
-            except Unmeasurable: continue # a CUDA graph is being captured
+            except Unmeasurable: continue # skipped while a CUDA graph is captured
             self.last[name] = new
 
-    def take(self) -> dict: # name -> number or `Pending`
+    def take(self) -> dict: # returns a dict of numbers or `Pending` objects by name
         "Return the changed learning rates of the open step, and clear them."
         found,self.found = self.found,{}
         return found

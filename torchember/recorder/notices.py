@@ -22,10 +22,10 @@ class Notices:
         `report`: function of kind, text and severity that writes a warning into the run.
         """
         self.on_error,self.report = on_error,report
-        self.said = set() # kinds of the warnings given so far
+        self.said = set() # kinds of the warnings that were given
         self.errors = 0 # number of errors in users' functions and in measuring
         self.unmeasurable = 0 # number of tensors without values, or with values that torch cannot read
-        # reason why tensors have no values -> (module, name) of the tensors that were named in warnings
+        # (module, name) of tensors that were named in warnings, by the reason why they have no values
         self.places = {}
 
     def once(self, kind, text:str, severity:str|None=None) -> bool:
@@ -54,7 +54,7 @@ class Notices:
         kind = type(error) if no_values else (how, type(error))
         what = f"is not measured: {why}" if no_values else f"could not be measured: {type(error).__name__}: {why}"
         self.once(kind, f"{tname} of {module} {what}. Training continues. This warning is given once.",
-            'info' if no_values else None) # no finding, because the error of a user's function is in the tensor's row
+            'info' if no_values else None) # an error of a user's function makes no finding, because the tensor's row contains the error
 
     def warn_without_values(self, module, tname, why):
         "Warn that a tensor has no values, at most `most_places` times for each reason: in a model of fake tensors, all have none."
@@ -69,7 +69,7 @@ class Notices:
 # %% ../../nbs/40_recorder/00_notices.ipynb #7455ecd9
 class ChangingMarks:
     "Finds marks (columns set with `te.mark`) that change with every step, because such a number belongs into `te.log`."
-    def __init__(self): self.last = {} # name -> (value, step, number of consecutive steps in which the value changed)
+    def __init__(self): self.last = {} # (value, step, number of consecutive steps in which the value changed) of each mark, by name
 
     def find(self, marks:dict, step:int) -> tuple|None:
         "Return name and value of a mark that changed in the last three steps. None without such a mark."

@@ -19,7 +19,7 @@ class Updates:
     "Measures updates of weights, and optimizer states."
     def __init__(self, buffer, parameters, ttypes):
         self.buffer,self.parameters,self.ttypes = buffer,parameters,ttypes
-        self.copies = {} # id of a parameter -> copy of its values before the optimizer's step
+        self.copies = {} # copy of each parameter from before the optimizer's step, by id
 
     def before(self, optimizer):
         "Copy the weights before this optimizer's step, if updates are recorded."
@@ -32,7 +32,7 @@ class Updates:
             old = self.copies.pop(id(p), None)
             if old is not None:
                 w = f'weight_{i}'
-                # for the update-to-weight ratio; gets no row
+                # measured for the update-to-weight ratio only, without a row of its own
                 if not self.has_weight(st, n, w, old): self.buffer.measure(st, 'before', w, old, n, once=True, replace=True)
                 self.buffer.measure(st, 'update', f'update_{i}', p.detach()-old, n, once=True, replace=True)
             if 'optimizer' in self.ttypes:
@@ -46,4 +46,4 @@ class Updates:
         if callable(buffer.stats['weight']) or buffer.rows.is_partly_logged: return False
         return 'weight' in self.ttypes and (state.track.id, name) in self.parameters.seen
 
-    def step_over(self): self.copies.clear() # copies are left if a scaler skipped the step
+    def step_over(self): self.copies.clear() # copies may remain if a scaler skipped the step

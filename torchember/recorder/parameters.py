@@ -36,12 +36,12 @@ def grad_of(p):
 class OldGradients:
     "Detects old gradients, which get no rows: gradients from before the run, and gradients of frozen parameters."
     def __init__(self):
-        self.frozen = {} # (id of a `moduleTrack`, name) of a frozen parameter -> weak reference to its old gradient, or None
+        self.frozen = {} # weak reference to the old gradient of each frozen parameter, or None; key: (id of a `moduleTrack`, name)
         # (id of a `moduleTrack`, name) of a trained parameter -> weak reference to its gradient from before the run, and
         # version counter of this gradient
         self.from_before = {}
 
-    def note_existing(self, parameters): # parameters: tuples, as `Parameters.each` yields
+    def note_existing(self, parameters): # parameters: tuples (state, position, name, parameter), as `Parameters.each` yields
         "Store which gradients exist before the run."
         for st,_,n,p in parameters:
             grad = grad_of(p)
@@ -50,12 +50,12 @@ class OldGradients:
 
     def gradient(self, st, n, p):
         "Return the gradient of a parameter. None if it has no gradient, or if it is frozen and has only an old gradient."
-        grad = p.grad if p.is_leaf or p.retains_grad else None # same as `grad_of`, but without the time of a call
+        grad = p.grad if p.is_leaf or p.retains_grad else None # same as `grad_of`, inlined for speed
         if p.requires_grad:
-            if self.frozen: self.frozen.pop((st.track.id, n), None) # the parameter is not frozen any more
+            if self.frozen: self.frozen.pop((st.track.id, n), None) # deletes the entry, because the parameter is not frozen now
             return grad
         key = st.track.id,n
-        if key not in self.frozen: self.frozen[key] = reference(grad) # the parameter was frozen since the last step
+        if key not in self.frozen: self.frozen[key] = reference(grad) # stores the gradient of a parameter that was frozen since the last step
         was = self.frozen[key]
         return None if grad is None or was is not None and was() is grad else grad
 
@@ -67,8 +67,12 @@ class OldGradients:
         del self.from_before[st.track.id, n]
         return True
 
-def reference(grad): return None if grad is None else weakref.ref(grad)
-def version(x): return None if x.is_inference() else x._version
+def reference(grad):
+    "Return a weak reference to a gradient, None for None."
+    return None if grad is None else weakref.ref(grad)
+def version(x):
+    "Return the version counter of a tensor, None for an inference tensor."
+    return None if x.is_inference() else x._version
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #1788e9fd
 def below(state, states):
@@ -80,18 +84,17 @@ def below(state, states):
 # %% ../../nbs/40_recorder/30_parameters.ipynb #86d117a6
 class Parameters:
     "Measures the weights and weight gradients of a model's modules."
-    def __init__(self, buffer, ttypes, notify=None): # notify: called with changed metadata of the parameters
+    def __init__(self, buffer, ttypes, notify=None): # notify: function that is called with changed metadata of the parameters
         self.buffer,self.ttypes = buffer,ttypes
         self.states = [] # `ModuleState` of each armed module, root first
-        # parameters measured in this step: their ids, and (id of the module, name), because a sharded parameter is
-        # another tensor during the forward
+        # ids and (id of the module, name) of parameters measured in this step; a sharded parameter is another tensor during the forward
         self.seen = set()
         self.hint = ZeroGradHint(getattr(buffer, 'notices', None))
         self.known = ParameterFacts(ttypes, notify)
         self.old_gradients = OldGradients()
         # (id of a `ModuleState`, name) of each gradient measured in this step
         self.gathered = {'weight_grad': set(), 'unclipped_grad': set()}
-        self.unrecorded = [] # parameters of unrecorded modules
+        self.unrecorded = [] # list of the parameters of unrecorded modules
 
     def is_new(self, state, name, p):
         "Return True if this step has not measured the parameter yet, and mark the parameter as measured."
@@ -105,7 +108,8 @@ class Parameters:
         new = [(state, i, n, p) for i,n,p in own_parameters(state.track) if self.is_new(state, n, p)]
         if new: self.measure(new, ttypes)
 
-    def measure(self, which, ttypes, replace=False, scale=None): # which: tuples, as `each` yields
+    def measure(self, which, ttypes, replace=False, scale=None): # which: tuples (state, position, name, parameter), as `each` yields
+        "Measure parameters, or their gradients, or both."
         some = []
         for st,i,n,p in which:
             if 'weight' in ttypes: some.append((st, 'weight', f'weight_{i}', n, p))
@@ -148,9 +152,9 @@ class Parameters:
         for st,_,n,p in which:
             if id(p) not in self.seen and (st.track.id, n) not in self.seen: self.measure_own(st, ('weight',))
 
-    def measure_again(self, ttypes, which=None, scale=None): # arguments of `measure`
+    def measure_again(self, ttypes, which=None, scale=None): # the arguments are those of `measure`
         "Measure the current values of parameters, and replace earlier measurements of this step."
-        # values may have been changed through `.data`, which does not change the version counter
+        # cached summaries are not used, because `.data` changes values without changing the version counter
         self.buffer.rows.forget_seen()
         which = list(self.each()) if which is None else which
         if 'weight' in ttypes: self.seen |= {x for st,_,n,p in which for x in (id(p), (st.track.id, n))}
@@ -188,7 +192,9 @@ class Parameters:
         """
         n,unclipped = (len(self.gathered[t]) for t in ('weight_grad', 'unclipped_grad'))
         if not n or any(p.requires_grad for p in self.unrecorded): return None
-        def missed(st, name, p): return p.requires_grad and id(p) not in self.seen and (st.track.id, name) not in self.seen
+        def missed(st, name, p):
+            "Return True if this step has not measured the trained parameter."
+            return p.requires_grad and id(p) not in self.seen and (st.track.id, name) not in self.seen
         return None if not manual and any(missed(st, name, p) for st,_,name,p in self.each()) else (n, unclipped)
 
     def step_over(self):
@@ -206,10 +212,10 @@ class ZeroGradHint:
         # True once the gradients of a `te.step()` were checked for zeros, which `zero_grad` may have written
         self.looked = False
         self.given = False # True after the warning
-        self.silent = False # True if the caller warns instead
+        self.silent = False # True if the caller gives the warning
         self.begun = False # True once a step ended without `te.step()`
         self.steps_without = 0 # number of recorded training steps without a gradient
-        self.versions = None # id of a weight -> its version counter when the check began
+        self.versions = None # version counter of each weight when the check began, by id
 
     def training(self, states):
         "Store the version counters of the weights, because a pass that may train begins."
@@ -266,11 +272,13 @@ def with_other_children(states):
         st.made_of = now
     return out
 
-def children_in(parts): return [i for i in parts or () if isinstance(i, int)]
+def children_in(parts):
+    "Return the ids of the children in a result of `own_parts`."
+    return [i for i in parts or () if isinstance(i, int)]
 
 class Containers:
     "Watches unarmed modules, such as an empty `ModuleList`, because they may get children that should be recorded."
-    def __init__(self, tracks=(), states=()): # tracks: `moduleTrack`s of all modules; states: of the armed modules
+    def __init__(self, tracks=(), states=()): # tracks: a `moduleTrack` for each module; states: a `ModuleState` for each armed module
         armed = {st.track.id for st in states}
         apart = [t.module for t in tracks if t.id not in armed]
         self.known = [(m, own_parts(m)) for m in apart if m._modules or isinstance(m, nn.Sequential|nn.ModuleList|nn.ModuleDict)]
@@ -282,11 +290,11 @@ class Containers:
 # %% ../../nbs/40_recorder/30_parameters.ipynb #5d0c71aa
 class VersionChanges:
     "Detects updates of parameters without a known optimizer, by their version counters."
-    def __init__(self): self.last,self.changes = {},{} # (path, name) of a parameter -> last version counter; number of changes that were seen
+    def __init__(self): self.last,self.changes = {},{} # last: last version counter by (path, name) of a parameter; changes: number of changes that were seen
 
     def compare(self, p, name):
         "Count a change if the version counter of a parameter differs from its value at the last call."
-        if is_lazy(p) or p.is_inference(): return # has no version counter
+        if is_lazy(p) or p.is_inference(): return # lazy parameters and inference tensors have no version counter
         if self.last.get(name, p._version)!=p._version: self.changes[name] = self.changes.get(name, 0)+1
         self.last[name] = p._version
 
@@ -299,15 +307,15 @@ class ParameterFacts:
     "Collects facts about each parameter for the metadata: whether it has an optimizer, a gradient, a call. Facts stay true."
     most = most_entries
 
-    def __init__(self, ttypes, notify=None): # notify: called with `meta()` when it changes
+    def __init__(self, ttypes, notify=None): # notify: function that is called with the result of `meta` when it changes
         self.notify = notify
         self.grads = 'weight_grad' in ttypes
-        # (path, name) of parameters with a gradient; with a known optimizer; with an unknown optimizer
+        # sets of (path, name): parameters with a gradient, with a known optimizer, with an unknown optimizer
         self.with_gradient,self.with_optimizer,self.elsewhere = set(),set(),set()
         self.called = set() # paths of modules that were called
         self.version_changes = VersionChanges()
         self.trained = False # True if the model was trained
-        # facts at the last call of `note`; number of parameters that the list leaves out because it is full
+        # entries: facts at the last call of `note`; left_out: number of parameters for which the list has no space
         self.entries,self.left_out = [],0
 
     def resume_from(self, entries):
@@ -349,8 +357,8 @@ class ParameterFacts:
 
     def entry_of(self, p, owner, state, names, has_optimizers):
         "Return the facts about one parameter, as an entry of the metadata."
-        any_grad = self.grads and bool(self.with_gradient) # if no parameter has a gradient, the cause is not this parameter
-        # a `ModuleList` has no forward, so it is never called
+        any_grad = self.grads and bool(self.with_gradient) # a missing gradient is a fact about this parameter only if other parameters have gradients
+        # modules without a forward, such as `ModuleList`, are never called
         is_callable = inspect.getattr_static(type(owner.module), 'forward', None) is not nn.Module.forward
         any_of = lambda known: not known.isdisjoint(names)
         return parameter_entry(*names[0], None if is_lazy(p) else p.shape, str(p.dtype).removeprefix('torch.'), p.requires_grad,
@@ -360,7 +368,9 @@ class ParameterFacts:
             names[0] not in self.with_optimizer and self.version_changes.changed_repeatedly(names[0]), bool(has_optimizers) and
             not any_of(self.with_optimizer) and any_of(self.elsewhere))
 
-    def meta(self): return {'parameters': self.entries} | ({'left out': self.left_out} if self.left_out else {})
+    def meta(self):
+        "Return the facts as metadata of the run."
+        return {'parameters': self.entries} | ({'left out': self.left_out} if self.left_out else {})
 
 def every_parameter(root) -> list:
     """Return (parameter, `moduleTrack`, names) for each parameter of a model, in the model's order. `root`: its `moduleTrack`.

@@ -50,7 +50,9 @@ class Gate:
         "Return True if a step is measured: for the log, or only for the black box."
         return self.measure_all or self.is_recorded(step)
 
-    def note_content(self): self.has_content = True # a step has content even if it is not recorded
+    def note_content(self):
+        "Note that the open step has content."
+        self.has_content = True # called in unrecorded steps, too
 
     def step_over(self): self.has_content = False
 
@@ -62,7 +64,7 @@ class Gate:
 # %% ../../nbs/40_recorder/78_pipe.ipynb #d297b3bf
 class PassRemover:
     "Removes failed and refused passes of the open step."
-    def __init__(self, steps, sources, buffer, writer, gate, tally, lock): # see `Pipe`
+    def __init__(self, steps, sources, buffer, writer, gate, tally, lock): # the arguments are those of `Pipe`
         self.steps,self.sources,self.buffer,self.writer = steps,sources,buffer,writer
         self.gate,self.tally,self.lock = gate,tally,lock
         self.refused = RefusedPasses(self.note_backward)
@@ -90,7 +92,7 @@ class PassRemover:
             refused.forget(p.number)
             refused.taken += 1
             self.tally.refused += 1
-            # rows that are in the log already are superseded by rows of the next pass
+            # rows of the next pass supersede rows that are in the log already
             empty = steps.remove_refused(p.number) and not buffer.rows.is_partly_logged
             write_refused(self.writer, buffer, steps, p, refused.first_after(p), empty, self.gate.writes)
             for part in (self.sources.gradients, self.sources.parameters, buffer) if empty else (): part.step_over()
@@ -122,7 +124,7 @@ class Pipe:
         self.box,self.look_for_modules = box,look_for_modules
         self.remover = PassRemover(steps, sources, buffer, writer, gate, tally, lock)
         self.provisional = ProvisionalSteps()
-        self.error = None # exception of a rule, which is raised in the training
+        self.error = None # exception of a rule, to be raised in the training
 
     # ---- the exception of a rule
 
@@ -140,7 +142,7 @@ class Pipe:
         "Queue the rows of an evaluation for the log. They belong to the step before, because the open step has not begun."
         self.remover.remove_failed()
         self.writer.write(self.buffer, self.steps, True)
-        # keep copies of weights, because an LBFGS closure may evaluate within a step
+        # copies of weights are kept, because an LBFGS closure may evaluate within a step
         for part in (self.sources.gradients, self.buffer): part.step_over()
         self.steps.end_evaluation()
 
@@ -152,7 +154,7 @@ class Pipe:
         `boundary`: True if the user ends the step. `by_pass`: True if the begin of the next pass ends the step. `wait`:
         argument of `flush`.
         """
-        if self.buffer.rows.arena.in_graph(): return # during a CUDA graph capture, nothing can be read
+        if self.buffer.rows.arena.in_graph(): return # returns, because no number can be read while a CUDA graph is captured
         if not by_pass: self.provisional.clear()
         if not self.steps.opened: return
         if boundary: self.steps.confirm_training()
@@ -160,7 +162,7 @@ class Pipe:
         self.remover.remove_failed()
         if not by_pass and self.gate.on: self.remover.remove_at_end()
         try: self.finish_step(boundary, wait)
-        finally: self.next_step() # `finally`, because Ctrl-C may interrupt
+        finally: self.next_step() # in `finally`, because Ctrl-C may interrupt the lines before
 
     def finish_step(self, boundary, wait=False):
         "Measure buffers, followed tensors and norms at the end of a step, and queue the rows for the log."
@@ -170,7 +172,7 @@ class Pipe:
             try:
                 if boundary: sources.parameters.measure_complete(sources.optimizers.unmeasured(self.steps.optimizers.stepped))
                 self.measure_at_end()
-            # with on_error='raise', or Ctrl-C: write the rows so far, because they belong to this step
+            # after an error or Ctrl-C, the rows so far are written, because they belong to this step
             except BaseException:
                 self.flush(True)
                 raise
@@ -180,6 +182,7 @@ class Pipe:
         if self.gate.has_content or self.buffer.rows.size or self.writer.log.file_is_open: self.flush(True, wait)
 
     def measure_at_end(self):
+        "Measure buffers, followed tensors and other tensors that are measured once, at the end of the step."
         self.sources.measure_at_end(not (self.steps.manual and self.steps.passes and not self.steps.own_passes))
 
     def next_step(self):
@@ -190,7 +193,7 @@ class Pipe:
         self.writer.step_over(steps.number, gate.writes)
         for part in (sources, self.buffer, gate, self.remover.refused) if gate.has_content else (): part.step_over()
         if gate.writes and sources.parameters.known.is_due(tally.recorded):
-            # before live rules check the run for the first time, after 8 steps
+            # called before live rules check the run for the first time, after 8 steps
             sources.note_parameters(search=tally.recorded==4)
         steps.close()
         if self.box is not None: self.box.set_phase(BETWEEN)
@@ -213,7 +216,9 @@ class Pipe:
         "Queue the rows of an open step if it has more than `most_rows`, to limit the memory of a very long step."
         if self.buffer.rows.size>self.most_rows: self.provisional.clear(); self.flush()
 
-    def read_pending(self): self.buffer.read_pending(self.writer.extra.root_name)
+    def read_pending(self):
+        "Measure all queued tensors now."
+        self.buffer.read_pending(self.writer.extra.root_name)
 
     def disown(self, lock):
         "Stop recording in a forked process. It needs a new lock, because a thread of the parent may hold the old lock."
@@ -252,7 +257,7 @@ def close_by_pass(pipe, following):
     if pipe.buffer.rows.arena.in_graph(): return
     steps,hint,writer,gradients = pipe.steps,pipe.sources.parameters.hint,pipe.writer,pipe.sources.gradients
     known = pipe.gate.writes and steps.state.training_passes and not steps.phase
-    known = known and not pipe.buffer.rows.is_partly_logged # a step with rows in the log cannot become a micro-batch
+    known = known and not pipe.buffer.rows.is_partly_logged # a step with rows in the log cannot become a micro-batch of the next step
     known = known and not pipe.remover.refused.removed() # a refused pass cannot be a micro-batch of the next step
     weights,noted,without = steps.state.weights if known else None,writer.extra.noted[steps.number],hint.steps_without
     gradients.keeps_hooks = pipe.provisional.may_join(weights, following)

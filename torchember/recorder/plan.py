@@ -49,21 +49,21 @@ def restored(model):
     states = random.getstate(),np.random.get_state()
     try:
         with ExitStack() as generators:
-            # without a GPU, 'cuda' restores the CPU generator only
+            # device type 'cuda' restores only the CPU generator if there is no GPU
             for kind in {d.type for d in devices if hasattr(torch, d.type)} or {'cuda'}:
                 generators.enter_context(torch.random.fork_rng(sorted(d.index or 0 for d in devices if d.type==kind), device_type=kind))
             yield
     finally:
         for d,k in zip(dicts, kept, strict=True):
             if d!=k if len(d)!=len(k) else any(d.get(n) is not v for n,v in k.items()): d.clear(); d.update(k)
-        for b,old in buffers: b.data.copy_(old) # without a check, because batch_norm does not change version counters
+        for b,old in buffers: b.data.copy_(old) # all buffers are restored, because batch_norm changes them without changing version counters
         random.setstate(states[0])
         np.random.set_state(states[1])
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #a59154fb
 class PlannedTensor(NamedTuple):
     "Tensor in a future row. Fields are None if unknown."
-    track:object # `moduleTrack`
+    track:object # `moduleTrack` of the module
     ttype:str
     tname:str
     pname:str|None
@@ -79,8 +79,8 @@ class Rehearsal(Listener):
 
     def __init__(self, ttypes, states):
         self.ttypes,self.states = ttypes,states
-        self.places,self.ended = [],[] # `PlannedTensor`s; `capture.module_state.ModuleState`s in the order in which their calls ended
-        # id of a tensor -> weak reference, version counter; state -> number of calls; stack of running calls
+        self.places,self.ended = [],[] # places: list of `PlannedTensor`; ended: each `ModuleState`, in the order in which their calls ended
+        # seen: weak reference and version counter of each tensor by id; calls: number of calls by state; stack: running calls
         self.seen,self.calls,self.stack = {},Counter(),[]
 
     def call_begins(self, st, inputs, compiled=False):
@@ -99,11 +99,13 @@ class Rehearsal(Listener):
         self.add(st.track, 'probe', name, call, x, self.is_new(x))
 
     def note(self, st, ttype, named, call):
+        "List the rows of the inputs or outputs of a call."
         for n,x in named:
             if ttype in self.ttypes: self.add(st.track, ttype, n, call, x, self.is_new(x))
             if f'{ttype}_grad' in self.ttypes and x.requires_grad and torch.is_grad_enabled(): self.add(st.track, f'{ttype}_grad', n, call, x, True)
 
     def add(self, track, ttype, tname, call, x, read):
+        "List one row."
         shape = None if x.is_nested else tuple(x.shape)
         self.places.append(PlannedTensor(track, ttype, tname, None, call, shape, x.dtype, read))
 
@@ -118,13 +120,13 @@ def eagerly():
     return torch.compiler.set_stance('force_eager') if hasattr(torch.compiler, 'set_stance') else nullcontext()
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #4bc4b785
-def rehearse(model, recorder, args, kwargs) -> tuple: # `PlannedTensor`s; states in the order in which their calls ended
+def rehearse(model, recorder, args, kwargs) -> tuple: # returns a list of `PlannedTensor`, and the states in the order in which their calls ended
     "Run an armed model once on an example input, and return the rows that recording would write."
     states = recorder.sources.states
     listener,by_id,ts = Rehearsal(recorder.ttypes, states),{st.track.id: st for st in states},[st.track for st in states]
     arm(ts, listener, {st.track.id for st in states if st.watched})
     try:
-        # then gradients must be on, because `requires_grad` is read
+        # gradients are on, because `requires_grad` of activations is read
         grads = bool({'input_grad', 'output_grad'} & set(listener.ttypes))
         with notify_only(model, listener), restored(model), eagerly(), torch.set_grad_enabled(grads): model(*args, **kwargs)
     finally: disarm(ts, listener)
@@ -160,16 +162,16 @@ def states_to_come(optimizer, p) -> dict|None:
     return {k: tuple(p.shape) if v.shape==q.shape else tuple(v.shape) for k,v in state_tensors(small, q).items()}
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #88a37214
-timed_sizes = (16, 1<<13, 1<<17, 1<<20, 1<<22) # numbers of elements
+timed_sizes = (16, 1<<13, 1<<17, 1<<20, 1<<22) # numbers of elements of the timed tensors
 
 def example(n, dtype, device):
     "Return a tensor of `n` elements with different values, to measure the time of reading."
     x = torch.from_numpy(np.random.default_rng(0).standard_normal(n, dtype=np.float32)).to(device)
     return x>0 if dtype is torch.bool else x.to(dtype) if dtype.is_floating_point or dtype.is_complex else (x*100).to(dtype)
 
-def time_reading(stats, dtype, device, most) -> tuple: # numbers of elements, and seconds for each number
+def time_reading(stats, dtype, device, most) -> tuple: # returns numbers of elements, and seconds for each
     "Measure the time to read tensors of increasing size, until a tensor has at least `most` elements."
-    ready() # wait for compiled loops, because nearly all of the training uses them
+    ready() # waits for compiled loops, because nearly all steps of a training use them
     arena = Arena()
     tap,xs,ys = arena.tap(None, stats),[],[]
     for n in timed_sizes:
@@ -180,7 +182,7 @@ def time_reading(stats, dtype, device, most) -> tuple: # numbers of elements, an
             observe(x, tap)
             wait_for(x.device)
             times.append(clock()-start)
-        xs.append(n); ys.append(min(times)) # other programs on the machine can only add time
+        xs.append(n); ys.append(min(times)) # the minimum is used, because other programs on the machine can only add time
         if n>=most: break
     return xs, ys
 
@@ -198,7 +200,7 @@ class ReadingTime:
         key = (stats, dtype, str(device))
         if key not in self.curves:
             try: self.curves[key] = time_reading(stats, dtype, device, self.most)
-            # such a tensor cannot be measured
+            # a tensor that cannot be measured costs no time
             except (Unmeasurable, RuntimeError, NotImplementedError): self.curves[key] = [1], [0.]
         xs,ys = self.curves[key]
         return max(interpolate(xs, ys, n)-ys[0], 0.)
@@ -223,12 +225,12 @@ def row_times(stats) -> tuple:
     return sorted(spent)[3], sorted(took)[3]
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #0ebf059a
-def parameter_places(r, ended=()) -> tuple: # `PlannedTensor`s; remarks about unknown rows
+def parameter_places(r, ended=()) -> tuple: # returns a list of `PlannedTensor`, and remarks about unknown rows
     "Return the expected rows of all tensors that are no inputs or outputs. `ended`: result of `rehearse`."
     (places,notes),s = ([], set()),r.sources
     def add(st, ttype, tname, n, p, shape=None):
         places.append(PlannedTensor(st.track, ttype, tname, n, 0, tuple(p.shape) if shape is None else shape, p.dtype, True))
-    first = list(dict.fromkeys([*ended, *s.states])) # a tied weight belongs to the module that returns first
+    first = list(dict.fromkeys([*ended, *s.states])) # a tied weight belongs to the module whose call ends first
     for st,i,n,p in s.parameters.each(states=first):
         if 'weight' in r.ttypes: add(st, 'weight', f'weight_{i}', n, p)
     for st,i,n,p in s.parameters.each(states=s.states if r.steps.manual else first):
@@ -249,7 +251,7 @@ def parameter_places(r, ended=()) -> tuple: # `PlannedTensor`s; remarks about un
             if t in r.ttypes and (t=='weight' or x.requires_grad): add(s.states[0], t, n, n, x)
     return places, sorted(notes)
 
-def flow_places(r) -> tuple: # `PlannedTensor`s; remarks about unknown rows
+def flow_places(r) -> tuple: # returns a list of `PlannedTensor`, and remarks about unknown rows
     "Return the expected rows of inputs and outputs without a pass: those of the last recorded pass, or one of each for a module."
     kinds = [(t, f'{t}{g}') for t in ('input', 'output') for g in ('', '_grad') if f'{t}{g}' in r.ttypes]
     if not kinds: return [], []
@@ -261,7 +263,7 @@ def flow_places(r) -> tuple: # `PlannedTensor`s; remarks about unknown rows
         dtype = next((p.dtype for p in m.parameters() if p.is_floating_point()), torch.float32)
         for kind,ttype in kinds:
             named = (st.track.input_dt if kind=='input' else st.track.output_dt) if known else {'input': None} if kind=='input' else {'output_0': None}
-            # other tensors are also outputs of another module, which reads them
+            # other inputs are outputs of another module, for which they are read
             read = kind!=ttype or (st.root if kind=='input' else st.track.base_module)
             calls = range(st.calls if known else 1)
             places += [PlannedTensor(st.track, ttype, n, None, c, s, s and dtype, read) for c in calls for n,s in (named or {}).items()]
@@ -286,13 +288,13 @@ class Plan:
         self.name,self.places,self.lines,self.each,self.notes = name,places,lines,seconds,list(notes)
         self.rows,self.bytes,self.seconds = len(places),sum(lines),sum(seconds)
 
-    def kinds(self) -> list: # (ttype, rows, bytes of its tensors or None, bytes of rows, seconds)
+    def kinds(self) -> list: # returns tuples (ttype, number of rows, bytes of tensors or None, bytes of rows, seconds)
         "Return the totals for each tensor type."
         found = {}
         for p,n,s in zip(self.places, self.lines, self.each, strict=True): found.setdefault(p.ttype, []).append((tensor_bytes(p), n, s))
         return [(t, len(rows), *(None if None in column else sum(column) for column in zip(*rows, strict=True))) for t,rows in found.items()]
 
-    def largest(self, n=3) -> list: # (seconds, `PlannedTensor`)
+    def largest(self, n=3) -> list: # returns pairs (seconds, `PlannedTensor`)
         "Return the `n` tensors that take the most time to record."
         return sorted(((s, p) for s,p in zip(self.each, self.places, strict=True) if p.shape is not None), key=lambda r: -r[0])[:n]
 
@@ -306,12 +308,17 @@ class Plan:
             for p,n,s in zip(self.places, self.lines, self.each, strict=True)])
 
     def table(self):
+        "Return the lines of the table that `print(plan)` shows."
         body = [(t, f'{n:,}', '?' if b is None else byte_size(b), byte_size(w), duration(s)) for t,n,b,w,s in self.kinds()]
         return [('ttype', 'rows', 'tensors', 'written', 'time'), *body]
 
-    def title(self): return f"Plan for {self.name}: {self.rows:,} rows, {byte_size(self.bytes)} and about {duration(self.seconds)} for each recorded step"
+    def title(self):
+        "Return the title of the plan, with the totals."
+        return f"Plan for {self.name}: {self.rows:,} rows, {byte_size(self.bytes)} and about {duration(self.seconds)} for each recorded step"
 
-    def tail(self): return [f"{p.track.name} {p.tname} {list(p.shape)}: about {duration(s)}" for s,p in self.largest()]
+    def tail(self):
+        "Return lines about the tensors that take the most time."
+        return [f"{p.track.name} {p.tname} {list(p.shape)}: about {duration(s)}" for s,p in self.largest()]
 
     def __repr__(self):
         table = self.table()

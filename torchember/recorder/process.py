@@ -41,7 +41,7 @@ def disown_open_recorders():
     for r in list(open_recorders): r.leave()
     open_recorders.clear()
 
-# runs before the exit function of the store, because that was registered earlier, by the import above
+# runs before the exit function of `store`, which was registered earlier, when it was imported
 atexit.register(finish_open_recorders)
 if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=disown_open_recorders)
 
@@ -61,9 +61,9 @@ def weak_source(recorder):
     return source
 
 # %% ../../nbs/40_recorder/70_process.ipynb #ccba5439
-# counter of the names that processes share; name -> number of runs of this process with this name
+# counter of the names that processes share, and number of runs of this process by name
 shared_names,given = itertools.count(),Counter()
-# run -> how often `store_for` was called: each continuation of a run gets a new prefix in the store
+# number of calls of `store_for` for each run, because each continuation of a run gets a new prefix in the store
 shared_runs = Counter()
 
 # %% ../../nbs/40_recorder/70_process.ipynb #ed2ef205
@@ -79,14 +79,14 @@ def rank_and_size() -> tuple:
     return 0, 1
 
 # %% ../../nbs/40_recorder/70_process.ipynb #c97ce35d
-def shared_name(kind:str) -> str: # kind: class of the model
+def shared_name(kind:str) -> str: # kind: class name of the model
     "Return a name for a new run. All processes of the process group get the same name."
     name = run_name(kind)
     store = shared_store() if torch.distributed.is_available() and torch.distributed.is_initialized() else None
     if store is not None:
         name = store.compare_set(f'torchember/{next(shared_names)}', '', name).decode()
     given[name] += 1
-    return name if given[name]==1 else f'{name}_{given[name]}' # two models may be armed in the same second
+    return name if given[name]==1 else f'{name}_{given[name]}' # a number is added, because two models may be armed in the same second
 
 # %% ../../nbs/40_recorder/70_process.ipynb #0cf7fd1f
 def store_for(run:str) -> tuple:
@@ -99,8 +99,8 @@ def store_for(run:str) -> tuple:
     store = shared_store() if d.is_available() and d.is_initialized() else None
     if store is None: return None, None
     own = store
-    if hasattr(store, 'clone'): # in torch 2.9 and later
+    if hasattr(store, 'clone'): # `clone` exists in torch 2.9 and later
         try: own = store.clone()
-        except (RuntimeError, NotImplementedError): own = store # not every kind of store has `clone`
+        except (RuntimeError, NotImplementedError): own = store # not every kind of store implements `clone`
     shared_runs[run] += 1
     return d.PrefixStore(f'torchember/{run}/{shared_runs[run]}', own), store

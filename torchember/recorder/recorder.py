@@ -65,7 +65,7 @@ class Settings:
 # %% ../../nbs/40_recorder/80_recorder.ipynb #009b21b1
 def make_pipe(t, s, lock, gradient, turn, look_for_modules):
     "Create the `Pipe` of a recorder. `t`: run; `s`: `Settings`; the last arguments: functions for `Sources`, `Gate` and `Pipe`."
-    watch = OptimizerWatch(s.optimizers, s.scaler, SilentListener(False)) if s.optimizers else None # see `ArmedModel`
+    watch = OptimizerWatch(s.optimizers, s.scaler, SilentListener(False)) if s.optimizers else None # for `ArmedModel`, which sets the listener
     awaited = {id(o) for o in watch.optimizers} if watch and s.ends!='step' else ()
     steps,cost,held = Steps(s.first_step, watch is not None or s.ends=='step', awaited),Cost(s.budget),held_steps(s.blackbox)
     writer = RowWriter(t, s.rank, s.root_name, held)
@@ -83,8 +83,8 @@ class ArmedModel:
         self.events,self.optimizer_events,self.sources,self.cost = events,optimizer_events,sources,cost
         # `OptimizerWatch` and `ClippingWatch`, if needed; `Graphs` or `Quiet` on a GPU
         self.watches,self.graphs = watches,graphs
-        self.tracks,self.owner = (),None # `moduleTrack`s, root first; function that returns the ember, None after disarming
-        self.containers = Containers() # unarmed modules, but may get children to arm
+        self.tracks,self.owner = (),None # tracks: a `moduleTrack` for each module, root first; owner: function that returns the ember, or None after disarming
+        self.containers = Containers() # unarmed modules that may get children to arm
 
     def arm(self, tracks, watched=None, owner=None, methods=None):
         """Install the listeners on the modules.
@@ -105,6 +105,7 @@ class ArmedModel:
         if self.graphs is not None: self.graphs.watch.attach()
 
     def use_modules(self, tracks):
+        "Use these modules from now on, because modules were added or removed."
         self.tracks = tracks
         self.events.pass_events.prepare(tracks[0].module, max(t.path.count('.') for t in tracks))
 
@@ -161,7 +162,7 @@ def make_model(events, optimizer_events, pipe, settings, drain):
 # %% ../../nbs/40_recorder/80_recorder.ipynb #631f32d8
 def part_of_pipe(path):
     "Return a property of `Recorder` that reads this attribute of its `Pipe`, such as 'buffer.calls'."
-    first,_,then = path.partition('.') # not `operator.attrgetter`, because Dynamo cannot trace it
+    first,_,then = path.partition('.') # `operator.attrgetter` is not used, because Dynamo cannot trace it
     return property((lambda self: getattr(getattr(self.pipe, first), then)) if then else lambda self: getattr(self.pipe, first))
 
 def loggable(numbers, notices):
@@ -201,7 +202,7 @@ class Recorder:
         "Stop recording the model, and wait until all rows are in the log file."
         self.model.disarm()
         self.finish()
-        self.t.file.flush() # so reading the run by its name now returns all rows
+        self.t.file.flush() # flushed, so that the run can be read by its name with all rows
         self.t.file.wait_for_listeners()
         self.model.forget()
         self.ended()
@@ -215,7 +216,7 @@ class Recorder:
 
     def log(self, numbers):
         "Add the user's numbers to the step of the last pass."
-        open_recorders.add(self) # again, because numbers logged after `torchEmber.close` must be written, too
+        open_recorders.add(self) # added again, because numbers logged after `torchEmber.close` must be written, too
         values = loggable(numbers, self.notices)
         if numbers and not values: return
         with self.lock: self.writer.extra.note(values, self.buffer, self.steps, self.pipe.gate.writes)
@@ -255,7 +256,7 @@ class Recorder:
         "Queue all rows so far, because the run is about to be read. With `close`, end the open step first."
         with self.lock:
             self.sources.note_parameters()
-            self.pipe.provisional.clear() # a step that was read cannot become a micro-batch later
+            self.pipe.provisional.clear() # cleared, because a step that was read cannot become a micro-batch later
         self.close() if close else self.flush()
 
     def seconds(self) -> float:

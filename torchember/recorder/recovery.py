@@ -38,14 +38,14 @@ class BoxContent:
     "Content of the files of a black box: copied steps, the open step, and the last position of the process."
     fault = '' # call stacks that Python wrote when it crashed
 
-    def __init__(self, path): # path of the box without its suffix
+    def __init__(self, path): # path: path of the box without its suffix
         with open(f'{path}.box', 'rb') as f: self.data = f.read()
         with open(f'{path}.told', 'rb') as f: lines = [json.loads(line) for line in f.read().split(b'\n')[:-1]]
         self.w = w = np.frombuffer(self.data, np.int64, len(self.data)//8)
         if len(self.data)<NOTES+2*most_text or w[MAGIC]!=magic or not lines:
             raise BoxError("it is incomplete because its disk was full, or it is not a black box")
         self.about = lines[0] # facts about the run and the process
-        # check the name of the run, so a foreign file cannot make us write outside of the folder
+        # the run's name is checked, so that a foreign file cannot cause writes outside of the folder
         safe_name(self.about['run'], 'run')
         if w[VERSION]!=version or (self.about['sums'], self.about['width'], self.about['head'])!=(sum_names, width, head_width):
             raise BoxError("another version of torchember wrote it. Read the run with that version")
@@ -53,11 +53,13 @@ class BoxContent:
         self.modules = [line['module'] for line in lines if 'module' in line]
         self.marks = next((line['marks'] for line in reversed(lines) if 'marks' in line), {})
         self.shards = {0: {}, **{line['parts']: {tuple(k): v for k,v in line['rows']} for line in lines if 'parts' in line}}
-        # numbers of dtypes may differ between processes
+        # names are converted, because the numbers of dtypes may differ between processes
         self.dtypes = np.array([dtype_number(str(name)) for name in self.about['dtypes']])
         self.slots = sorted(filter(None, map(self.slot, range(w[SLOTS]))), key=lambda s: s.number)
 
-    def array(self, at, n, k, kind): return np.frombuffer(self.data, kind, n*k, at).reshape(n, k)
+    def array(self, at, n, k, kind):
+        "Return numbers of the file as an array with `n` rows and `k` columns."
+        return np.frombuffer(self.data, kind, n*k, at).reshape(n, k)
 
     def rows(self, heads:int, at:int, n:int, length:int) -> tuple:
         "Return the headers and summaries of `n` rows, which begin at the bytes `heads` and `at`."
@@ -92,7 +94,7 @@ class BoxContent:
         last,parts = self.last_event,[]
         for rows,heads,n,length in self.w[BLOCK:BLOCK+4*self.w[BLOCKS]].reshape(-1, 4).tolist():
             h,v = self.rows(heads, rows, n, length)
-            u = np.flatnonzero(h[:, EVENT]>last) # these rows are complete, because the event of a row is written last
+            u = np.flatnonzero(h[:, EVENT]>last) # rows with an event number are complete, because it is written last
             if len(u): parts.append((h[u], v[u]))
         return parts, [c for c in custom_rows(self.data[NOTES:NOTES+int(self.w[NOTED])]) if c[0]>last]
 
@@ -134,9 +136,9 @@ def open_step(box) -> tuple:
     parts,custom = box.opened
     if not parts and not custom: return None, None
     last,step = box.slots[-1] if box.slots else None,int(box.w[STEP])
-    # these rows belong to the next step, whose pass has not begun
+    # rows of the next step, whose pass has not begun
     if last is not None and last.over and last.step==step: step += 1
-    earlier = [] # rows of this step that were taken before, in several copies
+    earlier = [] # copies of rows of this step that were taken before
     for s in box.slots:
         if s.step==step and not s.over: earlier.append(Snapshot(s.parts, box.taps, list(earlier)))
     micro = max(int(h[:, MICRO].max()) for h,_ in parts) if parts else 0
@@ -144,7 +146,9 @@ def open_step(box) -> tuple:
     snapshot,ts = Snapshot(parts, box.taps, earlier),local_time(box.w[BEGAN])
     return step, Measured(snapshot, custom, step, ts, marks, {None: micro>0}, box.shards[max(box.shards)])
 
-def local_time(ns): return datetime.fromtimestamp(int(ns)/1e9).strftime('%Y-%m-%d %H:%M:%S') # in the format of `store.base.now`
+def local_time(ns):
+    "Convert a time in ns to local time, in the format of the log."
+    return datetime.fromtimestamp(int(ns)/1e9).strftime('%Y-%m-%d %H:%M:%S') # returns the format of `store.base.now`
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #7dbe60bc
 def lines_of_box(box) -> tuple:
@@ -187,7 +191,7 @@ def tail_lines(path, start:int, first:int, size:int):
             f.seek(at)
             found = f.read().split(b'\n')
             if at==start: return found
-            found = found[1:] # the first line is incomplete, because reading began inside it
+            found = found[1:] # the first line is dropped, because reading began in the middle of it
             if any(isinstance(s := r.get('step'), int) and s<first for r in parse(b'\n'.join(found[:50]))[0]): return found
             tail *= 4
 
@@ -214,13 +218,14 @@ def cause_of_death(box):
     "Return a phrase about why the process ended: a crash of Python, a restart of the machine, or a kill."
     if m := fatal.search(box.fault): return m[1].strip()
     before,kills = box.about.get('killed'),count_memory_kills()
-    if box.about.get('host')!=socket.gethostname(): before = None # ignore the count of another machine
+    if box.about.get('host')!=socket.gethostname(): before = None # counts of another machine are ignored
     elif box.about.get('boot') and box.about['boot']!=boot_id(): return 'the machine was restarted since then'
     if before is not None and kills is not None and kills>before:
         return 'killed without a message, probably by the kernel, which has killed processes for lack of memory since the run began'
     return 'killed without a message (by SIGKILL from the kernel or the scheduler, for lack of memory or time; or by os._exit)'
 
 def advice_for(cause):
+    "Return advice for a cause of death."
     if any(word in cause for word in ('Segmentation', 'Bus', 'Abort', 'Illegal')):
         return "Run this module alone on the same input (te.probe, torch.save). " \
             "Such a crash comes from an extension, a kernel, or a broken installation."
@@ -267,47 +272,48 @@ def recover(path) -> str|None:
         done,step,rest = lines_of_box(box)
         with suppress(FileNotFoundError), open(f'{path}.fault', errors='replace') as f: box.fault = f.read(8000)
         end = line_of(death_row(box, step, [*done, *rest]))
-    except Exception as e: # warn only, because the run can be read without the box
+    except Exception as e: # only a warning, because the run can be read without the box
         warn_once(path, f"{printable(path)}.box cannot be read ({type(e).__name__}: {printable(e, 200)}), so the run contains only the rows of its log. "
             "Delete this file and its .told file if you do not need them.")
         return None
     log = os.path.join(os.path.dirname(os.path.dirname(path)), 'log', box.about['run'])
-    # append only missing lines, because another process may have been killed while it recovered this box
+    # only missing lines are appended, because another process may have been killed while it recovered this box
     append_lines(log, b''.join(line+b'\n' for line in [*missing_lines(log, done), *missing_lines(log, [*rest, end])]), sync=True)
-    # also the file of the latest step, which is outdated now
+    # also deletes the file of the latest step, which is outdated now
     for gone in (f'{log}_latest', f'{path}.told', f'{path}.fault', f'{path}.box'):
         with suppress(FileNotFoundError): os.unlink(gone)
     return box.about['run']
 
-warned = set() # paths of the boxes that a warning was about
+warned = set() # paths of the boxes about which a warning was given
 
 def warn_once(path, message):
+    "Warn about the black box at this path, at most once."
     if path not in warned: warned.add(path); warn(message)
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #67a67b78
 def take_in(folder) -> list:
     "Recover the black boxes of all dead processes in a folder of runs. Return the names of these runs."
     boxes = os.path.join(folder, 'box')
-    if fcntl is None: return [] # without locks, dead processes cannot be recognized
+    if fcntl is None: return [] # without file locks, dead processes cannot be recognized
     try: names = sorted(n.removesuffix('.box') for n in os.listdir(boxes) if n.endswith('.box'))
-    except OSError: return [] # the folder has no black boxes
+    except OSError: return [] # raised if the folder has no black boxes
     found = []
     for name in names:
         path = os.path.join(boxes, name)
-        # do not open a box of this process, because closing the file would release its lock
+        # boxes of this process are not opened, because closing the file would release its lock
         if name in own_boxes: continue
         try: fd = os.open(f'{path}.box', os.O_RDWR)
-        except FileNotFoundError: continue # another process has recovered this box
+        except FileNotFoundError: continue # raised if another process has recovered this box
         except OSError as e:
             warn_once(path, f"A process died while it recorded into {printable(folder)}. Its last rows cannot be added to its log: "
                 f"{printable(e, 200)}. Read the run from a machine or user that can write to this folder.")
             continue
         try:
             try: fcntl.lockf(fd, fcntl.LOCK_EX|fcntl.LOCK_NB)
-            except OSError: continue # the process of this box is alive, or another process recovers this box
+            except OSError: continue # raised if the process of this box is alive, or if another process is recovering it
             if os.path.exists(f'{path}.box') and (run := recover(path)): found.append(run)
         except OSError as e:
             warn_once(path, f"{printable(path)}.box cannot be added to its log: {printable(e, 200)}. This will be tried again when the runs are read next.")
         finally: os.close(fd)
-    with suppress(OSError): os.rmdir(boxes) # fails while the folder contains boxes
+    with suppress(OSError): os.rmdir(boxes) # removing the folder fails while it contains boxes
     return found

@@ -39,7 +39,7 @@ class TrainingPass:
         `first`: number of its first event; `weights`: version counters of the weights.
         """
         self.number,self.micro,self.first,self.weights = number,micro,first,weights
-        # number of outputs with a hook; True if all outputs that require a gradient have a hook
+        # number of outputs with a hook, and True if all outputs that require a gradient have one
         self.hooks,self.complete = 0,True
         self.reached = False # True once a backward ran through this pass
         # `gradient_state` before and after this backward; `after` is None if the backward raised
@@ -63,43 +63,43 @@ class TrainingPass:
         """
         if self.before is None: return False
         brought = [i for i,(b,a) in enumerate(zip(self.before, self.after or now, strict=True)) if a!=b]
-        if not brought: return self.after is None # the backward raised before it computed a gradient
+        if not brought: return self.after is None # without computed gradients, `after` is None if the backward raised an exception
         def changed(i): return now[i] is None or self.after is None or now[i]!=self.after[i]
         return all(changed(i) and is_removed(parameters[i]) for i in brought)
 
 # %% ../../nbs/40_recorder/45_refused.ipynb #4f0a100a
 class RefusedPasses:
     "Finds refused passes: training passes of the open step whose gradients no optimizer uses."
-    def __init__(self, notify=lambda: None): # notify: called when a backward begins, because earlier passes may have been refused
+    def __init__(self, notify=lambda: None): # notify: function that is called when a backward begins, because earlier passes may have been refused
         self.notify = notify
         self.parameters = [] # some parameters of the model, whose gradients are checked
-        self.passes = [] # `TrainingPass`es of the open step
-        # id of the running backward; passes it reached; `gradient_state` before it
+        self.passes = [] # list of `TrainingPass` of the open step
+        # id of the running backward, passes that it reached, and `gradient_state` before it
         self.task,self.running,self.state = -1,[],[]
-        self.last = [] # `gradient_state` after the last backward
+        self.last = [] # value of `gradient_state` after the last backward
         self.taken = 0 # number of refused passes of the open step
-        self.made = [] # gradients of the last backward, if a pass was refused before
+        self.made = [] # gradients of the last backward if an earlier pass was refused
 
     def choose_parameters(self, model):
         "Choose the parameters whose gradients are checked. None of them if FSDP1 or Opacus replaces parameters or gradients."
         parameters = [p for p in model.parameters() if not is_lazy(p) and p.requires_grad and p.is_leaf and not p.is_inference()]
-        # Opacus sums gradients in `grad_sample`, and removes `grad`
+        # excluded, because Opacus sums gradients in `grad_sample` and removes `grad`
         per_sample = any(hasattr(p, 'grad_sample') for p in parameters)
         flattens = any(c.__name__=='FullyShardedDataParallel' for m in model.modules() for c in type(m).__mro__)
         self.parameters = [] if per_sample or flattens else evenly_spaced(parameters)
 
-    def add_pass(self, number:int, micro:int, first:int): # arguments of `TrainingPass`
+    def add_pass(self, number:int, micro:int, first:int): # the arguments are those of `TrainingPass`
         "Add a training pass that begins now."
         if self.parameters: self.passes.append(TrainingPass(number, micro, first, count_writes(self.parameters)))
 
-    def hook_outputs(self, outputs): # outputs: pairs of names and tensors
+    def hook_outputs(self, outputs): # outputs: pairs of name and tensor
         "Hook the outputs of the last pass, to notice when a backward reaches them."
         if self.passes: self.passes[-1].add_hooks(outputs, self.backward_comes)
 
     def backward_comes(self, p):
-        "Note that a backward reaches an output of the pass `p`."
+        "Store that a backward has reached an output of the training pass `p`."
         task = running_backward()
-        # create_graph=True: another backward may follow
+        # with create_graph=True, another backward may follow
         if task==-1 or torch.is_grad_enabled(): p.reached = True; return
         if not p.reached and not writes_gradients(): return
         p.reached = True
@@ -117,7 +117,7 @@ class RefusedPasses:
         "Note that the backward with the id `task` ended without an error."
         if task!=self.task: return
         self.last = gradient_state(self.parameters)
-        # keep the gradients alive, because Python may reuse the id of a freed tensor
+        # gradients are kept alive, because Python may reuse the id of a freed tensor
         if self.taken: self.made = [g for p in self.parameters if (g := grad_of(p)) is not None]
         for p in self.running: p.after = self.last
         self.task,self.running = -1,[]
@@ -135,7 +135,7 @@ class RefusedPasses:
         if not any(p.reached for p in self.passes): return []
         return [p for p in self.passes if p.hooks and p.complete and not p.reached]
 
-    def stop_if_copied(self) -> int: # number of passes of this step that were refused wrongly
+    def stop_if_copied(self) -> int: # returns the number of passes of this step that were wrongly counted as refused
         "Stop finding refused passes if the training loop assigns gradients itself, because such passes only look refused."
         if not self.taken: return 0
         grads = [grad_of(p) for p in self.parameters if not is_removed(p)]
@@ -143,7 +143,7 @@ class RefusedPasses:
         n,self.taken,self.made,self.parameters,self.passes = self.taken,0,[],[],[]
         return n
 
-    def forget(self, number:int): # number of the pass in the step
+    def forget(self, number:int): # number: number of the pass in the step
         "Remove a pass from the passes of the open step."
         gone = [p for p in self.passes if p.number==number]
         self.passes = [p for p in self.passes if p.number!=number]
@@ -153,4 +153,6 @@ class RefusedPasses:
         "Return the number of the first event of the pass that follows pass `p`. None if no pass follows."
         return next((q.first for q in self.passes if q.number>p.number), None)
 
-    def step_over(self): self.passes,self.taken,self.made = [],0,[]
+    def step_over(self):
+        "Forget the passes of the ended step."
+        self.passes,self.taken,self.made = [],0,[]

@@ -25,7 +25,7 @@ def one_row(key, call:int, micro, dtype:str, stats:dict, step:int, ts:str, marks
     if ttype=='scalar':
         stats = {k: wait_for_number(v) for k,v in stats.items()}
         nans = sum(isinstance(v, float) and v!=v for v in stats.values())
-        if nans: stats = {**stats, 'nan': nans} # count NaN, because a table shows missing numbers as NaN, too
+        if nans: stats = {**stats, 'nan': nans} # NaN are counted in a column, because a table shows missing numbers as NaN, too
     extra = {} if pname is None else {'pname': pname}
     if micro is not None and many_passes.get(phase): extra['micro'] = micro
     if phase: extra['phase'] = phase
@@ -67,7 +67,9 @@ class FirstBad:
             self.found = describe_trouble(row)
             self.file.note(f"{self.found}: the first value of this run that is not finite. Training continues. This warning is given once.")
 
-    def remark(self): return f"First value that is not finite: {self.found}." if self.found else None
+    def remark(self):
+        "Return a sentence about the first value that is not finite; None without such a value."
+        return f"First value that is not finite: {self.found}." if self.found else None
 
 def watch_first_bad(log):
     "Warn about the first NaN or infinity of a run. The check runs before all listeners of the log."

@@ -20,8 +20,8 @@ from ..store.base import now
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #36541aae
 class StepLog:
     "Adds rows to the log of a run: to a step, or to no step."
-    def __init__(self, t, rank=None): # rank: of this process, if there are several processes
-        self.t,self.rank,self.was_on = t,rank,False # was_on: True if the step before was recorded
+    def __init__(self, t, rank=None): # rank: rank of this process, if there are several processes
+        self.t,self.rank,self.was_on = t,rank,False # was_on: True if the previous step was recorded
 
     def columns(self):
         "Return the columns that are added to every row: the rank and the user's marks."
@@ -41,7 +41,8 @@ class StepLog:
         self.t.file.put(rows, joins=True if self.was_on else None, **by)
 
     @property
-    def file_is_open(self): # True if the file has rows of a step that is not over
+    def file_is_open(self): # returns True if the file has rows of a step that is not over
+        "Return True if the last step in the file is not over."
         step = self.t.file.step
         return bool(step and not step.closed)
 
@@ -50,9 +51,9 @@ class ExtraRows:
     "Adds rows that describe no measured tensor: the user's numbers, learning rates, warnings, and values of a `Monitor`."
     def __init__(self, log, scalars, root_name:str='model'): # root_name: display name of the root, the module of these rows
         self.log,self.scalars,self.root_name = log,scalars,root_name
-        self.noted = Counter() # step -> number of rows of `te.log`
+        self.noted = Counter() # number of rows of `te.log`, by step
 
-    def report(self, steps, kind, text, severity): # steps: `Steps`; other arguments: see `Notices.once`
+    def report(self, steps, kind, text, severity): # steps: `Steps`; other arguments: those of `Notices.once`
         "Write a warning into the run, as a finding about the open step."
         self.log.report(kind, text, severity, self.root_name, steps.number)
 
@@ -93,7 +94,7 @@ class ExtraRows:
         self.noted[first] = sum(e.noted for e in earlier)+self.noted[step]
 
     def step_over(self, step):
-        # keep this count, because numbers belong to this step until the next pass
+        # the count of this step is kept, because numbers belong to this step until the next pass begins
         if self.noted: self.noted = Counter({step: self.noted[step]})
 
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #6be1d0aa
@@ -102,11 +103,13 @@ not_finite = [index[n] for n in ('nan', 'posinf', 'neginf')]
 class HeldSteps:
     "Recent unrecorded steps, for the black box. They are written to the log only if something goes wrong."
     def __init__(self, n):
-        self.steps = deque(maxlen=n) # `Measured` of each step
-        self.until = -1 # number of the last step that is written to the log in any case
-        self.reasons = set() # reasons of earlier releases, such as 'not finite'
+        self.steps = deque(maxlen=n) # a `Measured` for each step
+        self.until = -1 # number of the last step that is written to the log although the schedule skips it
+        self.reasons = set() # reasons for which steps were written before, such as 'not finite'
 
-    def wants(self, step): return step>self.until
+    def wants(self, step):
+        "Return True if an unrecorded step is kept, because it is not written to the log anyway."
+        return step>self.until
 
     def has_first_not_finite(self, measured):
         "Return True if a step has the first NaN or infinity. Values that a device has not sent yet are not checked."
@@ -128,8 +131,8 @@ class HeldSteps:
 @dataclass
 class ProvisionalStep:
     "Recorded step that was ended by the next pass. It may turn out to be a micro-batch of the open step."
-    measured:object # `Measured`. None if nothing was measured
-    custom:list # Its custom rows
+    measured:object # the `Measured` of the step; None if nothing was measured
+    custom:list # Custom rows of the step
     noted:int # Number of rows from `te.log`
     without:int # 1 if this was a training step without weight gradients, else 0
 
@@ -145,18 +148,20 @@ class RowWriter:
         self.extra = ExtraRows(self.log, self.lines.scalars, root_name)
         self.ts = None # local time of the open step's first row
         self.skipped = False # True if a scaler skipped the optimizer's step
-        self.last = None # `Measured` that was queued last. None if there was nothing to queue
-        self.custom,self.ended = [],[] # custom rows of the open step, and of the step before
+        self.last = None # the `Measured` that was queued last; None if there was nothing to queue
+        self.custom,self.ended = [],[] # custom: custom rows of the open step; ended: of the previous step
         self.marks = None # rank and marks of the rows that were queued last
-        self.waiting = [] # `Measured` of steps that may turn out to be micro-batches
-        # number of the step that refused passes are written to, and how many refused passes it has
+        self.waiting = [] # list of `Measured` of steps that may turn out to be micro-batches
+        # number of the step to which refused passes are written, and number of its refused passes
         self.refused = None,0
 
     def note_time(self):
         "Store the time of the first measurement of a step."
         if self.ts is None: self.ts = now()
 
-    def columns(self): return self.log.columns()
+    def columns(self):
+        "Return the columns that are added to every row: the rank and the user's marks."
+        return self.log.columns()
 
     def write(self, buffer, steps, over:bool, wait:bool=False, held:bool=False):
         """Queue all new measurements of the step for the log, and empty the buffer. `over`: True if the step is over.
@@ -167,13 +172,13 @@ class RowWriter:
         if not wait: self.release()
         self.last,held,rows = None,held and self.held.wants(steps.shown),buffer.rows
         closes = over and (rows.snapshots.taken or rows.custom.taken or self.log.file_is_open)
-        if not rows.size and not closes: return # nothing to write, so do not wake the writer thread
+        if not rows.size and not closes: return # returns without waking the writer thread if there is nothing to write
         columns = self.columns()
-        # iterate over a copy, because a signal handler may change it
+        # a copy is used, because a signal handler may change the list
         many_passes = {phase: n>1 for phase,n in dict(steps.passes).items()}
         if columns!=self.marks: rows.clear_taken() # rows with other marks do not supersede earlier rows
         self.marks = columns
-        joins = steps.shown!=steps.number # True for an evaluation, which belongs to the step before
+        joins = steps.shown!=steps.number # True for an evaluation, which belongs to the previous step
         again = {'supersedes': True} if joins and steps.evaluated==steps.shown else {}
         marks = {**({'skipped': True} if self.skipped else {}), **again, **columns}
         ts = self.ts or now()
@@ -189,7 +194,7 @@ class RowWriter:
         if joins: self.log.put_late(measured, by=self.lines)
         else: self.log.t.put(measured, over, self.lines)
 
-    def release_held(self, step, why): # see `HeldSteps.release`
+    def release_held(self, step, why): # the arguments are those of `HeldSteps.release`
         "Write the kept unrecorded steps to the log, because something is wrong."
         for measured in self.held.release(step, why): self.log.t.put(measured, True, self.lines)
 
@@ -198,14 +203,18 @@ class RowWriter:
         waited,self.waiting = self.waiting,[]
         for measured in waited: self.log.t.put(measured, True, self.lines)
 
-    def join(self, step, first, earlier): # see `ExtraRows.join`
+    def join(self, step, first, earlier): # the arguments are those of `ExtraRows.join`
         "Drop the steps that were held back, because they are micro-batches of the open step."
         self.waiting = []
         self.extra.join(step, first, earlier)
 
-    def note_skipped(self): self.skipped = True
+    def note_skipped(self):
+        "Note that a `GradScaler` skipped the optimizer's step."
+        self.skipped = True
 
-    def leave(self): self.waiting = [] # a forked process writes nothing, because its parent does
+    def leave(self):
+        "Forget the queued steps in a forked process."
+        self.waiting = [] # called in a forked process, whose parent writes the rows
 
     def step_over(self, step:int, on:bool): # on: True if the step was recorded
         self.log.was_on,self.skipped = on,False

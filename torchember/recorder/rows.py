@@ -20,7 +20,7 @@ from .step_scalars import StepScalars
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #6a6696ef
 last = np.iinfo(np.int64).max # event number of a row that comes after all other rows of its step
-VALUE,TS,STEP,MARKS = b'\0',b'\1',b'\2',b'\3' # placeholders
+VALUE,TS,STEP,MARKS = b'\0',b'\1',b'\2',b'\3' # placeholders in templates of lines
 
 def template(names, key, dtype:str, parts, marks) -> bytes|None:
     """Return the log line of a tap, with placeholders for values that change from step to step.
@@ -42,10 +42,10 @@ class Measured:
     custom:list # Rows of users' functions, and logged numbers: event number, and the first five arguments of `one_row`
     step:int # Number of the step
     ts:str # Local time
-    marks:dict # Column -> value
-    many_passes:dict # Phase -> True if the step had several passes of this phase
-    parts:dict # `place_of` a row -> columns that describe its shard
-    norms:list|None = None # What the gradient norms of a finished step are computed from: result of `StepScalars.ask`
+    marks:dict # Values of the user's marks, by column
+    many_passes:dict # For each phase, True if the step had several passes of the phase
+    parts:dict # Columns that describe the shard of a row, by the row's `place_of`
+    norms:list|None = None # Result of `StepScalars.ask`, from which the gradient norms of a finished step are computed
 
     def __len__(self): return len(self.snapshot)+len(self.custom)
 
@@ -76,7 +76,7 @@ def group_by_columns(columns):
         if 'before' not in ttypes and not ratio: yield from add_numel(c, {}); continue
         got = [ratio.get(p) for p in zip(c.owner.tolist(), c.events.tolist(), strict=True)]
         rated = [i for i,r in enumerate(got) if r is not None]
-        rest = [i for i,r in enumerate(got) if r is None and c.taps[i].key[1]!='before'] # 'before' has no row
+        rest = [i for i,r in enumerate(got) if r is None and c.taps[i].key[1]!='before'] # rows of type 'before' are not written
         if rated: yield from add_numel(c[rated], {'ratio': np.array([got[i] for i in rated])})
         if rest: yield from add_numel(c[rest], {})
 
@@ -92,7 +92,9 @@ def add_numel(c, more):
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #7a0b1ee6
 @lru_cache(4096)
-def shape_text(dims): return b'[%s]' % b','.join(b'%d' % d for d in dims[1:1+dims[0]])
+def shape_text(dims):
+    "Return a shape as JSON. `dims`: number of dimensions, followed by their sizes."
+    return b'[%s]' % b','.join(b'%d' % d for d in dims[1:1+dims[0]])
 
 def shape_texts(dims) -> list:
     "Return shapes as JSON. `dims`: array with the number of dimensions and their sizes in each row."
@@ -142,7 +144,7 @@ def sort_by_event(done, n):
 class LineMaker:
     "Turns measured steps into lines of the log. Keeps the templates of lines from step to step."
     def __init__(self):
-        # taps, shards and marks of the templates; names of columns -> number of tap and dtype -> template
+        # made_for: taps, shards and marks of the templates; templates: by names of columns, then by tap number and dtype
         self.made_for,self.templates = None,{}
         self.scalars = StepScalars()
 
@@ -158,7 +160,7 @@ class LineMaker:
         "Return the rows of `Measured`s with the same taps, shards and marks, which share templates."
         if self.made_for!=made_for: self.made_for,self.templates = made_for,{}
         custom = [(i, event, m.row(*row)) for i,m in enumerate(measured) for event,*row in m.custom]
-        done = [tuple(zip(*custom, strict=True))] if custom else [] # (owners, events, rows) of each portion
+        done = [tuple(zip(*custom, strict=True))] if custom else [] # tuples (owners, events, rows), one for each group of rows
         for c,more in group_by_columns(columns_of([m.snapshot for m in measured])): done += self.rows_of_group(c, more, measured)
         if norms := [(i, last, row) for i,m in enumerate(measured) if (row := self.scalars.row(m)) is not None]: done.append(tuple(zip(*norms, strict=True)))
         self.scalars.remember(row for *_,row in custom)
@@ -181,7 +183,7 @@ class LineMaker:
     def templates_of(self, c, names, m):
         "Return the template of each row, None for a row without a template."
         known,kinds = self.templates.setdefault(names, {}),c.kinds.tolist()
-        # each call has its own template, because its shard may differ
+        # each call has its own template, because its shard may differ from that of other calls
         if m.parts: kinds = [*zip(kinds, c.calls.tolist(), strict=True)]
         for i,k in enumerate(kinds):
             if k not in known: known[k] = template(names, c.taps[i].key, c.dtypes()[i], m.columns(c.taps[i].key, int(c.calls[i])), m.marks)

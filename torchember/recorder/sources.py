@@ -26,11 +26,11 @@ def flow_classes(ttypes):
     return [getattr(import_module(f"torchember.recorder.{module}"), name) for module,name in (n.split('.') for n in names)]
 
 # %% ../../nbs/40_recorder/75_sources.ipynb #55432f28
-def _as_parameter(root, name, x): return root, 0, ('variable', name), x # a tuple, as `Parameters.each` yields
+def _as_parameter(root, name, x): return root, 0, ('variable', name), x # returns a tuple like those that `Parameters.each` yields
 
 class FollowedTensors:
     "Measures tensors outside of all modules, and their gradients, at the end of each step."
-    def __init__(self, ttypes, parameters, buffer): # recorded tensor types, `Parameters`, `StepBuffer`
+    def __init__(self, ttypes, parameters, buffer): # ttypes: recorded tensor types; parameters: a `Parameters`; buffer: a `StepBuffer`
         self.ttypes,self.parameters,self.buffer,self.tensors = ttypes,parameters,buffer,{}
 
     def follow(self, name, x, states):
@@ -54,7 +54,7 @@ class FollowedTensors:
 # %% ../../nbs/40_recorder/75_sources.ipynb #c11b9ed1
 class KnownOptimizers:
     "Optimizers of the user: their gradients, and the loss scale."
-    def __init__(self, watch, parameters): self.watch,self.parameters = watch,parameters # watch: `OptimizerWatch` or None
+    def __init__(self, watch, parameters): self.watch,self.parameters = watch,parameters # watch: an `OptimizerWatch` or None
 
     def scale(self):
         "Return the factor by which the `GradScaler` multiplies the loss, None without a scaler."
@@ -88,21 +88,23 @@ class Sources:
         metadata of the parameters.
         """
         self.ttypes,self.buffer,self.watch = ttypes,buffer,watch
-        self.states = [] # `capture.module_state.ModuleState`s of the armed modules, root first
-        self.sampled = [] # some weights: if their version counters change, an unknown optimizer has stepped
+        self.states = [] # a `ModuleState` for each armed module, root first
+        self.sampled = [] # some weights, whose version counters change if an unknown optimizer steps
         self.parameters = Parameters(buffer, ttypes, note)
         self.optimizers = KnownOptimizers(watch, self.parameters)
         self.gradients = Gradients(ttypes, steps, notify)
         self.updates = Updates(buffer, self.parameters, ttypes)
         self.rates = LearningRates(watch.optimizers if watch else ())
         self.followed = FollowedTensors(ttypes, self.parameters, buffer)
-        # measured at the end of a step
+        # objects that measure at the end of a step
         self.at_step_end = [source for source in (Buffers(buffer),) if set(source.ttypes) & set(ttypes)]
-        def among(*some): return [t for t in some if t in ttypes]
+        def among(*some):
+            "Return those tensor types that are recorded."
+            return [t for t in some if t in ttypes]
         # `Steps.manual` -> tensor types to measure when a module returns. In manual steps no gradients, because they are
         # complete only at the optimizer's step
         self.parameter_types = {False: among('weight', 'weight_grad'), True: among('weight')}
-        self.at_calls = [source(buffer, ttypes) for source in flow_classes(ttypes)] # measured when a module is called
+        self.at_calls = [source(buffer, ttypes) for source in flow_classes(ttypes)] # objects that measure when a module is called
         if self.gradients.ttypes: self.at_calls.append(self.gradients)
 
     # ---- the model
@@ -132,13 +134,15 @@ class Sources:
         optimizers = None if self.watch is None else self.watch.optimizers
         self.parameters.known.note(self.states, optimizers, self.parameters.hint.trains, search)
 
-    def follow(self, name, x): self.followed.follow(name, x, self.states)
+    def follow(self, name, x):
+        "Measure a tensor outside of all modules at the end of each step from now on."
+        self.followed.follow(name, x, self.states)
 
     # ---- passes
 
     def weight_versions(self, root, steps):
         "Return version counters of some weights at the begin of a pass. None if steps do not depend on them. `root`: True for the root."
-        # not `busy`: LBFGS changes weights within its step
+        # None while an optimizer steps, because LBFGS changes weights within its step
         needed = not (root and steps.manual) if self.watch is None else steps.opened and not self.watch.busy
         return count_writes(self.sampled) if self.sampled and needed else None
 

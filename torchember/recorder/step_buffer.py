@@ -44,7 +44,9 @@ def custom_row(f, x, call=lambda f, x: f(x)):
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #b78185b3
 slow_generators = {'random': (random.getstate, random.setstate), 'numpy': (np.random.get_state, np.random.set_state)}
 
-def equal_states(a, b): return all((x==y).all() if isinstance(x, np.ndarray) else x==y for x,y in zip(a, b, strict=True))
+def equal_states(a, b):
+    "Return True if two states of a random generator are equal."
+    return all((x==y).all() if isinstance(x, np.ndarray) else x==y for x,y in zip(a, b, strict=True))
 
 def torch_generators(device):
     "Return torch's random generators for a device: name -> (function that gets the state, function that sets the state)."
@@ -58,13 +60,13 @@ def torch_generators(device):
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #ca5cd52a
 class Generators:
     "Random generators for users' functions, so these functions do not change the random numbers of the training."
-    lock = threading.RLock() # one lock, because all embers of a process share the generators of the training
+    lock = threading.RLock() # shared by all instances, because all embers of a process share the generators of the training
     tries = 100 # number of calls of a function in which slow generators are checked
 
     def __init__(self):
-        self.states = {} # name of a generator -> its state for users' functions
-        self.calls = Counter() # id of a function -> number of calls
-        self.drawn = set() # (id of a function, name of a slow generator) if the function draws from this generator
+        self.states = {} # state for users' functions of each generator, by name
+        self.calls = Counter() # number of calls of each function, by id
+        self.drawn = set() # pairs (id of a function, name of a slow generator) of functions that draw from this generator
 
     def call(self, f, x):
         "Return `f(x)`. Afterwards the generators of the training continue as if `f` had not been called."
@@ -83,14 +85,14 @@ class Generators:
         "Store the state of a generator for the next call of the function, and restore the state of the training."
         if k in slow_generators:
             if equal_states(now, self.states.get(k, training)):
-                if k not in self.states: return # no function has drawn from this generator
+                if k not in self.states: return # returns if no function has drawn from this generator
             else: self.drawn.add((f_id, k))
         self.states[k] = now
         set_state(training)
 
 def replace_lock(): Generators.lock = threading.RLock()
 
-# another thread may have held the lock during the fork
+# the lock is replaced, because another thread may have held it during the fork
 if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=replace_lock)
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #ef50b207
@@ -109,19 +111,21 @@ class Functions:
                 return {'error': f'{type(e).__name__}: {e}'}
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #46e59f77
-ordinary = (torch.Tensor, torch.nn.Parameter) # types of tensors that are never sharded
+ordinary = (torch.Tensor, torch.nn.Parameter) # tensors of these types are never sharded
 
 def is_part(x):
     "Return True if this rank has only a shard of a DTensor."
     return hasattr(x, 'placements') and not all(p.is_replicate() for p in x.placements)
 
-def placement(x): return ', '.join(map(str, x.placements)) # placements in torch's notation, such as 'S(0), R'
+def placement(x):
+    "Return the placements of a DTensor as text."
+    return ', '.join(map(str, x.placements)) # returns placements in torch's notation, such as 'S(0), R'
 
 class LocalShards:
     "Finds the shards of tensors on this rank, and the columns that describe these shards."
     def __init__(self, ranks, notices):
         self.ranks,self.notices = ranks,notices # ranks: `capture.ranks.Ranks`. None for a single process, and after an error
-        self.columns = {} # `place_of` a row -> columns about the shard
+        self.columns = {} # columns about the shard of a row, by the row's `place_of`
 
     def local(self, state, key, call:int, x) -> torch.Tensor:
         "Return this rank's shard of a tensor, and store the columns about the shard. `key`: argument of `one_row`."
@@ -144,6 +148,7 @@ class LocalShards:
         except Exception as e: self.give_up(e)
 
     def give_up(self, e):
+        "Warn of an error, and record no columns about shards from now on."
         self.ranks = None
         self.notices.once('ranks', f"torchember cannot determine how the model is distributed over processes ({type(e).__name__}: {e}). Each process "
             "records its own shards, and reading cannot merge them into whole tensors.")
@@ -152,14 +157,16 @@ class LocalShards:
 class CustomRow(NamedTuple):
     "Row that no arena can hold: the result of a user's function, or numbers of `te.log`."
     event:int
-    key:tuple # module, ttype, tname, pname, phase, backward
+    key:tuple # tuple (module, ttype, tname, pname, phase, backward)
     call:int
     micro:int|None # number of the micro-batch
     dtype:str
     stats:dict
 
     @property
-    def is_number(self): return self.key[1]=='scalar'
+    def is_number(self):
+        "True if the row has numbers logged by the user."
+        return self.key[1]=='scalar'
 
     @property
     def is_of_call(self):
@@ -169,19 +176,19 @@ class CustomRow(NamedTuple):
 class CustomRows:
     "Custom rows of the open step."
     def __init__(self, lock):
-        self.lock,self.rows,self.box = lock,[],None # box: `BlackBox`
+        self.lock,self.rows,self.box = lock,[],None # box: a `BlackBox` or None
         self.clear_taken()
 
     def __len__(self): return len(self.rows)
 
     def clear_taken(self):
         "Forget which rows were taken, so new rows do not supersede earlier rows."
-        # (key, call, micro) of taken rows; the same of taken rows whose pass raised or was refused later
+        # taken: (key, call, micro) of taken rows; discarded: of taken rows whose pass failed or was refused later
         self.taken,self.discarded = set(),set()
 
     def add(self, *fields):
         row = CustomRow(*fields)
-        with self.lock: self.rows.append(row) # lock, because `drop` in another thread replaces the list
+        with self.lock: self.rows.append(row) # locked, because `drop` in another thread replaces the list
         if self.box is not None: self.box.note(row)
 
     def drop(self, *place):
@@ -203,7 +210,7 @@ class CustomRows:
             mine,rest = [r for r in self.rows if is_mine(r)],[r for r in self.rows if not is_mine(r)]
             self.discarded |= {k for k in self.taken if k[2]==p.micro and not k[0][3] and k[0][4] is None}
             self.rows,numbers = [],0
-            for r in rest: # renumber logged numbers and later micro-batches
+            for r in rest: # logged numbers and later micro-batches get new numbers
                 if r.is_number: r,numbers = r._replace(call=numbers),numbers+1
                 elif r.micro is not None and r.is_of_call and r.micro>p.micro: r = r._replace(micro=r.micro-1)
                 self.rows.append(r)
@@ -211,14 +218,14 @@ class CustomRows:
 
     def join(self, earlier):
         "Add the rows of earlier steps as passes of this step. The log already has the rows of the first of these steps."
-        # the log has these rows without a number of a micro-batch
+        # rows that are in the log already have no number of a micro-batch
         self.taken = {(r.key, r.call, None) for r in earlier[0].custom if r.key[3]}
         self.rows = join_rows(earlier, self.rows)
 
     def take(self):
         "Remove all rows, and return them. Rows that replace taken rows get the mark `supersedes`."
         rows,self.rows = self.rows,[]
-        # the last row of a parameter supersedes earlier rows
+        # only the last row of a parameter is kept, which supersedes earlier rows
         again = {k for k in self.taken if k[0][3]} | self.discarded
         rows = [r._replace(stats=r.stats | {'supersedes': True}) if r[1:4] in again else r for r in rows]
         self.taken |= {r[1:4] for r in rows}
@@ -232,13 +239,13 @@ def join_rows(earlier, own) -> list:
     numbers,rows,n = 0,[],len(earlier)
     for i,some in enumerate([*(e.custom for e in earlier), own]):
         for r in some if i else ():
-            if i<n and r.key[3]: continue # the last pass has a row of this parameter, too
+            if i<n and r.key[3]: continue # skipped, because the last pass has a row of this parameter, too
             rows.append(r._replace(call=r.call+numbers*r.is_number, micro=None if r.key[3] or r.micro is None else i))
         numbers += earlier[i].noted if i<n else 0
     return rows
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #c0570a05
-def belongs_to(p, key): # p: `TrainingPass`; key: key of a row
+def belongs_to(p, key): # p: a `TrainingPass`; key: key of a row
     "Return False for a row of a gradient if no backward reached the pass. Then the row belongs to a later pass."
     return p.reached or key[1] not in ('input_grad', 'output_grad')
 
@@ -286,7 +293,7 @@ class Snapshots:
 class StepRows:
     "All rows of the open step: summaries in the arena, custom rows, and rows taken out before."
     def __init__(self, notices, lock):
-        self.notices,self.box = notices,None # box: `BlackBox`
+        self.notices,self.box = notices,None # box: a `BlackBox` or None
         self.custom,self.snapshots = CustomRows(lock),Snapshots()
         self.renew_arena()
 
@@ -372,7 +379,7 @@ class StepBuffer:
         `te.log`. `ranks`: `capture.ranks.Ranks`, if there are several processes.
         """
         lock = lock or threading.RLock()
-        # 'before': the weight before its update, for the update-to-weight ratio. It gets no row
+        # 'before' is the weight before its update, used for the update-to-weight ratio; it gets no row
         self.stats = {'before': ('rms',), **stats}
         self.notices,self.calls = notices or Notices(),calls or Calls()
         self.micro = 0 # number of the micro-batch, stored in custom rows because these cannot be merged
@@ -402,7 +409,7 @@ class StepBuffer:
                 if stats is None: return
                 key,dtype = (state.track.name, ttype, tname, pname, phase, backward),str(x.dtype).removeprefix('torch.')
                 return self.add(key, call, self.micro, dtype, stats)
-            place = ttype,tname,phase,backward,pname # a tuple, because creating an object for each tensor is slow
+            place = ttype,tname,phase,backward,pname # a tuple is used, because creating an object for each tensor is slow
             tap = state.taps.get(place) or new_tap(self.rows.arena, state, place, how, once)
             if replace: self.rows.arena.forget(tap)
             observe(x, tap, call, None if scale is None else float(scale) if x.is_cpu else scale, later=once)
@@ -415,7 +422,7 @@ class StepBuffer:
         """
         shards,custom = self.shards,self.rows.custom
         is_alone = scale is not None or shards.columns or shards.ranks is not None or replace and custom
-        waits = False if is_alone else None # function that queues a tensor, created when first needed
+        waits = False if is_alone else None # function that queues a tensor, created before its first use
         for state,ttype,tname,pname,x in some:
             tap = state.taps.get((ttype, tname, None, 0, pname)) if waits is not False and type(x) in ordinary and not x.is_cpu else None
             if tap is not None and waits is None: waits = self.rows.arena.waiter(replace) or False
@@ -439,13 +446,17 @@ class StepBuffer:
         self.stats.update(dict.fromkeys(ttypes, how))
         for st in states: st.taps = {place: tap for place,tap in st.taps.items() if place[0] not in ttypes}
 
-    def begin_pass(self, number:int): # number of the pass in the step
+    def begin_pass(self, number:int): # number: number of the pass in the step
         self.rows.arena.begin(number)
         self.shards.begin_pass()
 
-    def in_micro(self, micro:int): self.micro = micro # number of the pass among the passes of its phase
+    def in_micro(self, micro:int):
+        "Set the micro-batch to which the next rows belong."
+        self.micro = micro # micro: number of the pass among the passes of its phase
 
-    def take_back(self, number): self.rows.take_back(number, self.micro)
+    def take_back(self, number):
+        "Drop the rows of a failed pass."
+        self.rows.take_back(number, self.micro)
 
     def join(self, earlier):
         "Add earlier steps as passes of this step, before its rows are taken. earlier: `row_writer.ProvisionalStep`s."

@@ -21,8 +21,8 @@ gradient_kinds = {'weight_grad': 0, 'unclipped_grad': 1}
 class GradientNorms:
     "Computes norms over all gradients of a step, from the summaries of their rows."
     def __init__(self):
-        self.taps,self.places = None,{} # taps of the last step; (module, tname, pname) -> number of the gradient
-        # for each tap: its `gradient_kinds`, and number of the gradient; -1 for other taps
+        self.taps,self.places = None,{} # taps: taps of the last step; places: number of each gradient by (module, tname, pname)
+        # two arrays with an entry for each tap: index in `gradient_kinds`, and number of the gradient; -1 for other taps
         self.kind,self.place = None,None
 
     def find_taps(self, taps):
@@ -53,7 +53,7 @@ class GradientNorms:
         head,vectors = (np.concatenate(x) for x in zip(*found, strict=True))
         order = np.argsort(head[:, EVENT], kind='stable')
         taps,sums = head[order, TAP],np.full((2, len(self.places)), -1.) # -1: no row
-        # the last row of a gradient is used
+        # only the last row of each gradient is used
         sums[self.kind[taps], self.place[taps]] = sums_of_squares(unscaled(vectors))[order]
         clipped,before = sums
         if not n or [np.count_nonzero(clipped!=-1), np.count_nonzero(before!=-1)]!=[n, unclipped]: return ()
@@ -67,7 +67,7 @@ class StepScalars:
     "Makes the scalar rows that torchember adds to each step. Avoids names that the user logs."
     def __init__(self):
         self.norms,self.taken = GradientNorms(),set() # taken: names that the user logs
-        self.rows = {} # tname -> last row with this name
+        self.rows = {} # last row of each name
 
     def name(self, name):
         "Return the name for a number that torchember computes: with the prefix `recorded_` if the user logs this name."
@@ -86,7 +86,7 @@ class StepScalars:
         root,n,unclipped,*names = measured.norms
         values = dict(zip(names, self.norms(measured.snapshot, n, unclipped), strict=False))
         if not values: return None
-        # earlier steps were merged into this step
+        # true if earlier steps were merged into this step
         again = {'supersedes': True} if self.rows.get('grad_norm', {}).get('step')==measured.step else {}
         self.rows['grad_norm'] = row = measured.row((root, 'scalar', 'grad_norm', None, None, 0), 0, None, 'float64', values|again)
         return row

@@ -46,22 +46,21 @@ class Phases:
 class SteppedOptimizers:
     "Counts the steps of each optimizer in the open training step, which is over when all awaited optimizers have stepped."
     def __init__(self, awaited=()):
-        # ids of the optimizers that all must step before a training step is over. Empty if optimizers do not end the
-        # steps
+        # ids of the optimizers that must all step before a training step is over; empty if optimizers do not end steps
         self.awaited = frozenset(awaited)
         self.stepped = set() # ids of the optimizers that have stepped in the open training step
-        self.counts = Counter() # id of an optimizer -> number of its steps in the open training step
-        # id of an optimizer -> largest number of steps of another optimizer before the first step of this optimizer
+        self.counts = Counter() # number of steps of each optimizer in the open training step, by id
+        # by optimizer id, the largest number of steps that another optimizer made before this optimizer's first step
         self.waits = {}
 
     missing = property(lambda self: self.awaited-self.stepped, doc="Ids of the optimizers that have not stepped yet.")
     max_count = property(lambda self: max(self.counts.values(), default=0), doc="Largest number of steps of one optimizer.")
 
-    def note_step(self, optimizer:int) -> bool: # True if the step is over
+    def note_step(self, optimizer:int) -> bool: # returns True if the training step is over
         "Count a step of the optimizer with this id. Return True if all awaited optimizers have stepped."
         if len(self.awaited)>1 and optimizer not in self.stepped: self.waits[optimizer] = max(self.waits.get(optimizer, 0), self.max_count)
         self.stepped.add(optimizer)
-        self.counts[optimizer] = self.counts.get(optimizer, 0)+1 # `get`, because `Counter` is slow for a missing key
+        self.counts[optimizer] = self.counts.get(optimizer, 0)+1 # uses `get`, because `Counter` is slow for a missing key
         return bool(self.awaited) and self.stepped>=self.awaited
 
     def wait_too_long(self, new:int, few:int) -> bool:
@@ -70,26 +69,28 @@ class SteppedOptimizers:
         The limit is `new` steps if the missing optimizer has never stepped in this run. Otherwise the limit is `few` steps,
         or more if the missing optimizer steps rarely.
         """
-        # each optimizer waits for the others, because they alternate
+        # if optimizers alternate, each waits for the others
         if len(self.waits)==len(self.awaited)>1 and min(self.waits.values())>=3: return True
         return any(self.max_count>=(max(few, 3*self.waits[o]) if o in self.waits else new) for o in self.missing)
 
-    def clear(self): self.stepped.clear(); self.counts.clear()
+    def clear(self):
+        "Forget the steps of all optimizers when a training step ends."
+        self.stepped.clear(); self.counts.clear()
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #cad61d3e
 class StepState:
     "Passes of the open step."
     def __init__(self):
         self.opened = False # True if the step has content: a pass, or tensors that the user asked to measure
-        self.passes = Counter() # phase -> number of passes
+        self.passes = Counter() # number of passes by phase
         self.begun = 0 # number of passes that have begun, including passes that were refused later
         self.training_passes = 0 # number of passes in training mode with gradients
         self.eval_grads = False # True if a pass in `eval()` mode computes gradients
         self.measured = False # True if a tensor was measured outside of passes
-        self.leader,self.phase = None,None # path of the first outermost module of the last pass; phase of the last pass
+        self.leader,self.phase = None,None # leader: path of the first outermost module of the last pass; phase: phase of the last pass
         self.failed = False # True if the last pass raised
         self.seen = set() # paths of outermost modules that were called
-        # version counters of the weights in the last training pass; how often they changed between passes
+        # version counters of the weights in the last training pass, and how often they changed between passes
         self.weights,self.changes = None,0
 
     micro = property(lambda self: max(self.passes[self.phase]-1, 0), doc="Number of the last pass among the passes of its phase.")
@@ -101,7 +102,7 @@ class StepState:
         ODE solver does.
         """
         lead = self.leader
-        other = phase!=self.phase and 'eval' in (phase, self.phase) # calls without gradients belong to the pass
+        other = phase!=self.phase and 'eval' in (phase, self.phase) # calls without gradients belong to the running pass
         return lead is None or other or not joins and (path in ('', lead) or lead.startswith(f'{path}.'))
 
     def add_call(self, path:str, phase:str|None=None, weights=None, joins:bool=False) -> bool:
@@ -114,7 +115,7 @@ class StepState:
             self.begun += 1
             self.leader,self.phase = path,phase
             self.passes[phase] = self.passes.get(phase, 0)+1
-        elif phase is None and self.phase=='no_grad': # a call with gradients makes this a training pass
+        elif phase is None and self.phase=='no_grad': # a call with gradients makes a pass without gradients a training pass
             self.passes[self.phase] -= 1
             self.passes[None] += 1
             self.phase = None
@@ -124,7 +125,7 @@ class StepState:
         self.seen.add(path)
         return new
 
-    def remove_failed(self) -> int: # number of the pass among all passes of the step
+    def remove_failed(self) -> int: # returns the number of the pass among all passes of the step
         "Remove the last pass, because it failed. Return its number among all passes of the step."
         self.begun -= 1
         self.passes[self.phase] -= 1
@@ -133,7 +134,7 @@ class StepState:
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #759b03f7
 class Steps:
-    "Number and state of the open step, and the step before it."
+    "Number and state of the open step, and of the step before it."
     def __init__(self, number:int=0, manual:bool=False, awaited=()):
         """Begin with the step `number`.
 
@@ -208,7 +209,7 @@ class Steps:
     def remove_failed(self) -> int:
         "Remove the last pass, because it failed. Return its number among all passes of the step."
         number = self.state.remove_failed()
-        if not self.manual: self.state.opened = False # the next pass replaces the failed pass
+        if not self.manual: self.state.opened = False # the next pass replaces the failed pass, so no pass has begun
         return number
 
     def remove_refused(self, number) -> bool:
@@ -251,7 +252,7 @@ class Steps:
 # %% ../../nbs/40_recorder/10_steps.ipynb #5c1be0a2
 class ProvisionalSteps:
     "Recent steps with the same weights, each ended by the next pass. They may turn out to be micro-batches of the open step."
-    most = 64 # with more passes of the same weights, each pass is a step
+    most = 64 # maximum number of passes with the same weights that may be micro-batches of one step
 
     def __init__(self): self.clear()
 
@@ -287,10 +288,10 @@ def stall_reason(steps, passes:int=1000, new:int=20, few:int=12) -> str|None:
     optimizers have stepped before.
     """
     o,s = steps.optimizers,steps.state
-    if s.changes<2 and s.training_passes<passes and not o.counts: return None # fast exit for nearly every step
+    if s.changes<2 and s.training_passes<passes and not o.counts: return None # returns early in nearly every step
     if not o.missing: return None
     if o.counts and o.wait_too_long(new, few): return f"another optimizer has stepped {o.max_count:,} time{'s'*(o.max_count>1)}"
-    unknown = s.changes-o.counts.total() # changes of the weights that no known optimizer made
+    unknown = s.changes-o.counts.total() # number of changes of the weights by unknown optimizers
     if unknown>=(2 if len(o.awaited)==1 else few): return 'the weights change nevertheless'
     if s.training_passes>=passes: return f'{s.training_passes:,} training passes have run'
 
@@ -299,7 +300,7 @@ class Decision:
     "Decides for each step if it is recorded."
     def __init__(self, schedule, budget=None, notices=None): # schedule: function of a step that returns True to record the step
         self.schedule,self.budget,self.notices = schedule,budget,notices or Notices()
-        # last decision: number of the step; result; True if the budget refused it
+        # last decision: number of the step, result, and True if the budget refused the step
         self.step,self.is_recorded,self.denied = None,False,False
 
     def is_selected(self, step) -> bool:

@@ -15,9 +15,9 @@ not_called = "The optimizer steps, but the model that was passed to torchEmber i
 class Tally:
     "Counts the steps and passes of a run, for the remarks in its report."
     def __init__(self):
-        # number of steps; of recorded steps; of steps that a scaler skipped
+        # number of steps, of recorded steps, and of steps that a scaler skipped
         self.steps = self.recorded = self.skipped = 0
-        self.failed = self.refused = 0 # number of passes that raised; of passes whose gradients no optimizer used
+        self.failed = self.refused = 0 # failed: number of passes that raised an exception; refused: of passes whose gradients no optimizer used
         self.called = False # True once a pass began
         self.long_wait = None # sentence about a step that waited long for an optimizer
 

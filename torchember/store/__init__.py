@@ -1,1 +1,1 @@
-"Row to disk, and back"
+"Write the rows of a run to disk, and read them back"

@@ -43,13 +43,21 @@ def call_store(path, f, what='read'):
         raise StoreError(f"{printable(path)} could not be {what}: {reason}. Check that the store is running, and check its address and keys.") from None
 
 # %% ../../nbs/30_store/00_anywhere.ipynb #852f4d39
-def file_exists(path): return call_store(path, path.is_file) if is_url(path) else os.path.isfile(path)
+def file_exists(path):
+    "Return True if a local or remote file exists."
+    return call_store(path, path.is_file) if is_url(path) else os.path.isfile(path)
 
-def folder_exists(path): return call_store(path, path.is_dir) if is_url(path) else os.path.isdir(path)
+def folder_exists(path):
+    "Return True if a local or remote folder exists."
+    return call_store(path, path.is_dir) if is_url(path) else os.path.isdir(path)
 
-def path_exists(path): return call_store(path, path.exists) if is_url(path) else os.path.lexists(path)
+def path_exists(path):
+    "Return True if a local or remote path exists."
+    return call_store(path, path.exists) if is_url(path) else os.path.lexists(path)
 
-def file_size(path): return call_store(path, lambda: path.fs.info(path.path))['size'] if is_url(path) else os.path.getsize(path)
+def file_size(path):
+    "Return the size of a local or remote file in bytes."
+    return call_store(path, lambda: path.fs.info(path.path))['size'] if is_url(path) else os.path.getsize(path)
 
 # %% ../../nbs/30_store/00_anywhere.ipynb #9821c960
 class Entry(NamedTuple):
@@ -83,9 +91,9 @@ def list_folder(folder):
 def open_regular(path, flags):
     "Open a regular file: an `opener` for Python's `open`. Raise OSError for a pipe, a device or a folder, because reading could block."
     try: refuse_irregular(os.stat(path).st_mode, path)
-    except FileNotFoundError: pass # the file may be about to be created
+    except FileNotFoundError: pass # a missing file may be created by `open`
     fd = os.open(path, flags | getattr(os, 'O_NONBLOCK', 0), 0o666)
-    # checked again, because another process may have replaced the file
+    # checked again after opening, because another process may have replaced the file
     try: refuse_irregular(os.fstat(fd).st_mode, path)
     except OSError: os.close(fd); raise
     return fd
@@ -99,11 +107,11 @@ def refuse_irregular(mode, path):
 # %% ../../nbs/30_store/00_anywhere.ipynb #c0ad9072
 class RangedFile(io.RawIOBase):
     "File behind a URL, read in byte ranges, as a Python file object."
-    least,most = 1<<16,1<<23 # smallest and largest number of bytes of a request
+    least,most = 1<<16,1<<23 # smallest and largest number of bytes in a request
 
-    def __init__(self, path, size=None): # path: `UPath`; size: of the file in bytes, if known
+    def __init__(self, path, size=None): # path: a `UPath`; size: size of the file in bytes, if known
         self.path,self.size = path,file_size(path) if size is None else size
-        # `data`: the last range read, which begins at `start`
+        # data: the byte range that was read last, which begins at `start`
         self.at,self.start,self.data,self.ask = 0,0,b'',self.least
 
     def readable(self): return True
@@ -120,7 +128,7 @@ class RangedFile(io.RawIOBase):
     def readinto(self, b):
         "Fill the buffer `b` from the current position. Return the number of bytes read."
         n,done = max(min(len(b), self.size-self.at), 0),0
-        while done<n: # fill the whole buffer, because readers of Parquet expect this
+        while done<n: # fills the whole buffer, because readers of Parquet expect this
             if not self.start<=self.at<self.start+len(self.data): self.fetch(n-done)
             got = self.data[self.at-self.start:self.at-self.start+n-done]
             b[done:done+len(got)] = got
@@ -143,7 +151,7 @@ def open_file(path, buffering=-1, size=None):
     return RangedFile(path, size)
 
 # %% ../../nbs/30_store/00_anywhere.ipynb #65dadce9
-objects = { # protocols of object stores: they replace a file atomically, and have no folders
+objects = { # protocols of object stores, which replace a file atomically and have no folders
     's3', 's3a', 'gs', 'gcs', 'az', 'abfs', 'abfss', 'adl', 'oci', 'oss', 'r2', 'memory', 'hf'}
 
 def write_whole(path, data):

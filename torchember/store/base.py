@@ -19,7 +19,7 @@ from ..ground.record import plain
 from .anywhere import is_url, located, open_file, write_whole, open_regular
 
 # %% ../../nbs/30_store/00_base.ipynb #3bae564e
-def now(form='%Y-%m-%d %H:%M:%S'): # form: format for `strftime`
+def now(form='%Y-%m-%d %H:%M:%S'): # form: format string for `strftime`
     "Return the local time as text, in the format of the column `ts`."
     return datetime.now().strftime(form)
 
@@ -78,7 +78,7 @@ def folder(libname, home=None):
     except RuntimeError: return home_fallback(libname)
 
 # %% ../../nbs/30_store/00_base.ipynb #d306b972
-@cache # warn once
+@cache # cached, so that the warning is given once
 def home_fallback(libname):
     "Return a temporary folder for logs if the user has no home directory, as in a container without $HOME. Warn once."
     place,more = Path(tempfile.gettempdir())/f'{libname}-{os.getuid() if hasattr(os, "getuid") else user()}',''
@@ -87,7 +87,7 @@ def home_fallback(libname):
         if not is_private_folder(place):
             more = f" ({place} exists already, and other users can write to it)"
             place = Path(tempfile.mkdtemp(prefix=f'{libname}-'))
-    except OSError: pass # not raised here, because the first write to this folder raises an error
+    except OSError: pass # ignored, because the first write to this folder will raise an error
     warn(f"There is no home directory, so logs go to {place}{more}. Set TORCHEMBER_HOME to choose a folder.")
     return place
 
@@ -115,7 +115,7 @@ def local_only(url):
 def user():
     """Return the name of the current user, or "unknown"."""
     try: return getpass.getuser()
-    except (KeyError, OSError, ImportError): return 'unknown' # the user id has no name
+    except (KeyError, OSError, ImportError): return 'unknown' # raised if the user id has no name
 
 # %% ../../nbs/30_store/00_base.ipynb #b1d453a2
 def open_without_links(path, flags):
@@ -130,7 +130,7 @@ def replace(path, data):
     path.parent.mkdir(parents=True, exist_ok=True)
     temp = path.with_name(f'.torchember-{token_hex(8)}')
     try:
-        with open(temp, 'xb') as f: f.write(data) # mode 'x' creates a new file, so that no link is followed
+        with open(temp, 'xb') as f: f.write(data) # mode 'x' requires a new file, so that no link is followed
         os.replace(temp, path)
     finally: temp.unlink(missing_ok=True)
 

@@ -28,11 +28,13 @@ class ColumnBlock:
     def __init__(self, columns, n, sure=None): self.columns,self.n,self.sure = columns,n,sure or {}
 
     @classmethod
-    def from_rows(cls, rows): return cls({k: [r.get(k, missing) for r in rows] for k in dict.fromkeys(k for keys in map(tuple, rows) for k in keys)}, len(rows))
+    def from_rows(cls, rows):
+        "Convert a list of dicts to a block of columns."
+        return cls({k: [r.get(k, missing) for r in rows] for k in dict.fromkeys(k for keys in map(tuple, rows) for k in keys)}, len(rows))
 
     def __len__(self): return self.n
 
-    def load(self, columns): pass # already in memory
+    def load(self, columns): pass # nothing to load, because this block is in memory
 
     def __getitem__(self, k): return self.columns[k] if k in self.columns else [missing]*self.n
 
@@ -49,13 +51,19 @@ class ColumnBlock:
         return [known[c] if v is None else v for v,c in zip(values, counts, strict=True)]
 
     # None if each value must be inspected
-    def convert(self, k, column): return column.convert_known_type(self[k], self.sure.get(k))
+    def convert(self, k, column):
+        "Convert the values of the key `k` for the `Column` of a table."
+        return column.convert_known_type(self[k], self.sure.get(k))
 
-    def distinct(self, k): return None # None: the distinct values are unknown, so the caller inspects each value
+    def distinct(self, k): return None # returns None, because the distinct values are unknown; the caller then inspects each value
 
-    def has_count(self, k): return [v is not missing and bool(v) for v in self[k]]
+    def has_count(self, k):
+        "Return for each row whether it has a count other than 0 in this column."
+        return [v is not missing and bool(v) for v in self[k]]
 
-    def select_rows(self, mask): return self if all(mask) else ColumnBlock({k: list(compress(v, mask)) for k,v in self.columns.items()}, sum(mask), self.sure)
+    def select_rows(self, mask):
+        "Return a block with those rows for which `mask` is True."
+        return self if all(mask) else ColumnBlock({k: list(compress(v, mask)) for k,v in self.columns.items()}, sum(mask), self.sure)
 
     def restore_nonfinite(self):
         "Replace nulls by the NaN and infinities listed in the column `nonfinite`. Return False if an entry of `nonfinite` matches no null."

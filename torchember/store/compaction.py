@@ -34,7 +34,9 @@ def next_lines(f, start, stop, rows=None):
     ends = np.flatnonzero(np.frombuffer(data[:cut], np.uint8)==10)
     return data[:int(ends[rows-1])+1 if len(ends)>rows else cut]
 
-def step_of(row): return step if row and is_step(step := row.get('step')) else -1
+def step_of(row):
+    "Return the step of a row, -1 without a valid step."
+    return step if row and is_step(step := row.get('step')) else -1
 
 def parse_before_step(data, last):
     "Parse lines up to the first row of the step `last`, or all if `last` is None. Return rows, number of torn lines, and bytes parsed."
@@ -48,9 +50,13 @@ def parse_before_step(data, last):
     return rows, torn, min(size, len(data))
 
 # %% ../../nbs/30_store/10_compaction.ipynb #ec0bdae4
-def write_part_list(path, listing): write_meta(folder_of(path)/'parts.json', {k: v for k,v in listing.items() if k!='end'})
+def write_part_list(path, listing):
+    "Write the list of parts of a log to its folder."
+    write_meta(folder_of(path)/'parts.json', {k: v for k,v in listing.items() if k!='end'})
 
-def new_part_list(path, group): return dict(run=path.name, id=token_hex(16), removed=0, parts=[], end=0, group=group)
+def new_part_list(path, group):
+    "Return an empty list of parts for a log."
+    return dict(run=path.name, id=token_hex(16), removed=0, parts=[], end=0, group=group)
 
 def new_part_name(parts):
     "Return a new file name for a part, with a number above all others. Names of merged parts are not used again."
@@ -102,21 +108,23 @@ def lock_folder(folder):
         lock_file(f, f"{printable(folder)} is being written by another process. Wait until that process has finished.")
         yield
 
-def is_same_file(a, b): return os.path.exists(a) and os.path.exists(b) and os.path.samefile(a, b)
+def is_same_file(a, b):
+    "Return True if both paths exist and are the same file."
+    return os.path.exists(a) and os.path.exists(b) and os.path.samefile(a, b)
 
 def rename_lines(path, listing):
     "Rename the file of lines, so that it can be converted to parts, and begin an empty file. Return the path of the renamed file."
     aside = renamed_file(path, listing)
     if not os.path.exists(aside):
-        try: os.link(path, aside) # with a link, a file with the name of the run exists at any time
-        except OSError: os.replace(path, aside) # the file system has no links
+        try: os.link(path, aside) # a link is made first, so that a file with the name of the run exists at any time
+        except OSError: os.replace(path, aside) # renamed directly if the file system has no links
     if not os.path.exists(path) or os.path.samefile(path, aside): replace(path, b'')
     return aside
 
 def remove_lines(path, listing):
     "Convert the remaining lines of a log to parts, then delete the lines. Return the new list of parts."
     aside = rename_lines(path, listing)
-    # repeat, because a writer that had the file open may have appended
+    # repeated, because a writer that had the file open may have appended lines
     while (listing := make_parts(path, listing, aside, listing['removed'], None))['end']-listing['removed']<os.path.getsize(aside): pass
     listing = {k: v for k,v in listing.items() if k not in ('aside', 'alone')}|{'removed': listing['end']}
     write_part_list(path, listing)
@@ -127,18 +135,18 @@ def remove_lines(path, listing):
 def sync_part_list(path):
     "Flush the list of parts and the names of the part files to the disk (fsync), so that they survive a power cut."
     with open(folder_of(path)/'parts.json', 'rb') as f: os.fsync(f.fileno())
-    if os.name=='nt': return # Windows cannot open a folder, so it cannot be synced
+    if os.name=='nt': return # Windows cannot open folders, so they cannot be flushed to the disk
     fd = os.open(folder_of(path), os.O_RDONLY)
     try: os.fsync(fd)
     finally: os.close(fd)
 
 # %% ../../nbs/30_store/10_compaction.ipynb #5aedbdf0
 def compact_url(path, last=None, keep=False, group=group_rows):
-    "Convert the lines of a log behind a URL to parts. Arguments as in `into_parts`."
+    "Convert the lines of a log behind a URL to parts. The arguments are those of `into_parts`."
     listing = read_part_list(path) or new_part_list(path, group)
-    if listing.get('aside'): return # nothing to do, because `sync` makes the parts of this log
+    if listing.get('aside'): return # returns, because `sync` makes the parts of this log
     known = [p['file'] for p in listing['parts']]
-    for e in list_folder(folder_of(path)): # remove files that a killed process has left
+    for e in list_folder(folder_of(path)): # removes files that a killed process has left
         if e.name.endswith('.parquet') and e.name not in known: remove_remote(e.path)
     if not listing.get('alone'):
         lines_after(path, listing)
@@ -179,7 +187,7 @@ def remove_leftovers(path, listing):
     "Remove files left by a killed process: temporary files, and files missing in the list of parts."
     for f in folder_of(path).iterdir():
         if f.name.startswith(('.part-', '.torchember-')) or f.suffix=='.parquet' and f.name not in [p['file'] for p in listing['parts']]: f.unlink()
-        # removed, because its rows are already in parts
+        # a renamed file is removed if its rows are in parts already
         elif f.name.startswith('lines-') and f!=renamed_file(path, listing): f.unlink()
 
 def into_parts(path, last=None, keep=False, group=group_rows):
@@ -197,7 +205,7 @@ def into_parts(path, last=None, keep=False, group=group_rows):
         aside = renamed_file(path, listing)
         if is_same_file(path, aside): aside.unlink()
         if os.path.exists(aside): listing = remove_lines(path, listing)
-        lines_after(path, listing) # raises an error if the file and the parts are of different logs
+        lines_after(path, listing) # raises an error if the file and the parts belong to different logs
         listing = make_parts(path, listing, path, listing['removed'], last)
         if last is None and not keep and os.path.getsize(path): listing = remove_lines(path, listing)
         else: write_part_list(path, listing)
@@ -217,7 +225,7 @@ def rotate(path, group=group_rows):
         return True
 
 def compact_renamed(path):
-    "Convert the lines in the renamed file (see `rotate`) to parts, then delete these lines."
+    "Convert the lines in the file that `rotate` has renamed to Parquet parts, then delete this file."
     if read_part_list(path) is None: return
     with lock_folder(folder_of(path)):
         listing = read_part_list(path)

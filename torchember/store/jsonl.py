@@ -23,21 +23,27 @@ from torchember.store.rotation import check_store
 from torchember.store.table import tree_in, tree_table
 
 # %% ../../nbs/30_store/15_jsonl.ipynb #c20ed5c3
-# keys of the metadata 'base' that are added when a run is over
+# keys of the metadata 'base' that are written when a run ends
 keys_at_end = ('end', 'steps', 'rows', 'bytes', 'seconds', 'share')
 
 class Metadata:
     "Metadata files in a folder. Metadata of the current run is kept in memory, and written when the run has rows."
-    # run: function that returns the name of the run, which may change before the first row
+    # run: function that returns the name of the run, because the name may change before the first row
     def __init__(self, folder, run):
-        # known: kind of metadata -> value; unwritten: kinds that are not on disk yet
+        # known: metadata by kind; unwritten: kinds of metadata that are not on disk yet
         self.folder,self.run,self.known,self.unwritten = folder,run,{},set()
 
-    def get(self, kind): return self.known.get(kind)
+    def get(self, kind):
+        "Return the metadata of a kind that is in memory, or None."
+        return self.known.get(kind)
 
-    def path(self, name): return self.folder/f"{safe_name(name, 'metadata', 220)}.json"
+    def path(self, name):
+        "Return the path of a metadata file."
+        return self.folder/f"{safe_name(name, 'metadata', 220)}.json"
 
-    def name(self, kind): return f'{kind}_{self.run()}'
+    def name(self, kind):
+        "Return the name of the metadata file for a kind of metadata of the current run."
+        return f'{kind}_{self.run()}'
 
     def __setitem__(self, name, value): write_meta(self.path(name), value)
 
@@ -51,7 +57,7 @@ class Metadata:
     def begin(self, base, more):
         "Set the metadata of a run that starts. Keep the values of an earlier part of the same run, such as its start."
         try: earlier = {k:v for k,v in valid_base(self[self.name('base')]).items() if k not in keys_at_end}
-        except (KeyError, ValueError, OSError): earlier = {} # no file, or one that cannot be read
+        except (KeyError, ValueError, OSError): earlier = {} # raised if the file does not exist or cannot be read
         self.known = {'base': {**base, **earlier, 'pid': os.getpid(), 'host': gethostname()}, **more}
         self.unwritten = set(self.known)
 
@@ -61,9 +67,9 @@ class Metadata:
         self.unwritten.add(kind)
 
     def write(self):
-        "Write the metadata not on disk yet."
+        "Write all metadata that are not on disk yet."
         for kind in [k for k in self.known if k in self.unwritten]:
-            self.unwritten.discard(kind) # before the write, because the value may change during the write
+            self.unwritten.discard(kind) # removed before the write, because the value may change during the write
             try: self[self.name(kind)] = self.known[kind]
             except OSError:
                 self.unwritten.add(kind)
@@ -72,19 +78,19 @@ class Metadata:
     def end(self, more):
         "Write the metadata 'base' again, with the time of the end and more values."
         try: self[self.name('base')] = {**self.known['base'], 'end': now(), **more}
-        except OSError: pass # ignored, because only the summary at the end of the run is lost
+        except OSError: pass # an error is ignored, because only the summary of the run is lost
 
 # %% ../../nbs/30_store/15_jsonl.ipynb #afe3ec40
 class StoredRun:
     "Stored run, open for reading: its rows and metadata."
-    def __init__(self, libname, fname, home, **how): # how: arguments of `Log`
+    def __init__(self, libname, fname, home, **how): # how: further arguments of `Log`
         safe_name(fname, 'run')
         self.libname,self.dir = libname,folder(libname, home)
         if not file_exists(self.dir/'log'/fname): portable_name(fname)
         self.home,self.log,self.data = self.dir.parent,self.dir/'log',self.dir/'data'
         self.about = Metadata(self.data, lambda: self.fname)
         self.file = UrlLog(self.log/fname) if is_url(self.dir) else Log(self.log/fname, first=self.about.write, **how)
-        # source: function that makes the recorder queue its rows; its argument is True to close the step
+        # source: function that makes the recorder queue its rows; its argument is True to end the step, too
         self.source,self.torn = None,0
         self.folder = is_older(self.log/fname) # True for a run of torchember 0.2, whose log is a folder
 
@@ -115,7 +121,7 @@ class StoredRun:
         "Return True if the run was recorded by torchember 0.1 or 0.2."
         if self.folder or self.about.known or self.source is not None: return self.folder
         try: return is_version_01(self[f'base_{self.fname}'])
-        except (KeyError, ValueError, OSError): return False # no file, or one that cannot be read
+        except (KeyError, ValueError, OSError): return False # raised if the file does not exist or cannot be read
 
     def blocks(self, after=(0, 0)):
         "Yield the rows of the run in blocks, including rows not on disk yet. `after`: (bytes of the log, rows) to skip."
@@ -163,7 +169,7 @@ class StoredRun:
         "Return the rows of the latest step as dicts."
         self.barrier()
         rows = parse(self.file.step.read(self.latest, self.file.is_ours))[0]
-        # a killed run may have no file of its latest step, so the log is read
+        # the log is read, because a killed run may have no file of its latest step
         return without_superseded(rows) or last_step(self.lines())
 
     @property
@@ -181,7 +187,9 @@ class StoredRun:
         self.file.step.closed = True
         return self.latest
 
-    def meta_path(self, name): return self.about.path(name)
+    def meta_path(self, name):
+        "Return the path of a metadata file."
+        return self.about.path(name)
 
     def __getitem__(self, name):
         flush_logs(self.log_path)
@@ -248,12 +256,12 @@ class AppendedRun(StoredRun):
         self.file.put(rows, close, by=by)
 
     def mark(self, /,
-        **marks # Column -> value, for every row from now on
+        **marks # Value of each column
     ):
         """Add columns to every row from now on
 
         Args:
-            **marks: Column -> value, for every row from now on
+            **marks: Value of each column
         """
         for k in marks:
             if k in unmarkable: raise ValueError(f"{k!r} is a column that torchember writes, so it cannot be a mark. Choose another name.")
@@ -322,26 +330,26 @@ class tracker(AppendedRun):
 
     def begin(self,
         base:dict, # Metadata of the kind 'base'
-        more:dict # Kind of metadata -> value
+        more:dict # Further metadata, by kind
     ):
         """Set the metadata to write with the first row. It includes the process, to see whether the run is running
 
         Args:
             base: Metadata of the kind 'base'
-            more: Kind of metadata -> value
+            more: Further metadata, by kind
         """
         flush_logs(self.log_path)
         self.about.begin(base, more)
 
     def amend(self,
-        kind:str, # Of metadata
-        value # New value
+        kind:str, # Kind of metadata, such as 'base'
+        value # New value of the metadata
     ):
         """Change metadata. It is written with the next rows
 
         Args:
-            kind: Of metadata
-            value: New value
+            kind: Kind of metadata, such as 'base'
+            value: New value of the metadata
         """
         self.about.amend(kind, value)
         self.file.write_metadata_with(self.about.write)
@@ -362,7 +370,7 @@ class tracker(AppendedRun):
         f, # Function of the number of a step (None for rows of no step) and of a list of rows. Called in its own thread, after the file has the rows
         name:str|None=None, # Name for messages
         per_rank:bool=False # With `reduce='step'`, on rank 0: get the rows of this rank, not the merged rows
-    ) -> Listener: # Its `close()` ends it
+    ) -> Listener: # A `Listener`; call its `close()` to end it
         """Call `f` for all rows from now on, also of the open step. A slow or failing `f` harms nothing
 
         Args:
@@ -371,7 +379,7 @@ class tracker(AppendedRun):
             per_rank: With `reduce='step'`, on rank 0: get the rows of this rank, not the merged rows
 
         Returns:
-            Its `close()` ends it
+            A `Listener`; call its `close()` to end it
         """
         if not callable(f): raise TypeError(f"listen takes a function of a step and its rows, got {an(f)}.")
         return listen_to_run(self, f, name, per_rank)
@@ -397,12 +405,12 @@ class emberTracker(tracker):
     ): super().__init__('torchember', fname, home, **kwargs)
 
 # %% ../../nbs/30_store/15_jsonl.ipynb #e43520d5
-taken = set() # log files of runs of this process; they may not be on disk yet, so a new run must not take the same name
+taken = set() # log files of this process's runs, whose names a new run must not take, although they may not be on disk yet
 
 def exists(name, home):
     "Return True if a run of this name is on disk, or was begun by this process."
     path = folder('torchember', home)/'log'/name
-    return path in taken or path_exists(path) # True also for a broken link
+    return path in taken or path_exists(path) # `path_exists` is True for a broken link, too
 
 # %% ../../nbs/30_store/15_jsonl.ipynb #3cbb159d
 def new_run(kind, name=None, resume=False, home=None, store='jsonl', ranks=1):
@@ -413,7 +421,7 @@ def new_run(kind, name=None, resume=False, home=None, store='jsonl', ranks=1):
     exact = name is not None
     check_store(store)
     if is_url(folder('torchember', home)): raise OSError(local_only(folder('torchember', home)))
-    # the default home is checked at the first write
+    # only a given home is checked now; the default home is checked at the first write
     for part in ('log', 'data') if home is not None else (): check_writable(folder('torchember', home)/part)
     if name is None:
         if resume: raise ValueError("resume=True needs name=, the name of the run to continue.")

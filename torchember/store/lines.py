@@ -15,12 +15,12 @@ from ..measure.summary import derived, lost_value
 from .anywhere import file_size, open_file
 
 # %% ../../nbs/30_store/06_lines.ipynb #27a5f270
-longest_line = 1<<26 # bytes
+longest_line = 1<<26 # maximum number of bytes of a line
 replacement_line = b'{ a line was too long\n'
 
 def blocks(path, size, block=1<<18, said=lambda: None, longest=longest_line, start=0):
     "Yield the lines of a file in blocks, from byte `start` to `size`. The last line may be incomplete. `said`: called for each line over `longest`."
-    rest,n = [],0 # fragments and number of bytes of a line whose end was not read yet
+    rest,n = [],0 # rest: fragments of a line whose end was not read yet; n: number of their bytes
     with open_file(path, buffering=0) as f:
         f.seek(start)
         size -= start

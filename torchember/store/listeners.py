@@ -19,7 +19,9 @@ def callable_name(f):
     "Return the name of a function, or the class name of a callable object, for messages."
     return getattr(f, '__qualname__', None) or type(f).__qualname__
 
-def name_step(step): return 'rows of no step' if step is None else f'step {step}'
+def name_step(step):
+    "Return a text that names a step in messages."
+    return 'rows of no step' if step is None else f'step {step}'
 
 def run_queue(queue):
     "Run the thread of a listener: call the listener for each block of rows in `queue`, until None arrives. Hold no reference to the listener."
@@ -56,7 +58,7 @@ class BoundedQueue:
                 try: job = self.queue.get_nowait()
                 except Empty: break
                 if isinstance(job, tuple): self.note_removed(job[2]); dropped.append(job[1])
-                elif job is not None: job.set() # set now, because all blocks before this event were removed
+                elif job is not None: job.set() # events in a removed job are set, because all blocks before them were removed
         return dropped
 
     def note_removed(self, lines):
@@ -105,12 +107,13 @@ class Listener:
         self.start()
 
     def start(self):
+        "Start the thread, unless it runs or cannot be started."
         self.thread = threading.Thread(target=run_queue, args=(self.queue.queue,), name=f'torchember-{self.name}', daemon=True)
         try: self.thread.start()
         except RuntimeError: self.thread = None # the interpreter exits, or the system has no more threads
         return self.thread
 
-    # rows: dicts or lines; lines: same rows as in the file; sources: listeners that recorded them
+    # rows: dicts or lines; lines: the same rows as lines of the file; sources: listeners that recorded these rows
     def put(self, rows, lines, sources=()):
         "Queue rows for the function, without waiting."
         if self.is_closed or self.pid!=os.getpid() or self.accepts is not None and not self.accepts(rows, lines): return
@@ -122,10 +125,10 @@ class Listener:
     def notify(self, step, lines, sources):
         "Call the function with one block of rows. Runs in the thread of this listener."
         self.queue.note_removed(lines)
-        if self.is_closed: return self.lost.add(step) # rows are lost, because `close` has given up waiting
+        if self.is_closed: return self.lost.add(step) # after `close` has given up waiting, rows are lost
         self.step,running.listeners = step,(*sources, self)
         try: self.f(step, self.convert(lines))
-        # also SystemExit, so that this thread continues
+        # catches SystemExit, too, so that this thread continues
         except BaseException as e: self.lost.report(step, f'{type(e).__name__}: {e}')
         finally: self.step,self.hangs,running.listeners = (),False,()
 
@@ -140,11 +143,11 @@ class Listener:
         done.set() if self.thread is None else self.queue.queue.put(done)
         return done
 
-    def wait(self, done, until): # done: result of `mark`; until: time to give up, as in `time.monotonic`
+    def wait(self, done, until): # done: event returned by `mark`; until: latest time, in seconds of `time.monotonic`
         "Wait for an event of `mark`. Return True if it was set in time; otherwise warn the user and return False."
         if done is None: return False
         if done.wait(max(until-time.monotonic(), 0)): return True
-        self.hangs = True # set to False again when the running call returns
+        self.hangs = True # reset to False when the running call returns
         self.note(f"{self.name} has not returned{'' if self.step==() else ' from its call for '+name_step(self.step)}, and the program no longer waits for it. "
             f"{len(self.queue):,} blocks of rows were not delivered to it.")
         return False
@@ -163,7 +166,7 @@ class Listener:
         in_time = self.wait(self.mark(), time.monotonic()+self.patience)
         self.is_closed = True
         if in_time: self.rest()
-        else: self.queue.queue.put(None) # the thread ends when the call returns
+        else: self.queue.queue.put(None) # None ends the thread when the running call returns
 
     def remark(self):
         "Return a sentence about lost rows, for the report at the end of the run. Return None if no rows were lost."
@@ -187,13 +190,19 @@ class DirectListener:
     `f`: function of a list of rows: lines, or dicts if a value needed conversion. `remark`: function that returns a sentence for the report at the end."""
     def __init__(self, f, remark=lambda: None): self.f,self.remark = f,remark
 
-    def put(self, rows, lines, sources=()): self.f(rows)
+    def put(self, rows, lines, sources=()):
+        "Call the function with the rows."
+        self.f(rows)
 
     def end_step(self): "Do nothing: this listener does not collect the rows of a step."
 
-    def mark(self): return None
+    def mark(self):
+        "Return None, because there is no queue to wait for."
+        return None
 
-    def wait(self, done, until): return False
+    def wait(self, done, until):
+        "Return False, because there is no queue to wait for."
+        return False
 
 # %% ../../nbs/30_store/09_listeners.ipynb #06ae56ba
 class Listeners:
@@ -201,11 +210,13 @@ class Listeners:
     # blocks that were written to the file, but not sent to listeners yet
     def __init__(self, note): self.note,self.all,self.pieces = note,(),deque()
 
-    def add(self, listener): self.all = (*self.all, listener) # a `Listener`, or an object with put, end_step, mark, wait, rest and remark
+    def add(self, listener): self.all = (*self.all, listener) # listener: a `Listener`, or an object with put, end_step, mark, wait, rest and remark
 
-    def remove(self, listener): self.all = tuple(l for l in self.all if l is not listener)
+    def remove(self, listener):
+        "Remove a listener."
+        self.all = tuple(l for l in self.all if l is not listener)
 
-    def collect(self, rows, lines, sources=()): # arguments as in `Listener.put`
+    def collect(self, rows, lines, sources=()): # the arguments are those of `Listener.put`
         "Add a block of rows that the next `notify` will send to the listeners."
         if self.all: self.pieces.append((rows, lines, sources))
 

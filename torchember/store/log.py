@@ -29,7 +29,7 @@ class Writer:
 
     def __init__(self):
         self.dirty,self.lock,self.thread,self.over = deque(),threading.Lock(),None,False
-        # not an Event, because a signal handler may call `put` during a `put`, which deadlocks an Event
+        # a SimpleQueue, not an Event, which would deadlock if a signal handler sets it while it is being set
         self.ready = SimpleQueue()
         self.holding = set() # logs with rows whose write failed: referenced here until a later write succeeds
 
@@ -46,7 +46,7 @@ class Writer:
 
     def start(self):
         "Start the thread, and return True if it runs. Starting fails at interpreter exit, and if the system has no more threads."
-        # another thread is starting it, or the code that this signal handler interrupted
+        # returns if another thread, or the code that this signal handler interrupted, is starting the thread
         if not self.lock.acquire(blocking=False): return True
         try:
             if self.thread is None:
@@ -90,8 +90,8 @@ def at_exit():
     "Write the queued rows of all logs when the interpreter exits."
     for log in list(live):
         try: log.close()
-        except Exception: traceback.print_exc() # continue, because the other logs also have rows to write
-    writer.over = True # rows that are queued from now on are written immediately
+        except Exception: traceback.print_exc() # continues after an error, because other logs also have rows to write
+    writer.over = True # from now on, queued rows are written immediately
 
 atexit.register(at_exit)
 if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=reset_after_fork)
@@ -118,7 +118,9 @@ class Messages:
         if notes: warn('torchember: '+' Also: '.join(notes))
 
 # %% ../../nbs/30_store/13_log.ipynb #a984ac11
-def call_functions(functions): return [rows() for rows in functions]
+def call_functions(functions):
+    "Call each function, and return their results as a list."
+    return [rows() for rows in functions]
 
 class Batch(NamedTuple):
     "Rows queued by one call of `Log.put`, not computed yet."
@@ -142,12 +144,14 @@ class Batches:
 
     def __len__(self): return len(self.waiting)
 
-    def put(self, *batch): self.waiting.append(Batch(*batch))
+    def put(self, *batch):
+        "Add a batch to the queue."
+        self.waiting.append(Batch(*batch))
 
     def take(self):
         "Compute the rows of the first batches with the same `by`, and yield a `ReadyBatch` for each. Remove it from the queue afterwards."
         by,some,n = self.waiting[0].by,[],0
-        for i in range(len(self.waiting)): # by index, because the training thread adds batches during this loop
+        for i in range(len(self.waiting)): # loops over indices, because the training thread adds batches during the loop
             batch = self.waiting[i]
             n += 1 if batch.by is not by or by is call_functions else len(batch.rows)
             if some and (batch.by is not by or n>self.together): break
@@ -190,10 +194,12 @@ class LogFiles:
         self.is_refused,self.retry_at = False,0
 
     @property
-    def latest(self): return self.disk.path.with_name(f'{self.disk.path.name}_latest') # file of the latest step
+    def latest(self): return self.disk.path.with_name(f'{self.disk.path.name}_latest') # returns the path of the file of the latest step
 
     @property
-    def is_due(self): return not self.is_refused or time.monotonic()>=self.retry_at
+    def is_due(self):
+        "Return True if a write may be tried now."
+        return not self.is_refused or time.monotonic()>=self.retry_at
 
     def add(self, rows, data, joins):
         "Queue lines for both files. `joins`: as in `Log.put`."
@@ -209,7 +215,7 @@ class LogFiles:
         except OSError as e: return self.keep_rows(e)
         if time.monotonic()>self.retry_at+self.grace: self.disk.after_flush()
         self.is_refused = False
-        self.hold(self.step.stale and self.step.closed) # True if the file of the latest step must be written later
+        self.hold(self.step.stale and self.step.closed) # the argument is True if the file of the latest step must be written later
         self.disk.report_dropped()
 
     def keep_rows(self, e):
@@ -228,7 +234,7 @@ class LogFiles:
 
     def call_first(self):
         "Call `first`. Set it again if the call fails, so that it is tried again."
-        first,self.first = self.first,None # cleared before the call, which may set another `first`
+        first,self.first = self.first,None # cleared before the call, because it may set another `first`
         try: first()
         except OSError:
             self.first = first
@@ -248,12 +254,14 @@ class Log:
         self.disk = ParquetLog(path, group=group_beside(ranks), **args) if store=='parquet' else JsonLines(path, **args)
         self.files = LogFiles(self.disk, first, self.note, self.hold)
         self.batches,self.listeners,self.fsync = Batches(self.note),Listeners(self.note),fsync
-        # queued: True if the writer thread was asked to write this log; busy: True while rows are written
+        # queued: True if the writer thread is requested to write this log; busy: True while rows are written
         self.queued,self.busy = False,False
-        self.seconds = 0. # CPU time that writing took
+        self.seconds = 0. # CPU time of writing in seconds
 
     @property
-    def is_ours(self): return self.disk.is_ours
+    def is_ours(self):
+        "True in the process that opened the log, False after a fork."
+        return self.disk.is_ours
 
     @property
     def path(self): return self.disk.path
@@ -272,24 +280,24 @@ class Log:
     def put(self, rows, close=False, joins=False, by=call_functions, here=False):
         """Queue rows to be computed and written in another thread.
 
-        `rows`, `close`, `by`: as in `Batch`. `joins`: True if the rows belong to the step that was closed, None if they belong to no step.
+        `rows`, `close`, `by`: fields of `Batch`. `joins`: True if the rows belong to the step that was closed, None if they belong to no step.
         `here`: write in this thread."""
         if not self.is_ours: return self.warn_forked()
-        live.add(self) # not in `__init__`, because a log that is only read has nothing to write
+        live.add(self) # registered here and not in `__init__`, because a log that is only read has nothing to write
         self.batches.put(rows, close, joins, by, running.listeners)
         if here: writer.empty(self)
-        if here and not self.batches: return # if batches are left, this call has interrupted a write
+        if here and not self.batches: return # remaining batches mean that this call has interrupted a write
         if len(self.batches)>self.bound: writer.empty(self)
         else:
             writer.wake(self)
-            # wake the writer thread, so that it does not wait for more steps
+            # wakes the writer thread, so that it does not wait for more steps
             if len(self.batches)==self.bound//2: writer.ready.put(1)
 
     def drain(self, insist=False):
         "Write all queued rows in this thread. `insist`: write even if the last write failed a moment ago."
         if not self.is_ours: return
         with self.disk.lock:
-            if self.busy: return # a signal handler or a finalizer has called `drain` during a `drain`
+            if self.busy: return # returns if a signal handler or a finalizer has called `drain` during a `drain`
             self.busy,began = True,time.thread_time()
             try:
                 while self.batches:
@@ -299,7 +307,7 @@ class Log:
             finally:
                 self.busy = False
                 self.seconds += time.thread_time()-began # CPU time, not wall time: training continues while this thread waits for the disk
-        self.disk.in_background() # without the lock: starting a process takes milliseconds
+        self.disk.in_background() # called without the lock, because starting a process takes milliseconds
         self.messages.show()
 
     def add(self, ready):
@@ -364,7 +372,7 @@ class UrlLog(Log):
     wait_for_listeners = close = finish = flush
 
 # %% ../../nbs/30_store/13_log.ipynb #ea6d0a02
-def listen_to_log(log, f, name=None, **kwargs): # arguments as in `Listener`
+def listen_to_log(log, f, name=None, **kwargs): # the arguments are those of `Listener`
     "Call `f` for all rows added to a log from now on. Return the `Listener`."
     def remove(listener):
         log.flush()
@@ -386,15 +394,15 @@ def note_soon(log, what):
     log.note(what)
     writer.wake(log)
 
-def listen_directly(log, f, remark): # arguments as in `DirectListener`
+def listen_directly(log, f, remark): # the arguments are those of `DirectListener`
     "Call `f` in the writing thread for all rows added to a log from now on."
     with log.disk.lock: log.listeners.add(DirectListener(f, remark))
 
 # %% ../../nbs/30_store/13_log.ipynb #994436a3
 def flush_logs(place):
     "Write the rows queued by this process for the log `place`, or for all logs in the folder `place`."
-    if is_url(place): return # nothing is queued, because only `sync` writes behind a URL
-    place,folders = os.path.realpath(place),{} # resolve each folder once, because many logs are in few folders
+    if is_url(place): return # returns, because no rows are queued for a URL; only `sync` writes there
+    place,folders = os.path.realpath(place),{} # each folder is resolved once, because many logs are in few folders
     for log in list(live):
         if not log.is_ours or is_url(log.path): continue
         where,name = os.path.split(log.path)

@@ -38,8 +38,8 @@ def append_lines(path, data:bytes, sync=False):
         try:
             while done<len(data): done += f.write(view[done:])
             if sync: os.fsync(f.fileno())
-        except BaseException: # a full disk, or Ctrl-C
-            # but not if another process has appended meanwhile
+        except BaseException: # raised by a full disk, or by Ctrl-C
+            # the file is not cut if another process has appended meanwhile
             if done and os.fstat(f.fileno()).st_size==size+done: f.truncate(size)
             raise
 
@@ -47,7 +47,7 @@ def append_lines(path, data:bytes, sync=False):
 class LatestStep:
     "Lines of the latest step, and their file."
     pause = .2 # seconds between two writes of the file, because replacing a file costs 10 times as much as an append
-    def __init__(self, most=16_000_000): # largest number of bytes to keep: a longer step loses its first lines
+    def __init__(self, most=16_000_000): # most: maximum number of bytes in memory; a longer step loses its first lines
         self.most,self.lines,self.size = most,deque(),0
         # closed: True if the step is complete; stale: True if lines are not in the file yet
         self.closed = self.stale = False
@@ -156,10 +156,10 @@ class JsonLines:
         if self.dropped: n,self.dropped = self.dropped,0; self.note(f"{n} rows were lost while {self.path} could not be written.", once=False)
 
     @property
-    def unwritten(self): return sum(n for _,n in self.waiting)+self.dropped # rows
+    def unwritten(self): return sum(n for _,n in self.waiting)+self.dropped # returns the number of rows
 
     @property
-    def is_ours(self): return self.pid==os.getpid() # False in a process that was forked later
+    def is_ours(self): return self.pid==os.getpid() # returns False in a process that was forked later
 
     @property
     def exists(self):
@@ -167,8 +167,10 @@ class JsonLines:
         return bool(self.fresh or self.written_rows or self.waiting or (path_exists if is_url(self.path) else os.path.exists)(self.path))
 
     @property
-    # 0 for a fresh log, because a file of this name belongs to another run
-    def bytes_on_disk(self): return os.path.getsize(self.path) if not self.fresh and os.path.exists(self.path) else 0
+    # returns 0 for a new log, because an existing file of this name belongs to another run
+    def bytes_on_disk(self):
+        "Return the size of the file in bytes, 0 for a new log."
+        return os.path.getsize(self.path) if not self.fresh and os.path.exists(self.path) else 0
 
     def unwritten_lines(self):
         "Return the size of the file in bytes, and the lines not in the file yet."

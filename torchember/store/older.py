@@ -17,7 +17,7 @@ def is_older(path):
     "Return True if `path` is a folder with row files of torchember 0.2."
     if is_url(path) or not os.path.isdir(path): return False
     try: return bool(row_files(path))
-    except OSError: return False # the folder may not be read
+    except OSError: return False # raised if the folder may not be read
 
 def row_files(folder):
     "Return the row files in a folder of torchember 0.2, sorted by the time of their first row."
@@ -41,7 +41,7 @@ def to_number(text):
     except ValueError: return text
 
 # %% ../../nbs/30_store/09_older.ipynb #92842942
-# tensor type in older versions -> current tensor type
+# current name of each tensor type of older versions
 ttypes_of_02 = {'input_dt': 'input', 'output_dt': 'output', 'in': 'input', 'out': 'output', 'grad': 'weight_grad'}
 
 def convert_row(row, marks, seen):
@@ -68,8 +68,8 @@ def json_rows(f, size=1<<22):
             try: row,at = decode(text, at)
             except (ValueError, RecursionError):
                 following = text.find(',{"', at+1)
-                if not begins_row(text, following+1): break # stop here, because the end of this row was not read yet
-                yield text[at:following][:200] # an incomplete row, after which another process has appended
+                if not begins_row(text, following+1): break # stops, because the end of this row was not read yet
+                yield text[at:following][:200] # yields an incomplete row, after which another process has appended rows
                 at = following
                 continue
             yield row
@@ -91,7 +91,7 @@ def older_blocks(folder):
         marks = marks_in_name(path)
         with open(path, encoding='utf-8', errors='replace', opener=open_regular) as f:
             for row in json_rows(f):
-                # a JSON string, so that readers count it as a torn line
+                # converted to a JSON string, so that readers count it as a torn line
                 yield line_of(convert_row(row, marks, seen))+b'\n' if isinstance(row, dict) else json.dumps(row).encode()+b'\n'
 
 def size_and_rows(folder):
@@ -104,7 +104,7 @@ def size_and_rows(folder):
                 size += len(data)
                 data = rest+data
                 rows += data.count(b'"ttype":')
-                rest = data[-7:] # the word may be split between two reads
+                rest = data[-7:] # the last bytes are kept, because the key may be split between two reads
     return size, rows
 
 # %% ../../nbs/30_store/09_older.ipynb #5b048526
@@ -119,6 +119,6 @@ def convert_lines_of_01(blocks):
         out = []
         for line in data.split(b'\n'):
             try: row = json.loads(line)
-            except (ValueError, RecursionError): row = None # the line stays as it is, and readers count it as torn
+            except (ValueError, RecursionError): row = None # an invalid line is not changed, and readers count it as torn
             out.append(line_of(convert_row(row, {}, seen)) if isinstance(row, dict) else line)
         yield b'\n'.join(out)

@@ -23,14 +23,14 @@ def parameter_entry(path, name, shape, dtype, requires_grad, optimizer=None, gra
     return p | ({'also': list(also)} if also else {}) | ({} if recorded else {'recorded': False}) | ({'changes': True} if changes else {}) \
         | ({'elsewhere': True} if elsewhere else {})
 
-def label_of(p): return f"{p['path']}.{p['name']}" if p['path'] else p['name'] # name of the parameter in plots
+def label_of(p): return f"{p['path']}.{p['name']}" if p['path'] else p['name'] # returns the name of the parameter for plots
 
 # %% ../../nbs/30_store/05_parameters.ipynb #9c6070c2
 frozen,forgotten,cut_off,not_called = reasons = ('frozen', 'not in the optimizer', 'no gradient ever arrived', 'module never called')
 
 def why_not(p): # p: dict from `parameter_entry`
     "Return the reason why a parameter is not trained. Return None if it is trained, or if no reason against it is known."
-    if p.get('recorded') is False or p.get('changes'): return None # another optimizer or code of the user may train it
+    if p.get('recorded') is False or p.get('changes'): return None # returns None, because another optimizer or the user's code may train the parameter
     if not p.get('gradient') and p['requires_grad'] is False: return frozen
     if p.get('optimizer') is False and not p.get('elsewhere'): return forgotten
     if p.get('gradient') is False: return not_called if p.get('called') is False else cut_off
@@ -75,7 +75,7 @@ def valid_entries(meta):
 def read_parameters(t): # t: `tracker` of the run
     "Return the parameter descriptions of a run; [] if the run has none."
     try: return valid_entries(t.about.get('parameters') or t[f'parameters_{t.fname}'])
-    except (KeyError, ValueError, OSError): return [] # no file, or one that cannot be read
+    except (KeyError, ValueError, OSError): return [] # raised if the file does not exist or cannot be read
 
 def is_valid_entry(p):
     "Return True if a value read from a file has the keys and types of a `parameter_entry`."

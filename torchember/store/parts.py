@@ -31,18 +31,24 @@ class Layouts:
     "Numbered list of layouts. A layout is the keys of a row and the types of its values; rows with equal layouts share a number."
     def __init__(self, known=()): self.known = {(tuple(keys), tuple(types[t] for t in of)): i for i,(keys,of) in enumerate(known)}
 
-    def number(self, row): return self.known.setdefault((tuple(row), tuple(map(type, row.values()))), len(self.known))
+    def number(self, row):
+        "Return the number of a row's layout. A new layout gets the next number."
+        return self.known.setdefault((tuple(row), tuple(map(type, row.values()))), len(self.known))
 
-    def keys(self): return [keys for keys,_ in self.known]
+    def keys(self):
+        "Return the keys of each layout."
+        return [keys for keys,_ in self.known]
 
     def types_of(self, k):
         "Return for each layout the type of the value of the key `k`, or `Missing` if the layout does not have the key."
         return [of[keys.index(k)] if k in keys else Missing for keys,of in self.known]
 
-    def as_json(self): return [[keys, [t.__name__ for t in of]] for keys,of in self.known]
+    def as_json(self):
+        "Return all layouts as JSON values."
+        return [[keys, [t.__name__ for t in of]] for keys,of in self.known]
 
 # %% ../../nbs/30_store/09_parts.ipynb #3a65f633
-largest_exact = 2**53 # a float stores all whole numbers up to this one exactly
+largest_exact = 2**53 # largest whole number up to which float64 represents all whole numbers exactly
 
 def column_kind(values, kinds):
     "Return the kind of a column ('double', 'text', ...), which decides how it is stored. `kinds`: types of its values that are not None or missing."
@@ -141,14 +147,16 @@ def readable_errors(path):
     except StoreError: raise
     except Exception as e: raise ValueError(f"{printable(path)} is not a valid Parquet part, as compact writes it: {printable(e, 200)}") from None
 
-def another_run_message(path, run): return (f"{printable(path)} is a part of another run, {printable(run)!r}, so it was not read. "
+def another_run_message(path, run):
+    "Return the error message for a part that belongs to another run."
+    return (f"{printable(path)} is a part of another run, {printable(run)!r}, so it was not read. "
     "Restore the original file, or remove the folder if the JSON lines of the run are complete.")
 
 def parquet_file(path, size, metadata=None):
     "Open a local or remote Parquet file. `metadata`: Parquet metadata (footer) of the file, if already read."
     pq = needs('pyarrow.parquet', for_='A run in Parquet', package='pyarrow')
     if is_url(path): return pq.ParquetFile(open_file(path, size=size), metadata=metadata, pre_buffer=True)
-    with open(path, 'rb', opener=open_regular): pass # raises an error for a pipe or a device
+    with open(path, 'rb', opener=open_regular): pass # opened first, because this raises an error for a pipe or a device
     return pq.ParquetFile(path, metadata=metadata)
 
 def column_statistics(group, name):
@@ -161,9 +169,13 @@ def step_range(group):
     if s is None or s.physical_type!='INT64' or not s.has_min_max or s.null_count: return None, None
     return s.min, s.max
 
-def row_groups(metadata): return [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+def row_groups(metadata):
+    "Return the metadata of each row group of a Parquet file."
+    return [metadata.row_group(i) for i in range(metadata.num_row_groups)]
 
-def overlaps(range_, steps): return steps is None or range_[0] is None or range_[0]<=steps[1] and range_[1]>=steps[0]
+def overlaps(range_, steps):
+    "Return True if a range of steps overlaps the wanted steps."
+    return steps is None or range_[0] is None or range_[0]<=steps[1] and range_[1]>=steps[0]
 
 # %% ../../nbs/30_store/09_parts.ipynb #b7617d81
 class Footer:
@@ -173,9 +185,9 @@ class Footer:
         self.header = h = json.loads(file.schema_arrow.metadata[b'torchember'])
         self.layouts,self.kinds = Layouts(h['layouts']),h['kinds']
         shared = self.metadata.metadata.get(b'torchember.of')
-        # id of a log -> start, end, rows and torn lines in this file
+        # start, end, rows and torn lines in this file of each log, by id of the log
         self.of = {h['id']: [h[k] for k in ('start', 'end', 'rows', 'torn')]} if shared is None else json.loads(shared)
-        self.number = {id: i for i,id in enumerate(self.of)} # id of a log -> its number in the column of log numbers
+        self.number = {id: i for i,id in enumerate(self.of)} # number of each log in the column of log numbers, by id
         groups = row_groups(self.metadata)
         self.rows = [g.num_rows for g in groups]
         self.steps = [step_range(g) for g in groups]
@@ -183,7 +195,7 @@ class Footer:
         # smallest and largest log number in each row group
         self.logs = np.array(logs or [(0, 0)]*len(groups), int).reshape(-1, 2)
 
-# cache: shared file -> (size and time, `Footer`), because a run of 1,000 ranks opens the same files 1,000 times
+# cached (size and time, `Footer`) of shared files, because a run of 1,000 ranks opens the same files 1,000 times
 footers,most_footers = {},256
 
 def shared_footer(path, size):
@@ -198,7 +210,7 @@ def shared_footer(path, size):
 
 class Part:
     "Open Parquet file, limited to the rows of one log or of some logs."
-    # entries: id of a log -> entry in its list of parts; steps: (first, last) to read
+    # entries: by id of a log, the entry in its list of parts; steps: (first, last) step to read
     def __init__(self, path, entries, steps=None):
         entry = next(iter(entries.values()))
         size = entry.get('whole', entry.get('size')) # size of the file in bytes
@@ -210,7 +222,7 @@ class Part:
             raise ValueError(another_run_message(path, f.header.get('run')))
         mine = [f.of[id] for id in entries]
         self.header = f.header|dict(start=0, end=sum(end-start for start,end,*_ in mine), torn=sum(torn for *_,torn in mine))
-        self.known,self.first = {},0 # known: columns that were read already; first: number of the first row to yield
+        self.known,self.first = {},0 # known: columns that were read already; first: index of the first row to yield
         self.numbers = np.sort([f.number[id] for id in entries])
         # position of the first log of this part that the row group may contain
         nearest = np.searchsorted(self.numbers, f.logs[:, 0])
@@ -218,7 +230,7 @@ class Part:
         self.groups = [i for i,s in enumerate(f.steps) if has[i] and f.rows[i] and overlaps(s, steps)]
         self.steps = [s for s,h in zip(f.steps, has, strict=True) if h]
 
-    def __len__(self): return self.header['end']-self.header['start'] # number of bytes that the rows had as JSON lines
+    def __len__(self): return self.header['end']-self.header['start'] # returns the number of bytes that the rows had as JSON lines
 
     @property
     def layouts(self): return self.about.layouts
@@ -233,7 +245,7 @@ class Part:
         return self.read([self.header['log']])[self.header['log']].to_numpy(zero_copy_only=False).astype(int)
 
     @cached_property
-    def mask(self): return np.isin(self.logs, self.numbers) # True for each row that belongs to the logs of this part
+    def mask(self): return np.isin(self.logs, self.numbers) # returns True for each row that belongs to the logs of this part
 
     @property
     def rows(self): return int(self.mask.sum())
@@ -255,9 +267,13 @@ class Part:
         return self.known[k]
 
     @cached_property
-    def layout(self): return self.column(self.header['layout']).to_numpy()
+    def layout(self):
+        "The number of the layout of each row."
+        return self.column(self.header['layout']).to_numpy()
 
-    def block(self): return StoredBlock(self, np.arange(self.first, self.rows))
+    def block(self):
+        "Return the rows as a block, without reading columns."
+        return StoredBlock(self, np.arange(self.first, self.rows))
 
     def parsed(self):
         "Return the rows of this part as dicts, and the number of torn lines."
@@ -347,7 +363,7 @@ class StoredBlock(ColumnBlock):
         got = self.column(k)
         at = got.indices.fill_null(-1).to_numpy(zero_copy_only=False)
         texts = got.dictionary.to_pylist()
-        # index -1 takes the last element, the code of None
+        # index -1 selects the last element, the code of None
         if len(texts)<=len(at): return 'texts', np.array([column.codes[t] for t in (*texts, None)], np.int32)[at]
         used,again = np.unique(at, return_inverse=True)
         return 'texts', np.array([-1 if i<0 else column.codes[texts[i]] for i in used], np.int32)[again]
@@ -358,7 +374,7 @@ def folder_of(path):
     return path.with_name(f'{path.name}.parts') if is_url(path) else Path(f'{path}.parts')
 
 def part_file(path, entry):
-    "Return the Parquet file of a part. A file shared by several logs is in the folder of one of them, the holder."
+    "Return the Parquet file of a part. A file that several logs share is in the folder of one of these logs, called the holder."
     if 'holder' in entry: path = path.with_name(f"{path.name.rpartition('.rank')[0]}.rank{entry['holder']}")
     return folder_of(path)/entry['file']
 
@@ -368,7 +384,7 @@ def open_part(path, entry, run, steps=None):
 
 def read_part_list(path):
     "Read the list of parts of a log. Return None for a log without parts. Raise ValueError for an invalid list."
-    # a remote store has no folders, so the list is read directly
+    # read without a check of the folder, because remote stores have no folders
     if not (is_url(path) or os.path.isdir(folder_of(path))): return None
     try: listing = read_meta(folder_of(path)/'parts.json')
     except KeyError: return None
@@ -385,10 +401,14 @@ def is_part_list(listing):
         and all(is_file_name(p['file']) and all(type(p[k]) is int for k in ('start', 'end', 'rows', 'torn', 'last', 'size')) for p in parts)
         and all(type(p['holder']) is type(p['whole']) is int for p in parts if 'holder' in p))
 
-def is_file_name(name): return isinstance(name, str) and not set(name) & set('/\\') and name not in ('', '.', '..')
+def is_file_name(name):
+    "Return True if `name` is a file name without folders."
+    return isinstance(name, str) and not set(name) & set('/\\') and name not in ('', '.', '..')
 
 # %% ../../nbs/30_store/09_parts.ipynb #e6cefe7c
-def renamed_file(path, listing): return folder_of(path)/f"lines-{listing['removed']}"
+def renamed_file(path, listing):
+    "Return the path of the renamed file of lines, which is to be converted to parts."
+    return folder_of(path)/f"lines-{listing['removed']}"
 
 def size_or_zero(path):
     "Return the size of a file in bytes; 0 if it does not exist."
@@ -399,7 +419,7 @@ def lines_after(path, listing):
     "Return (file, first byte) for each file with lines in no part yet."
     aside,at = renamed_file(path, listing),listing['end']-listing['removed']
     is_aside = listing.get('aside') or path_exists(aside) and (is_url(path) or not (os.path.exists(path) and os.path.samefile(path, aside)))
-    # 'alone': the lines of the log itself are already in parts or in this file
+    # with 'alone', all lines of the log are in parts or in this file
     files = [(aside, at)] if listing.get('alone') else [(aside, at), (path, 0)] if is_aside else [(path, at)]
     for file,start in files:
         size = file_size(file) if file==aside and listing.get('aside') else size_or_zero(file)
@@ -421,10 +441,10 @@ def read_current(path, f):
     while True:
         now = parts_and_lines(path)
         try: out = f(*now)
-        except FileNotFoundError: # another process has converted lines to parts, or merged parts
+        except FileNotFoundError: # raised if another process has converted lines to parts, or merged parts
             if is_url(path) or parts_and_lines(path)==now: raise
             continue
-        # no check, because old parts stay for a while behind a URL
+        # not checked behind a URL, where old parts are kept for a while
         if path is None or is_url(path) or parts_and_lines(path)==now: return out
 
 def read_up_to(path, listing, files, end):
@@ -453,15 +473,15 @@ def blocks_of_run(path, more=b'', end=None, after=(0, 0)):
             for before,p in zip(accumulate((p['rows'] for p in parts), initial=0), parts, strict=False):
                 if p['end']<=done: continue
                 part = open_part(path, p, listing['id'])
-                # merged of parts that were yielded already, and of others
+                # this part was merged from parts that were yielded already, and others
                 part.first = given-before if p['start']<done else 0
                 with part.file: yield part
                 done,given = p['end'],before+p['rows']
         except FileNotFoundError:
             if read_part_list(path)==listing: raise
-            continue # the part was merged with another, so read the new list
+            continue # reads the new list, because the part was merged with another part
         lines = [read_first_block(line_blocks(file, end=end if file==path else None, start=start)) for file,start in files]
-        if path is None or is_url(path): break # no check, because old parts stay for a while behind a URL
+        if path is None or is_url(path): break # not checked behind a URL, where old parts are kept for a while
         if parts_and_lines(path)[0]==listing and (parts, files)==read_up_to(path, *parts_and_lines(path), end): break
     yield from chain.from_iterable(lines)
     if more: yield more
@@ -469,12 +489,12 @@ def blocks_of_run(path, more=b'', end=None, after=(0, 0)):
 # %% ../../nbs/30_store/09_parts.ipynb #de8b0b14
 def layouts_in_parts(path):
     "Return the key tuples of the rows of a log without reading rows. Return None if the log has lines that are not in parts, or no parts."
-    if is_url(path): return None # because opening each remote part costs more than it saves
+    if is_url(path): return None # returns, because opening each remote part costs more than it saves
     listing,files = parts_and_lines(path)
     if listing is None or any(size_or_zero(file)>start for file,start in files): return None
     pq = needs('pyarrow.parquet', for_='A run in Parquet', package='pyarrow')
     try: headers = [json.loads(pq.read_schema(part_file(path, p)).metadata[b'torchember']) for p in listing['parts']]
-    except FileNotFoundError: return None # another process has merged parts
+    except FileNotFoundError: return None # raised if another process has merged parts
     return [keys for header in headers for keys,_ in header['layouts']]
 
 def summarize_parts(path):
@@ -487,7 +507,7 @@ def summarize_parts(path):
             start=files[-1][1], last=max((p['last'] for p in parts), default=-1))
     return read_current(path, summary)
 
-many_logs = 33 # runs with at least so many logs store the rows of several logs in one file
+many_logs = 33 # with this number of logs or more, a run stores the rows of several logs in one file
 
 def shared_files(paths):
     """Find the Parquet files shared by several logs of a run. `paths`: dict from rank to log.
@@ -496,7 +516,7 @@ def shared_files(paths):
     files,after = {},dict.fromkeys(paths, (0, 0))
     for rank,path in paths.items() if len(paths)>=many_logs else ():
         listing = read_part_list(path)
-        # entries of shared files; they come first in the list
+        # entries of shared files, which are first in the list
         some = [p for p in (listing['parts'] if listing else ()) if 'holder' in p]
         for p in some: files.setdefault(str(part_file(path, p)), (part_file(path, p), {}))[1][rank] = listing['id'],p
         if some: after[rank] = some[-1]['end'],sum(p['rows'] for p in some)

@@ -37,7 +37,7 @@ def frame(rows, layouts=None):
     return order_columns(pd.DataFrame(rows, columns=names if rows else identity[:7]), layouts)
 
 # %% ../../nbs/30_store/08_reading.ipynb #b9f0305b
-# columns that become whole numbers, even if another program wrote 2.0
+# columns that are converted to whole numbers, even if another program wrote 2.0
 numbered = ('step', 'call', 'micro', 'backward', 'rank')
 
 def order_columns(df, layouts):
@@ -58,13 +58,13 @@ def to_counts(values):
 # %% ../../nbs/30_store/08_reading.ipynb #ee1fa7d1
 def path_of(module):
     "Return the path of a module, as in `named_modules`, from its display name. The path of the root module is ''."
-    # the name of a module of unknown class has no parentheses
+    # a module of unknown class has a name without parentheses
     return '.'.join(part.rpartition('(')[0] or part for part in module.split('.')[1:])
 
 def with_path(df):
     "Insert the column `path` after `module`, if the table has rows of tensors."
     if not {'module', 'ttype', 'tname'}<=set(df.columns): return df
-    if 'path' in df: # some rows were recorded with a path, which is kept
+    if 'path' in df: # rows that were recorded with a path keep it
         own = df['path'].map(lambda p: isinstance(p, str)).to_numpy(bool)
         return df if own.all() else df.assign(path=df['path'].astype(object).where(own, paths_of_modules(df['module']).astype(object)))
     df.insert(df.columns.get_loc('module')+1, 'path', paths_of_modules(df['module']))
@@ -73,7 +73,7 @@ def with_path(df):
 def paths_of_modules(modules):
     "Convert a column of display names of modules to paths. A categorical column stays categorical."
     try: there = modules.cat.categories if hasattr(modules, 'cat') else modules.unique()
-    # in some row, the module is a list or a dict, which is not hashable
+    # raised if the module in a row is a list or dict, which is not hashable
     except TypeError: return modules.map(lambda m: path_of(m) if isinstance(m, str) else m)
     known = {m: path_of(m) if isinstance(m, str) else m for m in there}
     if not hasattr(modules, 'cat'): return modules.map(known)
@@ -83,14 +83,14 @@ def paths_of_modules(modules):
     return pd.Series(pd.Categorical.from_codes(code[modules.cat.codes.to_numpy()], categories=paths), index=modules.index)
 
 # %% ../../nbs/30_store/08_reading.ipynb #de3276d9
-# columns that identify a row: a later row with equal values may replace an earlier row
+# columns that identify a row; a later row with equal values may replace an earlier row
 row_key = ('step', 'module', 'ttype', 'tname', 'call', 'micro', 'phase', 'backward', 'rank', 'shard')
 
 # %% ../../nbs/30_store/08_reading.ipynb #4174c1a4
 def without_superseded(rows):
     "Drop rows replaced by a later row: one with the same key and the column `supersedes`. `rows`: list of dicts, or a table."
     try: return drop_superseded(rows)
-    except TypeError: return drop_superseded(rows, hashable_value) # a value is a list or a dict, which is not hashable
+    except TypeError: return drop_superseded(rows, hashable_value) # raised if a value is a list or dict, which is not hashable
 
 def hashable_value(value):
     "Return the value, or the `repr` of a list or dict, which is hashable."

@@ -35,7 +35,7 @@ class CompactionProcess:
     program = 'import sys, json; sys.path[:] = json.loads(sys.argv[1]); from torchember.store.rotation import run_compaction; run_compaction(sys.argv[2])'
 
     def __init__(self, path):
-        # its own process group, so that Ctrl-C in the terminal does not end it
+        # started in a new process group, so that Ctrl-C in the terminal does not end it
         own_group = {'process_group': 0} if os.name=='posix' else {}
         self.p = subprocess.Popen([sys.executable, *interpreter_flags(), '-c', self.program, json.dumps(path_of_child()), os.path.abspath(path)],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment_of_child(), **own_group)
@@ -66,9 +66,9 @@ def lines_left(path):
 
 class Rotation:
     "Decides when the file of lines is renamed for conversion to Parquet (rotation), and runs the child process that converts it."
-    # lines to collect before a rotation: slightly fewer than a part may have
+    # number of lines that start a rotation, slightly fewer than a part may have
     most_rows,most_bytes = compaction.most_rows*7//8,compaction.most_bytes*7//8
-    pause = 10. # seconds until the next try after an error; the time is doubled after each error
+    pause = 10. # seconds until the next attempt after an error; doubled after each error
     patience = 60. # seconds to wait for the child process at the end
 
     # note: function that shows a message to the user; group: rows of a row group
@@ -77,7 +77,7 @@ class Rotation:
         # ready: True if a renamed file waits for conversion
         self.child,self.ready,self.lock = None,False,threading.Lock()
         self.again,self.wait = 0.,self.pause
-        self.rows = self.bytes = 0 # rows and bytes that were written before the last rotation
+        self.rows = self.bytes = 0 # numbers of rows and bytes that were written before the last rotation
         self.left = None # bytes of lines that an earlier process left without converting them
 
     def rotate_if_due(self, disk):
@@ -112,7 +112,7 @@ class Rotation:
     def retry_later(self, e, then='the conversion is tried again later'):
         "Plan the next try after the error `e`, and warn the user unless another process compacts the log."
         self.again = time.monotonic()+self.wait
-        if isinstance(e, BlockingIOError): return # not an error of this run: another process compacts the log
+        if isinstance(e, BlockingIOError): return # returns, because it is no error of this run if another process compacts the log
         self.wait *= 2
         self.note(f"lines of the run could not be converted to Parquet: they remain JSON lines, and {then}", e)
 
@@ -136,7 +136,7 @@ class Rotation:
 # %% ../../nbs/30_store/12_rotation.ipynb #0a5341fe
 class ParquetLog(JsonLines):
     "Log whose lines are converted to Parquet parts during the run."
-    def __init__(self, *args, group=group_rows, **kwargs): # args: of `JsonLines`; group: rows of a row group
+    def __init__(self, *args, group=group_rows, **kwargs): # args, kwargs: arguments of `JsonLines`; group: rows of a row group
         super().__init__(*args, **kwargs)
         self.rotation = Rotation(self.note, group)
 

@@ -47,11 +47,11 @@ def convert_column(block, k, kind):
 # %% ../../nbs/30_store/10_shared.ipynb #74a29e29
 class LogRows:
     "Reads the rows of one log in order, to write them to shared files."
-    def __init__(self, path, listing, number): # number: log number in the shared file
+    def __init__(self, path, listing, number): # number: number of the log in the shared file
         self.path,self.listing,self.number = path,listing,number
         self.own = [p for p in listing['parts'] if 'holder' not in p]
         self.ends = np.cumsum([0, *(p['rows'] for p in self.own)]) # number of rows before each part
-        # taken: number of rows returned so far; more: next tables; rest: rows of the last table that were not returned
+        # taken: number of rows returned so far; more: iterator of tables; rest: rows of the last table that were not returned
         self.taken,self.more,self.rest = 0,iter(()),()
 
     def parts(self):
@@ -94,7 +94,7 @@ class LogRows:
         return start, end, self.taken-before, torn-torn_before
 
 # %% ../../nbs/30_store/10_shared.ipynb #cd11178d
-window_rows = 1<<16 # rows of a window, which has the rows of some consecutive steps of all logs
+window_rows = 1<<16 # number of rows of a window, which contains some consecutive steps of all logs
 
 def windows(logs, rows=None):
     "Split all steps into windows of about `rows` rows. Return for each window an array: the number of rows of each log in the window."
@@ -109,9 +109,9 @@ def windows(logs, rows=None):
 # %% ../../nbs/30_store/10_shared.ipynb #82c455e8
 class SharedFiles:
     "Writes the rows of several logs to shared Parquet files."
-    def __init__(self, logs, folder, taken): # logs: `LogRows` objects; folder: to write to; taken: existing file names
+    def __init__(self, logs, folder, taken): # logs: `LogRows` objects; folder: folder for the files; taken: names of existing files
         self.pa,self.pq = needs('pyarrow', for_='compact'),needs('pyarrow.parquet', for_='compact', package='pyarrow')
-        # made: (file name, `LogRows.share` of each log, size)
+        # made: tuples (file name, `LogRows.share` of each log, size)
         self.logs,self.folder,self.taken,self.made = logs,folder,set(taken),[]
         parts = [p for log in logs for p in log.parts()]
         self.layouts = Layouts()
@@ -163,7 +163,7 @@ def shared_entries(made, id, holder, last):
     return out
 
 file_rows = 1<<20 # number of rows of a shared file
-most_logs = 100 # largest number of logs of a shared file, because their files and locks are open at the same time
+most_logs = 100 # maximum number of logs in a shared file, because their files and locks are open at the same time
 
 def share_parts(paths):
     "Rewrite the parts of many logs of a finished run as shared files, ordered by step. `paths`: log files."

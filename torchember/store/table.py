@@ -30,7 +30,9 @@ def row_per_module(rows):
         if isinstance(name, str) and (name not in best or place<best[name][0]): best[name] = (place, r)
     return {n: r for n,(_,r) in best.items()}
 
-def html_cell(value): return escape(f'{value:.4g}' if isinstance(value, float) else '' if value is None else f'{value!s:.200}')
+def html_cell(value):
+    "Return a value as text for a cell of an HTML table."
+    return escape(f'{value:.4g}' if isinstance(value, float) else '' if value is None else f'{value!s:.200}')
 
 # %% ../../nbs/30_store/04_table.ipynb #0209f9da
 def valid_tree(value, most=1_000_000): # value: metadata of the kind 'structure'; most: largest number of modules

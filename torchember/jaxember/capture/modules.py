@@ -36,7 +36,7 @@ unknown = Place('', 'model')
 
 @cache
 def replace_class(where, cls):
-    "Return a copy of a `Place` with another class name. A bridge and the model inside of it share one path."
+    "Return a copy of a `Place` with another class name: a flax bridge such as ToNNX has the same path as the model in it."
     return Place(where.path, f"{where.name[:where.name.rindex('(')]}({cls})", where.model)
 
 # %% ../../../nbs/88_jaxember/05_modules.ipynb #5ca1ab1e
@@ -48,7 +48,9 @@ class Model:
     def __repr__(self): return printable(f'Model({self.cls}, {len(self.leaves)} parameters)')
 
 @cache
-def cached_model(cls, leaves): return Model(cls, leaves)
+def cached_model(cls, leaves):
+    "Return the `Model` with this class name and these parameters. Equal arguments return the same object."
+    return Model(cls, leaves)
 
 def names_and_shapes(tree, name=''):
     "Return the pair (name, shape) of each array in a nested mapping, sorted by name."
@@ -57,10 +59,10 @@ def names_and_shapes(tree, name=''):
 
 # %% ../../../nbs/88_jaxember/05_modules.ipynb #5ca1ab2e
 class Scope:
-    "A running module, the scope of the module that called it, and the number of this scope in compiled programs."
+    "Describes a running module: its `Place`, the `Scope` of the calling module, and a number that identifies it in compiled programs."
     def __init__(self, number, where, parent): self.number,self.where,self.parent = number,where,parent
 
-scopes = [] # all `Scope` objects; the number of a scope is its index here
+scopes = [] # list of all `Scope` objects; the number of a scope is its index in this list
 numbering = threading.Lock()
 
 @cache
@@ -72,7 +74,7 @@ def scope_of_module(where, parent):
 
 # start: scope that calls the program; numbers: scopes around the operation in the program, outermost first
 def operation_scope(start, numbers):
-    "Return the `Scope` of an operation in a cached program, below the scope `start` that calls the program. None outside of modules."
+    "Return the `Scope` of an operation in a compiled program that is called in the scope `start`; None for an operation outside of modules."
     for n in numbers:
         s = scopes[n]
         start = s if start is None or s is start or s.parent is start else move_scope(s, start)
@@ -89,7 +91,7 @@ def move_scope(s, to):
 # %% ../../../nbs/88_jaxember/05_modules.ipynb #436918a2
 class ThreadState(threading.local):
     "Hooks that this thread calls with each output of a module, and the stack of its running modules."
-    # trees: a `MarkedTree` for each running nnx model
+    # trees: list with a `MarkedTree` for each running nnx model
     def __init__(self): self.hooks,self.stack,self.trees,self.around,self.ahead = [],[],[],[],[]
 
 thread_state = ThreadState()
@@ -128,7 +130,7 @@ def place_of_nested(frame, module):
     cls = user_class_name(type(module))
     return replace_class(frame[0], cls) if is_flax_bridge(type(frame[1])) else child_place(frame[0], cls, cls)
 
-# such as ToNNX and ToLinen, which wrap a module of the other API of flax
+# a flax bridge (ToNNX, ToLinen) wraps a module of the other flax API
 def is_flax_bridge(cls): return cls.__module__.startswith('flax.nnx.bridge')
 
 def linen_place(module, path, stack):
@@ -141,7 +143,7 @@ def linen_place(module, path, stack):
         if at==():
             if path: break
             if user_class_name(type(other))==cls: return where
-            # `share_scope` gave both modules one path
+            # `share_scope` of flax gave two modules the same path
             if isinstance(module.parent, Module): return replace_class(where, cls)
             break
     if not path: return place_of_nested(stack[-1], module) if stack else root_place(cls, linen_model(module, cls))
@@ -177,7 +179,7 @@ def call_linen_method(fun, args, kwargs, context):
     label,method = linen_label(type(module), context.method_name),context.orig_method.func
     if stack:
         top = stack[-1]
-        # called by super(), so the output belongs to the outer method
+        # a method called by super() is part of the calling method, whose output is recorded
         if top[1] is module and top[2]==label and top[3] is not method: return fun(*args, **kwargs)
     path = module.path
     where,n = linen_place(module, path, stack),len(stack)
@@ -190,12 +192,14 @@ def call_linen_method(fun, args, kwargs, context):
 
 # %% ../../../nbs/88_jaxember/05_modules.ipynb #f1080e1e
 def wrap_scan(scan):
-    "Wrap `scan` of flax: the first of the two traces of its body runs in the context `ahead` of `observe_outputs`."
+    "Wrap `flax.linen.scan`, which traces its body twice. The first trace runs in the context manager `ahead` given to `observe_outputs`."
     @wraps(scan)
     def wrapper(fn, *args, check_constancy_invariants=True, **kwargs):
         def run_scan(*values):
-            first = iter([True]*check_constancy_invariants) # without this check, flax traces the body only once
+            "Run the scan of flax, and return its result."
+            first = iter([True]*check_constancy_invariants) # flax traces the body twice only if `check_constancy_invariants` is True
             def traced_body(*values):
+                "Run the body of the scan. Its first trace runs in the context `ahead`."
                 with thread_state.ahead[-1]() if next(first, False) and thread_state.ahead else nullcontext(): return fn(*values)
             return scan(traced_body, *args, check_constancy_invariants=check_constancy_invariants, **kwargs)(*values)
         return run_scan
@@ -205,7 +209,7 @@ def wrap_scan(scan):
 mark_key = '_torchember_mark'
 
 class Mark:
-    "Attribute added by torchember to a running nnx module. It stores the `Place` of the module."
+    "Attribute that torchember adds to a running nnx module, to store the `Place` of the module."
     __slots__ = ('where',)
     def __init__(self, where): self.where = where
     def __reduce__(self): return Mark, (self.where,)
@@ -213,12 +217,12 @@ class Mark:
     def __repr__(self): return f'Mark({self.where.path!r})'
 
     def __eq__(self, other):
-        "Return True if both modules have the same `Place`, to distinguish modules in compiled functions. Inside `jax.tree.map` all marks are equal."
+        "Return True if two marks have the same `Place`, or if `jax.tree.map` compares them, because it requires equal static attributes."
         if not isinstance(other, Mark): return NotImplemented
         return self.where==other.where or called_by_tree_map()
 
 def called_by_tree_map():
-    "Return True if `jax.tree.map` called this comparison of marks. `jax.tree.map` requires equal static attributes."
+    "Return True if `jax.tree.map` is comparing marks now."
     f = sys._getframe(2)
     for _ in range(3):
         if f is None: return False
@@ -228,7 +232,7 @@ def called_by_tree_map():
 
 @cache
 def container_kind(cls):
-    "Return 'module', 'unmarked' (a module without a mark), 'object', 'dict', 'list', or '' for a class that contains no modules."
+    "Return the kind of a class: 'module', 'unmarked' (a module that gets no `Mark`), 'object', 'dict' or 'list'; '' if its instances contain no modules."
     nnx = sys.modules['flax.nnx']
     if issubclass(cls, nnx.Module): return 'unmarked' if issubclass(cls, Mapping) or any(is_flax_bridge(c) for c in cls.__mro__) else 'module'
     if issubclass(cls, getattr(nnx, 'Pytree', nnx.Object)): return 'object'
@@ -236,7 +240,9 @@ def container_kind(cls):
     return 'list' if issubclass(cls, list|tuple) else ''
 
 # '10' comes after '9', so digits are sorted as numbers
-def item_order(item): return (0, int(item[0]), '') if str(item[0]).isdigit() else (1, 0, str(item[0]))
+def item_order(item):
+    "Return the sort key of a pair (key, value): digits are sorted as numbers, and before other keys."
+    return (0, int(item[0]), '') if str(item[0]).isdigit() else (1, 0, str(item[0]))
 
 def modules_in(value, where, seen, to): # where: `Place` of the value; seen: set of ids of the visited values
     "Append a pair (module, `Place`) to the list `to` for each nnx module in a value. Return the list."
@@ -251,13 +257,13 @@ def modules_in(value, where, seen, to): # where: `Place` of the value; seen: set
 
 # %% ../../../nbs/88_jaxember/05_modules.ipynb #bd88f5b7
 lock = threading.RLock()
-marked = {} # key: id of a root module; value: number of threads that run it. The last thread removes the marks
+marked = {} # number of threads that run a root module, by id of the module; the last thread removes its marks
 
 class MarkedTree:
     "Adds a `Mark` to each module of an nnx model while the model runs."
     def __init__(self, model, where):
         self.model = model
-        with lock: # because other threads may mark the same modules
+        with lock: # locked, because other threads may mark the same modules
             self.modules = modules_in(model, where, set(), [])
             self.known = {id(m): w for m,w in self.modules if container_kind(type(m))=='unmarked'}
             marked[id(model)] = marked.get(id(model), 0)+1
@@ -265,7 +271,7 @@ class MarkedTree:
                 if id(m) not in self.known: vars(m)[mark_key] = Mark(w)
 
     def place(self, module):
-        "Return the `Place` of a module without a mark: the `Place` of the only module with the same class and attributes, else None."
+        "Return the `Place` of the only marked module with the same class and attributes as this unmarked module; None if there are several."
         if id(module) in self.known: return self.known[id(module)]
         keys,cls = vars(module).keys(),type(module)
         like = {w for m,w in self.modules if type(m) is cls and vars(m).keys()-{mark_key}==keys}
@@ -282,23 +288,23 @@ class MarkedTree:
 def nnx_model(module):
     "Return the `Model` of an nnx root module, identified by its parameters."
     Param = sys.modules['flax.nnx'].Param
-    with lock: # because other threads may be adding marks
+    with lock: # locked, because other threads may add marks to the model
         of = [(m, w.path) for m,w in modules_in(module, unknown, set(), [])]
         named = [(f'{p}.{k}' if p else k, tuple(getattr(v, 'shape', ()))) for m,p in of for k,v in vars(m).items() if isinstance(v, Param)]
     return cached_model(type(module).__name__, tuple(sorted(named)))
 
 def nnx_place(module, s):
-    "Return the `Place` of an nnx module without a mark."
+    "Return the `Place` of a running nnx module that has no `Mark`."
     if not s.stack: return root_place(type(module).__name__, nnx_model(module))
     if s.trees and (where := s.trees[-1].place(module)) is not None: return where
     where,cls = s.stack[-1][0],type(module).__name__
-    # the attribute was added after the modules were marked
+    # the module was added to its parent after the modules were marked
     with lock: own = next((k for k,v in vars(s.stack[-1][1]).items() if v is module), None)
     return place_of_nested(s.stack[-1], module) if own is None else child_place(where, own, cls)
 
 # %% ../../../nbs/88_jaxember/05_modules.ipynb #6c728640
 forward = {'__call__', 'attend'}
-# flax calls these methods for setup, so their results are not outputs
+# methods that flax calls to set up a module: their results are not recorded as outputs
 setup_calls = {'set_view', 'set_mode', 'init_cache', 'initialize_carry'}
 
 def wrap_method(method, name):
@@ -308,12 +314,13 @@ def wrap_method(method, name):
 
     @wraps(method, updated=())
     def call_and_observe(self, *args, **kwargs):
+        "Call the original method, and pass its output to the hooks of the thread."
         taps,stack,tree = thread_state.hooks,thread_state.stack,None
         if not taps or container_kind(type(self)) not in ('module', 'unmarked'): return call(self, *args, **kwargs)
         n,mark = len(stack),None
         if n:
             top = stack[-1]
-            # called by super()
+            # a method called by super() is part of the calling method, whose output is recorded
             if top[1] is self and top[2]==label and top[3] is not call_and_observe: return call(self, *args, **kwargs)
             mark = vars(self).get(mark_key)
         if mark is not None: where = mark.where
@@ -337,6 +344,7 @@ def methods_to_wrap(cls):
     ours,base = cls.__module__.split('.')[0]=='flax',sys.modules['flax.nnx'].Module
     no = setup_calls|{f.name for f in fields(cls)} if is_dataclass(cls) else setup_calls|set(vars(cls).get('__annotations__', ()))
     def is_output_method(name, m):
+        "Return True if the results of this method are recorded as outputs."
         if isinstance(m, type|staticmethod|classmethod|property|cached_property) or not (callable(m) and hasattr(type(m), '__get__')): return False
         if name=='__call__' or ours: return name in forward
         return not (name.startswith('_') or name in no or hasattr(base, name))
@@ -355,8 +363,8 @@ class MethodPatches:
     "Installs wrappers on the methods of nnx classes and on `scan` of flax. All threads share them."
     def __init__(self): self.users,self.done,self.cache,self.undo = 0,[],{},None
 
-    def put(self, cls):
-        "Wrap the methods of a class. A method gets the same wrapper each time. So `jit` finds its compiled code again."
+    def wrap_class(self, cls):
+        "Wrap the methods of a class. A method always gets the same wrapper, so that `jit` finds its compiled code again."
         has = vars(cls)
         size,known = self.cache.get(cls, (-1, {}))
         if size!=len(has) or any(has[k] is not m for k,(m,_) in known.items()):
@@ -376,19 +384,21 @@ class MethodPatches:
             if self.users>1: return
             loops,nnx = sys.modules.get('flax.core.axes_scan'),sys.modules.get('flax.nnx')
             if loops is not None: self.replace(loops, 'scan', loops.scan, wrap_scan(loops.scan))
-            self.undo = self.follow(nnx.Module) if nnx is not None else lambda: None
+            self.undo = self.wrap_subclasses(nnx.Module) if nnx is not None else lambda: None
 
-    def follow(self, base):
+    def wrap_subclasses(self, base):
         "Wrap the methods of all module classes, and of classes defined later. Return a function to end the wrapping of later classes."
-        for c in classes_to_patch(base): self.put(c)
+        for c in classes_to_patch(base): self.wrap_class(c)
         earlier = vars(base).get('__init_subclass__')
 
         def init_subclass_and_wrap(cls, **kwargs):
+            "Run the original `__init_subclass__`, and wrap the methods of the new class."
             if earlier is None: super(base, cls).__init_subclass__(**kwargs)
             else: earlier.__get__(None, cls)(**kwargs)
-            self.put(cls)
+            self.wrap_class(cls)
         base.__init_subclass__ = classmethod(init_subclass_and_wrap)
         def restore_init_subclass():
+            "Restore the original `__init_subclass__`, so that new classes are not wrapped."
             if earlier is None: del base.__init_subclass__
             else: base.__init_subclass__ = earlier
         return restore_init_subclass

@@ -22,29 +22,29 @@ from jax.tree_util import tree_flatten_with_path
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #8135e008
 class TagRequest(namedtuple('TagRequest', 'include exclude gradients loose', defaults=[False])):
-    "Describes the tags to create: patterns of module paths or None, if gradients are recorded, and if JAX may remove unused tags."
+    "Settings for tagged values: patterns of the module paths to record, whether to record gradients, and whether JAX may remove unused values."
     def wants(self, path): # path: path of a module
         "Return True if the module with this path is to be recorded."
         return (self.include is None or self.include.search(path)) and not (self.exclude is not None and self.exclude.search(path))
 
-asked = jax.make_user_context(None) # the current `TagRequest`; None: nothing is tagged
+asked = jax.make_user_context(None) # current `TagRequest` of this thread; with None, no value is tagged
 
 def discardable_tags():
-    "Return a context in which JAX may remove tags with unused values."
+    "Return a context manager in which JAX may remove tagged values that the program does not use."
     return asked(asked.value and asked.value._replace(loose=True))
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #61177e59
 Key = namedtuple('Key', 'where ttype tname')
 
 class Tag(NamedTuple):
-    "Parameters of the JAX operation tagging a value: the tensor's name, and how the value is to be recorded."
+    "Parameters of the JAX operation that tags a value for recording: name of the tensor, and how to record it."
     key:Key
     number:int # Number of the tag, unique in this process. A value and its gradient have the same number
     grad:bool=False # True if the tagged value is a gradient
     order:int=0 # How often the program differentiates the value; for a gradient, the number of its derivative from 1
-    again:bool=False # True if not recorded: the value is recomputed, or gradients are not requested
-    all_examples:bool=False # True in a branch under `vmap`: it is computed for all examples, although only some take it
-    loose:bool=False # True if the tag may be removed when its value is unused
+    again:bool=False # True if this value is not recorded, because it is a recomputation, or a gradient that was not requested
+    all_examples:bool=False # True in a branch of `cond` under `vmap`, which JAX computes for all examples, although only some choose it
+    loose:bool=False # True if JAX may remove the tagged value when the program does not use it
 
 tap_p,slope_p = Primitive('torchember_tag'),Primitive('torchember_slope')
 numbers = count()
@@ -56,23 +56,23 @@ for p in (tap_p, slope_p):
     batching.primitive_batchers[p] = lambda xs, dims, p=p, **kw: (p.bind(*xs, **kw), dims[0])
 slope_p.def_abstract_eval(lambda x, **kw: x)
 ad.deflinear2(slope_p, lambda ct, x, *, tag: [ct if type(ct) is ad.Zero else tap_p.bind(ct, tag=tag._replace(grad=True))])
-# so a second derivative is recorded for the gradient, not for the value
+# a second derivative is recorded as the derivative of the gradient, not of the value
 ad.primitive_jvps[slope_p] = lambda xs, ts, *, tag: (slope_p.bind(*xs, tag=tag), ts[0])
 
 def tap_jvp(primals, tangents, *, tag):
-    "Differentiate a tag: tag the value, and mark its tangent. The backward pass then tags the gradient."
+    "Differentiate the tag operation: tag the value again, and mark its tangent, so that the backward pass tags the gradient."
     tag = tag if tag.grad else tag._replace(order=tag.order+1)
     y,(t,) = tap_p.bind(*primals, tag=tag),tangents
     if tag.grad or type(t) is ad.Zero or asked.value is None: return y, t
-    if not asked.value.gradients: tag = tag._replace(again=True) # `trains` still finds it
+    if not asked.value.gradients: tag = tag._replace(again=True) # the tag is kept, because `trains` looks for tags of gradients
     return y, slope_p.bind(t, tag=tag)
 
 ad.primitive_jvps[tap_p] = tap_jvp
-ad.primitive_transposes[tap_p] = lambda ct, x, **kw: [ct] # needed when a custom derivative of the user tags a tangent
+ad.primitive_transposes[tap_p] = lambda ct, x, **kw: [ct] # required if the user's `custom_jvp` rule tags a tangent
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #17a0d5f0
 def tolerated_effect():
-    "Return an effect accepted by all transformations of JAX. An operation with an effect is not removed when its result is unused."
+    "Return a JAX effect for tags that all transformations accept. JAX keeps an operation with an effect even if its result is unused."
     effect, = jax.make_jaxpr(lambda: jax.debug.callback(lambda: None))().effects
     return type('Tagged', (type(effect),), {'__str__': lambda self: 'Tagged'})
 
@@ -90,31 +90,34 @@ partial_eval.partial_eval_jaxpr_custom_rules[tap_p] = split_for_checkpoint
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #6fa2c0de
 def has_tags(jaxpr) -> bool:
-    "Return True if a program, or a program called in it, has recorded tags."
+    "Return True if a JAX program, or a program that it calls, tags values to record."
     return any(e.primitive is tap_p and not e.params['tag'].again or any(has_tags(j) for j in jaxprs_in_params(e.params)) for e in jaxpr.eqns)
 
 def tags_of(jaxpr):
-    "Yield the `Tag`s of a program and of the programs called in it."
+    "Yield each `Tag` in a JAX program and in the programs that it calls."
     for e in jaxpr.eqns:
         if e.primitive is tap_p: yield e.params['tag']
         for j in jaxprs_in_params(e.params): yield from tags_of(j)
 
 def trains(jaxpr):
-    "Return True if a program computes tagged values and their gradients, so it is a training step."
+    "Return True if a JAX program is a training step: if it tags values and their gradients."
     values,gradients = ({t.number for t in tags_of(jaxpr) if t.grad is g and (g or not t.again)} for g in (False, True))
     return bool(values & gradients)
 
 def loops_that_train(jaxpr):
-    "Return True if a program contains a `scan` with training steps as iterations."
-    def trains_in(e): return e.primitive is primitives.scan_p and trains(e.params['jaxpr'].jaxpr) or any(map(loops_that_train, jaxprs_in_params(e.params)))
-    return any(map(trains_in, jaxpr.eqns))
+    "Return True if a JAX program contains a `scan` whose iterations are training steps."
+    def is_training_loop(e):
+        "Return True if an operation is a `scan` of training steps, or contains one."
+        return e.primitive is primitives.scan_p and trains(e.params['jaxpr'].jaxpr) or any(map(loops_that_train, jaxprs_in_params(e.params)))
+    return any(map(is_training_loop, jaxpr.eqns))
 
 def retagged(x, f):
-    "Return a program, or a container of programs, with each `Tag` replaced by `f(tag)`. Other values are returned unchanged."
+    "Return a copy of a JAX program, or of a list of programs, with each `Tag` replaced by `f(tag)`. Return other values unchanged."
     if isinstance(x, list|tuple) and any(isinstance(v, ClosedJaxpr|Jaxpr) for v in x): return type(x)(retagged(v, f) for v in x)
-    # some versions have one class
+    # `ClosedJaxpr` and `Jaxpr` are the same class in some versions of JAX
     if not isinstance(x, Jaxpr): return x.replace(jaxpr=retagged(x.jaxpr, f)) if isinstance(x, ClosedJaxpr) else x
     def retagged_operation(e):
+        "Return a copy of an operation with changed tags."
         if e.primitive is slope_p: return e.replace(params={'tag': f(e.params['tag'])})
         if e.primitive is not tap_p and not any(has_tags(j) for j in jaxprs_in_params(e.params)): return e
         params = {k: f(v) if k=='tag' else retagged(v, f) for k,v in e.params.items()}
@@ -124,10 +127,10 @@ def retagged(x, f):
     return x.replace(eqns=eqns, effects=set().union(x.effects-tagged, *(e.effects & tagged for e in eqns)))
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #6fa3c0de
-marked = WeakKeyDictionary() # key: a branch; value: the same branch, with `all_examples` in its tags
+marked = WeakKeyDictionary() # copies of `cond` branches with `all_examples=True` in their tags, by original branch
 
 def branch_of_all(branch):
-    "Return a copy of a branch with `all_examples=True` in its tags."
+    "Return a copy of a branch of `cond` with `all_examples=True` in its tags."
     if not has_tags(branch.jaxpr): return branch
     if branch not in marked: marked[branch] = retagged(branch, lambda tag: tag._replace(all_examples=True))
     return marked[branch]
@@ -136,6 +139,7 @@ def mark_vmapped_branches(rule):
     "Wrap the `vmap` rule of `cond`: if each example chooses its branch, JAX computes all branches, so their tags get `all_examples=True`."
     @wraps(rule)
     def batch_and_mark(axis, args, dims, *, branches, **params):
+        "Apply JAX's `vmap` rule of `cond` to branches with `all_examples=True` in their tags."
         return rule(axis, args, dims, branches=branches if dims[0] is None else tuple(map(branch_of_all, branches)), **params)
     return batch_and_mark
 
@@ -143,23 +147,24 @@ batching.fancy_primitive_batchers[lax.cond_p] = mark_vmapped_branches(batching.f
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #6fa4c0de
 def known_loop_params(first, params):
-    "Return the parameters of a loop recomputing the loop `first`, to record no tag twice. None if `first` has no tags."
+    "Return the parameters for a `while` loop that recomputes the loop `first` without recording tags again; None if `first` has no tags."
     name = lambda tag: (tag.number, tag.grad, tag.order)
     done = {name(t) for j in jaxprs_in_params(first) for t in tags_of(j) if not t.again}
     return {k: retagged(v, lambda tag: tag._replace(again=tag.again or name(tag) in done)) for k,v in params.items()} if done else None
 
 class LoopNesting(Trace):
-    "Trace of JAX that stores the parameters of each `while` loop and passes every operation to the trace `below`."
+    "JAX trace that stores the parameters of each `while` loop. It passes every operation to another trace, `below`."
     def __init__(self, below):
         super().__init__()
         self.below,self.params = below,[]
 
     def process_primitive(self, primitive, args, params, /):
+        "Run one operation in the trace `below`. Store its parameters if it is a `while` loop."
         if primitive is lax.while_p: self.params.append(params)
         with set_current_trace(self.below): return self.below.process_primitive(primitive, args, params)
 
 def partial_eval_while(rule):
-    "Wrap the rule that splits a `while` loop for its derivative while JAX traces. Tags of the recomputed loop are not recorded."
+    "Wrap the JAX rule that splits a `while` loop for differentiation during tracing, so that tags of the recomputed loop are not recorded."
     @wraps(rule)
     def split_while(trace, *tracers, **params):
         if not any(map(has_tags, jaxprs_in_params(params))): return rule(trace, *tracers, **params)
@@ -167,13 +172,13 @@ def partial_eval_while(rule):
         with set_current_trace(first): out = rule(trace, *tracers, **params)
         again = known_loop_params(first.params[-1], params) if first.params else None
         if not again: return out
-        del trace.effect_handles[handles:] # because the second loop is created again below
+        del trace.effect_handles[handles:] # removes the effects of JAX's second loop, because the next line creates this loop again
         second = trace.default_process_primitive(lax.while_p, tracers, again)
         return [b if isinstance(a, partial_eval.JaxprTracer) and not a.is_known() else a for a,b in zip(out, second, strict=True)]
     return split_while
 
 def partial_eval_closed_while(rule):
-    "Wrap JAX's rule for differentiating a `while` loop of a traced program. JAX runs the loop twice, and tags of the second run record nothing."
+    "Wrap JAX's rule for differentiating a `while` loop of a traced program. JAX runs the loop twice; tagged values of the second run are not recorded."
     @wraps(rule)
     def split_while(saveable, unknown, instantiated, e):
         first,second,*more = rule(saveable, unknown, instantiated, e)
@@ -191,10 +196,12 @@ def has_numbers(x) -> bool:
     return isinstance(x, jax.Array) and (jnp.issubdtype(x.dtype, jnp.number) or x.dtype==bool)
 
 def tagged_tree(where, ttype, label, tree): # label: prefix of the names, such as 'output'
-    "Return a tree after tagging each array with its name. `where`: `Place` of the module."
+    "Tag each array in an output of a module for recording, and return the output. `where`: `Place` of the module."
     leaves,form = tree_flatten_with_path(tree)
     named = [(f"{label}_{'.'.join(map(key_text, path)) or 0}" if ttype!='probe' else '.'.join([label, *map(key_text, path)]), x) for path,x in leaves]
-    def tagged_array(n, x): return tap_p.bind(x, tag=Tag(Key(where, ttype, n), next(numbers), loose=asked.value is not None and asked.value.loose))
+    def tagged_array(n, x):
+        "Tag one array for recording under the name `n`."
+        return tap_p.bind(x, tag=Tag(Key(where, ttype, n), next(numbers), loose=asked.value is not None and asked.value.loose))
     return jax.tree.unflatten(form, [tagged_array(n, x) if has_numbers(x) else x for n,x in named])
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #07c8997a

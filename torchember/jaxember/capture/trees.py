@@ -51,13 +51,13 @@ def leaves_of(tree, what:str, before=()) -> list:
     for keys,box in tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, boxed))[0]:
         kind = variable_kind(box)
         for inner,x in tree_flatten_with_path(box)[0] if isinstance(box, boxed) else [((), box)]:
-            at = (*keys, *inner[1:]) # drops the key `value`, which leads from a wrapper to its array
+            at = (*keys, *inner[1:]) # the name omits the key `value` between a flax wrapper and its array
             held = value_kind(x)
             if held=='key': keyed.add(at[:-1])
             if held in ('key', 'void') or kind=='': continue
             if held is None: raise TypeError(not_an_array('.'.join(map(key_text, (*before, *at))), x, what))
             out.append((at, kind, x))
-    # in a state of plain dicts, a counter has no class, so its name decides
+    # an optimizer state of plain dicts contains no classes, so counters are recognized by name
     is_counter = lambda l: l[0][:-1] in keyed and np.ndim(l[2])==0 and key_text(l[0][-1])=='count'
     return [l for l in out if not is_counter(l)] if keyed else out
 
@@ -79,7 +79,9 @@ class Named:
     array:object # The array itself, a leaf of the tree
 
 # %% ../../../nbs/88_jaxember/12_trees.ipynb #482a7655
-def is_linen_variables(tree): return isinstance(tree, Mapping) and ('params' in tree or {*tree} <= {'batch_stats', 'cache'}) and not has_nnx_variables(tree)
+def is_linen_variables(tree):
+    "Return True if a tree is a dict of linen collections, such as 'params' and 'batch_stats'."
+    return isinstance(tree, Mapping) and ('params' in tree or {*tree} <= {'batch_stats', 'cache'}) and not has_nnx_variables(tree)
 
 def has_nnx_variables(tree):
     "Return True if the leaves of a tree are variables of nnx."
@@ -97,10 +99,12 @@ def has_models(tree, depth=0):
     if is_train_state(tree) or isinstance(tree, nnx_class('Module')) or is_linen_variables(tree) and (not depth or 'params' in tree): return True
     return isinstance(tree, Mapping|list|tuple) and any(has_models(x, depth+1) for _,x in items_in(tree))
 
-def paths_in_tree(tree): return {tuple(map(key_text, keys)) for keys,_ in tree_flatten_with_path(tree)[0]}
+def paths_in_tree(tree):
+    "Return the set of keys, as tuples of text, that lead to the leaves of a tree."
+    return {tuple(map(key_text, keys)) for keys,_ in tree_flatten_with_path(tree)[0]}
 
 def has_own_name(key, tree, of):
-    "Return True if the value `tree` under `key` next to linen's parameters is not a linen collection, so `key` becomes part of its path."
+    "Return True if `key` becomes part of the path of the arrays in `tree`, because it is not a linen collection such as 'batch_stats'."
     names,params = paths_in_tree(tree),paths_in_tree(of.get('params', {}))
     if () in names or names and names <= params: return True
     return 'opt_state' in of and key not in ('batch_stats', 'cache') and not {n[:-1] for n in names} <= {n[:i] for n in params for i in range(len(n))}
@@ -111,7 +115,7 @@ def array_fields(state):
     return {k: x for k,x in some.items() if jax.tree.leaves(x) and all(map(value_kind, jax.tree.leaves(x)))}
 
 def models_in(tree, at=(), kind=None): # at: keys that lead to the tree; kind: 'buffer' in a copy of a model
-    "Yield (keys without linen collections, kind, subtree, all keys) for each model, collection or other subtree that is named by itself."
+    "Yield (keys without linen collections, kind, subtree, all keys) for each model, collection or other subtree with names of its own."
     if is_train_state(tree):
         params,own = tree.params,array_fields(tree)
         if has_nnx_variables(params):
@@ -119,14 +123,14 @@ def models_in(tree, at=(), kind=None): # at: keys that lead to the tree; kind: '
             for word in sorted(own.keys()-{'opt_state'}): yield from models_in(own[word], (*at, word), 'buffer')
             return
         tree = {**(params if is_linen_variables(params) and 'params' in params else {'params': params}), **own} if {*own}-{'opt_state'} else params
-    # contains a shared array only once
+    # `nnx.state` lists an array that several modules share only once
     if isinstance(tree, nnx_class('Module')): yield at, kind, sys.modules['flax.nnx'].state(tree), at
     elif is_linen_variables(tree) and (not at or 'params' in tree):
         for key,x in items_in(tree):
             word = key_text(key)
             if word=='params' and is_linen_variables(x) and 'params' in x: yield from models_in(x, at, kind)
             elif word=='params': yield at, kind or 'weight', x, (*at, key)
-            elif word=='opt_state': continue # because `named_optimizer_states` names its arrays
+            elif word=='opt_state': continue # skipped, because `named_optimizer_states` names the arrays of an optimizer state
             elif has_own_name(word, x, tree): yield from models_in(x, (*at, key), 'buffer')
             else: yield at, 'buffer', x, (*at, key)
     elif isinstance(tree, Mapping|list|tuple) and has_models(tree, 1):
@@ -134,11 +138,11 @@ def models_in(tree, at=(), kind=None): # at: keys that lead to the tree; kind: '
     else: yield at, kind, tree, at
 
 def nnx_class(name):
-    "Return a class of nnx by name. If nnx is not imported, return (), because `isinstance` accepts it as no class."
+    "Return a class of nnx by name. If nnx is not imported, return (), because `isinstance(x, ())` is always False."
     return getattr(sys.modules.get('flax.nnx'), name, ())
 
 def module_and_name(keys) -> tuple: # keys: keys that lead to a leaf
-    "Return the module path and the name of a parameter. Haiku separates names by slashes and adds '~' for constructors."
+    "Return the module path and the name of a parameter from its keys. Haiku separates modules in a key by slashes and adds '~' for constructors."
     parts = [p for k in keys for p in key_text(k).split('/') if p not in ('~', '')] or ['value']
     return '.'.join(parts[:-1]), parts[-1]
 
@@ -185,12 +189,12 @@ def named_parameters(
     return out
 
 # %% ../../../nbs/88_jaxember/12_trees.ipynb #b84e055c
-# fields that contain another optimizer state
+# fields of optax states that contain another optimizer state
 holders = ('opt_state', 'inner_state', 'inner_opt_state', 'base_optimizer_state')
-labelled = 'inner_states' # field that contains a dict of optimizer states, with a label of parameters as key
+labelled = 'inner_states' # field of an optax state that contains a dict of optimizer states, one for each label of parameters
 
 def fields(tree, keys) -> list:
-    "Return the indices of the keys for fields of optax states, innermost first. In a state of dicts, return the first field name."
+    "Return the indices of those `keys` that name a field of an optax state, innermost first. In a state of plain dicts, return the first known field."
     out = []
     for i,k in enumerate(keys):
         if hasattr(tree, '_fields') and type(tree).__name__.endswith('State'): out.insert(0, i)
@@ -204,7 +208,7 @@ def fields(tree, keys) -> list:
     return out or [0]
 
 class ParameterFinder:
-    "Finds a parameter of the model by the end of its name. Optimizer states contain this end."
+    "Finds the parameter to which an array of an optimizer state belongs, by the last parts of the array's name."
     def __init__(self, named):
         self.full,self.ends = {'.'.join(filter(None, (n.path, n.pname))): n for n in named},{}
         # linen's collection `params` is not part of a path
@@ -213,10 +217,12 @@ class ParameterFinder:
             words = name.split('.')
             for i in range(1, len(words)): self.ends.setdefault('.'.join(words[i:]), []).append((words[:i], n))
 
-    def name_parts(self, keys): return [w for w in split_keys(keys) if w not in self.skip]
+    def name_parts(self, keys):
+        "Return the parts of a parameter's name, without collections such as 'params'."
+        return [w for w in split_keys(keys) if w not in self.skip]
 
     def find(self, name, before):
-        "Return the only parameter with a name ending in `name`. With several, choose by the path `before` of the model. None if ambiguous."
+        "Return the only parameter with a name ending in `name`. If there are several, prefer the model with path `before`. None if ambiguous."
         if name in self.full: return self.full[name]
         ends = self.ends.get(name, [])
         of = [n for model,n in ends if ' '.join(model) in ' '.join(before)] if before else []
@@ -238,7 +244,9 @@ def model_keys(keys):
     words = [key_text(k) for k in keys]
     return [w for i,w in enumerate(words) if not (w.isdigit() or w in (*holders, labelled) or i and words[i-1]==labelled)]
 
-def split_keys(keys): return [p for k in keys for p in key_text(k).split('/') if p not in ('~', '')]
+def split_keys(keys):
+    "Return the parts of all keys, split at slashes, as Haiku joins module names by slashes."
+    return [p for k in keys for p in key_text(k).split('/') if p not in ('~', '')]
 
 def states_in(tree, at=()): # at: keys that lead to the tree
     "Yield (keys, optimizer state) for each training state in a tree. A tree without training states is an optimizer state itself."
@@ -268,7 +276,7 @@ def named_optimizer_states(
         else:
             i,words,rest = at[0],full.name_parts(keys[at[0]+1:]),[]
             model = '.'.join([*before, *model_keys(keys[:i])])
-            if value_kind(x)=='exact' and (np.ndim(x)==0 or not words): continue # a count, a flag or an old random key
+            if value_kind(x)=='exact' and (np.ndim(x)==0 or not words): continue # step counts, flags and random keys of the old type are not recorded
             if not words or np.ndim(x)==0 and (full.full or key_text(keys[i])=='hyperparams'):
                 name = words[-1] if words else key_text(keys[i]) if keys else 'state'
                 out.append(Named(model, name, key_text(keys[i]) if keys else 'state', None, once(model, name), x))
@@ -284,7 +292,7 @@ class CachedNames:
     def __init__(self, f): self.f,self.form,self.names,self.at = f,None,[],None # f: `named_parameters` or `named_optimizer_states`
 
     def __call__(self, tree, *args) -> tuple: # args: further arguments of `f`
-        "Return (names, arrays) of a tree. `names` is the same list object as before while the names are equal."
+        "Return the list of names and the list of arrays of a tree. While the names are unchanged, the same list object is returned."
         leaves,form = jax.tree.flatten(tree)
         form = form,args,[(type(x), getattr(x, 'shape', None), getattr(x, 'dtype', None)) for x in leaves]
         if self.at is not None and form==self.form: return self.names, [leaves[i] for i in self.at]

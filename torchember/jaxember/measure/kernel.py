@@ -21,13 +21,15 @@ from ...measure.readers.numba import FINITE, ROOM, array_at, block, call, empty_
 from ...measure.summary import length, wide, width
 
 # %% ../../../nbs/88_jaxember/15_kernel.ipynb #3e1dbc80
-letters = 16 # letters that encode the number of elements, 4 bits each; one more letter says what to compute
+letters = 16 # number of letters that encode the number of elements, 4 bits per letter; one more letter encodes what to compute
 
-def encode_call(n, how): return ''.join(chr(97+(x>>4*i & 15)) for x,k in ((n, letters), (how, 1)) for i in range(k))
+def encode_call(n, how):
+    "Encode the number of elements, and what to compute, as a string of letters."
+    return ''.join(chr(97+(x>>4*i & 15)) for x,k in ((n, letters), (how, 1)) for i in range(k))
 
 @njit(nogil=True)
 def decode_number(address, first, letters):
-    "Return the number written by `encode_call` as letters, from letter `first` on."
+    "Return the number that `encode_call` wrote as letters at a memory address, from letter `first` on."
     text = array_at(address, first, letters, np.uint8)
     n = 0
     for i in range(letters): n |= (np.int64(text[i])-97)<<(4*i)
@@ -68,7 +70,7 @@ def reader(fmt):
 def symbol_name(fmt): return f'torchember_reads_{fmt}'
 
 @njit(nogil=True)
-def begin(out, text):
+def decode_call(out, text):
     "Clear the result row. Return the number of elements, what to compute, and the addresses of the row and of the working memory."
     n,how = decode_number(text, 0, letters),decode_number(text, letters, 1)
     row,desk = array_at(out, 0, 2, np.int64)
@@ -81,26 +83,26 @@ def begin(out, text):
 read32,read64,read_bfloat16,read_float16 = map(reader, ('float32', 'float64', 'bfloat16', 'float16'))
 
 def measure_float32(out, ins, text, size, status):
-    n,how,row,desk = begin(out, text)
+    n,how,row,desk = decode_call(out, text)
     read32(array_at(ins, 0, 1, np.int64)[0], n, how, row, desk)
 
 def measure_float64(out, ins, text, size, status):
-    n,how,row,desk = begin(out, text)
+    n,how,row,desk = decode_call(out, text)
     read64(array_at(ins, 0, 1, np.int64)[0], n, how, row, desk)
 
 def measure_bfloat16(out, ins, text, size, status):
-    n,how,row,desk = begin(out, text)
+    n,how,row,desk = decode_call(out, text)
     read_bfloat16(array_at(ins, 0, 1, np.int64)[0], n, how, row, desk)
 
 def measure_float16(out, ins, text, size, status):
-    n,how,row,desk = begin(out, text)
+    n,how,row,desk = decode_call(out, text)
     read_float16(array_at(ins, 0, 1, np.int64)[0], n, how, row, desk)
 
 formats = dict(float32=measure_float32, float64=measure_float64, bfloat16=measure_bfloat16, float16=measure_float16)
 
 # %% ../../../nbs/88_jaxember/15_kernel.ipynb #1e4cd3df
 lock = threading.Lock()
-# progress message; the compiled loops are stored on disk for later processes
+# shows a progress message, because compiling takes seconds; later processes load the loops from disk
 compiling = 'compiling the loops that measure arrays'
 
 @cache

@@ -24,7 +24,7 @@ def row_length(wanted=scalars) -> int:
     "Return the number of uint32 values in a summary row with these groups of values, such as 'basic'."
     return 2*length(wanted)
 
-def row_vectors(rows:np.ndarray, wanted=scalars) -> np.ndarray: # rows: uint32
+def row_vectors(rows:np.ndarray, wanted=scalars) -> np.ndarray: # rows: array of uint32
     "Return the float64 summary vectors stored as bits in uint32 rows. The last axis becomes half as long."
     rows = np.ascontiguousarray(rows, np.uint32)
     if rows.shape[-1:]!=(row_length(wanted),): raise ValueError(f"rows of {tuple(wanted)} must have {row_length(wanted)} values, got shape {rows.shape}.")
@@ -62,7 +62,7 @@ def elements_as_float64(x):
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype==np.float64: return x.astype(np.float64)
     x = x.astype(np.float32)
     bits = lax.bitcast_convert_type(x, np.int32)
-    # computed from the bits, because processors may flush subnormal numbers to zero
+    # subnormal numbers are computed from their bits, because processors may flush them to zero
     tiny = (bits & 0x7fffff).astype(np.float64)*2.**-149
     return jnp.where(bits & 0x7f800000, x.astype(np.float64), jnp.where(bits<0, -tiny, tiny))
 
@@ -98,7 +98,7 @@ def row_by_operations(x, wanted):
     return row_of_parts(v, wanted, jnp.zeros(bins, np.int64).at[jnp.where(ok & (x!=0), e, bins)].add(1, mode='drop'))
 
 def with_other_values(row, x, wanted):
-    "Return a summary row, after adding the values not computed by the compiled loops."
+    "Add the values that the compiled loops do not compute to a summary row, and return the row."
     todo = not_in_loops(wanted)
     if not todo or not x.size: return row
     v,x = lax.bitcast_convert_type(row.reshape(-1, 2), np.float64),elements_as_float64(x)
@@ -138,7 +138,9 @@ def totals(f, x):
     "Return in float64 the total of each sum returned by `f` for the chunks of an array."
     return [sum(g.astype(np.float64).sum() for g in gs) for gs in zip(*in_chunks(f, x), strict=True)]
 
-def reduce_chunks(f, gs): return f(jnp.stack([f(g) for g in gs]))
+def reduce_chunks(f, gs):
+    "Apply `f` to each chunk, and then to its stacked results."
+    return f(jnp.stack([f(g) for g in gs]))
 
 def row_by_chunks(x, wanted):
     "Compute the summary row of an array in chunks small enough for the cache, and merge the rows."
@@ -149,17 +151,22 @@ def row_by_chunks(x, wanted):
     if x.size>whole: rows = jnp.concatenate([rows, row_by_operations(x[whole:], wanted)[None]])
     return merged_parts(rows, wanted, 0)
 
-def abs_bits(x): return (lax.bitcast_convert_type(x, np.int32) & 0x7fffffff)
+def abs_bits(x):
+    "Return the bits of float32 numbers without the sign, as integers."
+    return (lax.bitcast_convert_type(x, np.int32) & 0x7fffffff)
 
 def zeros_of(x):
     "Return the number of zeros, and the number of values below the smallest normal float32. A processor may flush such values to zero."
-    def count_zeros(r): return (abs_bits(r)==0).astype(np.float32).sum(0), (abs_bits(r)<0x800000).astype(np.float32).sum(0)
+    def count_zeros(r):
+        "Count the zeros and the numbers below the smallest normal float32 in a chunk."
+        return (abs_bits(r)==0).astype(np.float32).sum(0), (abs_bits(r)<0x800000).astype(np.float32).sum(0)
     return totals(count_zeros, x)
 
 def row_by_float32(x, wanted):
     "Return the summary row of an array, computed by fast float32 sums, and True if the result is accurate."
     n = x.size
     def first_sums(r):
+        "Return minimum, maximum and sums of a chunk, from which the mean is computed."
         sums,sizes = (r.sum(0), (r*r).sum(0), r.max(0), r.min(0)),jnp.abs(r)
         return (*sums, sizes.sum(0), sizes.min(0)) if 'absolute' in wanted else sums
     s,q,hi,lo,*size = zip(*in_chunks(first_sums, x), strict=True)
@@ -177,7 +184,7 @@ def row_by_float32(x, wanted):
         right &= tiny==zeros
     elif 'exponents' in wanted: zeros = zeros_of(x)[0]
     if zeros is not None: v['zeros'] = zeros
-    # `up` is the exponent of the largest magnitude: `big` is below 2**(up-126)
+    # `up` is the stored exponent of the largest magnitude `big`, so `big` is below 2**(up-126)
     up = jnp.clip(lax.bitcast_convert_type(big, np.int32)>>23, 1, 253)
     # power of two that scales `big` below 1, so that powers do not overflow
     unit = lax.bitcast_convert_type(253-up<<23, np.float32)
@@ -185,6 +192,7 @@ def row_by_float32(x, wanted):
     if 'higher' in wanted:
         base = mean.astype(np.float32)
         def moment_sums(r):
+            "Return the sums of powers of deviations from the mean in a chunk."
             d = (r-base)*(unit/2)
             q = d*d
             return d.sum(0), q.sum(0), (q*d).sum(0), (q*q).sum(0)
@@ -193,6 +201,7 @@ def row_by_float32(x, wanted):
         v |= dict(m3=(s3-3*e*s2+2*n*e**3)*(scale*2)**3, m4=(s4-4*e*s3+6*e**2*s2-3*n*e**4)*(scale*2)**4)
     if 'powers' in wanted:
         def power_sums(r):
+            "Return the sums of the fourth and eighth powers of scaled values in a chunk."
             q = r*unit
             q = q*q
             q = q*q
@@ -266,7 +275,7 @@ def primitive(name, shape, f, on_cpu):
     @partial(jax.jit, static_argnames=('names', 'values'))
     def bind_in_jit(x, names, values): return p.bind(x, **dict(zip(names, values, strict=True)))
     def compute_now(x, **params):
-        # prevents endless recursion
+        # with `disable_jit`, JAX would call this function again without end
         with jax.disable_jit(False): return bind_in_jit(x, tuple(params), tuple(params.values()))
     p.def_impl(compute_now)
     def abstract_rows(x, **params):
@@ -285,7 +294,9 @@ def measure_on_cpu(x, wanted, by_parts):
         except Exception as e: report_broken_loops(e)
     return row_by_jax(x, wanted)
 
-def merged_shape(rows, wanted, axis): return tuple(n for i,n in enumerate(rows.shape) if i!=axis)
+def merged_shape(rows, wanted, axis):
+    "Return the shape of merged rows: without the axis along which they are merged."
+    return tuple(n for i,n in enumerate(rows.shape) if i!=axis)
 
 measure_p = primitive('summary', lambda x, wanted, by_parts: (row_length(wanted),), lambda x, wanted, by_parts: row_by_operations(x, wanted), measure_on_cpu)
 merge_p = primitive('merged_summaries', merged_shape, merged_parts, merged_parts)
@@ -294,14 +305,14 @@ merge_p = primitive('merged_summaries', merged_shape, merged_parts, merged_parts
 def summary_row(
     x, # Array of numbers, any shape and dtype, traced or not; complex by magnitude
     wanted=scalars, # Groups of summary values: 'basic', 'absolute', 'higher', 'powers', 'exponents'
-    by_parts:bool=False # True if `x` may be distributed over devices, so that no device receives the whole array
+    by_parts:bool=False # True if `x` may be distributed over devices: each device then measures its part of the array
 ): # uint32 array with the bits of the float64 summary
     "Compute the summary row of an array (number of elements, mean, minimum and so on) on the device of the array."
     x = jnp.asarray(x)
     if not (jnp.issubdtype(x.dtype, np.number) or x.dtype==bool): raise TypeError(f"summary_row needs an array of numbers, got {x.dtype}.")
     return measure_p.bind(lax.stop_gradient(x), wanted=ordered_groups(wanted), by_parts=bool(by_parts))
 
-def merged_row(rows, wanted=scalars, axis:int=0): # rows: uint32, shape (..., k, ..., words)
+def merged_row(rows, wanted=scalars, axis:int=0): # rows: array of uint32, shape (..., k, ..., words)
     "Merge summary rows along an axis, into the summary of all elements. The rows may be traced."
     rows = jnp.asarray(rows)
     if not -rows.ndim<=axis<rows.ndim-1 or axis==-1 or rows.dtype!=np.uint32 or rows.shape[-1]!=row_length(wanted):

@@ -23,7 +23,7 @@ def key_value_store():
 def first_value(store, key, text, patience=10):
     "Return the value of a key in the store. The first process to call this function sets the value to its `text`."
     try: store.key_value_set(key, text)
-    except Exception as e: # if another process was first; if the store does not respond, the next line raises
+    except Exception as e: # another process has set the value already, or the store does not respond: then the next line raises
         if 'ALREADY_EXISTS' not in str(e).upper().replace(' ', '_'): raise
     return store.blocking_key_value_get(key, int(patience*1000))
 
@@ -38,7 +38,7 @@ def agreed_name(kind:str) -> str: # kind: prefix of the name
 trackers = count()
 
 class Agreement:
-    "Checks that all processes of a shared program record the same. Otherwise the program must not be instrumented, or processes would wait forever."
+    "Checks that all processes that run a program together record the same values. If not, an instrumented program would make them wait forever."
     patience = 20 # seconds to wait for the other processes
     # asks: function that returns a dict of what this process records
     def __init__(self, rank:int, world:int, asks, store=None):

@@ -33,10 +33,10 @@ from ...store.base import now, user
 # %% ../../../nbs/88_jaxember/75_recorder.ipynb #6f2236bf
 @dataclass
 class MeasuredStep:
-    "Measurements of one step. The device may still compute them or copy them to the host."
-    states:list # Results of `StateRows.measured` for parameters and optimizer states
+    "Measurements of one step, which the device may still be computing or copying to the host."
+    states:list # Measurements of parameters and optimizer states, from `StateRows.measured`
     found:list # Measurements of module outputs, from `Watching`
-    gradients:list # Results of `StateRows.measured` for gradients of parameters
+    gradients:list # Measurements of the gradients of parameters, from `StateRows.measured`
     noted:list # Dicts of the scalars that the user logged
     step:int # Number of the step
     ts:str # Time when the step began
@@ -53,7 +53,7 @@ class StepRowMaker:
         self.measure,self.display = measure,display
         self.keep = keep # function that converts the result of a user's function to columns
         self.placed,self.tensors = PlacedCalls(places),{} # tensors: cached `Tensor`s for 'states' and 'gradients'
-        # rates: the learning rates of the last row
+        # rates: learning rates in the last row, because only changed rates are written again
         self.taps,self.lines,self.rates = Taps(names, display),LineMaker(),{}
 
     def __call__(self, steps):
@@ -61,7 +61,7 @@ class StepRowMaker:
         return self.lines([*map(self.measured, steps)])
 
     def measured(self, s):
-        "Convert a `MeasuredStep` to a `JaxMeasured`. `LineMaker` makes rows from it."
+        "Convert a `MeasuredStep` to a `JaxMeasured`, from which `LineMaker` makes the rows of the log."
         groups = [g for g in (*self.parts(s.states), self.placed(s.found), *self.parts(s.gradients)) if g[0]]
         heads,summaries,custom,at = self.taps([tensors for tensors,_ in groups]),[],[],0
         for tensors,got in groups:
@@ -91,7 +91,7 @@ class StepRowMaker:
         for what,todo,found in some:
             known = self.tensors.get(what)
             if known is None or known[0] is not todo or known[1]!=found.notes:
-                # so modules have the same order as their outputs
+                # parameters are sorted by module, in the order in which the modules ran
                 place = {p: i for i,p in enumerate(self.display.known)}
                 order = sorted(range(len(todo)), key=lambda i: place.get(todo[i][0].path, len(place)))
                 made = [Tensor(p.path, ttype, p.tname, None if ttype=='buffer' else p.pname or None, 0, s.shape, s.dtype, more=dict(s.piece))
@@ -122,7 +122,7 @@ class RunReporter:
 
     model = property(lambda self: self.display('').removeprefix('model(').removesuffix(')')) # name of the model's class
 
-    def warn(self, text, severity=None, step=0): # severity: of the finding; None for no finding
+    def warn(self, text, severity=None, step=0): # severity: severity of the stored finding; None to store no finding
         "Show a warning, each text once. With a severity, the warning is also stored as a finding of the step."
         if text in self.said: return
         self.said.add(text)
@@ -130,7 +130,7 @@ class RunReporter:
         if severity: self.log.report('recording', text, severity, self.display(''), step)
 
     def report_lost(self, places):
-        "Warn of unrecorded values inside these operations of JAX."
+        "Warn that values inside certain JAX operations, such as a loop with `vmap`, are not recorded. `places`: names of the operations."
         for what in places: self.warn(f"values inside {what} cannot be recorded, because JAX offers no way to return them. All other values are recorded.")
 
     def report_no_values(self):
@@ -138,8 +138,8 @@ class RunReporter:
         self.warn("no values were recorded in this step: neither a selected flax module nor a probe ran. For modules of other libraries, "
             "put probe('name', x) around values. Functions compiled ahead of time (.lower().compile()) cannot be recorded: use jax.jit.")
 
-    def report_other_trees(self, odd): # odd: descriptions of the differences
-        "Warn of different names of arrays in `step` and `track`."
+    def report_other_trees(self, odd): # odd: list of sentences, one for each difference
+        "Warn that the arrays given to `step` have other names than the arrays given to `track`."
         self.warn(f"step was given another tree than track: {'; '.join(odd)}. It is recorded all the same. Check the order of the arguments, "
             "and pass gradients without the loss: tracker.step(model_state=params, optimizer_state=state, gradients=grads).")
 
@@ -153,7 +153,7 @@ class RunReporter:
             self.warn(f"exclude={exclude.pattern!r} matches no module path, so no module is excluded.")
         self.log.t.begin({'start': now(), 'user': user(), 'schema': SCHEMA, 'model': self.model, 'framework': 'jax'}, {'structure': self.display.tree()})
 
-    def of_processes(self):
+    def write_process_metadata(self):
         "Write the metadata of the processes if it has changed, because a new array may be distributed along other mesh axes."
         if self.spread.rank is None or self.processes==(meta := self.spread.meta()): return
         self.processes = meta
@@ -216,7 +216,7 @@ class JaxRecorder:
         try:
             with asked(self.asks), observe_outputs(self.tag, named_scope, discardable_tags), set_current_trace(self.watching): out = f(*args, **kwargs)
         except BaseException:
-            # written only if the run ends in this step
+            # measurements of a failed call are written only if the run ends in this step
             self.current.failed,self.watching.found = self.watching.found,before
             raise
         else:
@@ -263,14 +263,14 @@ class JaxRecorder:
         if self.current.ran and not (found or self.current.failed) and self.is_open and not self.watching.lost: self.reporter.report_no_values()
         ts = self.current.ts or now()
         self.current = OpenStep(self.current.ran)
-        self.reporter.of_processes()
+        self.reporter.write_process_metadata()
         marks = self.reporter.log.columns()
         self.t.put(MeasuredStep(first, found, last, noted, self.step, ts, marks, rates or {}, whole), over, by=self.rows)
 
     def finish(self):
         "Stop recording, and write the open step to the log."
         unfinished,self.is_open = self.on and (self.current.ran or self.current.noted),False
-        if unfinished: # the run ends in the middle of a step
+        if unfinished: # the run ends in the middle of a step, which is marked as unfinished
             self.watching.found += self.current.failed
             self.close(True)
         self.watching.release()

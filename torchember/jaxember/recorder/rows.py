@@ -44,7 +44,7 @@ class ModuleNames:
         nodes = {}
         for path in sorted(dict.fromkeys(p for known in ('', *self.known) for p in parent_paths(known)), key=lambda p: p.count('.')+bool(p)):
             name = self(path)
-            nodes[path] = {'name': name, 'short': short_of(name, path), 'path': path}
+            nodes[path] = {'name': name, 'short': last_part_of(name, path), 'path': path}
             if path: nodes[path.rpartition('.')[0]].setdefault('children', []).append(nodes[path])
         return nodes['']
 
@@ -54,7 +54,7 @@ def parent_paths(path):
     parts = path.split('.') if path else []
     return ['.'.join(parts[:i]) for i in range(len(parts)+1)]
 
-def short_of(name, path):
+def last_part_of(name, path):
     "Return the last part of a display name: '0(Dense)'."
     return name[len(name.rpartition('.'+path.rpartition('.')[2])[0])+1:] if path else name
 
@@ -95,7 +95,9 @@ class ModulePlaces:
                 "path. To use the path of their parameters, use one tracker for each model, with its parameters as model_state=.")
         return some[0] if len(some)==1 and self.is_free(some[0], m) else None
 
-    def is_free(self, p, m): return not any(q==p and o.cls!=m.cls and o.cls for o,q in self.at.items())
+    def is_free(self, p, m):
+        "Return True if no model of another class uses the path `p`."
+        return not any(q==p and o.cls!=m.cls and o.cls for o,q in self.at.items())
 
     def free(self, m):
         "Return an unused path for a model: '' if it is unused, otherwise the class name, with a number if needed."
@@ -114,13 +116,13 @@ class ModulePlaces:
         return self.done[where]
 
 # %% ../../../nbs/88_jaxember/70_rows.ipynb #699119c1
-def in_call_order(notes, depth:int=0): # depth: number of leading axes that were handled
-    "Yield (note, index, arrays) in the order of their computation by the program, so iteration by iteration for a loop."
+def in_call_order(notes, depth:int=0): # depth: number of leading axes over which the caller iterates already
+    "Yield (note, index, arrays) of each measured value in the order in which the program computed them, iteration by iteration in a loop."
     for axis,some in groupby(notes, key=lambda n: n[0].axes[depth:depth+1]):
         if not axis:
             yield from ((s, *e) for s,entries in some for e in entries)
             continue
-        each = {} # for each index along the axis: notes and their entries
+        each = {} # notes and their entries, by index along the axis
         for s,entries in some:
             for e in entries: each.setdefault(e[0][depth], {}).setdefault(id(s), (s, []))[1].append(e)
         for k in sorted(each): yield from in_call_order(each[k].values(), depth+1)
@@ -133,7 +135,9 @@ def scan_call(s, i):
     more = {**({'shard': ', '.join(shards)} if shards else {}), **({'iteration': steps[0]} if steps else {})}
     return tuple(k*axis.every for axis,k in pairs if isinstance(axis, Loop)), more
 
-def axis_name_in_log(axis): return 'device' if str(axis).startswith('_') else axis # a `pmap` without an axis name
+def axis_name_in_log(axis):
+    "Return the name of a mesh axis for the log: 'device' for a `pmap` without an axis name."
+    return 'device' if str(axis).startswith('_') else axis # a `pmap` without an axis name
 
 def strides(axes):
     "Return (name, size, stride) of each mesh axis, to compute the position of a shard."
@@ -141,7 +145,7 @@ def strides(axes):
 
 # %% ../../../nbs/88_jaxember/70_rows.ipynb #51b7fabe
 class CallCounts:
-    "Assigns each gradient to the latest computed value still without gradient, because a backward pass runs in reverse order."
+    "Assigns each gradient to the most recent value that has no gradient yet, because a backward pass runs in reverse order."
     def __init__(self): self.all,self.left,self.came = defaultdict(list),defaultdict(list),Counter()
 
     def add_value(self, at, order, whose):
@@ -153,16 +157,17 @@ class CallCounts:
     def assign_gradient(self, at, order):
         "Return the value to which a gradient belongs, or None, and how many gradients this value had before."
         if not self.all[at, order]: return None, 0
-        # a further backward pass through the same values
+        # all values have a gradient already, so this is a further backward pass
         if not self.left[at, order]: self.left[at, order] = [*self.all[at, order]]
         whose = self.left[at, order].pop()
         self.came[at, whose] += 1
         return whose, self.came[at, whose]-1
 
-def number_calls(found, placed=lambda where: where) -> list: # placed: as `ModulePlaces.__call__`
+def number_calls(found, placed=lambda where: where) -> list: # placed: function that returns the `Place` of a module in the log, such as a `ModulePlaces`
     "Number the calls of each module in a step. Return (note, `Place`, call, backward, other columns, arrays) of each value and gradient."
     calls,runs,out = Counter(),CallCounts(),[]
     def add_call(where, tag):
+        "Count a call of a module, and return its number."
         name = where.path,tag.key.ttype,tag.key.tname,tag.grad
         calls[name] += 1
         return where, calls[name]-1
@@ -201,39 +206,41 @@ class RowKey(tuple):
     more = {} # other columns of the row, by name
 
 class Tap(NamedTuple):
-    "Place where tensors are measured. It has the two attributes read by `LineMaker` from a tap of the torch recorder."
+    "Place where tensors are measured, with the two attributes that `LineMaker` reads from a tap of the torch recorder."
     key:RowKey
     names:tuple # Names of the statistics to write
 
 class JaxMeasured(Measured):
     "Measurements of a step for `LineMaker`. The columns of shards are stored in the keys of the rows."
-    def columns(self, key, call): return getattr(key, 'more', {})
+    def columns(self, key, call):
+        "Return the other columns of a row, such as the shard."
+        return getattr(key, 'more', {})
 
 # %% ../../../nbs/88_jaxember/70_rows.ipynb #b7575cf5
 class Taps:
-    "Makes the heads of the tensors of a step: integers for tap, call, dtype and shape. Steps with the same tensors share them."
+    "Encodes name, call, dtype and shape of each tensor of a step as integers. Steps with the same tensors share the result."
     def __init__(self, names, display): # names: statistics; display: `ModuleNames`
         self.names,self.display = names,display
         self.taps,self.numbers = [],{} # list of all taps, and their numbers by key and other columns
-        # last: tensors of the last step and number of known modules; heads: the heads of these tensors
+        # last: tensors of the last step, and number of known modules; heads: integers that encode these tensors
         self.last,self.heads = None,None
 
     def __call__(self, tensors): # tensors: list of lists of `Tensor`
-        "Return the heads of tensors as a matrix, with a row for each tensor as in an arena of the torch recorder."
+        "Return a matrix with a row of integers for each tensor, in the format of the torch recorder: name, call, dtype and shape."
         last = tensors,len(self.display.known)
         if self.last!=last: self.last,self.heads = last,np.array([self.head(t, i) for i,t in enumerate(chain(*tensors), 1)])
         return self.heads
 
     def head(self, t, event):
-        "Return the integers before a summary: number, call, dtype and shape of a tensor. `event`: position of the tensor in the step."
+        "Return the integers that describe a tensor: number of its tap, call, dtype and shape. `event`: position of the tensor in the step."
         head,dims = [0]*head_width,len(t.shape)
         head[:SHAPE] = event,self.number(t),t.call,0,dtype_number(t.dtype),dims
         head[SHAPE:SHAPE+dims] = t.shape
-        # a shape with more dimensions is cut, and ends with -1
+        # a shape with too many dimensions is shortened, and ends with -1
         return head if dims<=head_width-SHAPE else [*head[:head_width-1], -1]
 
     def number(self, t):
-        "Return the number of the tap of a tensor. Create the tap if there is none."
+        "Return the number of the `Tap` for a tensor. Create the `Tap` if there is none."
         key = RowKey((self.display(t.path), t.ttype, t.tname, t.pname, None, t.backward))
         n = self.numbers.setdefault((key, *t.more.items()), len(self.taps))
         if n==len(self.taps):
@@ -264,10 +271,12 @@ class PlacedCalls:
         return [tensor_of_tag(*n[:-1]) for n in got], own or np.array([pieces[0] for *_,pieces in got])
 
 # %% ../../../nbs/88_jaxember/70_rows.ipynb #d5231470
-def has_fixed_rows(found): return type(found) is ProgramMeasurements and not any(s.when or s.form is not None for s in found.notes)
+def has_fixed_rows(found):
+    "Return True if a program returns the same number of summary rows at each run."
+    return type(found) is ProgramMeasurements and not any(s.when or s.form is not None for s in found.notes)
 
 def numbers_of_rows(found, first):
-    "Return a copy of measurements with each summary row replaced by its index, to find the order of the rows."
+    "Return a copy of measurements in which each summary row is replaced by its index, so that a sorted copy shows the order of rows."
     rows = np.arange(first, first+found.arrays[0].shape[0])[:, None]
     return replace(found, shapes=tuple((*shape[:-1], 1) for shape in found.shapes), arrays=[rows, *found.arrays[1:]])
 

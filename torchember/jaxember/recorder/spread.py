@@ -21,7 +21,7 @@ from ...measure.summary import merge
 
 # %% ../../../nbs/88_jaxember/35_spread.ipynb #e23ba610
 def ranks_by_axis(mesh, rank:int):
-    "Return a dict: mesh axis to the ranks of the processes along it. None if the processes form no grid, or `rank` has no device in the mesh."
+    "Return a dict with the ranks of the processes along each mesh axis. None if the processes form no grid, or `rank` has no device in the mesh."
     of = np.array([d.process_index for d in mesh.devices.flat]).reshape(mesh.devices.shape)
     slices = [[np.take(of, i, a).tobytes() for i in range(n)] for a,n in enumerate(of.shape)]
     blocks = [[i for i,s in enumerate(some) if some.index(s)==i] for some in slices]
@@ -34,10 +34,12 @@ def ranks_by_axis(mesh, rank:int):
 class LocalPart(NamedTuple):
     "Describes the shards of an array in this process."
     counts:tuple|None # Indices of the shards to measure, each replica once; None if the first shard alone is enough
-    shape:tuple # Shape of the measured shards together
+    shape:tuple # Shape of the array that the measured shards form together
     columns:tuple=() # Pairs (column, value) that describe the shards in a row of the log
 
-def region_of_slices(x_slices, shape): return tuple(s.indices(n)[:2] for s,n in zip(x_slices, shape, strict=True))
+def region_of_slices(x_slices, shape):
+    "Return the region (start, stop) of an array in each dimension, for a tuple of slices."
+    return tuple(s.indices(n)[:2] for s,n in zip(x_slices, shape, strict=True))
 
 def shape_of_regions(regions):
     "Return the shape of the union of regions of an array, as (number of elements,) if the union is not a rectangular block."
@@ -48,7 +50,7 @@ def shape_of_regions(regions):
 
 class Spread:
     "Describes the shards of arrays in this process, and the processes with the other shards."
-    def __init__(self, rank:int|None=None, world:int=1): # rank: None for a single process
+    def __init__(self, rank:int|None=None, world:int=1): # rank: number of this process; None for a single process
         self.rank,self.world = rank,world
         self.axes,self.known,self.roles_known = {},{},{} # axes: ranks by axis name
         self.own = () if rank is None else (('part', 'world:?'),) # columns of arrays that no other process shares
@@ -78,7 +80,7 @@ class Spread:
         return LocalPart(tuple(sorted(counts.values())), x.shape if all_here else shape_of_regions([*counts]), columns)
 
     def roles(self, sharding, shape):
-        "Return a dict: axis name to 'R' (replica) or 'S0' (shard of dimension 0), and True if only the first replica is measured."
+        "Return a dict with 'R' (replica) or 'S0' (shard of dimension 0) for each mesh axis, and True if only the first replica is measured."
         lines = ranks_by_axis(sharding.mesh, self.rank) if isinstance(sharding, NamedSharding) else None
         if lines is not None:
             cut = {str(n): d for d,names in enumerate(sharding.spec) for n in (names if isinstance(names, tuple) else (names,))}
@@ -100,13 +102,19 @@ class Spread:
         "Return the metadata of a run about its processes: rank, number of processes, and ranks along each axis."
         return {'rank': self.rank, 'world': self.world, 'axes': {a: list(r) for a,r in self.axes.items()}}
 
-def format_roles(roles): return ' '.join(f'{a}:{r}' for a,r in roles.items())
+def format_roles(roles):
+    "Return a text such as 'data:S0 model:R', which says how an array is distributed along each mesh axis."
+    return ' '.join(f'{a}:{r}' for a,r in roles.items())
 
-def ranks_of_mesh(mesh): return tuple(sorted({d.process_index for d in mesh.devices.flat}))
+def ranks_of_mesh(mesh):
+    "Return the sorted ranks of the processes that own the devices of a mesh."
+    return tuple(sorted({d.process_index for d in mesh.devices.flat}))
 
 # %% ../../../nbs/88_jaxember/35_spread.ipynb #8211738d
 @cache
-def mesh_of_devices(devices): return Mesh(np.array(devices, object), ('here',))
+def mesh_of_devices(devices):
+    "Return a mesh with one axis for a list of devices."
+    return Mesh(np.array(devices, object), ('here',))
 
 def local_shards_as_one(x):
     "Return the shards of an array in this process as one array, and their devices. No data is copied."

@@ -19,10 +19,12 @@ from .watching import measure_all
 class ExpectedTrees:
     "Compares the names in the trees given to `step` with the names in the trees given to `track`."
     def __init__(self):
-        self.names,self.seen = {},{} # by argument of `track`: expected names, and the latest list of names
-        self.odd,self.reported = [],set() # descriptions of new differences; arguments whose difference was reported
+        self.names,self.seen = {},{} # names: expected names for each argument of `track`; seen: latest list of names for each argument
+        self.odd,self.reported = [],set() # odd: descriptions of new differences; reported: arguments whose difference was reported
 
-    def expect(self, what, named): self.names[what] = flat_names(what, named)
+    def expect(self, what, named):
+        "Store the names expected in an argument of `step`."
+        self.names[what] = flat_names(what, named)
 
     def compare(self, what, named):
         "Store a difference if a tree has less than half of the expected names."
@@ -41,7 +43,9 @@ def flat_names(what, named):
     "Return the set of dotted names in a tree. Names of optimizer states begin with the field, such as 'mu'."
     return {'.'.join(filter(None, (n.kind if what=='optimizer_state' else '', n.path, n.pname))) for n in named}
 
-def list_first_two(names): return ', '.join(sorted(names)[:2])+', ...'*(len(names)>2) or 'no arrays'
+def list_first_two(names):
+    "Return the first two of several names as text, followed by '...' if there are more."
+    return ', '.join(sorted(names)[:2])+', ...'*(len(names)>2) or 'no arrays'
 
 # %% ../../../nbs/88_jaxember/50_states.ipynb #91ab3768
 def expected_trees(model_state, optimizer_state) -> ExpectedTrees:
@@ -72,7 +76,7 @@ class StateRows:
         # for 'states' and 'gradients': all names, selected names, and indices and `Key`s of the selected arrays
         self.chosen = {}
         self.first,self.last = [],[] # measurements at the beginning and at the end of the open step
-        self.rates_of = None # pair: names of an optimizer state, and a dict of the indices of its learning rates
+        self.rates_of = None # pair of the names of an optimizer state and a dict of the indices of its learning rates
 
     def at_begin(self, model_state, optimizer_state):
         "Measure parameters and optimizer states at the beginning of a step."
@@ -112,7 +116,7 @@ class StateRows:
         here = {n: x if getattr(x := arrays[i], 'is_fully_addressable', True) else x.addressable_data(0) for n,i in self.rates_of[1].items()}
         return {n: jnp.copy(x) if isinstance(x, jax.Array) else x for n,x in here.items() if np.size(x)==1}
 
-    def measured(self, what, *some): # some: tuples (names, arrays, function of a kind that returns its ttype or None)
+    def measured(self, what, *some): # some: tuples (names, arrays, function that returns the tensor type for a kind such as 'weight', or None)
         "Measure the arrays of trees. Return a list with one tuple (`what`, selected names, measurements). `what`: 'states' or 'gradients'."
         lists = [names for names,_,_ in some]
         if what not in self.chosen or self.chosen[what][0]!=lists:

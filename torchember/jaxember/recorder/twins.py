@@ -69,7 +69,7 @@ class UserStatistic:
     def merge_two(self, one, two): return two
 
 def tree_from(form, pieces):
-    "Return the dict returned by a user's function, rebuilt from its structure `form` and its arrays."
+    "Rebuild the dict that a user's function returned, from its structure `form` and its arrays."
     tree,fixed,arrays = form
     pieces = iter(pieces)
     return jax.tree.unflatten(tree, [next(pieces) if a else v for v,a in zip(fixed, arrays, strict=True)])
@@ -109,18 +109,20 @@ class TagNote:
     number = property(lambda self: self.tag.number)
 
     def within(self, start):
-        "Return this note with the `Place` of the value if the program is called in the scope `start`. None means outside of modules."
+        "Return a copy of this note with the `Place` of the value when the program is called in the scope `start`; None means outside of modules."
         key = self.key
         if key.ttype=='probe': where = scope.where if (scope := operation_scope(start, self.scopes)) else unknown
         elif self.scopes and scopes[self.scopes[-1]].where==key.where: where = operation_scope(start, self.scopes).where
-        else: return self # without scopes in the program, the `Place` of the first trace is the only one known
+        else: return self # a program without scopes keeps the `Place` that was found when it was traced first
         return self if where==key.where else replace(self, tag=self.tag._replace(key=key._replace(where=where)))
 
     def later(self, n):
-        "Return the note for a list of measurements with `n` more arrays at its begin."
+        "Return a copy of the note for use after `n` more measurement arrays were inserted at the start."
         return replace(self, at=tuple(i+n for i in self.at), when=tuple((i+n, v) for i,v in self.when))
 
-    def add_axis(self, axis): return replace(self, axes=(axis, *self.axes))
+    def add_axis(self, axis):
+        "Return a copy of the note with a further leading axis of its measurements, such as a loop."
+        return replace(self, axes=(axis, *self.axes))
 
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #9d19a943
 scope_name = 'torchember.'
@@ -203,12 +205,14 @@ def with_more_outputs(params, twin, n:int, sharding=None) -> dict: # n: number o
     return {**params, 'jaxpr': twin, 'out_shardings': (*params['out_shardings'], *[sharding or free]*n), 'out_layouts': (*params['out_layouts'], *[layout]*n)}
 
 def measure_jit(self, e, vals):
+    "Call a compiled function inside of a program, with measurements of its tagged values as more outputs."
     twin,notes = self.instrument(e.params['jaxpr'])
     n = len(e.outvars)
     out = e.primitive.bind(*vals, **with_more_outputs(e.params, twin, len(twin.out_avals)-n))
     return out[:n], out[n:], notes
 
 def measure_checkpoint(self, e, vals):
+    "Run a `jax.checkpoint` operation, and measure the values tagged in it."
     twin,notes = self.instrument(as_closed_jaxpr(e.params['jaxpr']))
     out,n = e.primitive.bind(*vals, *twin.consts, **{**e.params, 'jaxpr': without_constants(twin)}),len(e.outvars)
     return out[:n], out[n:], notes
@@ -223,6 +227,7 @@ def without_constants(closed):
 
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #288db5cd
 def measure_scan(self, e, vals):
+    "Run a `scan`, and measure the values tagged in each iteration, or in every k-th."
     twin,notes = self.instrument(e.params['jaxpr'])
     n = len(e.outvars)
     k = scan_stride(self, e.params, twin.out_avals[n:])
@@ -242,13 +247,13 @@ def scan_with_more(params, twin):
 
 @cache
 def form_of_outputs(carried, stacked) -> dict: # numbers of carried values and of stacked outputs
-    "Return the `scan` parameters for the outputs, taken from an example loop whose body uses each value."
+    "Return the parameters of `scan` that describe its outputs, copied from an example loop with the same numbers of values."
     def example_body(carry, x): return [c+1 for c in carry], [x+i for i in range(stacked)]
     e, = jax.make_jaxpr(lambda carry, xs: lax.scan(example_body, carry, xs))([0]*carried, np.arange(2)).eqns
     return {k: v for k,v in e.params.items() if k=='ft_out'}
 
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #288db5ce
-most = 1<<26 # measurements of one loop may occupy this many bytes on the device
+most = 1<<26 # maximum number of bytes that the measurements of one loop may occupy on the device
 
 def scan_stride(self, params, pieces):
     "Return k if one of k iterations of a loop is measured. `every` decides for a training; a larger k limits the memory."
@@ -260,7 +265,9 @@ def scan_stride(self, params, pieces):
         f"To store less, use track(every={2*k}) or more if the loop is a training, select modules (include=), or use stash_value=stash_scalar_stats.")
     return k
 
-def bytes_text(size): return f'{size/1e9:.2g} GB' if size>=1e9 else f'{size/1e6:.3g} MB'
+def bytes_text(size):
+    "Return a number of bytes as text, such as '1.2 GB'."
+    return f'{size/1e9:.2g} GB' if size>=1e9 else f'{size/1e6:.3g} MB'
 
 def scan_every_kth(self, params, vals, twin, k):
     "Run a `scan` that measures every k-th iteration and stores the measurements in its carry. Other iterations run the original body."
@@ -280,6 +287,7 @@ def scan_every_kth(self, params, vals, twin, k):
 
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #005fb59c
 def measure_cond(self, e, vals):
+    "Run a `cond`, and measure the values tagged in the branch that runs."
     n,twins = len(e.outvars),[self.instrument(b) for b in e.params['branches']]
     more = [t.out_avals[n:] for t,_ in twins]
     def measured_branch(i):
@@ -295,6 +303,7 @@ def measure_cond(self, e, vals):
 
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #ff05d3b2
 def measure_while(self, e, vals):
+    "Run a `while` loop, and merge the measurements of its iterations."
     c,b = e.params['cond_nconsts'],e.params['body_nconsts']
     if e.params['cond_jaxpr'].out_avals[0].shape:
         self.lost.add('a while loop under vmap, whose examples end one by one,')
@@ -314,34 +323,40 @@ def measure_while(self, e, vals):
             counts[k] += ran.astype(jnp.int32)
             for i in s.at: kept[i] = jnp.where(ran.reshape(ran.shape+(1,)*(new[i].ndim-ran.ndim)), self.measure.merge_two(was[i], new[i]), was[i])
         return out[:n], kept, counts
-    def shape_of_condition(s): return next((twin.out_avals[n+i].shape for i,_ in s.when), ())
+    def shape_of_condition(s):
+        "Return the shape of the count on which the measurement depends; () if it is unconditional."
+        return next((twin.out_avals[n+i].shape for i,_ in s.when), ())
     first = list(start),[self.empty(a) for a in twin.out_avals[n:]],[jnp.zeros(shape_of_condition(s), jnp.int32) for s in notes]
     out,pieces,counts = lax.while_loop(lambda state: jaxpr_as_fun(e.params['cond_jaxpr'])(*check, *state[0])[0], measured_iteration, first)
     return out, [*pieces, *counts], [replace(s, when=((len(pieces)+k, None),)) for k,s in enumerate(notes)]
 
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #5da6ec59
 def measure_shard_map(self, e, vals):
+    "Run a `shard_map`, and measure the tagged values of each shard."
     prm = e.params
-    # because a set has no order
+    # sorted, because a set of mesh axes has no fixed order
     axes,jaxpr = tuple(a for a in prm['mesh'].axis_names if a in prm['newly_manual_axes']),as_closed_jaxpr(prm['jaxpr'])
     # along: mesh axes along which each measurement array differs
     local,notes,along = type(self)(self.measure, self.every),[],[]
     def run_shard(*args):
+        "Run the program on one shard, and measure the values tagged in it."
         out,pieces,seen = local.run(jaxpr, args)
         notes[:],along[:] = seen,[tuple(a for a in axes if not prm['check_vma'] or a in varying(p)) for p in pieces]
-        for s in seen: # the arrays of one tag get the same axes; with a condition, all arrays do
+        for s in seen: # all arrays of one tag get the same mesh axes; if the tag has a condition, all arrays of the program get them
             some = range(len(pieces)) if any(s.when for s in seen) else s.at
             both = tuple(a for a in axes if any(a in along[i] for i in some))
             for i in some: along[i] = both
         return out, [p[None] if a else p for p,a in zip(pieces, along, strict=True)]
     specs = lambda some: [PartitionSpec(a) if a else PartitionSpec() for a in some]
     settings = dict(mesh=prm['mesh'], in_specs=tuple(prm['in_specs']), axis_names=set(axes), check_vma=prm['check_vma'])
-    # fills `along`
+    # traced only to fill the list `along` with the mesh axes of each measurement array
     jax.eval_shape(jax.shard_map(lambda *args: (run_shard(*args)[0]), out_specs=list(prm['out_specs']), **settings), *vals)
     out,pieces = jax.shard_map(run_shard, out_specs=(list(prm['out_specs']), specs(along)), **settings)(*vals)
     self.lost |= local.lost
     self.warnings |= local.warnings
-    def varying_axes(s): return tuple((a, prm['mesh'].shape[a]) for a in (along[s.at[0]] if s.at else ()))
+    def varying_axes(s):
+        "Return (name, size) of the mesh axes along which a measurement differs."
+        return tuple((a, prm['mesh'].shape[a]) for a in (along[s.at[0]] if s.at else ()))
     return out, pieces, [s.add_axis(varying_axes(s)) if varying_axes(s) else s for s in notes]
 
 def varying(x):
@@ -351,6 +366,7 @@ def varying(x):
 
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #1d857688
 def measure_own_derivative(self, e, vals):
+    "Run a function with a custom derivative, and measure the values tagged in it."
     return self.run(as_closed_jaxpr(e.params.get('call_jaxpr') or e.params['fun_jaxpr']), vals)
 
 handlers = {'jit': measure_jit, 'pjit': measure_jit, 'remat2': measure_checkpoint, 'checkpoint': measure_checkpoint, 'scan': measure_scan, 'cond': measure_cond,
@@ -396,12 +412,15 @@ class ProgramMeasurements:
             yield s, some
 
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #14dbd9a4
-def count_in(counts, i): return counts[i[:counts.ndim]]
+def count_in(counts, i):
+    "Return the entry of an array of counts for an iteration, given the indices of nested loops."
+    return counts[i[:counts.ndim]]
 
-def pack_measurements(pieces, rows): # rows: indices of the pieces that are rows
+def pack_measurements(pieces, rows): # rows: indices of the measurement arrays that are summary rows
     "Return the kind of each measurement array, and a function to pack such arrays into few arrays, because each copy costs time."
     kinds = tuple('row' if i in rows else 'count' if p.dtype==jnp.int32 else None for i,p in enumerate(pieces))
     def pack(pieces):
+        "Join measurement arrays of the same kind into one array."
         some = {k: [p for p,kind in zip(pieces, kinds, strict=True) if kind==k] for k in ('row', 'count', None)}
         width = some['row'][0].shape[-1] if some['row'] else 1
         matrix = jnp.concatenate([p.reshape(-1, width) for p in some['row']]) if some['row'] else jnp.zeros((0, 1), jnp.uint32)
@@ -411,20 +430,20 @@ def pack_measurements(pieces, rows): # rows: indices of the pieces that are rows
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #14f91e35
 class MeasuredJit:
     "Instrumented version of a `jit` operation. It is called in place of the original, and also returns measurements."
-    def __init__(self, params, measure, mesh=None, every:int=1, piece:tuple=()): # piece: as in `TagNote`
+    def __init__(self, params, measure, mesh=None, every:int=1, piece:tuple=()): # piece: pairs (column, value) that describe the shards, as in `TagNote`
         closed,self.n,self.every,self.piece = params['jaxpr'],len(params['jaxpr'].out_avals),every,piece
         twin,evaluation = self.evaluated(closed, measure)
-        # because the user's function stored a tracer of an earlier program
+        # the user's statistic kept a tracer of an earlier program, so its rows contain an error
         if any(isinstance(c, jax.core.Tracer) for c in twin.consts):
             error = measure.failed(TypeError(in_jit))
             twin,evaluation = self.evaluated(closed, UserStatistic(lambda x: error))
-        self.lost,self.warnings = evaluation.lost,[*evaluation.warnings.values()] # warnings to show before it runs
+        self.lost,self.warnings = evaluation.lost,[*evaluation.warnings.values()] # warnings to show before the program runs
         everywhere = NamedSharding(mesh, PartitionSpec()) if mesh is not None else None
         self.params = with_more_outputs(params, twin, len(twin.out_avals)-self.n, everywhere)
         self.within = {None: tuple(s.within(None) for s in self.notes)} # notes by calling `Scope`
 
     def notes_in(self, start):
-        "Return the notes for a call of the program in the `Scope` `start`."
+        "Return the `TagNote` objects with module paths for a call of the program in the scope `start`."
         if start not in self.within: self.within[start] = tuple(s.within(start) for s in self.notes)
         return self.within[start]
 

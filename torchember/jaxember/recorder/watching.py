@@ -56,7 +56,9 @@ def mesh_in(params):
     return abstract
 
 @cache
-def measure_one_in_jit(measure): return jax.jit(lambda x: measure.measurements(None, x)[0][0])
+def measure_one_in_jit(measure):
+    "Return a jitted function that measures one array."
+    return jax.jit(lambda x: measure.measurements(None, x)[0][0])
 
 @cache
 def measure_many_in_jit(measure):
@@ -78,7 +80,7 @@ class EagerRows:
         self.wanted,self.notes,self.got = wanted,[],[]
         self.parts = [] # tuples (indices of notes, matrix of summary rows, indices of the shards to merge or None)
 
-    def add(self, x, tag, got=None, start=None, held=None): # start: `Scope`; held: `LocalPart`
+    def add(self, x, tag, got=None, start=None, held=None): # start: `Scope` in which the value was tagged; held: `LocalPart` of the array
         "Add a tagged value. `got`: its summary row, or the result of a user's function; None if `measure` is called for it later."
         shape,piece = (held.shape, held.columns) if held else (x.shape, ())
         self.notes.append(TagNote(tag, shape, dtype_name(x.dtype), (), 'given' if isinstance(got, dict) else None, piece=piece).within(start))
@@ -115,12 +117,16 @@ class EagerRows:
         for s,got in zip(self.notes, self.values(), strict=True): yield s, [((), [got])]
 
 @cache
-def dtype_name(dtype): return str(dtype) # cached, because JAX takes 2 µs to write a dtype as text
+def dtype_name(dtype):
+    "Return the name of a dtype, such as 'float32'."
+    return str(dtype) # cached, because JAX takes 2 µs to convert a dtype to text
 
 @lru_cache(4096)
-def cached_note(key, shape, dtype, piece=()): return TagNote(Tag(key, 0), shape, dtype_name(dtype), (), piece=piece)
+def cached_note(key, shape, dtype, piece=()):
+    "Return a `TagNote` for a value that was tagged outside of compiled functions."
+    return TagNote(Tag(key, 0), shape, dtype_name(dtype), (), piece=piece)
 
-def stack_rows(parts, wanted=()): # parts: as `EagerRows.parts`
+def stack_rows(parts, wanted=()): # parts: tuples as in `EagerRows.parts`: indices of notes, matrix of rows, shards to merge
     "Return several matrices of summary rows as one numpy matrix, sorted by the indices of the notes."
     rows = [np.asarray(m) if counts is None else merged_rows(m, counts, wanted) for _,m,counts in parts]
     order = [i for at,*_ in parts for i in at]
@@ -141,7 +147,7 @@ def measure_all(named, measure, spread=None) -> EagerRows:
     return found
 
 # %% ../../../nbs/88_jaxember/40_watching.ipynb #a9d68e78
-# For each program a dict of its instrumented versions by measurement and devices, so that later runs use compiled code. False without tags
+# Instrumented versions of each program, by measurement and devices, so that later runs reuse compiled code; False for a program without tags
 twins = weakref.WeakKeyDictionary()
 # `jit` parameters for each program in a loop or branch that the user did not compile. At most 64, because an entry keeps its program in memory
 loops = OrderedDict()
@@ -159,17 +165,17 @@ def mesh_of(args, params, known):
 # %% ../../../nbs/88_jaxember/40_watching.ipynb #89d68e78
 class Watching(Trace):
     "JAX trace that runs a step of the user and collects the measurements of its tagged values."
-    ever = [] # all instances: flax requires that the trace exists under which an nnx variable was created
+    ever = [] # all instances are kept, because flax requires that the trace that created an nnx variable still exists
     def __init__(self, measure, every:int=1, say=lambda text: None, spread=None, trouble=None):
         super().__init__()
-        self.measure,self.every = measure,every # every: as for `Evaluation`
+        self.measure,self.every = measure,every # every: one of this many iterations is measured if a training is one `scan`
         self.say,self.found,self.lost = say,[],set() # say: function that is called with each warning
         self.spread = spread or Spread()
-        self.trouble = trouble # `Agreement.trouble`: reason why a program shared by processes cannot be instrumented
+        self.trouble = trouble # function that returns the reason why a program shared by processes cannot be instrumented; `Agreement.trouble`
         self.below = trace_of_jax()
         self.ever.append(self)
 
-    # nnx compares the trace of a variable to the current one
+    # equal to the trace of JAX, because nnx compares the trace of a variable with the current trace
     def __eq__(self, other): return isinstance(other, Watching) or other is self.below
     def __hash__(self): return hash(self.below)
 
@@ -196,7 +202,9 @@ class Watching(Trace):
             with set_current_trace(self): return jaxpr_as_fun(params['call_jaxpr'])(*args)
         return self.compiled(inside[0], lambda *xs: primitive.bind(*xs, **primitive.get_bind_params(params)), args, primitive.multiple_results)
 
-    def stage_value(self, x): return self.below.stage_value(x)
+    def stage_value(self, x):
+        "Let the underlying JAX trace handle a value."
+        return self.below.stage_value(x)
 
     def process_call(self, primitive, f, args, params, /):
         with set_current_trace(self): return f.call_wrapped(*args)
@@ -210,10 +218,11 @@ class Watching(Trace):
     def process_shard_map(self, primitive, fun, args, /, **params):
         form = []
         def bind_shard_map(*xs):
+            "Run the `shard_map` operation on flat arrays."
             with take_current_trace() as t: form[:] = [t.process_shard_map(primitive, fun, xs, **params)]
             return [*form[0]]
         out = self.compiled(None, bind_shard_map, args, True)
-        return form[0].update(out) if hasattr(form[0], 'update') else out # a tree in some versions of JAX
+        return form[0].update(out) if hasattr(form[0], 'update') else out # `form[0]` is a tree object in some versions of JAX
 
     def tapped(self, x, tag):
         "Measure a tagged value outside of compiled functions. Return the value."
@@ -239,14 +248,14 @@ class Watching(Trace):
             return self.below.process_primitive(primitives.jit_p, args, params)
         measure = Summaries(self.measure.wanted, one) if type(self.measure) is Summaries else self.measure
         every,piece = self.every if known['trains'] else 1,self.spread.columns_of_mesh(mesh)
-        # the other parameters of `jit` also require another version
+        # each set of other `jit` parameters requires its own instrumented version
         asked = measure,mesh,every,piece,*(v for k,v in params.items() if k!='jaxpr')
         twin = known.get(asked)
         if twin is None: twin = known[asked] = MeasuredJit(params, measure, mesh, every, piece)
         for text in twin.warnings: self.say(text)
         self.lost |= twin.lost
         out,found = twin(*args, trace=self.below, start=current_scope())
-        if found.notes: self.found.append(found) # if no tag can be measured, there are no notes
+        if found.notes: self.found.append(found) # `notes` is empty if no tag in the program can be measured
         return out
 
     def why_not(self, args, mesh):

@@ -23,25 +23,25 @@ from ..head import CALL, CALLS, CODE, EVENT, HEADS, HOW, LIKE, NEXT, ROWS, LAID,
 from ..summary import bins, fast, index, merge, no_elements, parts, wide, width
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #592ba82c
-ABSOLUTE,HIGHER,POWERS,EXPONENTS = flags = 1,2,4,8 # flags of the sums beyond minimum, maximum, mean and variance
-# positions of the results for a block. D1 to D4: sums of powers of the distances from the number BASE
+ABSOLUTE,HIGHER,POWERS,EXPONENTS = flags = 1,2,4,8 # flags that request further sums, besides minimum, maximum, mean and variance
+# positions of the results for a block; D1 to D4 are sums of powers of the distances from the number BASE
 LO,HI,D1,D2,D3,D4,SIZE,LEAST,P4,P8,BASE = range(11)
-block = 65536 # elements that are read at once: 256 KB of float32, which fit the L2 cache
+block = 65536 # number of elements in a block: 256 KB of float32, which fit the L2 cache
 ahead = 32768 # distance in bytes of the memory to prefetch
-# number of exponents that are counted in bits 0 to 30. Bit 31 counts all elements outside this window, also zeros
+# number of exponents counted in bits 0 to 30; bit 31 counts all elements outside this window, including zeros
 window = 31
 byte,integer,word,single,double = ir.IntType(8),ir.IntType(32),ir.IntType(64),ir.FloatType(),ir.DoubleType()
 
 def cpu_has(feature):
     "Return True if numba compiles for a processor with a feature such as 'avx512f'."
-    chosen = config.CPU_FEATURES # from the environment variable NUMBA_CPU_FEATURES, or None
+    chosen = config.CPU_FEATURES # value of the environment variable NUMBA_CPU_FEATURES, or None
     return bool(get_host_cpu_features().get(feature)) if chosen is None else f'+{feature}' in chosen.split(',')
 
 lanes = 16 if cpu_has('avx512f') else 8
 integers,doubles = ir.VectorType(integer, lanes),ir.VectorType(double, lanes)
 digits = (block//lanes).bit_length() # number of bit planes: binary digits of the counts of exponents in a block
 
-def constant(kind, x): return ir.Constant(kind, [x]*kind.count) # vector constant with `x` in all lanes
+def constant(kind, x): return ir.Constant(kind, [x]*kind.count) # returns a vector constant with `x` in all lanes
 
 def broadcast(b, kind, x):
     "Build code for a vector of the type `kind` with the value `x` in all lanes. `b`: IR builder of llvmlite."
@@ -52,7 +52,9 @@ def call(b, name, returns, *args, **kw):
     "Build a call of the LLVM intrinsic `name`. `returns`: type of its result."
     return b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(returns, [a.type for a in args]), name), args, **kw)
 
-def pointer_at(b, address, kind, offset=0): return b.inttoptr(b.add(address, word(offset)), kind.as_pointer())
+def pointer_at(b, address, kind, offset=0):
+    "Build code for a pointer to `kind` at a memory address plus an offset."
+    return b.inttoptr(b.add(address, word(offset)), kind.as_pointer())
 
 def build_loop(b, n, start, step):
     "Build code for a loop of `n` iterations, at least one. `step(i, values)` builds its body and returns new values. Return the last values."
@@ -212,7 +214,7 @@ def array_at(address, offset, shape, kind):
     "Return the memory at `address+offset` as an array of a shape and dtype, without a copy."
     return carray(void_pointer(address+offset), shape, kind)
 
-# sizes in bytes
+# sizes of arrays in bytes
 places = dict(FOUND=8*11, FIRST=8, PLANES=4*digits*lanes, INSIDE=4*32, COUNTS=4*bins, TABLES=4*8*bins, BYTES=block, ROOM=8*block, FEW=2*block)
 # Offsets of these arrays in the work space of a thread. DESK is the size of the work space
 FOUND,FIRST,PLANES,INSIDE,COUNTS,TABLES,BYTES,ROOM,FEW,DESK = itertools.accumulate((-(-n//64)*64 for n in places.values()), initial=0)
@@ -251,7 +253,7 @@ def outside(typing, address, first):
 def count(e, n, tables, recent):
     "Count how often each value occurs among the first `n` bytes of `e`. Write the 256 counts into `recent`; `tables` is work memory."
     recent[:] = 0
-    whole = n//8 if n>=512 else 0 # use 8 tables at once, unless clearing them takes longer than counting
+    whole = n//8 if n>=512 else 0 # 8 tables are used at once, unless clearing them takes longer than counting
     if whole:
         tables[:] = 0
         w = e.view(np.uint64)
@@ -292,6 +294,7 @@ def counters(of, fraction, bias):
 
     @njit(nogil=True)
     def zeros_of(k):
+        "Count the zeros in a block of floats, given as integers."
         n = zero
         for i in range(k.size): n += of(k[i] & mask==zero)
         return np.int64(n)
@@ -310,7 +313,7 @@ def counters(of, fraction, bias):
             recent[:] = 0
             for i in range(window): recent[first[0]+i] = inside[i]
             recent[0] = zeros
-            rest = inside[window]-zeros # number of elements outside the window
+            rest = inside[window]-zeros # number of elements with exponents outside the window
             if rest==0:
                 for i in range(done, k.size): recent[min(max(of(of((k[i]>>shift) & field)-bias), zero), top)] += 1
                 return
@@ -322,7 +325,7 @@ def counters(of, fraction, bias):
                     recent[e[i+trailing_zeros(far)]] += 1
                     rest -= 1
                     far &= far-np.uint64(1)
-            recent[0] += rest # elements that are left are subnormal numbers
+            recent[0] += rest # remaining elements are subnormal numbers
             for i in range(done, k.size): recent[e[i]] += 1
         else: count(e, k.size, tables, recent)
         if done: first[0] = best_window(recent)
@@ -365,7 +368,9 @@ def quick_mean(v):
     return x if math.isfinite(x) else 0.
 
 @njit(nogil=True)
-def end_address(x): return np.uint64(x.ctypes.data+x.size*x.itemsize)
+def end_address(x):
+    "Return the address after the last element of an array."
+    return np.uint64(x.ctypes.data+x.size*x.itemsize)
 
 @njit(nogil=True)
 def mean_by_parts(v):
@@ -384,6 +389,7 @@ def on_blocks(of, infinity, find, counters):
 
     @njit(nogil=True)
     def copy_finite(k, to, out):
+        "Copy the finite elements of a block, count the others, and return the number of copied elements."
         m = 0
         for i in range(k.size):
             a = k[i] & mask
@@ -397,10 +403,11 @@ def on_blocks(of, infinity, find, counters):
 
     @njit(nogil=True)
     def add_block(v, k, end, room, found, counting, how, out):
+        "Add a block of floats to a summary vector."
         planes,first = counting[3],np.int32(counting[5][0])
         if out[FINITE]==0: found[BASE] = quick_mean(v)
         done = find(v, end, found[BASE], how, found, first, planes)
-        if not math.isfinite(found[D2]): # the block has NaN or infinity, or its squares are too large for float64
+        if not math.isfinite(found[D2]): # true if the block contains NaN or infinity, or if its squares are too large for float64
             n,m = k.size,copy_finite(k, room.view(k.dtype), out)
             if m==0: return
             if m<n:
@@ -410,10 +417,10 @@ def on_blocks(of, infinity, find, counters):
                 end = end_address(room)
                 done = find(v, end, found[BASE], how, found, first, planes)
         e,q = found[D1],found[D2]
-        if found[LO]==found[HI]: # for equal elements take one of them, because a computed mean is rounded
+        if found[LO]==found[HI]: # if all elements are equal, the mean is one of them, because a computed mean is rounded
             found[BASE] = found[LO]
             found[D1] = found[D2] = found[D3] = found[D4] = 0.
-            # the base was far from the mean: more than 4 of 16 digits cancel, so read again with a better base
+            # if the base is far from the mean, more than 4 of 16 digits cancel, so the block is read again with a better base
         elif not q-e*e/v.size>=q*1e-4:
             found[BASE] += e/v.size
             if not math.isfinite(found[BASE]): found[BASE] = mean_by_parts(v)
@@ -436,10 +443,11 @@ def on_blocks(of, infinity, find, counters):
 
     @njit(nogil=True)
     def finish(n, how, out):
+        "Compute the final values of a summary vector after its last block."
         out[COUNT] = n
-        out[MIN] += 0. # -0 is 0
+        out[MIN] += 0. # adding 0 converts -0 to 0
         out[MAX] += 0.
-        # remove zeros from bin 0, where they were counted as subnormal numbers
+        # zeros are removed from bin 0, where they were counted as subnormal numbers
         if how & EXPONENTS: out[width] -= out[ZEROS]
         out[FINITE] = np.nan
 
@@ -449,12 +457,14 @@ blocks32,blocks64 = on_blocks(np.int32, 0x7f800000, find32, counters32),on_block
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #517892ca
 @njit(nogil=True)
-def from_bfloat16(x, v): # x: bits as uint16. v: float32 result
+def from_bfloat16(x, v): # x: bits of the numbers as uint16; v: float32 array for the result
+    "Convert bfloat16 numbers, given as bits, to float32."
     k = v.view(np.int32)
     for i in range(x.size): k[i] = np.int32(x[i])<<np.int32(16)
 
 @njit(nogil=True)
-def from_float16(x, v): # x: bits as uint16. v: float32 result
+def from_float16(x, v): # x: bits of the numbers as uint16; v: float32 array for the result
+    "Convert float16 numbers, given as bits, to float32."
     k = v.view(np.int32)
     for i in range(x.size):
         m = np.int32(x[i]) & np.int32(0x7fff)
@@ -490,6 +500,7 @@ def on_memory(blocks, work, widen=None):
     (add_block,finish),bits = blocks,np.int64 if work is np.float64 else np.int32
 
     def read_wide_blocks(x, n, dims, sizes, strides, how, out, desk):
+        "Read a tensor whose dtype the loops support directly, block by block."
         x,sizes,strides,out = carray(x, (n if dims==0 else 1<<48,)),carray(sizes, (dims,)),carray(strides, (dims,)),carray(out, (wide,))
         room,found,counting = array_at(desk, ROOM, min(n, block), work),array_at(desk, FOUND, 11, np.float64),count_arrays(desk)
         end = end_address(room) if dims else end_address(x)
@@ -502,6 +513,7 @@ def on_memory(blocks, work, widen=None):
         finish(n, how, out)
 
     def read_narrow_blocks(x, n, dims, sizes, strides, how, out, desk):
+        "Read a tensor block by block, after converting each block to float32."
         x,sizes,strides,out = carray(x, (n if dims==0 else 1<<48,)),carray(sizes, (dims,)),carray(strides, (dims,)),carray(out, (wide,))
         room,few = array_at(desk, ROOM, min(n, block), work),array_at(desk, FEW, min(n, block), np.uint16)
         found,counting = array_at(desk, FOUND, 11, np.float64),count_arrays(desk)
@@ -536,7 +548,7 @@ def compile_cached(compiled, function):
     "Compile a function by the decorator `compiled`, or load it from numba's cache on disk."
     function.__qualname__ = f'{function.__name__}_{parts_checksum:x}'
     try: return compiled(cache=True)(function)
-    except RuntimeError: return compiled()(function) # without a cache, because no folder for it is writable
+    except RuntimeError: return compiled()(function) # compiled without a cache if no folder for the cache is writable
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #589d843e
 @cache
@@ -597,7 +609,9 @@ def read_at(address, n, fmt, wanted=('basic',), sizes=(), strides=()) -> np.ndar
     return out[:length].copy()
 
 @cache
-def runner(): return compile_integer_function(run_kernel, 9)
+def runner():
+    "Return the compiled function that runs the loops of any number format."
+    return compile_integer_function(run_kernel, 9)
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #5e1f0a05
 @njit
@@ -656,19 +670,21 @@ def load(fmt):
 @cache
 def pool(threads): return ThreadPoolExecutor(threads, 'torchember')
 
-# a forked child process has no threads
+# a new pool is made in a forked child process, which has no threads
 if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=pool.cache_clear)
 
 item = dict(float32=4, float64=8, bfloat16=2, float16=2) # size of an element in bytes
-long = 1<<20 # number of elements for one thread. With fewer, starting a thread costs more than it saves
+long = 1<<20 # minimum number of elements for one thread; with fewer, starting a thread costs more than it saves
 
 def read_on_cores(address, n, fmt, wanted, threads) -> np.ndarray:
     "Return the summary vector of `n` numbers at an address, read by `threads` threads. The result does not depend on their number."
     if n<=long: return read_at(address, n, fmt, wanted)
-    kernel(fmt) # compile before the threads start, so that only one thread compiles
+    kernel(fmt) # compiled before the threads start, so that only one thread compiles
     pieces = [(address+i*item[fmt], min(long, n-i), fmt, wanted) for i in range(0, n, long)]
     share = -(-len(pieces)//max(threads, 1))
     rest = [pool(threads-1).submit(read_all, pieces[i:i+share]) for i in range(share, len(pieces), share)]
     return merge(np.stack([*read_all(pieces[:share]), *(v for r in rest for v in r.result())]))
 
-def read_all(pieces): return [read_at(*p) for p in pieces]
+def read_all(pieces):
+    "Measure several pieces of a tensor, and return their summary vectors."
+    return [read_at(*p) for p in pieces]

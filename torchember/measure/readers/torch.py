@@ -25,11 +25,11 @@ def read_float64(x, wanted) -> np.ndarray:
         x = x[np.isfinite(x)]
         lo,hi = min_and_max(x)
     m = len(x)
-    # for equal elements take one of them, because a computed mean is rounded
+    # if all elements are equal, the mean is one of them, because a computed mean is rounded
     mean = lo if lo==hi else np.add.reduce(x)/m if m else 0.
-    if not math.isfinite(mean): mean = np.add.reduce(x/m) # the sum overflows, but the mean does not
+    if not math.isfinite(mean): mean = np.add.reduce(x/m) # if the sum overflows, the mean is computed from scaled elements
     d = x-mean
-    rest = np.add.reduce(d)/m if m else 0. # rounding error of the mean, to correct mean and m2
+    rest = np.add.reduce(d)/m if m else 0. # rounding error of the mean, by which mean and m2 are corrected
     v = basic_vector(n, mean+rest, max(d.dot(d)-m*rest*rest, 0.), lo, hi, *bad)
     if 'absolute' in wanted:
         a = np.abs(x)
@@ -43,16 +43,19 @@ def read_float64(x, wanted) -> np.ndarray:
         v[index['s4']],v[index['s8']] = np.add.reduce(q),q.dot(q)
     return v
 
-def min_and_max(x): return (np.minimum.reduce(x), np.maximum.reduce(x)) if len(x) else (math.inf, -math.inf)
+def min_and_max(x):
+    "Return minimum and maximum of an array; (inf, -inf) for an empty array."
+    return (np.minimum.reduce(x), np.maximum.reduce(x)) if len(x) else (math.inf, -math.inf)
 
 def basic_vector(n, mean, m2, lo, hi, nans=0, posinf=0, neginf=0):
+    "Return a summary vector with the sums of the group 'basic'."
     return np.array((n, mean, m2, nan, nan, nan, lo, hi, nan, nan, nans, posinf, neginf, nan, nan, *others))
 
 nan,others = math.nan,(math.nan,)*(width-15)
 np.testing.assert_array_equal(basic_vector(0, 0, 0, math.inf, -math.inf), no_elements(('basic',)))
 
 # %% ../../../nbs/20_measure/06_torch.ipynb #d10a0019
-row = 1024 # number of elements that are summed in float32 before float64 takes over
+row = 1024 # number of elements that are summed in float32; such sums are then added in float64
 ones = np.ones(row, dtype=np.float32)
 rowdot = getattr(np, 'vecdot', None) or (lambda a,b: np.einsum('...j,...j->...', a, b)) # numpy 1 has no vecdot
 
@@ -64,7 +67,7 @@ def read_float32(x, centred=False):
     rows,rest = x[:filled].reshape(-1, row),x[filled:].astype(np.float64)
     lo,hi = float32_min_and_max(x)
     if lo==hi and math.isfinite(lo): return basic_vector(n, lo, 0., lo, hi)
-    if not 1e-15<max(-lo, hi)<1e15: return None # because squares and sums must fit float32
+    if not 1e-15<max(-lo, hi)<1e15: return None # other magnitudes are refused, because squares and sums must fit float32
     s = np.add.reduce(rowdot(rows, ones), dtype=np.float64)+np.add.reduce(rest)
     q = np.add.reduce(rowdot(rows, rows), dtype=np.float64)+rest.dot(rest)
     m2 = q-s*s/n
@@ -117,7 +120,7 @@ def exponent_counts(p):
     n = 256 if single else 2048
     if p.is_cpu: of = torch.bincount(k, minlength=n)
     else: of = torch.zeros(n, dtype=torch.int64, device=p.device).index_add_(0, k.int(), torch.ones_like(k, dtype=torch.int64))
-    of[-1] = 0 # the last bin has infinity and NaN, which are counted elsewhere
+    of[-1] = 0 # the last bin contains infinity and NaN, which are counted separately
     if not single: of = torch.cat([of[:897].sum(0, keepdim=True), of[897:1151], of[1151:].sum(0, keepdim=True)])
     zeros = (p==0).sum()
     of[0] -= zeros
@@ -127,8 +130,10 @@ def exponent_counts(p):
 def read_device(x, wanted=('basic',)) -> torch.Tensor:
     "Return the summary vector of a flat tensor, on its device, without waiting for the device."
     to = widest(x.device)
-    def full(value): return torch.full((), value, dtype=to, device=x.device)
-    if not len(x): # fill on the device, because a copy from the host would wait for the device
+    def full(value):
+        "Return a scalar tensor with a value, on the device of `x`."
+        return torch.full((), value, dtype=to, device=x.device)
+    if not len(x): # filled on the device, because a copy from the host would wait for the device
         v = no_elements(wanted)
         return torch.cat([torch.stack([full(float(a)) for a in v[:width]]), torch.zeros(len(v)-width, dtype=to, device=x.device)])
     if x.is_complex(): x = (x if to is torch.float32 else x.to(torch.complex128)).abs()
@@ -138,7 +143,7 @@ def read_device(x, wanted=('basic',)) -> torch.Tensor:
     f = torch.where(ok, d, z)
     v = dict(count=full(len(x)), nan=torch.isnan(d).sum(), posinf=torch.isposinf(d).sum(), neginf=torch.isneginf(d).sum())
     v |= {p: of_each(p, d, torch, ok) for p in parts_in(wanted) if sums[p].each}
-    # for equal elements take one of them, because a computed mean is rounded
+    # if all elements are equal, the mean is one of them, because a computed mean is rounded
     mean = torch.where(v['min']==v['max'], v['min'], f.sum()/n.clamp(min=1))
     c = torch.where(ok, d-mean, z)
     q = c*c

@@ -22,7 +22,7 @@ try:
     import triton
     from triton import language as tl
     jit = triton.jit
-    # arguments whose values must not lead to another compilation: by default Triton compiles again for 1 and multiples of 16
+    # arguments for which Triton must not compile special versions, as it does by default for 1 and multiples of 16
     unspecialized = 'n', 'step', 'apart', 'tensors', 'span', 'per', 'between'
     def kernel(f): return jit(f, do_not_specialize=[a for a in (*unspecialized, 'out') if a in f.__code__.co_varnames[:f.__code__.co_argcount]])
 except ImportError: # without Triton, the device functions are plain Python functions that nothing calls
@@ -32,7 +32,7 @@ except ImportError: # without Triton, the device functions are plain Python func
     kernel = jit
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #a4478e43
-# dtype -> number of elements in a block
+# number of elements in a block, by dtype
 blocks = {torch.float32: 4096, torch.bfloat16: 4096, torch.float16: 4096, torch.float64: 2048}
 warps = 4
 
@@ -84,7 +84,7 @@ else:
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #599be683
 @jit
-def _exponent(x): return (x.to(tl.int32, bitcast=True)>>23)&255 # biased exponent, from the bits of a float32
+def _exponent(x): return (x.to(tl.int32, bitcast=True)>>23)&255 # returns the biased exponent in the bits of a float32
 
 @jit
 def _scale(big, x):
@@ -116,9 +116,9 @@ def _moments(y, d, wanted:tl.constexpr):
     return rest, s2, s3, s4, p4, p8
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #219954b6
-# group of sums -> its flag in the argument `wanted` of a kernel
+# flag of each group of sums in the kernel argument `wanted`
 bits = dict(absolute=1, higher=2, powers=4, exponents=8)
-# results for a block, in this order in the row of the block
+# names of the results for a block, in their order in memory
 columns = 'good', 'base', 'rest', 's2', 'lo', 'hi', 'nan', 'posinf', 's3', 's4', 'l1', 'least', 'zeros', 'p4', 'p8'
 
 @jit
@@ -216,7 +216,7 @@ tile = 128 # number of rows that a program merges at once
 
 @jit
 def _larger(n, best, mean, n2, best2, mean2):
-    "Merge two pieces: return their count, and size and mean of the larger piece. For equal sizes take the larger mean, so that the order does not matter."
+    "Merge two pieces: return their count, and size and mean of the larger piece. If sizes are equal, take the larger mean."
     first = (best>best2)|((best==best2)&(mean>=mean2))
     return n+n2, tl.where(first, best, best2), tl.where(first, mean, mean2)
 
@@ -350,7 +350,7 @@ def _write(part, apart, bins, out, wanted:tl.constexpr, W:tl.constexpr):
 def _finish(n, k, g, groups, size, rows, step, part, apart, counter, bins, out, wanted:tl.constexpr, B:tl.constexpr, W:tl.constexpr, T:tl.constexpr):
     "Merge the `size` blocks of group `g` into one row. The last program then merges the rows of all groups, until one row is left."
     blocks = g*0+1
-    rest = blocks # number of merges that this program still has to do
+    rest = blocks # number of blocks that are not merged yet
     while rest>0:
         if blocks>0: count, mean, m2, m3, m4, l1, lo, hi, least, zeros, nan, posinf, neginf, p4, p8 = _load_blocks(n, g*size, tl.minimum((g+1)*size, k),
             rows, step, wanted, B, T)
@@ -417,9 +417,11 @@ def _kernel(x, out, jobs, n, between, tensors, rows, step, part, apart, counters
 programs = 2048 # number of programs that keep a large GPU busy
 
 # number of blocks that one program reads, for a total of `blocks`
-def span_of(blocks): return min(max(blocks//programs, 1), 64, tile)
+def span_of(blocks):
+    "Return how many blocks one program reads, given the total number of blocks."
+    return min(max(blocks//programs, 1), 64, tile)
 
-def divide_up(a, b): return -(-a//b) # quotient, rounded up
+def divide_up(a, b): return -(-a//b) # returns the quotient, rounded up
 
 def cut_tensors(sizes, B, span, per) -> tuple:
     """Return how many blocks, programs and groups each tensor needs, as three arrays.
@@ -437,15 +439,19 @@ def available(device) -> bool:
     if interpreted: return device.type=='cpu'
     if device.type in ('cpu', 'meta'): return False
     try: return device_type(triton.runtime.driver.active)==device.type
-    except Exception as e: # no driver: torch operations measure instead
+    except Exception as e: # without a driver, torch operations measure the tensors
         if device.type=='cuda' and torch.cuda.is_available():
             warn(f"The kernels for {device} do not run: {type(e).__name__}: {e!s:.200}. Tensors there are read by torch operations, which is slower.")
         return False
 
-def device_type(driver): return driver.get_active_torch_device().type if hasattr(driver, 'get_active_torch_device') else 'cuda' # Triton before 3.2
+def device_type(driver):
+    "Return the device type of a Triton driver, such as 'cuda'."
+    return driver.get_active_torch_device().type if hasattr(driver, 'get_active_torch_device') else 'cuda' # for Triton before 3.2
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #8d8d6ca4
-def flags(wanted): return sum(bits[g] for g in set(wanted) if g in bits)
+def flags(wanted):
+    "Return the kernel argument that requests these groups of sums."
+    return sum(bits[g] for g in set(wanted) if g in bits)
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #9eba464e
 def has_no_gaps(x) -> bool:
@@ -469,7 +475,9 @@ class MemoryVersion:
     "A number that changes when work memory grows or is exchanged. Launches with addresses from before must be prepared again."
     def __init__(self): self.numbers,self.number = itertools.count(1),0
 
-    def advance(self): self.number = next(self.numbers)
+    def advance(self):
+        "Change the number, so that prepared launches are prepared again."
+        self.number = next(self.numbers)
 
 memory_version = MemoryVersion()
 
@@ -494,21 +502,27 @@ class StreamMemory:
         part = self.get('groups', len(fast)*groups, torch.float64)
         return rows, blocks, part, groups, self.get('counters', tensors+groups, torch.int32), self.get('bins', 256*tensors, torch.float64)
 
-def width_of(wanted): return next(n for n,last in ((15, 'powers'), (13, 'exponents'), (13, 'absolute'), (10, 'higher'), (8, 'basic')) if last in wanted)
+def width_of(wanted):
+    "Return the number of sums that a kernel stores per block for these groups."
+    return next(n for n,last in ((15, 'powers'), (13, 'exponents'), (13, 'absolute'), (10, 'higher'), (8, 'basic')) if last in wanted)
 
-memories = {} # (device, stream) -> `StreamMemory`
+memories = {} # a `StreamMemory` for each (device, stream)
 
-def memory_of(device, stream): return memories.get((device, stream)) or memories.setdefault((device, stream), StreamMemory(device))
+def memory_of(device, stream):
+    "Return the `StreamMemory` of a stream. Make one if there is none."
+    return memories.get((device, stream)) or memories.setdefault((device, stream), StreamMemory(device))
 
 def exchange(own):
-    "Use the dict `own` as `memories`, and return the dict from before. A CUDA graph needs its own, because it may be replayed on any stream."
+    "Use the dict `own` as `memories`, and return the previous dict. A CUDA graph has its own dict, because it may be replayed on any stream."
     global memories
     memories,former = own,memories
     memory_version.advance()
     return former
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #128b2f33
-def kernel_constants(wanted, dtype, aligned): return dict(wanted=flags(wanted), B=blocks[dtype], W=width, T=tile, aligned=aligned)
+def kernel_constants(wanted, dtype, aligned):
+    "Return the arguments that are constants in the compiled kernel."
+    return dict(wanted=flags(wanted), B=blocks[dtype], W=width, T=tile, aligned=aligned)
 
 def options(device): return dict(num_warps=warps, enable_fp_fusion=True) | (dict(maxnreg=128) if device.type=='cuda' and torch.version.hip is None else {})
 
@@ -521,9 +535,11 @@ class Handle:
 
     def __call__(self, programs, stream, *args): self.run(programs, 1, 1, stream, *self.about, *args, *self.constants)
 
-handles = {} # result of `kernel_key` -> `Handle`, or None if this version of Triton does not allow it
+handles = {} # a `Handle` for each result of `kernel_key`, or None if this version of Triton does not allow handles
 
-def launch_argument(x): return x.data_ptr() if isinstance(x, torch.Tensor) else x
+def launch_argument(x):
+    "Return a tensor's address, and other arguments unchanged."
+    return x.data_ptr() if isinstance(x, torch.Tensor) else x
 
 def launch(x, out, jobs, between, programs, stream, args, n=0, tensors=0, wanted=('basic',), aligned=False):
     """Launch the kernel, and cache its `Handle` for later launches.
@@ -544,16 +560,21 @@ def handle_of(compiled, const, *args):
         h = Handle(compiled, const)
         h(*args[:2], *map(launch_argument, args[2]))
         return h
-    except (AttributeError, TypeError): return None # this version of Triton has other attributes or arguments
+    except (AttributeError, TypeError): return None # returns None if this version of Triton has other attributes or arguments
 
-# all values that are constants in the compiled code
-def kernel_key(dtype, device, wanted, n, aligned): return device, dtype, wanted, blocks[dtype], width, tile, n>=1<<31, aligned
+# key of all values that are constants in the compiled code
+def kernel_key(dtype, device, wanted, n, aligned):
+    "Return all values for which Triton compiles a separate kernel."
+    return device, dtype, wanted, blocks[dtype], width, tile, n>=1<<31, aligned
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #d23f0824
 def check_row_length(wanted, out):
+    "Raise an error if the row `out` does not have the length for these groups of sums."
     if out.shape[-1]<length(wanted): raise ValueError(f"a row for {', '.join(wanted)} has {length(wanted)} columns, got a row of {out.shape[-1]}.")
 
-def chosen_stream(device): return stream_of(device) if driver() is None else driver().get_current_stream(device.index)
+def chosen_stream(device):
+    "Return the current stream of a device, as a number."
+    return stream_of(device) if driver() is None else driver().get_current_stream(device.index)
 
 def add_torch_expressions(x, wanted, row):
     "Compute sums by torch operations, if no kernel computes them. Write them into `row`, the row of `x`."
@@ -569,7 +590,7 @@ def add_torch_expressions(x, wanted, row):
 # %% ../../../nbs/20_measure/04_triton.ipynb #85fb521c
 class TensorLaunch:
     "Launches the kernel for tensors of one size, dtype and device. Arguments are prepared once, so that a launch is fast."
-    # n: number of elements. per: largest number of programs in a group
+    # n: number of elements; per: maximum number of programs in a group
     def __init__(self, n, dtype, device, wanted, per=None):
         self.n,self.dtype,self.device,self.wanted = n,dtype,device,wanted
         k = max(divide_up(n, blocks[dtype]), 1)
@@ -577,7 +598,7 @@ class TensorLaunch:
         self.per = min(per or tile, tile//self.span)
         self.blocks,self.programs,self.groups = (int(a) for a in cut_tensors(k*blocks[dtype], blocks[dtype], self.span, self.per))
         self.keys = [kernel_key(dtype, device, wanted, n, aligned) for aligned in (False, True)]
-        self.given = {} # stream -> (`MemoryVersion.number`, arguments of the kernel after the first two, as numbers)
+        self.given = {} # for each stream: (`MemoryVersion.number`, arguments of the kernel after the first two, as numbers)
         self.handles = [None, None] # handles of the kernels for unaligned and aligned addresses, or None
 
     def stream(self):
@@ -598,7 +619,7 @@ class TensorLaunch:
         memory = memory_of(self.device, stream)
         with undisturbed(self.device.type):
             args = *memory.arguments(self.dtype, self.wanted, self.blocks, self.groups), self.span, self.per
-            jobs = memory.get('jobs', 1, torch.int64) # an argument that the kernel does not use for one tensor
+            jobs = memory.get('jobs', 1, torch.int64) # placeholder for an argument that the kernel does not use for a single tensor
             since = memory_version.number
             launch(x, rows[i], jobs, 0, self.programs, stream, args, self.n, 0, self.wanted, aligned)
         self.given[stream] = since,(jobs.data_ptr(), self.n, 0, 0, *map(launch_argument, args))
@@ -610,7 +631,9 @@ def driver():
     return None if interpreted or triton is None else triton.runtime.driver.active
 
 @lru_cache(maxsize=4096)
-def reading(n, dtype, device, wanted, per=None): return TensorLaunch(n, dtype, device, wanted, per)
+def reading(n, dtype, device, wanted, per=None):
+    "Return the `TensorLaunch` for tensors of one size, dtype and device."
+    return TensorLaunch(n, dtype, device, wanted, per)
 
 def read_one(x, wanted, out, per=None):
     "Measure a floating-point tensor on a GPU. Write into the row `out`, float64 on the same device. `per`: number of programs in a group."
@@ -653,9 +676,10 @@ def read_list(xs, wanted, out, to=None):
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #3f1c7a11
 patience = 30. # seconds that a check waits for the compiler of Triton
-trusted = {} # (device, dtype, groups of sums) -> True if the kernels read such tensors correctly
+trusted = {} # by (device, dtype, groups of sums): True if the kernels read such tensors correctly
 
 def single_reader(device, per=None):
+    "Return a function that measures one tensor by the kernels, for a check."
     def read(x, wanted):
         out = torch.full((length(wanted),), -1., dtype=torch.float64, device=device)
         read_one(x.to(device), wanted, out, per)
@@ -663,6 +687,7 @@ def single_reader(device, per=None):
     return read
 
 def list_reader(device):
+    "Return a function that measures a tensor in a list with others by the kernels, for a check."
     def read(x, wanted):
         out = torch.full((3, length(wanted)), -1., dtype=torch.float64, device=device)
         read_list([x.to(device), (x*2).to(device)], wanted, out, [2, 0])
