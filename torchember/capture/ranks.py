@@ -102,7 +102,7 @@ def find_pipeline(model, axes):
 
 # %% ../../nbs/10_capture/45_ranks.ipynb #a37a8197
 # tensor types of which each data-parallel rank has only its share of the batch
-batch_types = 'input', 'output', 'input_grad', 'output_grad'
+batch_types = 'input', 'output', 'input_grad', 'output_grad', 'prediction', 'target'
 # tensor types that are gradients of the loss of this rank's share of the batch
 scaled_types = 'input_grad', 'output_grad'
 
