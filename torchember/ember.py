@@ -373,7 +373,7 @@ class torchEmber(ArmedModel):
     Args:
         model: The model. It may be wrapped by `torch.compile` or `DistributedDataParallel`
         optimizer: Optimizer, or list of optimizers. A training step is over when all of them have stepped
-        ttypes: Tensor types; also 'output_grad', 'input_grad', 'unclipped_grad', 'optimizer', 'update', 'buffer'
+        ttypes: Tensor types; also 'output_grad', 'input_grad', 'optimizer' and others
         include: Modules to record: arguments of `select`, such as 'features.*' or nn.Linear; all by default
         exclude: Modules to leave out: arguments of `select`
         every: Steps to record: one step in 10, 'linear(5, 2)', log_spaced(5), or a function of the step. See `schedule`
@@ -400,7 +400,7 @@ class torchEmber(ArmedModel):
         model:nn.Module, # The model. It may be wrapped by `torch.compile` or `DistributedDataParallel`
         optimizer=None, # Optimizer, or list of optimizers. A training step is over when all of them have stepped
         *,
-        ttypes=('input', 'output', 'weight', 'weight_grad'), # Tensor types; also 'output_grad', 'input_grad', 'unclipped_grad', 'optimizer', 'update', 'buffer'
+        ttypes=('input', 'output', 'weight', 'weight_grad', 'prediction', 'target'), # Tensor types; also 'output_grad', 'input_grad', 'optimizer' and others
         include=None, # Modules to record: arguments of `select`, such as 'features.*' or nn.Linear; all by default
         exclude=None, # Modules to leave out: arguments of `select`
         every=1, # Steps to record: one step in 10, 'linear(5, 2)', log_spaced(5), or a function of the step. See `schedule`
