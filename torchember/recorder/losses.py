@@ -102,7 +102,7 @@ def describe(term) -> dict:
 # %% ../../nbs/40_recorder/36_losses.ipynb #b26e8eaa
 def row_names(name, terms) -> list:
     "Return the names of the rows of the terms of a loss: its kind, or the name of the loss if it is not 'loss'."
-    is_plain,seen,out = name=='loss' or name.endswith('_loss') and name.startswith('output'),Counter(),[]
+    is_plain,seen,out = name=='loss',Counter(),[]
     for t in terms:
         n = t.kind if is_plain else name if len(terms)==1 else f'{name}_{t.kind}'
         out.append(f'{n}_{seen[n]}' if seen[n] else n)
