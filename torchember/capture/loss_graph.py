@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['activations', 'moves', 'selections', 'value_links', 'node_kinds', 'with_result', 'passed', 'Link', 'only_child',
            'arithmetic', 'link_of', 'Way', 'way_down', 'before_link', 'LossTerm', 'is_expanded', 'shape_of_tensor',
-           'as_given', 'torch_term', 'residual_term', 'constant_of', 'is_distribution', 'product_term', 'chosen_term',
-           'read_indices', 'LossGraph', 'term_of', 'is_weight', 'find_terms', 'join_logarithms']
+           'as_given', 'end_of', 'torch_term', 'residual_term', 'constant_of', 'is_distribution', 'product_term',
+           'chosen_term', 'read_indices', 'LossGraph', 'term_of', 'is_weight', 'find_terms', 'join_logarithms']
 
 # %% ../../nbs/10_capture/48_loss_graph.ipynb #ac9da0f7
 from typing import NamedTuple
@@ -96,6 +96,8 @@ class LossTerm(NamedTuple):
     ignore_index:int|None = None # Label that the loss leaves out
     class_weights:bool = False # True if classes or elements have weights
     weighted:bool = False # True if the term is multiplied by a tensor, as in a policy gradient
+    result_shape:tuple|None = None # Shape of the loss of all elements, after a broadcast
+    end:str = '' # Operation of the last layer, such as 'Addmm' or 'Convolution'
     number:int = -1 # Number of the node in this thread
 
 # %% ../../nbs/10_capture/48_loss_graph.ipynb #047e5bfa
@@ -119,6 +121,8 @@ node_kinds = {'NllLoss': ('nll', 'log_probabilities'), 'NllLoss2D': ('nll', 'log
     'BinaryCrossEntropy': ('bce', 'probabilities'), 'BinaryCrossEntropyWithLogits': ('bce_with_logits', 'logits'), 'HuberLoss': ('huber', 'values'),
     'SmoothL1Loss': ('smooth_l1', 'values'), 'MultiMarginLoss': ('margin', 'values'), 'SoftMarginLoss': ('soft_margin', 'values')}
 
+def end_of(way) -> str: return '' if way.end is None else node_word(way.end)
+
 def torch_term(node, word):
     "Return the `LossTerm` of a node of one of torch's own losses."
     kind,takes = node_kinds[word]
@@ -133,7 +137,7 @@ def torch_term(node, word):
         target = as_given(target)
         target_shape = tuple(target.shape)
     return LossTerm(kind, takes, way.raw, target, shape, target_shape, way.links, broadcast, saved(node, 'ignore_index'),
-        saved(node, 'weight') is not None)
+        saved(node, 'weight') is not None, result_shape=shape_of_tensor(given), end=end_of(way))
 
 # %% ../../nbs/10_capture/48_loss_graph.ipynb #2ef26cdc
 def residual_term(node, word):
@@ -149,7 +153,7 @@ def residual_term(node, word):
     target = None if residual is None or way.raw is None or tuple(way.raw.shape)!=shape or shape!=whole or way.links[0].name not in with_result else \
         way.raw-residual if slot==0 else way.raw+residual
     return LossTerm('l1' if word=='Abs' else 'mse', 'values', way.raw if shape==whole else None, target, shape, shape_of_tensor(target), way.links,
-        shape is not None and shape!=whole)
+        shape is not None and shape!=whole and node_word(below)!='Unsqueeze', result_shape=whole, end=end_of(way))
 
 with_result = 'softmax', 'sigmoid', 'tanh', 'relu' # activations whose node has their result
 
@@ -175,9 +179,10 @@ def product_term(node, divergence=False):
     shape,top = node_shape(below),way.names[:1]
     if top in (('log_softmax',), ('log',)):
         kind = 'kl_div' if divergence else 'cross_entropy'
-        return LossTerm(kind, 'logits' if top==('log_softmax',) else 'probabilities', way.raw, target, shape, shape, way.links)
+        return LossTerm(kind, 'logits' if top==('log_softmax',) else 'probabilities', way.raw, target, shape, shape, way.links,
+            end=end_of(way))
     if not divergence or not is_distribution(target): return None
-    return LossTerm('kl_div', 'log_probabilities', way.raw, target, shape, shape, way.links)
+    return LossTerm('kl_div', 'log_probabilities', way.raw, target, shape, shape, way.links, end=end_of(way))
 
 def chosen_term(node, word):
     "Return the `LossTerm` of log-probabilities at the labels: `log_p.gather(1, y)` or `log_p[rows, y]`. None for another selection."
@@ -187,7 +192,7 @@ def chosen_term(node, word):
     way = way_down(below)
     if way.names[:1] not in (('log_softmax',), ('log',)): return None
     kind,takes = ('cross_entropy', 'logits') if way.names[0]=='log_softmax' else ('nll', 'log_probabilities')
-    return LossTerm(kind, takes, way.raw, index, node_shape(below), tuple(index.shape), way.links)
+    return LossTerm(kind, takes, way.raw, index, node_shape(below), tuple(index.shape), way.links, end=end_of(way))
 
 def read_indices(node):
     "Return the last of two or more index tensors of a node, the labels in `log_p[rows, y]`. None if there are no such."

@@ -9,7 +9,7 @@ __all__ = ['most_losses', 'most_labels', 'texts', 'whole_numbers', 'is_valid_los
 most_losses = 64 # largest number of entries of a run
 most_labels = 4096 # labels from this number on are not counted one by one
 
-texts = 'name', 'tname', 'kind', 'takes', 'target_dtype'
+texts = 'name', 'tname', 'kind', 'takes', 'target_dtype', 'end'
 whole_numbers = ('first_step', 'seen', 'expanded', 'batches', 'single', 'distinct', 'smallest', 'largest', 'classes', 'ignore_index', 'softmax_dim',
     'softmax_size')
 
@@ -18,7 +18,7 @@ def is_valid_loss(e) -> bool:
     if not isinstance(e, dict) or not isinstance(e.get('kind'), str) or not isinstance(e.get('name'), str): return False
     if not all(isinstance(e.get(k), str|None) and len(e.get(k) or '')<=1000 for k in texts): return False
     if not all(isinstance(e.get(k), int|None) for k in whole_numbers): return False
-    shapes = [e.get(k) for k in ('shape', 'target_shape')]
+    shapes = [e.get(k) for k in ('shape', 'target_shape', 'result_shape')]
     if not all(s is None or isinstance(s, list) and all(type(n) is int for n in s) for s in shapes): return False
     return isinstance(e.get('activations'), list) and all(isinstance(a, str) for a in e['activations']) and isinstance(e.get('share'), float|int|None)
 
