@@ -20,7 +20,7 @@ from torchember.store.log import flush_logs
 from torchember.store.parts import read_part_list
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #251838a5
-metadata_kinds = ('base', 'structure', 'parameters', 'ranks', 'vis', 'sync', 'sent')
+metadata_kinds = ('base', 'structure', 'parameters', 'losses', 'ranks', 'vis', 'sync', 'sent')
 
 def owner_of(stem, names):
     "Return the name of the run of a metadata file. `stem`: file name without .json. Return None if the run is not in `names`."

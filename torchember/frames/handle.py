@@ -25,6 +25,7 @@ from torchember.store.lines import parse_blocks
 from torchember.store.log import flush_logs
 from torchember.store.log_file import JsonLines, last_step_in_block
 from torchember.store.older import is_older, older_blocks
+from torchember.store.losses import read_losses
 from torchember.store.parameters import read_parameters
 from torchember.store.parts import shared_files
 from torchember.store.table import tree_in
@@ -210,6 +211,11 @@ class Run:
         "Return a list of descriptions of the model's parameters, as in `store.parameters`."
         known = {rank: read_parameters(log.t) for rank,log in self.logs.items() if log.t is not None}
         return merge_parameters(known, self.whole_model_paths()) if self.is_ranked else known.get(None, [])
+
+    def losses(self):
+        "Return a list of descriptions of the terms of the losses, as in `store.losses`. Of several ranks, those of the first that has any."
+        known = [read_losses(log.t) for log in self.logs.values() if log.t is not None]
+        return next(filter(None, known), [])
 
     def structure(self):
         "Return the tree of modules of the model. Return None if it is missing or cannot be read."

@@ -22,6 +22,7 @@ SCHEMA = 1 # version of the row format. Code for version n reads all versions up
 # tensor type measured at a call of a module -> class in the package `recorder` that measures it
 flowing = dict(input='flows.Flows', output='flows.Flows')
 ttypes = (*flowing, 'weight', 'weight_grad', 'unclipped_grad', 'input_grad', 'output_grad', 'optimizer', 'update', 'buffer', 'probe',
+    'prediction', 'target', # of a loss that the user logs
     *(of_no_tensor := ('scalar', 'finding'))) # scalar: a number that the user logs; finding: the result of a rule
 identity = ('module', 'ts', 'ttype', 'tname', 'step', 'call', 'dtype', 'pname', 'micro', 'phase', 'backward', 'skipped', 'unfinished',
     'rank', 'shard') # columns that say which tensor a row describes, and when it was measured

@@ -18,7 +18,7 @@ from .rules import rule
 # %% ../../nbs/55_health/45_losses.ipynb #1dd51274
 loss_causes = ('not_trained', 'update_too_large', 'update_too_small', 'vanishing_gradient', 'exploding_gradient', 'dead_units', 'saturated', 'attention',
     'poor_scale', 'equal_units', 'gradients_add_up', 'weights_decay', 'collapse', 'batch_norm', 'underflow', 'scaler_skips', 'poor_input_scale',
-    'same_data', 'not_finite', 'gradient_spike', 'loss_rises') # rules whose findings explain the loss
+    'same_data', 'not_finite', 'gradient_spike', 'loss_rises', 'loss_input', 'broadcast', 'target_range', 'one_class') # rules whose findings explain the loss
 
 def model_output(h):
     "Return the series of the model's output, or of the last module's output if the root was not recorded, or None without outputs."
@@ -191,7 +191,8 @@ def loss_stalls(h, least=30, close=.03):
     close: largest relative difference between a loss and the loss of random guessing"""
     p = h.progress
     if len(p.values)<least: return
-    if found := find_double_softmax(h, p) or find_double_sigmoid(h, p) or find_relu_logits(h, p): yield found; return
+    # with a known loss, `loss_input` is exact
+    if not h.losses and (found := find_double_softmax(h, p) or find_double_sigmoid(h, p) or find_relu_logits(h, p)): yield found; return
     if p.verdict!='stalls' or abs(p.end)<1e-6 or h.started_low: return
     # the noise is so large that a fall could not be seen yet
     if p.noise/math.sqrt(len(p.values)/5)>.05*abs(p.start): return
