@@ -265,6 +265,12 @@ def is_unchanging(s):
     atol = 1e-6*s.rms[0] if np.isfinite(s.rms[0]) else 0 # with an infinite tolerance, all tensors would be equal
     return all(np.allclose(s[c], s[c][0], rtol=1e-5, atol=atol, equal_nan=True) for c in ('mean', 'std', 'max', 'min') if c in s)
 
+def count_different(ins):
+    "Return the number of different batches per step: micro-batches or calls whose first values differ. `ins`: series of the inputs."
+    first = {}
+    for s in ins: first.setdefault((s.path, s.tname), set()).add(tuple(float(s[c][0]) for c in ('mean', 'std', 'max', 'min') if c in s))
+    return max(map(len, first.values()))
+
 def held_out_losses(h):
     "Return the logged losses on other data than the training data: validation, test or evaluation."
     return [n for n in h.logged if any(w in n.name.lower() for w in ('val', 'test', 'eval')) and 'loss' in n.name.lower() and len(n)>=4]
@@ -280,10 +286,11 @@ def same_data(h, least=8):
     for s in own:
         if (at := find_constant_data(s)) is not None: yield report_constant_data(h, s, at, len(ins)==1); return
     if not own or not all(map(is_unchanging, own)): return
-    s,held = own[0],held_out_losses(h)
+    s,held,n = own[0],held_out_losses(h),count_different(own)
     parts = h.progress.is_good and any(n.values[-1]>=n.values[0] for n in held)
     more = f' The held-out loss {held[0].name} does not fall.' if parts else ''
-    yield s.finding(0, f"All {len(s)} steps use the same data: {s.tname} of {s.title} has the same mean, standard deviation, "
+    data = f"{n} batches" if n>1 else "data"
+    yield s.finding(0, f"All {len(s)} steps use the same {data}: {s.tname} of {s.title} has the same mean, standard deviation, "
         f"maximum and minimum in each step.{more}", stat='mean', severity='warning' if parts else None,
         advice="Nothing, if all data fit in one batch. Otherwise check that the loop takes a new batch in each step, "
         "and that the loader shuffles.")
