@@ -25,7 +25,7 @@ from torchember.store.lines import parse_blocks
 from torchember.store.log import flush_logs
 from torchember.store.log_file import JsonLines, last_step_in_block
 from torchember.store.older import is_older, older_blocks
-from torchember.store.parameters import read_parameters
+from torchember.store.parameters import read_modes, read_parameters
 from torchember.store.parts import shared_files
 from torchember.store.table import tree_in
 
@@ -210,6 +210,10 @@ class Run:
         "Return a list of descriptions of the model's parameters, as in `store.parameters`."
         known = {rank: read_parameters(log.t) for rank,log in self.logs.items() if log.t is not None}
         return merge_parameters(known, self.whole_model_paths()) if self.is_ranked else known.get(None, [])
+
+    def modes(self):
+        "Return the facts about the modes of the model, as in `store.parameters.read_modes`. If there are several processes, those of the first."
+        return next((found for log in self.logs.values() if log.t is not None and (found := read_modes(log.t))), {})
 
     def structure(self):
         "Return the tree of modules of the model. Return None if it is missing or cannot be read."

@@ -224,4 +224,4 @@ def load_history(run, home=None, df=None): # df: rows of the run, if they were r
     needs('pandas', for_='diagnose')
     if isinstance(run, History): return run
     run = open_run(run, home)
-    return History(run.table() if df is None else df, run.parameters(), run.name, activations_in(run.structure()))
+    return History(run.table() if df is None else df, run.parameters(), run.name, activations_in(run.structure()), run.modes())

@@ -309,6 +309,7 @@ class ParameterFacts:
         self.trained = False # True if the model was trained
         # facts at the last call of `note`; number of parameters that the list leaves out because it is full
         self.entries,self.left_out = [],0
+        self.modes = {} # `recorder.modes.ModeFacts.facts` of the run
 
     def resume_from(self, entries):
         "Continue with the facts of a resumed run. entries: list of parameters in the run's metadata."
@@ -360,7 +361,14 @@ class ParameterFacts:
             names[0] not in self.with_optimizer and self.version_changes.changed_repeatedly(names[0]), bool(has_optimizers) and
             not any_of(self.with_optimizer) and any_of(self.elsewhere))
 
-    def meta(self): return {'parameters': self.entries} | ({'left out': self.left_out} if self.left_out else {})
+    def note_modes(self, facts):
+        "Add facts about the modes of the model to the metadata. `facts`: result of `recorder.modes.ModeFacts.facts`."
+        self.modes = facts
+        if self.notify: self.notify(self.meta())
+
+    def meta(self):
+        "Return the metadata of the kind 'parameters'."
+        return {'parameters': self.entries} | ({'left out': self.left_out} if self.left_out else {}) | ({'modes': self.modes} if self.modes else {})
 
 def every_parameter(root) -> list:
     """Return (parameter, `moduleTrack`, names) for each parameter of a model, in the model's order. `root`: its `moduleTrack`.
