@@ -311,16 +311,18 @@ def explain_stopped(h, part, own, s, by_mistake=False):
         "Nothing, if this is intended. Otherwise search for requires_grad_(False) in code that runs after the start, such as train() of the model, "
         "and call requires_grad_(True) for each part to train.")
 
-def is_late_freeze(known, groups, most=.5):
+def is_late_freeze(h, known, groups, most=.5, longer=1.5):
     """Return True if a small part of the model was frozen once, at one step, while the optimizer keeps it.
     A method that freezes on purpose freezes layer after layer, or most of the model.
 
     groups: `StoppedWeight.group_key` -> the `StoppedWeight`s
-    most: fraction of the model below which freezing may be a mistake"""
+    most: fraction of the model below which freezing may be a mistake
+    longer: least number of steps since then, as a multiple of those before, in which no other layer was frozen"""
     frozen_weights = [s for stops in groups.values() for s in stops if s.frozen]
     own = [s.p for s in frozen_weights]
     held = own and all(p.get('optimizer') is True for p in own)
-    return bool(held and len({s.step for s in frozen_weights})==1 and known.share(own)<most)
+    if not held or len({s.step for s in frozen_weights})>1 or known.share(own)>=most: return False
+    return bool((h.steps>=frozen_weights[0].step).mean()>=longer/(1+longer))
 
 def find_stopped_parts(h, known, reported, least, share=.1):
     "Yield findings about modules trained at first, and no longer at the end."
@@ -329,7 +331,7 @@ def find_stopped_parts(h, known, reported, least, share=.1):
     groups = {}
     for s in find_stops(h, entries, least, share):
         if label_of(s.p) not in reported: groups.setdefault(s.group_key, []).append(s)
-    late = is_late_freeze(known, groups)
+    late = is_late_freeze(h, known, groups)
     for stops in groups.values():
         for part,own in ParameterStates(entries).parts([s.p for s in stops]):
             yield report_part(h, part, own, explain_stopped(h, part, own, stops[0], late and stops[0].frozen), stops[0].step, 'stopped')
