@@ -337,10 +337,7 @@ class ArmedModel(RecordedRun):
         rules='default', # As for `diagnose`
         steps:int=8 # Largest number of steps to check, from the first one on
     ): # `StepChecks`, a DataFrame that prints as a table
-        """Check the first steps for faults of the wiring: frozen parameters, the optimizer, the loss, gradients and updates.
-
-        Call this after the first step. It runs no forward and no backward, and changes no random state. See `check_step`.
-        
+        """Check the first steps: parameters, optimizer, loss, gradients and updates. To be called after a step. Runs nothing of the model.
 
         Args:
             rules: As for `diagnose`

@@ -90,9 +90,14 @@ class ModelTable:
     "Table of one model: its name, optimizers and `StepChecks`, or the reason why there is no table."
     def __init__(self, te, optimizers, table=None, why=''):
         self.model,self.modules,self.optimizers,self.run = te.model_name,len(te.tracks),[type(o).__name__ for o in optimizers],te.fname
+        self.values = sum(p.numel() for p in te.model.parameters() if type(p).__name__!='UninitializedParameter')
         self.table,self.why = table,why
 
-    title = property(lambda self: f"{self.model} ({self.modules:,} modules{', trained by '*bool(self.optimizers)+' and '.join(self.optimizers)})")
+    @property
+    def title(self):
+        "Name and size of the model, and its optimizers. Two models of the same class differ in size."
+        by = f", trained by {' and '.join(self.optimizers)}" if self.optimizers else ''
+        return f"{self.model} ({self.modules:,} modules, {self.values:,} values{by})"
 
     def lines(self):
         "Return the table as lines of text."
@@ -102,7 +107,7 @@ class ModelTable:
     def as_dict(self):
         "Return the table as a dict for JSON."
         rows = [] if self.table is None else self.table.to_dict('records')
-        return dict(model=self.model, modules=self.modules, optimizers=self.optimizers, why_not=self.why, checks=rows)
+        return dict(model=self.model, modules=self.modules, values=self.values, optimizers=self.optimizers, why_not=self.why, checks=rows)
 
 # %% ../../nbs/95_cli/77_check.ipynb #85c74782
 class Checking(Recording):
@@ -127,10 +132,10 @@ class Checking(Recording):
 
     def note_loss(self, loss):
         "Log a loss in the runs of all models that its backward reaches."
-        from torchember.capture.optimizer import trained_by
-        from torchember.trained import backward_reaches, ids_of
-        for t in self.trainings.trainings:
-            if (te := t.te()) is None or not backward_reaches(loss, ids_of(trained_by(t.live_optimizers()))): continue
+        from torchember.trained import backward_reaches, parameters_in
+        found = [(t, te) for t in self.trainings.trainings if (te := t.te()) is not None]
+        for t,te in found:
+            if len(found)>1 and not backward_reaches(loss, parameters_in(te.model)): continue
             scale = t.scaler.get_scale() if t.scaler is not None and t.scaler.is_enabled() else 1.
             te.log(loss=loss if scale==1 else loss/scale)
 
@@ -250,4 +255,4 @@ def check_arguments(p):
     add_options(p)
     p.add_argument('program', nargs=argparse.REMAINDER, help='Python file, or -m and a module, and its arguments')
 
-command(check_arguments, example)(check_command);
+command(check_arguments, example)(check_command)

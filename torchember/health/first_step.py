@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['step_rules', 'not_moved', 'checks', 'most_steps', 'statuses', 'few_steps_note', 'wide', 'no_step',
-           'find_no_gradients', 'steps_phrase', 'finished_steps', 'find_constant_outputs', 'main_tensors',
-           'first_updates', 'find_large_updates', 'takes', 'of_reason', 'is_elsewhere', 'count_phrase', 'frozen_fact',
-           'changed_weights', 'why_not_moved', 'moved_fact', 'gradient_fact', 'update_fact', 'loss_fact', 'finite_fact',
-           'why_not_recorded', 'why_no_loss', 'has_loss_graph', 'why_no_graph', 'why_no_entries', 'why_no_optimizer',
-           'why_no_gradient', 'why_no_ratio', 'Check', 'sentence_of', 'advice_of', 'row_of', 'table_rows', 'wrapped',
-           'lines_of', 'rows_as_html', 'step_checks_class', 'add_current_weights', 'is_early', 'step_head',
-           'check_step']
+           'find_no_gradients', 'steps_phrase', 'finished_steps', 'find_constant_outputs', 'expected_changes',
+           'main_tensors', 'first_updates', 'find_large_updates', 'takes', 'of_reason', 'is_elsewhere', 'count_phrase',
+           'frozen_fact', 'changed_weights', 'why_not_moved', 'moved_fact', 'gradient_fact', 'update_fact', 'loss_fact',
+           'finite_fact', 'why_not_recorded', 'why_no_loss', 'has_loss_graph', 'why_no_graph', 'why_no_entries',
+           'why_no_optimizer', 'why_no_gradient', 'why_no_ratio', 'Check', 'members', 'is_last_member',
+           'is_alternative', 'weighed', 'sentence_of', 'advice_of', 'row_of', 'table_rows', 'wrapped', 'lines_of',
+           'rows_as_html', 'step_checks_class', 'add_current_weights', 'is_early', 'step_head', 'check_step']
 
 # %% ../../nbs/55_health/56_first_step.ipynb #ac612282
 import re, textwrap
@@ -24,7 +24,7 @@ from ..frames.handle import open_run
 from ..ground.messages import printable
 from ..ground.needs import needs
 from .diagnose import choose_rules, html_colours, load_history, run_rules
-from .finding import finding, finite_max, fmt, list_names, median, severities
+from .finding import finding, finite_max, fmt, median, severities
 from .history import find_changes
 from .moves import RelativeUpdates
 from .rules import Rule, known_rules
@@ -38,8 +38,9 @@ from ..store.parameters import cut_off, forgotten, frozen, not_called
 def find_no_gradients(h):
     "No parameter has a gradient in a step, or all gradients are zero"
     if not len(h.steps) or not h.weights or not any(p['requires_grad'] for p in h.parameters): return
-    grads,size = list(h.grads.values()),finite_max([finite_max(s.rms) for s in h.grads.values()])
-    if any(not s.skipped.all() and s.bad.any() for s in grads) or size>0 or any(find_changes(w).any() for w in h.weights.values()): return
+    grads = list(h.grads.values())
+    # a scaler skips a step with gradients that are not finite
+    if any(s.skipped.any() or not s.zero.all() for s in grads) or any(find_changes(w).any() for w in h.weights.values()): return
     what = "all gradients are exactly zero" if grads else "no parameter got a gradient"
     yield finding('', f"In {steps_phrase(h)}, {what}: the loss does not depend on the model.", h.steps[0], h.steps[-1], severity='error',
         ttype='weight_grad', advice="Check that loss.backward() is called before optimizer.step(), and zero_grad() not between the two. Search for "
@@ -54,11 +55,11 @@ def finished_steps(h):
 # %% ../../nbs/55_health/56_first_step.ipynb #1f3eee30
 def find_constant_outputs(h):
     "Outputs of the model that have the same value for all samples in each step"
-    for path in dict.fromkeys(['', *h.graph.last_modules]):
-        s = h.outputs.get(path)
-        if s is None or s.shape is None or len(s.shape)<1 or s.shape[0]<2 or 'max' not in s or 'float' not in str(s.dtype): continue
+    for path in [''] if '' in h.outputs else sorted(h.graph.last_modules):
+        s = h.outputs[path]
+        if s.shape is None or len(s.shape)<1 or s.shape[0]<2 or 'max' not in s or 'float' not in str(s.dtype): continue
         if not (s['max']==s['min']).all(): continue
-        if s.zero.all() and any(w.zero.any() for k,w in h.weights.items() if h.is_matrix(k, w)): return # a last layer that begins with zeros
+        if s.zero.all() and any(w.zero[0] for k,w in h.weights.items() if k[1]!='bias'): return # a last layer that begins with zeros
         yield s.finding(0, f"All {int(np.prod(s.shape)):,} values of the output of {s.title} are {fmt(s['max'][0])}: the output is the same for every sample.",
             severity='warning', value=float(s['max'][0]),
             advice="Check the last activation: a softmax or a normalization over a dimension of size one always gives the same value. "
@@ -66,13 +67,17 @@ def find_constant_outputs(h):
         return
 
 # %% ../../nbs/55_health/56_first_step.ipynb #69914197
+def expected_changes(h):
+    "Return a dict: (path, pname) -> weight, for the weights that the optimizer has and whose gradient is not zero."
+    return {k: w for k,w in h.weights.items() if k in h.grads and (h.grads[k].rms>0).any() and k not in h.without_optimizer}
+
 def main_tensors(h, found):
     "Return the matrices among tensors of parameters, or all tensors if there is no matrix. `found`: (path, pname) -> series."
     return {k: s for k,s in found.items() if h.is_matrix(k, s)} or found
 
 def first_updates(h):
     "Return a dict: (path, pname) -> `RelativeUpdates` of the main weights that got gradients, if their change in a step is known."
-    trained = main_tensors(h, {k: w for k,w in h.weights.items() if k in h.grads and not w.skipped.all()})
+    trained = main_tensors(h, {k: w for k,w in expected_changes(h).items() if not w.skipped.all()})
     found = {k: RelativeUpdates(w, h.updates.get(k)) for k,w in trained.items()}
     return {k: adjust_small_weights(m) for k,m in found.items() if len(m.ratio) and len(m.steps)==len(m.ratio) and np.isfinite(m.ratio).any()}
 
@@ -81,7 +86,7 @@ def find_large_updates(h, ratio=1., many=.34):
 
     ratio: ratio of update to weight (rms), above which the update is too large
     many: least fraction of the weights with such updates"""
-    moves = {k: m for k,m in first_updates(h).items() if 'Embedding' not in m.s.kind}
+    moves = {k: m for k,m in first_updates(h).items() if 'Embedding' not in m.s.kind and h.is_matrix(k, m.s)}
     large = [k for k,m in moves.items() if finite_max(m.ratio)>ratio]
     if not large or len(large)<many*len(moves): return
     m = moves[max(large, key=lambda k: finite_max(moves[k].ratio))]
@@ -113,34 +118,38 @@ def frozen_fact(h):
     n = sum(p['requires_grad'] is False for p in ps)
     return f"none of {len(ps):,} parameters" if not n else f"{n:,} of {len(ps):,} parameters"
 
-# %% ../../nbs/55_health/56_first_step.ipynb #359aa794
+# %% ../../nbs/55_health/56_first_step.ipynb #9e9be5f6
 def changed_weights(h):
-    "Return (number of weights that changed, number of weights with known change) among the weights with a gradient and an optimizer."
-    asked = [(k, w) for k,w in h.weights.items() if k in h.grads and k not in h.without_optimizer and (len(w)>1 or k in h.updates)]
+    "Return (number of weights that changed, number of weights with known change) among `expected_changes`."
+    asked = [(k, w) for k,w in expected_changes(h).items() if len(w)>1 or k in h.updates]
     return sum(bool(find_changes(w).any() or k in h.updates and (h.updates[k].rms>0).any()) for k,w in asked),len(asked)
 
 def why_not_moved(h):
     "Return the reason why it is unknown whether the step changed the weights; '' if this is known."
     rates = [v for n in learning_rates(h) for v in n.values]
-    if rates and not any(rates): return f"the learning rate is 0 in {steps_phrase(h)}, as at the start of a warm-up: check more steps"
+    if rates and not any(rates) and len(finished_steps(h))==1:
+        return f"the learning rate is 0 in {steps_phrase(h)}, as at the start of a warm-up: check more steps"
     if h.weights and all(w.skipped.all() for w in h.weights.values()): return "the loss scaler skipped the step: check more steps"
+    if not expected_changes(h): return "no weight that the optimizer has got a gradient other than 0"
     if not changed_weights(h)[1]: return "the weights after the step were not recorded: ttypes=[..., 'update'], or check two steps"
-    known = [w for k,w in h.weights.items() if k in h.grads]
-    if known and all(w.dtype in half_digit for w in known): return f"weights in {known[0].dtype} may round small updates to nothing: check more steps"
+    known = list(expected_changes(h).values())
+    if all(w.dtype in half_digit for w in known): return f"weights in {known[0].dtype} may round small updates to nothing: check more steps"
     return ''
 
 def moved_fact(h): return "{:,} of {:,} trained weights changed".format(*changed_weights(h))
 
-# %% ../../nbs/55_health/56_first_step.ipynb #21fb594c
+# %% ../../nbs/55_health/56_first_step.ipynb #e6e116e8
 def gradient_fact(h):
     "Return the norm of all gradients, and the smallest and largest gradient of a main weight."
     norm = next((n.values[0] for n in h.logged if n.name in ('grad_norm', 'recorded_grad_norm')), None)
-    sizes = {k: s.rms[0] for k,s in main_tensors(h, h.grads).items() if np.isfinite(s.rms[0])}
+    main = main_tensors(h, h.grads)
+    sizes = {k: s.rms[0] for k,s in main.items() if np.isfinite(s.rms[0]) and s.rms[0]>0}
     if not sizes: return '' if norm is None else f"norm {fmt(norm)}"
     lo,hi = min(sizes, key=sizes.get),max(sizes, key=sizes.get)
     name = lambda k: f"`{'.'.join(filter(None, k))}`"
     rms = f"rms {fmt(sizes[hi])} in {name(hi)}" if lo==hi else f"rms from {fmt(sizes[lo])} in {name(lo)} to {fmt(sizes[hi])} in {name(hi)}"
-    return rms if norm is None else f"norm {fmt(norm)}, {rms}"
+    zeros = sum(s.rms[0]==0 for s in main.values())
+    return ', '.join([*([] if norm is None else [f"norm {fmt(norm)}"]), rms, *([f"{zeros} of {len(main)} are 0"] if zeros else [])])
 
 def update_fact(h):
     "Return the usual and the largest ratio of update to weight."
@@ -154,7 +163,7 @@ def loss_fact(h): return f"{h.loss.name} is {fmt(h.loss.values[0])}" if h.loss i
 
 def finite_fact(h): return f"{sum(s.ttype!='scalar' for s in h.all):,} tensors"
 
-# %% ../../nbs/55_health/56_first_step.ipynb #9e9be5f6
+# %% ../../nbs/55_health/56_first_step.ipynb #b3ffcd1b
 def why_not_recorded(*ttypes):
     "Return a function of a `History` that returns the reason if none of these tensor types was recorded, else ''."
     def why(h): return '' if any(s.ttype in ttypes for s in h.all) else f"not recorded: ttypes=[..., {', '.join(map(repr, ttypes))}]"
@@ -185,7 +194,7 @@ def why_no_gradient(h):
 
 def why_no_ratio(h): return why_not_moved(h) or ('' if first_updates(h) else "the change of the weights is unknown: ttypes=[..., 'update']")
 
-# %% ../../nbs/55_health/56_first_step.ipynb #e6e116e8
+# %% ../../nbs/55_health/56_first_step.ipynb #e77d17ee
 class Check(NamedTuple):
     "One row of the table: a property of a training that its first steps show."
     name:str # The property, as it should be
@@ -214,10 +223,37 @@ checks = ( # in the order of the table
         why_not_recorded('weight_grad'), gradient_fact),
     Check('updates have a usual size', takes('find_large_updates', 'update_too_large', 'update_too_small'), why_no_ratio, update_fact))
 
-# %% ../../nbs/55_health/56_first_step.ipynb #ca906c15
+# %% ../../nbs/55_health/56_first_step.ipynb #a275df81
 most_steps = 8 # steps of a run that the table covers by default. For many steps, use `diagnose`
 statuses = *severities,'not checked','ok' # the most severe first
 
+def members(paths, parent):
+    "Return the names of the modules directly below a module, among all modules in `paths`."
+    start = parent+'.' if parent else ''
+    return {p[len(start):].partition('.')[0] for p in paths if p.startswith(start) and p!=parent}
+
+def is_last_member(name, called, known):
+    "Return True if only the last of at least three numbered modules is not called. This is a loop that ends too early."
+    return len(known)>2 and all(m.isdecimal() for m in known) and known-called=={name} and int(name)==max(map(int, known))
+
+def is_alternative(h, f):
+    """Return True if an uncalled module may be called in other steps: it is a member of a list of which other members are called, as experts are,
+    or no module of a called module is called, as in stochastic depth."""
+    names,known = f['path'].split('.'),{p['path'] for p in h.parameters}
+    for i,name in enumerate(names):
+        parent = '.'.join(names[:i])
+        called = members(h.graph.calls, parent)
+        if parent in h.graph.calls and parent and not called: return True
+        if parent not in h.graph.calls and called-{name}: return not is_last_member(name, called, members(known, parent))
+    return False
+
+def weighed(found, h, n):
+    "Return findings without those that need more than `n` steps, and less severe ones of modules that may be called in other steps."
+    kept = [f for f in found if n>=most_steps or f['evidence'].get('reason')!='stopped']
+    def mild(f): return f['severity']=='warning' and n<most_steps and of_reason(not_called)(f) and is_alternative(h, f)
+    return [{**f, 'severity': 'info'} if mild(f) else f for f in kept]
+
+# %% ../../nbs/55_health/56_first_step.ipynb #a8c418dc
 few_steps_note = "In a model that calls or trains parts of it only in some steps, this is no fault: check more steps."
 
 def sentence_of(f, n):
@@ -226,7 +262,7 @@ def sentence_of(f, n):
 
 def advice_of(f, n):
     "Return the advice of a finding, with a note if one step of `n` may not show the fault surely."
-    unsure = n<most_steps and f['severity']!='info' and of_reason(cut_off, not_called)(f)
+    unsure = n<most_steps and of_reason(cut_off, not_called)(f)
     return ' '.join(filter(None, [f['advice'], few_steps_note if unsure else '']))
 
 def row_of(check, h, found, n):
@@ -251,7 +287,7 @@ def table_rows(h, found, n):
         rows.append(row_of(Check(name, None, lambda h: ''), h, [f for f in left if f['rule']==name], n))
     return rows
 
-# %% ../../nbs/55_health/56_first_step.ipynb #b3ffcd1b
+# %% ../../nbs/55_health/56_first_step.ipynb #db898bfe
 wide = 110 # columns of a printed line
 
 def wrapped(text, indent): return textwrap.wrap(printable(text, 2000), wide, initial_indent=indent, subsequent_indent=' '*len(indent))
@@ -277,7 +313,7 @@ def rows_as_html(head, rows):
     body = ''.join(f"<tr>{status(r['status'])}<td {left}>{show(r['check'])}</td><td {left}>{cell(r)}</td></tr>" for r in rows)
     return f"<p>{show(head)}</p><table><tbody>{body}</tbody></table>"
 
-# %% ../../nbs/55_health/56_first_step.ipynb #e77d17ee
+# %% ../../nbs/55_health/56_first_step.ipynb #c99c3ff2
 @cache
 def step_checks_class():
     "Return the class of the result of `check_step`: a DataFrame that prints as lines. The class is created at first use, like the import of pandas."
@@ -307,7 +343,7 @@ def step_checks_class():
         def _repr_html_(self): return super()._repr_html_() if self.lines() is None else rows_as_html(self.head, self.to_dict('records'))
     return StepChecks
 
-# %% ../../nbs/55_health/56_first_step.ipynb #fd16a0cb
+# %% ../../nbs/55_health/56_first_step.ipynb #94ef1dbe
 def add_current_weights(df, current, step):
     """Return the rows of a run with one more row for each weight, with its statistics now.
 
@@ -315,7 +351,8 @@ def add_current_weights(df, current, step):
     step: number of the step for these rows"""
     if not {'step', 'ttype', 'path', 'pname'}<=set(df.columns): return df
     own = df[(df['ttype']=='weight').to_numpy()]
-    own = own.drop_duplicates(['path', 'pname'], keep='last') if own['step'].nunique()==1 and own['step'].max()<step else own.iloc[:0]
+    if not len(own) or own['step'].max()>=step: return df # the next step has begun, and has measured the weights
+    own = own.drop_duplicates(['path', 'pname'], keep='last')
     stats,new = [c for c in derived if c in df],[]
     for row in own.dropna(axis='columns', how='all').to_dict('records'):
         values = current(row['path'], row.get('pname'), [c for c in stats if c in row])
@@ -335,7 +372,7 @@ def step_head(h, n):
     "Return the first line of the table. `n`: number of steps."
     return f"{h.name or 'The run'}: the first {'step' if n==1 else f'{n} steps'} of {len({s.path for s in h.all})} modules."
 
-# %% ../../nbs/55_health/56_first_step.ipynb #4286f394
+# %% ../../nbs/55_health/56_first_step.ipynb #fc01d25e
 def check_step(
     run, # Name of a run, a torchEmber or its `te.t`, a log file, or a table of rows
     rules='default', # As for `diagnose`
@@ -351,11 +388,11 @@ def check_step(
     df = opened.table()
     if len(df): df = df[is_early(df, steps, finished)]
     if not len(df): raise RuntimeError(no_step)
-    if current is not None: df = add_current_weights(df, current, int(df['step'].max())+1)
+    if current is not None and df['step'].max()==finished: df = add_current_weights(df, current, finished+1)
     h = load_history(opened, df=df)
     if (losses := opened.metadata('losses')) and not hasattr(h, 'losses'): h.losses = losses
     n,few = len(finished_steps(h)),[r.but(least=2) if r.name=='not_trained' else r for r in choose_rules(rules)]
-    out = step_checks_class()(table_rows(h, run_rules([*few, *step_rules], h), n))
+    out = step_checks_class()(table_rows(h, weighed(run_rules([*few, *step_rules], h), h, n), n))
     out.run,out.head = h.name,step_head(h, n)
     return out
 
