@@ -178,9 +178,9 @@ class PendingOptimizers:
 # %% ../nbs/91_trained.ipynb #5f3a9c10
 class ModelArmer:
     "Finds the models trained by optimizers, arms each model as a run of its own, and closes the runs."
-    def __init__(self, say, models, options):
-        # say: function that shows a message; models: models to arm when they are called
-        self.say,self.models,self.options = say,list(models),options
+    def __init__(self, say, models, options, on_armed=lambda training: None):
+        # say: function that shows a message; models: models to arm when they are called; on_armed: called with each new `Training`
+        self.say,self.models,self.options,self.on_armed = say,list(models),options,on_armed
         self.pending,self.trainings,self.reports,self.reasons = PendingOptimizers(),[],[],[] # reasons: why a model was not armed
 
     def arm(self, optimizers, called=None, is_late=False):
@@ -213,6 +213,7 @@ class ModelArmer:
             te = torchEmber(model, optimizers or None, **{**self.options, 'name': self.next_name()})
         except Exception as e: return self.refuse(f"{kind} could not be armed: {type(e).__name__}: {e}")
         self.trainings.append(Training(te, optimizers))
+        self.on_armed(self.trainings[-1])
         by = f", trained by {names_of(optimizers)}" if optimizers else ''
         self.say(f"records {kind}, {len(te.tracks)} modules{by}, as the run {te.fname}.")
         if is_late: self.say(f"{te.fname}: step 0 has only weights and their gradients, because the optimizer stepped before a call of the model was observed.")
@@ -296,9 +297,10 @@ class Trainings:
         say=print, # Function that shows a message
         models=(), # Models to arm when they are called, also without an optimizer
         optimizers=(), # Optimizers that exist already
+        on_armed=lambda training: None, # Function that is called with each new `Training`
         **options # Arguments of `torchEmber`, except model, optimizer, scaler, first_step and resume
     ):
-        self.armer,self.pid,self.lock = ModelArmer(say, models, options),os.getpid(),threading.Lock()
+        self.armer,self.pid,self.lock = ModelArmer(say, models, options, on_armed),os.getpid(),threading.Lock()
         self.is_on,self.has_failed = False,False
         self.patches = Patches(self.on_created, self.on_step, self.on_call, self.on_scale)
         # number of optimizers created since `start`; ids of optimizers that have stepped

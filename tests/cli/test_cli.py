@@ -85,19 +85,34 @@ def test_every_command_has_help_and_an_example():
         make_parser().parse_args(shlex.split(c.example)[1:])
 
 
+one_step = '''
+import torch
+model = torch.nn.Linear(2, 1)
+opt = torch.optim.SGD(model.parameters(), lr=float(sys.argv[2]))
+model(torch.ones(4, 2)).square().mean().backward()
+opt.step()
+'''
+
+
 @pytest.mark.parametrize('name', [n for n in typed if n!='board']) # it runs until Ctrl-C
 def test_help_and_its_example(tmp_path, name, run_here, monkeypatch):
     monkeypatch.setenv('TORCHEMBER_HOME', str(tmp_path/'home'))
     for run in 'before', 'after', 'tmp 1': train(tmp_path/'home', run)
-    (tmp_path/'train.py').write_text('import sys; assert sys.argv[1:]==["--lr", "0.1"]')
+    (tmp_path/'train.py').write_text('import sys; assert sys.argv[1:]==["--lr", "0.1"]'+one_step*(name=='check'))
     said = run_here(name, '--help')
     [example] = re.findall('^example:\n  torchember (.*)$', said.stdout, re.M)
-    got = (shell if name=='run' else lambda home, *args, cwd: run_here(*args))(tmp_path/'home', *shlex.split(example), cwd=tmp_path)
+    got = (shell if name in ('run', 'check') else lambda home, *args, cwd: run_here(*args))(tmp_path/'home', *shlex.split(example), cwd=tmp_path)
     assert (said.returncode, got.returncode)==(0, 0), got.stderr
     left = {'rm': ['after', 'before'], 'mv': ['after', 'before lr=3e-4', 'tmp 1']}.get(name, ['after', 'before', 'tmp 1'])
     assert sorted(runs(tmp_path/'home').name)==left
     made = {'report': 'before.html', 'export': 'before.csv', 'plot': 'before.png'}
     assert sorted(f.name for f in tmp_path.iterdir() if f.is_file())==sorted([made[n] for n in [name] if n in made]+['train.py'])
+
+
+def test_an_unknown_command_is_answered_with_the_commands_for_users(run_here):
+    got = run_here('nope')
+    assert got.returncode==2 and "invalid choice: 'nope'" in got.stderr and 'completion' in got.stderr and "complete'" not in got.stderr
+    assert run_here('complete', 'zsh', 'che').stdout=='check\n'
 
 
 def test_commands_start_without_pandas_and_torch(runs_there):
@@ -116,7 +131,8 @@ def test_without_torch(tmp_path):
 sys.modules['torch'] = None
 from torchember.cli.commands import command_named, main, module_of_command
 for name in [n for n,(_,what) in module_of_command.items() if what and n not in ('mv', 'board')]+['mv']: # a board ends with Ctrl-C
-    assert main(shlex.split(command_named(name).example)[1:])==0, name
+    # the program of `check` trains nothing
+    assert main(shlex.split(command_named(name).example)[1:])==2*(name=='check'), name
 '''
     got = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, cwd=tmp_path, env=environment(TORCHEMBER_HOME=str(tmp_path/'home')))
     assert got.returncode==0, got.stderr

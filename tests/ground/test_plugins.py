@@ -79,7 +79,8 @@ def site(tmp_path_factory):
 
 
 def run(code, *args, site, **env):
-    return programs.run(f'import sys; sys.path.append({str(site)!r})\n{code}', *args, **env)
+    "Run a program in the folder `site`, so that no sink writes into the folder of the tests."
+    return programs.run(f'import sys; sys.path.append({str(site)!r})\n{code}', *args, cwd=site, **env)
 
 
 def test_a_sink_of_another_package_is_used_by_name(site, tmp_path):
@@ -102,6 +103,8 @@ def test_an_unknown_sink_names_those_of_packages(site, tmp_path):
 def test_a_package_cannot_replace_a_built_in_sink(site, tmp_path):
     got = run("from torchember.sinks.feed import sinks_of; print(type(sinks_of('wandb')[0]).__module__)", site=site)
     assert got.stdout.strip()=='torchember.sinks.wandb', got.stderr
+    assert "The package 'my-package' has a sink 'wandb', but torchember uses its own sink of this name." in got.stderr
+    assert "sinks=CsvSink, from my_package." in got.stderr
 
 
 def test_a_package_that_cannot_be_imported_is_named(site, tmp_path):

@@ -32,6 +32,7 @@ module_of_command = { # name of a command -> (Python module, one line of help)
     'mv': ('cli.changing', 'rename a run'),
     'rm': ('cli.changing', 'remove runs'),
     'run': ('cli.program', 'run a program, and record the models that it trains'),
+    'check': ('cli.check', 'run the first step of a program, and show what is wrong'),
     'completion': ('cli.completion', 'print the script for completion in your shell'),
     'complete': ('cli.completion', None)} # called by completion scripts; not in --help
 
@@ -114,13 +115,14 @@ class Version(argparse.Action):
 
 exit_codes = 'exit codes: 0 success, 1 something was found (diagnose, diff, tail), 2 wrong use or an error, 130 Ctrl-C'
 
-def make_parser():
-    "Return the parser of the command line, with one subparser per command."
+def make_parser(words=()):
+    "Return the parser of the command line, with one subparser per command. words: words to parse; a hidden command exists only as the first of them."
     p = LazyParser(prog='torchember', description=wrap_text('See what every tensor of a network does while it trains.'),
         epilog=wrap_text(exit_codes)+'\n'+wrap_text('torchember <command> --help has the arguments of a command, and an example.'))
     p.add_argument('--version', action=Version, nargs=0, help='print the version')
     subparsers = p.add_subparsers(dest='command', required=True, metavar='command')
     for name,text in command_names().items():
+        if not text and name not in words[:1]: continue # so that messages about an unknown command do not list it
         subparsers.add_parser(name, fill=argument_adder(name), **({'help': printable(text).replace('%', '%%')} if text else {}))
     return p
 
@@ -140,7 +142,7 @@ def run_command_line(argv):
     "Run a command and return its exit code. Print an expected error as one sentence, unexpected errors with a traceback."
     name = 'torchember'
     try:
-        args = make_parser().parse_args(argv)
+        args = make_parser(argv).parse_args(argv)
         name = f'torchember {args.command}'
         with print_warnings_as_lines(): return command_named(args.command).function(args)
     except BrokenPipeError: raise
@@ -161,8 +163,8 @@ def main(
         Exit code
     """
     argv = sys.argv[1:] if argv is None else argv
-    # the arguments after `run` belong to the user's program, which may raise any exception
-    if argv[:1]==['run']: return command_named('run').function(argv[1:])
+    # the arguments after `run` and `check` belong to the user's program, which may raise any exception
+    if argv[:1] in (['run'], ['check']): return command_named(argv[0]).function(argv[1:])
     try:
         try: return run_command_line(argv)
         finally:
