@@ -211,6 +211,12 @@ class Run:
         known = {rank: read_parameters(log.t) for rank,log in self.logs.items() if log.t is not None}
         return merge_parameters(known, self.whole_model_paths()) if self.is_ranked else known.get(None, [])
 
+    def facts(self):
+        "Return facts about the training from the metadata, such as the state of autocast, as a dict. Of several ranks, those of the lowest."
+        found = self.metadata('parameters')
+        facts = found[min(found, key=lambda r: -1 if r is None else r)].get('facts') if found else None
+        return facts if isinstance(facts, dict) else {}
+
     def structure(self):
         "Return the tree of modules of the model. Return None if it is missing or cannot be read."
         if self.is_ranked: return merge_trees(self.metadata('structure'), self.whole_model_paths())
@@ -246,6 +252,7 @@ class Run:
         df = concat_tables([rows, add_rank_to_findings(df[is_finding])]) if is_finding.any() else rows
         for m in (*messages, *more): warn(f"{printable(self.name)}: {m}")
         if messages or more: df.attrs['said'] = [*messages, *more]
+        if rows.attrs.get('replicas'): df.attrs['replicas'] = rows.attrs['replicas']
         return self.select(df, choice)
 
     def select(self, df, choice):

@@ -16,7 +16,7 @@ from ..frames.handle import open_run
 from ..ground.messages import an, printable, unknown, warn
 from ..ground.needs import needs
 from ..store.table import activations_in
-from . import activations, ends, gradients, losses, modes, sizes, values, wiring # noqa: F401 each adds its rules to the table
+from . import activations, ends, gradients, leftover, losses, modes, replicas, sizes, values, wiring # noqa: F401 each adds its rules to the table
 from .finding import columns, severities
 from .history import History
 from .rules import Rule, known_rules
@@ -44,7 +44,8 @@ def choose_rules(rules) -> list:
 # %% ../../nbs/55_health/50_diagnose.ipynb #026782db
 severity_rank = {s: i for i,s in enumerate(severities)}
 cause_order = ( # names of rules: rules that find causes come before rules that find consequences
-    'died', 'recording', 'not_finite', 'same_data', 'poor_input_scale', 'not_trained', 'equal_units', 'poor_scale', 'scaler_skips', 'update_too_large',
+    'died', 'rank_waits', 'recording', 'replicas', 'not_finite', 'same_data', 'poor_input_scale',
+    'not_trained', 'equal_units', 'poor_scale', 'scaler_skips', 'update_too_large',
     'dead_units', 'saturated', 'attention', 'underflow', 'overflow', 'update_too_small', 'gradients_add_up', 'weights_decay', 'vanishing_gradient',
     'exploding_gradient', 'gradient_spike', 'batch_norm', 'train_eval', 'collapse', 'loss_spike', 'diverging', 'loss_rises', 'loss_below',
     'loss_stalls')
@@ -223,4 +224,5 @@ def load_history(run, home=None, df=None): # df: rows of the run, if they were r
     needs('pandas', for_='diagnose')
     if isinstance(run, History): return run
     run = open_run(run, home)
-    return History(run.table() if df is None else df, run.parameters(), run.name, activations_in(run.structure()))
+    df = run.table() if df is None else df
+    return History(df, run.parameters(), run.name, activations_in(run.structure()), run.facts() | {'replicas': df.attrs.get('replicas')})

@@ -173,12 +173,13 @@ class History:
     df: rows, as `read` returns them
     parameters: entries of the parameters, see `store.parameters.parameter_entry`
     name: name of the run in sentences
-    activations: path -> class of the activation that a module applies to its own output, see `activations_in`"""
-    def __init__(self, df, parameters=(), name='', activations:dict|None=None):
+    activations: path -> class of the activation that a module applies to its own output, see `activations_in`
+    facts: name -> fact about the training that no row has, such as the state of autocast"""
+    def __init__(self, df, parameters=(), name='', activations:dict|None=None, facts:dict|None=None):
         if len(df) and not {'step', 'ttype'}<=set(df.columns):
             raise ValueError(f"A table of rows needs the columns step and ttype, got {', '.join(map(str, df.columns[:6]))}. Pass the result of read(run).")
         df = clean_types(df)
-        self.name,self.recorded_parameters,self.activations = name,list(parameters),activations or {}
+        self.name,self.recorded_parameters,self.activations,self.facts = name,list(parameters),activations or {},facts or {}
         ttype = df['ttype'].astype(object).to_numpy() if len(df) else np.zeros(0, object)
         self.logged = list(logged_series(df[ttype=='scalar'])) if 'scalar' in ttype else []
         self.reported = [r for r in df[ttype=='finding'].to_dict('records') if is_finding_row(r)] if 'finding' in ttype else []

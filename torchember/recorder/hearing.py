@@ -336,6 +336,7 @@ class OptimizerEvents(Listener):
         with self.lock:
             if self.pipe.gate.on:
                 self.sources.updates.after(optimizer)
+                self.pipe.remover.left.note_step(optimizer)
                 self.pipe.read_pending()
             self.cost.note_end()
             if self.pipe.steps.optimizers.note_step(id(optimizer)): self.pipe.close_step()

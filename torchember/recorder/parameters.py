@@ -309,6 +309,8 @@ class ParameterFacts:
         self.trained = False # True if the model was trained
         # facts at the last call of `note`; number of parameters that the list leaves out because it is full
         self.entries,self.left_out = [],0
+        # functions of the result of `every_parameter`, which return further facts by name; these facts at the last call
+        self.more,self.facts = [],{}
 
     def resume_from(self, entries):
         "Continue with the facts of a resumed run. entries: list of parameters in the run's metadata."
@@ -337,8 +339,9 @@ class ParameterFacts:
             elif ours is not None: self.version_changes.compare(p, next(iter(names)))
             if len(entries)==self.most: self.left_out += 1
             else: entries.append(self.entry_of(p, owner, of.get(owner.id), list(names), ours is not None))
-        if entries==self.entries: return
-        self.entries = entries
+        facts = {k: v for f in self.more for k,v in f(found).items()}
+        if entries==self.entries and facts==self.facts: return
+        self.entries,self.facts = entries,facts
         if self.notify: self.notify(self.meta())
 
     def search(self, found, ours):
@@ -360,7 +363,7 @@ class ParameterFacts:
             names[0] not in self.with_optimizer and self.version_changes.changed_repeatedly(names[0]), bool(has_optimizers) and
             not any_of(self.with_optimizer) and any_of(self.elsewhere))
 
-    def meta(self): return {'parameters': self.entries} | ({'left out': self.left_out} if self.left_out else {})
+    def meta(self): return {'parameters': self.entries} | ({'left out': self.left_out} if self.left_out else {}) | ({'facts': self.facts} if self.facts else {})
 
 def every_parameter(root) -> list:
     """Return (parameter, `moduleTrack`, names) for each parameter of a model, in the model's order. `root`: its `moduleTrack`.
