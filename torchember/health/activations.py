@@ -98,6 +98,12 @@ def has_gradients(h, layer, step):
     grads = [s.rms[s.steps>step] for k,s in h.grads.items() if k[0]==layer]
     return any(len(v) and (v>0).mean()>.5 for v in grads)
 
+def recovery_phrase(h, s, layer, alive):
+    "Return a sentence about whether the layer before a tensor of zeros can recover. `alive`: result of `has_gradients`."
+    if alive: return f" Gradients still reach `{layer}` another way, so the layer may recover."
+    if any(k[0]==layer for k in h.grads): return f" The gradients of `{layer}` are zero, too, so the layer cannot recover."
+    return " No gradient passes through it, so it cannot recover." if any(r in h.activation(s) for r in rectifiers) else ''
+
 # %% ../../nbs/55_health/40_activations.ipynb #72849866
 @rule(severity='error', needs=('input', 'output'),
     after=('poor_scale', 'update_too_large', 'equal_units', 'poor_input_scale', 'gradient_spike', 'exploding_gradient', 'loss_spike'))
@@ -116,9 +122,7 @@ def dead_units(h, share=.98):
     fed = h.outputs.get(layer) if layer is not None else None
     when = f"from step {step} on{' (the first step)' if step==h.steps[0] else ''}"
     alive = has_gradients(h, layer, step)
-    then = "No gradient passes through it, so it cannot recover."
-    if alive: then = f"Gradients still reach `{layer}` another way, so the layer may recover."
-    yield s.finding(at, f"The {s.ttype} of {s.title} is zero for all samples {when}{below_zero_phrase(fed, s, step)}. {then}",
+    yield s.finding(at, f"The {s.ttype} of {s.title} is zero for all samples {when}{below_zero_phrase(fed, s, step)}.{recovery_phrase(h, s, layer, alive)}",
         s.path if fed is None else fed.path, ttype='output', severity='warning' if alive else None, look="overview(run)",
         zeros_in=len({z.path for z,_ in zeros}), first_zero=s.path, dead=s.path, advice=dead_advice)
 

@@ -101,6 +101,14 @@ def fmt(v):
     "Format a number with three significant digits."
     return f'{v:.3g}'
 
+most_times = 1e6 # largest ratio that a sentence names; the size of larger ones has no meaning
+
+def fmt_times(ratio):
+    "Format a ratio as '1.5 times' or '2,160 times'. Larger and smaller ratios become 'more than 1,000,000 times' and 'less than 0.000001 times'."
+    if ratio>most_times: return f'more than {most_times:,.0f} times'
+    if ratio<1/most_times: return f'less than {1/most_times:f} times'
+    return f'{float(fmt(ratio)):,.0f} times' if ratio>=100 else f'{fmt(ratio)} times'
+
 def list_names(names, most=3):
     "Return at most `most` names as text for a sentence, followed by the number of further names."
     names = [f'`{n}`' for n in names]

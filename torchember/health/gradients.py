@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .finding import finding, find_tail, fmt, median, plain_median, finite_max
+from .finding import finding, find_tail, fmt, fmt_times, median, plain_median, finite_max
 from .rules import rule
 from .sizes import is_harmed, loss_sentence
 
@@ -241,7 +241,7 @@ def find_common_spike(h, gs, times):
     for i,usual in find_jumps(norm, times):
         if not recovers(norm, i, usual): continue
         s = largest_jump(gs, steps[i])
-        yield report_gradients(h, '', f"Only at step {steps[i]}, the gradient norm is {fmt(norm[i]/usual)} times its usual size "
+        yield report_gradients(h, '', f"Only at step {steps[i]}, the gradient norm is {fmt_times(norm[i]/usual)} its usual size "
             f"({fmt(norm[i])}), in all layers and most in {s.title}.", steps[i], norm=float(norm[i]), usual=usual,
             severity=None if is_worse_after(h.progress, steps[i]) else 'info',
             advice="Check this batch, its targets and its weight in the loss. clip_grad_norm_ limits the harm.")
@@ -264,8 +264,8 @@ def gradient_spike(h, alone=50., times=100., all_of_them=1000.):
     step,k,size,others = max(found, key=lambda f: f.size)
     s = gs[k]
     at = s.at_step(step)
-    yield s.finding(at, f"At step {step}, the gradient of {s.title} is {fmt(size)} times its usual size ({fmt(rms_at_step(s, step))}), "
-        f"and the gradients of the other layers are {fmt(others)} times theirs.", last=at, times=size, others=others,
+    yield s.finding(at, f"At step {step}, the gradient of {s.title} is {fmt_times(size)} its usual size ({fmt(rms_at_step(s, step))}), "
+        f"and the gradients of the other layers are {f'{fmt_times(others)} theirs' if others>0 else 'zero'}.", last=at, times=size, others=others,
         advice="Check this batch, and the operations of this layer: divisions, products and lookups. "
         "clip_grad_value_ or clip_grad_norm_ limits the harm.")
 

@@ -193,8 +193,13 @@ class History:
         self.graph = ModuleGraph(self.trained)
 
     def series(self, *ttypes:str, evaluated=False) -> list:
-        "Return the series of some tensor types, in the order of calls. `evaluated`: True for evaluations instead of training passes."
-        return [s for s in (self.evaluated if evaluated else self.trained) if s.ttype in ttypes]
+        """Return the series of some tensor types, in the order of calls. A series ends where its values stay non-finite, see `Series.until_bad`.
+        `evaluated`: True for evaluations instead of training passes."""
+        return [s for s in (self.until_bad_evaluated if evaluated else self.until_bad_trained) if s.ttype in ttypes]
+
+    # `trained` and `evaluated`, each series up to where its values stay non-finite
+    until_bad_trained = cached_property(lambda self: [s.until_bad() for s in self.trained])
+    until_bad_evaluated = cached_property(lambda self: [s.until_bad() for s in self.evaluated])
 
     # path -> series of all inputs; path -> series of the first output of the first call
     inputs = cached_property(lambda self: group_by_path(self.series('input')))
@@ -221,6 +226,8 @@ class History:
     kinds = cached_property(lambda self: {s.path: s.kind for s in self.all}) # path -> class of the module
     parameters = cached_property(lambda self: [correct_entry(p, self) for p in self.recorded_parameters])
     loss = cached_property(lambda self: find_loss(self.logged)) # a `LoggedSeries`, or None
+    # learning rates: a `LoggedSeries` for each parameter group
+    rates = property(lambda self: [n for n in self.logged if n.name in ('lr', 'learning_rate') or n.name.startswith('lr/')])
     progress = cached_property(lambda self: LossProgress(self.loss, [*{s.path for s in self.all}, *(n.name for n in self.logged), self.name]))
 
     @property

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from .finding import finding, fmt, median, plain_median
+from .finding import finding, fmt, fmt_times, median, plain_median
 from .gradients import is_worse_after
 from .progress import guessing_losses, running_median, rank_trend
 from .rules import rule
@@ -236,7 +236,7 @@ def loss_spike(h, times=10., part=.5):
     if any(h.changes_data_at(s) for s in p.steps[5:i+1]): return # the data have another shape, so another task begins
     end = next((j for j in range(i+1, len(v)) if v[j]<2*usual), None)
     data = data_size_ratio(h, step)
-    why = f" The data of this step are {fmt(data)} times as large as usual." if data else ''
+    why = f" The data of this step are {fmt_times(data)} as large as usual." if data else ''
     if end is None: severity = 'error' if len(v)-i>=30 else 'info'
     else: # a loss that falls slowly after the jump is learned again, because the data are different since then
         learnt = i+3<len(v) and min(v[i+1:i+4])>.4*v[i]

@@ -10,7 +10,7 @@ from itertools import islice
 
 import numpy as np
 
-from .finding import fmt, lasts_from, median, plain_median
+from .finding import fmt, fmt_times, lasts_from, median, plain_median
 from .history import find_changes, is_repeated
 from .rules import rule
 
@@ -116,7 +116,7 @@ def compare_evaluation(h, out, away, least):
     ev = next((s for s in h.series('output', evaluated=True) if s.path==out.path), None)
     if ev is None: return None
     gap = compare_sizes(ev, out, np.flatnonzero((ev.steps>=h.steps[0]+least) & np.isfinite(ev.rms)), away)
-    return gap and ev.finding(gap[1], f"{out.title} has an output in evaluation that is {fmt(gap[0])} times as large as in training (rms). "
+    return gap and ev.finding(gap[1], f"{out.title} has an output in evaluation that is {fmt_times(gap[0])} as large as in training (rms). "
         "Its running statistics do not fit the data.", advice=running_advice, times=gap[0])
 
 # %% ../../nbs/55_health/42_modes.ipynb #2570d7a3
@@ -176,6 +176,6 @@ def train_eval(h, away=3.):
     of_data = s.ttype=='input' and s.path in h.graph.first_modules
     if not of_data and not any(f[0].path=='' or f[0].path in h.graph.last_modules for f in found): return
     why = ': the data differ, or are prepared in another way.' if of_data else '.'
-    yield s.finding(at, f"In evaluation, {s.tname} of {s.title} is {fmt(times)} times as large as in training, from step {s.steps[at]} on{why}",
+    yield s.finding(at, f"In evaluation, {s.tname} of {s.title} is {fmt_times(times)} as large as in training, from step {s.steps[at]} on{why}",
         times=times, advice="Prepare the data in the same way for both. "
         "Check hand-written Dropout (divide by 1-p in training) and normalization layers.")

@@ -16,7 +16,7 @@ from ..frames.tables import mark_columns
 from ..ground.needs import needs
 from ..ground.not_finite import counts
 from ..ground.record import computed, computed_in, identity, of_pieces, optional
-from .finding import finding, name_module
+from .finding import find_tail, finding, name_module
 from ..measure.summary import derived
 
 # %% ../../nbs/55_health/06_series.ipynb #449f3a86
@@ -143,6 +143,16 @@ class Series:
         "Mask of the steps in which all values of the tensor were exactly zero."
         if 'max' in self and 'min' in self: return (self['max']==0) & (self['min']==0) & (self.bad==0)
         return self.abs_max==0
+
+    def until_bad(self):
+        """Return the part of the series before it stays non-finite up to its end, or the series itself if its last value is finite.
+        The first step is kept in any case, so that a tensor is known to each rule. -inf in an activation does not count, because it is usually a mask. Steps skipped by a loss scaler do not count, either."""
+        which = counts[:2] if self.ttype in ('input', 'output', 'probe') else counts
+        if not len(self) or not any(c in self.rows.columns for c in which): return self
+        n = find_tail((self.rows.count(*which)[self.at]>0) & ~self.skipped)
+        if n==len(self): return self
+        key = SeriesKey(self.path, self.kind, self.ttype, self.tname, self.pname, self.phase, self.call, self.backward, self.module)
+        return Series(self.rows, slice(self.at.start, self.at.start+max(n, 1)), key, self.order)
 
     def at_step(self, step):
         "Return the index of a step in the series, or None if the step was not recorded."

@@ -8,7 +8,7 @@ __all__ = ['update_too_large', 'update_too_small', 'poor_scale', 'poor_input_sca
 # %% ../../nbs/55_health/30_sizes.ipynb #f32f9f25
 import numpy as np
 
-from .finding import finding, find_tail, fmt, median, plain_median, finite_max, list_names
+from .finding import finding, find_tail, fmt, fmt_times, median, plain_median, finite_max, list_names
 from .moves import count_inputs, is_linear, is_norm, relative_updates, any_weight_changes
 from .progress import guessing_losses
 from .rules import rule
@@ -42,11 +42,15 @@ def growth_factor(w):
     "Return the largest rms of a weight divided by its rms in the first step, or NaN if this is 0."
     return finite_max(w.rms)/w.rms[0] if w.rms[0]>0 else np.nan
 
-def share_phrase(ratio): return f"{fmt(ratio)} of its size" if ratio<1 else f"{fmt(ratio)} times its size"
+def share_phrase(ratio): return f"{fmt(ratio)} of its size" if ratio<1 else f"{fmt_times(ratio)} its size"
 
-def rate_divisor(ratio):
-    "Return the power of ten, as text, by which to divide the learning rate for updates of about 0.003 of the weight."
-    return f"{10**max(1, int(round(np.log10(max(ratio, 1e-9)/3e-3)))):,}"
+def lower_rate_advice(ratio, most=1000):
+    """Return the advice to divide the learning rate by a power of ten, for updates of about 0.003 of the weight.
+
+    most: largest divisor. A larger one is an extrapolation that has no meaning"""
+    by = 10**max(1, int(round(np.log10(min(max(ratio, 1e-9), 1e9)/3e-3))))
+    if by<=most: return f"Divide the learning rate by {by:,}, or start with a warm-up."
+    return f"Divide the learning rate by {most:,}, and again until the loss falls. Check the size of the data, of the targets and of the initial weights."
 
 # %% ../../nbs/55_health/30_sizes.ipynb #ed9125c0
 def report_large_steps(h, moves, large, ratio):
@@ -57,7 +61,7 @@ def report_large_steps(h, moves, large, ratio):
     return finding('', f"The updates are too large: each of the first updates changes {w.title} by {share_phrase(size)}, and "
         f"{len(large)} of {len(moves)} weights change by more than {ratio:g}. About 0.001 is usual. {loss_sentence(h.progress)}",
         moves[k].steps[0], w.steps[-1], ttype='weight', look="updates(run)",
-        advice=f"Divide the learning rate by {rate_divisor(size)}, or start with a warm-up.",
+        advice=lower_rate_advice(size),
         ratio=size, weights=len(large), of=len(moves), loss=h.progress.verdict)
 
 def report_larger_steps(h, moves, late):
@@ -107,19 +111,17 @@ def gradients_continue(grad, steps, start):
     before,after = (grad.rms[(grad.steps>=a) & (grad.steps<b)] for a,b in spans)
     return bool((after>0).any()) and not median(after)<.03*median(before)
 
-def learning_rates(h):
-    "Return the `LoggedSeries` of the learning rates, one per parameter group."
-    return [n for n in h.logged if n.name in ('lr', 'learning_rate') or n.name.startswith('lr/')]
-
 def explain_small_steps(h, step, drop):
-    "Return the reason why updates are small from a step on, and advice. Assume a schedule, unless recorded learning rates exclude it."
-    falls = [(n.name, at[-1], finite_max(n.values)) for n in learning_rates(h) if len(at := n.values[n.steps<=step])]
-    fell = [f for f in falls if f[1]<100*drop*f[2]]
-    if falls and not fell: return "the learning rate is unchanged, so something else makes the updates small, with", (
-        "Check gradient clipping (clip_grad_norm_), the eps of the optimizer, masks, and code that restores old weights.")
-    rate = f" ({fell[0][0]} is {fmt(fell[0][1])}, after {fmt(fell[0][2])})" if fell else ''
-    return f"the schedule of the learning rate{rate} ended the training with", ("Let the schedule end at the last step: "
-        "count in the unit (steps or epochs) in which you call scheduler.step(), in step_size, T_max and gamma.")
+    "Return the reason why updates are small from a step on, as a sentence, and advice. Only recorded learning rates can show a schedule."
+    falls = [(n.name, at[-1], finite_max(n.values)) for n in h.rates if len(at := n.values[n.steps<=step])]
+    if fell := [f for f in falls if f[1]<100*drop*f[2]]: return (
+        f"The schedule of the learning rate ended the training: {fell[0][0]} is {fmt(fell[0][1])}, after {fmt(fell[0][2])}.",
+        "Let the schedule end at the last step: count T_max, step_size and milestones in the unit in which you call scheduler.step() (steps or epochs).")
+    if bad := [f for f in falls if not np.isfinite(f[1])]: return (f"The learning rate {bad[0][0]} is {bad[0][1]}.", "Check the code that sets it.")
+    if falls: return "The learning rate has not fallen as much, so something else makes the updates small.", ("Print the gradients before "
+        "optimizer.step(): clip_grad_norm_ or a mask may make them zero. Then check the eps of the optimizer, and code that restores old weights.")
+    return "The learning rate was not recorded.", ("Print the learning rate: optimizer.param_groups[0]['lr']. "
+        "If it is unchanged, check that optimizer.step() is called, and that no code restores old weights.")
 
 def find_end(h, k, m, drop, left=.35):
     """Return (step, key, largest update before, median update after) if the updates of a weight become small while its gradients do not.
@@ -155,11 +157,11 @@ def find_early_end(h, moves, drop, many=.7):
     rare = {k for k,w in h.weights.items() if 'Embedding' in w.kind}
     # if other weights still change, the reason is no schedule, and `not_trained` reports it
     if any_weight_changes(h, step, rare): return
-    smaller = f"{fmt(peak/now)} times smaller than before" if now>0 else "zero"
+    smaller = f"{fmt_times(peak/now)} smaller than before" if now>0 else "zero"
     gradients = ", while the gradients are not" if k in h.grads else ''
     why,advice = explain_small_steps(h, step, drop)
-    yield finding('', f"From step {step} on, the updates are {smaller} ({fmt(now)} in {moves[k].s.title}, {fmt(peak)} before){gradients}: "
-        f"{why} {(h.steps>=step).sum():,} of {len(h.steps):,} steps left. {loss_sentence(p)}", step, h.steps[-1], ttype='weight',
+    yield finding('', f"From step {step} on, the updates are {smaller} ({fmt(now)} in {moves[k].s.title}, {fmt(peak)} before){gradients}. "
+        f"{(h.steps>=step).sum():,} of {len(h.steps):,} steps were left. {why} {loss_sentence(p)}", step, h.steps[-1], ttype='weight',
         look="updates(run)", advice=advice, before=peak, now=now)
 
 # %% ../../nbs/55_health/30_sizes.ipynb #cbb40c01
@@ -274,23 +276,23 @@ def report_start(h, w, text, severity, advice=f"{init_advice} If the scale is in
 def report_large_start(h, large, away):
     "Return a finding about layers with too large initial weights. `large`: list of (weight, factor above the usual rms, output rms / input rms)."
     w,scaled,by = min(large, key=lambda f: h.graph.position(f[0].path))
-    n,gain = len({w.path for w,*_ in large}),f", and its output is {fmt(by)} times its input at step {h.steps[0]}"
+    n,gain = len({w.path for w,*_ in large}),f", and its output is {fmt_times(by)} its input at step {h.steps[0]}"
     if 'Attention' in w.kind or 'Embedding' in w.kind: gain = ''
     more,most = f' {n} layers begin too large.' if n>1 else '',finite_max([o.abs_max[0] for o in h.outputs.values()])
-    return report_start(h, w, f"{w.title} begins with weights that are {fmt(scaled)} times too large to keep the size of a signal{gain}.{more} "
+    return report_start(h, w, f"{w.title} begins with weights that are {fmt_times(scaled)} too large to keep the size of a signal{gain}.{more} "
         f"The largest value in the model is {fmt(most)}.", 'error' if is_harmed(h) and by>10*away else None, gain=by, scaled=scaled, layers=n)
 
 def report_growing_start(h, growing):
     "Return a finding about layers each making the signal a little larger. `growing`: list of `LayerStart`."
     first,last = min(growing, key=lambda s: h.graph.position(s.w.path)),max(growing, key=lambda s: s.out_rms)
     return report_start(h, first.w, f"The signal grows from layer to layer, to {fmt(last.out_rms)} in `{last.w.path}` at step {h.steps[0]}: "
-        f"{len(growing)} layers begin with weights that are about {fmt(median([s.scaled for s in growing]))} times too large to keep its size. "
+        f"{len(growing)} layers begin with weights that are about {fmt_times(median([s.scaled for s in growing]))} too large to keep its size. "
         f"The first is {first.w.title}.", 'error' if is_harmed(h) else None, largest=last.out_rms, scaled=first.scaled, layers=len(growing))
 
 def report_tiny_start(h, tiny):
     "Return a finding about initial weights so small that the outputs hardly depend on the data. `tiny`: list of `LayerStart`."
     s,n = min(tiny, key=lambda s: h.graph.position(s.w.path)),len(tiny)
-    return report_start(h, s.w, f"{s.w.title} begins with weights of only {fmt(s.scaled)} times the size that keeps a signal"
+    return report_start(h, s.w, f"{s.w.title} begins with weights of only {fmt_times(s.scaled)} the size that keeps a signal"
         f"{f' ({n} layers do so)' if n>1 else ''}: the next layers see its bias and hardly any data.",
         'error' if n>1 and is_harmed(h) else None, init_advice, gain=s.gain, scaled=s.scaled, layers=n)
 

@@ -27,6 +27,11 @@ def flag_bad_steps(s):
     which = counts[:2] if s.ttype in ('input', 'output', 'probe') else counts
     return (s.rows.count(*which)[s.at]>0) & ~s.skipped
 
+def quantity_phrase(s):
+    "Return what a series holds as the beginning of a sentence: 'output_0 of `fc` (Linear)', or 'The gradient of output_0 of `fc` (Linear)'."
+    if s.ttype in ('weight_grad', 'unclipped_grad'): return f'The gradient of {s.title}'
+    return f"{'The gradient of ' if s.ttype in ('output_grad', 'input_grad') else ''}{s.tname} of {s.title}"
+
 def count_bad(s, i):
     "Return the number of NaN and infinities of a tensor in words: '2 NaN and 1 inf'. `i`: index of the step."
     words = zip(counts, ('NaN', 'inf', '-inf'), strict=True)
@@ -47,7 +52,7 @@ def find_bad_loss(h):
 def find_minus_infinity(h, step):
     """Return the first output with -inf in a step, and the index of the step, if the output of the model has -inf, too.
     Return None otherwise, because then the -inf is a mask."""
-    at = [(s, i) for s in h.series('output') if 'neginf' in s.rows.columns and (i := s.at_step(step)) is not None]
+    at = [(s, i) for s in h.trained if s.ttype=='output' and 'neginf' in s.rows.columns and (i := s.at_step(step)) is not None]
     with_minus = [(s, np.array([i])) for s,i in at if s['neginf'][i]>0]
     reaches_end = any(s.path=='' or s.path in h.graph.last_modules for s,_ in with_minus)
     return min(with_minus, key=lambda f: f[0].order) if reaches_end else None
@@ -83,39 +88,59 @@ def find_largest_input(h, s, step):
 
 def explain_input(h, s):
     "Return the reason for a bad value in an input, and advice. `s`: series of the input."
-    if s.path=='' or s.order==min(o.order for o in h.series('input')): return ("the data contain it.",
+    if s.path=='' or s.order==min(o.order for o in h.series('input')): return ("The data contain it.",
         "Check this batch: run np.isfinite over the data set, and check what it is divided by. "
         "Remove such samples, or replace the values.")
-    return ("the model makes it between its modules, before this module.",
+    return ("The model makes it between its modules, before this module.",
         f"Check the operations before {name_module(s.path)}: a division, log, sqrt, or a softmax in which all entries are -inf.")
 
 def explain_forward(h, s, i):
     "Return the reason for a bad value in an output, and advice. `s`: series of the output; `i`: index of the step."
     top,huge = largest_number.get(s.dtype),find_largest_input(h, s, s.steps[i])
     if top and 'posinf' in s.rows.columns and (s['posinf'][i]>0 or huge>top/8): return (
-        f"the largest number of {s.dtype} is {top:,.0f}, and the input was finite, up to {fmt(huge)}.",
+        f"The largest number of {s.dtype} is {top:,.0f}. The input was finite, up to {fmt(huge)}.",
         "Train in bfloat16, which has the range of float32, or keep this module in float32. "
         "Smaller activations (normalization, smaller weights) also help.")
     if not h.inputs.get(s.path): return (
-        "its input was not recorded, so the value comes from this module or from its input.",
-        f"Check the data of this step, and the computation of {s.title}. "
-        "Record the inputs to tell the two apart: ttypes=[..., 'input'].")
-    return (f"its input was finite{f', up to {fmt(huge)}' if huge else ''}, so the module itself makes it.",
+        "Its input was not recorded, so the value comes from this module or from its input.",
+        "Record the inputs to tell the two apart: ttypes=[..., 'input']. "
+        f"Then check the data of this step, or the computation of {s.title}.")
+    return (f"Its input was finite{f', up to {fmt(huge)}' if huge else ''}, so the module itself makes it.",
         f"Check the computation of {s.title}: log or sqrt of values at or below zero, a division by a standard deviation of zero, "
         "exp of large values, or a softmax in which all entries are -inf.")
 
-def explain_backward(h, s, bad):
-    "Return the reason for a bad value in a gradient, and advice. `bad`: as in `explain_source`."
+def describe_forward(h, step):
+    "Return a sentence about what is known of the outputs and of the loss in a step with a bad gradient, where no recorded output is bad."
+    outputs = any(s.ttype=='output' and s.at_step(step) is not None for s in h.trained)
+    loss = h.loss is not None and step in h.loss.steps
+    if outputs and loss: return "The recorded outputs and the loss of this step are finite."
+    missing = 'Neither the loss nor outputs were' if not outputs and not loss else 'The loss was not' if outputs else 'Outputs were not'
+    return f"{'The recorded outputs are finite. ' if outputs else ''}{missing} recorded in this step."
+
+def find_finite_after(h, s, step, bad):
+    "Return the path of the first module after a series with a finite gradient in the same step, or None. `bad`: as in `explain_source`."
     at = h.graph.position(s.path)
-    after = [p for p,_ in h.grads if p and h.graph.position(p)>at and (p, 'weight_grad') not in bad]
-    if after: return (
-        f"all values of the forward pass were finite, and so are the gradients of {name_module(after[0])} after it. "
-        "So the backward pass between the two makes it.",
-        "sqrt and norm have no gradient at 0, and where(ok, f(x), 0) uses the gradient of f also for the other branch: "
-        f"add an eps inside, or mask the input of f. {anomaly_hint}")
-    return ("all values of the forward pass were finite, and this is the last layer. "
-        "So the backward pass of the loss, or of operations after this module, makes it.",
-        f"sqrt, norm and std have no gradient at 0, and the gradient of log grows without limit there: add an eps inside. {anomaly_hint}")
+    return next((p for p,_ in (k for k,o in h.grads.items() if o.at_step(step) is not None) if p and h.graph.position(p)>at
+        and (p, 'weight_grad') not in bad), None)
+
+def explain_backward(h, s, step, bad):
+    "Return the reason for a bad value in a gradient, and advice. `bad`: as in `explain_source`."
+    known,after = describe_forward(h, step),find_finite_after(h, s, step, bad)
+    if after: return (f"{known} The gradients of {name_module(after)} after it are finite, too, so the backward pass between the two makes it.",
+        f"{anomaly_hint} sqrt and norm have no gradient at 0, and where(ok, f(x), 0) uses the gradient of f also for the other branch: "
+        "add an eps inside, or mask the input of f.")
+    of_loss = "The loss itself may be NaN or infinite, or" if h.loss is None or step not in h.loss.steps else 'So'
+    return (f"{known} {of_loss} the backward pass of the loss, or of operations after this module, makes it.",
+        f"{'' if h.loss is not None else 'Record the loss: te.log(loss=loss). '}{anomaly_hint} sqrt, norm and std have no gradient at 0, and the gradient "
+        "of log grows without limit there: add an eps inside.")
+
+def explain_weight(h, step):
+    "Return the reason for a bad value in a weight, an update or a state of the optimizer, and advice."
+    rates = ((n.name, at[-1], n.steps[n.steps<=step][-1]) for n in h.rates if len(at := n.values[n.steps<=step]))
+    rate = next((r for r in rates if not np.isfinite(r[1])), None)
+    if rate: return f"The learning rate {rate[0]} is {rate[1]} since step {rate[2]}.", "Check the scheduler, and other code that sets the learning rate."
+    return ("All recorded gradients were finite before, so the optimizer step makes it, or other code that writes to the weight.",
+        "Lower the learning rate: an update that is too large overflows. Then check the eps of the optimizer: an eps of 0 divides by zero.")
 
 def explain_source(h, s, i, bad):
     """Return the reason for a bad value (NaN or infinity) in words, and advice.
@@ -125,11 +150,9 @@ def explain_source(h, s, i, bad):
     bad: set of (path, ttype) of all tensors that have bad values in this step"""
     if s.ttype=='input': return explain_input(h, s)
     if s.ttype in ('output', 'probe'): return explain_forward(h, s, i)
-    if order_of(s) in (3, 4): return explain_backward(h, s, bad)
-    if s.ttype in ('weight', 'update', 'optimizer'): return (
-        "all recorded gradients were finite before, so the optimizer step makes it, or other code that writes to the weight.",
-        "An update that is too large overflows. An eps of 0 divides by zero. A learning rate of NaN has the same effect: check the scheduler.")
-    return ("all recorded tensors were finite before.",
+    if order_of(s) in (3, 4): return explain_backward(h, s, s.steps[i], bad)
+    if s.ttype in ('weight', 'update', 'optimizer'): return explain_weight(h, s.steps[i])
+    return ("All recorded tensors were finite before.",
         f"Check which code writes to {s.title}: a running mean keeps every bad value that it is given.")
 
 # %% ../../nbs/55_health/20_values.ipynb #2ebc6959
@@ -166,7 +189,7 @@ def report_bad_tensors(h, found, step, loss):
             step, last, advice=loss_advice, look="overview(run)", ttype='scalar', **evidence)
     why,advice = explain_source(h, s, i, {(o.path, o.ttype) for o,at in found if o.steps[at[0]]==step})
     reached = f" It reached {n} modules by step {last}." if n>1 else ''
-    return finding(s, f"{s.tname} of {s.title} has {count_bad(s, i)} at step {step}, the first of the run: {why}{reached}", step, last,
+    return finding(s, f"{quantity_phrase(s)} has {count_bad(s, i)} at step {step}, the first of the run. {why}{reached}", step, last,
         advice=advice, look=f"overview(run, ttype='{s.ttype}')", stands=s.dtype in largest_number and order_of(s)==1, **evidence)
 
 # %% ../../nbs/55_health/20_values.ipynb #9ce4e38e
