@@ -27,21 +27,7 @@ def finding(
     stands:bool=False, # True if the finding is never shown as a consequence of another finding
     **evidence # The numbers in `text`, by name
 ) -> dict:
-    """Return a finding as a dict.
-
-    Args:
-        where: A `Series`, or the path of a module; '' is the whole model
-        text: One sentence: what is wrong, in which module, since which step, with numbers
-        first_step: First step with the fault
-        last_step: Last step with the fault; None for the first step
-        advice: What to try first, if possible as code
-        severity: 'error', 'warning' or 'info'; None for the default severity of the rule
-        look: Call of a plot that shows the fault, as code
-        ttype: Tensor type; None for the tensor type of the series
-        pname: Name of a parameter, if `where` is the path of a module
-        stands: True if the finding is never shown as a consequence of another finding
-        **evidence: The numbers in `text`, by name
-    """
+    "Return a finding as a dict."
     key = (where, ttype, pname) if isinstance(where, str) else (where.path, ttype or where.ttype, where.pname)
     return dict(severity=severity, rule=None, path=key[0], ttype=key[1], pname=key[2],
         first_step=int(first_step), last_step=int(first_step if last_step is None else last_step),

@@ -180,7 +180,7 @@ def find_never_moved(h, known, reported, least, tiny, most):
     moved = {(p['path'], p['name']) for p in known.ps if p.get('changes') or p.get('elsewhere')}
     asked = [s for k,s in h.weights.items() if len(s)>=least and not s.skipped.all() and k not in fixed | moved]
     same = [s for s in asked if never_changes(s) and not has_values(h.updates.get((s.path, s.pname)))]
-    still = [s for s in same if s.dtype not in half_digit and has_values(h.grads.get((s.path, s.pname)))]
+    still = [s for s in same if s.dtype not in half_digit and gets_gradients(s, h.grads.get((s.path, s.pname)))]
     if still and len(same)==len(asked) and not moved & h.weights.keys(): yield report_none_moved(h, still); return
     for s in still[:most]:
         size = median(h.grads[s.path, s.pname].rms)
@@ -189,6 +189,10 @@ def find_never_moved(h, known, reported, least, tiny, most):
         yield s.finding(0, f"{s.title} did not change in {len(s)} steps, although it gets gradients (rms {fmt(size)}) and other weights change.",
             look="updates(run)", steps=len(s),
             advice="Check the learning rate of its parameter group (0?), and whether another optimizer has a copy of it.")
+
+def gets_gradients(w, grad, least=3):
+    "Return True if at least `least` steps had a gradient that could have changed a later row of the weight. `grad`: its series, or None."
+    return grad is not None and int((grad.rms[grad.steps<w.steps[-1]]>0).sum())>=least
 
 def has_values(s): return s is not None and bool((s.rms>0).any())
 
