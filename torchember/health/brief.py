@@ -12,7 +12,7 @@ import numpy as np
 
 from ..ground.messages import printable
 from ..ground.record import clipped_norm
-from .diagnose import choose_rules, run_rules, load_history, find_unrecorded, order_findings
+from .diagnose import choose_rules, run_rules, load_history, find_unrecorded, is_uncertain, order_findings
 from .finding import finite_max, median, plain_median
 from .moves import relative_updates
 
@@ -76,7 +76,7 @@ def list_findings(found, most):
     for i,(f,cause) in enumerate(found[:most]):
         below = '' if cause is None else f' (consequence of {cause+1})'
         where = f"{quote_name(f['path'] or 'the model')}, steps {f['first_step']} to {f['last_step']}"
-        out.append(f"{i+1}. **{f['severity']}** {f['rule']}{below}, of {where}: {escape_text(f['text'])}")
+        out.append(f"{i+1}. **{f['severity']}** {f['rule']}{', possibly' if is_uncertain(f) else ''}{below}, of {where}: {escape_text(f['text'])}")
         if cause is None: out.append(f"   - try: {escape_text(f['advice'])}")
         out.append(f"   - evidence: {escape_text(json.dumps(f['evidence'], default=str), 300)}")
     if len(found)>most: out.append(f"- and {len(found)-most} more")
@@ -111,18 +111,9 @@ def brief(
     rules='default', # As in `diagnose`
     home=None # Folder of logs, instead of `~/.torchember`
 ) -> str: # Markdown, at most 8 kB
-    """Return one page about a run: what was recorded, norm of all gradients, findings, loss, most unusual layers, and how to get more.
-
-    Args:
-        run: Name of a run, a torchEmber or its `te.t`, a log file, or a table of rows
-        rules: As in `diagnose`
-        home: Folder of logs, instead of `~/.torchember`
-
-    Returns:
-        Markdown, at most 8 kB
-    """
+    "Return one page about a run: what was recorded, norm of all gradients, findings, loss, most unusual layers, and how to get more."
     rules,h = choose_rules(rules),load_history(run, home)
-    found = order_findings(run_rules(rules, h), rules, len(h.steps))
+    found = order_findings(run_rules(rules, h), rules, len(h.steps), h.graph)
     name = h.name or 'of a table'
     def page(most, layers):
         parts = {'The run': run_lines(h, name), 'Findings': list_findings(found, most), 'The loss': describe_curve(h.loss),

@@ -12,6 +12,18 @@ from ..ground.messages import an, unknown, warn
 from ..ground.plugins import find_plugins, load_plugin
 from .finding import severities
 
+# %% ../../nbs/55_health/15_rules.ipynb #5c1de0a7
+# rule -> paper or document that a threshold of the rule comes from. `90_table` has the sources of all thresholds
+cited = {
+    'update_too_large': "Karpathy, CS231n: ratio of weights to updates, https://cs231n.github.io/neural-networks-3/#ratio",
+    'update_too_small': "Karpathy, CS231n: ratio of weights to updates, https://cs231n.github.io/neural-networks-3/#ratio",
+    'poor_scale': 'He et al. 2015, https://arxiv.org/abs/1502.01852',
+    'saturated': 'Glorot and Bengio 2010, https://proceedings.mlr.press/v9/glorot10a.html',
+    'attention': 'Dehghani et al. 2023, https://arxiv.org/abs/2302.05442; Wortsman et al. 2023, https://arxiv.org/abs/2309.14322',
+    'underflow': 'Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740',
+    'batch_norm': 'https://docs.pytorch.org/docs/stable/generated/torch.nn.BatchNorm1d.html',
+    'scaler_skips': 'https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler'}
+
 # %% ../../nbs/55_health/15_rules.ipynb #a18da291
 class Rule:
     """A function of a `History` that yields findings, with its severity, tensor types and thresholds. Created by `rule`.
@@ -41,7 +53,9 @@ class Rule:
     def __call__(self, history) -> list:
         "Return the findings of this rule about a run, with the name of the rule and the severity filled in."
         found = list(self.f(history, **self.thresholds) or ())
-        for f in found: f |= dict(rule=f['rule'] or self.name, severity=f['severity'] or self.severity)
+        for f in found:
+            f |= dict(rule=f['rule'] or self.name, severity=f['severity'] or self.severity)
+            f['source'] = f.get('source') or cited.get(f['rule'], '')
         return found
 
     def __repr__(self): return f"<rule {self.name}: {(self.__doc__ or '').strip().partition(chr(10))[0]}>"
@@ -58,14 +72,7 @@ def rule(
     needs=(), # Tensor types that the rule reads
     after=() # Names of rules whose findings can be the cause of a finding of this rule
 ):
-    """Turn a function of a `History` that yields `finding`s into a rule, and add the rule to the table under the function's name.
-
-    Args:
-        f: A function of a `History`
-        severity: 'error', 'warning' or 'info', for findings without a severity of their own
-        needs: Tensor types that the rule reads
-        after: Names of rules whose findings can be the cause of a finding of this rule
-    """
+    "Turn a function of a `History` that yields `finding`s into a rule, and add the rule to the table under the function's name."
     if f is None: return functools.partial(rule, severity=severity, needs=needs, after=after)
     if severity not in severities: raise ValueError(unknown('severity', severity, severities))
     if not callable(f): raise TypeError(f"A rule must be a function of a History, got {an(f)}.")

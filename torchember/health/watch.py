@@ -150,7 +150,7 @@ def row_of_finding(found:dict, module:str, over:int|None=None) -> dict:
 
     module: display name of the module
     over: step since which the finding no longer holds, or None"""
-    copied = {k: found[k] for k in ('severity', 'rule', 'text', 'advice', 'look', 'evidence', 'first_step', 'last_step')}
+    copied = {k: found[k] for k in ('severity', 'rule', 'text', 'confidence', 'advice', 'look', 'source', 'evidence', 'first_step', 'last_step')}
     return {**copied, 'module': module, 'ts': now(), 'ttype': 'finding', 'tname': found['rule'], 'step': found['first_step'] if over is None else over,
         'call': 0, **({'of': found['ttype']} if found['ttype'] else {}), **({'pname': found['pname']} if found['pname'] else {}),
         **({} if over is None else {'over': True})}
@@ -256,7 +256,7 @@ class RuleWatch:
         with self.adding: lines,self.has_new = self.kept.select_lines(),False
         h = history_of_lines(lines, self.t, self.expected)
         if h is not None and len(h.steps):
-            in_order = order_findings(run_rules(self.rules, h, self.reporter.report_failure), self.rules, len(h.steps))
+            in_order = order_findings(run_rules(self.rules, h, self.reporter.report_failure), self.rules, len(h.steps), h.graph)
             self.found = [f for f,_ in in_order]
             self.report_changes(h, {id(f) for f,cause in in_order if cause is None})
         took = time.thread_time()-since
