@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .finding import name_module, finding, fmt, lasts_from, median, plain_median, finite_max
+from .finding import confidence_from, name_module, finding, fmt, lasts_from, median, plain_median, finite_max
 from .moves import is_linear, is_norm
 from .rules import rule
 
@@ -64,6 +64,7 @@ def find_nearly_dead(h, share):
         layer,zeros = feeding_layer(h, s),median(s['zero_frac'][at:])
         yield s.finding(at, f"From step {s.steps[at]} on, {zeros:.1%} of the outputs of {s.title} are zero: most of its units are dead.",
             s.path if layer is None else layer, stat='zero_frac', severity='warning', zero_frac=zeros, dead=s.path,
+            confidence=confidence_from(1-zeros, 1-share),
             advice="Start with biases near zero, lower the learning rate, or use LeakyReLU or GELU.")
         return
 
@@ -123,7 +124,8 @@ def dead_units(h, share=.98):
     when = f"from step {step} on{' (the first step)' if step==h.steps[0] else ''}"
     alive = has_gradients(h, layer, step)
     yield s.finding(at, f"The {s.ttype} of {s.title} is zero for all samples {when}{below_zero_phrase(fed, s, step)}.{recovery_phrase(h, s, layer, alive)}",
-        s.path if fed is None else fed.path, ttype='output', severity='warning' if alive else None, look="overview(run)",
+        s.path if fed is None else fed.path, ttype='output', severity='warning' if alive or h.progress.is_good else None,
+        look="overview(run)",
         zeros_in=len({z.path for z,_ in zeros}), first_zero=s.path, dead=s.path, advice=dead_advice)
 
 # %% ../../nbs/55_health/40_activations.ipynb #b3d04178
@@ -183,7 +185,8 @@ def saturated(h, slope=.05):
     yield s.finding(at, f"{what} is saturated from step {step} on: its mean slope is {fmt(left)}, where {full_slope[kind]:g} is the most.{cause} "
         "Hardly any gradient passes.", s.path if layer is None else layer, severity='error' if h.progress.is_bad else None, ttype='output',
         advice="Use smaller weights before it (torch.nn.init.xavier_uniform_), normalized inputs, a normalization layer, "
-        "or a lower learning rate.", slope=left, saturated=s.path, layers=len(found))
+        "or a lower learning rate.", slope=left, saturated=s.path, layers=len(found),
+        confidence=confidence_from(left, slope*full_slope[kind], (len(s)-at)/len(s), h.progress.is_good))
 
 # %% ../../nbs/55_health/40_activations.ipynb #0cb0c418
 def is_attention_weights(h, s):
@@ -203,6 +206,7 @@ def find_peaked_rows(h, peak):
         size = plain_median(squares[at:])
         yield s.finding(at, f"From step {s.steps[at]} on, the attention of {s.title} puts nearly all weight on one of {s.shape[-1]} "
             f"positions: the squared weights of a row add up to {fmt(size)}. Hardly any gradient passes.", squares=size,
+            confidence=confidence_from(1-size, 1-peak, (len(s)-at)/len(s), h.progress.is_good),
             # 'info': the training goes well and has learned it
             severity='error' if h.progress.is_bad else 'info' if h.progress.is_good and at>2 else None,
             advice="Divide the logits by sqrt(head size), normalize queries and keys, or lower the learning rate.")
@@ -223,7 +227,7 @@ def find_large_weights(h, logit):
         yield w.finding(at, f"{logit_text.format(of=f' of {name_module(path, w.kind)}')}the weights give them an rms of about {fmt(each[at])}, "
             f"so logits are about {fmt(each[at]**2)}, from step {w.steps[at]} on.", severity='error' if h.progress.is_bad else None,
             advice="Start with smaller weights (torch.nn.init.xavier_uniform_), normalize queries and keys, or lower the learning rate.",
-            logits=float(each[at]**2))
+            logits=float(each[at]**2), confidence=confidence_from(each[at]**2, logit, against=h.progress.is_good))
 
 # %% ../../nbs/55_health/40_activations.ipynb #253e2c1e
 # names of the layers that return queries and keys
@@ -254,7 +258,7 @@ def find_large_products(h, logit):
         yield q.finding(at, f"{logit_text.format(of='')}{name_module(q.path)} has an rms of {fmt(q.rms[n-1])} and {name_module(k.path)} "
             f"of {fmt(k.rms[n-1])}, so logits are about {fmt(size[n-1])}, from step {q.steps[at]} on.", severity=severity,
             advice="Divide the logits by sqrt(head size), normalize queries and keys (q_norm, k_norm), start with smaller weights, "
-            "or lower the learning rate.", logits=float(size[n-1]))
+            "or lower the learning rate.", logits=float(size[n-1]), confidence=confidence_from(size[n-1], logit, (n-at)/n, h.progress.is_good))
 
 # %% ../../nbs/55_health/40_activations.ipynb #56a72632
 @rule(severity='warning', needs='output', after=('update_too_large',))
@@ -296,7 +300,7 @@ def find_posterior_collapse(h, least=1e-3):
             yield m.finding(at, f"From step {m.steps[at]} on, the latent code carries no information: {name_module(p)} has an rms of "
                 f"{fmt(m.rms[-1])} and {name_module(q)} of {fmt(v.rms[-1])}, which is the prior ({fmt(nats[-1])} nats per value).",
                 advice="Start with a small weight of the KL divergence and raise it slowly, sum the reconstruction error over all values, "
-                "or use free bits.", nats=float(nats[-1]))
+                "or use free bits.", nats=float(nats[-1]), confidence=confidence_from(nats[-1], least))
 
 collapse_advice = ("Check what the loss rewards: equal outputs may be its optimum. Add negative samples, stop the gradient on one side, "
     "or lower the weight decay.")
@@ -324,4 +328,5 @@ def collapse(h, small=1e-3):
     std,start = median(s['std'][at:]),median(s['std'][:3])
     yield s.finding(at, f"The output of {s.title} is the same for every input: from step {s.steps[at]} on, its standard deviation is "
         f"{fmt(std)} (mean {fmt(median(s['mean'][at:]))}), after {fmt(start)} at the start.",
-        severity='error' if h.progress.is_bad else None, std=std, start=start, advice=collapse_advice)
+        severity='error' if h.progress.is_bad else None, std=std, start=start, advice=collapse_advice,
+        confidence=confidence_from(std/start if start>0 else 0, small, (len(s)-at)/len(s), h.progress.is_good))

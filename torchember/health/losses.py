@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from .finding import finding, fmt, fmt_times, median, plain_median
+from .finding import confidence_from, finding, fmt, fmt_times, median, plain_median
 from .gradients import is_worse_after
 from .progress import guessing_losses, running_median, rank_trend
 from .rules import rule
@@ -57,6 +57,9 @@ def diverging(h, times=3., largest=10.):
     grown = f", and the output of the model grew from {fmt(out.rms[0])} to {fmt(out.rms[-1])}" if blown else ''
     yield finding('', f"The loss diverges: it grows from step {p.steps[i]} on, from {fmt(p.start)} at the start to {fmt(p.end)} "
         f"at the end{grown}.", p.steps[i], p.steps[-1], ttype='scalar', look="overview(run)", start=p.start, end=p.end,
+        # a loss whose terms change their weights, or a new task, may rise as well
+        severity=None if blown or h.is_broken or h.has_large_first_steps or p.end>3*times*p.start else 'warning',
+        confidence=1-.5*min(times*p.start/p.end, 1)*.5**blown,
         advice="Divide the learning rate by 10, add a warm-up, or clip the gradients (torch.nn.utils.clip_grad_norm_).")
 
 # %% ../../nbs/55_health/45_losses.ipynb #8785bc53
@@ -80,7 +83,8 @@ def find_ascent(h, share, least):
     return finding('', f"The optimizer maximizes the loss: the weights move along their gradients and not against them, in {usual:.0%} "
         f"of the steps, for {len(shares)} weights.", h.steps[0], h.steps[-1], ttype='weight', stands=True, look="overview(run)",
         advice="Check for maximize=True, a wrong sign of the loss, a negative learning rate, or a hook that flips gradients.",
-        along=usual, weights=len(shares))
+        along=usual, weights=len(shares), severity=None if h.progress.verdict=='rises' else 'warning',
+        confidence=confidence_from(1-usual, 1-share, (shares>.6).mean(), h.progress.is_good))
 
 # %% ../../nbs/55_health/45_losses.ipynb #809205d5
 @rule(severity='error', needs='scalar', after=loss_causes)
@@ -129,7 +133,7 @@ def loss_below(h, times=5.):
     by = f", while the output of the model grows from {fmt(plain_median(out.rms[:3]))} to {fmt(out.rms[-1])}" if grown else ''
     yield finding('', f"The loss is below zero from step {p.steps[at]} on and falls {'faster and faster' if endless else 'further'}, "
         f"to {fmt(v[-1])}{by}: it has no minimum.",
-        p.steps[at], p.steps[-1], ttype='scalar', severity='error' if endless and grown else None, look="overview(run)", start=p.start, end=float(v[-1]),
+        p.steps[at], p.steps[-1], ttype='scalar', severity='error' if endless and grown and (positive or classes) else None, look="overview(run)", start=p.start, end=float(v[-1]),
         advice="Check for a wrong sign, a missing square or abs, targets out of range (binary_cross_entropy expects 0 to 1), "
         "or probabilities instead of logits. A log-likelihood may be negative, but levels off.")
 
@@ -187,7 +191,7 @@ def find_double_sigmoid(h, p):
 def loss_stalls(h, least=30, close=.03):
     """A loss that does not fall
 
-    least: least number of steps. With less than twice as many, the finding is an 'info'
+    least: least number of steps. With less than twice as many, the finding is an 'info', and with ten times as many it may be an error
     close: largest relative difference between a loss and the loss of random guessing"""
     p = h.progress
     if len(p.values)<least: return
@@ -197,11 +201,12 @@ def loss_stalls(h, least=30, close=.03):
     if p.noise/math.sqrt(len(p.values)/5)>.05*abs(p.start): return
     guess = next(((n, v) for n,v in guessing_losses(h).items() if abs(p.end-v)<close*v and abs(p.start-v)<3*close*v), None)
     chance = f" Guessing among {guess[0]} classes gives {guess[1]:.3f} = ln {guess[0]}." if guess else ''
-    long = len(p.values)>=2*least
-    # it is not known how far a loss of another kind can fall
-    severity = 'error' if guess and long else None if p.noise<1e-6*abs(p.end) else 'info'
+    # a warm-up, or a plateau at the start, may last for many steps. It is not known how far a loss of another kind can fall
+    n = len(p.values)/least
+    severity = 'error' if guess and n>=10 else 'warning' if guess and n>=2 else None if p.noise<1e-6*abs(p.end) else 'info'
     yield finding('', f"The loss does not fall: it is {fmt(p.start)} in the first steps, and {fmt(p.end)} in the last of {len(p.values)}.{chance}",
         p.steps[0], p.steps[-1], ttype='scalar', severity=severity, look="overview(run)", start=p.start, end=p.end, **({'guessing': guess[1]} if guess else {}),
+        confidence=confidence_from(abs(p.end-guess[1]), close*guess[1]) if guess else .5,
         advice="Train on a single batch until its loss is near zero. If that fails, the model or the loss is wrong. If it works, check the data "
         "(are labels shuffled separately from the inputs?) and the learning rate.")
 
@@ -237,13 +242,13 @@ def loss_spike(h, times=10., part=.5):
     end = next((j for j in range(i+1, len(v)) if v[j]<2*usual), None)
     data = data_size_ratio(h, step)
     why = f" The data of this step are {fmt_times(data)} as large as usual." if data else ''
-    if end is None: severity = 'error' if len(v)-i>=30 else 'info'
+    if end is None: severity = 'warning' if len(v)-i>=30 else 'info' # a new task begins with such a loss, too
     else: # a loss that falls slowly after the jump is learned again, because the data are different since then
         learnt = i+3<len(v) and min(v[i+1:i+4])>.4*v[i]
         severity = 'warning' if not learnt and (data or is_worse_after(p, step)) else 'info'
     yield finding('', f"At step {step}, the loss jumps to {fmt(v[i])}, where {fmt(usual)} was usual, and "
         f"{f'returns at step {p.steps[end]}' if end else 'does not return'}.{why}", step, p.steps[end-1] if end else p.steps[-1],
-        ttype='scalar', severity=severity, look="overview(run)", loss=float(v[i]), usual=usual,
+        ttype='scalar', severity=severity, look="overview(run)", loss=float(v[i]), usual=usual, confidence=confidence_from(v[i]/usual, times),
         advice="Check the batch of this step, and clip the gradients (torch.nn.utils.clip_grad_norm_).")
 
 # %% ../../nbs/55_health/45_losses.ipynb #b9084578

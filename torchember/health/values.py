@@ -9,7 +9,7 @@ __all__ = ['not_finite', 'scaler_skips', 'underflow', 'overflow']
 import numpy as np
 
 from ..ground.not_finite import counts
-from .finding import name_module, finding, find_tail, finite_max, fmt, median
+from .finding import confidence_from, name_module, finding, find_tail, finite_max, fmt, median
 from .history import never_changes
 from .rules import rule
 
@@ -176,6 +176,15 @@ def report_bad_loss(h, step, loss, found):
     else: text += f", while all tensors of the model are{' still' if found else ''} finite: the computation of the loss makes it."
     return finding('', text, step, loss.steps[bad[-1]], advice=advice, look='overview(run)', ttype='scalar')
 
+def does_harm(h, found, loss):
+    """Return True if the loss is not finite in several steps, or if it, a weight, a gradient or a state is not finite at the end of the run.
+    Otherwise the training has survived: it skipped the step, or the model replaces such values.
+
+    found, loss: results of `find_bad_series` and `find_bad_loss`"""
+    if loss and ((~np.isfinite(loss[1].values)).sum()>1 or not np.isfinite(loss[1].values[-1])): return True
+    ends = {'', *h.graph.last_modules} if loss is None and h.loss is None else ()
+    return any(i[-1]==len(s)-1 and (order_of(s)!=1 or s.path in ends) for s,i in found)
+
 def report_bad_tensors(h, found, step, loss):
     "Return a finding about tensors with NaN or infinities. `found`, `step`: results of `find_bad_series`; `loss`: result of `find_bad_loss`."
     s,i = choose_first_bad(h, found, step)
@@ -190,7 +199,7 @@ def report_bad_tensors(h, found, step, loss):
     why,advice = explain_source(h, s, i, {(o.path, o.ttype) for o,at in found if o.steps[at[0]]==step})
     reached = f" It reached {n} modules by step {last}." if n>1 else ''
     return finding(s, f"{quantity_phrase(s)} has {count_bad(s, i)} at step {step}, the first of the run. {why}{reached}", step, last,
-        advice=advice, look=f"overview(run, ttype='{s.ttype}')", stands=s.dtype in largest_number and order_of(s)==1, **evidence)
+        advice=advice, look=f"overview(run, ttype='{s.ttype}')", severity=None if does_harm(h, found, loss) else 'warning', stands=s.dtype in largest_number and order_of(s)==1, **evidence)
 
 # %% ../../nbs/55_health/20_values.ipynb #9ce4e38e
 @rule(severity='error', needs='weight_grad')
@@ -212,7 +221,8 @@ def scaler_skips(h, share=.5, most=20):
     yield finding(s or '', text+where, h.steps[len(flags)-tail] if tail>=most else at[0], at[-1],
         advice="If the scale keeps falling, the gradients are not finite at any scale: find their origin with "
         "torch.autograd.set_detect_anomaly(True). If only the first scale is too high, use GradScaler(init_scale=...) with a smaller "
-        "value, and keep backoff_factor below 1.", look="updates(run)", skipped=n, of=len(flags))
+        "value, and keep backoff_factor below 1.", look="updates(run)", skipped=n, of=len(flags),
+        confidence=max(confidence_from(flags.mean(), share), confidence_from(max(tail, 1), most)))
 
 # %% ../../nbs/55_health/20_values.ipynb #04b82dd7
 def find_lost_gradients(h, share, many):
@@ -268,6 +278,6 @@ def overflow(h, share=.25):
         if not len(near): continue
         step,size = s.steps[near[0]],float(s.abs_max[near].max())
         yield s.finding(near[0], f"{s.tname} of {s.title} reaches {fmt(size)} from step {step} on, close to {top:,.0f}, "
-            f"the largest number of {s.dtype}.", last=near[-1], stat='max', largest=size,
+            f"the largest number of {s.dtype}.", last=near[-1], stat='max', largest=size, confidence=confidence_from(size, share*top),
             advice="Train in bfloat16, normalize before this module, or keep it in float32.")
         return

@@ -93,12 +93,16 @@ def is_intended(h, known, held):
 # words in the names of modules that are usually not trained on purpose
 untrained_names = 'teacher', 'target', 'ema', 'momentum', 'fixed', 'frozen'
 
+def comes_first(h, known, own):
+    "Return True if all trained modules are called after the untrained parameters `own`. Then these may be a feature extractor that is fixed on purpose."
+    return bool(known.learn) and max(h.graph.position(p['path']) for p in own)<min(h.graph.position(p['path']) for p in known.learn)
+
 def explain_forgotten(h, known, part, own, held):
     "Return sentence, severity and advice about a module missing from the optimizer."
     what,has_gradient = describe_part(part, own),any(p.get('gradient') for p in own)
     # a single change may come from `load_state_dict`, or from an optimizer that steps rarely, so this is only a warning
     wrote = any((w := h.weights.get((p['path'], p['name']))) is not None and find_changes(w).any() for p in own)
-    effect,severity = ('is not trained', 'warning') if wrote else ('never changes', 'error')
+    effect,severity = ('is not trained', 'warning') if wrote else ('never changes', 'warning' if comes_first(h, known, own) else 'error')
     if not known.learn and part=='': return (
         f"No parameter of the model is in the optimizer: {what[0].lower()+what[1:]} gets gradients, but {effect}.", severity,
         "Create the optimizer after the model is final (after .to(device), new heads, load_model), or add the new parameters: "
@@ -118,7 +122,8 @@ def explain_cut_off(h, known, part, own):
     what = describe_part(part, own)
     if later := find_trained_users(h, own, known.learn): return (
         f"{what} is called and never gets a gradient, although later modules are trained ({list_names(later)}): the graph is cut between them.",
-        'error', "Search for .detach(), .data, .item(), .numpy(), torch.no_grad() or torch.tensor(...) between this part and the loss, "
+        # without its parameters in an optimizer, the part may be frozen on purpose by torch.no_grad()
+        'error' if all(p.get('optimizer') for p in own) else 'warning', "Search for .detach(), .data, .item(), .numpy(), torch.no_grad() or torch.tensor(...) between this part and the loss, "
         "and for comparisons or rounding (argmax, >, round).")
     return (f"{what} requires gradients and never gets one: the loss does not depend on it.",
         # 'info': the output may have another purpose than the loss
