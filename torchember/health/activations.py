@@ -106,7 +106,7 @@ def recovery_phrase(h, s, layer, alive):
     return " No gradient passes through it, so it cannot recover." if any(r in h.activation(s) for r in rectifiers) else ''
 
 # %% ../../nbs/55_health/40_activations.ipynb #72849866
-@rule(severity='error', needs=('input', 'output'),
+@rule(severity='error', needs=('input', 'output'), stats='abs_max',
     after=('poor_scale', 'update_too_large', 'equal_units', 'poor_input_scale', 'gradient_spike', 'exploding_gradient', 'loss_spike'))
 def dead_units(h, share=.98):
     """A layer whose output is zero for the whole batch up to the end: after a ReLU no gradient passes, so the layer cannot recover
@@ -143,9 +143,9 @@ def activation_shape(h, s):
     before = h.graph.feeder(s.path)
     fed = h.outputs.get(before) if before else None
     if fed is None or not is_linear(fed.kind) and not is_norm(fed.kind) or finite_max(fed.abs_max)<=2: return None
-    top,low = finite_max(s['max']),np.nanmin(s['min'])
+    top,low = finite_max(s['max']),-finite_max(-s['min'])
     if not .9<=top<=1: return None
-    return 'tanh' if -1<=low<-.9 else 'sigmoid' if 0<=low<.1 and np.nanmin(fed['min'])<-2 else None
+    return 'tanh' if -1<=low<-.9 else 'sigmoid' if 0<=low<.1 and -finite_max(-fed['min'])<-2 else None
 
 shapes = {**dict.fromkeys(('Tanh', 'Softsign', 'Hardtanh'), 'tanh'), **dict.fromkeys(('Sigmoid', 'Hardsigmoid'), 'sigmoid')}
 
@@ -170,7 +170,7 @@ def find_saturation(h, s, slope):
     return None if at is None else Saturation(s, at, kind, median(left[at:]))
 
 # %% ../../nbs/55_health/40_activations.ipynb #e6b4b7f7
-@rule(severity='warning', needs='output', after=('poor_scale', 'poor_input_scale', 'update_too_large'))
+@rule(severity='warning', needs='output', stats=('mean', 'rms'), after=('poor_scale', 'poor_input_scale', 'update_too_large'))
 def saturated(h, slope=.05):
     """An activation (tanh or sigmoid) with values at the ends of its range, where its slope is near zero
 
@@ -261,7 +261,7 @@ def find_large_products(h, logit):
             "or lower the learning rate.", logits=float(size[n-1]), confidence=confidence_from(size[n-1], logit, (n-at)/n, h.progress.is_good))
 
 # %% ../../nbs/55_health/40_activations.ipynb #56a72632
-@rule(severity='warning', needs='output', after=('update_too_large',))
+@rule(severity='warning', needs='output', stats=('mean', 'rms'), after=('update_too_large',))
 def attention(h, logit=30., peak=.97):
     """Attention to one position only: softmax rows with a single large number, or queries and keys that are too large
 
@@ -314,7 +314,7 @@ def find_rank_collapse(h):
                 f"{fmt(s[stat][-1])} from step {s.steps[at]} on.", s.steps[at], s.steps[-1], advice=collapse_advice, rank=float(s[stat][-1]))
 
 # %% ../../nbs/55_health/40_activations.ipynb #7052a2ad
-@rule(severity='warning', needs='output', after=('dead_units', 'saturated', 'equal_units', 'update_too_large', 'weights_decay', 'poor_scale'))
+@rule(severity='warning', needs='output', stats=('mean', 'std'), after=('dead_units', 'saturated', 'equal_units', 'update_too_large', 'weights_decay', 'poor_scale'))
 def collapse(h, small=1e-3):
     """Outputs that become the same for every input
 

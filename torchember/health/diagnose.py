@@ -17,10 +17,10 @@ from ..ground.messages import an, printable, unknown, warn
 from ..ground.needs import needs
 from ..store.table import activations_in
 from . import activations, ends, gradients, losses, modes, sizes, values, wiring # noqa: F401 each adds its rules to the table
-from .finding import columns, low_confidence, severities
+from .finding import columns, list_names, low_confidence, severities
 from .history import History
 from .links import can_affect
-from .rules import Rule, known_rules
+from .rules import Rule, known_rules, statistics_from
 
 # %% ../../nbs/55_health/50_diagnose.ipynb #4954dc66
 def find_rule(rule):
@@ -97,15 +97,26 @@ wanted_types = {
     'weight_grad': ('gradients', lambda h: True), 'weight': ('weights', lambda h: True), 'output': ('activations', lambda h: True),
     'buffer': ('running statistics of BatchNorm', lambda h: any('BatchNorm' in (k or '') for k in h.kinds.values()))}
 
-def find_unrecorded(h) -> list:
-    "Return a list of (quantity that no rule could check because it was not recorded, code to record it)."
+def find_missing_statistics(h, rules) -> list:
+    "Return a list of (names of rules that could not look because a statistic is missing, code to record this statistic)."
+    columns,out,seen = {c for s in h.all[:1] for c in s.rows.columns},{},{s.ttype for s in h.all}
+    has = lambda stat: any(columns.issuperset(group) for group in statistics_from.get(stat, ((stat,),)))
+    for r in rules:
+        if seen.isdisjoint(r.needs): continue # its tensor types are missing, too
+        for stat in r.stats:
+            if not has(stat): out.setdefault(stat, []).append(r.name); break
+    return [(f"{list_names(names)} (no {stat})", f"stats=[..., {stat!r}]") for stat,names in out.items()]
+
+def find_unrecorded(h, rules=()) -> list:
+    """Return a list of (quantity that no rule could check because it was not recorded, code to record it).
+
+    rules: the `Rule`s that were run"""
     recorded = {s.ttype for s in h.all}
     out = [(what, f"ttypes=[..., {ttype!r}]") for ttype,(what,could) in wanted_types.items() if ttype not in recorded and could(h)]
     if h.loss is None: out.insert(0, ('the loss', 'te.log(loss=loss)'))
     if not any('zero_frac' in s for s in h.series('output')): out.append(('single dead units', "stats='full'"))
     if not h.parameters: out.append(('which parameters the optimizer has', 'torchEmber(model, optimizer=opt), and diagnose(run) instead of a table'))
-    if any(s.ttype in ('input', 'output') and not ('mean' in s or 'max' in s) for s in h.all[:50]): out.append(('sizes', "stats=['mean', 'std', 'max', 'min']"))
-    return out
+    return out+find_missing_statistics(h, rules)
 
 def coverage_phrase(h, rules):
     "Return a phrase about what was checked: number of rules, steps and tensors, and the loss."
@@ -195,7 +206,16 @@ def diagnose(
     rules='default', # 'default', or a list of names, of `rule`s with other thresholds (`rule.but(...)`), and of your own functions
     home=None # Folder of logs, instead of `~/.torchember`
 ): # `Findings`, a DataFrame that prints as sentences
-    "Find the faults of a run, causes first, with advice and a plot for each."
+    """Find the faults of a run, causes first, with advice and a plot for each.
+
+    Args:
+        run: Name of a run, a torchEmber or its `te.t`, a log file, or a table of rows
+        rules: 'default', or a list of names, of `rule`s with other thresholds (`rule.but(...)`), and of your own functions
+        home: Folder of logs, instead of `~/.torchember`
+
+    Returns:
+        `Findings`, a DataFrame that prints as sentences
+    """
     rules,h = choose_rules(rules),load_history(run, home)
     return findings_table(order_findings(run_rules(rules, h), rules, len(h.steps), h.graph), h, rules)
 
@@ -214,7 +234,7 @@ def findings_table(found, h, rules):
     "Return the result of `diagnose`, a table. `found`: result of `order_findings`."
     out = findings_class()([{**{c: f[c] for c in columns}, 'follows': np.nan if cause is None else float(cause)} for f,cause in found], columns=[*columns,
         'follows'])
-    out.run,out.looked,out.missing = h.name,coverage_phrase(h, rules),tuple(find_unrecorded(h))
+    out.run,out.looked,out.missing = h.name,coverage_phrase(h, rules),tuple(find_unrecorded(h, rules))
     return out
 
 def load_history(run, home=None, df=None): # df: rows of the run, if they were read

@@ -29,7 +29,23 @@ def finding(
     source:str='', # Paper or document that the threshold comes from
     **evidence # The numbers in `text`, by name
 ) -> dict:
-    "Return a finding as a dict."
+    """Return a finding as a dict.
+
+    Args:
+        where: A `Series`, or the path of a module; '' is the whole model
+        text: One sentence: what is wrong, in which module, since which step, with numbers
+        first_step: First step with the fault
+        last_step: Last step with the fault; None for the first step
+        advice: What to try first, if possible as code
+        severity: 'error', 'warning' or 'info'; None for the default severity of the rule
+        look: Call of a plot that shows the fault, as code
+        ttype: Tensor type; None for the tensor type of the series
+        pname: Name of a parameter, if `where` is the path of a module
+        stands: True if the finding is never shown as a consequence of another finding
+        confidence: 0 to 1: how sure the rule is, see `confidence_from`. 1 for an exact fact
+        source: Paper or document that the threshold comes from
+        **evidence: The numbers in `text`, by name
+    """
     key = (where, ttype, pname) if isinstance(where, str) else (where.path, ttype or where.ttype, where.pname)
     return dict(severity=severity, rule=None, path=key[0], ttype=key[1], pname=key[2],
         first_step=int(first_step), last_step=int(first_step if last_step is None else last_step),
@@ -85,10 +101,10 @@ def confidence_from(value, threshold, share=1., against=0):
     """Return the confidence in a finding: 0.5 for a value at its threshold, 0.95 for one that is 10 times beyond, in either direction.
 
     share: fraction of the steps or tensors that show the fault; half of the confidence depends on it
-    against: number of facts that contradict the fault, such as a loss that falls. Each halves the confidence"""
+    against: number of facts that contradict the fault, such as a loss that falls. Each takes 30% of the confidence"""
     near = min(abs(value/threshold), abs(threshold/value)) if value and threshold else 0. # 1 at the threshold, 0 far beyond
     if near!=near: return .5 # the value is NaN
-    return float((1-near/2)*(.5+.5*min(max(share, 0), 1))*.5**int(against))
+    return float((1-near/2)*(.5+.5*min(max(share, 0), 1))*.7**int(against))
 
 low_confidence = .5 # a report calls a fault 'possible' if the confidence is lower
 

@@ -76,7 +76,7 @@ def find_vanished_later(h, gs, over_time, many=.7):
         advice="An activation has saturated or died: plot the activations around this step with overview(run, ttype='output').")
 
 # %% ../../nbs/55_health/35_gradients.ipynb #ca03e71d
-@rule(severity='error', needs='weight_grad',
+@rule(severity='error', needs='weight_grad', stats='rms',
     after=('dead_units', 'saturated', 'poor_scale', 'equal_units', 'not_trained', 'update_too_large', 'weights_decay'))
 def vanishing_gradient(h, depth=1e-5, over_time=1e-6, least=4):
     """Gradients that vanish on their way back through the layers, or during the training
@@ -198,7 +198,7 @@ def find_endless_growth(h, gs, steps, norm, jump):
         advice="Lower the learning rate by a factor of 10, or clip the gradients (clip_grad_norm_).")
 
 # %% ../../nbs/55_health/35_gradients.ipynb #bb787dfd
-@rule(severity='error', needs='weight_grad', after=('poor_scale', 'poor_input_scale', 'update_too_large', 'gradients_add_up', 'loss_spike', 'gradient_spike'))
+@rule(severity='error', needs='weight_grad', stats='rms', after=('poor_scale', 'poor_input_scale', 'update_too_large', 'gradients_add_up', 'loss_spike', 'gradient_spike'))
 def exploding_gradient(h, jump=1000., depth=1e4, huge=1e3, steep=100.):
     """Gradients that grow from layer to layer or from step to step, and harm the loss
 
@@ -253,7 +253,7 @@ def find_common_spike(h, gs, times):
         return
 
 # %% ../../nbs/55_health/35_gradients.ipynb #9b6396f2
-@rule(severity='warning', needs='weight_grad', after=('not_finite', 'update_too_large'))
+@rule(severity='warning', needs='weight_grad', stats='rms', after=('not_finite', 'update_too_large'))
 def gradient_spike(h, alone=50., times=100., all_of_them=1000.):
     """A single step in which a gradient is far from its usual size
 
@@ -302,7 +302,7 @@ def has_each_step(h, gs, first):
     return not any((np.diff(s.steps[:first])!=s.steps[1]-s.steps[0]).any() for s in gs.values()) and np.diff(h.steps[:first]).max(initial=1)<=1
 
 # %% ../../nbs/55_health/35_gradients.ipynb #1463e70e
-@rule(severity='error', needs='weight_grad', after=('not_trained',))
+@rule(severity='error', needs='weight_grad', stats='rms', after=('not_trained',))
 def gradients_add_up(h, first=6, many=.4):
     """Gradients that are never set to zero: each step adds its gradients to the earlier ones
 

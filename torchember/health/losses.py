@@ -66,7 +66,8 @@ def diverging(h, times=3., largest=10.):
 def share_along_gradient(s, w, least):
     """Return the fraction of the steps in which the mean of a weight `w` changes in the direction of the mean of its gradient `s`.
     Gradient descent goes the other way. Return None if fewer than `least` steps show the direction."""
-    at = np.intersect1d(np.intersect1d(s.steps, w.steps[:-1]), w.steps[1:]-1)
+    at = w.steps[:-1][np.diff(w.steps)==1] # steps with a row of the weight in the next step, too
+    at = at[np.isin(at, s.steps)]
     if len(at)<least: return None
     i,j = np.searchsorted(w.steps, at),np.searchsorted(s.steps, at)
     moved,grad = w['mean'][i+1]-w['mean'][i],s['mean'][j]
@@ -141,7 +142,7 @@ def loss_below(h, times=5.):
 def gives_probabilities(s):
     "Return True if a tensor holds probabilities: its rows add up to 1."
     if s is None or s.shape is None or len(s.shape)!=2 or not 2<s.shape[-1]<10_000 or 'mean' not in s or len(s)<5: return False
-    return bool((abs(s['mean']*s.shape[-1]-1)<1e-3).all() and not np.nanmin(s['min'])<0)
+    return bool((abs(s['mean']*s.shape[-1]-1)<1e-3).all() and not (s['min']<0).any())
 
 def find_double_softmax(h, p):
     """Return a finding if softmax is applied twice, else None.
@@ -162,7 +163,7 @@ def find_relu_logits(h, p):
     "Return a finding if a ReLU follows the logits, because they are never below zero, else None. `p`: a `LossProgress`."
     for path in dict.fromkeys(['', *h.graph.last_modules]):
         s = h.outputs.get(path)
-        if s is None or s.shape is None or len(s.shape)!=2 or s.shape[-1]<3 or 'min' not in s or len(s)<20 or gives_probabilities(s): continue
+        if s is None or s.shape is None or len(s.shape)!=2 or s.shape[-1]<3 or not ('min' in s and 'mean' in s) or len(s)<20 or gives_probabilities(s): continue
         guess = math.log(s.shape[-1])
         if not (s['min']==0).all() or not (s['max']>0).any() or abs(p.values[0]-guess)>.3*guess: continue
         return finding(path, f"The logits of {s.title} are never below zero, and the loss is a cross-entropy "
@@ -275,7 +276,7 @@ def held_out_losses(h):
     return [n for n in h.logged if any(w in n.name.lower() for w in ('val', 'test', 'eval')) and 'loss' in n.name.lower() and len(n)>=4]
 
 # %% ../../nbs/55_health/45_losses.ipynb #97e4d3bf
-@rule(severity='info', needs='input')
+@rule(severity='info', needs='input', stats='mean')
 def same_data(h, least=8):
     """One batch that is repeated in each step, or data with a single value
 

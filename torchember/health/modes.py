@@ -123,7 +123,7 @@ def compare_evaluation(h, out, away, least):
         confidence=confidence_from(gap[0], away if gap[0]>1 else 1/away))
 
 # %% ../../nbs/55_health/42_modes.ipynb #2570d7a3
-@rule(severity='warning', needs='output', after=('update_too_large', 'not_finite'))
+@rule(severity='warning', needs='output', stats=('mean', 'rms'), after=('update_too_large', 'not_finite'))
 def batch_norm(h, away=4., least=30):
     """Batch normalization that does not normalize, or whose running statistics do not fit the batches, so that the model differs in evaluation
 
@@ -167,7 +167,7 @@ def compare_with_training(h, s, away):
     return (gap := compare_sizes(s, tr, late, away)) and (s, *gap)
 
 # %% ../../nbs/55_health/42_modes.ipynb #b086b49b
-@rule(severity='warning', needs='output', after=('batch_norm', 'update_too_large', 'not_finite'))
+@rule(severity='warning', needs='output', stats='rms', after=('batch_norm', 'update_too_large', 'not_finite'))
 def train_eval(h, away=3.):
     """A model whose values differ between training and evaluation: other data, or a Dropout or normalization that behaves differently
 

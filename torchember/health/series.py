@@ -29,6 +29,12 @@ def elements_of_row(shape):
     "Return the number of elements of a tensor from its shape, or NaN if the shape is unknown."
     return math.prod(shape) if isinstance(shape, list|tuple) else math.nan
 
+def count_elements(shapes):
+    "Return the number of elements of each tensor. A run has many rows and few shapes, so a cache is fast."
+    of_shape = cache(elements_of_row)
+    try: return np.fromiter(map(of_shape, shapes), float, len(shapes)) # a table has tuples
+    except TypeError: return np.fromiter((of_shape(as_tuple(s)) for s in shapes), float, len(shapes)) # lists and arrays are no keys of a cache
+
 def as_tuple(shape): return tuple(shape) if isinstance(shape, list|tuple|np.ndarray) else None
 
 # %% ../../nbs/55_health/06_series.ipynb #db7397b4
@@ -69,9 +75,8 @@ class SeriesColumns:
     @cached_property
     def sizes(self):
         "Number of elements of each row's tensor, from the column `numel` or the shape. NaN if both are missing."
-        of_shape = cache(elements_of_row) # a run has many rows and few shapes, so a cache is faster
         n = self.column('numel')
-        return np.where(np.isnan(n), np.array([of_shape(as_tuple(s)) for s in self.shapes], float), n)
+        return np.where(np.isnan(n), count_elements(self.shapes), n) if np.isnan(n).any() else n
 
 # %% ../../nbs/55_health/06_series.ipynb #7c41d2ea
 # rows that differ in one of these columns belong to different series
@@ -129,14 +134,21 @@ class Series:
         n = self.rows.sizes[self.at]
         # torch divides by n-1, so the standard deviation of one value is missing
         unbiased = np.where(n>1, (n-1)/np.where(n>1, n, 1), np.isnan(n)*1.)
+        # without a recorded standard deviation, only the rms of a single value is known
+        std = np.nan_to_num(self['std']) if 'std' in self else np.where(n==1, 0, np.nan)
         # hypot instead of a sum of squares, because the square of 1e300 overflows
-        made = np.hypot(self['mean'], np.nan_to_num(self['std'])*np.sqrt(unbiased))
+        made = np.hypot(self['mean'], std*np.sqrt(unbiased))
         return np.where(np.isnan(self['rms']), made, self['rms']) if 'rms' in self else made
 
     @cached_property
     def abs_max(self):
         "Largest absolute value in each step."
         return self['abs_max'] if 'abs_max' in self else np.maximum(abs(self['max']), abs(self['min']))
+
+    @cached_property
+    def constant(self):
+        "Mask of the steps in which all values of the tensor were equal, as maximum and minimum show, or else the standard deviation."
+        return self['max']==self['min'] if 'max' in self and 'min' in self else self['std']==0
 
     @cached_property
     def zero(self):

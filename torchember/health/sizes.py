@@ -79,7 +79,7 @@ def report_larger_steps(h, moves, late, limit):
         advice="Clip the gradients (torch.nn.utils.clip_grad_norm_), lower the learning rate, or check the batch of this step.")
 
 # %% ../../nbs/55_health/30_sizes.ipynb #e63dddfe
-@rule(severity='error', needs=('weight', 'weight_grad'), after=('poor_input_scale',))
+@rule(severity='error', needs=('weight', 'weight_grad'), stats=('rms', 'std'), after=('poor_input_scale',))
 def update_too_large(h, ratio=.3, growth=10., many=.34):
     """Updates as large as the weights: one step overwrites what was learned
 
@@ -191,7 +191,7 @@ def find_slow_group(h, moves, usual, ratio):
         confidence=confidence_from(usual[k], min(ratio/10, largest*1e-3)), ratio=usual[k], usual=largest, weights=list_names([moves[k].s.label for k in slow]))
 
 # %% ../../nbs/55_health/30_sizes.ipynb #21e17a7e
-@rule(severity='warning', needs=('weight', 'weight_grad'), after=('not_trained', 'vanishing_gradient', 'dead_units', 'scaler_skips', 'not_finite'))
+@rule(severity='warning', needs=('weight', 'weight_grad'), stats=('rms', 'std'), after=('not_trained', 'vanishing_gradient', 'dead_units', 'scaler_skips', 'not_finite'))
 def update_too_small(h, ratio=1e-5, drop=1e-3, least=20, many=.8):
     """Updates that hardly change a weight: a learning rate that is too small, or a schedule that ends before the loss has fallen
 
@@ -314,7 +314,7 @@ def report_tiny_start(h, tiny, limit):
         confidence=confidence_from(s.scaled, limit, against=h.progress.is_good))
 
 # %% ../../nbs/55_health/30_sizes.ipynb #ade09c25
-@rule(severity='warning', needs=('input', 'output', 'weight'))
+@rule(severity='warning', needs=('input', 'output', 'weight'), stats='rms')
 def poor_scale(h, away=5., least=.012, growth=200., embedded=8.):
     """Initial weights with which a signal explodes or vanishes
 
@@ -373,7 +373,7 @@ def report_not_centred(s, size, spread, limit):
         advice="Subtract the mean of the training set: x-mean.")
 
 # %% ../../nbs/55_health/30_sizes.ipynb #09b0ca7b
-@rule(severity='warning', needs='input')
+@rule(severity='warning', needs='input', stats='rms')
 def poor_input_scale(h, large=30., much=300., offset=20., least=10):
     """Data that are not normalized: the input of the first layer is far from 1, and its gradients are larger than all others by the same factor
 
@@ -395,7 +395,7 @@ def poor_input_scale(h, large=30., much=300., offset=20., least=10):
 # %% ../../nbs/55_health/30_sizes.ipynb #23571116
 def starts_equal(h, k, w):
     "Return True if all elements of a weight with several units are equal in the first step. `k`: (path, pname) of the weight `w`."
-    if not h.is_matrix(k, w) or w.shape is None or w.shape[0]<2 or 'max' not in w or w.steps[0]!=h.steps[0] or w['max'][0]!=w['min'][0]: return False
+    if not h.is_matrix(k, w) or w.shape is None or w.shape[0]<2 or w.steps[0]!=h.steps[0] or not w.constant[0] or not ('max' in w or 'mean' in w): return False
     return is_linear(w.kind) or 'Embedding' in w.kind or w.kind in recurrent or 'weight' in (k[1] or '') and len(w.shape)==2
 
 def is_frozen(h, k): return any((p['path'], p['name'])==k and p['requires_grad'] is False for p in h.parameters)
@@ -410,14 +410,14 @@ def consequence_phrase(h, k):
     return ", get equal gradients, and stay one unit" if starts_equal(h, later[0], h.weights[later[0]]) else ", and only later weights distinguish them"
 
 # %% ../../nbs/55_health/30_sizes.ipynb #1370bcce
-@rule(severity='error', needs='weight')
+@rule(severity='error', needs='weight', stats='max')
 def equal_units(h, least=5):
     """Weights of a layer that are all equal: its units have equal outputs, and stay equal forever if the next weights are equal, too
 
     least: least number of steps in which a weight is zero"""
     for k,w in h.weights.items() if len(h.steps) else ():
         if not starts_equal(h, k, w) or is_frozen(h, k): continue
-        value,same,last = float(w['max'][0]),w['max']==w['min'],not later_weights(h, k)
+        value,same,last = float(w['max' if 'max' in w else 'mean'][0]),w.constant,not later_weights(h, k)
         if value==0 and (last or not same.all() or len(w)<least or k not in h.grads): continue
         until = int(w.steps[same][-1])
         why = f", and stay zero up to step {until}: no signal and no gradient passes." if value==0 else f": its units are equal{consequence_phrase(h, k)}."
@@ -435,7 +435,7 @@ def shrinks_away(w, left):
     return w.rms[low]/w.rms[0]<left and falls_steadily(w.rms[:low+1]) and w.rms[-1]<.3*w.rms[0]
 
 # %% ../../nbs/55_health/30_sizes.ipynb #ac894f0c
-@rule(severity='error', needs='weight', after=('update_too_large',))
+@rule(severity='error', needs='weight', stats='rms', after=('update_too_large',))
 def weights_decay(h, left=.15, many=.6):
     """Weights that shrink to nothing: the weight decay removes more than the training learns
 

@@ -255,7 +255,7 @@ def find_lost_steps(h, few):
         "Stochastic rounding also helps.")
 
 # %% ../../nbs/55_health/20_values.ipynb #88f85987
-@rule(severity='warning', needs='weight_grad', after=('dead_units', 'not_finite'))
+@rule(severity='warning', needs='weight_grad', stats='abs_max', after=('dead_units', 'not_finite'))
 def underflow(h, share=.9, many=.5, few=.15):
     """Gradients that their dtype rounds to zero, or updates that are smaller than the last digit of the weight.
     float16 has no numbers below 6e-8, and few digits below 6e-5. bfloat16 has two digits
@@ -267,7 +267,7 @@ def underflow(h, share=.9, many=.5, few=.15):
     if one: yield one
 
 # %% ../../nbs/55_health/20_values.ipynb #f2d59cae
-@rule(severity='warning', needs='output')
+@rule(severity='warning', needs='output', stats='abs_max')
 def overflow(h, share=.25):
     """Activations close to the largest number of their dtype: values four times as large would be infinite
 
