@@ -21,6 +21,7 @@ from .capture.forward import arm, armed_by, disarm, states_of
 from .capture.tree import tracks, tree_dict, unwrap
 from .ground.choose import chosen, schedule
 from .measure.columns import stat_names
+from .measure.stats import get_stats
 from .recorder.plan import Plan, plan_of
 from .capture.private_torch import warn_missing
 from .capture.ranks import Ranks
@@ -29,12 +30,14 @@ from .ground.record import SCHEMA, check_ttypes
 from .processes.module_names import paths_in
 from .processes.whole_steps import WholeSteps
 from .recorder.process import release_run, open_recorders, rank_and_size, shared_name, store_for, weak_source
+from .recorder.parameters import every_parameter
 from .recorder.recorder import Recorder, Settings, recorded
 from .recorder.recovery import take_in
 from .recorder.row import watch_first_bad
 from .health.diagnose import choose_rules
 from .health.locate import Located, locate
 from .health.diff import assert_same_run
+from .health.first_step import check_step, no_step
 from .health.watch import RuleWatch, check_on_finding
 from .sinks.feed import Feed, sinks_of
 from .store.base import folder, now, user
@@ -212,6 +215,27 @@ def watched_modules(tracks, include, exclude):
     pairs = [(p, t.module) for t in tracks for p in (t.path, *t.aliases)]
     return chosen(pairs, include, exclude)
 
+# %% ../nbs/57_ember.ipynb #c4a1e57b
+def last_finished_step(recorder):
+    "Return the number of the last finished step, or None. Without an optimizer, an open step counts, because only the next pass ends it."
+    steps = recorder.steps
+    is_over = recorder.tally.steps>0 or recorder.watch is None and steps.opened
+    return None if not is_over else steps.number if recorder.watch is None and not steps.manual and steps.opened else steps.number-1
+
+def weight_reader(root):
+    """Return a function of path, name and statistics that returns the current statistics of a parameter, or None.
+
+    root: `moduleTrack` of the model"""
+    found = {key: p for p,_,names in every_parameter(root) for key in names}
+    def read(path, name, stats):
+        p = found.get((path, name))
+        # a shard of a DTensor is not the whole weight, which was recorded
+        if p is None or not p.requires_grad or hasattr(p, 'placements'): return None
+        try: return get_stats(p.detach(), stats)
+        except Exception: return None # such as a dtype that cannot be measured
+    return read
+
+
 # %% ../nbs/57_ember.ipynb #111be30d
 class ArmedModel(RecordedRun):
     "Recorded run with its model. The model can be armed and disarmed."
@@ -309,6 +333,26 @@ class ArmedModel(RecordedRun):
                 disarm(self.tracks, r.events)
                 r.sources.armed([])
 
+    def check_step(self,
+        rules='default', # As for `diagnose`
+        steps:int=8 # Largest number of steps to check, from the first one on
+    ): # `StepChecks`, a DataFrame that prints as a table
+        """Check the first steps: parameters, optimizer, loss, gradients and updates. To be called after a step. Runs nothing of the model.
+
+        Args:
+            rules: As for `diagnose`
+            steps: Largest number of steps to check, from the first one on
+
+        Returns:
+            `StepChecks`, a DataFrame that prints as a table
+        """
+        r = self.recorder
+        finished = last_finished_step(r)
+        if finished is None: raise RuntimeError(no_step)
+        # several optimizers may train the model, and torchEmber may not have been given all of them
+        with r.lock: r.sources.note_parameters(search=True)
+        return check_step(self, rules, steps=steps, current=weight_reader(self.tracks[0]), finished=finished)
+
     def locate(self,
         step_fn # Function that runs one step, starting from the state before this step. See `torchember.locate`
     ) -> Located:
@@ -373,7 +417,7 @@ class torchEmber(ArmedModel):
     Args:
         model: The model. It may be wrapped by `torch.compile` or `DistributedDataParallel`
         optimizer: Optimizer, or list of optimizers. A training step is over when all of them have stepped
-        ttypes: Tensor types; also 'output_grad', 'input_grad', 'unclipped_grad', 'optimizer', 'update', 'buffer'
+        ttypes: Tensor types; also 'output_grad', 'input_grad', 'optimizer' and others
         include: Modules to record: arguments of `select`, such as 'features.*' or nn.Linear; all by default
         exclude: Modules to leave out: arguments of `select`
         every: Steps to record: one step in 10, a time such as '60s', 'linear(5, 2)', log_spaced(5), or a function of the step. See `schedule`
@@ -400,7 +444,7 @@ class torchEmber(ArmedModel):
         model:nn.Module, # The model. It may be wrapped by `torch.compile` or `DistributedDataParallel`
         optimizer=None, # Optimizer, or list of optimizers. A training step is over when all of them have stepped
         *,
-        ttypes=('input', 'output', 'weight', 'weight_grad'), # Tensor types; also 'output_grad', 'input_grad', 'unclipped_grad', 'optimizer', 'update', 'buffer'
+        ttypes=('input', 'output', 'weight', 'weight_grad', 'prediction', 'target'), # Tensor types; also 'output_grad', 'input_grad', 'optimizer' and others
         include=None, # Modules to record: arguments of `select`, such as 'features.*' or nn.Linear; all by default
         exclude=None, # Modules to leave out: arguments of `select`
         every=1, # Steps to record: one step in 10, a time such as '60s', 'linear(5, 2)', log_spaced(5), or a function of the step. See `schedule`

@@ -67,10 +67,11 @@ def options_in(words, prog='torchember run', usage=None) -> dict: # words: such 
 # %% ../nbs/92_run.ipynb #a203b184
 usage = 'torchember run [options] [--] PROGRAM [arguments of the program], or torchember run [options] -m MODULE [its arguments]'
 
-def split_arguments(argv) -> tuple: # options; True for `-m MODULE`; the program and its arguments
-    "Split the arguments of `torchember run` into options of torchember, and the program with its own arguments."
+def split_arguments(argv, flags=()) -> tuple: # options; True for `-m MODULE`; the program and its arguments
+    "Split the arguments of `torchember run` into options of torchember, and the program with its own arguments. flags: options without a value."
     i = 0
-    while i<len(argv) and argv[i].startswith('-') and argv[i] not in ('--', '-m', '-h', '--help'): i += 1 if '=' in argv[i] else 2
+    while i<len(argv) and argv[i].startswith('-') and argv[i] not in ('--', '-m', '-h', '--help'):
+        i += 1 if '=' in argv[i] or argv[i] in flags else 2
     words,rest = argv[:i],argv[i:]
     if rest[:1]==['--']: rest = rest[1:]
     module = rest[:1]==['-m']
@@ -178,16 +179,23 @@ def run_source(program, recording, is_module):
         else: recording.end(failed)
     return 0
 
+# %% ../nbs/92_run.ipynb #5b0c7d21
+def load_program(program, is_module, command='torchember run'):
+    """Return the `Program` of a command line, and set `sys.argv` to its words. Print a message and return None if it cannot be found.
+
+    program: the program and its arguments
+    command: name for the message"""
+    try:
+        if is_module and not sys.flags.safe_path: sys.path[0] = os.getcwd() # where `find_spec` looks first
+        found,sys.argv = (as_module if is_module else as_script)(program[0]),program
+        return found
+    except (OSError, ImportError) as e: print(f"{command}: cannot run {printable(program[0])}: {printable(e)}", file=sys.stderr)
+
 # %% ../nbs/92_run.ipynb #7175f6d8
 def run_command(argv) -> int: # exit code: 0 if the program ended without an exception, 2 if it cannot be found
     "Run a program, and record the models it trains. Exceptions of the program are raised, also SystemExit."
     words,is_module,program = split_arguments(argv)
     options = options_in(words, usage=usage)
     if not program: options_parser('torchember run', usage).error('the program is missing')
-    try:
-        if is_module and not sys.flags.safe_path: sys.path[0] = os.getcwd() # where `find_spec` looks first
-        found,sys.argv = (as_module if is_module else as_script)(program[0]),program
-    except (OSError, ImportError) as e:
-        print(f"torchember run: cannot run {printable(program[0])}: {printable(e)}", file=sys.stderr)
-        return 2
-    return run_source(found, Recording(options), is_module)
+    found = load_program(program, is_module)
+    return 2 if found is None else run_source(found, Recording(options), is_module)

@@ -10,11 +10,11 @@ __all__ = ['newest', 'missing', 'count_dispatch_modes', 'count_function_modes', 
            'Arguments', 'is_tracing', 'hooks_in_graphs', 'norm_clipper', 'private', 'noting_failure', 'warn_missing',
            'recomputes', 'recomputing', 'function_call_in', 'function_context_in', 'running_frames', 'enclosing_call',
            'in_training_function', 'is_same_call', 'is_metadata_pass', 'is_trace_check', 'is_graph', 'calling_module',
-           'call_after_backward', 'leaves_below', 'writes_gradients', 'node_number', 'is_engine_code',
-           'operation_arguments', 'is_dynamo_frame', 'never_compile', 'warn_no_hooks', 'thread_token', 'never_merge',
-           'keep_in_order', 'has_step_hooks', 'loss_scale', 'is_unscaled', 'has_unscaled', 'shared_store', 'fsdp_of',
-           'group_between_shards', 'may_free_parameters', 'is_fsdp', 'running_ddp', 'pipeline_stages',
-           'lists_parameters_as_torch', 'hook_callers']
+           'call_after_backward', 'leaves_below', 'writes_gradients', 'node_number', 'is_engine_code', 'node_word',
+           'saved', 'is_freed', 'node_shape', 'operation_arguments', 'is_dynamo_frame', 'never_compile',
+           'warn_no_hooks', 'thread_token', 'never_merge', 'keep_in_order', 'has_step_hooks', 'loss_scale',
+           'is_unscaled', 'has_unscaled', 'shared_store', 'fsdp_of', 'group_between_shards', 'may_free_parameters',
+           'is_fsdp', 'running_ddp', 'pipeline_stages', 'lists_parameters_as_torch', 'hook_callers']
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch02
 import functools, gc, inspect, sys, weakref
@@ -221,6 +221,36 @@ def node_number(node):
 def is_engine_code(code):
     "Return True if a code object runs the backward of torch."
     return engine is not None and code is engine.__code__
+
+# %% ../../nbs/10_capture/05_private_torch.ipynb #d2d017bf
+def node_word(node) -> str:
+    "Return the name of the operation of an autograd node: 'MseLoss' for a `MseLossBackward0`. These names are private, in all versions of torch."
+    return type(node).__name__.partition('Backward')[0]
+
+def saved(node, name):
+    """Return what an autograd node saved under a name, such as 'target': a tensor without a graph, or another value. None if it is missing or freed.
+
+    A tensor is not unpacked if it was packed by hooks, because then unpacking may compute a forward again, as in checkpoints."""
+    raw = getattr(node, f'_raw_saved_{name}', None) # exists in torch 1.9 and later, its `unpack_hook` in torch 2.8 and later
+    if getattr(raw, 'unpack_hook', None) is not None: return None
+    try: value = getattr(node, f'_saved_{name}', None)
+    except RuntimeError: return None # the backward has freed the tensor, or the tensor was changed in place
+    if isinstance(value, torch.Tensor): return value.detach()
+    return value-2**64 if isinstance(value, int) and value>=2**63 else value # negative numbers are shown as unsigned numbers
+
+def is_freed(node) -> bool:
+    "Return True if a backward has freed the tensors of an autograd node."
+    for name in [n.removeprefix('_raw_saved_') for n in dir(node) if n.startswith('_raw_saved_')]:
+        if getattr(getattr(node, f'_raw_saved_{name}'), 'unpack_hook', None) is not None: continue
+        try: getattr(node, f'_saved_{name}')
+        except RuntimeError: return True
+    return False
+
+def node_shape(node) -> tuple|None:
+    "Return the shape of the result of an autograd node, from its `_input_metadata` (torch 2.1 and later). None if it is unknown."
+    known = getattr(node, '_input_metadata', None)
+    try: return tuple(int(n) for n in known[0].shape) if known else None
+    except (AttributeError, RuntimeError, TypeError, ValueError): return None
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #8c0a7e05
 # Base class of modes that intercept each operation, in torch 2.0 and later

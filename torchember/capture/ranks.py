@@ -104,7 +104,7 @@ def find_pipeline(model, axes):
 
 # %% ../../nbs/10_capture/45_ranks.ipynb #a37a8197
 # tensor types whose first dimension is the batch, so that each data-parallel rank has only its share
-batch_types = 'input', 'output', 'input_grad', 'output_grad'
+batch_types = 'input', 'output', 'input_grad', 'output_grad', 'prediction', 'target'
 # tensor types that are gradients of the loss of this rank's share of the batch
 scaled_types = 'input_grad', 'output_grad'
 

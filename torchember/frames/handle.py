@@ -26,7 +26,7 @@ from torchember.store.log import flush_logs
 from torchember.store.log_file import JsonLines, last_step_in_block
 from torchember.store.older import is_older, older_blocks
 from torchember.store.losses import read_losses
-from torchember.store.parameters import read_parameters
+from torchember.store.parameters import read_modes, read_parameters
 from torchember.store.parts import shared_files
 from torchember.store.table import tree_in
 
@@ -217,6 +217,13 @@ class Run:
         known = [read_losses(log.t) for log in self.logs.values() if log.t is not None]
         return next(filter(None, known), [])
 
+    def facts(self):
+        "Return facts about the training from the metadata, such as the state of autocast, as a dict. Of several ranks, those of the lowest."
+        found = self.metadata('parameters')
+        facts = found[min(found, key=lambda r: -1 if r is None else r)].get('facts') if found else None
+        modes = next((found for log in self.logs.values() if log.t is not None and (found := read_modes(log.t))), {})
+        return (facts if isinstance(facts, dict) else {}) | {'modes': modes}
+
     def structure(self):
         "Return the tree of modules of the model. Return None if it is missing or cannot be read."
         if self.is_ranked: return merge_trees(self.metadata('structure'), self.whole_model_paths())
@@ -252,6 +259,7 @@ class Run:
         df = concat_tables([rows, add_rank_to_findings(df[is_finding])]) if is_finding.any() else rows
         for m in (*messages, *more): warn(f"{printable(self.name)}: {m}")
         if messages or more: df.attrs['said'] = [*messages, *more]
+        if rows.attrs.get('replicas'): df.attrs['replicas'] = rows.attrs['replicas']
         return self.select(df, choice)
 
     def select(self, df, choice):

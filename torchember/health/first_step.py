@@ -28,7 +28,7 @@ from .finding import finding, finite_max, fmt, median, severities
 from .history import find_changes
 from .moves import RelativeUpdates
 from .rules import Rule, known_rules
-from .sizes import adjust_small_weights, learning_rates
+from .sizes import adjust_small_weights
 from .values import half_digit
 from .wiring import ParameterStates
 from ..measure.summary import derived
@@ -126,7 +126,7 @@ def changed_weights(h):
 
 def why_not_moved(h):
     "Return the reason why it is unknown whether the step changed the weights; '' if this is known."
-    rates = [v for n in learning_rates(h) for v in n.values]
+    rates = [v for n in h.rates for v in n.values]
     if rates and not any(rates) and len(finished_steps(h))==1:
         return f"the learning rate is 0 in {steps_phrase(h)}, as at the start of a warm-up: check more steps"
     if h.weights and all(w.skipped.all() for w in h.weights.values()): return "the loss scaler skipped the step: check more steps"

@@ -12,7 +12,6 @@ import numpy as np
 from .finding import finding, fmt, list_names, plain_median
 from .moves import RelativeUpdates
 from .rules import rule
-from .sizes import learning_rates
 
 # %% ../../nbs/55_health/46_returns.ipynb #7dc8ba89
 class Jumps:
@@ -62,7 +61,7 @@ def lost_progress(h, step, stays=3):
 
 def find_replaced(h, times, largest, least):
     "Return a dict: step -> {(path, pname) of a replaced weight: (relative change, usual change)}. Arguments as in `resumed`."
-    found,rates = {},learning_rates(h)
+    found,rates = {},h.rates
     for k,w in h.weights.items():
         if (k not in h.grads and k not in h.updates) or len(w)<8 or not h.is_matrix(k, w): continue
         for i,sizes in Jumps(w, h.grads.get(k), rates).find(times, largest, least).items():

@@ -10,7 +10,6 @@ import numpy as np
 
 from .finding import finding, fmt, plain_median
 from .rules import rule
-from .sizes import learning_rates
 
 # %% ../../nbs/55_health/49_schedules.ipynb #71305e09
 def find_minima(v, low):
@@ -33,7 +32,7 @@ def schedule(h, times=2, low=.01):
 
     times: least number of times at which the learning rate is near zero and rises again
     low: fraction of the largest learning rate that is near zero"""
-    for n in learning_rates(h):
+    for n in h.rates:
         if len(n)<12 or not np.isfinite(n.values).all(): continue
         v = as_each_step(n, h.steps[h.steps>=n.steps[0]])
         at = find_minima(v, low)

@@ -70,8 +70,14 @@ class EmberCallback(RecordingCallback, Tracker):
         "Patch the methods of an Accelerator that prepare models and loaders, load checkpoints, and end the training."
         self.accelerator = accelerator
         accelerator.register_load_state_pre_hook(self.note_loading)
-        for name,call in (('prepare_model', self.patch_forward), ('prepare_data_loader', self.count_epochs), ('end_training', self.end_training)):
+        for name,call in (('prepare_model', self.patch_forward), ('prepare_data_loader', self.count_epochs), ('end_training', self.end_training),
+            ('backward', self.run_backward)):
             MethodPatch(accelerator, name, call)
+
+    def run_backward(self, run, loss, **kwargs):
+        "Record predictions and targets of a loss, and run its backward."
+        self.recording.note_loss(loss)
+        return run(loss, **kwargs)
 
     def note_loading(self, models, folder):
         "Store that a checkpoint is loaded."

@@ -75,6 +75,10 @@ class EmberCallback(RecordingCallback, Callback):
         self.recording.has_new_step()
         self.last_record = getattr(learn, 'final_record', None)
 
+    def after_loss(self):
+        "Record predictions and targets of the loss of a training batch."
+        if self.learn.training and not self.is_separate: self.recording.note_loss(getattr(self.learn, 'loss_grad', None))
+
     def after_cancel_step(self):
         "End the step as skipped, if mixed precision skipped the step of the optimizer."
         skipped = any(getattr(cb, 'skipped', False) for cb in self.learn.cbs if isinstance(cb, library.MixedPrecision))

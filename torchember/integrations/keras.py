@@ -99,10 +99,13 @@ class EqualsEverything:
 # %% ../../nbs/90_integrations/60_keras.ipynb #5a1d0ac2
 class LastBatchValue:
     "Records the last value added to the running mean of a loss."
-    def __init__(self, metric): self.name,self.latest,self.patch = metric.name,None,MethodPatch(metric, 'update_state', self.update)
+    def __init__(self, metric, notify=None): # notify: called with the loss before the backward
+        self.name,self.latest,self.notify = metric.name,None,notify
+        self.patch = MethodPatch(metric, 'update_state', self.update)
 
     def update(self, run, values, sample_weight=None):
         "Store the loss of a batch, and call the replaced `update_state` to add it to the running mean."
+        if self.notify is not None: self.notify(values)
         self.latest = values.detach() if isinstance(values, torch.Tensor) else values,sample_weight
         return run(values, sample_weight)
 
@@ -164,12 +167,13 @@ def scaler_for(optimizer):
 # %% ../../nbs/90_integrations/60_keras.ipynb #5a1d0ac5
 class BatchScalars:
     "Scalars of a batch: the learning rate, and the logs of Keras. The running mean of a loss is replaced by the batch's loss."
-    def __init__(self): self.values,self.rate = {},None # values: a `LastBatchValue` for each loss metric, by id
+    def __init__(self, notify=None): # notify: called with each loss before the backward
+        self.values,self.rate,self.notify = {},None,notify # values: id of a loss metric -> `LastBatchValue`
 
     def begin(self, model):
         "Prepare for a batch: patch new loss metrics, and copy the learning rate before Keras changes it."
         for m in model.metrics:
-            if type(m) is keras.metrics.Mean and id(m) not in self.values: self.values[id(m)] = LastBatchValue(m)
+            if type(m) is keras.metrics.Mean and id(m) not in self.values: self.values[id(m)] = LastBatchValue(m, self.notify)
         for v in self.values.values(): v.latest = None # drops losses of an evaluation between the batches
         rate = getattr(model.optimizer, 'learning_rate', None)
         rate = getattr(rate, 'value', rate)
@@ -201,7 +205,7 @@ class EmberCallback(RecordingCallback, keras.callbacks.Callback):
         require_torch_backend()
         self.recording,self.is_validating = TrainingRecorder('EmberCallback', **{'ends': 'step', **options}),False
         # next_steps: number of the next step of each model
-        self.epoch,self.scalars,self.next_steps = 0,BatchScalars(),WeakKeyDictionary()
+        self.epoch,self.scalars,self.next_steps = 0,BatchScalars(self.recording.note_loss),WeakKeyDictionary()
         self.optimizer = self.scaler = None # a `KerasOptimizer` and a `KerasScaler`, or None
 
     def on_train_begin(self, logs=None):

@@ -80,6 +80,10 @@ class EmberCallback(RecordingCallback, Callback):
         if self.te is None: self.begin(trainer)
         self.recording.resume()
 
+    def on_before_backward(self, trainer, pl_module, loss):
+        "Record predictions and targets of the loss."
+        self.recording.note_loss(loss)
+
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         "Store the learning rates of the step, because schedulers change them before the batch ends."
         self.learning_rates = learning_rates_of(trainer.optimizers)

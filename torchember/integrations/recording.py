@@ -132,6 +132,10 @@ class TrainingRecorder:
         "Record the logs of a trainer as scalars of the step just ended. Non-numeric values are ignored."
         if self.te is not None and (found := loggable_scalars(numbers, self.te.t.marked)): self.te.log(**found)
 
+    def note_loss(self, loss): # loss: tensor with its graph, before the backward
+        "Record predictions and targets of the loss that the trainer is about to minimize."
+        if self.te is not None: self.te.recorder.note_losses({'loss': loss})
+
     def claim(self, *names):
         "Reserve names for scalars of the trainer. Then torchember records no scalars with these names."
         if self.te is not None: self.te.recorder.writer.lines.scalars.claim(names)

@@ -52,8 +52,8 @@ class View:
     "Gives quantities access to a module: to its attributes, and to the tensors that were captured in the current step."
     def __init__(self, module, name=''): # module: stored as a weak reference; name: name of the module in messages
         self._real,self._name = weakref.ref(module),name or type(module).__name__
-        self._reduced,self._missing = {},{} # results by (ttype, reduction); reasons for missing tensors by ttype
-        # `Extension`s by the attribute that they set; loss scale by which gradients are divided
+        self._reduced,self._missing = {},{} # _reduced: results by (ttype, reduction); _missing: reasons for missing tensors by ttype
+        # each `Extension` by the attribute that it sets, and the loss scale by which gradients are divided
         self._extended,self._scale = {},None
 
     __class__ = property(lambda self: type(self._real()))

@@ -17,18 +17,18 @@ from ..recorder.gradients import Gradients
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #b9d07334
 def pass_rank(training, grad):
-    "Return a rank from 0 to 3, higher if a pass looks more like training: 3 in train() mode with gradients."
+    "Return a number from 0 to 3 that says how much a pass resembles training: 3 for train() mode with gradients."
     return 2*bool(grad)+bool(training)
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #28910dee
 class BestRank:
-    "Selects the passes of each step most similar to training, to ignore validation passes."
+    "Selects those passes of each step that are most similar to training (by `pass_rank`), to ignore validation passes."
     def __init__(self):
         # best rank in this step, best rank in the previous step, and best rank among the ignored passes of this step
         self.best = self.previous = self.ignored = -1
 
     def accepts(self, rank):
-        "Return True if a pass with this rank belongs to the training: no pass of this step has a better rank, and gradients are as before."
+        "Return True if a pass with this rank belongs to the training: no pass of this step has a better rank, and it has gradients as in the last step."
         if rank<self.best or rank<2<=self.previous:
             self.ignored = max(self.ignored, rank)
             return False
@@ -44,8 +44,8 @@ class BestRank:
 # %% ../../nbs/47_monitor/40_watching.ipynb #e69b5870
 class StepPredictor:
     "Predicts the step of the next pass, because `Monitor.track` gets the step number only after the pass."
-    patience = 1000 # after this many passes without a step, no tensors are captured until the next step
-    most_micro_batches = 64 # more passes than this in a step mean an epoch, not micro-batches
+    patience = 1000 # number of passes without a step after which no tensors are captured until the next step
+    most_micro_batches = 64 # a step with more passes than this is an epoch, not a step of micro-batches
     def __init__(self):
         self.last_step = self.stride = None # number of the last tracked step, and its distance to the step before
         self.passes,self.usual_passes = 0,1 # number of passes since the last step, and between the last two steps
@@ -79,7 +79,7 @@ class StepPredictor:
     def end_step(self, step):
         "Record the end of the step with this number."
         if self.last_step is not None:
-            # the prediction was wrong, so wait longer before the next one
+            # after a wrong prediction, the next prediction is made later
             if self.passes and self.step not in (None, step): self.needed_steps *= 4
             stride = step-self.last_step if step>self.last_step else None
             self.regular_steps = self.regular_steps+1 if stride==self.stride or not self.regular_steps else 0
@@ -92,7 +92,7 @@ class StepPredictor:
 # %% ../../nbs/47_monitor/40_watching.ipynb #6ddf5916
 class QuantityGroups:
     "Groups quantities by their schedule, to evaluate each schedule once in a step."
-    def __init__(self): self.groups = {} # for each schedule: (schedule, or None for all steps; set of its quantities)
+    def __init__(self): self.groups = {} # pairs (schedule, or None for all steps; set of its quantities) by schedule key
 
     def add(self, q):
         "Add a quantity to the group of its schedule."
@@ -104,7 +104,9 @@ class QuantityGroups:
 
     def due(self, step) -> frozenset:
         "Return the keys of the groups due at a step. If `step` is None (unknown), return all keys."
-        def may_be_due(schedule): return step is None or schedule is None or is_due_or_fails(schedule, step)
+        def may_be_due(schedule):
+            "Return True if a schedule selects the step, or if the step is unknown."
+            return step is None or schedule is None or is_due_or_fails(schedule, step)
         return frozenset(k for k,(schedule,_) in self.groups.items() if may_be_due(schedule))
 
     def quantities(self, keys):
@@ -153,14 +155,16 @@ class ModelPasses(Listener):
         self.begin_pass(self.rank)
         return True
 
-    def pass_ends(self, state, compiled): self.running = self.predictor.skipped = False
+    def pass_ends(self, state, compiled):
+        "End the running pass."
+        self.running = self.predictor.skipped = False
 
     def pass_fails(self, state):
         for w in self.watches: w.pass_failed()
 
     def rank_of_lone_call(self, graph):
         "Return the `pass_rank` of a module's call outside of the root's forward. All such calls of a step form one pass."
-        # the mode of the root, because the called module may be frozen in eval() mode
+        # the mode of the root is used, because the called module may be frozen in eval() mode
         training = self.root.module.training
         if not self.predictor.passes: self.begin_pass(3)
         return pass_rank(training, training if graph else torch.is_grad_enabled())
@@ -171,7 +175,7 @@ class ModelPasses(Listener):
         p.begin_pass(rank)
         if p.skipped: return
         if p.passes==p.usual_passes+p.patience+1:
-            # because training goes on without `track`, and captured tensors occupy memory
+            # tensors are removed, because training continues without `track`, and they occupy memory
             for w in self.watches: w.forget()
         due = frozenset() if p.is_early else self.groups.due(p.step)
         if due!=self.last_due:
@@ -254,10 +258,10 @@ def is_transformed(named):
 # %% ../../nbs/47_monitor/40_watching.ipynb #191e147f
 class Watch(Listener):
     "Listener for the calls of one module. It captures the tensors needed by the module's quantities."
-    running = 1 # so that a call of this module never begins a pass
+    running = 1 # constant 1, so that a call of this module never begins a pass
     on = wants_any = True
     rank = -1 # `pass_rank` of the running call
-    # quantities: created for `view`; passes: `ModelPasses` of the model
+    # quantities: quantities that were created for `view`; passes: `ModelPasses` of the model
     def __init__(self, track, quantities, view, passes):
         self.track,self.quantities,self.view,self.passes = track,quantities,view,passes
         self.captured,self.ranks = CapturedTensors(view, quantities, passes),BestRank()
@@ -268,13 +272,18 @@ class Watch(Listener):
 
     listens = property(lambda self: self.wants.inputs or self.wants.outputs)
 
-    def request_tensors(self, is_due): self.wants_any = self.captured.request(is_due)
+    def request_tensors(self, is_due):
+        "Request the tensors of those quantities that are due in the next pass."
+        self.wants_any = self.captured.request(is_due)
 
     def pass_begins(self, state, grad=None): return False
 
-    def call_begins(self, state, inputs, compiled=False): return self.capture_call('input', state, inputs, compiled, True)
+    def call_begins(self, state, inputs, compiled=False):
+        "Capture the first input of a call, if it is needed."
+        return self.capture_call('input', state, inputs, compiled, True)
 
     def call_ends(self, state, outputs, compiled=False):
+        "Capture the first output of a call, if it is needed."
         return self.capture_call('output', state, outputs, compiled, not self.wants.inputs)
 
     def capture_call(self, ttype, state, named, compiled, begins): # begins: True for the first event of a call
@@ -302,7 +311,7 @@ class Watch(Listener):
         "Remove the captured tensors if they belong to the running pass, because the pass raised an exception."
         if self.pass_ is not None and self.pass_[0]==self.passes.predictor.pass_: self.captured.clear(); self.failed = True
 
-    # phase: `of` from `capture_call`; None in a recomputation
+    # phase: value that `capture_call` returned; None in a recomputation
     def gradient(self, state, ttype, tname, grad, call, phase=None, backward=0):
         "Capture a gradient of the module's input or output, if it belongs to the captured call."
         if call!=state.calls-1 or not self.captured.requests[ttype] or phase is not None and phase[:2]!=(self.pass_, tname): return

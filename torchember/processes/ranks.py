@@ -8,6 +8,7 @@ __all__ = ['merge_ranks', 'own_names', 'merge_and_check']
 # %% ../../nbs/42_processes/10_ranks.ipynb #bf127dde
 from .checks import find_drift, missing_ranks, same_batch, steps_of_ranks, unknown_axes, unknown_scale
 from .merge import Merge, MergePlan
+from .replicas import compare_replicas
 from .shards import RankRows
 
 # %% ../../nbs/42_processes/10_ranks.ipynb #a7c10006
@@ -30,5 +31,7 @@ def merge_and_check(
     rows = RankRows(df, metadata, paths or {}, own)
     merged = Merge(MergePlan(rows), rows.df)
     missing = missing_ranks(steps_of_ranks(rows), rows.metadata, rows.axes.world)
-    found = [*unknown_axes(rows), find_drift(rows), *rows.messages, *merged.messages, *missing, unknown_scale(rows), same_batch(rows)]
+    drift = find_drift(rows)
+    if drift or rows.own: merged.table.attrs['replicas'] = compare_replicas(rows) # read by rules
+    found = [*unknown_axes(rows), drift, *rows.messages, *merged.messages, *missing, unknown_scale(rows), same_batch(rows)]
     return merged.table, [m for m in found if m]

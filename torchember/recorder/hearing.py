@@ -19,6 +19,7 @@ from ..capture.private_torch import is_trace_check, enclosing_call, in_training_
 from ..capture.tree import unwrap
 from ..measure.elements import Unmeasurable
 from .calls import raise_recursion_limit
+from .modes import ModeFacts
 from .optimizer import optimizer_names
 from .pipe import begin_pass
 from .steps import stall_reason
@@ -82,6 +83,7 @@ class PassEvents:
         self.only_training,self.functions,self.other_models = only_training,FunctionCalls(),OtherModels(pipe.sources)
         # function set by an integration; gets the phase and True if gradients will be computed; returns True to record the pass
         self.wanted = None
+        self.modes = ModeFacts(self.calls.innermost, self.sources.parameters.known.note_modes)
         self.extra_frames = 0 # number of frames added to Python's recursion limit while the model runs
 
     def prepare(self, root, depth):
@@ -99,11 +101,11 @@ class PassEvents:
         phase = self.steps.phases.find(path, training, states[0].track.module.training if states else training, grad or in_training_function())
         return phase if self.steps.manual or phase!='no_grad' else None
 
-    def begin(self, here, state, grad):
+    def begin(self, here, state, grad, eager=True):
         """Begin a pass. If another thread is in a pass already, join this pass and continue its numbering of calls.
 
         `here`: the `calls.ThreadContext`; `state`: `ModuleState` of the outermost module; `grad`: True if gradients will
-        be computed.
+        be computed; `eager`: False for a pass of compiled code.
         """
         path,training = state.track.path,state.track.module.training
         skipped = self.other_models.is_caller(state) or is_metadata_pass() or not grad and is_trace_check()
@@ -122,6 +124,7 @@ class PassEvents:
             self.pipe.flush_large()
         self.calls.begin_recorded(phase if self.steps.manual else None)
         if not shared and self.extra_frames: raise_recursion_limit(self.extra_frames)
+        if not shared and state.root and self.pipe.gate.on: self.modes.begin(self.sources.states, phase, grad, eager)
 
     def fail(self, here):
         "Mark the pass as failed because its outermost module raised, unless other threads continue this pass."
@@ -129,6 +132,7 @@ class PassEvents:
 
     def end(self, here, compiled):
         "End a pass of this thread."
+        self.modes.end(self.sources.states)
         if self.pipe.box is not None: self.pipe.box.set_phase(AFTER)
         self.cost.end_pass(0 if compiled else len(self.sources.states), bool(self.pipe.gate.on and not here.skipped))
         if not here.skipped and self.calls.end_recorded() and self.extra_frames: raise_recursion_limit(-self.extra_frames)
@@ -206,7 +210,7 @@ class ModelEvents(Listener):
                 self.running += 1
                 try:
                     self.pipe.raise_error()
-                    self.pass_events.begin(here, state, torch.is_grad_enabled() if grad is None else grad)
+                    self.pass_events.begin(here, state, torch.is_grad_enabled() if grad is None else grad, grad is None)
                 except BaseException: # an error of a schedule, for example, is raised with on_error='raise'
                     self.running -= 1
                     raise
@@ -252,9 +256,16 @@ class ModelEvents(Listener):
         state.track.output_dt = {n: shape_of(x) for n,x in outputs}
         self.sources.flow(state, 'output', outputs, call, here.phase)
         if not here.stack and not compiled and not here.phase: self.refused.hook_outputs(outputs)
+        if state.root and self.on and not compiled: self.note_losses(outputs)
         self.calls.current = self.calls.innermost() or state.track
         self.cost.add_work(since)
         return call, here.phase
+
+    def note_losses(self, outputs):
+        "Record predictions and targets of a loss among the outputs of the model, as models of Hugging Face return it. `outputs`: names and tensors."
+        loss = next((x for n,x in outputs if n=='output_loss'), None)
+        if loss is not None:
+            with self.lock: self.recorder.losses.note({'loss': loss})
 
     def returned(self, state, outputs, call, phase=None):
         if not self.on or not self.sources.states: return
@@ -341,6 +352,7 @@ class OptimizerEvents(Listener):
         with self.lock:
             if self.pipe.gate.on:
                 self.sources.updates.after(optimizer)
+                self.pipe.remover.left.note_step(optimizer)
                 self.pipe.read_pending()
             self.cost.note_end()
             if self.pipe.steps.optimizers.note_step(id(optimizer)): self.pipe.close_step()

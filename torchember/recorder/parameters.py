@@ -317,6 +317,9 @@ class ParameterFacts:
         self.trained = False # True if the model was trained
         # entries: facts at the last call of `note`; left_out: number of parameters for which the list has no space
         self.entries,self.left_out = [],0
+        self.modes = {} # `recorder.modes.ModeFacts.facts` of the run
+        # functions of the result of `every_parameter`, which return further facts by name; these facts at the last call
+        self.more,self.facts = [],{}
 
     def resume_from(self, entries):
         "Continue with the facts of a resumed run. entries: list of parameters in the run's metadata."
@@ -345,8 +348,9 @@ class ParameterFacts:
             elif ours is not None: self.version_changes.compare(p, next(iter(names)))
             if len(entries)==self.most: self.left_out += 1
             else: entries.append(self.entry_of(p, owner, of.get(owner.id), list(names), ours is not None))
-        if entries==self.entries: return
-        self.entries = entries
+        facts = {k: v for f in self.more for k,v in f(found).items()}
+        if entries==self.entries and facts==self.facts: return
+        self.entries,self.facts = entries,facts
         if self.notify: self.notify(self.meta())
 
     def search(self, found, ours):
@@ -368,9 +372,15 @@ class ParameterFacts:
             names[0] not in self.with_optimizer and self.version_changes.changed_repeatedly(names[0]), bool(has_optimizers) and
             not any_of(self.with_optimizer) and any_of(self.elsewhere))
 
+    def note_modes(self, facts):
+        "Add facts about the modes of the model to the metadata. `facts`: result of `recorder.modes.ModeFacts.facts`."
+        self.modes = facts
+        if self.notify: self.notify(self.meta())
+
     def meta(self):
-        "Return the facts as metadata of the run."
-        return {'parameters': self.entries} | ({'left out': self.left_out} if self.left_out else {})
+        "Return the metadata of the kind 'parameters'. Keys without content are left out."
+        more = {'left out': self.left_out, 'modes': self.modes, 'facts': self.facts}
+        return {'parameters': self.entries} | {k: v for k,v in more.items() if v}
 
 def every_parameter(root) -> list:
     """Return (parameter, `moduleTrack`, names) for each parameter of a model, in the model's order. `root`: its `moduleTrack`.

@@ -9,6 +9,7 @@ __all__ = ['Gate', 'PassRemover', 'Pipe', 'begin_pass', 'close_by_pass', 'join_p
 from .black_box import BETWEEN
 from .budget import duration
 from ..ground.choose import at, schedule
+from .left_gradients import LeftGradients
 from .refused import RefusedPasses
 from .row_writer import ProvisionalStep, write_refused
 from .steps import Decision, ProvisionalSteps
@@ -68,10 +69,14 @@ class PassRemover:
         self.steps,self.sources,self.buffer,self.writer = steps,sources,buffer,writer
         self.gate,self.tally,self.lock = gate,tally,lock
         self.refused = RefusedPasses(self.note_backward)
+        self.left = LeftGradients(sources.watch.optimizers if sources.watch else ())
+        sources.parameters.known.more.append(self.left.facts)
 
     def note_backward(self):
         "Remove refused passes when a backward begins, because the backward will change the gradients that show this."
-        with self.lock: self.remove_refused()
+        with self.lock:
+            self.remove_refused()
+            self.left.note_backward(self.refused.parameters, self.steps.number)
 
     def remove_last(self):
         "Remove the last pass, because it failed."
@@ -193,7 +198,7 @@ class Pipe:
         self.writer.step_over(steps.number, gate.writes)
         for part in (sources, self.buffer, gate, self.remover.refused) if gate.has_content else (): part.step_over()
         if gate.writes and sources.parameters.known.is_due(tally.recorded):
-            # called before live rules check the run for the first time, after 8 steps
+            # called before live rules check the run for the first time, after 4 steps
             sources.note_parameters(search=tally.recorded==4)
         steps.close()
         if self.box is not None: self.box.set_phase(BETWEEN)

@@ -28,8 +28,10 @@ from .pipe import Gate, Pipe, end_step, finish, measure_now
 from .process import open_recorders
 from .row_writer import RowWriter
 from ..measure import devices
+from ..measure.columns import stat_names
 from ..measure.elements import Unmeasurable
 from .learning_rates import as_number
+from .losses import Losses
 from .sources import Sources
 from .step_buffer import StepBuffer
 from .steps import Decision, Steps
@@ -63,6 +65,11 @@ class Settings:
     cuda_graphs:bool = False # True to record the replays of CUDA graphs
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #009b21b1
+def statistics_of_types(stats) -> dict:
+    "Return a dict: tensor type -> statistics. A user's function is not called for predictions and targets, because it may expect floats of a layer."
+    own = dict.fromkeys(Losses.ttypes, stat_names('basic')) if callable(stats) else {}
+    return dict.fromkeys(recorded, stats) | own
+
 def make_pipe(t, s, lock, gradient, turn, look_for_modules):
     "Create the `Pipe` of a recorder. `t`: run; `s`: `Settings`; the last arguments: functions for `Sources`, `Gate` and `Pipe`."
     watch = OptimizerWatch(s.optimizers, s.scaler, SilentListener(False)) if s.optimizers else None # for `ArmedModel`, which sets the listener
@@ -70,7 +77,7 @@ def make_pipe(t, s, lock, gradient, turn, look_for_modules):
     steps,cost,held = Steps(s.first_step, watch is not None or s.ends=='step', awaited),Cost(s.budget),held_steps(s.blackbox)
     writer = RowWriter(t, s.rank, s.root_name, held)
     notices = Notices(s.on_error, partial(writer.extra.report, steps))
-    buffer = StepBuffer(dict.fromkeys(recorded, s.stats), notices, Calls(), lock, s.ranks)
+    buffer = StepBuffer(statistics_of_types(s.stats), notices, Calls(), lock, s.ranks)
     box = None if s.blackbox is False else RunBox(t, s.root_name, writer, buffer, s.blackbox)
     sources = Sources(s.ttypes, buffer, steps, gradient, watch, s.note)
     gate = Gate(Decision(s.when, s.budget, notices), steps, cost, turn, bool(held) and s.budget is None)
@@ -184,6 +191,7 @@ class Recorder:
         self.events = ModelEvents(self, self.pipe, self.lock, settings.only_training)
         self.optimizer_events = OptimizerEvents(self.pipe, self.lock)
         self.model = make_model(self.events, self.optimizer_events, self.pipe, settings, lambda: t.file.drain())
+        self.losses = Losses(self.pipe, lambda meta: t.amend('losses', meta))
         if settings.budget: self.cost.warm_up()
         self.pipe.gate.decide_step()
         open_recorders.add(self)
@@ -217,9 +225,16 @@ class Recorder:
     def log(self, numbers):
         "Add the user's numbers to the step of the last pass."
         open_recorders.add(self) # added again, because numbers logged after `torchEmber.close` must be written, too
+        self.note_losses(numbers)
         values = loggable(numbers, self.notices)
         if numbers and not values: return
         with self.lock: self.writer.extra.note(values, self.buffer, self.steps, self.pipe.gate.writes)
+
+    @timed
+    def note_losses(self, numbers):
+        "Record predictions and targets of the losses among these numbers: name -> tensor."
+        if self.losses.ttypes and self.pipe.gate.on:
+            with self.lock: self.losses.note(numbers)
 
     def add_rows(self, step:int, rows:list):
         "Add rows of other code, such as a `Monitor`. rows: (key, call, dtype, statistics), which are arguments of `one_row`."
@@ -266,7 +281,7 @@ class Recorder:
     def remarks(self) -> list:
         "Return a sentence for each unusual fact of the run."
         if self.pipe.gate.disowned: return ['This process was forked from the process that records the run, so it records nothing.']
-        return self.tally.remarks(self.sources, self.steps.manual)
+        return [*self.tally.remarks(self.sources, self.steps.manual), *self.losses.remarks()]
 
     def keep_last(self, why='finding'):
         "Write the unrecorded steps of the black box to the log, because something went wrong. `why`: the reason in one word."
@@ -274,7 +289,9 @@ class Recorder:
 
     def finish(self):
         "Queue the rows of the open step for the log, because the step gets no more passes."
-        with self.lock: finish(self.pipe)
+        with self.lock:
+            self.losses.write(now=True)
+            finish(self.pipe)
         self.flush()
 
     def ended(self):

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['frozen', 'forgotten', 'cut_off', 'not_called', 'reasons', 'deepest', 'most_entries', 'parameter_entry', 'label_of',
-           'why_not', 'parts_alike', 'names_around', 'untrained', 'valid_entries', 'read_parameters', 'is_valid_entry']
+           'why_not', 'parts_alike', 'names_around', 'untrained', 'valid_entries', 'read_parameters', 'read_modes',
+           'valid_modes', 'is_valid_entry']
 
 # %% ../../nbs/30_store/05_parameters.ipynb #d836b32b
 from collections import Counter
@@ -76,6 +77,21 @@ def read_parameters(t): # t: `tracker` of the run
     "Return the parameter descriptions of a run; [] if the run has none."
     try: return valid_entries(t.about.get('parameters') or t[f'parameters_{t.fname}'])
     except (KeyError, ValueError, OSError): return [] # raised if the file does not exist or cannot be read
+
+def read_modes(t): # t: `tracker` of the run
+    "Return the facts about the modes of a run's model, as `recorder.modes.ModeFacts` writes them; {} if the run has none."
+    try: meta = t.about.get('parameters') or t[f'parameters_{t.fname}']
+    except (KeyError, ValueError, OSError): return {} # no file, or one that cannot be read
+    return valid_modes(meta.get('modes') if isinstance(meta, dict) else None)
+
+def valid_modes(modes):
+    "Return the valid facts among values that were read from a file."
+    if not isinstance(modes, dict): return {}
+    lists = {k: v for k in ('eval', 'train') if isinstance(v := modes.get(k), list) and all(isinstance(n, str) for n in v)}
+    calls = modes.get('dropout')
+    types = {'function': str, 'p': int|float, 'training': bool}
+    valid = isinstance(calls, dict) and all(isinstance(c, dict) and all(isinstance(c.get(k), t) for k,t in types.items()) for c in calls.values())
+    return lists | ({'dropout': calls} if valid and calls else {})
 
 def is_valid_entry(p):
     "Return True if a value read from a file has the keys and types of a `parameter_entry`."
