@@ -131,6 +131,8 @@ def is_at_one_end(s):
 def activation_shape(h, s):
     """Return 'tanh' or 'sigmoid' for a tensor made by such an activation, or None.
     For an output, the class of the activation decides. For an input, the range of its values decides, if the values before were larger."""
+    if s.kind in ('RNN', 'RNNCell') and s.ttype=='output': # its activation is tanh, or ReLU with values of at least 0
+        return 'tanh' if 'max' in s and finite_max(s.abs_max)<=1 and finite_max(-s['min'])>.5 else None
     if s.ttype=='output': # values above 1 show that other operations follow the activation
         return shapes.get(h.activation(s)) if s.path not in h.activations or finite_max(s.abs_max)<=1 else None
     if h.graph.makers.get(s.path) or s.path in h.graph.first_modules or 'max' not in s or 'float' not in str(s.dtype): return None
@@ -203,6 +205,20 @@ def find_peaked_rows(h, peak):
             severity='error' if h.progress.is_bad else 'info' if h.progress.is_good and at>2 else None,
             advice="Divide the logits by sqrt(head size), normalize queries and keys, or lower the learning rate.")
 
+def find_peaked_start(h, early, masked=.8, least=8):
+    """Yield findings about attention that prefers few positions in the first step, before anything was learned.
+
+    early: sum of the squared weights of a row that is too large
+    masked: the same if weights of zero show that positions are masked
+    least: least number of positions"""
+    for s in h.series('output'):
+        if not is_attention_weights(h, s) or s.steps[0]!=h.steps[0] or s.shape[-1]<least or 'min' not in s: continue
+        size = float(s.rms[0]**2*s.shape[-1])
+        if not size>(early if s['min'][0]>0 else masked): continue
+        yield s.finding(0, f"Before anything was learned, the attention of {s.title} puts most weight on few of {s.shape[-1]} positions: the squared weights "
+            f"of a row add up to {fmt(size)}, where {fmt(1/s.shape[-1])} is equal weight. Little gradient passes.", squares=size,
+            advice="Divide the logits by sqrt(head size), start with smaller weights of queries and keys, or normalize both.")
+
 # %% ../../nbs/55_health/40_activations.ipynb #893f4d6c
 logit_text = "Queries and keys{of} are so large that the softmax puts nearly all weight on one position: "
 
@@ -254,12 +270,13 @@ def find_large_products(h, logit):
 
 # %% ../../nbs/55_health/40_activations.ipynb #56a72632
 @rule(severity='warning', needs='output', after=('update_too_large',))
-def attention(h, logit=30., peak=.97):
+def attention(h, logit=30., peak=.97, early=.5):
     """Attention to one position only: softmax rows with a single large number, or queries and keys that are too large
 
     logit: standard deviation of the logits (inputs of the softmax) that is too large
-    peak: sum of the squared attention weights of a row that is too large. It is 1 if one position gets all weight"""
-    yield from islice(chain(find_peaked_rows(h, peak), find_large_weights(h, logit), find_large_products(h, logit)), 1)
+    peak: sum of the squared attention weights of a row that is too large. It is 1 if one position gets all weight
+    early: the same in the first step, for 8 positions or more"""
+    yield from islice(chain(find_peaked_rows(h, peak), find_large_weights(h, logit), find_large_products(h, logit), find_peaked_start(h, early)), 1)
 
 # %% ../../nbs/55_health/40_activations.ipynb #06f41c23
 def is_converging(h, s):
