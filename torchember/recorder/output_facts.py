@@ -15,14 +15,14 @@ import torch
 from ..capture.private_torch import inside_transform
 from ..measure.devices import disturbs, undisturbed
 
-# %% ../../nbs/40_recorder/39_output_facts.ipynb #6d9a990d
+# %% ../../nbs/40_recorder/39_output_facts.ipynb #e530c8a0
 most_rows,most_columns = 32,4096 # size of the matrix that is read of each output
 
 def sample_rows(x, rows=most_rows, columns=most_columns):
     """Return at most `rows` rows of an output as a float32 matrix, evenly spaced, without waiting for the device. None for another kind of tensor.
 
     A row is the vector of a position for up to three dimensions, and all values of a sample for images. Of long rows, some columns are taken."""
-    if type(x) is not torch.Tensor or not x.is_floating_point() or x.layout is not torch.strided or x.dim()<2 or x.is_meta: return None
+    if type(x) is not torch.Tensor or x.is_nested or not x.is_floating_point() or x.layout is not torch.strided or x.dim()<2 or x.is_meta: return None
     if x.dim()<=3: n,d = x.numel()//max(x.shape[-1], 1),x.shape[-1]
     else: n,d = x.shape[0],x.numel()//max(x.shape[0], 1)
     if n<8 or d<8: return None
@@ -112,26 +112,31 @@ class AutocastStates:
         "Return dtype, device, and the paths of modules that were called without autocast. Nothing if autocast was never on."
         return {'autocast': {'dtype': self.dtype, 'device': self.device, 'off': [*self.off]}} if self.on else {}
 
-# %% ../../nbs/40_recorder/39_output_facts.ipynb #c08fc069
+# %% ../../nbs/40_recorder/39_output_facts.ipynb #9e62fcf2
 class OutputFacts:
     "Notes facts about outputs in the recorded steps 1, 2, 4, 8, ... Called for each call of a module, like `Flows`."
     def __init__(self, steps): # `Steps`
         self.steps,self.ranks,self.autocast = steps,OutputRanks(),AutocastStates()
         self.number = 1 # of recorded steps, including the open one
-        self.is_due = True
+        self.is_due,self.has_failed = True,False
 
     def flow(self, state, ttype, named, call, phase=None):
         "Note the state of autocast at an input, and the rows of an output. Arguments as in `Flows.flow`."
         if not self.is_due or phase is not None or call: return
         x = next((x for _,x in named if isinstance(x, torch.Tensor)), None)
         if x is None: return
-        if ttype=='input': self.autocast.note(state, x.device.type)
-        elif state.root or not state.track.children: self.ranks.note(state, x, self.steps.number)
+        try:
+            if ttype=='input': self.autocast.note(state, x.device.type)
+            elif state.root or not state.track.children: self.ranks.note(state, x, self.steps.number)
+        except Exception: self.has_failed,self.is_due = True,False # these facts are never worth an exception in the training
 
     def step_over(self):
         if self.is_due: self.ranks.step_over()
         self.number += 1
-        self.is_due = not self.number & self.number-1
+        self.is_due = not self.number & self.number-1 and not self.has_failed
 
     def facts(self, found=None): # found: not used, see `ParameterFacts.more`
-        return self.autocast.facts() | self.ranks.facts()
+        try: return self.autocast.facts() | self.ranks.facts()
+        except Exception: # such as a failed device
+            self.has_failed,self.ranks = True,OutputRanks()
+            return self.autocast.facts()
