@@ -9,7 +9,8 @@ from importlib import import_module
 
 healthy,broken = {},{}
 first_modules = 'healthy_small', 'healthy_large', 'broken_values', 'broken_weights', 'broken_losses'
-later_modules = 'healthy_more', 'broken_more', 'healthy_others', 'broken_others', 'healthy_silent', 'broken_silent'
+later_modules = ('healthy_more', 'broken_more', 'healthy_others', 'broken_others', 'healthy_silent', 'broken_silent', 'broken_facts',
+    'healthy_facts')
 
 unknown = { # broken trainings whose fault is visible in no row, with the reason
     'siamese_without_stop': 'equal samples do not change any statistic of a whole tensor',

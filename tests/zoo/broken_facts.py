@@ -1,0 +1,159 @@
+"Trainings with faults that only facts about a training show: leftover gradients, autocast, first steps, outputs that become alike"
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from . import is_broken
+from .data import digits
+from .parts import batches, fit, mlp
+
+
+# gradients that are left over
+
+@is_broken('gradients_add_up', paths=('', '*'), steps=(0, 60))
+def steps_ended_by_hand_and_never_cleared(arm):
+    "The ember has no optimizer, and te.step() ends the steps"
+    torch.manual_seed(400)
+    x,y = digits()
+    model = mlp(64, 48, 10)
+    opt,te = torch.optim.SGD(model.parameters(), lr=1e-3),arm(model)
+    for a,b in batches(60, 32, x, y):
+        loss = F.cross_entropy(model(a), b)
+        te.log(loss=loss)
+        loss.backward()
+        opt.step()
+        te.step()
+
+
+@is_broken('gradients_add_up', paths='body*', steps=(0, 60))
+def the_head_is_cleared_and_the_body_is_not(arm):
+    "Two optimizers: zero_grad of one is missing"
+    torch.manual_seed(401)
+    x,y = digits()
+    model = nn.Sequential()
+    model.body,model.head = mlp(64, 48, 32),nn.Linear(32, 10)
+    body,head = torch.optim.SGD(model.body.parameters(), lr=2e-3),torch.optim.SGD(model.head.parameters(), lr=2e-3)
+    te = arm(model, optimizer=[body, head])
+    for a,b in batches(60, 32, x, y):
+        loss = F.cross_entropy(model(a), b)
+        te.log(loss=loss)
+        head.zero_grad(set_to_none=False)
+        loss.backward()
+        body.step()
+        head.step()
+
+
+# autocast
+
+class Wide(nn.Module):
+    "A layer whose kernel turns autocast off for itself"
+    def __init__(self, i, o): super().__init__(); self.weight,self.bias = nn.Parameter(torch.randn(o, i)/i**.5),nn.Parameter(torch.zeros(o))
+    def forward(self, x):
+        with torch.autocast('cpu', enabled=False): return F.linear(x.float(), self.weight, self.bias)
+
+
+def under_autocast(arm, model, n=40, dtype=torch.bfloat16):
+    x,y = digits()
+    opt = torch.optim.AdamW(model.parameters(), 1e-3)
+    te = arm(model, optimizer=opt)
+    for a,b in batches(n, 64, x, y):
+        opt.zero_grad()
+        with torch.autocast('cpu', dtype): loss = F.cross_entropy(model(a), b)
+        te.log(loss=loss)
+        loss.backward()
+        opt.step()
+
+
+@is_broken('autocast', paths='3', steps=(0, 40))
+def one_layer_is_not_cast(arm):
+    torch.manual_seed(402)
+    under_autocast(arm, nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 96), nn.GELU(), Wide(96, 96), nn.GELU(), nn.Linear(96, 10)))
+
+
+@is_broken('autocast', paths='', steps=(0, 40))
+def no_layer_is_cast(arm):
+    torch.manual_seed(403)
+    under_autocast(arm, nn.Sequential(Wide(64, 96), nn.GELU(), Wide(96, 96), nn.GELU(), Wide(96, 10)))
+
+
+@is_broken('underflow', 'lost_gradients', 'vanishing_gradient', paths=('', '*'), steps=(0, 40))
+def half_precision_without_scaling(arm):
+    "Gradients shrink by a factor of 10 to 20 from layer to layer, and float16 makes those of the first layers zero"
+    torch.manual_seed(404)
+    under_autocast(arm, mlp(64, *[48]*9, 10, act=nn.Sigmoid), 30, torch.float16)
+
+
+# the first step
+
+@is_broken('first_step', 'update_too_large', paths=('', '*'), steps=(0, 2))
+def the_first_rate_is_a_thousand_times_too_large(arm):
+    "A schedule that gives its first step the wrong rate"
+    torch.manual_seed(405)
+    x,y = digits()
+    model = mlp(64, 64, 64, 10)
+    opt = torch.optim.SGD(model.parameters(), lr=.05)
+    te = arm(model, optimizer=opt)
+    for i,(a,b) in enumerate(batches(60, 32, x, y)):
+        opt.param_groups[0]['lr'] = 150. if i==0 else .05
+        opt.zero_grad()
+        loss = F.cross_entropy(model(a), b)
+        te.log(loss=loss)
+        loss.backward()
+        opt.step()
+
+
+class Peaked(nn.Module):
+    "Attention without the division by the square root of the size, and with keys that begin too large"
+    def __init__(self, d=32, times=4.):
+        super().__init__()
+        self.q,self.k,self.v,self.soft,self.head = nn.Linear(d, d),nn.Linear(d, d),nn.Linear(d, d),nn.Softmax(-1),nn.Linear(d, 10)
+        self.inp,self.times = nn.Linear(8, d),times
+    def forward(self, x):
+        h = F.layer_norm(self.inp(x), (32,))
+        weights = self.soft(self.times*self.q(h)@self.k(h).transpose(1, 2))
+        return self.head((weights@self.v(h)).mean(1))
+
+
+@is_broken('attention', paths='soft', steps=(0, 3))
+def attention_is_peaked_from_the_start(arm):
+    torch.manual_seed(406)
+    x,y = digits()
+    model = Peaked()
+    fit(arm, model, torch.optim.Adam(model.parameters(), 1e-3), batches(50, 32, x.reshape(-1, 8, 8), y))
+
+
+class Tanh(nn.Module):
+    "A recurrent network whose weights are much too large"
+    def __init__(self, times):
+        super().__init__()
+        self.rnn,self.head = nn.RNN(8, 64, batch_first=True),nn.Linear(64, 10)
+        with torch.no_grad(): self.rnn.weight_hh_l0 *= times; self.rnn.weight_ih_l0 *= times
+    def forward(self, x): return self.head(self.rnn(x)[0][:, -1])
+
+
+@is_broken('saturated', 'poor_scale', 'exploding_gradient', paths='rnn', steps=(0, 3))
+def a_recurrent_layer_is_saturated(arm):
+    torch.manual_seed(407)
+    x,y = digits()
+    model = Tanh(30.)
+    fit(arm, model, torch.optim.Adam(model.parameters(), 1e-3), batches(50, 32, x.reshape(-1, 8, 8), y))
+
+
+# outputs that become alike
+
+@is_broken('rank_collapse', 'collapse', paths=('', '*'), steps=(0, 150))
+def two_views_without_a_stop(arm):
+    "Two views of a sample are pulled together, and nothing pushes samples apart: all embeddings become parallel"
+    torch.manual_seed(408)
+    x,_ = digits()
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32))
+    opt = torch.optim.SGD(model.parameters(), lr=.5, momentum=.9)
+    te = arm(model, optimizer=opt)
+    for a, in batches(150, 64, x):
+        opt.zero_grad()
+        h = F.normalize(model(torch.cat([a+.3*torch.randn_like(a), a+.3*torch.randn_like(a)])), dim=1)
+        loss = 2-2*(h[:64]*h[64:]).sum(1).mean()
+        te.log(loss=loss)
+        loss.backward()
+        opt.step()
+    assert loss.item()<.02

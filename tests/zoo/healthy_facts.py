@@ -1,0 +1,214 @@
+"Healthy trainings that resemble those of `broken_facts`"
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from . import is_healthy
+from .broken_facts import Peaked, Tanh, Wide, under_autocast
+from .data import digits
+from .parts import batches, fit, mlp
+
+
+# gradients
+
+@is_healthy
+def cleared_to_zeros_and_accumulated(arm):
+    "Gradients are set to zeros, not to None, and three backwards add up on purpose"
+    torch.manual_seed(450)
+    x,y = digits()
+    model = mlp(64, 48, 10)
+    opt = torch.optim.SGD(model.parameters(), lr=.1)
+    te = arm(model, optimizer=opt)
+    for i,(a,b) in enumerate(batches(90, 32, x, y)):
+        loss = F.cross_entropy(model(a), b)/3
+        te.log(loss=loss*3)
+        loss.backward()
+        if i%3==2: opt.step(); opt.zero_grad(set_to_none=False)
+
+
+@is_healthy
+def a_critic_that_clears_before_its_own_backward(arm):
+    "The generator's backward writes into the critic's gradients, which the critic clears later"
+    torch.manual_seed(451)
+    model = nn.ModuleDict(dict(maker=mlp(4, 32, 2), critic=mlp(2, 32, 1)))
+    maker,critic = (torch.optim.Adam(model[n].parameters(), 2e-3, betas=(.5, .9)) for n in ('maker', 'critic'))
+    te = arm(model, optimizer=[critic, maker])
+    for _ in range(80):
+        real,fake = F.normalize(torch.randn(60, 2)),model['maker'](torch.randn(60, 4))
+        critic.zero_grad(set_to_none=False)
+        a,b = model['critic'](real),model['critic'](fake.detach())
+        loss = F.softplus(-a).mean()+F.softplus(b).mean()
+        loss.backward()
+        critic.step()
+        maker.zero_grad()
+        F.softplus(-model['critic'](fake)).mean().backward()
+        maker.step()
+        te.log(critic=loss)
+
+
+@is_healthy
+def each_layer_learns_on_its_own(arm):
+    "Forward-forward (Hinton 2022): each layer has an optimizer, and its gradients grow in the first steps"
+    torch.manual_seed(452)
+    x,y = digits()
+    class Layer(nn.Linear):
+        def forward(self, x): return F.relu(super().forward(x/(x.norm(2, 1, keepdim=True)+1e-4)))
+    model = nn.Sequential(Layer(64, 100), Layer(100, 100))
+    opts = [torch.optim.Adam(l.parameters(), .01) for l in model]
+    te = arm(model)
+    def labelled(x, y): x = x.clone(); x[:, :10] = 0; x[torch.arange(len(x)), y] = x.max(); return x
+    for a,b in batches(80, 64, x, y):
+        good,bad = labelled(a, b),labelled(a, (b+torch.randint(1, 10, b.shape))%10)
+        for l,o in zip(model, opts, strict=True):
+            good,bad = l(good.detach()),l(bad.detach())
+            loss = F.softplus(torch.cat([2-good.pow(2).mean(1), bad.pow(2).mean(1)-2])).mean()
+            o.zero_grad()
+            loss.backward()
+            o.step()
+        te.log(loss=loss)
+        te.step()
+
+
+# autocast
+
+class Outside(nn.Module):
+    "The head is called outside of autocast, and the embedding before it"
+    def __init__(self): super().__init__(); self.inp,self.body,self.head = nn.Linear(64, 48),mlp(48, 48, 48),nn.Linear(48, 10)
+    def forward(self, x):
+        with torch.autocast('cpu', enabled=False): h = self.inp(x.float())
+        h = self.body(h)
+        with torch.autocast('cpu', enabled=False): return self.head(h.float())
+
+
+@is_healthy
+def ends_outside_of_autocast(arm):
+    torch.manual_seed(453)
+    under_autocast(arm, Outside())
+
+
+@is_healthy
+def a_head_in_full_precision(arm):
+    "The last layer alone turns autocast off, so that the logits are exact"
+    torch.manual_seed(454)
+    under_autocast(arm, nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 96), nn.GELU(), Wide(96, 10)))
+
+
+@is_healthy
+def all_under_autocast(arm):
+    torch.manual_seed(455)
+    under_autocast(arm, nn.Sequential(nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(),
+        nn.LayerNorm(576), nn.Linear(576, 10)))
+
+
+@is_healthy
+def half_precision_with_scaling(arm):
+    "The same with float16 and a loss scale"
+    torch.manual_seed(456)
+    x,y = digits()
+    model = mlp(64, 64, 64, 10)
+    opt,scale = torch.optim.AdamW(model.parameters(), 1e-3),1024.
+    te = arm(model, optimizer=opt)
+    for a,b in batches(25, 32, x, y):
+        opt.zero_grad()
+        with torch.autocast('cpu', torch.float16): loss = F.cross_entropy(model(a), b)
+        te.log(loss=loss)
+        (loss*scale).backward()
+        for p in model.parameters(): p.grad /= scale
+        opt.step()
+
+
+# the first step
+
+@is_healthy
+def begins_with_zeros(arm):
+    "The last layer begins with zeros, so its first update is infinitely larger than the weight"
+    torch.manual_seed(457)
+    x,y = digits()
+    model = mlp(64, 64, 64, 10)
+    nn.init.zeros_(model[-1].weight)
+    fit(arm, model, torch.optim.Adam(model.parameters(), 1e-2), batches(60, 32, x, y))
+
+
+@is_healthy
+def weights_are_loaded_after_the_first_step(arm):
+    torch.manual_seed(458)
+    x,y = digits()
+    model,other = mlp(64, 64, 64, 10),mlp(64, 64, 64, 10)
+    opt = torch.optim.SGD(model.parameters(), lr=.1)
+    te = arm(model, optimizer=opt)
+    for i,(a,b) in enumerate(batches(60, 32, x, y)):
+        opt.zero_grad()
+        loss = F.cross_entropy(model(a), b)
+        te.log(loss=loss)
+        loss.backward()
+        opt.step()
+        if i==0: model.load_state_dict(other.state_dict())
+
+
+@is_healthy
+def attention_of_usual_size(arm):
+    torch.manual_seed(459)
+    x,y = digits()
+    model = Peaked(times=32**-.5)
+    fit(arm, model, torch.optim.Adam(model.parameters(), 1e-3), batches(60, 32, x.reshape(-1, 8, 8), y))
+
+
+@is_healthy
+def attention_to_few_places(arm):
+    "Most places are masked, so that each row has one, two or three left"
+    torch.manual_seed(460)
+    class Masked(Peaked):
+        def forward(self, x):
+            h = F.layer_norm(self.inp(x), (32,))
+            far = (torch.arange(8)[:, None]-torch.arange(8)).abs()>1
+            weights = self.soft((self.q(h)@self.k(h).transpose(1, 2)/32**.5).masked_fill(far, float('-inf')))
+            return self.head((weights@self.v(h)).mean(1))
+    x,y = digits()
+    model = Masked()
+    fit(arm, model, torch.optim.Adam(model.parameters(), 2e-3), batches(60, 32, x.reshape(-1, 8, 8), y))
+
+
+@is_healthy
+def a_recurrent_layer_of_usual_size(arm):
+    torch.manual_seed(461)
+    x,y = digits()
+    model = Tanh(1.)
+    fit(arm, model, torch.optim.Adam(model.parameters(), 3e-3), batches(100, 32, x.reshape(-1, 8, 8), y))
+
+
+# outputs that are alike on purpose
+
+@is_healthy
+def two_classes_learned_to_the_end(arm):
+    "Neural collapse: with two classes, the last features have one direction (Papyan et al. 2020)"
+    torch.manual_seed(462)
+    x,y = digits(classes=(0, 1))
+    model = mlp(64, 64, 32, 2)
+    fit(arm, model, torch.optim.Adam(model.parameters(), 3e-3), batches(150, 32, x, y))
+
+
+@is_healthy
+def a_regression_with_a_large_mean(arm):
+    "The last features hardly differ, because the targets are 50 with small differences"
+    torch.manual_seed(463)
+    x = torch.randn(600, 16)
+    y = 50+x[:, :3].sum(1, keepdim=True)
+    model = mlp(16, 64, 32, 1)
+    fit(arm, model, torch.optim.Adam(model.parameters(), 5e-3), batches(200, 32, x, y), F.mse_loss)
+
+
+@is_healthy
+def views_kept_apart(arm):
+    "A contrastive loss: views of a sample together, samples apart"
+    torch.manual_seed(464)
+    x,_ = digits()
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32))
+    opt = torch.optim.Adam(model.parameters(), 2e-3)
+    te = arm(model, optimizer=opt)
+    for a, in batches(120, 64, x):
+        opt.zero_grad()
+        h = F.normalize(model(torch.cat([a+.3*torch.randn_like(a), a+.3*torch.randn_like(a)])), dim=1)
+        loss = F.cross_entropy(h[:64]@h[64:].T/.1, torch.arange(64))
+        te.log(loss=loss)
+        loss.backward()
+        opt.step()
