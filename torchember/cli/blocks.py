@@ -32,12 +32,12 @@ def draw_blocks(png, columns, env=None):
     "Return a picture as text with `columns` block characters per line. png: bytes of a PNG file"
     env = os.environ if env is None else env
     image = scale_image(png, columns)
-    # an even number of rows, because a character shows two rows
+    # the number of rows is even, because a character shows two rows
     image = scale_image(png, columns, image.height+image.height%2)
     rows = np.asarray(image).tolist()
     pairs = [zip(upper, lower, strict=True) for upper,lower in zip(rows[::2], rows[1::2], strict=True)]
     if env.get('NO_COLOR') or env.get('TERM')=='dumb':
-        # 5 shades: two white pixels have the sum 2*3*255 = 1530, and 1530//307 = 4
+        # one of 5 shades: two white pixels have the sum 2*3*255 = 1530, and 1530//307 = 4
         return ''.join(''.join('█▓▒░ '[min(sum(map(sum, pair))//307, 4)] for pair in row)+'\n' for row in pairs)
     def code(rgb): return color_code(rgb, has_24_bit_color(env))
     return ''.join(''.join(f'\x1b[38;{code(upper)}m\x1b[48;{code(lower)}m▀' for upper,lower in row)+'\x1b[0m\n' for row in pairs)

@@ -16,7 +16,7 @@ from ..ground.plugins import find_plugins, load_plugin
 from .terminal import print_lines, line_width
 
 # %% ../../nbs/95_cli/10_commands.ipynb #e34828d0
-module_of_command = { # name of a command -> (Python module, one line of help)
+module_of_command = { # (Python module, one line of help) of each command, by name
     'ls': ('cli.listing', 'list runs, the newest first'),
     'show': ('cli.listing', 'show metadata and layers of a run'),
     'tail': ('cli.steps', 'print a line for each step during a run'),
@@ -33,7 +33,7 @@ module_of_command = { # name of a command -> (Python module, one line of help)
     'rm': ('cli.changing', 'remove runs'),
     'run': ('cli.program', 'run a program, and record the models that it trains'),
     'completion': ('cli.completion', 'print the script for completion in your shell'),
-    'complete': ('cli.completion', None)} # called by completion scripts; not in --help
+    'complete': ('cli.completion', None)} # command for completion scripts, which --help does not show
 
 # %% ../../nbs/95_cli/10_commands.ipynb #63654fba
 class Command(NamedTuple):
@@ -42,7 +42,7 @@ class Command(NamedTuple):
     arguments:object # Function that adds arguments to an `argparse.ArgumentParser`
     example:str # Example of a command line, shown by `--help`
 
-commands = {} # name -> `Command`. Contains only commands of imported Python modules
+commands = {} # each `Command` by name; contains only commands of imported Python modules
 
 def command(
     arguments, # Function that adds arguments to an `argparse.ArgumentParser`, which has `--home` already
@@ -81,7 +81,7 @@ def command_named(name):
 class LazyParser(argparse.ArgumentParser):
     "Parser that adds its arguments when it first parses, so that a command imports only its own Python module."
     def __init__(self, *args, fill=None, **kwargs):
-        self.positionals,self.options = [],{} # positionals: arguments without a dash; options: option -> argument
+        self.positionals,self.options = [],{} # positionals: arguments without a dash; options: arguments by option
         super().__init__(*args, **kwargs, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, conflict_handler='resolve')
         self.fill = fill
 
@@ -169,7 +169,7 @@ def main(
             if sys.stdout is not None: sys.stdout.flush()
     except BrokenPipeError: code = 141
     except KeyboardInterrupt: code = 130
-    except OSError as e: # such as a full disk, noticed when the output is flushed
+    except OSError as e: # raised by a full disk, for example, when the output is flushed
         print_lines(f'torchember: {printable(e)}', file=sys.stderr)
         code = 2
     discard_output() if code!=130 else None

@@ -37,7 +37,7 @@ class StepReport:
     @property
     def trouble(self):
         "Sentence about non-finite values of the step. '' if there are none."
-        # not the gradient norm, because the row of the gradient reports the cause
+        # the gradient norm is left out, because the row of the gradient reports the cause
         parts = [f'{k} is {v}' for k,v in self.numbers.items() if not math.isfinite(v) and computed_in(k)!='grad_norm']
         if self.first_nonfinite is not None: parts.append(tensor_line(self.first_nonfinite)+(f' and {self.n_nonfinite-1} more' if self.n_nonfinite>1 else ''))
         return ', '.join(parts)
@@ -68,7 +68,7 @@ def fit_line(parts, problem, color):
 # %% ../../nbs/95_cli/40_steps.ipynb #9d426294
 class OpenSteps:
     "Steps not printed yet: collects the rows of several logs until a step is complete."
-    def __init__(self): self.open,self.last = {},{} # open: step -> `StepReport`; last: log -> its last step
+    def __init__(self): self.open,self.last = {},{} # open: a `StepReport` for each open step; last: last step of each log
 
     def add(self, log, r):
         "Add the next row of a log to its step. Rows without a step are ignored."
@@ -182,7 +182,7 @@ def follow_run(p, wait):
         time.sleep(wait)
     if any(log.has_died() for log in p.logs):
         from torchember.frames.handle import recover_boxes
-        recover_boxes(p.logs[0].path.parent.parent) # adds the last rows of a killed process to the log
+        recover_boxes(p.logs[0].path.parent.parent) # the last rows of a killed process are added to its log
     p.read_rows([])
 
 def tail_arguments(p):

@@ -15,7 +15,7 @@ def is_terminal(stream=None):
     "Return True if a stream is a terminal. The default is standard output."
     stream = sys.stdout if stream is None else stream
     try: return stream is not None and stream.isatty()
-    except ValueError: return False # the stream is closed
+    except ValueError: return False # raised if the stream is closed
 
 def line_width():
     "Return the maximal number of columns of a printed line. None if the output is no terminal, so without limit."
@@ -69,7 +69,7 @@ def format_size(n):
 
 is_amount = re.compile(r'(-?[\d,.]+(e[+-]\d+)?|-?inf)?( [kMGT]?B)?') # columns of such texts are aligned at the right
 
-min_width = 16 # narrow names to this width before a column is dropped
+min_width = 16 # names are narrowed to this width before a column is dropped
 
 def fit_widths(widths, elastic, space):
     "Shrink columns in `elastic`, the widest first, until a line fits. Return all widths, None if the line cannot fit."

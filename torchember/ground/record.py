@@ -19,7 +19,7 @@ from .messages import an, unknown
 # %% ../../nbs/05_ground/20_record.ipynb #30b5f42b
 SCHEMA = 1 # version of the row format. Code for version n reads all versions up to n
 
-# tensor type measured at a call of a module -> class in the package `recorder` that measures it
+# class in the package `recorder` that measures each tensor type of module calls
 flowing = dict(input='flows.Flows', output='flows.Flows')
 ttypes = (*flowing, 'weight', 'weight_grad', 'unclipped_grad', 'input_grad', 'output_grad', 'optimizer', 'update', 'buffer', 'probe',
     *(of_no_tensor := ('scalar', 'finding'))) # scalar: a number that the user logs; finding: the result of a rule

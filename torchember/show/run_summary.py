@@ -26,7 +26,7 @@ def first_trouble(df):
     at = np.flatnonzero(trouble(df))
     if not len(at): return None
     step = df['step'].to_numpy()[at]
-    return df.iloc[at[np.argmin(step)]] # the first row of that step, because rows are in the order of execution
+    return df.iloc[at[np.argmin(step)]] # returns the first row of the step, because rows are in the order of execution
 
 def trouble_sentence(row):
     "Return a text with the step, the tensor and the counts of NaN and infinities of a row."

@@ -51,7 +51,7 @@ class Trackio(Sink):
     def begin(self):
         "Reset the state, so that the sink can send another run."
         self.run,self.owns_run = self.given,False
-        self.old_keys,self.old_alerts,self.pending = set(),set(),{} # pending: step -> keys that have not arrived yet
+        self.old_keys,self.old_alerts,self.pending = set(),set(),{} # pending: keys that have not arrived yet, by step
 
     def open(self, run, about):
         if self.run is None: self.run,self.owns_run = self.create_run(run, about),True
@@ -70,7 +70,7 @@ class Trackio(Sink):
             url,token = self.trackio.utils.parse_trackio_server_url(server)
             token = token or os.environ.get('TRACKIO_WRITE_TOKEN')
             remote = {'server_base_url': url, 'write_token': token, 'existing_runs': [], 'initial_last_step': 0}
-            # raises an error if the server does not answer, so that the sink is retried
+            # an error is raised if the server does not answer, so that the sink is tried again
             remote['client'] = self.trackio.RemoteClient(url, hf_token=None, write_token=token, verbose=False)
         return self.trackio.Run(**{'url': remote.get('server_base_url'), 'client': None, **remote}, project=self.project, name=run,
             run_id=stable_id(run, about), config={'torchember': simple_metadata(about)})

@@ -220,8 +220,8 @@ class LatestPass:
     def __init__(self, state, copy=None): # state: StateDict to fill; copy: arguments of `Tensor.to` for copies, or None
         self.state,self.copy = state,copy
         self.shown = 0 # number of the pass whose tensors are in the snapshot
-        self.count,self.position = 0,{} # number of names in the current pass; dict from name to position
-        self.versions = {} # name -> `Tensor._version` at capture. None: in-place changes are not checked
+        self.count,self.position = 0,{} # count: number of names in the current pass; position: position of each name
+        self.versions = {} # `Tensor._version` at capture by name; None if in-place changes are not checked
 
     def begin(self):
         "Count positions from 0 again, because a forward pass begins."
@@ -268,7 +268,7 @@ class OutputListener(Listener):
     def __init__(self, state, grads, copy):
         self.grads,self.wants = grads,always(inputs=False, output_grad=grads)
         self.latest = LatestPass(state, copy)
-        self.step,self.leaves = 0,[] # number of passes; handles of hooks on leaf tensors, removed at the next pass
+        self.step,self.leaves = 0,[] # step: number of passes; leaves: handles of hooks on leaf tensors, removed at the next pass
 
     def pass_begins(self, state, grad=None):
         self.step += 1
@@ -284,7 +284,7 @@ class OutputListener(Listener):
             self.latest.add_name(k, known.get(k) or dict(module=track.name, tname=n, call=call, layer=named_layer(track)))
             if not self.grads: self.latest.add(k, x, compiled)
         if self.grads and not compiled:
-            state.expect('output_grad', keys, (call, (number, keys))) # for a compiled backward pass
+            state.expect('output_grad', keys, (call, (number, keys))) # prepares for the gradients of a compiled backward pass
             self.leaves += hook_gradients(outputs, lambda n, g: self.add(number, keys[n], g, False), key=state.key)
         return call, (number, keys)
 

@@ -15,7 +15,7 @@ from ..ground.messages import printable
 from .layers import require_values
 
 # %% ../../nbs/70_state/04_plots.ipynb #8d887ff4
-max_values = 1_000_000 # of more values, a plot shows a random sample
+max_values = 1_000_000 # maximum number of values in a plot; of more values, a random sample is drawn
 
 # %% ../../nbs/70_state/04_plots.ipynb #543ce2c8
 max_panels = 48 # largest number of panels in a figure: one panel per layer
