@@ -20,7 +20,9 @@ def scale_image(png, width, height=None):
     image = Image.alpha_composite(Image.new('RGBA', image.size, 'white'), image).convert('RGB')
     return image.resize((width, max(round(width*image.height/image.width), 1) if height is None else height), Image.Resampling.LANCZOS)
 
-def has_24_bit_color(env): return env.get('COLORTERM') in ('truecolor', '24bit')
+def has_24_bit_color(env):
+    "Return True if the terminal shows 24-bit colors, according to its environment variables."
+    return env.get('COLORTERM') in ('truecolor', '24bit')
 
 def color_code(rgb, is_24_bit):
     "Return the part of an ANSI escape sequence for a color."

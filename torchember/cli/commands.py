@@ -96,7 +96,9 @@ class LazyParser(argparse.ArgumentParser):
         if fill: fill(self)
         return super().parse_known_args(*args, **kwargs)
 
-def wrap_text(text): return textwrap.fill(' '.join(text.split()), max((line_width() or 100)-2, 20))
+def wrap_text(text):
+    "Wrap a text to the width of the terminal."
+    return textwrap.fill(' '.join(text.split()), max((line_width() or 100)-2, 20))
 
 def argument_adder(name):
     "Return a function of a parser. The function imports a command and adds its arguments."

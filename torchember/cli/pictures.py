@@ -39,6 +39,7 @@ def choose_file(args, names):
     return f"{printable(os.path.basename(names[0]))}.png"
 
 def plot_arguments(p):
+    "Add the arguments of the command `plot` to a parser."
     p.add_argument('run', nargs='+', help='name of a run, or a file of a log; compare takes several')
     p.add_argument('-p', '--picture', choices=pictures, default='overview', help='default overview')
     p.add_argument('-o', '--output', metavar='FILE', help='file to write: .png, .svg, .pdf; default the terminal, or <run>.png if the output is no terminal')

@@ -19,7 +19,9 @@ from .terminal import to_json, colorize, text_width, print_lines, shorten_text, 
 # %% ../../nbs/95_cli/40_steps.ipynb #3a0ac5a8
 built_in_columns = {*identity, *optional, *of_pieces, 'path', 'shape'}
 
-def is_plain_number(v): return isinstance(v, int|float) and not isinstance(v, bool)
+def is_plain_number(v):
+    "Return True for an int or a float, but not for a boolean."
+    return isinstance(v, int|float) and not isinstance(v, bool)
 
 class StepReport:
     "What `tail` prints about a step: logged numbers, time, number of rows, and non-finite values."
@@ -43,9 +45,11 @@ class StepReport:
         return ', '.join(parts)
 
     def as_dict(self):
+        "Return the step as a dict, for JSON output."
         return dict(step=self.step, ts=self.ts, rows=self.rows, numbers=self.numbers, not_finite=self.n_nonfinite, trouble=self.trouble or None)
 
     def line(self):
+        "Return the step as a line of text."
         numbers = ''.join(f'  {printable(k, 40)} {v:.4g}' for k,v in self.numbers.items())
         at = f'  {printable(self.ts.rpartition(" ")[2], 20)}' if self.ts else ''
         return fit_line([f'step {self.step:<6,}{numbers}', at, f"  {self.rows} row{'s'*(self.rows!=1)}"], printable(self.trouble), 'error')
@@ -88,10 +92,12 @@ class RunLog:
     def __init__(self, name, path, data): self.name,self.path,self.data,self.tail = name,path,data,None
 
     def metadata(self):
+        "Return the metadata of the log."
         from torchember.frames.handle import read_facts
         return read_facts(self.name, self.data)[0]
 
     def is_running(self):
+        "Return True if the process that writes the log is running."
         from torchember.frames.listing import may_continue
         return may_continue(self.metadata())
 
@@ -186,6 +192,7 @@ def follow_run(p, wait):
     p.read_rows([])
 
 def tail_arguments(p):
+    "Add the arguments of the command `tail` to a parser."
     p.add_argument('run', help='name of a run, or a file of a log')
     p.add_argument('-n', '--lines', type=int, default=10, metavar='N', help='number of existing lines to print; default 10')
     p.add_argument('--no-follow', action='store_true', help='do not wait for more')

@@ -24,9 +24,13 @@ def line_width():
 
 colors = dict(error='31', warning='33', good='32', faint='2', bold='1')
 
-def has_colors(stream=None): return is_terminal(stream) and not os.environ.get('NO_COLOR') and os.environ.get('TERM')!='dumb'
+def has_colors(stream=None):
+    "Return True if a stream is a terminal that shows colors, and the user has not switched colors off."
+    return is_terminal(stream) and not os.environ.get('NO_COLOR') and os.environ.get('TERM')!='dumb'
 
-def colorize(text, color, stream=None): return f'\x1b[{colors[color]}m{text}\x1b[0m' if color and has_colors(stream) else text
+def colorize(text, color, stream=None):
+    "Return a text in a color, or unchanged if the stream has no colors."
+    return f'\x1b[{colors[color]}m{text}\x1b[0m' if color and has_colors(stream) else text
 
 def print_lines(*lines, file=None):
     "Print lines. Characters missing in the encoding of the terminal become escape sequences."

@@ -163,7 +163,9 @@ class StepSlider(Control):
         if -len(self.steps)<=step<0 and step not in self.steps: return len(self.steps)+step
         return int(np.argmin(np.abs(self.steps-step)))
 
-    def nearest(self, step): return int(self.steps[np.argmin(np.abs(self.steps-step))])
+    def nearest(self, step):
+        "Return the recorded step that is nearest to a step."
+        return int(self.steps[np.argmin(np.abs(self.steps-step))])
 
     def offer(self, steps):
         "Replace the steps offered to the user."
@@ -303,9 +305,12 @@ def steps_control(a):
     return Control(a.W.IntSlider(value=a.value, min=1, max=most, description=a.name, continuous_update=False))
 
 def count_control(a, most):
+    "Return a control to choose a number, at least 1."
     return Control(a.W.BoundedIntText(value=a.value, min=1, max=max(most, a.value), description=a.name, continuous_update=False))
 
-def choose_up_to(n, a): return a.choose(a.maybe|{str(i): i for i in range(1, n+1)})
+def choose_up_to(n, a):
+    "Return a control to choose a number from 1 to `n`."
+    return a.choose(a.maybe|{str(i): i for i in range(1, n+1)})
 
 shared = {'automatic': None, 'the same': {'sharex': True, 'sharey': True}, 'the same across': {'sharex': True, 'sharey': False},
     'the same upwards': {'sharex': False, 'sharey': True}, 'each its own': {'sharex': False, 'sharey': False}}
@@ -354,7 +359,9 @@ class Controls(dict):
         except KeyError: return default
 
 # %% ../../nbs/60_show/82_controls.ipynb #f84cd563
-def is_same_value(a, b): return a is b or type(a) is type(b) and not isinstance(a, np.ndarray) and a==b
+def is_same_value(a, b):
+    "Return True if two values of an argument are equal."
+    return a is b or type(a) is type(b) and not isinstance(a, np.ndarray) and a==b
 
 def controllable(f):
     "Return (name, parameter) of each argument of a drawing function that may get a control, without the run."

@@ -61,7 +61,9 @@ def shorten_sentence(text, most:int=90) -> str: # most: maximum number of letter
     cut = shorten(text, most, placeholder=' …')
     return cut if len(cut)>most//2 else text[:most-1]+'…' # a single word that is too long is cut
 
-def title_text(finding): return f"{finding['severity']}: {shorten_sentence(finding['text'])}"
+def title_text(finding):
+    "Return severity and text of a finding for the title of a picture."
+    return f"{finding['severity']}: {shorten_sentence(finding['text'])}"
 
 def open_findings(df, last=None): # last: last step of the run, to omit a 'died' finding of a run that went on
     "Return the open findings in a table, the worst first, without those that others explain."

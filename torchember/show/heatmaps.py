@@ -185,7 +185,7 @@ def scalar_global_heatmap(
     x='step', # Column for the x axis; 'name' draws layers as columns and steps as rows
     y=None, # Column for the y axis if x is 'name'
     figsize:tuple|None=None, # Width and height of the figure in inches
-    col_wrap:int|None=None, # Accepted but ignored: there is one panel
+    col_wrap:int|None=None, # Ignored, because there is only one panel; accepted for callers of Track & Visualize
     **kwargs # Arguments of `heat` (`vmin`, `vmax`, `center`, `robust`, `cmap`, `annot`, ...) and of matplotlib's `pcolormesh`
 ): # Axes of the picture
     """Draw a heat map of a statistic: a row for each layer, a column for each step.
@@ -199,7 +199,7 @@ def scalar_global_heatmap(
         x: Column for the x axis; 'name' draws layers as columns and steps as rows
         y: Column for the y axis if x is 'name'
         figsize: Width and height of the figure in inches
-        col_wrap: Accepted but ignored: there is one panel
+        col_wrap: Ignored, because there is only one panel; accepted for callers of Track & Visualize
         **kwargs: Arguments of `heat` (`vmin`, `vmax`, `center`, `robust`, `cmap`, `annot`, ...) and of matplotlib's `pcolormesh`
 
     Returns:

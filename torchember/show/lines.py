@@ -112,7 +112,9 @@ def space_out(ends, gap):
 class FacetException(ValueError):
     "Error for a request of panels by layer and by tensor type at once."
 
-def is_several(path): return not isinstance(path, str) or any(c in path for c in '*?[')
+def is_several(path):
+    "Return True if `path` may select several layers."
+    return not isinstance(path, str) or any(c in path for c in '*?[')
 
 panel_keys = {'sharex', 'sharey', 'subplot_kws', 'gridspec_kws', 'xlim', 'ylim', 'height', 'aspect', 'legend_out', 'despine', 'margin_titles',
     'dropna'} # arguments of seaborn's FacetGrid

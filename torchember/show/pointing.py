@@ -144,6 +144,7 @@ class CrossHair:
 
     @drawn
     def draw_cross(self, ax):
+        "Draw the invisible cross-hair: a vertical line, a dot on each curve, and a text. Its artists are shown when it moves."
         ink,line = mpl.rcParams['text.color'],vertical_line(ax)
         dots = [ax.plot([], [], 'o', ms=5, color=l.get_color(), visible=False)[0] for l in ax.lines if l is not line]
         back = {'boxstyle': 'round,pad=.3', 'facecolor': ax.get_facecolor(), 'edgecolor': 'none', 'alpha': .85}
@@ -239,9 +240,12 @@ class StepCursor:
         control = self.step_control()
         self.picture.move_line_to(self.loss.move_to(step, control and control.nearest))
 
-    def on_hover(self, event): self.hover(event.xdata if event.inaxes is self.loss.axes else self.pinned)
+    def on_hover(self, event):
+        "Move the cross-hair to the step at the mouse pointer."
+        self.hover(event.xdata if event.inaxes is self.loss.axes else self.pinned)
 
     def on_click(self, event):
+        "Select the step that was clicked."
         if event.inaxes is self.loss.axes and event.button==1:
             self.go_to(self.loss.losses.steps[self.loss.losses.index_of(event.xdata)].item())
 
@@ -304,7 +308,9 @@ class HeatmapCells:
     def __init__(self, source, table, on_change=lambda arguments: None): # on_change: listener for the histogram
         self.source,self.table,self.on_change,self.values,self.found,self.exponents = source,table,on_change,{},None,{}
 
-    def drawn_with(self, values): self.values,self.found = in_our_words(values, signature(heat_map_cells).parameters),None
+    def drawn_with(self, values):
+        "Store the arguments with which the picture was drawn, and forget its cells."
+        self.values,self.found = in_our_words(values, signature(heat_map_cells).parameters),None
 
     def cells(self):
         "Return the rows of the heat map (with a column `label`), the statistic's column, and the `Grid`."
@@ -329,7 +335,9 @@ class HeatmapCells:
         found = rows[(rows['label']==(label if label in labels else labels[0])) & (rows['step']==step)]
         return found.iloc[0] if len(found) else None
 
-    def labels(self): return self.cells()[0]['label'].unique().tolist()
+    def labels(self):
+        "Return the labels of all layers in the heat map."
+        return self.cells()[0]['label'].unique().tolist()
 
     def histogram(self, row):
         "Return the arguments, with controls, for a histogram of the tensor of a row."
@@ -380,6 +388,7 @@ class PageLayout:
         self.box = W.VBox([self.top, self.message, figures, self.foot, self.hint], layout={'width': '100%'})
 
     def show_message(self, text=''):
+        "Show a message below the picture; '' removes it."
         self.text = text
         self.message.value = text and f'<div role="status" style="color:var(--jp-error-color1,firebrick);line-height:1.4">{escape(text)}</div>'
 

@@ -49,7 +49,9 @@ def types_to_draw(tensors, ttype):
     kinds = list(dict.fromkeys(tensors['ttype'].astype(str)))
     return [t for t in default_ttypes if t in kinds] or kinds[:1]
 
-def rows_of_type(tensors, kind): return tensors[has_ttype(tensors, ttype_of(kind)[0])]
+def rows_of_type(tensors, kind):
+    "Return the rows of one tensor type."
+    return tensors[has_ttype(tensors, ttype_of(kind)[0])]
 
 def pick_stat(rows, stat):
     "Return the column of the requested statistic, or by default of the most useful recorded one."

@@ -119,7 +119,9 @@ def check_one_run(df):
     df.attrs['run'] = names[0] if names else ''
     return df
 
-def name_of_run(df): return df.attrs.get('run', '')
+def name_of_run(df):
+    "Return the name of the run that a table of rows came from; '' if unknown."
+    return df.attrs.get('run', '')
 
 # %% ../../nbs/60_show/10_select.ipynb #e6ddf6d4
 def pick(

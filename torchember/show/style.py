@@ -48,16 +48,22 @@ def figures_of(got):
     found = [getattr(o, 'figure', None) for o in (got if isinstance(got, list|tuple) else got.ravel() if isinstance(got, np.ndarray) else [got])]
     return list(dict.fromkeys(f for f in found if hasattr(f, 'findobj')))
 
-def texts_in(fig): return fig.findobj(mpl.text.Text)
+def texts_in(fig):
+    "Return all texts of a figure."
+    return fig.findobj(mpl.text.Text)
 
-def printable_lines(text): return '\n'.join(map(printable, text.split('\n')))
+def printable_lines(text):
+    "Return a text without control characters, except newlines."
+    return '\n'.join(map(printable, text.split('\n')))
 
 class Printable:
     "Formatter of tick labels that makes names printable. Names may contain `$` or control characters."
     def __init__(self, f): self.f = f
     def __call__(self, x, pos=None): return printable_lines(str(self.f(x, pos)))
 
-def all_children(ax): return [c for a in ax.child_axes for c in (a, *all_children(a))]
+def all_children(ax):
+    "Return the axes inside of other axes, at any depth."
+    return [c for a in ax.child_axes for c in (a, *all_children(a))]
 
 def draw_as_letters(fig, users): # users: texts that the user drew before, which stay as they are
     "Switch off math formulas in all texts of a figure, because names may contain `$`."

@@ -72,7 +72,9 @@ class MLflow(Sink):
         self.pending,self.old_metrics,self.old_steps,self.tags = [],(),{},{}
 
     @staticmethod
-    def id_of(run): return run and run.info.run_id
+    def id_of(run):
+        "Return the id of an MLflow run, None for None."
+        return run and run.info.run_id
 
     def open(self, run, about):
         self.client = self.mlflow.MlflowClient(self.uri)
@@ -101,7 +103,9 @@ class MLflow(Sink):
         self.client.log_batch(self.id_of(created), params=params[:100], synchronous=True)
         return created
 
-    def target(self): return f'mlflow:{self.id}'
+    def target(self):
+        "Return the id of the MLflow run as the name of the destination."
+        return f'mlflow:{self.id}'
 
     def queue_numbers(self, step, numbers):
         "Queue the numbers of a step still missing in the MLflow run. Send them if a request is full."

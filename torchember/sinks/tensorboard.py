@@ -66,7 +66,9 @@ class TensorBoard(Sink):
         self.existing = read_events(folder)
         self.writer = SummaryWriter(folder)
 
-    def target(self): return f'tensorboard:{abspath(self.writer.log_dir)}'
+    def target(self):
+        "Return the folder of the writer as the name of the destination."
+        return f'tensorboard:{abspath(self.writer.log_dir)}'
 
     def scalars(self, step, numbers):
         new,file = {k: v for k,v in numbers.items() if (k, step) not in self.existing},getattr(self.writer, 'file_writer', None)

@@ -76,7 +76,9 @@ class Trackio(Sink):
             run_id=stable_id(run, about), config={'torchember': simple_metadata(about)})
 
     @property
-    def is_local(self): return self.run.url is None and self.trackio.utils.get_storage_mode()=='sqlite'
+    def is_local(self):
+        "Return True if trackio writes to a local database, not to a server."
+        return self.run.url is None and self.trackio.utils.get_storage_mode()=='sqlite'
 
     def rows(self, first=0):
         "Return (step, row) of all stored rows of the run, from the step `first` on."
@@ -85,7 +87,9 @@ class Trackio(Sink):
             f"SELECT step, metrics FROM metrics WHERE run_id = '{id}' AND step >= {first}", max_rows=10**9)['rows']
         return [(r['step'], json.loads(r['metrics'])) for r in found]
 
-    def target(self): return f'trackio:{self.run.url or self.trackio.utils.TRACKIO_DIR}:{self.run.project}/{self.run.id}'
+    def target(self):
+        "Return server, project and id of the trackio run as the name of the destination."
+        return f'trackio:{self.run.url or self.trackio.utils.TRACKIO_DIR}:{self.run.project}/{self.run.id}'
 
     def log_keys(self, step, data):
         "Log the data of a step still missing in the trackio run, without a change of its step counter."

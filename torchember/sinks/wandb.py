@@ -50,7 +50,9 @@ class Wandb(Sink):
             detach_run(self.run)
         self.run.define_metric(self.axis, hidden=True)
 
-    def target(self): return f'wandb:{self.run.id}'
+    def target(self):
+        "Return the id of the W&B run as the name of the destination."
+        return f'wandb:{self.run.id}'
 
     def axis_of(self, key):
         "Return the x-axis of a metric. Scalars and evaluations get their own axes, because they occur in few steps."

@@ -278,7 +278,9 @@ class EditableLayers(Layers):
     apply_,zeros_,ones_ = map(in_place, (Layers.apply, Layers.zeros, Layers.ones))
 
 # %% ../../nbs/70_state/06_algebra.ipynb #1125e2e5
-def is_scalar_value(x): return isinstance(x, Number|np.number) or (isinstance(x, torch.Tensor) and x.dim()==0)
+def is_scalar_value(x):
+    "Return True for a number, or a tensor without dimensions."
+    return isinstance(x, Number|np.number) or (isinstance(x, torch.Tensor) and x.dim()==0)
 
 def apply_operation(op:str, d, *other): # other: nothing, a number, or another StateDict
     "Apply the torch function with the name `op` to all layers of a StateDict."
@@ -494,7 +496,9 @@ class Reductions(Layers):
             pattern: Regular expression for layer names, matched from the start
             **kwargs: `dim`, `keepdim` and `dtype`, as in torch
         """
-        def norm_as(dtype): return reduce_norm(self, p, lw, pattern, dtype)
+        def norm_as(dtype):
+            "Return the norm of all layers, computed in a dtype."
+            return reduce_norm(self, p, lw, pattern, dtype)
         return reduce_like_torch(self, 'norm', lw, pattern, kwargs, norm_as, lambda x, **k: x.norm(p, **k))
 
     def norm1(self, *, lw=False, pattern=None, **kwargs):

@@ -76,11 +76,17 @@ def named_parameters_of(model, include=None, exclude=None):
             seen.add(id(p))
             yield f'{t.path}.{k}' if t.path else k, p, dict(module=t.name, tname=f'weight_{i}', pname=k, layer=named_layer(t))
 
-def select_ids(ts, include, exclude): return chosen(((p, t.module) for t in ts for p in (t.path, *t.aliases)), include, exclude)
+def select_ids(ts, include, exclude):
+    "Return the ids of the modules that `include` and `exclude` select, also by other names of a shared module."
+    return chosen(((p, t.module) for t in ts for p in (t.path, *t.aliases)), include, exclude)
 
-def named_layer(track): return NamedLayer(track.path, kinds_of(track.module))
+def named_layer(track):
+    "Return the path of a module and the names of its classes, for `select`."
+    return NamedLayer(track.path, kinds_of(track.module))
 
-def default_name(model, what): return f'{type(model.module if isinstance(model, nn.DataParallel) else unwrap(model)).__name__}_{what}'
+def default_name(model, what):
+    "Return the name for a snapshot of a model, such as 'Net_weight'."
+    return f'{type(model.module if isinstance(model, nn.DataParallel) else unwrap(model)).__name__}_{what}'
 
 # %% ../../nbs/70_state/08_factories.ipynb #b99d6808
 def from_weight(
@@ -297,6 +303,7 @@ class OutputListener(Listener):
         self.latest.add(key, g, copy)
 
     def remove_leaf_hooks(self):
+        "Remove the hooks on leaf tensors."
         for h in self.leaves: h.remove()
         self.leaves.clear()
 

@@ -189,7 +189,7 @@ def tensor_norm(x, p):
     return combine_norms(norms*times+[0.]*bool(zeros and p<0), p)
 
 # %% ../../nbs/70_state/00_layers.ipynb #16d88abc
-def norm_per_layer(layers:dict, p:float) -> np.ndarray: # p: 0 counts the nonzero elements
+def norm_per_layer(layers:dict, p:float) -> np.ndarray: # p: order of the norm; 0 counts the nonzero elements
     "Return the p-norm of each layer."
     reduction = {1: 'norm1', 2: 'norm2', math.inf: 'abs_max', -math.inf: 'abs_min'}.get(p)
     if reduction:
@@ -215,7 +215,9 @@ def apply_each(op:str, xs:list, *others) -> list: # others: nothing, a number, o
     "Return new tensors: the results of an operation of `foreach_functions`, computed for all tensors at once if possible."
     if not xs: return []
     listed = [o for o in others if isinstance(o, list)]
-    def same_shape(x, y): return isinstance(y, torch.Tensor) and y.shape==x.shape
+    def same_shape(x, y):
+        "Return True if `y` is a tensor with the shape of `x`."
+        return isinstance(y, torch.Tensor) and y.shape==x.shape
     alike = all(map(same_shape, xs, listed[0])) if listed else all(type(o) in (int, float) for o in others)
     if alike and share_dtype_and_device(xs+sum(listed, [])): return list(foreach_functions[op](xs, *others))
     f = getattr(torch, op)

@@ -56,7 +56,9 @@ class PairMean:
         return self.spread/(self.weight-self.weight2/self.weight)*self.weight2/self.weight**2
 
 # %% ../../nbs/70_state/20_noise.ipynb #74eb4ca3
-def format_number(x, digits): return f'{x:.0f}' if 10**digits<=abs(x)<1e7 else f'{x:.{digits}g}'
+def format_number(x, digits):
+    "Return a number as text with a number of significant digits."
+    return f'{x:.0f}' if 10**digits<=abs(x)<1e7 else f'{x:.{digits}g}'
 
 class NoiseEstimate:
     "Estimate of the noise scale with standard errors, and a plot of the measured gradient norms."
@@ -71,7 +73,9 @@ class NoiseEstimate:
         return 2*math.sqrt(self.cov[0, 0]) if self.cov[0, 0]>=0 else 0.
 
     @property
-    def is_known(self): return self.grad_sq>self.two_errors() # returns False if the gradient norm could be zero within the error
+    def is_known(self):
+        "True if the squared gradient norm is larger than two standard errors."
+        return self.grad_sq>self.two_errors() # returns False if the gradient norm could be zero within the error
 
     @property
     def noise_scale(self):

@@ -73,6 +73,7 @@ of_localhost = 'localhost',
 no_token = 'The token is missing. Open the address that the board has printed.'
 
 def respond(content, status=200, kind='application/json', **headers):
+    "Return an HTTP response with these headers."
     from starlette.responses import Response
     return Response(content, status, headers, kind)
 

@@ -102,7 +102,9 @@ class SomeSteps(emberTracker):
             yield from self.found[file]
         yield b''.join(line for _,line in self.kept)
 
-def is_number_or_finding(line): return re.search(rb'"ttype":\s?"(?:scalar|finding)"', line) is not None
+def is_number_or_finding(line):
+    "Return True if a line of the log has a logged number or a finding."
+    return re.search(rb'"ttype":\s?"(?:scalar|finding)"', line) is not None
 
 # %% ../../../nbs/62_board/05_some_steps.ipynb #1e9886fb
 def spaced_steps(last:int, most:int, also=()) -> list:

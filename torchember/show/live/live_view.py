@@ -121,6 +121,7 @@ def changed_settings():
     return {k: v for k,v in changed.items() if can_pickle(v)}
 
 def can_pickle(v):
+    "Return True if a value can be sent to another process."
     try: pickle.dumps(v)
     except Exception: return False
     return True

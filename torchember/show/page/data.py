@@ -45,7 +45,7 @@ def pack_array(values, exact:bool=False) -> dict: # exact: True to keep all 24 b
     return {'shape': list(v.shape), 'zip': b64encode(gzip.compress(bits.astype('<u4').view('u1').reshape(-1, 4).T.tobytes(), 6, mtime=0)).decode()}
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #89371515
-deepest = 100 # levels of nested modules. The rest of a deeper path is drawn as one name
+deepest = 100 # maximum number of levels of nested modules; the rest of a deeper path is drawn as one name
 
 def structure_of_paths(paths, root):
     "Build the tree of modules from their paths. Return nested dicts like those of `torchEmber.mod_tree`."
@@ -158,13 +158,17 @@ def check_health(run, table=None, rows=None) -> dict: # table: rows, if `run` is
         why = short_text(f'{type(e).__name__}: {e}', 300)
         return {'findings': [], 'more': 0, 'failed': [*failed, f"The rules could not check this run: {why}"]}
 
-def is_table(run): return hasattr(run, 'columns')
+def is_table(run):
+    "Return True if `run` is a table of rows."
+    return hasattr(run, 'columns')
 
 def rows_by_module(df):
     "Return the table with a column `module`, needed by rules to identify modules."
     return df if 'module' in df else df.assign(module=df['path'])
 
-def short_text(text, most=most_letters): return printable(' '.join(str(text).split()), most)
+def short_text(text, most=most_letters):
+    "Return a text on one line, with at most `most` letters."
+    return printable(' '.join(str(text).split()), most)
 
 def nest_findings(found):
     "Nest each finding below its cause. `found`: pairs of a finding and the index of its cause, or None."

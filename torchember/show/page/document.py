@@ -21,9 +21,13 @@ from .data import page_of
 from ...store.base import replace
 
 # %% ../../../nbs/60_show/98_page.ipynb #b992ecbc
-def read_web_file(name): return (files('torchember.show.page')/'web'/name).read_text('utf-8')
+def read_web_file(name):
+    "Return the content of a file of the HTML page."
+    return (files('torchember.show.page')/'web'/name).read_text('utf-8')
 
-def checksum(text): return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
+def checksum(text):
+    "Return the hash of a script, as a Content-Security-Policy lists it."
+    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
 
 def read_page_files(*more): # more: names of additional files, without ending: each is a script with a style sheet
     "Return the texts of all style sheets and scripts of an HTML page."
