@@ -5,7 +5,7 @@ import pytest
 
 
 @pytest.fixture(scope='session')
-def optimized(): "Asked for by a test in which a program as XLA makes it for users is to give the same bits"
+def optimized(): "Fixture for tests that compare bits of programs which XLA optimizes as for users"
 
 
 @pytest.fixture(autouse=True)

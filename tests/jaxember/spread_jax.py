@@ -50,7 +50,7 @@ def batch(step):
 
 
 def whole_batch(step, seen):
-    "Values and gradients of a step: names -> arrays"
+    "Return the values and gradients of a step as a dict of arrays by name"
     p,m = seen['p'],seen['m']
     x,y = batch(step)
     h = x@p['one']['kernel']+p['one']['bias']
@@ -133,7 +133,7 @@ def mesh_of(*shape, names=('data', 'model')): return Mesh(np.array(jax.devices()
 
 
 def laid(x, mesh, spec):
-    "An array of which each process gives what its devices have"
+    "Return a distributed array to which each process contributes the data of its devices"
     x = np.asarray(x)
     return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda i: x[i])
 
@@ -170,7 +170,7 @@ def replicated(): train(f'replicated_{size}', mesh_of(n), lambda k, shape: P(), 
 
 @case
 def sharded():
-    "Parameters and states of the optimizer are cut along their first dimension, over as many processes as divide it"
+    "Shard parameters and optimizer states along their first dimension, over as many processes as divide it"
     train(f'sharded_{size}', mesh_of(n), lambda k, shape: P('data'))
 
 
@@ -182,7 +182,7 @@ def tensor_parallel():
 
 @case
 def two_axes():
-    "A batch in two, and weights in two: each of four processes has another pair, or of two processes each two devices"
+    "Shard the batch over one mesh axis and the weights over another: each of four processes, or of four devices, has another pair of shards"
     def spec(k, shape): return P('data', 'model') if len(shape)==2 else P('model') if 'one' in k else P()
     train(f'two_axes_{size}', mesh_of(2, 2), spec)
 
@@ -208,7 +208,7 @@ def modules():
 
 @case
 def not_compiled():
-    "A step that nobody has jitted, over arrays of all processes: values are there, each process has its part"
+    "Run a step without jit on arrays of all processes: each process records values of its shards"
     mesh,name = mesh_of(n),f'not_compiled_{size}'
     x = laid(batch(0)[0], mesh, P('data'))
     with track(name=name, home=folder, stash_value=stash_scalar_stats) as t:
@@ -219,7 +219,7 @@ def not_compiled():
 
 @case
 def own_arrays():
-    "No array of several processes: each has its part of the batch, and gradients are averaged by hand"
+    "Train without distributed arrays: each process has its part of the batch, and gradients are averaged by hand"
     name,k = f'own_arrays_{size}',samples//world
     v,s = {'params': jax.tree.map(jnp.asarray, first()), 'batch_stats': {'seen': jnp.zeros(8)}},None
     s = opt.init(v['params'])
@@ -237,7 +237,7 @@ def own_arrays():
 
 @case
 def mapped():
-    "shard_map: each device has values of its own, and a sum that they have together"
+    "Run a `shard_map` in which each device has values of its own, and a sum over all devices"
     mesh,name = mesh_of(n),f'mapped_{size}'
     x = batch(0)[0]
     @jax.jit
@@ -258,7 +258,7 @@ def mapped():
 
 @case
 def layouts():
-    "Arrays that lie in all ways, of no training"
+    "Record arrays with all kinds of distribution over devices, without a training"
     name,grid,x = f'layouts_{size}',np.array(jax.devices()),np.arange(64.).reshape(8, 8)**1.5-100
     two = Mesh(grid.reshape(2, -1), ('data', 'model'))
     turned = Mesh(grid.reshape(2, -1).T, ('model', 'data'))
@@ -282,7 +282,7 @@ def layouts():
 
 @case
 def laid_out_inside():
-    "What a program is given is on the host, and it lays it out by itself; the mesh is in the program, or only its axes are and the mesh is set"
+    "Run a program that distributes its host arrays itself. The program contains the mesh, or only axis names of a mesh that is set"
     mesh,name,x = mesh_of(n),f'laid_out_inside_{size}',batch(0)[0]
     by_constraint = jax.jit(lambda x: probe('once', jax.lax.with_sharding_constraint(2*x, NamedSharding(mesh, P('data')))))
     with track(name=name, home=folder, stash_value=stash_scalar_stats) as t, jax.set_mesh(mesh):
@@ -294,7 +294,7 @@ def laid_out_inside():
 
 @case
 def drifted():
-    "What should be the same everywhere is not, from the second step on"
+    "Train with replicas that differ from the second step on"
     mesh = mesh_of(n)
     def one(i):
         parts = [jax.device_put(np.arange(4.)+(rank if i else 0), d) for d in jax.local_devices()]
@@ -305,14 +305,14 @@ def drifted():
 
 @case
 def unnamed():
-    "All find one name"
+    "Check that all processes agree on one name"
     with track({'w': jnp.ones(3)}, home=folder) as t: t.step({'w': jnp.ones(3)})
     (folder/f'unnamed.{rank}').write_text(t.name)
 
 
 @case
 def not_all():
-    "One process looks on in another way, and one not at all: their training goes on as it is"
+    "Let one process record with other settings, and one not record at all: their trainings do not change"
     Agreement.patience = 3
     mesh = mesh_of(n)
     x = laid(batch(0)[0], mesh, P('data'))

@@ -15,7 +15,7 @@ class Classifier(nnx.Module):
 
 
 def found_in(bias=0., scale=1., nan=None, rate=1e-2, sign=1):
-    "What is said of a training in which something is wrong"
+    "Return the findings about a training with a fault"
     model = Classifier(nnx.Rngs(0))
     model.b.bias[...] = model.b.bias[...]+bias
     model.b.kernel[...] = model.b.kernel[...]*scale

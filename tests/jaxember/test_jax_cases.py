@@ -20,7 +20,7 @@ key = ('step', 'path', 'ttype', 'tname', 'pname', 'call', 'backward')
 
 
 def table(tracker):
-    "All rows of a run, by what names them; no two have the same name"
+    "Return all rows of a run by their keys, and check that keys are unique"
     df = tracker.t.df
     for k in key:
         if k not in df: df[k] = None
@@ -32,7 +32,7 @@ def table(tracker):
 
 
 def means(rows, step=0, **only):
-    "path, tname, call, backward -> mean, of one step"
+    "Return the means of one step by (path, tname, call, backward)"
     return {(k[1], k[3], k[5], k[6] or 0): r['mean'] for k,r in rows.items() if k[0]==step and all(k[key.index(c)]==v for c,v in only.items())}
 
 
@@ -40,7 +40,7 @@ def near(x): return pytest.approx(x, rel=1e-5, abs=1e-6)
 
 
 def trained(f, *args, steps=2, home=None, **kwargs):
-    "The rows of a step that is run again and again, whose result is its gradients"
+    "Return the rows of a step that is run several times and returns its gradients"
     with track(track_gradients=True, home=home, **kwargs) as tracker:
         for _ in range(steps): tracker.step(kwargs.get('model_state'), gradients=tracker.intercept(f, *args))
     return table(tracker)
@@ -55,7 +55,7 @@ def nested(y): return jax.checkpoint(lambda y: lax.scan(jax.checkpoint(layer), y
 def thrice(y): return jax.checkpoint(jax.checkpoint(jax.checkpoint(lambda y: nested(nested(y)))))(y)
 
 def by_hand(n, y=None):
-    "Values of `n` layers and the gradients of their sum"
+    "Return the values of `n` layers, and the gradients of their sum"
     xs,gs = [jnp.ones(2) if y is None else y],[jnp.ones(2)]
     for _ in range(n): xs.append(jnp.tanh(W@xs[-1]))
     for x in xs[:1:-1]: gs.append(W.T@(gs[-1]*(1-x**2)))
@@ -451,7 +451,7 @@ stack = Stack()
 
 @jax.jit
 def looped(p, xs):
-    "Each step adds 1 to a number for each layer, and has a gradient of 2"
+    "Return a training whose steps add 1 to a number for each layer, with a gradient of 2"
     def step(p, x): return jax.tree.map(lambda a, g: a-.25*g, p, jax.grad(lambda p: stack.apply(p, x*jnp.ones(2)))(p)), None
     return lax.scan(step, p, xs)[0]
 

@@ -27,7 +27,7 @@ def two(tmp_path_factory): return start(tmp_path_factory.mktemp('two'), 2, 1, *i
 
 
 def merged(home, run, **how):
-    "The table, and what is said of it"
+    "Return the merged table of a run, and the messages about it"
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter('always', EmberWarning)
         df = read(run, home=home, **how)
@@ -38,7 +38,7 @@ def place(r): return r['path'] or r.get('shard') or '', r['ttype'], r['tname'], 
 
 
 def off(row, want):
-    "The numbers that are not as they have to be, relative to their own scale"
+    "Return the numbers that differ from the expected numbers, relative to their magnitude"
     out = []
     for k,v in want.items():
         if k in ('path', 'ttype', 'tname', 'step'): continue
@@ -52,7 +52,7 @@ def off(row, want):
 
 
 def same_as_one(home, run, quiet=True):
-    "Every row that there should be is there, with its numbers, and no other"
+    "Check that a run has exactly the rows of a run of one process, with the same numbers"
     df,said = merged(home, run)
     df = df[df.ttype!='scalar'].assign(path=df['path'].astype(str))
     if 'shard' in df: df = df.assign(shard=df['shard'].astype(object).where(df['shard'].notna(), None))
@@ -67,7 +67,7 @@ def same_as_one(home, run, quiet=True):
 
 
 def parts(home, run):
-    "Of each tensor what its rows say of pieces"
+    "Return the column `part` of the rows of each tensor"
     df,_ = merged(home, run, per_rank=True)
     return {(r['path'], r['ttype'], r['tname']): r['part'] for r in df.to_dict('records') if r['ttype']!='scalar'}
 

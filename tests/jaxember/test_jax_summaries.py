@@ -33,7 +33,7 @@ def reader(form, wanted):
 def in_float64(x): return np.asarray(x).astype(complex if jnp.iscomplexobj(x) else float)
 
 def compare(got, want, exact):
-    "Counts and ends are the same; sums nearly, beside the sum of absolute values"
+    "Compare two summaries: counts, minimum and maximum must be equal, sums within rounding"
     p = {k: want[i] for k,i in index.items()}
     n = max(p['count'], 1)
     big = max(abs(p['min']), abs(p['max'])) if np.isfinite(p['min']) else 0

@@ -40,7 +40,7 @@ root = Path(__file__).parents[2]
 
 
 def done(code, **env):
-    "What a process of its own says"
+    "Return the output of a program in a new process"
     got = subprocess.run([sys.executable, '-c', textwrap.dedent(code)], capture_output=True, text=True, cwd=root/'tests',
         env={**os.environ, 'PYTHONPATH': os.pathsep.join([str(root), os.environ.get('PYTHONPATH', '')]), 'JAX_PLATFORMS': 'cpu',
             'JAX_DISABLE_MOST_OPTIMIZATIONS': '1', **env})
@@ -49,7 +49,7 @@ def done(code, **env):
 
 
 def forked(code, *args, **env):
-    "What a process that is forked from one with JAX and torch says"
+    "Return the output of a program in a forked process that has imported JAX and torch"
     begin = "import jax; jax.config.update('jax_platforms', 'cpu'); jax.config.update('jax_disable_most_optimizations', True)\n"
     return programs.run(begin+code, *args, after='import flax.linen, flax.nnx, optax, jax.experimental', cwd=root/'tests',
         PYTHONPATH=os.pathsep.join([str(root), str(root/'tests')]), **env)
@@ -58,7 +58,7 @@ def forked(code, *args, **env):
 # ---- rows against what was computed by hand
 
 def numbers(x):
-    "Statistics of an array, in float64"
+    "Return statistics of an array, computed in float64"
     x = np.asarray(x, np.float64).ravel() # bfloat16, too
     a = np.abs(x)
     return dict(mean=x.mean(), std=x.std(ddof=1) if x.size>1 else math.nan, abs_mean=a.mean(), abs_max=a.max(), abs_min=a.min(), rms=(a**2).mean()**.5,
@@ -72,7 +72,7 @@ def counts(x, lo=-16, hi=16):
 
 
 def is_row_of(row, x, exact=False, rel=1e-4):
-    "An array of which we have the very bits, or one that was computed in another way"
+    "Check that a row has the statistics of an array: exactly, or within a tolerance if the array was computed in another way"
     scale = float(np.abs(np.asarray(x, np.float64)).max())
     near = dict(rel=1e-9, abs=1e-12, nan_ok=True) if exact else dict(rel=rel, abs=rel*scale+1e-7, nan_ok=True)
     for k,v in numbers(x).items(): assert row[k]==pytest.approx(v, **near), (row['path'], row['tname'], k)
@@ -88,7 +88,7 @@ def of(rows, *ttypes): return [r for r in rows if r['ttype'] in ttypes]
 
 
 def largest_difference(a, b):
-    "Of two trees of arrays, relative to the largest element of each array"
+    "Return the largest difference of two trees of arrays, relative to the largest element of each array"
     a,b = ([np.asarray(x, np.float64) for x in jax.tree.leaves(t)] for t in (a, b))
     return max(np.abs(x-y).max()/max(np.abs(x).max(), 1e-6) for x,y in zip(a, b, strict=True) if x.size)
 

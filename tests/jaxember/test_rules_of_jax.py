@@ -20,7 +20,7 @@ columns = ['step', 'path', 'ttype', 'tname', 'pname', 'call', 'mean', 'loss', 't
 
 
 def rows(t, *names, home=None):
-    "What a run has in some columns; None for what there is not"
+    "Return the values of some columns of a run; None for missing values"
     df = read(t.name, home=home)
     df = pd.DataFrame({c: df[c].astype(object) if c in df else [None]*len(df) for c in names or columns})
     return [tuple(None if v is None or v!=v else str(v) if n=='ts' else v for n,v in zip(names or columns, r, strict=True)) for r in df.itertuples(index=False)]
@@ -28,7 +28,7 @@ def rows(t, *names, home=None):
 
 @pytest.fixture
 def clock(monkeypatch):
-    "The time of day, in seconds"
+    "Return the time of day in seconds"
     at = SimpleNamespace(now=0)
     monkeypatch.setattr(room, 'now', lambda: f'2026-01-01 10:00:{at.now:02}')
     return at
@@ -58,7 +58,7 @@ def test_rows_of_two_alternating_trackers_stay_apart(tmp_path, clock):
         two.log(loss=7.)
         one.intercept(double, a) # of a step that is not recorded
     def r(i, *who, call=0, mean=None, loss=None):
-        "A row of the step that was the i-th of both"
+        "Return a row of the i-th step of both trackers"
         ttype,tname,pname = *who, *(None,)*(3-len(who))
         return first+i, '', ttype, tname, pname, call, mean, loss, f'2026-01-01 10:00:{10*i+1 if i<4 else 59:02}', many*min(i, 3)
     first,many = 5,1

@@ -27,7 +27,7 @@ class Net(nn.Module):
 
 
 def train(name, wrapped, same=(), **how):
-    "Train with other data on each rank. wrapped: steps in which a new DDP is around the model. same: steps with the same data on all ranks"
+    "Train with different data on each rank. wrapped: steps in which the model has a new DDP wrapper. same: steps with the same data on all ranks"
     torch.manual_seed(0)
     model,g = Net(),torch.Generator().manual_seed(rank)
     opt = torch.optim.SGD([*model.body.parameters(), *model.head.parameters()], .1)

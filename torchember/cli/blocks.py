@@ -20,7 +20,9 @@ def scale_image(png, width, height=None):
     image = Image.alpha_composite(Image.new('RGBA', image.size, 'white'), image).convert('RGB')
     return image.resize((width, max(round(width*image.height/image.width), 1) if height is None else height), Image.Resampling.LANCZOS)
 
-def has_24_bit_color(env): return env.get('COLORTERM') in ('truecolor', '24bit')
+def has_24_bit_color(env):
+    "Return True if the terminal shows 24-bit colors, according to its environment variables."
+    return env.get('COLORTERM') in ('truecolor', '24bit')
 
 def color_code(rgb, is_24_bit):
     "Return the part of an ANSI escape sequence for a color."
@@ -32,12 +34,12 @@ def draw_blocks(png, columns, env=None):
     "Return a picture as text with `columns` block characters per line. png: bytes of a PNG file"
     env = os.environ if env is None else env
     image = scale_image(png, columns)
-    # an even number of rows, because a character shows two rows
+    # the number of rows is even, because a character shows two rows
     image = scale_image(png, columns, image.height+image.height%2)
     rows = np.asarray(image).tolist()
     pairs = [zip(upper, lower, strict=True) for upper,lower in zip(rows[::2], rows[1::2], strict=True)]
     if env.get('NO_COLOR') or env.get('TERM')=='dumb':
-        # 5 shades: two white pixels have the sum 2*3*255 = 1530, and 1530//307 = 4
+        # one of 5 shades: two white pixels have the sum 2*3*255 = 1530, and 1530//307 = 4
         return ''.join(''.join('█▓▒░ '[min(sum(map(sum, pair))//307, 4)] for pair in row)+'\n' for row in pairs)
     def code(rgb): return color_code(rgb, has_24_bit_color(env))
     return ''.join(''.join(f'\x1b[38;{code(upper)}m\x1b[48;{code(lower)}m▀' for upper,lower in row)+'\x1b[0m\n' for row in pairs)

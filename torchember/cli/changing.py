@@ -17,6 +17,7 @@ from .terminal import confirm, to_json, is_terminal, print_lines, format_size, f
 
 # %% ../../nbs/95_cli/30_changing.ipynb #cdc6d984
 def rm_arguments(p):
+    "Add the arguments of the command `rm` to a parser."
     p.add_argument('run', nargs='+', help="name of a run, or a pattern in quotes, such as 'tmp*'")
     p.add_argument('-y', '--yes', action='store_true', help='do not ask')
     p.add_argument('--json', action='store_true', help='a list of objects: removed runs, sizes in bytes')
@@ -41,6 +42,7 @@ def rm_command(args):
 
 # %% ../../nbs/95_cli/30_changing.ipynb #156439d8
 def mv_arguments(p):
+    "Add the arguments of the command `mv` to a parser."
     p.add_argument('run', help='name of a run')
     p.add_argument('name', help='new name of the run')
     p.add_argument('--json', action='store_true', help='an object: both names')
@@ -55,6 +57,7 @@ def mv_command(args):
 
 # %% ../../nbs/95_cli/30_changing.ipynb #7d7823b9
 def compact_arguments(p):
+    "Add the arguments of the command `compact` to a parser."
     p.add_argument('run', nargs='+', help="name of a run, or a pattern in quotes, such as 'GPT*'")
     p.add_argument('--keep', action='store_true', help='keep the JSON lines of a run that has ended')
     p.add_argument('--json', action='store_true', help='a list of objects, sizes in bytes')
@@ -111,6 +114,7 @@ def choose_form(file, form):
     return form
 
 def export_arguments(p):
+    "Add the arguments of the command `export` to a parser."
     p.add_argument('run', help="name of a run; or a pattern in quotes, to write several with a column 'run'")
     p.add_argument('file', help=f"file to write: {', '.join(suffixes)}; - is standard output")
     p.add_argument('--as', dest='form', choices=forms, help='; '.join(f'{k}: {v}' for k,v in forms.items()))

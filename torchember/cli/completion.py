@@ -80,7 +80,9 @@ def complete_for_bash(line):
     typed = re.search(r'(?:\\.|[^\s\\])*$', line)[0]
     return [n[max(typed.rfind('='), typed.rfind(':'))+1:] for n in escaped]
 
-def completion_arguments(p): p.add_argument('shell', choices=scripts)
+def completion_arguments(p):
+    "Add the arguments of the command `completion` to a parser."
+    p.add_argument('shell', choices=scripts)
 
 @command(completion_arguments, 'torchember completion bash')
 def completion_command(args):
@@ -89,6 +91,7 @@ def completion_command(args):
     return 0
 
 def complete_arguments(p):
+    "Add the arguments of the command `complete` to a parser."
     p.add_argument('shell', choices=scripts)
     p.add_argument('words', nargs=argparse.REMAINDER)
 

@@ -52,6 +52,7 @@ def report_no_runs(home):
     return 0
 
 def ls_arguments(p):
+    "Add the arguments of the command `ls` to a parser."
     p.add_argument('run', nargs='*', help="name of a run, or a pattern in quotes, such as 'GPT*'; default all")
     p.add_argument('--json', action='store_true', help='a list of objects')
 
@@ -73,6 +74,7 @@ def ls_command(args):
 
 # %% ../../nbs/95_cli/20_listing.ipynb #3fa8d6ce
 def du_arguments(p):
+    "Add the arguments of the command `du` to a parser."
     p.add_argument('run', nargs='*', help="name of a run, or a pattern in quotes, such as 'GPT*'; default all")
     p.add_argument('--json', action='store_true', help='a list of objects, sizes in bytes')
 
@@ -122,6 +124,7 @@ def format_metadata(f):
     return [f'{k:9}{v:,}' if isinstance(v, int) else f'{k:9}{printable(v)}' for k,v in known.items() if v not in (None, '')]
 
 def show_arguments(p):
+    "Add the arguments of the command `show` to a parser."
     p.add_argument('run', help='name of a run, or a file of a log')
     p.add_argument('--path', help="layers: a glob on the path, such as 'features.*'; default all")
     p.add_argument('--ttype', help='tensor type; default outputs')

@@ -21,7 +21,9 @@ def find_home(args):
     return args.home
 
 # %% ../../nbs/95_cli/15_named.ipynb #6936d441
-def is_pattern(name): return bool(set(name)&set('*?['))
+def is_pattern(name):
+    "Return True if the name of a run is a pattern with wildcards."
+    return bool(set(name)&set('*?['))
 
 def is_file_or_url(name):
     "Return True if an argument is the file or URL of a log, not the name of a run."

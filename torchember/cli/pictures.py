@@ -19,7 +19,7 @@ pictures = ('overview', 'scalar_line', 'scalar_global_heatmap', 'tree', 'updates
 def draw_figure(picture, runs, args):
     "Draw a picture of runs, and return its Matplotlib figure. picture: one of `pictures`"
     import matplotlib
-    if 'matplotlib.pyplot' not in sys.modules: matplotlib.use('agg') # a command draws into files, so no window may open
+    if 'matplotlib.pyplot' not in sys.modules: matplotlib.use('agg') # no window may open, because a command draws into files
     import torchember
     asked = {k: getattr(args, k) for k in ('path', 'ttype', 'stat') if getattr(args, k) is not None}
     return getattr(torchember, picture)(runs if picture=='compare' else runs[0], **asked).figure
@@ -39,6 +39,7 @@ def choose_file(args, names):
     return f"{printable(os.path.basename(names[0]))}.png"
 
 def plot_arguments(p):
+    "Add the arguments of the command `plot` to a parser."
     p.add_argument('run', nargs='+', help='name of a run, or a file of a log; compare takes several')
     p.add_argument('-p', '--picture', choices=pictures, default='overview', help='default overview')
     p.add_argument('-o', '--output', metavar='FILE', help='file to write: .png, .svg, .pdf; default the terminal, or <run>.png if the output is no terminal')

@@ -13,6 +13,7 @@ from .commands import command
 
 # %% ../../nbs/95_cli/75_program.ipynb #487f1a9f
 def run_arguments(p):
+    "Add the arguments of the command `run` to a parser."
     add_options(p)
     p.add_argument('program', nargs=argparse.REMAINDER, help='Python file, or -m and a module, and its arguments')
 

@@ -19,7 +19,9 @@ from .terminal import to_json, colorize, text_width, print_lines, shorten_text, 
 # %% ../../nbs/95_cli/40_steps.ipynb #3a0ac5a8
 built_in_columns = {*identity, *optional, *of_pieces, 'path', 'shape'}
 
-def is_plain_number(v): return isinstance(v, int|float) and not isinstance(v, bool)
+def is_plain_number(v):
+    "Return True for an int or a float, but not for a boolean."
+    return isinstance(v, int|float) and not isinstance(v, bool)
 
 class StepReport:
     "What `tail` prints about a step: logged numbers, time, number of rows, and non-finite values."
@@ -37,15 +39,17 @@ class StepReport:
     @property
     def trouble(self):
         "Sentence about non-finite values of the step. '' if there are none."
-        # not the gradient norm, because the row of the gradient reports the cause
+        # the gradient norm is left out, because the row of the gradient reports the cause
         parts = [f'{k} is {v}' for k,v in self.numbers.items() if not math.isfinite(v) and computed_in(k)!='grad_norm']
         if self.first_nonfinite is not None: parts.append(tensor_line(self.first_nonfinite)+(f' and {self.n_nonfinite-1} more' if self.n_nonfinite>1 else ''))
         return ', '.join(parts)
 
     def as_dict(self):
+        "Return the step as a dict, for JSON output."
         return dict(step=self.step, ts=self.ts, rows=self.rows, numbers=self.numbers, not_finite=self.n_nonfinite, trouble=self.trouble or None)
 
     def line(self):
+        "Return the step as a line of text."
         numbers = ''.join(f'  {printable(k, 40)} {v:.4g}' for k,v in self.numbers.items())
         at = f'  {printable(self.ts.rpartition(" ")[2], 20)}' if self.ts else ''
         return fit_line([f'step {self.step:<6,}{numbers}', at, f"  {self.rows} row{'s'*(self.rows!=1)}"], printable(self.trouble), 'error')
@@ -68,7 +72,7 @@ def fit_line(parts, problem, color):
 # %% ../../nbs/95_cli/40_steps.ipynb #9d426294
 class OpenSteps:
     "Steps not printed yet: collects the rows of several logs until a step is complete."
-    def __init__(self): self.open,self.last = {},{} # open: step -> `StepReport`; last: log -> its last step
+    def __init__(self): self.open,self.last = {},{} # open: a `StepReport` for each open step; last: last step of each log
 
     def add(self, log, r):
         "Add the next row of a log to its step. Rows without a step are ignored."
@@ -88,10 +92,12 @@ class RunLog:
     def __init__(self, name, path, data): self.name,self.path,self.data,self.tail = name,path,data,None
 
     def metadata(self):
+        "Return the metadata of the log."
         from torchember.frames.handle import read_facts
         return read_facts(self.name, self.data)[0]
 
     def is_running(self):
+        "Return True if the process that writes the log is running."
         from torchember.frames.listing import may_continue
         return may_continue(self.metadata())
 
@@ -182,10 +188,11 @@ def follow_run(p, wait):
         time.sleep(wait)
     if any(log.has_died() for log in p.logs):
         from torchember.frames.handle import recover_boxes
-        recover_boxes(p.logs[0].path.parent.parent) # adds the last rows of a killed process to the log
+        recover_boxes(p.logs[0].path.parent.parent) # the last rows of a killed process are added to its log
     p.read_rows([])
 
 def tail_arguments(p):
+    "Add the arguments of the command `tail` to a parser."
     p.add_argument('run', help='name of a run, or a file of a log')
     p.add_argument('-n', '--lines', type=int, default=10, metavar='N', help='number of existing lines to print; default 10')
     p.add_argument('--no-follow', action='store_true', help='do not wait for more')

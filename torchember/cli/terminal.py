@@ -15,7 +15,7 @@ def is_terminal(stream=None):
     "Return True if a stream is a terminal. The default is standard output."
     stream = sys.stdout if stream is None else stream
     try: return stream is not None and stream.isatty()
-    except ValueError: return False # the stream is closed
+    except ValueError: return False # raised if the stream is closed
 
 def line_width():
     "Return the maximal number of columns of a printed line. None if the output is no terminal, so without limit."
@@ -24,9 +24,13 @@ def line_width():
 
 colors = dict(error='31', warning='33', good='32', faint='2', bold='1')
 
-def has_colors(stream=None): return is_terminal(stream) and not os.environ.get('NO_COLOR') and os.environ.get('TERM')!='dumb'
+def has_colors(stream=None):
+    "Return True if a stream is a terminal that shows colors, and the user has not switched colors off."
+    return is_terminal(stream) and not os.environ.get('NO_COLOR') and os.environ.get('TERM')!='dumb'
 
-def colorize(text, color, stream=None): return f'\x1b[{colors[color]}m{text}\x1b[0m' if color and has_colors(stream) else text
+def colorize(text, color, stream=None):
+    "Return a text in a color, or unchanged if the stream has no colors."
+    return f'\x1b[{colors[color]}m{text}\x1b[0m' if color and has_colors(stream) else text
 
 def print_lines(*lines, file=None):
     "Print lines. Characters missing in the encoding of the terminal become escape sequences."
@@ -69,7 +73,7 @@ def format_size(n):
 
 is_amount = re.compile(r'(-?[\d,.]+(e[+-]\d+)?|-?inf)?( [kMGT]?B)?') # columns of such texts are aligned at the right
 
-min_width = 16 # narrow names to this width before a column is dropped
+min_width = 16 # names are narrowed to this width before a column is dropped
 
 def fit_widths(widths, elastic, space):
     "Shrink columns in `elastic`, the widest first, until a line fits. Return all widths, None if the line cannot fit."

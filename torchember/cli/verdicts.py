@@ -14,12 +14,15 @@ from .named import find_home, expand_names, expand_one_name
 from .terminal import to_json, colorize, print_lines
 
 # %% ../../nbs/95_cli/50_verdicts.ipynb #2fbc071f
-# value of --fail-on -> severities of findings that give exit code 1
+# severities of findings that give exit code 1, for each value of --fail-on
 fails = dict(error=('error',), warning=('error', 'warning'), info=('error', 'warning', 'info'), never=())
 
-def colorize_line(line): return colorize(line, {'ERROR': 'error', 'WARNING': 'warning'}.get(line.partition(' ')[0]))
+def colorize_line(line):
+    "Return a line of a report, in color if it begins with a severity."
+    return colorize(line, {'ERROR': 'error', 'WARNING': 'warning'}.get(line.partition(' ')[0]))
 
 def diagnose_arguments(p):
+    "Add the arguments of the command `diagnose` to a parser."
     p.add_argument('run', nargs='+', help="name of a run, a pattern in quotes, such as 'GPT*', or a file of a log")
     p.add_argument('--rules', nargs='+', default='default', metavar='RULE', help="names of rules; default all")
     p.add_argument('--fail-on', choices=fails, default='warning', help='least severity for exit code 1; default warning')
@@ -42,6 +45,7 @@ def diagnose_command(args):
 
 # %% ../../nbs/95_cli/50_verdicts.ipynb #4219f928
 def diff_arguments(p):
+    "Add the arguments of the command `diff` to a parser."
     p.add_argument('a', help='name of a run, file of a log, or file of keep_run')
     p.add_argument('b', help='the other run: name of a run, file of a log, or file of keep_run')
     p.add_argument('--rtol', type=float, help='relative tolerance; default from number format and size of each tensor')
@@ -60,6 +64,7 @@ def diff_command(args):
 
 # %% ../../nbs/95_cli/50_verdicts.ipynb #ecff0c7a
 def brief_arguments(p):
+    "Add the arguments of the command `brief` to a parser."
     p.add_argument('run', help='name of a run, or a file of a log')
     p.add_argument('--json', action='store_true', help='an object: the run, and the text')
 
@@ -73,6 +78,7 @@ def brief_command(args):
     return 0
 
 def report_arguments(p):
+    "Add the arguments of the command `report` to a parser."
     p.add_argument('run', help='name of a run, or a file of a log')
     p.add_argument('-o', '--output', metavar='FILE', help='file or folder; default <run>.html in the current folder')
     p.add_argument('--path', help="layers: a glob on the path, such as 'features.*'; default all")

@@ -1,1 +1,1 @@
-"Logs as tables"
+"Read logs of runs as tables"

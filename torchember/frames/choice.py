@@ -16,7 +16,9 @@ from torchember.ground.record import called_ttypes
 from torchember.store.reading import path_of
 
 # %% ../../nbs/50_frames/01_choice.ipynb #17b46c68
-def to_list(value): return list(value) if isinstance(value, list|tuple|set|frozenset|range) else [value]
+def to_list(value):
+    "Return a collection as a list, and another value as a list with one element."
+    return list(value) if isinstance(value, list|tuple|set|frozenset|range) else [value]
 
 def to_python(value):
     "Convert a value of numpy, pandas or torch to Python numbers and lists."
@@ -69,7 +71,7 @@ class Choice:
 # %% ../../nbs/50_frames/01_choice.ipynb #98ae9352
 class RowFilter:
     "Callable that takes a block of rows and returns a list of booleans: True for each row that a `Choice` selects."
-    # last: last step of the run; paths: cache from module name to path
+    # last: last step of the run; paths: cached paths by display name of the module
     def __init__(self, choice, last=None): self.choice,self.last,self.paths = choice,last,{}
 
     def __call__(self, block):
@@ -81,7 +83,7 @@ class RowFilter:
         if (known := block.distinct(column_of_condition[name])) is None or name=='path' and 'path' in block.part.kinds: return None
         values,codes = known
         values = [self.path_of(m) if isinstance(m, str) else m for m in values] if name=='path' else values
-        # code -1 of a row without a value takes the last element, False
+        # code -1 of a row without a value selects the last element, False
         return np.array([*self.mask(name, values), False])[codes].tolist()
 
     def values(self, name, block):

@@ -36,19 +36,19 @@ from torchember.store.reading import marks_in, path_of
 class Segment:
     "Location of consecutive rows of a log: a Parquet part, or some lines of a file."
     path: object # file with the rows
-    start: int # offset of the first byte: in the log for a part, in the file for lines
+    start: int # offset of the first byte: for a part in the whole log, for lines in the file
     end: int
     rows: int
     first: int|None # smallest step; None if a row has no step
     last: int|None # largest step; None if a row has no step
-    entry: tuple|None = None # items of the entry in the list of parts; None for lines
-    of: str|None = None # id in the list of parts
-    more: bytes = b'' # lines that are not in a file yet
-    log: object = None # path of the log that the lines belong to
-    before: int = 0 # bytes of the log before this file
+    entry: tuple|None = None # items of the part's entry in the list of parts; None for lines
+    of: str|None = None # id of the log in the list of parts
+    more: bytes = b'' # lines that are not in the file yet
+    log: object = None # path of the log to which the lines belong
+    before: int = 0 # number of bytes of the log before this file
 
     @contextmanager
-    def open(self, steps=None): # steps: (first, last) to read
+    def open(self, steps=None): # steps: (first, last) step to read
         "Open the segment for a `with` block, as a `Part` or as bytes of lines."
         if self.entry is None: yield self.more or self.lines(); return
         part = Part(self.path, {self.of: dict(self.entry)}, steps)
@@ -61,7 +61,7 @@ class Segment:
             with open_file(path) as f:
                 f.seek(start)
                 data = f.read(self.end-self.start)
-            if self.locate()==(path, start): break # if not, the file was renamed during the read, so read again
+            if self.locate()==(path, start): break # otherwise the file was renamed during the read, so it is read again
         if len(data)<self.end-self.start: raise OSError(shorter_message(path))
         return data if data.endswith(b'\n') else data+b'\n'
 
@@ -77,11 +77,17 @@ class Segment:
         raise OSError(shorter_message(self.log))
 
     @property
-    def is_shared(self): return self.entry is not None and any(k=='holder' for k,_ in self.entry)
+    def is_shared(self):
+        "Return True if several logs share the file of the segment."
+        return self.entry is not None and any(k=='holder' for k,_ in self.entry)
 
-    def overlaps(self, steps): return overlaps((self.first, self.last), steps)
+    def overlaps(self, steps):
+        "Return True if the segment may have rows of these steps."
+        return overlaps((self.first, self.last), steps)
 
-def shorter_message(path): return f"{printable(path)} is shorter than before, because it was compacted or cut meanwhile. Call scan again."
+def shorter_message(path):
+    "Return the error message for a file that became shorter during reading."
+    return f"{printable(path)} is shorter than before, because it was compacted or cut meanwhile. Call scan again."
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #6db2682e
 def common_kind(kinds):
@@ -95,13 +101,15 @@ def common_kind(kinds):
 class LogContents:
     "Segments of a log, and the kinds and layouts of its columns."
     segments: list = field(default_factory=list)
-    kinds: dict = field(default_factory=dict) # column -> set of kinds
-    layouts: list = field(default_factory=list) # key tuples of rows with a new column
+    kinds: dict = field(default_factory=dict) # set of kinds of each column
+    layouts: list = field(default_factory=list) # key tuples of rows that have a new column
 
     def __iter__(self): return iter((self.segments, self.kinds, self.layouts))
 
     @property
-    def supersedes(self): return 'supersedes' in self.kinds # True if rows replace earlier rows
+    def supersedes(self):
+        "True if rows of the log may replace earlier rows."
+        return 'supersedes' in self.kinds # returns True if rows replace earlier rows
 
     def add(self, segments, kinds, layouts):
         "Add the segments, kinds and layouts of more rows. Return this object."
@@ -119,7 +127,7 @@ def step_bounds(ranges):
 # %% ../../nbs/50_frames/07_chunks.ipynb #1698eed2
 class LineIndex:
     "Cached index of the lines of a growing file: its segments and columns. With it, only new lines must be read."
-    # start: first byte; rows: largest number per segment; expected: `Expected`
+    # start: first byte; rows: maximum number of rows per segment; expected: an `Expected`
     def __init__(self, start, rows, expected):
         self.start = self.at = start
         self.rows,self.expected,self.contents,self.tail = rows,expected,LogContents(),b''
@@ -128,7 +136,7 @@ class LineIndex:
         "Read new lines up to the byte `stop`. Return the `LogContents` of all lines up to this byte."
         with open_file(path) as f:
             f.seek(self.at-len(self.tail))
-            # start again, because another log has replaced the file
+            # starts again, because another log has replaced the file
             if self.at>stop or f.read(len(self.tail))!=self.tail: self.__init__(self.start, self.rows, Expected())
             while self.at<stop:
                 data = next_lines(f, self.at, stop, self.rows)
@@ -139,7 +147,7 @@ class LineIndex:
             out = LogContents().add(*self.contents)
             if self.at>=stop: return out
             f.seek(self.at)
-            # the last line may be incomplete, so it is read again next time
+            # the last line is read again next time, because it may be incomplete
             return out.add(*inspect_lines(f.read(stop-self.at), path, self.at, Expected()))
 
 def inspect_lines(data, path, at, expected):
@@ -157,7 +165,7 @@ def kind_of_lines(values, types):
     "Return the kind of a column from its values; None without values. If whole numbers and floats are mixed, all become floats, as in `read`."
     return 'double' if types=={int, float} else column_kind(values, types) if types else None
 
-indexes,most_indexes = {},2000 # cache: (file, first byte, rows of a segment) -> `LineIndex`
+indexes,most_indexes = {},2000 # cache of `LineIndex` objects by (file, first byte, rows of a segment)
 
 def index_lines(path, start, stop, rows, expected):
     "Return the `LogContents` of the lines of a file between the bytes `start` and `stop`, by means of the cache."
@@ -211,7 +219,7 @@ def split_steps(segments, most):
     known = [(s.first, s.last+1, s.rows) for s in segments if s.first is not None]
     if not known: return []
     at = np.unique([b for a,z,_ in known for b in (a, z)])
-    rows = sum(n*np.clip((at-a)/(z-a), 0, 1) for a,z,n in known) # estimated number of rows before each of these steps
+    rows = sum(n*np.clip((at-a)/(z-a), 0, 1) for a,z,n in known) # estimated number of rows before each step in `at`
     cuts = np.unique(np.ceil(np.interp(np.arange(most, rows[-1], most), rows, at)).astype(np.int64)).tolist()
     ends = [int(at[0]), *(c for c in cuts if at[0]<c<at[-1]), int(at[-1])]
     return [(a, z-1) for a,z in zip(ends[:-1], ends[1:], strict=True)]
@@ -224,14 +232,14 @@ class Chunk:
     # True if several runs are read, so that the table has a column with the name of the run
     labelled: bool = field(default=False, kw_only=True)
     last: int|None = field(default=None, kw_only=True) # last step of the run, if steps are counted from the last step
-    logs: tuple = () # for each log: (name, rank or None, segments)
+    logs: tuple = () # tuples (name, rank or None, segments), one for each log
     steps: tuple|None = None # (first, last) step; None for all rows
     rest: bool = True # True if rows without a step are included
     merged: bool = False # True if the rows of several ranks are merged
     plain: bool = False # True if no row replaces another row, and no rows are merged
     home: object = None
-    start: tuple = () # (logs, steps) of the first chunk: parameter names of all chunks are taken from it
-    asked: int = 0 # time when `scan` was called: metadata of ranks is read once per call
+    start: tuple = () # (logs, steps) of the first chunk, from which the parameter names of all chunks are taken
+    asked: int = 0 # time when `scan` was called, because metadata of ranks is read once per call
 
     @property
     def known(self):
@@ -259,7 +267,9 @@ class StepFilter:
 # %% ../../nbs/50_frames/07_chunks.ipynb #a31584f1
 most_rows,most_merged = 1<<17,1<<18 # largest number of rows of a chunk of one log, and of merged logs
 
-def limit_logs(logs, steps): return tuple((name, rank, tuple(s for s in of if s.overlaps(steps))) for name,rank,of in logs)
+def limit_logs(logs, steps):
+    "Limit the segments of logs to a range of steps."
+    return tuple((name, rank, tuple(s for s in of if s.overlaps(steps))) for name,rank,of in logs)
 
 def chunk_steps(segments, most):
     """Return the range of steps of each chunk.
@@ -287,10 +297,12 @@ def rank_metadata(home, names, kind='ranks'):
     out = {}
     for name,rank in names:
         try: out[rank] = read_meta(home/'data'/f'{kind}_{name}.json')
-        except (KeyError, ValueError, OSError): continue # a killed process may leave no metadata
+        except (KeyError, ValueError, OSError): continue # raised if a killed process left no metadata
     return {rank: v for rank,v in out.items() if isinstance(v, dict)}
 
-def names_and_ranks(logs): return tuple((name, rank) for name,rank,_ in logs)
+def names_and_ranks(logs):
+    "Return (name, rank) of each log."
+    return tuple((name, rank) for name,rank,_ in logs)
 
 def segment_blocks(segments, steps=None, whole=False):
     "Return a function to open segments and yield their blocks. `whole`: load all columns together."
@@ -310,7 +322,9 @@ def rank_rows(logs, steps):
     return read_ranks(own, keep=steps and StepFilter(steps, False), shared=list(shared.values()), steps=steps)[0]
 
 @lru_cache(8)
-def read_rank_metadata(home, names, asked): return rank_metadata(home, names), paths_of_ranks(rank_metadata(home, names, 'structure'))
+def read_rank_metadata(home, names, asked):
+    "Read the metadata of all ranks, and their module paths, once per call of `scan`."
+    return rank_metadata(home, names), paths_of_ranks(rank_metadata(home, names, 'structure'))
 
 @lru_cache(8)
 def names_of_start(home, logs, steps, asked):
@@ -335,29 +349,38 @@ def output_columns(contents, merged=False, per_rank=False, several=False):
     kinds = {k: common_kind(chain.from_iterable(c.kinds.get(k, ()) for c in contents)) for k in names}
     if not kinds: kinds = dict.fromkeys(identity[:7], 'text')|dict(step='int64', call='int64')
     if several: kinds = {'mark_run' if k=='run' else k: kind for k,kind in kinds.items()}
-    # 'text', because a path in a row that is not a text is ignored
+    # kind 'text', because a recorded path that is not a text is ignored
     if {'module', 'ttype', 'tname'}<=kinds.keys(): kinds['path'] = 'text'
     for c in bad:
         if not any(of.kinds.get(c, set())-{None} for of in contents): kinds[c] = 'int64'
     if kinds.get('ts')=='text': kinds['ts'] = 'time'
     if per_rank: kinds['rank'] = 'int64'
     if merged: kinds = {k: 'double' if k in derived and k!='exponents' or k=='ratio' else kind for k,kind in kinds.items() if k not in shard_columns}
-    if merged: kinds['numel'] = 'double' # 'double', because the number of elements is missing in some merged rows
+    if merged: kinds['numel'] = 'double' # kind 'double', because some merged rows have no number of elements
     return {k: kinds[k] for k in column_order(kinds, output_marks(contents, several))}
 
-def all_layouts(contents): return [keys for c in contents for keys in c.layouts]
+def all_layouts(contents):
+    "Return the key tuples of rows in all logs."
+    return [keys for c in contents for keys in c.layouts]
 
 # the user's marks are the last columns
-def output_marks(contents, several): return ['mark_run' if m=='run' and several else m for m in marks_in(all_layouts(contents))]
+def output_marks(contents, several):
+    "Return the names of the columns for the user's marks."
+    return ['mark_run' if m=='run' and several else m for m in marks_in(all_layouts(contents))]
 
-def output_type(pa, kind): return pa.string() if kind=='text' else arrow_type(pa, kind)
+def output_type(pa, kind):
+    "Return the Arrow type of a column that `scan` returns."
+    return pa.string() if kind=='text' else arrow_type(pa, kind)
 
 def output_schema(fields):
+    "Return the Arrow schema of the table that `scan` returns."
     pa = needs('pyarrow', for_='scan')
     return pa.schema([(k, output_type(pa, kind)) for k,kind in fields.items()])
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #fc34202c
-def json_text(v): return None if v is None or isinstance(v, float) and v!=v else json.dumps(v, default=str)
+def json_text(v):
+    "Return a value as JSON, None for a missing value."
+    return None if v is None or isinstance(v, float) and v!=v else json.dumps(v, default=str)
 
 def parse_times(texts):
     "Parse an Arrow array of strings as times. A string that is not a time stamp becomes null."
@@ -369,7 +392,7 @@ def to_arrow(values, kind):
     to = output_type(pa, kind)
     if kind=='text':
         try: return pa.array(values.astype(object), to, from_pandas=True)
-        # a value is not a text, such as a number as module
+        # raised if a value is not a text, such as a number as module
         except pa.ArrowTypeError: return pa.array([v if isinstance(v, str) else json_text(v) for v in values.tolist()], to)
     if kind=='json': return pa.array([json_text(v) for v in values.tolist()], to)
     if kind.startswith('list'): return pa.array([list(v) if isinstance(v, list|tuple|np.ndarray) else None for v in values], to)
@@ -418,7 +441,9 @@ def part_column(part, name, kind):
     x = cast_column(part.column(raw), part.kinds[raw], kind)
     return x.fill_null(0) if name in bad and kind in ('int64', 'double') else x
 
-def has_text_names(part): return part.kinds.get('module')=='text' and part.kinds.get('path') in (None, 'text')
+def has_text_names(part):
+    "Return True if all names of modules in a part are texts."
+    return part.kinds.get('module')=='text' and part.kinds.get('path') in (None, 'text')
 
 def chunk_table(chunk, fields, steps=None):
     "Read a chunk as an Arrow table. `fields`: dict from column to kind. `steps`: (first, last); rows of other steps may be missing."

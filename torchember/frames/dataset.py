@@ -45,11 +45,11 @@ def testable_values(values, kind, steps):
 # %% ../../nbs/50_frames/08_dataset.ipynb #4661a7e4
 class ChunkReader:
     "Callable that reads a chunk and returns the rows that a `Choice` selects as an Arrow table. It can be pickled for another process."
-    # fields: column -> kind, to return; every: column -> kind, of all columns
+    # fields: kinds of the columns to return; every: kinds of all columns; both by name
     def __init__(self, fields, choice=None, every=None):
         self.fields,self.choice,self.every = fields,choice or Choice(),every or fields
 
-    def __call__(self, chunk, columns=None): # pyarrow.Table
+    def __call__(self, chunk, columns=None): # returns a pyarrow.Table
         names = list(self.fields) if columns is None else list(columns)
         t = chunk_table(chunk, {k: self.every[k] for k in dict.fromkeys([*names, *self.tested])}, self.steps_of(chunk))
         for name,c in zip(self.choice.conditions, self.tested, strict=True):
@@ -59,14 +59,16 @@ class ChunkReader:
         return t.select(names)
 
     @property
-    # columns that the conditions test
+    # names of the columns that the conditions test
     def tested(self): return [k if k=='path' else column_of_condition[k] for k in self.choice.conditions]
 
-    def may_have(self, chunk): return self.steps_of(chunk)!=()
+    def may_have(self, chunk):
+        "Return True if a chunk may have rows that the choice selects."
+        return self.steps_of(chunk)!=()
 
     def steps_of(self, chunk):
         "Return the (first, last) step selected by the choice in a chunk; () if it selects no step, None if the steps are unknown."
-        # no row can match, because the tested column is missing or has lists
+        # returns no step, because the tested column is missing or contains lists
         if any(self.every.get(c, 'list').startswith('list') for c in self.tested): return ()
         first,last = chunk.known
         if first is None or 'steps' not in self.choice.conditions or last-first>1<<20: return None
@@ -98,17 +100,17 @@ class LogDataset(ds.Dataset):
         "Read the chunks that may have rows for a condition. Yield one table for each."
         for c in self.pruned(condition): yield self.reader(c, columns)
 
-    def scanner(self, columns=None, filter=None, **how): # arguments of `pyarrow.dataset.Dataset.scanner`
+    def scanner(self, columns=None, filter=None, **how): # how: other arguments of `pyarrow.dataset.Dataset.scanner`
         "Return an Arrow scanner for some columns of the rows satisfying a condition."
         used = str(filter) + ('' if columns is None or isinstance(columns, list) else ' '.join(map(str, columns.values())))
         names = self.arrow.names if columns is None else [k for k in self.arrow.names if k in columns or k in used]
-        names = names or self.arrow.names[-1:] # without columns, rows are only counted, and one column is enough
+        names = names or self.arrow.names[-1:] # one column is read if none is requested, because rows are only counted then
         batches = (b for t in self.tables(names, filter) for b in t.to_batches())
         schema = pa.schema([self.arrow.field(k) for k in names])
         how = {k: v for k,v in how.items() if k in ('batch_size', 'use_threads', 'memory_pool', 'fragment_scan_options')}
         return ds.Scanner.from_batches(batches, schema=schema, columns=columns, filter=filter, batch_readahead=2, **how)
 
-    def sort_by(self, sorting, **how): # arguments of `pyarrow.Table.sort_by`
+    def sort_by(self, sorting, **how): # how: other arguments of `pyarrow.Table.sort_by`
         "Read all rows into memory, sort them, and return them as a dataset."
         return ds.InMemoryDataset(self.to_table().sort_by(sorting, **how))
 

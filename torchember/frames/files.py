@@ -99,14 +99,15 @@ def children_of(o):
     return o if isinstance(o, list|tuple) else ()
 
 # %% ../../nbs/50_frames/20_files.ipynb #c03cde30
-def read_parts(file, name): # file: binary file; name: of the file, for messages
+def read_parts(file, name): # file: binary file; name: name of the file for messages
     """Parse a pickle without running code from it. Return lists, dicts, numbers and strings, and a `PicklePart` for each other object.
 
     Raise UnpicklingError if the file contains a class that a pandas table does not need."""
     file = check_bounds(file, name)
-    made = {} # new classes for each file, because a pickle may set attributes of the classes
+    made = {} # classes are made for each file, because a pickle may set attributes of classes
     class Reader(pickle.Unpickler):
         def find_class(self, module, what):
+            "Return a placeholder class for a class in the pickle."
             if (module, what) not in allowed: raise pickle.UnpicklingError(
                 f"{name} contains {printable(f'{module}.{what}', 200)}, which a table of numbers does not need. "
                 "No code of the file was run. If you trust its author, read the file with pandas, and pass the table to validate.")
@@ -124,7 +125,9 @@ def read_parts(file, name): # file: binary file; name: of the file, for messages
     except Exception as e: raise pickle.UnpicklingError(f"{name} is broken, or not a pickle: {type(e).__name__}: {printable(e, 200)}.") from None
 
 # %% ../../nbs/50_frames/20_files.ipynb #483f9863
-def stands_for(x, *kinds): return isinstance(x, PicklePart) and x.what in kinds
+def stands_for(x, *kinds):
+    "Return True if `x` is a `PicklePart` of one of these classes."
+    return isinstance(x, PicklePart) and x.what in kinds
 
 def expect(x, *kinds):
     "Return the `PicklePart` `x`. Raise OddPickle unless it stands for an object of one of the classes `kinds`."
@@ -228,7 +231,7 @@ def to_attrs(x):
     return [to_attrs(v) for v in x] if isinstance(x, list|tuple) else to_scalar(x)
 
 # %% ../../nbs/50_frames/20_files.ipynb #5b3951c8
-def build_table(x, name): # x: result of `read_parts`; name: of the file, for messages
+def build_table(x, name): # x: result of `read_parts`; name: name of the file for messages
     "Build the DataFrame stored in a pickle. Raise SchemaException for another object, UnpicklingError for a table never written by pandas."
     if not stands_for(x, 'DataFrame'): raise SchemaException(f"{name} is {f'a pandas {x.what}' if isinstance(x, PicklePart) else an(x)}, not a DataFrame.")
     pd = needs('pandas', for_='read_pickle')
@@ -254,8 +257,8 @@ def read_pickle(
     filepath_or_buffer, # Path, URL or binary file
     from_wandb:bool=False, # Not supported: the error message explains how to download
     schema_map=None, # Ignored; accepted for compatibility with Track & Visualize
-    compression='infer', # As in `pandas.read_pickle`
-    storage_options:dict|None=None, # As in `pandas.read_pickle`
+    compression='infer', # Argument of `pandas.read_pickle`
+    storage_options:dict|None=None, # Argument of `pandas.read_pickle`
     *,
     shifted:bool|None=None # True if exponents are one too high; None: True if Track & Visualize recorded them
 ): # DataFrame with the columns of `LogFrame`
@@ -265,8 +268,8 @@ def read_pickle(
         filepath_or_buffer: Path, URL or binary file
         from_wandb: Not supported: the error message explains how to download
         schema_map: Ignored; accepted for compatibility with Track & Visualize
-        compression: As in `pandas.read_pickle`
-        storage_options: As in `pandas.read_pickle`
+        compression: Argument of `pandas.read_pickle`
+        storage_options: Argument of `pandas.read_pickle`
         shifted: True if exponents are one too high; None: True if Track & Visualize recorded them
 
     Returns:
@@ -302,7 +305,7 @@ def read_csv(
     """
     if not args: kwargs.setdefault('header', [0, 1])
     if kwargs.get('header')==[0, 1] and not {'dtype', 'converters'}&set(kwargs):
-        kwargs['converters'] = {('metadata', 'name'): str} # so that '0', a name in nn.Sequential, stays a string
+        kwargs['converters'] = {('metadata', 'name'): str} # keeps '0', a name in nn.Sequential, as a string
     df = needs('pandas', for_='read_csv').read_csv(filepath_or_buffer, *args, **kwargs)
     if df.columns.nlevels==2:
         df = df.loc[:, [not str(top).startswith('Unnamed:') for top,_ in df.columns]]

@@ -26,7 +26,7 @@ from torchember.store.parts import group_beside, many_logs, read_current, size_o
 from torchember.store.shared import share_parts
 
 # %% ../../nbs/50_frames/04_listing.ipynb #661e914e
-counted = {} # cache: (file, first byte, bytes removed before) -> (last byte counted, number of lines)
+counted = {} # cache of (last byte counted, number of lines) by (file, first byte, bytes removed before)
 
 def count_lines(path, size, start=0, removed=0):
     "Return the number of lines of a file from the byte `start` to `size`. Count only bytes missing in the cache."
@@ -56,7 +56,7 @@ def estimate_rows(path):
         before,n = (listing['removed'],sum(p['rows'] for p in listing['parts'])) if listing else (0, 0)
         for f,start in files:
             n += estimate_lines(f, size := size_or_zero(f), start, before)
-            before += size # a file that was renamed for conversion is followed by another file in the log
+            before += size # the log continues in the next file after a file that was renamed for conversion
         return n
     return read_current(path, rows)
 
@@ -71,15 +71,19 @@ def count_steps(path, size):
 def process_exists(pid, host):
     "Return True if a process is running on this machine. Return False for a process of another host, because it cannot be checked."
     if host!=gethostname() or not isinstance(pid, int) or not 0<pid<2**31: return False
-    if os.name=='nt': return True # on Windows, each signal would end the process
+    if os.name=='nt': return True # returns True on Windows, where each signal would end the process
     try: os.kill(pid, 0)
     except ProcessLookupError: return False
-    except OSError: return True # the process belongs to another user
+    except OSError: return True # raised if the process belongs to another user
     return True
 
-def is_running(base): return 'end' not in base and process_exists(base.get('pid'), base.get('host'))
+def is_running(base):
+    "Return True if the process that writes a run is running on this machine."
+    return 'end' not in base and process_exists(base.get('pid'), base.get('host'))
 
-def may_continue(base): return 'end' not in base and 'pid' in base and (base.get('host')!=gethostname() or process_exists(base['pid'], base['host']))
+def may_continue(base):
+    "Return True if a run has not ended, and its process may still be running."
+    return 'end' not in base and 'pid' in base and (base.get('host')!=gethostname() or process_exists(base['pid'], base['host']))
 
 # %% ../../nbs/50_frames/04_listing.ipynb #fcb40182
 def model_class(name, data, base):
@@ -91,7 +95,9 @@ def model_class(name, data, base):
     found = re.search(r'"name": "[^"(]*\((.*?)\)"', text)
     return printable(found[1], 200) if found else None
 
-def format_time(seconds): return datetime.fromtimestamp(seconds).strftime('%Y-%m-%d %H:%M:%S')
+def format_time(seconds):
+    "Return a time in seconds as text, in local time."
+    return datetime.fromtimestamp(seconds).strftime('%Y-%m-%d %H:%M:%S')
 
 def stat_file(path):
     "Return the `os.stat` result of a file, or the same fields of a file behind a URL."
@@ -142,7 +148,7 @@ def runs_without_log(place, names):
 # %% ../../nbs/50_frames/04_listing.ipynb #a1c0ffee
 def group_ranks(rows, place):
     "Merge the rows describing logs of one distributed run into one row of the table of `runs()`."
-    # groups: name of a distributed run -> {rank: row}, or id of a row -> the row itself
+    # groups: {rank: row} by name of a distributed run, or single rows by their id
     names,groups = {r['name'] for r in rows},{}
     for r in rows:
         m = rank_pattern.fullmatch(r['name'])

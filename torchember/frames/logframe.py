@@ -48,13 +48,15 @@ class TrainingStats:
 # %% ../../nbs/50_frames/10_logframe.ipynb #2efaa728
 types = {'output': 'Activation', 'output_grad': 'Gradient', 'weight': 'Weights', 'weight_grad': 'Weight_Gradients', 'optimizer': 'Optimiser_State'}
 back = {t: o for o,t in types.items()} | {'Weight': 'weight', 'Weight_Gradient': 'weight_grad', 'Optimizer_State': 'optimizer'}
-# our name of a statistic -> name in Track & Visualize, if different
+# names of statistics in Track & Visualize, by our names, where they differ
 stat_names = {'abs_mean': 'mean_abs', 'abs_max': 'max_abs', 'abs_min': 'min_abs', 'rms': 'rm2'}
 ours = {t: o for o,t in stat_names.items()}
 of_parameters = ('weight', 'weight_grad', 'optimizer', 'update')
 META,STAT,EXP = LogFrame.schema # names in the first level of columns
 
-def dotted(*parts): return '.'.join(p for p in parts if p)
+def dotted(*parts):
+    "Join those parts of a name that are not empty by dots."
+    return '.'.join(p for p in parts if p)
 
 def number_order(tname):
     "Return a sort key for tensor names, to sort output_10 after output_9."
@@ -95,7 +97,7 @@ def number_columns(df):
             if pd.api.types.infer_dtype(x, skipna=True) not in ('integer', 'floating', 'mixed-integer-float'): continue
             x = pd.to_numeric(x)
         if not pd.api.types.is_numeric_dtype(x.dtype) or pd.api.types.is_bool_dtype(x.dtype): continue
-        # left out, because the column has no information
+        # columns without information are left out
         if c in optional and not (x>0).any() or c not in derived and x.isna().all(): continue
         out[c] = x
     return out
@@ -108,7 +110,7 @@ def count_columns(df):
     size = np.array([*map(len, counts)])-2
     low,high = lo.min(),(lo+size-1).max()
     out = np.zeros((len(df), high-low+3), np.int64)
-    for a,n in {*zip(lo.tolist(), size.tolist(), strict=True)}: # usually all rows have the same range of exponents
+    for a,n in {*zip(lo.tolist(), size.tolist(), strict=True)}: # a loop over the few different ranges of exponents
         some = np.flatnonzero((lo==a) & (size==n))
         block = np.fromiter(chain.from_iterable(counts[some]), np.int64, len(some)*(n+2)).reshape(len(some), n+2)
         rows = at[some]
@@ -144,7 +146,7 @@ def to_logframe(
     kept = (*types, *(more if keep is True else check_ttypes(keep, more)))
     there = df['ttype'].astype(object).dropna().unique().tolist()
     df = df[df['ttype'].isin(kept)]
-    # dropped, because the schema cannot mark rows of a pass that the training loop discarded
+    # rows of passes that the training loop discarded are dropped, because the schema cannot mark them
     if 'phase' in df: df = df[(df['phase']!='refused').to_numpy()]
     if not len(df): raise ValueError(f"these rows have no tensor type of a LogFrame ({', '.join(types)}). "
         f"They have {printable(', '.join(map(str, there)), 200) or 'no tensor'}; keep= includes other types.")
@@ -158,7 +160,7 @@ def to_logframe(
     data |= {(STAT, c if (n := stat_names.get(c, c)) in df else n): x.to_numpy() for c,x in stats.items()}
     data |= {(EXP, e): counts[:, i] for i,e in enumerate(exponents)}
     out = pd.DataFrame(data, index=range(len(df)), copy=False)
-    # dtype object, so that every version of pandas can read a pickle
+    # converted to dtype object, so that every version of pandas can read a pickle
     out.columns = pd.MultiIndex.from_arrays([pd.Index(level, dtype=object) for level in zip(*data, strict=True)])
     out.attrs['torchember'] = {'logframe': 1, 'exponents': bool(counts.any())}
     return out
@@ -305,7 +307,7 @@ def display_names(classes):
     return {p: display(p) for p in classes}
 
 # %% ../../nbs/50_frames/10_logframe.ipynb #b5fa06c6
-def tensors_from(names): # names: (name, type, tensor_type) of each tensor, in order of the table
+def tensors_from(names): # names: tuples (name, type, tensor_type) of the tensors, in order of the table
     "Convert names in a LogFrame to dicts with path, ttype, tname, pname and type. This is the inverse of `named_tensors`."
     kinds = [back.get(t.partition('.')[0], t) for _,_,t in names]
     modules = {n: cls for (n,cls,_),k in zip(names, kinds, strict=True) if k in ('output', 'output_grad')}

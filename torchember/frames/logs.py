@@ -55,7 +55,7 @@ def read(
     if not len(df) and choice.conditions: raise NothingChosen(explain_empty(choice, values_of_conditions(found)))
     if columns is None: return df
     if callable(columns): return df[[c for c in df.columns if c=='run' or columns(c)]]
-    # read all columns, so that the error message can list all names
+    # all columns are read, so that the error message can list their names
     if any(c not in df for c in as_names(columns)): df = read(run, path, ttype, tname, steps, home=home, per_rank=per_rank)
     return df[select_columns(df, columns)]
 

@@ -34,7 +34,9 @@ class Upload:
             sha.update(block), md5.update(block)
         self.fingerprint = dict(size=self.size, sha256=sha.hexdigest(), md5=md5.hexdigest())
 
-    def bytes(self): return Path(self.file).read_bytes() if self.data is None else self.data
+    def bytes(self):
+        "The content as bytes."
+        return Path(self.file).read_bytes() if self.data is None else self.data
 
 def read_blocks(path):
     "Yield the content of a file in blocks of 8 MB."
@@ -48,19 +50,25 @@ def md5_in(info):
     try: return base64.b64decode(info['md5Hash']).hex()
     except (KeyError, TypeError, ValueError): return None
 
-def as_dict(value): return value if isinstance(value, dict) else {}
+def as_dict(value):
+    "Return a dict unchanged, and {} for other values."
+    return value if isinstance(value, dict) else {}
 
-def json_upload(value): return Upload((json.dumps(plain(value), indent=2, ensure_ascii=False)+'\n').encode())
+def json_upload(value):
+    "Return the `Upload` of a value as JSON."
+    return Upload((json.dumps(plain(value), indent=2, ensure_ascii=False)+'\n').encode())
 
 # %% ../../nbs/50_frames/08_moving.ipynb #bdcb8460
 class Target:
     "Destination of `sync`: a home in another folder or behind a URL."
     def __init__(self, url, patience=60., over=None): # patience: seconds to retry; over: Event that ends waiting
         self.home = folder('torchember', url)
-        # known: file -> SHA-256 hash that was read at the destination
+        # known: SHA-256 hashes of files that were read at the destination
         self.patience,self.over,self.known = patience,over or threading.Event(),{}
 
-    def path(self, rel): return self.home.joinpath(*rel.split('/'))
+    def path(self, rel):
+        "Return the path of a file at the destination."
+        return self.home.joinpath(*rel.split('/'))
 
     def retry(self, f):
         "Call `f` and return its result. Repeat the call after an error, until `patience` seconds have passed."
@@ -99,7 +107,9 @@ class Target:
             if self.has(rel, piece.fingerprint): return
         raise StoreError(f"{printable(self.path(rel))} was written twice, but its content differs from what was sent. Check the destination.")
 
-    def write(self, path, piece): replace(path, piece.bytes())
+    def write(self, path, piece):
+        "Write a file at the destination."
+        replace(path, piece.bytes())
 
     def read_json(self, rel):
         "Read a JSON file at the destination. Return None if it cannot be read."
@@ -114,8 +124,8 @@ class Target:
 # %% ../../nbs/50_frames/08_moving.ipynb #3c61f2d4
 class LogLines:
     "Lines of a log still in local files. Positions are bytes in the whole log, also after earlier lines were removed."
-    def __init__(self, listing, files): # results of `parts_and_lines`
-        self.spans,at = [],(listing or {}).get('removed', 0) # spans: (file, first byte, end) in the log
+    def __init__(self, listing, files): # listing, files: results of `parts_and_lines`
+        self.spans,at = [],(listing or {}).get('removed', 0) # spans: tuples (file, first byte, end), with positions in the log
         self.first = self.at = at
         for f,_ in files:
             size = file_size(f) if os.path.exists(f) else 0
@@ -123,7 +133,9 @@ class LogLines:
             at += size
         self.end = at
 
-    def seek(self, at): self.at = at
+    def seek(self, at):
+        "Set the position in the log where the next read begins."
+        self.at = at
 
     def read(self, n):
         "Return `n` bytes from the current position in the log, or less at the end."
@@ -138,7 +150,9 @@ class LogLines:
         self.at = stop
         return data
 
-    def between(self, start, end): self.seek(start); return self.read(end-start)
+    def between(self, start, end):
+        "Return the bytes of the log from `start` to `end`."
+        self.seek(start); return self.read(end-start)
 
     def end_of_whole_lines(self):
         "Return the position in the log after the last complete line."
@@ -181,16 +195,16 @@ class SyncState:
     "Settings of a `sync`, and caches kept for its repetition."
     def __init__(self, home, target, parquet=True, deep=True): # deep: verify all files again, also unchanged files
         self.home,self.target,self.parquet,self.deep = home,target,parquet and find_spec('pyarrow') is not None,deep
-        # hashes: file -> (size and time, content); checked: parts whose lines were compared
+        # hashes: (size and time, content) of each file; checked: parts whose lines were compared
         self.hashes,self.checked = {},set()
-        self.shared = {} # file that several logs share -> content that was sent
+        self.shared = {} # content that was sent of each file that several logs share
 
     def sync_log(self, h, name):
         "Copy one log to the destination. Return a dict with the number and size of the files. `h`: `Home` with the log."
         for again in range(4):
             try: return LogCopy(self, h, name).sync()
             except FileNotFoundError:
-                # if not, `compact` has removed lines meanwhile, so copy again
+                # otherwise `compact` has removed lines meanwhile, so the log is copied again
                 if again==3 or (h.log/name).exists() and parts_and_lines(h.log/name)[0] is None: raise
                 h = Home(self.home)
 
@@ -204,18 +218,18 @@ class SyncState:
 # %% ../../nbs/50_frames/08_moving.ipynb #5e0a71c3
 class Manifest:
     "List of the files of one log at the destination, with size and hashes: after the last `sync` (`noted`), and after this `sync` (`files`)."
-    def __init__(self, to, name): # to: `Target`; name: of the log
+    def __init__(self, to, name): # to: a `Target`; name: name of the log
         self.to,self.file,self.folder = to,f'data/sync_{name}.json',f'log/{name}.parts/'
         self.before = as_dict(to.read_json(self.file)) # manifest of the last `sync`
         self.noted = {k: v for k,v in as_dict(self.before.get('files')).items() if isinstance(v, dict) and {'size', 'sha256', 'md5'}<=set(v)}
-        self.lines = as_dict(self.before.get('lines')) # part -> hash of its lines
-        self.files = {} # file at the destination -> fingerprint
+        self.lines = as_dict(self.before.get('lines')) # hash of the lines of each part
+        self.files = {} # fingerprint of each file at the destination
 
     def unlisted_files(self, over, sent):
         "Return a dict from each file no longer listed to the time when this was noticed. `over`: the run is over; `sent`: files were sent."
         at,gone = time.time(),{k: v for k,v in as_dict(self.before.get('gone')).items() if isinstance(v, int|float)}
         for rel in [*self.noted, *(gone if over else ())]: gone.setdefault(rel, at)
-        if over and sent: # include files that an interrupted `sync` has left
+        if over and sent: # includes files that an interrupted `sync` has left
             left = self.to.retry(lambda: list_folder(self.to.path(self.folder.rstrip('/'))))
             gone |= {self.folder+e.name: at for e in left if e.name.startswith(('sync-', 'lines-'))}
         return {rel: since for rel,since in gone.items() if rel not in self.files and rel.startswith(self.folder)}
@@ -299,7 +313,7 @@ class LogCopy:
         if rel.startswith(self.folder): self.send(rel, piece)
         elif self.m.shared.get(rel) is not piece:
             self.send(rel, piece)
-            del self.files[rel] # it is listed in the manifest of the log whose folder contains it
+            del self.files[rel] # a shared file is listed in the manifest of the log whose folder contains it
         self.m.shared[rel] = piece
 
     def keep(self, parts, p):
@@ -307,7 +321,7 @@ class LogCopy:
         parts.append(p)
         self.files[self.folder+p['file']] = self.manifest.noted[self.folder+p['file']]
 
-    def add(self, parts, entry, piece, sha): # sha: of the lines
+    def add(self, parts, entry, piece, sha): # sha: hash of the lines
         self.send(self.folder+entry['file'], piece)
         self.manifest.lines[entry['file']] = sha
         parts.append(entry)
@@ -333,7 +347,7 @@ class LogCopy:
     def send_small(self, path, where):
         "Send a small file, such as metadata, if it exists."
         try: piece = Upload(path.read_bytes()) if path.is_file() and not path.is_symlink() else None
-        except FileNotFoundError: return # the file is being replaced, or was removed
+        except FileNotFoundError: return # raised if the file is being replaced, or was removed
         if piece is not None: self.send(where+path.name, piece)
 
 # %% ../../nbs/50_frames/08_moving.ipynb #160878ac
@@ -409,11 +423,11 @@ def sync_lock(h, name, target):
 # %% ../../nbs/50_frames/08_moving.ipynb #25e8ff44
 class Background:
     "Thread that copies runs every few seconds. An error is stored and shown, and never stops the training."
-    def __init__(self, run, target, home, every, parquet): # arguments of `sync`
+    def __init__(self, run, target, home, every, parquet): # the arguments are those of `sync`
         if not every>0: raise ValueError(f"every must be a number of seconds greater than 0, got {every!r}.")
         self.run,self.target,self.every = run,target,every
         self.moving,self.over,self.error,self.said,self.warned = SyncState(home, target, parquet, deep=False),threading.Event(),None,[],set()
-        target.over = self.over # so that `stop` ends the waiting for a remote store
+        target.over = self.over # shared, so that `stop` also ends the waiting for a remote store
         self.thread = threading.Thread(target=self.repeat, name='torchember-sync', daemon=True)
         self.thread.start()
         atexit.register(self.at_exit)
@@ -459,7 +473,7 @@ class Background:
 
     def stop(self,
         patience:float=60 # Seconds to retry while a store does not answer
-    ) -> list: # As `sync` returns it
+    ) -> list: # The list that `sync` returns
         "Copy what is not copied yet, and end the thread. Raise OSError if this is impossible"
         if self.over.is_set(): return self.said
         self.over.set()

@@ -34,10 +34,12 @@ def valid_shapes(values):
     "Replace each value by None if it is not a shape."
     shapes = [s for s in values if isinstance(s, list|tuple)]
     sizes = list(chain.from_iterable(shapes))
-    if len(shapes)==len(values) and {*map(type, sizes)}<={int} and min(sizes, default=0)>=0: return values # nearly always
+    if len(shapes)==len(values) and {*map(type, sizes)}<={int} and min(sizes, default=0)>=0: return values # the usual case: all values are shapes already
     return [s if is_shape(s) else None for s in values]
 
-def is_shape(s): return isinstance(s, list|tuple) and all(type(n) is int and n>=0 for n in s)
+def is_shape(s):
+    "Return True if `s` is a list of sizes."
+    return isinstance(s, list|tuple) and all(type(n) is int and n>=0 for n in s)
 
 # %% ../../nbs/50_frames/03_rank_tables.ipynb #31c774cb
 def read_ranks(logs, file=None, keep=None, shared=(), steps=None):
@@ -45,7 +47,7 @@ def read_ranks(logs, file=None, keep=None, shared=(), steps=None):
 
     `logs`: rank -> function that yields blocks. `keep`: as in `columns_of_lines`. `shared`: list of files from `shared_files`.
     `steps`: (first, last) to read."""
-    # block_ranks: for each block its rank, or an array with the rank of each row. masks: for each block, which rows are kept
+    # block_ranks: the rank of each block, or an array with the rank of each row. masks: masks of the kept rows of each block
     block_ranks,masks = [],[]
     def blocks():
         "Yield the blocks of shared files, then of the logs, and note their ranks."
@@ -82,7 +84,9 @@ def count_invalid(logs, shared, blocks, dropped):
     return invalid
 
 # %% ../../nbs/50_frames/03_rank_tables.ipynb #6c6f34a8
-def paths_of_ranks(trees): return {r: module_names.paths_in(tree) for r,tree in trees.items()}
+def paths_of_ranks(trees):
+    "Return the paths of all modules of each rank."
+    return {r: module_names.paths_in(tree) for r,tree in trees.items()}
 
 def whole_model_paths(about, trees):
     "Return for each rank a dict from path in its pipeline stage to path in the whole model. `about`, `trees`: metadata 'ranks' and 'structure'."
@@ -122,7 +126,7 @@ def merge_trees(trees, names):
             name = module_names.display_name(node['name'], path) if path!=node['path'] else node['name']
             found[path] = {k: v for k,v in node.items() if k!='children'} | {'name': name, 'short': name.rpartition('.')[2], 'path': path}
             parent = path
-            while parent: # a container that this rank does not have is skipped, and its parent is used
+            while parent: # the parent of a container is used if this rank does not have the container
                 parent = parent.rpartition('.')[0]
                 if parent in found: found[parent].setdefault('children', []).append(found[path]); break
     return found.get('')

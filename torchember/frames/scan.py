@@ -26,7 +26,7 @@ from torchember.store.lines import bad
 def inspect_run(run, per_rank, several, count_back):
     "Return the chunks of a `Run`, its columns, and the user's marks. `count_back`: True if steps are counted from the last step."
     logs,merged = [(log.name, r, log) for r,log in run.logs.items()],run.is_ranked and not per_rank
-    # smaller segments for many logs, because each log has fewer rows of a step
+    # segments are smaller for many logs, because each log has fewer rows of a step
     rows,expected = most_rows if len(logs)==1 else max(most_merged//(4*len(logs)), 512),Expected()
     contents,names = [inspect_log(log, rows, expected) for *_,log in logs],[(name, rank) for name,rank,_ in logs]
     home = run.home if merged else None
@@ -65,7 +65,7 @@ def select_fields(fields, columns):
     return {k: fields[k] for k in dict.fromkeys(['run']*('run' in fields and 'run' not in asked)+asked)}
 
 # %% ../../nbs/50_frames/09_scan.ipynb #dd403113
-def duckdb_relation(rows): # rows: `LogDataset`
+def duckdb_relation(rows): # rows: a `LogDataset`
     "Return the rows as a relation of duckdb, in a new database in memory."
     return needs('duckdb', for_="scan(engine='duckdb')").connect(':memory:').from_arrow(rows)
 
@@ -110,7 +110,9 @@ def polars_frame(rows):
     return plugins.register_io_source(batches, schema=schema)
 
 # %% ../../nbs/50_frames/09_scan.ipynb #3dc05b8c
-def stays_whole_number(k): return k in ('step', *bad) # these columns have a value in each row, so they stay whole numbers
+def stays_whole_number(k):
+    "Return True if a column of whole numbers keeps its type."
+    return k in ('step', *bad) # returns True for columns with a value in each row, which stay whole numbers
 
 class PandasReader:
     "Callable that reads a chunk as a pandas table. Types are the same for all chunks. It can be pickled for another process."

@@ -20,7 +20,7 @@ def interpreter_flags():
 def path_of_child():
     "Return `sys.path` of this process for a child process, without the current folder and with the folder of torchember."
     known = [os.path.abspath(p) for p in map(str, sys.path) if p not in ('', os.curdir)]
-    # the folder that contains torchember, because the child process must import it
+    # folder that contains torchember, because the child process must import it
     return list(dict.fromkeys([*known, os.path.dirname(os.path.dirname(find_spec('torchember').origin))]))
 
 # %% ../../nbs/05_ground/50_child.ipynb #680a75bb

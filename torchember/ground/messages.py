@@ -40,12 +40,12 @@ def closest(got, known, called=()):
     meant = dict(called).get(str(got).lower())
     return [meant] if meant in known else difflib.get_close_matches(str(got)[:longest], dict.fromkeys(known), n=3, cutoff=.5)
 
-# characters of a name in a message: the time of a search for similar names grows with the square of the length
+# maximum number of characters of a name, because the time to search for similar names grows with the square of the length
 longest = 200
 
 # %% ../../nbs/05_ground/10_messages.ipynb #03652837
 alike = ('stat stats statistic statistics metric metrics scalar_metric', 'tt ttype ttypes tensor_type tensor_types', 'step steps',
-    'layer layers path paths module modules include', 'optimizer optimizers optimiser optim opt') # names of arguments with the same meaning
+    'layer layers path paths module modules include', 'optimizer optimizers optimiser optim opt') # groups of names of arguments with the same meaning
 
 def unknown_argument(what:str, got:str, known) -> str:
     "Return the error message for an unknown argument. `what`: name of the function; `got`: the unknown name; `known`: names of its arguments."
@@ -105,7 +105,7 @@ frameworks = {'torch', 'jax', 'flax'}
 def is_users(frame):
     "Return True if the code of a stack frame is the user's: not of torchember, of Python, of an installed library, or generated."
     file,module = frame.f_code.co_filename,str(frame.f_globals.get('__name__'))
-    if file.startswith('<'): return module=='__main__' # True for code that was typed in a shell or after `python -c`
+    if file.startswith('<'): return module=='__main__' # returns True for code that was typed in a shell or after `python -c`
     return not (file.startswith((ours, pythons)) or any(d in file for d in installed) or module.partition('.')[0] in frameworks)
 
 def outwards(frame):

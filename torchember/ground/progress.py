@@ -21,7 +21,7 @@ def in_notebook() -> bool:
 def in_terminal() -> bool:
     "Return True if stderr is a terminal."
     try: return sys.stderr.isatty()
-    except (AttributeError, ValueError): return False # there is no stderr, or it is closed
+    except (AttributeError, ValueError): return False # raised if there is no stderr, or if it is closed
 
 # %% ../../nbs/05_ground/40_progress.ipynb #e42b731b
 def new_bar(what, total, done, form=None):
@@ -30,7 +30,7 @@ def new_bar(what, total, done, form=None):
     if in_notebook() and find_spec('ipywidgets'): from tqdm.notebook import tqdm
     else:
         from tqdm import tqdm
-        how['ncols'],how['nrows'] = get_terminal_size() # because tqdm finds 0 columns in some terminals
+        how['ncols'],how['nrows'] = get_terminal_size() # given, because tqdm finds 0 columns in some terminals
     return tqdm(**how)
 
 class Progress:
@@ -84,7 +84,7 @@ def waiting(what:str):
     over = threading.Event()
     thread = threading.Thread(target=show_time, args=(what, over), name='torchember waits', daemon=True)
     try: thread.start()
-    except RuntimeError: thread = None # the system has no more threads, so no time is shown
+    except RuntimeError: thread = None # without a thread, no time is shown, because the system has no more threads
     try: yield
     finally:
         over.set()

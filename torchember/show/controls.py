@@ -47,7 +47,7 @@ def axis_columns(table):
 def statistics_of(table):
     "Return the names of the statistics in a table."
     t = tensor_rows(table)
-    # with a single tensor, a statistic also has one value per step, so do not take it for a mark
+    # with a single tensor, a statistic has one value per step, too, and must not be taken for a mark
     marks = axis_columns(table) if t['step'].nunique()>1 and len(t)>t['step'].nunique() else ()
     return [c for c in numeric_columns(t) if c not in marks]
 
@@ -80,7 +80,7 @@ def recorded_steps(table, tt=None):
 # %% ../../nbs/60_show/82_controls.ipynb #ebbb641e
 class Control:
     "Control of one argument of a picture. `value`: the argument; `shown`: the widget in the notebook."
-    def __init__(self, widget, read=lambda v: v, write=lambda v: v, shown=None): # shown: widget around `widget`
+    def __init__(self, widget, read=lambda v: v, write=lambda v: v, shown=None): # shown: widget that contains `widget`
         self.widget,self.read,self.write,self.shown,self.muted = widget,read,write,widget if shown is None else shown,False
 
     @property
@@ -163,7 +163,9 @@ class StepSlider(Control):
         if -len(self.steps)<=step<0 and step not in self.steps: return len(self.steps)+step
         return int(np.argmin(np.abs(self.steps-step)))
 
-    def nearest(self, step): return int(self.steps[np.argmin(np.abs(self.steps-step))])
+    def nearest(self, step):
+        "Return the recorded step that is nearest to a step."
+        return int(self.steps[np.argmin(np.abs(self.steps-step))])
 
     def offer(self, steps):
         "Replace the steps offered to the user."
@@ -303,9 +305,12 @@ def steps_control(a):
     return Control(a.W.IntSlider(value=a.value, min=1, max=most, description=a.name, continuous_update=False))
 
 def count_control(a, most):
+    "Return a control to choose a number, at least 1."
     return Control(a.W.BoundedIntText(value=a.value, min=1, max=max(most, a.value), description=a.name, continuous_update=False))
 
-def choose_up_to(n, a): return a.choose(a.maybe|{str(i): i for i in range(1, n+1)})
+def choose_up_to(n, a):
+    "Return a control to choose a number from 1 to `n`."
+    return a.choose(a.maybe|{str(i): i for i in range(1, n+1)})
 
 shared = {'automatic': None, 'the same': {'sharex': True, 'sharey': True}, 'the same across': {'sharex': True, 'sharey': False},
     'the same upwards': {'sharex': False, 'sharey': True}, 'each its own': {'sharex': False, 'sharey': False}}
@@ -338,7 +343,7 @@ def control_for(a):
     if asked in control_makers: return control_makers[asked](a)
     if isinstance(a.default, bool): return Control(a.W.Checkbox(value=bool(a.value), description=a.name, indent=False))
     try: plain = a.value is a.default or ast.literal_eval(repr(a.value))==a.value
-    except (ValueError, SyntaxError): return None # not a literal, but for example a color map: keep the caller's value
+    except (ValueError, SyntaxError): return None # a value that is not a literal, such as a color map, is kept
     return make_literal(a.W, a.name, a.value, a.default) if plain else None
 
 # %% ../../nbs/60_show/82_controls.ipynb #39fdef75
@@ -354,7 +359,9 @@ class Controls(dict):
         except KeyError: return default
 
 # %% ../../nbs/60_show/82_controls.ipynb #f84cd563
-def is_same_value(a, b): return a is b or type(a) is type(b) and not isinstance(a, np.ndarray) and a==b
+def is_same_value(a, b):
+    "Return True if two values of an argument are equal."
+    return a is b or type(a) is type(b) and not isinstance(a, np.ndarray) and a==b
 
 def controllable(f):
     "Return (name, parameter) of each argument of a drawing function that may get a control, without the run."
@@ -427,7 +434,7 @@ class Arguments:
             c.widget.tooltip = help_texts.get(name, '')
             c.observe(self.note_change)
         self.one = one
-        if c := self.controls.get('ttype'): c.observe(self.offer) # layers and steps depend on the tensor type
+        if c := self.controls.get('ttype'): c.observe(self.offer) # choices of layers and steps depend on the tensor type
         self.offer()
         self.box = arrange_controls(W, self.controls)
 

@@ -15,7 +15,7 @@ from .legend import alarm, palettes, make_title
 from .style import canvas, drawn, is_dark
 
 # %% ../../nbs/60_show/87_differences.ipynb #fd0d186e
-def distance_lines(table, most:int=200) -> list: # table: of a `Difference`
+def distance_lines(table, most:int=200) -> list: # table: table of a `Difference`
     "Return (steps, distances) of the tensors with the largest distances. Zero and non-finite distances are NaN, to leave a gap."
     t = table[table['ttype']!='scalar']
     y = t['distance'].where(np.isfinite(t['distance']) & (t['distance']>0))

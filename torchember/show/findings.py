@@ -16,7 +16,7 @@ from .select import has_ttype
 # %% ../../nbs/60_show/85_findings.ipynb #41707dc4
 class OpenFindings:
     "Open findings of a run: errors and warnings that are not over. Rows may be added while the run goes on."
-    def __init__(self): self.open,self.step = {},0 # open: key -> finding; step: the latest step
+    def __init__(self): self.open,self.step = {},0 # open: findings by key; step: the latest step
 
     def add(self, rows):
         "Update the open findings with the next rows of the run. Rows are dicts; only rows of findings matter."
@@ -50,10 +50,10 @@ def as_finding(row):
 def int_or_none(v):
     "Convert a value to int. Return None for NaN and for other types."
     try: return int(v)
-    except (TypeError, ValueError, OverflowError): return None # NaN, or not a number
+    except (TypeError, ValueError, OverflowError): return None # raised for NaN, and for values that are not numbers
 
 # %% ../../nbs/60_show/85_findings.ipynb #cf0e2e0a
-def shorten_sentence(text, most:int=90) -> str: # most: letters; 90 fit above a picture
+def shorten_sentence(text, most:int=90) -> str: # most: maximum number of letters; 90 fit above a picture
     "Shorten a text to at most `most` letters: to whole sentences if possible, else to whole words."
     text = printable(' '.join(str(text).split()))
     if len(text)<=most: return text
@@ -61,7 +61,9 @@ def shorten_sentence(text, most:int=90) -> str: # most: letters; 90 fit above a 
     cut = shorten(text, most, placeholder=' …')
     return cut if len(cut)>most//2 else text[:most-1]+'…' # a single word that is too long is cut
 
-def title_text(finding): return f"{finding['severity']}: {shorten_sentence(finding['text'])}"
+def title_text(finding):
+    "Return severity and text of a finding for the title of a picture."
+    return f"{finding['severity']}: {shorten_sentence(finding['text'])}"
 
 def open_findings(df, last=None): # last: last step of the run, to omit a 'died' finding of a run that went on
     "Return the open findings in a table, the worst first, without those that others explain."

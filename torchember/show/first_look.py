@@ -56,7 +56,7 @@ def draw_panels(parts, numbers, norms, tensors, run, ax, found=()):
     axes[-1].set_xlabel('step')
     steps = np.concatenate([g.steps for *_,g in parts])
     if top is not None: draw_top(top, numbers, norms)
-    ends = column_spans(np.unique(steps))[0] # the axes include all columns and all points of curves
+    ends = column_spans(np.unique(steps))[0] # limits of the axes, which include all columns and all points of curves
     at = np.concatenate([ends, *(c[1] for c in curves)])
     axes[0].set_xlim(at.min(), at.max())
     first = first_trouble(training(tensors))
@@ -86,7 +86,7 @@ def draw_top(ax, numbers, norms):
     if norms:
         name,x,y = norms
         a = second_axis(ax) if numbers else ax
-        # at a step where the loss is not finite, the loss has a cross already
+        # a step where the loss is not finite is marked by a cross already
         bad = ~np.isfinite(y) & ~np.isin(x, numbers[1][~np.isfinite(numbers[2])] if numbers else ())
         draw_lines(a, [(name, x, y, bad)], colors=[color[1]], lw=.8)
         if (y[np.isfinite(y)]>0).any(): log_axis(a)
@@ -98,7 +98,7 @@ def log_axis(a):
     "Make the y axis logarithmic. The labels are plain numbers that do not overlap in a low panel."
     a.set_yscale('log', nonpositive='mask')
     low,high = np.log10(a.get_ylim())
-    if not .3<high-low<=2: return # matplotlib labels narrower and wider ranges well
+    if not .3<high-low<=2: return # only ranges of .3 to 2 decades need other labels than those of matplotlib
     a.yaxis.set_major_locator(LogLocator(subs=(1, 3) if high-low>.8 else (1, 2, 3, 5)))
     a.yaxis.set_major_formatter('{x:g}')
     a.yaxis.set_minor_locator(NullLocator())
@@ -158,7 +158,7 @@ def overview(
     kinds = types_to_draw(tensors, ttype)
     if not kinds and ttype is None: raise ValueError(no_tensors(table))
     if not kinds: raise ValueError(f"overview needs a tensor type, such as 'output', got ttype={ttype!r}.")
-    if ttype is None and path is not None: # drop tensor types that the selected layers do not have
+    if ttype is None and path is not None: # drops tensor types that the selected layers do not have
         some = pick(tensors, path, kinds)['ttype'].astype(str)
         kinds = [k for k in kinds if (some==k).any()]
     if ax is not None: kinds = kinds[:1]

@@ -49,7 +49,7 @@ def column_spans(steps) -> tuple:
     edges = column_edges(steps)
     if len(steps)<3: return edges, np.arange(len(steps))
     s,gaps = np.asarray(steps, float),np.diff(steps)
-    half = max(gaps.min(), (s[-1]-s[0])/400)/2 # at least 1/400 of the picture, to be visible
+    half = max(gaps.min(), (s[-1]-s[0])/400)/2 # a column has at least 1/400 of the picture's width, to be visible
     hole = gaps>max(2.5*gaps.min(), 2*half)
     begin = np.where(np.r_[hole[:1], hole], np.maximum(edges[:-1], s-half), edges[:-1])
     end = np.where(np.r_[hole, hole[-1:]], np.minimum(edges[1:], s+half), edges[1:])
@@ -73,7 +73,7 @@ def write_reasons(ax, g, turned):
         n = len(list(rows))
         middle,empty = i+n/2,not np.isfinite(g.value[i:i+n]).any()
         i += n
-        if reason is None or (middle-low)*tall<size: continue # skip a text that would overlap the text above
+        if reason is None or (middle-low)*tall<size: continue # skips a text that would overlap the text above
         low = middle
         if turned: ax.text(middle, .5, reason, **{**style, 'ha': 'center', 'rotation': 90})
         else: ax.text(.5 if empty else .995, middle, reason, ha='center' if empty else 'right', **style)
@@ -185,7 +185,7 @@ def scalar_global_heatmap(
     x='step', # Column for the x axis; 'name' draws layers as columns and steps as rows
     y=None, # Column for the y axis if x is 'name'
     figsize:tuple|None=None, # Width and height of the figure in inches
-    col_wrap:int|None=None, # Accepted but ignored: there is one panel
+    col_wrap:int|None=None, # Ignored, because there is only one panel; accepted for callers of Track & Visualize
     **kwargs # Arguments of `heat` (`vmin`, `vmax`, `center`, `robust`, `cmap`, `annot`, ...) and of matplotlib's `pcolormesh`
 ): # Axes of the picture
     """Draw a heat map of a statistic: a row for each layer, a column for each step.
@@ -199,7 +199,7 @@ def scalar_global_heatmap(
         x: Column for the x axis; 'name' draws layers as columns and steps as rows
         y: Column for the y axis if x is 'name'
         figsize: Width and height of the figure in inches
-        col_wrap: Accepted but ignored: there is one panel
+        col_wrap: Ignored, because there is only one panel; accepted for callers of Track & Visualize
         **kwargs: Arguments of `heat` (`vmin`, `vmax`, `center`, `robust`, `cmap`, `annot`, ...) and of matplotlib's `pcolormesh`
 
     Returns:

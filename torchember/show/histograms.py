@@ -48,7 +48,9 @@ def bar_height(ax):
     "Return the height of the bar of a number format, as a fraction of the height of the axes."
     return mpl.rcParams['legend.fontsize']*1.25/max(axes_size(ax)[1], 40)
 
-def space_for_bars(ax, dtypes): return 1/(1-min(bar_height(ax)*(1.35*len(dtypes)+.2), .6)) if dtypes else 1.
+def space_for_bars(ax, dtypes):
+    "Return the factor by which the y axis must be longer, so that bars for number formats fit above the histogram."
+    return 1/(1-min(bar_height(ax)*(1.35*len(dtypes)+.2), .6)) if dtypes else 1.
 
 def formats_to_draw(dtype_annotation, df):
     "Return the number formats whose ranges are drawn. `True` selects the dtypes of the tensors themselves."

@@ -12,8 +12,8 @@ from ..frames.words import ttype_of
 
 # %% ../../nbs/60_show/00_legend.ipynb #27ffc18e
 palettes = {
-    False: ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9', '#444444', '#b8a800'), # on a light background
-    True: ('#56b4e9', '#e69f00', '#2fc99a', '#f0a0cc', '#f0e442', '#8fa8ff', '#dddddd', '#ff8a5c')} # on a dark background
+    False: ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9', '#444444', '#b8a800'), # colors for a light background
+    True: ('#56b4e9', '#e69f00', '#2fc99a', '#f0a0cc', '#f0e442', '#8fa8ff', '#dddddd', '#ff8a5c')} # colors for a dark background
 alarm = {False: '#c1121f', True: '#ff5a5f'} # color of non-finite values, and of nothing else
 zero = '#a6a6a6' # color of values that are exactly zero
 scale = ['#'+c for c in re.findall('.{6}', ''.join(( # matplotlib's viridis, for heat maps on HTML pages
@@ -23,7 +23,7 @@ scale = ['#'+c for c in re.findall('.{6}', ''.join(( # matplotlib's viridis, for
     '65cb5e6ece5877d15381d34d8bd64695d840a0da39aadc32b5de2bc0df25cae11fd5e21adfe318eae51af4e61efde725')))]
 
 # %% ../../nbs/60_show/00_legend.ipynb #32fcdd91
-def short_names(names:list, width:int=26) -> list: # names: with dots; width: characters
+def short_names(names:list, width:int=26) -> list: # names: names with dots; width: maximum number of characters
     "Shorten layer names to fit beside a picture: drop the common prefix of all names. All results are different."
     parts = [n.split('.') for n in names]
     k = 0

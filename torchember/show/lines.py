@@ -22,7 +22,7 @@ from .style import drawn, is_dark, label_figure, panels, axes_size
 # %% ../../nbs/60_show/20_lines.ipynb #4da1c2aa
 most_points = 400_000 # largest number of points in a picture, for all lines together
 
-def draw_lines(ax, lines:list, kind:str='line', colors=None, **kwargs): # kwargs: for matplotlib's `plot`
+def draw_lines(ax, lines:list, kind:str='line', colors=None, **kwargs): # kwargs: arguments of matplotlib's `plot`
     "Draw lines, each a tuple (label, steps, values, mask of non-finite tensors). Mark non-finite steps. Return the colors."
     n = max(min(most_points//max(len(lines), 1), 4000), 24)
     given,colors = colors,colors or line_colors(len(lines))
@@ -80,13 +80,13 @@ def log_if_wide(axes, lines):
         for ax in axes: ax.set_yscale('log')
 
 # %% ../../nbs/60_show/20_lines.ipynb #645813a5
-def name_lines(ax, lines:list, colors:list, most:int=9): # most: number of names if they do not all fit
+def name_lines(ax, lines:list, colors:list, most:int=9): # most: number of names to write if there is no space for all
     "Write each line's name at its right end. If the names do not all fit, name only the lines with extreme values."
     ends = [(y[ok][-1], i) for i,(_,x,y,_) in enumerate(lines) if (ok := np.isfinite(y)).any()]
     if len(lines)<2 or not ends: return
     names = short_names([l[0] for l in lines])
     height,tall = axes_size(ax)[1],mpl.rcParams['legend.fontsize']*1.15
-    if len(ends)>max(most, height//tall): # name the highest and lowest ends, and the line of the largest value
+    if len(ends)>max(most, height//tall): # names the lines with the highest and lowest ends, and the line with the largest value
         ends.sort()
         peak = max(range(len(lines)), key=lambda i: np.nanmax(np.where(np.isfinite(lines[i][2]), lines[i][2], -np.inf), initial=-np.inf))
         keep = {i for _,i in [*ends[:most//2], *ends[-(most//2):]]} | {peak}
@@ -112,7 +112,9 @@ def space_out(ends, gap):
 class FacetException(ValueError):
     "Error for a request of panels by layer and by tensor type at once."
 
-def is_several(path): return not isinstance(path, str) or any(c in path for c in '*?[')
+def is_several(path):
+    "Return True if `path` may select several layers."
+    return not isinstance(path, str) or any(c in path for c in '*?[')
 
 panel_keys = {'sharex', 'sharey', 'subplot_kws', 'gridspec_kws', 'xlim', 'ylim', 'height', 'aspect', 'legend_out', 'despine', 'margin_titles',
     'dropna'} # arguments of seaborn's FacetGrid
@@ -129,7 +131,7 @@ def grid_options(facet_kws, **defaults):
     return out, {k: given[k] for k in ('xlim', 'ylim') if given.get(k) is not None}
 
 # %% ../../nbs/60_show/20_lines.ipynb #49716fc3
-# argument of seaborn -> reason why it is not accepted
+# reason why each of these arguments of seaborn is not accepted
 of_seaborn = {
     **dict.fromkeys(('estimator', 'errorbar', 'ci', 'n_boot', 'seed', 'err_style', 'err_kws', 'units', 'weights'),
         'nothing is estimated here: each value is drawn'),
@@ -148,7 +150,7 @@ def settable(*artists):
         found |= {*i.get_setters(), *(n for names in i.get_aliases().values() for n in names)}
     return found
 
-def check_drawn_with(given:dict, known, what:str, refused=of_seaborn, own=()): # own: names to suggest first
+def check_drawn_with(given:dict, known, what:str, refused=of_seaborn, own=()): # own: names of arguments to suggest first
     "Check arguments for matplotlib. Return the arguments with an effect. Raise TypeError for an unknown or refused argument."
     given = {k: v for k,v in given.items() if not (k in harmless and any(v is h or type(v) is type(h) is str and v==h for h in harmless[k]))}
     for k in given:
@@ -232,7 +234,7 @@ def rows_with_statistics(df, metrics):
     types = table['ttype'].astype(str)
     there = [t for t in types.unique() if all(m in table and table[m][(types==t).to_numpy()].notna().any() for m in metrics)]
     if len(there)==1: return table, there[0]
-    if not there: [find_stat(table, m) for m in metrics] # raises ValueError for a statistic that no row has
+    if not there: [find_stat(table, m) for m in metrics] # `find_stat` raises ValueError for a statistic that no row has
     if there and 'output' not in there:
         raise ValueError(f"Several tensor types have {metrics[0]!r}: {', '.join(there)}. Choose one: ttype={there[0]!r}.")
     return table, 'output'

@@ -50,7 +50,7 @@ def drop_missing(rows, layer, ps:list): # ps: all parameters
     return left if len(left)<len(asked) else layer
 
 # %% ../../nbs/60_show/15_missing.ipynb #95d579d6
-def insert_missing(labels:list, missing, order:list) -> tuple: # labels: with rows; order: all labels, as in the model
+def insert_missing(labels:list, missing, order:list) -> tuple: # labels: labels with rows; order: all labels, in the order of the model
     "Insert each missing label after its predecessor in the model. Return all labels, and the indices of `labels` in them."
     missing,there = set(missing),set(labels)
     if there<=set(order) and len(there)==len(labels):
@@ -71,7 +71,7 @@ def add_missing(s, missing, order:list):
     "Add labels without values to a `TensorSeries`: empty rows of a heat map. `order`: all labels, as in the model."
     labels,at = insert_missing(s.labels, set(missing)-set(s.labels), order)
     code = np.asarray(at, int)[s.code]
-    first = np.argsort(code, kind='stable') # stable, so that the steps of each tensor stay in order
+    first = np.argsort(code, kind='stable') # sorted with a stable method, so that the steps of each tensor stay in order
     return TensorSeries(labels, code[first], s.step[first], s.value[first], s.bad[first])
 
 def grid_with_missing(rows, col, ttype, ps, layer=None, by='step'):

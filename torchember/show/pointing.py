@@ -37,7 +37,7 @@ class PageFigure:
         if live:
             ipympl = needs('ipympl.backend_nbagg', for_='A picture to point at')
             self.canvas = self.widget = ipympl.Canvas(self.figure)
-            ipympl.FigureManager(self.canvas, 0).resize(width, height*dpi) # sets the size even if the page loads later
+            ipympl.FigureManager(self.canvas, 0).resize(width, height*dpi) # the size is set even if the page loads later
             self.canvas.toolbar_visible = self.canvas.header_visible = self.canvas.footer_visible = self.canvas.resizable = False
         else:
             from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -144,6 +144,7 @@ class CrossHair:
 
     @drawn
     def draw_cross(self, ax):
+        "Draw the invisible cross-hair: a vertical line, a dot on each curve, and a text. Its artists are shown when it moves."
         ink,line = mpl.rcParams['text.color'],vertical_line(ax)
         dots = [ax.plot([], [], 'o', ms=5, color=l.get_color(), visible=False)[0] for l in ax.lines if l is not line]
         back = {'boxstyle': 'round,pad=.3', 'facecolor': ax.get_facecolor(), 'edgecolor': 'none', 'alpha': .85}
@@ -176,7 +177,7 @@ class Throttle:
         wait = self.last+self.pause-time.monotonic()
         if wait<=0: return self.now()
         try: asyncio.get_running_loop().call_later(wait, self.locked(self.now))
-        except RuntimeError: self.now() # without an event loop, a later call is not possible
+        except RuntimeError: self.now() # without an event loop, the function is called now, because no later call is possible
 
     def now(self):
         if self.waiting is None: return
@@ -231,7 +232,7 @@ class StepCursor:
             self.slider = slider_under(W, loss, locked(self.go_to))
             self.pinned = self.slider.value
 
-    def shown(self, W): # a box would cut off a canvas
+    def shown(self, W): # the canvas is not put into a box, which would cut it off
         return W.VBox([self.loss.surface.widget, self.slider.shown]) if self.slider else self.loss.surface.widget
 
     def point(self, step):
@@ -239,9 +240,12 @@ class StepCursor:
         control = self.step_control()
         self.picture.move_line_to(self.loss.move_to(step, control and control.nearest))
 
-    def on_hover(self, event): self.hover(event.xdata if event.inaxes is self.loss.axes else self.pinned)
+    def on_hover(self, event):
+        "Move the cross-hair to the step at the mouse pointer."
+        self.hover(event.xdata if event.inaxes is self.loss.axes else self.pinned)
 
     def on_click(self, event):
+        "Select the step that was clicked."
         if event.inaxes is self.loss.axes and event.button==1:
             self.go_to(self.loss.losses.steps[self.loss.losses.index_of(event.xdata)].item())
 
@@ -304,7 +308,9 @@ class HeatmapCells:
     def __init__(self, source, table, on_change=lambda arguments: None): # on_change: listener for the histogram
         self.source,self.table,self.on_change,self.values,self.found,self.exponents = source,table,on_change,{},None,{}
 
-    def drawn_with(self, values): self.values,self.found = in_our_words(values, signature(heat_map_cells).parameters),None
+    def drawn_with(self, values):
+        "Store the arguments with which the picture was drawn, and forget its cells."
+        self.values,self.found = in_our_words(values, signature(heat_map_cells).parameters),None
 
     def cells(self):
         "Return the rows of the heat map (with a column `label`), the statistic's column, and the `Grid`."
@@ -319,7 +325,7 @@ class HeatmapCells:
     def at(self, x, y):
         "Return the log row of the tensor at coordinates x and y of the heat map, or None if nothing was recorded."
         rows,col,g = self.cells()
-        if self.turned: x,y = y,x # the layers are on the x axis
+        if self.turned: x,y = y,x # coordinates are exchanged if layers are on the x axis
         j = min(max(int(np.searchsorted(column_edges(g.steps), x))-1, 0), len(g.steps)-1)
         return tensor_at(rows, col, g, min(max(int(y), 0), len(g.labels)-1), j, self.by)
 
@@ -329,7 +335,9 @@ class HeatmapCells:
         found = rows[(rows['label']==(label if label in labels else labels[0])) & (rows['step']==step)]
         return found.iloc[0] if len(found) else None
 
-    def labels(self): return self.cells()[0]['label'].unique().tolist()
+    def labels(self):
+        "Return the labels of all layers in the heat map."
+        return self.cells()[0]['label'].unique().tolist()
 
     def histogram(self, row):
         "Return the arguments, with controls, for a histogram of the tensor of a row."
@@ -342,7 +350,7 @@ class HeatmapCells:
 
 def read_rows_for(f, source, ttype=None):
     "Return a table with all rows that a drawing function may need, so that a moved control reads no file."
-    # exponent counts are needed only by pictures with ranges of number formats
+    # only pictures with ranges of number formats need exponent counts
     stats = ['exponents'] if any(n.startswith('dtype') for n in signature(f).parameters) else None
     if isinstance(source, list|tuple): return [rows_to_draw(s, stats) for s in source]
     return rows_to_draw(source, stats, **({} if ttype is None else {'ttype': ttypes_asked(ttype)}))
@@ -376,10 +384,11 @@ class PageLayout:
         self.back = W.Button(description='Back', icon='arrow-left', tooltip='Back to the heat map', layout={'width': '90px', 'margin': '0 0 0 2px'})
         self.top,self.foot = W.VBox(),W.VBox()
         row = {'flex_flow': 'row' if live else 'row wrap', 'align_items': 'flex-start', 'overflow': 'auto hidden', 'max_width': '100%'}
-        figures = W.HBox(figures, layout=row) # created once: a canvas that is inserted again loses the focus
+        figures = W.HBox(figures, layout=row) # created once, because a canvas that is inserted again loses the focus
         self.box = W.VBox([self.top, self.message, figures, self.foot, self.hint], layout={'width': '100%'})
 
     def show_message(self, text=''):
+        "Show a message below the picture; '' removes it."
         self.text = text
         self.message.value = text and f'<div role="status" style="color:var(--jp-error-color1,firebrick);line-height:1.4">{escape(text)}</div>'
 
@@ -417,7 +426,7 @@ class Interactive:
         self.layout.back.on_click(self.locked(lambda _: self.leave()))
         self.connect()
         self.arrange()
-        with self.lock: self.draw(self.now, self.now.values()) # invalid arguments raise here
+        with self.lock: self.draw(self.now, self.now.values()) # drawn once here, so that invalid arguments raise an error here
         self.settle()
 
     now = property(lambda self: self.stack[-1])

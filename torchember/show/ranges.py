@@ -18,7 +18,7 @@ from .legend import name_of_type, palettes, make_title
 from .style import axes_for, drawn, is_dark
 
 # %% ../../nbs/60_show/60_ranges.ipynb #dd7424aa
-def shares(rows, dtype:str): # rows: of one step
+def shares(rows, dtype:str): # rows: rows of one step
     "Return tensor labels, and for each tensor the fractions of nonzero values outside the range of a number format."
     code,labels = places(rows)
     out = {k: np.zeros(len(labels)) for k in ('over', 'subnormal', 'under')}

@@ -26,7 +26,7 @@ def first_trouble(df):
     at = np.flatnonzero(trouble(df))
     if not len(at): return None
     step = df['step'].to_numpy()[at]
-    return df.iloc[at[np.argmin(step)]] # the first row of that step, because rows are in the order of execution
+    return df.iloc[at[np.argmin(step)]] # returns the first row of the step, because rows are in the order of execution
 
 def trouble_sentence(row):
     "Return a text with the step, the tensor and the counts of NaN and infinities of a row."
@@ -49,7 +49,9 @@ def types_to_draw(tensors, ttype):
     kinds = list(dict.fromkeys(tensors['ttype'].astype(str)))
     return [t for t in default_ttypes if t in kinds] or kinds[:1]
 
-def rows_of_type(tensors, kind): return tensors[has_ttype(tensors, ttype_of(kind)[0])]
+def rows_of_type(tensors, kind):
+    "Return the rows of one tensor type."
+    return tensors[has_ttype(tensors, ttype_of(kind)[0])]
 
 def pick_stat(rows, stat):
     "Return the column of the requested statistic, or by default of the most useful recorded one."

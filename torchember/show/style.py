@@ -30,7 +30,7 @@ def rc_settings():
     "Return torchember's matplotlib settings (rcParams), for the light or dark background in use."
     dark = is_dark()
     ink,line = ('#e6e6e6', '#8a8a8a') if dark else ('#1c1c1c', '#8a8a8a')
-    # do not change a font size that the user has set
+    # a font size that the user has set is not changed
     size = 9 if mpl.rcParams['font.size']==mpl.rcParamsDefault['font.size'] else mpl.rcParams['font.size']
     return {'font.size': size, 'axes.titlesize': size+1, 'figure.titlesize': size+2, 'axes.labelsize': size, 'figure.labelsize': size,
         'legend.fontsize': size-1, 'xtick.labelsize': size-1, 'ytick.labelsize': size-1, 'axes.titlelocation': 'left',
@@ -41,23 +41,29 @@ def rc_settings():
         'text.parse_math': False}
 
 # %% ../../nbs/60_show/00_style.ipynb #d9ac9375
-formula = re.compile(r'\$2\^\{-?\d+\}\$') # a power of two, as `base2` formats it
+formula = re.compile(r'\$2\^\{-?\d+\}\$') # matches a power of two, as `base2` formats it
 
 def figures_of(got):
     "Return the figures in the result of a drawing function: Axes, a list or an array of Axes."
     found = [getattr(o, 'figure', None) for o in (got if isinstance(got, list|tuple) else got.ravel() if isinstance(got, np.ndarray) else [got])]
     return list(dict.fromkeys(f for f in found if hasattr(f, 'findobj')))
 
-def texts_in(fig): return fig.findobj(mpl.text.Text)
+def texts_in(fig):
+    "Return all texts of a figure."
+    return fig.findobj(mpl.text.Text)
 
-def printable_lines(text): return '\n'.join(map(printable, text.split('\n')))
+def printable_lines(text):
+    "Return a text without control characters, except newlines."
+    return '\n'.join(map(printable, text.split('\n')))
 
 class Printable:
     "Formatter of tick labels that makes names printable. Names may contain `$` or control characters."
     def __init__(self, f): self.f = f
     def __call__(self, x, pos=None): return printable_lines(str(self.f(x, pos)))
 
-def all_children(ax): return [c for a in ax.child_axes for c in (a, *all_children(a))]
+def all_children(ax):
+    "Return the axes inside of other axes, at any depth."
+    return [c for a in ax.child_axes for c in (a, *all_children(a))]
 
 def draw_as_letters(fig, users): # users: texts that the user drew before, which stay as they are
     "Switch off math formulas in all texts of a figure, because names may contain `$`."
@@ -116,11 +122,11 @@ def drawing_on(fig, wanted=None):
     try: yield fig
     finally: given.reset(was)
 
-def canvas(ax=None, size:tuple=(7, 3.5)): # size: of a new figure, in inches
+def canvas(ax=None, size:tuple=(7, 3.5)): # size: size of a new figure in inches
     "Return the given axes, or axes in a new figure."
     return figure(size).subplots() if ax is None else ax
 
-def panels(n, wrap=None, size=None, each=(3.2, 2.2), least=(4.5, 2.8), **kwargs): # kwargs: of `subplots`
+def panels(n, wrap=None, size=None, each=(3.2, 2.2), least=(4.5, 2.8), **kwargs): # kwargs: arguments of `subplots`
     # sizes in inches: of the figure (`size`), of one panel (`each`), smallest figure (`least`); wrap: largest number of panels in a row
     "Make a figure with a grid of panels. Return the figure and the list of `n` Axes."
     across = min(n, wrap or (n if n<4 else math.ceil(n**.5)))
@@ -129,7 +135,7 @@ def panels(n, wrap=None, size=None, each=(3.2, 2.2), least=(4.5, 2.8), **kwargs)
     fig = figure(size)
     grid = fig.subplots(down, across, squeeze=False, **kwargs).ravel()
     for ax in grid[n:]: ax.remove()
-    for ax in grid[max(n-across, 0):n]: ax.xaxis.set_tick_params(labelbottom=True) # no panel below shows these labels
+    for ax in grid[max(n-across, 0):n]: ax.xaxis.set_tick_params(labelbottom=True) # labels are shown, because no panel below shows them
     return fig, list(grid[:n])
 
 def axes_for(n, ax, what, wrap=None, size=None, **kwargs): # what: plural noun for an error message

@@ -91,7 +91,7 @@ def draw(found, stat, kind, title, figsize=None, col_wrap=None, kwargs=None):
     names = short_names([h.label for h in found], 34)
     for ax,h,name in zip(axes, found, names, strict=True):
         (draw_heatmap if flat else draw_surface)(ax, h, stat, kwargs or {})
-        if not flat: ax.set_box_aspect((1.25, 1, .7), zoom=1.05 if alone else .88) # small enough for the labels
+        if not flat: ax.set_box_aspect((1.25, 1, .7), zoom=1.05 if alone else .88) # font size with which all labels fit
         if not alone: ax.set_title(name)
     title = make_title(title, names[0] if alone else '')
     if title: fig.suptitle(title, x=.01, ha='left')

@@ -47,7 +47,7 @@ def population_std(rows):
     known,std = {},rows['std'].to_numpy(float)
     shapes = rows['shape'] if 'shape' in rows else [None]*len(rows)
     n = np.array([known.setdefault(tuple(s), np.prod(s)) if isinstance(s, list|tuple|np.ndarray) else np.inf for s in shapes])
-    one = (n==1) | np.isnan(std) & np.isfinite(rows['mean'].to_numpy(float)) # one element has a std of NaN
+    one = (n==1) | np.isnan(std) & np.isfinite(rows['mean'].to_numpy(float)) # the standard deviation of a tensor with one element is NaN
     return np.where(one, 0, std*np.sqrt(1-1/np.maximum(n, 1)))
 
 # %% ../../nbs/60_show/70_update_ratios.ipynb #c31488c8

@@ -28,7 +28,7 @@ def metric_name(key) -> str: # key: `ttype/path/stat`
     return name if len(name)<=most_letters else f'{name[:most_letters-9]}-{crc32(key.encode()):08x}'
 
 # %% ../../nbs/56_sinks/40_mlflow.ipynb #0cfe6b15
-def percentile_edges(edges, counts) -> dict: # edges: of a histogram; counts: between the edges
+def percentile_edges(edges, counts) -> dict: # edges: edges of a histogram; counts: counts between the edges
     "Return the lower edge of the bin of the 5th, 50th and 95th percentile, because MLflow has no histograms."
     out,seen,total = {},0,sum(counts)
     for edge,n in zip(edges, counts, strict=False):
@@ -58,7 +58,7 @@ class MLflow(Sink):
         # server of the given run; for a new run, the user may still change the server
         self.uri = self.mlflow.get_tracking_uri() if self.given else None
         self.experiment = experiment
-        # create the database now, because that takes seconds
+        # the database is created now, because that takes seconds
         if not self.mlflow.get_tracking_uri().startswith(('http', 'databricks')):
             self.mlflow.MlflowClient(self.uri)
         self.begin()
@@ -68,15 +68,17 @@ class MLflow(Sink):
     def begin(self):
         "Reset the state between two runs."
         self.id,self.client,self.owns_run = self.given,None,False
-        # old_metrics: names of metrics in the run; old_steps: name -> steps in the run
+        # old_metrics: names of metrics in the run; old_steps: steps in the run by name of the metric
         self.pending,self.old_metrics,self.old_steps,self.tags = [],(),{},{}
 
     @staticmethod
-    def id_of(run): return run and run.info.run_id
+    def id_of(run):
+        "Return the id of an MLflow run, None for None."
+        return run and run.info.run_id
 
     def open(self, run, about):
         self.client = self.mlflow.MlflowClient(self.uri)
-        self.id = self.id or self.id_of(find_open_run(self.mlflow)) # the run may be open in another thread
+        self.id = self.id or self.id_of(find_open_run(self.mlflow)) # searched again, because the run may be open in another thread
         found = self.client.get_run(self.id) if self.id else self.create_or_find_run(run, about)
         self.old_metrics,self.tags,self.id = {*found.data.metrics},found.data.tags,found.info.run_id
 
@@ -101,7 +103,9 @@ class MLflow(Sink):
         self.client.log_batch(self.id_of(created), params=params[:100], synchronous=True)
         return created
 
-    def target(self): return f'mlflow:{self.id}'
+    def target(self):
+        "Return the id of the MLflow run as the name of the destination."
+        return f'mlflow:{self.id}'
 
     def queue_numbers(self, step, numbers):
         "Queue the numbers of a step still missing in the MLflow run. Send them if a request is full."
@@ -123,7 +127,7 @@ class MLflow(Sink):
             tag,line = metric_name(f"torchember.finding.{f['rule']}"),f"step {step}: {'no longer so: ' if f.get('over') else ''}{f['text']}"
             lines = self.tags.get(tag, '').splitlines()
             text = '\n'.join([*lines, line])
-            if line in lines or len(text)>most_text: continue # keep the first findings, which are usually the causes
+            if line in lines or len(text)>most_text: continue # only the first findings are kept, which are usually the causes
             self.client.set_tag(self.id, tag, text)
             self.tags[tag] = text
 

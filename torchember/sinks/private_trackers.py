@@ -10,10 +10,10 @@ def find_open_run(mlflow):
     "Return the MLflow run open in any thread, or None. The public function sees only runs of the calling thread."
     return getattr(mlflow.tracking.fluent, '_get_latest_active_run', mlflow.active_run)()
 
-def detach_run(run): # run: of W&B, opened by torchember
+def detach_run(run): # run: run of W&B that torchember has opened
     "Remove a run from the active runs of W&B. Otherwise, a later `wandb.init` of the user could return or end this run."
     if setup := getattr(run, '_wl', None): setup.remove_active_run(run)
 
-def has_unsent(run) -> bool: # False if trackio does not expose this: then a flush does not wait
+def has_unsent(run) -> bool: # returns False if trackio does not expose this, so that a flush does not wait
     "Return True if a trackio run has data not yet sent to its server."
     return bool(getattr(run, '_queued_logs', None) or getattr(run, '_sending_batch', None))

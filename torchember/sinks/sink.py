@@ -45,7 +45,7 @@ def merge_calls(stat, values):
     return sum(values)/len(values)
 
 # %% ../../nbs/56_sinks/10_sink.ipynb #26d35c5a
-def exponent_histogram(row): # (edges, counts) without empty ends; None if the row has no counts
+def exponent_histogram(row): # returns (edges, counts) without empty ends; None if the row has no counts
     "Return a histogram of the absolute values of a tensor. Its edges are zero and powers of two."
     counts,lo = row.get('exponents'),row.get('exponent_min')
     if not isinstance(counts, list|tuple) or len(counts)<3 or not isinstance(lo, int|float): return None
@@ -68,9 +68,9 @@ def merge_histograms(histograms):
 # %% ../../nbs/56_sinks/10_sink.ipynb #70ff8a0b
 class MetricNames:
     "Selects the modules sent by a sink, and names their metrics."
-    def __init__(self, include=None, exclude=None): # as in `Sink`
+    def __init__(self, include=None, exclude=None): # the arguments are those of `Sink`
         self.include,self.exclude,self.picked = include,exclude,None
-        self.layers,self.inner = {},set() # layers: path -> `NamedLayer`; inner: paths of modules that have submodules
+        self.layers,self.inner = {},set() # layers: a `NamedLayer` for each path; inner: paths of modules that have submodules
 
     def learn(self, rows):
         "Add the modules of some rows, and choose among all known modules with `include` and `exclude`."
@@ -82,7 +82,7 @@ class MetricNames:
             self.picked = None
         if self.picked is not None: return
         try: ids = chosen(self.layers.items(), self.include, self.exclude)
-        except ValueError: ids = set() # `include` matches no module that was recorded so far
+        except ValueError: ids = set() # raised if `include` matches no module that was recorded so far
         self.picked = {p for p,l in self.layers.items() if id(l) in ids}
 
     def is_sent(self, row):
@@ -91,7 +91,7 @@ class MetricNames:
         is_activation = row['ttype'] in ('input', 'output', 'input_grad', 'output_grad')
         return path in self.picked and (self.include is not None or not is_activation or path not in self.inner)
 
-    def key(self, row, first): # first: (ttype, phase, path) -> name of the first tensor there
+    def key(self, row, first): # first: name of the first tensor for each (ttype, phase, path)
         "Return the beginning of the names of a row's metrics: `ttype/path`. The name of the statistic follows."
         path,tname = path_of(row['module']) or 'model',row.get('tname')
         if row.get('pname'): path = f"{path}.{row['pname']}"
@@ -135,7 +135,7 @@ class Sink:
         histograms: True to send exponent counts as histograms, if they are recorded
         prefix: Beginning of all names, so that two models can share a run of a tracker: 'generator/'
     """
-    name,prefix,of = 'sink','',None # name: for messages; of: name of the run that uses this sink now
+    name,prefix,of = 'sink','',None # name: name of the sink in messages; of: name of the run that uses the sink now
     def __init__(self,
         include=None, # Modules, as in `select`. By default all; outputs only of modules without submodules
         exclude=None, # Modules to leave out
@@ -180,11 +180,11 @@ class Sink:
     def close(self):
         "End the run in the tracker. Another run may follow."
 
-    def target(self) -> str|None: # None if the destination has no name: then `replay` sends all steps
+    def target(self) -> str|None: # returns None if the destination has no name; then `replay` sends all steps
         """Return a name of the destination, such as the address of a run. No step is sent twice to the same destination.
 
         Returns:
-            None if the destination has no name: then `replay` sends all steps
+            returns None if the destination has no name; then `replay` sends all steps
         """
         return self.name
 
@@ -199,7 +199,7 @@ class Sink:
         Returns:
             Numbers and histograms, each a dict with the names of metrics
         """
-        # a pass that the training refused belongs to no step
+        # rows of refused passes are skipped, because they belong to no step
         rows = [r for r in without_superseded(rows) if r.get('phase')!='refused']
         self.names.learn([r for r in rows if r.get('ttype') in self.ttypes])
         found,counts,scalars,first,bad = {},{},{},{},0

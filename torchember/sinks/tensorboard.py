@@ -32,7 +32,7 @@ def run_folder(run, about, log_dir): # about: metadata of the run; log_dir: fold
         try: makedirs(folder)
         except FileExistsError:
             try: owner = json.loads(Path(folder, owner_file).read_text(encoding='utf-8'))
-            except (OSError, ValueError): owner = None # the folder belongs to another program
+            except (OSError, ValueError): owner = None # raised if the folder belongs to another program
             if owner!=id: continue
         else: Path(folder, owner_file).write_text(json.dumps(id), encoding='utf-8')
         return folder
@@ -56,7 +56,7 @@ class TensorBoard(Sink):
     ):
         super().__init__(**choice)
         needs('tensorboard', for_='The sink tensorboard')
-        # existing: what the folder contains, from `read_events`
+        # existing: content of the folder, as returned by `read_events`
         self.writer,self.log_dir,self.owns_writer,self.existing = writer,abspath(log_dir),writer is None,set()
 
     def open(self, run, about):
@@ -66,22 +66,24 @@ class TensorBoard(Sink):
         self.existing = read_events(folder)
         self.writer = SummaryWriter(folder)
 
-    def target(self): return f'tensorboard:{abspath(self.writer.log_dir)}'
+    def target(self):
+        "Return the folder of the writer as the name of the destination."
+        return f'tensorboard:{abspath(self.writer.log_dir)}'
 
     def scalars(self, step, numbers):
         new,file = {k: v for k,v in numbers.items() if (k, step) not in self.existing},getattr(self.writer, 'file_writer', None)
-        # one event for all numbers costs a tenth of one event per number
+        # all numbers are in one event, which costs a tenth of one event per number
         if type(file).__module__=='torch.utils.tensorboard.writer':
             from tensorboard.compat.proto.summary_pb2 import Summary
             file.add_summary(Summary(value=[Summary.Value(tag=k, simple_value=v) for k,v in new.items()]), step)
-        else: # a writer of another library or of the user, which may have no `add_summary`
+        else: # for a writer of another library or of the user, which may have no `add_summary`
             for k,v in new.items(): self.writer.add_scalar(k, v, step)
 
     def histograms(self, step, counts):
         for k,(edges,n) in counts.items():
             if (f'{k}/exponents', step) in self.existing: continue
             centers = [(a+b)/2 for a,b in zip(edges, edges[1:], strict=False)]
-            total = sum(c*x for c,x in zip(n, centers, strict=True)) # estimate from the centers of the bins
+            total = sum(c*x for c,x in zip(n, centers, strict=True)) # sum estimated from the centers of the bins
             squares = sum(c*x*x for c,x in zip(n, centers, strict=True))
             self.writer.add_histogram_raw(f'{k}/exponents', min=edges[0], max=edges[-1], num=sum(n), sum=total, sum_squares=squares,
                 bucket_limits=[edges[0], *edges[1:]], bucket_counts=[0, *n], global_step=step)
@@ -97,4 +99,4 @@ class TensorBoard(Sink):
         if self.writer is None: return
         if not self.owns_writer: return self.writer.flush()
         self.writer.close()
-        self.writer = None # so that `open` creates another writer for another run
+        self.writer = None # reset, so that `open` creates another writer for another run

@@ -51,7 +51,7 @@ class Trackio(Sink):
     def begin(self):
         "Reset the state, so that the sink can send another run."
         self.run,self.owns_run = self.given,False
-        self.old_keys,self.old_alerts,self.pending = set(),set(),{} # pending: step -> keys that have not arrived yet
+        self.old_keys,self.old_alerts,self.pending = set(),set(),{} # pending: keys that have not arrived yet, by step
 
     def open(self, run, about):
         if self.run is None: self.run,self.owns_run = self.create_run(run, about),True
@@ -70,13 +70,15 @@ class Trackio(Sink):
             url,token = self.trackio.utils.parse_trackio_server_url(server)
             token = token or os.environ.get('TRACKIO_WRITE_TOKEN')
             remote = {'server_base_url': url, 'write_token': token, 'existing_runs': [], 'initial_last_step': 0}
-            # raises an error if the server does not answer, so that the sink is retried
+            # an error is raised if the server does not answer, so that the sink is tried again
             remote['client'] = self.trackio.RemoteClient(url, hf_token=None, write_token=token, verbose=False)
         return self.trackio.Run(**{'url': remote.get('server_base_url'), 'client': None, **remote}, project=self.project, name=run,
             run_id=stable_id(run, about), config={'torchember': simple_metadata(about)})
 
     @property
-    def is_local(self): return self.run.url is None and self.trackio.utils.get_storage_mode()=='sqlite'
+    def is_local(self):
+        "Return True if trackio writes to a local database, not to a server."
+        return self.run.url is None and self.trackio.utils.get_storage_mode()=='sqlite'
 
     def rows(self, first=0):
         "Return (step, row) of all stored rows of the run, from the step `first` on."
@@ -85,7 +87,9 @@ class Trackio(Sink):
             f"SELECT step, metrics FROM metrics WHERE run_id = '{id}' AND step >= {first}", max_rows=10**9)['rows']
         return [(r['step'], json.loads(r['metrics'])) for r in found]
 
-    def target(self): return f'trackio:{self.run.url or self.trackio.utils.TRACKIO_DIR}:{self.run.project}/{self.run.id}'
+    def target(self):
+        "Return server, project and id of the trackio run as the name of the destination."
+        return f'trackio:{self.run.url or self.trackio.utils.TRACKIO_DIR}:{self.run.project}/{self.run.id}'
 
     def log_keys(self, step, data):
         "Log the data of a step still missing in the trackio run, without a change of its step counter."

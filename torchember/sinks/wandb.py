@@ -39,10 +39,10 @@ class Wandb(Sink):
     def begin(self):
         "Reset the state, so that the sink can send another run."
         self.run,self.commit,self.owns_run,self.axes = self.given,self.commits,False,set()
-        self.row,self.open_row,self.ended_steps = None,{},set() # open_row: axis -> (step, keys) in the open row of W&B
+        self.row,self.open_row,self.ended_steps = None,{},set() # open_row: (step, keys) in the open row of W&B, for each axis
 
     def open(self, run, about):
-        self.run = self.run or self.wandb.run # the user may have opened a run since the sink was created
+        self.run = self.run or self.wandb.run # checked again, because the user may have opened a run since the sink was created
         if self.run is None:
             self.run = self.wandb.init(project=self.project, name=run, id=stable_id(run, about), resume='allow', reinit='create_new',
                 config={'torchember': simple_metadata(about)})
@@ -50,7 +50,9 @@ class Wandb(Sink):
             detach_run(self.run)
         self.run.define_metric(self.axis, hidden=True)
 
-    def target(self): return f'wandb:{self.run.id}'
+    def target(self):
+        "Return the id of the W&B run as the name of the destination."
+        return f'wandb:{self.run.id}'
 
     def axis_of(self, key):
         "Return the x-axis of a metric. Scalars and evaluations get their own axes, because they occur in few steps."
@@ -66,13 +68,13 @@ class Wandb(Sink):
 
     def put(self,
         step, # Number of the step
-        data # Name -> number, or another type of W&B, such as an image
+        data # Numbers, or other types of W&B such as images, by name
     ):
         """Add metrics of a step to the open row of W&B. The number of the step goes into the same row.
 
         Args:
             step: Number of the step
-            data: Name -> number, or another type of W&B, such as an image
+            data: Numbers, or other types of W&B such as images, by name
         """
         keys_of_axis,outdated = {},{}
         for k in data: keys_of_axis.setdefault(self.axis_of(k), set()).add(k)

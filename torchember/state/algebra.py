@@ -102,7 +102,7 @@ class NamedValues(OrderedDict):
         new = dict(new)
         self.clear()
         self.update(new)
-        self._ttype = None # the values are no longer weights or gradients
+        self._ttype = None # None, because the values are no longer weights or gradients
         return self
 
 # %% ../../nbs/70_state/06_algebra.ipynb #32c5ec36
@@ -221,7 +221,7 @@ def in_place(method):
     f.__name__ += '_'
     f.__qualname__ += '_'
     first = f"Replace the values by the result of `{method.__name__}`. Return this snapshot."
-    f.__doc__ = '\n'.join([first, *method.__doc__.split('\n')[1:]]) # keep the `Args:` section
+    f.__doc__ = '\n'.join([first, *method.__doc__.split('\n')[1:]]) # keeps the `Args:` section
     return f
 
 class EditableLayers(Layers):
@@ -278,7 +278,9 @@ class EditableLayers(Layers):
     apply_,zeros_,ones_ = map(in_place, (Layers.apply, Layers.zeros, Layers.ones))
 
 # %% ../../nbs/70_state/06_algebra.ipynb #1125e2e5
-def is_scalar_value(x): return isinstance(x, Number|np.number) or (isinstance(x, torch.Tensor) and x.dim()==0)
+def is_scalar_value(x):
+    "Return True for a number, or a tensor without dimensions."
+    return isinstance(x, Number|np.number) or (isinstance(x, torch.Tensor) and x.dim()==0)
 
 def apply_operation(op:str, d, *other): # other: nothing, a number, or another StateDict
     "Apply the torch function with the name `op` to all layers of a StateDict."
@@ -369,7 +371,7 @@ class Arithmetic(EditableLayers):
         "Apply an operation whose right operand is a number or another StateDict."
         return apply_operation(op, self, o) if is_scalar_value(o) or isinstance(o, NamedValues) else NotImplemented
 
-    __array_ufunc__ = None # so that `numpy_number + d` calls `__radd__` of this class
+    __array_ufunc__ = None # None makes `numpy_number + d` call `__radd__` of this class
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None): return apply_torch_function(func, args, kwargs or {})
@@ -451,7 +453,7 @@ def reduce_norm(d, p, lw, pattern, dtype=None):
     return reduction_result(d, layers, norms if lw else combine_norms(norms, p), lw, dtype)
 
 # %% ../../nbs/70_state/06_algebra.ipynb #c7b82ab3
-# reduction -> arguments of torch that the reduction accepts
+# arguments of torch that each reduction accepts
 torch_options = {**dict.fromkeys(('sum', 'mean', 'norm'), ('dim', 'keepdim', 'dtype')),
     **dict.fromkeys(('var', 'std'), ('dim', 'keepdim', 'correction', 'unbiased'))}
 
@@ -494,7 +496,9 @@ class Reductions(Layers):
             pattern: Regular expression for layer names, matched from the start
             **kwargs: `dim`, `keepdim` and `dtype`, as in torch
         """
-        def norm_as(dtype): return reduce_norm(self, p, lw, pattern, dtype)
+        def norm_as(dtype):
+            "Return the norm of all layers, computed in a dtype."
+            return reduce_norm(self, p, lw, pattern, dtype)
         return reduce_like_torch(self, 'norm', lw, pattern, kwargs, norm_as, lambda x, **k: x.norm(p, **k))
 
     def norm1(self, *, lw=False, pattern=None, **kwargs):
@@ -557,7 +561,7 @@ def describe_layers(d, lw, pattern, group, include, exclude, additional):
     columns = [c for c in columns if c not in exclude]
     selected = select_layers(d, pattern)
     reductions = [c for c in columns if c=='sum' or c in reduction_stats]
-    values = {} # column -> one value per row
+    values = {} # lists with a value for each row, by column
     if reductions:
         refuse_complex({} if d.is_result else selected, reductions)
         v = summarize_layers(selected, groups_for_reductions(reductions))
@@ -580,7 +584,7 @@ def to_python(x):
     return tuple(x) if isinstance(x, torch.Size) else x.tolist() if hasattr(x, 'tolist') else x
 
 # %% ../../nbs/70_state/06_algebra.ipynb #a1ac43df
-tname_prefixes = dict(weight='weight', weight_grad='grad', update='update') # tensor type -> prefix of a tensor's name, as in `grad_0`
+tname_prefixes = dict(weight='weight', weight_grad='grad', update='update') # prefix of a tensor's name, as in `grad_0`, by tensor type
 
 def make_rows(d, stats, ttype, step, pattern):
     "Return a log row for each layer of a StateDict, with statistics and the location of the tensor in the model."
@@ -728,14 +732,14 @@ class StateDict(Arithmetic, DescribedLayers, PlottableLayers):
         name: Name in printed text
     """
     def apply_reduction(self,
-        func, # Function from tensor to number
+        func, # Function that takes a tensor and returns a number
         *, lw:bool=False, # Return one number per layer, not one for the whole model
         pattern=None # Regular expression for layer names, matched from the start
     ):
         """Apply your own reduction to each layer (`lw`), or to one tensor of all values.
 
         Args:
-            func: Function from tensor to number
+            func: Function that takes a tensor and returns a number
             lw: Return one number per layer, not one for the whole model
             pattern: Regular expression for layer names, matched from the start
         """
@@ -747,14 +751,14 @@ class StateDict(Arithmetic, DescribedLayers, PlottableLayers):
     @classmethod
     def register_reduction(cls,
         name:str, # Name of the method and of the column
-        func, # Function from tensor to number
+        func, # Function that takes a tensor and returns a number
         merge=None # Function that combines a list of the layers' numbers. Default: apply `func` to one tensor of all values
     ):
         """Add your own reduction as a method of StateDict, and as a column of `describe`.
 
         Args:
             name: Name of the method and of the column
-            func: Function from tensor to number
+            func: Function that takes a tensor and returns a number
             merge: Function that combines a list of the layers' numbers. Default: apply `func` to one tensor of all values
         """
         if hasattr(cls, name): raise ValueError(f"StateDict already has an attribute {name!r}. Choose another name.")

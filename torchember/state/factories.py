@@ -76,11 +76,17 @@ def named_parameters_of(model, include=None, exclude=None):
             seen.add(id(p))
             yield f'{t.path}.{k}' if t.path else k, p, dict(module=t.name, tname=f'weight_{i}', pname=k, layer=named_layer(t))
 
-def select_ids(ts, include, exclude): return chosen(((p, t.module) for t in ts for p in (t.path, *t.aliases)), include, exclude)
+def select_ids(ts, include, exclude):
+    "Return the ids of the modules that `include` and `exclude` select, also by other names of a shared module."
+    return chosen(((p, t.module) for t in ts for p in (t.path, *t.aliases)), include, exclude)
 
-def named_layer(track): return NamedLayer(track.path, kinds_of(track.module))
+def named_layer(track):
+    "Return the path of a module and the names of its classes, for `select`."
+    return NamedLayer(track.path, kinds_of(track.module))
 
-def default_name(model, what): return f'{type(model.module if isinstance(model, nn.DataParallel) else unwrap(model)).__name__}_{what}'
+def default_name(model, what):
+    "Return the name for a snapshot of a model, such as 'Net_weight'."
+    return f'{type(model.module if isinstance(model, nn.DataParallel) else unwrap(model)).__name__}_{what}'
 
 # %% ../../nbs/70_state/08_factories.ipynb #b99d6808
 def from_weight(
@@ -220,8 +226,8 @@ class LatestPass:
     def __init__(self, state, copy=None): # state: StateDict to fill; copy: arguments of `Tensor.to` for copies, or None
         self.state,self.copy = state,copy
         self.shown = 0 # number of the pass whose tensors are in the snapshot
-        self.count,self.position = 0,{} # number of names in the current pass; dict from name to position
-        self.versions = {} # name -> `Tensor._version` at capture. None: in-place changes are not checked
+        self.count,self.position = 0,{} # count: number of names in the current pass; position: position of each name
+        self.versions = {} # `Tensor._version` at capture by name; None if in-place changes are not checked
 
     def begin(self):
         "Count positions from 0 again, because a forward pass begins."
@@ -268,7 +274,7 @@ class OutputListener(Listener):
     def __init__(self, state, grads, copy):
         self.grads,self.wants = grads,always(inputs=False, output_grad=grads)
         self.latest = LatestPass(state, copy)
-        self.step,self.leaves = 0,[] # number of passes; handles of hooks on leaf tensors, removed at the next pass
+        self.step,self.leaves = 0,[] # step: number of passes; leaves: handles of hooks on leaf tensors, removed at the next pass
 
     def pass_begins(self, state, grad=None):
         self.step += 1
@@ -284,7 +290,7 @@ class OutputListener(Listener):
             self.latest.add_name(k, known.get(k) or dict(module=track.name, tname=n, call=call, layer=named_layer(track)))
             if not self.grads: self.latest.add(k, x, compiled)
         if self.grads and not compiled:
-            state.expect('output_grad', keys, (call, (number, keys))) # for a compiled backward pass
+            state.expect('output_grad', keys, (call, (number, keys))) # prepares for the gradients of a compiled backward pass
             self.leaves += hook_gradients(outputs, lambda n, g: self.add(number, keys[n], g, False), key=state.key)
         return call, (number, keys)
 
@@ -297,6 +303,7 @@ class OutputListener(Listener):
         self.latest.add(key, g, copy)
 
     def remove_leaf_hooks(self):
+        "Remove the hooks on leaf tensors."
         for h in self.leaves: h.remove()
         self.leaves.clear()
 

@@ -52,7 +52,7 @@ def require_values(layers:dict) -> dict:
     return layers
 
 # %% ../../nbs/70_state/00_layers.ipynb #f54c68b0
-def summarize_local(xs:list, wanted=scalars) -> np.ndarray: # wanted: groups of sums
+def summarize_local(xs:list, wanted=scalars) -> np.ndarray: # wanted: names of groups of sums, such as 'basic'
     "Return the summary vectors of local (unsharded) tensors: an array with one row per tensor."
     out,by_device = np.empty((len(xs), length(wanted))),{}
     for i,x in enumerate(xs): by_device.setdefault(x.device, []).append(i)
@@ -83,7 +83,7 @@ def no_grad_no_autocast(devices):
         yield
 
 # %% ../../nbs/70_state/00_layers.ipynb #9f4d3105
-def is_sharded(x): return hasattr(x, 'device_mesh') # True for a `DTensor`
+def is_sharded(x): return hasattr(x, 'device_mesh') # returns True for a `DTensor`
 
 # %% ../../nbs/70_state/00_layers.ipynb #1701f6d8
 def local_tensor(x):
@@ -116,7 +116,7 @@ def merge_over_ranks(rows:np.ndarray, xs:list, merge_rows=merge) -> np.ndarray:
     return rows
 
 # %% ../../nbs/70_state/00_layers.ipynb #6fe24bdc
-def summarize_layers(layers:dict, wanted=scalars) -> np.ndarray: # wanted: groups of sums
+def summarize_layers(layers:dict, wanted=scalars) -> np.ndarray: # wanted: names of groups of sums, such as 'basic'
     "Return the summary vectors of layers, one row per layer. Raise `Unmeasurable` for a layer without values."
     xs = list(require_values(layers).values())
     if not xs: return np.empty((0, length(wanted)))
@@ -133,7 +133,7 @@ def find_unreadable(layers):
         except Unmeasurable: return k
 
 # %% ../../nbs/70_state/00_layers.ipynb #c7efa831
-# name of a reduction -> name of the statistic in a summary
+# name of the statistic in a summary for each reduction
 reduction_stats = dict(norm1='l1', norm2='l2', norm1_mean='abs_mean', mean='mean', var='var', std='std', skew='skew', kurtosis='kurtosis',
     max='max', min='min', abs_min='abs_min', abs_max='abs_max')
 
@@ -145,7 +145,7 @@ def derive_reduction(v:np.ndarray, name:str) -> np.ndarray: # name: 'sum', or on
     return np.where(n==0, 0., values) if name in ('sum', 'norm1', 'norm2') else values
 
 # %% ../../nbs/70_state/00_layers.ipynb #1d46e8a2
-magnitude_reductions = ('norm1', 'norm2', 'norm1_mean', 'abs_min', 'abs_max') # allowed for complex layers
+magnitude_reductions = ('norm1', 'norm2', 'norm1_mean', 'abs_min', 'abs_max') # reductions that are allowed for complex layers
 
 # %% ../../nbs/70_state/00_layers.ipynb #3fdb2bb0
 def refuse_complex(layers:dict, names):
@@ -162,7 +162,7 @@ def groups_for_reductions(names) -> tuple:
     return groups_for([reduction_stats[n] for n in names if n in reduction_stats])
 
 # %% ../../nbs/70_state/00_layers.ipynb #56365dde
-def scalar_tensor(value:float, dtypes, name='') -> torch.Tensor: # dtypes: of the reduced layers
+def scalar_tensor(value:float, dtypes, name='') -> torch.Tensor: # dtypes: dtypes of the reduced layers
     "Return a reduction of a whole model as a tensor, in the dtype of torch's own reduction, but at least float32."
     dtypes = set(dtypes)
     floating = [d for d in dtypes if d.is_floating_point or d.is_complex]
@@ -189,7 +189,7 @@ def tensor_norm(x, p):
     return combine_norms(norms*times+[0.]*bool(zeros and p<0), p)
 
 # %% ../../nbs/70_state/00_layers.ipynb #16d88abc
-def norm_per_layer(layers:dict, p:float) -> np.ndarray: # p: 0 counts the nonzero elements
+def norm_per_layer(layers:dict, p:float) -> np.ndarray: # p: order of the norm; 0 counts the nonzero elements
     "Return the p-norm of each layer."
     reduction = {1: 'norm1', 2: 'norm2', math.inf: 'abs_max', -math.inf: 'abs_min'}.get(p)
     if reduction:
@@ -215,7 +215,9 @@ def apply_each(op:str, xs:list, *others) -> list: # others: nothing, a number, o
     "Return new tensors: the results of an operation of `foreach_functions`, computed for all tensors at once if possible."
     if not xs: return []
     listed = [o for o in others if isinstance(o, list)]
-    def same_shape(x, y): return isinstance(y, torch.Tensor) and y.shape==x.shape
+    def same_shape(x, y):
+        "Return True if `y` is a tensor with the shape of `x`."
+        return isinstance(y, torch.Tensor) and y.shape==x.shape
     alike = all(map(same_shape, xs, listed[0])) if listed else all(type(o) in (int, float) for o in others)
     if alike and share_dtype_and_device(xs+sum(listed, [])): return list(foreach_functions[op](xs, *others))
     f = getattr(torch, op)

@@ -25,7 +25,7 @@ def solve_two_sizes(small, big, small_sq, big_sq) -> tuple: # sizes of two batch
     return (big*big_sq-small*small_sq)/(big-small), (small_sq-big_sq)/(1/small-1/big)
 
 # %% ../../nbs/70_state/20_noise.ipynb #83c02aed
-def fit_line_over_sizes(sizes, squares) -> tuple: # squares: of gradient norms, shape (..., n)
+def fit_line_over_sizes(sizes, squares) -> tuple: # squares: squared gradient norms, shape (..., n)
     "Fit a line to squared gradient norms over 1 / batch size. Return its intercept and slope, as `solve_two_sizes` does."
     sizes = np.asarray(sizes, dtype=float)
     if len(np.unique(sizes))<2: raise ValueError(f"a line needs two different batch sizes, got {sizes.tolist()}.")
@@ -56,12 +56,14 @@ class PairMean:
         return self.spread/(self.weight-self.weight2/self.weight)*self.weight2/self.weight**2
 
 # %% ../../nbs/70_state/20_noise.ipynb #74eb4ca3
-def format_number(x, digits): return f'{x:.0f}' if 10**digits<=abs(x)<1e7 else f'{x:.{digits}g}'
+def format_number(x, digits):
+    "Return a number as text with a number of significant digits."
+    return f'{x:.0f}' if 10**digits<=abs(x)<1e7 else f'{x:.{digits}g}'
 
 class NoiseEstimate:
     "Estimate of the noise scale with standard errors, and a plot of the measured gradient norms."
     def __init__(self, pairs:PairMean, sizes=(math.nan, math.nan), squares=None, fit=None):
-        # squares: of gradient norms, shape (chains of micro-batches, batch sizes)
+        # squares: squared gradient norms, shape (chains of micro-batches, batch sizes)
         # fit: a second `NoiseEstimate`, from a line through the squared norms at all batch sizes
         self.grad_sq,self.trace = (float(x) for x in pairs.mean) if pairs.count else (math.nan, math.nan)
         self.cov,self.count,self.sizes,self.squares,self.fit = pairs.cov,pairs.count,list(sizes),squares,fit
@@ -71,7 +73,9 @@ class NoiseEstimate:
         return 2*math.sqrt(self.cov[0, 0]) if self.cov[0, 0]>=0 else 0.
 
     @property
-    def is_known(self): return self.grad_sq>self.two_errors() # else the gradient norm could be zero
+    def is_known(self):
+        "True if the squared gradient norm is larger than two standard errors."
+        return self.grad_sq>self.two_errors() # returns False if the gradient norm could be zero within the error
 
     @property
     def noise_scale(self):

@@ -15,7 +15,7 @@ from ..ground.messages import printable
 from .layers import require_values
 
 # %% ../../nbs/70_state/04_plots.ipynb #8d887ff4
-max_values = 1_000_000 # of more values, a plot shows a random sample
+max_values = 1_000_000 # maximum number of values in a plot; of more values, a random sample is drawn
 
 # %% ../../nbs/70_state/04_plots.ipynb #543ce2c8
 max_panels = 48 # largest number of panels in a figure: one panel per layer
@@ -96,7 +96,9 @@ def finish_plot(axes, note:str, is_single:bool, to=None, what:str=''):
     if to is not None: axes[0].figure.savefig(to)
     return axes[0] if is_single else axes
 
-def format_shape(x): return str(list(x.shape))
+def format_shape(x):
+    "Return the shape of a layer as text."
+    return str(list(x.shape))
 
 # %% ../../nbs/70_state/04_plots.ipynb #598efd71
 def axis_values(values, logx):
@@ -202,7 +204,9 @@ def color_scale(m, vmin, vmax, log, each_row=False):
     import matplotlib
     from matplotlib.colors import LogNorm, Normalize
     a = np.where(np.isfinite(m), np.abs(m), 0)
-    def map_of(name, bad): return matplotlib.colormaps[name].with_extremes(bad=bad)
+    def map_of(name, bad):
+        "Return a color map with a color for invalid values."
+        return matplotlib.colormaps[name].with_extremes(bad=bad)
     if log:
         top = vmax or positive_percentile(a, 100)
         return dict(cmap=map_of('viridis', 'w'), norm=LogNorm(vmin or min(positive_percentile(a, .5), top/10), top))

@@ -15,7 +15,7 @@ from ..ground.messages import printable, unknown
 columns_group = dict(
     all=['no', 'name', 'shape', 'numel', 'norm1', 'norm1_mean', 'norm2', 'sum', 'mean', 'var', 'std', 'skew', 'kurtosis', 'max', 'min', 'abs_min', 'abs_max'],
     default=['no', 'name', 'shape', 'numel', 'norm1', 'norm1_mean', 'norm2'],
-    custom=[]) # name of a group -> its columns. `register_reduction` adds columns to `all`
+    custom=[]) # columns of each group, by name; `register_reduction` adds columns to `all`
 
 # %% ../../nbs/70_state/02_tables.ipynb #9f12e2d7
 def as_list(names):

@@ -145,7 +145,6 @@ class Batches:
     def __len__(self): return len(self.waiting)
 
     def put(self, *batch):
-        "Add a batch to the queue."
         self.waiting.append(Batch(*batch))
 
     def take(self):
@@ -198,7 +197,6 @@ class LogFiles:
 
     @property
     def is_due(self):
-        "Return True if a write may be tried now."
         return not self.is_refused or time.monotonic()>=self.retry_at
 
     def add(self, rows, data, joins):
@@ -260,7 +258,6 @@ class Log:
 
     @property
     def is_ours(self):
-        "True in the process that opened the log, False after a fork."
         return self.disk.is_ours
 
     @property

@@ -20,7 +20,7 @@ from ...store.anywhere import is_url
 from ...store.base import folder
 
 # %% ../../../nbs/62_board/10_listing.ipynb #01b825e9
-until_silent = 300. # after so many seconds without a new row, a run on another machine is called silent
+until_silent = 300. # number of seconds without a new row after which a run on another machine is called silent
 
 def run_state(about:dict, base:dict, written:float=0.) -> str:
     "Return the state of a run: 'running', 'ended', 'died' (did not record its end), or 'silent' (wrote nothing for 5 minutes)."
@@ -40,7 +40,7 @@ def recover_rows(place):
 # %% ../../../nbs/62_board/10_listing.ipynb #7d2c82c6
 class Listing:
     "Table of the runs in a folder of logs. `rows` has a dict per run, and `look` updates them."
-    def __init__(self, home=None, names=()): # names: names or globs of runs; default all
+    def __init__(self, home=None, names=()): # names: names or globs of runs; default all runs
         self.place,self.wanted,self.logs,self.version,self.rows = folder('torchember', home),tuple(names),{},0,[]
         self.born = token_hex(4) # random part of each version number, so that versions of two listings never agree
 
@@ -90,7 +90,7 @@ class Listing:
         first = logs[0] if logs else None
         loss = first.loss if first else None
         same = [x[1].last for log in logs if (x := log.loss) and x[0]==loss[0] and math.isfinite(x[1].last)]
-        last = sum(same)/len(same) if same else None # mean over the ranks with a finite loss
+        last = sum(same)/len(same) if same else None # mean loss of the ranks with a finite loss
         causes = first.findings.causes if first else []
         bad = next((shorten_sentence(log.trouble, 200) for log in logs if log.first_bad), None)
         state = run_state(about, read_facts(first.name, self.place/'data')[0], first.written) if first else 'ended'

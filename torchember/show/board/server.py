@@ -31,10 +31,10 @@ def render_board(wanted:str='') -> tuple: # wanted: requested names of runs, for
 # %% ../../../nbs/62_board/20_server.ipynb #3b37a3b4
 class Pages:
     "Cache of the page of each run. A page is made again when its run has changed, but pages take at most 1/9 of the time."
-    share = 8 # pause after making a page, as a multiple of the time it took
+    share = 8 # pause after making a page, as a multiple of the time for making it
     most,most_later = 15_000,200_000 # tensor rows in the page of a running run, and in a larger page after its end
 
-    def __init__(self, listing): self.listing,self.made = listing,{} # made: name -> (version, compressed JSON, time, seconds)
+    def __init__(self, listing): self.listing,self.made = listing,{} # made: (version, compressed JSON, time, seconds) of each page, by name of the run
 
     def page_of(self, row):
         "Return the data of a run's page. For a large run, select some steps; after the end of the run, select more."
@@ -73,6 +73,7 @@ of_localhost = 'localhost',
 no_token = 'The token is missing. Open the address that the board has printed.'
 
 def respond(content, status=200, kind='application/json', **headers):
+    "Return an HTTP response with these headers."
     from starlette.responses import Response
     return Response(content, status, headers, kind)
 
@@ -88,7 +89,7 @@ def is_ip_address(host):
 
 class Guard:
     "ASGI middleware that refuses requests without the token, or with an unknown host name."
-    def __init__(self, app, token, policy, hosts): # hosts: allowed names, '*' for any
+    def __init__(self, app, token, policy, hosts): # hosts: allowed host names, '*' for any
         self.app,self.token,self.hosts = app,token.encode(),{h.lower() for h in hosts}
         self.headers = [(k.encode(), v.encode()) for k,v in {'content-security-policy': policy, 'x-content-type-options': 'nosniff',
             'referrer-policy': 'no-referrer', 'cache-control': 'no-store', 'cross-origin-resource-policy': 'same-origin'}.items()]
@@ -107,9 +108,9 @@ class Guard:
                 message = {**message, 'headers': [*message.get('headers', ()), *self.headers]}
             await send(message)
         if scope['type']=='lifespan': return await self.app(scope, receive, send)
-        if scope['type']!='http': return # ignore websockets, which the board does not use
+        if scope['type']!='http': return # ignores websockets, which the board does not use
         if why := self.refusal(scope): return await respond(why, 403, 'text/plain')(scope, receive, safely)
-        last = '/'+scope['path'].rpartition('/')[2] # drop the prefix that a proxy may leave in the path
+        last = '/'+scope['path'].rpartition('/')[2] # drops the prefix that a proxy may leave in the path
         await self.app({**scope, 'path': last, 'raw_path': last.encode(), 'root_path': ''}, receive, safely)
 
 # %% ../../../nbs/62_board/20_server.ipynb #e106b13b
@@ -133,7 +134,7 @@ class Board:
         "Read what is new in the files, unless they were read less than a second ago."
         async with self.reading:
             if time.monotonic()-self.seen<self.every or self.one.locked() and self.listing.version:
-                return # do not delay the request for a page that is being made
+                return # answers without waiting for a page that is being made
             await asyncio.to_thread(self.listing.look)
             self.seen = time.monotonic()
 
@@ -141,7 +142,7 @@ class Board:
         "Answer a request for the page of a run. The answer is empty if the browser has this version already."
         await self.look()
         name,have = (request.query_params.get(k, '') for k in ('name', 'have'))
-        # make one page at a time, because this uses a whole CPU core
+        # makes one page at a time, because this uses a whole CPU core
         async with self.one: data,version = await asyncio.to_thread(self.pages.of, name)
         if data is None: return respond('{"problem": "There is no such run any more."}', 404)
         return respond(data, **{'Content-Encoding': 'gzip'}) if have!=str(version) else respond(b'', 204)
@@ -161,7 +162,7 @@ class Board:
                         yield f'event: runs\ndata: {json.dumps(self.listing.rows, allow_nan=False)}\n\n'
                     elif (quiet := quiet+1)%15==0: yield ': still here\n\n'
                     try: await asyncio.wait_for(self.ends.wait(), self.every)
-                    except TimeoutError: pass # time for the next read
+                    except TimeoutError: pass # raised when it is time for the next read
             finally: self.viewers -= 1
         return StreamingResponse(stream(), headers={'Cache-Control': 'no-store', 'X-Accel-Buffering': 'no'}, media_type='text/event-stream')
 
@@ -174,7 +175,7 @@ class Board:
         @asynccontextmanager
         async def life(app):
             self.ends,self.one,self.reading = asyncio.Event(),asyncio.Lock(),asyncio.Lock()
-            # make a small page in the background, so that the first real page need not wait for imports
+            # makes a small page in the background, so that the first real page need not wait for imports
             warm = asyncio.create_task(asyncio.to_thread(page_of, pd.DataFrame(a_page)))
             yield
             await warm
@@ -190,7 +191,7 @@ def make_server(b):
     import uvicorn
     class Server(uvicorn.Server):
         async def shutdown(self, sockets=None):
-            b.ends.set() # otherwise uvicorn would wait for open streams
+            b.ends.set() # ends open streams, for which uvicorn would wait otherwise
             await super().shutdown(sockets)
     return Server(uvicorn.Config(b.app(), log_level='warning', timeout_graceful_shutdown=2, proxy_headers=False, server_header=False))
 
@@ -202,7 +203,7 @@ def bind_socket(host, port, tries=50):
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             s.bind((host, p))
-            s.listen(128) # listen before the server runs: an early browser waits instead of failing
+            s.listen(128) # listens before the server runs, so that an early browser waits instead of failing
         except OSError as e: s.close(); why = e
         else: return s
     raise OSError(f"No port from {port} to {p} at {host} is free: {why}. Give another port=.")
@@ -227,5 +228,5 @@ def board(
     print(f'{address}\nFollows {"runs of" if not runs else " ".join(map(printable, runs))+" in"} {printable(b.listing.place)}. End it with Ctrl-C.', flush=True)
     if browser: webbrowser.open(address)
     try: server.run(sockets=[s])
-    except KeyboardInterrupt: pass # the usual way to stop the board
+    except KeyboardInterrupt: pass # Ctrl-C is the usual way to stop the board
     finally: s.close()

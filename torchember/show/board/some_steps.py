@@ -47,14 +47,14 @@ def read_step(f, step, start, end):
         *whole,rest = (rest+data).split(b'\n')
         for line in whole:
             m = step_in(line)
-            if m is None or int(m[1])<step: continue # an earlier step, or an incomplete first line
+            if m is None or int(m[1])<step: continue # skips lines of earlier steps, and an incomplete first line
             found = int(m[1]) if found is None else found
             if int(m[1])!=found: return found, lines
             lines.append(line+b'\n')
     return found, lines
 
 # %% ../../../nbs/62_board/05_some_steps.ipynb #04352bac
-def read_steps(path, steps, start:int=0): # steps: ascending; start: byte at which reading begins
+def read_steps(path, steps, start:int=0): # steps: ascending step numbers; start: byte at which reading begins
     "Yield (step, lines) of the requested steps of a log file. Replace a missing step by the next recorded one."
     with open(path, 'rb', buffering=0, opener=open_regular) as f:
         end,done = os.fstat(f.fileno()).st_size,-1
@@ -85,7 +85,7 @@ class SomeSteps(emberTracker):
     "A run, read only at selected steps."
     def __init__(self, name:str, home, steps, kept=()): # kept: (step, line) of lines to include besides these steps
         super().__init__(name, home)
-        # found: file -> lines that were read, because a page reads the run several times
+        # found: lines that were read from each file, because a page reads the run several times
         self.some,self.kept,self.found = list(steps),list(kept),{}
 
     def whole_file(self): return None
@@ -102,14 +102,16 @@ class SomeSteps(emberTracker):
             yield from self.found[file]
         yield b''.join(line for _,line in self.kept)
 
-def is_number_or_finding(line): return re.search(rb'"ttype":\s?"(?:scalar|finding)"', line) is not None
+def is_number_or_finding(line):
+    "Return True if a line of the log has a logged number or a finding."
+    return re.search(rb'"ttype":\s?"(?:scalar|finding)"', line) is not None
 
 # %% ../../../nbs/62_board/05_some_steps.ipynb #1e9886fb
 def spaced_steps(last:int, most:int, also=()) -> list:
     "Return about `most` evenly spaced steps from 0 to `last`, and the steps in `also`."
     return sorted({*np.linspace(0, last, max(min(most, last+1), 2)).round().astype(int).tolist(), *(s for s in also if 0<=s<=last)})
 
-def run_of_steps(name:str, home, steps:list, kept:dict): # kept: log name -> lines to include
+def run_of_steps(name:str, home, steps:list, kept:dict): # kept: lines to include, by name of the log
     "Open a run of one or several processes so that only the given steps are read."
     def one(n): return SomeSteps(n, home, steps, kept.get(n, ()))
     ranks = rank_logs(name, home)

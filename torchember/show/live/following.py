@@ -38,7 +38,7 @@ class Tail:
         try: block = self.next_block(most)
         except FileNotFoundError:
             if not self.was_compacted(): raise
-            self.skip(self.removed+self.at, self.rows) # the unread lines are in Parquet parts now, so continue there
+            self.skip(self.removed+self.at, self.rows) # continues in Parquet parts, which contain the unread lines now
             return self.more(most)
         self.rows += block.count(b'\n{')+block.startswith(b'{') if isinstance(block, bytes) else block.rows-block.first
         return block
@@ -58,9 +58,9 @@ class Tail:
         self.file.seek(self.at)
         data = self.file.read(min(most, self.size-self.at))
         while (cut := data.rfind(b'\n')+1)==0 and len(data)<=longest_line and (next := self.file.read(most)): data += next
-        self.at += cut or (len(data) if len(data)>longest_line else 0) # skip a line that is too long
+        self.at += cut or (len(data) if len(data)>longest_line else 0) # skips a line that is too long
         if not put_aside or cut: return data[:cut]
-        # this file was read completely: continue with the file that replaced it
+        # after this file was read completely, continues with the file that replaced it
         self.removed,self.given,self.at = self.removed+s.st_size,self.given+s.st_size,0
         self.close()
         return self.next_block(most)
@@ -68,7 +68,7 @@ class Tail:
     def skip(self, done, rows):
         "Continue reading after the first `done` bytes and `rows` rows of the log. `rows`: None to count them."
         parts = None
-        while parts!=(parts := summarize_parts(self.path)): # repeat if lines moved to parts while the file was opened
+        while parts!=(parts := summarize_parts(self.path)): # repeats if lines moved to parts while the file was opened
             self.close()
             self.file = open(self.path, 'rb', buffering=0, opener=open_regular)
         self.removed,self.given,self.at = parts['lines'],min(done, parts['lines']),max(done-parts['lines'], 0)
@@ -121,7 +121,7 @@ def rows_of_interest(block, all_finite:bool=True) -> list:
     out = []
     for line in lines_of_interest(block, all_finite):
         try: row = load_row(line)
-        except ValueError: continue # an incomplete line
+        except ValueError: continue # raised for an incomplete line
         if is_step(row.get('step')) and isinstance(row.get('ttype'), str): out.append(row)
     return out
 
@@ -190,14 +190,14 @@ class KeptLines:
     def __init__(self, most=20_000):
         self.numbers,self.findings,self.width,self.most = [],deque(maxlen=most//4),1,most-most//4
 
-    def add(self, step, line, numbers=None): # numbers: name -> value, None for a finding
+    def add(self, step, line, numbers=None): # numbers: values by name; None for a finding
         "Add a line of the log. If there are too many lines, drop some."
         if numbers is None: return self.findings.append((step, line))
         self.numbers.append((step, line, numbers))
         if len(self.numbers)<=self.most: return
         last = max(step for step,_,_ in self.numbers)
         while len(kept := extreme_lines(self.numbers, self.width))>self.most*.6 and self.width<=last: self.width *= 2
-        self.numbers = kept if len(kept)<=self.most*.6 else kept[-self.most//2:] # still too many if there are thousands of names
+        self.numbers = kept if len(kept)<=self.most*.6 else kept[-self.most//2:] # with thousands of names, still too many lines remain
 
     @property
     def lines(self):
@@ -206,7 +206,7 @@ class KeptLines:
 
 
 # %% ../../../nbs/60_show/91_following.ipynb #d94feb09
-def may_have_grown(before, now): # (inode, size, modification time), or None without a file
+def may_have_grown(before, now): # before, now: (inode, size, modification time) of a file, or None without a file
     "Return True if `now` may be the state of the same file as `before`, perhaps with more lines."
     return before==now or bool(before and now and before[0]==now[0] and before[1]<=now[1])
 
@@ -217,7 +217,7 @@ class FollowedLog:
         self.name,self.place,self.path = name,place,place/'log'/name
         # files: state of the files when `look` was last called; about: metadata of the run, as `runs` returns them
         self.files = self.about = self.tail = None
-        self.version = 0 # increases with each change
+        self.version = 0 # version number, which increases with each change
         self.restart()
 
     def restart(self):
@@ -250,7 +250,7 @@ class FollowedLog:
             data = self.tail.more(self.most)
             self.is_behind = bool(data if isinstance(data, bytes) else True) and self.tail.is_behind
             for row in rows_of_interest(data, self.first_bad is None): self.add(row)
-        except OSError: self.restart() # the log was removed or replaced
+        except OSError: self.restart() # raised if the log was removed or replaced
 
     def add(self, row):
         "Update curves, findings and the first non-finite tensor with one row."

@@ -25,7 +25,7 @@ from ...store.log import flush_logs
 # %% ../../../nbs/62_board/40_live_view.ipynb #5e6c5e03
 class Speed:
     "Speed of a run in steps per second, from the last 16 observations."
-    def __init__(self): self.looks = deque(maxlen=16) # (seconds, step)
+    def __init__(self): self.looks = deque(maxlen=16) # pairs (seconds, step) of the last observations
 
     def add(self, seconds, step): self.looks.append((seconds, step))
 
@@ -42,7 +42,7 @@ class Speed:
         still = now-self.looks[-1][0] if self.looks else 0
         return f', nothing new for {still/60:.0f} min' if still>90 else self.text()
 
-def line_about(row, speed=''): # row: of a `Listing`; speed: text that begins with a comma
+def line_about(row, speed=''): # row: row of a `Listing`; speed: text that begins with a comma
     "Return a line of text about a run: name, step, loss, speed and worst finding."
     loss = f", {row['loss'][0]} {'NaN' if row['loss'][1] is None else format(row['loss'][1], '.4g')}" if row['loss'] else ''
     return printable(f"{row['name']}: step {row['steps']-1:,}{loss}{speed}{', '+row['finding'] if row['finding'] else ''}")
@@ -52,14 +52,14 @@ class Viewer:
     "Makes a line of text, and perhaps a picture, about a run from its growing log files."
     most = 15_000 # approximate number of tensor rows that a picture reads
 
-    def __init__(self, home, picture:bool, look:dict): # picture: False for the line only; look: matplotlib settings
+    def __init__(self, home, picture:bool, look:dict): # picture: False to show only the line of text; look: matplotlib settings
         self.home,self.picture,self.name = home,picture,None
         if not picture: return
         import matplotlib as mpl
         from torchember.show import first_look # noqa: F401
         mpl.rcParams.update(look)
 
-    def answer(self, name:str, over:bool=False) -> dict: # over: draw the last picture
+    def answer(self, name:str, over:bool=False) -> dict: # over: True to draw the last picture
         "Return a dict with `line`, `png` and `state`, or with `behind`, the fraction of the log read so far. {} before the first row."
         if name!=self.name: self.name,self.listing,self.speed,self.row = name,Listing(self.home, [name]),Speed(),None
         news,now = self.listing.look(),time.monotonic()
@@ -80,7 +80,7 @@ class Viewer:
         from torchember.show.first_look import overview
         run,steps = self.listing.source(self.row, self.most)
         try: fig = overview(run).figure
-        except ValueError: return None # no rows to draw yet: the first step may not be complete
+        except ValueError: return None # raised if there are no rows to draw yet, because the first step is not complete
         finally: plt.close('all')
         notes = [] if over else [f"{self.row['steps']:,} until now{self.speed.text()}"]
         if steps is not None:
@@ -95,10 +95,10 @@ class Viewer:
 def answer_questions():
     "Main function of the reader process: answer pickled questions from standard input until it is closed."
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if hasattr(os, 'nice'): os.nice(3) # yield to the training, but with more, a busy machine would not draw for minutes
+    if hasattr(os, 'nice'): os.nice(3) # gives priority to the training; with a higher value, a busy machine would not draw for minutes
     questions,answers = sys.stdin.buffer,os.fdopen(os.dup(1), 'wb')
     nothing = os.open(os.devnull, os.O_WRONLY)
-    for fd in (1, 2): os.dup2(nothing, fd) # discard prints, because only answers may be written to the pipe
+    for fd in (1, 2): os.dup2(nothing, fd) # printed text is discarded, because only answers may be written to the pipe
     try: viewer = Viewer(**pickle.load(questions))
     except Exception as e: viewer = e
     while True:
@@ -121,6 +121,7 @@ def changed_settings():
     return {k: v for k,v in changed.items() if can_pickle(v)}
 
 def can_pickle(v):
+    "Return True if a value can be sent to another process."
     try: pickle.dumps(v)
     except Exception: return False
     return True
@@ -152,7 +153,7 @@ class Reader:
         "End the process. Return the CPU seconds that it used, or None if unknown."
         for pipe in (self.p.stdin, self.p.stdout):
             try: pipe.close()
-            except OSError: pass # the process has ended already
+            except OSError: pass # raised if the process has ended already
         until = time.monotonic()+self.patience
         while (got := self.cpu_if_ended()) is None and time.monotonic()<until: time.sleep(.01)
         if got is None:
@@ -163,7 +164,7 @@ class Reader:
     def cpu_if_ended(self, wait=False):
         "Return the CPU seconds of an ended process (0 if unknown), or None if the process is running."
         try: pid,status,usage = os.wait4(self.p.pid, 0 if wait else os.WNOHANG)
-        except (AttributeError, ChildProcessError): return None if (self.p.wait() if wait else self.p.poll()) is None else 0 # on Windows
+        except (AttributeError, ChildProcessError): return None if (self.p.wait() if wait else self.p.poll()) is None else 0 # raised on Windows
         if not pid: return None
         self.p.returncode = os.waitstatus_to_exitcode(status)
         return usage.ru_utime+usage.ru_stime
@@ -249,7 +250,7 @@ class Live:
             try:
                 if self.reader: self.process_seconds = self.reader.end() or self.process_seconds
                 self.screen.end()
-            except Exception: pass # the terminal may be closed
+            except Exception: pass # raised if the terminal was closed, for example
             self.thread_seconds = time.thread_time()
 
     def follow(self):
@@ -266,7 +267,7 @@ class Live:
             self.thread_seconds = time.thread_time()
             if 'behind' in got: continue
             if over: return
-            if got.get('state') in ('ended', 'died'): self.closing = True # ask once more, for the last picture
+            if got.get('state') in ('ended', 'died'): self.closing = True # asks once more, for the last picture
             else: self.pause(max(self.every, (drawing-self.credit)/self.share-(time.monotonic()-began)))
 
     def show(self, name, got, over):
@@ -283,11 +284,11 @@ class Live:
         "Warn the user that the live view has stopped. The training continues."
         if self.dropped: return
         try: warn(f"torchember: live {what}. Everything else goes on.")
-        except EmberWarning as e: print(e, file=sys.stderr) # if warnings are errors
+        except EmberWarning as e: print(e, file=sys.stderr) # raised if the user turns warnings into errors
 
     def close(self, last:bool=True, patience:float=60.): # last: True to draw the newest rows; patience: seconds to wait
         "End the live view, by default after a last picture."
-        # the thread does not exist in a forked process
+        # a forked process does not have the thread
         if not self.thread.is_alive() or threading.current_thread() is self.thread: return
         self.closing,self.dropped = True,self.dropped or not last
         self.calls.put(1)
@@ -305,7 +306,7 @@ class Live:
             while self.thread.is_alive(): self.thread.join(.2)
         except KeyboardInterrupt: self.close(last=False)
 
-    def _ipython_display_(self): pass # nothing to do, because `live` has displayed it
+    def _ipython_display_(self): pass # displays nothing, because `live` has displayed the view already
 
     def __repr__(self):
         return f"<live picture, {'going on' if self.thread.is_alive() else 'ended'}, {self.seconds:.1f} s of CPU time>"

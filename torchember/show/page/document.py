@@ -21,9 +21,13 @@ from .data import page_of
 from ...store.base import replace
 
 # %% ../../../nbs/60_show/98_page.ipynb #b992ecbc
-def read_web_file(name): return (files('torchember.show.page')/'web'/name).read_text('utf-8')
+def read_web_file(name):
+    "Return the content of a file of the HTML page."
+    return (files('torchember.show.page')/'web'/name).read_text('utf-8')
 
-def checksum(text): return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
+def checksum(text):
+    "Return the hash of a script, as a Content-Security-Policy lists it."
+    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
 
 def read_page_files(*more): # more: names of additional files, without ending: each is a script with a style sheet
     "Return the texts of all style sheets and scripts of an HTML page."
@@ -36,13 +40,13 @@ def fill_page(text, title, styles, scripts, data=''):
     put = {'title': escape(f'{title} · torchember'), 'head': ''.join(f'<style>{s}</style>\n' for s in styles),
         'body': data+''.join(f'<script>{s}</script>\n' for s in scripts),
         'styles': ' '.join(map(checksum, styles)), 'scripts': ' '.join(map(checksum, scripts))}
-    # replace all placeholders in one pass, so that no placeholder inside an inserted text is replaced
+    # all placeholders are replaced in one pass, so that inserted texts are not changed
     return re.sub(r'\{(\w+)\}', lambda m: put[m[1]], text)
 
 def render_page(page:dict) -> str:
     "Return the HTML text of a report. `page`: data of the run, from `page_of`."
     styles,scripts = read_page_files()
-    # escape '<', so that a layer's name cannot close the <script> element
+    # '<' is escaped, so that a layer's name cannot close the <script> element
     data = json.dumps(page, allow_nan=False, separators=(',', ':')).replace('<', r'\u003c')
     data = f'<script type="application/json" id="data">{data}</script>\n'
     return fill_page(read_web_file('report.html'), page['run']['name'], styles, scripts, data)
@@ -76,12 +80,12 @@ def report(
     if home is not None and isinstance(run, str): run = open_run(run, home)
     page = page_of(run, path, ttype, stats)
     try: page['run']['version'] = version('torchember')
-    except PackageNotFoundError: pass # torchember runs from a source folder, without an installed version
-    if target is not None and not target.is_dir(): target = target.resolve() # the user named a link: replace its target
-    else: target = ((target or Path())/file_name(page['run']['name'])).absolute() # the name was made here: replace the link
+    except PackageNotFoundError: pass # raised if torchember runs from a source folder, without an installed version
+    if target is not None and not target.is_dir(): target = target.resolve() # if the user named a link, its target is replaced
+    else: target = ((target or Path())/file_name(page['run']['name'])).absolute() # if the name was made here, a link of this name is replaced
     if os.path.lexists(target) and not (target.is_file() or target.is_symlink()):
         raise FileExistsError(f"{printable(target)} exists and is not a file, so that no report can replace it. Give another path.")
-    replace(target, render_page(page).encode()) # atomic, so that a browser never loads an incomplete file
+    replace(target, render_page(page).encode()) # written atomically, so that a browser never loads an incomplete file
     return target
 
 def is_file(path):
