@@ -44,7 +44,8 @@ def choose_rules(rules) -> list:
 # %% ../../nbs/55_health/50_diagnose.ipynb #026782db
 severity_rank = {s: i for i,s in enumerate(severities)}
 cause_order = ( # names of rules: rules that find causes come before rules that find consequences
-    'died', 'recording', 'not_finite', 'same_data', 'loss_input', 'broadcast', 'target_range', 'one_class', 'poor_input_scale', 'not_trained', 'equal_units', 'poor_scale', 'scaler_skips', 'update_too_large',
+    'died', 'recording', 'not_finite', 'same_data', 'loss_input', 'broadcast', 'target_range', 'one_class', 'poor_input_scale',
+    'not_trained', 'equal_units', 'poor_scale', 'scaler_skips', 'update_too_large',
     'dead_units', 'saturated', 'attention', 'underflow', 'overflow', 'update_too_small', 'gradients_add_up', 'weights_decay', 'vanishing_gradient',
     'exploding_gradient', 'gradient_spike', 'batch_norm', 'train_eval', 'collapse', 'loss_spike', 'diverging', 'loss_rises', 'loss_below',
     'loss_stalls')
