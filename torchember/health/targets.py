@@ -190,8 +190,8 @@ def find_unreachable(h, e, least, part):
     outside,smallest,largest = share_outside(s, low-margin, high+margin)
     share = share_out_of_reach(s, low, high)
     if outside<part or share<least: return None
-    upper = 'and more' if math.isinf(high) else f'and {high}'
-    return report(h, e, f"The last activation, a {last[0]}, returns values between {low} {upper}, but the targets are between {fmt(smallest)} and "
+    limits = f'no values below {low}' if math.isinf(high) else f'values between {low} and {high}'
+    return report(h, e, f"The last activation, a {last[0]}, returns {limits}, but the targets are between {fmt(smallest)} and "
         f"{fmt(largest)}: about {share:.0%} of them cannot be reached.", *last, severity='error' if share>.2 else 'warning', low=smallest, high=largest,
         share=share, advice=f"Remove the {last[0]} after the last layer, or scale the targets to its range.")
 
