@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from importlib import import_module
 
 healthy,broken = {},{}
-first_modules = 'healthy_small', 'healthy_large', 'broken_values', 'broken_weights', 'broken_losses'
+first_modules = 'healthy_small', 'healthy_large', 'broken_values', 'broken_weights', 'broken_losses', 'healthy_targets', 'broken_targets'
 later_modules = ('healthy_more', 'broken_more', 'healthy_others', 'broken_others', 'healthy_silent', 'broken_silent', 'broken_facts',
     'healthy_facts')
 

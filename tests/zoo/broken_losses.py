@@ -80,7 +80,7 @@ def targets_of_another_text(arm):
     assert ends(losses)[1]>2.6
 
 
-@is_broken('loss_stalls', 'dead_units', paths=('out*', ''), steps=(0, 120))
+@is_broken('loss_input', 'loss_stalls', 'dead_units', paths=('out*', ''), steps=(0, 120))
 def logits_above_zero(arm):
     "A ReLU after the last layer, that a loop over layers put there: what belongs to a class that is below 0 learns nothing"
     torch.manual_seed(4)
@@ -92,7 +92,7 @@ def logits_above_zero(arm):
     assert not model(x).any(0).all() and ends(losses)[1]>.9, (model(x).any(0), ends(losses))
 
 
-@is_broken('loss_stalls', 'dead_units', 'collapse', 'not_trained', 'vanishing_gradient', paths=('read*', ''), steps=(0, 100))
+@is_broken('target_range', 'loss_stalls', 'dead_units', 'collapse', 'not_trained', 'vanishing_gradient', paths=('read*', ''), steps=(0, 100))
 def output_of_relu(arm):
     "A recurrent network for numbers of both signs, whose reading ends on a ReLU and is below 0 at once"
     torch.manual_seed(6)
@@ -104,7 +104,7 @@ def output_of_relu(arm):
     assert ends(losses)[1]>.7
 
 
-@is_broken('loss_stalls', paths=('', '3'), steps=(0, 200))
+@is_broken('loss_input', 'loss_stalls', paths=('', '3'), steps=(0, 200))
 def softmax_twice(arm):
     "Cross-entropy of what has been through a softmax: it ends at 1.46"
     torch.manual_seed(7)
@@ -114,7 +114,7 @@ def softmax_twice(arm):
     assert 1.45<min(losses) and losses[-1]<1.7
 
 
-@is_broken('loss_stalls', 'collapse', 'vanishing_gradient', 'poor_scale', paths='', steps=(0, 120))
+@is_broken('broadcast', 'loss_stalls', 'collapse', 'vanishing_gradient', 'poor_scale', paths='*', steps=(0, 120))
 def broadcast_of_targets(arm):
     "Outputs of (32, 1) less targets of (32,) are (32, 32): the best is one number for all"
     torch.manual_seed(8)

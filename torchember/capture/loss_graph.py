@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['activations', 'moves', 'selections', 'value_links', 'node_kinds', 'with_result', 'passed', 'Link', 'only_child',
            'arithmetic', 'link_of', 'Way', 'way_down', 'before_link', 'LossTerm', 'is_expanded', 'shape_of_tensor',
-           'as_given', 'end_of', 'torch_term', 'residual_term', 'constant_of', 'is_distribution', 'product_term',
-           'chosen_term', 'read_indices', 'LossGraph', 'term_of', 'is_weight', 'find_terms', 'join_logarithms']
+           'as_given', 'end_of', 'torch_term', 'residual_term', 'target_of', 'constant_of', 'is_distribution',
+           'product_term', 'chosen_term', 'read_indices', 'LossGraph', 'term_of', 'is_weight', 'find_terms',
+           'join_logarithms']
 
 # %% ../../nbs/10_capture/48_loss_graph.ipynb #ac9da0f7
 from typing import NamedTuple
@@ -150,12 +151,21 @@ def residual_term(node, word):
     if below is None or hasattr(below, 'variable'): return None # two predictions, or a penalty for parameters
     way,residual = way_down(below),saved(node, 'self')
     shape,whole = node_shape(below),node_shape(difference)
-    target = None if residual is None or way.raw is None or tuple(way.raw.shape)!=shape or shape!=whole or way.links[0].name not in with_result else \
-        way.raw-residual if slot==0 else way.raw+residual
+    target = target_of(way, residual, slot==0) if shape==whole else None
     return LossTerm('l1' if word=='Abs' else 'mse', 'values', way.raw if shape==whole else None, target, shape, shape_of_tensor(target), way.links,
         shape is not None and shape!=whole and node_word(below)!='Unsqueeze', result_shape=whole, end=end_of(way))
 
 with_result = 'softmax', 'sigmoid', 'tanh', 'relu' # activations whose node has their result
+
+def target_of(way, residual, is_first):
+    """Return the target, from the result of the last activation and the difference of both. None if this result is unknown.
+
+    `is_first`: True if the target was subtracted"""
+    names = [n for n in way.names if n!='select']
+    if residual is None or way.raw is None or not names or names[0] not in with_result: return None
+    if [n for n in way.raw.shape if n!=1]!=[n for n in residual.shape if n!=1]: return None
+    given = way.raw.reshape(residual.shape)
+    return given-residual if is_first else given+residual
 
 # %% ../../nbs/10_capture/48_loss_graph.ipynb #88b6e4e6
 def constant_of(node):

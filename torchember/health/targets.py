@@ -38,8 +38,8 @@ def label_loss(e):
     "Return a phrase for a loss: its kind, and its name if it is not 'loss'."
     return function_of.get(e['kind'], e['kind'])+('' if e['name']=='loss' else f" of `{e['name']}`")
 
-function_of = {'bce': 'binary_cross_entropy', 'bce_with_logits': 'binary_cross_entropy_with_logits', 'mse': 'the mean squared error', 'l1': 'the mean absolute error',
-    'nll': 'nll_loss', 'huber': 'huber_loss', 'smooth_l1': 'smooth_l1_loss', 'margin': 'multi_margin_loss'}
+function_of = {'bce': 'binary_cross_entropy', 'bce_with_logits': 'binary_cross_entropy_with_logits', 'mse': 'the mean squared error',
+    'l1': 'the mean absolute error', 'nll': 'nll_loss', 'huber': 'huber_loss', 'smooth_l1': 'smooth_l1_loss', 'margin': 'multi_margin_loss'}
 
 def last_step(h): return h.steps[-1] if len(h.steps) else 0
 
@@ -59,7 +59,7 @@ def find_single_unit(h, e):
     s,own = series_of(h, e, 'prediction'),e['activations'][-1:]==['log_softmax']
     if s is not None and (s['max']!=s['min']).any() and 'normalize' not in e['activations']: return None # other batches have more units
     what = f"The loss {label_loss(e)} takes a softmax" if own else 'The softmax before the loss is taken'
-    if 'normalize' in e['activations'] and 'softmax' not in e['activations']: what = f"The loss {label_loss(e)} divides each prediction by the sum of its row, taken"
+    if 'normalize' in e['activations'] and 'softmax' not in e['activations']: what = "The loss divides each prediction by the sum of its row, taken"
     return report(h, e, f"{what} over a single unit: the result is 1 whatever the weights are, so nothing is learned. The predictions have the shape "
         f"{tuple(e['shape'] or ())}.", 'softmax', 'log_softmax', severity='error',
         advice="For two classes, use a sigmoid: F.binary_cross_entropy_with_logits(model(x), y). For more classes, give the last layer one unit for each. "
@@ -115,7 +115,9 @@ def find_wrong_scale(h, e, part=.5):
     # the prediction is what the model returned, before the logarithm
     of_logarithms = takes=='log_probabilities' and 'log' not in names
     if of_logarithms and names: return None
-    share,low,high = share_outside(s, -np.inf if of_logarithms else -1e-4, 1e-6 if of_logarithms else 1+1e-4)
+    # a division by the sum of the row makes probabilities of any positive numbers
+    most = 1e-6 if of_logarithms else np.inf if 'normalize' in names else 1+1e-4
+    share,low,high = share_outside(s, -np.inf if of_logarithms else -1e-4, most)
     if share<part or not of_logarithms and names[-1:]==['exp']: return None
     what,advice = ('logarithms of probabilities, which are never above 0', "Use F.cross_entropy, which takes logits.") if of_logarithms else (
         'probabilities', "Use the loss that takes logits, F.binary_cross_entropy_with_logits or F.cross_entropy, or end the model with a sigmoid or softmax. "
@@ -180,7 +182,7 @@ def share_out_of_reach(s, low, high):
 
 def find_unreachable(h, e, least, part):
     "Return a finding if the last activation cannot return the targets of a regression, else None. Arguments as in `target_range`."
-    last = e['activations'][-1:]
+    last = names_of(e)[-1:]
     s = series_of(h, e, 'target')
     if e['kind'] not in ('mse', 'l1', 'huber', 'smooth_l1') or not last or last[0] not in reach or s is None or 'mean' not in s: return None
     low,high = reach[last[0]]
@@ -188,8 +190,8 @@ def find_unreachable(h, e, least, part):
     outside,smallest,largest = share_outside(s, low-margin, high+margin)
     share = share_out_of_reach(s, low, high)
     if outside<part or share<least: return None
-    upper = 'and more' if math.isinf(high) else f'and {high}'
-    return report(h, e, f"The last activation, a {last[0]}, returns values between {low} {upper}, but the targets are between {fmt(smallest)} and "
+    limits = f'no values below {low}' if math.isinf(high) else f'values between {low} and {high}'
+    return report(h, e, f"The last activation, a {last[0]}, returns {limits}, but the targets are between {fmt(smallest)} and "
         f"{fmt(largest)}: about {share:.0%} of them cannot be reached.", *last, severity='error' if share>.2 else 'warning', low=smallest, high=largest,
         share=share, advice=f"Remove the {last[0]} after the last layer, or scale the targets to its range.")
 
@@ -208,7 +210,7 @@ def find_wrong_labels(h, e, part):
         "use (y+1)/2. For regression, use F.mse_loss.")
 
 # %% ../../nbs/55_health/47_targets.ipynb #49045873
-@rule(severity='error', needs='target')
+@rule(severity='error', needs='target', after='loss_input')
 def target_range(h, least=.02, part=.25):
     """Targets that the last activation cannot return, or that the loss does not accept
 

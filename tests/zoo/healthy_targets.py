@@ -1,0 +1,309 @@
+"Healthy trainings with losses and targets that look wrong"
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from . import is_healthy
+from .data import digits, fell
+from .parts import Letters, batches, fit, mlp, passages, squared, table
+
+
+def classifier(*after, sizes=(64, 32, 10)): return nn.Sequential(*mlp(*sizes), *after)
+
+
+def adam(model, lr=3e-3): return torch.optim.Adam(model.parameters(), lr=lr)
+
+
+@is_healthy
+def nll_of_a_softmax_and_log(arm):
+    torch.manual_seed(0)
+    model = classifier(nn.Softmax(1))
+    fell(fit(arm, model, adam(model, 1e-2), batches(150, 32, *digits()), lambda p, y: F.nll_loss((p+1e-8).log(), y)))
+
+
+@is_healthy
+def cross_entropy_of_logarithms(arm):
+    "cross_entropy of log-probabilities is the same as of logits"
+    torch.manual_seed(1)
+    model = classifier(nn.LogSoftmax(1))
+    fell(fit(arm, model, adam(model, 1e-2), batches(150, 32, *digits())))
+
+
+@is_healthy
+def distilled(arm):
+    torch.manual_seed(2)
+    x,y = digits()
+    model,soft = classifier(),F.one_hot(y, 10)*.9+.01
+    fit(arm, model, adam(model), batches(150, 32, x, soft), lambda out, t: F.kl_div(F.log_softmax(out/2, 1), t, reduction='batchmean')*4)
+
+
+@is_healthy
+def mixed_up(arm):
+    "mixup: soft labels of two classes"
+    torch.manual_seed(3)
+    x,y = digits()
+    def mixed():
+        for x1,y1 in batches(150, 32, x, F.one_hot(y, 10).float()):
+            at,k = torch.randperm(32),torch.rand(1)
+            yield k*x1+(1-k)*x1[at],k*y1+(1-k)*y1[at]
+    model = classifier()
+    fit(arm, model, adam(model), mixed())
+
+
+@is_healthy
+def smoothed(arm):
+    torch.manual_seed(4)
+    model = classifier()
+    fit(arm, model, adam(model), batches(150, 32, *digits()), lambda out, y: F.cross_entropy(out, y, label_smoothing=.1))
+
+
+@is_healthy
+def some_labels_ignored(arm):
+    "A masked language model: most labels are -100"
+    torch.manual_seed(5)
+    model = Letters()
+    def masked():
+        for x,y in passages(120, 16): yield x,torch.where(torch.rand(y.shape)<.3, y, -100)
+    fit(arm, model, adam(model, 1e-2), masked(), lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()))
+
+
+@is_healthy
+def several_labels(arm):
+    "Multi-label: ten sigmoids, several of them right"
+    torch.manual_seed(6)
+    x,y = digits()
+    labels = torch.stack([(y>>k)&1 for k in range(4)], 1).float()
+    model = classifier(nn.Sigmoid(), sizes=(64, 32, 4))
+    fell(fit(arm, model, adam(model, 1e-2), batches(150, 32, x, labels), F.binary_cross_entropy), .8)
+
+
+@is_healthy
+def autoencoder_of_pixels(arm):
+    torch.manual_seed(7)
+    x,_ = digits()
+    model = nn.Sequential(*mlp(64, 16, 64), nn.Sigmoid())
+    fit(arm, model, adam(model), batches(150, 32, x, x), F.binary_cross_entropy)
+
+
+@is_healthy
+def autoencoder_of_tanh(arm):
+    torch.manual_seed(8)
+    x,_ = digits()
+    model = nn.Sequential(*mlp(64, 16, 64), nn.Tanh())
+    fell(fit(arm, model, adam(model, 1e-2), batches(200, 32, 2*x-1, 2*x-1), F.mse_loss), .8)
+
+
+@is_healthy
+def counts_with_noise(arm):
+    "Targets above zero, a few a little below, and a ReLU"
+    torch.manual_seed(9)
+    x = torch.randn(512, 4)
+    y = x.abs().sum(1, keepdim=True)+.05*torch.randn(512, 1)
+    model = nn.Sequential(*mlp(4, 32, 1), nn.ReLU())
+    nn.init.constant_(model[2].bias, 2.)
+    fell(fit(arm, model, adam(model, 1e-2), batches(200, 64, x, y), F.mse_loss), .8)
+
+
+@is_healthy
+def mean_and_variance(arm):
+    "Heteroscedastic regression: the model returns a mean and the logarithm of a variance"
+    torch.manual_seed(10)
+    x,y = table('diabetes', regression=True)
+    model = mlp(10, 32, 2)
+    def loss(out, y): return (.5*(out[:, 1]+(out[:, 0]-y)**2*(-out[:, 1]).exp())).mean()
+    fit(arm, model, adam(model), batches(150, 32, x, y), loss)
+
+
+@is_healthy
+def quantiles_at_once(arm):
+    "Three outputs are compared with one target, on purpose"
+    torch.manual_seed(11)
+    x,y = table('diabetes', regression=True)
+    model = mlp(10, 32, 3)
+    def loss(out, y):
+        q,d = torch.tensor([.1, .5, .9]),y[:, None]-out
+        return torch.maximum(q*d, (q-1)*d).mean()
+    fit(arm, model, adam(model), batches(150, 32, x, y), loss)
+
+
+@is_healthy
+def ensemble_of_heads(arm):
+    "Five outputs, all trained on the same target"
+    torch.manual_seed(12)
+    x,y = table('diabetes', regression=True)
+    model = mlp(10, 32, 5)
+    fit(arm, model, adam(model), batches(150, 32, x, y[:, None]), lambda out, y: (out-y).square().mean())
+
+
+@is_healthy
+def pairs_of_samples(arm):
+    "InfoNCE: labels are 0 to N-1, and the softmax goes over the batch in both directions"
+    torch.manual_seed(13)
+    x,_ = digits()
+    model = mlp(64, 64, 16)
+    def loss(out, x):
+        a,b = F.normalize(out, dim=1),F.normalize(model(x+.1*torch.randn_like(x)), dim=1)
+        logits,y = a@b.T/.2,torch.arange(len(a))
+        return (F.cross_entropy(logits, y)+F.cross_entropy(logits.T, y))/2
+    fit(arm, model, adam(model, 1e-3), batches(100, 32, x, x), loss)
+
+
+@is_healthy
+def first_is_right(arm):
+    "MoCo: the right answer is always the first, and negatives come from elsewhere"
+    torch.manual_seed(14)
+    x,_ = digits()
+    model = mlp(64, 64, 16)
+    def loss(out, x):
+        a,b = F.normalize(out, dim=1),F.normalize(model(x+.1*torch.randn_like(x)), dim=1).detach()
+        others = F.normalize(torch.randn(64, 16), dim=1)
+        logits = torch.cat([(a*b).sum(1, keepdim=True), a@others.T], 1)/.2
+        return F.cross_entropy(logits, torch.zeros(len(a), dtype=torch.long))
+    fit(arm, model, adam(model, 1e-3), batches(100, 32, x, x), loss)
+
+
+@is_healthy
+def policy_gradient(arm):
+    "-log p times an advantage of either sign"
+    torch.manual_seed(15)
+    x,y = digits()
+    model = classifier()
+    def loss(out, y):
+        p = torch.distributions.Categorical(logits=out)
+        a = p.sample()
+        return -(p.log_prob(a)*((a==y).float()-.1)).mean()
+    fit(arm, model, adam(model), batches(200, 64, x, y), loss)
+
+
+@is_healthy
+def policy_gradient_by_hand(arm):
+    torch.manual_seed(16)
+    x,y = digits()
+    model = classifier()
+    def loss(out, y):
+        logp = out.log_softmax(1)
+        a = torch.multinomial(logp.detach().exp(), 1)
+        return -(logp.gather(1, a)[:, 0]*((a[:, 0]==y).float()-.1)).mean()
+    fit(arm, model, adam(model), batches(200, 64, x, y), loss)
+
+
+@is_healthy
+def deceives(arm):
+    "A GAN: each batch of the discriminator has one label"
+    torch.manual_seed(17)
+    x,_ = digits()
+    g,d = mlp(8, 32, 64),mlp(64, 32, 1)
+    og,od = (torch.optim.Adam(m.parameters(), lr=1e-3, betas=(.5, .99)) for m in (g, d))
+    te_g,te_d = arm(g, optimizer=og),arm(d, optimizer=od)
+    bce = F.binary_cross_entropy_with_logits
+    for (real,) in batches(150, 32, x):
+        fake = g(torch.randn(32, 8)).sigmoid()
+        loss_d = bce(d(real), torch.ones(32, 1))+bce(d(fake.detach()), torch.zeros(32, 1))
+        te_d.log(loss=loss_d)
+        od.zero_grad(); loss_d.backward(); od.step()
+        loss_g = bce(d(fake), torch.ones(32, 1))
+        te_g.log(loss=loss_g)
+        og.zero_grad(); loss_g.backward(); og.step()
+    te_g.close()
+    te_d.close()
+
+
+@is_healthy
+def deceives_with_squares(arm):
+    "LSGAN: one target for all samples, which is expanded"
+    torch.manual_seed(18)
+    x,_ = digits()
+    g,d = mlp(8, 32, 64),mlp(64, 32, 1)
+    og,od = (torch.optim.Adam(m.parameters(), lr=1e-3, betas=(.5, .99)) for m in (g, d))
+    te = arm(d, optimizer=od)
+    one,zero = torch.tensor(1.),torch.tensor(0.)
+    for (real,) in batches(150, 32, x):
+        fake = g(torch.randn(32, 8)).sigmoid()
+        out = d(real)
+        loss_d = F.mse_loss(out, one.expand_as(out))+F.mse_loss(d(fake.detach()), zero.expand_as(out))
+        te.log(loss=loss_d)
+        od.zero_grad(); loss_d.backward(); od.step()
+        loss_g = ((d(fake)-1)**2).mean()
+        og.zero_grad(); loss_g.backward(); og.step()
+    te.close()
+
+
+@is_healthy
+def mostly_background(arm):
+    "Segmentation of small pictures with one channel: most pixels are background"
+    torch.manual_seed(19)
+    x,_ = digits(images=True)
+    model = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 1))
+    fell(fit(arm, model, adam(model, 1e-2), batches(150, 8, x, (x[:, 0]>.6).long())), .8)
+
+
+@is_healthy
+def segments_with_one_channel(arm):
+    torch.manual_seed(20)
+    x,_ = digits(images=True)
+    model = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 1, 1), nn.Sigmoid())
+    fell(fit(arm, model, adam(model, 1e-2), batches(150, 16, x, (x>.6).float()), F.binary_cross_entropy), .8)
+
+
+@is_healthy
+def physics(arm):
+    "A differential equation, u' = -u: the targets are zeros and a condition at the border"
+    torch.manual_seed(21)
+    model = mlp(1, 32, 1, act=nn.Tanh)
+    def points():
+        for _ in range(200): yield torch.rand(32, 1).requires_grad_(),torch.ones(1, 1)
+    def loss(out, one):
+        t = torch.linspace(0, 1, 32)[:, None].requires_grad_()
+        u = model(t)
+        du, = torch.autograd.grad(u.sum(), t, create_graph=True)
+        return (du+u).square().mean()+(model(torch.zeros(1, 1))-one).square().mean()
+    fit(arm, model, adam(model), points(), loss)
+
+
+@is_healthy
+def capped_logits(arm):
+    "Logits between -30 and 30: a tanh that is scaled, as in Gemma"
+    torch.manual_seed(22)
+    model = classifier()
+    fell(fit(arm, model, adam(model, 1e-2), batches(150, 32, *digits()), lambda out, y: F.cross_entropy(30*torch.tanh(out/30), y)))
+
+
+@is_healthy
+def noise_is_predicted(arm):
+    "Diffusion: the target is the noise"
+    torch.manual_seed(23)
+    x,_ = digits()
+    model = mlp(65, 64, 64)
+    def noisy():
+        for (x0,) in batches(150, 32, x):
+            t,e = torch.rand(32, 1),torch.randn(32, 64)
+            yield torch.cat([(1-t)*x0+t*e, t], 1),e
+    fit(arm, model, adam(model), noisy(), F.mse_loss)
+
+
+@is_healthy
+def few_labels_of_one_class(arm):
+    "Three steps on a handful of samples"
+    torch.manual_seed(24)
+    x,y = digits(classes=[3])
+    model = classifier()
+    fit(arm, model, adam(model), ((x[:4], y[:4]) for _ in range(3)))
+
+
+@is_healthy
+def clear_squares(arm):
+    "Regression with a loss of squares that is squeezed on both sides"
+    torch.manual_seed(25)
+    x,y = table('diabetes', regression=True)
+    model = mlp(10, 32, 1)
+    fit(arm, model, adam(model), batches(150, 32, x, y), squared)
+
+
+@is_healthy
+def compared_in_pairs(arm):
+    "Distances of all pairs, on purpose"
+    torch.manual_seed(26)
+    x,_ = digits()
+    model = mlp(64, 32, 1)
+    def loss(out, x): return (out[:, 0].unsqueeze(1)-x.mean(1)[None]).square().mean()
+    fit(arm, model, adam(model), batches(100, 32, x, x), loss)
