@@ -45,7 +45,7 @@ def choose_rules(rules) -> list:
 severity_rank = {s: i for i,s in enumerate(severities)}
 cause_order = ( # names of rules: rules that find causes come before rules that find consequences
     'died', 'recording', 'not_finite', 'same_data', 'constant_batch', 'repeated_data', 'batch_lost', 'hand_over', 'poor_input_scale', 'not_trained', 'resumed',
-    'schedule', 'equal_units', 'poor_scale', 'scaler_skips', 'update_too_large',
+    'schedule', 'clipped_early', 'equal_units', 'poor_scale', 'scaler_skips', 'update_too_large',
     'dead_units', 'saturated', 'attention', 'underflow', 'overflow', 'update_too_small', 'gradients_add_up', 'weights_decay', 'vanishing_gradient',
     'exploding_gradient', 'gradient_spike', 'batch_norm', 'train_eval', 'random_eval', 'collapse', 'loss_spike', 'diverging', 'loss_rises', 'loss_below',
     'loss_stalls')

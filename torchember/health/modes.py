@@ -237,7 +237,8 @@ def random_eval(h):
     more = f" {len(wrong or calls)} modules do this."*(len(wrong or calls)>1)
     why = "" if wrong else " The module is in training mode then."
     argument = 'dropout_p=self.p if self.training else 0.' if 'attention' in c['function'] else 'training=self.training'
-    yield finding(path, f"Outputs are random in evaluation mode: {name_module(path, kind)} calls {c['function']}, which drops {c['p']:.0%} of its values.{why}{more}",
-        first, h.steps[-1], ttype='output', severity=None if wrong else 'info', stands=True, look=f"scalar_line(run, {path!r}, 'output', 'std')",
-        advice=f"Pass {argument}, or use the module torch.nn.Dropout." if wrong else "Nothing, if this is intended. Otherwise call model.eval() on the whole model.",
-        share=c['p'], modules=len(wrong or calls))
+    yield finding(path, f"Outputs are random in evaluation mode: {name_module(path, kind)} calls {c['function']}, "
+        f"which drops {c['p']:.0%} of its values.{why}{more}", first, h.steps[-1],
+        ttype='output', severity=None if wrong else 'info', stands=True, look=f"scalar_line(run, {path!r}, 'output', 'std')",
+        advice=f"Pass {argument}, or use the module torch.nn.Dropout." if wrong else
+            "Nothing, if this is intended. Otherwise call model.eval() on the whole model.", share=c['p'], modules=len(wrong or calls))

@@ -231,10 +231,11 @@ def find_all_stopped(h, least):
     if not rates or (step := last_change(h, least)) is None: return
     now = [float(n.values[-1]) for n in rates]
     if not all(v>.01*np.max(n.values)>0 for v,n in zip(now, rates, strict=True)) or not has_gradients_after(h, step): return
-    yield finding('', f"No weight changes from step {step} on, although there are gradients and the learning rate is {fmt(max(now))}: the optimizer does nothing "
-        f"in the last {(h.steps>step).sum():,} of {len(h.steps):,} steps.", step, h.steps[-1], ttype='weight', look="updates(run)", rate=max(now),
-        advice="Check that optimizer.step() is still called and is not compiled or captured without gradients, and that the model has not been copied or moved: "
-        "the optimizer must have list(model.parameters()).")
+    yield finding('', f"No weight changes from step {step} on, although there are gradients and the learning rate is {fmt(max(now))}: "
+        f"the optimizer does nothing in the last {(h.steps>step).sum():,} of {len(h.steps):,} steps.", step, h.steps[-1],
+        ttype='weight', look="updates(run)", rate=max(now),
+        advice="Check that optimizer.step() is still called, and is not compiled or captured in a step without gradients. "
+        "Check that the model has not been copied or moved: the optimizer must have list(model.parameters()).")
 
 # %% ../../nbs/55_health/25_wiring.ipynb #b31c9d70
 class StoppedWeight:
