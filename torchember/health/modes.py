@@ -196,8 +196,11 @@ def is_norm_with_statistics(kind): return any(n in (kind or '') for n in ('Batch
 # %% ../../nbs/55_health/42_modes.ipynb #7c2f0a16
 def find_never_train_mode(h, least=10):
     "Yield a finding about a model that is trained in evaluation mode from the first step on, if it has modules that depend on the mode."
-    inside = [p for p in h.modes.get('eval', ()) if p and p in h.kinds]
-    if not inside or h.modes.get('train') or len(h.steps)<least or not any(find_changes(w).any() for k,w in h.weights.items() if k in h.grads): return
+    trained = [h.graph.position(k[0]) for k,w in h.weights.items() if k in h.grads and find_changes(w).any()]
+    if not trained or h.modes.get('train') or len(h.steps)<least: return
+    # the modules before the first trained weight belong to a frozen part, which is in evaluation mode on purpose
+    inside = [p for p in h.modes.get('eval', ()) if p and p in h.kinds and h.graph.position(p)>=min(trained)]
+    if not inside: return
     names = ', '.join(name_module(p, h.kinds[p]) for p in inside[:3])+(f" and {len(inside)-3:,} more" if len(inside)>3 else '')
     verb = 'is' if len(inside)==1 else 'are'
     yield finding('', f"The model is trained in evaluation mode from the first step on: {names} {verb} not in training mode.", h.steps[0], h.steps[-1],
