@@ -166,7 +166,8 @@ def find_changed(h, s, maker, tensors, share):
     return other, 'zero' if s.zero[at].all() else 'constant' if is_constant(s)[at].all() else 'earlier' if all(earlier) else 'other'
 
 # kind of a changed tensor -> what it is instead
-instead = {'zero': "it is all zeros", 'constant': "all of its values are equal", 'earlier': "it is the output of an earlier step", 'other': "its statistics differ"}
+instead = {'zero': "it is all zeros", 'constant': "all of its values are equal", 'earlier': "it is the output of an earlier step",
+    'other': "its statistics differ"}
 
 @rule(severity='warning', needs=('input', 'output'), after=('constant_batch',))
 def hand_over(h, share=.7, rare=.1):

@@ -118,7 +118,8 @@ def explain_small_steps(h, step, drop):
     if falls and not fell: return "the learning rate is unchanged, so something else makes the updates small, with", (
         "Check gradient clipping (clip_grad_norm_), the eps of the optimizer, masks, and code that restores old weights.")
     rate = f" ({fell[0][0]} is {fmt(fell[0][1])}, after {fmt(fell[0][2])})" if fell else ''
-    return f"{f'the schedule of the learning rate{rate} ended' if fell else 'a schedule of the learning rate may have ended'} the training with", ("Let the schedule end at the last step: "
+    why = f"the schedule of the learning rate{rate} ended" if fell else "a schedule of the learning rate may have ended"
+    return f"{why} the training with", ("Let the schedule end at the last step: "
         "count in the unit (steps or epochs) in which you call scheduler.step(), in step_size, T_max and gamma.")
 
 def find_end(h, k, m, drop, left=.35):
