@@ -176,7 +176,7 @@ def state_is_carried_on(arm):
     opt = torch.optim.Adam(model.parameters(), 3e-3)
     te = arm(model, optimizer=opt)
     wave = torch.sin(torch.arange(2000)*.05*torch.arange(1, 5)[:, None]).T
-    for epoch in range(6):
+    for _ in range(6):
         h,c = torch.zeros(1, 8, 32),torch.zeros(1, 8, 32)
         for i in range(20):
             x = torch.stack([wave[200*j+8*i:200*j+8*i+9] for j in range(8)])
@@ -270,7 +270,11 @@ def hidden_values_are_mixed(arm):
 
 class Skipped(nn.Module):
     "A block is skipped at random in training"
-    def __init__(self): super().__init__(); self.first,self.blocks,self.last = nn.Linear(64, 64),nn.ModuleList([nn.Linear(64, 64) for _ in range(3)]),nn.Linear(64, 10)
+    def __init__(self):
+        super().__init__()
+        self.first,self.last = nn.Linear(64, 64),nn.Linear(64, 10)
+        self.blocks = nn.ModuleList([nn.Linear(64, 64) for _ in range(3)])
+
     def forward(self, x):
         x = self.first(x)
         for b in self.blocks:

@@ -78,7 +78,7 @@ def find_groups(ins, longest):
 
 @rule(severity='warning', needs='input')
 def repeated_data(h, longest=4, groups=16, least=12):
-    """The same few batches again and again, or each batch several times in a row
+    """A few batches that are used again and again, or batches that are used several times in a row
 
     longest: largest number of batches in a cycle
     groups: largest number of steps in a row with the same batch
@@ -166,7 +166,8 @@ def find_changed(h, s, maker, tensors, share):
     return other, 'zero' if s.zero[at].all() else 'constant' if is_constant(s)[at].all() else 'earlier' if all(earlier) else 'other'
 
 # kind of a changed tensor -> what it is instead
-instead = {'zero': "it is all zeros", 'constant': "all of its values are equal", 'earlier': "it is the output of an earlier step", 'other': "its statistics differ"}
+instead = {'zero': "it is all zeros", 'constant': "all of its values are equal", 'earlier': "it is the output of an earlier step",
+    'other': "its statistics differ"}
 
 @rule(severity='warning', needs=('input', 'output'), after=('constant_batch',))
 def hand_over(h, share=.7, rare=.1):
@@ -177,13 +178,15 @@ def hand_over(h, share=.7, rare=.1):
     tensors = None
     for path,ins in h.inputs.items():
         s = ins[0]
-        if path=='' or len(s)<8 or not {'mean', 'max', 'min'}<=set(s.rows.columns) or (maker := find_maker_series(h, s)) is None: continue
+        if path=='' or len(s)<8 or not {'mean', 'max', 'min'}<=set(s.rows.columns): continue
+        if (maker := find_maker_series(h, s)) is None: continue
         tensors = tensors or TensorsByStep(h)
         if (found := find_changed(h, s, maker, tensors, share)) is None: continue
         steps,kind = found
         sure = kind!='other' or len(steps)<=rare*len(s)
         yield s.finding(s.at_step(steps[0]), f"In {len(steps)} of {len(s)} steps, {s.title} does not get the output of {maker.title}: {instead[kind]} "
-            f"(step {list_steps(steps)}).", last=s.at_step(steps[-1]), severity=None if sure else 'info', stands=True, steps=len(steps), of=len(s),
+            f"(step {list_steps(steps)}).", last=s.at_step(steps[-1]), severity=None if sure else 'info', stands=True,
+            steps=len(steps), of=len(s),
             advice="Check what happens to the tensor between the two modules: transfers between devices (wait for them), "
             "buffers that are used again, and operations in place.")
         return

@@ -25,8 +25,8 @@ def depends_on_mode(module) -> bool:
     if isinstance(module, nn.RNNBase|nn.MultiheadAttention): return bool(module.dropout)
     return isinstance(module, nn.RReLU) or name=='_SpectralNorm' or any(type(h).__name__=='SpectralNorm' for h in module._forward_pre_hooks.values())
 
-# %% ../../nbs/40_recorder/31_modes.ipynb #1f1ea3ae
-dropouts = {getattr(F, n) for n in ('dropout', 'dropout1d', 'dropout2d', 'dropout3d', 'alpha_dropout', 'feature_alpha_dropout')} | {torch.dropout, torch.alpha_dropout}
+# %% ../../nbs/40_recorder/31_modes.ipynb #e8910eee
+dropouts = {torch.dropout, torch.alpha_dropout, F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 
 def dropped_share(func, args, kwargs):
     "Return the fraction of values that a call of a function of torch drops, 0 for functions other than Dropout."
