@@ -92,7 +92,7 @@ def test_the_command_line_accepts_each_line():
     lines = [l for kind,code in shown if kind=='sh' for l in code.splitlines() if l.startswith('torchember ')]
     asked = [make_parser().parse_args(shlex.split(l, comments=True)[1:]) for l in lines]
     assert [a.command for a in asked]==['run', 'check', 'board', 'ls', 'tail', 'plot', 'diagnose', 'diff']
-    assert asked[0].program==['train.py', '--lr', '0.1'] and asked[5].fail_on=='error'
+    assert asked[0].program==['train.py', '--lr', '0.1'] and asked[6].fail_on=='error'
 
 
 def title(path):
