@@ -50,7 +50,7 @@ def test_all_blocks_run_in_order(tmp_path):
 for name in ('before', 'after'):
     with torchEmber(model, optimizer=opt, stats='full', name=name) as te: loss = model(x).square().mean(); loss.backward(); opt.step(); opt.zero_grad()"""
     program = [*blocks[:at+1], runs, *lines, *blocks[at+1:]]
-    assert unbound('\n'.join(program))==set() and len(lines)==10 and len(blocks)==4, (lines, len(blocks))
+    assert unbound('\n'.join(program))==set() and len(lines)==11 and len(blocks)==4, (lines, len(blocks))
     assert 'ERROR (not_trained): `4`' in run('\n'.join(program), tmp_path)
     assert {p.name.removesuffix('_latest') for p in (tmp_path/'home'/'log').iterdir()}>={'finetune', 'before', 'after'} # in the folder that the README names
     assert (tmp_path/'run.html').exists()
@@ -91,8 +91,8 @@ def test_the_command_line_accepts_each_line():
     "The command line accepts each line."
     lines = [l for kind,code in shown if kind=='sh' for l in code.splitlines() if l.startswith('torchember ')]
     asked = [make_parser().parse_args(shlex.split(l, comments=True)[1:]) for l in lines]
-    assert [a.command for a in asked]==['run', 'board', 'ls', 'tail', 'plot', 'diagnose', 'diff']
-    assert asked[0].program==['train.py', '--lr', '0.1'] and asked[5].fail_on=='error'
+    assert [a.command for a in asked]==['run', 'check', 'board', 'ls', 'tail', 'plot', 'diagnose', 'diff']
+    assert asked[0].program==['train.py', '--lr', '0.1'] and asked[6].fail_on=='error'
 
 
 def title(path):

@@ -214,7 +214,7 @@ def run_program(program, checking, is_module):
     except SystemExit as e: error = e
     except BaseException as e:
         error = e
-        if not checking.tables: sys.excepthook(type(e), e, e.__traceback__)
+        if not checking.raised: sys.excepthook(type(e), e, e.__traceback__)
     if not checking.raised:
         for t in threading.enumerate():
             if t is not threading.current_thread() and not t.daemon: t.join() # it may train the model
