@@ -193,8 +193,23 @@ def test_looking_keeps_to_its_share():
     pace,looks = Pace(share=.02),[]
     for step in range(1, 50_000): # recording takes a millisecond for each, a look 20
         if due(pace, step, lambda step=step: step*1e-3): pace.note_cost(step, .02); looks.append(step)
-    assert looks[0]==8 and len(looks)>=10
+    assert looks[:4]==[4, 8, 16, 32] and len(looks)>=10
     assert pace.took+.02<=.02*50 # with the one at the end
+
+
+@pytest.mark.parametrize('dies', [0, 5])
+def test_a_fault_that_is_visible_at_step_8_is_reported_by_step_16(dies, monkeypatch):
+    "Also if the rules have no time left"
+    monkeypatch.setattr(Pace, 'due', lambda self, steps, recording: due(self, steps, lambda: 0.))
+    m,found,seen = model(dead=False),[],{}
+    te = ember(m, opt := adam(m), rules='default', on_finding=found.append)
+    def wait(i):
+        if i==dies: nn.init.constant_(m[2].bias, -10)
+        until_told(te)(i)
+        if 'dead_units' in {f['rule'] for f in found}: seen.setdefault('step', i)
+    train(te, m, opt, wait=wait)
+    te.close()
+    assert seen['step']<=16
 
 
 def test_nobody_is_told_of_steps_that_are_not_looked_at(monkeypatch):
@@ -204,7 +219,7 @@ def test_nobody_is_told_of_steps_that_are_not_looked_at(monkeypatch):
     tell = te.rules.listening.f
     te.rules.listening.f = lambda step, lines: (calls.append(step), tell(step, lines))
     train(te, m, opt, wait=until_told(te))
-    assert len(calls)==1 and te.rules.kept.count==40
+    assert len(calls)==4 and te.rules.kept.count==40 # after 4, 8, 16 and 32 steps, whatever time they take
     te.close()
     assert [f['rule'] for f in te.rules.found][0]=='dead_units' # the last look has all
 

@@ -152,8 +152,9 @@ def is_whole_step(s):
 
 def only_types(column, kinds):
     "Replace values of types other than `kinds` by None, and whole numbers by texts if texts are expected. Return None if nothing changes."
-    same = np.array([isinstance(v, kinds) or v is None or isinstance(v, float) and v!=v for v in column], bool)
-    if same.all(): return None
+    known = lambda v: isinstance(v, kinds) or v is None or isinstance(v, float) and v!=v
+    if all(known(v) for v in column if not isinstance(v, kinds)): return None
+    same = np.array([known(v) for v in column], bool)
     # a CSV file stores no types, so that the name '0' was read as the number 0
     return column.astype(object).where(same, column.map(lambda v: str(v) if kinds is str and type(v) is int else None))
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .finding import name_module, finding, fmt, lasts_from, median, plain_median, finite_max
+from .finding import confidence_from, name_module, finding, fmt, lasts_from, median, plain_median, finite_max
 from .moves import is_linear, is_norm
 from .rules import rule
 
@@ -64,6 +64,7 @@ def find_nearly_dead(h, share):
         layer,zeros = feeding_layer(h, s),median(s['zero_frac'][at:])
         yield s.finding(at, f"From step {s.steps[at]} on, {zeros:.1%} of the outputs of {s.title} are zero: most of its units are dead.",
             s.path if layer is None else layer, stat='zero_frac', severity='warning', zero_frac=zeros, dead=s.path,
+            confidence=confidence_from(1-zeros, 1-share),
             advice="Start with biases near zero, lower the learning rate, or use LeakyReLU or GELU.")
         return
 
@@ -98,8 +99,14 @@ def has_gradients(h, layer, step):
     grads = [s.rms[s.steps>step] for k,s in h.grads.items() if k[0]==layer]
     return any(len(v) and (v>0).mean()>.5 for v in grads)
 
+def recovery_phrase(h, s, layer, alive):
+    "Return a sentence about whether the layer before a tensor of zeros can recover. `alive`: result of `has_gradients`."
+    if alive: return f" Gradients still reach `{layer}` another way, so the layer may recover."
+    if any(k[0]==layer for k in h.grads): return f" The gradients of `{layer}` are zero, too, so the layer cannot recover."
+    return " No gradient passes through it, so it cannot recover." if any(r in h.activation(s) for r in rectifiers) else ''
+
 # %% ../../nbs/55_health/40_activations.ipynb #72849866
-@rule(severity='error', needs=('input', 'output'),
+@rule(severity='error', needs=('input', 'output'), stats='abs_max',
     after=('poor_scale', 'update_too_large', 'equal_units', 'poor_input_scale', 'gradient_spike', 'exploding_gradient', 'loss_spike'))
 def dead_units(h, share=.98):
     """A layer whose output is zero for the whole batch up to the end: after a ReLU no gradient passes, so the layer cannot recover
@@ -116,10 +123,9 @@ def dead_units(h, share=.98):
     fed = h.outputs.get(layer) if layer is not None else None
     when = f"from step {step} on{' (the first step)' if step==h.steps[0] else ''}"
     alive = has_gradients(h, layer, step)
-    then = "No gradient passes through it, so it cannot recover."
-    if alive: then = f"Gradients still reach `{layer}` another way, so the layer may recover."
-    yield s.finding(at, f"The {s.ttype} of {s.title} is zero for all samples {when}{below_zero_phrase(fed, s, step)}. {then}",
-        s.path if fed is None else fed.path, ttype='output', severity='warning' if alive else None, look="overview(run)",
+    yield s.finding(at, f"The {s.ttype} of {s.title} is zero for all samples {when}{below_zero_phrase(fed, s, step)}.{recovery_phrase(h, s, layer, alive)}",
+        s.path if fed is None else fed.path, ttype='output', severity='warning' if alive or h.progress.is_good else None,
+        look="overview(run)",
         zeros_in=len({z.path for z,_ in zeros}), first_zero=s.path, dead=s.path, advice=dead_advice)
 
 # %% ../../nbs/55_health/40_activations.ipynb #b3d04178
@@ -137,9 +143,9 @@ def activation_shape(h, s):
     before = h.graph.feeder(s.path)
     fed = h.outputs.get(before) if before else None
     if fed is None or not is_linear(fed.kind) and not is_norm(fed.kind) or finite_max(fed.abs_max)<=2: return None
-    top,low = finite_max(s['max']),np.nanmin(s['min'])
+    top,low = finite_max(s['max']),-finite_max(-s['min'])
     if not .9<=top<=1: return None
-    return 'tanh' if -1<=low<-.9 else 'sigmoid' if 0<=low<.1 and np.nanmin(fed['min'])<-2 else None
+    return 'tanh' if -1<=low<-.9 else 'sigmoid' if 0<=low<.1 and -finite_max(-fed['min'])<-2 else None
 
 shapes = {**dict.fromkeys(('Tanh', 'Softsign', 'Hardtanh'), 'tanh'), **dict.fromkeys(('Sigmoid', 'Hardsigmoid'), 'sigmoid')}
 
@@ -164,7 +170,7 @@ def find_saturation(h, s, slope):
     return None if at is None else Saturation(s, at, kind, median(left[at:]))
 
 # %% ../../nbs/55_health/40_activations.ipynb #e6b4b7f7
-@rule(severity='warning', needs='output', after=('poor_scale', 'poor_input_scale', 'update_too_large'))
+@rule(severity='warning', needs='output', stats=('mean', 'rms'), after=('poor_scale', 'poor_input_scale', 'update_too_large'))
 def saturated(h, slope=.05):
     """An activation (tanh or sigmoid) with values at the ends of its range, where its slope is near zero
 
@@ -179,7 +185,8 @@ def saturated(h, slope=.05):
     yield s.finding(at, f"{what} is saturated from step {step} on: its mean slope is {fmt(left)}, where {full_slope[kind]:g} is the most.{cause} "
         "Hardly any gradient passes.", s.path if layer is None else layer, severity='error' if h.progress.is_bad else None, ttype='output',
         advice="Use smaller weights before it (torch.nn.init.xavier_uniform_), normalized inputs, a normalization layer, "
-        "or a lower learning rate.", slope=left, saturated=s.path, layers=len(found))
+        "or a lower learning rate.", slope=left, saturated=s.path, layers=len(found),
+        confidence=confidence_from(left, slope*full_slope[kind], (len(s)-at)/len(s), h.progress.is_good))
 
 # %% ../../nbs/55_health/40_activations.ipynb #0cb0c418
 def is_attention_weights(h, s):
@@ -199,6 +206,7 @@ def find_peaked_rows(h, peak):
         size = plain_median(squares[at:])
         yield s.finding(at, f"From step {s.steps[at]} on, the attention of {s.title} puts nearly all weight on one of {s.shape[-1]} "
             f"positions: the squared weights of a row add up to {fmt(size)}. Hardly any gradient passes.", squares=size,
+            confidence=confidence_from(1-size, 1-peak, (len(s)-at)/len(s), h.progress.is_good),
             # 'info': the training goes well and has learned it
             severity='error' if h.progress.is_bad else 'info' if h.progress.is_good and at>2 else None,
             advice="Divide the logits by sqrt(head size), normalize queries and keys, or lower the learning rate.")
@@ -219,7 +227,7 @@ def find_large_weights(h, logit):
         yield w.finding(at, f"{logit_text.format(of=f' of {name_module(path, w.kind)}')}the weights give them an rms of about {fmt(each[at])}, "
             f"so logits are about {fmt(each[at]**2)}, from step {w.steps[at]} on.", severity='error' if h.progress.is_bad else None,
             advice="Start with smaller weights (torch.nn.init.xavier_uniform_), normalize queries and keys, or lower the learning rate.",
-            logits=float(each[at]**2))
+            logits=float(each[at]**2), confidence=confidence_from(each[at]**2, logit, against=h.progress.is_good))
 
 # %% ../../nbs/55_health/40_activations.ipynb #253e2c1e
 # names of the layers that return queries and keys
@@ -250,10 +258,10 @@ def find_large_products(h, logit):
         yield q.finding(at, f"{logit_text.format(of='')}{name_module(q.path)} has an rms of {fmt(q.rms[n-1])} and {name_module(k.path)} "
             f"of {fmt(k.rms[n-1])}, so logits are about {fmt(size[n-1])}, from step {q.steps[at]} on.", severity=severity,
             advice="Divide the logits by sqrt(head size), normalize queries and keys (q_norm, k_norm), start with smaller weights, "
-            "or lower the learning rate.", logits=float(size[n-1]))
+            "or lower the learning rate.", logits=float(size[n-1]), confidence=confidence_from(size[n-1], logit, (n-at)/n, h.progress.is_good))
 
 # %% ../../nbs/55_health/40_activations.ipynb #56a72632
-@rule(severity='warning', needs='output', after=('update_too_large',))
+@rule(severity='warning', needs='output', stats=('mean', 'rms'), after=('update_too_large',))
 def attention(h, logit=30., peak=.97):
     """Attention to one position only: softmax rows with a single large number, or queries and keys that are too large
 
@@ -292,7 +300,7 @@ def find_posterior_collapse(h, least=1e-3):
             yield m.finding(at, f"From step {m.steps[at]} on, the latent code carries no information: {name_module(p)} has an rms of "
                 f"{fmt(m.rms[-1])} and {name_module(q)} of {fmt(v.rms[-1])}, which is the prior ({fmt(nats[-1])} nats per value).",
                 advice="Start with a small weight of the KL divergence and raise it slowly, sum the reconstruction error over all values, "
-                "or use free bits.", nats=float(nats[-1]))
+                "or use free bits.", nats=float(nats[-1]), confidence=confidence_from(nats[-1], least))
 
 collapse_advice = ("Check what the loss rewards: equal outputs may be its optimum. Add negative samples, stop the gradient on one side, "
     "or lower the weight decay.")
@@ -306,7 +314,8 @@ def find_rank_collapse(h):
                 f"{fmt(s[stat][-1])} from step {s.steps[at]} on.", s.steps[at], s.steps[-1], advice=collapse_advice, rank=float(s[stat][-1]))
 
 # %% ../../nbs/55_health/40_activations.ipynb #7052a2ad
-@rule(severity='warning', needs='output', after=('dead_units', 'saturated', 'equal_units', 'update_too_large', 'weights_decay', 'poor_scale'))
+@rule(severity='warning', needs='output', stats=('mean', 'std'),
+    after=('dead_units', 'saturated', 'equal_units', 'update_too_large', 'weights_decay', 'poor_scale'))
 def collapse(h, small=1e-3):
     """Outputs that become the same for every input
 
@@ -320,4 +329,5 @@ def collapse(h, small=1e-3):
     std,start = median(s['std'][at:]),median(s['std'][:3])
     yield s.finding(at, f"The output of {s.title} is the same for every input: from step {s.steps[at]} on, its standard deviation is "
         f"{fmt(std)} (mean {fmt(median(s['mean'][at:]))}), after {fmt(start)} at the start.",
-        severity='error' if h.progress.is_bad else None, std=std, start=start, advice=collapse_advice)
+        severity='error' if h.progress.is_bad else None, std=std, start=start, advice=collapse_advice,
+        confidence=confidence_from(std/start if start>0 else 0, small, (len(s)-at)/len(s), h.progress.is_good))

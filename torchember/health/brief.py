@@ -12,7 +12,7 @@ import numpy as np
 
 from ..ground.messages import printable
 from ..ground.record import clipped_norm
-from .diagnose import choose_rules, run_rules, load_history, find_unrecorded, order_findings
+from .diagnose import choose_rules, run_rules, load_history, find_unrecorded, is_uncertain, order_findings
 from .finding import finite_max, median, plain_median
 from .moves import relative_updates
 
@@ -57,8 +57,8 @@ def norm_line(h):
     odd = f"; not finite at {len(bad):,} steps, first at step {bad[0]:,}" if len(bad) else ''
     return [f"- norm of all gradients ({quote_name(n.name)}): {', '.join(f'{k} {format_value(v)}' for k,v in shown.items())}{odd}"]
 
-def run_lines(h, name):
-    "Return the lines about the run: model, steps, and what was recorded."
+def run_lines(h, name, rules):
+    "Return the lines about the run: model, steps, and what was recorded. `rules`: the `Rule`s that were run."
     ps = h.parameters
     n = sum(int(np.prod(p['shape'])) for p in ps if p.get('shape') is not None)
     known = f", {n:,} parameters in {len(ps):,} tensors, {sum(p['requires_grad'] is False for p in ps):,} of these frozen" if ps else ''
@@ -68,7 +68,7 @@ def run_lines(h, name):
     return [f"- run {quote_name(name)}, model {quote_name(h.kinds.get('', '?'))}: {len(h.graph.calls):,} modules called{known}", f"- steps: {steps}",
         f"- recorded: {kinds}; {', '.join(stats)}",
         *norm_line(h),
-        *(f"- not recorded: {what} ({how})" for what,how in find_unrecorded(h))]
+        *(f"- not recorded: {what} ({how})" for what,how in find_unrecorded(h, rules))]
 
 def list_findings(found, most):
     "Return the lines about at most `most` findings, with their numbers. `found`: result of `order_findings`."
@@ -76,7 +76,7 @@ def list_findings(found, most):
     for i,(f,cause) in enumerate(found[:most]):
         below = '' if cause is None else f' (consequence of {cause+1})'
         where = f"{quote_name(f['path'] or 'the model')}, steps {f['first_step']} to {f['last_step']}"
-        out.append(f"{i+1}. **{f['severity']}** {f['rule']}{below}, of {where}: {escape_text(f['text'])}")
+        out.append(f"{i+1}. **{f['severity']}** {f['rule']}{', possibly' if is_uncertain(f) else ''}{below}, of {where}: {escape_text(f['text'])}")
         if cause is None: out.append(f"   - try: {escape_text(f['advice'])}")
         out.append(f"   - evidence: {escape_text(json.dumps(f['evidence'], default=str), 300)}")
     if len(found)>most: out.append(f"- and {len(found)-most} more")
@@ -122,10 +122,10 @@ def brief(
         Markdown, at most 8 kB
     """
     rules,h = choose_rules(rules),load_history(run, home)
-    found = order_findings(run_rules(rules, h), rules, len(h.steps))
+    found = order_findings(run_rules(rules, h), rules, len(h.steps), h.graph)
     name = h.name or 'of a table'
     def page(most, layers):
-        parts = {'The run': run_lines(h, name), 'Findings': list_findings(found, most), 'The loss': describe_curve(h.loss),
+        parts = {'The run': run_lines(h, name, rules), 'Findings': list_findings(found, most), 'The loss': describe_curve(h.loss),
             'The most unusual layers': layer_table(h)[:layers+2],
             'To get more': suggest_calls(h, name)}
         return '\n'.join([f"# Training in brief: {quote_name(name)}", '', f'> {data_warning}', *(line for title,lines in parts.items() for line in ('',

@@ -17,9 +17,10 @@ from ..ground.messages import an, printable, unknown, warn
 from ..ground.needs import needs
 from ..store.table import activations_in
 from . import activations, ends, gradients, losses, modes, sizes, values, wiring # noqa: F401 each adds its rules to the table
-from .finding import columns, severities
+from .finding import columns, list_names, low_confidence, severities
 from .history import History
-from .rules import Rule, known_rules
+from .links import can_affect
+from .rules import Rule, known_rules, statistics_from
 
 # %% ../../nbs/55_health/50_diagnose.ipynb #4954dc66
 def find_rule(rule):
@@ -51,31 +52,38 @@ cause_order = ( # names of rules: rules that find causes come before rules that 
 # rule of a consequence -> fraction of the training by which the cause may be visible later than the consequence
 late_share = {'loss_stalls': .6, 'diverging': .2, 'loss_rises': .2, 'vanishing_gradient': .1, 'collapse': .1}
 
-def explains(cause:dict, found:dict, after:dict, length=0) -> bool:
+def explains(cause:dict, found:dict, after:dict, length=0, graph=None) -> bool:
     """Return True if the finding `cause` may be the cause of the finding `found`.
 
     after: name of a rule -> names of rules whose findings can be its cause
-    length: number of steps of the run"""
+    length: number of steps of the run
+    graph: `ModuleGraph` of the run, or None if it is unknown"""
     if found['stands'] or cause['severity']=='info' or cause['rule'] not in after.get(found['rule'], ()): return False
+    if graph is not None and not can_affect(graph, cause, found): return False
     return cause['first_step']<=max(found['first_step'], 2)+late_share.get(found['rule'], 0)*length
+
+def is_uncertain(f):
+    "Return True if the confidence in a finding is low. A row of another program may have no confidence."
+    sure = f.get('confidence', 1.)
+    return isinstance(sure, int|float) and sure<low_confidence
 
 def find_root(causes, i):
     "Return the index of the root cause of finding `i`. `causes`: index of a finding -> index of its cause."
     while i in causes: i = causes[i]
     return i
 
-def order_findings(found:list, rules=(), length=0) -> list:
-    """Sort findings, the most severe first, with consequences directly after their cause.
+def order_findings(found:list, rules=(), length=0, graph=None) -> list:
+    """Sort findings, the most severe first, with consequences directly after their cause. Of equal severity, possible faults come last.
     Return a list of (finding, index of its cause in this list or None).
 
     found: findings of the rules `rules`
-    length: number of steps of the run"""
+    length, graph: as in `explains`"""
     after,place = {r.name: set(r.after) for r in rules},{name: i for i,name in enumerate(cause_order)}
-    key = lambda f: (severity_rank[f['severity']], f['rule']!='died', f['first_step'], place.get(f['rule'], len(place)))
+    key = lambda f: (severity_rank[f['severity']], f['rule']!='died', is_uncertain(f), f['first_step'], place.get(f['rule'], len(place)))
     found,causes = sorted(found, key=key),{}
     for i,f in enumerate(found):
         for j,c in enumerate(found):
-            if i!=j and explains(c, f, after, length) and find_root(causes, j)!=i: causes[i] = j; break
+            if i!=j and explains(c, f, after, length, graph) and find_root(causes, j)!=i: causes[i] = j; break
     out = []
     for i,f in enumerate(found):
         if i in causes: continue
@@ -89,15 +97,26 @@ wanted_types = {
     'weight_grad': ('gradients', lambda h: True), 'weight': ('weights', lambda h: True), 'output': ('activations', lambda h: True),
     'buffer': ('running statistics of BatchNorm', lambda h: any('BatchNorm' in (k or '') for k in h.kinds.values()))}
 
-def find_unrecorded(h) -> list:
-    "Return a list of (quantity that no rule could check because it was not recorded, code to record it)."
+def find_missing_statistics(h, rules) -> list:
+    "Return a list of (names of rules that could not look because a statistic is missing, code to record this statistic)."
+    columns,out,seen = {c for s in h.all[:1] for c in s.rows.columns},{},{s.ttype for s in h.all}
+    has = lambda stat: any(columns.issuperset(group) for group in statistics_from.get(stat, ((stat,),)))
+    for r in rules:
+        if seen.isdisjoint(r.needs): continue # its tensor types are missing, too
+        for stat in r.stats:
+            if not has(stat): out.setdefault(stat, []).append(r.name); break
+    return [(f"{list_names(names)} (no {stat})", f"stats=[..., {stat!r}]") for stat,names in out.items()]
+
+def find_unrecorded(h, rules=()) -> list:
+    """Return a list of (quantity that no rule could check because it was not recorded, code to record it).
+
+    rules: the `Rule`s that were run"""
     recorded = {s.ttype for s in h.all}
     out = [(what, f"ttypes=[..., {ttype!r}]") for ttype,(what,could) in wanted_types.items() if ttype not in recorded and could(h)]
     if h.loss is None: out.insert(0, ('the loss', 'te.log(loss=loss)'))
     if not any('zero_frac' in s for s in h.series('output')): out.append(('single dead units', "stats='full'"))
     if not h.parameters: out.append(('which parameters the optimizer has', 'torchEmber(model, optimizer=opt), and diagnose(run) instead of a table'))
-    if any(s.ttype in ('input', 'output') and not ('mean' in s or 'max' in s) for s in h.all[:50]): out.append(('sizes', "stats=['mean', 'std', 'max', 'min']"))
-    return out
+    return out+find_missing_statistics(h, rules)
 
 def coverage_phrase(h, rules):
     "Return a phrase about what was checked: number of rules, steps and tensors, and the loss."
@@ -120,8 +139,8 @@ def findings_as_lines(findings, most=5) -> list:
             if n<=most: lines.append(f"    Consequence: {f['text']}")
             elif n==most+1: lines.append('    Consequence: ...')
             continue
-        lines.append(f"{f['severity'].upper()} ({f['rule']}): {f['text']}")
-        lines += [f"    {name}: {f[k]}" for name,k in (('Try', 'advice'), ('Plot', 'look')) if f.get(k)]
+        lines.append(f"{f['severity'].upper()} ({f['rule']}){', possibly' if is_uncertain(f) else ''}: {f['text']}")
+        lines += [f"    {name}: {f[k]}" for name,k in (('Try', 'advice'), ('Plot', 'look'), ('Source', 'source')) if f.get(k)]
     return [printable(l, 2000) for l in lines]
 
 # %% ../../nbs/55_health/50_diagnose.ipynb #140e4076
@@ -176,8 +195,9 @@ def findings_as_html(findings):
         title,items = f"{len(below)} consequence{'s'*(len(below)!=1)}",''.join(f'<li>{b}</li>' for b in below)
         more = f"<details><summary>{title}</summary><ul>{items}</ul></details>" if below else ''
         style = f"border-left:4px solid {html_colours[f['severity']]};padding-left:.6em"
-        out.append(f"<p style='{style}'><b>{show(f['severity'])}</b> <code>{show(f['rule'])}</code> {show(f['text'])}"
-            f"<br><i>{show(f['advice'])}</i>{'<br><code>'+show(f['look'])+'</code>' if f['look'] else ''}</p>{more}")
+        out.append(f"<p style='{style}'><b>{show(f['severity'])}</b> <code>{show(f['rule'])}</code>{' possibly:' if is_uncertain(f) else ''} {show(f['text'])}"
+            f"<br><i>{show(f['advice'])}</i>{'<br><code>'+show(f['look'])+'</code>' if f['look'] else ''}"
+            f"{'<br>'+show(f['source']) if f['source'] else ''}</p>{more}")
     if findings.healthy or not records: out += [f'<p>{show(l)}</p>' for l in findings.lines()[-2 if findings.missing and findings.healthy else -1:]]
     return ''.join(out)
 
@@ -198,7 +218,7 @@ def diagnose(
         `Findings`, a DataFrame that prints as sentences
     """
     rules,h = choose_rules(rules),load_history(run, home)
-    return findings_table(order_findings(run_rules(rules, h), rules, len(h.steps)), h, rules)
+    return findings_table(order_findings(run_rules(rules, h), rules, len(h.steps), h.graph), h, rules)
 
 def run_rules(rules, h, fails=None): # fails: function of a rule and its exception, called instead of a warning
     "Return the findings of rules about a `History`. If a rule raises an exception, report it and run the other rules."
@@ -215,7 +235,7 @@ def findings_table(found, h, rules):
     "Return the result of `diagnose`, a table. `found`: result of `order_findings`."
     out = findings_class()([{**{c: f[c] for c in columns}, 'follows': np.nan if cause is None else float(cause)} for f,cause in found], columns=[*columns,
         'follows'])
-    out.run,out.looked,out.missing = h.name,coverage_phrase(h, rules),tuple(find_unrecorded(h))
+    out.run,out.looked,out.missing = h.name,coverage_phrase(h, rules),tuple(find_unrecorded(h, rules))
     return out
 
 def load_history(run, home=None, df=None): # df: rows of the run, if they were read

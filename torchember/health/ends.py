@@ -38,6 +38,8 @@ def finding_from_row(row):
     text = lambda k: v if isinstance(v := row.get(k), str) else None
     number = lambda k: int(v) if isinstance(v := row.get(k), int|float) and v==v and abs(v)<1e15 else int(row['step'])
     evidence = row['evidence'] if isinstance(row.get('evidence'), dict) else {}
+    sure = row.get('confidence')
     found = finding(text('path') or '', row['text'], number('first_step'), number('last_step'), ttype=text('of'), pname=text('pname'),
-        severity=s if (s := text('severity')) in severities else 'info', advice=text('advice') or '', look=text('look') or '')
+        severity=s if (s := text('severity')) in severities else 'info', advice=text('advice') or '', look=text('look') or '',
+        confidence=sure if isinstance(sure, int|float) and 0<=sure<=1 else 1., source=text('source') or '')
     return found | {'rule': row['rule'], 'evidence': evidence}

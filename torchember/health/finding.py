@@ -11,7 +11,7 @@ import numpy as np
 # %% ../../nbs/55_health/00_finding.ipynb #43b2a9cd
 severities = ('error', 'warning', 'info') # the most severe first
 # columns of the table of findings that `diagnose` returns
-columns = ('severity', 'rule', 'path', 'ttype', 'pname', 'first_step', 'last_step', 'text', 'evidence', 'advice', 'look')
+columns = ('severity', 'rule', 'path', 'ttype', 'pname', 'first_step', 'last_step', 'text', 'confidence', 'evidence', 'advice', 'look', 'source')
 
 # %% ../../nbs/55_health/00_finding.ipynb #8803c61a
 def finding(
@@ -25,6 +25,8 @@ def finding(
     ttype:str|None=None, # Tensor type; None for the tensor type of the series
     pname:str|None=None, # Name of a parameter, if `where` is the path of a module
     stands:bool=False, # True if the finding is never shown as a consequence of another finding
+    confidence:float=1., # 0 to 1: how sure the rule is, see `confidence_from`. 1 for an exact fact
+    source:str='', # Paper or document that the threshold comes from
     **evidence # The numbers in `text`, by name
 ) -> dict:
     """Return a finding as a dict.
@@ -40,12 +42,15 @@ def finding(
         ttype: Tensor type; None for the tensor type of the series
         pname: Name of a parameter, if `where` is the path of a module
         stands: True if the finding is never shown as a consequence of another finding
+        confidence: 0 to 1: how sure the rule is, see `confidence_from`. 1 for an exact fact
+        source: Paper or document that the threshold comes from
         **evidence: The numbers in `text`, by name
     """
     key = (where, ttype, pname) if isinstance(where, str) else (where.path, ttype or where.ttype, where.pname)
     return dict(severity=severity, rule=None, path=key[0], ttype=key[1], pname=key[2],
         first_step=int(first_step), last_step=int(first_step if last_step is None else last_step),
-        text=text, evidence={k: to_json_number(v) for k,v in evidence.items()}, advice=advice, look=look, stands=stands)
+        text=text, evidence={k: to_json_number(v) for k,v in evidence.items()}, advice=advice, look=look, stands=stands,
+        confidence=float(f'{confidence:.2g}') if 0<=confidence<=1 else 0., source=source)
 
 # %% ../../nbs/55_health/00_finding.ipynb #60a6e466
 def to_json_number(v):
@@ -92,6 +97,18 @@ def lasts_from(flags, least=3, share=.15, enough=10):
     return start if n and n>=min(least, len(flags)) and (n>=share*len(flags) or n>=enough) else None
 
 # %% ../../nbs/55_health/00_finding.ipynb #ad0d9052
+def confidence_from(value, threshold, share=1., against=0):
+    """Return the confidence in a finding: 0.5 for a value at its threshold, 0.95 for one that is 10 times beyond, in either direction.
+
+    share: fraction of the steps or tensors that show the fault; half of the confidence depends on it
+    against: number of facts that contradict the fault, such as a loss that falls. Each takes 30% of the confidence"""
+    value,threshold = float(value),float(threshold) # numpy warns of an overflow, Python does not
+    near = min(abs(value/threshold), abs(threshold/value)) if value and threshold else 0. # 1 at the threshold, 0 far beyond
+    if near!=near: return .5 # the value is NaN
+    return float((1-near/2)*(.5+.5*min(max(share, 0), 1))*.7**int(against))
+
+low_confidence = .5 # a report calls a fault 'possible' if the confidence is lower
+
 def name_module(path, kind=None):
     "Return the path and class of a module as text for a sentence."
     name = f'`{path}`' if path else 'the model'
@@ -100,6 +117,14 @@ def name_module(path, kind=None):
 def fmt(v):
     "Format a number with three significant digits."
     return f'{v:.3g}'
+
+most_times = 1e6 # largest ratio that a sentence names; the size of larger ones has no meaning
+
+def fmt_times(ratio):
+    "Format a ratio as '1.5 times' or '2,160 times'. Larger and smaller ratios become 'more than 1,000,000 times' and 'less than 0.000001 times'."
+    if ratio>most_times: return f'more than {most_times:,.0f} times'
+    if ratio<1/most_times: return f'less than {1/most_times:f} times'
+    return f'{float(fmt(ratio)):,.0f} times' if ratio>=100 else f'{fmt(ratio)} times'
 
 def list_names(names, most=3):
     "Return at most `most` names as text for a sentence, followed by the number of further names."

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .finding import finding, find_tail, fmt, median, plain_median, finite_max
+from .finding import confidence_from, finding, find_tail, fmt, fmt_times, median, plain_median, finite_max
 from .rules import rule
 from .sizes import is_harmed, loss_sentence
 
@@ -50,7 +50,8 @@ def report_vanishing(h, gs, size, lost, lasting, depth):
     largest = gs[keys[int(np.nanargmax(size))]].label
     return report_gradients(h, s, f"Gradients vanish in the backward pass: the gradient of {s.title} is "
         f"{fmt(first) if first else 'exactly zero'}, and that of `{largest}` is {fmt(top)}. {len(lost)} of {len(keys)} layers get less than "
-        f"{depth:g} of it.", s.steps[0], s.steps[-1], severity='warning' if h.progress.is_good and lasting>=depth else None,
+        f"{depth:g} of it.", s.steps[0], s.steps[-1], severity=None if is_harmed(h) else 'warning',
+        confidence=confidence_from(first/top if top else 0, depth, against=h.progress.is_good),
         advice="Use ReLU or GELU instead of sigmoid or tanh, normalization layers, residual connections, "
         "and a suitable initialization (torch.nn.init.kaiming_normal_).", first=first, last=top, layers=len(lost))
 
@@ -70,11 +71,12 @@ def find_vanished_later(h, gs, over_time, many=.7):
     i = find_tail(s.rms<over_time*start[k])
     yield report_gradients(h, s if len(gone)<len(gs) else '', f"From step {s.steps[i]} on, gradients vanish: the gradient of {s.title} fell "
         f"from {fmt(start[k])} to {fmt(plain_median(s.rms[i:]))}. {len(gone)} of {len(gs)} layers have such gradients.",
-        s.steps[i], s.steps[-1], start=start[k], layers=len(gone),
+        s.steps[i], s.steps[-1], start=start[k], layers=len(gone), severity=None if is_harmed(h) else 'warning',
+        confidence=confidence_from(plain_median(s.rms[i:])/start[k], over_time, len(gone)/len(gs)),
         advice="An activation has saturated or died: plot the activations around this step with overview(run, ttype='output').")
 
 # %% ../../nbs/55_health/35_gradients.ipynb #ca03e71d
-@rule(severity='error', needs='weight_grad',
+@rule(severity='error', needs='weight_grad', stats='rms',
     after=('dead_units', 'saturated', 'poor_scale', 'equal_units', 'not_trained', 'update_too_large', 'weights_decay'))
 def vanishing_gradient(h, depth=1e-5, over_time=1e-6, least=4):
     """Gradients that vanish on their way back through the layers, or during the training
@@ -134,6 +136,7 @@ def find_growth_with_depth(h, gs, depth):
     if not ratio>depth or largest<=1 or h.graph.position(s.path)>=h.graph.position(keys[-1][0]) or not (is_harmed(h) or ratio>100*depth): return None
     return report_gradients(h, s, f"Gradients explode in the backward pass: the gradient of {s.title} has an rms of {fmt(largest)}, and that "
         f"of `{gs[keys[-1]].label}` has {fmt(size[-1])}.", s.steps[0], s.steps[-1], largest=largest, ratio=float(ratio),
+        severity=None if is_harmed(h) else 'warning', confidence=confidence_from(ratio, depth, against=not is_harmed(h)),
         advice="Start with smaller weights (torch.nn.init.kaiming_normal_), add normalization layers or residual connections. "
         "clip_grad_norm_ limits the harm.")
 
@@ -150,7 +153,7 @@ def find_lasting_jump(h, gs, steps, norm, jump):
         if not is_worse_after(h.progress, steps[i]) or recovers(norm, i, usual): continue
         s = largest_jump(gs, steps[i])
         return report_gradients(h, '', f"At step {steps[i]}, the gradient norm explodes to {fmt(norm[i])}, where {fmt(usual)} was usual, "
-            f"most of all in {s.title}.", steps[i], steps[-1], norm=float(norm[i]), usual=float(usual),
+            f"most of all in {s.title}.", steps[i], steps[-1], norm=float(norm[i]), usual=float(usual), confidence=confidence_from(norm[i]/usual, jump),
             advice="Clip the gradients between backward() and step(): torch.nn.utils.clip_grad_norm_(model.parameters(), 1.)")
 
 # %% ../../nbs/55_health/35_gradients.ipynb #2c2d7106
@@ -173,7 +176,8 @@ def find_steep_loss(h, gs, steps, norm, steep):
     return report_gradients(h, s, f"Gradients explode from the start: the gradient of {s.title} has an rms of {fmt(typical_size(s, 0, .1))}, "
         f"so a change of its weights by 0.1% changes the loss by {by[k]/10:.0f}%.", steps[0], steps[-1],
         advice="Clip the gradients (clip_grad_norm_), start with smaller weights (recurrent networks: torch.nn.init.orthogonal_), "
-        "or normalize between layers.", elasticity=by[k], norm=plain_median(norm[:5]))
+        "or normalize between layers.", elasticity=by[k], norm=plain_median(norm[:5]),
+        severity=None if is_harmed(h) else 'warning', confidence=confidence_from(by[k], steep, against=h.progress.is_good))
 
 def find_huge_start(h, gs, steps, norm, huge):
     "Return a finding about a huge gradient norm at the start, if the training suffers, else None."
@@ -181,7 +185,7 @@ def find_huge_start(h, gs, steps, norm, huge):
     if start<=huge or not is_harmed(h): return None
     s = max(gs.values(), key=lambda s: typical_size(s, 0, .1))
     return report_gradients(h, s, f"Gradients are huge from the start: their norm is {fmt(start)}, most of all in {s.title}.",
-        steps[0], steps[-1], norm=start,
+        steps[0], steps[-1], norm=start, confidence=confidence_from(start, huge),
         advice="Clip the gradients (clip_grad_norm_), start with smaller weights, normalize the data and the targets.")
 
 def find_endless_growth(h, gs, steps, norm, jump):
@@ -191,10 +195,12 @@ def find_endless_growth(h, gs, steps, norm, jump):
     if not start>0 or not is_harmed(h) or len(norm)-i<3: return None
     return report_gradients(h, '', f"The gradients keep growing: their norm rises from {fmt(start)} to {fmt(norm[-1])}, and exceeds "
         f"{jump:,.0f} times its start from step {steps[i]} on.", steps[i], steps[-1], start=start, end=float(norm[-1]),
+        confidence=confidence_from(norm[-1]/start, jump),
         advice="Lower the learning rate by a factor of 10, or clip the gradients (clip_grad_norm_).")
 
 # %% ../../nbs/55_health/35_gradients.ipynb #bb787dfd
-@rule(severity='error', needs='weight_grad', after=('poor_scale', 'poor_input_scale', 'update_too_large', 'gradients_add_up', 'loss_spike', 'gradient_spike'))
+@rule(severity='error', needs='weight_grad', stats='rms',
+    after=('poor_scale', 'poor_input_scale', 'update_too_large', 'gradients_add_up', 'loss_spike', 'gradient_spike'))
 def exploding_gradient(h, jump=1000., depth=1e4, huge=1e3, steep=100.):
     """Gradients that grow from layer to layer or from step to step, and harm the loss
 
@@ -241,14 +247,15 @@ def find_common_spike(h, gs, times):
     for i,usual in find_jumps(norm, times):
         if not recovers(norm, i, usual): continue
         s = largest_jump(gs, steps[i])
-        yield report_gradients(h, '', f"Only at step {steps[i]}, the gradient norm is {fmt(norm[i]/usual)} times its usual size "
+        yield report_gradients(h, '', f"Only at step {steps[i]}, the gradient norm is {fmt_times(norm[i]/usual)} its usual size "
             f"({fmt(norm[i])}), in all layers and most in {s.title}.", steps[i], norm=float(norm[i]), usual=usual,
+            confidence=confidence_from(norm[i]/usual, times),
             severity=None if is_worse_after(h.progress, steps[i]) else 'info',
             advice="Check this batch, its targets and its weight in the loss. clip_grad_norm_ limits the harm.")
         return
 
 # %% ../../nbs/55_health/35_gradients.ipynb #9b6396f2
-@rule(severity='warning', needs='weight_grad', after=('not_finite', 'update_too_large'))
+@rule(severity='warning', needs='weight_grad', stats='rms', after=('not_finite', 'update_too_large'))
 def gradient_spike(h, alone=50., times=100., all_of_them=1000.):
     """A single step in which a gradient is far from its usual size
 
@@ -264,8 +271,9 @@ def gradient_spike(h, alone=50., times=100., all_of_them=1000.):
     step,k,size,others = max(found, key=lambda f: f.size)
     s = gs[k]
     at = s.at_step(step)
-    yield s.finding(at, f"At step {step}, the gradient of {s.title} is {fmt(size)} times its usual size ({fmt(rms_at_step(s, step))}), "
-        f"and the gradients of the other layers are {fmt(others)} times theirs.", last=at, times=size, others=others,
+    yield s.finding(at, f"At step {step}, the gradient of {s.title} is {fmt_times(size)} its usual size ({fmt(rms_at_step(s, step))}), "
+        f"and the gradients of the other layers are {f'{fmt_times(others)} theirs' if others>0 else 'zero'}.", last=at, times=size, others=others,
+        confidence=confidence_from(size, times),
         advice="Check this batch, and the operations of this layer: divisions, products and lookups. "
         "clip_grad_value_ or clip_grad_norm_ limits the harm.")
 
@@ -296,7 +304,7 @@ def has_each_step(h, gs, first):
     return not any((np.diff(s.steps[:first])!=s.steps[1]-s.steps[0]).any() for s in gs.values()) and np.diff(h.steps[:first]).max(initial=1)<=1
 
 # %% ../../nbs/55_health/35_gradients.ipynb #1463e70e
-@rule(severity='error', needs='weight_grad', after=('not_trained',))
+@rule(severity='error', needs='weight_grad', stats='rms', after=('not_trained',))
 def gradients_add_up(h, first=6, many=.4):
     """Gradients that are never set to zero: each step adds its gradients to the earlier ones
 
@@ -315,4 +323,5 @@ def gradients_add_up(h, first=6, many=.4):
     times,where = [float(v/s.rms[0]) for v in s.rms[:first]],'' if len(like)>.8*len(gs) else common_path([k[0] for k in like])
     yield s.finding(1, f"Gradients add up: in the first {first} steps, the gradient of {s.title} is {', '.join(map(fmt, times))} times the "
         f"first one. {len(like)} of {len(gs)} gradients grow like this, so they are never set to zero.", where, times=times,
+        confidence=confidence_from(mean_change(s), .5, len(like)/len(gs)),
         advice="Call optimizer.zero_grad() in each step before backward(), on the optimizer that has these parameters.")

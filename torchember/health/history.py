@@ -7,6 +7,7 @@ __all__ = ['History']
 
 # %% ../../nbs/55_health/10_history.ipynb #6991492e
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -55,6 +56,9 @@ def is_repeated(flags):
     return bool(len(flags)) and bool(flags.sum()>1 or flags.all())
 
 # %% ../../nbs/55_health/10_history.ipynb #dee0d067
+# statistics by which an output and an input are recognized as the same tensor
+signs = 'mean', 'std', 'max', 'min', 'rms', 'abs_max', 'abs_mean', 'l1', 'l2'
+
 def find_makers(trained, most=20_000) -> dict:
     """Return a dict: path of a module -> paths of the modules returning its inputs.
     An input and an output are the same tensor if their statistics are equal in one step.
@@ -62,22 +66,25 @@ def find_makers(trained, most=20_000) -> dict:
     trained: series of training passes
     most: largest number of series to compare"""
     flows = [s for s in trained if s.ttype in ('input', 'output') and len(s)]
-    if not flows or not any('mean' in s for s in flows[:5]): return {}
-    step = int(np.median(np.unique(np.concatenate([s.steps for s in trained]))[:3]))
+    known = [c for c in signs if any(c in s for s in flows[:5])]
+    if not known: return {}
+    step = int(np.median(np.unique(np.concatenate([s.steps[:3] for s in trained]))[:3])) # the first three steps of all
     made,out = {},{}
     for s in flows[:most]:
         at = s.at_step(step) or 0
-        sign = tuple(s[c][at] for c in ('mean', 'std', 'max', 'min'))
+        sign = tuple(None if (v := s[c][at])!=v else v for c in known) # a NaN is not equal to another one
         if s.ttype=='output': made.setdefault(sign, []).append(s.path)
-        elif sign in made and sign!=(0, 0, 0, 0): out.setdefault(s.path, []).extend(p for p in made[sign][:1] if p!=s.path)
+        elif sign in made and any(sign): out.setdefault(s.path, []).extend(p for p in made[sign][:1] if p!=s.path)
     return out
 
 # %% ../../nbs/55_health/10_history.ipynb #dc80fb96
 def has_same_numbers(a, b, *stats, last=None):
-    "Return True if two series have the same mean and `stats` (functions of a series), in all steps or in the last `last` steps."
+    """Return True if two series have the same mean and `stats` (functions of a series), in all steps or in the last `last` steps.
+    Return False if none of these was recorded."""
     if last is None and len(a)!=len(b): return False
     at = slice(None if last is None else -last, None)
-    return all(np.array_equal(f(a)[at], f(b)[at], equal_nan=True) for f in (lambda s: s['mean'], *stats))
+    both = [(f(a)[at], f(b)[at]) for f in (lambda s: s['mean'], *stats)]
+    return all(np.array_equal(v, w, equal_nan=True) for v,w in both) and not all(np.isnan(v).all() for v,_ in both)
 
 # %% ../../nbs/55_health/10_history.ipynb #0b671842
 class ModuleGraph:
@@ -143,6 +150,12 @@ class ModuleGraph:
         return {s.path for s in self.outs if any(has_same_numbers(r, s, lambda s: s.rms, last=3) for r in roots)} | {*self.leaves[-1:]}
 
 # %% ../../nbs/55_health/10_history.ipynb #fd806469
+def union_of_steps(series):
+    "Return the steps of all series together, ascending. Most series have the same steps, so few arrays are merged."
+    if not series: return np.zeros(0, int)
+    longest = max(series, key=len).steps
+    return np.unique(np.concatenate([longest, *(s.steps for s in series if not np.array_equal(s.steps, longest))]))
+
 def group_by_path(series):
     "Return a dict: path -> list of the series of this module."
     found = {}
@@ -189,12 +202,17 @@ class History:
         # if no pass was in training mode, the model trains in evaluation mode, so all passes are training passes
         in_eval_mode = not any(s.ttype in ('input', 'output') for s in self.trained)
         if in_eval_mode: self.trained,self.evaluated = self.all,[]
-        self.steps = np.unique(np.concatenate([s.steps for s in self.trained])) if self.trained else np.zeros(0, int)
+        self.steps = union_of_steps(self.trained)
         self.graph = ModuleGraph(self.trained)
 
     def series(self, *ttypes:str, evaluated=False) -> list:
-        "Return the series of some tensor types, in the order of calls. `evaluated`: True for evaluations instead of training passes."
-        return [s for s in (self.evaluated if evaluated else self.trained) if s.ttype in ttypes]
+        """Return the series of some tensor types, in the order of calls. A series ends where its values stay non-finite, see `Series.until_bad`.
+        `evaluated`: True for evaluations instead of training passes."""
+        return [s for s in (self.until_bad_evaluated if evaluated else self.until_bad_trained) if s.ttype in ttypes]
+
+    # `trained` and `evaluated`, each series up to where its values stay non-finite
+    until_bad_trained = cached_property(lambda self: [s.until_bad() for s in self.trained])
+    until_bad_evaluated = cached_property(lambda self: [s.until_bad() for s in self.evaluated])
 
     # path -> series of all inputs; path -> series of the first output of the first call
     inputs = cached_property(lambda self: group_by_path(self.series('input')))
@@ -221,6 +239,8 @@ class History:
     kinds = cached_property(lambda self: {s.path: s.kind for s in self.all}) # path -> class of the module
     parameters = cached_property(lambda self: [correct_entry(p, self) for p in self.recorded_parameters])
     loss = cached_property(lambda self: find_loss(self.logged)) # a `LoggedSeries`, or None
+    # learning rates: a `LoggedSeries` for each parameter group
+    rates = property(lambda self: [n for n in self.logged if n.name in ('lr', 'learning_rate') or n.name.startswith('lr/')])
     progress = cached_property(lambda self: LossProgress(self.loss, [*{s.path for s in self.all}, *(n.name for n in self.logged), self.name]))
 
     @property
@@ -252,11 +272,16 @@ class History:
         "Set of (path, pname) of the parameters in no optimizer."
         return {(p['path'], p['name']) for p in self.parameters if p.get('optimizer') is False}
 
-    def changes_data_at(self, step):
-        "Return True if the shape of the data changes at a step in more than the batch size."
+    @cached_property
+    def data_changes(self):
+        "List of (step before, first step with data of another shape), for shapes that differ in more than the batch size."
+        found = []
         for s in self.series('input'):
             if s.path not in self.graph.data_modules or s.shape is None: continue
-            i,shapes = np.searchsorted(s.steps, step),s.rows.shapes[s.at]
-            a,b = as_tuple(shapes[max(i-1, 0)]),as_tuple(shapes[min(i, len(s)-1)])
-            if a is not None and b is not None and a[1:]!=b[1:]: return True
-        return False
+            shapes = [as_tuple(x) for x in s.rows.shapes[s.at]]
+            found += [(int(s.steps[i]), int(s.steps[i+1])) for i,(a,b) in enumerate(pairwise(shapes)) if a is not None and b is not None and a[1:]!=b[1:]]
+        return found
+
+    def changes_data_at(self, step):
+        "Return True if the shape of the data changes at a step in more than the batch size."
+        return any(a<step<=b for a,b in self.data_changes)

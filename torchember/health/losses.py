@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from .finding import finding, fmt, median, plain_median
+from .finding import confidence_from, finding, fmt, fmt_times, median, plain_median
 from .gradients import is_worse_after
 from .progress import guessing_losses, running_median, rank_trend
 from .rules import rule
@@ -57,13 +57,17 @@ def diverging(h, times=3., largest=10.):
     grown = f", and the output of the model grew from {fmt(out.rms[0])} to {fmt(out.rms[-1])}" if blown else ''
     yield finding('', f"The loss diverges: it grows from step {p.steps[i]} on, from {fmt(p.start)} at the start to {fmt(p.end)} "
         f"at the end{grown}.", p.steps[i], p.steps[-1], ttype='scalar', look="overview(run)", start=p.start, end=p.end,
+        # a loss whose terms change their weights, or a new task, may rise as well
+        severity=None if blown or h.is_broken or h.has_large_first_steps or p.end>3*times*p.start else 'warning',
+        confidence=1-.5*min(times*p.start/p.end, 1)*.5**blown,
         advice="Divide the learning rate by 10, add a warm-up, or clip the gradients (torch.nn.utils.clip_grad_norm_).")
 
 # %% ../../nbs/55_health/45_losses.ipynb #8785bc53
 def share_along_gradient(s, w, least):
     """Return the fraction of the steps in which the mean of a weight `w` changes in the direction of the mean of its gradient `s`.
     Gradient descent goes the other way. Return None if fewer than `least` steps show the direction."""
-    at = np.intersect1d(np.intersect1d(s.steps, w.steps[:-1]), w.steps[1:]-1)
+    at = w.steps[:-1][np.diff(w.steps)==1] # steps with a row of the weight in the next step, too
+    at = at[np.isin(at, s.steps)]
     if len(at)<least: return None
     i,j = np.searchsorted(w.steps, at),np.searchsorted(s.steps, at)
     moved,grad = w['mean'][i+1]-w['mean'][i],s['mean'][j]
@@ -80,7 +84,8 @@ def find_ascent(h, share, least):
     return finding('', f"The optimizer maximizes the loss: the weights move along their gradients and not against them, in {usual:.0%} "
         f"of the steps, for {len(shares)} weights.", h.steps[0], h.steps[-1], ttype='weight', stands=True, look="overview(run)",
         advice="Check for maximize=True, a wrong sign of the loss, a negative learning rate, or a hook that flips gradients.",
-        along=usual, weights=len(shares))
+        along=usual, weights=len(shares), severity=None if h.progress.verdict=='rises' else 'warning',
+        confidence=confidence_from(1-usual, 1-share, (shares>.6).mean(), h.progress.is_good))
 
 # %% ../../nbs/55_health/45_losses.ipynb #809205d5
 @rule(severity='error', needs='scalar', after=loss_causes)
@@ -129,7 +134,8 @@ def loss_below(h, times=5.):
     by = f", while the output of the model grows from {fmt(plain_median(out.rms[:3]))} to {fmt(out.rms[-1])}" if grown else ''
     yield finding('', f"The loss is below zero from step {p.steps[at]} on and falls {'faster and faster' if endless else 'further'}, "
         f"to {fmt(v[-1])}{by}: it has no minimum.",
-        p.steps[at], p.steps[-1], ttype='scalar', severity='error' if endless and grown else None, look="overview(run)", start=p.start, end=float(v[-1]),
+        p.steps[at], p.steps[-1], ttype='scalar', severity='error' if endless and grown and (positive or classes) else None,
+        look="overview(run)", start=p.start, end=float(v[-1]),
         advice="Check for a wrong sign, a missing square or abs, targets out of range (binary_cross_entropy expects 0 to 1), "
         "or probabilities instead of logits. A log-likelihood may be negative, but levels off.")
 
@@ -137,7 +143,7 @@ def loss_below(h, times=5.):
 def gives_probabilities(s):
     "Return True if a tensor holds probabilities: its rows add up to 1."
     if s is None or s.shape is None or len(s.shape)!=2 or not 2<s.shape[-1]<10_000 or 'mean' not in s or len(s)<5: return False
-    return bool((abs(s['mean']*s.shape[-1]-1)<1e-3).all() and not np.nanmin(s['min'])<0)
+    return bool((abs(s['mean']*s.shape[-1]-1)<1e-3).all() and not (s['min']<0).any())
 
 def find_double_softmax(h, p):
     """Return a finding if softmax is applied twice, else None.
@@ -158,7 +164,7 @@ def find_relu_logits(h, p):
     "Return a finding if a ReLU follows the logits, because they are never below zero, else None. `p`: a `LossProgress`."
     for path in dict.fromkeys(['', *h.graph.last_modules]):
         s = h.outputs.get(path)
-        if s is None or s.shape is None or len(s.shape)!=2 or s.shape[-1]<3 or 'min' not in s or len(s)<20 or gives_probabilities(s): continue
+        if s is None or s.shape is None or len(s.shape)!=2 or s.shape[-1]<3 or not ('min' in s and 'mean' in s) or len(s)<20 or gives_probabilities(s): continue
         guess = math.log(s.shape[-1])
         if not (s['min']==0).all() or not (s['max']>0).any() or abs(p.values[0]-guess)>.3*guess: continue
         return finding(path, f"The logits of {s.title} are never below zero, and the loss is a cross-entropy "
@@ -187,7 +193,7 @@ def find_double_sigmoid(h, p):
 def loss_stalls(h, least=30, close=.03):
     """A loss that does not fall
 
-    least: least number of steps. With less than twice as many, the finding is an 'info'
+    least: least number of steps. With less than twice as many, the finding is an 'info', and with ten times as many it may be an error
     close: largest relative difference between a loss and the loss of random guessing"""
     p = h.progress
     if len(p.values)<least: return
@@ -197,11 +203,12 @@ def loss_stalls(h, least=30, close=.03):
     if p.noise/math.sqrt(len(p.values)/5)>.05*abs(p.start): return
     guess = next(((n, v) for n,v in guessing_losses(h).items() if abs(p.end-v)<close*v and abs(p.start-v)<3*close*v), None)
     chance = f" Guessing among {guess[0]} classes gives {guess[1]:.3f} = ln {guess[0]}." if guess else ''
-    long = len(p.values)>=2*least
-    # it is not known how far a loss of another kind can fall
-    severity = 'error' if guess and long else None if p.noise<1e-6*abs(p.end) else 'info'
+    # a warm-up, or a plateau at the start, may last for many steps. It is not known how far a loss of another kind can fall
+    n = len(p.values)/least
+    severity = 'error' if guess and n>=10 else 'warning' if guess and n>=2 else None if p.noise<1e-6*abs(p.end) else 'info'
     yield finding('', f"The loss does not fall: it is {fmt(p.start)} in the first steps, and {fmt(p.end)} in the last of {len(p.values)}.{chance}",
         p.steps[0], p.steps[-1], ttype='scalar', severity=severity, look="overview(run)", start=p.start, end=p.end, **({'guessing': guess[1]} if guess else {}),
+        confidence=confidence_from(abs(p.end-guess[1]), close*guess[1]) if guess else .5,
         advice="Train on a single batch until its loss is near zero. If that fails, the model or the loss is wrong. If it works, check the data "
         "(are labels shuffled separately from the inputs?) and the learning rate.")
 
@@ -236,14 +243,14 @@ def loss_spike(h, times=10., part=.5):
     if any(h.changes_data_at(s) for s in p.steps[5:i+1]): return # the data have another shape, so another task begins
     end = next((j for j in range(i+1, len(v)) if v[j]<2*usual), None)
     data = data_size_ratio(h, step)
-    why = f" The data of this step are {fmt(data)} times as large as usual." if data else ''
-    if end is None: severity = 'error' if len(v)-i>=30 else 'info'
+    why = f" The data of this step are {fmt_times(data)} as large as usual." if data else ''
+    if end is None: severity = 'warning' if len(v)-i>=30 else 'info' # a new task begins with such a loss, too
     else: # a loss that falls slowly after the jump is learned again, because the data are different since then
         learnt = i+3<len(v) and min(v[i+1:i+4])>.4*v[i]
         severity = 'warning' if not learnt and (data or is_worse_after(p, step)) else 'info'
     yield finding('', f"At step {step}, the loss jumps to {fmt(v[i])}, where {fmt(usual)} was usual, and "
         f"{f'returns at step {p.steps[end]}' if end else 'does not return'}.{why}", step, p.steps[end-1] if end else p.steps[-1],
-        ttype='scalar', severity=severity, look="overview(run)", loss=float(v[i]), usual=usual,
+        ttype='scalar', severity=severity, look="overview(run)", loss=float(v[i]), usual=usual, confidence=confidence_from(v[i]/usual, times),
         advice="Check the batch of this step, and clip the gradients (torch.nn.utils.clip_grad_norm_).")
 
 # %% ../../nbs/55_health/45_losses.ipynb #b9084578
@@ -270,7 +277,7 @@ def held_out_losses(h):
     return [n for n in h.logged if any(w in n.name.lower() for w in ('val', 'test', 'eval')) and 'loss' in n.name.lower() and len(n)>=4]
 
 # %% ../../nbs/55_health/45_losses.ipynb #97e4d3bf
-@rule(severity='info', needs='input')
+@rule(severity='info', needs='input', stats='mean')
 def same_data(h, least=8):
     """One batch that is repeated in each step, or data with a single value
 

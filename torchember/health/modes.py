@@ -10,7 +10,7 @@ from itertools import islice
 
 import numpy as np
 
-from .finding import fmt, lasts_from, median, plain_median
+from .finding import confidence_from, fmt, fmt_times, lasts_from, median, plain_median
 from .history import find_changes, is_repeated
 from .rules import rule
 
@@ -64,7 +64,8 @@ def find_wrong_scale(h, out, times=3, share=.6):
     return out.finding(known[off][0], f"{out.title} does not normalize during training: its output has an rms of {fmt(out.rms[0])}, and "
         f"its weight and bias give {fmt(expected[0])}. It is in evaluation mode, with running statistics that do not fit the data.",
         advice="Call model.train() before training, and model.eval() after it. "
-        "If a trained BatchNorm shall stay fixed, give it data like those of its own training.", times=plain_median(gap))
+        "If a trained BatchNorm shall stay fixed, give it data like those of its own training.", times=plain_median(gap),
+        confidence=confidence_from(plain_median(gap), times if plain_median(gap)>1 else 1/times, off.mean()))
 
 # %% ../../nbs/55_health/42_modes.ipynb #9f68f32c
 running_advice = ("Check momentum (0.1 is usual; 0 never updates, None averages all batches). Train long enough before model.eval(), and "
@@ -95,7 +96,8 @@ def compare_buffers(h, out, least, away=2., shifted=1.5):
     if 1/away<(know/have if have>0 else np.inf)<away and abs(mean_known-mean_had)/max(spread, 1e-30)<shifted: return None
     return var.finding(n//2, f"The running statistics of {out.title} do not fit its data: mean {fmt(mean_known)} and rms {fmt(know)}, "
         f"while its batches have {fmt(mean_had)} and {fmt(have)}. In model.eval(), the outputs differ.", stat='mean',
-        advice=running_advice, running=know, batch=have)
+        advice=running_advice, running=know, batch=have,
+        confidence=max(confidence_from(know/have if have>0 else 0, away if know>have else 1/away), .5))
 
 def compare_sizes(ev, tr, late, away, share=.6):
     """Return (median ratio, index of the first case) if the rms of a tensor in evaluations differs from its rms in training, else None.
@@ -116,11 +118,12 @@ def compare_evaluation(h, out, away, least):
     ev = next((s for s in h.series('output', evaluated=True) if s.path==out.path), None)
     if ev is None: return None
     gap = compare_sizes(ev, out, np.flatnonzero((ev.steps>=h.steps[0]+least) & np.isfinite(ev.rms)), away)
-    return gap and ev.finding(gap[1], f"{out.title} has an output in evaluation that is {fmt(gap[0])} times as large as in training (rms). "
-        "Its running statistics do not fit the data.", advice=running_advice, times=gap[0])
+    return gap and ev.finding(gap[1], f"{out.title} has an output in evaluation that is {fmt_times(gap[0])} as large as in training (rms). "
+        "Its running statistics do not fit the data.", advice=running_advice, times=gap[0],
+        confidence=confidence_from(gap[0], away if gap[0]>1 else 1/away))
 
 # %% ../../nbs/55_health/42_modes.ipynb #2570d7a3
-@rule(severity='warning', needs='output', after=('update_too_large', 'not_finite'))
+@rule(severity='warning', needs='output', stats=('mean', 'rms'), after=('update_too_large', 'not_finite'))
 def batch_norm(h, away=4., least=30):
     """Batch normalization that does not normalize, or whose running statistics do not fit the batches, so that the model differs in evaluation
 
@@ -164,7 +167,7 @@ def compare_with_training(h, s, away):
     return (gap := compare_sizes(s, tr, late, away)) and (s, *gap)
 
 # %% ../../nbs/55_health/42_modes.ipynb #b086b49b
-@rule(severity='warning', needs='output', after=('batch_norm', 'update_too_large', 'not_finite'))
+@rule(severity='warning', needs='output', stats='rms', after=('batch_norm', 'update_too_large', 'not_finite'))
 def train_eval(h, away=3.):
     """A model whose values differ between training and evaluation: other data, or a Dropout or normalization that behaves differently
 
@@ -176,6 +179,6 @@ def train_eval(h, away=3.):
     of_data = s.ttype=='input' and s.path in h.graph.first_modules
     if not of_data and not any(f[0].path=='' or f[0].path in h.graph.last_modules for f in found): return
     why = ': the data differ, or are prepared in another way.' if of_data else '.'
-    yield s.finding(at, f"In evaluation, {s.tname} of {s.title} is {fmt(times)} times as large as in training, from step {s.steps[at]} on{why}",
-        times=times, advice="Prepare the data in the same way for both. "
+    yield s.finding(at, f"In evaluation, {s.tname} of {s.title} is {fmt_times(times)} as large as in training, from step {s.steps[at]} on{why}",
+        times=times, confidence=confidence_from(times, away if times>1 else 1/away), advice="Prepare the data in the same way for both. "
         "Check hand-written Dropout (divide by 1-p in training) and normalization layers.")

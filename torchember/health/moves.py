@@ -49,7 +49,7 @@ class RelativeUpdates:
 def estimate_ratio(s):
     "Return the relative change of a weight in each step, estimated from the differences of its statistics."
     size = s.rms[:-1]
-    parts = [abs(np.diff(s[c])) for c in ('max', 'min', 'mean', 'std') if c in s]
+    parts = [abs(np.diff(s[c])) for c in ('max', 'min', 'mean', 'std', 'abs_max') if c in s]
     moved = np.max(parts, axis=0) if parts else np.full(len(size), np.nan)
     with np.errstate(divide='ignore', invalid='ignore'): return np.where(size>0, moved/size/np.diff(s.steps), np.nan)
 

@@ -16,7 +16,7 @@ from ..frames.tables import mark_columns
 from ..ground.needs import needs
 from ..ground.not_finite import counts
 from ..ground.record import computed, computed_in, identity, of_pieces, optional
-from .finding import finding, name_module
+from .finding import find_tail, finding, name_module
 from ..measure.summary import derived
 
 # %% ../../nbs/55_health/06_series.ipynb #449f3a86
@@ -28,6 +28,12 @@ def to_floats(values):
 def elements_of_row(shape):
     "Return the number of elements of a tensor from its shape, or NaN if the shape is unknown."
     return math.prod(shape) if isinstance(shape, list|tuple) else math.nan
+
+def count_elements(shapes):
+    "Return the number of elements of each tensor. A run has many rows and few shapes, so a cache is fast."
+    of_shape = cache(elements_of_row)
+    try: return np.fromiter(map(of_shape, shapes), float, len(shapes)) # a table has tuples
+    except TypeError: return np.fromiter((of_shape(as_tuple(s)) for s in shapes), float, len(shapes)) # lists and arrays are no keys of a cache
 
 def as_tuple(shape): return tuple(shape) if isinstance(shape, list|tuple|np.ndarray) else None
 
@@ -69,9 +75,8 @@ class SeriesColumns:
     @cached_property
     def sizes(self):
         "Number of elements of each row's tensor, from the column `numel` or the shape. NaN if both are missing."
-        of_shape = cache(elements_of_row) # a run has many rows and few shapes, so a cache is faster
         n = self.column('numel')
-        return np.where(np.isnan(n), np.array([of_shape(as_tuple(s)) for s in self.shapes], float), n)
+        return np.where(np.isnan(n), count_elements(self.shapes), n) if np.isnan(n).any() else n
 
 # %% ../../nbs/55_health/06_series.ipynb #7c41d2ea
 # rows that differ in one of these columns belong to different series
@@ -129,8 +134,10 @@ class Series:
         n = self.rows.sizes[self.at]
         # torch divides by n-1, so the standard deviation of one value is missing
         unbiased = np.where(n>1, (n-1)/np.where(n>1, n, 1), np.isnan(n)*1.)
+        # without a recorded standard deviation, only the rms of a single value is known
+        std = np.nan_to_num(self['std']) if 'std' in self else np.where(n==1, 0, np.nan)
         # hypot instead of a sum of squares, because the square of 1e300 overflows
-        made = np.hypot(self['mean'], np.nan_to_num(self['std'])*np.sqrt(unbiased))
+        made = np.hypot(self['mean'], std*np.sqrt(unbiased))
         return np.where(np.isnan(self['rms']), made, self['rms']) if 'rms' in self else made
 
     @cached_property
@@ -139,10 +146,26 @@ class Series:
         return self['abs_max'] if 'abs_max' in self else np.maximum(abs(self['max']), abs(self['min']))
 
     @cached_property
+    def constant(self):
+        "Mask of the steps in which all values of the tensor were equal, as maximum and minimum show, or else the standard deviation."
+        return self['max']==self['min'] if 'max' in self and 'min' in self else self['std']==0
+
+    @cached_property
     def zero(self):
         "Mask of the steps in which all values of the tensor were exactly zero."
         if 'max' in self and 'min' in self: return (self['max']==0) & (self['min']==0) & (self.bad==0)
         return self.abs_max==0
+
+    def until_bad(self):
+        """Return the part of the series before it stays non-finite up to its end, or the series itself if its last value is finite.
+        The first step is kept in any case, so that a tensor is known to each rule. -inf in an activation does not count, because it is usually a mask.
+        Steps skipped by a loss scaler do not count, either."""
+        which = counts[:2] if self.ttype in ('input', 'output', 'probe') else counts
+        if not len(self) or not any(c in self.rows.columns for c in which): return self
+        n = find_tail((self.rows.count(*which)[self.at]>0) & ~self.skipped)
+        if n==len(self): return self
+        key = SeriesKey(self.path, self.kind, self.ttype, self.tname, self.pname, self.phase, self.call, self.backward, self.module)
+        return Series(self.rows, slice(self.at.start, self.at.start+max(n, 1)), key, self.order)
 
     def at_step(self, step):
         "Return the index of a step in the series, or None if the step was not recorded."

@@ -8,7 +8,7 @@ __all__ = ['update_too_large', 'update_too_small', 'poor_scale', 'poor_input_sca
 # %% ../../nbs/55_health/30_sizes.ipynb #f32f9f25
 import numpy as np
 
-from .finding import finding, find_tail, fmt, median, plain_median, finite_max, list_names
+from .finding import confidence_from, finding, find_tail, fmt, fmt_times, median, plain_median, finite_max, list_names
 from .moves import count_inputs, is_linear, is_norm, relative_updates, any_weight_changes
 from .progress import guessing_losses
 from .rules import rule
@@ -42,11 +42,15 @@ def growth_factor(w):
     "Return the largest rms of a weight divided by its rms in the first step, or NaN if this is 0."
     return finite_max(w.rms)/w.rms[0] if w.rms[0]>0 else np.nan
 
-def share_phrase(ratio): return f"{fmt(ratio)} of its size" if ratio<1 else f"{fmt(ratio)} times its size"
+def share_phrase(ratio): return f"{fmt(ratio)} of its size" if ratio<1 else f"{fmt_times(ratio)} its size"
 
-def rate_divisor(ratio):
-    "Return the power of ten, as text, by which to divide the learning rate for updates of about 0.003 of the weight."
-    return f"{10**max(1, int(round(np.log10(max(ratio, 1e-9)/3e-3)))):,}"
+def lower_rate_advice(ratio, most=1000):
+    """Return the advice to divide the learning rate by a power of ten, for updates of about 0.003 of the weight.
+
+    most: largest divisor. A larger one is an extrapolation that has no meaning"""
+    by = 10**max(1, int(round(np.log10(min(max(ratio, 1e-9), 1e9)/3e-3))))
+    if by<=most: return f"Divide the learning rate by {by:,}, or start with a warm-up."
+    return f"Divide the learning rate by {most:,}, and again until the loss falls. Check the size of the data, of the targets and of the initial weights."
 
 # %% ../../nbs/55_health/30_sizes.ipynb #ed9125c0
 def report_large_steps(h, moves, large, ratio):
@@ -57,21 +61,25 @@ def report_large_steps(h, moves, large, ratio):
     return finding('', f"The updates are too large: each of the first updates changes {w.title} by {share_phrase(size)}, and "
         f"{len(large)} of {len(moves)} weights change by more than {ratio:g}. About 0.001 is usual. {loss_sentence(h.progress)}",
         moves[k].steps[0], w.steps[-1], ttype='weight', look="updates(run)",
-        advice=f"Divide the learning rate by {rate_divisor(size)}, or start with a warm-up.",
-        ratio=size, weights=len(large), of=len(moves), loss=h.progress.verdict)
+        advice=lower_rate_advice(size),
+        ratio=size, weights=len(large), of=len(moves), loss=h.progress.verdict, confidence=confidence_from(size, ratio, len(large)/len(moves)))
 
-def report_larger_steps(h, moves, late):
-    "Return a finding about updates becoming too large later. `late`: key of a weight -> index of its first large update."
+def report_larger_steps(h, moves, late, limit):
+    """Return a finding about updates becoming too large later.
+
+    late: key of a weight -> index of its first large update
+    limit: relative change above which an update is too large"""
     k = min(late, key=lambda k: (late[k], h.graph.position(k[0])))
     m,i = moves[k],late[k]
     step,before = int(m.steps[i]),median(m.ratio[:i])
     return finding(m.s if len(late)==1 else '', f"The update of step {step} changes {m.s.title} by {share_phrase(m.ratio[i])}, where "
         f"{fmt(before)} was usual. {len(late)} of {len(moves)} weights have such updates. {loss_sentence(h.progress)}",
         step, m.s.steps[-1], ttype='weight', look="updates(run)", ratio=float(m.ratio[i]), before=before, weights=len(late),
+        confidence=confidence_from(m.ratio[i], limit, len(late)/len(moves)),
         advice="Clip the gradients (torch.nn.utils.clip_grad_norm_), lower the learning rate, or check the batch of this step.")
 
 # %% ../../nbs/55_health/30_sizes.ipynb #e63dddfe
-@rule(severity='error', needs=('weight', 'weight_grad'), after=('poor_input_scale',))
+@rule(severity='error', needs=('weight', 'weight_grad'), stats=('rms', 'std'), after=('poor_input_scale',))
 def update_too_large(h, ratio=.3, growth=10., many=.34):
     """Updates as large as the weights: one step overwrites what was learned
 
@@ -90,15 +98,20 @@ def update_too_large(h, ratio=.3, growth=10., many=.34):
     leapt = len(leaps)>=max(1, .5*len(moves)) and p.verdict!='means nothing' and p.fell<.3
     if len(large)>=max(1, enough) and bad or leapt: yield report_large_steps(h, moves, large or leaps, ratio); return
     late = {k: int(at[0]) for k,m in moves.items() if len(at := np.flatnonzero(m.ratio>3*ratio)) and at[0]>=2}
-    if len(late)>=max(1, enough) and is_harmed(h): yield report_larger_steps(h, moves, late)
+    if len(late)>=max(1, enough) and is_harmed(h): yield report_larger_steps(h, moves, late, 3*ratio)
 
 # %% ../../nbs/55_health/30_sizes.ipynb #61c67ee1
-def report_small_steps(h, moves, k, n, ratio):
-    "Return a finding about a run with all updates too small. `k`: key of the weight with the largest updates; `n`: number of weights."
+def report_small_steps(h, moves, k, n, ratio, limit):
+    """Return a finding about a run with all updates too small.
+
+    k: key of the weight with the largest updates
+    n: number of weights
+    ratio, limit: its relative change per step; change below which an update is too small"""
     w = moves[k].s
     return finding('', f"The updates are too small: the largest, of {w.title}, is {fmt(ratio)} of the weight, where 0.001 is usual. "
-        f"{loss_sentence(h.progress)}", h.steps[0], h.steps[-1], severity='error' if h.progress.verdict=='stalls' else None, ttype='weight',
-        look="updates(run)", advice="Multiply the learning rate by 10 until the loss falls. Then try a factor of 3.", ratio=ratio, weights=n)
+        f"{loss_sentence(h.progress)}", h.steps[0], h.steps[-1], severity='error' if h.progress.verdict=='stalls' and not h.started_low else None,
+        ttype='weight', confidence=confidence_from(ratio, limit, n/len(moves), h.progress.verdict!='stalls'), ratio=ratio, weights=n,
+        look="updates(run)", advice="Multiply the learning rate by 10 until the loss falls. Then try a factor of 3.")
 
 # %% ../../nbs/55_health/30_sizes.ipynb #2f8c8086
 def gradients_continue(grad, steps, start):
@@ -107,19 +120,17 @@ def gradients_continue(grad, steps, start):
     before,after = (grad.rms[(grad.steps>=a) & (grad.steps<b)] for a,b in spans)
     return bool((after>0).any()) and not median(after)<.03*median(before)
 
-def learning_rates(h):
-    "Return the `LoggedSeries` of the learning rates, one per parameter group."
-    return [n for n in h.logged if n.name in ('lr', 'learning_rate') or n.name.startswith('lr/')]
-
 def explain_small_steps(h, step, drop):
-    "Return the reason why updates are small from a step on, and advice. Assume a schedule, unless recorded learning rates exclude it."
-    falls = [(n.name, at[-1], finite_max(n.values)) for n in learning_rates(h) if len(at := n.values[n.steps<=step])]
-    fell = [f for f in falls if f[1]<100*drop*f[2]]
-    if falls and not fell: return "the learning rate is unchanged, so something else makes the updates small, with", (
-        "Check gradient clipping (clip_grad_norm_), the eps of the optimizer, masks, and code that restores old weights.")
-    rate = f" ({fell[0][0]} is {fmt(fell[0][1])}, after {fmt(fell[0][2])})" if fell else ''
-    return f"the schedule of the learning rate{rate} ended the training with", ("Let the schedule end at the last step: "
-        "count in the unit (steps or epochs) in which you call scheduler.step(), in step_size, T_max and gamma.")
+    "Return the reason why updates are small from a step on, as a sentence, and advice. Only recorded learning rates can show a schedule."
+    falls = [(n.name, at[-1], finite_max(n.values)) for n in h.rates if len(at := n.values[n.steps<=step])]
+    if fell := [f for f in falls if f[1]<100*drop*f[2]]: return (
+        f"The schedule of the learning rate ended the training: {fell[0][0]} is {fmt(fell[0][1])}, after {fmt(fell[0][2])}.",
+        "Let the schedule end at the last step: count T_max, step_size and milestones in the unit in which you call scheduler.step() (steps or epochs).")
+    if bad := [f for f in falls if not np.isfinite(f[1])]: return (f"The learning rate {bad[0][0]} is {bad[0][1]}.", "Check the code that sets it.")
+    if falls: return "The learning rate has not fallen as much, so something else makes the updates small.", ("Print the gradients before "
+        "optimizer.step(): clip_grad_norm_ or a mask may make them zero. Then check the eps of the optimizer, and code that restores old weights.")
+    return "The learning rate was not recorded.", ("Print the learning rate: optimizer.param_groups[0]['lr']. "
+        "If it is unchanged, check that optimizer.step() is called, and that no code restores old weights.")
 
 def find_end(h, k, m, drop, left=.35):
     """Return (step, key, largest update before, median update after) if the updates of a weight become small while its gradients do not.
@@ -155,12 +166,13 @@ def find_early_end(h, moves, drop, many=.7):
     rare = {k for k,w in h.weights.items() if 'Embedding' in w.kind}
     # if other weights still change, the reason is no schedule, and `not_trained` reports it
     if any_weight_changes(h, step, rare): return
-    smaller = f"{fmt(peak/now)} times smaller than before" if now>0 else "zero"
+    smaller = f"{fmt_times(peak/now)} smaller than before" if now>0 else "zero"
     gradients = ", while the gradients are not" if k in h.grads else ''
     why,advice = explain_small_steps(h, step, drop)
-    yield finding('', f"From step {step} on, the updates are {smaller} ({fmt(now)} in {moves[k].s.title}, {fmt(peak)} before){gradients}: "
-        f"{why} {(h.steps>=step).sum():,} of {len(h.steps):,} steps left. {loss_sentence(p)}", step, h.steps[-1], ttype='weight',
-        look="updates(run)", advice=advice, before=peak, now=now)
+    yield finding('', f"From step {step} on, the updates are {smaller} ({fmt(now)} in {moves[k].s.title}, {fmt(peak)} before){gradients}. "
+        f"{(h.steps>=step).sum():,} of {len(h.steps):,} steps were left. {why} {loss_sentence(p)}", step, h.steps[-1], ttype='weight',
+        look="updates(run)", advice=advice, before=peak, now=now,
+        confidence=confidence_from(now/peak, drop, len(ends)/len(moves), h.progress.is_good))
 
 # %% ../../nbs/55_health/30_sizes.ipynb #cbb40c01
 def find_slow_group(h, moves, usual, ratio):
@@ -178,10 +190,11 @@ def find_slow_group(h, moves, usual, ratio):
     w,more = moves[k].s,f" {len(slow)} weights have such updates." if len(slow)>1 else ''
     yield finding(w, f"{w.title} hardly changes: its updates are {fmt(usual[k])} of its size, and those of the other weights {fmt(largest)}."
         f"{more}", h.steps[0], h.steps[-1], advice="Check the learning rate of its parameter group.", look="updates(run)",
-        ratio=usual[k], usual=largest, weights=list_names([moves[k].s.label for k in slow]))
+        confidence=confidence_from(usual[k], min(ratio/10, largest*1e-3)), ratio=usual[k], usual=largest, weights=list_names([moves[k].s.label for k in slow]))
 
 # %% ../../nbs/55_health/30_sizes.ipynb #21e17a7e
-@rule(severity='warning', needs=('weight', 'weight_grad'), after=('not_trained', 'vanishing_gradient', 'dead_units', 'scaler_skips', 'not_finite'))
+@rule(severity='warning', needs=('weight', 'weight_grad'), stats=('rms', 'std'),
+    after=('not_trained', 'vanishing_gradient', 'dead_units', 'scaler_skips', 'not_finite'))
 def update_too_small(h, ratio=1e-5, drop=1e-3, least=20, many=.8):
     """Updates that hardly change a weight: a learning rate that is too small, or a schedule that ends before the loss has fallen
 
@@ -198,7 +211,7 @@ def update_too_small(h, ratio=1e-5, drop=1e-3, least=20, many=.8):
     elif any(finite_max(moves[k].ratio)>0 for k in small): # otherwise they never change, and `not_trained` reports them
         stopped = all(usual[k]==0 for k in small) or finite_max([finite_max(moves[k].ratio[:5]) for k in small])>100*ratio
         k = max(small, key=usual.get)
-        yield from find_early_end(h, moves, drop) if stopped else [report_small_steps(h, moves, k, len(small), usual[k])]
+        yield from find_early_end(h, moves, drop) if stopped else [report_small_steps(h, moves, k, len(small), usual[k], ratio)]
 
 # %% ../../nbs/55_health/30_sizes.ipynb #40b73709
 recurrent = 'LSTM', 'GRU', 'RNN', 'RNNCell', 'LSTMCell', 'GRUCell'
@@ -274,28 +287,37 @@ def report_start(h, w, text, severity, advice=f"{init_advice} If the scale is in
 def report_large_start(h, large, away):
     "Return a finding about layers with too large initial weights. `large`: list of (weight, factor above the usual rms, output rms / input rms)."
     w,scaled,by = min(large, key=lambda f: h.graph.position(f[0].path))
-    n,gain = len({w.path for w,*_ in large}),f", and its output is {fmt(by)} times its input at step {h.steps[0]}"
+    n,gain = len({w.path for w,*_ in large}),f", and its output is {fmt_times(by)} its input at step {h.steps[0]}"
     if 'Attention' in w.kind or 'Embedding' in w.kind: gain = ''
     more,most = f' {n} layers begin too large.' if n>1 else '',finite_max([o.abs_max[0] for o in h.outputs.values()])
-    return report_start(h, w, f"{w.title} begins with weights that are {fmt(scaled)} times too large to keep the size of a signal{gain}.{more} "
-        f"The largest value in the model is {fmt(most)}.", 'error' if is_harmed(h) and by>10*away else None, gain=by, scaled=scaled, layers=n)
+    return report_start(h, w, f"{w.title} begins with weights that are {fmt_times(scaled)} too large to keep the size of a signal{gain}.{more} "
+        f"The largest value in the model is {fmt(most)}.", 'error' if is_harmed(h) and by>10*away else None,
+        gain=by, scaled=scaled, layers=n, confidence=confidence_from(scaled, away, against=h.progress.is_good))
 
-def report_growing_start(h, growing):
-    "Return a finding about layers each making the signal a little larger. `growing`: list of `LayerStart`."
+def report_growing_start(h, growing, limit):
+    """Return a finding about layers each making the signal a little larger.
+
+    growing: list of `LayerStart`
+    limit: rms of an output that is too large"""
     first,last = min(growing, key=lambda s: h.graph.position(s.w.path)),max(growing, key=lambda s: s.out_rms)
     return report_start(h, first.w, f"The signal grows from layer to layer, to {fmt(last.out_rms)} in `{last.w.path}` at step {h.steps[0]}: "
-        f"{len(growing)} layers begin with weights that are about {fmt(median([s.scaled for s in growing]))} times too large to keep its size. "
-        f"The first is {first.w.title}.", 'error' if is_harmed(h) else None, largest=last.out_rms, scaled=first.scaled, layers=len(growing))
+        f"{len(growing)} layers begin with weights that are about {fmt_times(median([s.scaled for s in growing]))} too large to keep its size. "
+        f"The first is {first.w.title}.", 'error' if is_harmed(h) else None, largest=last.out_rms,
+        scaled=first.scaled, layers=len(growing), confidence=confidence_from(last.out_rms, limit, against=h.progress.is_good))
 
-def report_tiny_start(h, tiny):
-    "Return a finding about initial weights so small that the outputs hardly depend on the data. `tiny`: list of `LayerStart`."
+def report_tiny_start(h, tiny, limit):
+    """Return a finding about initial weights so small that the outputs hardly depend on the data.
+
+    tiny: list of `LayerStart`
+    limit: relative size of the weights below which nothing is left of a signal"""
     s,n = min(tiny, key=lambda s: h.graph.position(s.w.path)),len(tiny)
-    return report_start(h, s.w, f"{s.w.title} begins with weights of only {fmt(s.scaled)} times the size that keeps a signal"
+    return report_start(h, s.w, f"{s.w.title} begins with weights of only {fmt_times(s.scaled)} the size that keeps a signal"
         f"{f' ({n} layers do so)' if n>1 else ''}: the next layers see its bias and hardly any data.",
-        'error' if n>1 and is_harmed(h) else None, init_advice, gain=s.gain, scaled=s.scaled, layers=n)
+        'error' if n>1 and is_harmed(h) else None, init_advice, gain=s.gain, scaled=s.scaled, layers=n,
+        confidence=confidence_from(s.scaled, limit, against=h.progress.is_good))
 
 # %% ../../nbs/55_health/30_sizes.ipynb #ade09c25
-@rule(severity='warning', needs=('input', 'output', 'weight'))
+@rule(severity='warning', needs=('input', 'output', 'weight'), stats='rms')
 def poor_scale(h, away=5., least=.012, growth=200., embedded=8.):
     """Initial weights with which a signal explodes or vanishes
 
@@ -310,9 +332,9 @@ def poor_scale(h, away=5., least=.012, growth=200., embedded=8.):
     growing = [s for s in starts if s.scaled>1.2 and s.finite]
     data = max([1., *(float(s.rms[0]) for s in h.series('input') if s.path in h.graph.first_modules and 'float' in str(s.dtype))])
     if large: yield report_large_start(h, large, away)
-    elif len(growing)>=3 and max(s.out_rms for s in growing)>growth*data: yield report_growing_start(h, growing)
+    elif len(growing)>=3 and max(s.out_rms for s in growing)>growth*data: yield report_growing_start(h, growing, growth*data)
     tiny = [s for s in starts if not s.too_large(away) and s.too_small(least) and is_only_path(h, s.w.path, s.out)]
-    if tiny: yield report_tiny_start(h, tiny)
+    if tiny: yield report_tiny_start(h, tiny, least)
 
 # %% ../../nbs/55_health/30_sizes.ipynb #1ecb7127
 def data_of_layer(h, path, first):
@@ -331,22 +353,30 @@ def starts_with_high_loss(h, times=8):
     values,guess = h.progress.values,guessing_losses(h)
     return bool(guess) and len(values)>0 and bool(values[0]>times*min(guess.values()))
 
-def report_not_normalised(h, s, size, bad):
-    "Return a finding about data without normalization. `s`: series of the data; `size`: median rms; `bad`: True if the loss may suffer."
+def report_not_normalised(h, s, size, bad, limit):
+    """Return a finding about data without normalization.
+
+    s: series of the data
+    size, limit: median rms; rms above which the loss may suffer
+    bad: True if the loss may suffer"""
     worst = 'error' if h.is_broken or h.progress.verdict=='rises' else None if bad else 'info'
     return s.finding(0, f"The data are not normalized: the input of {s.title} has an rms of {fmt(size)} and reaches "
         f"{fmt(finite_max(s.abs_max))}, where about 1 is usual. {loss_sentence(h.progress)}", severity=worst,
         advice="Normalize each feature with mean and standard deviation of the training set: (x-mean)/std. Or put a BatchNorm first.",
-        rms=size, largest=finite_max(s.abs_max))
+        rms=size, largest=finite_max(s.abs_max), confidence=confidence_from(size, limit, against=h.progress.is_good))
 
-def report_not_centred(s, size, spread):
-    "Return a finding about data with a mean far from zero. `s`: series of the data; `size`, `spread`: median rms and standard deviation."
+def report_not_centred(s, size, spread, limit):
+    """Return a finding about data with a mean far from zero.
+
+    s: series of the data
+    size, spread: median rms and standard deviation
+    limit: ratio of the two that is too large"""
     return s.finding(0, f"The data are far from zero: the input of {s.title} has a mean of {fmt(median(s['mean']))} and a "
-        f"standard deviation of only {fmt(spread)}.", stat='mean', rms=size, std=spread,
+        f"standard deviation of only {fmt(spread)}.", stat='mean', rms=size, std=spread, confidence=confidence_from(size/spread, limit),
         advice="Subtract the mean of the training set: x-mean.")
 
 # %% ../../nbs/55_health/30_sizes.ipynb #09b0ca7b
-@rule(severity='warning', needs='input')
+@rule(severity='warning', needs='input', stats='rms')
 def poor_input_scale(h, large=30., much=300., offset=20., least=10):
     """Data that are not normalized: the input of the first layer is far from 1, and its gradients are larger than all others by the same factor
 
@@ -362,13 +392,13 @@ def poor_input_scale(h, large=30., much=300., offset=20., least=10):
         if s is None: continue
         size = median(s.rms)
         spread = median(s['std']) if 'std' in s else size
-        if len(h.steps)>=least and (size>large and bad or size>much): yield report_not_normalised(h, s, size, bad); return
-        if spread>0 and size/spread>offset and bad and np.nanmin(s['std'])>0: yield report_not_centred(s, size, spread); return
+        if len(h.steps)>=least and (size>large and bad or size>much): yield report_not_normalised(h, s, size, bad, large); return
+        if spread>0 and size/spread>offset and bad and np.nanmin(s['std'])>0: yield report_not_centred(s, size, spread, offset); return
 
 # %% ../../nbs/55_health/30_sizes.ipynb #23571116
 def starts_equal(h, k, w):
     "Return True if all elements of a weight with several units are equal in the first step. `k`: (path, pname) of the weight `w`."
-    if not h.is_matrix(k, w) or w.shape is None or w.shape[0]<2 or 'max' not in w or w.steps[0]!=h.steps[0] or w['max'][0]!=w['min'][0]: return False
+    if not h.is_matrix(k, w) or w.shape is None or w.shape[0]<2 or w.steps[0]!=h.steps[0] or not w.constant[0] or not ('max' in w or 'mean' in w): return False
     return is_linear(w.kind) or 'Embedding' in w.kind or w.kind in recurrent or 'weight' in (k[1] or '') and len(w.shape)==2
 
 def is_frozen(h, k): return any((p['path'], p['name'])==k and p['requires_grad'] is False for p in h.parameters)
@@ -377,25 +407,29 @@ def later_weights(h, k):
     "Return the keys of the weights of all later layers, the next layer first. `k`: key of a weight."
     return sorted((q for q,w in h.weights.items() if h.is_matrix(q, w) and h.graph.position(q[0])>h.graph.position(k[0])), key=lambda q: h.graph.position(q[0]))
 
+def stay_equal(h, k):
+    "Return True if the weights of the next layer are equal, too, so that nothing distinguishes the units of a weight. `k`: its key."
+    return bool(later := later_weights(h, k)) and starts_equal(h, later[0], h.weights[later[0]])
+
 def consequence_phrase(h, k):
     "Return the consequence of equal units as the end of a sentence. `k`: key of their weight."
-    if not (later := later_weights(h, k)): return ", and have equal outputs at first"
-    return ", get equal gradients, and stay one unit" if starts_equal(h, later[0], h.weights[later[0]]) else ", and only later weights distinguish them"
+    if not later_weights(h, k): return ", and have equal outputs at first"
+    return ", get equal gradients, and stay one unit" if stay_equal(h, k) else ", and only later weights distinguish them"
 
 # %% ../../nbs/55_health/30_sizes.ipynb #1370bcce
-@rule(severity='error', needs='weight')
+@rule(severity='error', needs='weight', stats='max')
 def equal_units(h, least=5):
     """Weights of a layer that are all equal: its units have equal outputs, and stay equal forever if the next weights are equal, too
 
     least: least number of steps in which a weight is zero"""
     for k,w in h.weights.items() if len(h.steps) else ():
         if not starts_equal(h, k, w) or is_frozen(h, k): continue
-        value,same,last = float(w['max'][0]),w['max']==w['min'],not later_weights(h, k)
+        value,same,last = float(w['max' if 'max' in w else 'mean'][0]),w.constant,not later_weights(h, k)
         if value==0 and (last or not same.all() or len(w)<least or k not in h.grads): continue
         until = int(w.steps[same][-1])
         why = f", and stay zero up to step {until}: no signal and no gradient passes." if value==0 else f": its units are equal{consequence_phrase(h, k)}."
         yield w.finding(0, f"All {int(np.prod(w.shape)):,} weights of {w.title} are {fmt(value)} at step {w.steps[0]}{why}",
-            last=np.flatnonzero(same)[-1], severity='warning' if last else None, value=value,
+            last=np.flatnonzero(same)[-1], severity=None if not last and (value==0 or stay_equal(h, k)) else 'warning', value=value,
             advice="Initialize with random numbers: torch.nn.init.kaiming_normal_(weight), or the default of torch. "
             "Biases may begin equal, weights may not.")
 
@@ -408,7 +442,7 @@ def shrinks_away(w, left):
     return w.rms[low]/w.rms[0]<left and falls_steadily(w.rms[:low+1]) and w.rms[-1]<.3*w.rms[0]
 
 # %% ../../nbs/55_health/30_sizes.ipynb #ac894f0c
-@rule(severity='error', needs='weight', after=('update_too_large',))
+@rule(severity='error', needs='weight', stats='rms', after=('update_too_large',))
 def weights_decay(h, left=.15, many=.6):
     """Weights that shrink to nothing: the weight decay removes more than the training learns
 
@@ -423,7 +457,7 @@ def weights_decay(h, left=.15, many=.6):
     half = int(w.steps[np.flatnonzero(w.rms<.5*w.rms[0])[0]])
     yield finding('' if len(gone)==len(ws) else first, f"The weights shrink to nothing: {w.title} has {fmt(share(k))} of its size left at step "
         f"{w.steps[int(np.nanargmin(w.rms))]}, after it lost half at step {half}. {len(gone)} of {len(ws)} weights shrink. "
-        f"{loss_sentence(h.progress)}", w.steps[0], w.steps[-1], severity='warning' if h.progress.is_good else None, ttype='weight',
+        f"{loss_sentence(h.progress)}", w.steps[0], w.steps[-1], severity=None if is_harmed(h) else 'warning', ttype='weight',
         look="scalar_global_heatmap(run, ttype='weight', stat='std')",
         advice="Lower weight_decay: 0.01 is usual with AdamW, and 1e-4 with SGD. Each step removes lr*weight_decay of a weight.",
-        left=share(k), half=half, weights=len(gone))
+        left=share(k), half=half, weights=len(gone), confidence=confidence_from(share(k), left, len(gone)/len(ws), h.progress.is_good))

@@ -9,7 +9,7 @@ __all__ = ['not_finite', 'scaler_skips', 'underflow', 'overflow']
 import numpy as np
 
 from ..ground.not_finite import counts
-from .finding import name_module, finding, find_tail, finite_max, fmt, median
+from .finding import confidence_from, name_module, finding, find_tail, finite_max, fmt, median
 from .history import never_changes
 from .rules import rule
 
@@ -26,6 +26,11 @@ def flag_bad_steps(s):
     -inf in an activation does not count, because it is usually a mask. Steps skipped by a loss scaler do not count, either."""
     which = counts[:2] if s.ttype in ('input', 'output', 'probe') else counts
     return (s.rows.count(*which)[s.at]>0) & ~s.skipped
+
+def quantity_phrase(s):
+    "Return what a series holds as the beginning of a sentence: 'output_0 of `fc` (Linear)', or 'The gradient of output_0 of `fc` (Linear)'."
+    if s.ttype in ('weight_grad', 'unclipped_grad'): return f'The gradient of {s.title}'
+    return f"{'The gradient of ' if s.ttype in ('output_grad', 'input_grad') else ''}{s.tname} of {s.title}"
 
 def count_bad(s, i):
     "Return the number of NaN and infinities of a tensor in words: '2 NaN and 1 inf'. `i`: index of the step."
@@ -47,7 +52,7 @@ def find_bad_loss(h):
 def find_minus_infinity(h, step):
     """Return the first output with -inf in a step, and the index of the step, if the output of the model has -inf, too.
     Return None otherwise, because then the -inf is a mask."""
-    at = [(s, i) for s in h.series('output') if 'neginf' in s.rows.columns and (i := s.at_step(step)) is not None]
+    at = [(s, i) for s in h.trained if s.ttype=='output' and 'neginf' in s.rows.columns and (i := s.at_step(step)) is not None]
     with_minus = [(s, np.array([i])) for s,i in at if s['neginf'][i]>0]
     reaches_end = any(s.path=='' or s.path in h.graph.last_modules for s,_ in with_minus)
     return min(with_minus, key=lambda f: f[0].order) if reaches_end else None
@@ -83,39 +88,59 @@ def find_largest_input(h, s, step):
 
 def explain_input(h, s):
     "Return the reason for a bad value in an input, and advice. `s`: series of the input."
-    if s.path=='' or s.order==min(o.order for o in h.series('input')): return ("the data contain it.",
+    if s.path=='' or s.order==min(o.order for o in h.series('input')): return ("The data contain it.",
         "Check this batch: run np.isfinite over the data set, and check what it is divided by. "
         "Remove such samples, or replace the values.")
-    return ("the model makes it between its modules, before this module.",
+    return ("The model makes it between its modules, before this module.",
         f"Check the operations before {name_module(s.path)}: a division, log, sqrt, or a softmax in which all entries are -inf.")
 
 def explain_forward(h, s, i):
     "Return the reason for a bad value in an output, and advice. `s`: series of the output; `i`: index of the step."
     top,huge = largest_number.get(s.dtype),find_largest_input(h, s, s.steps[i])
     if top and 'posinf' in s.rows.columns and (s['posinf'][i]>0 or huge>top/8): return (
-        f"the largest number of {s.dtype} is {top:,.0f}, and the input was finite, up to {fmt(huge)}.",
+        f"The largest number of {s.dtype} is {top:,.0f}. The input was finite, up to {fmt(huge)}.",
         "Train in bfloat16, which has the range of float32, or keep this module in float32. "
         "Smaller activations (normalization, smaller weights) also help.")
     if not h.inputs.get(s.path): return (
-        "its input was not recorded, so the value comes from this module or from its input.",
-        f"Check the data of this step, and the computation of {s.title}. "
-        "Record the inputs to tell the two apart: ttypes=[..., 'input'].")
-    return (f"its input was finite{f', up to {fmt(huge)}' if huge else ''}, so the module itself makes it.",
+        "Its input was not recorded, so the value comes from this module or from its input.",
+        "Record the inputs to tell the two apart: ttypes=[..., 'input']. "
+        f"Then check the data of this step, or the computation of {s.title}.")
+    return (f"Its input was finite{f', up to {fmt(huge)}' if huge else ''}, so the module itself makes it.",
         f"Check the computation of {s.title}: log or sqrt of values at or below zero, a division by a standard deviation of zero, "
         "exp of large values, or a softmax in which all entries are -inf.")
 
-def explain_backward(h, s, bad):
-    "Return the reason for a bad value in a gradient, and advice. `bad`: as in `explain_source`."
+def describe_forward(h, step):
+    "Return a sentence about what is known of the outputs and of the loss in a step with a bad gradient, where no recorded output is bad."
+    outputs = any(s.ttype=='output' and s.at_step(step) is not None for s in h.trained)
+    loss = h.loss is not None and step in h.loss.steps
+    if outputs and loss: return "The recorded outputs and the loss of this step are finite."
+    missing = 'Neither the loss nor outputs were' if not outputs and not loss else 'The loss was not' if outputs else 'Outputs were not'
+    return f"{'The recorded outputs are finite. ' if outputs else ''}{missing} recorded in this step."
+
+def find_finite_after(h, s, step, bad):
+    "Return the path of the first module after a series with a finite gradient in the same step, or None. `bad`: as in `explain_source`."
     at = h.graph.position(s.path)
-    after = [p for p,_ in h.grads if p and h.graph.position(p)>at and (p, 'weight_grad') not in bad]
-    if after: return (
-        f"all values of the forward pass were finite, and so are the gradients of {name_module(after[0])} after it. "
-        "So the backward pass between the two makes it.",
-        "sqrt and norm have no gradient at 0, and where(ok, f(x), 0) uses the gradient of f also for the other branch: "
-        f"add an eps inside, or mask the input of f. {anomaly_hint}")
-    return ("all values of the forward pass were finite, and this is the last layer. "
-        "So the backward pass of the loss, or of operations after this module, makes it.",
-        f"sqrt, norm and std have no gradient at 0, and the gradient of log grows without limit there: add an eps inside. {anomaly_hint}")
+    return next((p for p,_ in (k for k,o in h.grads.items() if o.at_step(step) is not None) if p and h.graph.position(p)>at
+        and (p, 'weight_grad') not in bad), None)
+
+def explain_backward(h, s, step, bad):
+    "Return the reason for a bad value in a gradient, and advice. `bad`: as in `explain_source`."
+    known,after = describe_forward(h, step),find_finite_after(h, s, step, bad)
+    if after: return (f"{known} The gradients of {name_module(after)} after it are finite, too, so the backward pass between the two makes it.",
+        f"{anomaly_hint} sqrt and norm have no gradient at 0, and where(ok, f(x), 0) uses the gradient of f also for the other branch: "
+        "add an eps inside, or mask the input of f.")
+    of_loss = "The loss itself may be NaN or infinite, or" if h.loss is None or step not in h.loss.steps else 'So'
+    return (f"{known} {of_loss} the backward pass of the loss, or of operations after this module, makes it.",
+        f"{'' if h.loss is not None else 'Record the loss: te.log(loss=loss). '}{anomaly_hint} sqrt, norm and std have no gradient at 0, and the gradient "
+        "of log grows without limit there: add an eps inside.")
+
+def explain_weight(h, step):
+    "Return the reason for a bad value in a weight, an update or a state of the optimizer, and advice."
+    rates = ((n.name, at[-1], n.steps[n.steps<=step][-1]) for n in h.rates if len(at := n.values[n.steps<=step]))
+    rate = next((r for r in rates if not np.isfinite(r[1])), None)
+    if rate: return f"The learning rate {rate[0]} is {rate[1]} since step {rate[2]}.", "Check the scheduler, and other code that sets the learning rate."
+    return ("All recorded gradients were finite before, so the optimizer step makes it, or other code that writes to the weight.",
+        "Lower the learning rate: an update that is too large overflows. Then check the eps of the optimizer: an eps of 0 divides by zero.")
 
 def explain_source(h, s, i, bad):
     """Return the reason for a bad value (NaN or infinity) in words, and advice.
@@ -125,11 +150,9 @@ def explain_source(h, s, i, bad):
     bad: set of (path, ttype) of all tensors that have bad values in this step"""
     if s.ttype=='input': return explain_input(h, s)
     if s.ttype in ('output', 'probe'): return explain_forward(h, s, i)
-    if order_of(s) in (3, 4): return explain_backward(h, s, bad)
-    if s.ttype in ('weight', 'update', 'optimizer'): return (
-        "all recorded gradients were finite before, so the optimizer step makes it, or other code that writes to the weight.",
-        "An update that is too large overflows. An eps of 0 divides by zero. A learning rate of NaN has the same effect: check the scheduler.")
-    return ("all recorded tensors were finite before.",
+    if order_of(s) in (3, 4): return explain_backward(h, s, s.steps[i], bad)
+    if s.ttype in ('weight', 'update', 'optimizer'): return explain_weight(h, s.steps[i])
+    return ("All recorded tensors were finite before.",
         f"Check which code writes to {s.title}: a running mean keeps every bad value that it is given.")
 
 # %% ../../nbs/55_health/20_values.ipynb #2ebc6959
@@ -153,6 +176,15 @@ def report_bad_loss(h, step, loss, found):
     else: text += f", while all tensors of the model are{' still' if found else ''} finite: the computation of the loss makes it."
     return finding('', text, step, loss.steps[bad[-1]], advice=advice, look='overview(run)', ttype='scalar')
 
+def does_harm(h, found, loss):
+    """Return True if the loss is not finite in several steps, or if it, a weight, a gradient or a state is not finite at the end of the run.
+    Otherwise the training has survived: it skipped the step, or the model replaces such values.
+
+    found, loss: results of `find_bad_series` and `find_bad_loss`"""
+    if loss and ((~np.isfinite(loss[1].values)).sum()>1 or not np.isfinite(loss[1].values[-1])): return True
+    ends = {'', *h.graph.last_modules} if loss is None and h.loss is None else ()
+    return any(i[-1]==len(s)-1 and (order_of(s)!=1 or s.path in ends) for s,i in found)
+
 def report_bad_tensors(h, found, step, loss):
     "Return a finding about tensors with NaN or infinities. `found`, `step`: results of `find_bad_series`; `loss`: result of `find_bad_loss`."
     s,i = choose_first_bad(h, found, step)
@@ -166,8 +198,9 @@ def report_bad_tensors(h, found, step, loss):
             step, last, advice=loss_advice, look="overview(run)", ttype='scalar', **evidence)
     why,advice = explain_source(h, s, i, {(o.path, o.ttype) for o,at in found if o.steps[at[0]]==step})
     reached = f" It reached {n} modules by step {last}." if n>1 else ''
-    return finding(s, f"{s.tname} of {s.title} has {count_bad(s, i)} at step {step}, the first of the run: {why}{reached}", step, last,
-        advice=advice, look=f"overview(run, ttype='{s.ttype}')", stands=s.dtype in largest_number and order_of(s)==1, **evidence)
+    return finding(s, f"{quantity_phrase(s)} has {count_bad(s, i)} at step {step}, the first of the run. {why}{reached}", step, last,
+        advice=advice, look=f"overview(run, ttype='{s.ttype}')", severity=None if does_harm(h, found, loss) else 'warning',
+        stands=s.dtype in largest_number and order_of(s)==1, **evidence)
 
 # %% ../../nbs/55_health/20_values.ipynb #9ce4e38e
 @rule(severity='error', needs='weight_grad')
@@ -189,7 +222,8 @@ def scaler_skips(h, share=.5, most=20):
     yield finding(s or '', text+where, h.steps[len(flags)-tail] if tail>=most else at[0], at[-1],
         advice="If the scale keeps falling, the gradients are not finite at any scale: find their origin with "
         "torch.autograd.set_detect_anomaly(True). If only the first scale is too high, use GradScaler(init_scale=...) with a smaller "
-        "value, and keep backoff_factor below 1.", look="updates(run)", skipped=n, of=len(flags))
+        "value, and keep backoff_factor below 1.", look="updates(run)", skipped=n, of=len(flags),
+        confidence=max(confidence_from(flags.mean(), share), confidence_from(max(tail, 1), most)))
 
 # %% ../../nbs/55_health/20_values.ipynb #04b82dd7
 def find_lost_gradients(h, share, many):
@@ -222,7 +256,7 @@ def find_lost_steps(h, few):
         "Stochastic rounding also helps.")
 
 # %% ../../nbs/55_health/20_values.ipynb #88f85987
-@rule(severity='warning', needs='weight_grad', after=('dead_units', 'not_finite'))
+@rule(severity='warning', needs='weight_grad', stats='abs_max', after=('dead_units', 'not_finite'))
 def underflow(h, share=.9, many=.5, few=.15):
     """Gradients that their dtype rounds to zero, or updates that are smaller than the last digit of the weight.
     float16 has no numbers below 6e-8, and few digits below 6e-5. bfloat16 has two digits
@@ -234,7 +268,7 @@ def underflow(h, share=.9, many=.5, few=.15):
     if one: yield one
 
 # %% ../../nbs/55_health/20_values.ipynb #f2d59cae
-@rule(severity='warning', needs='output')
+@rule(severity='warning', needs='output', stats='abs_max')
 def overflow(h, share=.25):
     """Activations close to the largest number of their dtype: values four times as large would be infinite
 
@@ -245,6 +279,6 @@ def overflow(h, share=.25):
         if not len(near): continue
         step,size = s.steps[near[0]],float(s.abs_max[near].max())
         yield s.finding(near[0], f"{s.tname} of {s.title} reaches {fmt(size)} from step {step} on, close to {top:,.0f}, "
-            f"the largest number of {s.dtype}.", last=near[-1], stat='max', largest=size,
+            f"the largest number of {s.dtype}.", last=near[-1], stat='max', largest=size, confidence=confidence_from(size, share*top),
             advice="Train in bfloat16, normalize before this module, or keep it in float32.")
         return

@@ -52,7 +52,7 @@ class KeptSteps:
     def __init__(self):
         # lines: step -> list of blocks of lines. logged: step -> (its lines of logged numbers, number of blocks that were searched)
         self.lines,self.logged = {},{}
-        self.size,self.count = 0,0 # size of all lines in bytes; number of steps received
+        self.size,self.count = 0,0 # size of all lines in bytes; number of steps received, also of the unfinished one
         self.reports = [] # lines of warnings that the recorder gave
         self.first_bad = {} # kind of a row, see `kinds_of_trouble` -> first step with NaN or infinities of this kind
 
@@ -102,20 +102,22 @@ class Pace:
 
     share: largest time for the rules, as a fraction of the time for recording
     first: number of steps before the first look
-    more: factor by which the number of steps must grow before the next look"""
-    def __init__(self, share=.02, first=8, more=1.33):
-        # took: seconds that all looks took; cost: seconds that the last look took
+    always: number of first looks that take whatever time they need, each after twice as many steps. Many faults are visible in the first steps
+    more: factor by which the number of steps must grow before a later look"""
+    def __init__(self, share=.02, first=4, always=4, more=1.33):
+        # took: seconds that all looks took; cost: seconds that the last look took; next: number of steps of the next look
         self.share,self.next,self.more,self.took,self.cost = share,first,more,0.,0.
+        self.always = [first*2**i for i in range(always)]
 
     def due(self, steps:int, recording) -> bool:
         "Return True if it is time to run the rules. `recording`: function returning the seconds of recording so far."
-        return steps>=self.next and (not self.cost or self.took+2*self.cost<=self.share*recording())
+        return steps>=self.next and (self.next in self.always or not self.cost or self.took+2*self.cost<=self.share*recording())
 
     def note_cost(self, steps, seconds):
         "Note the duration of a look, and choose the step of the next look."
         self.took += seconds
         self.cost = seconds
-        self.next = max(int(steps*self.more), steps+1)
+        self.next = next((n for n in self.always if n>steps), max(int(steps*self.more), steps+1))
 
 # %% ../../nbs/55_health/60_watch.ipynb #1522494a
 class KnownFindings:
@@ -148,7 +150,7 @@ def row_of_finding(found:dict, module:str, over:int|None=None) -> dict:
 
     module: display name of the module
     over: step since which the finding no longer holds, or None"""
-    copied = {k: found[k] for k in ('severity', 'rule', 'text', 'advice', 'look', 'evidence', 'first_step', 'last_step')}
+    copied = {k: found[k] for k in ('severity', 'rule', 'text', 'confidence', 'advice', 'look', 'source', 'evidence', 'first_step', 'last_step')}
     return {**copied, 'module': module, 'ts': now(), 'ttype': 'finding', 'tname': found['rule'], 'step': found['first_step'] if over is None else over,
         'call': 0, **({'of': found['ttype']} if found['ttype'] else {}), **({'pname': found['pname']} if found['pname'] else {}),
         **({} if over is None else {'over': True})}
@@ -234,7 +236,7 @@ class RuleWatch:
         if not self.had_trouble and any(w in lines for w in not_finite):
             self.had_trouble = True
             return True
-        if self.is_asked or not self.pace.due(self.kept.count, seconds): return False
+        if self.is_asked or not self.pace.due(self.kept.count-1, seconds): return False # the last step is unfinished
         self.is_asked = True
         return True
 
@@ -254,11 +256,11 @@ class RuleWatch:
         with self.adding: lines,self.has_new = self.kept.select_lines(),False
         h = history_of_lines(lines, self.t, self.expected)
         if h is not None and len(h.steps):
-            in_order = order_findings(run_rules(self.rules, h, self.reporter.report_failure), self.rules, len(h.steps))
+            in_order = order_findings(run_rules(self.rules, h, self.reporter.report_failure), self.rules, len(h.steps), h.graph)
             self.found = [f for f,_ in in_order]
             self.report_changes(h, {id(f) for f,cause in in_order if cause is None})
         took = time.thread_time()-since
-        self.pace.note_cost(self.kept.count, took)
+        self.pace.note_cost(self.kept.count-1, took)
         self.t.file.add_listener_time(took) # counts for the time budget of the recording
 
     def report_changes(self, h, causes):

@@ -93,12 +93,16 @@ def is_intended(h, known, held):
 # words in the names of modules that are usually not trained on purpose
 untrained_names = 'teacher', 'target', 'ema', 'momentum', 'fixed', 'frozen'
 
+def comes_first(h, known, own):
+    "Return True if all trained modules are called after the untrained parameters `own`. Then these may be a feature extractor that is fixed on purpose."
+    return bool(known.learn) and max(h.graph.position(p['path']) for p in own)<min(h.graph.position(p['path']) for p in known.learn)
+
 def explain_forgotten(h, known, part, own, held):
     "Return sentence, severity and advice about a module missing from the optimizer."
     what,has_gradient = describe_part(part, own),any(p.get('gradient') for p in own)
     # a single change may come from `load_state_dict`, or from an optimizer that steps rarely, so this is only a warning
     wrote = any((w := h.weights.get((p['path'], p['name']))) is not None and find_changes(w).any() for p in own)
-    effect,severity = ('is not trained', 'warning') if wrote else ('never changes', 'error')
+    effect,severity = ('is not trained', 'warning') if wrote else ('never changes', 'warning' if comes_first(h, known, own) else 'error')
     if not known.learn and part=='': return (
         f"No parameter of the model is in the optimizer: {what[0].lower()+what[1:]} gets gradients, but {effect}.", severity,
         "Create the optimizer after the model is final (after .to(device), new heads, load_model), or add the new parameters: "
@@ -118,7 +122,9 @@ def explain_cut_off(h, known, part, own):
     what = describe_part(part, own)
     if later := find_trained_users(h, own, known.learn): return (
         f"{what} is called and never gets a gradient, although later modules are trained ({list_names(later)}): the graph is cut between them.",
-        'error', "Search for .detach(), .data, .item(), .numpy(), torch.no_grad() or torch.tensor(...) between this part and the loss, "
+        # without its parameters in an optimizer, the part may be frozen on purpose by torch.no_grad()
+        'error' if all(p.get('optimizer') for p in own) else 'warning',
+        "Search for .detach(), .data, .item(), .numpy(), torch.no_grad() or torch.tensor(...) between this part and the loss, "
         "and for comparisons or rounding (argmax, >, round).")
     return (f"{what} requires gradients and never gets one: the loss does not depend on it.",
         # 'info': the output may have another purpose than the loss
@@ -180,7 +186,7 @@ def find_never_moved(h, known, reported, least, tiny, most):
     moved = {(p['path'], p['name']) for p in known.ps if p.get('changes') or p.get('elsewhere')}
     asked = [s for k,s in h.weights.items() if len(s)>=least and not s.skipped.all() and k not in fixed | moved]
     same = [s for s in asked if never_changes(s) and not has_values(h.updates.get((s.path, s.pname)))]
-    still = [s for s in same if s.dtype not in half_digit and has_values(h.grads.get((s.path, s.pname)))]
+    still = [s for s in same if s.dtype not in half_digit and gets_gradients(s, h.grads.get((s.path, s.pname)))]
     if still and len(same)==len(asked) and not moved & h.weights.keys(): yield report_none_moved(h, still); return
     for s in still[:most]:
         size = median(h.grads[s.path, s.pname].rms)
@@ -189,6 +195,10 @@ def find_never_moved(h, known, reported, least, tiny, most):
         yield s.finding(0, f"{s.title} did not change in {len(s)} steps, although it gets gradients (rms {fmt(size)}) and other weights change.",
             look="updates(run)", steps=len(s),
             advice="Check the learning rate of its parameter group (0?), and whether another optimizer has a copy of it.")
+
+def gets_gradients(w, grad, least=3):
+    "Return True if at least `least` steps had a gradient that could have changed a later row of the weight. `grad`: its series, or None."
+    return grad is not None and int((grad.rms[grad.steps<w.steps[-1]]>0).sum())>=least
 
 def has_values(s): return s is not None and bool((s.rms>0).any())
 

@@ -190,7 +190,7 @@ class Pipe:
         self.writer.step_over(steps.number, gate.writes)
         for part in (sources, self.buffer, gate, self.remover.refused) if gate.has_content else (): part.step_over()
         if gate.writes and sources.parameters.known.is_due(tally.recorded):
-            # before live rules check the run for the first time, after 8 steps
+            # before live rules check the run for the first time, after 4 steps
             sources.note_parameters(search=tally.recorded==4)
         steps.close()
         if self.box is not None: self.box.set_phase(BETWEEN)

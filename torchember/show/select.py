@@ -45,7 +45,7 @@ def table_and_findings(source, ttype=None): # ttype: tensor types to read; defau
     return without_findings(df), df[has_ttype(df, 'finding')]
 
 # columns that occur only in rows of findings
-of_findings = ('severity', 'rule', 'text', 'advice', 'look', 'evidence', 'first_step', 'last_step', 'of', 'over')
+of_findings = ('severity', 'rule', 'text', 'confidence', 'advice', 'look', 'source', 'evidence', 'first_step', 'last_step', 'of', 'over')
 
 def has_ttype(df, ttype):
     "Return a boolean array: True for each row of a tensor type."

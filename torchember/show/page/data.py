@@ -150,7 +150,7 @@ def check_health(run, table=None, rows=None) -> dict: # table: rows, if `run` is
     try:
         rules,h = choose_rules('default'),load_history(rows_by_module(run if table is None else table) if is_table(run) else run, df=rows)
         fails = lambda r, e: failed.append(f"The rule {r.name} failed: {short_text(f'{type(e).__name__}: {e}', 200)}")
-        found = order_findings(run_rules(rules, h, fails), rules, len(h.steps))
+        found = order_findings(run_rules(rules, h, fails), rules, len(h.steps), h.graph)
         findings = findings_table(found, h, rules)
         unseen = [[short_text(what), short_text(how)] for what,how in findings.missing]
         return {**nest_findings(found), 'looked': short_text(findings.looked), 'unseen': unseen, 'failed': failed}
