@@ -184,7 +184,6 @@ class Breaks(torch.autograd.Function):
 
 
 def test_nan_in_the_gradient_of_an_output_says_nothing_of_unrecorded_values():
-    m = net()
     n = [0]
     def loss_of(y, t):
         n[0] += 1

@@ -117,7 +117,7 @@ def test_open_findings_are_shown():
     def loud(h):
         if wrong: yield finding('0', 'This layer is loud.', 0, ttype='output')
     te = torchEmber(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.ReLU()), rules=[loud], on_finding=lambda f: None, name='loud')
-    te.rules.pace = Pace(share=1e9, first=1, more=1.) # at each step
+    te.rules.pace = Pace(share=1e9, first=1, always=0, more=1.) # at each step
     viewer = Viewer(te.t.dir, True, {})
     def line(is_loud):
         "Return the line when it has the finding, or has it no more. Each look is at one more step"
