@@ -164,7 +164,7 @@ def find_saturation(h, s, slope):
     return None if at is None else Saturation(s, at, kind, median(left[at:]))
 
 # %% ../../nbs/55_health/40_activations.ipynb #e6b4b7f7
-@rule(severity='warning', needs='output', after=('poor_scale', 'poor_input_scale', 'update_too_large'))
+@rule(severity='warning', needs='output', after=('poor_scale', 'poor_input_scale', 'update_too_large', 'constant_output', 'targets_out_of_reach'))
 def saturated(h, slope=.05):
     """An activation (tanh or sigmoid) with values at the ends of its range, where its slope is near zero
 
@@ -306,7 +306,8 @@ def find_rank_collapse(h):
                 f"{fmt(s[stat][-1])} from step {s.steps[at]} on.", s.steps[at], s.steps[-1], advice=collapse_advice, rank=float(s[stat][-1]))
 
 # %% ../../nbs/55_health/40_activations.ipynb #7052a2ad
-@rule(severity='warning', needs='output', after=('dead_units', 'saturated', 'equal_units', 'update_too_large', 'weights_decay', 'poor_scale'))
+@rule(severity='warning', needs='output', after=('dead_units', 'saturated', 'equal_units', 'update_too_large', 'weights_decay', 'poor_scale',
+    'poor_input_scale', 'constant_output', 'no_gradient', 'targets_out_of_reach'))
 def collapse(h, small=1e-3):
     """Outputs that become the same for every input
 

@@ -15,7 +15,7 @@ from ..ground.record import beside_training
 from ..measure.summary import derived
 from .finding import median
 from .moves import relative_updates
-from .progress import LossProgress, guessing_losses
+from .progress import LossProgress, guessing_losses, may_be_cross_entropy
 from ..ground.record import computed_in
 from .series import as_tuple, logged_series, split_series
 
@@ -240,7 +240,7 @@ class History:
     def started_low(self):
         "True if a loss that does not fall is far below the loss of random guessing, because the model was trained before the run."
         p,guess = self.progress,guessing_losses(self)
-        return p.verdict=='stalls' and bool(guess) and p.end<.6*min(guess.values())
+        return p.verdict=='stalls' and bool(guess) and p.end<.6*min(guess.values()) and may_be_cross_entropy(self)
 
     @cached_property
     def has_large_first_steps(self):

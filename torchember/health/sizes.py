@@ -324,9 +324,13 @@ def data_of_layer(h, path, first):
     if h.graph.makers.get(path) or path!=first and not equals_model_input(h, ins[0]): return None
     return ins[0]
 
+def multiplies_data(w):
+    "Return True for the weight of a linear layer, also of one input feature: `Linear(1, n)`."
+    return is_linear(w.kind) and w.pname in ('weight', 'kernel') and w.shape is not None and len(w.shape)>1
+
 def equals_model_input(h, s): return any(r.path=='' and np.array_equal(r.rms, s.rms) for r in h.series('input'))
 
-def starts_with_high_loss(h, times=8):
+def starts_with_high_loss(h, times=3):
     "Return True if the first loss is far above the loss of random guessing."
     values,guess = h.progress.values,guessing_losses(h)
     return bool(guess) and len(values)>0 and bool(values[0]>times*min(guess.values()))
@@ -355,7 +359,7 @@ def poor_input_scale(h, large=30., much=300., offset=20., least=10):
     offset: distance of the mean from zero, in standard deviations
     least: least number of steps to judge the rms"""
     if not len(h.steps): return
-    weighted = [p for p in h.graph.leaves if any(k[0]==p and h.is_matrix(k, w) for k,w in h.weights.items())]
+    weighted = [p for p in h.graph.leaves if any(k[0]==p and (h.is_matrix(k, w) or multiplies_data(w)) for k,w in h.weights.items())]
     bad = h.progress.verdict in ('stalls', 'rises', 'none', 'short') or h.is_broken or starts_with_high_loss(h)
     for path in weighted[:3]:
         s = data_of_layer(h, path, weighted[0])
