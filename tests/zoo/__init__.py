@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from importlib import import_module
 
 healthy,broken = {},{}
-first_modules = 'healthy_small', 'healthy_large', 'broken_values', 'broken_weights', 'broken_losses'
+first_modules = 'healthy_small', 'healthy_large', 'healthy_outputs', 'broken_values', 'broken_weights', 'broken_losses', 'broken_outputs'
 later_modules = 'healthy_more', 'broken_more', 'healthy_others', 'broken_others'
 
 unknown = { # broken trainings whose fault is visible in no row, with the reason
