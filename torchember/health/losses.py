@@ -137,10 +137,9 @@ def loss_below(h, times=5.):
 
 # %% ../../nbs/55_health/45_losses.ipynb #a8ac2972
 def stays_at(values, guess, close=.03):
-    "Return True if a loss is near the value `guess` in its whole second half. `close`: largest relative difference."
-    v = running_median(values)
-    late = v[len(v)//2:]
-    return len(late)>=10 and bool((abs(late-guess)<close*guess).mean()>.9 and abs(plain_median(late)-guess)<close*guess)
+    "Return True if a loss is near the value `guess` in each part of its second half. `close`: largest relative difference."
+    late = values[len(values)//2:]
+    return len(late)>=20 and all(abs(plain_median(part)-guess)<close*guess for part in np.array_split(late, 4))
 
 def guesses_of_sigmoid(s):
     """Return a list of (sentence, loss) for a sigmoid that gives nearly the same probability for all samples, if half of the targets are 1.
@@ -205,9 +204,10 @@ def find_relu_logits(h, p):
         s = h.outputs.get(path)
         if s is None or s.shape is None or len(s.shape)!=2 or s.shape[-1]<3 or 'min' not in s or len(s)<20 or gives_probabilities(s): continue
         guess = math.log(s.shape[-1])
-        if not (s['min']>=0).all() or not (s['max']>0).any(): continue
+        relu = h.activation(s)=='ReLU'
+        if not (s['min']>=0 if relu else s['min']==0).all() or not (s['max']>0).any(): continue
         # a squared error can begin anywhere, so a loss that begins elsewhere must stay at that of guessing
-        if abs(p.values[0]-guess)>.3*guess and not (h.activation(s)=='ReLU' and stays_at(p.values, guess)): continue
+        if abs(p.values[0]-guess)>.3*guess and not (relu and stays_at(p.values, guess)): continue
         return finding(path, f"The logits of {s.title} are never below zero, and the loss is a cross-entropy "
             f"({fmt(p.start)} to {fmt(p.end)}; guessing gives {guess:.3f} = ln {s.shape[-1]}): a ReLU after the logits removes the gradient "
             "of all logits below zero.", p.steps[0], p.steps[-1], ttype='output', look="overview(run)",

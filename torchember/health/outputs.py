@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['softmax_values', 'constant_advice', 'softmax_advice', 'rectified', 'final_outputs', 'is_in_unit_range',
-           'is_probability', 'input_changes', 'all_zero_steps', 'weights_rest', 'find_no_gradient', 'constant_value',
-           'is_softmax_of_one', 'report_constant_output', 'constant_output', 'explain_no_gradient', 'is_at_ends',
-           'no_gradient', 'list_zero_steps', 'no_gradient_finding', 'is_pushed_to_end', 'report_out_of_reach',
-           'targets_out_of_reach', 'begins_at_guess', 'sums_to_one', 'wrong_last_activation']
+           'is_probability', 'lower_end', 'input_changes', 'all_zero_steps', 'weights_rest', 'find_no_gradient',
+           'constant_value', 'is_softmax_of_one', 'report_constant_output', 'constant_output', 'explain_no_gradient',
+           'is_at_ends', 'no_gradient', 'list_zero_steps', 'no_gradient_finding', 'is_pushed_to_end',
+           'report_out_of_reach', 'targets_out_of_reach', 'begins_at_guess', 'sums_to_one', 'wrong_last_activation']
 
 # %% ../../nbs/55_health/43_outputs.ipynb #17d66546
 import math
@@ -28,6 +28,11 @@ def is_in_unit_range(s):
     return 'min' in s and 'max' in s and bool(np.nanmin(s['min'])>=0 and 0<finite_max(s['max'])<=1)
 
 def is_probability(h, s): return h.activation(s) in ('Sigmoid', 'Hardsigmoid', 'Softmax') and is_in_unit_range(s)
+
+def lower_end(h, s):
+    "Return the lower end of the range of a sigmoid (0) or tanh (-1), or None for other outputs. The upper end is 1."
+    if h.activation(s) in ('Sigmoid', 'Hardsigmoid') and is_in_unit_range(s): return 0
+    return -1 if h.activation(s) in ('Tanh', 'Hardtanh', 'Softsign') and finite_max(s.abs_max)<=1 else None
 
 def input_changes(h):
     "Return True if the data of the model differ within a step, or from step to step."
@@ -107,8 +112,8 @@ def explain_no_gradient(h):
         low,top,kind = median(s['min']),median(s['max']),h.activation(s)
         if kind in rectified and top<=0: return (f" The last activation, {s.title}, returns only zeros, where its slope is zero.",
             "Remove the ReLU after the last layer: use softmax for classes, a sigmoid for two classes, and no activation for regression.")
-        ends = kind in ('Sigmoid', 'Softmax', 'Hardsigmoid') and (low==top and low in (0, 1) or low==0 and top==1 and is_at_ends(s))
-        if ends: return (f" The outputs of {s.title} are exactly 0 or 1 after rounding, where the slope is zero.",
+        ends = kind in ('Sigmoid', 'Softmax', 'Hardsigmoid') and (low==top and low in (0, 1) or low<1e-6 and top>1-1e-6 and is_at_ends(s))
+        if ends: return (f" All outputs of {s.title} are 0 or 1, where its slope is zero.",
             "Normalize the data: (x-mean)/std. Start with smaller weights, and divide the learning rate by 10. "
             "A loss of logits keeps its gradient: torch.nn.functional.cross_entropy(logits, y), or from_logits=True in Keras.")
     return '', "Check the loss for clamp, round, argmax and comparisons, and the outputs of each layer with overview(run)."
@@ -118,7 +123,7 @@ rectified = 'ReLU', 'ReLU6', 'Threshold'
 def is_at_ends(s):
     "Return True if nearly all values between 0 and 1 are at one of the ends, as their mean and rms show."
     squares,mean = s.rms**2,s['mean']
-    return bool(median(mean-squares)<1e-4)
+    return bool(median(mean-squares)<1e-3)
 
 @rule(severity='error', needs='weight_grad', after=('constant_output', 'dead_units', 'saturated', 'poor_input_scale', 'poor_scale', 'equal_units',
     'not_trained', 'update_too_large', 'not_finite'))
@@ -143,16 +148,16 @@ def no_gradient_finding(h, steps, of, why, advice):
         f"{fmt(h.progress.end)}. The model learns nothing.{why}", steps[0], steps[-1], ttype='weight_grad', advice=advice,
         look="scalar_global_heatmap(run, ttype='weight_grad', stat='std')", zero=len(steps), of=of, loss=h.progress.end)
 
-# %% ../../nbs/55_health/43_outputs.ipynb #f60e9f52
-def is_pushed_to_end(s):
-    "Return True if a tensor within 0..1 is close to one end at the end of the training: all targets are outside on this side, or there is one class."
-    late = s['mean'][-max(3, len(s)//4):]
-    return bool(median(late)>.9 or median(late)<.1)
+# %% ../../nbs/55_health/43_outputs.ipynb #5402d067
+def is_pushed_to_end(s, low):
+    "Return True if a tensor is close to one end of its range at the end of the training. `low`: lower end; the upper end is 1."
+    late = median(s['mean'][-max(3, len(s)//4):])
+    return bool(late>.9 or late<low+.1)
 
-def report_out_of_reach(h, s, late, why):
-    "Return a finding about targets that an activation cannot return. `late`: loss in the last steps; `why`: sentence with the reason."
+def report_out_of_reach(h, s, late, why, low=0):
+    "Return a finding about targets that an activation cannot return. `late`: loss in the last steps; `why`: sentence; `low`: smallest value."
     p = h.progress
-    return s.finding(0, f"The targets are out of reach of the outputs: {s.title} returns values from 0 to 1, but the loss is {fmt(late)} in the last "
+    return s.finding(0, f"The targets are out of reach of the outputs: {s.title} returns values from {low} to 1, but the loss is {fmt(late)} in the last "
         f"steps ({fmt(p.values[0])} in the first). {why}", look="overview(run)", start=float(p.values[0]), end=late,
         advice="For regression, remove the last activation, and scale the targets: (y-mean)/std. "
         "For classes 0, 1, 2, ..., use one unit per class, softmax, and cross-entropy: CrossEntropyLoss, or sparse_categorical_crossentropy in Keras.")
@@ -167,11 +172,13 @@ def targets_out_of_reach(h, above=20., below=-1.5):
     if len(p.values)<10 or p.verdict in ('none', 'short', 'means nothing'): return
     late = median(p.values[-max(3, len(p.values)//4):])
     for s in final_outputs(h):
-        if not is_probability(h, s) or s.shape is None or not len(s): continue
-        if h.activation(s)!='Softmax' and late>max(above, math.prod(s.shape)) and late>.5*p.values[0] and is_pushed_to_end(s):
-            yield report_out_of_reach(h, s, late, "A squared error of targets from 0 to 1 is at most 1, so the targets are larger or smaller.")
+        if s.shape is None or not len(s) or 'mean' not in s: continue
+        low = lower_end(h, s)
+        most = None if low is None else (1-low)**2
+        if most and late>max(above, most*math.prod(s.shape)) and late>.5*p.values[0] and is_pushed_to_end(s, low):
+            yield report_out_of_reach(h, s, late, f"A squared error of targets from {low} to 1 is at most {most}, so the targets are larger or smaller.", low)
             return
-        if late<below and .2<p.values[0]<3 and p.verdict=='falls':
+        if is_probability(h, s) and late<below and .2<p.values[0]<3 and p.verdict=='falls':
             yield report_out_of_reach(h, s, late, "A cross-entropy of targets from 0 to 1 is never below zero, so some targets are larger than 1 or negative.")
             return
 
