@@ -44,11 +44,10 @@ def choose_rules(rules) -> list:
 # %% ../../nbs/55_health/50_diagnose.ipynb #026782db
 severity_rank = {s: i for i,s in enumerate(severities)}
 cause_order = ( # names of rules: rules that find causes come before rules that find consequences
-    'died', 'recording', 'not_finite', 'same_data', 'constant_output', 'targets_out_of_reach', 'poor_input_scale', 'not_trained',
-    'equal_units', 'poor_scale', 'scaler_skips', 'update_too_large',
-    'dead_units', 'saturated', 'attention', 'no_gradient', 'underflow', 'overflow', 'update_too_small', 'gradients_add_up', 'weights_decay', 'vanishing_gradient',
-    'exploding_gradient', 'gradient_spike', 'wrong_last_activation', 'batch_norm', 'train_eval', 'collapse', 'loss_spike', 'diverging', 'loss_rises', 'loss_below',
-    'loss_stalls')
+    'died', 'recording', 'not_finite', 'same_data', 'constant_output', 'targets_out_of_reach', 'poor_input_scale', 'not_trained', 'equal_units',
+    'poor_scale', 'scaler_skips', 'update_too_large', 'dead_units', 'saturated', 'attention', 'no_gradient', 'underflow', 'overflow',
+    'update_too_small', 'gradients_add_up', 'weights_decay', 'vanishing_gradient', 'exploding_gradient', 'gradient_spike',
+    'wrong_last_activation', 'batch_norm', 'train_eval', 'collapse', 'loss_spike', 'diverging', 'loss_rises', 'loss_below', 'loss_stalls')
 # rule of a consequence -> fraction of the training by which the cause may be visible later than the consequence
 late_share = {'loss_stalls': .6, 'diverging': .2, 'loss_rises': .2, 'vanishing_gradient': .1, 'collapse': .1}
 

@@ -87,10 +87,10 @@ def report_constant_output(h, s, value):
     softmax,n = is_softmax_of_one(h, s, value),len(s)
     why = ": it is a softmax over one unit, which is always 1, whatever the weights are" if softmax else ''
     return s.finding(0, f"The output of {s.title} is {fmt(value)} for all samples in all {n:,} steps{why}. "
-        "The loss does not depend on the weights, so the model learns nothing.", stands=True, value=value, look="overview(run)",
+        "The loss does not depend on the weights, so the model learns nothing.", stands=softmax, value=value, look="overview(run)",
         advice=softmax_advice if softmax else constant_advice)
 
-@rule(severity='error', needs='output', after=('equal_units', 'not_trained', 'dead_units'))
+@rule(severity='error', needs='output', after=('equal_units', 'not_trained', 'dead_units', 'poor_input_scale', 'poor_scale', 'update_too_large'))
 def constant_output(h, least=5):
     """An output of the model that is the same number for all samples in all steps, such as a softmax over one unit
 
