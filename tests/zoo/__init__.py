@@ -8,9 +8,9 @@ from fnmatch import fnmatchcase
 from importlib import import_module
 
 healthy,broken = {},{}
-first_modules = 'healthy_small', 'healthy_large', 'broken_values', 'broken_weights', 'broken_losses', 'healthy_targets', 'broken_targets'
-later_modules = ('healthy_more', 'broken_more', 'healthy_others', 'broken_others', 'healthy_silent', 'broken_silent', 'broken_facts',
-    'healthy_facts')
+first_modules = ('healthy_small', 'healthy_large', 'healthy_outputs', 'healthy_targets', 'broken_values', 'broken_weights', 'broken_losses',
+    'broken_outputs', 'broken_targets')
+later_modules = ('healthy_more', 'broken_more', 'healthy_others', 'broken_others', 'healthy_silent', 'broken_silent', 'healthy_facts', 'broken_facts')
 
 unknown = { # broken trainings whose fault is visible in no row, with the reason
     'siamese_without_stop': 'equal samples do not change any statistic of a whole tensor',

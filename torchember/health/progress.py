@@ -107,5 +107,27 @@ def guessing_losses(h, classes=200_000):
     found = {}
     for s in h.series('output'):
         if s.path not in h.graph.last_modules | {''} or 'float' not in str(s.dtype): continue
+        if h.activation(s) in ('Sigmoid', 'Hardsigmoid'): found[2] = math.log(2)
         if isinstance(s.shape, tuple|list|np.ndarray) and len(s.shape)>1 and 1<s.shape[-1]<classes: found[int(s.shape[-1])] = math.log(s.shape[-1])
     return found
+
+# %% ../../nbs/55_health/05_progress.ipynb #46579690
+def lowest_cross_entropy(low, top, n, probabilities):
+    """Return the least possible cross-entropy of outputs between `low` and `top`.
+
+    n: number of classes
+    probabilities: True for outputs of a sigmoid or softmax, False for logits"""
+    if not probabilities: return math.log1p((n-1)*math.exp(-max(top-low, 0)))
+    return min(-math.log(max(top, 1e-30)), -math.log(max(1-low, 1e-30)) if n<=2 else math.inf)
+
+def may_be_cross_entropy(h):
+    "Return True unless the range of the model's outputs excludes that the loss at the end is a cross-entropy. `h`: a `History`."
+    bounds = []
+    for s in h.series('output'):
+        if s.path not in h.graph.last_modules | {''} or 'min' not in s or 'max' not in s or not s.shape: continue
+        low,top = (float(np.median(s[c][-max(3, len(s)//5):])) for c in ('min', 'max'))
+        if not (math.isfinite(low) and math.isfinite(top)): return True
+        kind = h.activation(s)
+        several = kind in ('Sigmoid', 'Hardsigmoid')
+        bounds.append(lowest_cross_entropy(low, top, 2 if several else s.shape[-1], several or kind=='Softmax'))
+    return not bounds or h.progress.end>=.95*min(bounds)
