@@ -260,7 +260,7 @@ class ArmedModel(RecordedRun):
         self.tracks,self.armed = tracks(unwrap(self.model)),True
         try: self.recorder.arm(self.tracks, self.watched(self.tracks), lambda: self, {'disarm': lambda: (self.disarm(), self.model)[1]})
         except BaseException:
-            self.disarm() # remove what was installed, whatever the error
+            self.disarm() # all changes of the model are removed after any error
             raise
         return self
 
@@ -314,13 +314,13 @@ class ArmedModel(RecordedRun):
         return tensor
 
     def plan(self,
-        *args, # Example input. With an example, the model runs once, and is unchanged afterwards
+        *args, # Example input for which the model runs once; the model is unchanged afterwards
         **kwargs
     ) -> Plan:
         """Return the expected rows, bytes and time of a recorded step. Records nothing.
 
         Args:
-            *args: Example input. With an example, the model runs once, and is unchanged afterwards
+            *args: Example input for which the model runs once; the model is unchanged afterwards
         """
         r,inner,is_unarmed = self.recorder,self.tracks[0].module,not self.armed
         if is_unarmed:
@@ -370,7 +370,7 @@ def run_of_rank(kind, name, resume, home, store='jsonl'):
     if world>1: name = f'{name or shared_name(kind)}.rank{rank}'
     if resume:
         release_run(name)
-        take_in(folder('torchember', home)) # add rows that a dead process did not write
+        take_in(folder('torchember', home)) # rows that a dead process did not write are added
     return new_run(kind, name, resume, home, store, world), rank if world>1 else None, world
 
 def number_of_first(t, resume, first_step):
@@ -396,7 +396,7 @@ def merge_ranks(t, rank, world, tree):
         if (t := run()) is not None: note_soon(t.file, what)
     return WholeSteps(part, rank, world, about, note, store)
 
-def report_of(recorder, views=(), rules=None, feeds=()) -> Report: # views: live views; rules: `RuleWatch`; feeds: `Feed`s of sinks
+def report_of(recorder, views=(), rules=None, feeds=()) -> Report: # views: live views; rules: a `RuleWatch`; feeds: a `Feed` for each sink
     "Return the report of a run, and write the times of recording into the metadata of the run."
     r,f,cost,live = recorder,recorder.t.file,recorder.cost,sum(v.seconds for v in views)
     def spent():
@@ -478,11 +478,11 @@ class torchEmber(ArmedModel):
         held_steps(blackbox)
         rules,on_finding,sinks = choose_rules(rules or ()),check_on_finding(on_finding),sinks_of(sinks)
         ts = tracks(inner)
-        watched_modules(ts, include, exclude) # check the arguments before the run is created
+        watched_modules(ts, include, exclude) # checks the arguments before the run is created
         t,rank,world = run_of_rank(type(inner).__name__, name, resume, home, store)
         first = number_of_first(t, resume, first_step)
         ranks = None if rank is None else Ranks(model, rank, world, lambda meta: t.amend('ranks', meta))
-        # ranks merge shards by their number of elements
+        # the number of elements is recorded, because merging shards of several ranks needs it
         if ranks and not callable(stats) and not {'shape', 'numel'}.intersection(stats): stats = (*stats, 'numel')
         super().__init__(t, Recorder(t, Settings(ttypes, stats, when, only_training, on_error, first, rank,
             ranks, None if overhead is None else Budget(overhead), optimizers, scaler, ends, ts[0].name,
@@ -516,8 +516,8 @@ class torchEmber(ArmedModel):
         for f in self.feeds: f.close()
         self.t.close()
         if self.t.whole is not None: self.t.whole.end()
-        open_recorders.discard(self.recorder) # the recorder has no rows left to write
-        for v in self.views: v.close() # draw the last picture
+        open_recorders.discard(self.recorder) # removed, because the recorder has no more rows to write
+        for v in self.views: v.close() # each view draws its last picture
         return report_of(self.recorder, self.views, self.rules, self.feeds)
 
     def __enter__(self): return self.arm()
@@ -532,7 +532,7 @@ class torchEmber(ArmedModel):
 
     def _repr_html_(self): return tree_table(repr(self)[1:-1], self.mod_tree(), self.t.latest_line_list())
 
-    def __reduce_ex__(self, protocol): # because a model with an ember as attribute may be copied or saved
+    def __reduce_ex__(self, protocol): # defined, because a model with an ember as attribute may be copied or saved
         return EmberCopy, (self.model_name, self.fname, str(self.t.dir))
 
     def __deepcopy__(self, memo): return EmberCopy(self.model_name, self.fname, str(self.t.dir))

@@ -14,9 +14,13 @@ from importlib.util import find_spec
 from .ground.messages import printable
 
 # %% ../nbs/92_run.ipynb #a7e1f06d
-def comma_list(text): return [n for n in text.split(',') if n]
+def comma_list(text):
+    "Return the parts of a text with commas, without empty parts."
+    return [n for n in text.split(',') if n]
 
-def every_in(text): return int(text) if text.isdigit() else text # value of `--every`
+def every_in(text):
+    "Return the argument of `--every` as an int or as text."
+    return int(text) if text.isdigit() else text # text: argument of `--every`
 
 example = 'torchember run --every 10 train.py --lr 0.1'
 
@@ -41,19 +45,18 @@ def add_options(p):
     p.add_argument('--store', choices=['jsonl', 'parquet'], help='format of the run')
 
 # %% ../nbs/92_run.ipynb #7fc9c0ec
-def options_in(words, prog='torchember run', usage=None) -> dict: # words: such as ['--every', '10']; prog, usage: for messages
+def options_in(words, prog='torchember run', usage=None) -> dict: # words: list such as ['--every', '10']; prog, usage: texts for messages
     "Parse options of a command line into keyword arguments of `torchEmber`. Raise SystemExit for invalid options, as argparse does."
     from torchember.ground.choose import schedule
     from torchember.ground.record import check_ttypes
     parser = options_parser(prog, usage)
     found = vars(parser.parse_args(words))
-    if len(found.get('stats', ()))==1: found['stats'] = found['stats'][0] # name of a set, or of a single statistic
+    if len(found.get('stats', ()))==1: found['stats'] = found['stats'][0] # a single word is the name of a set of statistics, or of one statistic
     try:
         if 'every' in found: schedule(found['every'])
         if 'ttypes' in found: check_ttypes(found['ttypes'])
         if 'stats' in found:
-            # imported only here, because it imports numpy, and the program may first set environment variables that
-            # numpy reads
+            # imported only here, because it imports numpy, before which the program may set environment variables
             from torchember.measure.columns import stat_names
             stat_names(found['stats'])
         if not 0<found.get('overhead', 1)<=1:
@@ -67,7 +70,7 @@ def options_in(words, prog='torchember run', usage=None) -> dict: # words: such 
 # %% ../nbs/92_run.ipynb #a203b184
 usage = 'torchember run [options] [--] PROGRAM [arguments of the program], or torchember run [options] -m MODULE [its arguments]'
 
-def split_arguments(argv, flags=()) -> tuple: # options; True for `-m MODULE`; the program and its arguments
+def split_arguments(argv, flags=()) -> tuple: # returns the options, True for `-m MODULE`, and the program with its arguments
     "Split the arguments of `torchember run` into options of torchember, and the program with its own arguments. flags: options without a value."
     i = 0
     while i<len(argv) and argv[i].startswith('-') and argv[i] not in ('--', '-m', '-h', '--help'):
@@ -151,14 +154,16 @@ class Recording:
         self.trainings = Trainings(self.say, **self.options).start()
 
     def end(self, error=None):
-        if os.getpid()!=self.pid: return # a forked process
+        if os.getpid()!=self.pid: return # does nothing in a forked process
         if self.trainings is None: self.say('nothing was recorded: the program has not imported torch.')
         else:
             self.trainings.stop(error)
             for report in self.trainings.reports: self.say(str(report))
 
 # %% ../nbs/92_run.ipynb #10195fd7
-def threads_run(): return any(not t.daemon and t is not threading.main_thread() for t in threading.enumerate())
+def threads_run():
+    "Return True if another thread than the main thread keeps the process alive."
+    return any(not t.daemon and t is not threading.main_thread() for t in threading.enumerate())
 
 def run_source(program, recording, is_module):
     "Run a `Program` as `__main__`, and record the models it trains."
@@ -175,7 +180,7 @@ def run_source(program, recording, is_module):
         hide_frames(program.file)
         raise
     finally:
-        if threads_run(): atexit.register(recording.end, failed) # another thread may still train
+        if threads_run(): atexit.register(recording.end, failed) # the run stays open at first, because another thread may still train
         else: recording.end(failed)
     return 0
 
@@ -192,7 +197,7 @@ def load_program(program, is_module, command='torchember run'):
     except (OSError, ImportError) as e: print(f"{command}: cannot run {printable(program[0])}: {printable(e)}", file=sys.stderr)
 
 # %% ../nbs/92_run.ipynb #7175f6d8
-def run_command(argv) -> int: # exit code: 0 if the program ended without an exception, 2 if it cannot be found
+def run_command(argv) -> int: # returns the exit code: 0 if the program ended without an exception, 2 if it cannot be found
     "Run a program, and record the models it trains. Exceptions of the program are raised, also SystemExit."
     words,is_module,program = split_arguments(argv)
     options = options_in(words, usage=usage)

@@ -16,7 +16,7 @@ from ..ground.plugins import find_plugins, load_plugin
 from .terminal import print_lines, line_width
 
 # %% ../../nbs/95_cli/10_commands.ipynb #e34828d0
-module_of_command = { # name of a command -> (Python module, one line of help)
+module_of_command = { # (Python module, one line of help) of each command, by name
     'ls': ('cli.listing', 'list runs, the newest first'),
     'show': ('cli.listing', 'show metadata and layers of a run'),
     'tail': ('cli.steps', 'print a line for each step during a run'),
@@ -34,7 +34,7 @@ module_of_command = { # name of a command -> (Python module, one line of help)
     'run': ('cli.program', 'run a program, and record the models that it trains'),
     'check': ('cli.check', 'run the first step of a program, and show what is wrong'),
     'completion': ('cli.completion', 'print the script for completion in your shell'),
-    'complete': ('cli.completion', None)} # called by completion scripts; not in --help
+    'complete': ('cli.completion', None)} # command for completion scripts, which --help does not show
 
 # %% ../../nbs/95_cli/10_commands.ipynb #63654fba
 class Command(NamedTuple):
@@ -43,7 +43,7 @@ class Command(NamedTuple):
     arguments:object # Function that adds arguments to an `argparse.ArgumentParser`
     example:str # Example of a command line, shown by `--help`
 
-commands = {} # name -> `Command`. Contains only commands of imported Python modules
+commands = {} # each `Command` by name; contains only commands of imported Python modules
 
 def command(
     arguments, # Function that adds arguments to an `argparse.ArgumentParser`, which has `--home` already
@@ -82,7 +82,7 @@ def command_named(name):
 class LazyParser(argparse.ArgumentParser):
     "Parser that adds its arguments when it first parses, so that a command imports only its own Python module."
     def __init__(self, *args, fill=None, **kwargs):
-        self.positionals,self.options = [],{} # positionals: arguments without a dash; options: option -> argument
+        self.positionals,self.options = [],{} # positionals: arguments without a dash; options: arguments by option
         super().__init__(*args, **kwargs, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, conflict_handler='resolve')
         self.fill = fill
 
@@ -97,7 +97,9 @@ class LazyParser(argparse.ArgumentParser):
         if fill: fill(self)
         return super().parse_known_args(*args, **kwargs)
 
-def wrap_text(text): return textwrap.fill(' '.join(text.split()), max((line_width() or 100)-2, 20))
+def wrap_text(text):
+    "Wrap a text to the width of the terminal."
+    return textwrap.fill(' '.join(text.split()), max((line_width() or 100)-2, 20))
 
 def argument_adder(name):
     "Return a function of a parser. The function imports a command and adds its arguments."
@@ -171,7 +173,7 @@ def main(
             if sys.stdout is not None: sys.stdout.flush()
     except BrokenPipeError: code = 141
     except KeyboardInterrupt: code = 130
-    except OSError as e: # such as a full disk, noticed when the output is flushed
+    except OSError as e: # raised by a full disk, for example, when the output is flushed
         print_lines(f'torchember: {printable(e)}', file=sys.stderr)
         code = 2
     discard_output() if code!=130 else None

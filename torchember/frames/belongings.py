@@ -28,7 +28,9 @@ def owner_of(stem, names):
     if kind in metadata_kinds: return name
     return next((stem[i+1:] for i,c in enumerate(stem) if c=='_' and stem[i+1:] in names), None)
 
-def regular_files(*paths): return [p for p in paths if p.is_file() and not p.is_symlink()]
+def regular_files(*paths):
+    "Return those paths that are regular files, not links."
+    return [p for p in paths if p.is_file() and not p.is_symlink()]
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #b7000006
 class Home:
@@ -37,20 +39,22 @@ class Home:
         self.place = folder('torchember', home)
         self.log,self.data = self.place/'log',self.place/'data'
         flush_logs(self.log)
-        # logs, parts: names of logs, and of logs with a folder of parts; metadata: log -> its metadata files
+        # logs: names of logs; parts: names of logs with a folder of parts; metadata: metadata files of each log
         self.logs,self.parts,self.metadata,self.taken = set(),set(),{},set(taken)
         for f in list_folder(self.log):
             if f.name.endswith('.parts') and f.is_dir(follow_symlinks=False): self.parts.add(f.name.removesuffix('.parts'))
             elif not f.is_dir(follow_symlinks=False) and not f.name.endswith('_latest') and is_run_name(f.name): self.logs.add(f.name)
         files = [f for f in list_folder(self.data) if f.name.endswith('.json') and f.is_file(follow_symlinks=False)]
         bases = {f.name[5:-5] for f in files if f.name.startswith('base_')}
-        # other files may belong to the user
+        # ignored, because other files may belong to the user
         self.bases = {n for n in bases if n in self.logs or is_run_name(n) and 'schema' in read_facts(n, self.data)[0]}
         self.older = {n for n in log_names(home) if n not in self.logs}
         for f in files: self.metadata.setdefault(owner_of(f.name[:-5], self.names), []).append(self.data/f.name)
 
     @property
-    def names(self): return self.logs | self.parts | self.bases | self.older
+    def names(self):
+        "Return the names of everything in the home that may be a run."
+        return self.logs | self.parts | self.bases | self.older
 
     def members(self, run):
         "Return the names of all logs of a run: its own name, or the names of the logs of its ranks."
@@ -105,12 +109,12 @@ def run_sizes(h, run):
     return dict(name=run, ranks=len(members), **out, size=out['log']+out['parts']+out['latest']+out['metadata'])
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #b700000c
-recent = 600 # seconds since the last row: until then, a process on another machine may still be writing
+recent = 600 # seconds after the last row during which a process on another machine may still be writing
 
 def refuse_odd(h, name):
     "Raise OSError if the log is a link, or a file not written by torchember: such a log is not moved or removed."
     path = h.log/name
-    if is_url(path): return # a remote store has no links
+    if is_url(path): return # returns, because remote stores have no links
     if os.path.islink(path): raise OSError(f"{printable(path)} is a link, not a log of torchember, so nothing was changed. Remove the link yourself.")
     if name in h.older: raise OSError(f"The run {name!r} is of torchember 0.2 and was not changed. Move or remove its folder {printable(path)}.")
     if os.path.lexists(path) and not path.is_file(): raise OSError(f"{printable(path)} is not a file, so it is not a log, and nothing was changed.")

@@ -26,7 +26,7 @@ from torchember.store.log import flush_logs
 from torchember.store.log_file import JsonLines, last_step_in_block
 from torchember.store.older import is_older, older_blocks
 from torchember.store.losses import read_losses
-from torchember.store.parameters import read_modes, read_parameters
+from torchember.store.parameters import facts_in, read_parameters
 from torchember.store.parts import shared_files
 from torchember.store.table import tree_in
 
@@ -64,15 +64,15 @@ def without_ranks(names):
 # %% ../../nbs/50_frames/04_handle.ipynb #6875fa8b
 def has_orphan_box(boxes):
     "Return True if the folder `boxes` may have a black box of an ended process. This check does not need torch."
-    # not opened, because closing a black box of this process would release its lock
+    # skipped, because closing a black box of this process would release its lock
     if 'torchember.recorder.black_box' in sys.modules: return os.path.isdir(boxes)
     try: import fcntl
     except ImportError: return os.path.isdir(boxes)
     for name in [n for n in (os.listdir(boxes) if os.path.isdir(boxes) else ()) if n.endswith('.box')]:
         try:
             with open(os.path.join(boxes, name), 'rb') as f: fcntl.lockf(f, fcntl.LOCK_SH|fcntl.LOCK_NB)
-        except FileNotFoundError: continue # another process has just recovered this black box
-        except BlockingIOError: continue # the process of this black box is running
+        except FileNotFoundError: continue # raised if another process has just recovered this black box
+        except BlockingIOError: continue # raised if the process of this black box is running
         except OSError: pass # `take_in` raises and explains this error
         return True
     return False
@@ -103,7 +103,7 @@ class LogReader:
     "Log of one process, open for reading. `tracker`: `tracker` of the run; None for a file outside a home."
     def __init__(self, path, tracker=None):
         self.path,self.t,self.name = path,tracker,path.name
-        self.store = JsonLines(path) if tracker is None else tracker.file.disk # a `LogStore`
+        self.store = JsonLines(path) if tracker is None else tracker.file.disk # the `LogStore` with the rows of the log
 
     def blocks(self, after=(0, 0)):
         "Yield the rows of the log in blocks. `after`: (bytes of the log, rows) to skip."
@@ -127,7 +127,7 @@ class LogReader:
     def metadata(self, kind):
         "Return metadata by its kind, such as 'structure'. Return None if it is missing or cannot be read."
         try: return None if self.t is None else self.t.about.get(kind) or self.t[f'{kind}_{self.name}']
-        except (KeyError, ValueError, OSError): return None # a killed process may leave no metadata
+        except (KeyError, ValueError, OSError): return None # raised if a killed process left no metadata
 
     def rows(self):
         "Return all rows of the log as dicts."
@@ -151,7 +151,7 @@ def open_log(run, home=None):
         raise TypeError(f"a run is a name, a file, a torchEmber or its te.t, got {an(run)}. Use a table directly, without reading it.")
     if not isinstance(t, tracker): t = emberTracker(run, home)
     recover_boxes(t.dir)
-    t.barrier() # has no effect on a run of another process
+    t.barrier() # writes queued rows; has no effect on a run of another process
     t.require_exists()
     return LogReader(t.log_path, t)
 
@@ -220,9 +220,7 @@ class Run:
     def facts(self):
         "Return facts about the training from the metadata, such as the state of autocast, as a dict. Of several ranks, those of the lowest."
         found = self.metadata('parameters')
-        facts = found[min(found, key=lambda r: -1 if r is None else r)].get('facts') if found else None
-        modes = next((found for log in self.logs.values() if log.t is not None and (found := read_modes(log.t))), {})
-        return (facts if isinstance(facts, dict) else {}) | {'modes': modes}
+        return facts_in(found[min(found, key=lambda r: -1 if r is None else r)]) if found else {}
 
     def structure(self):
         "Return the tree of modules of the model. Return None if it is missing or cannot be read."
@@ -289,7 +287,9 @@ def split_url(run, home):
     path = located(run)
     return (path.name, path.parent.parent) if path.parent.name=='log' else (run, home)
 
-def is_glob(run): return isinstance(run, str) and os.sep not in run and bool(set(run)&set('*?['))
+def is_glob(run):
+    "Return True if `run` is a pattern with wildcards."
+    return isinstance(run, str) and os.sep not in run and bool(set(run)&set('*?['))
 
 def matching_runs(run, names):
     "Return the names of runs matching a name or a pattern. Only if no run matches, match the names of the logs of single ranks."
@@ -297,7 +297,9 @@ def matching_runs(run, names):
     if run in names or run in known or not is_glob(run): return [run]*(run in names or run in known)
     return [n for n in known if fnmatchcase(n, run)] or [n for n in names if fnmatchcase(n, run)]
 
-def is_dataframe(run): return 'pandas' in sys.modules and isinstance(run, sys.modules['pandas'].DataFrame)
+def is_dataframe(run):
+    "Return True if `run` is a pandas table."
+    return 'pandas' in sys.modules and isinstance(run, sys.modules['pandas'].DataFrame)
 
 def open_named(run, home):
     "Open the run of a name, a file, an ember or a tracker. Return a `Run`, with the logs of all ranks for a distributed run."
@@ -314,7 +316,9 @@ def open_named(run, home):
         warn(f"{printable(run)}: the logs of its processes end in .rank0, .rank1, ..., so these files were not read: {printable(', '.join(odd))}.")
     return Run(run, {r: open_log(n, home) for r,n in found.items()})
 
-def open_single_log(log): return Run(log.name, {None: log})
+def open_single_log(log):
+    "Return a `Run` with a single log."
+    return Run(log.name, {None: log})
 
 def open_runs(run, home=None):
     "Return a list of `Run` objects, and a boolean: True if `run` is a list or a pattern, which may select several runs."

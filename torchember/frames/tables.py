@@ -125,7 +125,9 @@ def select_columns(df, columns):
         if c not in df: raise ValueError(not_recorded(c, list(df.columns), 'column'))
     return ['run']*('run' in df and 'run' not in columns) + columns
 
-def as_names(columns): return [columns] if isinstance(columns, str) else list(columns)
+def as_names(columns):
+    "Return one name or several names as a list."
+    return [columns] if isinstance(columns, str) else list(columns)
 
 # %% ../../nbs/50_frames/02_tables.ipynb #1aa59e10
 text_columns = ('run', 'path', 'module', 'ttype', 'tname', 'pname', 'dtype', 'phase', 'shard', 'part')

@@ -123,7 +123,9 @@ def check_whole(f, name, n, least):
     if n<least: raise ValueError(f"{f} needs {name}>={least}, got {n}. To record nothing, use at() with no steps.")
 
 # %% ../../nbs/05_ground/30_choose.ipynb #f202b7a1
-def is_every(n, start, step): return step>=start and (step-start)%n==0 # not a lambda: callbacks with a schedule are pickled
+def is_every(n, start, step):
+    "Return True for the steps `start`, `start+n`, `start+2n`, ..."
+    return step>=start and (step-start)%n==0 # a named function and not a lambda, because callbacks with a schedule are pickled
 
 def every(
     n:int, # Keep one step in `n`

@@ -19,7 +19,7 @@ def has_some(row):
 
 def is_alarming(row):
     "Return True if a row has a NaN or infinity that the user should be warned of. The row may also be of a number that the user logged."
-    if row.get('phase')=='refused': return False # no warning, because the training loop itself has discarded the pass
+    if row.get('phase')=='refused': return False # no warning is given, because the training loop itself has discarded the pass
     if row.get('ttype')=='scalar': return row.get('tname')!='grad_norm' and any(isinstance(v, float) and not math.isfinite(v) for v in row.values())
     masked = row.get('ttype') in ('input', 'output', 'probe', 'prediction')
     return not row.get('skipped') and any(row.get(c) for c in (counts[:2] if masked else counts))

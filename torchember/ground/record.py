@@ -19,7 +19,7 @@ from .messages import an, unknown
 # %% ../../nbs/05_ground/20_record.ipynb #30b5f42b
 SCHEMA = 1 # version of the row format. Code for version n reads all versions up to n
 
-# tensor type measured at a call of a module -> class in the package `recorder` that measures it
+# class in the package `recorder` that measures each tensor type of module calls
 flowing = dict(input='flows.Flows', output='flows.Flows')
 ttypes = (*flowing, 'weight', 'weight_grad', 'unclipped_grad', 'input_grad', 'output_grad', 'optimizer', 'update', 'buffer', 'probe',
     'prediction', 'target', # of a loss that the user logs
@@ -88,7 +88,9 @@ def json_scalar(value):
     except OverflowError: return math.inf if value>0 else -math.inf
 
 # %% ../../nbs/05_ground/20_record.ipynb #a70b679a
-def json_pointer_part(key): return json_scalar(str(key)).replace('~', '~0').replace('/', '~1')
+def json_pointer_part(key):
+    "Return a key as a part of a JSON pointer, with '~' and '/' escaped."
+    return json_scalar(str(key)).replace('~', '~0').replace('/', '~1')
 
 # %% ../../nbs/05_ground/20_record.ipynb #115ab4a4
 def plain(value, where='', lost:dict|None=None):
@@ -134,7 +136,7 @@ def is_final(text):
 def careful_line(row):
     "Return the JSON line of any row: convert values missing in JSON, and list NaN and infinities in `nonfinite`."
     lost = {}
-    if isinstance(row.get('nonfinite'), dict): lost.update(row['nonfinite']) # values that are already None in the row
+    if isinstance(row.get('nonfinite'), dict): lost.update(row['nonfinite']) # skips values that are None in the row already
     row = {k if is_json(k) and type(k) is str else json_scalar(str(k)): v if is_json(v) else plain(v, json_pointer_part(k), lost) for k,v in row.items()}
     if lost: row['nonfinite'] = lost
     line = encode(row)
@@ -192,7 +194,9 @@ def loads(line):
     if '\\u' in text or not text.isascii(): check_text_encodable(value) # raises UnicodeEncodeError for a lone surrogate
     return value
 
-def check_text_encodable(value): json.dumps(value, ensure_ascii=False).encode()
+def check_text_encodable(value):
+    "Raise an error if a text in `value` cannot be encoded as UTF-8."
+    json.dumps(value, ensure_ascii=False).encode()
 
 numbers = {'NaN': math.nan, 'Infinity': math.inf, '-Infinity': -math.inf}
 

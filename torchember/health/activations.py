@@ -137,6 +137,8 @@ def is_at_one_end(s):
 def activation_shape(h, s):
     """Return 'tanh' or 'sigmoid' for a tensor made by such an activation, or None.
     For an output, the class of the activation decides. For an input, the range of its values decides, if the values before were larger."""
+    if s.kind in ('RNN', 'RNNCell') and s.ttype=='output': # its activation is tanh, or ReLU with values of at least 0
+        return 'tanh' if 'max' in s and finite_max(s.abs_max)<=1 and finite_max(-s['min'])>.5 else None
     if s.ttype=='output': # values above 1 show that other operations follow the activation
         return shapes.get(h.activation(s)) if s.path not in h.activations or finite_max(s.abs_max)<=1 else None
     if h.graph.makers.get(s.path) or s.path in h.graph.first_modules or 'max' not in s or 'float' not in str(s.dtype): return None
@@ -170,7 +172,8 @@ def find_saturation(h, s, slope):
     return None if at is None else Saturation(s, at, kind, median(left[at:]))
 
 # %% ../../nbs/55_health/40_activations.ipynb #e6b4b7f7
-@rule(severity='warning', needs='output', stats=('mean', 'rms'), after=('poor_scale', 'poor_input_scale', 'update_too_large'))
+@rule(severity='warning', needs='output', stats=('mean', 'rms'),
+    after=('poor_scale', 'poor_input_scale', 'update_too_large', 'constant_output', 'targets_out_of_reach', 'target_range'))
 def saturated(h, slope=.05):
     """An activation (tanh or sigmoid) with values at the ends of its range, where its slope is near zero
 
@@ -210,6 +213,20 @@ def find_peaked_rows(h, peak):
             # 'info': the training goes well and has learned it
             severity='error' if h.progress.is_bad else 'info' if h.progress.is_good and at>2 else None,
             advice="Divide the logits by sqrt(head size), normalize queries and keys, or lower the learning rate.")
+
+def find_peaked_start(h, early, masked=.8, least=8):
+    """Yield findings about attention that prefers few positions in the first step, before anything was learned.
+
+    early: sum of the squared weights of a row that is too large
+    masked: the same if weights of zero show that positions are masked
+    least: least number of positions"""
+    for s in h.series('output'):
+        if not is_attention_weights(h, s) or s.steps[0]!=h.steps[0] or s.shape[-1]<least or 'min' not in s: continue
+        size = float(s.rms[0]**2*s.shape[-1])
+        if not size>(early if s['min'][0]>0 else masked): continue
+        yield s.finding(0, f"Before anything was learned, the attention of {s.title} puts most weight on few of {s.shape[-1]} positions: the squared weights "
+            f"of a row add up to {fmt(size)}, where {fmt(1/s.shape[-1])} is equal weight. Little gradient passes.", squares=size,
+            advice="Divide the logits by sqrt(head size), start with smaller weights of queries and keys, or normalize both.")
 
 # %% ../../nbs/55_health/40_activations.ipynb #893f4d6c
 logit_text = "Queries and keys{of} are so large that the softmax puts nearly all weight on one position: "
@@ -262,12 +279,13 @@ def find_large_products(h, logit):
 
 # %% ../../nbs/55_health/40_activations.ipynb #56a72632
 @rule(severity='warning', needs='output', stats=('mean', 'rms'), after=('update_too_large',))
-def attention(h, logit=30., peak=.97):
+def attention(h, logit=30., peak=.97, early=.5):
     """Attention to one position only: softmax rows with a single large number, or queries and keys that are too large
 
     logit: standard deviation of the logits (inputs of the softmax) that is too large
-    peak: sum of the squared attention weights of a row that is too large. It is 1 if one position gets all weight"""
-    yield from islice(chain(find_peaked_rows(h, peak), find_large_weights(h, logit), find_large_products(h, logit)), 1)
+    peak: sum of the squared attention weights of a row that is too large. It is 1 if one position gets all weight
+    early: the same in the first step, for 8 positions or more"""
+    yield from islice(chain(find_peaked_rows(h, peak), find_large_weights(h, logit), find_large_products(h, logit), find_peaked_start(h, early)), 1)
 
 # %% ../../nbs/55_health/40_activations.ipynb #06f41c23
 def is_converging(h, s):
@@ -314,7 +332,9 @@ def find_rank_collapse(h):
                 f"{fmt(s[stat][-1])} from step {s.steps[at]} on.", s.steps[at], s.steps[-1], advice=collapse_advice, rank=float(s[stat][-1]))
 
 # %% ../../nbs/55_health/40_activations.ipynb #7052a2ad
-@rule(severity='warning', needs='output', stats=('mean', 'std'), after=('dead_units', 'saturated', 'equal_units', 'update_too_large', 'weights_decay', 'poor_scale'))
+@rule(severity='warning', needs='output', stats=('mean', 'std'),
+    after=('dead_units', 'saturated', 'equal_units', 'update_too_large', 'weights_decay', 'poor_scale', 'poor_input_scale', 'constant_output',
+    'no_gradient', 'targets_out_of_reach'))
 def collapse(h, small=1e-3):
     """Outputs that become the same for every input
 

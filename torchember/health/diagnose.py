@@ -16,8 +16,8 @@ from ..frames.handle import open_run
 from ..ground.messages import an, printable, unknown, warn
 from ..ground.needs import needs
 from ..store.table import activations_in
-from . import activations, batches, ends, gradients, leftover, losses, modes, replicas # noqa: F401 each adds its rules to the table
-from . import returns, schedules, sizes, targets, values, wiring # noqa: F401 each adds its rules to the table
+from . import activations, batches, ends, first_update, gradients, leftover, losses, modes # noqa: F401 each adds its rules to the table
+from . import outputs, precision, rank, replicas, returns, schedules, sizes, targets, values, wiring # noqa: F401 each adds its rules
 from .finding import columns, list_names, low_confidence, severities
 from .history import History
 from .links import can_affect
@@ -47,11 +47,11 @@ def choose_rules(rules) -> list:
 severity_rank = {s: i for i,s in enumerate(severities)}
 cause_order = ( # names of rules: rules that find causes come before rules that find consequences
     'died', 'rank_waits', 'recording', 'replicas', 'not_finite', 'same_data', 'constant_batch', 'repeated_data', 'batch_lost', 'hand_over', 'loss_input',
-    'broadcast', 'target_range', 'one_class', 'poor_input_scale', 'not_trained', 'resumed', 'schedule', 'equal_units', 'poor_scale', 'scaler_skips',
-    'update_too_large',
-    'dead_units', 'saturated', 'attention', 'underflow', 'overflow', 'update_too_small', 'gradients_add_up', 'weights_decay', 'vanishing_gradient',
-    'exploding_gradient', 'gradient_spike', 'batch_norm', 'train_eval', 'random_eval', 'collapse', 'loss_spike', 'diverging', 'loss_rises', 'loss_below',
-    'loss_stalls')
+    'broadcast', 'target_range', 'one_class', 'constant_output', 'targets_out_of_reach', 'poor_input_scale', 'not_trained', 'resumed', 'schedule',
+    'clipped_early', 'equal_units', 'poor_scale', 'scaler_skips', 'update_too_large', 'first_step', 'dead_units', 'saturated', 'attention', 'no_gradient',
+    'underflow', 'lost_gradients', 'overflow', 'autocast', 'update_too_small', 'gradients_add_up', 'weights_decay', 'vanishing_gradient',
+    'exploding_gradient', 'gradient_spike', 'wrong_last_activation', 'batch_norm', 'train_eval', 'random_eval', 'collapse', 'rank_collapse', 'loss_spike',
+    'diverging', 'loss_rises', 'loss_below', 'loss_stalls')
 # rule of a consequence -> fraction of the training by which the cause may be visible later than the consequence
 late_share = {'loss_stalls': .6, 'diverging': .2, 'loss_rises': .2, 'vanishing_gradient': .1, 'collapse': .1}
 
@@ -199,7 +199,8 @@ def findings_as_html(findings):
         more = f"<details><summary>{title}</summary><ul>{items}</ul></details>" if below else ''
         style = f"border-left:4px solid {html_colours[f['severity']]};padding-left:.6em"
         out.append(f"<p style='{style}'><b>{show(f['severity'])}</b> <code>{show(f['rule'])}</code>{' possibly:' if is_uncertain(f) else ''} {show(f['text'])}"
-            f"<br><i>{show(f['advice'])}</i>{'<br><code>'+show(f['look'])+'</code>' if f['look'] else ''}{'<br>'+show(f['source']) if f['source'] else ''}</p>{more}")
+            f"<br><i>{show(f['advice'])}</i>{'<br><code>'+show(f['look'])+'</code>' if f['look'] else ''}"
+            f"{'<br>'+show(f['source']) if f['source'] else ''}</p>{more}")
     if findings.healthy or not records: out += [f'<p>{show(l)}</p>' for l in findings.lines()[-2 if findings.missing and findings.healthy else -1:]]
     return ''.join(out)
 

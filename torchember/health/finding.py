@@ -102,6 +102,7 @@ def confidence_from(value, threshold, share=1., against=0):
 
     share: fraction of the steps or tensors that show the fault; half of the confidence depends on it
     against: number of facts that contradict the fault, such as a loss that falls. Each takes 30% of the confidence"""
+    value,threshold = float(value),float(threshold) # numpy warns of an overflow, Python does not
     near = min(abs(value/threshold), abs(threshold/value)) if value and threshold else 0. # 1 at the threshold, 0 far beyond
     if near!=near: return .5 # the value is NaN
     return float((1-near/2)*(.5+.5*min(max(share, 0), 1))*.7**int(against))

@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['step_rules', 'not_moved', 'checks', 'most_steps', 'statuses', 'few_steps_note', 'wide', 'no_step',
            'find_no_gradients', 'steps_phrase', 'finished_steps', 'find_constant_outputs', 'expected_changes',
-           'main_tensors', 'first_updates', 'find_large_updates', 'takes', 'of_reason', 'is_elsewhere', 'count_phrase',
-           'frozen_fact', 'changed_weights', 'why_not_moved', 'moved_fact', 'gradient_fact', 'update_fact', 'loss_fact',
-           'finite_fact', 'why_not_recorded', 'why_no_loss', 'has_loss_graph', 'why_no_graph', 'why_no_entries',
-           'why_no_optimizer', 'why_no_gradient', 'why_no_ratio', 'Check', 'members', 'is_last_member',
-           'is_alternative', 'weighed', 'sentence_of', 'advice_of', 'row_of', 'table_rows', 'wrapped', 'lines_of',
-           'rows_as_html', 'step_checks_class', 'add_current_weights', 'is_early', 'step_head', 'check_step']
+           'main_tensors', 'first_updates', 'find_large_updates', 'takes', 'of_reason', 'count_phrase', 'frozen_fact',
+           'changed_weights', 'why_not_moved', 'moved_fact', 'gradient_fact', 'update_fact', 'loss_fact', 'finite_fact',
+           'why_not_recorded', 'why_no_loss', 'has_loss_graph', 'why_no_graph', 'why_no_entries', 'why_no_optimizer',
+           'why_no_gradient', 'why_no_ratio', 'Check', 'members', 'is_last_member', 'is_alternative', 'weighed',
+           'sentence_of', 'advice_of', 'row_of', 'table_rows', 'wrapped', 'lines_of', 'rows_as_html',
+           'step_checks_class', 'add_current_weights', 'is_early', 'step_head', 'check_step']
 
 # %% ../../nbs/55_health/56_first_step.ipynb #ac612282
 import re, textwrap
@@ -30,7 +30,7 @@ from .moves import RelativeUpdates
 from .rules import Rule, known_rules
 from .sizes import adjust_small_weights
 from .values import half_digit
-from .wiring import ParameterStates
+from .wiring import ParameterStates, other_optimizer
 from ..measure.summary import derived
 from ..store.parameters import cut_off, forgotten, frozen, not_called
 
@@ -55,6 +55,8 @@ def finished_steps(h):
 # %% ../../nbs/55_health/56_first_step.ipynb #1f3eee30
 def find_constant_outputs(h):
     "Outputs of the model that have the same value for all samples in each step"
+    data = [s for s in h.series('input') if s.path in h.graph.data_modules and 'max' in s]
+    if data and all((s['max']==s['min']).all() for s in data): return # the same output is then right
     for path in [''] if '' in h.outputs else sorted(h.graph.last_modules):
         s = h.outputs[path]
         if s.shape is None or len(s.shape)<1 or s.shape[0]<2 or 'max' not in s or 'float' not in str(s.dtype): continue
@@ -105,8 +107,6 @@ def takes(*names, only=lambda f: True):
 
 def of_reason(*reasons): return takes('not_trained', only=lambda f: f['evidence'].get('reason') in reasons)
 
-def is_elsewhere(f): return 'reason' not in f['evidence'] and 'values' in f['evidence'] # see `find_trained_elsewhere`
-
 def count_phrase(h, has):
     "Return 'all 4 parameters', or '3 of 4 parameters'. `has`: function of the entry of a parameter."
     ps = [p for p in ParameterStates(h.parameters).ps if p['requires_grad']]
@@ -130,6 +130,7 @@ def why_not_moved(h):
     if rates and not any(rates) and len(finished_steps(h))==1:
         return f"the learning rate is 0 in {steps_phrase(h)}, as at the start of a warm-up: check more steps"
     if h.weights and all(w.skipped.all() for w in h.weights.values()): return "the loss scaler skipped the step: check more steps"
+    if not h.grads: return "no gradient was recorded"
     if not expected_changes(h): return "no weight that the optimizer has got a gradient other than 0"
     if not changed_weights(h)[1]: return "the weights after the step were not recorded: ttypes=[..., 'update'], or check two steps"
     known = list(expected_changes(h).values())
@@ -202,11 +203,11 @@ class Check(NamedTuple):
     why_not:object # Function of a `History` that returns why this could not be checked, or ''
     fact:object = lambda h: '' # Function of a `History` that returns what was measured
 
-not_moved = takes('not_trained', only=lambda f: f['evidence'].get('reason') in (None, 'stopped') and not is_elsewhere(f))
+not_moved = of_reason(None, 'stopped')
 checks = ( # in the order of the table
     Check('parameters are not frozen', of_reason(frozen), why_no_entries, frozen_fact),
-    Check('the optimizer has the parameters', takes('not_trained', only=lambda f: f['evidence'].get('reason')==forgotten or is_elsewhere(f)),
-        why_no_optimizer, lambda h: count_phrase(h, lambda p: p.get('optimizer'))),
+    Check('the optimizer has the parameters', of_reason(forgotten, other_optimizer), why_no_optimizer,
+        lambda h: count_phrase(h, lambda p: p.get('optimizer'))),
     Check('modules are called', of_reason(not_called), why_no_entries),
     Check('the loss reaches the parameters', lambda f: of_reason(cut_off)(f) or takes('find_no_gradients', 'no_gradient')(f), why_no_gradient,
         lambda h: count_phrase(h, lambda p: p.get('gradient'))),

@@ -77,7 +77,8 @@ def find_vanished_later(h, gs, over_time, many=.7):
 
 # %% ../../nbs/55_health/35_gradients.ipynb #ca03e71d
 @rule(severity='error', needs='weight_grad', stats='rms',
-    after=('dead_units', 'saturated', 'poor_scale', 'equal_units', 'not_trained', 'update_too_large', 'weights_decay'))
+    after=('dead_units', 'saturated', 'poor_scale', 'poor_input_scale', 'equal_units', 'not_trained', 'update_too_large', 'weights_decay',
+    'constant_output', 'no_gradient', 'targets_out_of_reach', 'loss_input', 'target_range'))
 def vanishing_gradient(h, depth=1e-5, over_time=1e-6, least=4):
     """Gradients that vanish on their way back through the layers, or during the training
 
@@ -194,11 +195,13 @@ def find_endless_growth(h, gs, steps, norm, jump):
     i = max(find_tail(norm>jump*start), 3)
     if not start>0 or not is_harmed(h) or len(norm)-i<3: return None
     return report_gradients(h, '', f"The gradients keep growing: their norm rises from {fmt(start)} to {fmt(norm[-1])}, and exceeds "
-        f"{jump:,.0f} times its start from step {steps[i]} on.", steps[i], steps[-1], start=start, end=float(norm[-1]), confidence=confidence_from(norm[-1]/start, jump),
+        f"{jump:,.0f} times its start from step {steps[i]} on.", steps[i], steps[-1], start=start, end=float(norm[-1]),
+        confidence=confidence_from(norm[-1]/start, jump),
         advice="Lower the learning rate by a factor of 10, or clip the gradients (clip_grad_norm_).")
 
 # %% ../../nbs/55_health/35_gradients.ipynb #bb787dfd
-@rule(severity='error', needs='weight_grad', stats='rms', after=('poor_scale', 'poor_input_scale', 'update_too_large', 'gradients_add_up', 'loss_spike', 'gradient_spike'))
+@rule(severity='error', needs='weight_grad', stats='rms',
+    after=('poor_scale', 'poor_input_scale', 'update_too_large', 'gradients_add_up', 'loss_spike', 'gradient_spike'))
 def exploding_gradient(h, jump=1000., depth=1e4, huge=1e3, steep=100.):
     """Gradients that grow from layer to layer or from step to step, and harm the loss
 

@@ -16,7 +16,7 @@ from ..ground.record import beside_training
 from ..measure.summary import derived
 from .finding import median
 from .moves import relative_updates
-from .progress import LossProgress, guessing_losses
+from .progress import LossProgress, guessing_losses, may_be_cross_entropy
 from ..ground.record import computed_in
 from .series import as_tuple, logged_series, split_series
 
@@ -195,7 +195,7 @@ class History:
         df = clean_types(df)
         self.name,self.recorded_parameters,self.activations = name,list(parameters),activations or {}
         self.losses,self.facts = list(losses),facts or {}
-        self.modes = self.facts.get('modes') or {} # facts about training and evaluation mode, see `store.parameters.read_modes`
+        self.modes = self.facts.get('modes') or {} # facts about training and evaluation mode, see `store.parameters.facts_in`
         ttype = df['ttype'].astype(object).to_numpy() if len(df) else np.zeros(0, object)
         self.logged = list(logged_series(df[ttype=='scalar'])) if 'scalar' in ttype else []
         self.reported = [r for r in df[ttype=='finding'].to_dict('records') if is_finding_row(r)] if 'finding' in ttype else []
@@ -264,7 +264,7 @@ class History:
     def started_low(self):
         "True if a loss that does not fall is far below the loss of random guessing, because the model was trained before the run."
         p,guess = self.progress,guessing_losses(self)
-        return p.verdict=='stalls' and bool(guess) and p.end<.6*min(guess.values())
+        return p.verdict=='stalls' and bool(guess) and p.end<.6*min(guess.values()) and may_be_cross_entropy(self)
 
     @cached_property
     def has_large_first_steps(self):

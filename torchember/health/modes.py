@@ -199,8 +199,11 @@ def is_norm_with_statistics(kind): return any(n in (kind or '') for n in ('Batch
 # %% ../../nbs/55_health/42_modes.ipynb #7c2f0a16
 def find_never_train_mode(h, least=10):
     "Yield a finding about a model that is trained in evaluation mode from the first step on, if it has modules that depend on the mode."
-    inside = [p for p in h.modes.get('eval', ()) if p and p in h.kinds]
-    if not inside or h.modes.get('train') or len(h.steps)<least or not any(find_changes(w).any() for k,w in h.weights.items() if k in h.grads): return
+    trained = [h.graph.position(k[0]) for k,w in h.weights.items() if k in h.grads and find_changes(w).any()]
+    if not trained or h.modes.get('train') or len(h.steps)<least: return
+    # the modules before the first trained weight belong to a frozen part, which is in evaluation mode on purpose
+    inside = [p for p in h.modes.get('eval', ()) if p and p in h.kinds and h.graph.position(p)>=min(trained)]
+    if not inside: return
     names = ', '.join(name_module(p, h.kinds[p]) for p in inside[:3])+(f" and {len(inside)-3:,} more" if len(inside)>3 else '')
     verb = 'is' if len(inside)==1 else 'are'
     yield finding('', f"The model is trained in evaluation mode from the first step on: {names} {verb} not in training mode.", h.steps[0], h.steps[-1],
@@ -240,7 +243,8 @@ def random_eval(h):
     more = f" {len(wrong or calls)} modules do this."*(len(wrong or calls)>1)
     why = "" if wrong else " The module is in training mode then."
     argument = 'dropout_p=self.p if self.training else 0.' if 'attention' in c['function'] else 'training=self.training'
-    yield finding(path, f"Outputs are random in evaluation mode: {name_module(path, kind)} calls {c['function']}, which drops {c['p']:.0%} of its values.{why}{more}",
-        first, h.steps[-1], ttype='output', severity=None if wrong else 'info', stands=True, look=f"scalar_line(run, {path!r}, 'output', 'std')",
-        advice=f"Pass {argument}, or use the module torch.nn.Dropout." if wrong else "Nothing, if this is intended. Otherwise call model.eval() on the whole model.",
-        share=c['p'], modules=len(wrong or calls))
+    yield finding(path, f"Outputs are random in evaluation mode: {name_module(path, kind)} calls {c['function']}, "
+        f"which drops {c['p']:.0%} of its values.{why}{more}", first, h.steps[-1],
+        ttype='output', severity=None if wrong else 'info', stands=True, look=f"scalar_line(run, {path!r}, 'output', 'std')",
+        advice=f"Pass {argument}, or use the module torch.nn.Dropout." if wrong else
+            "Nothing, if this is intended. Otherwise call model.eval() on the whole model.", share=c['p'], modules=len(wrong or calls))

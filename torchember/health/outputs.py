@@ -126,7 +126,7 @@ def is_at_ends(s):
     return bool(median(mean-squares)<1e-3)
 
 @rule(severity='error', needs='weight_grad', after=('constant_output', 'dead_units', 'saturated', 'poor_input_scale', 'poor_scale', 'equal_units',
-    'not_trained', 'update_too_large', 'not_finite'))
+    'not_trained', 'update_too_large', 'not_finite', 'loss_input', 'target_range'))
 def no_gradient(h, share=.9, least=20, solved=1e-4):
     """No gradient in any weight in nearly all steps, although the loss is not near zero
 
@@ -162,7 +162,7 @@ def report_out_of_reach(h, s, late, why, low=0):
         advice="For regression, remove the last activation, and scale the targets: (y-mean)/std. "
         "For classes 0, 1, 2, ..., use one unit per class, softmax, and cross-entropy: CrossEntropyLoss, or sparse_categorical_crossentropy in Keras.")
 
-@rule(severity='error', needs=('scalar', 'output'), after=('constant_output', 'not_finite', 'poor_input_scale'))
+@rule(severity='error', needs=('scalar', 'output'), after=('constant_output', 'not_finite', 'poor_input_scale', 'loss_input', 'target_range'))
 def targets_out_of_reach(h, above=20., below=-1.5):
     """Targets that a sigmoid cannot return, such as prices, or the labels 0, 1, 2 for one unit
 
@@ -187,7 +187,7 @@ def begins_at_guess(h, n, close=.15): return len(h.progress.values)>0 and abs(h.
 
 def sums_to_one(s): return bool((abs(s['mean']*s.shape[-1]-1)<1e-3).mean()>.5)
 
-@rule(severity='warning', needs=('scalar', 'output'), after=('constant_output', 'no_gradient'))
+@rule(severity='warning', needs=('scalar', 'output'), after=('constant_output', 'no_gradient', 'loss_input'))
 def wrong_last_activation(h, least=20):
     """Several sigmoids with the cross-entropy of one class of several, which expects a softmax
 

@@ -158,7 +158,8 @@ class Series:
 
     def until_bad(self):
         """Return the part of the series before it stays non-finite up to its end, or the series itself if its last value is finite.
-        The first step is kept in any case, so that a tensor is known to each rule. -inf in an activation does not count, because it is usually a mask. Steps skipped by a loss scaler do not count, either."""
+        The first step is kept in any case, so that a tensor is known to each rule. -inf in an activation does not count, because it is usually a mask.
+        Steps skipped by a loss scaler do not count, either."""
         which = counts[:2] if self.ttype in ('input', 'output', 'probe') else counts
         if not len(self) or not any(c in self.rows.columns for c in which): return self
         n = find_tail((self.rows.count(*which)[self.at]>0) & ~self.skipped)

@@ -110,7 +110,8 @@ def report_small_steps(h, moves, k, n, ratio, limit):
     w = moves[k].s
     return finding('', f"The updates are too small: the largest, of {w.title}, is {fmt(ratio)} of the weight, where 0.001 is usual. "
         f"{loss_sentence(h.progress)}", h.steps[0], h.steps[-1], severity='error' if h.progress.verdict=='stalls' and not h.started_low else None,
-        ttype='weight', confidence=confidence_from(ratio, limit, n/len(moves), h.progress.verdict!='stalls'), look="updates(run)", advice="Multiply the learning rate by 10 until the loss falls. Then try a factor of 3.", ratio=ratio, weights=n)
+        ttype='weight', confidence=confidence_from(ratio, limit, n/len(moves), h.progress.verdict!='stalls'), ratio=ratio, weights=n,
+        look="updates(run)", advice="Multiply the learning rate by 10 until the loss falls. Then try a factor of 3.")
 
 # %% ../../nbs/55_health/30_sizes.ipynb #2f8c8086
 def gradients_continue(grad, steps, start):
@@ -170,7 +171,8 @@ def find_early_end(h, moves, drop, many=.7):
     why,advice = explain_small_steps(h, step, drop)
     yield finding('', f"From step {step} on, the updates are {smaller} ({fmt(now)} in {moves[k].s.title}, {fmt(peak)} before){gradients}. "
         f"{(h.steps>=step).sum():,} of {len(h.steps):,} steps were left. {why} {loss_sentence(p)}", step, h.steps[-1], ttype='weight',
-        look="updates(run)", advice=advice, before=peak, now=now, confidence=confidence_from(now/peak, drop, len(ends)/len(moves), h.progress.is_good))
+        look="updates(run)", advice=advice, before=peak, now=now,
+        confidence=confidence_from(now/peak, drop, len(ends)/len(moves), h.progress.is_good))
 
 # %% ../../nbs/55_health/30_sizes.ipynb #cbb40c01
 def find_slow_group(h, moves, usual, ratio):
@@ -191,7 +193,8 @@ def find_slow_group(h, moves, usual, ratio):
         confidence=confidence_from(usual[k], min(ratio/10, largest*1e-3)), ratio=usual[k], usual=largest, weights=list_names([moves[k].s.label for k in slow]))
 
 # %% ../../nbs/55_health/30_sizes.ipynb #21e17a7e
-@rule(severity='warning', needs=('weight', 'weight_grad'), stats=('rms', 'std'), after=('not_trained', 'vanishing_gradient', 'dead_units', 'scaler_skips', 'not_finite'))
+@rule(severity='warning', needs=('weight', 'weight_grad'), stats=('rms', 'std'),
+    after=('not_trained', 'vanishing_gradient', 'dead_units', 'scaler_skips', 'not_finite'))
 def update_too_small(h, ratio=1e-5, drop=1e-3, least=20, many=.8):
     """Updates that hardly change a weight: a learning rate that is too small, or a schedule that ends before the loss has fallen
 
@@ -343,9 +346,13 @@ def data_of_layer(h, path, first):
     if h.graph.makers.get(path) or path!=first and not equals_model_input(h, ins[0]): return None
     return ins[0]
 
+def multiplies_data(w):
+    "Return True for the weight of a linear layer, also of one input feature: `Linear(1, n)`."
+    return is_linear(w.kind) and w.pname in ('weight', 'kernel') and w.shape is not None and len(w.shape)>1
+
 def equals_model_input(h, s): return any(r.path=='' and np.array_equal(r.rms, s.rms) for r in h.series('input'))
 
-def starts_with_high_loss(h, times=8):
+def starts_with_high_loss(h, times=3):
     "Return True if the first loss is far above the loss of random guessing."
     values,guess = h.progress.values,guessing_losses(h)
     return bool(guess) and len(values)>0 and bool(values[0]>times*min(guess.values()))
@@ -382,7 +389,7 @@ def poor_input_scale(h, large=30., much=300., offset=20., least=10):
     offset: distance of the mean from zero, in standard deviations
     least: least number of steps to judge the rms"""
     if not len(h.steps): return
-    weighted = [p for p in h.graph.leaves if any(k[0]==p and h.is_matrix(k, w) for k,w in h.weights.items())]
+    weighted = [p for p in h.graph.leaves if any(k[0]==p and (h.is_matrix(k, w) or multiplies_data(w)) for k,w in h.weights.items())]
     bad = h.progress.verdict in ('stalls', 'rises', 'none', 'short') or h.is_broken or starts_with_high_loss(h)
     for path in weighted[:3]:
         s = data_of_layer(h, path, weighted[0])
@@ -404,10 +411,14 @@ def later_weights(h, k):
     "Return the keys of the weights of all later layers, the next layer first. `k`: key of a weight."
     return sorted((q for q,w in h.weights.items() if h.is_matrix(q, w) and h.graph.position(q[0])>h.graph.position(k[0])), key=lambda q: h.graph.position(q[0]))
 
+def stay_equal(h, k):
+    "Return True if the weights of the next layer are equal, too, so that nothing distinguishes the units of a weight. `k`: its key."
+    return bool(later := later_weights(h, k)) and starts_equal(h, later[0], h.weights[later[0]])
+
 def consequence_phrase(h, k):
     "Return the consequence of equal units as the end of a sentence. `k`: key of their weight."
-    if not (later := later_weights(h, k)): return ", and have equal outputs at first"
-    return ", get equal gradients, and stay one unit" if starts_equal(h, later[0], h.weights[later[0]]) else ", and only later weights distinguish them"
+    if not later_weights(h, k): return ", and have equal outputs at first"
+    return ", get equal gradients, and stay one unit" if stay_equal(h, k) else ", and only later weights distinguish them"
 
 # %% ../../nbs/55_health/30_sizes.ipynb #1370bcce
 @rule(severity='error', needs='weight', stats='max')
@@ -422,7 +433,7 @@ def equal_units(h, least=5):
         until = int(w.steps[same][-1])
         why = f", and stay zero up to step {until}: no signal and no gradient passes." if value==0 else f": its units are equal{consequence_phrase(h, k)}."
         yield w.finding(0, f"All {int(np.prod(w.shape)):,} weights of {w.title} are {fmt(value)} at step {w.steps[0]}{why}",
-            last=np.flatnonzero(same)[-1], severity='warning' if last or not same.all() else None, value=value,
+            last=np.flatnonzero(same)[-1], severity=None if not last and (value==0 or stay_equal(h, k)) else 'warning', value=value,
             advice="Initialize with random numbers: torch.nn.init.kaiming_normal_(weight), or the default of torch. "
             "Biases may begin equal, weights may not.")
 

@@ -197,7 +197,6 @@ class ModelEvents(Listener):
         self.wants.switch(on)
 
     def disown(self, lock):
-        "Use a new lock in a forked process."
         self.lock = lock # lock: new lock for a forked process
 
     # ---- events of passes; `here` is the `ThreadContext` of this thread
@@ -314,7 +313,6 @@ class OptimizerEvents(Listener):
     def __init__(self, pipe, lock): self.pipe,self.sources,self.cost,self.lock = pipe,pipe.sources,pipe.cost,lock
 
     def disown(self, lock):
-        "Use a new lock in a forked process."
         self.lock = lock # lock: new lock for a forked process
 
     @timed
@@ -330,7 +328,6 @@ class OptimizerEvents(Listener):
 
     @timed
     def measure_gradients(self, optimizer, scale, unchanged):
-        "Measure the complete gradients of the parameters that an optimizer trains."
         with self.lock:
             self.pipe.steps.note_content()
             self.sources.complete(optimizer, scale)

@@ -154,7 +154,9 @@ class Losses:
         if not states or not steps.opened or not sum(steps.passes.values()): return
         call,phase = self.calls[tname],steps.phase if steps.manual else None
         self.calls[tname] += 1
-        for ttype,x in (('prediction', term.prediction), ('target', term.target)):
+        # log-probabilities repeat the logits, which are an output of the model, and are often the largest tensor of a step
+        prediction = None if term.kind=='cross_entropy' and term.takes=='logits' else term.prediction
+        for ttype,x in (('prediction', prediction), ('target', term.target)):
             if x is not None and ttype in self.ttypes: buffer.measure(states[0], ttype, tname, x, None, call, phase)
         buffer.rows.forget_seen()
 

@@ -17,6 +17,7 @@ from .buffers import Buffers
 from .gradients import Gradients
 from .optimizer import Updates
 from .learning_rates import LearningRates
+from .output_facts import OutputFacts
 from .parameters import OldGradients, Parameters, grad_of
 
 # %% ../../nbs/40_recorder/75_sources.ipynb #50a7ce01
@@ -106,6 +107,9 @@ class Sources:
         self.parameter_types = {False: among('weight', 'weight_grad'), True: among('weight')}
         self.at_calls = [source(buffer, ttypes) for source in flow_classes(ttypes)] # objects that measure when a module is called
         if self.gradients.ttypes: self.at_calls.append(self.gradients)
+        if 'output' in ttypes:
+            self.at_calls.append(OutputFacts(steps))
+            self.parameters.known.more.append(self.at_calls[-1].facts)
 
     # ---- the model
 

@@ -26,7 +26,7 @@ from ..store.anywhere import is_url
 from ..store.reading import path_of
 
 # %% ../../nbs/60_show/10_select.ipynb #734937ed
-def rows_to_draw(source, stats=None, rows=None, **wanted): # rows: all rows of the run, if already read
+def rows_to_draw(source, stats=None, rows=None, **wanted): # rows: all rows of the run, if they were read already
     "Return the rows of a run for a picture, without findings. `wanted`: arguments of `read`; `df.attrs['run']`: name of the run."
     df = without_findings(rows_of_source(source, stats, wanted, rows))
     return df if stats is None else with_statistics(df, stats)
@@ -71,9 +71,9 @@ def rows_of_source(source, stats, wanted, rows=None):
     source = run_of(source)
     from torchember.frames.logs import read
     try: df = read(source, **wanted, columns=lambda c: is_drawn(c, stats)) if rows is None else rows[[c for c in rows if is_drawn(c, stats)]]
-    except NothingChosen: df,wanted = read(source, columns=lambda c: is_drawn(c, stats)),{} # read all: the error message lists all values
+    except NothingChosen: df,wanted = read(source, columns=lambda c: is_drawn(c, stats)),{} # all rows are read, because the error message lists all values
     if stats is not None and not all(s in df or stats_of.get(s) in df for s in stats):
-        df = read(source, **wanted) # again without selection: the error message lists all values
+        df = read(source, **wanted) # read again without selection, because the error message lists all values
     df.attrs['run'] = source.name
     df = clean_types(df)
     if len(df): check_columns(df, df.attrs['run'])
@@ -115,11 +115,13 @@ def check_one_run(df):
     names = [str(n) for n in df['run'].dropna().unique()]
     if len(names)>1: raise ValueError(f"This table has {len(names)} runs: {printable(', '.join(names[:4]))}{', ...' if len(names)>4 else ''}. "
         f"A picture draws one run: df[df.run=={names[0]!r}]. To see where runs part: compare({names[:2]!r}).")
-    df = df.assign() # a copy, because `attrs` of the user's table must not change
+    df = df.assign() # copied, because `attrs` of the user's table must not change
     df.attrs['run'] = names[0] if names else ''
     return df
 
-def name_of_run(df): return df.attrs.get('run', '')
+def name_of_run(df):
+    "Return the name of the run that a table of rows came from; '' if unknown."
+    return df.attrs.get('run', '')
 
 # %% ../../nbs/60_show/10_select.ipynb #e6ddf6d4
 def pick(
@@ -147,7 +149,7 @@ def pick(
         full = parameter_names(df)
         rows = rows | full.isin({str(m) for m in missed}).to_numpy()
         missed = [m for m in missed if str(m) not in set(full.unique())]
-    if missed and rows.any(): # ignore modules that exist, but have no tensors of this type
+    if missed and rows.any(): # ignores modules that exist, but have no tensors of this type
         elsewhere = {*every['path'].astype(str).unique(), *(parameter_names(every).unique() if 'pname' in every else ())}
         missed = [m for m in missed if m not in elsewhere]
     if missed:
@@ -171,7 +173,7 @@ def parameter_names(df):
     paths = df['path'].astype(str)
     return paths+np.where(paths=='', '', '.')+df['pname'].astype(object).where(df['pname'].notna(), '').astype(str)
 
-def paths_like(one, known, kinds=None): # kinds: path -> names of classes
+def paths_like(one, known, kinds=None): # kinds: names of classes by path
     "Return the paths matching one selector: a path, glob, compiled regex, class or function."
     if not (isinstance(one, re.Pattern|Selection|type) or callable(one)): one = str(one)
     if isinstance(one, str) and one in known: return {one}
@@ -225,7 +227,7 @@ def find_stat(df, stat:str) -> str:
         return stat
     other = stats_of.get(stat)
     if other in df and df[other].notna().any(): return other
-    if stat in df and df[stat].isna().all() and len(df): return stat # a column of NaN is a result, so draw it
+    if stat in df and df[stat].isna().all() and len(df): return stat # a column of NaN is drawn, because it is a result
     raise ValueError(not_recorded(stat, numeric_columns(df)))
 
 not_stats = {'step', 'call', 'micro', 'backward', 'rank', 'nan', 'posinf', 'neginf', 'exponent_min'}
@@ -359,7 +361,7 @@ def grid(s:TensorSeries, most_rows:int=500, most_columns:int=1000, why:dict=Mapp
     alone = np.bincount(cell).max(initial=0)<2 # True if each cell gets at most one value
     value,bad = np.full(len(labels)*len(steps), np.nan),np.zeros(len(labels)*len(steps), bool)
     np.logical_or.at(bad, cell[s.bad], True)
-    # of several values in a cell, the last in this order is shown: the one farthest from the median
+    # sorted so that of several values in a cell, the value farthest from the median is shown
     order = np.arange(len(cell)) if alone else np.lexsort((s.value, distance_from_median(s), cell))
     value[cell[order]] = s.value[order]
     shape = len(labels),len(steps)

@@ -24,18 +24,18 @@ from .trackio import Trackio
 from .wandb import Wandb
 
 # %% ../../nbs/56_sinks/60_feed.ipynb #f26f9e6c
-# name in `torchEmber(sinks=)` -> class
+# class of each sink, by the name for `torchEmber(sinks=)`
 sinks = {'wandb': Wandb, 'tensorboard': TensorBoard, 'mlflow': MLflow, 'trackio': Trackio}
 
 class Function(Sink):
     "A sink that calls a function. For a function without a name, such as a lambda, `replay` always sends all steps."
-    def __init__(self, f, **choice): # f: function of a step and a dict, metric -> number; choice: arguments of `Sink`
+    def __init__(self, f, **choice): # f: function of a step and a dict of numbers by metric; choice: arguments of `Sink`
         super().__init__(**choice)
         self.f,self.name = f,getattr(f, '__qualname__', type(f).__qualname__)
 
     def scalars(self, step, numbers): self.f(step, numbers)
 
-    # '<lambda>' and '<locals>' name no single function
+    # names with '<lambda>' or '<locals>' do not identify a function
     def target(self): return None if '<' in self.name else f'{self.f.__module__}.{self.name}'
 
 def hidden_plugin(plugin):
@@ -78,7 +78,7 @@ class SentSteps:
         if target is not None and self.path.exists():
             for line in self.path.read_bytes().splitlines():
                 try: row = load_row(line)
-                except ValueError: continue # incomplete line, because the writing process was killed
+                except ValueError: continue # skips an incomplete line, whose writer was killed
                 if row.get('target')==target: self.steps.update(range(row['first'], row['last']+1))
 
     def add(self, steps):
@@ -97,7 +97,7 @@ class StepSender:
     "Sends steps of a run to a sink, and stores the numbers of the arrived steps."
     patience,most_failures = 2.,5 # seconds between two flushes; consecutive failures after which sending stops
     def __init__(self, t, sink): # t: `tracker` of the run
-        # sent: `SentSteps`, None until `open`
+        # sent: a `SentSteps`; None before `open` was called
         self.tracker,self.sink,self.sent,self.unconfirmed,self.last_flush,self.failures = t,sink,None,[],time.monotonic(),0
         # of several processes, the first process sends under the name of the whole run
         self.run = t.fname.removesuffix('.rank0')
@@ -140,7 +140,7 @@ class StepSender:
         self.sink.flush()
         arrived = set(self.sink.persisted_steps(self.unconfirmed))
         self.sent.add(arrived)
-        # the tracker may still add to the row of the last step
+        # the last step is sent again, because the tracker may have added to its row
         self.unconfirmed,self.last_flush = [s for s in self.unconfirmed[-1:] if s not in arrived],time.monotonic()
 
     def close(self):
@@ -165,7 +165,7 @@ class Feed:
     def receive_rows(self, step, rows):
         "Collect the rows of the open step. Rows of a different step send the open step. Called in the listener thread."
         found = [r for r in rows if r.get('ttype')=='finding']
-        for at in dict.fromkeys(r['step'] for r in found): # send findings with their own step, as `replay` does
+        for at in dict.fromkeys(r['step'] for r in found): # findings are sent with their own step, as `replay` does
             self.attempt(at, lambda at: self.sender.findings(at, [r for r in found if r['step']==at]))
         if step is None or len(found)==len(rows): return
         if step==self.step: return self.rows.extend(rows)
@@ -222,7 +222,7 @@ class Feed:
         if self.listening.hangs: return
         last = threading.Thread(target=self.finish, name=f'torchember-{self.name}-end', daemon=True)
         try: last.start()
-        except RuntimeError: return self.finish() # no thread can start while the interpreter ends
+        except RuntimeError: return self.finish() # raised while the interpreter ends, when no thread can start
         last.join(self.patience)
         if last.is_alive(): self.report('it does not return')
 
@@ -231,7 +231,7 @@ class Feed:
         if self.first_failure is None and not self.listening.hangs: return []
         return [f"{self.name} did not get all steps ({self.first_failure or 'it does not return'}): {self.replay_command} sends the missing steps."]
 
-open_feeds = weakref.WeakSet() # for `close_feeds`
+open_feeds = weakref.WeakSet() # feeds that `close_feeds` must close
 
 @atexit.register
 def close_feeds():

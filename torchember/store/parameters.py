@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['frozen', 'forgotten', 'cut_off', 'not_called', 'reasons', 'deepest', 'most_entries', 'parameter_entry', 'label_of',
-           'why_not', 'parts_alike', 'names_around', 'untrained', 'valid_entries', 'read_parameters', 'read_modes',
-           'valid_modes', 'is_valid_entry']
+           'why_not', 'parts_alike', 'names_around', 'untrained', 'valid_entries', 'read_parameters', 'read_facts',
+           'facts_in', 'valid_modes', 'is_valid_entry']
 
 # %% ../../nbs/30_store/05_parameters.ipynb #d836b32b
 from collections import Counter
@@ -78,11 +78,17 @@ def read_parameters(t): # t: `tracker` of the run
     try: return valid_entries(t.about.get('parameters') or t[f'parameters_{t.fname}'])
     except (KeyError, ValueError, OSError): return [] # raised if the file does not exist or cannot be read
 
-def read_modes(t): # t: `tracker` of the run
-    "Return the facts about the modes of a run's model, as `recorder.modes.ModeFacts` writes them; {} if the run has none."
-    try: meta = t.about.get('parameters') or t[f'parameters_{t.fname}']
-    except (KeyError, ValueError, OSError): return {} # no file, or one that cannot be read
-    return valid_modes(meta.get('modes') if isinstance(meta, dict) else None)
+def read_facts(t): # t: `tracker` of the run
+    "Return `facts_in` of the metadata of a run; {} if the run has none."
+    try: return facts_in(t.about.get('parameters') or t[f'parameters_{t.fname}'])
+    except (KeyError, ValueError, OSError): return {} # raised if the file does not exist or cannot be read
+
+def facts_in(meta):
+    """Return the facts about the training in metadata of the kind 'parameters', such as the state of autocast, as a dict.
+    The key 'modes' has the facts about training and evaluation mode, as `recorder.modes.ModeFacts` writes them."""
+    if not isinstance(meta, dict): return {}
+    facts = meta.get('facts')
+    return (facts if isinstance(facts, dict) else {}) | {'modes': valid_modes(meta.get('modes'))}
 
 def valid_modes(modes):
     "Return the valid facts among values that were read from a file."

@@ -32,20 +32,20 @@ from ...store.parameters import label_of, untrained
 from ..legend import alarm, meanings, palettes, scale, words, zero
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #693dbb4d
-def pack_array(values, exact:bool=False) -> dict: # exact: keep all 24 bits of precision, for counts
+def pack_array(values, exact:bool=False) -> dict: # exact: True to keep all 24 bits of precision, as counts need
     "Compress an array for an HTML page. Return `shape`, and `zip`: float32, sorted by byte position, gzip, base64."
-    # a float64 above 3.4e38 overflows to infinity on the page, so do not warn
+    # warnings are off, because a float64 above 3.4e38 overflows to infinity on the page
     with np.errstate(over='ignore'): v = np.ascontiguousarray(values, '<f4')
     bits = v.view('<u4')
     up = bits+np.uint32(1<<10)
     if not exact:
-        # round to 12 bits, which compress better. Infinities stay infinite
+        # rounded to 12 bits, which compress better; infinities stay infinite
         bits = np.where(np.isfinite(v) & np.isfinite(up.view('<f4')), up, bits) & np.uint32(0xfffff800)
     bits = np.where(np.isnan(v), np.uint32(0x7fc00000), bits)
     return {'shape': list(v.shape), 'zip': b64encode(gzip.compress(bits.astype('<u4').view('u1').reshape(-1, 4).T.tobytes(), 6, mtime=0)).decode()}
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #89371515
-deepest = 100 # levels of nested modules. The rest of a deeper path is drawn as one name
+deepest = 100 # maximum number of levels of nested modules; the rest of a deeper path is drawn as one name
 
 def structure_of_paths(paths, root):
     "Build the tree of modules from their paths. Return nested dicts like those of `torchEmber.mod_tree`."
@@ -127,7 +127,7 @@ def pick_steps(steps, also=(), most=None):
     at = np.unique(np.linspace(0, len(steps)-1, min(len(steps), most or most_steps)).round().astype(int)) if len(steps) else []
     return sorted({*steps[at].tolist(), *(s for s in also if s in steps)})
 
-def pack_exponents(rows, keys:dict, n:int) -> dict|None: # keys: position -> tensor; n: number of tensors
+def pack_exponents(rows, keys:dict, n:int) -> dict|None: # keys: tensor at each position; n: number of tensors
     "Pack the exponent counts of rows for a page. The first and last count are of smaller and larger values."
     rows = rows[with_counts(rows)]
     if not len(rows): return None
@@ -158,13 +158,17 @@ def check_health(run, table=None, rows=None) -> dict: # table: rows, if `run` is
         why = short_text(f'{type(e).__name__}: {e}', 300)
         return {'findings': [], 'more': 0, 'failed': [*failed, f"The rules could not check this run: {why}"]}
 
-def is_table(run): return hasattr(run, 'columns')
+def is_table(run):
+    "Return True if `run` is a table of rows."
+    return hasattr(run, 'columns')
 
 def rows_by_module(df):
     "Return the table with a column `module`, needed by rules to identify modules."
     return df if 'module' in df else df.assign(module=df['path'])
 
-def short_text(text, most=most_letters): return printable(' '.join(str(text).split()), most)
+def short_text(text, most=most_letters):
+    "Return a text on one line, with at most `most` letters."
+    return printable(' '.join(str(text).split()), most)
 
 def nest_findings(found):
     "Nest each finding below its cause. `found`: pairs of a finding and the index of its cause, or None."
@@ -175,7 +179,7 @@ def nest_findings(found):
             if cause in by: by[cause]['more'] = by[cause].get('more', 0)+1
             continue
         one = {k: short_text(f[k]) for k in ('severity', 'rule', 'text', *(('advice', 'look') if cause is None else ())) if f.get(k)}
-        one |= {k: str(f[k]) for k in ('path', 'ttype', 'pname') if f.get(k)} # unchanged: they identify the tensor
+        one |= {k: str(f[k]) for k in ('path', 'ttype', 'pname') if f.get(k)} # these values are not shortened, because they identify the tensor
         one |= {'first': int(f['first_step']), 'last': int(f['last_step'])}
         into.append(one if cause is not None else by.setdefault(i, {**one, 'below': []}))
         n += 1
@@ -184,7 +188,7 @@ def nest_findings(found):
 # %% ../../../nbs/60_show/96_page_data.ipynb #d11a48b2
 def page_of(run, path=None, ttype=None, stats=None) -> dict:
     "Convert a run, or some of its layers, tensor types and statistics, to a dict for an HTML page. The dict can become JSON."
-    every = None if is_table(run) else read(run_of(run)) # read all rows, because health rules need them
+    every = None if is_table(run) else read(run_of(run)) # all rows are read, because health rules need them
     table = rows_to_draw(run, rows=every) if ttype is None else rows_to_draw(run, ttype=[*ttypes_asked(ttype), 'scalar'])
     if not len(table): raise ValueError(no_rows_message(name_of_run(table) or 'The table'))
     scalar = has_ttype(table, 'scalar')
@@ -205,7 +209,7 @@ def page_of(run, path=None, ttype=None, stats=None) -> dict:
     columns = int(np.clip(most_values//lines, 20, 1000))
     out,keys,ps = [],{},parameters_of_run(run)
     for k,rows in progress(list(of.items()), f'laying out {name_of_run(table)}'):
-        if not wanted[k]: continue # no number to draw, only texts or booleans
+        if not wanted[k]: continue # skips columns that contain only texts or booleans
         why = untrained_reasons(rows, k, ps, path)
         out.append({'ttype': k, 'name': words.get(k, k), **pack_tensor_type(rows, placed[k], wanted[k], columns, why, ps)})
         code,labels = placed[k]
