@@ -292,7 +292,7 @@ def test_a_closed_run_and_a_named_run_are_checked():
 
 
 @pytest.mark.parametrize('options', [dict(stats='full'), dict(stats='numerics'), dict(stats=['rms']), dict(stats=lambda x: {'sum': x.float().sum().item()}),
-    dict(ttypes=['output']), dict(include='a'), dict(every=2), dict(store='parquet')], ids=str)
+    dict(ttypes=['output']), dict(include='a'), dict(every=2), dict(store='parquet')], ids=lambda options: ', '.join(options))
 def test_all_choices_of_rows_are_checked(options):
     model = seeded()
     opt = momentum(model)
