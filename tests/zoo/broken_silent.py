@@ -183,7 +183,7 @@ def frozen_by_a_late_call(arm):
     classify(arm, model, torch.optim.SGD(model.parameters(), .05, momentum=.9), n=100, before=before)
 
 
-@is_broken('schedule')
+@is_broken('schedule_per_batch')
 def cosine_of_epochs_in_batches(arm):
     "CosineAnnealingLR with the number of epochs, stepped in each batch"
     model = mlp(64, 64, 10)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from .private_torch import is_freed, node_number, node_shape, node_word, saved
+from .private_torch import is_freed_node, node_number, node_shape, node_word, saved
 
 # %% ../../nbs/10_capture/48_loss_graph.ipynb #ed509c41
 activations = {'Softmax': 'softmax', 'LogSoftmax': 'log_softmax', 'Sigmoid': 'sigmoid', 'LogSigmoid': 'log_sigmoid', 'Tanh': 'tanh', 'Relu': 'relu',
@@ -256,7 +256,7 @@ def find_terms(loss, most:int=2000, most_terms:int=8) -> LossGraph:
         for below,_ in node.next_functions:
             if below is not None and below not in seen: seen.add(below); queue.append((below, node, weighted))
     terms = join_logarithms(found)
-    return LossGraph(terms, at, compiled, bool(terms) and all(t.prediction is None and t.target is None for t in terms) and is_freed(found[0][1]))
+    return LossGraph(terms, at, compiled, bool(terms) and all(t.prediction is None and t.target is None for t in terms) and is_freed_node(found[0][1]))
 
 # %% ../../nbs/10_capture/48_loss_graph.ipynb #6e169e30
 def join_logarithms(found) -> list:

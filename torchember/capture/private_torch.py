@@ -11,7 +11,7 @@ __all__ = ['newest', 'missing', 'count_dispatch_modes', 'count_function_modes', 
            'recomputes', 'recomputing', 'function_call_in', 'function_context_in', 'running_frames', 'enclosing_call',
            'in_training_function', 'is_same_call', 'is_metadata_pass', 'is_trace_check', 'is_graph', 'calling_module',
            'call_after_backward', 'leaves_below', 'writes_gradients', 'node_number', 'is_engine_code', 'node_word',
-           'saved', 'is_freed', 'node_shape', 'operation_arguments', 'is_dynamo_frame', 'never_compile',
+           'saved', 'is_freed_node', 'node_shape', 'operation_arguments', 'is_dynamo_frame', 'never_compile',
            'warn_no_hooks', 'thread_token', 'never_merge', 'keep_in_order', 'has_step_hooks', 'loss_scale',
            'is_unscaled', 'has_unscaled', 'shared_store', 'fsdp_of', 'group_between_shards', 'may_free_parameters',
            'is_fsdp', 'running_ddp', 'pipeline_stages', 'lists_parameters_as_torch', 'hook_callers']
@@ -238,7 +238,7 @@ def saved(node, name):
     if isinstance(value, torch.Tensor): return value.detach()
     return value-2**64 if isinstance(value, int) and value>=2**63 else value # negative numbers are shown as unsigned numbers
 
-def is_freed(node) -> bool:
+def is_freed_node(node) -> bool:
     "Return True if a backward has freed the tensors of an autograd node."
     for name in [n.removeprefix('_raw_saved_') for n in dir(node) if n.startswith('_raw_saved_')]:
         if getattr(getattr(node, f'_raw_saved_{name}'), 'unpack_hook', None) is not None: continue

@@ -23,7 +23,7 @@ def at_least_one(text):
     if (n := int(text))<1: raise argparse.ArgumentTypeError(f'needs a number from 1 on, got {n}')
     return n
 
-def add_options(p):
+def add_check_options(p):
     p.add_argument('--steps', type=at_least_one, default=1, help='number of optimizer steps to run; default 1')
     p.add_argument('--fail-on', choices=fails, default='error', help='least severity for exit code 1; default error')
     p.add_argument('--rules', type=comma_list, default='default', help='names of rules, with commas; default all')
@@ -31,12 +31,12 @@ def add_options(p):
     p.add_argument('--keep', action='store_true', help='keep the run, in ~/.torchember or --home')
     p.add_argument('--home', help='folder of logs; also keeps the run')
 
-def options_in(words, program, prog='torchember check'):
+def check_options_in(words, program, prog='torchember check'):
     "Parse the options of a command line. Raise SystemExit for invalid options or an empty `program`, as argparse does."
     p = argparse.ArgumentParser(prog, usage, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=f'exit codes: 0 no error, 1 an error was found, 2 no step was finished or wrong use\n\nexample:\n  {example}',
         description='Run a program up to the end of its first training step, and show what is wrong with its model, optimizer and loss.')
-    add_options(p)
+    add_check_options(p)
     found = p.parse_args(words)
     if not program: p.error('the program is missing')
     if found.rules!='default':
@@ -84,7 +84,7 @@ def call_after_step(te, notify):
         notify()
     events.step_ends = patched
 
-def count_steps(te): return te.recorder.tally.steps-te.recorder.tally.skipped # without the steps that a scaler skipped
+def count_finished_steps(te): return te.recorder.tally.steps-te.recorder.tally.skipped # without the steps that a scaler skipped
 
 class ModelTable:
     "Table of one model: its name, optimizers and `StepChecks`, or the reason why there is no table."
@@ -145,7 +145,7 @@ class Checking(Recording):
 
     def is_over(self):
         "Return True if each model has finished its steps, or if one model has waited long enough for the others."
-        done = [count_steps(te) for t in self.trainings.trainings if (te := t.te()) is not None]
+        done = [count_finished_steps(te) for t in self.trainings.trainings if (te := t.te()) is not None]
         waits = bool(self.trainings.pending.live()) or min(done)<self.steps
         return not waits or max(done)>=self.patience*self.steps
 
@@ -157,7 +157,7 @@ class Checking(Recording):
     def table_of(self, t, te):
         "Return the `ModelTable` of a training. An error becomes a reason, so that the other models are shown."
         make = functools.partial(ModelTable, te, t.live_optimizers())
-        if not count_steps(te): return make(why=no_step(te))
+        if not count_finished_steps(te): return make(why=no_step(te))
         try: return make(table=te.check_step(self.rules, steps=max(te.recorder.tally.steps, 1)))
         except Exception as e: return make(why=f'could not be checked: {type(e).__name__}: {printable(e, 300)}')
 
@@ -234,11 +234,11 @@ def leave(code, seconds=2.):
 def check_command(argv) -> int: # exit code: 0 if no error was found, 1 if an error was found, 2 if no step was finished
     "Run a program up to the end of its first training step, and show what is wrong with its model, optimizer and loss."
     words,is_module,program = split_arguments(argv, flags)
-    options = options_in(words, program)
+    options = check_options_in(words, program)
     found = load_program(program, is_module, 'torchember check')
     if found is None: return 2
     temporary = None if options.keep or options.home else tempfile.mkdtemp(prefix='torchember-check-')
-    ttypes = 'input', 'output', 'weight', 'weight_grad', 'update'
+    ttypes = 'input', 'output', 'weight', 'weight_grad', 'update', 'prediction', 'target'
     checking = Checking(dict(home=temporary or options.home, ttypes=ttypes, blackbox=False), options.steps, options.rules)
     try:
         error = run_program(found, checking, is_module)
@@ -251,8 +251,8 @@ def check_command(argv) -> int: # exit code: 0 if no error was found, 1 if an er
     return leave(exit_code(checking, options.fail_on)) if checking.raised else exit_code(checking, options.fail_on)
 
 # %% ../../nbs/95_cli/77_check.ipynb #e5cd8b9c
-def check_arguments(p):
-    add_options(p)
+def check_program_arguments(p):
+    add_check_options(p)
     p.add_argument('program', nargs=argparse.REMAINDER, help='Python file, or -m and a module, and its arguments')
 
-command(check_arguments, example)(check_command)
+command(check_program_arguments, example)(check_command)

@@ -25,7 +25,7 @@ from torchember.store.lines import parse_blocks
 from torchember.store.log import flush_logs
 from torchember.store.log_file import JsonLines, last_step_in_block
 from torchember.store.older import is_older, older_blocks
-from torchember.store.losses import read_losses
+from torchember.store.losses import read_loss_entries
 from torchember.store.parameters import facts_in, read_parameters
 from torchember.store.parts import shared_files
 from torchember.store.table import tree_in
@@ -214,7 +214,7 @@ class Run:
 
     def losses(self):
         "Return a list of descriptions of the terms of the losses, as in `store.losses`. Of several ranks, those of the first that has any."
-        known = [read_losses(log.t) for log in self.logs.values() if log.t is not None]
+        known = [read_loss_entries(log.t) for log in self.logs.values() if log.t is not None]
         return next(filter(None, known), [])
 
     def facts(self):

@@ -47,7 +47,7 @@ def choose_rules(rules) -> list:
 severity_rank = {s: i for i,s in enumerate(severities)}
 cause_order = ( # names of rules: rules that find causes come before rules that find consequences
     'died', 'rank_waits', 'recording', 'replicas', 'not_finite', 'same_data', 'constant_batch', 'repeated_data', 'batch_lost', 'hand_over', 'loss_input',
-    'broadcast', 'target_range', 'one_class', 'constant_output', 'targets_out_of_reach', 'poor_input_scale', 'not_trained', 'resumed', 'schedule',
+    'broadcast', 'target_range', 'one_class', 'constant_output', 'targets_out_of_reach', 'poor_input_scale', 'not_trained', 'resumed', 'schedule_per_batch',
     'clipped_early', 'equal_units', 'poor_scale', 'scaler_skips', 'update_too_large', 'first_step', 'dead_units', 'saturated', 'attention', 'no_gradient',
     'underflow', 'lost_gradients', 'overflow', 'autocast', 'update_too_small', 'gradients_add_up', 'weights_decay', 'vanishing_gradient',
     'exploding_gradient', 'gradient_spike', 'wrong_last_activation', 'batch_norm', 'train_eval', 'random_eval', 'collapse', 'rank_collapse', 'loss_spike',

@@ -9,7 +9,7 @@ __all__ = ['step_rules', 'not_moved', 'checks', 'most_steps', 'statuses', 'few_s
            'changed_weights', 'why_not_moved', 'moved_fact', 'gradient_fact', 'update_fact', 'loss_fact', 'finite_fact',
            'why_not_recorded', 'why_no_loss', 'has_loss_graph', 'why_no_graph', 'why_no_entries', 'why_no_optimizer',
            'why_no_gradient', 'why_no_ratio', 'Check', 'members', 'is_last_member', 'is_alternative', 'weighed',
-           'sentence_of', 'advice_of', 'row_of', 'table_rows', 'wrapped', 'lines_of', 'rows_as_html',
+           'sentence_of', 'advice_of', 'row_of', 'table_rows', 'wrapped', 'lines_of_checks', 'rows_as_html',
            'step_checks_class', 'add_current_weights', 'is_early', 'step_head', 'check_step']
 
 # %% ../../nbs/55_health/56_first_step.ipynb #ac612282
@@ -293,7 +293,7 @@ wide = 110 # columns of a printed line
 
 def wrapped(text, indent): return textwrap.wrap(printable(text, 2000), wide, initial_indent=indent, subsequent_indent=' '*len(indent))
 
-def lines_of(rows):
+def lines_of_checks(rows):
     "Return rows of the table as lines of text."
     width,out = max((len(r['check']) for r in rows), default=0),[]
     for r in rows:
@@ -335,7 +335,7 @@ def step_checks_class():
         def lines(self):
             "Return the table as lines of text, or None if columns are missing."
             if not {'check', 'status', 'text', 'advice'}<=set(self.columns): return None
-            return [printable(self.head, 1000), *lines_of(self.to_dict('records'))]
+            return [printable(self.head, 1000), *lines_of_checks(self.to_dict('records'))]
 
         def __repr__(self): return super().__repr__() if (lines := self.lines()) is None else '\n'.join(lines)
 

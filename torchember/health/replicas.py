@@ -12,7 +12,7 @@ from .finding import finding
 from .rules import rule
 
 # %% ../../nbs/55_health/44_replicas.ipynb #c24b938e
-def list_steps(steps, most=5):
+def list_drift_steps(steps, most=5):
     "Return numbers of steps as text for a sentence."
     return f"step{'s'*(len(steps)>1)} {', '.join(map(str, steps[:most]))}{', ...' if len(steps)>most else ''}"
 
@@ -30,7 +30,7 @@ def is_synchronized_again(c):
 # %% ../../nbs/55_health/44_replicas.ipynb #af1e63a8
 def explain_lost(c, rank, at):
     "Explain gradients of one rank that are zero in some steps. `rank`: number of the rank; `at`: these steps."
-    return (f"All gradients of rank {rank} are zero in {list_steps(at)}, while those of the other rank are not: the averaged gradients did not reach "
+    return (f"All gradients of rank {rank} are zero in {list_drift_steps(at)}, while those of the other rank are not: the averaged gradients did not reach "
         f"rank {rank}.", "Check the communication hook and the transport (NCCL or gloo version, network). "
         "Compare the gradients of all ranks before optimizer.step().")
 
@@ -47,7 +47,7 @@ def explain_gradients(c):
         "Check the condition of no_sync().")
     if g['at'][-1]-g['at'][0]+1==g['steps']>2: return (f"Their gradients differ in each step from step {g['first']} on, and were equal before: "
         "since then, nothing averages them.", "Look for what happened at this step: new parameters, another wrapper, a no_sync() that did not end.")
-    return (f"Their gradients differ in {g['steps']} of {g['of']} steps ({list_steps(g['at'])}): there they are not averaged.",
+    return (f"Their gradients differ in {g['steps']} of {g['of']} steps ({list_drift_steps(g['at'])}): there they are not averaged.",
         "Call the DistributedDataParallel model in each step, and not the model inside (model.module). Check whether a rank leaves out batches.")
 
 def explain_equal(c):

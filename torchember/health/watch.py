@@ -20,8 +20,8 @@ from .history import History
 from ..store.base import now
 from ..store.columns import Expected
 from ..store.log import listen_to_run, note_soon
-from ..store.losses import read_losses
-from ..store.parameters import read_facts, read_parameters
+from ..store.losses import read_loss_entries
+from ..store.parameters import read_training_facts, read_parameters
 from ..store.table import activations_in, tree_in
 
 # %% ../../nbs/55_health/60_watch.ipynb #53f5be7d
@@ -203,7 +203,7 @@ class Reporter:
 def history_of_lines(lines, t, expected=None): # expected: as in `table_of_blocks`
     "Return the `History` of the rows in some log lines, or None if there are no rows. `t`: a `tracker`."
     df = tidy(table_of_blocks(lambda: [lines], expected=expected)) if lines else ()
-    return History(df, read_parameters(t), t.fname, activations_in(tree_in(t)), read_losses(t), read_facts(t)) if len(df) else None
+    return History(df, read_parameters(t), t.fname, activations_in(tree_in(t)), read_loss_entries(t), read_training_facts(t)) if len(df) else None
 
 # %% ../../nbs/55_health/60_watch.ipynb #d92870de
 class RuleWatch:

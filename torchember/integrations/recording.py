@@ -134,7 +134,7 @@ class TrainingRecorder:
 
     def note_loss(self, loss): # loss: tensor with its graph, before the backward
         "Record predictions and targets of the loss that the trainer is about to minimize."
-        if self.te is not None: self.te.recorder.note_losses({'loss': loss})
+        if self.te is not None: self.te.recorder.losses.note({'loss': loss})
 
     def claim(self, *names):
         "Reserve names for scalars of the trainer. Then torchember records no scalars with these names."

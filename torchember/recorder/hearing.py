@@ -255,16 +255,10 @@ class ModelEvents(Listener):
         state.track.output_dt = {n: shape_of(x) for n,x in outputs}
         self.sources.flow(state, 'output', outputs, call, here.phase)
         if not here.stack and not compiled and not here.phase: self.refused.hook_outputs(outputs)
-        if state.root and self.on and not compiled: self.note_losses(outputs)
+        if state.root and self.on and not compiled: self.recorder.losses.note_outputs(outputs)
         self.calls.current = self.calls.innermost() or state.track
         self.cost.add_work(since)
         return call, here.phase
-
-    def note_losses(self, outputs):
-        "Record predictions and targets of a loss among the outputs of the model, as models of Hugging Face return it. `outputs`: names and tensors."
-        loss = next((x for n,x in outputs if n=='output_loss'), None)
-        if loss is not None:
-            with self.lock: self.recorder.losses.note({'loss': loss})
 
     def returned(self, state, outputs, call, phase=None):
         if not self.on or not self.sources.states: return

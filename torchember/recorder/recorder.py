@@ -31,7 +31,7 @@ from ..measure import devices
 from ..measure.columns import stat_names
 from ..measure.elements import Unmeasurable
 from .learning_rates import as_number
-from .losses import Losses
+from .losses import LossReader
 from .sources import Sources
 from .step_buffer import StepBuffer
 from .steps import Decision, Steps
@@ -67,7 +67,7 @@ class Settings:
 # %% ../../nbs/40_recorder/80_recorder.ipynb #009b21b1
 def statistics_of_types(stats) -> dict:
     "Return a dict: tensor type -> statistics. A user's function is not called for predictions and targets, because it may expect floats of a layer."
-    own = dict.fromkeys(Losses.ttypes, stat_names('basic')) if callable(stats) else {}
+    own = dict.fromkeys(LossReader.ttypes, stat_names('basic')) if callable(stats) else {}
     return dict.fromkeys(recorded, stats) | own
 
 def make_pipe(t, s, lock, gradient, turn, look_for_modules):
@@ -191,7 +191,7 @@ class Recorder:
         self.events = ModelEvents(self, self.pipe, self.lock, settings.only_training)
         self.optimizer_events = OptimizerEvents(self.pipe, self.lock)
         self.model = make_model(self.events, self.optimizer_events, self.pipe, settings, lambda: t.file.drain())
-        self.losses = Losses(self.pipe, lambda meta: t.amend('losses', meta))
+        self.losses = LossReader(self.pipe, self.lock, lambda meta: t.amend('losses', meta))
         if settings.budget: self.cost.warm_up()
         self.pipe.gate.decide_step()
         open_recorders.add(self)
@@ -225,16 +225,10 @@ class Recorder:
     def log(self, numbers):
         "Add the user's numbers to the step of the last pass."
         open_recorders.add(self) # added again, because numbers logged after `torchEmber.close` must be written, too
-        self.note_losses(numbers)
+        self.losses.note(numbers)
         values = loggable(numbers, self.notices)
         if numbers and not values: return
         with self.lock: self.writer.extra.note(values, self.buffer, self.steps, self.pipe.gate.writes)
-
-    @timed
-    def note_losses(self, numbers):
-        "Record predictions and targets of the losses among these numbers: name -> tensor."
-        if self.losses.ttypes and self.pipe.gate.on:
-            with self.lock: self.losses.note(numbers)
 
     def add_rows(self, step:int, rows:list):
         "Add rows of other code, such as a `Monitor`. rows: (key, call, dtype, statistics), which are arguments of `one_row`."

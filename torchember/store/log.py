@@ -257,8 +257,7 @@ class Log:
         self.seconds = 0. # CPU time of writing in seconds
 
     @property
-    def is_ours(self):
-        return self.disk.is_ours
+    def is_ours(self): return self.disk.is_ours
 
     @property
     def path(self): return self.disk.path

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['frozen', 'forgotten', 'cut_off', 'not_called', 'reasons', 'deepest', 'most_entries', 'parameter_entry', 'label_of',
-           'why_not', 'parts_alike', 'names_around', 'untrained', 'valid_entries', 'read_parameters', 'read_facts',
-           'facts_in', 'valid_modes', 'is_valid_entry']
+           'why_not', 'parts_alike', 'names_around', 'untrained', 'valid_entries', 'read_parameters',
+           'read_training_facts', 'facts_in', 'valid_modes', 'is_valid_entry']
 
 # %% ../../nbs/30_store/05_parameters.ipynb #d836b32b
 from collections import Counter
@@ -78,7 +78,7 @@ def read_parameters(t): # t: `tracker` of the run
     try: return valid_entries(t.about.get('parameters') or t[f'parameters_{t.fname}'])
     except (KeyError, ValueError, OSError): return [] # raised if the file does not exist or cannot be read
 
-def read_facts(t): # t: `tracker` of the run
+def read_training_facts(t): # t: `tracker` of the run
     "Return `facts_in` of the metadata of a run; {} if the run has none."
     try: return facts_in(t.about.get('parameters') or t[f'parameters_{t.fname}'])
     except (KeyError, ValueError, OSError): return {} # raised if the file does not exist or cannot be read

@@ -43,7 +43,7 @@ digits = (block//lanes).bit_length() # number of bit planes: binary digits of th
 
 def constant(kind, x): return ir.Constant(kind, [x]*kind.count) # returns a vector constant with `x` in all lanes
 
-def broadcast(b, kind, x):
+def broadcast_vector(b, kind, x):
     "Build code for a vector of the type `kind` with the value `x` in all lanes. `b`: IR builder of llvmlite."
     unset = ir.Constant(kind, ir.Undefined)
     return b.shuffle_vector(b.insert_element(unset, x, word(0)), unset, constant(ir.VectorType(integer, kind.count), 0))
@@ -102,7 +102,7 @@ def one_pass(element, how):
         start = {LO: constant(floats, math.inf), HI: constant(floats, -math.inf)} | {k: constant(doubles, 0.) for k in sums}
         if how & ABSOLUTE: start[LEAST] = constant(floats, math.inf)
         if how & EXPONENTS: start |= {('plane', d): constant(integers, 0) for d in range(digits)}
-        base,first = broadcast(b, doubles, base),broadcast(b, integers, first)
+        base,first = broadcast_vector(b, doubles, base),broadcast_vector(b, integers, first)
 
         def less(x, y): return b.select(b.fcmp_ordered('<', x, y), x, y)
         def more(x, y): return b.select(b.fcmp_ordered('>', x, y), x, y)
@@ -229,7 +229,7 @@ def planes_to_counts(typing, planes, counts):
         def step(lane, now):
             total = now['total']
             for d in range(digits):
-                bits = broadcast(b, columns, b.load(pointer_at(b, b.add(planes, b.mul(lane, word(4))), integer, 4*lanes*d), align=4))
+                bits = broadcast_vector(b, columns, b.load(pointer_at(b, b.add(planes, b.mul(lane, word(4))), integer, 4*lanes*d), align=4))
                 bit = b.and_(b.lshr(bits, ir.Constant(columns, list(range(32)))), constant(columns, 1))
                 total = b.add(total, b.shl(bit, constant(columns, d)))
             return dict(total=total)
@@ -244,7 +244,7 @@ def outside(typing, address, first):
         address,first = arguments
         bytes_ = ir.VectorType(byte, 64)
         x = b.load(pointer_at(b, address, bytes_), align=1)
-        far = b.icmp_unsigned('>=', b.sub(x, broadcast(b, bytes_, first)), constant(bytes_, window))
+        far = b.icmp_unsigned('>=', b.sub(x, broadcast_vector(b, bytes_, first)), constant(bytes_, window))
         return b.bitcast(b.and_(far, b.icmp_unsigned('!=', x, constant(bytes_, 0))), word)
     return types.uint64(types.uint64, types.uint8), make
 
