@@ -123,7 +123,8 @@ def find_scale_out_of_reach(h, e, part=.5):
     what,advice = ('logarithms of probabilities, which are never above 0', "Use F.cross_entropy, which takes logits.") if of_logarithms else (
         'probabilities', "Use the loss that takes logits, F.binary_cross_entropy_with_logits or F.cross_entropy, or end the model with a sigmoid or softmax. "
         "In Keras: from_logits=True.")
-    return report_term(h, e, f"{label_loss(e)} expects {what}, but the predictions are between {fmt(low)} and {fmt(high)}. Values outside are cut off and get no "
+    return report_term(h, e,
+        f"{label_loss(e)} expects {what}, but the predictions are between {fmt(low)} and {fmt(high)}. Values outside are cut off and get no "
         "gradient." if not of_logarithms else f"{label_loss(e)} expects {what}, but the predictions reach {fmt(high)}.", *names[:1], severity='error',
         advice=advice, low=low, high=high)
 
@@ -206,7 +207,8 @@ def find_wrong_labels(h, e, part):
     outside,low,high = share_outside(s, -.05, 1.3) # smoothed labels of GANs reach 1.2
     if outside<part: return None
     more = ' One output cannot tell more than two classes apart.' if high>=2 and low>=0 else ''
-    return report_term(h, e, f"{label_loss(e)} expects targets between 0 and 1, but they are between {fmt(low)} and {fmt(high)}: the loss has no minimum.{more}",
+    return report_term(h, e,
+        f"{label_loss(e)} expects targets between 0 and 1, but they are between {fmt(low)} and {fmt(high)}: the loss has no minimum.{more}",
         severity='error', low=low, high=high, advice="For more than two classes, use F.cross_entropy with one output for each class. For labels of -1 and 1, "
         "use (y+1)/2. For regression, use F.mse_loss.")
 
@@ -227,7 +229,8 @@ def find_one_class(h, e, least):
     "Return a finding if all labels of a classifier are the same, else None. `least`: least number of batches."
     if e.get('distinct')!=1 or (e.get('batches') or 0)<least: return None
     n = math.prod((e.get('target_shape') or [1])[:1])*e['batches']
-    return report_term(h, e, f"All labels are {e['smallest']}, in all {e['batches']:,} batches: the model learns to answer with this class, whatever the data are.",
+    return report_term(h, e,
+        f"All labels are {e['smallest']}, in all {e['batches']:,} batches: the model learns to answer with this class, whatever the data are.",
         severity='info' if n<32 else 'warning', labels=e['smallest'],
         advice="Print the labels: y.unique(return_counts=True). Are they scaled like the data, or cut to an integer?")
 
@@ -235,7 +238,8 @@ def find_unmixed(h, e, least, share):
     "Return a finding if most batches have one class each, although several classes occur, else None. Arguments as in `one_class`."
     samples,batches = (e.get('target_shape') or [0])[0],e.get('batches') or 0
     if (e.get('distinct') or 0)<2 or batches<least or samples<8 or e['single']<share*batches: return None
-    return report_term(h, e, f"{e['single']:,} of {batches:,} batches have labels of one class only, although {e['distinct']} classes occur: the data are sorted by "
+    return report_term(h, e,
+        f"{e['single']:,} of {batches:,} batches have labels of one class only, although {e['distinct']} classes occur: the data are sorted by "
         "class and not shuffled.", severity='warning', single=e['single'], advice="Use DataLoader(..., shuffle=True), or shuffle the data once.")
 
 def find_constant_targets(h, e, least):
