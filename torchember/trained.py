@@ -177,7 +177,7 @@ class PendingOptimizers:
 
 # %% ../nbs/91_trained.ipynb #5f3a9c10
 class ModelArmer:
-    "Finds the models trained by optimizers, arms each model as a run of its own, and closes the runs."
+    "Finds the models that optimizers train, records each model as a separate run, and closes the runs."
     def __init__(self, say, models, options, on_armed=lambda training: None):
         # say: function that shows a message; models: models to arm when they are called; on_armed: called with each new `Training`
         self.say,self.models,self.options,self.on_armed = say,list(models),options,on_armed

@@ -30,7 +30,7 @@ def report_after_hooks(state, named, variables, again=False) -> bool:
     listener = state.listener
     call = None if again else listener.call_ends(state, [])
     def report(named):
-        "Report the summed outputs to the listener."
+        "Report to the listener the outputs that were summed over ranks."
         listener.recomputed(state, [], named) if again else listener.returned(state, named, *call)
     add_last_hook(state, frames, report)
     return True

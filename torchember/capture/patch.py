@@ -184,7 +184,7 @@ class Patch:
         "Replace the `ModuleState`s of the listeners. The forward for each listener calls the forward for the next listener."
         self.states,call = tuple(states),self.covered
         for st in reversed(self.states[1:]): call = types.MethodType(inner_forward(st, call, self), st.track.module)
-        # state of the first listener, and the callable that its forward calls; None means the function of the class
+        # state of the first listener, and the callable that the patched forward calls; None means `type(module).forward`
         self.first = (self.states[0], call) if self.states else None
         # compared with the replaced forward, to notice that a patched forward is no longer installed
         self.place = self if not self.states else self.function if self.former is None else self.former

@@ -294,7 +294,7 @@ note,strategy,action = (private(f'torch._C._dynamo.eval_frame.{n}', None, 'Dynam
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #b9aaed09
 def never_compile(f):
-    "Have Dynamo skip `f` and all functions called by `f`. Return `f`. If compiled code calls `f`, Dynamo still traces `f` as a part of that code."
+    "Tell Dynamo not to begin a compilation at `f`, or at functions that `f` calls. Return `f`. Dynamo still traces `f` as a part of other code."
     if note and strategy and action: note(f.__code__, strategy(action.SKIP, action.SKIP))
     return f
 
@@ -350,7 +350,7 @@ def keep_in_order(op, token:bool):
 unordered = 'rows of compiled code may come in another order'
 
 def lowering_state(lowering):
-    "Return the graph that Inductor is lowering, its number of operations, and its last effect; None if this version of Inductor lacks these attributes."
+    "Return the graph that Inductor is lowering, its number of operations, and its last operation with a side effect; None if this version of Inductor lacks these attributes."
     with noting_failure('torch._inductor.graph.GraphLowering.effectful_ops', unordered):
         graph = lowering.V.graph
         return graph, len(graph.operations), graph.effectful_ops.get(torch.library.EffectType.ORDERED)

@@ -213,7 +213,7 @@ def compact(
     run, # Name of a run, or any other run that `read` accepts
     home=None, # Folder of logs, instead of `~/.torchember`
     keep:bool=False # Keep the JSON lines of a run that is over
-) -> list: # A dict for each log: name, rows, bytes of Parquet, bytes of remaining lines
+) -> list: # A dict for each log: its name, number of rows, bytes of Parquet files, bytes of lines that are not yet in Parquet files
     """Convert the lines of a run to Parquet parts of about a fifth of the size. Of a run that continues, convert completed steps
 
     Args:
@@ -222,7 +222,7 @@ def compact(
         keep: Keep the JSON lines of a run that is over
 
     Returns:
-        A dict for each log: name, rows, bytes of Parquet, bytes of remaining lines
+        A dict for each log: its name, number of rows, bytes of Parquet files, bytes of lines that are not yet in Parquet files
     """
     out = []
     for r in open_runs(run, home)[0]:

@@ -55,7 +55,7 @@ of_parameters = ('weight', 'weight_grad', 'optimizer', 'update')
 META,STAT,EXP = LogFrame.schema # names in the first level of columns
 
 def dotted(*parts):
-    "Join those parts of a name that are not empty by dots."
+    "Join the parts of a name that are not empty with dots."
     return '.'.join(p for p in parts if p)
 
 def number_order(tname):

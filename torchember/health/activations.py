@@ -187,7 +187,7 @@ def saturated(h, slope=.05):
     what = s.title if s.ttype=='output' else f'The {kind} before {s.title}'
     yield s.finding(at, f"{what} is saturated from step {step} on: its mean slope is {fmt(left)}, where {full_slope[kind]:g} is the most.{cause} "
         "Hardly any gradient passes.", s.path if layer is None else layer, severity='error' if h.progress.is_bad else None, ttype='output',
-        advice="Use smaller weights before it (torch.nn.init.xavier_uniform_), normalized inputs, a normalization layer, "
+        advice="Use smaller weights in the layer before this module (torch.nn.init.xavier_uniform_), normalized inputs, a normalization layer, "
         "or a lower learning rate.", slope=left, saturated=s.path, layers=len(found),
         confidence=confidence_from(left, slope*full_slope[kind], (len(s)-at)/len(s), h.progress.is_good))
 

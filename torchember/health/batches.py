@@ -90,7 +90,7 @@ def repeated_data(h, longest=4, groups=16, least=12):
     if n := find_groups(ins, groups): yield report_groups(h, s, n)
     elif n := find_cycle(ins, longest): yield s.finding(0, f"The training repeats {n} batches: {s.tname} of {s.title} has the same statistics "
         f"in every {n}{'nd' if n==2 else 'rd' if n==3 else 'th'} step.", severity='info', stat='mean', batches=n,
-        advice=f"Nothing, if all data fit in {n} batches. Otherwise check that the loop does not create the iterator of the loader again, "
+        advice=f"Nothing to do if all data fit in {n} batches. Otherwise check that the loop does not create the iterator of the loader again, "
         "and that the loader shuffles.")
 
 def report_groups(h, s, n):

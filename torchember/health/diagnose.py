@@ -76,7 +76,7 @@ def find_root(causes, i):
     return i
 
 def order_findings(found:list, rules=(), length=0, graph=None) -> list:
-    """Sort findings, the most severe first, with consequences directly after their cause. Of equal severity, possible faults come last.
+    """Sort findings by severity, the most severe first. Put consequences directly after their cause. Of equal severity, findings of low confidence come last.
     Return a list of (finding, index of its cause in this list or None).
 
     found: findings of the rules `rules`

@@ -218,7 +218,7 @@ class History:
     until_bad_trained = cached_property(lambda self: [s.until_bad() for s in self.trained])
     until_bad_evaluated = cached_property(lambda self: [s.until_bad() for s in self.evaluated])
 
-    # path -> series of all inputs; path -> series of the first output of the first call
+    # path of a module -> `Series` of all its inputs; path of a module -> `Series` of the first output of its first call
     inputs = cached_property(lambda self: group_by_path(self.series('input')))
     outputs = cached_property(lambda self: {p: ss[0] for p,ss in group_by_path(self.series('output')).items()})
 

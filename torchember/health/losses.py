@@ -347,5 +347,5 @@ def same_data(h, least=8):
     data = f"{n} batches" if n>1 else "data"
     yield s.finding(0, f"All {len(s)} steps use the same {data}: {s.tname} of {s.title} has the same mean, standard deviation, "
         f"maximum and minimum in each step.{more}", stat='mean', severity='warning' if parts else None,
-        advice="Nothing, if all data fit in one batch. Otherwise check that the loop takes a new batch in each step, "
+        advice="Nothing to do if all data fit in one batch. Otherwise check that the loop takes a new batch in each step, "
         "and that the loader shuffles.")

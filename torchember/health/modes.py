@@ -227,7 +227,7 @@ def train_eval(h, away=3., far=30.):
     if not of_data and not any(f[0].path=='' or f[0].path in h.graph.last_modules for f in found): return
     why = ': the data differ, or are prepared in another way.' if of_data else '.'
     yield s.finding(at, f"In evaluation, {s.tname} of {s.title} is {fmt_times(times)} as large as in training, from step {s.steps[at]} on{why}",
-        times=times, confidence=confidence_from(times, away if times>1 else 1/away), advice="Prepare the data in the same way for both. "
+        times=times, confidence=confidence_from(times, away if times>1 else 1/away), advice="Prepare the data in the same way for training and evaluation. "
         "Check hand-written Dropout (divide by 1-p in training) and normalization layers.")
 
 # %% ../../nbs/55_health/42_modes.ipynb #7c2f0a20

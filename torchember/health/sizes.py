@@ -111,7 +111,7 @@ def report_small_steps(h, moves, k, n, ratio, limit):
     return finding('', f"The updates are too small: the largest, of {w.title}, is {fmt(ratio)} of the weight, where 0.001 is usual. "
         f"{loss_sentence(h.progress)}", h.steps[0], h.steps[-1], severity='error' if h.progress.verdict=='stalls' and not h.started_low else None,
         ttype='weight', confidence=confidence_from(ratio, limit, n/len(moves), h.progress.verdict!='stalls'), ratio=ratio, weights=n,
-        look="updates(run)", advice="Multiply the learning rate by 10 until the loss falls. Then try a factor of 3.")
+        look="updates(run)", advice="Multiply the learning rate by 10 until the loss falls. Then also try 3 times more and 3 times less.")
 
 # %% ../../nbs/55_health/30_sizes.ipynb #2f8c8086
 def gradients_continue(grad, steps, start):
@@ -189,7 +189,7 @@ def find_slow_group(h, moves, usual, ratio):
     k = min(slow, key=lambda k: h.graph.position(k[0]))
     w,more = moves[k].s,f" {len(slow)} weights have such updates." if len(slow)>1 else ''
     yield finding(w, f"{w.title} hardly changes: its updates are {fmt(usual[k])} of its size, and those of the other weights {fmt(largest)}."
-        f"{more}", h.steps[0], h.steps[-1], advice="Check the learning rate of its parameter group.", look="updates(run)",
+        f"{more}", h.steps[0], h.steps[-1], advice="Check the learning rate of the parameter group of this weight.", look="updates(run)",
         confidence=confidence_from(usual[k], min(ratio/10, largest*1e-3)), ratio=usual[k], usual=largest, weights=list_names([moves[k].s.label for k in slow]))
 
 # %% ../../nbs/55_health/30_sizes.ipynb #21e17a7e

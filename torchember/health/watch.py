@@ -124,7 +124,7 @@ class Pace:
 class KnownFindings:
     "Reported and still valid findings."
     patience = 2 # number of consecutive looks without a finding, after which the finding no longer holds
-    # key -> finding that holds; key -> number of consecutive looks without this finding
+    # key of a finding -> finding that is still true; key of a finding -> number of consecutive looks that did not find it
     def __init__(self): self.open,self.missed = {},{}
 
     def compare(self, found):

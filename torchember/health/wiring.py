@@ -194,7 +194,7 @@ def find_never_moved(h, known, reported, least, tiny, most):
         if s.shape is not None and np.prod(s.shape)<=1 or size<tiny*median(s.rms): continue
         yield s.finding(0, f"{s.title} did not change in {len(s)} steps, although it gets gradients (rms {fmt(size)}) and other weights change.",
             look="updates(run)", steps=len(s),
-            advice="Check the learning rate of its parameter group (0?), and whether another optimizer has a copy of it.")
+            advice="Check the learning rate of the parameter group of this weight (0?), and whether another optimizer has a copy of it.")
 
 def gets_gradients(w, grad, least=3):
     "Return True if at least `least` steps had a gradient that could have changed a later row of the weight. `grad`: its series, or None."

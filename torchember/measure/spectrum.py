@@ -146,7 +146,7 @@ class Spectrum:
         low,near,high = bracket(self.nodes, i, min(self.features, self.count), self.largest/(1-self.error))
         if low<1e-5*self.largest or high>1.25*near or near>1.25*low:
             raise SpectrumError(f"eigenvalue {i} of {self.features} is only known to be between {low/self.largest:.2g} and "
-            f"{high/self.largest:.2g} of the largest. covariance(x, exact=True) computes all.")
+            f"{high/self.largest:.2g} of the largest. covariance(x, exact=True) computes all eigenvalues.")
         return self.largest/near
 
     def __repr__(self):
@@ -196,7 +196,7 @@ def sizes_of(x, axis):
     at = features_at(x, axis)
     C = x.shape[at]
     n = x.numel()//max(C, 1)
-    if n<2: raise SpectrumError(f"a covariance needs several samples, got {n or 'none'} in a tensor of shape {tuple(x.shape)}. Watch larger batches.")
+    if n<2: raise SpectrumError(f"a covariance needs several samples, got {n or 'none'} in a tensor of shape {tuple(x.shape)}. Record steps with larger batches.")
     if C<1: raise SpectrumError(f"a covariance needs features, got none in a tensor of shape {tuple(x.shape)}.")
     return at, n, C
 

@@ -92,7 +92,7 @@ class StepPredictor:
 # %% ../../nbs/47_monitor/40_watching.ipynb #6ddf5916
 class QuantityGroups:
     "Groups quantities by their schedule, to evaluate each schedule once in a step."
-    def __init__(self): self.groups = {} # pairs (schedule, or None for all steps; set of its quantities) by schedule key
+    def __init__(self): self.groups = {} # key of a schedule -> (schedule, or None for all steps; set of the quantities with this schedule)
 
     def add(self, q):
         "Add a quantity to the group of its schedule."

@@ -64,7 +64,7 @@ def not_a_model(got):
 
 # %% ../../nbs/40_recorder/85_arguments.ipynb #c481217f
 def not_a_number(name, got):
-    "Return the error message for an argument of `te.log` without a number."
+    "Return the error message for an argument of `te.log` that is not a number."
     shape = getattr(got, 'shape', None)
     if isinstance(shape, tuple) and math.prod(shape)!=1:
         return f"te.log takes numbers, but {name} is {an(got)} of shape {tuple(shape)}. Pass one number: te.log({name}={name}.mean())."

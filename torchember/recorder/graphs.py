@@ -158,7 +158,7 @@ class Player:
         self.notified = False # True if the recorder records the running pass
 
     def play(self, events):
-        "Repeat some events, in order."
+        "Repeat recorded events of graphs, in the order in which they happened."
         for what,*args in events: getattr(self, what)(*args)
 
     def pass_begins(self, state, grad): self.notified = self.events.pass_begins(state, grad)

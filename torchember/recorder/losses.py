@@ -119,12 +119,12 @@ def row_names(name, terms) -> list:
     return out
 
 class LossReader:
-    "Reads the graphs of logged losses: rows of predictions and targets, and metadata."
+    "Reads the autograd graphs of logged losses, and makes rows of predictions and targets, and metadata, from them."
     ttypes = 'prediction','target'
     def __init__(self, pipe, lock, notify): # pipe: `Pipe`; lock: of the recorder; notify: called with the metadata when it changes
         self.pipe,self.lock,self.notify = pipe,lock,notify
         self.ttypes = tuple(t for t in self.ttypes if t in pipe.sources.ttypes)
-        self.facts,self.states,self.due = {},{},1 # (name of the loss, name of the rows) -> `TermFacts`; the same -> state that was written last
+        self.facts,self.states,self.due = {},{},1 # (name of a loss, name of its rows) -> `TermFacts`; (name of a loss, name of its rows) -> state that was written last
         self.pass_,self.calls,self.numbers = None,Counter(),set() # pass of these counts; rows of each name; numbers of nodes that were read
         self.compiled = self.freed = False # True if a loss could not be read for this reason
 

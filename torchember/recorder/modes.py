@@ -113,7 +113,7 @@ class ModeFacts:
         if self.facts()!=before: self.notify(self.facts())
 
     def facts(self):
-        "Return the unusual facts, for the metadata of the run."
+        "Return the facts about unusual modes of the modules, for the metadata of the run."
         # the lists of a large model would make the metadata large
         modes = {'eval': sorted(self.in_eval)[:1000], 'train': sorted(self.trained)[:1000]} if '' in self.in_eval else {}
         return modes | ({'dropout': self.random} if self.random else {})

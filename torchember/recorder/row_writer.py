@@ -204,7 +204,7 @@ class RowWriter:
         for measured in waited: self.log.t.put(measured, True, self.lines)
 
     def join(self, step, first, earlier): # the arguments are those of `ExtraRows.join`
-        "Drop the steps that were held back, because they are micro-batches of the open step."
+        "Drop the steps that were held back. They turned out to be micro-batches of the open step."
         self.waiting = []
         self.extra.join(step, first, earlier)
 

@@ -217,7 +217,7 @@ class CustomRows:
         return mine, sum(r.is_number for r in mine)
 
     def join(self, earlier):
-        "Add the rows of earlier steps as passes of this step. The log already has the rows of the first of these steps."
+        "Merge earlier steps into this step: their rows become passes of this step. The log already has the rows of the first of these steps."
         # rows that are in the log already have no number of a micro-batch
         self.taken = {(r.key, r.call, None) for r in earlier[0].custom if r.key[3]}
         self.rows = join_rows(earlier, self.rows)
@@ -320,7 +320,7 @@ class StepRows:
         self.custom.take_back(micro)
 
     def join(self, earlier):
-        "Add the rows of earlier steps as passes of this step."
+        "Merge earlier steps into this step: their rows become passes of this step."
         self.arena.renumber(len(earlier))
         self.snapshots.join(earlier)
         self.custom.join(earlier)

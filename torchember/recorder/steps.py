@@ -115,7 +115,7 @@ class StepState:
             self.begun += 1
             self.leader,self.phase = path,phase
             self.passes[phase] = self.passes.get(phase, 0)+1
-        elif phase is None and self.phase=='no_grad': # a call with gradients makes a pass without gradients a training pass
+        elif phase is None and self.phase=='no_grad': # if a call in a pass without gradients has gradients, the pass is a training pass
             self.passes[self.phase] -= 1
             self.passes[None] += 1
             self.phase = None

@@ -102,7 +102,7 @@ class NamedValues(OrderedDict):
         new = dict(new)
         self.clear()
         self.update(new)
-        self._ttype = None # None, because the values are no longer weights or gradients
+        self._ttype = None # the tensor type is None, because the values are no longer weights or gradients
         return self
 
 # %% ../../nbs/70_state/06_algebra.ipynb #32c5ec36

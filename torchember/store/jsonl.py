@@ -264,7 +264,7 @@ class AppendedRun(StoredRun):
             **marks: Value of each column
         """
         for k in marks:
-            if k in unmarkable: raise ValueError(f"{k!r} is a column that torchember writes, so it cannot be a mark. Choose another name.")
+            if k in unmarkable: raise ValueError(f"{k!r} is a column that torchember writes, so it cannot be the name of a mark. Choose another name.")
         # converted now, so that a wrong type raises TypeError here and not during the training
         marks = load_row(line_of(marks))
         if self.source is not None and any(k not in self.marked or self.marked[k]!=v for k,v in marks.items()): self.source(False)

@@ -177,7 +177,7 @@ class Batches:
     def line(self, row):
         "Convert a row to a JSON line. Return None and note a message if this is impossible."
         try: line = row if isinstance(row, bytes) else line_of(row)
-        except Exception as e: return self.note("a row that cannot be written as JSON is lost", e)
+        except Exception as e: return self.note("a row is lost, because it cannot be written as JSON", e)
         if len(line)<=longest_line: return line
         self.note(f"a row of more than {longest_line>>20} MB is lost. Store such large values in a file of your own")
 

@@ -40,7 +40,7 @@ class MeasuredStep:
     noted:list # Dicts of the scalars that the user logged
     step:int # Number of the step
     ts:str # Time when the step began
-    marks:dict # The user's marks: values by column
+    marks:dict # The user's marks, which are columns of every row: name of the column -> value
     rates:dict # Learning rates by name
     has_all_gradients:bool # True if each gradient of the step was measured
 

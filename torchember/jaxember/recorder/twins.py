@@ -97,7 +97,7 @@ class TagNote:
     shape:tuple # Shape of the tagged value
     dtype:str # Dtype of the tagged value
     at:tuple # Indices of its measurements among all measurement arrays
-    form:object=None # Structure of the dict that a user's function returned; None for a summary
+    form:object=None # Structure of the dict that a user's function returned; None if torchember's own statistics were measured
     axes:tuple=() # Leading axes of the measurements, outermost first: a `Loop`, or tuples (name, size) of mesh axes
     # Conditions (index of a count array, value): measured if they are equal; for None, if the count is above 0
     when:tuple=()
@@ -134,7 +134,7 @@ def scope_numbers(names):
     return tuple(map(int, re.findall(rf'{re.escape(scope_name)}(\d+)', str(names))))
 
 def scopes_around(e):
-    "Return the numbers of the `Scope`s around an operation. They are stored as named scopes, because transformations of JAX keep these."
+    "Return the numbers of the `Scope`s around an operation. The numbers are read from named scopes of JAX, because transformations of JAX keep named scopes."
     return scope_numbers(e.source_info.name_stack)
 
 def current_scope():

@@ -178,7 +178,7 @@ class NotebookScreen:
         self.drawn,self.handle = False,display({'text/plain': f'{name}: waiting for the first rows'}, raw=True, display_id=True)
 
     def show(self, line, png=None):
-        "Show a picture. Show the line only until there is a first picture."
+        "Show a picture. Until the first picture exists, show a line of text instead."
         if png: self.drawn = True
         elif self.drawn: return
         more = {'image/png': base64.b64encode(png).decode()} if png else {}
