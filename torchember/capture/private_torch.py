@@ -350,7 +350,7 @@ def keep_in_order(op, token:bool):
 unordered = 'rows of compiled code may come in another order'
 
 def lowering_state(lowering):
-    "Return the graph that Inductor is lowering, its number of operations, and its last operation with a side effect; None if this version of Inductor lacks these attributes."
+    "Return the graph that Inductor is lowering, its number of operations, and its last operation with a side effect; None if these are unknown."
     with noting_failure('torch._inductor.graph.GraphLowering.effectful_ops', unordered):
         graph = lowering.V.graph
         return graph, len(graph.operations), graph.effectful_ops.get(torch.library.EffectType.ORDERED)

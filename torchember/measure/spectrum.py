@@ -196,7 +196,8 @@ def sizes_of(x, axis):
     at = features_at(x, axis)
     C = x.shape[at]
     n = x.numel()//max(C, 1)
-    if n<2: raise SpectrumError(f"a covariance needs several samples, got {n or 'none'} in a tensor of shape {tuple(x.shape)}. Record steps with larger batches.")
+    if n<2: raise SpectrumError(
+        f"a covariance needs several samples, got {n or 'none'} in a tensor of shape {tuple(x.shape)}. Record steps with larger batches.")
     if C<1: raise SpectrumError(f"a covariance needs features, got none in a tensor of shape {tuple(x.shape)}.")
     return at, n, C
 

@@ -124,7 +124,8 @@ class LossReader:
     def __init__(self, pipe, lock, notify): # pipe: `Pipe`; lock: of the recorder; notify: called with the metadata when it changes
         self.pipe,self.lock,self.notify = pipe,lock,notify
         self.ttypes = tuple(t for t in self.ttypes if t in pipe.sources.ttypes)
-        self.facts,self.states,self.due = {},{},1 # (name of a loss, name of its rows) -> `TermFacts`; (name of a loss, name of its rows) -> state that was written last
+        # facts: (name of a loss, name of its rows) -> `TermFacts`; states: the same keys -> state that was written last
+        self.facts,self.states,self.due = {},{},1
         self.pass_,self.calls,self.numbers = None,Counter(),set() # pass of these counts; rows of each name; numbers of nodes that were read
         self.compiled = self.freed = False # True if a loss could not be read for this reason
 

@@ -165,7 +165,8 @@ def Surface3d(
     if not sizes[first]: raise ValueError(f"The vector of step {first} is empty.")
     for s,n in sizes.items():
         if n!=sizes[first]:
-            raise ValueError(f"The vectors have {sizes[first]} numbers at step {first} and {n} at step {s}. They must have one number for each unit, so the same number of numbers in each step.")
+            raise ValueError(f"The vectors have {sizes[first]} numbers at step {first} and {n} at step {s}. "
+                "They must have one number for each unit, so the same number of numbers in each step.")
     steps = sorted(vectors)
     fig = Figure(figsize=(7, 5), layout='constrained')
     FigureCanvasAgg(fig)
