@@ -90,6 +90,7 @@ def plain(data, accumulate=1, clip=None, bf16=False, first_step=0, model=None, o
     with torchEmber(model, optimizer=opt, first_step=first_step, **options) as te:
         for i,(x,y) in enumerate(data):
             with torch.autocast('cpu', torch.bfloat16, enabled=bf16): loss = loss_of(model.net, x, y)/accumulate
+            te.recorder.losses.note({'loss': loss}) # as the callback does before the backward
             loss.backward()
             if (i+1)%accumulate: continue
             if clip: nn.utils.clip_grad_norm_(model.parameters(), clip)

@@ -70,7 +70,7 @@ def relu_gives_probabilities(arm):
 
 # ---- targets out of reach
 
-@is_broken('targets_out_of_reach', paths='3', steps=(0, 0))
+@is_broken('target_range', 'targets_out_of_reach', paths='3', steps=(0, 0))
 def sigmoid_for_prices(arm):
     torch.manual_seed(4)
     x,y = table('diabetes', regression=True)
@@ -91,7 +91,7 @@ def one_sigmoid_for_three_classes(arm):
 
 # ---- a loss of guessing
 
-@is_broken('wrong_last_activation', 'loss_stalls', paths='*', steps=(0, 0))
+@is_broken('loss_input', 'wrong_last_activation', 'loss_stalls', paths='*', steps=(0, 0))
 def ten_sigmoids_for_a_digit(arm):
     "Sigmoids with the cross-entropy of logits"
     torch.manual_seed(6)

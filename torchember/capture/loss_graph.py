@@ -206,9 +206,7 @@ def chosen_term(node, word):
 
 def read_indices(node):
     "Return the last of two or more index tensors of a node, the labels in `log_p[rows, y]`. None if there are no such."
-    try: found = node._saved_indices
-    except (AttributeError, RuntimeError): return None
-    some = [i for i in found if isinstance(i, torch.Tensor)]
+    some = [i for i in saved(node, 'indices') or () if isinstance(i, torch.Tensor)]
     return some[-1].detach() if len(some)>1 and not some[-1].is_floating_point() and some[-1].dtype!=torch.bool else None
 
 # %% ../../nbs/10_capture/48_loss_graph.ipynb #74c1ba2e

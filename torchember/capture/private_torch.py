@@ -6,15 +6,16 @@
 __all__ = ['newest', 'missing', 'count_dispatch_modes', 'count_function_modes', 'inside_transform', 'without_dispatch_modes',
            'without_function_modes', 'without_transforms', 'is_wrapped', 'unwrap', 'running_backward', 'running_node',
            'saving_hooks', 'recomputing_words', 'apply_code', 'metadata_passes', 'check_trace', 'check_trace_code',
-           'module_call', 'variable_class', 'will_execute', 'next_number', 'engine', 'DispatchMode', 'reads_number',
-           'Arguments', 'is_tracing', 'hooks_in_graphs', 'norm_clipper', 'private', 'noting_failure', 'warn_missing',
-           'recomputes', 'recomputing', 'function_call_in', 'function_context_in', 'running_frames', 'enclosing_call',
-           'in_training_function', 'is_same_call', 'is_metadata_pass', 'is_trace_check', 'is_graph', 'calling_module',
-           'call_after_backward', 'leaves_below', 'writes_gradients', 'node_number', 'is_engine_code', 'node_word',
-           'saved', 'is_freed_node', 'node_shape', 'operation_arguments', 'is_dynamo_frame', 'never_compile',
-           'warn_no_hooks', 'thread_token', 'never_merge', 'keep_in_order', 'has_step_hooks', 'loss_scale',
-           'is_unscaled', 'has_unscaled', 'shared_store', 'fsdp_of', 'group_between_shards', 'may_free_parameters',
-           'is_fsdp', 'running_ddp', 'pipeline_stages', 'lists_parameters_as_torch', 'hook_callers']
+           'module_call', 'variable_class', 'will_execute', 'next_number', 'engine', 'norm_base', 'DispatchMode',
+           'reads_number', 'Arguments', 'is_tracing', 'hooks_in_graphs', 'norm_clipper', 'private', 'noting_failure',
+           'warn_missing', 'recomputes', 'recomputing', 'function_call_in', 'function_context_in', 'running_frames',
+           'enclosing_call', 'in_training_function', 'is_same_call', 'is_metadata_pass', 'is_trace_check', 'is_graph',
+           'calling_module', 'call_after_backward', 'leaves_below', 'writes_gradients', 'node_number', 'is_engine_code',
+           'node_word', 'saved', 'is_freed_node', 'node_shape', 'has_spectral_norm', 'operation_arguments',
+           'is_dynamo_frame', 'never_compile', 'warn_no_hooks', 'thread_token', 'never_merge', 'keep_in_order',
+           'has_step_hooks', 'loss_scale', 'is_unscaled', 'has_unscaled', 'shared_store', 'fsdp_of',
+           'group_between_shards', 'may_free_parameters', 'is_fsdp', 'running_ddp', 'pipeline_stages',
+           'lists_parameters_as_torch', 'hook_callers']
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch02
 import functools, gc, inspect, sys, weakref
@@ -251,6 +252,14 @@ def node_shape(node) -> tuple|None:
     known = getattr(node, '_input_metadata', None)
     try: return tuple(int(n) for n in known[0].shape) if known else None
     except (AttributeError, RuntimeError, TypeError, ValueError): return None
+
+# base class of BatchNorm and InstanceNorm. Exists in torch 2.0 and later
+norm_base = private('torch.nn.modules.batchnorm._NormBase', torch.nn.modules.batchnorm.BatchNorm2d, 'only BatchNorm2d counts as a layer with running statistics')
+
+def has_spectral_norm(module):
+    "Return True if a module is a parametrization by the spectral norm, or has a hook of the older `spectral_norm`."
+    hooks = getattr(module, '_forward_pre_hooks', {})
+    return type(module).__name__=='_SpectralNorm' or any(type(h).__name__=='SpectralNorm' for h in hooks.values())
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #8c0a7e05
 # Base class of modes that intercept each operation, in torch 2.0 and later

@@ -28,7 +28,8 @@ class Labels:
         "Add the labels of a batch. Labels on a device are not read, because this would wait for it. `ignore`: label that is left out."
         if not target.is_cpu or target.layout!=torch.strided or target.is_nested or not target.numel(): return
         v = target.detach().reshape(-1)
-        v = v[::max(len(v)//most_counted, 1)].numpy()
+        # a clone, because `numpy` forbids to resize the storage of the user's tensor
+        v = v[::max(len(v)//most_counted, 1)].clone().numpy()
         if ignore is not None: v = v[v!=ignore]
         if not len(v): return
         low,high = int(v.min()),int(v.max())

@@ -14,8 +14,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ..capture.private_torch import has_spectral_norm, norm_base
+
 # %% ../../nbs/40_recorder/31_modes.ipynb #d67c0f34
-with_statistics = nn.modules.batchnorm._NormBase # BatchNorm and InstanceNorm
+with_statistics = norm_base # BatchNorm and InstanceNorm
 
 def depends_on_mode(module) -> bool:
     "Return True if a module, without its children, behaves differently in training and in evaluation mode."
@@ -23,7 +25,7 @@ def depends_on_mode(module) -> bool:
     if 'Dropout' in name: return not isinstance(p, int|float) or p>0
     if isinstance(module, with_statistics): return bool(module.track_running_stats)
     if isinstance(module, nn.RNNBase|nn.MultiheadAttention): return bool(module.dropout)
-    return isinstance(module, nn.RReLU) or name=='_SpectralNorm' or any(type(h).__name__=='SpectralNorm' for h in module._forward_pre_hooks.values())
+    return isinstance(module, nn.RReLU) or has_spectral_norm(module)
 
 # %% ../../nbs/40_recorder/31_modes.ipynb #e8910eee
 dropouts = {torch.dropout, torch.alpha_dropout, F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
