@@ -101,6 +101,11 @@ class Listener(Protocol):
 
     def call_fails(self, state): "A call of a module has raised an exception."
 
+    def plan_of(self, state, names):
+        """Return an object that records the calls of a module by compiled code, or None: see `recorder.call_plans.CallPlan`.
+
+        `names`: result of `argument_names`. The module has no other listener."""
+
     def probe(self, state, name:str, tensor): "The user records a tensor of this module by `te.probe`."
 
     def probe_here(self, name:str, tensor): "The user records a tensor of the running module."

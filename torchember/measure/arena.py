@@ -8,6 +8,7 @@ __all__ = ['no_plan', 'Cursor', 'Cursors', 'RowFormat', 'row_format', 'CpuReadPl
 
 # %% ../../nbs/20_measure/48_arena.ipynb #a4e90003
 import itertools, threading
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from .blocks import Block, RowRange, as_cells, write_dtype_and_shape, no_rows
 from .columns import stat_names
 from .devices import Pending, after, being_captured, on, stream_of, to_device, to_host, undisturbed
 from .elements import formats, layout, ordinary
-from .head import CALLS, EVENT, HEADS, LAID, LIKE, MICRO, NEXT, ROWS, TAP, address_of, head_width, short, tap_width
+from .head import CALLS, CODE, EVENT, HEADS, LAID, LIKE, MICRO, NEXT, ROWS, TAP, address_of, head_width, short, tap_width
 from .kernels import float_for, list_kernels, compiled_row_writer
 from .snapshot import Snapshot
 from .summary import groups_for, length, no_elements, not_in_loops, width
@@ -161,6 +162,7 @@ class Tap:
         if one_run and x.dtype in formats and x.numel()<=short and not list_kernels(x, self.format.wanted) and not not_in_loops(self.format.wanted):
             put = compiled_row_writer(self.cursor.array, formats[x.dtype], self.format.wanted)
             if put is None: return None
+        else: self.cursor.array[CODE] = 0 # compiled code must not read such tensors
         self.cpu = CpuReadPlan(x.dtype, x.shape, x.stride(), x.numel(), put)
         write_dtype_and_shape(x, self.cursor.array[LIKE:])
         return self.cpu
@@ -233,8 +235,17 @@ class Arena:
         self.filled,self.shared,self.turn = 0,0,0
         # `recorder.black_box.BlackBox` that provides memory for rows, and is notified of each tap; or None
         self.box = None
+        self.busy = np.zeros(1, np.int64) # not 0 while rows are taken out: compiled code, which does not take the lock, must not write rows then
         # (device, dtype, groups of sums) of all tensors that a kernel has read: only such can be read inside a CUDA graph
         self.was_read = set()
+
+    @contextmanager
+    def locked(self):
+        "Return a context in which neither another thread nor compiled code writes rows."
+        with self.lock:
+            self.busy[0] += 1
+            try: yield
+            finally: self.busy[0] -= 1
 
     def use_box(self, box):
         "Allocate new blocks of rows in the memory-mapped file of a black box. `box=None`: in ordinary memory."
@@ -288,7 +299,7 @@ class Arena:
     def take_back(self, micro, earlier):
         "Drop the rows of a failed pass, except rows of taps with one row per step. In `earlier` snapshots they become empty summaries."
         once = np.array([t.once for t in self.taps], dtype=bool)
-        with self.lock:
+        with self.locked():
             self.unread.assign_rows()
             for b in self.blocks:
                 at = np.flatnonzero(rows_of_pass(b.head[:b.used], micro, once))
@@ -299,7 +310,7 @@ class Arena:
 
     def renumber(self, micro):
         "Assign all rows of the arena, and all rows to come in this pass, to the pass with number `micro`."
-        with self.lock:
+        with self.locked():
             self.unread.assign_rows()
             self.micro = micro
             for b in self.blocks: b.head[:b.used, MICRO] = micro
@@ -307,7 +318,7 @@ class Arena:
 
     def take(self, earlier=None, keep=None) -> Snapshot:
         "Return all rows since the last call as a `Snapshot`, and empty the arena. `keep`: function to call with the rows before their memory is reused."
-        with self.lock:
+        with self.locked():
             parts,error = [],None
             try:
                 self.read_pending()

@@ -94,6 +94,7 @@ class ArmedModel:
         """
         root = tracks[0].module
         self.cost.warm(root.parameters())
+        self.events.planned.prepare()
         self.owner = owner
         self.use_modules(tracks)
         self.sources.prepare(root)
@@ -132,6 +133,7 @@ class ArmedModel:
 
     def set_listeners(self, events, optimizer_events):
         "Send events to these listeners: those of the recorder, or `Graphs` during the capture of a CUDA graph."
+        self.events.planned.stop()
         for st in self.sources.states: st.listener = events
         for w in self.watches: w.listener = optimizer_events
 

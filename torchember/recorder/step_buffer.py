@@ -437,7 +437,7 @@ class StepBuffer:
     def use(self, how, ttypes, states=()):
         "Change the statistics of some tensor types from now on. `how`: a value of `stats`; `states`: `ModuleState`s of the armed modules."
         self.stats.update(dict.fromkeys(ttypes, how))
-        for st in states: st.taps = {place: tap for place,tap in st.taps.items() if place[0] not in ttypes}
+        for st in states: st.renew_taps({place: tap for place,tap in st.taps.items() if place[0] not in ttypes})
 
     def begin_pass(self, number:int): # number of the pass in the step
         self.rows.arena.begin(number)
