@@ -20,7 +20,7 @@ from ..capture.private_torch import count_dispatch_modes, count_function_modes, 
 from .blocks import Block, RowRange, as_cells, write_dtype_and_shape, no_rows
 from .columns import stat_names
 from .devices import Pending, after, being_captured, on, stream_of, to_device, to_host, undisturbed
-from .elements import formats, layout, ordinary
+from .elements import converted_formats, formats, layout, ordinary
 from .head import CALLS, CODE, EVENT, HEADS, LAID, LIKE, MICRO, NEXT, ROWS, TAP, address_of, head_width, short, tap_width
 from .kernels import float_for, list_kernels, compiled_row_writer
 from .snapshot import Snapshot
@@ -159,8 +159,9 @@ class Tap:
         "Make and return the `CpuReadPlan` for CPU tensors like `x`. Return None while the compiled loops are being loaded."
         dims,put = layout(x) if x.numel() and not x.is_contiguous() else None,None
         one_run = x.layout is torch.strided and not x.is_nested and (dims is None or dims[1:]==((1,), 1))
-        if one_run and x.dtype in formats and x.numel()<=short and not list_kernels(x, self.format.wanted) and not not_in_loops(self.format.wanted):
-            put = compiled_row_writer(self.cursor.array, formats[x.dtype], self.format.wanted)
+        fmt = formats.get(x.dtype) or converted_formats.get(x.dtype)
+        if one_run and fmt and x.numel()<=short and not list_kernels(x, self.format.wanted) and not not_in_loops(self.format.wanted):
+            put = compiled_row_writer(self.cursor.array, fmt, self.format.wanted)
             if put is None: return None
         else: self.cursor.array[CODE] = 0 # compiled code must not read such tensors
         self.cpu = CpuReadPlan(x.dtype, x.shape, x.stride(), x.numel(), put)
