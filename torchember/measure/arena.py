@@ -46,8 +46,9 @@ class Cursors:
         return Cursor(self.chunks[-1], place)
 
     def set(self, columns, values):
-        "Set some columns of all cursors. `values`: one value for each column, or a number for all."
-        for c in self.chunks: c[:, columns] = values
+        "Set some columns of all cursors. `values`: one value for each column."
+        for c in self.chunks:
+            for i,x in zip(columns, values, strict=True): c[:, i] = x # one column at a time: a list of columns takes 5 times as long
 
 # %% ../../nbs/20_measure/48_arena.ipynb #a4e90009
 @dataclass(frozen=True)
@@ -289,7 +290,7 @@ class Arena:
         with self.lock:
             self.read_pending()
             self.micro = micro
-            self.cursors.set([CALLS, LIKE+MICRO], (0, micro))
+            self.cursors.set((CALLS, LIKE+MICRO), (0, micro))
             self.seen.clear()
 
     def forget(self, tap):
@@ -315,7 +316,7 @@ class Arena:
             self.unread.assign_rows()
             self.micro = micro
             for b in self.blocks: b.head[:b.used, MICRO] = micro
-            self.cursors.set(LIKE+MICRO, micro)
+            self.cursors.set((LIKE+MICRO,), (micro,))
 
     def take(self, earlier=None, keep=None) -> Snapshot:
         "Return all rows since the last call as a `Snapshot`, and empty the arena. `keep`: function to call with the rows before their memory is reused."
@@ -329,7 +330,7 @@ class Arena:
             if keep is not None and error is None: keep(parts)
             for b in self.blocks: b.head[:b.used, EVENT] = 0
             self.blocks = [b for b in self.blocks if b.graph is None or b.graph() is not None]
-            self.cursors.set(NEXT, 0)
+            self.cursors.set((NEXT,), (0,))
             self.filled = 0
             self.turn += 1
             self.seen.clear()

@@ -29,6 +29,7 @@ from .process import open_recorders
 from .row_writer import RowWriter
 from ..measure import devices
 from ..measure.elements import Unmeasurable
+from ..measure.planning import SameDicts, objects
 from .learning_rates import as_number
 from .sources import Sources
 from .step_buffer import StepBuffer
@@ -85,6 +86,7 @@ class ArmedModel:
         self.watches,self.graphs = watches,graphs
         self.tracks,self.owner = (),None # `moduleTrack`s, root first; function that returns the ember, None after disarming
         self.containers = Containers() # unarmed modules, but may get children to arm
+        self.same_modules = None # `SameDicts` of all modules
 
     def arm(self, tracks, watched=None, owner=None, methods=None):
         """Install the listeners on the modules.
@@ -106,16 +108,22 @@ class ArmedModel:
         if self.graphs is not None: self.graphs.watch.attach()
 
     def use_modules(self, tracks):
-        self.tracks = tracks
+        self.tracks,self.same_modules = tracks,None
         self.events.pass_events.prepare(tracks[0].module, max(t.path.count('.') for t in tracks))
 
     def look_for_modules(self):
         "Arm new modules of the model. Warn if this fails."
-        if not (with_other_children(self.sources.states) or self.containers.changed()) or self.owner is None: return
+        if self.same_modules is not None and self.same_modules.unchanged(): return
+        if not (with_other_children(self.sources.states) or self.containers.changed()) or self.owner is None: return self.note_modules()
         try: self.arm_new_modules(self.owner())
         except Exception as e:
             self.sources.buffer.notices.once('changed', f"{self.tracks[0].name} has new modules, which could not be armed "
                 f"({type(e).__name__}: {printable(e, 200)}). Fix the cause, then call te.rearm(). This warning is given once.")
+
+    def note_modules(self):
+        "Remember the parameters and children of all modules, so that compiled code can compare them."
+        modules = [*(st.track.module for st in self.sources.states), *(m for m,_ in self.containers.known)]
+        self.same_modules = SameDicts(d for m in modules for d in (m._parameters, m._modules)) if objects() is not None else None
 
     def arm_new_modules(self, owner):
         "Arm new modules of the model, and disarm removed modules. Only the root may be running."
@@ -146,7 +154,7 @@ class ArmedModel:
     def forget(self):
         "Forget the modules, and stop the clock of the training until a model is armed again."
         self.sources.armed([])
-        self.owner = None
+        self.owner = self.same_modules = None
         self.cost.pause()
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #9e5eebef

@@ -11,17 +11,18 @@ __all__ = ['python_object', 'clear_error', 'thread_id', 'incref', 'decref', 'get
            'SEEN', 'MEASURED', 'FILLED', 'SHARED', 'SPENT', 'BOX', 'ENTRY', 'DEEPEST', 'ALIVE', 'TENSOR', 'PARAMETER',
            'NONE', 'FALSE', 'FROM_PYTHON', 'DTYPES', 'TIMER', 'NOW', 'COMPILER', 'EXPORTING', 'BACKWARD', 'TRACING',
            'MODES', 'TRANSFORM', 'VERSION', 'IS_NEG', 'TURN', 'PASS_', 'NUMBERS', 'PENDING', 'COUNTS', 'CURRENT',
-           'CALL', 'run_words', 'names', 'functions', 'kept', 'CURSOR', 'TAPPED', 'GROUPS', 'SHARE', 'tap_words',
-           'fill', 'IS_TENSOR', 'IS_LEAF', 'IS_TUPLE', 'IS_LIST', 'IS_DICT', 'RUN', 'STATE', 'TRACK', 'ENTERED',
-           'EXITED', 'MODULE', 'KNOWN', 'ARGS', 'KWARGS', 'INPUTS', 'RESULT', 'OUTPUTS', 'PARAMETERS', 'WEIGHTS',
-           'N_WEIGHTS', 'MORE_INPUTS', 'MORE_OUTPUTS', 'plan_words', 'NAME', 'IS_SET', 'PAIR', 'WEIGHT_TAP',
-           'weight_words', 'UNPLANNED', 'DONE', 'OTHER', 'OTHER_PARAMETERS', 'MORE', 'FIRST', 'ObjectType',
-           'ObjectModel', 'unbox_object', 'address', 'calling', 'result_of', 'c_function', 'load', 'store', 'room',
-           'call_table', 'dlpack_codes', 'shared_words', 'exchange_function', 'describe', 'is_negated', 'number_in',
-           'known_row', 'remember', 'next_event', 'write_row', 'same_key', 'size_of', 'find_tensors', 'is_result',
-           'returns_number', 'is_plain', 'is_executed', 'ticks', 'add_time', 'set_number', 'number_of_call',
-           'enter_box', 'exit_box', 'push', 'pop', 'hold', 'let_go', 'write_rows', 'enter_call', 'write_weights',
-           'set_current', 'leave_call', 'entry', 'entries', 'why_unavailable']
+           'CALL', 'TRUE', 'REQUIRES', 'LEAF', 'GRADIENT', 'run_words', 'names', 'functions', 'kept', 'CURSOR',
+           'TAPPED', 'GROUPS', 'SHARE', 'tap_words', 'fill', 'IS_TENSOR', 'IS_LEAF', 'IS_TUPLE', 'IS_LIST', 'IS_DICT',
+           'RUN', 'STATE', 'TRACK', 'ENTERED', 'EXITED', 'MODULE', 'KNOWN', 'ARGS', 'KWARGS', 'INPUTS', 'RESULT',
+           'OUTPUTS', 'PARAMETERS', 'WEIGHTS', 'N_WEIGHTS', 'MORE_INPUTS', 'MORE_OUTPUTS', 'plan_words', 'NAME',
+           'IS_SET', 'PAIR', 'WEIGHT_TAP', 'weight_words', 'UNPLANNED', 'DONE', 'OTHER', 'OTHER_PARAMETERS', 'MORE',
+           'FIRST', 'WITH_GRADIENT', 'GATHERED', 'GRADIENT_TAP', 'gradient_words', 'ObjectType', 'ObjectModel',
+           'unbox_object', 'address', 'calling', 'result_of', 'c_function', 'load', 'store', 'room', 'call_table',
+           'dlpack_codes', 'shared_words', 'exchange_function', 'describe', 'is_negated', 'number_in', 'known_row',
+           'remember', 'next_event', 'write_row', 'same_key', 'size_of', 'find_tensors', 'is_result', 'returns_number',
+           'is_plain', 'is_executed', 'ticks', 'add_time', 'set_number', 'number_of_call', 'enter_box', 'exit_box',
+           'push', 'pop', 'hold', 'let_go', 'write_rows', 'enter_call', 'write_weights', 'set_current', 'leave_call',
+           'check_dicts', 'is_true', 'write_gradient', 'write_gradients', 'entry', 'entries', 'why_unavailable']
 
 # %% ../../../nbs/20_measure/52_objects.ipynb #93f39bcc
 import ctypes, platform, sys, sysconfig, time
@@ -141,10 +142,10 @@ def call_table(typing, at, x, to):
  BOX, ENTRY, DEEPEST, ALIVE, # address of the black box's words, or 0; index of this thread's entry, its length; index of the time of the last sign of life
  TENSOR, PARAMETER, NONE, FALSE, FROM_PYTHON, DTYPES, TIMER, NOW, # what is the same in all runs
  COMPILER, EXPORTING, BACKWARD, TRACING, MODES, TRANSFORM,
- VERSION, IS_NEG, TURN, PASS_, NUMBERS, PENDING, COUNTS, CURRENT, CALL, run_words) = range(43)
+ VERSION, IS_NEG, TURN, PASS_, NUMBERS, PENDING, COUNTS, CURRENT, CALL, TRUE, REQUIRES, LEAF, GRADIENT, run_words) = range(47)
 
 names = {VERSION: '_version', IS_NEG: 'is_neg', TURN: 'turn', PASS_: 'pass_', NUMBERS: 'calls', PENDING: 'pending', COUNTS: 'counts',
-    CURRENT: 'current', CALL: 'call', EXPORTING: '_is_exporting_flag'}
+    CURRENT: 'current', CALL: 'call', EXPORTING: '_is_exporting_flag', REQUIRES: 'requires_grad', LEAF: 'is_leaf', GRADIENT: 'grad'}
 names = {k: sys.intern(v) for k,v in names.items()}
 functions = {BACKWARD: running_backward, TRACING: is_tracing, MODES: count_function_modes, TRANSFORM: inside_transform, TIMER: time.perf_counter_ns,
     NOW: time.time_ns}
@@ -164,7 +165,7 @@ def shared_words():
     "Return the words that are the same in all runs: index -> value. Their objects live as long as the process."
     codes = dlpack_codes()
     kept.append(codes)
-    objects = {TENSOR: torch.Tensor, PARAMETER: torch.nn.Parameter, NONE: None, FALSE: False, COMPILER: torch.compiler}
+    objects = {TENSOR: torch.Tensor, PARAMETER: torch.nn.Parameter, NONE: None, FALSE: False, TRUE: True, COMPILER: torch.compiler}
     return {k: id(o) for k,o in (objects | names | functions).items()} | {FROM_PYTHON: exchange_function(), DTYPES: address_of(codes)}
 
 kept = [] # arrays whose addresses are in `shared_words`
@@ -587,7 +588,58 @@ def leave_call(plan, result, start):
     add_time(run, began)
     return done
 
-# %% ../../../nbs/20_measure/52_objects.ipynb #8b185d16
+# %% ../../../nbs/20_measure/52_objects.ipynb #94d7e3f2
+def check_dicts(words, n):
+    "Return 1 if `n` dicts have the same keys and values as before, in the same order, else 0. `words`: for each its address, length, keys and values."
+    to,p = room(),words
+    for _ in range(n):
+        d,size = load(p),load(p+8)
+        if dict_size(d)!=size: return 0
+        p += 16
+        store(to, 0)
+        for _ in range(size):
+            if next_item(d, to, to+8, to+16)!=1 or load(to+8)!=load(p) or load(to+16)!=load(p+8): return 0
+            p += 16
+    return 1
+
+# words of a parameter in a `ParameterPlan`: parameter, keys in `with_gradient` and `gathered`, tap of its gradient
+WITH_GRADIENT,GATHERED,GRADIENT_TAP,gradient_words = 1,2,3,3+tap_words
+
+@njit
+def is_true(run, o, name):
+    "Return True if an attribute of an object is True."
+    v = get_attribute(o, name)
+    if v==0:
+        clear_error()
+        return False
+    decref(v)
+    return v==load(run+8*TRUE)
+
+@njit
+def write_gradient(run, p, with_gradient, gathered, to):
+    "Write the row of the gradient of the parameter whose words are at the address `p`. Return False if the general way has to do it."
+    x,tap = load(p),p+8*GRADIENT_TAP
+    if load(load(tap+8*CURSOR)+8*NEXT)!=0 or not is_true(run, x, load(run+8*REQUIRES)) or not is_true(run, x, load(run+8*LEAF)): return False
+    gradient = get_attribute(x, load(run+8*GRADIENT))
+    if gradient==0:
+        clear_error()
+        return False
+    there = gradient!=load(run+8*NONE)
+    done = not there or write_row(run, gradient, tap, 0, to)
+    decref(gradient)
+    if there and done:
+        set_add(with_gradient, load(p+8*WITH_GRADIENT))
+        set_add(gathered, load(p+8*GATHERED))
+    return done
+
+def write_gradients(run, parameters, n, with_gradient, gathered, start):
+    "Write the rows of gradients from number `start` on. Return the number of the first gradient that the general way has to measure, `n` if there is none."
+    to = room()
+    for i in range(start, n):
+        if not write_gradient(run, parameters+8*gradient_words*i, with_gradient, gathered, to): return i
+    return n
+
+# %% ../../../nbs/20_measure/52_objects.ipynb #d5bff800
 def entry(function, *arguments):
     "Compile a function that returns a whole number, and return its C entry, which numba calls without looking at the types of arguments."
     signature = types.int64(*arguments)
@@ -595,8 +647,10 @@ def entry(function, *arguments):
 
 @cache
 def entries():
-    "Return the compiled functions `enter_call` and `leave_call`. Compile them first, or load them from numba's cache."
-    return entry(enter_call, types.int64, python_object, python_object, types.int64), entry(leave_call, types.int64, python_object, types.int64)
+    "Return the compiled functions `enter_call`, `leave_call`, `write_gradients` and `check_dicts`. Compile them first, or load them from numba's cache."
+    number,o = types.int64,python_object
+    return (entry(enter_call, number, o, o, number), entry(leave_call, number, o, number), entry(write_gradients, *(number,)*6),
+        entry(check_dicts, number, number))
 
 def why_unavailable():
     "Return why compiled code cannot take Python objects here, '' if it can."
