@@ -44,11 +44,13 @@ def objects():
 class SameDicts:
     "Remembers the keys and values of dicts. `unchanged` compares them by compiled code."
     def __init__(self, dicts):
-        self.kinds,self.dicts = objects(),list(dicts)
+        self.kinds,dicts = objects(),list(dicts)
+        # False for a ScriptModule, which has other mappings
+        self.is_possible = self.kinds is not None and all(type(d) is dict for d in dicts)
+        self.dicts = dicts if self.is_possible else []
         # hold the keys, but not the values: a dict with a new object at the address of an old one counts as unchanged
         self.keys = [list(d) for d in self.dicts]
         self.words = np.array([n for d in self.dicts for n in (id(d), len(d), *(i for k,v in d.items() for i in (id(k), id(v))))] or [0], np.int64)
         self.address = address_of(self.words)
-        self.is_possible = self.kinds is not None and all(type(d) is dict for d in self.dicts)
 
     def unchanged(self): return self.is_possible and self.kinds.entries()[3](self.address, len(self.dicts))==1

@@ -49,7 +49,7 @@ def is_plain_tuple(t):
     "Return True for `tuple`, and for subclasses that do not change how their items are read, such as a namedtuple."
     return issubclass(t, tuple) and t.__iter__ is tuple.__iter__ and t.__len__ is tuple.__len__
 
-# %% ../../nbs/40_recorder/76_call_plans.ipynb #2a649347
+# %% ../../nbs/40_recorder/76_call_plans.ipynb #320ff410
 class PlannedPass:
     "Words for compiled code, shared by all planned calls of one recorder. They change when a pass begins and ends."
     def __init__(self, pipe):
@@ -102,7 +102,8 @@ class PlannedPass:
                 patch = st.track.module.__dict__.get(KEY)
                 if patch is not None and patch.plan is not None: patch.plan.note_box(box)
         c[k.ENTRY],c[k.DEEPEST],c[k.ALIVE] = here.box[1] if here.box[0] is box.token else 0,most_depth,ALIVE
-        c[k.BOX] = address_of(np.frombuffer(box.words, np.int64))
+        words = np.frombuffer(box.words, np.int64) # held, so that the memory stays mapped until the pass ends
+        self.held,c[k.BOX] = (*self.held[:-1], words, self.held[-1]),address_of(words)
 
     def stop(self):
         "Let all calls go the general way from now on, until another pass begins."
@@ -120,7 +121,7 @@ class PlannedPass:
         c[k.FILLED] = c[k.SHARED] = c[k.SPENT] = 0
         self.held = ()
 
-# %% ../../nbs/40_recorder/76_call_plans.ipynb #320ff410
+# %% ../../nbs/40_recorder/76_call_plans.ipynb #d7068812
 class LearnedTensors:
     "Structure and taps of the tensors in the arguments, or in the result, of a module's calls."
     tries = 4 # number of structures to learn, because arguments may differ from call to call
@@ -145,7 +146,8 @@ def words_of(tap):
 
 def fits(taps, tensors):
     "Return True if the shapes of all tensors are those for which the taps were used last."
-    return all(t is not None and t.cpu.shape==x.shape for t,(_,x) in zip(taps, tensors, strict=True))
+    try: return all(t is not None and t.cpu.shape==x.shape for t,(_,x) in zip(taps, tensors, strict=True))
+    except RuntimeError: return False # a nested tensor has no shape
 
 def shapes_of(tensors):
     "Return a dict name -> shape of (name, tensor) pairs. The shape of a nested tensor is None."
@@ -154,7 +156,7 @@ def shapes_of(tensors):
         except RuntimeError: return None
     return {n: shape(x) for n,x in tensors}
 
-# %% ../../nbs/40_recorder/76_call_plans.ipynb #73d50e55
+# %% ../../nbs/40_recorder/76_call_plans.ipynb #1e0d1ac8
 class CallPlan:
     """Records the calls of one module by compiled code.
 

@@ -19,6 +19,7 @@ class ParameterPlan:
     The plan holds neither modules nor parameters."""
     def __init__(self, states, which, uses): # states: `ModuleState`s; which: list of what `each` yields; uses: `StepBuffer.uses`
         self.states,self.uses = states,uses
+        self.watched = [st.watched for st in states]
         self.dicts = SameDicts(st.track.parameters for st in states if st.watched)
         self.which = [(st, i, n) for st,i,n,_ in which]
         self.ids = [id(p) for *_,p in which]
@@ -32,7 +33,8 @@ class ParameterPlan:
 
     def is_current(self, states, uses):
         "Return True if the model has the same parameters as when this plan was made."
-        return self.is_possible and self.states is states and self.uses==uses and self.dicts.unchanged()
+        same = self.is_possible and self.states is states and self.uses==uses and self.watched==[st.watched for st in states]
+        return same and self.dicts.unchanged()
 
     def prepare(self):
         "Collect the taps of the gradients. Return False if any tap is missing."

@@ -35,7 +35,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import NativeValue, intrinsic, models, register_model, unbox
 
-from ...capture.private_torch import count_function_modes, inside_transform, is_tracing, running_backward
+from ...capture.private_torch import count_function_modes, exporting_flag, inside_transform, is_tracing, running_backward
 from ..head import CODE, DIMS, DTYPE, LAID, LIKE, NEXT, SHAPE, address_of, dtype_names, head_width, short
 from .numba import compile_cached, fill_next_row, integer, word
 
@@ -145,7 +145,7 @@ def call_table(typing, at, x, to):
  VERSION, IS_NEG, TURN, PASS_, NUMBERS, PENDING, COUNTS, CURRENT, CALL, TRUE, REQUIRES, LEAF, GRADIENT, run_words) = range(47)
 
 names = {VERSION: '_version', IS_NEG: 'is_neg', TURN: 'turn', PASS_: 'pass_', NUMBERS: 'calls', PENDING: 'pending', COUNTS: 'counts',
-    CURRENT: 'current', CALL: 'call', EXPORTING: '_is_exporting_flag', REQUIRES: 'requires_grad', LEAF: 'is_leaf', GRADIENT: 'grad'}
+    CURRENT: 'current', CALL: 'call', EXPORTING: exporting_flag or '', REQUIRES: 'requires_grad', LEAF: 'is_leaf', GRADIENT: 'grad'}
 names = {k: sys.intern(v) for k,v in names.items()}
 functions = {BACKWARD: running_backward, TRACING: is_tracing, MODES: count_function_modes, TRANSFORM: inside_transform, TIMER: time.perf_counter_ns,
     NOW: time.time_ns}
@@ -659,5 +659,5 @@ def why_unavailable():
         return 'this build of Python stores objects in another way'
     if not (3, 11)<=sys.version_info[:2]<=(3, 14): return 'this version of Python was not tested'
     if not hasattr(torch.Tensor, '__dlpack_c_exchange_api__'): return 'this torch has no table of functions (DLPack)'
-    if not hasattr(torch.compiler, '_is_exporting_flag'): return 'this torch does not say whether it exports a model'
+    if exporting_flag is None: return 'this torch does not say whether it exports a model'
     return ''
