@@ -123,7 +123,7 @@ class ModuleState:
         elif patch is not None: patch.renew_plan()
 
     def renew_taps(self, taps):
-        "Replace the taps. A plan of this module's calls starts anew, because it knows the former taps."
+        "Replace the taps. The plan of this module's calls is replaced, because it uses the former taps."
         self.taps = taps
         patch = self.track.module.__dict__.get(KEY)
         if patch is not None: patch.renew_plan()

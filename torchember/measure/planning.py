@@ -33,7 +33,7 @@ def loaded_objects():
         return None
 
 def load_objects():
-    "Load the Python module `measure.readers.objects`, which may take seconds, and return it. Return None if it is switched off, or the compiled loops are missing."
+    "Load the Python module `measure.readers.objects`, which may take seconds. Return None if it is switched off, or there are no compiled loops."
     return loaded_objects() if is_wanted() and loops() is not None else None
 
 def objects():

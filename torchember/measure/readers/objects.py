@@ -36,6 +36,7 @@ from numba.core import cgutils
 from numba.extending import NativeValue, intrinsic, models, register_model, unbox
 
 from ...capture.private_torch import count_function_modes, exporting_flag, inside_transform, is_tracing, running_backward
+from ..blocks import dtype_code
 from ..head import CODE, DIMS, DTYPE, LAID, LIKE, NEXT, SHAPE, address_of, dtype_names, head_width, short
 from .numba import compile_cached, fill_next_row, integer, word
 
@@ -154,7 +155,8 @@ def dlpack_codes():
     "Return an array with the DLPack code and the bits of each dtype number of heads."
     codes = np.full((len(dtype_names), 2), 255, np.int64)
     kinds = dict(float=2, bfloat=4, int=0, uint=1)
-    for i,n in enumerate(dtype_names):
+    for d,i in dtype_code.items():
+        n = str(d).removeprefix('torch.')
         kind,bits = n.rstrip('0123456789'),n.lstrip('abcdefghijklmnopqrstuvwxyz')
         if n=='bool': codes[i] = 6,8
         elif kind in kinds and bits.isdigit(): codes[i] = kinds[kind],int(bits)
@@ -203,7 +205,7 @@ def describe(run, x, cursor, to):
 
 @njit
 def is_negated(run, x):
-    "Return True if a tensor is a negative view, or torch cannot tell."
+    "Return True if a tensor is a negative view, or torch raises."
     f = get_attribute(x, load(run+8*IS_NEG))
     if f==0:
         clear_error()
