@@ -77,11 +77,11 @@ def small_cnn(batch=32):
     return model, lambda: F.cross_entropy(model(x), y)
 
 
-def gpt2(width=256):
-    "Return a GPT-2 of 4 layers (3.7 million parameters at width 256) and a function for its loss on 4 sequences of 128 tokens."
+def gpt2(width=256, layers=4, sequences=4, tokens=128):
+    "Return a GPT-2 (3.7 million parameters at width 256) and a function for its loss on `sequences` of `tokens` each."
     from transformers import GPT2Config, GPT2LMHeadModel
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=2000, n_positions=128, n_embd=width, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0))
-    x = torch.randint(2000, (4, 128))
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=2000, n_positions=128, n_embd=width, n_layer=layers, n_head=4, bos_token_id=0, eos_token_id=0))
+    x = torch.randint(2000, (sequences, tokens))
     return model, lambda: F.cross_entropy(model(x, use_cache=False).logits[:, :-1].flatten(0, 1), x[:, 1:].flatten())
 
 
@@ -136,12 +136,13 @@ class Training:
         warm=1, # Steps before the measurement
         steps=1, # Steps per measurement
         opt=None, # Function that creates the optimizer from the parameters. Its step then ends the armed steps
-        clock=process_time, # Clock of the measurement: CPU time, or wall time
+        clock=process_time, # Clock of the measurement: CPU time of all threads or of this thread, or wall time
+        waits=True, # True to include the time until the writer thread has written all rows
         **how # Options of `torchEmber`
     ):
         from torchember import torchEmber
         keep_memory()
-        self.model,self.loss,self.calls_step,self.warm,self.steps,self.clock = model,loss,calls_step,warm,steps,clock
+        self.model,self.loss,self.calls_step,self.warm,self.steps,self.clock,self.waits = model,loss,calls_step,warm,steps,clock,waits
         self.opt = (opt or partial(torch.optim.SGD, lr=1e-4))(model.parameters())
         if opt: self.calls_step,how = False,how | {'optimizer': self.opt}
         self.te = torchEmber(model, **how)
@@ -155,12 +156,12 @@ class Training:
         self.opt.step()
 
     def measured(self):
-        "Return seconds per step, with the time of the writer."
+        "Return seconds per step."
         for _ in range(self.warm): self.step()
         self.te.t.file.flush()
         def run():
             for _ in range(self.steps): self.step()
-            self.te.t.file.flush()
+            if self.waits: self.te.t.file.flush()
         return seconds(run, clock=self.clock)/self.steps
 
     def bare(self):

@@ -356,6 +356,27 @@ def small(quick):
     torch.set_num_threads(1)
 
 
+host_types = {'all default rows': None, 'inputs and outputs': ('input', 'output'), 'weights and their gradients': ('weight', 'weight_grad'),
+    'outputs and their gradients': ('output', 'output_grad')}
+
+
+@row('host', 'GPT-2 of 12 narrow layers, 16 tokens, AdamW: time of the Python program for each row, without kernels that matter')
+def host(quick):
+    from torchember.measure import loading
+    loading.ready()
+    for what,ttypes in host_types.items():
+        how = {} if ttypes is None else {'ttypes': ttypes}
+        for clock,place,limit in ((thread_time, 'training thread', 8), (perf_counter, 'wall time', 10)):
+            t = Training(*gpt2(48, 12, 1, 16), warm=2, steps=8, opt=partial(torch.optim.AdamW, fused=True), clock=clock, waits=False, **how)
+            ps = compare(t.bare, t.armed, quick, 30)
+            rows = len(t.te.t.latest_line_list())
+            t.te.close()
+            bare = spread(1e3*b for b,_ in ps)['value']
+            yield line(f'{what}, {place}, each row', unit='us', at_most=None if ttypes else limit, note=f'{rows} rows a step',
+                **spread(1e6*(a-b)/rows for b,a in ps))
+            if ttypes is None: yield line(f'{what}, {place}, step', unit='x', at_most=1.25, note=f'{bare:.3g} ms unarmed', **ratios(ps))
+
+
 @row('off', 'armed, but no step is recorded')
 def off(quick):
     t = Training(*mlp(200), warm=0, steps=10, **never)

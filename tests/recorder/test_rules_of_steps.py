@@ -380,7 +380,7 @@ class Nobody(Listener): pass
 class Spy:
     "Replacement of a `StepBuffer`: keeps the arguments of each measurement."
     def __init__(self):
-        self.got,self.stats,self.forgotten,self.shards = [],{'weight': ('mean',)},0,Some(columns={})
+        self.got,self.stats,self.forgotten,self.shards,self.uses,self.is_simple = [],{'weight': ('mean',)},0,Some(columns={}),0,False
         self.rows = Some(is_partly_logged=False, forget_seen=self.forget_seen)
 
     def forget_seen(self): self.forgotten += 1
