@@ -102,6 +102,11 @@ class Listener(Protocol):
 
     def call_fails(self, state): "Called when a call of a module has raised an exception."
 
+    def plan_of(self, state, names):
+        """Return an object that records the calls of a module by compiled code, or None: see `recorder.call_plans.CallPlan`.
+
+        `names`: result of `argument_names`. The module has no other listener."""
+
     def probe(self, state, name:str, tensor): "Called when the user records a tensor of a module by `te.probe`."
 
     def probe_here(self, name:str, tensor): "Called when the user records a tensor of the module that is running now."

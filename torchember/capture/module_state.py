@@ -6,6 +6,7 @@
 __all__ = ['KEY', 'PendingCalls', 'PendingGradients', 'own_parts', 'CompiledPasses', 'ModuleState']
 
 # %% ../../nbs/10_capture/16_module_state.ipynb #03cf1ed2
+from array import array
 from collections import Counter
 from threading import get_ident
 
@@ -89,6 +90,8 @@ class ModuleState:
         # made_of: names of parameters and ids of children at arming, to notice changes
         self.attributes,self.made_of = attributes or {},own_parts(track.module)
         self.taps = {} # taps (places of measured tensors) that the listener stores for this module
+        # whether compiled code knows the shapes of the inputs, and of the outputs, in the `moduleTrack`. Read at its address
+        self.shapes_known = array('q', (0, 0))
         self.pass_,self.calls = None,0 # pass_: number of the last pass; calls: number of calls of the module in this pass
         # key: tensor that identifies this object in operators, for probes and gradients of this listener only
         self.key = compiled.new_key(self) if self.root or self.wants.input_grad or self.wants.output_grad else None
@@ -117,6 +120,13 @@ class ModuleState:
         changed,self.track,self.watched = watched!=self.watched,track,watched
         patch = track.module.__dict__.get(KEY)
         if changed and patch is not None: patch.set_states(patch.states)
+        elif patch is not None: patch.renew_plan()
+
+    def renew_taps(self, taps):
+        "Replace the taps. The plan of this module's calls is replaced, because it uses the former taps."
+        self.taps = taps
+        patch = self.track.module.__dict__.get(KEY)
+        if patch is not None: patch.renew_plan()
 
     def named_tensors(self, what, f, *args):
         "Return the (name, tensor) pairs found by `f(*args)`. If `f` raises, report the error to the listener and return an empty list."

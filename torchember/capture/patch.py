@@ -101,6 +101,15 @@ def patched(former=None, function=None, inner=None):
             if patch is None or patch.place is not place:
                 return (function or type(self).forward)(self, *args, **kwargs) if former is None else former(*args, **kwargs)
             if torch.compiler.is_compiling(): return traced_forward(self, patch, args, kwargs)
+            plan = patch.plan
+            if plan is not None and (code := plan.enter(plan.address, args, kwargs, -1)): # 0: the call goes the general way
+                if code>1: plan.finish_inputs(code, args, kwargs)
+                try: result = (function or type(self).forward)(self, *args, **kwargs) if former is None else former(*args, **kwargs)
+                except BaseException:
+                    plan.state.listener.call_fails(plan.state)
+                    raise
+                if (code := plan.leave(plan.address, result, -1))!=1: plan.finish_outputs(code, result)
+                return result
             st,call = patch.first
         else: st,call,patch = inner
         listener = st.listener
@@ -191,6 +200,12 @@ class Patch:
         # True if compiled code reports begin and end of a pass
         self.passes = any(st.passes.outermost for st in self.states)
         self.wants = union_of_wants(frozenset(st.wants for st in self.states if st.watched))
+        self.renew_plan()
+
+    def renew_plan(self):
+        "Ask the only listener for a plan of the module's calls. None with several listeners: then all calls go the general way."
+        state = self.states[0] if len(self.states)==1 and self.states[0].watched else None
+        self.plan = None if state is None else state.listener.plan_of(state, (self.names, self.rest))
 
     # ---- methods that operators in compiled code call; an output that is a single tensor has an empty name
 

@@ -7,13 +7,13 @@ __all__ = ['newest', 'missing', 'count_dispatch_modes', 'count_function_modes', 
            'without_function_modes', 'without_transforms', 'is_wrapped', 'unwrap', 'running_backward', 'running_node',
            'saving_hooks', 'recomputing_words', 'apply_code', 'metadata_passes', 'check_trace', 'check_trace_code',
            'module_call', 'variable_class', 'will_execute', 'next_number', 'engine', 'norm_base', 'DispatchMode',
-           'reads_number', 'Arguments', 'is_tracing', 'hooks_in_graphs', 'norm_clipper', 'private', 'noting_failure',
-           'warn_missing', 'recomputes', 'recomputing', 'function_call_in', 'function_context_in', 'running_frames',
-           'enclosing_call', 'in_training_function', 'is_same_call', 'is_metadata_pass', 'is_trace_check', 'is_graph',
-           'calling_module', 'call_after_backward', 'leaves_below', 'writes_gradients', 'node_number', 'is_engine_code',
-           'node_word', 'saved', 'is_freed_node', 'node_shape', 'has_spectral_norm', 'operation_arguments',
-           'is_dynamo_frame', 'never_compile', 'warn_no_hooks', 'thread_token', 'never_merge', 'keep_in_order',
-           'has_step_hooks', 'loss_scale', 'is_unscaled', 'has_unscaled', 'shared_store', 'fsdp_of',
+           'reads_number', 'Arguments', 'is_tracing', 'exporting_flag', 'hooks_in_graphs', 'norm_clipper', 'private',
+           'noting_failure', 'warn_missing', 'recomputes', 'recomputing', 'function_call_in', 'function_context_in',
+           'running_frames', 'enclosing_call', 'in_training_function', 'is_same_call', 'is_metadata_pass',
+           'is_trace_check', 'is_graph', 'calling_module', 'call_after_backward', 'leaves_below', 'writes_gradients',
+           'node_number', 'is_engine_code', 'node_word', 'saved', 'is_freed_node', 'node_shape', 'has_spectral_norm',
+           'operation_arguments', 'is_dynamo_frame', 'never_compile', 'warn_no_hooks', 'thread_token', 'never_merge',
+           'keep_in_order', 'has_step_hooks', 'loss_scale', 'is_unscaled', 'has_unscaled', 'shared_store', 'fsdp_of',
            'group_between_shards', 'may_free_parameters', 'is_fsdp', 'running_ddp', 'pipeline_stages',
            'lists_parameters_as_torch', 'hook_callers']
 
@@ -254,7 +254,7 @@ def node_shape(node) -> tuple|None:
     except (AttributeError, RuntimeError, TypeError, ValueError): return None
 
 # base class of BatchNorm and InstanceNorm. Exists in torch 2.0 and later
-norm_base = private('torch.nn.modules.batchnorm._NormBase', torch.nn.modules.batchnorm.BatchNorm2d, 'only BatchNorm2d counts as a layer with running statistics')
+norm_base = private('torch.nn.modules.batchnorm._NormBase', torch.nn.modules.batchnorm.BatchNorm2d, 'only BatchNorm2d has running statistics')
 
 def has_spectral_norm(module):
     "Return True if a module is a parametrization by the spectral norm, or has a hook of the older `spectral_norm`."
@@ -290,7 +290,9 @@ def is_dynamo_frame(frame) -> bool:
 # Returns True while `torch.jit.trace` runs. Exists in all versions of torch. The public function is slower: it calls two more functions
 is_tracing = private('torch._C._is_tracing', torch.jit.is_tracing, 'a call of an armed module takes a little longer')
 
-if hasattr(torch.compiler, '_is_exporting_flag'): # `_is_exporting_flag` exists in torch 2.7 and later
+# name of the flag in `torch.compiler` that says whether torch exports a model, None if there is none. Exists in torch 2.7 and later
+exporting_flag = '_is_exporting_flag' if hasattr(torch.compiler, '_is_exporting_flag') else None
+if exporting_flag:
     def is_exporting(): return torch.compiler._is_exporting_flag
 elif hasattr(torch.compiler, 'is_exporting'): is_exporting = torch.compiler.is_exporting
 else:
@@ -303,7 +305,7 @@ note,strategy,action = (private(f'torch._C._dynamo.eval_frame.{n}', None, 'Dynam
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #b9aaed09
 def never_compile(f):
-    "Tell Dynamo not to begin a compilation at `f`, or at functions that `f` calls. Return `f`. Dynamo still traces `f` as a part of other code."
+    "Make Dynamo begin no compilation at `f`, or at functions that `f` calls. Return `f`. Dynamo still traces `f` as a part of other code."
     if note and strategy and action: note(f.__code__, strategy(action.SKIP, action.SKIP))
     return f
 

@@ -8,6 +8,7 @@ __all__ = ['no_plan', 'Cursor', 'Cursors', 'RowFormat', 'row_format', 'CpuReadPl
 
 # %% ../../nbs/20_measure/48_arena.ipynb #a4e90003
 import itertools, threading
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -19,8 +20,8 @@ from ..capture.private_torch import count_dispatch_modes, count_function_modes, 
 from .blocks import Block, RowRange, as_cells, write_dtype_and_shape, no_rows
 from .columns import stat_names
 from .devices import Pending, after, being_captured, on, stream_of, to_device, to_host, undisturbed
-from .elements import formats, layout, ordinary
-from .head import CALLS, EVENT, HEADS, LAID, LIKE, MICRO, NEXT, ROWS, TAP, address_of, head_width, short, tap_width
+from .elements import converted_formats, formats, layout, ordinary
+from .head import CALLS, CODE, EVENT, HEADS, LAID, LIKE, MICRO, NEXT, ROWS, TAP, address_of, head_width, short, tap_width
 from .kernels import float_for, list_kernels, compiled_row_writer
 from .snapshot import Snapshot
 from .summary import groups_for, length, no_elements, not_in_loops, width
@@ -46,8 +47,9 @@ class Cursors:
         return Cursor(self.chunks[-1], place)
 
     def set(self, columns, values):
-        "Set some columns of all cursors. `values`: one value for each column, or a number for all."
-        for c in self.chunks: c[:, columns] = values
+        "Set some columns of all cursors. `values`: one value for each column."
+        for c in self.chunks:
+            for i,x in zip(columns, values, strict=True): c[:, i] = x # one column at a time: a list of columns takes 5 times as long
 
 # %% ../../nbs/20_measure/48_arena.ipynb #a4e90009
 @dataclass(frozen=True)
@@ -165,9 +167,11 @@ class Tap:
         "Make and return the `CpuReadPlan` for CPU tensors like `x`. Return None while the compiled loops are being loaded."
         dims,put = layout(x) if x.numel() and not x.is_contiguous() else None,None
         one_run = x.layout is torch.strided and not x.is_nested and (dims is None or dims[1:]==((1,), 1))
-        if one_run and x.dtype in formats and x.numel()<=short and not list_kernels(x, self.format.wanted) and not not_in_loops(self.format.wanted):
-            put = compiled_row_writer(self.cursor.array, formats[x.dtype], self.format.wanted)
+        fmt = formats.get(x.dtype) or converted_formats.get(x.dtype)
+        if one_run and fmt and x.numel()<=short and not list_kernels(x, self.format.wanted) and not not_in_loops(self.format.wanted):
+            put = compiled_row_writer(self.cursor.array, fmt, self.format.wanted)
             if put is None: return None
+        else: self.cursor.array[CODE] = 0 # compiled code must not read such tensors
         self.cpu = CpuReadPlan(x.dtype, x.shape, x.stride(), x.numel(), put)
         write_dtype_and_shape(x, self.cursor.array[LIKE:])
         return self.cpu
@@ -241,8 +245,17 @@ class Arena:
         self.filled,self.shared,self.turn = 0,0,0
         # `recorder.black_box.BlackBox` that provides memory for rows, and is notified of each tap; or None
         self.box = None
+        self.busy = np.zeros(1, np.int64) # not 0 while rows are taken out: compiled code, which does not take the lock, must not write rows then
         # (device, dtype, groups of sums) of tensors that kernels have read, because only such tensors can be read inside a CUDA graph
         self.was_read = set()
+
+    @contextmanager
+    def locked(self):
+        "Return a context in which neither another thread nor compiled code writes rows."
+        with self.lock:
+            self.busy[0] += 1
+            try: yield
+            finally: self.busy[0] -= 1
 
     def use_box(self, box):
         "Allocate new blocks of rows in the memory-mapped file of a black box, or in ordinary memory if `box` is None."
@@ -285,7 +298,7 @@ class Arena:
         with self.lock:
             self.read_pending()
             self.micro = micro
-            self.cursors.set([CALLS, LIKE+MICRO], (0, micro))
+            self.cursors.set((CALLS, LIKE+MICRO), (0, micro))
             self.seen.clear()
 
     def forget(self, tap):
@@ -296,7 +309,7 @@ class Arena:
     def take_back(self, micro, earlier):
         "Delete the rows of a failed pass, except rows of taps with one row per step. In `earlier` snapshots, replace them by empty summaries."
         once = np.array([t.once for t in self.taps], dtype=bool)
-        with self.lock:
+        with self.locked():
             self.unread.assign_rows()
             for b in self.blocks:
                 at = np.flatnonzero(rows_of_pass(b.head[:b.used], micro, once))
@@ -307,15 +320,15 @@ class Arena:
 
     def renumber(self, micro):
         "Assign all rows of the arena, and all further rows of this pass, to micro-batch `micro`."
-        with self.lock:
+        with self.locked():
             self.unread.assign_rows()
             self.micro = micro
             for b in self.blocks: b.head[:b.used, MICRO] = micro
-            self.cursors.set(LIKE+MICRO, micro)
+            self.cursors.set((LIKE+MICRO,), (micro,))
 
     def take(self, earlier=None, keep=None) -> Snapshot:
         "Return all rows since the last call as a `Snapshot`, and empty the arena. `keep`: function to call with the rows before their memory is reused."
-        with self.lock:
+        with self.locked():
             parts,error = [],None
             try:
                 self.read_pending()
@@ -325,7 +338,7 @@ class Arena:
             if keep is not None and error is None: keep(parts)
             for b in self.blocks: b.head[:b.used, EVENT] = 0
             self.blocks = [b for b in self.blocks if b.graph is None or b.graph() is not None]
-            self.cursors.set(NEXT, 0)
+            self.cursors.set((NEXT,), (0,))
             self.filled = 0
             self.turn += 1
             self.seen.clear()

@@ -92,6 +92,8 @@ float8_dtypes = tuple(getattr(torch, d) for d in dir(torch) if d.startswith('flo
 narrow = (torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int8, torch.int16, *float8_dtypes)
 
 formats = {getattr(torch, f): f for f in ('float32', 'float64', 'bfloat16', 'float16')}
+# formats that compiled loops convert to a float format while they read
+converted_formats = {getattr(torch, f): f for f in ('int64', 'int32', 'int16', 'int8', 'uint8', 'bool')}
 
 def format_for(dtype):
     "Return the name of the float dtype to which readers convert tensors of `dtype` without loss."

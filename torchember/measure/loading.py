@@ -13,10 +13,11 @@ from functools import partial
 from time import perf_counter
 
 import numpy as np
+import torch
 
 from ..ground.messages import warn
 from ..ground.progress import waiting
-from .elements import format_for, formats, layout
+from .elements import converted_formats, format_for, formats, layout
 from .head import EVENT, HEADS, LAID, ROWS, address_of, head_width, tap_width
 from .self_check import first_wrong, run_checks
 from .summary import groups, length
@@ -34,7 +35,7 @@ def load_numba():
 
 def check_loops(cpu, fmt):
     "Test the compiled loops for a format, such as 'float32', on this processor. Return the first mistake, '' if there is none."
-    dtype = next(d for d,f in formats.items() if f==fmt)
+    dtype = next(d for d,f in (formats | converted_formats).items() if f==fmt)
     def by_address(x, wanted):
         "Measure a tensor by the compiled loops at the address of its elements."
         sizes,strides,_ = layout(x)
@@ -46,6 +47,11 @@ def check_loops(cpu, fmt):
         tap[[ROWS, HEADS, LAID]] = address_of(row),address_of(head),1
         put(address_of(tap), x.data_ptr(), x.numel(), -1, 7)
         return row if head[EVENT]==7 else np.zeros_like(row)
+    if dtype in converted_formats:
+        x = torch.tensor([0, 1, 1, 5, 100, 3], dtype=dtype)
+        y = x.to(getattr(torch, format_for(dtype)))
+        same = (np.array_equal(into_row(x, w), cpu.read_at(y.data_ptr(), len(y), format_for(dtype), w), equal_nan=True) for w in (('basic',), tuple(groups)))
+        return '' if all(same) else f'other sums than those of the same numbers as {format_for(dtype)}'
     return run_checks(*(partial(first_wrong, way, dtype, wanted) for way in (by_address, into_row) for wanted in (('basic',), tuple(groups))))
 
 # %% ../../nbs/20_measure/07_loading.ipynb #5b63fadb

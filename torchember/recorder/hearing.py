@@ -18,6 +18,7 @@ from ..capture.optimizer import count_writes
 from ..capture.private_torch import is_trace_check, enclosing_call, in_training_function, calling_module, is_metadata_pass, is_same_call
 from ..capture.tree import unwrap
 from ..measure.elements import Unmeasurable
+from .call_plans import CallPlan, PlannedPass
 from .calls import raise_recursion_limit
 from .modes import ModeFacts
 from .optimizer import optimizer_names
@@ -187,6 +188,7 @@ class ModelEvents(Listener):
         self.on = False # True if the open step is measured
         self.wants = Wants(**{t: t in self.sources.ttypes for t in ('input_grad', 'output_grad')})
         self.running = 0 # number of running passes, in all threads
+        self.planned = PlannedPass(pipe)
 
     step = property(lambda self: self.steps.number)
     lasting = property(lambda self: len(self.pipe.provisional.with_weights(self.steps.state.weights)), doc="Earlier steps that may be its micro-batches.")
@@ -194,6 +196,7 @@ class ModelEvents(Listener):
     def turn(self, on):
         "Turn the measuring of calls on or off."
         self.on = on
+        self.planned.stop()
         self.wants.switch(on)
 
     def disown(self, lock):
@@ -214,6 +217,8 @@ class ModelEvents(Listener):
                     self.running -= 1
                     raise
                 self.sums_after_hooks = self.buffer.shards.ranks is not None and self.buffer.shards.ranks.sharded
+                if self.running>1: self.planned.end() # threads that share a pass need the lock
+                else: self.planned.begin(here)
         here.depth += 1
         return True
 
@@ -225,6 +230,7 @@ class ModelEvents(Listener):
         if here.depth: return
         with self.lock:
             self.running -= 1
+            self.planned.end()
             self.pass_events.end(here, compiled)
         if here.skipped: return
         self.pass_events.after_end()
@@ -240,6 +246,7 @@ class ModelEvents(Listener):
         since,here = clock(),self.calls.here
         with self.lock: call = state.number(self.steps.pass_) # locked, because two threads may run the same module
         self.calls.current = state.track
+        state.shapes_known[0] = 0
         state.track.input_dt = {n: shape_of(x) for n,x in inputs}
         self.sources.flow(state, 'input', inputs, call, here.phase)
         self.calls.enter(state.track, call)
@@ -252,6 +259,7 @@ class ModelEvents(Listener):
         ttypes = self.sources.parameter_types[self.steps.manual]
         if ttypes and not here.phase: # weights are not measured in an evaluation, which may use averaged weights
             with self.lock: self.sources.parameters.after_call(state, state is here.outermost and here.depth==1, ttypes) # once in a step
+        state.shapes_known[1] = 0
         state.track.output_dt = {n: shape_of(x) for n,x in outputs}
         self.sources.flow(state, 'output', outputs, call, here.phase)
         if not here.stack and not compiled and not here.phase: self.refused.hook_outputs(outputs)
@@ -263,9 +271,13 @@ class ModelEvents(Listener):
     def returned(self, state, outputs, call, phase=None):
         if not self.on or not self.sources.states: return
         since = clock()
+        state.shapes_known[1] = 0
         state.track.output_dt = {n: shape_of(x) for n,x in outputs}
         self.sources.flow(state, 'output', outputs, call, phase)
         self.cost.add_work(since)
+
+    def plan_of(self, state, names): # the root's calls begin passes, so they go the general way
+        return CallPlan(state, names, self.planned) if self.planned.compiled is not None and not state.root else None
 
     def call_fails(self, state):
         self.calls.note_exception(state.track.name)

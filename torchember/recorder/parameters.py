@@ -14,7 +14,10 @@ from torch.nn.parameter import is_lazy
 
 from ..capture.module_state import own_parts
 from ..capture.optimizer import in_live_optimizers
+from ..capture.private_torch import count_function_modes, inside_transform
+from ..measure.planning import objects
 from .notices import Notices
+from .parameter_plan import ParameterPlan
 from ..store.parameters import parameter_entry, most_entries
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #999a778f
@@ -95,6 +98,7 @@ class Parameters:
         # (id of a `ModuleState`, name) of each gradient measured in this step
         self.gathered = {'weight_grad': set(), 'unclipped_grad': set()}
         self.unrecorded = [] # list of the parameters of unrecorded modules
+        self.plan = None # `ParameterPlan`
 
     def is_new(self, state, name, p):
         "Return True if this step has not measured the parameter yet, and mark the parameter as measured."
@@ -123,8 +127,20 @@ class Parameters:
     def after_call(self, state, outermost:bool, ttypes):
         "Measure the parameters of a module after its call. After the `outermost` module, also measure all modules inside it."
         self.measure_own(state, ttypes)
-        if outermost and state.track.children:
+        if outermost and state.track.children and not self.has_measured_all():
             for other in self.states if state.root else below(state, self.states): self.measure_own(other, ttypes)
+
+    def current_plan(self):
+        "Return the `ParameterPlan` of these parameters. None, or a new plan for the next step, if they have changed."
+        kinds = objects()
+        if kinds is None or not self.states: return None
+        if self.plan is not None and self.plan.is_current(self.states, self.buffer.uses): return self.plan
+        self.plan = ParameterPlan(self.states, list(self.each()), self.buffer.uses)
+
+    def has_measured_all(self):
+        "Return True if a `ParameterPlan` shows that this step has measured all parameters."
+        plan = self.current_plan()
+        return plan is not None and plan.all_ids<=self.seen
 
     def each(self, wanted:set|None=None, states=None):
         """Yield state, position, name and parameter. A shared parameter is yielded once, for its first module.
@@ -143,9 +159,22 @@ class Parameters:
 
         The complete gradients replace gradients measured during the passes.
         """
+        if scale is None and self.measure_planned(wanted): return
         which = list(self.each(wanted))
         if 'weight' in self.ttypes: self.measure_missed(which)
         if 'weight_grad' in self.ttypes: self.measure_again(('weight_grad',), which, scale)
+
+    def measure_planned(self, wanted):
+        "Measure the complete gradients by compiled code. Return False if the general way has to do it."
+        old = self.old_gradients
+        if 'weight_grad' not in self.ttypes or not self.buffer.is_simple or old.frozen or old.from_before: return False
+        if count_function_modes() or inside_transform() is not None: return False
+        plan = self.current_plan()
+        if plan is None or wanted is not None and not plan.all_ids<=wanted or not plan.prepare(): return False
+        if 'weight' in self.ttypes and not plan.all_ids<=self.seen: return False
+        self.buffer.rows.forget_seen()
+        if plan.measure_gradients(self): self.hint.found = self.hint.in_step = True
+        return True
 
     def measure_missed(self, which):
         "Measure the missing weights of this step, because the model is in `eval()` mode or was not called."

@@ -30,6 +30,7 @@ from .row_writer import RowWriter
 from ..measure import devices
 from ..measure.columns import stat_names
 from ..measure.elements import Unmeasurable
+from ..measure.planning import SameDicts, objects
 from .learning_rates import as_number
 from .losses import LossReader
 from .sources import Sources
@@ -92,6 +93,7 @@ class ArmedModel:
         self.watches,self.graphs = watches,graphs
         self.tracks,self.owner = (),None # tracks: a `moduleTrack` for each module, root first; owner: function that returns the ember, or None after disarming
         self.containers = Containers() # unarmed modules that may get children to arm
+        self.same_modules = None # `SameDicts` of all modules
 
     def arm(self, tracks, watched=None, owner=None, methods=None):
         """Install the listeners on the modules.
@@ -101,6 +103,7 @@ class ArmedModel:
         """
         root = tracks[0].module
         self.cost.warm(root.parameters())
+        self.events.planned.prepare()
         self.owner = owner
         self.use_modules(tracks)
         self.sources.prepare(root)
@@ -113,16 +116,22 @@ class ArmedModel:
 
     def use_modules(self, tracks):
         "Use these modules from now on, because modules were added or removed."
-        self.tracks = tracks
+        self.tracks,self.same_modules = tracks,None
         self.events.pass_events.prepare(tracks[0].module, max(t.path.count('.') for t in tracks))
 
     def look_for_modules(self):
         "Arm new modules of the model. Warn if this fails."
-        if not (with_other_children(self.sources.states) or self.containers.changed()) or self.owner is None: return
+        if self.same_modules is not None and self.same_modules.unchanged(): return
+        if not (with_other_children(self.sources.states) or self.containers.changed()) or self.owner is None: return self.note_modules()
         try: self.arm_new_modules(self.owner())
         except Exception as e:
             self.sources.buffer.notices.once('changed', f"{self.tracks[0].name} has new modules, which could not be armed "
                 f"({type(e).__name__}: {printable(e, 200)}). Fix the cause, then call te.rearm(). This warning is given once.")
+
+    def note_modules(self):
+        "Remember the parameters and children of all modules, so that compiled code can compare them."
+        modules = [*(st.track.module for st in self.sources.states), *(m for m,_ in self.containers.known)]
+        self.same_modules = SameDicts(d for m in modules for d in (m._parameters, m._modules)) if objects() is not None else None
 
     def arm_new_modules(self, owner):
         "Arm new modules of the model, and disarm removed modules. Only the root may be running."
@@ -140,6 +149,7 @@ class ArmedModel:
 
     def set_listeners(self, events, optimizer_events):
         "Send events to these listeners: those of the recorder, or `Graphs` during the capture of a CUDA graph."
+        self.events.planned.stop()
         for st in self.sources.states: st.listener = events
         for w in self.watches: w.listener = optimizer_events
 
@@ -152,7 +162,7 @@ class ArmedModel:
     def forget(self):
         "Forget the modules, and stop the clock of the training until a model is armed again."
         self.sources.armed([])
-        self.owner = None
+        self.owner = self.same_modules = None
         self.cost.pause()
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #9e5eebef

@@ -71,6 +71,8 @@ class KnownOptimizers:
     def unused_gradients(self) -> set:
         "Return the ids of parameters with a gradient but without a known optimizer, such as a forgotten output layer."
         trained = {id(p) for p in trained_by([*self.watch.given, *self.watch.optimizers])}
+        plan = self.parameters.current_plan()
+        if plan is not None and plan.all_ids<=trained: return set()
         return {id(p) for _,_,_,p in self.parameters.each() if id(p) not in trained and grad_of(p) is not None}
 
     def unmeasured(self, stepped) -> set|None:
@@ -125,7 +127,8 @@ class Sources:
         `again`: True if the same model was armed before, with other modules.
         """
         if not states: self.note_parameters(search=True)
-        self.states = self.parameters.states = states
+        self.states,self.parameters.plan = states,None
+        self.parameters.states = states
         if not again:
             self.parameters.old_gradients = OldGradients()
             self.parameters.old_gradients.note_existing([*self.parameters.each(), *(self.followed.as_parameters(states[0]) if states else ())])

@@ -383,6 +383,7 @@ class StepBuffer:
         self.stats = {'before': ('rms',), **stats}
         self.notices,self.calls = notices or Notices(),calls or Calls()
         self.micro = 0 # number of the micro-batch, stored in custom rows because these cannot be merged
+        self.uses = 0 # number of calls of `use`: taps from before are not valid any more
         self.on_device = False # True if an earlier step measured a tensor that was not on the CPU
         self.gradients = None # result of `Parameters.gradient_counts` at the end of the step
         self.functions = Functions(self.notices, self.calls, lock)
@@ -444,11 +445,17 @@ class StepBuffer:
     def use(self, how, ttypes, states=()):
         "Change the statistics of some tensor types from now on. `how`: a value of `stats`; `states`: `ModuleState`s of the armed modules."
         self.stats.update(dict.fromkeys(ttypes, how))
-        for st in states: st.taps = {place: tap for place,tap in st.taps.items() if place[0] not in ttypes}
+        self.uses += 1
+        for st in states: st.renew_taps({place: tap for place,tap in st.taps.items() if place[0] not in ttypes})
 
     def begin_pass(self, number:int): # number: number of the pass in the step
         self.rows.arena.begin(number)
         self.shards.begin_pass()
+
+    @property
+    def is_simple(self):
+        "True if all statistics are built in, and no tensor is a part of a sharded tensor: then compiled code may write rows."
+        return not (self.shards.ranks is not None or self.shards.columns or self.rows.custom or any(map(callable, self.stats.values())))
 
     def in_micro(self, micro:int):
         "Set the micro-batch to which the next rows belong."

@@ -534,11 +534,31 @@ def on_memory(blocks, work, widen=None):
 through_float32,through_float64 = on_memory(blocks32, np.float32),on_memory(blocks64, np.float64)
 through_bfloat16,through_float16 = on_memory(blocks32, np.float32, from_bfloat16),on_memory(blocks32, np.float32, from_float16)
 
+def converting(blocks, work, name):
+    "Return a compiled function that reads contiguous integers, converted to the dtype `work`. `name`: name of their dtype."
+    (add_block,finish),bits = blocks,np.int64 if work is np.float64 else np.int32
+    def read_integers(x, n, dims, sizes, strides, how, out, desk):
+        x,out = carray(x, (n,)),carray(out, (wide,))
+        room,found,counting = array_at(desk, ROOM, min(n, block), work),array_at(desk, FOUND, 11, np.float64),count_arrays(desk)
+        for start in range(0, n, block):
+            v = room[:min(block, n-start)]
+            for i in range(v.size): v[i] = work(x[start+i])
+            add_block(v, v.view(bits), end_address(room), room, found, counting, how, out)
+        finish(n, how, out)
+    read_integers.__qualname__ += f'_{name}' # a unique name, as in `on_memory`
+    inner = njit(nogil=True)(read_integers)
+    def read_converted(x, n, dims, sizes, strides, how, out, desk): inner(x, n, dims, sizes, strides, how, out, desk)
+    read_converted.__name__ += f'_{name}'
+    return read_converted
+
 def float32(x, n, dims, sizes, strides, how, out, desk): through_float32(x, n, dims, sizes, strides, how, out, desk)
 def float64(x, n, dims, sizes, strides, how, out, desk): through_float64(x, n, dims, sizes, strides, how, out, desk)
 def bfloat16(x, n, dims, sizes, strides, how, out, desk): through_bfloat16(x, n, dims, sizes, strides, how, out, desk)
 def float16(x, n, dims, sizes, strides, how, out, desk): through_float16(x, n, dims, sizes, strides, how, out, desk)
 entries = dict(float32=(float32, types.float32), float64=(float64, types.float64), bfloat16=(bfloat16, types.uint16), float16=(float16, types.uint16))
+# integers that do not fit float32 exactly become float64, as in `format_for`
+entries |= {k: (converting(blocks64, np.float64, k), getattr(types, k)) for k in ('int64', 'int32')}
+entries |= {k: (converting(blocks32, np.float32, k), types.uint8 if k=='bool' else getattr(types, k)) for k in ('int16', 'int8', 'uint8', 'bool')}
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #5e1f0a10
 # part of the names of cached functions, because numba does not notice that an extension has added a sum
