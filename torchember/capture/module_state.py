@@ -78,6 +78,8 @@ class CompiledPasses:
         # ids of threads whose pass began with the report of a call, because the graph was compiled without reports of passes
         self.by_call = set()
         self.calls = Counter() # number of running calls, by thread id
+        # whether compiled code knows the shapes of the inputs, and of the outputs, in the `moduleTrack`. Read at its address
+        self.shapes_known = array('q', (0, 0))
 
 # %% ../../nbs/10_capture/16_module_state.ipynb #3f64cbbc
 class ModuleState:
@@ -90,8 +92,6 @@ class ModuleState:
         # made_of: names of parameters and ids of children at arming, to notice changes
         self.attributes,self.made_of = attributes or {},own_parts(track.module)
         self.taps = {} # taps (places of measured tensors) that the listener stores for this module
-        # whether compiled code knows the shapes of the inputs, and of the outputs, in the `moduleTrack`. Read at its address
-        self.shapes_known = array('q', (0, 0))
         self.pass_,self.calls = None,0 # pass_: number of the last pass; calls: number of calls of the module in this pass
         # key: tensor that identifies this object in operators, for probes and gradients of this listener only
         self.key = compiled.new_key(self) if self.root or self.wants.input_grad or self.wants.output_grad else None

@@ -186,7 +186,7 @@ def find_never_moved(h, known, reported, least, tiny, most):
     moved = {(p['path'], p['name']) for p in known.ps if p.get('changes') or p.get('elsewhere')}
     asked = [s for k,s in h.weights.items() if len(s)>=least and not s.skipped.all() and k not in fixed | moved]
     same = [s for s in asked if never_changes(s) and not has_values(h.updates.get((s.path, s.pname)))]
-    still = [s for s in same if s.dtype not in half_digit and gets_gradients(s, h.grads.get((s.path, s.pname)))]
+    still = [s for s in same if s.dtype not in half_digit and gets_gradients(s, h.grads.get((s.path, s.pname)), min(3, least-1))]
     if still and len(same)==len(asked) and not moved & h.weights.keys(): yield report_none_moved(h, still); return
     for s in still[:most]:
         size = median(h.grads[s.path, s.pname].rms)

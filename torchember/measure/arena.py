@@ -37,7 +37,10 @@ class Cursor:
 
 class Cursors:
     "Allocates the `Cursor` of each tap of an arena, in arrays of `size` cursors."
-    def __init__(self, size): self.size,self.chunks,self.used = size,[],0
+    def __init__(self, size):
+        self.size,self.chunks,self.used = size,[],0
+        # not 0 while rows are taken out: compiled code, which does not take the lock, must not write rows then
+        self.busy = np.zeros(1, np.int64)
 
     def new(self) -> Cursor:
         "Return a cursor for a new tap."
@@ -245,7 +248,6 @@ class Arena:
         self.filled,self.shared,self.turn = 0,0,0
         # `recorder.black_box.BlackBox` that provides memory for rows, and is notified of each tap; or None
         self.box = None
-        self.busy = np.zeros(1, np.int64) # not 0 while rows are taken out: compiled code, which does not take the lock, must not write rows then
         # (device, dtype, groups of sums) of tensors that kernels have read, because only such tensors can be read inside a CUDA graph
         self.was_read = set()
 
@@ -253,9 +255,9 @@ class Arena:
     def locked(self):
         "Return a context in which neither another thread nor compiled code writes rows."
         with self.lock:
-            self.busy[0] += 1
+            self.cursors.busy[0] += 1
             try: yield
-            finally: self.busy[0] -= 1
+            finally: self.cursors.busy[0] -= 1
 
     def use_box(self, box):
         "Allocate new blocks of rows in the memory-mapped file of a black box, or in ordinary memory if `box` is None."

@@ -86,7 +86,7 @@ class PlannedPass:
         for i,o in zip((k.OUTERMOST, k.PASS, k.STACK, k.LOG, k.CALLS, k.HERE, k.CLOCK, k.SEEN), self.held, strict=False): c[i] = id(o)
         ttypes = self.sources.parameter_types[self.steps.manual]
         c[k.MEASURED] = (id(seen) if self.steps.manual else -1) if ttypes else 0
-        c[k.BUSY],c[k.THREAD] = address_of(arena.busy),get_ident()
+        c[k.BUSY],c[k.THREAD] = address_of(arena.cursors.busy),get_ident()
         self.begin_box(here)
         c[k.ON] = 1
 
@@ -170,7 +170,7 @@ class CallPlan:
         self.address = address_of(self.words)
         track = state.track
         self.held = track,track.parameters,f'enter {track.name}',f'exit {track.name}'
-        self.words[[k.RUN, k.STATE, k.KNOWN, k.N_WEIGHTS]] = address_of(run.words),id(state),state.shapes_known.buffer_info()[0],-1
+        self.words[[k.RUN, k.STATE, k.KNOWN, k.N_WEIGHTS]] = address_of(run.words),id(state),state.passes.shapes_known.buffer_info()[0],-1
         self.words[[k.TRACK, k.PARAMETERS, k.ENTERED, k.EXITED]] = [id(o) for o in self.held]
         if run.calls.box is not None: self.note_box(run.calls.box)
         others = run.sources.at_calls[1:]
@@ -212,7 +212,7 @@ class CallPlan:
     def learn_inputs(self, args, kwargs, tensors):
         "Learn where the tensors in the arguments of a call are."
         k,w,learned,taps = self.kinds,self.words,self.inputs,self.taps_of('input', tensors)
-        self.state.shapes_known[0] = learned.learn(k, (args, kwargs), tensors, taps) and fits(taps, tensors)
+        self.state.passes.shapes_known[0] = learned.learn(k, (args, kwargs), tensors, taps) and fits(taps, tensors)
         if learned.structures: w[[k.ARGS, k.KWARGS]],w[k.INPUTS] = [address_of(s) for s in learned.structures],address_of(learned.words)
 
     # ---- parameters and outputs
@@ -243,7 +243,7 @@ class CallPlan:
     def learn_outputs(self, result, tensors):
         "Learn where the tensors in the result of a call are."
         k,w,learned,taps = self.kinds,self.words,self.outputs,self.taps_of('output', tensors)
-        self.state.shapes_known[1] = learned.learn(k, (result,), tensors, taps) and fits(taps, tensors)
+        self.state.passes.shapes_known[1] = learned.learn(k, (result,), tensors, taps) and fits(taps, tensors)
         if learned.structures: w[k.RESULT],w[k.OUTPUTS] = address_of(learned.structures[0]),address_of(learned.words)
 
     def measure_parameters(self):

@@ -184,7 +184,7 @@ class ModelEvents(Listener):
     def __init__(self, recorder, pipe, lock, only_training:bool=False):
         self.recorder,self.pipe,self.lock = recorder,pipe,lock # recorder: attribute that callers of `capture.forward.armed_by` read
         self.steps,self.sources,self.buffer,self.cost,self.calls = pipe.steps,pipe.sources,pipe.buffer,pipe.cost,pipe.buffer.calls
-        self.pass_events,self.refused = PassEvents(pipe, only_training),pipe.remover.refused
+        self.pass_events = PassEvents(pipe, only_training)
         self.on = False # True if the open step is measured
         self.wants = Wants(**{t: t in self.sources.ttypes for t in ('input_grad', 'output_grad')})
         self.running = 0 # number of running passes, in all threads
@@ -246,7 +246,7 @@ class ModelEvents(Listener):
         since,here = clock(),self.calls.here
         with self.lock: call = state.number(self.steps.pass_) # locked, because two threads may run the same module
         self.calls.current = state.track
-        state.shapes_known[0] = 0
+        state.passes.shapes_known[0] = 0
         state.track.input_dt = {n: shape_of(x) for n,x in inputs}
         self.sources.flow(state, 'input', inputs, call, here.phase)
         self.calls.enter(state.track, call)
@@ -259,10 +259,10 @@ class ModelEvents(Listener):
         ttypes = self.sources.parameter_types[self.steps.manual]
         if ttypes and not here.phase: # weights are not measured in an evaluation, which may use averaged weights
             with self.lock: self.sources.parameters.after_call(state, state is here.outermost and here.depth==1, ttypes) # once in a step
-        state.shapes_known[1] = 0
+        state.passes.shapes_known[1] = 0
         state.track.output_dt = {n: shape_of(x) for n,x in outputs}
         self.sources.flow(state, 'output', outputs, call, here.phase)
-        if not here.stack and not compiled and not here.phase: self.refused.hook_outputs(outputs)
+        if not here.stack and not compiled and not here.phase: self.pipe.remover.refused.hook_outputs(outputs)
         if state.root and self.on and not compiled: self.recorder.losses.note_outputs(outputs)
         self.calls.current = self.calls.innermost() or state.track
         self.cost.add_work(since)
@@ -271,7 +271,7 @@ class ModelEvents(Listener):
     def returned(self, state, outputs, call, phase=None):
         if not self.on or not self.sources.states: return
         since = clock()
-        state.shapes_known[1] = 0
+        state.passes.shapes_known[1] = 0
         state.track.output_dt = {n: shape_of(x) for n,x in outputs}
         self.sources.flow(state, 'output', outputs, call, phase)
         self.cost.add_work(since)

@@ -107,7 +107,7 @@ class ArmedModel:
         self.owner = owner
         self.use_modules(tracks)
         self.sources.prepare(root)
-        self.events.refused.choose_parameters(root)
+        self.events.pipe.remover.refused.choose_parameters(root)
         self.sources.armed(arm(tracks, self.events, watched, methods))
         self.containers = Containers(tracks, self.sources.states)
         self.set_listeners(self.events, self.optimizer_events)
