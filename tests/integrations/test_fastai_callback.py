@@ -82,7 +82,9 @@ def plain(data, accumulate=1, clip=None, model=None, opt=None, first_step=0, **o
     opt = opt or torch.optim.SGD(model.parameters(), .1, momentum=.9)
     with torchEmber(model, optimizer=opt, first_step=first_step, **options) as te:
         for i,(x,y) in enumerate(data):
-            (loss_of(model, x, y)/accumulate).backward()
+            loss = loss_of(model, x, y)
+            te.recorder.losses.note({'loss': loss}) # as the callback does before the backward
+            (loss/accumulate).backward()
             if (i+1)%accumulate: continue
             if clip: nn.utils.clip_grad_norm_(model.parameters(), clip)
             opt.step()
