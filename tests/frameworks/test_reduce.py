@@ -103,9 +103,10 @@ def test_a_process_that_skips_a_layer(tmp_path):
 
 def test_a_process_that_sleeps(tmp_path):
     "The first process waits for a slow process up to its patience, names it once, and includes it again later."
-    codes,left,_ = trained(tmp_path, 'sleeps')
+    codes,left,errors = trained(tmp_path, 'sleeps')
+    assert codes==[0, 0], errors
     said = of_ember(left[0])
-    assert codes==[0, 0] and len(said)==1 and 'rank 1 sent nothing' in said[0] and 'at step 3' in said[0]
+    assert len(said)==1 and 'rank 1 sent nothing' in said[0] and 'at step 3' in said[0]
     without = {r['step']: r.get('without') for _,rows in left[0]['told'] for r in rows if r['ttype']!='scalar'}
     assert [*without]==[*range(14)] and not any(without[s] for s in (0, 1, 2, 12, 13)) and all(without[s]==[1] for s in range(3, 7))
     assert left[0]['longest']<.5

@@ -58,8 +58,8 @@ def generator_states(root):
     "Return the states of the random generators on the CPU and on the device of the model. Reading them waits for no device."
     found = [torch.default_generator.get_state()]
     device = next((p.device for p in root.parameters()), None)
-    try:
-        if device is not None and device.type=='cuda': found.append(torch.cuda.default_generators[device.index or 0].get_state())
+    if device is None or device.type!='cuda' or not torch.cuda.is_initialized(): return found
+    try: found.append(torch.cuda.default_generators[device.index or 0].get_state())
     except RuntimeError: pass # a CUDA graph is being captured
     return found
 
