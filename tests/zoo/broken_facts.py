@@ -157,3 +157,35 @@ def two_views_without_a_stop(arm):
         loss.backward()
         opt.step()
     assert loss.item()<.02
+
+
+# losses that are not connected to the model
+
+def unconnected(arm, predict, seed, logged=True):
+    "Train with a loss of `predict(model, batch)`"
+    torch.manual_seed(seed)
+    x,y = digits()
+    model = mlp(64, 48, 10)
+    opt = torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.)
+    te = arm(model, optimizer=opt)
+    for a,b in batches(40, 32, x, y):
+        opt.zero_grad()
+        loss = F.cross_entropy(predict(model, a), b)
+        if logged: te.log(loss=loss)
+        loss.backward()
+        opt.step()
+
+
+@is_broken('not_trained', steps=(0, 40))
+def logits_that_went_through_numpy(arm): unconnected(arm, lambda model, a: torch.tensor(model(a).detach().numpy(), requires_grad=True), 460)
+
+
+@is_broken('not_trained', steps=(0, 40))
+def all_of_the_forward_without_gradients(arm):
+    def predict(model, a):
+        with torch.no_grad(): return model(a).requires_grad_()
+    unconnected(arm, predict, 461)
+
+
+@is_broken('not_trained', steps=(0, 40))
+def one_hot_predictions(arm): unconnected(arm, lambda model, a: F.one_hot(model(a).argmax(1), 10).float().requires_grad_(), 462, logged=False)

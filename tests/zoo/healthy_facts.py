@@ -212,3 +212,38 @@ def views_kept_apart(arm):
         te.log(loss=loss)
         loss.backward()
         opt.step()
+
+
+# weights without gradients
+
+@is_healthy
+def only_evaluated(arm):
+    "A program that restores a model and its optimizer, and only evaluates"
+    torch.manual_seed(463)
+    x,y = digits()
+    model = mlp(64, 48, 10).eval()
+    opt = torch.optim.AdamW(model.parameters(), 1e-3)
+    te = arm(model, optimizer=opt)
+    with torch.no_grad():
+        for a,b in batches(30, 32, x, y):
+            te.log(loss=F.cross_entropy(model(a), b))
+            te.step()
+
+
+@is_healthy
+def updated_by_an_evolution_strategy(arm):
+    "Weights that change without any gradient"
+    torch.manual_seed(464)
+    x,y = digits()
+    model = mlp(64, 10)
+    opt,te = None,arm(model)
+    ps = list(model.parameters())
+    with torch.no_grad():
+        for a,b in batches(40, 64, x, y):
+            before,loss = [p.clone() for p in ps],F.cross_entropy(model(a), b)
+            noise = [.01*torch.randn_like(p) for p in ps]
+            for p,n in zip(ps, noise, strict=True): p += n
+            step = (F.cross_entropy(model(a), b)-loss)/.01
+            for p,n,old in zip(ps, noise, before, strict=True): p.copy_(old-.02*step*n)
+            te.log(loss=loss)
+            te.step()

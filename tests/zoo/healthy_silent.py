@@ -335,3 +335,20 @@ def gradients_are_studied_afterwards(arm):
         loss.backward()
         if i<70: opt.step()
     te.close()
+
+
+@is_healthy
+def a_last_batch_of_one_sample(arm):
+    "Each epoch of 21 samples ends with a batch of one sample, whose output is a single value"
+    torch.manual_seed(455)
+    x,y = torch.randn(21, 11),torch.arange(21)%2
+    model = nn.Sequential(nn.Linear(11, 12), nn.ReLU(), nn.Linear(12, 1), nn.Sigmoid())
+    opt = torch.optim.Adam(model.parameters(), .01)
+    te = arm(model, optimizer=opt)
+    for _ in range(20):
+        for at in torch.randperm(21).split(5):
+            loss = F.binary_cross_entropy(model(x[at]), y[at, None].float())
+            te.log(loss=loss)
+            opt.zero_grad()
+            loss.backward()
+            opt.step()

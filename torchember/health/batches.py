@@ -29,8 +29,8 @@ def list_batch_steps(steps, most=4):
 
 # %% ../../nbs/55_health/48_batches.ipynb #f8d6e895
 def is_constant(s):
-    "Return the mask of the steps in which all values of a tensor are equal."
-    return (s['max']==s['min']) & (s.bad==0) if 'max' in s and 'min' in s else np.zeros(len(s), bool)
+    "Return the mask of the steps in which a tensor has several values, and all of them are equal."
+    return (s['max']==s['min']) & (s.bad==0) & (s.rows.sizes[s.at]>1) if 'max' in s and 'min' in s else np.zeros(len(s), bool)
 
 def find_lost_batches(s, most, least=16):
     """Return the indices of the steps with a constant batch, if they are some of the steps, else none.
@@ -135,7 +135,8 @@ def batch_lost(h, share=.7, least=5):
 def row_keys(s, digits=6):
     "Return a dict: step -> the statistics of a tensor, rounded, so that equal tensors have equal keys."
     columns = [s[c] for c in of_tensor if c in s]
-    return {int(t): tuple(float(f'{v:.{digits}g}') for v in row) for t,*row in zip(s.steps, *columns, strict=True)}
+    # a tensor of one value has no standard deviation: as text, because NaN is not equal to NaN
+    return {int(t): tuple(f'{v:.{digits}g}' for v in row) for t,*row in zip(s.steps, *columns, strict=True)}
 
 class TensorsByStep:
     "The statistics of all inputs of the model and all outputs of modules, by step, to find out where a tensor comes from."
