@@ -405,7 +405,7 @@ def test_a_broken_store(monkeypatch, broken):
         assert p.second.sharing.stopped and not p.first.sharing.stopped and p.seen()[-1]==(3, [(4.5, [1])])
     else:
         assert p.seen()==[*whole, (2, [(3.5, None)]), (3, [(4.5, None)])] and len(p.said)==1 and 'reset by peer' in p.said[0] and p.told[-1][1][0]['rank']==0
-        assert p.first.remark()=='The rows of the whole were not reported to the end: ConnectionError: reset by peer.'
+        assert p.first.remark()=='Merged rows of all ranks were not reported to the end: ConnectionError: reset by peer.'
     p.end()
     for x in (p.first, p.second): x.rest()
 

@@ -236,7 +236,7 @@ def updated_by_an_evolution_strategy(arm):
     torch.manual_seed(464)
     x,y = digits()
     model = mlp(64, 10)
-    opt,te = None,arm(model)
+    te = arm(model)
     ps = list(model.parameters())
     with torch.no_grad():
         for a,b in batches(40, 64, x, y):

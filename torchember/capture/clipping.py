@@ -16,14 +16,14 @@ from .private_torch import norm_clipper
 # %% ../../nbs/10_capture/42_clipping.ipynb #d9115daf
 places = utils,utils.clip_grad # both Python modules of torch contain each clipping function
 clippers = 'clip_grad_norm_','clip_grad_value_','clip_grads_with_norm_',*([norm_clipper] if norm_clipper else [])
-# clips: True while a clipping function runs, so that inner calls of clipping functions are not reported
+# `running.clips`: True while a clipping function runs in this thread, so that inner calls of clipping functions are not reported
 running = threading.local()
 
 def with_report(clip):
     "Wrap a clipping function to report its parameters to each attached `ClippingWatch` before it clips. In compiled code nothing is reported."
     @functools.wraps(clip)
     def run(parameters, *args, **kwargs):
-        "Report the parameters, and clip their gradients."
+        "Report the parameters to each attached `ClippingWatch`, then clip their gradients."
         if torch.compiler.is_compiling() or getattr(running, 'clips', False): return clip(parameters, *args, **kwargs)
         # stored as a list, because `parameters` may be a generator, which can be read only once
         if not isinstance(parameters, torch.Tensor): parameters = list(parameters)
@@ -34,13 +34,13 @@ def with_report(clip):
     return run
 
 class ClippingWatch:
-    "Reports to a listener which parameters are clipped, before torch clips their gradients anywhere in this process."
-    attached = weakref.WeakSet() # all attached instances of this class
-    replaced = [] # tuples (Python module, name, function of torch, replacement)
+    "Reports parameters to a listener before torch's clipping functions, such as `clip_grad_norm_`, clip their gradients anywhere in this process."
+    attached = weakref.WeakSet() # all instances that report now: `attach` adds an instance, `detach` removes the instance
+    replaced = [] # functions of torch to restore later, as tuples (Python module, name, torch's function, replacement)
     def __init__(self, listener): self.listener = listener # listener: its method `clips(parameters)` is called before each clipping
 
     def attach(self):
-        "Start reporting. The first attached `ClippingWatch` replaces the clipping functions of torch."
+        "Start reporting clipped parameters. The first attached `ClippingWatch` replaces the clipping functions of torch."
         if not self.attached:
             found = [(p, n, clip) for p in places for n in clippers if (clip := getattr(p, n, None)) is not None]
             # one replacement for each function, although torch has the function in two Python modules
@@ -50,7 +50,7 @@ class ClippingWatch:
         self.attached.add(self)
 
     def detach(self):
-        "Stop reporting. The last `ClippingWatch` restores the functions of torch. A replacement that the user has wrapped stays, and only clips."
+        "Stop reporting. The last attached `ClippingWatch` restores torch's clipping functions, except those that other code has wrapped."
         self.attached.discard(self)
         if self.attached: return
         for p,n,clip,run in self.replaced:

@@ -20,7 +20,7 @@ class Wants:
     def __init__(self, inputs=True, outputs=True, input_grad=False, output_grad=False, compiled=True):
         self.inputs,self.outputs = inputs or input_grad,outputs or output_grad
         self.input_grad,self.output_grad,self.compiled = input_grad,output_grad,compiled
-        self.unions = weakref.WeakSet() # all `WantsUnion` objects that contain this object
+        self.unions = weakref.WeakSet() # all `WantsUnion` objects that contain this object, to be updated by `switch`
 
     def switch(self, compiled):
         "Switch the reports of compiled code on or off, from the next pass on. The first switch makes torch.compile compile one more graph."
@@ -39,10 +39,10 @@ class WantsUnion:
         self.update()
 
     def update(self):
-        "Compute the union again, after one of the `Wants` has changed."
+        "Compute again which tensor types any listener wants, after a `Wants` has changed."
         for f in ('inputs', 'outputs', 'input_grad', 'output_grad'): setattr(self, f, any(w.compiled and getattr(w, f) for w in self.parts))
 
-unions = weakref.WeakValueDictionary() # `WantsUnion` of each set of `Wants`
+unions = weakref.WeakValueDictionary() # set of `Wants` -> the `WantsUnion` of this set, shared by modules with equal listeners
 
 def union_of_wants(parts:frozenset):
     "Return the union of a set of `Wants`. Equal sets share one object, so `Wants.switch` has few objects to update."
@@ -53,13 +53,13 @@ def union_of_wants(parts:frozenset):
 # %% ../../nbs/10_capture/18_events.ipynb #8b77b4ec
 class Listener(Protocol):
     "An object to be notified of the events of a model. Methods of this class do nothing, so a subclass defines only the needed methods."
-    wants = always() # types of tensors to report in calls
+    wants = always() # types of tensors that are reported to this listener when modules are called
     on = True # False while calls are not reported, as in steps that are not recorded
-    # number of passes that are running in all threads. While it is 0, a call of any module begins a pass. If it is always 1, only the root does
+    # number of running passes in all threads. While this is 0, a call of any module begins a pass. With a constant 1, only the root begins passes
     running = 0
     # True for the recorder of a run: a module may have only one exclusive listener, and `nn.DataParallel` is refused
     exclusive = False
-    # True if `returned` reports the outputs of tensor-parallel modules, after hooks have summed them over ranks
+    # True if the outputs of tensor-parallel modules are reported by `returned`, after the modules' own hooks have summed these outputs over ranks
     sums_after_hooks = False
     step,lasting = 0,0 # step: number of the training step; lasting: number of later steps in which gradients of a call may still arrive
 
@@ -88,7 +88,7 @@ class Listener(Protocol):
         "Return True if calls in this pass are to be reported."
         return True
 
-    # returns (number of the call in its pass, phase), which `gradient` gets later; None if no gradients are wanted
+    # `call_begins` returns a tuple for the later calls of `gradient`: number of the call in its pass, phase. None if no gradients are wanted
     def call_begins(self, state, inputs:list, compiled:bool=False):
         "Called when a module is called with `inputs`. If `compiled` is True, read the tensors at once, because compiled code reuses their memory."
         return 0, None
@@ -98,14 +98,14 @@ class Listener(Protocol):
         return 0, None
 
     def returned(self, state, outputs:list, call:int, phase=None):
-        "Called when a tensor-parallel module's own hooks have summed its outputs over ranks. `call`, `phase`: result of `call_ends`, which got no tensors."
+        "Called when a tensor-parallel module's own hooks have summed its outputs over ranks. `call`, `phase`: result of the earlier `call_ends`."
 
     def call_fails(self, state): "Called when a call of a module has raised an exception."
 
     def plan_of(self, state, names):
-        """Return an object that records the calls of a module by compiled code, or None: see `recorder.call_plans.CallPlan`.
+        """Return an object that records the calls of a module faster, with loops compiled by numba, or None: see `recorder.call_plans.CallPlan`.
 
-        `names`: result of `argument_names`. The module has no other listener."""
+        `names`: result of `argument_names` for the module's `forward`. A module with several listeners gets no such object."""
 
     def probe(self, state, name:str, tensor): "Called when the user records a tensor of a module by `te.probe`."
 
@@ -157,7 +157,7 @@ class Listener(Protocol):
 in_calls = 'inside', 'records', 'returned', 'recomputed', 'memory_reused'
 
 def skip_compiler(listener):
-    "Make torch.compile skip the listener methods that are called during passes, because compiling them takes time and has no use."
+    "Make torch.compile skip the listener methods that are called during passes, because compiling these methods takes time and has no use."
     for n,f in vars(listener).items():
         if hasattr(f, '__code__') and (n in in_calls or n.startswith(('pass_', 'call_', 'probe'))): never_compile(f)
 

@@ -17,7 +17,7 @@ from .tree import data_parallel_error
 def refuse_data_parallel(): raise TypeError(data_parallel_error) # `nn.DataParallel` calls this function before it copies a module
 
 def patch_of(module, known):
-    "Return the `Patch` of a module. Make a new one if there is none, or if the user has replaced our forward; it keeps the listeners."
+    "Return the `Patch` of a module. Make a new `Patch` with the former listeners if there is none, or if the user has replaced our forward."
     d = module.__dict__
     before = d.get(KEY)
     if before is not None and d.get('forward') is before.attributes['forward']: return before
@@ -29,10 +29,10 @@ def patch_of(module, known):
     return patch
 
 # %% ../../nbs/10_capture/20_forward.ipynb #66825953
-def arm(tracks, listener, watched=None, extra=None) -> list: # list of a `ModuleState` for each track, in order
+def arm(tracks, listener, watched=None, extra=None) -> list: # a `ModuleState` for the root and for each watched module
     """Notify a listener of the passes of the root module (the first of `tracks`), and of the calls of each watched module.
 
-    `watched`: ids of the watched modules, None for all. `extra`: attributes for the root while it is armed; attributes that exist are not replaced."""
+    `watched`: ids of the watched modules, None for all. `extra`: attributes added to the root while the root is armed; existing attributes stay."""
     known,states = {},[]
     try:
         for t in tracks:

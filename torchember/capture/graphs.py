@@ -12,12 +12,12 @@ import torch
 
 # %% ../../nbs/10_capture/44_graphs.ipynb #2eda9567
 def notify_watches(event, *args):
-    "Call the method `event` of the listener of each attached `GraphWatch`."
+    "Call the method named `event` of each listener that is notified of CUDA graphs."
     for watch in list(GraphWatch.attached): getattr(watch.listener, event)(*args)
 
-# events before and after each method of a CUDA graph class
+# Name of a method of a CUDA graph -> names of the events before and after the method
 events_of = dict(capture_begin=('graph_to_come', 'graph_begins'), capture_end=(None, 'graph_ends'), replay=('replay_begins', 'replay_ends'))
-ends = 'graph_ends','replay_ends' # events that are reported after an exception, too, with False as last argument
+ends = 'graph_ends','replay_ends' # events that are reported also if the method raises an exception, then with the last argument False
 
 def with_events(f, before, after):
     "Wrap a method of a CUDA graph class to notify listeners before and after the method. `before`, `after`: names of the events, or None."
@@ -42,13 +42,13 @@ def graph_classes():
 
 # %% ../../nbs/10_capture/44_graphs.ipynb #3bb04ce7
 class GraphWatch:
-    "Notifies a listener of all CUDA graphs of this process."
-    attached = weakref.WeakSet() # all attached instances of this class
-    former = {} # original methods, by class and name
+    "Notifies a listener whenever a CUDA graph is captured or replayed in this process."
+    attached = weakref.WeakSet() # all instances that notify now: `attach` adds an instance, `detach` removes the instance
+    former = {} # (CUDA graph class, name of a method) -> original method, to restore later
     def __init__(self, listener): self.listener = listener # listener: an object with the methods of `Listener` for CUDA graphs
 
     def attach(self):
-        "Start to notify the listener. The first attached `GraphWatch` replaces the methods of the CUDA graph classes."
+        "Start notifying the listener. The first attached `GraphWatch` replaces the methods of the CUDA graph classes."
         for c in graph_classes():
             for name,events in events_of.items():
                 # the methods are replaced already, perhaps by a `GraphWatch` that was deleted without `detach`
@@ -58,7 +58,7 @@ class GraphWatch:
         self.attached.add(self)
 
     def detach(self):
-        "Stop to notify the listener. The last `GraphWatch` restores the original methods. A replacement that the user has wrapped only calls the original."
+        "Stop notifying the listener. The last attached `GraphWatch` restores torch's methods, except those that other code has wrapped."
         if self not in self.attached: return
         self.attached.discard(self)
         if self.attached: return

@@ -9,18 +9,18 @@ __all__ = ['missing', 'ArmedDict', 'install', 'uninstall']
 missing = object() # marks a key that the module does not have
 
 class ArmedDict(dict):
-    "The `__dict__` of an armed module. `d[key]` also finds the attributes installed by torchember; iteration shows only the module's own."
+    "The `__dict__` of an armed module. `d[key]` also finds attributes installed by torchember; iteration shows only the module's own attributes."
     def __init__(self, own):
         super().__init__(own)
         self.own = own # the module's `__dict__` from before arming, restored by `uninstall`
-        self.installed = {} # pairs (installed value, hidden value of the module), by key
+        self.installed = {} # key -> (value installed by torchember, value of the module that is hidden until `uninstall`)
 
     def install(self, new):
         "Install the values of the dict `new`. The module's own values of these keys are hidden until `uninstall`."
         for k,v in new.items(): self.installed[k],self[k] = (v, self.get(k, missing)),v
 
     def uninstall(self, new):
-        "Remove the installed values of the dict `new`, and restore the values hidden by them. A value set by the user since then stays."
+        "Remove the installed values of the dict `new`, and restore the module's own values. A value that the user has set since then stays."
         for k,v in new.items():
             if self.installed.get(k, (missing,))[0] is not v: continue
             covered = self.installed.pop(k)[1]
@@ -52,7 +52,7 @@ class ArmedDict(dict):
     def copy(self): return self.unarmed()
 
     def update(self, *args, **more):
-        "Update the module's dict. An installed value is not replaced by the module's own hidden value, so a saved dict can be restored."
+        "Update the dict as `dict.update` does. A hidden value does not replace the installed value, so a saved `__dict__` can be restored."
         for k,v in dict(*args, **more).items():
             if k not in self.installed or v is not self.installed[k][1]: self[k] = v
 
@@ -62,7 +62,7 @@ class ArmedDict(dict):
 
 # %% ../../nbs/10_capture/12_hidden_attributes.ipynb #bee541fe
 def install(module, new:dict):
-    "Add attributes to a module. Copies of the module do not get them."
+    "Add attributes to a module. Copies of the module do not get these attributes."
     d = module.__dict__
     if not isinstance(d, ArmedDict): object.__setattr__(module, '__dict__', d := ArmedDict(d))
     d.install(new)

@@ -18,7 +18,7 @@ def signature_with_self(forward):
     return s.replace(parameters=[me, *(p.replace(name='self_') if p.name=='self' else p for p in s.parameters.values())])
 
 # %% ../../nbs/10_capture/14_look_alike.ipynb #22fc2b57
-codes = weakref.WeakKeyDictionary() # copy of our function's code object for each replaced `forward`
+codes = weakref.WeakKeyDictionary() # replaced `forward` -> copy of our function's code object, used for this `forward` only
 
 def code_for(forward, code):
     "Return a copy of `code` for use by `forward` only, because torch.compile limits the number of graphs per code object."

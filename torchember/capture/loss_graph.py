@@ -17,25 +17,26 @@ import torch
 from .private_torch import is_freed_node, node_number, node_shape, node_word, saved
 
 # %% ../../nbs/10_capture/48_loss_graph.ipynb #ed509c41
+# Name of an autograd operation -> name of the activation, or of an operation that often follows an activation
 activations = {'Softmax': 'softmax', 'LogSoftmax': 'log_softmax', 'Sigmoid': 'sigmoid', 'LogSigmoid': 'log_sigmoid', 'Tanh': 'tanh', 'Relu': 'relu',
     'Gelu': 'gelu', 'LeakyRelu': 'leaky_relu', 'Elu': 'elu', 'Softplus': 'softplus', 'Silu': 'silu', 'Hardtanh': 'hardtanh', 'Hardsigmoid': 'hardsigmoid',
-    'Exp': 'exp', 'Log': 'log', 'Clamp': 'clamp', 'ClampMin': 'clamp', 'ClampMax': 'clamp'} # operation -> name of an activation, or of a step after one
+    'Exp': 'exp', 'Log': 'log', 'Clamp': 'clamp', 'ClampMin': 'clamp', 'ClampMax': 'clamp'}
 moves = {'View', 'UnsafeView', 'ReshapeAlias', 'Transpose', 'T', 'Permute', 'Squeeze', 'Unsqueeze', 'Expand', 'ToCopy', 'Clone', 'Alias', 'AsStrided'}
-selections = {'Select', 'Slice', 'Index', 'Gather', 'Split', 'Unbind', 'IndexSelect', 'MaskedSelect'} # these keep only a part of the elements
+selections = {'Select', 'Slice', 'Index', 'Gather', 'Split', 'Unbind', 'IndexSelect', 'MaskedSelect'} # operations that keep only some elements
 
 class Link(NamedTuple):
-    "An operation between the model and its loss."
-    name:str # Value of `activations`, or 'scale', 'shift', 'one_minus', 'normalize', 'select'
-    dim:int|None = None # Dimension of a softmax
-    shape:tuple|None = None # Shape of the result
+    "An operation between the last layer of the model and the loss, as found in the autograd graph."
+    name:str # Name of the operation: a value of `activations`, or 'scale', 'shift', 'one_minus', 'normalize', 'select'
+    dim:int|None = None # Dimension along which a softmax or a division by a sum normalizes
+    shape:tuple|None = None # Shape of the operation's result
 
 def only_child(node):
-    "Return the node below if exactly one argument of an operation has a gradient, and the number of this argument. Else return None, None."
+    "Return (autograd node, number) of the argument with a gradient, if an operation has exactly one such argument. Else return None, None."
     found = [(below, i) for i,(below,_) in enumerate(node.next_functions) if below is not None]
     return found[0] if len(found)==1 else (None, None)
 
 def arithmetic(node, word):
-    "Return the `Link` of an operation with a constant, or of a division by a sum, and the node below. None, None for other nodes."
+    "Return the `Link` of an operation with a constant or of a division by a sum, and the next node towards the model. Else return None, None."
     below,slot = only_child(node)
     if word=='Div' and below is None and len(node.next_functions)==2:
         above,total = (n for n,_ in node.next_functions)
@@ -46,7 +47,7 @@ def arithmetic(node, word):
     return (Link('scale'), below) if word in ('Mul', 'Neg') or word=='Div' and slot==0 else (None, None)
 
 def link_of(node):
-    "Return the `Link` of an operation between model and loss, None if it only moves elements, and the node below. None, None at the end of the way."
+    "Return the `Link` of an autograd node (None if the node only moves elements), and the next node towards the model. None, None for a layer."
     word = node_word(node)
     if word in moves or word in selections: return None if word in moves else Link('select'), only_child(node)[0]
     if word not in activations: return arithmetic(node, word)
@@ -55,17 +56,17 @@ def link_of(node):
     return Link(activations[word], dim, shape), only_child(node)[0]
 
 class Way(NamedTuple):
-    "The operations between a node and the last layer of the model, the last operation first."
-    links:tuple # `Link`s
-    end:object # Node of the last layer, or of the last operation that was found
-    anchor:object # Node of the first activation, else `end`. Equal for two parts of one loss
-    raw:torch.Tensor|None # What the model returned, if a node has it
+    "The operations between the last layer of the model and an autograd node of the loss, the last operation first."
+    links:tuple # a `Link` for each operation, the last operation first
+    end:object # Autograd node of the model's last layer, or of the last operation that was found
+    anchor:object # Node of the first activation found, else `end`. Two products with the same anchor are parts of one loss
+    raw:torch.Tensor|None # Prediction of the model, if an autograd node has saved the prediction
     names = property(lambda self: tuple(l.name for l in self.links), doc="Names of the operations, the last operation first")
 
 value_links = 'clamp', 'log', 'shift', 'one_minus', 'normalize'
 
 def way_down(node, raw=None, most=12) -> Way:
-    "Follow the operations from a node down to the last layer of the model. `raw`: the result of the node, if it is known. `most`: number of nodes."
+    "Follow the autograd graph from a node to the last layer of the model. `raw`: result of the node, if known. `most`: largest number of nodes."
     links,anchor,found = [],None,raw
     for _ in range(most):
         link,below = link_of(node)
@@ -78,28 +79,28 @@ def way_down(node, raw=None, most=12) -> Way:
     return Way(tuple(links), node, anchor or node, found)
 
 def before_link(node, link, known):
-    "Return the values before an operation that only prepares a logarithm, and the values of an activation. `known`: values after it."
+    "Return saved values of a node: the input of a clamp, log or division by a sum, or the result of an activation. Else return `known`."
     if link.name in ('clamp', 'log', 'normalize') and isinstance(x := saved(node, 'self'), torch.Tensor): return x
     if link.name in ('select', 'shift', 'one_minus') or known is not None: return known
     return x if isinstance(x := saved(node, 'result'), torch.Tensor) else known
 
 # %% ../../nbs/10_capture/48_loss_graph.ipynb #06f08dea
 class LossTerm(NamedTuple):
-    "One term of a loss."
-    kind:str # 'cross_entropy', 'nll', 'mse', 'l1', 'huber', 'smooth_l1', 'bce', 'bce_with_logits', 'kl_div', 'margin', 'soft_margin'
+    "One term of a loss: kind, prediction, target and their shapes, as found in the autograd graph."
+    kind:str # Kind of loss: 'cross_entropy', 'nll', 'mse', 'l1', 'huber', 'smooth_l1', 'bce', 'bce_with_logits', 'kl_div', 'margin', 'soft_margin'
     takes:str # What the loss expects of the prediction: 'logits', 'log_probabilities', 'probabilities' or 'values'
-    prediction:torch.Tensor|None = None # None if the graph does not have it
-    target:torch.Tensor|None = None # None if the graph does not have it
+    prediction:torch.Tensor|None = None # Prediction of the model. None if the autograd graph has not saved the prediction
+    target:torch.Tensor|None = None # Target of the loss. None if the autograd graph has not saved the target
     shape:tuple|None = None # Shape of the prediction
     target_shape:tuple|None = None # Shape of the target, None if it is unknown
     links:tuple = () # `Link`s between the model and the loss, the last operation first
     broadcast:bool = False # True if prediction and target have different shapes, and one was expanded
-    ignore_index:int|None = None # Label that the loss leaves out
-    class_weights:bool = False # True if classes or elements have weights
+    ignore_index:int|None = None # Label that the loss ignores, as in `nn.CrossEntropyLoss`
+    class_weights:bool = False # True if the loss weights classes or elements, as with `weight=`
     weighted:bool = False # True if the term is multiplied by a tensor, as in a policy gradient
-    result_shape:tuple|None = None # Shape of the loss of all elements, after a broadcast
-    end:str = '' # Operation of the last layer, such as 'Addmm' or 'Convolution'
-    number:int = -1 # Number of the node in this thread
+    result_shape:tuple|None = None # Shape of the element-wise loss before `mean` or `sum`, after a broadcast
+    end:str = '' # Autograd operation of the model's last layer, such as 'Addmm' or 'Convolution'
+    number:int = -1 # Sequence number of the autograd node, which torch counts in each thread; -1 if unknown
 
 # %% ../../nbs/10_capture/48_loss_graph.ipynb #047e5bfa
 def is_expanded(x) -> bool:
@@ -108,14 +109,14 @@ def is_expanded(x) -> bool:
     except RuntimeError: return False # sparse and nested tensors have no strides
 
 def shape_of_tensor(x):
-    "Return the shape of a tensor. None for None, and for a nested tensor."
+    "Return the shape of a tensor as a tuple. Return None for a nested tensor, which has no shape, and for None."
     try: return None if x is None else tuple(x.shape)
     except RuntimeError: return None
 
 def as_given(x):
     "Return a tensor without the dimensions along which it was expanded: a view of the elements that the user passed."
     repeated = [stride==0 and n>1 for stride,n in zip(x.stride(), x.shape, strict=True)]
-    first = next((i for i,r in enumerate(repeated) if not r), len(repeated)) # leading dimensions were added by the broadcast
+    first = next((i for i,r in enumerate(repeated) if not r), len(repeated)) # the broadcast has added leading dimensions: remove them
     return x[tuple(0 if i<first else slice(0, 1) if r else slice(None) for i,r in enumerate(repeated))]
 
 node_kinds = {'NllLoss': ('nll', 'log_probabilities'), 'NllLoss2D': ('nll', 'log_probabilities'), 'MseLoss': ('mse', 'values'),
@@ -125,7 +126,7 @@ node_kinds = {'NllLoss': ('nll', 'log_probabilities'), 'NllLoss2D': ('nll', 'log
 def end_of(way) -> str: return '' if way.end is None else node_word(way.end)
 
 def torch_term(node, word):
-    "Return the `LossTerm` of a node of one of torch's own losses."
+    "Return the `LossTerm` of the autograd node of one of torch's own losses, such as `MseLossBackward0`."
     kind,takes = node_kinds[word]
     given,target,below = saved(node, 'self'),saved(node, 'target'),node.next_functions[0][0]
     way = Way((), None, None, given) if below is None else way_down(below, given)
@@ -142,25 +143,25 @@ def torch_term(node, word):
 
 # %% ../../nbs/10_capture/48_loss_graph.ipynb #2ef26cdc
 def residual_term(node, word):
-    "Return the `LossTerm` of the square or the absolute value of a difference of a prediction and a constant. None for another node."
+    "Return the `LossTerm` of a loss without a torch function, (prediction-target)**2 or abs(prediction-target). None for another node."
     if word=='Pow' and saved(node, 'exponent')!=2: return None
     if word=='Mul' and (len(node.next_functions)!=2 or node.next_functions[0][0] is not node.next_functions[1][0]): return None
     difference = node.next_functions[0][0] if node.next_functions else None
     if difference is None or node_word(difference) not in ('Sub', 'Rsub'): return None
     below,slot = only_child(difference)
-    if below is None or hasattr(below, 'variable'): return None # two predictions, or a penalty for parameters
+    if below is None or hasattr(below, 'variable'): return None # a difference of two predictions, or of parameters, has no target
     way,residual = way_down(below),saved(node, 'self')
     shape,whole = node_shape(below),node_shape(difference)
     target = target_of(way, residual, slot==0) if shape==whole else None
     return LossTerm('l1' if word=='Abs' else 'mse', 'values', way.raw if shape==whole else None, target, shape, shape_of_tensor(target), way.links,
         shape is not None and shape!=whole and node_word(below)!='Unsqueeze', result_shape=whole, end=end_of(way))
 
-with_result = 'softmax', 'sigmoid', 'tanh', 'relu' # activations whose node has their result
+with_result = 'softmax', 'sigmoid', 'tanh', 'relu' # activations whose autograd node saves the result
 
 def target_of(way, residual, is_first):
-    """Return the target, from the result of the last activation and the difference of both. None if this result is unknown.
+    """Return the target, computed from a prediction (the result of an activation) and `residual`, the difference of prediction and target.
 
-    `is_first`: True if the target was subtracted"""
+    Return None if the prediction is unknown. `is_first`: True if the target was subtracted from the prediction."""
     names = [n for n in way.names if n!='select']
     if residual is None or way.raw is None or not names or names[0] not in with_result: return None
     if [n for n in way.raw.shape if n!=1]!=[n for n in residual.shape if n!=1]: return None
@@ -169,12 +170,12 @@ def target_of(way, residual, is_first):
 
 # %% ../../nbs/10_capture/48_loss_graph.ipynb #88b6e4e6
 def constant_of(node):
-    "Return the tensor by which an operation multiplies its only argument with a gradient, and the node of this argument."
+    "Return the constant by which an operation multiplies or divides its only argument with a gradient, and the autograd node of this argument."
     below,slot = only_child(node)
     return None if below is None else saved(node, 'self' if slot==1 else 'other'), below
 
 def is_distribution(x) -> bool:
-    "Return True if the elements of a tensor are not negative, and sum to 1 along the last dimension. False on a device, to not wait for it."
+    "Return True if the elements of a tensor are not negative, and sum to 1 along the last dimension. False on a GPU: a test would wait for it."
     if not x.is_cpu or not x.is_floating_point() or not x.ndim or not x.numel(): return False
     return bool((x>=0).all()) and bool(((x.sum(-1)-1).abs()<1e-3).all())
 
@@ -185,7 +186,7 @@ def product_term(node, divergence=False):
     target,below = constant_of(node)
     if not isinstance(target, torch.Tensor) or not target.ndim or tuple(target.shape)!=node_shape(below): return None
     way = way_down(below)
-    if 'select' in way.names: return None # a policy gradient, or one class of many
+    if 'select' in way.names: return None # no cross-entropy: only some elements are used, as in a policy gradient
     shape,top = node_shape(below),way.names[:1]
     if top in (('log_softmax',), ('log',)):
         kind = 'kl_div' if divergence else 'cross_entropy'
@@ -195,7 +196,7 @@ def product_term(node, divergence=False):
     return LossTerm('kl_div', 'log_probabilities', way.raw, target, shape, shape, way.links, end=end_of(way))
 
 def chosen_term(node, word):
-    "Return the `LossTerm` of log-probabilities at the labels: `log_p.gather(1, y)` or `log_p[rows, y]`. None for another selection."
+    "Return the `LossTerm` of a loss that selects the log-probabilities of the labels: `log_p.gather(1, y)` or `log_p[rows, y]`. Else return None."
     below = only_child(node)[0]
     index = saved(node, 'index') if word=='Gather' else None if word!='Index' else read_indices(node)
     if below is None or not isinstance(index, torch.Tensor): return None
@@ -205,7 +206,7 @@ def chosen_term(node, word):
     return LossTerm(kind, takes, way.raw, index, node_shape(below), tuple(index.shape), way.links, end=end_of(way))
 
 def read_indices(node):
-    "Return the last of two or more index tensors of a node, the labels in `log_p[rows, y]`. None if there are no such."
+    "Return the last index tensor that an indexing node has saved: the labels `y` in `log_p[rows, y]`. Return None for less than two index tensors."
     some = [i for i in saved(node, 'indices') or () if isinstance(i, torch.Tensor)]
     return some[-1].detach() if len(some)>1 and not some[-1].is_floating_point() and some[-1].dtype!=torch.bool else None
 
@@ -213,14 +214,14 @@ def read_indices(node):
 passed = moves | selections | {'Add', 'Sub', 'Rsub', 'Mul', 'Div', 'Neg', 'Mean', 'Sum', 'Nansum', 'Stack', 'Cat', 'Where', 'MaskedFill', 'Sqrt', 'Detach'}
 
 class LossGraph(NamedTuple):
-    "What the autograd graph of a loss shows."
-    terms:list # `LossTerm`s
-    nodes:int = 0 # Number of nodes that were visited
+    "Result of the search for terms in the autograd graph of a loss."
+    terms:list # A `LossTerm` for each term of the loss
+    nodes:int = 0 # Number of autograd nodes that the search has visited
     compiled:bool = False # True if compiled code has computed the loss, so that its graph has no terms
-    freed:bool = False # True if a backward has freed what the nodes saved
+    freed:bool = False # True if a backward pass has freed the tensors that the autograd nodes had saved
 
 def term_of(node, word, parent):
-    "Return the `LossTerm` of a node, or None. `parent`: the node above."
+    "Return the `LossTerm` of an autograd node, or None. `word`: name of the operation. `parent`: node that uses the result of this node."
     if word in node_kinds: return torch_term(node, word)
     if word in ('Pow', 'Abs') or word=='Mul': found = residual_term(node, word)
     else: found = None
@@ -230,15 +231,15 @@ def term_of(node, word, parent):
     return chosen_term(node, word) if found is None and word in ('Gather', 'Index') else found
 
 def is_weight(node, word) -> bool:
-    "Return True if a node multiplies a term by a tensor of several elements."
+    "Return True if an autograd node multiplies or divides a loss term by a tensor of several elements, such as weights of samples."
     if word not in ('Mul', 'Div'): return False
     factor,_ = constant_of(node)
     return isinstance(factor, torch.Tensor) and factor.numel()>1
 
 def find_terms(loss, most:int=2000, most_terms:int=8) -> LossGraph:
-    """Return the terms of a loss, from its autograd graph. A loss that has none is no error. `loss`: a tensor, of any kind.
+    """Return the terms of a loss, found in its autograd graph. Without a known term, the result has no terms, and nothing is raised.
 
-    `most`: number of nodes to visit; `most_terms`: number of terms to return."""
+    `loss`: any object; only a tensor has terms. `most`: largest number of nodes to visit. `most_terms`: largest number of terms to return."""
     root = getattr(loss, 'grad_fn', None) if isinstance(loss, torch.Tensor) else None
     queue,seen,found,at = [(root, None, False)] if root is not None else [],set(),[],0
     compiled = False
@@ -258,9 +259,9 @@ def find_terms(loss, most:int=2000, most_terms:int=8) -> LossGraph:
 
 # %% ../../nbs/10_capture/48_loss_graph.ipynb #6e169e30
 def join_logarithms(found) -> list:
-    """Return `LossTerm`s. Two products of a target and log(p), and of the rest and log(1-p), are one binary cross-entropy.
+    """Return the list of `LossTerm`. Join y*log(p) and (1-y)*log(1-p), for target y and probability p, to one term: the binary cross-entropy.
 
-    `found`: pairs of a term and its node."""
+    `found`: list of (`LossTerm`, autograd node) pairs."""
     ways = [way_down(only_child(n)[0]) if t.takes=='probabilities' and t.kind=='cross_entropy' else None for t,n in found]
     out,used = [],set()
     for i,(term,_) in enumerate(found):

@@ -18,7 +18,7 @@ from .private_torch import in_training_function, warn_no_hooks
 
 # %% ../../nbs/10_capture/16_module_state.ipynb #1b607f22
 class PendingCalls:
-    "Calls of a module with a pending gradient of one tensor. A backward goes from the last call to the first."
+    "Calls of a module that wait for the gradient of one tensor. A backward pass computes the gradient of the last call first."
     # waiting: calls whose gradient is expected; done: calls that have their gradient; backward: number of the backward pass
     def __init__(self): self.waiting,self.done,self.backward = [],[],0
 
@@ -28,7 +28,7 @@ class PendingCalls:
         self.waiting.append((call, phase, step))
 
     def next_call(self):
-        "Return the call of the next gradient: number and phase of the call, number of the backward."
+        "Return the call to which the next gradient belongs, as a tuple: number and phase of the call, number of the backward pass."
         if not self.waiting: self.waiting,self.done,self.backward = self.done[::-1],[],self.backward+1
         self.done.append(self.waiting.pop())
         return *self.done[-1][:2], self.backward
@@ -43,7 +43,7 @@ class PendingGradients:
     "Pending gradients of a module: for each tensor, the calls with an expected gradient."
     def __init__(self):
         self.calls,self.step = {},None # calls: a `PendingCalls` for each (ttype, tname); step: step of the last expected call
-        self.counts = {} # number of gradients in this pass, by (ttype, tname)
+        self.counts = {} # (ttype, tname) -> number of the tensor's last gradient in this pass, from 0
 
     def expect(self, ttype, names, call, listener):
         "Add a call for which gradients of the tensors `names` are expected. `call`: number and phase of the call."
@@ -52,12 +52,12 @@ class PendingGradients:
         for n in names: self.calls.setdefault((ttype, n), PendingCalls()).expect(*call, now)
 
     def next_call(self, ttype, name, calls):
-        """Return the call of the next gradient of a tensor: number and phase of the call, number of the backward.
+        """Return the call to which the next gradient of a tensor belongs, as a tuple: number and phase of the call, number of the backward pass.
 
         `calls`: number of calls in this pass, from which the call is computed if no gradient is pending."""
         k = self.counts[ttype, name] = self.counts.get((ttype, name), -1)+1
         pending = self.calls.get((ttype, name))
-        # no call is pending after a checkpoint has recomputed the forward; a backward pass goes from the last call to the first
+        # after a checkpoint has recomputed the forward, no call is pending. A backward pass goes from the last call to the first
         return pending.next_call() if pending else (calls-1-k%max(calls, 1), None, k//max(calls, 1))
 
 # %% ../../nbs/10_capture/16_module_state.ipynb #2496a2c3
@@ -75,10 +75,10 @@ class CompiledPasses:
         # True if each call of the module is a pass, so that its compiled graph reports begin and end of passes
         self.outermost = outermost
         self.begun = set() # ids of threads in which compiled code has begun a pass
-        # ids of threads whose pass began with the report of a call, because the graph was compiled without reports of passes
+        # ids of threads whose pass began when a call was reported, because the compiled graph does not report passes
         self.by_call = set()
-        self.calls = Counter() # number of running calls, by thread id
-        # whether compiled code knows the shapes of the inputs, and of the outputs, in the `moduleTrack`. Read at its address
+        self.calls = Counter() # thread id -> number of running calls of the module
+        # shapes_known: for inputs and for outputs, 1 if the `moduleTrack` has the current shapes. Compiled loops read both numbers by address
         self.shapes_known = array('q', (0, 0))
 
 # %% ../../nbs/10_capture/16_module_state.ipynb #3f64cbbc
@@ -96,7 +96,7 @@ class ModuleState:
         # key: tensor that identifies this object in operators, for probes and gradients of this listener only
         self.key = compiled.new_key(self) if self.root or self.wants.input_grad or self.wants.output_grad else None
         self.passes,self.pending = CompiledPasses(self.root),PendingGradients()
-        self.hooks = {} # our forward hook that runs after the module's own hooks, by thread id; used by `partial_sums`
+        self.hooks = {} # thread id -> our forward hook, which runs after the module's own hooks; used by `partial_sums`
 
     def number(self, pass_):
         "Return the number of a new call of the module in the pass `pass_`: 0, 1, ..."
@@ -105,7 +105,7 @@ class ModuleState:
         return self.calls-1
 
     def detach(self):
-        "Remove the listener from this module. If it was the last listener, the module becomes as it was before arming."
+        "Remove the listener from this module. Without another listener, the module becomes as it was before arming."
         m = self.track.module
         patch = m.__dict__.get(KEY)
         if patch is None or self not in patch.states: return
@@ -123,7 +123,7 @@ class ModuleState:
         elif patch is not None: patch.renew_plan()
 
     def renew_taps(self, taps):
-        "Replace the taps. The plan of this module's calls is replaced, because it uses the former taps."
+        "Replace the taps of this module. Also renew the plan of the module's calls, because the plan refers to the former taps."
         self.taps = taps
         patch = self.track.module.__dict__.get(KEY)
         if patch is not None: patch.renew_plan()
@@ -138,15 +138,15 @@ class ModuleState:
         self.listener.failed(self, what, what, error)
         return []
 
-    # ---- called by compiled code
+    # ---- methods that compiled code calls
 
     def began(self, grad=False): # grad: True if the pass will have gradients
         "Report that compiled code has begun a pass."
-        # the previous pass has raised an exception, because its end was not reported: compiled code reports no exceptions
+        # compiled code reports no exceptions, so a previous pass without a reported end has raised an exception
         if get_ident() in self.passes.begun:
             self.listener.pass_fails(self)
             self.ended()
-        if not self.root and self.listener.inside(): return # a call in a running eager pass belongs to that pass
+        if not self.root and self.listener.inside(): return # a call inside a running eager pass begins no pass of its own
         if self.listener.pass_begins(self, grad): self.passes.begun.add(get_ident())
 
     def ended(self):
@@ -157,14 +157,14 @@ class ModuleState:
 
     def is_recorded(self):
         "Return True if a call reported by compiled code is to be recorded."
-        # reported, because compiled code changes memory without changing the version counters of tensors
+        # the listener must drop cached summaries, because compiled code changes memory without changing version counters
         self.listener.memory_reused()
         if self.wants.input_grad or self.wants.output_grad: warn_no_hooks()
         return self.listener.on and self.listener.records()
 
     def entered(self, named, hooked):
         "Report that compiled code has called the module with these (name, tensor) pairs."
-        # another listener caused this operator in the graph
+        # returns if the operator is in the graph only because another listener wants inputs
         if not (self.wants.inputs and self.watched and self.wants.compiled): return
         self.passes.calls[get_ident()] += 1
         if not self.root and not self.listener.inside():
@@ -195,7 +195,7 @@ class ModuleState:
 
     def grads_arrived(self, ttype, named):
         "Report gradients computed by compiled code or a recomputation to the listener."
-        self.listener.memory_reused() # reported, because compiled code reuses one buffer for several gradients
+        self.listener.memory_reused() # cached summaries are invalid, because compiled code reuses one buffer for several gradients
         for n,g in named: self.listener.gradient(self, ttype, n, g, *self.pending.next_call(ttype, n, self.calls))
 
     def probed(self, named):

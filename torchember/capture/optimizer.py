@@ -15,11 +15,11 @@ from .private_torch import has_step_hooks, is_unscaled, loss_scale, never_compil
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #8150e7ac
 def parameters_of(optimizer) -> list:
-    "Return the parameters in all parameter groups of an optimizer, each once."
+    "Return the parameters in all parameter groups of an optimizer, each parameter once."
     return list({id(p): p for g in optimizer.param_groups for p in g['params']}.values())
 
 def trained_by(optimizers) -> list:
-    "Return the parameters trained by any of these optimizers, each once."
+    "Return the parameters that any of these optimizers trains, each parameter once."
     return list({id(p): p for o in optimizers for p in parameters_of(o)}.values())
 
 def state_tensors(optimizer, p) -> dict:
@@ -36,7 +36,7 @@ def live_objects(kind):
     return [o for o in gc.get_objects() if issubclass(type(o), kind)]
 
 def in_live_optimizers(wanted:set) -> set:
-    "Return those ids in `wanted` that belong to parameters of any torch optimizer in this process."
+    "Return the ids in `wanted` that are ids of parameters of any torch optimizer in this process."
     return wanted & {id(p) for o in live_objects(torch.optim.Optimizer) for g in getattr(o, 'param_groups', ()) for p in g['params']}
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #afd21f76
@@ -48,7 +48,7 @@ def inner_optimizers(o):
     return [v for v in values if not isinstance(v, type|torch.Tensor) and is_optimizer(v) and mine & {id(p) for p in parameters_of(v)}]
 
 def innermost_optimizers(optimizer) -> list:
-    "Return the optimizers inside of a wrapper such as `Lookahead`, at any depth. Return the optimizer itself if it is not a wrapper."
+    "Return the optimizers inside of a wrapper such as `Lookahead`, at any depth. Return the optimizer itself if `optimizer` is no wrapper."
     found,todo,seen = [],[optimizer],set()
     while todo:
         o = todo.pop(0)
@@ -61,7 +61,7 @@ def innermost_optimizers(optimizer) -> list:
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #0cab1003
 def reporting_closure(closure, report):
-    "Wrap the closure given to `optimizer.step` to call `report` after it has computed the gradients. Return None for None."
+    "Wrap the closure given to `optimizer.step` to call `report` after the closure has computed the gradients. Return None for None."
     if closure is None or hasattr(closure, '_torchember'): return closure
     @functools.wraps(closure)
     def run(*args, **kwargs):
@@ -81,7 +81,7 @@ def wrap_closure(args, kwargs, report):
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #2030c588
 def count_writes(params) -> int:
-    "Return the sum of the version counters of some parameters. It changes when an optimizer writes into any of them."
+    "Return the sum of the version counters of some parameters. The sum changes when an optimizer writes into any of the parameters."
     return sum(p._version for p in params if not p.is_inference())
 
 def evenly_spaced(xs, n=16):
@@ -90,14 +90,14 @@ def evenly_spaced(xs, n=16):
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #63555850
 class ReplacedStep:
-    "Replacement of the method `step` of one object. If the user has replaced `step` again, ours is kept, and only calls the original."
+    "Replacement of the method `step` of one optimizer or scaler. If other code has wrapped our `step`, our `step` stays, and calls the original."
     def __init__(self, o, former, step):
         self.o,self.former,self.step,self.removed = o,former,step,False
         step.__func__._torchember = self
         o.step = step
 
     def remove(self):
-        "Restore the original `step`, unless the user has replaced ours."
+        "Restore the original `step` of the object, unless other code has replaced our `step`."
         self.removed = True
         while (step := vars(self.o).get('step')) is not None and (top := getattr(step, '_torchember', None)) is not None and top.removed and top.step is step:
             if top.former is None: del self.o.step
@@ -120,7 +120,7 @@ def replace_step(o, run) -> ReplacedStep:
 def gradient_scale(scaler, o):
     "Return the loss scale contained in the gradients of the optimizer `o`, as a tensor, or None. `scaler`: a `GradScaler`, or None."
     if scaler is None or not scaler.is_enabled(): return None
-    # a fused optimizer divides the gradients by `grad_scale` in its kernel
+    # a fused optimizer divides by `grad_scale` in its kernel, so `p.grad` still contains this scale
     if getattr(o, 'grad_scale', None) is not None: return o.grad_scale
     return None if is_unscaled(scaler, o) else loss_scale(scaler)
 
@@ -131,7 +131,7 @@ def is_capturing(device):
     return captures is not None and captures()
 
 def has_skipped(o):
-    "Return True if a fused optimizer changed no weight, because gradients were not finite. Return False during the capture of a CUDA graph."
+    "Return True if a fused optimizer changed no weight, because gradients were not finite. False during a CUDA graph capture: no value can be read."
     found = getattr(o, 'found_inf', None)
     return found is not None and not is_capturing(found.device) and bool(found.item())
 
@@ -143,7 +143,7 @@ def is_stepping(o):
 
 class OpenSteps:
     "Counts the running steps of each optimizer, because the `step` of an optimizer may call itself."
-    def __init__(self): self.depth = {} # number of running steps of each optimizer, by id
+    def __init__(self): self.depth = {} # id of an optimizer -> number of its steps that are running
 
     def begin(self, o):
         "Count a step of optimizer `o` that begins. Return True if no other step of `o` is running."
@@ -177,13 +177,13 @@ class OptimizerWatch:
     def __init__(self, optimizers, scaler, listener):
         self.given,self.scaler,self.listener,self.attached = optimizers,scaler,listener,False
         self.innermost_of = {id(o): innermost_optimizers(o) for o in optimizers}
-        # optimizers inside of wrappers, each once
+        # optimizers to watch, each once; a wrapper is replaced by the optimizers inside the wrapper
         self.optimizers = list({id(w): w for ws in self.innermost_of.values() for w in ws}.values())
         self.handles,self.scaler_step = [],None # handles: handles of hooks, and `ReplacedStep` objects; scaler_step: the `ReplacedStep` of the scaler
         self.open,self.wrappers = OpenSteps(),[] # open: running steps of optimizers; wrappers: wrappers whose step is running
-        # optimizers by id that stepped inside the step of a wrapper; reported when that step ends
+        # id -> optimizer that stepped inside the step of a wrapper; reported when the wrapper's step ends
         self.in_wrapper = {}
-        # ready: ids of optimizers whose gradients were ready in this step of the scaler; seen: ids of optimizers that have stepped before
+        # ready: ids of optimizers whose gradients were ready in this step of the scaler; stepped: ids of optimizers that have stepped before
         self.ready,self.stepped = set(),set()
 
     def attach(self):
@@ -195,7 +195,7 @@ class OptimizerWatch:
         self.use_scaler(self.scaler)
 
     def use_scaler(self, scaler):
-        "Watch the steps of another `GradScaler` from now on, or of none if `scaler` is None."
+        "Watch the steps of the `GradScaler` `scaler` from now on. None: watch no scaler."
         if self.scaler_step is not None: self.scaler_step.remove()
         self.scaler = scaler
         self.scaler_step = replace_step(scaler, self.run_scaled) if self.attached and scaler is not None else None
@@ -255,7 +255,7 @@ class OptimizerWatch:
         return out
 
     def run_wrapper(self, o, go, args, kwargs):
-        "Run the original step of a wrapper. Report the steps of the optimizers inside it at the end."
+        "Run the original step of a wrapper around optimizers. At the end, report the steps of the optimizers inside the wrapper."
         if not self.attached: return go(*args, **kwargs)
         before = count_writes(evenly_spaced(parameters_of(o)))
         self.wrappers.append(o)

@@ -16,12 +16,12 @@ from .tensors import outputs
 
 # %% ../../nbs/10_capture/17_partial_sums.ipynb #865cffed
 def partial_sums(named):
-    "Select from (name, tensor) pairs the `DTensor` objects with a `Partial` placement, of which each rank has one summand."
+    "Return the `DTensor` objects with a `Partial` placement in (name, tensor) pairs. Each rank has one summand of such a tensor."
     return [x for _,x in named if type(x) is not torch.Tensor and any(p.is_partial() for p in getattr(x, 'placements', ()))]
 
 # %% ../../nbs/10_capture/17_partial_sums.ipynb #7e1d0a02
 def report_after_hooks(state, named, variables, again=False) -> bool:
-    """Report an output that is a partial sum after the module's own hooks have summed it over ranks. Return False without a partial sum or hook.
+    """Report an output that is a partial sum after the module's own hooks have summed it over ranks. Return False without partial sum or hook.
 
     `named`: (name, tensor) pairs of the forward's result. `variables`: names of the variables of our patched forward, by which its frames are recognized.
     `again`: whether a checkpoint recomputes the forward in a backward."""
@@ -36,7 +36,7 @@ def report_after_hooks(state, named, variables, again=False) -> bool:
     return True
 
 def add_last_hook(state, frames, report):
-    "Register a forward hook to run last in one call of the module, and then remove itself. `frames`: ids of the frames of torch that call hooks."
+    "Register a forward hook that runs last in the current call of the module, and once only. `frames`: ids of torch's frames that call hooks."
     thread = get_ident()
     def hook(module, args, result):
         "Report the outputs in `result` if this is the expected call, and remove the hook."
@@ -45,7 +45,7 @@ def add_last_hook(state, frames, report):
         handle.remove()
         if state.hooks.get(thread) is handle: del state.hooks[thread]
         report(state.named_tensors('output', outputs, result))
-    # the hook remained from a call that ended with an exception
+    # remove a hook that remained from a call that ended with an exception
     if thread in state.hooks: state.hooks.pop(thread).remove()
     # always_call: the hook must run and remove itself even if another hook has raised an exception
     state.hooks[thread] = handle = state.track.module.register_forward_hook(never_compile(hook), always_call=True)

@@ -96,13 +96,13 @@ def patched(former=None, function=None, inner=None):
     place = function if former is None else former
     def forward(self, *args, **kwargs):
         if inner is None:
-            patch = getattr(self, KEY, None) # uses `getattr`, because torch.compile can trace it
-            # reached if other code has kept our forward after it was removed from the module
+            patch = getattr(self, KEY, None) # uses `getattr`, because torch.compile can trace `getattr`
+            # true if other code still calls this forward after torchember has removed it from the module
             if patch is None or patch.place is not place:
                 return (function or type(self).forward)(self, *args, **kwargs) if former is None else former(*args, **kwargs)
             if torch.compiler.is_compiling(): return traced_forward(self, patch, args, kwargs)
             plan = patch.plan
-            if plan is not None and (code := plan.enter(plan.address, args, kwargs, -1)): # 0: the call goes the general way
+            if plan is not None and (code := plan.enter(plan.address, args, kwargs, -1)): # code 0: the plan cannot record this call
                 if code>1: plan.finish_inputs(code, args, kwargs)
                 try: result = (function or type(self).forward)(self, *args, **kwargs) if former is None else former(*args, **kwargs)
                 except BaseException:
@@ -113,7 +113,7 @@ def patched(former=None, function=None, inner=None):
             st,call = patch.first
         else: st,call,patch = inner
         listener = st.listener
-        if not listener.on and listener.running and not st.root or is_exporting() or is_tracing(): # no event needs a report here
+        if not listener.on and listener.running and not st.root or is_exporting() or is_tracing(): # no event of this call is reported
             return type(self).forward(self, *args, **kwargs) if call is None else call(*args, **kwargs)
         if recomputing():
             wants = listener.on and st.watched and st.wants
@@ -150,7 +150,7 @@ def patched(former=None, function=None, inner=None):
 variables = patched().__code__.co_varnames
 
 # %% ../../nbs/10_capture/19_patch.ipynb #fbcbb8c5
-# our forward for each replaced function, shared by all modules with this function
+# (replaced function, True if a function of the class) -> our forward, shared by all modules with the replaced function
 shared_forwards = weakref.WeakValueDictionary()
 
 def patched_like(forward, former, function):
@@ -170,17 +170,17 @@ def inner_forward(*inner):
 # %% ../../nbs/10_capture/19_patch.ipynb #5d2e8f03
 class Patch:
     "The replaced forward of one module, and the states of its listeners."
-    def __init__(self, module, known): # known: cached results of `argument_names` by forward function
+    def __init__(self, module, known): # known: forward function -> cached result of `argument_names`
         d,of_class = module.__dict__,inspect.getattr_static(type(module), 'forward', None)
         found = d.get('forward')
         takes_module = isinstance(found, types.MethodType) and found.__self__ is module and isinstance(found.__func__, types.FunctionType)
-        # the replaced function, if it is set on the instance and takes the module
+        # the replaced function, if set on the instance, not on the class, and called with the module as first argument; else None
         self.function = found.__func__ if takes_module else None
         # is_plain: True if `forward` is a Python method of the class; False if set on the instance, written in C, static, or scripted
         is_plain = 'forward' not in d and isinstance(of_class, types.FunctionType)
         own = self.function or (is_plain and of_class)
         self.covered = None if is_plain else module.forward # the replaced callable; None for the function of the class
-        self.former = None if own else self.covered # the replaced callable, if it does not take the module
+        self.former = None if own else self.covered # the replaced callable, if the module is not its argument; else None
         # parameter names of the module's own forward
         self.names,self.rest = known.get(own) or argument_names(module.forward)
         if own: known[own] = self.names,self.rest
@@ -195,15 +195,15 @@ class Patch:
         for st in reversed(self.states[1:]): call = types.MethodType(inner_forward(st, call, self), st.track.module)
         # state of the first listener, and the callable that the patched forward calls; None means `type(module).forward`
         self.first = (self.states[0], call) if self.states else None
-        # compared with the replaced forward, to notice that a patched forward is no longer installed
+        # place: the replaced callable. If `patch.place` is another callable, a patched `forward` is no longer installed
         self.place = self if not self.states else self.function if self.former is None else self.former
-        # True if compiled code reports begin and end of a pass
+        # passes: True if compiled code reports begin and end of a pass
         self.passes = any(st.passes.outermost for st in self.states)
         self.wants = union_of_wants(frozenset(st.wants for st in self.states if st.watched))
         self.renew_plan()
 
     def renew_plan(self):
-        "Ask the only listener for a plan of the module's calls. None with several listeners: then all calls go the general way."
+        "Ask the module's only listener for a plan, which records calls faster. With several listeners there is no plan."
         state = self.states[0] if len(self.states)==1 and self.states[0].watched else None
         self.plan = None if state is None else state.listener.plan_of(state, (self.names, self.rest))
 

@@ -29,7 +29,7 @@ from ..ground.messages import warn
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch05
 newest = 2,15 # newest version of torch with which the tests were run
-missing = {} # consequence for the user of each private name that this version of torch lacks
+missing = {} # private name that this version of torch lacks -> consequence for the user
 
 def private(path, without, then):
     """Return the private object of torch at `path`, such as 'torch._C._functorch.get_unwrapped', or the fallback `without`.
@@ -69,10 +69,10 @@ count_dispatch_modes = private('torch._C._len_torch_dispatch_stack', lambda: 1, 
 # Returns the number of active modes that see function calls, such as a default device. Exists in torch 2.0 and later
 count_function_modes = private('torch._C._len_torch_function_stack', lambda: 1, 'every tensor is read as if a mode were active, which takes longer')
 
-# Returns the innermost vmap, grad or similar transform that is running, or None. Exists in torch 2.0 and later
+# Returns the innermost running transform of `torch.func`, such as vmap or grad, or None. Exists in torch 2.0 and later
 inside_transform = private('torch._C._functorch.peek_interpreter_stack', lambda: None, 'inside vmap and grad the numbers of one sample may be missing')
 
-# Contexts that switch off modes for operations, modes for functions, and transforms. They exist in torch 2.0 and later
+# Contexts that switch off `TorchDispatchMode`, `TorchFunctionMode`, and transforms such as vmap. All exist in torch 2.0 and later
 without_dispatch_modes = private('torch.utils._python_dispatch._disable_current_modes', nullcontext, 'a FLOP counter counts our operations, too')
 without_function_modes = private('torch._C.DisableTorchFunction', nullcontext, 'a mode for functions sees ours, too')
 without_transforms = private('torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack', nullcontext, 'tensors inside vmap and grad are not measured')
@@ -94,16 +94,15 @@ saving_hooks = private('torch._C._autograd._top_saved_tensors_default_hooks', la
 # an autograd Function with one of these words in its name recomputes its forward in its backward
 recomputing_words = 'checkpoint', 'compiled', 'recompute', 'revers', 'invert'
 
-# function: class of an autograd Function
 def recomputes(function):
-    "Return True if the name of an autograd Function shows that its backward recomputes its forward."
+    "Return True if the name of the autograd Function class `function` shows that its backward recomputes its forward."
     return any(w in function.__name__.lower() for w in recomputing_words)
 
 def recomputing():
-    "Return True if a backward is recomputing a forward, as in checkpointing. A module that runs in another backward is computing new values."
+    "Return True if a backward is recomputing a forward, as in checkpointing. In other backward passes, modules compute new values."
     if running_backward()==-1: return False
     function = getattr(type(running_node()), '_forward_cls', None)
-    # a node of torch that is not an autograd Function needs tensors that a checkpoint did not save
+    # torch's own node, not an autograd Function, runs modules only to recompute tensors that a checkpoint did not save
     if function is None or recomputes(function): return True
     hooks = saving_hooks(False)
     return bool(hooks) and hooks[0].__qualname__.startswith('_recomputation_hook')
@@ -113,9 +112,9 @@ def recomputing():
 apply_code = getattr(getattr(torch.autograd.Function.apply, '__func__', None), '__code__', None)
 
 def function_call_in(frame):
-    "Return weak references identifying the call of an autograd Function in `frame`. Return None for other frames, and if the Function recomputes."
+    "Return weak references identifying the call of an autograd Function in `frame`. None for other frames, or a Function that recomputes."
     if apply_code is not None:
-        # compiled code runs in an autograd Function, too: `recomputes` excludes it by its name
+        # compiled code runs in an autograd Function, too: `recomputes` excludes this Function by its name
         if frame.f_code is not apply_code or recomputes(frame.f_locals['cls']): return None
         return tuple(weakref.ref(x) for x in frame.f_locals['args'] if isinstance(x, torch.Tensor))
     ctx = function_context_in(frame)
@@ -141,13 +140,13 @@ def enclosing_call():
     return next((found for frame in running_frames() if (found := function_call_in(frame)) is not None), None)
 
 def in_training_function():
-    "Return True if an autograd Function that needs gradients is running in this thread. Gradients are off in its forward, so torch does not show it."
+    "Return True if an autograd Function that needs gradients is running in this thread, although `torch.is_grad_enabled` is False in its forward."
     if running_backward()!=-1: return True
     for frame in running_frames():
         ctx = function_context_in(frame)
         # `next_functions` is empty if gradients were off outside the Function
         if getattr(type(ctx), '_forward_cls', None) is not None: return len(ctx.next_functions)>0
-        if frame.f_code is apply_code: return True # the forward of this autograd Function has no context argument
+        if frame.f_code is apply_code: return True # an autograd Function whose forward has no context argument, so that `ctx` was not found
     return False
 
 def is_same_call(now, before):
@@ -195,7 +194,7 @@ def call_after_backward(f) -> bool: # returns False if this version of torch can
 will_execute = private('torch._C._will_engine_execute_node', None, 'a pass that only torch.autograd.grad uses is merged with the other passes of its step')
 
 def leaves_below(node, most=16):
-    "Return up to `most` nodes accumulating gradients of leaves, reached from `node` in the autograd graph."
+    "Return up to `most` autograd nodes that accumulate gradients of leaf tensors, and that `node` leads to in the autograd graph."
     found,todo,seen = [],[node],set()
     while todo and len(found)<most and len(seen)<1000:
         if (n := todo.pop()) is None or n in seen: continue
@@ -205,7 +204,7 @@ def leaves_below(node, most=16):
     return found
 
 def writes_gradients() -> bool:
-    "Return False if the running backward belongs to `torch.autograd.grad`, because it writes into no `.grad`. To be called in a hook."
+    "Return False if the running backward belongs to `torch.autograd.grad`, which writes into no `.grad`. Call this function in a hook."
     leaves = leaves_below(running_node()) if will_execute is not None else []
     try: return not leaves or any(will_execute(n) for n in leaves)
     except RuntimeError: return False # torch raises RuntimeError for nodes of the inputs of `torch.autograd.grad`
@@ -237,7 +236,7 @@ def saved(node, name):
     try: value = getattr(node, f'_saved_{name}', None)
     except RuntimeError: return None # the backward has freed the tensor, or the tensor was changed in place
     if isinstance(value, torch.Tensor): return value.detach()
-    return value-2**64 if isinstance(value, int) and value>=2**63 else value # negative numbers are shown as unsigned numbers
+    return value-2**64 if isinstance(value, int) and value>=2**63 else value # torch returns negative integers as unsigned 64-bit integers
 
 def is_freed_node(node) -> bool:
     "Return True if a backward has freed the tensors of an autograd node."
@@ -248,7 +247,7 @@ def is_freed_node(node) -> bool:
     return False
 
 def node_shape(node) -> tuple|None:
-    "Return the shape of the result of an autograd node, from its `_input_metadata` (torch 2.1 and later). None if it is unknown."
+    "Return the shape of the result of an autograd node, from its `_input_metadata` (torch 2.1 and later). None if the shape is unknown."
     known = getattr(node, '_input_metadata', None)
     try: return tuple(int(n) for n in known[0].shape) if known else None
     except (AttributeError, RuntimeError, TypeError, ValueError): return None
@@ -266,7 +265,7 @@ def has_spectral_norm(module):
 DispatchMode = private('torch.utils._python_dispatch.TorchDispatchMode', nullcontext, 'locate sees no operation, and finds nothing')
 reads_number = 'aten._local_scalar_dense' # name of the operation that `Tensor.item` calls, in all versions of torch
 
-# fields: argument names in order, names of arguments written, names of arguments not read, True if the result is a view of an argument
+# fields: names of all arguments in order, of written arguments, of unread arguments; `view`: True if the result is a view of an argument
 Arguments = namedtuple('Arguments', 'names written unread view')
 
 @functools.cache
@@ -321,12 +320,12 @@ def warn_no_hooks():
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch30
 def thread_token(op, lib) -> bool:
-    "Register an operator of the library `lib` as an ordered effect, so that torch keeps its order. Return False if this torch has no effects."
-    # arguments for torch 2.10 and later
+    "Register an operator of the library `lib` as an ordered effect, so that its calls stay in order. Return False if this torch has no effects."
+    # torch 2.10 and later register an effect with this function and these arguments
     with noting_failure('torch.library._register_effectful_op', 'compiled code is kept in order by Inductor alone'):
         torch.library._register_effectful_op(op.name(), torch.library.EffectType.ORDERED, lib=lib)
         return True
-    # arguments for torch 2.5 to 2.9
+    # torch 2.5 to 2.9 register an effect with this function and these arguments
     with noting_failure('torch._higher_order_ops.effects._register_effectful_op', 'models that Inductor compiles are not recorded'):
         effects = import_module('torch._higher_order_ops.effects')
         effects._register_effectful_op(op, effects._EffectType.ORDERED)
@@ -334,7 +333,7 @@ def thread_token(op, lib) -> bool:
     return False
 
 def never_merge(op):
-    "Keep torch.compile from merging two calls of an operator with equal arguments, by listing it as random. Works in torch 2.2 and later."
+    "Keep torch.compile from merging two calls of an operator with equal arguments, by listing the operator as random. For torch 2.2 and later."
     with noting_failure('torch._functorch.compile_utils.rand_ops', 'two equal gradients of compiled code may be one row'):
         known = sys.modules['torch._functorch.compile_utils'].rand_ops
         if op.overloadpacket not in known: known.append(op.overloadpacket)
@@ -345,7 +344,7 @@ def keep_in_order(op, token:bool):
     lowering = sys.modules.get('torch._inductor.lowering')
     if lowering is None: return
     utils = sys.modules.get('torch._inductor.utils')
-    # excluded, because a CUDA graph cannot contain operators that run Python
+    # operators with effects are excluded from CUDA graphs, because CUDA graphs cannot contain operators that run Python
     if hasattr(utils, 'FORBIDDEN_CUDAGRAPH_OPS'): utils.FORBIDDEN_CUDAGRAPH_OPS |= {'with_effects'}
     with noting_failure('torch._inductor.lowering', unordered):
         if op in lowering.lowerings: return
@@ -371,7 +370,7 @@ def order_graph_operations(graph, n, last, token):
     with noting_failure('torch._inductor.graph.GraphLowering.additional_buffer_deps', unordered):
         for o in graph.operations[n:]:
             if last: graph.additional_buffer_deps[o.get_operation_name()].add(last.get_name())
-            # torch itself does this for an operator registered as an effect
+            # for an operator registered as an effect (`token`), torch itself notes the last side effect
             if not token: graph.effectful_ops[torch.library.EffectType.ORDERED] = o
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch35
@@ -392,7 +391,7 @@ def has_unscaled(scaler) -> bool:
     return any(s['stage'].name!='READY' for s in getattr(scaler, '_per_optimizer_states', {}).values())
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #05clip01
-# Name of the function that `clip_grad_norm_` calls to clip, in torch 2.6 and later, else None. It can be replaced in its Python module
+# Name of the function that `clip_grad_norm_` calls to clip, in torch 2.6 and later, else None. `ClippingWatch` replaces this function
 norm_clipper = getattr(private('torch.nn.utils.clip_grad._clip_grads_with_norm_', None,
     '`unclipped_grad` has no rows if clip_grad_norm_ is imported by name'), '__name__', None)
 
@@ -405,7 +404,7 @@ def shared_store():
 # %% ../../nbs/10_capture/05_private_torch.ipynb #5f1a7c02
 def fsdp_of(module):
     """Return the meshes over which FSDP2 shards the parameters of a module: triples of a mesh, the used dimensions, and the divisor of gradients.
-    The divisor is None if it is the number of ranks. Works in torch 2.6 and later."""
+    The divisor is None if torch divides gradients by the number of ranks. Works in torch 2.6 and later."""
     if not is_fsdp(module): return []
     state = module._get_fsdp_state()
     one = getattr(state, '_fsdp_param_group', None) if not hasattr(state, '_fsdp_param_groups') else None
@@ -421,7 +420,7 @@ def group_between_shards(module):
     return getattr(module, '_inter_node_pg', None)
 
 def may_free_parameters():
-    "Return True if FSDP may be in use: it gathers parameters for one forward and frees their memory afterwards, so they must be read at once."
+    "Return True if FSDP may be in use. FSDP frees the memory of gathered parameters after a forward, so parameters must be read at once."
     return 'torch.distributed.fsdp' in sys.modules and torch.distributed.is_available() and torch.distributed.is_initialized()
 
 def is_fsdp(module): return hasattr(module, '_get_fsdp_state') # True if `fully_shard` was applied to the module

@@ -27,7 +27,7 @@ def role_of(placement):
 
 # %% ../../nbs/10_capture/45_ranks.ipynb #047dc1b4
 class Axes(dict):
-    "Axes along which ranks work in parallel: a dict of the ranks in this rank's group by axis name, such as 'dp'."
+    "Axes along which ranks work in parallel: a dict from the name of an axis, such as 'dp', to the ranks in this rank's group."
     def add(self, name, ranks):
         "Add the axis of a group of ranks. Return the name of the axis: the earlier name if the group is known, None for a single rank."
         if len(ranks)==1: return None
@@ -38,7 +38,7 @@ class Axes(dict):
         return new
 
     def add_all(self, named, default):
-        "Add several axes. Return the names of all with more than one rank. `named`: (name, ranks) pairs; `default`: name for axes without a name."
+        "Add several axes. Return the names of the axes with several ranks. `named`: (name, ranks) pairs; `default`: used where a name is None."
         return tuple(a for name,ranks in named if (a := self.add(name or default, ranks)))
 
 def ranks_of(group):
@@ -61,7 +61,7 @@ class DataParallel(NamedTuple):
     unequal:frozenset=frozenset()
 
 def batch_of_ddp(ddp, axes):
-    "Return how a `DistributedDataParallel` spreads the batch over ranks. Add its axis to `axes`, an `Axes`."
+    "Return how a `DistributedDataParallel` spreads the batch over ranks. Add the axis of these ranks to `axes`, an `Axes`."
     ranks,named = ranks_of(ddp.process_group),dict(ddp.module.named_parameters())
     ignored = frozenset(id(named[n]) for n in getattr(ddp, 'parameters_to_ignore', ()) if n in named)
     return DataParallel(axes.add_all([('dp', ranks)], 'dp'), 1/len(ranks), ignored)
@@ -77,7 +77,7 @@ def batch_of_fsdp(module, axes):
     return DataParallel(axes.add_all(named, 'fsdp'), 1/(divisor or prod(len(ranks) for _,ranks in named)))
 
 def batch_of_fsdp1(module, axes):
-    "Return how a `FullyShardedDataParallel` spreads the batch, or None for other modules. Its flat shards cannot be recognized as parameters."
+    "Return how a `FullyShardedDataParallel` spreads the batch, or None for other modules. Its flat shards differ between ranks."
     kind = getattr(sys.modules.get('torch.distributed.fsdp'), 'FullyShardedDataParallel', None)
     if kind is None or not isinstance(module, kind): return None
     named = [('fsdp', ranks_of(module.process_group))]
@@ -90,12 +90,12 @@ def batch_of_fsdp1(module, axes):
 # %% ../../nbs/10_capture/45_ranks.ipynb #84386959
 class Pipeline(NamedTuple):
     "The stages of a pipeline run by this rank."
-    stages:dict # Number of each stage, by the path of its module
+    stages:dict # Path of a module -> number of the pipeline stage that runs the module
     axis:str|None=None # Name of the axis along which the stages follow each other
-    scale:float=1. # 1 / number of micro-batches if the schedule divides gradients by it, else 1
+    scale:float=1. # 1 / number of micro-batches if the schedule divides gradients by this number, else 1
 
 def find_pipeline(model, axes):
-    "Search the modules of a model for stages of a pipeline. Return them as a `Pipeline`."
+    "Search the modules of a model for stages of a pipeline. Return the stages as a `Pipeline`."
     paths,stages,axis,scale = {id(m): path for path,m in model.named_modules()},{},None,1.
     for stage,module,divisor in pipeline_stages(model):
         stages[paths[id(module)]],scale = stage.stage_index,1/divisor
@@ -114,27 +114,27 @@ class Ranks:
 
     `part`: distribution of the tensor along each parallel axis. `gscale`: factor from a gradient on this rank to the gradient of the whole batch. The model may
     have a wrapper, such as DDP. `report` is called with the metadata of this rank whenever the metadata has changed."""
-    # number of passes before which wrappers are searched for; later, a new `DistributedDataParallel` is found when it runs
+    # number of first passes that search for wrappers; in later passes, a new `DistributedDataParallel` is found when its forward runs
     searches = 3
 
     def __init__(self, model, rank, world, report=lambda meta: None):
         self.model,self.rank,self.world,self.report,self.reported = model,rank,world,report,None
-        # batches: a `DataParallel` for each module
+        # batches: module -> `DataParallel`, which says how the module's batch is spread over ranks
         self.axes,self.batches,self.pipeline = Axes(),WeakKeyDictionary(),Pipeline({})
         self.cached,self.searched = {},0 # cached: results of `columns`; searched: number of searches for wrappers
         self.sharded = False # True if any parameter is a `DTensor`, because only then outputs can be partial sums
 
     @property
     def inner(self):
-        "The model without a `DistributedDataParallel` around it."
+        "The model, without the wrapper `DistributedDataParallel`."
         return self.model.module if isinstance(self.model, nn.parallel.DistributedDataParallel) else self.model
 
     def wrapped_by(self, ddp):
-        "Return the module wrapped by a `DistributedDataParallel`; the model if made by `replicate`, which wraps a list of parameters."
+        "Return the module wrapped by a `DistributedDataParallel`. Torch's `replicate` wraps only a list of parameters; then return the model."
         return self.inner if isinstance(ddp.module, nn.ParameterList) else ddp.module
 
     def set_batch(self, module, batch):
-        "Set how the batch is spread over ranks for a module and all modules inside. Inner wrappers are set later than outer wrappers."
+        "Set how the batch is spread over ranks for a module and all modules inside. Set outer wrappers first, then inner wrappers."
         for m in module.modules(): self.batches[m] = batch
 
     def find_axes(self):
@@ -173,7 +173,7 @@ class Ranks:
         return out
 
     def columns(self, module, ttype, x, pname=None) -> dict:
-        "Return the columns `part` and, unless it is 1, `gscale` for the row of a tensor. Arguments as in `roles`."
+        "Return the columns `part` and (unless 1) `gscale` for the row of the tensor `x`. `pname`: name of the parameter of `x`, or None."
         if not self.searched: self.pass_begins()
         placed = (x.device_mesh, tuple(x.placements)) if hasattr(x, 'placements') else None
         key = id(module),ttype,placed,pname

@@ -24,10 +24,10 @@ def keyed_items(value):
         return [(f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value)]
 
 def find_tensors(value, name, joint='.', inside=()):
-    """Return (name, tensor) pairs of all tensors in `value`, in order. `name`: name of `value` itself, the beginning of the names of its tensors.
+    """Return (name, tensor) pairs of all tensors in `value`, in order. `name`: name of `value`, with which the names of its tensors begin.
 
-    `joint`: text between the name and a key, at the first level. `inside`: ids of the containers that contain `value`: a list that contains itself
-    is searched once only."""
+    `joint`: text between the name and a key, at the first level. `inside`: ids of the containers around `value`, to search a list that contains
+    itself only once."""
     if isinstance(value, torch.Tensor): return [(name, value)]
     pairs = None if value is None or (inside and id(value) in inside) else keyed_items(value)
     if pairs is None: return []

@@ -16,7 +16,7 @@ data_parallel_error = ("nn.DataParallel copies the model in every pass, and the 
 
 # %% ../../nbs/10_capture/10_tree.ipynb #87667a70
 wrappers = dict(OptimizedModule='_orig_mod', DistributedDataParallel='module', FullyShardedDataParallel='_fsdp_wrapped_module')
-# Key in a module's `__dict__` for the class name of the activation that it applies last, such as 'ReLU'; set by integrations
+# Key in a module's `__dict__` for the class name of the activation that the module applies last, such as 'ReLU'; set by integrations
 ACTIVATION = '_torchember_activation'
 
 # %% ../../nbs/10_capture/10_tree.ipynb #d5fdf751
@@ -34,17 +34,17 @@ class moduleTrack:
     """Names, position in the tree, own tensors and last shapes of one module.
 
     Args:
-        module: The module
+        module: The module that this object describes
         name: Display name, `model(Net).features(Sequential).0(Conv2d)`; default: the class name
         root_module: True if the module is the root of the model
-        path: Qualified name in `named_modules`
+        path: Name of the module in `named_modules` of the model
         short: Last part of the display name
     """
     def __init__(self,
-        module:nn.Module, # The module
+        module:nn.Module, # The module that this object describes
         name:str|None=None, # Display name, `model(Net).features(Sequential).0(Conv2d)`; default: the class name
         root_module:bool=False, # True if the module is the root of the model
-        path:str='', # Qualified name in `named_modules`
+        path:str='', # Name of the module in `named_modules` of the model
         short:str|None=None # Last part of the display name
     ):
         self.module,self.name,self.root_module,self.path = module,name or type(module).__name__,root_module,path
@@ -52,7 +52,7 @@ class moduleTrack:
         self.id,self.children,self.parent,self.aliases = id(module),[],None,[]
         # the module's own dicts are stored now, because an integration may replace them temporarily while the tree is built
         self.parameters,self.buffers,self.activation = module._parameters,module._buffers,module.__dict__.get(ACTIVATION)
-        self.input_dt,self.output_dt = {},{} # shapes in the last recorded call, by tensor name
+        self.input_dt,self.output_dt = {},{} # tensor name -> shape in the last recorded call
 
     @property
     def base_module(self):

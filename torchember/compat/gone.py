@@ -58,7 +58,7 @@ replacements = {
         **dict.fromkeys(('io_cleaner', 'clean_kv'), "tensors of nested inputs and outputs are named by the library now: output_0, output_1.0"),
         **dict.fromkeys(('color', 'tint'), "messages are warnings and return values now, without colours"),
         'EmberCallback': "call te.log_model() or te.step() in your own callback instead",
-        'unpack_meta': "use emberTracker(run)['base_<run>'] instead"}} # nested dicts {tool: {name: replacement}}
+        'unpack_meta': "use emberTracker(run)['base_<run>'] instead"}} # older tool -> dict from names in this tool to instructions
 
 gone = {name: (tool, what) for tool,names in replacements.items() for name,what in names.items()}
 

@@ -21,7 +21,7 @@ class NetDict(StateDict):
         return StateDict.describe(self.with_texts(parts), kwargs.pop('lw', layerwise), None, group, display, exclude_keys=exclude, **kwargs)
 
     def describe_layers(self, display=True, include=None, layerwise=True, **kwargs):
-        "Return a table of statistics of each layer with a text of `include` in its name."
+        "Return a table of statistics of each layer whose name contains one of the texts `include`."
         return self.describe(layerwise, display, include=include, **kwargs)
 
     def with_texts(self, parts):

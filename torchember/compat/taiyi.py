@@ -26,12 +26,12 @@ class DrawingPace:
     def __init__(self): self.last,self.took = 0.,0. # last: time when the last plot was finished; took: its duration in seconds
 
     def is_due(self):
-        "Return True if enough time has passed since the last plot."
+        "Return True if enough time has passed since the last plot to draw the next plot."
         return time.perf_counter()-self.last>self.share*self.took
 
     @contextmanager
     def measure(self):
-        "Measure how long the `with` block takes to draw a plot."
+        "Measure the time that the `with` block needs to draw a plot."
         began = time.perf_counter()
         yield
         self.last = time.perf_counter()
@@ -86,7 +86,7 @@ class TensorBoardSink:
 def is_single_number(v): return np.ndim(v)==0 and not isinstance(v, str) and hasattr(v, '__float__')
 
 # %% ../../nbs/80_compat/40_taiyi.ipynb #2657bf7f
-def draw_vectors(ax, vectors, name): # vectors: dict of a vector for each step
+def draw_vectors(ax, vectors, name): # vectors: step -> vector of this step
     "Draw the changes of a vector over the steps as a heat map."
     steps,z = list(vectors),np.array([np.ravel(v) for v in vectors.values()], dtype=float).T
     edges = np.concatenate([[steps[0]-.5], (np.array(steps[1:])+np.array(steps[:-1]))/2, [steps[-1]+.5]])
@@ -97,10 +97,10 @@ class FigureSink:
     "Sink that draws a matplotlib figure with a panel for each quantity. The figure is redrawn at intervals, because drawing is slow."
     def __init__(self, figure):
         self.figure,self.pace = figure,DrawingPace()
-        self.lines,self.vectors = {},{} # nested dicts {name: {step: number}} and {name: {step: vector}}
+        self.lines,self.vectors = {},{} # lines: name -> {step: number}; vectors: name -> {step: vector}
 
     def put(self, numbers, figures, step):
-        "Store the numbers of a step, and redraw the figure if due."
+        "Store the numbers of a step, and redraw the figure if enough time has passed."
         for k,v in numbers.items():
             if is_single_number(v): self.lines.setdefault(k, {})[step] = float(v)
         if (numbers or self.vectors) and self.pace.is_due(): self.draw()
@@ -109,7 +109,7 @@ class FigureSink:
     def draw(self):
         "Draw all panels again."
         with self.pace.measure():
-            groups = {} # nested dicts {quantity: {module: {step: number}}}
+            groups = {} # quantity -> {module: {step: number}}
             for k,d in self.lines.items(): groups.setdefault(k.rpartition('_')[2], {})[k.rpartition('_')[0]] = d
             n = len(groups)+len(self.vectors)
             if not n: return
@@ -163,7 +163,7 @@ class Visualization:
     ):
         if not hasattr(monitor, 'get_output'): raise TypeError(f"Visualization shows the values of a Monitor, got {an(monitor)}.")
         self.monitor,self.sink,self.pace = monitor,sink_for(sink),DrawingPace()
-        # history: nested dict {name: {step: vector}}; changed: names of the vectors that changed since the last plot
+        # history: name -> {step: vector}; changed: names of the vectors that changed since the last plot
         self.history,self.changed = {},set()
 
     figure = property(lambda self: getattr(self.sink, 'figure', None), doc="The figure with the plots; None if the sink draws no figure.")

@@ -36,14 +36,14 @@ def wrapper_prefix(module):
 
 # what: name of the argument, for messages; prefix: text before each module name
 def select_by_pattern(pattern, what, prefix):
-    "Return the `Selection` of the modules with a pattern in their names, or of another argument of `select`. Return None for None."
+    "Return a `Selection` of modules whose names match a regular expression, or which `select` selects by another argument. Return None for None."
     if isinstance(pattern, list|tuple|set): return select([select_by_pattern(p, what, prefix) for p in pattern])
     found = compile_pattern(pattern, what)
     if not isinstance(found, re.Pattern): return None if found is None else select(found)
     return Selection(f're {found.pattern!r}', lambda pairs: {id(m) for p,m in pairs if found.search(dotted(prefix, p))})
 
 def check_exclude(exclude, module):
-    "Return the selection of modules to leave out. If it matches no module, warn and return None."
+    "Return the selection `exclude` of modules to leave out. If this selection matches no module, warn and return None."
     inner = unwrap(module)
     if exclude is None or not isinstance(inner, torch.nn.Module) or exclude.ids(list(inner.named_modules())): return exclude
     warn(f"exclude={exclude.what} matches no module, so no module is left out.")
@@ -59,7 +59,7 @@ class TorchTracker(Tracker):
     what = property(lambda self: self.te.model_name, doc="Name of the model.")
 
     def step(self):
-        "End the training step. Call it after `optimizer.step()`."
+        "End the training step. Call this method after `optimizer.step()`."
         n = self.current_step
         self.note_step_end(n, self.te.recorder.boundary(empty=True))
 

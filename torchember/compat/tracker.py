@@ -40,7 +40,7 @@ class Library:
     counts:Callable
     copy:Callable # Function that copies a tensor
 
-libraries = {} # a `Library` for each tensor class; the Python modules for torch and JAX add their classes
+libraries = {} # tensor class -> `Library`; the Python modules for torch and JAX add their classes
 
 def find_library(tensor) -> Library:
     "Return the `Library` for a tensor. Values of other classes, such as lists, are measured by the first library."
@@ -51,21 +51,21 @@ def find_library(tensor) -> Library:
 # %% ../../nbs/80_compat/20_tracker.ipynb #34dd7322
 def stash_scalar_stats(
     tensor # Tensor of torch, or array of JAX, traced or not
-) -> dict: # A number for each name of a statistic
+) -> dict: # Dict from names of statistics to numbers
     """Return mean, std, mean_abs, max_abs, min_abs, rm2, rm4 and rm8 of a tensor. rm4 is the 4th root of the mean of 4th powers.
 
     Args:
         tensor: Tensor of torch, or array of JAX, traced or not
 
     Returns:
-        A number for each name of a statistic
+        Dict from names of statistics to numbers
     """
     return {stat_names.get(k, k): v for k,v in find_library(tensor).scalars(tensor).items()}
 
 def stash_hist(
     tensor, # Any tensor
     min_exp:int=-16, max_exp:int=16 # First and last exponent that have a count of their own
-) -> dict: # {'exp_hist': {'hist': [...], 'bins': [...]}}
+) -> dict: # Dict {'exp_hist': {'hist': list of counts, 'bins': list of exponents}}
     """Count the elements of a tensor by their binary exponent. The first count includes all smaller exponents, the last all larger ones.
 
     Args:
@@ -73,14 +73,14 @@ def stash_hist(
         min_exp, max_exp: First and last exponent that have a count of their own
 
     Returns:
-        {'exp_hist': {'hist': [...], 'bins': [...]}}
+        Dict {'exp_hist': {'hist': list of counts, 'bins': list of exponents}}
     """
     return {'exp_hist': {'hist': find_library(tensor).counts(tensor, min_exp, max_exp), 'bins': [*range(min_exp-1, max_exp+2)]}}
 
 def stash_all_stats_and_hist(
     tensor, # Any tensor
     min_exp:int=-16, max_exp:int=16 # First and last exponent that have a count of their own
-) -> dict: # {'scalar_stats': {...}, 'exp_hist': {...}}
+) -> dict: # Dict {'scalar_stats': {statistic: number}, 'exp_hist': counts as in `stash_hist`}
     """Return the scalar statistics of a tensor, and the counts of its elements by exponent. `track` uses this function by default.
 
     Args:
@@ -88,7 +88,7 @@ def stash_all_stats_and_hist(
         min_exp, max_exp: First and last exponent that have a count of their own
 
     Returns:
-        {'scalar_stats': {...}, 'exp_hist': {...}}
+        Dict {'scalar_stats': {statistic: number}, 'exp_hist': counts as in `stash_hist`}
     """
     return {'scalar_stats': stash_scalar_stats(tensor), **stash_hist(tensor, min_exp, max_exp)}
 
@@ -114,7 +114,7 @@ def builtin_statistics(stash_value): # stash_value: argument of `track`
     "Return the names of the built-in statistics replacing a stash function of torchember. None for a user's function."
     f,kwargs = (stash_value.func, stash_value.keywords) if isinstance(stash_value, partial) and not stash_value.args else (stash_value, {})
     if f is stash_scalar_stats: return ('shape', *scalars)
-    if f is stash_hist: return ('shape', 'mean', exponents_stat(**kwargs)) # a LogFrame must contain a scalar statistic
+    if f is stash_hist: return ('shape', 'mean', exponents_stat(**kwargs)) # the mean is added, because a LogFrame must contain a scalar statistic
     return ('shape', *scalars, exponents_stat(**kwargs)) if f in (None, stash_all_stats_and_hist) else None
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #3e55ce2c
@@ -185,7 +185,7 @@ def check_arguments(offload_type, offload_inc, init_step, stash_value, name, hom
         raise FileExistsError(f"The run {name!r} already exists in {folder('torchember', home)}. Choose another name=.")
 
 def compile_pattern(pattern, what): # what: name of the argument, for messages
-    "Compile a regular expression, or a list of these, for module names. Return a class or `Selection` as it is. Raise ValueError if invalid."
+    "Compile one or several regular expressions for module names. Return a class or `Selection` unchanged. Raise ValueError for other arguments."
     if pattern is None or isinstance(pattern, Selection|type) or callable(pattern): return pattern
     if isinstance(pattern, list|tuple|set):
         parts = [compile_pattern(p, what) for p in pattern]
@@ -225,9 +225,9 @@ class Tracker:
     def __init__(self, t, prefix='', offload_inc=10, offload_fn=None, offload_type='.pkl', wandb=None):
         self.t,self.prefix,self.wandb = t,prefix,wandb
         self.offload_inc,self.offload_fn,self.offload_type = offload_inc,offload_fn,offload_type
-        self.out_path = None # path of the LogFrame; None until it is written
+        self.out_path = None # path of the LogFrame file; None until this file is written
         self.calls,self.read = 0,0 # calls: number of calls of `step`; read: size in bytes of the part of the log that was passed to `offload_fn`
-        self.place = None # folder of this tracker; None until it is created
+        self.place = None # folder of this tracker; None until the folder is created
 
     name = property(lambda self: self.t.fname, doc="Name of the run.")
     stashes = property(lambda self: list(self), doc="A `TensorStash` for each tensor of the latest step.")
@@ -268,7 +268,7 @@ class Tracker:
         if lf is not None: self.offload_fn(self.name, step, lf)
 
     def latest(self):
-        "Return the latest step as a LogFrame; None if there is none."
+        "Return the latest step as a LogFrame. Return None if no step was recorded."
         return self.logframe(frame(self.t.latest_line_list()))
 
     def log_to_wandb(self, step):

@@ -53,7 +53,8 @@ def check_bounds(file, name):
         for op,arg,_ in pickletools.genops(Limited(file, start+size)):
             n += op.name in keeps or op.name=='MEMOIZE'
             if op.name=='FRAME' and arg>size: raise OddPickle(f"it announces {arg:,} bytes, which is more than the file contains")
-            if op.name in keeps and int(arg)>2*n+1000: raise OddPickle(f"it stores an object at index {int(arg):,} of its memo, after only {n:,} others")
+            if op.name in keeps and int(arg)>2*n+1000: raise OddPickle(
+                f"it stores an object at index {int(arg):,} of its memo, but contains only {n:,} objects before")
     except (OddPickle, ValueError, OverflowError, MemoryError) as e:
         raise pickle.UnpicklingError(f"{name} is not a pickle, is cut off, or announces more data than it contains: {printable(e, 200)}.") from None
     file.seek(start)

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 # %% ../../nbs/05_ground/50_child.ipynb #3ba3d7c3
 def interpreter_flags():
-    "Return the command-line flags of this Python process for a child process, and `-P`: no import from the current folder."
+    "Return the flags with which this Python process was started, for a child process, and `-P`: no imports from the current folder."
     f = sys.flags
     letters = dict(I=f.isolated, E=f.ignore_environment, s=f.no_user_site, S=f.no_site, O=f.optimize, B=f.dont_write_bytecode, b=f.bytes_warning)
     words = ['dev']*f.dev_mode+[f'utf8={f.utf8_mode}']+[f'pycache_prefix={p}' for p in [sys.pycache_prefix] if p]
@@ -20,7 +20,7 @@ def interpreter_flags():
 def path_of_child():
     "Return `sys.path` of this process for a child process, without the current folder and with the folder of torchember."
     known = [os.path.abspath(p) for p in map(str, sys.path) if p not in ('', os.curdir)]
-    # folder that contains torchember, because the child process must import it
+    # the folder of torchember is added, because the child process must import torchember
     return list(dict.fromkeys([*known, os.path.dirname(os.path.dirname(find_spec('torchember').origin))]))
 
 # %% ../../nbs/05_ground/50_child.ipynb #680a75bb

@@ -53,7 +53,7 @@ def kinds_of(module) -> tuple:
 
 # %% ../../nbs/05_ground/30_choose.ipynb #71d7ef7b
 def select_by_string(s):
-    "Select modules whose path matches the glob `s`. If there are none, select modules of the class named `s`."
+    "Return a function that selects modules whose path matches the glob `s`. If no path matches, it selects modules of the class named `s`."
     def find_ids(pairs):
         found = {id(m) for p,m in pairs if p==s or fnmatchcase(p, s)} or {id(m) for _,m in pairs if s in kinds_of(m)}
         if not found: raise ValueError(no_match_message(s, pairs))
@@ -61,7 +61,7 @@ def select_by_string(s):
     return find_ids
 
 def select_by_class(c):
-    "Select modules of the class `c`. Compare the class of a `NamedLayer` by name."
+    "Return a function that selects modules of the class `c`. The class of a `NamedLayer` is compared by name."
     return lambda pairs: {id(m) for _,m in pairs if isinstance(m, c) or isinstance(m, NamedLayer) and c.__name__ in m.kinds}
 
 def takes_path_and_module(f):
@@ -128,13 +128,13 @@ def is_every(n, start, step):
     return step>=start and (step-start)%n==0 # a named function and not a lambda, because callbacks with a schedule are pickled
 
 def every(
-    n:int, # Keep one step in `n`
+    n:int, # Keep one of every `n` steps
     start:int=0 # First step to keep
 ) -> Schedule:
     """Return a schedule of the steps `start`, `start+n`, `start+2n`, ...
 
     Args:
-        n: Keep one step in `n`
+        n: Keep one of every `n` steps
         start: First step to keep
     """
     check_whole('every', 'n', n, 1); check_whole('every', 'start', start, 0)
@@ -150,7 +150,7 @@ class TimeSchedule:
 
     def __init__(self, seconds:float, clock=time.monotonic):
         self.seconds,self.clock = seconds,clock
-        self.last,self.answers = -math.inf,{} # time at which the last recorded step was chosen; step -> answer
+        self.last,self.answers = -math.inf,{} # last: time when the last recorded step was chosen; answers: step -> True if the step is recorded
 
     def __call__(self, step):
         if step in self.answers: return self.answers[step]
@@ -163,10 +163,10 @@ class TimeSchedule:
 # %% ../../nbs/05_ground/30_choose.ipynb #c0fb802f
 linear_form = re.compile(r'\s*linear\(\s*(\d+)\s*(?:,\s*(\d+)\s*)?\)\s*')
 time_form = re.compile(r'\s*(\d+\.?\d*|\.\d+)\s*(ms|s|min|h)\s*')
-seconds_of = {'ms': .001, 's': 1, 'min': 60, 'h': 3600} # unit -> seconds
+seconds_of = {'ms': .001, 's': 1, 'min': 60, 'h': 3600} # unit of time -> number of seconds
 
 def schedule_of_text(when):
-    "Return the `Schedule` of a string. Raises ValueError for other strings than those of `schedule`."
+    "Return the `Schedule` that a string describes: 'linear(5, 2)' or a time such as '60s'. Raises ValueError for other strings."
     if m := linear_form.fullmatch(when): return every(max(int(m[1]), 1), int(m[2] or 0))
     m = time_form.fullmatch(when)
     if m and float(m[1])>0: return Schedule(TimeSchedule(float(m[1])*seconds_of[m[2]]), f'every {m[1]} {m[2]}')
@@ -186,13 +186,13 @@ def schedule(when) -> Schedule:
 
 # %% ../../nbs/05_ground/30_choose.ipynb #c5a1f0e2
 def linear(
-    interval:int=1, # Keep one step in `interval`. 0 means 1
+    interval:int=1, # Keep one of every `interval` steps. 0 means 1
     offset:int=0 # First step to keep
 ) -> Schedule:
-    """Return a schedule of the steps `offset`, `offset+interval`, ... The string 'linear(interval, offset)' means the same.
+    """Return a schedule of the steps `offset`, `offset+interval`, ... The string 'linear(interval, offset)' means this schedule.
 
     Args:
-        interval: Keep one step in `interval`. 0 means 1
+        interval: Keep one of every `interval` steps. 0 means 1
         offset: First step to keep
     """
     check_whole('linear', 'interval', interval, 0)
@@ -223,13 +223,13 @@ def until(
 
 def between(
     a:int, # First step to keep
-    b:int # First step after `a` that is not kept
+    b:int # End of the range: the first step after `a` that is not kept
 ) -> Schedule:
     """Return a schedule of the steps from `a` to `b`-1, like `range(a, b)`.
 
     Args:
         a: First step to keep
-        b: First step after `a` that is not kept
+        b: End of the range: the first step after `a` that is not kept
     """
     check_whole('between', 'a', a, 0); check_whole('between', 'b', b, a)
     return Schedule(lambda s: a<=s<b, f'between({a}, {b})')

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 # %% ../../nbs/05_ground/10_messages.ipynb #610d3dc5
 def printable(text, most:int|None=None) -> str:
-    """Return a name without control characters and without secrets of a URL, to show it in a message.
+    """Return a name without control characters and without secrets of a URL, to show the name in a message.
 
     most: largest number of characters; the middle of a longer text is left out"""
     text = str(text)
@@ -103,7 +103,7 @@ installed = tuple(os.sep+d+os.sep for d in ('site-packages', 'dist-packages'))
 frameworks = {'torch', 'jax', 'flax'}
 
 def is_users(frame):
-    "Return True if the code of a stack frame is the user's: not of torchember, of Python, of an installed library, or generated."
+    "Return True if a stack frame runs the user's code: not code of torchember, Python or an installed library, and not generated code."
     file,module = frame.f_code.co_filename,str(frame.f_globals.get('__name__'))
     if file.startswith('<'): return module=='__main__' # returns True for code that was typed in a shell or after `python -c`
     return not (file.startswith((ours, pythons)) or any(d in file for d in installed) or module.partition('.')[0] in frameworks)

@@ -18,7 +18,7 @@ def has_some(row):
     return any(row.get(c) for c in counts) and row.get('ttype')!='scalar'
 
 def is_alarming(row):
-    "Return True if a row has a NaN or infinity that the user should be warned of. The row may also be of a number that the user logged."
+    "Return True if a row has a NaN or infinity of which to warn the user. Rows of tensors and rows of numbers that the user logged are checked."
     if row.get('phase')=='refused': return False # no warning is given, because the training loop itself has discarded the pass
     if row.get('ttype')=='scalar': return row.get('tname')!='grad_norm' and any(isinstance(v, float) and not math.isfinite(v) for v in row.values())
     masked = row.get('ttype') in ('input', 'output', 'probe', 'prediction')
@@ -34,7 +34,7 @@ class FirstNotFinite:
     def __init__(self): self.row,self.trained = None,False
 
     def add(self, rows):
-        "Search the next rows of the run."
+        "Search the next rows of the run for the first NaN or infinity."
         tensors = [r for r in rows if r.get('ttype')!='scalar']
         if not self.trained and any(r.get('phase') not in beside_training for r in tensors): self.row,self.trained = None,True
         if self.row is None: self.row = first_not_finite(r for r in tensors if not (self.trained and r.get('phase') in beside_training))

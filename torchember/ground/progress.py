@@ -25,7 +25,7 @@ def in_terminal() -> bool:
 
 # %% ../../nbs/05_ground/40_progress.ipynb #e42b731b
 def new_bar(what, total, done, form=None):
-    "Return a tqdm progress bar. It disappears when the work is finished."
+    "Return a tqdm progress bar, which disappears when the work is finished."
     how = dict(desc=what, total=total, initial=done, leave=False, file=sys.stderr, bar_format=form)
     if in_notebook() and find_spec('ipywidgets'): from tqdm.notebook import tqdm
     else:
@@ -34,7 +34,7 @@ def new_bar(what, total, done, form=None):
     return tqdm(**how)
 
 class Progress:
-    """Counter of finished work. It shows a progress bar if the work takes more than `delay` seconds.
+    """Counter of finished work, which shows a progress bar if the work takes more than `delay` seconds.
 
     total: amount of work, in any unit, or None if it is unknown
     what: description of the work, for example 'reading GPT_20260401_120000'

@@ -19,10 +19,10 @@ from .messages import an, unknown
 # %% ../../nbs/05_ground/20_record.ipynb #30b5f42b
 SCHEMA = 1 # version of the row format. Code for version n reads all versions up to n
 
-# class in the package `recorder` that measures each tensor type of module calls
+# tensor type of a module's call -> class in the package `recorder` that measures these tensors
 flowing = dict(input='flows.Flows', output='flows.Flows')
 ttypes = (*flowing, 'weight', 'weight_grad', 'unclipped_grad', 'input_grad', 'output_grad', 'optimizer', 'update', 'buffer', 'probe',
-    'prediction', 'target', # of a loss that the user logs
+    'prediction', 'target', # prediction and target of a loss that the user logs
     *(of_no_tensor := ('scalar', 'finding'))) # scalar: a number that the user logs; finding: the result of a rule
 identity = ('module', 'ts', 'ttype', 'tname', 'step', 'call', 'dtype', 'pname', 'micro', 'phase', 'backward', 'skipped', 'unfinished',
     'rank', 'shard') # columns that say which tensor a row describes, and when it was measured
@@ -30,20 +30,20 @@ identity = ('module', 'ts', 'ttype', 'tname', 'step', 'call', 'dtype', 'pname', 
 beside_training = ('eval', 'no_grad', 'refused')
 # columns that describe the shard of a row with the column `rank`. In other rows, the user may use these names
 of_pieces = ('part', 'gscale', 'placement', 'global_shape')
-optional = ('nan', 'posinf', 'neginf', 'nonfinite', 'error', 'supersedes') # columns that a row has only if they apply
+optional = ('nan', 'posinf', 'neginf', 'nonfinite', 'error', 'supersedes') # columns that only some rows have, such as rows of tensors with NaN
 reserved = frozenset(identity + ('nonfinite', 'error', 'supersedes')) # names that a statistic cannot have
 # names that a user's mark cannot have. te.mark(phase='warmup') is allowed
 unmarkable = frozenset(identity + optional + ('path',)) - {'phase'}
 
 # %% ../../nbs/05_ground/20_record.ipynb #c0de0002
 norm_names = 'grad_norm','grad_norm_unclipped'
-# `tname` of the norm of all gradients. The first name is used if the user logs a number with the second name
+# `tname` of the row with the norm of all gradients. The first name is used if the user logs another number named 'grad_norm'
 clipped_norm = 'recorded_grad_norm','grad_norm'
 computed = ('grad_norm', 'lr') # `tname` of the rows of scalars that torchember computes
 
 def place_of(key, call): # key: the key of a row, as described in `recorder.row.one_row`
-    "Return a tuple identifying a tensor in a step, from the key of its row and the number of the call."
-    # a tuple, not a class, for speed: one is made for each row
+    "Return a tuple that identifies a tensor in a step. The tuple consists of parts of the row's key and of the number of the call."
+    # returns a tuple, not an object of a class, for speed, because this function runs for each row
     return *key[:3], *key[4:6], call
 
 def computed_in(name:str) -> str|None:
@@ -67,7 +67,7 @@ def check_ttypes(names, known=ttypes) -> tuple:
 
 # %% ../../nbs/05_ground/20_record.ipynb #b4c27dba
 words = {math.inf: 'Infinity', -math.inf: '-Infinity'}
-deepest = 254 # levels of nested lists in a value: the limit of orjson
+deepest = 254 # largest number of levels of nested lists in a value; orjson refuses more levels
 
 # %% ../../nbs/05_ground/20_record.ipynb #4a071f3b
 exact = {str, bool, int, float, type(None)}
@@ -129,14 +129,14 @@ except ImportError: orjson = None
 
 # %% ../../nbs/05_ground/20_record.ipynb #bb09a960
 def is_final(text):
-    "Return True if the JSON of orjson needs no correction: it has no null, which may be a NaN, and no Unicode line separator."
+    "Return True if JSON made by orjson needs no correction: the text has no null, which may be a NaN, and no Unicode line separator."
     return b'null' not in text and (text.isascii() or b'\xe2\x80' not in text)
 
 # %% ../../nbs/05_ground/20_record.ipynb #d19c2d60
 def careful_line(row):
-    "Return the JSON line of any row: convert values missing in JSON, and list NaN and infinities in `nonfinite`."
+    "Return the JSON line of any row: convert values that JSON does not have, and list NaN and infinities in the column `nonfinite`."
     lost = {}
-    if isinstance(row.get('nonfinite'), dict): lost.update(row['nonfinite']) # skips values that are None in the row already
+    if isinstance(row.get('nonfinite'), dict): lost.update(row['nonfinite']) # keeps the entries of values that the row already contains as None
     row = {k if is_json(k) and type(k) is str else json_scalar(str(k)): v if is_json(v) else plain(v, json_pointer_part(k), lost) for k,v in row.items()}
     if lost: row['nonfinite'] = lost
     line = encode(row)

@@ -97,7 +97,7 @@ def report_groups(h, s, n):
     "Return a finding about a data input with the same batch in `n` steps in a row."
     # several steps with the same batch are usual in games and reinforcement learning
     severity = 'info' if h.progress.verdict=='means nothing' else None
-    return s.finding(0, f"Each batch is used in {n} steps in a row: {s.tname} of {s.title} has the same statistics in them. "
+    return s.finding(0, f"Each batch is used in {n} steps in a row: {s.tname} of {s.title} has the same statistics in these steps. "
         "Is this intended?", severity=severity, stat='mean', times=n,
         advice="If not, check the random state of the loader's workers: seed NumPy in worker_init_fn by torch.initial_seed() % 2**32. "
         "Also check that the loop fetches a batch in each step.")

@@ -41,7 +41,7 @@ def gradients_add_up(h, least=2, share=.5):
     path,name,checked,n,first = max(left, key=lambda c: (c[3], (c[0], c[1]) in h.matrices))
     label = '.'.join(filter(None, [path, name]))
     many = f'in all {n} checked steps' if n==checked else f'in {n} of {checked} checked steps'
-    some = '' if len(left)==len(counts) else f" This is so for {len(left)} of {len(counts)} checked parameters."
+    some = '' if len(left)==len(counts) else f" In all, {len(left)} of {len(counts)} checked parameters still have gradients of the step before."
     yield finding('' if len(left)==len(counts) else common_path([c[0] for c in left]), f"Gradients add up: `{label}` still has the gradient of the step "
         f"before when backward() begins, {many} from step {first} on. So each update uses the gradients of earlier steps, too.{some}",
         first or 0, h.steps[-1] if len(h.steps) else first, ttype='weight_grad', pname=None if len(left)>1 else name, parameters=len(left),

@@ -536,7 +536,7 @@ def details_of(o, names):
         spot.file and os.path.basename(spot.file), spot.line, source_line(spot))
 
 # %% ../../nbs/55_health/85_locate.ipynb #1cf2d063
-nothing_left = ("No NaN or infinity is left after this step. Did model, optimizer and batch have their state from before the failing step? "
+nothing_left = ("No NaN or infinity is left after this step. Check that model, optimizer and batch were restored to their state before the failing step. "
     "Another seed, or operations that are not deterministic, can also be the reason.")
 
 class Located:

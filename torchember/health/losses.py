@@ -99,7 +99,8 @@ def loss_rises(h, share=.8, least=20):
     if p.verdict!='rises' or not rises_steadily(p) or h.has_large_first_steps: return
     # a loss that begins like a cross-entropy should fall, while the loss of a game or of moving targets may rise
     classes = any(abs(p.start-v)<.2*v for v in guessing_losses(h).values())
-    yield finding('', f"The loss rises steadily from the first step on, from {fmt(p.start)} to {fmt(p.end)}: the optimizer minimizes another number.",
+    yield finding('', f"The loss rises steadily from the first step on, from {fmt(p.start)} to {fmt(p.end)}: "
+        "the optimizer minimizes another number than the recorded loss.",
         p.steps[0], p.steps[-1], ttype='scalar', severity='warning' if h.is_broken else None if classes or p.end>3*abs(p.start) else 'info',
         look="overview(run)", start=p.start, end=p.end,
         advice="Check for a wrong sign (-loss, maximize=True, a reward instead of a loss), for backward() of another number than the recorded one, "

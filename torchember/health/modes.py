@@ -22,7 +22,7 @@ def find_tiny_batch(h, out, few=2):
     values = [np.prod(x)/x[1] for x in s.rows.shapes[s.at] if x is not None and len(x)>1 and x[1]]
     if not values or plain_median(values)>few: return None
     n = int(plain_median(values))
-    return s.finding(0, f"{out.title} normalizes over only {n} value{'s' if n>1 else ''} per channel, so its output shows hardly more "
+    return s.finding(0, f"{out.title} normalizes over only {n} value{'s' if n>1 else ''} per channel, so its output hardly depends on more "
         "than their order.", look=f"scalar_line(run, {out.path!r}, 'output', 'std')",
         advice="Use a larger batch, GroupNorm or LayerNorm.", values=plain_median(values))
 

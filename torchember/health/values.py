@@ -88,10 +88,10 @@ def find_largest_input(h, s, step):
 
 def explain_input(h, s):
     "Return the reason for a bad value in an input, and advice. `s`: series of the input."
-    if s.path=='' or s.order==min(o.order for o in h.series('input')): return ("The data contain it.",
-        "Check this batch: run np.isfinite over the data set, and check what it is divided by. "
-        "Remove such samples, or replace the values.")
-    return ("The model makes it between its modules, before this module.",
+    if s.path=='' or s.order==min(o.order for o in h.series('input')): return ("The data already contain NaN or infinities.",
+        "Check the data of this step: run np.isfinite over the data set, and check the divisors used to normalize the data. "
+        "Remove samples with NaN or infinities, or replace these values.")
+    return ("The fault is in the code between two modules, before this module.",
         f"Check the operations before {name_module(s.path)}: a division, log, sqrt, or a softmax in which all entries are -inf.")
 
 def explain_forward(h, s, i):
@@ -105,7 +105,7 @@ def explain_forward(h, s, i):
         "Its input was not recorded, so the value comes from this module or from its input.",
         "Record the inputs to tell the two apart: ttypes=[..., 'input']. "
         f"Then check the data of this step, or the computation of {s.title}.")
-    return (f"Its input was finite{f', up to {fmt(huge)}' if huge else ''}, so the module itself makes it.",
+    return (f"Its input was finite{f', up to {fmt(huge)}' if huge else ''}, so the fault is in this module.",
         f"Check the computation of {s.title}: log or sqrt of values at or below zero, a division by a standard deviation of zero, "
         "exp of large values, or a softmax in which all entries are -inf.")
 
@@ -126,11 +126,11 @@ def find_finite_after(h, s, step, bad):
 def explain_backward(h, s, step, bad):
     "Return the reason for a bad value in a gradient, and advice. `bad`: as in `explain_source`."
     known,after = describe_forward(h, step),find_finite_after(h, s, step, bad)
-    if after: return (f"{known} The gradients of {name_module(after)} after it are finite, too, so the backward pass between the two makes it.",
+    if after: return (f"{known} The gradients of the later module {name_module(after)} are finite, too, so the fault is in the backward pass between the two.",
         f"{anomaly_hint} sqrt and norm have no gradient at 0, and where(ok, f(x), 0) uses the gradient of f also for the other branch: "
         "add an eps inside, or mask the input of f.")
-    of_loss = "The loss itself may be NaN or infinite, or" if h.loss is None or step not in h.loss.steps else 'So'
-    return (f"{known} {of_loss} the backward pass of the loss, or of operations after this module, makes it.",
+    of_loss = "Either the loss itself is NaN or infinite, or" if h.loss is None or step not in h.loss.steps else 'So'
+    return (f"{known} {of_loss} the fault is in the backward pass of the loss, or of operations after this module.",
         f"{'' if h.loss is not None else 'Record the loss: te.log(loss=loss). '}{anomaly_hint} sqrt, norm and std have no gradient at 0, and the gradient "
         "of log grows without limit there: add an eps inside.")
 
@@ -139,7 +139,7 @@ def explain_weight(h, step):
     rates = ((n.name, at[-1], n.steps[n.steps<=step][-1]) for n in h.rates if len(at := n.values[n.steps<=step]))
     rate = next((r for r in rates if not np.isfinite(r[1])), None)
     if rate: return f"The learning rate {rate[0]} is {rate[1]} since step {rate[2]}.", "Check the scheduler, and other code that sets the learning rate."
-    return ("All recorded gradients were finite before, so the optimizer step makes it, or other code that writes to the weight.",
+    return ("All recorded gradients were finite before, so the fault is in the optimizer step, or in other code that writes to the weight.",
         "Lower the learning rate: an update that is too large overflows. Then check the eps of the optimizer: an eps of 0 divides by zero.")
 
 def explain_source(h, s, i, bad):
@@ -153,7 +153,7 @@ def explain_source(h, s, i, bad):
     if order_of(s) in (3, 4): return explain_backward(h, s, s.steps[i], bad)
     if s.ttype in ('weight', 'update', 'optimizer'): return explain_weight(h, s.steps[i])
     return ("All recorded tensors were finite before.",
-        f"Check which code writes to {s.title}: a running mean keeps every bad value that it is given.")
+        f"Check which code writes to {s.title}: a running mean stays NaN after the first NaN.")
 
 # %% ../../nbs/55_health/20_values.ipynb #2ebc6959
 @rule(severity='error', needs=('input', 'output', 'weight', 'weight_grad'), after=('update_too_large', 'exploding_gradient',
@@ -173,7 +173,7 @@ def report_bad_loss(h, step, loss, found):
     if len(h.steps) and step not in h.steps:
         text += ". No tensor of this step was recorded, so it may come from the model or from the loss."
         advice = f"Record every step (every=1), or keep the last steps with blackbox=20. {anomaly_hint}"
-    else: text += f", while all tensors of the model are{' still' if found else ''} finite: the computation of the loss makes it."
+    else: text += f", while all tensors of the model are{' still' if found else ''} finite: the fault is in the computation of the loss."
     return finding('', text, step, loss.steps[bad[-1]], advice=advice, look='overview(run)', ttype='scalar')
 
 def does_harm(h, found, loss):
@@ -193,8 +193,8 @@ def report_bad_tensors(h, found, step, loss):
     # only the loss was bad before the gradients, so it is the source
     if order_of(s) in (3, 4) and loss and loss[0]<=step:
         value = loss[1].values[loss[1].steps==loss[0]][0]
-        return finding('', f"{loss[1].name} is {value} at step {step}, while all outputs of the model are finite: the computation of "
-            f"the loss makes it. Then the gradients of {'one module' if n==1 else f'{n} modules'} are bad, too.",
+        return finding('', f"{loss[1].name} is {value} at step {step}, while all outputs of the model are finite: the fault is in "
+            f"the computation of the loss. Then the gradients of {'one module' if n==1 else f'{n} modules'} are not finite either.",
             step, last, advice=loss_advice, look="overview(run)", ttype='scalar', **evidence)
     why,advice = explain_source(h, s, i, {(o.path, o.ttype) for o,at in found if o.steps[at[0]]==step})
     reached = f" It reached {n} modules by step {last}." if n>1 else ''
@@ -248,7 +248,7 @@ def find_lost_steps(h, few):
     still = [w for w,grad in trained if len(w)>4 and (grad.rms>0).mean()>.5 and w.rms[0]>0 and never_changes(w)]
     if len(still)<max(1, few*len(trained)): return None
     w = still[0]
-    more = f" The same holds for {len(still)} of {len(trained)} weights." if len(trained)>1 else ''
+    more = f" In all, {len(still)} of {len(trained)} weights did not change." if len(trained)>1 else ''
     return w.finding(0, f"Updates are too small for {w.dtype}, which has {2 if w.dtype=='bfloat16' else 3} digits: {w.title} did not change "
         f"in {len(w)} steps, although it gets gradients.{more}", '' if len(still)>1 else w,
         severity='error' if h.progress.is_bad else None, look="updates(run)", weights=len(still), of=len(trained),

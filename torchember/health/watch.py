@@ -181,14 +181,14 @@ class Reporter:
         if callable(self.on_finding):
             try: self.on_finding(f)
             except BaseException as e: self.report_once(self.on_finding,
-                f"on_finding failed: {type(e).__name__}: {printable(e, 300)}. It is called again for the next findings. This is reported once.")
+                f"on_finding failed: {type(e).__name__}: {printable(e, 300)}. The function is called again for the next findings. This is reported once.")
             return
         if f['rule'] not in own_rows: note_soon(self.file, f"{f['text']} {f['advice']}".strip())
         if self.on_finding=='stop' and f['severity']=='error': self.stop(TrainingStopped(f))
 
     def report_over(self, f, step):
         "Report that a finding no longer holds."
-        if f['severity']!='info': note_soon(self.file, f"No longer so at step {step}: {f['text']}")
+        if f['severity']!='info': note_soon(self.file, f"This problem is over at step {step}: {f['text']}")
 
     def report_failure(self, rule, e): self.report_once(rule.name,
         f"The rule {rule.name} failed and reports nothing: {type(e).__name__}: {printable(e, 300)}. The other rules continue. This is reported once.")

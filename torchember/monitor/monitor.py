@@ -34,7 +34,7 @@ from ..store.rotation import check_store
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #e7f14e06
 def find_modules(key, tracked) -> tuple: # tracked: `moduleTrack`s of the model
-    "Return the `moduleTrack`s selected by a key of the configuration, and True if the key is a path. Raise ValueError if there are none."
+    "Return the `moduleTrack`s that a key of the configuration selects, and True if the key is a path. Raise ValueError if there is no such module."
     paths = {p: t for t in tracked for p in (t.path, *t.aliases)}
     if isinstance(key, str):
         short = re.sub(r'^(module\.|_orig_mod\.)+', '', key) # path without the prefixes that DataParallel and torch.compile add
@@ -45,7 +45,7 @@ def find_modules(key, tracked) -> tuple: # tracked: `moduleTrack`s of the model
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #69843774
 def find_quantity(what) -> type:
-    "Return the quantity class for a name, a class or a function. Raise ValueError or TypeError if it is not a quantity."
+    "Return the quantity class for a name, a class or a function. Raise ValueError or TypeError if `what` is not a quantity."
     if isinstance(what, str):
         if re.match(r'\s*\w+\(', what):
             raise ValueError(f"{what!r} is a schedule, not a quantity. Write a quantity with its schedule as a pair: [['WeightNorm', {what!r}]].")
@@ -82,8 +82,8 @@ def check_fit(what, t, key, is_path):
     if isinstance(what, Quantity) and what._module._real() is not t.module:
         raise ValueError(f"this {c.__name__} was created for another module than {t.name}. Pass the class or its name.")
 
-def parse_config(config, tracked) -> dict: # {path: (`moduleTrack`, {name: (class or quantity, schedule)})}
-    "Return the quantities requested for each module by the configuration. Raise ValueError or TypeError for mistakes in it."
+def parse_config(config, tracked) -> dict: # path -> (`moduleTrack`, {name of a quantity: (class or quantity, schedule)})
+    "Return the quantities that the configuration requests for each module. Raise ValueError or TypeError for a wrong configuration."
     if not isinstance(config, dict): raise TypeError(f"a configuration must be a dict such as {{'fc1': ['WeightNorm']}}, got {an(config)}.")
     # by_path: pairs (path, quantity) selected by a path in the configuration, which overrides other keys
     found,by_path,schedules = {},set(),{}
@@ -120,20 +120,20 @@ def describe_tensor(ttype, module, described): # described: (tname, call, dtype)
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #1ca83a55
 class QuantityValues:
-    "Stores values by module, quantity and step. If they need too much memory, older values are read from the log."
-    most_numbers = 4_000_000 # maximum of numbers in memory; each value counts as 10 additional numbers
+    "Stores values by module, quantity and step. If the values need too much memory, older values are dropped, and later read from the log."
+    most_numbers = 4_000_000 # largest number of numbers in memory. A value counts as its size plus 10, because its Python objects need memory, too
     def __init__(self):
         self.values,self.numbers = {},0 # values: nested dicts {path: {quantity: {step: value}}}
-        self.in_log = {} # for each (path, quantity), the steps whose values are only in the log
+        self.in_log = {} # (path, quantity) -> steps whose values are only in the log
 
     def add(self, path, name, step, value):
-        "Store a value in memory."
+        "Store in memory the value of a quantity at a step."
         self.values.setdefault(path, {}).setdefault(name, {})[step] = value
         self.numbers += size_in_memory(value)
         if self.numbers>self.most_numbers: self.drop_older_half()
 
     def drop_older_half(self):
-        "Remove the older half of the values from memory. They are still in the log."
+        "Remove the older half of the values from memory. The log still contains the removed values."
         for path,names in self.values.items():
             for name,steps in names.items():
                 old = list(steps)[:(len(steps)+1)//2]
@@ -169,7 +169,7 @@ class QuantityRows:
     def __call__(self, w, qs, step) -> list: # Rows as tuples, which `Recorder.add_rows` accepts
         "Return the rows for a module, one for each tensor type. `w`: the module's `Watch`; `qs`: its due quantities."
         fill_view(w)
-        stats = {} # columns of each row, by tensor type
+        stats = {} # tensor type -> columns of its row
         for q in qs:
             columns = self.compute(w, q, step)
             if columns is None: continue
@@ -181,7 +181,7 @@ class QuantityRows:
         return [self.make_row(w, ttype, of) for ttype,of in stats.items()]
 
     def compute(self, w, q, step): # Columns of the row, or None
-        "Compute one quantity of a module. Return its columns for the log, or None without a value."
+        "Compute one quantity of a module. Return its columns for the log, or None if the quantity has no value."
         name = type(q).__name__
         try:
             run_extensions(w.view, w.captured, q)
@@ -231,7 +231,7 @@ class OwnRun:
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #af31027b
 def step_number(step):
-    "Return a step number as an int. Raise TypeError if it is not a whole number."
+    "Return a step number as an int. Raise TypeError if `step` is not a whole number."
     if isinstance(step, torch.Tensor) and step.numel()==1: step = step.item()
     if isinstance(step, float) and step.is_integer(): step = int(step)
     try: return operator.index(step)
@@ -243,7 +243,7 @@ class Monitor:
 
     Args:
         model: The model. It may be wrapped by `torch.compile` or `DistributedDataParallel`
-        config: Module (path, glob, class or class name) to list of quantities (name, class, function), or of [quantity, schedule]
+        config: Dict: module (path, glob, class, class name) -> list of quantities (name, class, function) or [quantity, schedule]
         name: Name of the run. Default: the run of the ember armed on the model, or `<ModelClass>_<YYYYmmdd_HHMMSS>`
         resume: Continue the existing run `name`
         home: Folder for logs, instead of `~/.torchember`
@@ -253,7 +253,7 @@ class Monitor:
     """
     def __init__(self,
         model:nn.Module, # The model. It may be wrapped by `torch.compile` or `DistributedDataParallel`
-        config:dict=None, # Module (path, glob, class or class name) to list of quantities (name, class, function), or of [quantity, schedule]
+        config:dict=None, # Dict: module (path, glob, class, class name) -> list of quantities (name, class, function) or [quantity, schedule]
         *,
         name:str|None=None, # Name of the run. Default: the run of the ember armed on the model, or `<ModelClass>_<YYYYmmdd_HHMMSS>`
         resume:bool=False, # Continue the existing run `name`
@@ -295,7 +295,7 @@ class Monitor:
     def track(self,
         global_step:int # Number of the step that was just computed
     ):
-        """Compute the due quantities of this step. Call it after backward and before `zero_grad`.
+        """Compute the quantities that are due at this step. Call `track` after backward and before `zero_grad`.
 
         Args:
             global_step: Number of the step that was just computed
@@ -316,20 +316,20 @@ class Monitor:
 
     def of_step(self,
         step:int
-    ) -> dict: # {path: {quantity: value}}
+    ) -> dict: # Dict {path of a module: {name of a quantity: value}}
         """Return the values of one step that are still in memory.
 
         Returns:
-            {path: {quantity: value}}
+            Dict {path of a module: {name of a quantity: value}}
         """
         got = {w.track.path: self.outputs.values.get(w.track.path, {}) for w in self.watches}
         return {p: of for p,names in got.items() if (of := {n: steps[step] for n,steps in names.items() if step in steps})}
 
-    def get_output(self) -> dict: # {path: {quantity: {step: value}}}: numpy scalars and arrays
+    def get_output(self) -> dict: # Dict {path of a module: {name of a quantity: {step: value}}}. Values are numpy scalars or arrays
         """Return the values of all quantities, for all steps so far.
 
         Returns:
-            {path: {quantity: {step: value}}}: numpy scalars and arrays
+            Dict {path of a module: {name of a quantity: {step: value}}}. Values are numpy scalars or arrays
         """
         got = self.outputs.all_values(self.t.lines)
         out = {}

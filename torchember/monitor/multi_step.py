@@ -45,7 +45,7 @@ class VarTID(_BatchNormGap):
 
     Source: Wang, Wu and Huang 2022 (arXiv 2210.05153).
 
-    Look for: the same as for `MeanTID`. This number is usually the smaller of the two. If it is the larger, single channels have outliers.
+    Look for: the same as for `MeanTID`. `VarTID` is usually smaller than `MeanTID`. If `VarTID` is larger, single channels have outliers.
     """
     needs = Need('input', reduce_to_stats),
     def _compute_ones(self, global_step): return self.reduced()[1]
@@ -97,7 +97,7 @@ class UpdateEffectiveRank(MultiStepQuantity):
         return None if last is None or last.shape!=self.last.shape else effective_rank(self.last-last)
 
 # %% ../../nbs/47_monitor/30_multi_step.ipynb #777059f3
-sketches = {} # a `Sketch` for each number of elements, shared by all steps, so that their results can be added
+sketches = {} # number of elements of a gradient -> `Sketch`, shared by all steps, so that sketches of several steps can be added
 
 def sketch(x):
     "Return a random linear projection of a gradient to at most 4096 numbers, with unbiased squared norms."

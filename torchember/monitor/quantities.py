@@ -50,7 +50,7 @@ def reduce_to_stats(x, axis, module):
     "Reduce a tensor to mean and standard deviation of each channel."
     return channel_stats(x, axis)
 
-# For each reduction, another reduction whose result includes its value, so that the value is computed once
+# reduction -> a larger reduction whose result includes the value of the first, so that the value is computed only once
 contained = {reduce_to_means: reduce_to_stats}
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #0032403f
@@ -59,7 +59,7 @@ def is_parametrized(module, name):
     return name in (getattr(module, 'parametrizations', None) or ())
 
 def read_parameter(module, name):
-    "Return a parameter of a module, or None. A parametrization runs in eval mode for this, to keep its state unchanged."
+    "Return a parameter of a module, or None. If a parametrization computes the parameter, it runs in eval mode, to keep its state unchanged."
     if not is_parametrized(module, name): return getattr(module, name, None)
     parts = list(module.parametrizations[name].modules())
     was_training = [m.training for m in parts]
@@ -75,7 +75,7 @@ def unscale(g, scale):
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #68632be6
 def read_parameter_tensor(view, ttype):
-    "Return a parameter of a view, or its gradient divided by the loss scale. Raise `MissingTensor` with the reason if there is none."
+    "Return a parameter of a view, or its gradient divided by the loss scale. Raise `MissingTensor` with the reason if the tensor is missing."
     name = ttype.removesuffix('_grad')
     p = read_parameter(view, name)
     if p is None: raise MissingTensor(f"{view._name} has no {name}.")
@@ -92,7 +92,7 @@ def read_parameter_tensor(view, ttype):
     return p.full_tensor() if hasattr(p, 'full_tensor') else p # `full_tensor` of a DTensor collects the shards of all ranks
 
 def reduce_into(view, ttype, f, x):
-    "Reduce a tensor by `f`, and store the result in the view. If `f` raises an exception, store the exception."
+    "Reduce a tensor by `f`, and store the result in the view of the module. If `f` raises an exception, store the exception."
     more = view._reduced.get((ttype, contained.get(f)))
     try: got = x if f is None else more[0] if isinstance(more, tuple) else f(x, feature_axis(view, x), view)
     except Exception as e: got = e
@@ -132,11 +132,11 @@ def numpy_value(value):
     return np.float64(value) if isinstance(value, float) else value
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #8cdbd761
-classes = {} # all quantity classes by name
+classes = {} # name of a quantity -> its class
 builtin = set() # names of the quantities that torchember defines
 
 def is_builtin(c):
-    "Return True if torchember defines a class."
+    "Return True if the class `c` is defined by torchember, not by the user."
     return (c.__module__ or '').startswith('torchember.')
 
 def register_quantity(c):
@@ -153,7 +153,7 @@ extensions = {'input': ForwardInputExtension, 'output': ForwardOutputExtension, 
 class Quantity:
     "Base class of single-step and multi-step quantities."
     needs = () # a `Need` for each tensor of the module from which the value is computed
-    # True if the value is computed from all tracked steps, not only from steps at which the quantity is due
+    # multi: True if the value is computed from all tracked steps, not only from steps at which the quantity is due
     multi = False
 
     def __init_subclass__(cls, **kwargs):
@@ -168,7 +168,7 @@ class Quantity:
 
     @classmethod
     def unfit(cls, module) -> str|None:
-        "Return the reason why this quantity cannot be computed for a module; None if it can."
+        "Return the reason why this quantity cannot be computed for a module. Return None if the module fits."
 
     # ---- methods about the tensors that the quantity needs
 
@@ -184,11 +184,11 @@ class Quantity:
         "Return the extensions for those needed tensors that have one of these types."
         return [extensions[t]() for t in dict.fromkeys(n.ttype for n in self.needs) if t in ttypes]
 
-    def reduced(self, i=0): # i: index in `needs`
-        """Return the reduced tensor for one of the `needs`.
+    def reduced(self, i=0): # i: index of the tensor in `needs`
+        """Return the value to which a needed tensor was reduced, such as its `Summary`.
 
         Args:
-            i: index in `needs`
+            i: index of the tensor in `needs`
         """
         return reduce_need(self._module, self.needs[i])
 
@@ -246,7 +246,7 @@ class MultiStepQuantity(Quantity):
     cache = cached_property(lambda self: [])
 
     def _compute_ones(self, global_step):
-        "Return what `cache` must store of this step. Subclasses must define this method."
+        "Return the item of this step for `cache`, from which `_compute` computes the value. Subclasses must define this method."
         raise NotImplementedError(f"{type(self).__name__} needs a method _compute_ones(global_step) that returns the item of a step for `cache`.")
 
     def _keep(self, one):
@@ -286,7 +286,7 @@ def read_arguments(f):
 # %% ../../nbs/47_monitor/10_quantities.ipynb #3bef23eb
 @contextmanager
 def refuse_changes(tensors, name):
-    "Raise RuntimeError if the quantity `name`, computed in the `with` block, changes one of these tensors in place."
+    "Raise RuntimeError if the quantity `name`, computed in the `with` block, changes one of `tensors` in place."
     before = [(x, x._version) for x in tensors if not x.is_inference()]
     yield
     if any(x._version!=v for x,v in before):
@@ -312,7 +312,7 @@ def all_eigenvalues(spectrum, f):
     raise ValueError(f"{f.__name__} needs all eigenvalues, but with {spectrum.features:,} features only some are computed.")
 
 def missing_parameter(cls, module):
-    "Return the reason why a module cannot provide a parameter needed by the quantity `cls`; None if it can."
+    "Return the reason why a module cannot provide a parameter needed by the quantity `cls`; None if no parameter is missing."
     for n in cls.needs:
         name = n.ttype.removesuffix('_grad')
         if n.ttype not in parameter_ttypes: continue

@@ -20,7 +20,7 @@ from .quantities import reduce_to_covariance, reduce_to_means, reduce_to_summary
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #34a4686b
 def too_few_features(module, side, attributes):
-    "Return a reason if a module has a single feature, for which there is no covariance. None if it has more, or if the number is unknown."
+    "Return a reason if a module has a single feature, which has no covariance. Return None for more features, or an unknown number."
     n = next((getattr(module, a) for a in attributes if isinstance(getattr(module, a, None), int)), None)
     return f"it has one {side} feature, and a covariance needs two" if n==1 else None
 
@@ -255,7 +255,7 @@ class InputStd(SingleStepQuantity):
 class InputSndNorm(SingleStepQuantity):
     """Euclidean norm of the input
 
-    ‖x‖ over all elements, for any shape. It grows with the batch size. A number.
+    ‖x‖ over all elements, for any shape. The norm grows with the batch size. A number.
 
     Source: Huang et al. 2020 (arXiv 2002.10801).
 
@@ -272,7 +272,7 @@ class OutputGradSndNorm(SingleStepQuantity):
 
     Source: Glorot and Bengio 2010, about back-propagated gradients.
 
-    Look for: its change with depth. If the factor from layer to layer is not near 1, gradients vanish or explode.
+    Look for: the change of the norm with depth. If the factor from layer to layer is not near 1, gradients vanish or explode.
     """
     needs = Need('output_grad', reduce_to_summary),
     def _compute(self, global_step): return self.reduced().l2
@@ -286,8 +286,8 @@ class RankMe(SingleStepQuantity):
 
     Source: Garrido et al. 2023, RankMe (arXiv 2210.02885).
 
-    Look for: use it on the embeddings of a self-supervised model. It falls when the embeddings collapse into few dimensions, long before a downstream
-    task shows it. It cannot exceed the number of samples, so use batches larger than the rank that you expect.
+    Look for: use this rank on the embeddings of a self-supervised model. The rank falls when the embeddings collapse into few dimensions, long
+    before a downstream task shows the collapse. The rank cannot exceed the number of samples, so use batches larger than the rank that you expect.
     """
     needs = Need('output', lambda x, axis, module: rankme(x)),
     def _compute(self, global_step): return self.reduced()
@@ -301,8 +301,8 @@ class WeightEffectiveRank(SingleStepQuantity):
 
     Source: Roy and Vetterli 2007, The effective rank.
 
-    Look for: if it falls during training, the layer concentrates on few directions and could be factored. If it stays at its initial value, the layer
-    has hardly learned.
+    Look for: if the rank falls during training, the layer concentrates on few directions and could be factored. If the rank stays at its initial
+    value, the layer has hardly learned.
     """
     needs = Need('weight', lambda x, axis, module: effective_rank(x)),
 

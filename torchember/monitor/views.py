@@ -44,7 +44,7 @@ class MissingTensor(AttributeError):
 
 tensor_descriptions = {'input': 'its input', 'output': 'its output', 'input_grad': 'the gradient of its input',
     'output_grad': 'the gradient of its output'}
-# attributes of a view that contain tensors, each with the tensor type from which it is made
+# attribute of a view that contains a tensor -> tensor type from which the attribute is made
 tensor_attributes = {**{t: t for t in tensor_descriptions}, 'input_eig_data': 'input', 'output_grad_eig': 'output_grad'}
 
 # %% ../../nbs/47_monitor/00_views.ipynb #5059560f
@@ -52,8 +52,8 @@ class View:
     "Gives quantities access to a module: to its attributes, and to the tensors that were captured in the current step."
     def __init__(self, module, name=''): # module: stored as a weak reference; name: name of the module in messages
         self._real,self._name = weakref.ref(module),name or type(module).__name__
-        self._reduced,self._missing = {},{} # _reduced: results by (ttype, reduction); _missing: reasons for missing tensors by ttype
-        # each `Extension` by the attribute that it sets, and the loss scale by which gradients are divided
+        self._reduced,self._missing = {},{} # _reduced: (ttype, reduction) -> result; _missing: ttype -> reason why the tensor is missing
+        # _extended: attribute -> the `Extension` that sets the attribute; _scale: loss scale by which gradients are divided
         self._extended,self._scale = {},None
 
     __class__ = property(lambda self: type(self._real()))

@@ -127,7 +127,7 @@ class ModelPasses(Listener):
     def __init__(self, root, scaler=None): # root: `moduleTrack` of the model; scaler: a `GradScaler`
         self.root,self.scaler = root,scaler
         self.predictor,self.groups = StepPredictor(),QuantityGroups()
-        self.watches,self.plans = [],{} # plans: for a set of due groups, the pairs of a `Watch` and its due quantities
+        self.watches,self.plans = [],{} # plans: set of due groups -> pairs of a `Watch` and its due quantities
         self.last_due = None # keys of the groups that were due in the latest pass
         self.measuring = False # True while a quantity is computed. Then calls of the model are ignored
 
@@ -175,7 +175,7 @@ class ModelPasses(Listener):
         p.begin_pass(rank)
         if p.skipped: return
         if p.passes==p.usual_passes+p.patience+1:
-            # tensors are removed, because training continues without `track`, and they occupy memory
+            # captured tensors are removed to free memory, because training continues without calls of `track`
             for w in self.watches: w.forget()
         due = frozenset() if p.is_early else self.groups.due(p.step)
         if due!=self.last_due:
@@ -216,21 +216,21 @@ class CapturedTensors:
         self.view,self.passes = view,passes
         pairs = [(ttype, f, q) for q in quantities for ttype,f in captured_needs(q)]
         self.needed = {t: [(f, q) for ttype,f,q in pairs if ttype==t] for t in captured_ttypes}
-        # requested reductions by tensor type; None requests the tensor itself
+        # tensor type -> requested reductions, of which None requests the tensor itself
         self.requests = dict.fromkeys(captured_ttypes, ())
-        self.described = {} # (tname, call, dtype) of each captured tensor, by tensor type
-        self.versions = {} # version counters of tensors that are stored without a copy, to detect changes in place
+        self.described = {} # tensor type -> (tname, call, dtype) of the captured tensor
+        self.versions = {} # tensor type -> version counter of a tensor that is stored without a copy, to detect changes in place
         self.copied = set() # tensor types that are copied, because an earlier step changed the tensor in place
 
     def request(self, is_due) -> bool: # is_due: function that returns True for a due quantity
         "Request the tensors of the quantities due in the coming pass. Return True if there are any."
         for ttype,pairs in self.needed.items():
-            # reductions whose result includes another reduction come first, so that the other is not computed again
+            # a reduction whose result includes another reduction comes first, so that the other reduction is not computed again
             self.requests[ttype] = sorted({f for f,q in pairs if is_due(q)}, key=lambda f: f in contained)
         return any(self.requests.values())
 
     def add(self, ttype, tname, x, call, copy):
-        "Compute the requested reductions of a captured tensor, or store the tensor itself, and store them in the view."
+        "Store the requested reductions of a captured tensor in the view, or the tensor itself if a quantity requests it."
         self.described[ttype] = tname,call,str(x.dtype).removeprefix('torch.')
         scale = self.passes.scale() if ttype.endswith('_grad') else None
         x = unscale(x.detach(), scale)
@@ -318,7 +318,7 @@ class Watch(Listener):
         self.captured.add(ttype, tname, grad.detach(), call, phase is None or phase[2])
 
     def recomputed(self, state, inputs, outputs):
-        "Follow the gradients of a call recomputed by `checkpoint` in the backward pass."
+        "Capture the gradients of a call that `checkpoint` recomputes in the backward pass."
         if any(self.captured.requests[t] for t in ('input_grad', 'output_grad')): self.gradients.recomputed(state, inputs[:1], outputs[:1])
 
     def forget(self):
@@ -336,7 +336,7 @@ class Watch(Listener):
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #d7f48c02
 def fill_view(watch):
-    "Store the loss scale in the view of a module, and for each missing tensor the reason why it is missing."
+    "Store in the view of a module the loss scale, and for each missing tensor the reason why the tensor is missing."
     v,captured,passes = watch.view,watch.captured,watch.passes
     v._scale = None if has_unscaled(passes.scaler) else passes.scale()
     for ttype,version in captured.versions.items():

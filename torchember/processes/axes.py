@@ -25,7 +25,7 @@ def is_line(ranks, about):
     "Return True if `ranks`, read from metadata, can be the ranks along a mesh axis: different numbers that include the rank with the metadata `about`."
     return isinstance(ranks, list) and about['rank'] in ranks and all(is_below(r, about['world']) for r in ranks) and len(set(ranks))==len(ranks)
 
-# for each field of the metadata a function (value, all metadata of the rank) that returns True if the value is valid
+# field of the metadata -> function (value, all metadata of the rank) that returns True if the value is valid
 checks = dict(
     world=lambda x, about: is_below(x, most_ranks+1), rank=lambda x, about: is_below(x, about['world']),
     stages=lambda x, about: isinstance(x, dict) and all(is_below(n, most_ranks) for n in x.values()),
@@ -44,12 +44,12 @@ def validate_metadata(metadata) -> tuple: # metadata: rank -> dict
 # %% ../../nbs/42_processes/03_axes.ipynb #e4716869
 class RankAxes:
     "Ranks along each axis of the device mesh, from the metadata of all ranks. A line is a group of ranks differing only along one axis."
-    def __init__(self, metadata, ranks=()): # metadata: as `validate_metadata` returns it; ranks: ranks that have a log
+    def __init__(self, metadata, ranks=()): # metadata: result of `validate_metadata`; ranks: ranks that have a log
         self.world = max([0, *(about['world'] for about in metadata.values()), *(r+1 for r in ranks)])
-        self.lines = defaultdict(set) # for each axis its lines: tuples of ranks that differ only along the axis
+        self.lines = defaultdict(set) # axis -> its lines, which are tuples of ranks that differ only along this axis
         for about in metadata.values():
             for axis,line in about['axes'].items(): self.lines[axis].add(tuple(line))
-        self._smallest = {} # cached results of `smallest_related`: smallest rank by axes and rank
+        self._smallest = {} # axes -> dict: rank -> cached result of `smallest_related`
 
     def lines_along(self, axis):
         "Return the groups of ranks that differ only along an axis, as tuples. If no metadata contain the axis, return one group of all ranks."
@@ -85,8 +85,8 @@ class Roles:
         pd = needs('pandas', for_='A table of rows')
         if not isinstance(part.dtype, pd.CategoricalDtype): part = pd.Series([p if isinstance(p, str) else None for p in part], dtype=object)
         codes,texts = pd.factorize(part)
-        self.code = np.where(codes<0, len(texts), codes) # index of each row's roles in the list `kinds`
-        # kinds: list of the different dicts of roles by axis
+        self.code = np.where(codes<0, len(texts), codes) # for each row, the index of its dict of roles in the list `kinds`
+        # kinds: list of different dicts: axis -> role along this axis
         self.kinds = [parse_part(p) for p in [*texts, *(['world:?'] if (codes<0).any() else [])]]
 
     def along(self, axis, role):

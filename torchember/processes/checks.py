@@ -24,7 +24,7 @@ def steps_of_ranks(rows):
     steps = rows.df.groupby(rows.rank)['step'].agg(['min', 'max'])
     return {int(r): (int(first), int(last)) for r,first,last in steps.itertuples()}
 
-def missing_ranks(steps, metadata, world): # steps: dict of (first step, last step) by rank, or None if unknown
+def missing_ranks(steps, metadata, world): # steps: rank -> (first step, last step), or None if unknown
     "Yield a message about each rank that has no rows, or whose rows begin later or end earlier than those of other ranks."
     missing,known = [r for r in range(world) if r not in steps],{r: s for r,s in sorted(steps.items()) if s is not None}
     if missing: yield f"Of {world} ranks {join_ranks(missing)} left no rows: their shards are missing."
@@ -42,7 +42,7 @@ def missing_ranks(steps, metadata, world): # steps: dict of (first step, last st
 
 # %% ../../nbs/42_processes/09_checks.ipynb #30fdeb95
 def unknown_axes(rows):
-    """Yield messages about axes of the device mesh for which it is unknown which ranks form a group.
+    """Yield messages about axes of the device mesh whose groups of ranks are unknown.
 
     rows: a `shards.RankRows`"""
     lines,seen = rows.axes.lines,defaultdict(set)
@@ -66,12 +66,12 @@ def drift_message(row, rank, first, step, n):
 
 class DriftWatch:
     "Reports during training when replicas have drifted apart. Replicas must be equal."
-    patience = 10 # number of consecutive steps in which two replicas must differ before this is reported
+    patience = 10 # number of consecutive steps in which two replicas must differ before the difference is reported
 
-    # since: (first step with a difference, number of such steps) by rank and tensor
+    # since: (rank, tensor) -> (first step in which this replica differed, number of steps in which this replica differed)
     def __init__(self): self.since,self.reported = {},False
 
-    def note(self, rows, at, may) -> str|None: # at, may: result of `Shards.replicas`
+    def note(self, rows, at, may) -> str|None: # at: for each row, the index of its first replica; may: mask of rows to compare
         "Compare the replicas of one step. Return a message, but only once, when two replicas have differed for `patience` steps."
         if self.reported: return None
         df = rows.df
@@ -79,7 +79,7 @@ class DriftWatch:
         if not len(different) and not self.since: return None
         columns = [c for c in ('path', 'ttype', 'tname', 'call', 'micro') if c in df]
         def ranks_and_keys(i):
-            "Return the ranks and the tensor keys of the rows `i`."
+            "Return for each of the rows `i` a tuple that identifies its rank and tensor."
             return zip(rows.rank[i].tolist(), *(df[c].iloc[i].astype(object).tolist() for c in columns), strict=True)
         now,lasting = {},[]
         for place,step,i in zip(ranks_and_keys(different), df['step'].iloc[different].tolist(), different.tolist(), strict=True):
@@ -96,7 +96,7 @@ class DriftWatch:
 
 # %% ../../nbs/42_processes/09_checks.ipynb #9eeca408
 def find_drift(rows):
-    "Return a message about replicas that differ up to the end of the run, or None. `rows`: `shards.RankRows`."
+    "Return a message about replicas that differ up to the end of the run, or None. `rows`: rows of all ranks, as `RankRows`."
     df = rows.df
     at,may = rows.shards.replicas(df['ttype'])
     different = differs_from(df, at) & may
@@ -116,7 +116,7 @@ def find_drift(rows):
 
 # %% ../../nbs/42_processes/09_checks.ipynb #7a7372a1
 def unknown_scale(rows):
-    "Return a message if it is unknown how the losses of the ranks are combined (sum or mean), or None. `rows`: `shards.RankRows`."
+    "Return a message if it is unknown how the losses of the ranks are combined (sum or mean), or None. `rows`: rows of all ranks, as `RankRows`."
     unknown = rows.shards.roles.along('world', '?') & rows.shards.unsettled | rows.filled
     n = int((unknown & rows.df['ttype'].isin(['output_grad', 'input_grad']).to_numpy()).sum())
     if not n: return None
@@ -124,7 +124,7 @@ def unknown_scale(rows):
         "trained, the true gradients are smaller by the number of ranks.")
 
 def same_batch(rows):
-    "Return a message if all ranks train on the same samples in most steps, or None. `rows`: `shards.RankRows`."
+    "Return a message if all ranks train on the same samples in most steps, or None. `rows`: rows of all ranks, as `RankRows`."
     pd = needs('pandas', for_='A table of rows')
     shards = rows.shards
     inputs = shards.roles.any_of('B') & (rows.df['ttype']=='input').to_numpy()

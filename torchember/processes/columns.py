@@ -36,7 +36,8 @@ def count_elements(shape, numel):
 def concatenate_shapes(shapes, samples=()):
     """Return the shape of the concatenation of tensors, or None if their shapes do not fit.
 
-    samples: numbers of samples on the ranks. Tensors are concatenated along the first dimension whose sizes are all in `samples`, else along 0"""
+    samples: numbers of samples on the ranks. Tensors are concatenated along the first dimension whose sizes are all in `samples`.
+    Without such a dimension, tensors are concatenated along dimension 0"""
     if any(not isinstance(s, list|tuple) or not len(s) for s in shapes) or len({len(s) for s in shapes})>1: return None
     k = next((k for k,sizes in enumerate(zip(*shapes, strict=True)) if {*sizes}<={*samples}), 0)
     if len({(*s[:k], *s[k+1:]) for s in shapes})>1: return None
@@ -63,7 +64,7 @@ class Term(NamedTuple):
     "One rank's contribution to a tensor summed over ranks."
     mean: float
     count: float # Number of elements
-    roles: dict # Roles such as 'P' (partial sum) by mesh axis
+    roles: dict # Mesh axis -> role along this axis, such as 'P' (partial sum)
     rank: int
 
 def mean_of_sum(terms, axes):
@@ -88,7 +89,7 @@ def shift_exponents(counts, factor):
     return out
 
 def add_exponents(lists, factors):
-    "Return the summed exponent counts of shards as a list, each shard multiplied by its factor first. Return None if they cannot be added."
+    "Return the sum of the exponent counts of shards, after multiplying each shard by its factor. Return None if counts cannot be added."
     counts = [shift_exponents(c, f) for c,f in zip(lists, factors, strict=True)]
     return sum(counts).tolist() if all(c is not None for c in counts) and len({len(c) for c in counts})==1 else None
 
@@ -96,7 +97,7 @@ def add_exponents(lists, factors):
 def merge_ratios(ratio, vectors, group, wholes):
     """Return the ratio of update norm to weight norm of each group of shards.
 
-    ratio: the same ratio of each shard
+    ratio: ratio of update norm to weight norm of each shard
     vectors, wholes: summaries of the shards' updates, and of the merged updates"""
     update,whole = squares(Parts(vectors)),squares(Parts(wholes))
     with np.errstate(all='ignore'):
@@ -112,7 +113,7 @@ def mean_by_group(numbers, group, spoiled):
     with np.errstate(invalid='ignore'): mean = np.bincount(group, np.where(known, numbers, 0))/np.bincount(group, known)
     return np.where(np.bincount(group, ~known & spoiled)>0, np.nan, mean)
 
-def merge_other_columns(out, df, group, done) -> list: # done: columns that are merged already
+def merge_other_columns(out, df, group, done) -> list: # done: columns that other functions have merged already
     """Merge all remaining columns of shards into the table `out`: equal values are kept, and the user's scalars are averaged.
     Return the names of the columns whose values were dropped because they differ"""
     pd = needs('pandas', for_='A table of rows')

@@ -45,7 +45,7 @@ def first_dimensions(df):
 
 # %% ../../nbs/42_processes/04_compare.ipynb #3598872d
 def differs_from(df, at):
-    "Return the mask of the rows whose statistics differ by more than rounding from those of another row. `at`: for each row the index of that row."
+    "Return the mask of the rows whose statistics differ by more than rounding from another row. `at`: index of the other row, for each row."
     out = np.zeros(len(at), bool)
     sizes = [np.abs(np.asarray(df[c], float)) for c in ('min', 'max', 'std', 'rms', 'abs_max', 'mean') if c in df]
     size = np.nan_to_num(np.nanmax([np.zeros(len(at)), *sizes], axis=0), posinf=0)
@@ -65,11 +65,11 @@ class Comparison:
         self.differs = self.find_different(df, without_statistics(df, len(group)))
 
     def find_different(self, df, no_statistics):
-        "Return a boolean mask of the groups in which a row differs from the others, or has no statistics."
+        "Return a boolean mask of the groups in which a row differs from the row that it is compared with, or has no statistics."
         out = np.zeros(self.group.max()+1, bool)
         out[self.group[(differs_from(df, self.at) | no_statistics) & self.where]] = True
         return out
 
     def is_same(self, df, no_statistics):
-        "Return True if the groups with different statistics in another step equal those of this comparison. `df`: the same rows in the other step."
+        "Return True if the same groups have different statistics in another step. `df`: the compared rows in the other step."
         return not (self.find_different(df, no_statistics)!=self.differs).any()

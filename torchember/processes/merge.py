@@ -36,9 +36,9 @@ class MergePlan:
         # names of the mesh axes along which tensors are sharded
         sharded = {a for kind in self.roles.kinds for a,r in kind.items() if r[0]=='S'}
         self.unsettled = (shards.unsettled & np.any([self.roles.along(a, '?') for a in sharded] or [np.zeros(len(shard), bool)], axis=0))[kept]
-        self.whole = pd.factorize(shards.tensor[kept])[0] # number of the row in the merged table for each kept row
+        self.whole = pd.factorize(shards.tensor[kept])[0] # for each kept row, the number of its row in the merged table
         self.n = self.whole.max()+1 if len(kept) else 0 # number of rows of the merged table
-        self.first = np.full(self.n, -1) # index of the first kept row for each row of the merged table
+        self.first = np.full(self.n, -1) # for each row of the merged table, the index of its first kept row
         self.first[self.whole[::-1]] = np.arange(len(kept))[::-1]
         # mask of the rows in the merged table that merge several shards
         self.several = np.bincount(self.whole, minlength=self.n)>1
@@ -64,13 +64,13 @@ def describe(row):
 def contradiction(row, n, of, numel, whole):
     """Return a message that in `n` of `of` merged rows the shards have more or fewer elements than the whole tensor.
 
-    row: the first of these rows
-    numel, whole: number of elements of its shards together, and of the whole tensor"""
+    row: the first of these merged rows
+    numel, whole: number of elements of this row's shards together, and of its whole tensor"""
     return (f"The shards of {n} of {of} rows do not add up to the whole tensor. The first is {describe(row)} at step {row['step']}: "
         f"its shards have {numel} elements, the whole has {whole}.")
 
 def column_of(df, name, missing=None):
-    "Return a column of a table, filled with `missing` if the table does not have it."
+    "Return a column of a table, or a column of `missing` if the table has no such column."
     pd = needs('pandas', for_='A table of rows')
     return df[name] if name in df else pd.Series([missing]*len(df), dtype=float if isinstance(missing, float) else object)
 
@@ -92,7 +92,7 @@ class Merge:
         return column_of(self.rows, name, missing)
 
     def fill(self):
-        "Merge all columns of the rows into the table."
+        "Merge each column of the ranks' rows into the table of merged rows."
         plan,d,out = self.plan,self.rows,self.table
         # mask of the merged rows that are not just copies of the row of their first shard
         changed = plan.several | (self.factor!=1)[plan.first]
@@ -160,7 +160,7 @@ class Merge:
             self.messages.append(contradiction(out.iloc[o], len(contradicting), len(out), int(numel[o]), prod(whole[o])))
 
     def merge_exponents(self, changed):
-        "Return the exponent counts of each whole tensor: the sum over its shards, each multiplied by its factor first."
+        "Return the exponent counts of each whole tensor: the sum over its shards, after multiplying each shard by its factor."
         lists,lost,groups = self.rows['exponents'].tolist(),0,rows_by_group(self.plan.whole)
         whole = self.table['exponents'].astype(object).to_numpy(copy=True)
         for o in np.flatnonzero(changed):
@@ -171,7 +171,7 @@ class Merge:
         return whole
 
     def merge_sums(self):
-        "Write the mean of each tensor summed over ranks. Remove its other statistics, because they cannot be merged."
+        "Write the mean of each tensor that is a sum over ranks. Remove its other statistics, because other statistics of summands cannot be merged."
         plan,out = self.plan,self.table
         groups,sums = rows_by_group(plan.whole),np.unique(plan.whole[plan.partial])
         out.loc[sums, [c for c in self.rows.columns if c in derived]] = np.nan

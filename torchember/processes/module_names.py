@@ -28,7 +28,7 @@ def paths_in(tree) -> list:
 
 # %% ../../nbs/42_processes/02_module_names.ipynb #1d9ded1a
 def numbered_children(paths):
-    "Return a dict with the number of children of each numbered container (such as `nn.Sequential`), by path."
+    "Return a dict: path of a numbered container (such as `nn.Sequential`) -> number of its children."
     children = defaultdict(set)
     for p in filter(None, paths):
         container,_,name = p.rpartition('.')
@@ -43,7 +43,7 @@ def with_containers(paths):
 def add_offset(path, offsets):
     """Add an offset to the number of a module in a numbered container: 'layers.0.fc' becomes 'layers.4.fc'.
 
-    offsets: container -> offset. The first container around the path is used"""
+    offsets: path of a container -> offset. The first container that contains the module is used"""
     for container,offset in offsets.items():
         prefix = f'{container}.' if container else ''
         if not path.startswith(prefix): continue
@@ -53,7 +53,7 @@ def add_offset(path, offsets):
 
 # %% ../../nbs/42_processes/02_module_names.ipynb #a6b08854
 def names_in_whole(parts, tags) -> list:
-    """Return for each part of the model a dict of module paths in the whole model, by path in the part.
+    """Return a dict for each part of the model: path of a module in the part -> path of this module in the whole model.
 
     parts: paths of the modules of each part
     tags: suffix of each part, such as '@pp1'. A module that several parts have under one path gets the suffix"""
@@ -75,8 +75,8 @@ def names_in_whole(parts, tags) -> list:
 
 # %% ../../nbs/42_processes/02_module_names.ipynb #5e40af3d
 def names_of_stages(metadata, paths) -> dict: # paths: function that returns the module paths of a rank
-    "Return the paths in the whole model for modules of pipeline stages, as a dict by rank and path. It is empty without two stages."
-    inside = defaultdict(dict) # path inside its stage, by stage and (rank, path)
+    "Return a dict: rank -> dict from module paths in its pipeline stages to paths in the whole model. The result is empty without two stages."
+    inside = defaultdict(dict) # stage -> dict: (rank, path on this rank) -> path inside the stage
     for rank,about in metadata.items():
         for top,stage in about.get('stages', {}).items():
             for p in paths(rank):
@@ -102,7 +102,7 @@ def display_name(module, new):
 
 # %% ../../nbs/42_processes/02_module_names.ipynb #637cef36
 def rename_modules(df, rank, names, where=None): # rank: rank of each row; where: mask of the rows to rename
-    "Return a copy of the table `df` with new paths and display names of modules. `names`: new paths by rank and path."
+    "Return a copy of the table `df` with new paths and display names of modules. `names`: rank -> dict from old paths to new paths."
     pd = needs('pandas', for_='A table of rows')
     path,module = (df[c].astype(object).to_numpy(copy=True) for c in ('path', 'module'))
     at = np.arange(len(df)) if where is None else np.flatnonzero(where)

@@ -22,15 +22,15 @@ class NormsOfWhole:
         self.world,ttype = plan.axes.world,table['ttype'].astype(object).to_numpy()
         rows = np.flatnonzero(np.isin(ttype, ['weight_grad', 'unclipped_grad']))
         steps,step = np.unique(table['step'].to_numpy()[rows], return_inverse=True)
-        self.place = {s: i for i,s in enumerate(steps.tolist())} # index of each step in the arrays
+        self.place = {s: i for i,s in enumerate(steps.tolist())} # step -> index of the step in the arrays with one number per step
         tensor = group_codes(*(table[c].iloc[rows] for c in ('step', 'path', 'tname', 'pname') if c in table))
         squared = sums_of_squares(wholes)
-        # sums of squares; -1 means that the gradient has no row of this type
+        # sums of squares of each gradient, after and before clipping; -1 if the gradient has no such row
         sums,step_of = np.full((2, tensor.max(initial=-1)+1), -1.),np.zeros(tensor.max(initial=-1)+1, int)
         sums[(ttype[rows]=='unclipped_grad').astype(int), tensor],step_of[tensor] = squared[rows],step
         exists = sums!=-1
         def sum_by_step(x):
-            "Return the sum of `x` over the rows of each step."
+            "Return the sum of `x` over the gradients of each step."
             return np.bincount(step_of, x, len(steps))
         self.norm = np.sqrt(sum_by_step(np.where(exists[0], sums[0], 0.)))
         before = np.where(exists[1], sums[1], np.where(exists[0], sums[0], 0.))
@@ -45,7 +45,7 @@ class NormsOfWhole:
         self.needs_all_ranks = any_in_step(plan.any_row(~plan.roles.all_of('R')[plan.kept]))
 
     def of_step(self, step:int, ranks:set) -> dict:
-        "Return a dict with the gradient norms of a step by name; empty if the norm is unknown. `ranks`: ranks with rows in the step."
+        "Return the gradient norms of a step as a dict: name -> norm. It is empty if the norm is unknown. `ranks`: ranks with rows in the step."
         i = self.place.get(step)
         if i is None or self.is_unknown[i] or self.needs_all_ranks[i] and len(ranks)<self.world: return {}
         return {n: float(v[i]) for n,v in zip(norm_names, (self.norm, self.before_clipping), strict=True) if v[i]!=-1}
@@ -62,7 +62,7 @@ def rows_of_norms(table):
     "Return the indices of the rows with the norm of all gradients."
     return np.flatnonzero((table['ttype']=='scalar') & (table['tname']==computed[0]))
 
-def fill_norms(table, rows, whole, norms): # whole: index in `table` of the merged row for each of `rows`
+def fill_norms(table, rows, whole, norms): # whole: for each of `rows`, the index of its merged row in `table`
     "Return the merged table with the gradient norms of the whole model. Drop the rows of steps whose norm is unknown."
     unknown = []
     for o in rows_of_norms(table).tolist():

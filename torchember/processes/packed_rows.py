@@ -53,7 +53,7 @@ class Packet:
 
     @classmethod
     def of(cls, rows, **head):
-        "Return the packet of some rows. `head`: metadata of the rank to send with the rows."
+        "Make a packet of the rows of one rank in one step. `head`: metadata of the rank to send with the rows."
         parts = [split_row(r) for r in rows]
         text = json.dumps([[columns, fixed] for columns,fixed,_ in parts])
         numbers = np.array([x for _,_,numbers in parts for x in numbers], np.float64)
@@ -80,7 +80,7 @@ class Packer:
 
 class Unpacker:
     "Converts the bytes from one rank to packets, in the order in which they were packed."
-    def __init__(self): self.layouts = {} # layouts as JSON, by hash
+    def __init__(self): self.layouts = {} # hash of a layout -> layout as JSON
 
     def unpack(self, data):
         "Convert bytes made by `Packer.pack` to a packet."
@@ -99,11 +99,11 @@ def columns_key(ttype, tname, call):
 class StepLayout:
     "Table of the fixed values in the rows of all ranks, and the row and column in this table of each number in the packets."
     def __init__(self, packets): # packets: dict of a `Packet` for each rank
-        # cells: by column, (rows, indices of their numbers in the packets). lists: by column, a list of (row, index, length)
+        # cells: column -> (rows, indices of the rows' numbers in the packets). lists: column -> list of (row, index of the first number, length)
         self.cells,self.lists = {},{}
-        # is_int: by column, True if all its numbers are ints. measured: by `columns_key`, a dict with the columns of changing numbers as keys
+        # is_int: column -> True if all its numbers are ints. measured: result of `columns_key` -> dict with changing columns as keys
         self.is_int,self.measured = {},{}
-        self.n_of,records,place = {},[],0 # n_of: number of rows by rank
+        self.n_of,records,place = {},[],0 # n_of: rank -> number of its rows
         for rank in sorted(packets):
             rows = json.loads(packets[rank].text)
             self.n_of[rank] = len(rows)
@@ -118,7 +118,7 @@ class StepLayout:
         self.fixed = fixed_table(records)
 
     def add_cell(self, column, kind, n, row, place, fixed):
-        "Assign the `n` numbers of the packets from index `place` on to one row and column."
+        "Note that the `n` numbers of the packets from index `place` belong to one row and column of the table."
         if kind in 'FI': self.lists.setdefault(column, []).append((row, place, n))
         else:
             rows,places = self.cells.setdefault(column, ([], []))
@@ -136,7 +136,7 @@ class StepLayout:
             if c in bad: new[c] = np.nan_to_num(new[c]).astype(np.int64)
             elif self.is_int[c] and c in self.full: new[c] = new[c].astype(np.int64)
         for c,lists in self.lists.items():
-            # a list in a column of numbers is dropped, as `read` drops it from files
+            # a list in a column of numbers is dropped, as `read` drops such lists from files
             if c in derived and c!='exponents' or c in new: continue
             new[c] = np.full(self.n, None, object)
             for i,at,n in lists: new[c][i] = numbers[at:at+n].astype(np.int64 if self.is_int[c] else float).tolist()
@@ -182,19 +182,19 @@ def as_rows(df, layout) -> list:
 
 # %% ../../nbs/42_processes/20_packed_rows.ipynb #f3db4ab3
 class StepMerger:
-    "Merges the packets of all ranks, step by step."
+    "Merges the rows in the packets of all ranks, one step after the other."
     most = 16 # maximum number of combinations of layouts to store
     def __init__(self):
-        self.metadata,self.paths = {},{} # metadata, and paths of modules, by rank
-        self.layouts = {} # a `StepLayout` for each combination of layouts of the ranks, by their hashes
-        # `RankRows`, `MergePlan` and replicas of the last step with each combination of layouts, for reuse
+        self.metadata,self.paths = {},{} # metadata: rank -> metadata; paths: rank -> paths of its modules
+        self.layouts = {} # hashes of the layouts of all ranks -> `StepLayout` for this combination of layouts
+        # hashes of the layouts of all ranks -> `RankRows`, `MergePlan` and replicas of the last step with these layouts, for reuse
         self.last = {}
         # `RankRows.own` of the last step with weights: new paths of modules whose weights differ between ranks
         self.own = {}
         self.drift,self.messages = DriftWatch(),[]
 
     def note_head(self, rank, packet):
-        "Store the metadata and module paths sent with a rank's packet. If they changed, delete all merge plans, because shards may differ."
+        "Store the metadata and module paths sent with a rank's packet. If any changed, delete all merge plans, because shards may differ."
         for known,name in ((self.metadata, 'about'), (self.paths, 'paths')):
             if name in packet.head and known.get(rank)!=packet.head[name]: known[rank],self.last = packet.head[name],{}
 
@@ -209,7 +209,7 @@ class StepMerger:
         return self.layouts[key]
 
     def find_rows(self, layout, columns):
-        "Return the `RankRows` of a step. Shards and module names are determined again."
+        "Return the `RankRows` of a step. Shards and module names are determined again, because they cannot be reused from an earlier step."
         df,metadata = layout.fixed.assign(**columns),{r: about for r,about in self.metadata.items() if about}
         rows = RankRows(df, metadata, self.paths)
         if rows.own: self.own = rows.own

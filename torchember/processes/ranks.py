@@ -18,13 +18,13 @@ def merge_ranks(df, metadata, paths=None, own=None):
     return Merge(MergePlan(rows), rows.df).table
 
 def own_names(df, metadata, paths=None):
-    "Return new paths in the whole model for modules whose weights differ between ranks, as a dict by rank and path."
+    "Return new paths for modules whose weights differ between ranks, as a dict: rank -> dict from paths on this rank to new paths."
     return RankRows(df, metadata, paths or {}).own
 
 def merge_and_check(
     df, # Table with the rows of all ranks and a column `rank`
-    metadata:dict, # Metadata by rank
-    paths:dict|None=None, # Paths of all modules by rank
+    metadata:dict, # Rank -> metadata of this rank
+    paths:dict|None=None, # Rank -> paths of all modules on this rank
     own:dict|None=None # Result of `own_names` for other rows of the same run; None computes the names from `df`
 ) -> tuple: # Table of the merged rows; messages about what is missing, unknown or contradictory
     "Return the rows of the whole model and batch, as one process would have written them, and messages for the user."
@@ -32,6 +32,6 @@ def merge_and_check(
     merged = Merge(MergePlan(rows), rows.df)
     missing = missing_ranks(steps_of_ranks(rows), rows.metadata, rows.axes.world)
     drift = find_drift(rows)
-    if drift or rows.own: merged.table.attrs['replicas'] = compare_replicas(rows) # read by rules
+    if drift or rows.own: merged.table.attrs['replicas'] = compare_replicas(rows) # stored here, because rules read `attrs['replicas']`
     found = [*unknown_axes(rows), drift, *rows.messages, *merged.messages, *missing, unknown_scale(rows), same_batch(rows)]
     return merged.table, [m for m in found if m]

@@ -30,7 +30,7 @@ def relative_difference(df, a, b):
 def steps_with(steps, flags): return np.unique(steps[flags]).tolist()
 
 def count_differing_steps(steps, differs):
-    "Return in which steps any row differs: the number of steps, the first one, the first twenty, and the number of all steps."
+    "Return a dict about the steps in which any row differs: their number, the first step, the first twenty steps, and the number of all steps."
     found = steps_with(steps, differs)
     return {'steps': len(found), 'first': found[0] if found else None, 'at': found[:20], 'of': len(np.unique(steps))}
 
@@ -57,11 +57,11 @@ def compare_with(rows, at, differs, rank, first):
     return out | {'zero': alone(zero, other)[:20], 'other_zero': alone(other, zero)[:20]}
 
 def name_of_row(row):
-    "Return path and name of the parameter of a row."
+    "Return the full name of a row's parameter, such as 'layers.0.weight': the path of the module and the parameter's name."
     return '.'.join(p for p in (row['path'], row.get('pname')) if isinstance(p, str) and p)
 
 # %% ../../nbs/42_processes/09_replicas.ipynb #2d3d5b50
-def compare_replicas(rows) -> list: # rows: `shards.RankRows`
+def compare_replicas(rows) -> list: # rows: rows of all ranks, as `RankRows`
     "Return for each rank how its weights and gradients differ from those of the first rank with the same tensors. Ranks without a difference are left out."
     df,found = rows.df,[]
     trained = df['ttype'].isin(['weight', 'weight_grad']).to_numpy()
@@ -74,8 +74,8 @@ def compare_replicas(rows) -> list: # rows: `shards.RankRows`
     return found
 
 def own_modules(rows):
-    """Return for each row the index of the row of the first rank with the same name, and the mask of the rows to compare.
-    The rows belong to modules that have other names on each rank, because nothing says that they are copies."""
+    """Return the mask of the rows of modules that were renamed on each rank, because no metadata call these modules replicas.
+    Also return for each row the index of the first rank's row whose module had the same name before."""
     old = {(r, new): path for r,names in (rows.own or {}).items() for path,new in names.items() if new!=path}
     paths = [old.get((int(r), p)) for r,p in zip(rows.rank, rows.df['path'].astype(object), strict=True)] if old else []
     first = min(rows.own, default=0) if rows.own else 0

@@ -37,7 +37,7 @@ def fill_parts(df, rank):
 tensor_columns = ('step', 'path', 'ttype', 'tname', 'pname', 'call', 'micro', 'phase', 'backward', 'shard')
 
 def number_tensors(df, rank):
-    "Return for each row the number of its tensor. If the user records a number twice in a step, it counts as two tensors."
+    "Return for each row the number of its tensor. A number that the user records twice in a step counts as two tensors."
     tensor = group_codes(*(df[c] for c in tensor_columns if c in df))
     repeated = df.groupby([tensor, rank]).cumcount().to_numpy()
     return group_codes(tensor, repeated) if repeated.any() else tensor
@@ -57,7 +57,7 @@ class Shards:
     def find_copies(self, axis, df):
         "Return the mask of the rows that are replicas along an axis because their statistics are equal, although the column `part` does not say so."
         batch,unknown = self.roles.along(axis, 'B'),self.roles.along(axis, '?')
-        # if no ranks are unrelated, the roles along the other mesh axes are sufficient
+        # if the mesh axes relate all ranks, the roles along these axes are sufficient, and the axis 'world' adds nothing
         if axis=='world' and unknown.any(): unknown &= self.has_unrelated_ranks()
         line = np.array([self.axes.line_of(axis, r) for r in range(self.rank.max()+1)])[self.rank]
         c = Comparison(df, self.tensor, first_in_group(group_codes(self.tensor, line)), unknown | batch)
@@ -123,7 +123,7 @@ def outermost_unshared(module, shared):
 def name_own_modules(df, shards, paths) -> tuple: # paths: function that returns the module paths of a rank
     """Find modules whose weights differ between ranks although no metadata give a reason.
 
-    Return a dict of new paths by rank and path, and a message about these modules. If there are none, return an empty dict and None."""
+    Return a dict (rank -> dict from old to new paths) and a message about these modules. Without such modules, return an empty dict and None."""
     weights = (df['ttype']=='weight').to_numpy()
     own = shards.unsettled & weights & ~shards.no_statistics & (df['global_shape'].isna().to_numpy() if 'global_shape' in df else True)
     if not own.any(): return {}, None
@@ -131,7 +131,7 @@ def name_own_modules(df, shards, paths) -> tuple: # paths: function that returns
     shared = set(df['path'][weights & ~own].astype(object))-modules
     tops = sorted({outermost_unshared(m, shared) for m in modules})
     smallest = shards.smallest_ranks()
-    # smallest rank with the same weights in these modules, by rank
+    # rank -> smallest rank with equal weights in these modules
     group = {r: int(smallest[own & (shards.rank==r)].min(initial=r)) for r in sorted(set(shards.rank.tolist()))}
     groups = sorted(set(group.values()))
     members = [[p for p in paths(g) if not shared or any(p==t or p.startswith(f'{t}.') for t in tops)] for g in groups]
@@ -144,13 +144,13 @@ def name_own_modules(df, shards, paths) -> tuple: # paths: function that returns
 # %% ../../nbs/42_processes/05_shards.ipynb #7f6415b3
 class RankRows:
     "Rows of all ranks with module names of the whole model, and the `Shards` of these rows."
-    # paths: module paths by rank; own: result of `own_names`, or None to compute it from `df`
+    # paths: rank -> paths of its modules; own: result of `own_names`, or None to compute the new names from `df`
     def __init__(self, df, metadata, paths, own=None):
         self.metadata,self.messages = validate_metadata(metadata)
         self.axes = RankAxes(self.metadata, df['rank'].unique().tolist())
         df = df.reset_index(drop=True)
         if 'step' in df: df = df.sort_values(['step', 'rank'], kind='stable')
-        self.order,df = df.index.to_numpy(),df.reset_index(drop=True) # order: index in the given table for each row
+        self.order,df = df.index.to_numpy(),df.reset_index(drop=True) # order: for each row, its index in the given table
         self.rank = df['rank'].to_numpy(int)
         df['part'],self.filled = fill_parts(df, self.rank)
         def all_paths(r):
@@ -158,7 +158,7 @@ class RankRows:
             return [*paths.get(r, ()), *df['path'][self.rank==r].astype(object).dropna().unique()]
         if names := names_of_stages(self.metadata, all_paths): df = rename_modules(df, self.rank, names)
         self.df,self.shards = df,Shards(df, self.rank, self.axes)
-        # comparisons: `Comparison` objects on whose results names and shards depend
+        # comparisons: `Comparison` objects. Module names and shards depend on their results
         self.comparisons,self.own = self.shards.comparisons,own
         if own is None:
             self.own,message = name_own_modules(df, self.shards, all_paths)
@@ -171,8 +171,8 @@ class RankRows:
         self.shards = Shards(self.df, self.rank, self.axes)
         self.comparisons = self.comparisons+self.shards.comparisons
 
-    def with_statistics(self, columns): # columns: arrays of values by column name
-        "Return a copy with the statistics of another step, or None if module names or shards would differ there."
+    def with_statistics(self, columns): # columns: name of a column -> array of its values
+        "Return a copy with the statistics of another step. Return None if module names or shards would differ in the other step."
         new = {c: v[self.order] for c,v in columns.items()}
         no_statistics = without_statistics(new, len(self.order))
         steps,before = (np.unique(x, return_inverse=True)[1] for x in (new['step'], self.df['step']))

@@ -44,7 +44,7 @@ class Outbox:
 class Inbox(Outbox):
     "Reads the messages of one rank, and removes them from the store."
     def get(self) -> bytes|None:
-        "Return the next message of the rank, or None if it has not been sent yet."
+        "Return the next message of the rank, or None if the rank has not sent the next message yet."
         key = self.key(self.n)
         if not self.store.check([key]): return None # checked first, because `get` waits until a key exists
         data = self.store.get(key)
@@ -54,27 +54,27 @@ class Inbox(Outbox):
 
 # %% ../../nbs/42_processes/30_whole_steps.ipynb #1b43cf09
 class CompleteStep(NamedTuple):
-    "Packets of one step from all ranks, or from all ranks that sent theirs in time."
+    "Packets of one step from all ranks, or from those ranks that sent a packet in time."
     step: object
-    packets: dict # Packet of each rank
+    packets: dict # Rank -> packet of this rank
     without: list # Ranks that sent no packet of the step
     late: list # Slow ranks, for which the first rank no longer waits from this step on
 
 class Assembly:
     "Collects the packets of all ranks, and returns complete steps."
-    patience = 2. # seconds to wait for a rank
+    patience = 2. # seconds to wait for the packets of a slow rank
 
     def __init__(self, world):
-        # for each rank the pairs (step, packet) of incomplete steps, in order
+        # rank -> pairs (step, packet) of its steps that are not complete yet, in order
         self.waiting = {r: deque() for r in range(world)}
         # ended: ranks whose run has ended; late: ranks that were too slow, so that steps are complete without them
         self.ended,self.late = set(),set()
         # since: time when the first packet of the oldest incomplete step came; reported: last returned step
         self.since,self.reported = None,None
-        self.lost = Counter() # number of packets by rank that were dropped because they came after their step was returned
+        self.lost = Counter() # rank -> number of packets that were dropped, because they came after their step was returned
 
     def add(self, rank, step, packet):
-        "Add a packet of a rank."
+        "Add the packet that a rank has sent for a step."
         if self.reported is None or step>=self.reported: self.late.discard(rank) # a rank that is up to date again is no longer late
         if self.reported is None or step>self.reported: self.waiting[rank].append((step, packet))
         else: self.lost[rank] += 1
@@ -103,12 +103,12 @@ class Assembly:
 
 # %% ../../nbs/42_processes/30_whole_steps.ipynb #b9f19142
 class PacketMaker:
-    "Makes the packets of one rank."
+    "Makes packets of the rows of one rank, and adds metadata that have changed."
     # sent: metadata sent last; step: last step; nth: number of the last packet in this step
     def __init__(self): self.sent,self.step,self.nth = {},None,0
 
     def make(self, rows, metadata, **head):
-        "Return the packet of some rows. It also contains the fields of the rank's `metadata` that changed since the last packet."
+        "Return the packet of some rows. The packet also contains the fields of `metadata` that changed since the last packet."
         p = Packet.of(rows, **{k: v for k,v in metadata.items() if self.sent.get(k)!=v}, **head)
         self.nth = self.nth+1 if p.step==self.step else 0
         self.step,p.head['nth'] = p.step,self.nth
@@ -136,7 +136,7 @@ class Receiver:
         self.merger,self.assembly = StepMerger(),Assembly(world)
         self.inboxes = {r: (Inbox(store, r), Unpacker()) for r in range(1, world)}
         self.named = set() # late ranks that were named in a message already
-        # number of steps that were not reported, and of steps that were reported without some rank
+        # left_out: number of steps that were not reported; partial: number of steps that were reported without some rank's rows
         self.left_out,self.partial = 0,0
 
     def add(self, packet, rank=0):
@@ -158,8 +158,8 @@ class Receiver:
     def report_step(self, found):
         "Report the merged rows of a `CompleteStep`. Skip the step if the first rank sent no packet, or if too many steps wait."
         late,self.named = [r for r in found.late if r not in self.named],self.named | {*found.late}
-        if late: self.note(f"{join_ranks(late, 8)} sent nothing for {Assembly.patience:.0f} seconds, at step {found.step[0]}. Until more arrives, steps are "
-            "reported without it, and each of their rows says so (column 'without').")
+        if late: self.note(f"{join_ranks(late, 8)} sent nothing for {Assembly.patience:.0f} seconds, at step {found.step[0]}. Until more rows arrive, "
+            "merged steps are reported without missing ranks, which the column 'without' lists.")
         if 0 not in found.packets or len(self.assembly.waiting[0])>self.most: self.left_out += 1; return
         rows = self.merger.rows(found.packets)
         while self.merger.messages: self.note(self.merger.messages.pop(0))
@@ -222,7 +222,7 @@ class Sharing:
     def stop(self, reason):
         "Stop sharing, and release the store. `reason`: sentence for the user."
         self.stopped,self.kept,self.channel = printable(reason, 300),None,None
-        if self.rank==0: self.note(f"The rows of the whole are no longer reported: {self.stopped}. Training goes on, the log of each rank is complete, "
+        if self.rank==0: self.note(f"Merged rows of all ranks are no longer reported: {self.stopped}. Training goes on, the log of each rank is complete, "
             "and listeners get the rows of this rank only. This warning appears once.")
 
 # %% ../../nbs/42_processes/30_whole_steps.ipynb #6d48c89f
@@ -241,7 +241,7 @@ def run_job(sharing, job):
         sharing.report_complete()
 
 def notify(listeners, rows, lines=None):
-    "Pass rows to listeners. `lines`: the same rows as lines of a log; if None, the lines are made here."
+    "Pass rows to listeners. `lines`: these rows as lines of a log, or None to make the lines from the rows."
     listeners.collect(rows, b''.join(line_of(r)+b'\n' for r in rows) if lines is None else lines)
     listeners.notify()
 
@@ -285,7 +285,7 @@ class WholeSteps:
         except Full: self.left_out += 1
 
     def start(self):
-        "Start the thread and return it, or return None if it cannot be started."
+        "Start the thread that shares rows. Return the thread, or None if no thread can be started."
         self.thread = threading.Thread(target=self.run, name='torchember-whole', daemon=True)
         try: self.thread.start()
         except RuntimeError: self.thread = None # no thread can start, because the interpreter exits or the machine has no more threads
@@ -311,7 +311,7 @@ class WholeSteps:
         self.given_up = True
 
     def rest(self):
-        "End the thread. The next step starts a new thread."
+        "End the thread that shares rows. The next step starts a new thread."
         if self.thread is None or not self.ours: return
         thread,self.thread = self.thread,None
         try: self.queue.put(None, timeout=1)
@@ -322,7 +322,7 @@ class WholeSteps:
         "Return a sentence about steps that were not reported to listeners, or None if all steps were reported."
         channel,stopped = self.sharing.channel,self.sharing.stopped
         if self.rank: return None
-        if stopped: return f"The rows of the whole were not reported to the end: {stopped}."
+        if stopped: return f"Merged rows of all ranks were not reported to the end: {stopped}."
         counts = [f"{n:,} steps {what}" for n,what in ((self.left_out+channel.left_out, 'were left out, because they came faster than they could be reported'),
             (channel.partial, 'were reported without the rows of some rank')) if n]
         return f"Rows of the whole: {' and '.join(counts)}." if counts else None

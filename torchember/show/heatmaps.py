@@ -101,7 +101,7 @@ def label_axes(ax, g, xticklabels, yticklabels, turned):
     "Write the names of layers at one axis of a heat map. Check the arguments `xticklabels` and `yticklabels`."
     names,steps,kept = (xticklabels, yticklabels, ax.set_yticks) if turned else (yticklabels, xticklabels, ax.set_xticks)
     if not isinstance(steps, bool) and steps!='auto':
-        raise TypeError(f"The steps of a heat map have no other names: {'y' if turned else 'x'}ticklabels is True or False, got {steps!r:.60}.")
+        raise TypeError(f"A heat map labels steps by their numbers: {'y' if turned else 'x'}ticklabels is True or False, got {steps!r:.60}.")
     if not steps: kept([])
     if isinstance(names, list|tuple) and len(names)!=len(g.labels):
         raise ValueError(f"{len(names)} names were given for {len(g.labels)} layers.")

@@ -90,7 +90,7 @@ class TensorBoard(Sink):
 
     def findings(self, step, found):
         for f in found:
-            key,text = f"finding/{f['rule']}",('No longer so: ' if f.get('over') else '')+f['text']
+            key,text = f"finding/{f['rule']}",('This problem is over: ' if f.get('over') else '')+f['text']
             if (f'{key}/text_summary', step, text) not in self.existing: self.writer.add_text(key, text, step)
 
     def flush(self): self.writer.flush()

@@ -28,7 +28,7 @@ from ..store.base import now
 class NamedValues(OrderedDict):
     "Ordered dict from layer name to tensor, or from layer name to number."
     def __init__(self,
-        *args, # Items, as for `dict`
+        *args, # Names and values, in any form that `dict` accepts
         name:str|None=None, # Name in printed text
         **kwargs
     ):
@@ -55,7 +55,7 @@ class NamedValues(OrderedDict):
     def common(self,
         attribute # Name of an attribute of tensors, such as 'device' or 'dtype'
     ): # Value of the attribute, or None
-        """Return an attribute of the tensors if it is the same for all of them, else None.
+        """Return the value of an attribute that all tensors share, such as their device. Return None if the values differ.
 
         Args:
             attribute: Name of an attribute of tensors, such as 'device' or 'dtype'
@@ -68,33 +68,33 @@ class NamedValues(OrderedDict):
 
     def set_name(self,
         name # Name of the snapshot in printed text. None keeps the current name
-    ): # This snapshot
+    ): # This snapshot with the new name
         """Set the name of the snapshot.
 
         Args:
             name: Name of the snapshot in printed text. None keeps the current name
 
         Returns:
-            This snapshot
+            This snapshot with the new name
         """
         if name is not None: self._name = name
         return self
 
     def at(self,
         index:int # Position of the layer, from 0
-    ): # Tensor or number
-        """Return the tensor or number at a position.
+    ): # Tensor or number of the layer
+        """Return the tensor or number of the layer at a position.
 
         Args:
             index: Position of the layer, from 0
 
         Returns:
-            Tensor or number
+            Tensor or number of the layer
         """
         return self[list(self)[index]]
 
     def state_dict(self) -> dict:
-        "Return a plain dict with the same names and values."
+        "Return the names and values of this snapshot as a plain dict."
         return dict(self)
 
     def take(self, new):
@@ -107,7 +107,7 @@ class NamedValues(OrderedDict):
 
 # %% ../../nbs/70_state/06_algebra.ipynb #32c5ec36
 def find_mismatch(a, b):
-    "Return the reason why two StateDicts cannot be combined, as a sentence, or None if they can."
+    "Return a sentence that says why two StateDicts cannot be combined. Return None if they can be combined."
     names = (a._name, b._name) if a._name!=b._name else (f'the first {a._name}', f'the second {b._name}')
     for one,other,(has,lacks) in ((a, b, names), (b, a, names[::-1])):
         for k in one:
@@ -126,7 +126,7 @@ def results_tensor(d):
 
 # %% ../../nbs/70_state/06_algebra.ipynb #229133e9
 class Layers(NamedValues):
-    "Named values with methods that select layers, or apply a function to each layer."
+    "Dict of tensors or numbers by layer name, with methods that select layers, or apply a function to each layer."
     def is_compatible(self,
         other # StateDict to compare with
     ) -> bool:
@@ -139,14 +139,14 @@ class Layers(NamedValues):
 
     def like(self,
         items # (name, value) pairs
-    ): # StateDict
+    ): # New StateDict with these values
         """Return a StateDict with new values that keeps the log columns (module, tensor name) of this StateDict.
 
         Args:
             items: (name, value) pairs
 
         Returns:
-            StateDict
+            New StateDict with these values
         """
         d = type(self)(items)
         d._places = self._places
@@ -162,7 +162,7 @@ class Layers(NamedValues):
         pattern=None, # Regular expression for layer names, matched from the start
         *, include=None, # Modules, as `select` accepts them: 'features.*', nn.Linear, ...
         exclude=None # Modules to leave out
-    ): # StateDict
+    ): # New StateDict of the selected layers
         """Return the layers whose names match the pattern, and that belong to the included modules.
 
         Args:
@@ -171,7 +171,7 @@ class Layers(NamedValues):
             exclude: Modules to leave out
 
         Returns:
-            StateDict
+            New StateDict of the selected layers
         """
         d = self.like(select_layers(self, pattern, include, exclude)).set_name(self._name)
         d._ttype = self._ttype
@@ -181,7 +181,7 @@ class Layers(NamedValues):
         pattern=None, # Regular expression for layer names, matched from the start
         *, lazy=True # Ignored. Accepted because nnstat has this argument
     ) -> torch.Tensor:
-        """Concatenate all layers into one new tensor with one dimension. Reductions do not need this copy.
+        """Concatenate all layers into one new tensor with one dimension. Methods such as `norm` work without this copy.
 
         Args:
             pattern: Regular expression for layer names, matched from the start
@@ -194,23 +194,23 @@ class Layers(NamedValues):
 
     def apply(self,
         func # Function from a tensor (or number) to a tensor (or number)
-    ): # StateDict
+    ): # New StateDict of the results
         """Apply a function to each layer. Return the results in a new StateDict.
 
         Args:
             func: Function from a tensor (or number) to a tensor (or number)
 
         Returns:
-            StateDict
+            New StateDict of the results
         """
         return self.like((k, func(x)) for k,x in self.items())
 
     def zeros(self):
-        "Return a StateDict of zeros with the same names and shapes."
+        "Return a StateDict of zeros with the names and shapes of this StateDict."
         return self.apply(lambda x: torch.zeros_like(x) if isinstance(x, torch.Tensor) else type(x)(0))
 
     def ones(self):
-        "Return a StateDict of ones with the same names and shapes."
+        "Return a StateDict of ones with the names and shapes of this StateDict."
         return self.apply(lambda x: torch.ones_like(x) if isinstance(x, torch.Tensor) else type(x)(1))
 
 # %% ../../nbs/70_state/06_algebra.ipynb #b5d0ab0f
@@ -239,7 +239,7 @@ class EditableLayers(Layers):
     def clone(self,
         device=None, # Device of the copy
         dtype=None # Dtype of the copy
-    ): # StateDict
+    ): # New StateDict of the copies
         """Return a copy that shares no memory with this snapshot or the model.
 
         Args:
@@ -247,7 +247,7 @@ class EditableLayers(Layers):
             dtype: Dtype of the copy
 
         Returns:
-            StateDict
+            New StateDict of the copies
         """
         if self.is_result: return self.like(self).set_name(f'{self._name}_clone')
         if device is not None and torch.device(device).type!='meta': require_values(self)
@@ -258,7 +258,7 @@ class EditableLayers(Layers):
     def to(self,
         device=None, # New device; or new dtype, as in `Tensor.to`
         dtype=None # New dtype
-    ): # This snapshot
+    ): # This snapshot, after the change
         """Move the snapshot to a device, or cast it to a dtype. The model does not change.
 
         Args:
@@ -266,7 +266,7 @@ class EditableLayers(Layers):
             dtype: New dtype
 
         Returns:
-            This snapshot
+            This snapshot, after the change
         """
         if isinstance(device, torch.dtype): device,dtype = dtype,device
         ttype = self._ttype
@@ -297,7 +297,7 @@ def apply_operation(op:str, d, *other): # other: nothing, a number, or another S
     return d.like(zip(d, values, strict=True))
 
 def apply_each_layer(d, op, others):
-    "Apply an operation to all tensors. If it fails, add the name of the failing layer to the exception."
+    "Apply an operation to all tensors. If the operation fails, add the name of the failing layer to the exception."
     try: return apply_each(op, list(d.values()), *others)
     except (RuntimeError, TypeError) as e:
         for i,(k,x) in enumerate(d.items()):
@@ -335,15 +335,15 @@ class Arithmetic(EditableLayers):
     def clip(self,
         min=None, # Lower bound of the values
         max=None # Upper bound of the values
-    ): # StateDict
-        """Limit each value to a range.
+    ): # New StateDict of the limited values
+        """Limit each value to the range from `min` to `max`.
 
         Args:
             min: Lower bound of the values
             max: Upper bound of the values
 
         Returns:
-            StateDict
+            New StateDict of the limited values
         """
         if not self.is_result: return self.apply(lambda x: x.clip(min=min, max=max))
         return self.like(zip(self, results_tensor(self).clip(min=min, max=max).tolist(), strict=True))
@@ -412,13 +412,13 @@ def apply_torch_function(func, args, kwargs):
 
 # %% ../../nbs/70_state/06_algebra.ipynb #fc3ce81a
 def tensors_to_reduce(d, pattern, lw):
-    "Return the tensors that a reduction reads. If `d` contains numbers, make a tensor of each number (`lw`), or of all."
+    "Return the tensors that a reduction reads. If `d` contains numbers, make a tensor of each number if `lw`, else one tensor of all."
     selected = select_layers(d, pattern)
     if not d.is_result: return selected
     return {k: torch.tensor(v, dtype=torch.float64) for k,v in selected.items()} if lw else {'': results_tensor(d.like(selected))}
 
-def reduce_layers(d, name, lw, pattern, correct=None, dtype=None): # correct: function(numbers, element counts)
-    "Compute a reduction of each layer (`lw`) or of the whole model. `name`: 'sum', or a key of `reduction_stats`."
+def reduce_layers(d, name, lw, pattern, correct=None, dtype=None): # correct: function (results, element counts) -> corrected results
+    "Compute a reduction of each layer if `lw`, else of the whole model. `name`: 'sum', or a key of `reduction_stats`."
     layers = tensors_to_reduce(d, pattern, lw)
     refuse_complex(layers, [name])
     rows = summarize_layers(layers, groups_for_reductions([name]))
@@ -428,7 +428,7 @@ def reduce_layers(d, name, lw, pattern, correct=None, dtype=None): # correct: fu
     return reduction_result(d, layers, values, lw, dtype, name)
 
 def reduction_result(d, layers, values, lw, dtype, name=''):
-    "Return one number per layer as a StateDict (`lw`), or the number of the whole model as a tensor."
+    "Return a StateDict with a number for each layer if `lw`, else the number of the whole model as a tensor."
     if lw: return d.result(zip(layers, (values if dtype is None else torch.as_tensor(values).to(dtype)).tolist(), strict=True))
     if dtype is not None: return torch.tensor(float(values), dtype=dtype)
     return scalar_tensor(float(values), [x.dtype for x in layers.values()], name)
@@ -445,7 +445,7 @@ def correct_bias(name, value, n):
 
 # %% ../../nbs/70_state/06_algebra.ipynb #86225f0a
 def reduce_norm(d, p, lw, pattern, dtype=None):
-    "Compute the p-norm of each layer (`lw`) or of the whole model, for any p."
+    "Compute the p-norm of each layer if `lw`, else of the whole model, for any p."
     if p=='fro': p = 2
     if p in (1, 2): return reduce_layers(d, f'norm{int(p)}', lw, pattern, None, dtype)
     layers = tensors_to_reduce(d, pattern, True)
@@ -453,12 +453,12 @@ def reduce_norm(d, p, lw, pattern, dtype=None):
     return reduction_result(d, layers, norms if lw else combine_norms(norms, p), lw, dtype)
 
 # %% ../../nbs/70_state/06_algebra.ipynb #c7b82ab3
-# arguments of torch that each reduction accepts
+# Name of a reduction -> arguments of torch's own reduction that are accepted. Other reductions accept `dim` and `keepdim`
 torch_options = {**dict.fromkeys(('sum', 'mean', 'norm'), ('dim', 'keepdim', 'dtype')),
     **dict.fromkeys(('var', 'std'), ('dim', 'keepdim', 'correction', 'unbiased'))}
 
 def reduce_like_torch(d, name, lw, pattern, given, reduce=None, torch_function=None):
-    # given: torch's arguments; reduce: function(dtype) without `dim`; torch_function: reduction of one tensor along `dim`
+    # given: arguments for torch; reduce: function(dtype) to call without `dim`; torch_function: torch's reduction, to call with `dim`
     "Compute a reduction that accepts torch's arguments `dim`, `keepdim`, `dtype`, `correction` and `unbiased`."
     known = torch_options.get(name, ('dim', 'keepdim'))
     for k in given:
@@ -473,7 +473,7 @@ def reduce_like_torch(d, name, lw, pattern, given, reduce=None, torch_function=N
     return reduce_layers(d, name, lw, pattern, correct, dtype) if reduce is None else reduce(dtype)
 
 def reduce_dims(d, lw, pattern, given, f, name):
-    "Reduce each layer (`lw`), or a tensor of all values, along dimensions. `f`: torch's reduction; `given`: its arguments."
+    "Reduce along dimensions: each layer if `lw`, else a tensor of all values. `f`: torch's reduction; `given`: arguments of `f`."
     if d.is_result: raise TypeError(f"{d._name} has a number for each layer, so its {name} accepts no dim, no keepdim, and only floating dtypes.")
     if not lw: return f(d.flatten(pattern), **given)
     reduced = {k: f(x.full_tensor() if is_sharded(x) else x, **given) for k,x in require_values(select_layers(d, pattern)).items()}
@@ -488,7 +488,7 @@ class Reductions(Layers):
         pattern=None, # Regular expression for layer names, matched from the start
         **kwargs # `dim`, `keepdim` and `dtype`, as in torch
     ):
-        """Return the p-norm. With `dim` and `lw`, return a tensor for each layer, as all reductions do.
+        """Return the p-norm of all values, or of each layer if `lw`. With `dim` and `lw`, each layer has a tensor of norms.
 
         Args:
             p: Order of the norm
@@ -497,71 +497,71 @@ class Reductions(Layers):
             **kwargs: `dim`, `keepdim` and `dtype`, as in torch
         """
         def norm_as(dtype):
-            "Return the norm of all layers, computed in a dtype."
+            "Return the norm of each layer or of the whole model, computed in the dtype `dtype`."
             return reduce_norm(self, p, lw, pattern, dtype)
         return reduce_like_torch(self, 'norm', lw, pattern, kwargs, norm_as, lambda x, **k: x.norm(p, **k))
 
     def norm1(self, *, lw=False, pattern=None, **kwargs):
-        "Return the sum of the absolute values. Accepts `dim`, `keepdim`, `dtype`."
+        "Return the sum of the absolute values: of all values, or of each layer if `lw`. Accepts torch's `dim`, `keepdim`, `dtype`."
         return self.norm(1, lw=lw, pattern=pattern, **kwargs)
 
     def norm2(self, *, lw=False, pattern=None, **kwargs):
-        "Return the Euclidean norm. Accepts `dim`, `keepdim`, `dtype`."
+        "Return the Euclidean norm of all values, or of each layer if `lw`. Accepts torch's `dim`, `keepdim`, `dtype`."
         return self.norm(2, lw=lw, pattern=pattern, **kwargs)
 
     def norm1_mean(self, *, lw=False, pattern=None):
-        "Return the mean of the absolute values."
+        "Return the mean of the absolute values: of all values, or of each layer if `lw`."
         return reduce_layers(self, 'norm1_mean', lw, pattern)
 
     def sum(self, *, lw=False, pattern=None, **kwargs):
-        "Return the sum. Accepts `dim`, `keepdim`, `dtype`."
+        "Return the sum of all values, or of each layer if `lw`. Accepts torch's `dim`, `keepdim`, `dtype`."
         return reduce_like_torch(self, 'sum', lw, pattern, kwargs)
 
     def mean(self, *, lw=False, pattern=None, **kwargs):
-        "Return the mean. Accepts `dim`, `keepdim`, `dtype`."
+        "Return the mean of all values, or of each layer if `lw`. Accepts torch's `dim`, `keepdim`, `dtype`."
         return reduce_like_torch(self, 'mean', lw, pattern, kwargs)
 
     def var(self, *, lw=False, pattern=None, **kwargs):
-        "Return the variance, unbiased unless `correction` is 0 or `unbiased` is False. Accepts `dim`, `keepdim`."
+        "Return the unbiased variance of all values, or of each layer if `lw`. Accepts torch's `dim`, `keepdim`, `correction`, `unbiased`."
         return reduce_like_torch(self, 'var', lw, pattern, kwargs)
 
     def std(self, *, lw=False, pattern=None, **kwargs):
-        "Return the standard deviation, unbiased unless `correction` is 0 or `unbiased` is False. Accepts `dim`, `keepdim`."
+        "Return the unbiased standard deviation of all values, or of each layer if `lw`. Accepts torch's `dim`, `keepdim`, `correction`, `unbiased`."
         return reduce_like_torch(self, 'std', lw, pattern, kwargs)
 
     def skew(self, *, lw=False, pattern=None, bias=True):
-        "Return the skewness, as `scipy.stats.skew`."
+        "Return the skewness of all values, or of each layer if `lw`, as `scipy.stats.skew` computes it."
         return reduce_layers(self, 'skew', lw, pattern, None if bias else lambda x, n: correct_bias('skew', x, n))
 
     def kurtosis(self, *, lw=False, pattern=None, fisher=True, bias=True):
-        "Return the excess kurtosis, as `scipy.stats.kurtosis`: 0 for a normal distribution, or 3 if `fisher` is False."
+        "Return the excess kurtosis of all values, or of each layer if `lw`, as `scipy.stats.kurtosis`. Without `fisher`, add 3."
         def correct(value, n): return (value if bias else correct_bias('kurtosis', value, n))+3*(not fisher)
         return reduce_layers(self, 'kurtosis', lw, pattern, correct)
 
     def max(self, *, lw=False, pattern=None, **kwargs):
-        "Return the largest value. Accepts `dim`, `keepdim`."
+        "Return the largest value of the whole model, or of each layer if `lw`. Accepts torch's `dim`, `keepdim`."
         return reduce_like_torch(self, 'max', lw, pattern, kwargs, torch_function=torch.amax)
 
     def min(self, *, lw=False, pattern=None, **kwargs):
-        "Return the smallest value. Accepts `dim`, `keepdim`."
+        "Return the smallest value of the whole model, or of each layer if `lw`. Accepts torch's `dim`, `keepdim`."
         return reduce_like_torch(self, 'min', lw, pattern, kwargs, torch_function=torch.amin)
 
     def abs_max(self, *, lw=False, pattern=None, **kwargs):
-        "Return the largest absolute value. Accepts `dim`, `keepdim`."
+        "Return the largest absolute value of the whole model, or of each layer if `lw`. Accepts torch's `dim`, `keepdim`."
         return reduce_like_torch(self, 'abs_max', lw, pattern, kwargs, torch_function=lambda x, **k: x.abs().amax(**k))
 
     def abs_min(self, *, lw=False, pattern=None, **kwargs):
-        "Return the smallest absolute value. Accepts `dim`, `keepdim`."
+        "Return the smallest absolute value of the whole model, or of each layer if `lw`. Accepts torch's `dim`, `keepdim`."
         return reduce_like_torch(self, 'abs_min', lw, pattern, kwargs, torch_function=lambda x, **k: x.abs().amin(**k))
 
 # %% ../../nbs/70_state/06_algebra.ipynb #70bb056a
 def describe_layers(d, lw, pattern, group, include, exclude, additional):
-    "Return a dict of table rows: layer name -> row (`lw`), or '' -> the row of the whole model."
+    "Return the rows of a table of reductions as a dict: layer name -> row if `lw`, else '' -> row of the whole model."
     columns = ['no', 'name', 'value'] if d.is_result else select_columns(group, include, exclude)
     columns = [c for c in columns if c not in exclude]
     selected = select_layers(d, pattern)
     reductions = [c for c in columns if c=='sum' or c in reduction_stats]
-    values = {} # lists with a value for each row, by column
+    values = {} # Column of the table -> list with a value for each row
     if reductions:
         refuse_complex({} if d.is_result else selected, reductions)
         v = summarize_layers(selected, groups_for_reductions(reductions))
@@ -584,7 +584,7 @@ def to_python(x):
     return tuple(x) if isinstance(x, torch.Size) else x.tolist() if hasattr(x, 'tolist') else x
 
 # %% ../../nbs/70_state/06_algebra.ipynb #a1ac43df
-tname_prefixes = dict(weight='weight', weight_grad='grad', update='update') # prefix of a tensor's name, as in `grad_0`, by tensor type
+tname_prefixes = dict(weight='weight', weight_grad='grad', update='update') # tensor type -> prefix of the tensor's name, as in `grad_0`
 
 def make_rows(d, stats, ttype, step, pattern):
     "Return a log row for each layer of a StateDict, with statistics and the location of the tensor in the model."
@@ -609,26 +609,26 @@ def make_rows(d, stats, ttype, step, pattern):
 class DescribedLayers(Reductions):
     "Layers that can be printed as tables, and returned as rows of a log."
     def numel(self, *, lw=False, pattern=None):
-        "Return the number of values."
+        "Return the number of values in the whole model, or in each layer if `lw`."
         counts = {k: x.numel() if isinstance(x, torch.Tensor) else 1 for k,x in select_layers(self, pattern).items()}
         return self.result(counts) if lw else sum(counts.values())
 
     def shape(self, *, lw=False, pattern=None):
-        "Return the shape of each layer (`lw`), or a shape of one dimension: the number of all values."
+        "Return the shape of each layer if `lw`. Else return the shape of `flatten()`: one dimension with the number of all values."
         if not lw: return torch.Size([self.numel(pattern=pattern)])
         return self.result((k, tuple(getattr(x, 'shape', ()))) for k,x in select_layers(self, pattern).items())
 
     def no(self, *, lw=False, pattern=None):
-        "Return the position of each layer (`lw`), or the number of layers."
+        "Return the position of each layer, from 0, if `lw`. Else return the number of layers."
         selected = select_layers(self, pattern)
         return self.result((k, i) for i,k in enumerate(self) if k in selected) if lw else len(selected)
 
     def name(self, *, lw=False, pattern=None):
-        "Return the name of each layer (`lw`), or the name of the snapshot."
+        "Return the name of each layer if `lw`, else the name of the snapshot."
         return self.result((k, k) for k in select_layers(self, pattern)) if lw else self._name
 
     def value(self, *, lw=False, pattern=None):
-        "Return the selected layers (`lw`), or the printed text of the snapshot."
+        "Return the layers that match `pattern` if `lw`, else the printed text of the snapshot."
         return self.filter(pattern) if lw else str(self)
 
     def describe(self,
@@ -639,7 +639,7 @@ class DescribedLayers(Reductions):
         include_keys=None, # Columns to show; with `group`, columns to add to the group
         exclude_keys=None, # Columns to leave out
         additional_info=None, # More columns: dict from column name to a dict from layer name to number
-        exlude_keys=None # The same as `exclude_keys`, in the spelling of nnstat
+        exlude_keys=None # Another name of `exclude_keys`: nnstat spells the argument so
     ):
         """Print a table of reductions, or return the numbers of the table in dicts (`display=False`).
 
@@ -651,7 +651,7 @@ class DescribedLayers(Reductions):
             include_keys: Columns to show; with `group`, columns to add to the group
             exclude_keys: Columns to leave out
             additional_info: More columns: dict from column name to a dict from layer name to number
-            exlude_keys: The same as `exclude_keys`, in the spelling of nnstat
+            exlude_keys: Another name of `exclude_keys`: nnstat spells the argument so
         """
         exclude = as_list(exclude_keys)+as_list(exlude_keys)
         rows = describe_layers(self, lw or self.is_result, pattern, group, include_keys, exclude, additional_info)
@@ -665,7 +665,7 @@ class DescribedLayers(Reductions):
         step=None, # Training step to write into the rows
         pattern=None # Regular expression for layer names, matched from the start
     ) -> list: # Rows, which are dicts
-        """Return a log row for each layer: `for row in sd.rows(): te.t + row`.
+        """Return a row for each layer. To append the rows to a log: `for row in sd.rows(): te.t + row`.
 
         Args:
             stats: Statistics to compute, as `get_stats` accepts them
@@ -679,7 +679,7 @@ class DescribedLayers(Reductions):
         return make_rows(self, stats, ttype, step, pattern)
 
     def headline(self):
-        "Return a line with name, norm, size, device and dtype. Shards get no norm, which would need other processes."
+        "Return a line with name, norm, size, device and dtype. Shards get no norm, because a norm would need the other processes."
         if not self: return f'{self._name}[Empty]()'
         if self.is_result: return self._name
         if any(is_sharded(self[k]) for k in self): l2 = 'sharded: call norm()'
@@ -728,7 +728,7 @@ class StateDict(Arithmetic, DescribedLayers, PlottableLayers):
     """Snapshot of a model: tensors by name, or a number for each name, with arithmetic, reductions, tables and plots.
 
     Args:
-        *args: Items, as for `dict`
+        *args: Names and values, in any form that `dict` accepts
         name: Name in printed text
     """
     def apply_reduction(self,
@@ -736,7 +736,7 @@ class StateDict(Arithmetic, DescribedLayers, PlottableLayers):
         *, lw:bool=False, # Return one number per layer, not one for the whole model
         pattern=None # Regular expression for layer names, matched from the start
     ):
-        """Apply your own reduction to each layer (`lw`), or to one tensor of all values.
+        """Apply your own reduction to each layer if `lw`, else to one tensor of all values.
 
         Args:
             func: Function that takes a tensor and returns a number

@@ -42,8 +42,8 @@ def take_snapshot(items, pattern, clone, device, dtype, name, ttype=None) -> Sta
 def from_state_dict(
     raw_state_dict, # Result of `model.state_dict()`
     pattern=None, # Regular expression for layer names, matched from the start
-    *, clone:bool=False, # True copies the tensors. False shares their memory
-    device=None, dtype=None, # Device and dtype of the copies
+    *, clone:bool=False, # True copies the tensors. False shares the memory of the tensors in the state dict
+    device=None, dtype=None, # Device and dtype of the copies, only with `clone=True`
     name=None # Name of the snapshot in printed text
 ) -> StateDict:
     """Return a snapshot of the tensors of a state dict, including buffers.
@@ -51,8 +51,8 @@ def from_state_dict(
     Args:
         raw_state_dict: Result of `model.state_dict()`
         pattern: Regular expression for layer names, matched from the start
-        clone: True copies the tensors. False shares their memory
-        device, dtype: Device and dtype of the copies
+        clone: True copies the tensors. False shares the memory of the tensors in the state dict
+        device, dtype: Device and dtype of the copies, only with `clone=True`
         name: Name of the snapshot in printed text
     """
     items = ((k, x, None) for k,x in raw_state_dict.items() if isinstance(x, torch.Tensor) or not k.endswith('_extra_state'))
@@ -77,7 +77,7 @@ def named_parameters_of(model, include=None, exclude=None):
             yield f'{t.path}.{k}' if t.path else k, p, dict(module=t.name, tname=f'weight_{i}', pname=k, layer=named_layer(t))
 
 def select_ids(ts, include, exclude):
-    "Return the ids of the modules that `include` and `exclude` select, also by other names of a shared module."
+    "Return the ids of the modules that `include` and `exclude` select. A shared module is selected by any of its paths."
     return chosen(((p, t.module) for t in ts for p in (t.path, *t.aliases)), include, exclude)
 
 def named_layer(track):
@@ -94,8 +94,8 @@ def from_weight(
     pattern=None, # Regular expression for layer names, matched from the start
     *, include=None, exclude=None, # Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
     requires_grad:bool=False, # Include only parameters that require gradients
-    clone:bool=False, # True copies the tensors. False shares their memory
-    device=None, dtype=None, # Device and dtype of the copies
+    clone:bool=False, # True copies the tensors. False shares memory with the model
+    device=None, dtype=None, # Device and dtype of the copies, only with `clone=True`
     name=None # Name of the snapshot in printed text
 ) -> StateDict:
     """Return a snapshot of the parameters of a model.
@@ -104,8 +104,8 @@ def from_weight(
         pattern: Regular expression for layer names, matched from the start
         include, exclude: Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
         requires_grad: Include only parameters that require gradients
-        clone: True copies the tensors. False shares their memory
-        device, dtype: Device and dtype of the copies
+        clone: True copies the tensors. False shares memory with the model
+        device, dtype: Device and dtype of the copies, only with `clone=True`
         name: Name of the snapshot in printed text
     """
     items = (o for o in named_parameters_of(model, include, exclude) if o[1].requires_grad or not requires_grad)
@@ -116,8 +116,8 @@ def from_grad(
     model:nn.Module,
     pattern=None, # Regular expression for layer names, matched from the start
     *, include=None, exclude=None, # Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
-    clone:bool=False, # True copies the tensors. False shares their memory, until `zero_grad` releases it
-    device=None, dtype=None, # Device and dtype of the copies
+    clone:bool=False, # True copies the gradients. False shares the memory of `p.grad`, until `zero_grad` releases this memory
+    device=None, dtype=None, # Device and dtype of the copies, only with `clone=True`
     name=None # Name of the snapshot in printed text
 ) -> StateDict:
     """Return a snapshot of the gradients of a model's parameters.
@@ -125,8 +125,8 @@ def from_grad(
     Args:
         pattern: Regular expression for layer names, matched from the start
         include, exclude: Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
-        clone: True copies the tensors. False shares their memory, until `zero_grad` releases it
-        device, dtype: Device and dtype of the copies
+        clone: True copies the gradients. False shares the memory of `p.grad`, until `zero_grad` releases this memory
+        device, dtype: Device and dtype of the copies, only with `clone=True`
         name: Name of the snapshot in printed text
     """
     items = ((k, p.grad, place|dict(tname=place['tname'].replace('weight', 'grad')))
@@ -142,21 +142,21 @@ def optimizer_state_keys(optimizer):
 def from_optimizer_state(
     model:nn.Module,
     optimizer:torch.optim.Optimizer,
-    optimizer_key=None, # Name of the optimizer state, such as 'exp_avg'. Optional if the optimizer has only one
+    optimizer_key=None, # Name of the optimizer state, such as 'exp_avg'. Optional if the optimizer has only one state
     pattern=None, # Regular expression for layer names, matched from the start
     *, include=None, exclude=None, # Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
-    clone:bool=False, # True copies the tensors. False shares their memory
-    device=None, dtype=None, # Device and dtype of the copies
+    clone:bool=False, # True copies the tensors. False shares memory with the optimizer
+    device=None, dtype=None, # Device and dtype of the copies, only with `clone=True`
     name=None # Name of the snapshot in printed text
 ) -> StateDict:
     """Return a snapshot of one optimizer state, such as 'exp_avg', of each parameter.
 
     Args:
-        optimizer_key: Name of the optimizer state, such as 'exp_avg'. Optional if the optimizer has only one
+        optimizer_key: Name of the optimizer state, such as 'exp_avg'. Optional if the optimizer has only one state
         pattern: Regular expression for layer names, matched from the start
         include, exclude: Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
-        clone: True copies the tensors. False shares their memory
-        device, dtype: Device and dtype of the copies
+        clone: True copies the tensors. False shares memory with the optimizer
+        device, dtype: Device and dtype of the copies, only with `clone=True`
         name: Name of the snapshot in printed text
     """
     keys = optimizer_state_keys(optimizer)
@@ -174,8 +174,8 @@ def from_together(
     optimizer_keys=None, # Names of optimizer states, such as 'exp_avg'. Default: all
     pattern=None, # Regular expression for layer names, matched from the start
     *, include=None, exclude=None, # Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
-    clone:bool=False, # True copies the tensors. False shares their memory
-    device=None, dtype=None # Device and dtype of the copies
+    clone:bool=False, # True copies the tensors. False shares memory with the model and the optimizer
+    device=None, dtype=None # Device and dtype of the copies, only with `clone=True`
 ) -> tuple: # Snapshot of weights, snapshot of gradients, list of snapshots of optimizer states
     """Return snapshots of the weights, of the gradients and of each optimizer state.
 
@@ -183,8 +183,8 @@ def from_together(
         optimizer_keys: Names of optimizer states, such as 'exp_avg'. Default: all
         pattern: Regular expression for layer names, matched from the start
         include, exclude: Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
-        clone: True copies the tensors. False shares their memory
-        device, dtype: Device and dtype of the copies
+        clone: True copies the tensors. False shares memory with the model and the optimizer
+        device, dtype: Device and dtype of the copies, only with `clone=True`
 
     Returns:
         Snapshot of weights, snapshot of gradients, list of snapshots of optimizer states
@@ -226,8 +226,8 @@ class LatestPass:
     def __init__(self, state, copy=None): # state: StateDict to fill; copy: arguments of `Tensor.to` for copies, or None
         self.state,self.copy = state,copy
         self.shown = 0 # number of the pass whose tensors are in the snapshot
-        self.count,self.position = 0,{} # count: number of names in the current pass; position: position of each name
-        self.versions = {} # `Tensor._version` at capture by name; None if in-place changes are not checked
+        self.count,self.position = 0,{} # count: number of names in the current pass; position: name -> position in the pass
+        self.versions = {} # name -> `Tensor._version` at capture, or None if in-place changes cannot be detected
 
     def begin(self):
         "Count positions from 0 again, because a forward pass begins."
@@ -255,7 +255,7 @@ class LatestPass:
         self.state[key] = x
 
     def sort_state(self):
-        "Sort the snapshot in the order of the forward pass, and return it."
+        "Sort the snapshot in the order of the forward pass. Return the snapshot."
         for k in sorted(self.state, key=self.position.get): self.state.move_to_end(k)
         return self.state
 
@@ -290,7 +290,7 @@ class OutputListener(Listener):
             self.latest.add_name(k, known.get(k) or dict(module=track.name, tname=n, call=call, layer=named_layer(track)))
             if not self.grads: self.latest.add(k, x, compiled)
         if self.grads and not compiled:
-            state.expect('output_grad', keys, (call, (number, keys))) # prepares for the gradients of a compiled backward pass
+            state.expect('output_grad', keys, (call, (number, keys))) # the gradients may come from a compiled backward pass
             self.leaves += hook_gradients(outputs, lambda n, g: self.add(number, keys[n], g, False), key=state.key)
         return call, (number, keys)
 
@@ -350,7 +350,7 @@ def from_activation(
     pattern=None, # Regular expression for module paths, matched from the start
     *, include=None, exclude=None, # Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
     clone:bool=False, # True copies the tensors. False shares memory with the model
-    device=None, dtype=None, # Device and dtype of the copies
+    device=None, dtype=None, # Device and dtype of the copies, only with `clone=True`
     name=None # Name of the snapshot in printed text
 ) -> Activations: # Context manager. Its `state_dict` contains the captured tensors
     """Capture the outputs of modules in every forward pass, until `remove` is called or the returned object is deleted.
@@ -359,7 +359,7 @@ def from_activation(
         pattern: Regular expression for module paths, matched from the start
         include, exclude: Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
         clone: True copies the tensors. False shares memory with the model
-        device, dtype: Device and dtype of the copies
+        device, dtype: Device and dtype of the copies, only with `clone=True`
         name: Name of the snapshot in printed text
 
     Returns:
@@ -371,8 +371,8 @@ def from_activation_grad(
     model:nn.Module,
     pattern=None, # Regular expression for module paths, matched from the start
     *, include=None, exclude=None, # Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
-    clone:bool=False, # True copies the tensors. False shares their memory
-    device=None, dtype=None, # Device and dtype of the copies
+    clone:bool=False, # True copies the gradients. False shares the memory of the gradients
+    device=None, dtype=None, # Device and dtype of the copies, only with `clone=True`
     name=None # Name of the snapshot in printed text
 ) -> Activations: # Context manager. Its `state_dict` contains the captured tensors
     """Capture the gradients of modules' outputs in every backward pass, until `remove` is called or the returned object is deleted.
@@ -380,8 +380,8 @@ def from_activation_grad(
     Args:
         pattern: Regular expression for module paths, matched from the start
         include, exclude: Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
-        clone: True copies the tensors. False shares their memory
-        device, dtype: Device and dtype of the copies
+        clone: True copies the gradients. False shares the memory of the gradients
+        device, dtype: Device and dtype of the copies, only with `clone=True`
         name: Name of the snapshot in printed text
 
     Returns:

@@ -23,7 +23,7 @@ from ..measure.summary import derive, groups_for, length, merge, scalars
 # %% ../../nbs/70_state/00_layers.ipynb #9127b0f2
 def select_layers(
     layers, # Dict from layer name to any value
-    pattern=None, # Regular expression for layer names, matched from the start; or modules, as for `include`. None: all
+    pattern=None, # Regular expression for layer names, matched from the start; or modules, as `include` accepts them. None selects all
     include=None, # Modules, as `select` accepts them: 'features.*', nn.Linear, ...
     exclude=None # Modules to leave out
 ) -> dict:
@@ -87,7 +87,7 @@ def is_sharded(x): return hasattr(x, 'device_mesh') # returns True for a `DTenso
 
 # %% ../../nbs/70_state/00_layers.ipynb #1701f6d8
 def local_tensor(x):
-    "Return this process's shard of a `DTensor`. Partial sums are added up over processes first."
+    "Return this process's shard of a `DTensor`. If the `DTensor` is a partial sum, first add up the summands of all processes."
     from torch.distributed.tensor import Replicate
     if any(p.is_partial() for p in x.placements): x = x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
     x = x.to_local()
@@ -133,7 +133,7 @@ def find_unreadable(layers):
         except Unmeasurable: return k
 
 # %% ../../nbs/70_state/00_layers.ipynb #c7efa831
-# name of the statistic in a summary for each reduction
+# Name of a reduction -> name of the statistic that is derived from a summary
 reduction_stats = dict(norm1='l1', norm2='l2', norm1_mean='abs_mean', mean='mean', var='var', std='std', skew='skew', kurtosis='kurtosis',
     max='max', min='min', abs_min='abs_min', abs_max='abs_max')
 

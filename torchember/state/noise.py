@@ -20,7 +20,7 @@ from ..ground.messages import warn
 
 # %% ../../nbs/70_state/20_noise.ipynb #9dab8816
 def solve_two_sizes(small, big, small_sq, big_sq) -> tuple: # sizes of two batches, squared norms of their gradients
-    "Return the squared norm of the expected gradient, and the trace of the covariance of the gradients of single samples."
+    "Return the squared norm of the expected gradient, and the trace of the gradient covariance of single samples, from a small and a big batch."
     if not 0<small<big: raise ValueError(f"the second batch size must be larger than the first, got {small} and {big}.")
     return (big*big_sq-small*small_sq)/(big-small), (small_sq-big_sq)/(1/small-1/big)
 
@@ -36,13 +36,13 @@ def fit_line_over_sizes(sizes, squares) -> tuple: # squares: squared gradient no
 # %% ../../nbs/70_state/20_noise.ipynb #768502fc
 class PairMean:
     "Moving average of pairs of numbers, and the covariance matrix of this average."
-    def __init__(self, decay:float=1.): # decay: each new pair multiplies the weights of older pairs by it
+    def __init__(self, decay:float=1.): # decay: factor by which each new pair multiplies the weights of older pairs
         if not 0<decay<=1: raise ValueError(f"decay must be above 0 and at most 1, got {decay}.")
         self.decay,self.count,self.weight,self.weight2 = decay,0,0.,0.
         self.mean,self.spread = np.zeros(2),np.zeros((2, 2))
 
     def add(self, pair):
-        "Add a pair of numbers to the average."
+        "Include a pair of numbers in the moving average."
         d,pair = self.decay,np.asarray(pair, dtype=float)
         self.count,self.weight,self.weight2 = self.count+1,d*self.weight+1,d*d*self.weight2+1
         difference = pair-self.mean
@@ -57,7 +57,7 @@ class PairMean:
 
 # %% ../../nbs/70_state/20_noise.ipynb #74eb4ca3
 def format_number(x, digits):
-    "Return a number as text with a number of significant digits."
+    "Return the number `x` as text with `digits` significant digits."
     return f'{x:.0f}' if 10**digits<=abs(x)<1e7 else f'{x:.{digits}g}'
 
 class NoiseEstimate:
@@ -115,8 +115,8 @@ class NoiseEstimate:
 
     def plot(self,
         ax=None # Matplotlib axes. None makes a new figure
-    ): # The axes
-        "Plot squared norms by inverse batch size: the intercept is the squared gradient norm, the slope is the trace."
+    ): # Matplotlib axes with the plot
+        "Plot squared gradient norms over 1 / batch size. The intercept is the squared norm of the expected gradient, the slope is the trace."
         ax = ax or needs('matplotlib.pyplot', for_='plot').subplots()[1]
         x = np.linspace(0, 1.05/self.sizes[0], 50)
         y,sd = self.grad_sq+self.trace*x,np.sqrt(self.cov[0, 0]+2*x*self.cov[0, 1]+x*x*self.cov[1, 1])
@@ -146,8 +146,8 @@ def squared_norms(groups) -> list: # groups: lists of the summary vectors of gra
 all_watches = weakref.WeakSet() # every existing `GradWatch`, so that `noise_scale` can pause all of them
 
 class GradWatch:
-    "Hooks on parameters. They measure each new gradient before autograd adds the gradient to `p.grad`."
-    def __init__(self, params): # params: those that require no gradient are ignored
+    "Hooks on parameters, which measure each new gradient before autograd adds the gradient to `p.grad`."
+    def __init__(self, params): # params: parameters, of which those without `requires_grad` are ignored
         self.params = [p for p in params if p.requires_grad]
         if not self.params: raise ValueError("no parameter requires a gradient, so there is no gradient noise to measure.")
         self.is_active = True
@@ -228,7 +228,7 @@ def check_chain(micro, sums, lengths):
     "Return the given squared norms. Raise ValueError if `p.grad` was not the sum of the micro-batches' gradients."
     def close(a, b): return np.allclose(a, b, rtol=1e-3, atol=0) and (a>0).any()
     if not (close(micro[:1], sums[:1]) or micro[0]==0 or np.isnan(micro[0])):
-        raise ValueError("after one micro-batch p.grad is not its gradient: it is averaged over ranks, or clipped. "
+        raise ValueError("after one micro-batch, p.grad is not the gradient of this micro-batch: p.grad is averaged over ranks, or clipped. "
             "Measure the module inside the DistributedDataParallel, or use NoiseScale while training.")
     if close(micro[np.array(lengths)-1], sums): raise ValueError("gradients do not accumulate. The closure must not call zero_grad.")
     return micro, sums
@@ -240,7 +240,7 @@ def noise_scale(
     micro_batch_size:int, # Samples in a micro-batch
     num_iters:int=8, # Number of micro-batches whose gradients are added up
     num_average:int=16, # Number of repetitions to average
-    scale:float=1., # Loss divided by the mean loss per sample: `micro_batch_size` if the loss is a sum over samples
+    scale:float=1., # Factor between the loss and the mean loss per sample: 1 for a mean, `micro_batch_size` for a sum over samples
     progress:bool=False # Show a progress bar; needs tqdm
 ) -> NoiseEstimate: # Estimate from the smallest and the largest batch. Its `fit` uses all batch sizes
     """Measure the gradient noise scale of a model at its current weights.
@@ -251,7 +251,7 @@ def noise_scale(
         micro_batch_size: Samples in a micro-batch
         num_iters: Number of micro-batches whose gradients are added up
         num_average: Number of repetitions to average
-        scale: Loss divided by the mean loss per sample: `micro_batch_size` if the loss is a sum over samples
+        scale: Factor between the loss and the mean loss per sample: 1 for a mean, `micro_batch_size` for a sum over samples
         progress: Show a progress bar; needs tqdm
 
     Returns:
@@ -286,14 +286,14 @@ class NoiseScale:
         model: Module, or its parameters. Their gradients must be zero or None at the start of each step
         micro_batch_size: Samples in a micro-batch, on one rank
         decay: Each new step multiplies the weights of older steps by this factor. 1 weights all steps equally
-        scale: Loss on which backward is called, divided by the mean loss per sample of the micro-batch
+        scale: Factor between the loss on which backward is called and the mean loss per sample of the micro-batch
         group: Process group that averages the gradients. Default: the group of a DistributedDataParallel model
     """
     def __init__(self,
         model, # Module, or its parameters. Their gradients must be zero or None at the start of each step
         micro_batch_size:int, # Samples in a micro-batch, on one rank
         decay:float=.99, # Each new step multiplies the weights of older steps by this factor. 1 weights all steps equally
-        scale:float=1., # Loss on which backward is called, divided by the mean loss per sample of the micro-batch
+        scale:float=1., # Factor between the loss on which backward is called and the mean loss per sample of the micro-batch
         group=None # Process group that averages the gradients. Default: the group of a DistributedDataParallel model
     ):
         params = model.parameters() if isinstance(model, torch.nn.Module) else model
@@ -303,7 +303,7 @@ class NoiseScale:
         self.size,self.scale,self.group,self.sizes,self.warned,self.skipped = micro_batch_size,scale,group,(math.nan, math.nan),set(),0
         self.start()
 
-    def start(self): self.micros,self.inverses,self.twice = [],0.,False # micro-batches since the last step
+    def start(self): self.micros,self.inverses,self.twice = [],0.,False # a new step has no micro-batches yet
 
     def micro(self,
         size:int|None=None # Samples in this micro-batch, if not `micro_batch_size`
@@ -319,12 +319,12 @@ class NoiseScale:
         self.twice = self.twice or twice
 
     def step(self,
-        scale:float|None=None # `scale` of this step, if it differs from the usual one
+        scale:float|None=None # Factor between the loss and the mean loss per sample in this step. Default: the argument `scale` of `NoiseScale`
     ) -> NoiseEstimate: # The current estimate
         """Update the estimate. Call this method before `zero_grad`, when the gradients of a step are complete.
 
         Args:
-            scale: `scale` of this step, if it differs from the usual one
+            scale: Factor between the loss and the mean loss per sample in this step. Default: the argument `scale` of `NoiseScale`
 
         Returns:
             The current estimate
@@ -342,7 +342,7 @@ class NoiseScale:
         return self.estimate
 
     def skip(self, reason):
-        "Count a step that cannot be used. Warn once for each reason."
+        "Count a step that cannot be used for the estimate. Warn once for each reason."
         self.skipped += 1
         if reason not in self.warned: warn(f"NoiseScale left out a step: {reason}")
         self.warned.add(reason)

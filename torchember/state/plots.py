@@ -79,7 +79,7 @@ def mark_empty(ax, reason):
     ax.set(xticks=[], yticks=[])
 
 # %% ../../nbs/70_state/04_plots.ipynb #fecbd11c
-pictures = {} # 'folder': the folder in which every plot is also saved. Missing unless a user sets it
+pictures = {} # 'folder' -> folder in which every plot is also saved, if the user has set `pictures['folder']`
 
 # %% ../../nbs/70_state/04_plots.ipynb #893067c5
 def new_plot_file(what):
@@ -90,7 +90,7 @@ def new_plot_file(what):
     return next(f for i in range(10**9) if not os.path.exists(f := f'{stem}{f"_{i}" if i else ""}.png'))
 
 def finish_plot(axes, note:str, is_single:bool, to=None, what:str=''):
-    "Write a note below the figure. Save the figure if a file is named. Return the first axes if `is_single`, else all."
+    "Write a note below the figure. Save the figure if a file is named. Return the first axes if `is_single`, else all axes."
     if note: axes[0].figure.supxlabel(note, fontsize=8)
     to = to or new_plot_file(what)
     if to is not None: axes[0].figure.savefig(to)
@@ -114,7 +114,7 @@ def explain_no_values(layers):
     return 'only zeros' if any(x.isfinite().any() for x in layers.values()) else 'no finite value'
 
 def plot_distributions(layers, title, lw, ax, to, sample, logx, what, ylabel, draw): # draw: function(axes, values)
-    "Plot the distribution of values: one panel per layer (`lw`), or one panel for the values of all layers."
+    "Plot the distribution of values: one panel per layer if `lw`, else one panel for the values of all layers."
     require_values(layers)
     contents = [(f'{k} {format_shape(x)}', {k: x}) for k,x in layers.items()] if lw else [(title, layers)] if layers else []
     axes,note = make_axes([t for t,_ in contents], ax, title=title if lw else '')
@@ -138,9 +138,9 @@ def plot_hist(
     ax=None, # Axes to draw into; with `lw`, an array of axes
     to=None, # Path of an image file to write
     sample:int=max_values, # Largest number of values to plot. Of more values, plot a random sample
-    **kwargs # Arguments of `Axes.hist`
+    **kwargs # More arguments for `Axes.hist` of matplotlib
 ): # Axes; with `lw`, an array of axes
-    "Plot one histogram per layer (`lw`), or one histogram of the values of all layers."
+    "Plot one histogram per layer if `lw`, else one histogram of the values of all layers."
     def draw_values(a, values): plot_histogram(a, values, bins, logx, logy, **kwargs)
     return plot_distributions(layers, title, lw, ax, to, sample, logx, 'hist', 'values', draw_values)
 
@@ -164,9 +164,9 @@ def plot_ecdf(
     ax=None, # Axes to draw into; with `lw`, an array of axes
     to=None, # Path of an image file to write
     sample:int=max_values, # Largest number of values to plot. Of more values, plot a random sample
-    **kwargs # Arguments of `Axes.ecdf`
+    **kwargs # More arguments for `Axes.ecdf` of matplotlib
 ): # Axes; with `lw`, an array of axes
-    "Plot one empirical distribution function per layer (`lw`), or one for the values of all layers."
+    "Plot one empirical distribution function per layer if `lw`, else one function for the values of all layers."
     def draw_values(a, values):
         a.ecdf(values, **kwargs)
         if logx: a.set_xscale('log')
@@ -200,7 +200,7 @@ def positive_percentile(a, q):
     return float(np.percentile(a, q)) if a.size else 1.
 
 def color_scale(m, vmin, vmax, log, each_row=False):
-    "Return the colour map and colour scale for a matrix. With `each_row`, the scale suits the median row, not the largest."
+    "Return the colour map and colour scale for a matrix. With `each_row`, the scale suits the median row, not the row of largest values."
     import matplotlib
     from matplotlib.colors import LogNorm, Normalize
     a = np.where(np.isfinite(m), np.abs(m), 0)
@@ -226,9 +226,9 @@ def plot_heatmap(
     square:bool=False, # Draw each value as a square, not as a rectangle that fills the axes
     ax=None, # Axes to draw into; with `lw`, an array of axes
     to=None, # Path of an image file to write
-    **kwargs # Arguments of `Axes.imshow`
+    **kwargs # More arguments for `Axes.imshow` of matplotlib
 ): # Axes; with `lw`, an array of axes
-    "Plot one heat map per layer (`lw`), or one heat map with a row for each layer."
+    "Plot one heat map per layer if `lw`, else one heat map with a row for each layer."
     require_values(layers)
     if lw:
         axes,note = make_axes(list(layers), ax, (4, 3), title)

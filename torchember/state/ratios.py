@@ -14,8 +14,8 @@ def trust_ratio(
     update:StateDict, # Change of the weights in a step: after minus before
     weight:StateDict, # Weights before the step
     pattern=None # Regular expression for layer names, matched from the start
-) -> StateDict: # Ratio of each layer
-    """Return the norm of each layer's update divided by the norm of its weight.
+) -> StateDict: # Ratio of update norm to weight norm, for each layer
+    """Return the norm of each layer's update divided by the norm of the layer's weight.
     The ratio of an all-zero weight is inf, or nan if the update is zero too. Raise ValueError if names or shapes differ.
 
     Args:
@@ -24,7 +24,7 @@ def trust_ratio(
         pattern: Regular expression for layer names, matched from the start
 
     Returns:
-        Ratio of each layer
+        Ratio of update norm to weight norm, for each layer
     """
     for what,d in (('update', update), ('weight', weight)):
         if not isinstance(d, StateDict): raise TypeError(f"trust_ratio takes two StateDicts, but its {what} is {an(d)}. Make one with from_weight(model).")

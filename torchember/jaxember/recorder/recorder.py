@@ -140,7 +140,7 @@ class RunReporter:
 
     def report_other_trees(self, odd): # odd: list of sentences, one for each difference
         "Warn that the arrays given to `step` have other names than the arrays given to `track`."
-        self.warn(f"step was given another tree than track: {'; '.join(odd)}. It is recorded all the same. Check the order of the arguments, "
+        self.warn(f"step was given another tree than track: {'; '.join(odd)}. The given arrays are recorded nevertheless. Check the order of the arguments, "
             "and pass gradients without the loss: tracker.step(model_state=params, optimizer_state=state, gradients=grads).")
 
     def begin(self, states):
