@@ -48,7 +48,7 @@ from .store.table import tree_table
 
 # %% ../nbs/57_ember.ipynb #e3c22913
 class RecordedRun:
-    "Run during its recording. Takes the user's statistics, numbers and marks."
+    "A run while it is recorded. Accepts the user's statistics, numbers and marks."
     fname = property(lambda self: self.t.fname, doc="Name of the run")
     mt_log = property(lambda self: self.recorder.calls.log, doc="Modules that the root's last recorded pass entered and left, in order")
     current_mt = property(lambda self: self.recorder.calls.current, doc="`moduleTrack` of the module that is being recorded, or was recorded last")
@@ -56,12 +56,12 @@ class RecordedRun:
     def __init__(self, t, recorder): self.t,self.recorder = t,recorder
 
     def how_record(self,
-        *ttypes # Tensor types that the function is for
+        *ttypes # Tensor types to record with this function
     ): # A decorator that returns the function unchanged
         """Choose how some tensor types are recorded: by a function that maps a tensor to a dict, or by a named set of statistics.
 
         Args:
-            *ttypes: Tensor types that the function is for
+            *ttypes: Tensor types to record with this function
 
         Returns:
             A decorator that returns the function unchanged
@@ -107,36 +107,36 @@ class RecordedRun:
         if numbers and not disabled(): self.recorder.log(numbers)
 
     def mark(self, /, *unnamed, **marks):
-        "Add columns to every row from now on: `te.mark(epoch=3)`."
+        "Add columns to every row from now on: `te.mark(epoch=3)` adds the column `epoch` with the value 3."
         check_marks(unnamed, marks, self.recorder.buffer.shards.ranks is not None)
         self.t.mark(**marks)
         self.recorder.marked(marks)
 
     def unmark(self, *names):
-        "Stop adding the named marks. Without a name, stop adding all marks."
+        "Stop adding the marks of these names to rows. Without a name, stop adding all marks."
         self.t.unmark(*names)
 
-    def log_model(self): # The ember
+    def log_model(self): # The ember itself
         """Record all weights and their gradients now, in the current step.
 
         Returns:
-            The ember
+            The ember itself
         """
         self.recorder.log_model()
         return self
 
     def watch_tensor(self,
-        name:str, # The row's `tname`
+        name:str, # Name of the tensor in the log, in column `tname`
         tensor:torch.Tensor|None # A tensor that is in no module; None to stop recording this name
-    ): # The tensor
+    ): # The tensor, unchanged
         """Record a tensor that is in no module, and its gradient, at the end of each step. It is recorded as a weight of the root.
 
         Args:
-            name: The row's `tname`
+            name: Name of the tensor in the log, in column `tname`
             tensor: A tensor that is in no module; None to stop recording this name
 
         Returns:
-            The tensor
+            The tensor, unchanged
         """
         if tensor is not None and not isinstance(tensor, torch.Tensor):
             raise TypeError(f"watch_tensor needs a tensor, got {an(tensor)}.")
@@ -162,17 +162,17 @@ class RecordedRun:
         print(summary(self, *args, **kwargs))
 
     def show(self,
-        *args, **kwargs # Arguments of `overview`
-    ): # matplotlib Axes
+        *args, **kwargs # Arguments of `torchember.overview`
+    ): # The matplotlib Axes of the picture
         """Draw the run: all layers and steps, the loss, and the first NaN or infinity.
 
         Args:
-            *args, **kwargs: Arguments of `overview`
+            *args, **kwargs: Arguments of `torchember.overview`
 
         Returns:
-            matplotlib Axes
+            The matplotlib Axes of the picture
         """
-        from torchember import overview # imported here, because the package `show` imports this Python module
+        from torchember import overview # imported here, because the package `show` imports `ember`
         return overview(self, *args, **kwargs)
 
     def live(self,
@@ -203,7 +203,7 @@ class RecordedRun:
 
 # %% ../nbs/57_ember.ipynb #0938e173
 def disarm_earlier(model):
-    "Disarm the earlier ember of a model or of one of its modules, with a warning."
+    "Disarm the earlier ember of a model, or of one of its modules. Show a warning."
     earlier = getattr(armed_by(model), 'recorder', None)
     if earlier is None: return
     what = 'The model' if any(st.listener is earlier.events for st in states_of(model)) else 'A part of the model'
@@ -211,48 +211,50 @@ def disarm_earlier(model):
     earlier.owner().disarm()
 
 def watched_modules(tracks, include, exclude):
-    "Return the ids of the modules to record."
+    "Return the modules to record, as a set of their ids."
     pairs = [(p, t.module) for t in tracks for p in (t.path, *t.aliases)]
     return chosen(pairs, include, exclude)
 
 # %% ../nbs/57_ember.ipynb #c4a1e57b
 def last_finished_step(recorder):
-    "Return the number of the last finished step, or None. Without an optimizer, an open step counts, because only the next pass ends it."
+    """Return the number of the last finished step, or None.
+
+    Without an optimizer an open step counts as finished, because only the next pass would end it."""
     steps = recorder.steps
     is_over = recorder.tally.steps>0 or recorder.watch is None and steps.opened
     return None if not is_over else steps.number if recorder.watch is None and not steps.manual and steps.opened else steps.number-1
 
 def weight_reader(root):
-    """Return a function of path, name and statistics that returns the current statistics of a parameter, or None.
+    """Return a function `read(path, name, stats)` that measures the current value of a parameter. It returns a dict, or None.
 
     root: `moduleTrack` of the model"""
     found = {key: p for p,_,names in every_parameter(root) for key in names}
     def read(path, name, stats):
         p = found.get((path, name))
-        # a shard of a DTensor is not the whole weight, which was recorded
+        # a DTensor holds only a shard, but the run has recorded the whole weight
         if p is None or not p.requires_grad or hasattr(p, 'placements'): return None
         try: return get_stats(p.detach(), stats)
-        except Exception: return None # such as a dtype that cannot be measured
+        except Exception: return None # the weight has a dtype that cannot be measured, for example
     return read
 
 
 # %% ../nbs/57_ember.ipynb #111be30d
 class ArmedModel(RecordedRun):
-    "Recorded run with its model. The model can be armed and disarmed."
+    "A run being recorded, with its model. The model can be armed and disarmed."
     modules = property(lambda self: {t.name: t for t in self.tracks}, doc="Display name -> `moduleTrack`")
 
-    def __init__(self, t, recorder, model, tracks, include=None, exclude=None): # tracks: `moduleTrack`s of the modules, root first
+    def __init__(self, t, recorder, model, tracks, include=None, exclude=None): # tracks: a `moduleTrack` for each module, the root first
         super().__init__(t, recorder)
         self.model,self.model_name,self.tracks = model,type(tracks[0].module).__name__,tracks
         self.include,self.exclude,self.armed = include,exclude,False
 
     def watched(self, tracks): return watched_modules(tracks, self.include, self.exclude)
 
-    def arm(self): # The ember
+    def arm(self): # The ember itself
         """Start recording. Does nothing if the model is armed already.
 
         Returns:
-            The ember
+            The ember itself
         """
         if self.armed or disabled(): return self
         warn_missing()
@@ -260,26 +262,26 @@ class ArmedModel(RecordedRun):
         self.tracks,self.armed = tracks(unwrap(self.model)),True
         try: self.recorder.arm(self.tracks, self.watched(self.tracks), lambda: self, {'disarm': lambda: (self.disarm(), self.model)[1]})
         except BaseException:
-            self.disarm() # all changes of the model are removed after any error
+            self.disarm() # after an error, undo all changes of the model
             raise
         return self
 
-    def disarm(self): # The model
+    def disarm(self): # The model itself
         """Stop recording, and restore every module. Does nothing if the model is not armed.
 
         Returns:
-            The model
+            The model itself
         """
         if self.armed:
             self.recorder.disarm()
             self.armed = False
         return self.model
 
-    def rearm(self): # The ember
-        """Disarm the model and arm it again, so added and removed modules are noticed.
+    def rearm(self): # The ember itself
+        """Disarm the model and arm it again, to notice added and removed modules.
 
         Returns:
-            The ember
+            The ember itself
         """
         self.disarm()
         return self.arm()
@@ -289,17 +291,17 @@ class ArmedModel(RecordedRun):
         return tree_dict(self.tracks[0])
 
     def probe(self,
-        name:str, # The row's `tname`
+        name:str, # Name of the tensor in the log, in column `tname`
         tensor:torch.Tensor # Any tensor, inside a forward
-    ): # The tensor
+    ): # The tensor, unchanged
         """Record any tensor inside a `forward`, compiled or not. Its row has the ttype 'probe'.
 
         Args:
-            name: The row's `tname`
+            name: Name of the tensor in the log, in column `tname`
             tensor: Any tensor, inside a forward
 
         Returns:
-            The tensor
+            The tensor, unchanged
         """
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"te.probe records a tensor, got {an(tensor)}. For a number use te.log({name}=...).")
@@ -334,13 +336,13 @@ class ArmedModel(RecordedRun):
                 r.sources.armed([])
 
     def check_step(self,
-        rules='default', # As for `diagnose`
+        rules='default', # Rules to apply, as in `diagnose`: 'default', or a list
         steps:int=8 # Largest number of steps to check, from the first one on
     ): # `StepChecks`, a DataFrame that prints as a table
         """Check the first steps: parameters, optimizer, loss, gradients and updates. To be called after a step. Runs nothing of the model.
 
         Args:
-            rules: As for `diagnose`
+            rules: Rules to apply, as in `diagnose`: 'default', or a list
             steps: Largest number of steps to check, from the first one on
 
         Returns:
@@ -349,28 +351,28 @@ class ArmedModel(RecordedRun):
         r = self.recorder
         finished = last_finished_step(r)
         if finished is None: raise RuntimeError(no_step)
-        # several optimizers may train the model, and torchEmber may not have been given all of them
+        # the user may not have given all optimizers of the model to torchEmber
         with r.lock: r.sources.note_parameters(search=True)
         return check_step(self, rules, steps=steps, current=weight_reader(self.tracks[0]), finished=finished)
 
     def locate(self,
-        step_fn # Function that runs one step, starting from the state before this step. See `torchember.locate`
+        step_fn # Function that runs one step. The model must be in the state before this step. See `torchember.locate`
     ) -> Located:
         """Run a step again, and find the operation that creates its first NaN or infinity. Does not record, and does not restore the model.
 
         Args:
-            step_fn: Function that runs one step, starting from the state before this step. See `torchember.locate`
+            step_fn: Function that runs one step. The model must be in the state before this step. See `torchember.locate`
         """
         return locate(step_fn, self.model)
 
 # %% ../nbs/57_ember.ipynb #b57e800d
 def run_of_rank(kind, name, resume, home, store='jsonl'):
-    "Create or resume a run. Return the run; the rank, None for a single process; and the number of processes."
+    "Create or resume a run. Return the run, the rank of this process (None if it is the only one), and the number of processes."
     rank,world = rank_and_size()
     if world>1: name = f'{name or shared_name(kind)}.rank{rank}'
     if resume:
         release_run(name)
-        take_in(folder('torchember', home)) # rows that a dead process did not write are added
+        take_in(folder('torchember', home)) # add the rows that a dead process has left in its black box
     return new_run(kind, name, resume, home, store, world), rank if world>1 else None, world
 
 def number_of_first(t, resume, first_step):
@@ -384,7 +386,7 @@ def number_of_first(t, resume, first_step):
 
 # %% ../nbs/57_ember.ipynb #835bba49
 def merge_ranks(t, rank, world, tree):
-    "Return a `WholeSteps`. It merges the rows of all ranks for listeners on rank 0. None without a process group."
+    "Return a `WholeSteps`: it merges the rows of all ranks for the listeners on rank 0. None without a process group."
     part,store = store_for(t.fname.removesuffix(f'.rank{rank}'))
     if part is None:
         warn("reduce='step' needs a process group with a store, but there is none, so listeners get only the rows of this process. "
@@ -397,7 +399,7 @@ def merge_ranks(t, rank, world, tree):
     return WholeSteps(part, rank, world, about, note, store)
 
 def report_of(recorder, views=(), rules=None, feeds=()) -> Report: # views: live views; rules: a `RuleWatch`; feeds: a `Feed` for each sink
-    "Return the report of a run, and write the times of recording into the metadata of the run."
+    "Return the report of an ended run. Write into its metadata how long recording has taken."
     r,f,cost,live = recorder,recorder.t.file,recorder.cost,sum(v.seconds for v in views)
     def spent():
         s = r.seconds()+live
@@ -478,16 +480,16 @@ class torchEmber(ArmedModel):
         held_steps(blackbox)
         rules,on_finding,sinks = choose_rules(rules or ()),check_on_finding(on_finding),sinks_of(sinks)
         ts = tracks(inner)
-        watched_modules(ts, include, exclude) # checks the arguments before the run is created
+        watched_modules(ts, include, exclude) # a check of the arguments, before the run is created
         t,rank,world = run_of_rank(type(inner).__name__, name, resume, home, store)
         first = number_of_first(t, resume, first_step)
         ranks = None if rank is None else Ranks(model, rank, world, lambda meta: t.amend('ranks', meta))
-        # the number of elements is recorded, because merging shards of several ranks needs it
+        # record the number of elements, which is needed to merge the shards of several ranks
         if ranks and not callable(stats) and not {'shape', 'numel'}.intersection(stats): stats = (*stats, 'numel')
         super().__init__(t, Recorder(t, Settings(ttypes, stats, when, only_training, on_error, first, rank,
             ranks, None if overhead is None else Budget(overhead), optimizers, scaler, ends, ts[0].name,
             blackbox, lambda meta: t.amend('parameters', meta), cuda_graphs)), model, ts, include, exclude)
-        self.views = [] # live views of the run
+        self.views = [] # live views that show the run; `close` ends them
         known,is_on = self.recorder.sources.parameters.known,not disabled()
         if resume: known.resume_from(read_parameters(t))
         t.source = weak_source(self.recorder)
@@ -516,8 +518,8 @@ class torchEmber(ArmedModel):
         for f in self.feeds: f.close()
         self.t.close()
         if self.t.whole is not None: self.t.whole.end()
-        open_recorders.discard(self.recorder) # removed, because the recorder has no more rows to write
-        for v in self.views: v.close() # each view draws its last picture
+        open_recorders.discard(self.recorder) # the recorder has no more rows to write, so nothing remains to do when the process ends
+        for v in self.views: v.close() # the view draws its last picture
         return report_of(self.recorder, self.views, self.rules, self.feeds)
 
     def __enter__(self): return self.arm()
@@ -532,27 +534,27 @@ class torchEmber(ArmedModel):
 
     def _repr_html_(self): return tree_table(repr(self)[1:-1], self.mod_tree(), self.t.latest_line_list())
 
-    def __reduce_ex__(self, protocol): # defined, because a model with an ember as attribute may be copied or saved
+    def __reduce_ex__(self, protocol): # for copies and pickles of a model that has the ember as attribute
         return EmberCopy, (self.model_name, self.fname, str(self.t.dir))
 
     def __deepcopy__(self, memo): return EmberCopy(self.model_name, self.fname, str(self.t.dir))
 
-    if not TYPE_CHECKING: # hidden from type checkers, which would accept every name
+    if not TYPE_CHECKING: # type checkers must not see this method: they would accept every name
         def __getattr__(self, name):
             hint = f" Its run has this attribute: te.t.{name}." if not name.startswith('_') and hasattr(emberTracker, name) else ''
             raise AttributeError(f"a torchEmber has no attribute {name!r}.{hint}", name=name, obj=self)
 
 # %% ../nbs/57_ember.ipynb #d08ba4de
 class EmberCopy:
-    "Stands for the ember in a copy of its model. It reads the run, but records nothing."
+    "Takes the place of the ember in a copy of its model. It can read the run, but records nothing."
     armed = False
     def __init__(self, model_name, fname, home): self.model_name,self.fname,self.home = model_name,fname,home
 
     t = property(lambda self: emberTracker(self.fname, self.home), doc="The run, for reading")
 
-    def disarm(self): "Do nothing: the copy is not armed."
+    def disarm(self): "Do nothing: this copy of an ember has armed no model."
 
-    def close(self): "Do nothing: no run is open."
+    def close(self): "Do nothing: this copy of an ember has opened no run."
 
     def __repr__(self): return printable(f"<copy of a torchEmber of {self.model_name}: it reads the run {self.fname}, and records nothing>")
 

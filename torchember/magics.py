@@ -13,17 +13,17 @@ from .run import options_in
 
 # %% ../nbs/93_magics.ipynb #c79f53c0
 def names_used(code):
-    "Return the variable names in a syntax tree, each once."
+    "Return the names of all variables in a syntax tree, each once."
     return list(dict.fromkeys(o.id for o in ast.walk(code) if isinstance(o, ast.Name)))
 
 def names_in_function(f):
-    "Return the global names in a code object, including its nested functions."
+    "Return the global names used by a code object, also in the functions inside of it."
     inner = [c for c in f.co_consts if isinstance(c, types.CodeType)]
     return [*f.co_names, *(n for c in inner for n in names_in_function(c))]
 
 # %% ../nbs/93_magics.ipynb #557bd1ba
-def named_in(code, names) -> dict: # code: `ast.AST` of a cell; names: the notebook's variables
-    "Return the notebook's variables in a cell, directly or in functions of the notebook: name -> value."
+def named_in(code, names) -> dict: # code: syntax tree of the cell; names: the notebook's variables
+    "Return the notebook's variables used by a cell, directly or through functions of the notebook, as a dict by name."
     found,todo = {},names_used(code)
     while todo:
         n = todo.pop(0)
@@ -34,7 +34,7 @@ def named_in(code, names) -> dict: # code: `ast.AST` of a cell; names: the noteb
 
 # %% ../nbs/93_magics.ipynb #3fb6e16a
 def models_of_cell(values):
-    "Return the modules in `values` with trainable parameters, except submodules of these modules."
+    "Return the modules among `values` with trainable parameters. A module inside another of these modules is left out."
     from torch import nn
     some = [v for v in values if issubclass(type(v), nn.Module) and any(p.requires_grad for p in v.parameters())]
     some = list({id(m): m for m in some}.values())
@@ -42,7 +42,7 @@ def models_of_cell(values):
 
 # %% ../nbs/93_magics.ipynb #32578912
 def run_cell(shell, text):
-    "Run the code of a cell, so the traceback of an exception begins at the cell."
+    "Run the code of a notebook cell. The traceback of an exception begins at the cell, not in torchember."
     __tracebackhide__ = '__ipython_bottom__'
     code = shell.transform_cell(text)
     file = shell.compile.cache(code, shell.execution_count, raw_code=text)
@@ -67,13 +67,13 @@ def show(t):
     display(diagnose(t))
 
 # %% ../nbs/93_magics.ipynb #0aa367db
-def ember_cell(shell, line, cell): # line: options after `%%ember`, the same as of `torchember run`
-    "Run a cell, record the models it trains, and show their runs."
+def ember_cell(shell, line, cell): # line: the options after `%%ember`, which are those of `torchember run`
+    "Run a notebook cell, record the models trained by the cell, and show their runs."
     __tracebackhide__ = '__ipython_bottom__'
     import torch
     from torchember.trained import Trainings
     try: options = options_in(shlex.split(line), '%%ember')
-    except SystemExit: return # argparse has printed the reason
+    except SystemExit: return # invalid options: argparse has printed the reason already
     names = named_in(ast.parse(shell.transform_cell(cell)), shell.user_ns)
     optimizers = [o for n,o in shell.user_ns.items() if isinstance(o, torch.optim.Optimizer) and not n.startswith('_')]
     trainings = Trainings(lambda text: print(f'torchember: {text}'), models_of_cell(names.values()), optimizers, **options).start()

@@ -38,7 +38,7 @@ def test_jupyter_shows_arguments():
     shell.push({'torchEmber': torchEmber})
     text = shell.object_inspect_mime('torchEmber')['text/plain']
     for k,v in meanings.items(): assert f'{k}: {v}' in text
-    assert "name: The row's `tname`" in shell.object_inspect_mime('torchEmber.probe')['text/plain']
+    assert "name: Name of the tensor in the log, in column `tname`" in shell.object_inspect_mime('torchEmber.probe')['text/plain']
 
 
 def test_the_source_names_each_argument():

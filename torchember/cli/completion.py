@@ -13,7 +13,7 @@ from .terminal import print_lines
 
 # %% ../../nbs/95_cli/70_completion.ipynb #e333b37a
 def list_run_names(home):
-    "Return the names of all runs. A run of several processes appears once, without the number of a process."
+    "Return the names of all runs. A run recorded by several processes appears once, without the ranks."
     from torchember.store.anywhere import list_folder
     from torchember.store.base import folder
     names = [f.name for f in list_folder(folder('torchember', home)/'log') if not f.name.endswith(('_latest', '.parts')) and f.name[0]!='.']
@@ -64,7 +64,7 @@ end
 complete -c torchember -f -a "(__torchember_complete)"'''}
 
 def split_line(line):
-    "Split a line into words as a shell does. Return the words, and the open quote or ''."
+    "Split a line into words as a shell does. Return the words, and the quote still open at the end, or ''."
     for quote in '',"'",'"':
         try: words = shlex.split(line+quote)
         except ValueError: continue

@@ -17,15 +17,15 @@ from .terminal import to_json, is_terminal, print_lines, line_width
 pictures = ('overview', 'scalar_line', 'scalar_global_heatmap', 'tree', 'updates', 'surface', 'exp_hist', 'ridge', 'out_of_range', 'compare')
 
 def draw_figure(picture, runs, args):
-    "Draw a picture of runs, and return its Matplotlib figure. picture: one of `pictures`"
+    "Draw a picture of some runs, and return the matplotlib figure. picture: one of the names in `pictures`"
     import matplotlib
-    if 'matplotlib.pyplot' not in sys.modules: matplotlib.use('agg') # no window may open, because a command draws into files
+    if 'matplotlib.pyplot' not in sys.modules: matplotlib.use('agg') # a command draws into files, so matplotlib must open no window
     import torchember
     asked = {k: getattr(args, k) for k in ('path', 'ttype', 'stat') if getattr(args, k) is not None}
     return getattr(torchember, picture)(runs if picture=='compare' else runs[0], **asked).figure
 
 def render(fig, form='png', dpi=120):
-    "Return a figure as the bytes of a file, and close the figure."
+    "Return a figure as the content of an image file, in bytes, and close the figure."
     import matplotlib.pyplot as plt
     out = io.BytesIO()
     try: fig.savefig(out, format=form, dpi=dpi)
@@ -33,7 +33,7 @@ def render(fig, form='png', dpi=120):
     return out.getvalue()
 
 def choose_file(args, names):
-    "Return the name of the file to write. None if the picture is drawn in the terminal."
+    "Return the name of the image file to write. None if the picture is drawn in the terminal."
     if args.output is not None: return args.output
     if args.inline or is_terminal() and not args.json: return None
     return f"{printable(os.path.basename(names[0]))}.png"

@@ -14,11 +14,11 @@ from .named import find_home, expand_names, expand_one_name
 from .terminal import to_json, colorize, print_lines
 
 # %% ../../nbs/95_cli/50_verdicts.ipynb #2fbc071f
-# severities of findings that give exit code 1, for each value of --fail-on
+# for each value of --fail-on: the severities of findings that give exit code 1
 fails = dict(error=('error',), warning=('error', 'warning'), info=('error', 'warning', 'info'), never=())
 
 def colorize_line(line):
-    "Return a line of a report, in color if it begins with a severity."
+    "Return a line of a report. If the line begins with a severity, such as ERROR, return the line in color."
     return colorize(line, {'ERROR': 'error', 'WARNING': 'warning'}.get(line.partition(' ')[0]))
 
 def diagnose_arguments(p):

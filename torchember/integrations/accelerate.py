@@ -18,19 +18,19 @@ from .private_trainers import optimizers_of
 from ..store.jsonl import emberTracker, exists
 
 library = needs('accelerate', for_='torchember.integrations.accelerate')
-Accelerator,Tracker = library.Accelerator,library.tracking.GeneralTracker # base class of `EmberCallback`
+Accelerator,Tracker = library.Accelerator,library.tracking.GeneralTracker # `Tracker` is the base class of `EmberCallback`
 
 # %% ../../nbs/90_integrations/30_accelerate.ipynb #89cadc70
-unconnected = weakref.WeakSet() # trackers that no Accelerator uses yet
+unconnected = weakref.WeakSet() # trackers that belong to no Accelerator yet
 
 def connect_when_created(tracker):
-    "Patch `Accelerator.__init__`, to pass an Accelerator created with this tracker to `tracker.connect`."
+    "Patch `Accelerator.__init__`: when an Accelerator is created with this tracker, call `tracker.connect(accelerator)`."
     unconnected.add(tracker)
     init = Accelerator.__init__
     if hasattr(init, '_torchember'): return
     @functools.wraps(init)
     def init_and_connect(self, *args, **kwargs):
-        "Run the original `__init__`, and connect the tracker to the new Accelerator."
+        "Run the original `__init__` of the Accelerator, then connect the tracker to the new Accelerator."
         init(self, *args, **kwargs)
         for t in self.log_with:
             if t in unconnected: unconnected.discard(t); t.connect(self)
@@ -40,12 +40,12 @@ def connect_when_created(tracker):
 
 # %% ../../nbs/90_integrations/30_accelerate.ipynb #9b63212d
 def steps_so_far(optimizers) -> int:
-    "Return the number of steps counted by the optimizers in their states. 0 if no optimizer counts."
+    "Return how many steps the optimizers have made, according to their states. 0 if no optimizer counts its steps."
     counts = [s['step'] for o in optimizers for s in o.state.values() if isinstance(s, dict) and 'step' in s]
     return max((int(n) for n in counts), default=0)
 
 def next_step_of(name, home=None) -> int:
-    "Return the number of the next step of a stored run. 0 if there is no run with this name."
+    "Return the number of the step after the last step of a stored run. 0 if there is no run of this name."
     runs = [n for n in (name, f'{name}.rank0') if name and exists(n, home)]
     return emberTracker(runs[0], home).last_step()+1 if runs else 0
 
@@ -60,14 +60,16 @@ class EmberCallback(RecordingCallback, Tracker):
     def __init__(self,
         **options # Arguments of `torchEmber`, except model, optimizer, scaler, first_step and resume
     ):
-        # patches: patches of `forward` of the prepared models, until the first training pass
+        # patches: patches of the `forward` of each prepared model, in place until the first training pass
         self.recording,self.accelerator,self.patches,self.has_loaded = TrainingRecorder('EmberCallback', **options),None,[],False
         connect_when_created(self)
 
-    tracker = RecordingCallback.te # Accelerate reads this attribute in `get_tracker`
+    tracker = RecordingCallback.te # Accelerate returns this attribute from `get_tracker(..., unwrap=True)`
 
     def connect(self, accelerator):
-        "Patch the methods of an Accelerator that prepare models and loaders, load checkpoints, and end the training."
+        """Patch the methods of an Accelerator that prepare models and data loaders, run the backward, and end the training.
+
+        Note the loading of checkpoints."""
         self.accelerator = accelerator
         accelerator.register_load_state_pre_hook(self.note_loading)
         for name,call in (('prepare_model', self.patch_forward), ('prepare_data_loader', self.count_epochs), ('end_training', self.end_training),
@@ -75,23 +77,23 @@ class EmberCallback(RecordingCallback, Tracker):
             MethodPatch(accelerator, name, call)
 
     def run_backward(self, run, loss, **kwargs):
-        "Record predictions and targets of a loss, and run its backward."
+        "Record predictions and targets of a loss, then run the backward of the Accelerator."
         self.recording.note_loss(loss)
         return run(loss, **kwargs)
 
     def note_loading(self, models, folder):
-        "Store that a checkpoint is loaded."
-        self.has_loaded = True # `begin` continues the run if a checkpoint was loaded
+        "Note that the program loads a checkpoint."
+        self.has_loaded = True # after a checkpoint was loaded, `begin` continues the earlier run
 
     def patch_forward(self, run, *args, **kwargs):
-        "Patch `forward` of a prepared model, to begin the run at the first pass in training mode."
+        "Patch the `forward` of a prepared model. The run begins at its first pass in training mode."
         model = run(*args, **kwargs)
         if not isinstance(vars(model).get('forward'), MethodPatch):
             self.patches.append(MethodPatch(model, 'forward', lambda run, *args, **kwargs: self.begin_at_forward(model, run, *args, **kwargs)))
         return model
 
     def begin_at_forward(self, model, run, *args, **kwargs):
-        "Begin the run at the first pass in training mode, and restore `forward`."
+        "Begin the run if this is a pass in training mode, and restore the original `forward`."
         if not (model.training and torch.is_grad_enabled()): return run(*args, **kwargs)
         self.begin(model)
         return model.forward(*args, **kwargs)
@@ -107,21 +109,21 @@ class EmberCallback(RecordingCallback, Tracker):
         self.mark_epoch(self.accelerator.gradient_state.active_dataloader)
 
     def count_epochs(self, run, *args, **kwargs):
-        "Patch a prepared data loader, to record each iteration in training mode as an epoch."
+        "Patch a prepared data loader: each iteration over the data in training mode is recorded as an epoch."
         loader = run(*args, **kwargs)
         if hasattr(loader, 'begin') and not isinstance(vars(loader).get('begin'), MethodPatch):
             MethodPatch(loader, 'begin', lambda run: (run(), self.mark_epoch(loader))[0])
         return loader
 
     def mark_epoch(self, loader):
-        "Add the number of the epoch as a column to all following rows."
+        "Add the number of the epoch as a column to all rows from now on."
         if self.te is not None and self.te.model.training and hasattr(loader, 'iteration'): self.recording.mark(epoch=loader.iteration)
 
     def log(self, values, step=None, **kwargs):
-        "Record the values passed to `accelerator.log` as scalars."
+        "Record the values given to `accelerator.log` as scalars of the step."
         self.recording.log_scalars(values if step is None else {**values, 'step': step})
 
     def end_training(self, run, *args, **kwargs):
-        "End the run before `accelerator.end_training` destroys the process group. The end of the run needs the group."
+        "End the run before `accelerator.end_training` destroys the process group. Ending the run needs this group."
         self.close()
         return run(*args, **kwargs)

@@ -13,11 +13,11 @@ from .recording import TrainingRecorder, RecordingCallback, learning_rates_of
 from .private_trainers import patch_events
 
 library = needs('fastai.callback.training', for_='torchember.integrations.fastai', package='fastai')
-Callback = library.Callback # base class of `EmberCallback`
+Callback = library.Callback # fastai's class, the base class of `EmberCallback`
 
 # %% ../../nbs/90_integrations/40_fastai.ipynb #21fb71f9
 def steps_before(learn) -> int: # learn: Learner whose epoch has begun
-    "Return the number of steps in the epochs skipped by a fit from a checkpoint (`start_epoch=`)."
+    "Return the number of steps in the epochs skipped by a fit, to continue from a checkpoint (`start_epoch=`)."
     dl = learn.dls.train
     size = getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None) or 1
     batches_per_step = [math.ceil(cb.n_acc/size) for cb in learn.cbs if isinstance(cb, library.GradientAccumulation)]
@@ -25,10 +25,10 @@ def steps_before(learn) -> int: # learn: Learner whose epoch has begun
 
 # %% ../../nbs/90_integrations/40_fastai.ipynb #a1454c12
 class SkippedSteps:
-    "Stands in for a `GradScaler`, to report steps skipped by fastai. fastai has already unscaled the gradients."
+    "Takes the place of a `GradScaler`, to report the steps skipped by fastai. fastai has unscaled the gradients already."
     def is_enabled(self): return False
-    def unscale_(self, optimizer): "Do nothing: fastai has already unscaled the gradients."
-    def step(self, optimizer): "Do nothing: a call without a step of the optimizer marks the step as skipped."
+    def unscale_(self, optimizer): "Do nothing: fastai has unscaled the gradients already."
+    def step(self, optimizer): "Do nothing. When this is called without a step of the optimizer, torchember marks the step as skipped."
 
 # %% ../../nbs/90_integrations/40_fastai.ipynb #683f6470
 class EmberCallback(RecordingCallback, Callback):
@@ -37,38 +37,38 @@ class EmberCallback(RecordingCallback, Callback):
     Args:
         **options: Arguments of `torchEmber`, except model, optimizer, scaler, first_step and resume
     """
-    order = 80 # high, so that this callback runs after callbacks that prepare a batch or skip an epoch
+    order = 80 # a high number: this callback runs after the callbacks that prepare a batch or skip an epoch
     def __init__(self,
         **options # Arguments of `torchEmber`, except model, optimizer, scaler, first_step and resume
     ):
-        # last_record: values of the epoch that was logged last
+        # last_record: values of the last epoch that was logged
         self.recording,self.skipped_steps,self.last_record = TrainingRecorder('EmberCallback', **options),None,None
 
     is_separate = property(lambda self: self.learn.lock.locked(), doc="True in a validation or prediction outside of the fit, such as `learn.validate`")
 
     def before_fit(self):
-        "End the run of an earlier fit, and patch the Learner to end the new run at an exception."
+        "End the run of an earlier fit. Patch the Learner, because an exception must also end the new run."
         if self.is_separate: return
         self.end()
         self.patch = patch_events(self.learn, self.run_event)
 
     def run_event(self, run, f, event_type, *args, **kwargs):
-        "Run a fastai event. End the run after an exception, because fastai does not notify callbacks of exceptions."
+        "Run a part of a fit. End the run after an exception, because fastai does not notify callbacks of exceptions."
         try: return run(f, event_type, *args, **kwargs)
-        except library.CancelFitException: raise # fastai notifies callbacks of this exception
+        except library.CancelFitException: raise # no failure: fastai itself ends the fit, and calls the callbacks
         except BaseException:
             if event_type=='epoch': self.end()
             raise
 
     def before_train(self):
-        "Begin the run at the first epoch that is not skipped. `lr_find` is not recorded."
+        "Begin the run at the first epoch that is not skipped. Do not record the trials of `lr_find`."
         if hasattr(self.learn, 'lr_finder'): return
         if self.te is None: self.begin()
         self.recording.resume()
         self.recording.mark(epoch=self.learn.epoch)
 
     def begin(self):
-        "Begin the run of a fit."
+        "Begin the run of a fit, with the model and the optimizer of the Learner."
         learn,self.skipped_steps = self.learn,SkippedSteps()
         opt = learn.opt.opt if isinstance(learn.opt, library.OptimWrapper) else learn.opt
         self.recording.begin(learn.model, opt, steps_before(learn), self.skipped_steps)
@@ -80,12 +80,12 @@ class EmberCallback(RecordingCallback, Callback):
         if self.learn.training and not self.is_separate: self.recording.note_loss(getattr(self.learn, 'loss_grad', None))
 
     def after_cancel_step(self):
-        "End the step as skipped, if mixed precision skipped the step of the optimizer."
+        "End the step as skipped, if mixed precision has skipped the step of the optimizer."
         skipped = any(getattr(cb, 'skipped', False) for cb in self.learn.cbs if isinstance(cb, library.MixedPrecision))
         if self.te is not None and skipped: self.skipped_steps.step(self.te.recorder.watch.given[0])
 
     def after_step(self):
-        "Record the loss and the learning rates, unless a callback cancelled the step."
+        "Record the loss and the learning rates, unless a callback has cancelled the step."
         if self.recording.has_new_step(): self.recording.log_scalars({**learning_rates_of([self.learn.opt]), 'loss': self.learn.loss.detach()})
 
     def before_validate(self):
@@ -106,7 +106,7 @@ class EmberCallback(RecordingCallback, Callback):
         self.end()
 
     def log_metrics(self):
-        "Record losses and metrics of the epoch, as fastai's Recorder has them, unless they are already recorded."
+        "Record the losses and metrics of the epoch from fastai's Recorder, unless they were recorded before."
         record = getattr(self.learn, 'final_record', None)
         recorder = next((cb for cb in self.learn.cbs if isinstance(cb, library.Recorder)), None)
         if self.te is None or recorder is None or record is self.last_record: return
@@ -114,5 +114,5 @@ class EmberCallback(RecordingCallback, Callback):
         names = recorder.metric_names[1:len(recorder.metric_names)-recorder.add_time]
         self.recording.log_scalars(dict(zip(names[-len(record):] if recorder.cancel_train else names, record, strict=False)))
 
-    # an exported Learner gets an empty Callback, so that it loads without torchember
+    # in an exported Learner, an empty Callback takes this place, so the Learner loads without torchember
     def __reduce_ex__(self, protocol): return Callback, (), {'learn': self.learn}

@@ -15,12 +15,12 @@ Events = engine.Events
 
 # %% ../../nbs/90_integrations/50_ignite.ipynb #b2cd9134
 def output_as_dict(output) -> dict: # output: `engine.state.output`
-    "Return the output of an Engine as a dict of numbers: a dict as it is, a number as `loss`."
+    "Return the output of an Engine as a dict of numbers. A dict stays as it is; a single number becomes `loss`."
     return output if isinstance(output, dict) else {'loss': output}
 
 # %% ../../nbs/90_integrations/50_ignite.ipynb #34978eeb
 def has_rate_finder(trainer):
-    "Return True if a `FastaiLRFinder` is attached to an Engine, so that the run only searches for a learning rate."
+    "Return True if a `FastaiLRFinder` is attached to an Engine. The run then only searches for a learning rate, and is not recorded."
     handlers = [getattr(f, '__self__', None) for f in handlers_of(trainer, Events.STARTED)]
     return any(c.__name__=='FastaiLRFinder' for h in handlers for c in type(h).__mro__)
 
@@ -39,23 +39,23 @@ class EmberCallback(RecordingCallback):
     def attach(self,
         trainer, # Engine that trains the model
         model, # Model that the Engine trains
-        optimizer, # Optimizer or list of optimizers: a step ends when all have stepped
+        optimizer, # Optimizer, or list of optimizers: a step is over when all of them have stepped
         *,
-        evaluator=None, # Engine that evaluates the model, or a dict: name -> Engine. Their metrics are recorded
+        evaluator=None, # Engine for evaluating the model, or a dict of Engines by name. Their metrics are recorded
         scaler=None, # `GradScaler` in use, unless `create_supervised_trainer` created it
         output_transform=output_as_dict, # Function of the output of `trainer` that returns a dict of numbers to record
-        gradient_accumulation_steps:int=1 # Batches per step, to number the steps of a continued training
+        gradient_accumulation_steps:int=1 # Number of batches per step. A continued training needs it to number its steps
     ): # This callback
         """Record each run of an Engine that trains a model.
 
         Args:
             trainer: Engine that trains the model
             model: Model that the Engine trains
-            optimizer: Optimizer or list of optimizers: a step ends when all have stepped
-            evaluator: Engine that evaluates the model, or a dict: name -> Engine. Their metrics are recorded
+            optimizer: Optimizer, or list of optimizers: a step is over when all of them have stepped
+            evaluator: Engine for evaluating the model, or a dict of Engines by name. Their metrics are recorded
             scaler: `GradScaler` in use, unless `create_supervised_trainer` created it
             output_transform: Function of the output of `trainer` that returns a dict of numbers to record
-            gradient_accumulation_steps: Batches per step, to number the steps of a continued training
+            gradient_accumulation_steps: Number of batches per step. A continued training needs it to number its steps
 
         Returns:
             This callback
@@ -68,7 +68,7 @@ class EmberCallback(RecordingCallback):
         return self
 
     def on_started(self, trainer):
-        "At the start of a run, attach the other handlers last, to run them after schedulers, metrics and evaluations."
+        "At the start of a run, attach the other handlers last. They then run after schedulers, metrics and evaluations."
         self.end()
         self.learning_rates,self.finds_rate = {},has_rate_finder(trainer)
         for event,handler in ((Events.ITERATION_STARTED, self.on_iteration_started),
@@ -78,7 +78,7 @@ class EmberCallback(RecordingCallback):
             trainer.add_event_handler(event, handler)
 
     def on_iteration_started(self, trainer):
-        "Begin the run at the first batch. Before each batch, store the learning rates, because a scheduler may change them."
+        "Begin the run at the first batch. Note the learning rates before each batch, because a scheduler may change them during the batch."
         if self.finds_rate: return
         if self.te is None: self.begin(trainer)
         self.recording.resume()
@@ -93,8 +93,8 @@ class EmberCallback(RecordingCallback):
         self.patch = patch_exceptions(trainer, lambda run, e: self.on_exception(trainer, run, e))
 
     def on_exception(self, trainer, run, e):
-        "End the run if an exception ends the training."
-        # A handler of `EXCEPTION_RAISED` would suppress the exception. If another handler suppresses it, the next epoch may start.
+        "End the run if an exception ends the training of the Engine."
+        # A handler of Ignite's event `EXCEPTION_RAISED` would suppress the exception. If another handler suppresses it, the training may go on.
         try: run(e)
         except BaseException:
             self.end()
@@ -102,22 +102,22 @@ class EmberCallback(RecordingCallback):
         if run_is_over(trainer): self.end()
 
     def on_iteration_completed(self, trainer):
-        "Record the output and the learning rates, if the batch has ended a step."
+        "Record the output of the Engine and the learning rates, if this batch has ended a step."
         if self.recording.has_new_step(): self.recording.log_scalars({**self.learning_rates, **self.output_transform(trainer.state.output)})
 
     def on_epoch_completed(self, trainer):
-        "Record the metrics of the training Engine."
+        "Record the metrics of the training Engine after an epoch."
         self.recording.log_scalars(trainer.state.metrics)
     def on_evaluated(self, evaluator, name):
-        "Record the metrics of an evaluation."
+        "Record the metrics of an evaluation Engine after an evaluation."
         self.recording.log_scalars({f'{name}_{k}': v for k,v in evaluator.state.metrics.items()})
     def on_interrupt(self, trainer):
-        "Stop recording while the run is interrupted."
+        "Stop recording when the user interrupts the run of the Engine."
         self.recording.pause()
 
     def on_terminate(self, trainer):
         if trainer.should_terminate=='skip_completed': self.end()
 
     def on_completed(self, trainer):
-        "End the run."
+        "End the run when the training of the Engine is complete."
         self.end()

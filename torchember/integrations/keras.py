@@ -28,35 +28,35 @@ def require_torch_backend():
         "Set os.environ['KERAS_BACKEND'] = 'torch' before keras is imported.")
 
 # %% ../../nbs/90_integrations/60_keras.ipynb #5a1d0ac1
-# class of torch for each activation function of Keras
+# for each activation function of Keras, the name of the torch class
 activations = {n.lower(): n for n in nn.modules.activation.__all__} | {'swish': 'SiLU', 'hardsilu': 'Hardswish'}
 
 def activation_of(layer):
-    "Return the name of the torch class for a layer's activation. None for other functions, and for recurrent cells with gates."
+    "Return the name of the torch class for the activation of a Keras layer. None for other functions, and for recurrent cells with gates."
     f = None if hasattr(layer, 'recurrent_activation') else getattr(layer, 'activation', None)
     return activations.get(getattr(f, '__name__', type(f).__name__).replace('_', '').lower())
 
 # %% ../../nbs/90_integrations/60_keras.ipynb #671a3c49
 def recordable_layers(layer):
-    "Return the layers inside a layer, except input layers, because they compute nothing."
+    "Return the Keras layers inside a layer. Input layers are left out, because they compute nothing."
     return [l for l in inner_layers(layer) if isinstance(l, nn.Module) and not isinstance(l, keras.layers.InputLayer)]
 
 class LayerParts(NamedTuple):
-    "Modules, parameters and buffers of a Keras layer, in dicts like the dicts of an `nn.Module`."
-    modules:dict # Modules by name
-    parameters:dict # Parameters by name
-    buffers:dict # Buffers by name
-    activation:str|None # Torch class of the activation after the layer, such as 'ReLU'
+    "Modules, parameters and buffers of a Keras layer, in dicts as an `nn.Module` has them."
+    modules:dict # Modules of the layer, by name
+    parameters:dict # Parameters of the layer, by name
+    buffers:dict # Buffers of the layer, by name
+    activation:str|None # Name of the torch class of the activation after the layer, such as 'ReLU'
 
 def add_with_new_name(name, x, *dicts):
-    "Add a value to the first of several dicts. If one of the dicts has the name, append a number: `kernel_1`."
+    "Add a value to the first of several dicts. If one of the dicts has the name already, append a number to the name: `kernel_1`."
     new = next(n for i in range(len(dicts[0])+len(dicts[-1])+1) if not any((n := f'{name}_{i}' if i else name) in d for d in dicts))
     dicts[0][new] = x
 
 def layer_parts(layer):
     "Return the `LayerParts` of a layer. Buffers are running statistics and states of random generators."
     layers = recordable_layers(layer)
-    # torch modules that are not Keras layers
+    # modules of torch inside the layer, which are not Keras layers
     modules = {n: m for n,m in layer._modules.items() if n!=own_parameters and not isinstance(m, keras.Layer)}
     inner_ids = {id(v.value) for l in layers for v in l.variables} | {id(p) for m in modules.values() for p in m.parameters()}
     for l in layers: add_with_new_name(l.name.replace('.', '_'), l, modules)
@@ -69,7 +69,7 @@ def layer_parts(layer):
 # %% ../../nbs/90_integrations/60_keras.ipynb #8de07f2e
 @contextmanager
 def expose_modules(model): # model: Keras model that is built
-    "Expose the layers of a Keras model as torch modules with parameters and buffers. Restore the model afterwards."
+    "Make the layers of a Keras model visible as torch modules, with parameters and buffers. Afterwards restore the model."
     layers,queue = {},[model]
     while queue:
         if id(l := queue.pop()) not in layers:
@@ -82,7 +82,7 @@ def expose_modules(model): # model: Keras model that is built
     try:
         for l,parts in layers.values():
             l.__dict__.update(zip(names, parts, strict=False))
-            # `own_parameters` is kept, because Keras would create a new dict of parameters without it
+            # keep the attribute `own_parameters`, because Keras would create a new dict of parameters without it
             l.__dict__.update({own_parameters: None, ACTIVATION: parts.activation})
         yield
     finally:
@@ -92,72 +92,72 @@ def expose_modules(model): # model: Keras model that is built
 
 # %% ../../nbs/90_integrations/60_keras.ipynb #b3e0097d
 class EqualsEverything:
-    "Equals every object: Keras creates new parameter dicts during training, and this must not look like a changed model."
+    "A dict entry equal to every object. Keras creates new parameter dicts during training; torchember must not take them for a changed model."
     def __eq__(self, other): return True
     __hash__ = object.__hash__
 
 # %% ../../nbs/90_integrations/60_keras.ipynb #5a1d0ac2
 class LastBatchValue:
-    "Records the last value added to the running mean of a loss."
-    def __init__(self, metric, notify=None): # notify: called with the loss before the backward
+    "Records the loss of the last batch. Keras adds this loss to the running mean of the losses."
+    def __init__(self, metric, notify=None): # notify: function called with the loss before the backward
         self.name,self.latest,self.notify = metric.name,None,notify
         self.patch = MethodPatch(metric, 'update_state', self.update)
 
     def update(self, run, values, sample_weight=None):
-        "Store the loss of a batch, and call the replaced `update_state` to add it to the running mean."
+        "Store the loss of a batch. Then call the original `update_state` to add the loss to the running mean."
         if self.notify is not None: self.notify(values)
         self.latest = values.detach() if isinstance(values, torch.Tensor) else values,sample_weight
         return run(values, sample_weight)
 
     def pop(self):
-        "Return the loss of the batch and forget it. None if there is no new loss since the last call."
+        "Return the loss of the batch, and forget it. None if no new loss has come since the last call."
         (values,weight),self.latest = self.latest or (None, None),None
         if values is None or math.prod(getattr(values, 'shape', ()))==1: return values
-        mean = keras.metrics.Mean() # mean of the losses of the samples in the batch
+        mean = keras.metrics.Mean() # computes the mean loss of the samples in the batch
         with torch.no_grad(): mean.update_state(values, weight)
         return mean.result()
 
 # %% ../../nbs/90_integrations/60_keras.ipynb #5a1d0ac3
 class KerasOptimizer:
-    "Keras optimizer with the attributes of a torch optimizer: parameter groups and states."
-    def __init__(self, optimizer, variables): # variables: variables of the model, if the optimizer is not built
+    "Gives a Keras optimizer the attributes of a torch optimizer: parameter groups and states."
+    def __init__(self, optimizer, variables): # variables: variables of the model, used if the optimizer is not built yet
         self.inner = getattr(optimizer, 'inner_optimizer', optimizer)
         self.variables = list(trained_variables(self.inner) or variables)
         self.param_groups,self.found_inf = [{'params': [v.value for v in self.variables]}],None
         self.index_of = {id(p): i for i,p in enumerate(self.param_groups[0]['params'])}
-        self.states = {} # result of `states_of_variables`; empty until the optimizer is built
+        self.states = {} # result of `states_of_variables`; empty while the optimizer is not built
 
     state = property(lambda self: self, doc="Mapping like `state` of a torch optimizer: parameter -> {name: tensor}")
 
     def get(self, p, missing=None):
-        "Return the optimizer states of a parameter as a dict: name -> tensor. Return `missing` if there are none."
+        "Return the optimizer states of a parameter, a dict of tensors by the name of the state. Return `missing` if there are none."
         if not self.states and trained_variables(self.inner): self.states = states_of_variables(self.inner, self.variables)
         return {k: v.value.detach() for k,v in self.states.get(self.index_of.get(id(p)), {}).items()} or missing
 
-    def step(self): "Do nothing: the Keras optimizer steps itself, and the callback reports the step."
+    def step(self): "Do nothing: Keras runs the step of its optimizer, and the callback reports the step."
 
 # %% ../../nbs/90_integrations/60_keras.ipynb #5a1d0ac4
 class KerasScaler:
-    "Loss scaling of a Keras optimizer, with the attributes of a `GradScaler`."
+    "Gives the loss scaling of a Keras optimizer the attributes of a torch `GradScaler`."
     def __init__(self, optimizer): # `LossScaleOptimizer`, or another optimizer with a `loss_scale_factor`
         self.optimizer = optimizer
         self.note_scale()
 
     def note_scale(self):
-        "Store the loss scale before a batch, because Keras may change the scale at the end of the batch."
+        "Note the loss scale before a batch, because Keras may change the scale at the end of the batch."
         scale = getattr(self.optimizer, 'dynamic_scale', None)
         if scale is None: scale = getattr(self.optimizer, 'initial_scale', None) or self.optimizer.loss_scale_factor
-        # name of the scale in `GradScaler`
+        # `GradScaler` keeps its scale in an attribute of this name
         self._scale = scale.value.detach().clone() if hasattr(scale, 'value') else torch.tensor(float(scale))
 
     def has_skipped(self):
-        "Return a tensor that is true if Keras skipped the step, since a skip halves the scale. None for a constant scale."
+        "Return a tensor that is True if Keras has skipped the step: a skipped step halves the scale. None for a constant scale."
         scale = getattr(self.optimizer, 'dynamic_scale', None)
         return None if scale is None else scale.value.detach()<self._scale
 
     def is_enabled(self): return True
-    def unscale_(self, optimizer): "Do nothing: Keras unscales copies of the gradients, so the gradients themselves keep the scale."
-    def step(self, optimizer): "Do nothing: the Keras optimizer steps itself."
+    def unscale_(self, optimizer): "Do nothing: Keras unscales only copies of the gradients, so the gradients themselves still have the scale."
+    def step(self, optimizer): "Do nothing: Keras runs the step of its optimizer."
 
 def scaler_for(optimizer):
     "Return a `KerasScaler` for an optimizer. None if the optimizer does not scale the loss."
@@ -166,28 +166,28 @@ def scaler_for(optimizer):
 
 # %% ../../nbs/90_integrations/60_keras.ipynb #5a1d0ac5
 class BatchScalars:
-    "Scalars of a batch: the learning rate, and the logs of Keras. The running mean of a loss is replaced by the batch's loss."
-    def __init__(self, notify=None): # notify: called with each loss before the backward
-        self.values,self.rate,self.notify = {},None,notify # values: id of a loss metric -> `LastBatchValue`
+    "Scalars of a batch: the learning rate, and the logs of Keras. Keras logs running means of losses; the batch's own losses replace them."
+    def __init__(self, notify=None): # notify: function called with each loss before the backward
+        self.values,self.rate,self.notify = {},None,notify # values: a `LastBatchValue` for each loss metric of Keras, by the id of the metric
 
     def begin(self, model):
         "Prepare for a batch: patch new loss metrics, and copy the learning rate before Keras changes it."
         for m in model.metrics:
             if type(m) is keras.metrics.Mean and id(m) not in self.values: self.values[id(m)] = LastBatchValue(m, self.notify)
-        for v in self.values.values(): v.latest = None # drops losses of an evaluation between the batches
+        for v in self.values.values(): v.latest = None # forget the losses of an evaluation between two batches
         rate = getattr(model.optimizer, 'learning_rate', None)
         rate = getattr(rate, 'value', rate)
-        # not converted by float(), which would wait for the device
+        # not converted to a float, because the conversion would wait for the device
         self.rate = rate.detach().clone() if isinstance(rate, torch.Tensor) else rate
 
     def end(self, logs) -> dict: # logs: dict that Keras passes to callbacks
-        "Return the scalars of the batch, after the batch."
+        "Return the scalars of the batch by name, after the batch."
         losses = {v.name: v.pop() for v in self.values.values()}
         rate = {} if self.rate is None else {'learning_rate': self.rate}
         return {**rate, **logs, **{k: x for k,x in losses.items() if x is not None and k in logs}}
 
     def close(self):
-        "Restore the methods patched by `begin` in the Keras metrics."
+        "Restore the methods of the Keras metrics patched by `begin`."
         for v in self.values.values(): v.patch.remove()
         self.values.clear()
 
@@ -204,31 +204,31 @@ class EmberCallback(RecordingCallback, keras.callbacks.Callback):
         super().__init__()
         require_torch_backend()
         self.recording,self.is_validating = TrainingRecorder('EmberCallback', **{'ends': 'step', **options}),False
-        # next_steps: number of the next step of each model
+        # next_steps: for each model, the number of its next step
         self.epoch,self.scalars,self.next_steps = 0,BatchScalars(self.recording.note_loss),WeakKeyDictionary()
-        self.optimizer = self.scaler = None # a `KerasOptimizer` and a `KerasScaler`, or None
+        self.optimizer = self.scaler = None # a `KerasOptimizer` and a `KerasScaler` while a run is open; None if missing
 
     def on_train_begin(self, logs=None):
-        "End the run of a failed training. The new run begins at the first batch, because a callback may load a checkpoint."
+        "End the run of an earlier, failed training. The new run begins at the first batch, because a callback may load a checkpoint before."
         self.close()
 
     def on_epoch_begin(self, epoch, logs=None):
-        "Add the number of the epoch as a column to all following rows."
+        "Add the number of the epoch as a column to all rows from now on."
         self.epoch = epoch
         self.recording.mark(epoch=epoch)
 
     def on_train_batch_begin(self, batch, logs=None):
-        "Begin the run at the first batch. Copy the states that the optimizer will change, such as weights and loss scale."
+        "Begin the run at the first batch. Copy the states changed by the optimizer, such as weights and loss scale."
         if self.te is None: self.begin()
         self.scalars.begin(self.model)
         if self.scaler is not None: self.scaler.note_scale()
         if self.optimizer is not None: self.te.recorder.watch.begin_step(self.optimizer)
 
     def begin(self):
-        "Begin the run of a training, or continue an earlier run with the same name."
+        "Begin the run of a training, or continue an earlier run of the same name."
         o = self.model.optimizer
         self.optimizer,self.scaler = (None, None) if o is None else (KerasOptimizer(o, self.model.trainable_variables), scaler_for(o))
-        # counted here, because the count of Keras leaves out skipped steps
+        # count the steps here, because the count of Keras does not include skipped steps
         first = max(0 if o is None else batches_applied(o), self.next_steps.get(self.model, 0))
         with expose_modules(self.model): te = self.recording.begin(self.model, self.optimizer, first, self.scaler)
         for st in te.recorder.sources.states: st.made_of = EqualsEverything()
@@ -236,11 +236,11 @@ class EmberCallback(RecordingCallback, keras.callbacks.Callback):
         self.recording.mark(epoch=self.epoch)
 
     def is_recorded(self, phase, grad):
-        "Return True for a training pass and for a pass of the validation in `fit`. Other passes are not recorded."
+        "Return True for passes of the training, and of the validation in `fit`. Other passes are not recorded."
         return grad or phase=='eval' and self.is_validating
 
     def on_train_batch_end(self, batch, logs=None):
-        "End the step, because the Keras optimizer has stepped, and record the scalars of the batch."
+        "End the step, because Keras has run the step of its optimizer, and record the scalars of the batch."
         if self.te is None: return
         if self.optimizer is not None:
             if self.scaler is not None: self.optimizer.found_inf = self.scaler.has_skipped()
@@ -250,19 +250,19 @@ class EmberCallback(RecordingCallback, keras.callbacks.Callback):
         self.recording.log_scalars(self.scalars.end(logs or {}))
 
     def on_test_begin(self, logs=None):
-        "Note the start of a validation, to record its passes."
+        "Note the start of a validation, because its passes are recorded."
         self.is_validating = True
 
     def on_test_end(self, logs=None):
-        "Note the end of the validation."
+        "Note the end of the validation. Further passes outside of the training are not recorded."
         self.is_validating = False
 
     def on_epoch_end(self, epoch, logs=None):
-        "Record the metrics of the validation as scalars."
+        "Record the metrics of the validation as scalars, after an epoch."
         self.recording.log_scalars({k: v for k,v in (logs or {}).items() if k.startswith('val_')})
 
     def on_train_end(self, logs=None):
-        "End the run."
+        "End the run, after the training."
         self.close()
 
     def close(self): # `Report` of the run, or None if nothing was recorded

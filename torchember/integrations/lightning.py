@@ -23,15 +23,15 @@ def import_lightning():
     if find_spec('lightning') is None and find_spec('pytorch_lightning') is not None: return import_module('pytorch_lightning')
     return needs('lightning.pytorch', for_='torchember.integrations.lightning', package='lightning')
 
-Callback = import_lightning().Callback # base class of `EmberCallback`
+Callback = import_lightning().Callback # Lightning's class, the base class of `EmberCallback`
 
 # %% ../../nbs/90_integrations/10_lightning.ipynb #4c848807
 class NewMetrics:
-    "Callable that finds the metrics logged by Lightning since the last call."
+    "Finds the metrics that Lightning has logged since the last call."
     def __init__(self): self.seen = {}
 
     def __call__(self, metrics) -> dict: # metrics: `trainer.callback_metrics`
-        "Return the metrics with new values. Leave out a name if `<name>_step` or `<name>_epoch` has the same value."
+        "Return the metrics with new values. Leave out a metric if `<name>_step` or `<name>_epoch` has the same value."
         def is_same(a, b):
             "Return True if two metrics are the same object, or tensors at the same address."
             return a is b or isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.data_ptr()==b.data_ptr()
@@ -41,7 +41,7 @@ class NewMetrics:
 
 # %% ../../nbs/90_integrations/10_lightning.ipynb #695cec4d
 def has_tuner(trainer):
-    "Return True if a callback of the Trainer tries learning rates or batch sizes, because trials are not recorded."
+    "Return True if a callback of the Trainer tries out learning rates or batch sizes. These trials are not recorded."
     finders = {'LearningRateFinder', 'BatchSizeFinder'}
     return any(c.__name__ in finders for callback in trainer.callbacks for c in type(callback).__mro__)
 
@@ -56,22 +56,22 @@ class EmberCallback(RecordingCallback, Callback):
         **options # Arguments of `torchEmber`, except model, optimizer, scaler, first_step and resume
     ):
         self.recording,self.new_metrics = TrainingRecorder('EmberCallback', **options),NewMetrics()
-        self.learning_rates,self.last_step = {},0 # last_step: `global_step` of Lightning at the last log
+        self.learning_rates,self.last_step = {},0 # last_step: Lightning's `global_step` when metrics were last recorded
 
     def begin(self, trainer):
-        "Begin the run of a training, or continue the run of a training from a checkpoint."
+        "Begin the run of a training. If the training continues from a checkpoint, continue its run."
         self.last_step,self.new_metrics = trainer.global_step,NewMetrics()
-        self.new_metrics(trainer.callback_metrics) # marks the metrics of an earlier training as old
+        self.new_metrics(trainer.callback_metrics) # mark the metrics of an earlier training as old, so that they are not recorded
         self.recording.begin(trainer.model, trainer.optimizers, trainer.global_step//max(len(trainer.optimizers), 1),
             getattr(trainer.precision_plugin, 'scaler', None))
         self.recording.mark(epoch=trainer.current_epoch)
 
     def on_train_start(self, trainer, pl_module):
-        "Begin the run here, after Lightning's sanity check, because the check must not be recorded."
+        "Begin the run after Lightning's sanity check, because the check must not be recorded."
         if not has_tuner(trainer): self.begin(trainer)
 
     def on_train_epoch_start(self, trainer, pl_module):
-        "Record the metrics of the previous epoch here, because only now all of them are logged."
+        "Record the metrics of the epoch before. At its end, Lightning has not logged all of them yet."
         self.log_metrics(trainer)
         self.recording.mark(epoch=trainer.current_epoch)
 
@@ -81,15 +81,15 @@ class EmberCallback(RecordingCallback, Callback):
         self.recording.resume()
 
     def on_before_backward(self, trainer, pl_module, loss):
-        "Record predictions and targets of the loss."
+        "Record the predictions and targets of a loss before its backward."
         self.recording.note_loss(loss)
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        "Store the learning rates of the step, because schedulers change them before the batch ends."
+        "Note the learning rates of the step, because schedulers may change them before the batch ends."
         self.learning_rates = learning_rates_of(trainer.optimizers)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        "Record loss, learning rates and logged metrics, if the batch has ended a step."
+        "Record loss, learning rates and logged metrics, if this batch has ended a step."
         if self.te is None or trainer.global_step==self.last_step: return
         self.last_step,numbers = trainer.global_step,self.new_metrics(trainer.callback_metrics)
         loss = outputs.get('loss') if isinstance(outputs, dict) else outputs
@@ -98,24 +98,24 @@ class EmberCallback(RecordingCallback, Callback):
         self.recording.log_scalars({**self.learning_rates, **numbers})
 
     def on_validation_end(self, trainer, pl_module):
-        "Record the metrics of a validation, except the metrics of the sanity check."
+        "Record the metrics of a validation, but not the metrics of Lightning's sanity check."
         if not trainer.sanity_checking: self.log_metrics(trainer)
 
     def on_train_epoch_end(self, trainer, pl_module):
-        "Pause recording, because the next epoch may begin with trials of learning rates or batch sizes."
+        "Pause recording between two epochs. Unrecorded trials of learning rates or batch sizes may come before the next epoch."
         if has_tuner(trainer): self.recording.pause()
 
     def on_train_end(self, trainer, pl_module):
-        "Record the last metrics, and end the run."
+        "Record the last metrics of the training, and end the run."
         self.log_metrics(trainer)
         self.recording.end()
 
     def on_exception(self, trainer, pl_module, exception):
-        "End the run after an error or Ctrl-C."
+        "End the run after an exception in the training, such as Ctrl-C."
         self.recording.end()
 
     def teardown(self, trainer, pl_module, stage):
-        "End the run, if it has not ended yet."
+        "End the run when Lightning cleans up, if it has not ended before."
         self.recording.end()
 
     def log_metrics(self, trainer):

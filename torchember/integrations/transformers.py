@@ -21,13 +21,13 @@ class EmberCallback(RecordingCallback, TrainerCallback):
     def __init__(self,
         **options # Arguments of `torchEmber`, except model, optimizer, scaler, first_step and resume
     ):
-        # has_epoch: True after the start of an epoch
+        # has_epoch: True after an epoch has started
         self.recording,self.has_epoch,self.control = TrainingRecorder('EmberCallback', **options),False,None
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
-        "Begin the run of a training. First end the run of an earlier training that has failed."
+        "Begin the run of a training. If an earlier training has failed, end its run first."
         self.recording.begin(model, optimizer, state.global_step, getattr(optimizer, 'scaler', None))
-        # reserved, because the Trainer logs this scalar itself, after clipping
+        # reserve the name, because the Trainer logs a gradient norm of its own, measured after clipping
         if args.max_grad_norm and args.logging_strategy!='no': self.recording.claim('grad_norm')
         self.recording.record_only(self.is_recorded)
         self.has_epoch,self.control = False,control
@@ -38,7 +38,7 @@ class EmberCallback(RecordingCallback, TrainerCallback):
         return self.control.should_evaluate or not self.has_epoch if phase=='eval' else grad
 
     def on_epoch_begin(self, args, state, control, **kwargs):
-        "Add the number of the epoch as a column to all following rows."
+        "Add the number of the epoch as a column to all rows from now on."
         self.has_epoch,self.control = True,control
         self.recording.mark(epoch=as_whole_number(state.epoch))
 
@@ -47,9 +47,9 @@ class EmberCallback(RecordingCallback, TrainerCallback):
         self.recording.log_scalars(logs or {})
 
     def on_train_end(self, args, state, control, **kwargs):
-        "End the run."
+        "End the run, after the training."
         self.close()
 
 def as_whole_number(epoch):
-    "Return the number of finished epochs as an int."
-    return int((epoch or 0)+1e-6) # rounded, because the Trainer adds fractions of an epoch with rounding errors
+    "Convert the Trainer's epoch, a fraction, to the number of finished epochs."
+    return int((epoch or 0)+1e-6) # the Trainer adds fractions of an epoch, so 0.999999999 stands for 1

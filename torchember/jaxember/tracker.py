@@ -41,14 +41,14 @@ def stats_of(x, names):
     return as_dicts(v, names, [np.shape(x)])[0]
 
 def traced_scalars(x):
-    "Return mean, std and the other scalars of a traced array, computed by JAX operations in float32."
+    "Return the scalar statistics (mean, std, ...) of a traced array, computed by JAX operations in float32."
     x = jnp.abs(x).astype(jnp.float32) if jnp.iscomplexobj(x) else x.astype(jnp.float32)
     a = jnp.abs(x)
     rm = lambda p: a.max()*jnp.mean((a/jnp.where(a.max()>0, a.max(), 1))**p)**(1/p)
     return dict(mean=x.mean(), std=x.std(ddof=1), mean_abs=a.mean(), max_abs=a.max(), min_abs=a.min(), rm2=rm(2), rm4=rm(4), rm8=rm(8))
 
 def traced_counts(x, lo, hi):
-    "Return how many elements of a traced array have each exponent from `lo` to `hi`, and how many have smaller or larger ones."
+    "Return how many elements of a traced array have each binary exponent from `lo` to `hi`, and how many have smaller or larger exponents."
     x = jnp.abs(x).astype(jnp.float32).ravel()
     e = jnp.where(jnp.isinf(x), hi+1, jnp.where(x==0, lo-1, jnp.clip(jnp.frexp(x)[1]-1, lo-1, hi+1)))
     return jnp.stack([jnp.sum((e==k) & ~jnp.isnan(x)) for k in range(lo-1, hi+2)])
@@ -83,11 +83,11 @@ class JaxTracker(Tracker):
 
     Args:
         recorder: Recorder that runs and measures the steps
-        **kwargs: Other arguments of `Tracker`
+        **kwargs: Further arguments, for the base class `Tracker`
     """
     def __init__(self,
         recorder:JaxRecorder, # Recorder that runs and measures the steps
-        **kwargs # Other arguments of `Tracker`
+        **kwargs # Further arguments, for the base class `Tracker`
     ):
         super().__init__(recorder.t, **kwargs)
         self.recorder,self.stepped = recorder,False
@@ -131,7 +131,7 @@ class JaxTracker(Tracker):
         self.note_step_end(*self.recorder.end(model_state, optimizer_state, gradients))
 
     def check(self, given):
-        "Raise ValueError if a required argument of `step` is missing. Warn if an argument is not recorded."
+        "Check the arguments of `step`: raise ValueError if a required one is missing, and warn if one is not recorded."
         tracked = self.recorder.states.tracked
         call = f"tracker.step({', '.join(f'{k}={k}' for k in given if k in tracked)})"
         for k,v in given.items():
@@ -178,7 +178,7 @@ class JaxTracker(Tracker):
 
 # %% ../../nbs/88_jaxember/80_tracker.ipynb #f7b3cb3f
 def module_pattern(chosen, what):
-    "Return the pattern to select modules by name. Raise TypeError for a selection by class or object, because this works only in torch."
+    "Return the pattern to select modules by name. Raise TypeError for a selection by class or object: only torch supports these."
     found = compile_pattern(chosen, what)
     if found is None or isinstance(found, re.Pattern): return found
     raise TypeError(f"{what}= must be a pattern such as 'Dense|attn' or a list of patterns, because JAX arrays have names but no modules: got {chosen!r:.80}.")
@@ -231,9 +231,9 @@ def track(
     names = builtin_statistics(stash_value)
     measure = Summaries(groups_for(names)) if names else UserStatistic(stash_value, lambda text: recorder.warn(text))
     tracked = [k for k,v in (('model_state', model_state), ('optimizer_state', optimizer_state), ('gradients', track_gradients or None)) if v is not None]
-    # a thread loads the compiled numba loops while JAX compiles the step
+    # load the compiled loops in a thread, while JAX compiles the user's step
     if names: warm_up([x for x in jax.tree.leaves(model_state) if has_numbers(x)][:1])
-    agreed = expected_trees(model_state, optimizer_state) # raises TypeError before the first step if a leaf is not an array
+    agreed = expected_trees(model_state, optimizer_state) # raises TypeError now, not in the first step, if a leaf is not an array
     kind = type(model_state).__name__ if callable(model_state) else 'jax'
     rank,world,when = jax.process_index(),jax.process_count(),schedule(every)
     what = {'stash_value': names or getattr(stash_value, '__qualname__', 'a function'), 'include': asks.include, 'exclude': asks.exclude,

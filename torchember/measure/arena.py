@@ -29,7 +29,7 @@ from .unread import UnreadTensors
 
 # %% ../../nbs/20_measure/48_arena.ipynb #a4e90006
 class Cursor:
-    "Counters of one tap in an array that compiled loops read and change: next row, next call, and the columns that all its rows share."
+    "Counters of one tap, such as its next row, in an integer array. Compiled loops read and change the array."
     def __init__(self, chunk, place):
         self.chunk,self.place,self.array = chunk,place,chunk[place]
         self.cells = as_cells(self.array)
@@ -39,7 +39,7 @@ class Cursors:
     "Allocates the `Cursor` of each tap of an arena, in arrays of `size` cursors."
     def __init__(self, size):
         self.size,self.chunks,self.used = size,[],0
-        # not 0 while rows are taken out: compiled code, which does not take the lock, must not write rows then
+        # nonzero while `Arena.take` collects rows: compiled code does not take the lock, so it must check this counter first
         self.busy = np.zeros(1, np.int64)
 
     def new(self) -> Cursor:
@@ -50,18 +50,18 @@ class Cursors:
         return Cursor(self.chunks[-1], place)
 
     def set(self, columns, values):
-        "Set some columns of all cursors. `values`: one value for each column."
+        "Set some columns of all cursors in the arena. `values`: the new number for each column."
         for c in self.chunks:
-            for i,x in zip(columns, values, strict=True): c[:, i] = x # one column at a time: a list of columns takes 5 times as long
+            for i,x in zip(columns, values, strict=True): c[:, i] = x # one column at a time: numpy takes 5 times as long for a list of columns
 
 # %% ../../nbs/20_measure/48_arena.ipynb #a4e90009
 @dataclass(frozen=True)
 class RowFormat:
-    "The sums in the rows of a tap, and the length of these rows."
+    "The sums (count, mean, ...) in the rows of a tap, and the length of these rows."
     wanted:tuple # Names of the groups of sums
-    groups:frozenset # The same names as a set
+    groups:frozenset # The names of the groups as a set, for fast comparisons
     length:int # Number of entries in the summary vector
-    share:int # Memory of a row, as a multiple of a row without exponent counts
+    share:int # Memory of a row, in units of the memory of a row without exponent counts
 
 @cache
 def row_format(names):
@@ -72,7 +72,7 @@ def row_format(names):
 
 # %% ../../nbs/20_measure/48_arena.ipynb #a4e90012
 class CpuReadPlan:
-    "How a tap reads CPU tensors with the dtype, shape and strides of its last tensor."
+    "Plan for reading the CPU tensors of a tap. It is valid for tensors with the dtype, shape and strides of the last tensor."
     def __init__(self, dtype=None, shape=None, stride=None, count=None, put=None):
         self.dtype,self.shape,self.stride,self.count = dtype,shape,stride,count
         self.put = put # put: compiled function that reads a tensor and writes its row, or None
@@ -80,25 +80,25 @@ class CpuReadPlan:
 no_plan = CpuReadPlan()
 
 class DeviceReadPlan:
-    """How a tap reads tensors with the dtype, shape, strides and device of `x`, its last tensor.
+    """How a tap reads tensors on a device. The plan is valid for tensors with the dtype, shape, strides and device of `x`.
 
-    `reading`: a `TensorLaunch`, or None if no kernel reads such tensors. `made`: dtype that tensors are converted to before they are read, or None."""
+    `reading`: a `TensorLaunch`, or None if no kernel reads such tensors. `made`: dtype that tensors are converted to before they are read, or
+    None."""
     def __init__(self, x, number, reading, made=None):
         self.dtype,self.shape,self.stride,self.device,self.count = x.dtype,x.shape,x.stride(),x.device,x.numel()
         self.reading,self.made = reading,made
-        self.head = np.zeros(head_width, np.int64) # head (integer columns) of each row; call, micro-batch and event number are set later
+        self.head = np.zeros(head_width, np.int64) # head of each row: its integer columns. `observe` adds call, micro-batch and event number
         self.head[TAP] = number
         write_dtype_and_shape(x, self.head)
         self.cells = as_cells(self.head)
         self.block = self.stream = None
 
-    # block and stream of the rows of the tap
     def set_rows(self, block, stream):
         "Store the block and the stream of the tap's rows."
         self.block,self.stream = block,stream
 
     def fits(self, x):
-        "Return True if this plan applies to `x`: dtype, shape, device and strides are the same."
+        "Return True if this plan can read `x`: dtype, shape, device and strides are as in the plan."
         return x.dtype is self.dtype and x.shape==self.shape and x.device==self.device and (x.is_contiguous() or x.stride()==self.stride)
 
     def read(self, x, rows, row, stream):
@@ -107,48 +107,48 @@ class DeviceReadPlan:
 
 # %% ../../nbs/20_measure/48_arena.ipynb #a4e90015
 class ParkedRows(NamedTuple):
-    "Rows of a tap that are unused now, because its tensors are on another stream or device."
+    "Rows of a tap that are unused now, because the tap's tensors have moved to another stream or device."
     rows:RowRange
-    next:int # Number of the next free row
-    turn:int # `Arena.turn` (number of calls of `take`) when the rows were last used
+    next:int # Index of the next free row in these rows
+    turn:int # Number of calls of `Arena.take` when the rows were last used. Older rows are free again
 
 class Tap:
     """A place where tensors are measured: module, tensor type and tensor name. `Arena.tap` makes taps.
 
-    `key` identifies the tap in the rows of a snapshot, and must not refer to the module. `once`: whether only the last row of a step counts, as for a
-    weight. `repeats`: whether several rows of one call stay separate."""
+    `key` identifies the tap in the rows of a snapshot, and must not refer to the module. `once`: True if a new row of the step replaces the
+    earlier row, as for a weight. `repeats`: True if several rows of one call are not merged."""
     def __init__(self, arena, key, number, names, once, repeats, cursor):
         self.arena,self.key,self.number,self.names,self.once,self.repeats = arena,key,number,names,once,repeats
         self.format,self.cursor = row_format(names),cursor
         self.rows,self.former,self.elsewhere = no_rows,[],{}
-        self.turn = 0 # number of calls of `drop_rows`, to recognize cached rows that are invalid
-        self.cpu,self.device = no_plan,None # cpu: `CpuReadPlan`; device: `DeviceReadPlan`
+        self.turn = 0 # number of calls of `drop_rows`: a cached row is invalid if this number has changed since
+        self.cpu,self.device = no_plan,None # plans for reading: `cpu` is a `CpuReadPlan`, `device` a `DeviceReadPlan` for other devices
         cursor.array[LIKE+TAP] = number
 
     @property
     def place(self):
-        "(device, id of a stream) of the current rows of the tap. None if the tap has no rows."
+        "Device and stream id of the tap's current rows, as a pair. None if the tap has no rows."
         return None if self.rows.block is None else self.rows.block.key
 
     def use_rows(self, rows, at=0):
-        "Let the tap write into a range of rows from now on, starting with row `at` of the range."
+        "Let the tap write its next rows into a range of rows, beginning with row `at` of the range."
         self.rows,c = rows,self.cursor.array
         c[[NEXT, LAID]] = at,0
         if rows.block.out is not None: c[[ROWS, HEADS, LAID]] = *rows.block.addresses(rows.first),rows.size
 
     def park_rows(self, turn):
-        "Store the current rows of the tap for the time when its tensors are on this stream and device again."
+        "Set the current rows of the tap aside. They are used again when its tensors return to this stream and device."
         self.elsewhere[self.place] = ParkedRows(self.rows, int(self.cursor.array[NEXT]), turn)
 
     def switch_rows(self, key, turn):
-        "Switch to the parked rows for `key`, a (device, stream) pair. Return 0 if one of them is free, else the number of new rows needed by the tap."
+        "Switch to the parked rows for `key`, a (device, stream) pair. Return how many new rows the tap needs: 0 if a parked row is free."
         rows = self.rows
         if self.place!=key:
             if self.place is not None: self.park_rows(turn)
             rows,at,parked = self.elsewhere.pop(key, (no_rows, 0, 0))
             if parked!=turn: at = 0
             if at<rows.size:
-                self.use_rows(RowRange(*rows), at) # a new `RowRange` object, so that `ListPlan.is_current` returns False
+                self.use_rows(RowRange(*rows), at) # a new `RowRange` object: `ListPlan.is_current` compares identities, and must notice the change
                 return 0
         if rows.size: self.former.append(rows)
         return 2*rows.size or 1
@@ -174,7 +174,7 @@ class Tap:
         if one_run and fmt and x.numel()<=short and not list_kernels(x, self.format.wanted) and not not_in_loops(self.format.wanted):
             put = compiled_row_writer(self.cursor.array, fmt, self.format.wanted)
             if put is None: return None
-        else: self.cursor.array[CODE] = 0 # compiled code must not read such tensors
+        else: self.cursor.array[CODE] = 0 # compiled code must not read these tensors, and a 0 in column CODE forbids it
         self.cpu = CpuReadPlan(x.dtype, x.shape, x.stride(), x.numel(), put)
         write_dtype_and_shape(x, self.cursor.array[LIKE:])
         return self.cpu
@@ -189,17 +189,17 @@ class Tap:
 
 # %% ../../nbs/20_measure/48_arena.ipynb #2e002f81
 def rows_of_pass(heads, micro, once):
-    "Return a boolean mask of the rows written in micro-batch `micro`, except rows of taps with one row per step."
+    "Return a boolean mask of the rows written in micro-batch `micro`. Taps with only one row per step are excluded."
     return (heads[:, EVENT]!=0) & (heads[:, MICRO]==micro) & ~once[heads[:, TAP]]
 
 def with_empty_rows(which, heads, vectors, taps):
-    "Replace the summary vectors of the rows in the mask `which` by the vector of an empty tensor. Return `vectors`."
+    "Replace the summary vectors of some rows by the vector of an empty tensor. `which`: mask of these rows. Return `vectors`."
     for i in np.flatnonzero(which): vectors[i] = no_elements(taps[heads[i, TAP]].format.wanted)
     return vectors
 
 # %% ../../nbs/20_measure/48_arena.ipynb #c0171afd
 def rows_to_host(block, used):
-    "Return the summary vectors of the rows `used` of a block. From a device, start a copy and return a `Pending`, without waiting."
+    "Return the summary vectors of the rows `used` of a block. If the block is on a device, start a copy, and return a `Pending` without waiting."
     if block.out is not None: return block.out[used]
     need,which = np.unique(block.source[used], return_inverse=True)
     with on(block.device), undisturbed(block.device.type), after(block.stream, block.device):
@@ -209,18 +209,19 @@ def rows_to_host(block, used):
 
 # %% ../../nbs/20_measure/48_arena.ipynb #4f569ad0
 def queue_of(arena, again):
-    """Return a function `queue(tensor, tap)` that queues tensors for one common launch. Return None if a torch mode, a transform or FSDP forbids queueing.
+    """Return a function `queue(tensor, tap)` that queues tensors, to measure them later in one launch. Return None if a torch mode, a transform
+    or FSDP forbids queueing.
 
-    `queue` returns False if the tensor cannot be queued: call `observe` then. `again`: whether tensors replace the last tensors of their taps."""
+    `queue` returns False if the tensor cannot be queued: call `observe` then. `again`: True if a tensor replaces the last tensor of its tap."""
     if count_function_modes() or inside_transform() is not None or count_dispatch_modes() or may_free_parameters(): return None
-    streams = {} # current stream of each device; None while a CUDA graph is captured
+    streams = {} # current stream of each device; None for a device on which a CUDA graph is being captured
     def queue(x, tap):
-        "Queue one tensor. Return False if it cannot be queued."
+        "Queue one tensor for the next launch. Return False if it cannot be queued."
         p = tap.device
         try:
             if p is None or p.reading is None or p.made is not None or type(x) not in ordinary or not p.fits(x) or x.is_neg(): return False
             if p.count and not x.data_ptr(): return False
-            # tensors without strides or address, such as sparse gradients, cannot be queued
+            # raised for a tensor without strides or address, such as a sparse gradient: it cannot be queued
         except RuntimeError: return False
         if p.device not in streams: streams[p.device] = None if being_captured(p.device.type) else p.reading.stream()
         block = tap.rows.block
@@ -238,29 +239,29 @@ class Arena:
     "Device memory for the rows of one model. `Arena.tap` makes taps, `observe` writes a row at a tap, `take` returns the rows of a step."
     def __init__(self, size=256): # size: number of rows in a block
         self.size,self.blocks,self.taps,self.cursors,self.unread = size,[],[],Cursors(size),UnreadTensors()
-        self.clock = itertools.count(1) # counter of event numbers, which give the order in which tensors were measured
-        # reentrant, because a signal handler may call the arena while this thread has the lock
+        self.clock = itertools.count(1) # counter of event numbers: each measured tensor gets the next number, which keeps their order
+        # a reentrant lock, because a signal handler may call the arena in a thread that has the lock already
         self.lock = threading.RLock()
-        # cached rows with the summary of each tensor, by tensor id, so that no tensor is read twice
+        # for each tensor, by its id: the row with its summary. A tensor that has such a row is not read again
         self.seen = {}
-        self.micro = 0 # number of the current pass in its step
-        # approximate number of used rows, number of tensors whose summary was cached, number of calls of `take`
+        self.micro = 0 # number of the current micro-batch in its step
+        # approximate number of used rows; number of tensors not read because a row had their summary; number of calls of `take`
         self.filled,self.shared,self.turn = 0,0,0
-        # `recorder.black_box.BlackBox` that provides memory for rows, and is notified of each tap; or None
+        # black box (`recorder.black_box.BlackBox`) with memory for rows; it is notified of each tap. None without a black box
         self.box = None
-        # (device, dtype, groups of sums) of tensors that kernels have read, because only such tensors can be read inside a CUDA graph
+        # (device, dtype, groups of sums) of tensors that kernels have read before: the first read cannot happen inside a CUDA graph
         self.was_read = set()
 
     @contextmanager
     def locked(self):
-        "Return a context in which neither another thread nor compiled code writes rows."
+        "Return a context without concurrent writers: neither another thread nor compiled code writes rows in it."
         with self.lock:
             self.cursors.busy[0] += 1
             try: yield
             finally: self.cursors.busy[0] -= 1
 
     def use_box(self, box):
-        "Allocate new blocks of rows in the memory-mapped file of a black box, or in ordinary memory if `box` is None."
+        "Allocate further rows in the memory-mapped file of a black box, to survive a crash. If `box` is None, use ordinary memory."
         with self.lock:
             self.box = box
             for t in self.taps if box is not None else (): box.tap(t)
@@ -309,7 +310,9 @@ class Arena:
         tap.drop_rows()
 
     def take_back(self, micro, earlier):
-        "Delete the rows of a failed pass, except rows of taps with one row per step. In `earlier` snapshots, replace them by empty summaries."
+        """Delete the rows of a failed pass, except rows of taps with one row per step.
+
+        In `earlier` snapshots of the step, replace them by empty summaries."""
         once = np.array([t.once for t in self.taps], dtype=bool)
         with self.locked():
             self.unread.assign_rows()
@@ -335,7 +338,7 @@ class Arena:
             try:
                 self.read_pending()
                 parts = [(b.head[u], rows_to_host(b, u)) for b in self.blocks if len(u:=np.flatnonzero(b.head[:b.used, EVENT]))]
-                # the rows of a failed device are deleted, because they must not mix with later rows
+                # delete the rows of a device that has failed: they must not mix with rows of later steps
             except RuntimeError as e: error = e
             if keep is not None and error is None: keep(parts)
             for b in self.blocks: b.head[:b.used, EVENT] = 0
@@ -348,5 +351,5 @@ class Arena:
         return Snapshot(parts, self.taps, earlier or [])
 
     def waiter(self, again=False):
-        "Return a function that queues tensors for one common launch, or None if queueing is not possible now."
+        "Return a function that queues tensors, to measure them later in one launch. Return None if nothing can be queued now."
         return queue_of(self, again)

@@ -33,9 +33,8 @@ def address(x):
 # %% ../../nbs/20_measure/45_blocks.ipynb #b10c0013
 cpu = torch.device('cpu')
 
-# returns an int64 array as a memoryview, which reads and writes single numbers faster than numpy
 def as_cells(a):
-    "Return the numbers of an int64 array as a memoryview, which is faster than numpy for single numbers."
+    "Return an int64 array as a memoryview: reading and writing single numbers is then faster than with numpy."
     return memoryview(a).cast('B').cast('q')
 
 class Block:
@@ -66,7 +65,7 @@ class Block:
         return self.used-n
 
     def unshare_rows(self, first, n):
-        "Copy the vectors of `n` rows, which will be overwritten, into the other rows that share them."
+        "Before `n` rows are overwritten, copy their summary vectors into the other rows that refer to them."
         if self.source is None: return
         others = np.flatnonzero((self.source>=first) & (self.source<first+n) & (self.head[:, EVENT]!=0))
         others = others[(others<first) | (others>=first+n)]
@@ -76,7 +75,7 @@ class Block:
         self.source[others] = others
 
 class RowRange(NamedTuple):
-    "`size` rows of a block, from row `first`."
+    "A range of `size` consecutive rows of a block. `first`: number of its first row."
     block:Block|None
     first:int
     size:int

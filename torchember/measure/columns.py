@@ -38,9 +38,10 @@ def is_statistic(name):
 
 # %% ../../nbs/20_measure/09_columns.ipynb #6f7f4346
 def as_columns(vectors, names, shapes) -> dict:
-    """Compute statistics of n summary vectors. Return them as columns: a dict, name of a statistic -> array of n numbers, or of n lists.
+    """Compute statistics of n summary vectors.
 
-    `vectors`: shape (n, width), or (n, wide) with exponent counts. `shapes`: list of the n shapes of the tensors, which become the column 'shape'."""
+    Return a dict: the key is the name of a statistic, the value a column of n numbers or lists. `vectors`: shape (n, width), or (n, wide)
+    with exponent counts. `shapes`: list of the n shapes of the tensors, which become the column 'shape'."""
     got = derive(vectors, [n for n in names if n in derived])
     columns = {}
     for n in names:
@@ -52,7 +53,7 @@ def as_columns(vectors, names, shapes) -> dict:
     return columns
 
 def as_dicts(vectors, names, shapes) -> list:
-    "Return the statistics of each summary vector as a dict of Python numbers. The arguments are those of `as_columns`."
+    "Return the statistics of each summary vector as a dict of Python numbers, one dict per tensor. The arguments are those of `as_columns`."
     columns = as_columns(vectors, names, shapes)
     lists = [[list(s) for s in c] if n=='shape' else c.tolist() for n,c in columns.items()]
     return [dict(zip(columns, values, strict=True)) for values in zip(*lists, strict=True)]

@@ -32,35 +32,35 @@ class OtherStatistics(Unmeasurable):
 
 # %% ../../nbs/20_measure/55_graph_rows.ipynb #96b5dba0
 class GraphTensor:
-    "Shape of a tensor in a CUDA graph, and the row for its summary, written by each replay."
+    "A tensor inside a CUDA graph: its shape, and the row for its summary, written by each replay."
     is_leaf = requires_grad = False
-    # groups of sums, block, and number of the row, if the tensor is measured
+    # groups of sums, block, and number of the row. All are None if the tensor is not measured
     def __init__(self, x, groups=frozenset(), block=None, row=0):
         self.shape = x.shape
         self.groups,self.block,self.row = groups,block,row
-        self.head = np.zeros(head_width, np.int64) # head (integer columns) of the row; tap, call, pass and event number are set later
+        self.head = np.zeros(head_width, np.int64) # head of the row (its integer columns). Each replay fills in tap, call, pass and event number
         if block is not None: write_dtype_and_shape(x, self.head)
 
 # %% ../../nbs/20_measure/55_graph_rows.ipynb #3dc67518
 class GraphRows:
     "The rows written by the replays of one CUDA graph."
     size = 128 # number of rows in a block
-    # for each CUDA graph by id: number of its `GraphRows`, work memory of its kernels, work memory to restore after the capture
+    # for each CUDA graph, by id: the number of its `GraphRows`, the work memory of its kernels, and the work memory used outside of it
     captured = {}
     def __init__(self, graph, device): # graph: CUDA graph that is being captured on `device`
         self.graph,self.blocks = weakref.ref(graph),[]
-        # for each tensor by id: (weak reference, (version, address), groups of sums, block, row), to read no tensor twice
+        # for each tensor, by id: (weak reference, (version, address), groups of sums, block, row). A tensor with a row is not read again
         self.seen = {}
         self.lock,self.kernels,self.ended = threading.RLock(),kernels.gpu_kernels(device),False
         self.key,memory = id(graph),None
         if hasattr(self.kernels, 'exchange'):
             many,memory,former = self.captured.get(self.key) or (0, (own := {}), self.kernels.exchange(own))
             self.captured[self.key] = many+1,memory,former
-        # rows and work memory are kept as long as the graph exists, because replays write into them
+        # rows and work memory live as long as the CUDA graph, because each replay writes into them
         weakref.finalize(graph, keep_until_freed, self.blocks, memory).atexit = False
 
     def end(self):
-        "End the capture: restore the work memory that the kernels used before."
+        "End the capture of the graph: use the kernels' ordinary work memory again."
         self.seen = {}
         if self.ended or self.key not in self.captured: return
         self.ended = True
@@ -69,7 +69,7 @@ class GraphRows:
         else: self.kernels.exchange(former)
 
     def reserve_row(self, device, n):
-        "Reserve a row of `n` numbers on a device. Return the block of the row, and the number of the row in the block."
+        "Reserve a row of `n` numbers on a device. Return its block, and its number in the block."
         block = next((b for b in self.blocks if b.device==device and b.length==n and b.used<len(b.head)), None)
         if block is None:
             block = Block(self.size, device, n, graph=self.graph, for_taps=False)
@@ -77,7 +77,7 @@ class GraphRows:
         return block, block.reserve(1)
 
     def read(self, x, wanted, was_read, scale=None) -> GraphTensor:
-        "Capture the measuring of a tensor in the graph. `was_read`: `Arena.was_read`. `scale`: as in `observe`."
+        "Add the measuring of a tensor to the CUDA graph being captured. `was_read`: `Arena.was_read`. `scale`: as in `observe`."
         kind = x.device.type
         if kind in ('cpu', 'meta'): raise Unmeasurable(f"it is on the device {kind!r}, and no Python runs when a CUDA graph is replayed")
         if hasattr(x, 'to_local'): raise Unmeasurable("it is sharded over processes, and tensors in a CUDA graph are recorded on one device only")
@@ -89,8 +89,8 @@ class GraphRows:
         return GraphTensor(x, frozenset(wanted), block, row)
 
     def row_of(self, x, wanted, scale, block, row):
-        "Return the number of the row with the summary of a tensor. If no row has the summary, capture a launch to write it into `row`."
-        was = None if x.is_inference() else (x._version, address(x)) # inference tensors have no version counter
+        "Return the number of the row with the summary of a tensor. If no row has it, add a launch to the graph, which writes it into `row`."
+        was = None if x.is_inference() else (x._version, address(x)) # an inference tensor has no version counter, so changes of it are not noticed
         same,then,groups,where,its = self.seen.get(id(x), (lambda: None, None, (), None, 0))
         if was is not None and same() is x and then==was and where is block and groups>=set(wanted): return its
         y,scaled = divide_early(x, wanted, scale)
@@ -99,11 +99,13 @@ class GraphRows:
         self.seen[id(x)] = weakref.ref(x),was,frozenset(wanted),block,row
         return row
 
-def keep_until_freed(*held): "Do nothing: the arguments of this finalizer live as long as the graph."
+def keep_until_freed(*held): "Do nothing. This finalizer only keeps its arguments (rows and work memory) alive as long as the CUDA graph."
 
 # %% ../../nbs/20_measure/55_graph_rows.ipynb #40dfd9f6
 def prepare_replay(arena, rows):
-    "Prepare a replay: move rows in use to other blocks, and have the current stream wait for copies. `rows`: `GraphRows` of the graph."
+    """Prepare a replay of a CUDA graph: move rows in use to other blocks, and let the current stream wait for copies.
+
+    `rows`: `GraphRows` of the graph."""
     with arena.lock:
         for b in rows.blocks:
             if b not in arena.blocks: arena.blocks.append(b)
@@ -113,7 +115,7 @@ def prepare_replay(arena, rows):
             b.stream = here
 
 def move_used_rows(arena, b):
-    "Move the rows of the block `b` to another block, because the next replay overwrites them."
+    "Move the used rows of the block `b` to another block, because the next replay of the graph overwrites `b`."
     same = (o for o in arena.blocks if o.key is None and o.graph is None and o.device==b.device and o.length==b.length)
     other = next((o for o in same if not o.head[:, EVENT].any()), None)
     with on(b.device), undisturbed(b.device.type):
@@ -121,12 +123,12 @@ def move_used_rows(arena, b):
             other = Block(len(b.head), b.device, b.length, for_taps=False)
             other.reserve(len(b.head))
             arena.blocks.append(other)
-        with after(other.stream, b.device): other.rows.data.copy_(b.rows.data) # the caller has waited for the previous replay already
+        with after(other.stream, b.device): other.rows.data.copy_(b.rows.data) # no wait for the previous replay: the caller has waited
     other.head[:],other.source[:] = b.head,b.source
     b.head[:, EVENT] = 0
 
 def count_row(x, tap, call):
-    "Assign the row of a `GraphTensor` to `tap` and to a call of this pass. The replay of the CUDA graph writes the summary in it."
+    "Assign the row of a `GraphTensor` to `tap` and to a call of this pass. A replay of the CUDA graph writes its summary."
     if x.block is None: return
     a = tap.arena
     if tap.format.length!=x.block.length or not tap.format.groups<=x.groups: raise OtherStatistics()

@@ -12,20 +12,20 @@ from .summary import index, no_elements, parts, sums, width
 
 # %% ../../nbs/20_measure/12_inverse.ipynb #2f499918
 class LogColumns:
-    "Gives the columns of a log as attributes. A column missing in the log is all NaN."
+    "Gives access to the columns of a log as attributes. A column missing in the log is all NaN."
     def __init__(self, columns, n): self.columns,self.missing = columns,np.full(n, np.nan)
     def __getattr__(self, name): return np.asarray(self.columns[name], np.float64) if name in self.columns else self.missing
 
 def first_number(*values):
-    "Merge arrays of one shape: at each position, take the number of the first array that is not NaN there."
+    "Merge arrays of one shape: each element is taken from the first array that is not NaN there."
     out = values[-1]
     for v in values[-2::-1]: out = np.where(np.isnan(v), out, v)
     return out
 
-def finite_only(x): return np.where(np.isfinite(x), x, np.nan) # infinite numbers are replaced by NaN
+def finite_only(x): return np.where(np.isfinite(x), x, np.nan) # returns `x` with NaN in place of infinite numbers
 
 def mean_and_m2(c, n):
-    "Return the mean, and the sum of squared distances from the mean. If only l2 or rms is known, assume a mean of 0."
+    "Return the mean of each tensor, and the sum of squared distances from it. If only l2 or rms is known, assume a mean of 0."
     mean,size = first_number(c.finite_mean, finite_only(c.mean)),first_number(c.l2**2, c.rms**2*n)
     spread = first_number(c.finite_std**2, finite_only(c.std)**2, finite_only(c.var))*(n-1)
     m2 = first_number(np.where(n==1, 0., spread), np.maximum(size-n*mean**2, 0))
@@ -37,7 +37,8 @@ neutral = np.array([p in sums and p not in ('count', 'nan', 'posinf', 'neginf') 
 def vectors_of(columns, count) -> np.ndarray:
     """Restore the summaries of tensors from their statistics: float64, shape (n, width). Unknown sums are NaN.
 
-    `columns`: dict, statistic -> array of numbers, NaN for rows without it; with `nan`, `posinf` and `neginf`. `count`: elements of each row."""
+    `columns`: dict from the name of a statistic to an array of numbers, NaN for rows without the statistic; with `nan`, `posinf` and `neginf`.
+    `count`: number of elements of each tensor."""
     count = np.asarray(count, np.float64)
     c = LogColumns(columns, len(count))
     bad = {p: np.nan_to_num(getattr(c, p)) for p in ('nan', 'posinf', 'neginf')}
@@ -50,13 +51,13 @@ def vectors_of(columns, count) -> np.ndarray:
             zeros=np.rint(c.zero_frac*count), s4=c.rm4**4*n, s8=c.rm8**8*n)
     out = np.full((len(count), width), np.nan)
     for p,x in got.items(): out[:, index[p]] = x
-    # the sum is unknown for tensors with NaN or infinity, and no statistic depends on it
+    # for a tensor with NaN or infinity, the sum of its finite elements is unknown; no statistic depends on this sum
     lost = ~np.isfinite(out) & (n<count)[:, None]
     return np.where((lost | (n==0)[:, None]) & neutral, no_elements()[:width], out)
 
 # %% ../../nbs/20_measure/12_inverse.ipynb #bde0d670
 def scaled(vectors, factor) -> np.ndarray:
-    "Return the summary vectors, shape (n, width), of the tensors after a multiplication by positive factors, shape (n,)."
+    "Return summary vectors as if each tensor had been multiplied by a positive factor. Shapes: vectors (n, width), factors (n,)."
     factor,out = np.asarray(factor, np.float64),np.array(vectors, np.float64)
     for p,s in sums.items():
         by = np.where(factor==1, 1., np.nan) if s.degree is None else factor**s.degree

@@ -30,19 +30,19 @@ def unscaled(vectors):
     return vectors
 
 def shift_counts(counts, by):
-    "Return the exponent counts of a tensor after a division by 2**by. `counts`: its counts before."
+    "Return the exponent counts that a tensor has after a division by 2**by. `counts`: its counts before the division."
     return np.bincount(np.clip(np.arange(bins)-by, 0, bins-1), counts, bins) if by else counts
 
 # %% ../../nbs/20_measure/46_snapshot.ipynb #5a9c0009
 class Rows(NamedTuple):
-    "Rows of an arena as arrays with one entry for each row."
-    head:np.ndarray # heads of the rows as int64 array (n, head_width): numbers of tap, call and micro-batch, dtype, shape
-    vectors:np.ndarray # summary vectors, shape (n, width) or (n, wide)
-    owner:np.ndarray # index of the snapshot that contains each row
-    again:np.ndarray # True if an earlier snapshot of the step contained the row already
+    "Rows of an arena, as arrays: each array has one entry for each row."
+    head:np.ndarray # heads of the rows, int64, shape (n, head_width): number of the tap, call, micro-batch, dtype, shape
+    vectors:np.ndarray # summary vectors of the rows, shape (n, width), or (n, wide) with exponent counts
+    owner:np.ndarray # for each row, the index of its snapshot
+    again:np.ndarray # True for a row that an earlier snapshot of the step contained already
 
     def at(self, which):
-        "Return the rows selected by a mask or indices."
+        "Return some of the rows. `at`: a mask or an array of indices."
         return Rows(*(a[which] for a in self))
 
     def in_order(self):
@@ -50,7 +50,7 @@ class Rows(NamedTuple):
         return self.at(np.lexsort((self.head[:, EVENT], self.owner)))
 
 def count_before(keys):
-    "For each row of the array `keys`, count the equal rows before the row."
+    "Count for each row of the array `keys` how many earlier rows are equal to it."
     _,group = np.unique(keys, axis=0, return_inverse=True)
     at = np.argsort(group.ravel(), kind='stable')
     first = np.flatnonzero(np.diff(group.ravel()[at], prepend=-1))
@@ -59,12 +59,13 @@ def count_before(keys):
     return out
 
 def merge_passes(rows, taps) -> Rows:
-    """Merge rows of the same snapshot, tap and call over micro-batches. Drop merged rows made only from rows of earlier snapshots.
+    """Merge the rows of all micro-batches: rows of one snapshot, tap and call become one row. Drop a merged row if earlier snapshots had all its
+    parts.
 
     `taps`: all taps of the arena, in the order of their numbers."""
     head,vectors,owner,again = rows
     if not again.any() and not head[:, MICRO].any(): return rows
-    # rows of the same call in the same micro-batch are not merged with each other
+    # number equal rows: rows of one call in the same micro-batch must not be merged
     turn = count_before(np.column_stack([owner, head[:, [TAP, CALL, MICRO]]]))
     turn[[not taps[i].repeats for i in head[:, TAP]]] = 0
     _,group = np.unique(np.column_stack([owner, head[:, [TAP, CALL]], turn]), axis=0, return_inverse=True)
@@ -79,7 +80,7 @@ def merge_passes(rows, taps) -> Rows:
 
 # %% ../../nbs/20_measure/46_snapshot.ipynb #5a9c0015
 class Columns:
-    "Rows of taps with the same choice of statistics, in the order of measurement."
+    "Rows of taps with the same statistics, in the order of measurement. Its methods compute columns of numbers for all rows at once."
     def __init__(self, rows, taps): self.head,self.vectors,self.owner,self.again,self.taps = *rows,taps
 
     def __len__(self): return len(self.head)
@@ -101,7 +102,7 @@ class Columns:
         return [h[SHAPE:SHAPE+h[DIMS]] for h in self.head.tolist()]
 
     def statistics(self, shapes):
-        "Return the statistics as columns: a dict, name of a statistic -> array. The arguments are those of `as_columns`."
+        "Return the statistics of the rows as columns: a dict of arrays by the name of a statistic. The arguments are those of `as_columns`."
         return as_columns(self.vectors, self.names, shapes)
 
     def rms(self):
@@ -109,11 +110,11 @@ class Columns:
         return derive(self.vectors, ['rms'])['rms']
 
     def plain(self):
-        "Return a boolean mask: True for rows that need no extra columns, without NaN and infinity, and not in an earlier snapshot."
+        "Return a boolean mask of the ordinary rows: without NaN and infinity, and not contained in an earlier snapshot."
         return (finite(self.vectors)==self.vectors[:, index['count']]) & ~self.again
 
     def dicts(self):
-        "Return the statistics of each row as a dict, with the counts of NaN and infinity where there are any."
+        "Return the statistics of each row as a dict. It includes the counts of NaN and infinity if the tensor has any."
         rows = as_dicts(self.vectors, self.names, self.shapes())
         for i in np.flatnonzero(~self.plain()):
             rows[i].update({p: int(n) for p in ('nan', 'posinf', 'neginf') if (n := self.vectors[i, index[p]])})
@@ -121,7 +122,7 @@ class Columns:
         return rows
 
     def rows(self):
-        "Return each row as a dict with its event, key, call, micro-batch, dtype, rms and statistics."
+        "Return each row as a dict: event number, key of the tap, call, micro-batch, dtype, rms, and a dict of statistics."
         return [dict(event=e, key=t.key, call=c, micro=m, dtype=d, rms=r, stats=s) for e,t,c,m,d,r,s in zip(self.events.tolist(), self.taps,
             self.calls.tolist(), self.head[:, MICRO].tolist(), self.dtypes(), self.rms().tolist(), self.dicts(), strict=True)]
 
@@ -130,13 +131,13 @@ class Snapshot:
     """Rows of a step, returned by `Arena.take`: pairs of an array of heads and an array of summary vectors.
 
     `taps`: all taps of the arena. `earlier`: `Snapshot`s of the same step from earlier calls of `Arena.take`."""
-    # number: number of the slot in the black box that contains these rows
+    # number: which slot of the black box contains these rows
     def __init__(self, parts, taps, earlier): self.parts,self.taps,self.earlier,self.number = parts,taps,earlier,0
 
     def __len__(self): return sum(len(h) for h,_ in self.parts)
 
     def as_pass(self, micro):
-        "Return a new snapshot with all rows, also rows of earlier snapshots, in the micro-batch `micro`."
+        "Return a new snapshot with the rows of this and earlier snapshots, all assigned to the micro-batch `micro`."
         parts = [(h.copy(), v) for s in (*self.earlier, self) for h,v in s.parts]
         for h,_ in parts: h[:, MICRO] = micro
         return Snapshot(parts, self.taps, [])
@@ -153,7 +154,7 @@ def columns_of(snapshots) -> list:
     return [c for n in lengths for c in group_by_names(rows_of_length(snapshots, n), snapshots[0].taps)]
 
 def rows_of_length(snapshots, length):
-    "Return those rows of the snapshots whose summary vector has `length` numbers, merged over micro-batches."
+    "Return the rows of the snapshots with summary vectors of `length` numbers, merged over micro-batches."
     found = [Rows(h, np.asarray(v, dtype=np.float64), np.full(len(h), i), np.full(len(h), s is not by))
         for i,by in enumerate(snapshots) for s in (*by.earlier, by) for h,v in s.parts if v.shape[1]==length]
     rows = Rows(*map(np.concatenate, zip(*found, strict=True)))

@@ -23,7 +23,9 @@ class SpectrumError(ValueError):
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #afbeeb1a
 def features_at(x, axis):
-    "Return the number, from 0, of the dimension of `x` with the features. `axis`: as in `samples`. Raises SpectrumError if there is none."
+    """Return which dimension of `x` contains the features, as a number from 0.
+
+    `axis`: as in `samples`. Raises SpectrumError without such a dimension."""
     if not isinstance(x, torch.Tensor): raise TypeError(f"a spectrum needs a tensor, got {an(x)}. torch.as_tensor converts an array.")
     if x.is_complex(): raise SpectrumError(f"a spectrum needs real numbers, got {x.dtype}. Give the real and the imaginary part as features.")
     if x.dim()==0: raise SpectrumError("a spectrum needs features, got a single number without a dimension.")
@@ -40,7 +42,7 @@ def samples(x, axis=None) -> torch.Tensor:
     return x.movedim(at, -1).reshape(-1, x.shape[at]) if x.numel() else x.new_empty(x.numel()//max(x.shape[at], 1), x.shape[at])
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #73a4e959
-CHUNK = 2**18 # number of elements that are converted to float64 at a time
+CHUNK = 2**18 # number of elements converted to float64 at a time, to limit the memory
 
 def to_float64_device(x):
     "Detach a tensor. Move it to the CPU if its device has no float64."
@@ -50,7 +52,7 @@ def pieces(y, limit):
     "Split a tensor with the features in its last dimension. Yield matrices (rows, features) of about `limit` numbers."
     if y.dim()==1: y = y[None]
     try: y = y.view(-1, y.shape[-1])
-    except RuntimeError: pass # if dimensions cannot be merged without a copy, loop over the first dimension
+    except RuntimeError: pass # the dimensions cannot be merged without a copy, so loop over the first dimension
     each = y[0].numel()
     if each>limit and y.dim()>2:
         for part in y: yield from pieces(part, limit)
@@ -77,7 +79,7 @@ def add_gram(gram, rows):
     else:
         for i in range(0, C, block): gram[i:i+block, i:].addmm_(rows[:, i:i+block].T, rows[:, i:])
 
-def both_halves(gram): return gram.triu()+gram.triu(1).T # returns the symmetric matrix with the upper triangle of `gram`
+def both_halves(gram): return gram.triu()+gram.triu(1).T # returns the full symmetric matrix, given its upper triangle
 
 def feature_gram(x, at):
     "Return the mean of each feature, and the matrix (C, C) of sums of products of centred features. `at`: dimension of the features."
@@ -86,7 +88,7 @@ def feature_gram(x, at):
     shift = rough_mean(y)
     total,gram = torch.zeros_like(shift),shift.new_zeros(C, C)
     flat = x.flatten(2) if x.dim()>2 and at==1 and x.is_contiguous() else None
-    if flat is not None and flat.shape[2]>=max(128, 4*C): # handles images that store channels before pixels
+    if flat is not None and flat.shape[2]>=max(128, 4*C): # faster for images, with channels before pixels in memory
         step = max(1, CHUNK//max(flat[0].numel(), 1))
         for i in range(0, len(flat), step):
             part = flat[i:i+step].to(torch.float64, copy=True).sub_(shift[:, None])
@@ -123,15 +125,15 @@ class Spectrum:
     features:int # Number of eigenvalues
     count:int # Number of samples
     exact:bool=True # True if all eigenvalues were computed
-    error:float=0. # `largest` may be too small by this fraction; 0 if `exact`
-    nodes:tuple=() # Nodes and weights of `lanczos` for a large matrix, from which `condition` is estimated
+    error:float=0. # Largest relative error: `largest` may be too small by this fraction. 0 if `exact`
+    nodes:tuple=() # Result of `lanczos` for a large matrix, from which `condition` is estimated
 
     def stable_rank(self) -> float: # Between 1 and `features`. NaN without variance
         "Return the stable rank: the sum of the eigenvalues divided by the largest eigenvalue."
         return self.trace/self.largest if self.largest>0 else math.nan
 
     def condition(self,
-        at=None # Which eigenvalue is the divisor: the share of eigenvalues that are larger, from 0 to below 1; None: the smallest
+        at=None # Which eigenvalue to divide by: the share of larger eigenvalues, from 0 to below 1. None: the smallest eigenvalue
     ) -> float: # Infinite if the divisor is 0, NaN if all eigenvalues are 0
         """Return the condition number: the largest eigenvalue divided by a smaller one.
 
@@ -139,7 +141,7 @@ class Spectrum:
         if at is not None and not 0<=at<1: raise ValueError(f"condition takes a share of the eigenvalues, at least 0 and below 1, got {at}.")
         i = self.features-1 if at is None else math.floor(round(self.features*at, 9))
         if not self.largest>0: return math.nan
-        # further eigenvalues are 0, because n centred samples span at most n-1 dimensions
+        # all other eigenvalues are 0, because n centred samples span at most n-1 dimensions
         if i>=self.count-1: return math.inf
         if self.values is not None: return self.largest/self.values[i].item() if self.values[i]>0 else math.inf
         if i==0: return 1.
@@ -188,8 +190,8 @@ class Covariance:
     def __repr__(self): return f"Covariance of {self.features} features from {self.count} samples"
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #4eedd3d6
-KEPT = 1024 # a matrix with more rows than this is not stored, and its spectrum is computed at once
-LARGE = 8192 # with this number of rows or more, eigenvalues are estimated
+KEPT = 1024 # maximum number of rows of a stored matrix; of a larger matrix, only the spectrum is stored
+LARGE = 8192 # for matrices with this number of rows or more, eigenvalues are estimated
 
 def sizes_of(x, axis):
     "Return the dimension of the features, the number of samples, and the number of features. Raises SpectrumError if there are too few."
@@ -215,7 +217,7 @@ def check_trace(x, trace):
 # %% ../../nbs/20_measure/30_spectrum.ipynb #c2dc41f0
 def covariance(
     x, # Tensor of at least two samples and two features; any dtype, strides and device
-    axis=None, # Dimension that holds the features; None: 1 of 4 dimensions and more, else the last
+    axis=None, # Dimension of the features. None: dimension 1 of 4 or more dimensions, else the last dimension
     exact=None # True: compute all eigenvalues; False: estimate them; None: estimate them for 8192 features and samples or more
 ) -> Covariance: # Its `spectrum` is computed on first access
     """Return the covariance of the features of a tensor, small enough to keep many of them.
@@ -230,7 +232,7 @@ def covariance(
 
     Args:
         x: Tensor of at least two samples and two features; any dtype, strides and device
-        axis: Dimension that holds the features; None: 1 of 4 dimensions and more, else the last
+        axis: Dimension of the features. None: dimension 1 of 4 or more dimensions, else the last dimension
         exact: True: compute all eigenvalues; False: estimate them; None: estimate them for 8192 features and samples or more
 
     Returns:
@@ -249,7 +251,8 @@ def covariance(
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #b7ad14d7
 def centred_product(x, at, n, C):
-    "Return a function that multiplies the covariance matrix (or the smaller matrix of samples) by vectors without forming the matrix; trace; mean."
+    """Return three results: a function to multiply the covariance matrix, or the smaller matrix of samples, by vectors without storing the
+    matrix; trace; mean."""
     y = x.movedim(at, -1)
     shift = rough_mean(y)
     off,square = torch.zeros_like(shift),torch.zeros_like(shift)
@@ -263,7 +266,7 @@ def centred_product(x, at, n, C):
     unit = math.sqrt(trace/C) or 1.
     single = x.dtype.is_floating_point and x.dtype.itemsize<8 and 1e-30<unit<1e37/math.sqrt(n*C)
     of = torch.float32 if single else torch.float64
-    # a small mean is subtracted from products instead of elements, which is faster and loses one digit
+    # a small mean is subtracted from products, not from elements: this is faster, and loses only one digit
     if shift.abs().max()<=8*unit: shift,off,centre = shift+off,shift+off,None
     else: shift,centre = shift+off,shift.to(of)
     left = (off/unit).to(of)
@@ -296,7 +299,9 @@ def centred_product(x, at, n, C):
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #4f875f3a
 def lanczos(multiply, size, device, steps=96, probes=16):
-    "Run the Lanczos method with random vectors. Return nodes and weights of Gauss quadratures of the spectrum: arrays with a row per vector."
+    """Run the Lanczos method with random start vectors.
+
+    Return nodes and weights of Gauss quadratures of the spectrum: two arrays with a row per start vector."""
     v = torch.randn(probes, size, dtype=torch.float64, generator=torch.Generator().manual_seed(20210)).to(device)
     v /= v.norm(dim=1, keepdim=True)
     steps = min(steps, size)
@@ -307,7 +312,7 @@ def lanczos(multiply, size, device, steps=96, probes=16):
         alpha[:, k] = (v*w).sum(1)
         w -= alpha[:, k, None]*v
         if k: w -= beta[:, k-1, None]*basis[:, k-1]
-        # orthogonalized again, because rounding errors grow
+        # make `w` orthogonal to all earlier vectors again, because rounding errors grow
         for p in range(probes): w[p] -= (basis[p, :k+1]@w[p])@basis[p, :k+1]
         norm = w.norm(dim=1)
         # the norm is 0 if the vector is in an invariant subspace; then the quadrature is complete
@@ -319,10 +324,12 @@ def lanczos(multiply, size, device, steps=96, probes=16):
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #e102bfa4
 def bracket(nodes, i, size, most):
-    "Return lower bound, estimate and upper bound of the eigenvalue with index `i`, from the largest, of `size` in all. `nodes`: result of `lanczos`."
+    """Return lower bound, estimate and upper bound of one eigenvalue.
+
+    `i`: its index, from the largest, of `size` in all. `nodes`: result of `lanczos`."""
     theta,weight = nodes
     q,ends = (i+1)/size,np.unique(np.maximum(theta, 0))
-    # bounds for the fraction of eigenvalues at or above each of `ends`
+    # bounds for the fraction of eigenvalues that are not below each number in `ends`
     at_least,at_most = np.zeros(len(ends)),np.zeros(len(ends))
     for t,w in zip(theta, weight, strict=True):
         above = np.append(np.cumsum(w[::-1])[::-1], 0)
@@ -347,13 +354,13 @@ def estimate_covariance(x, at, n, C, steps=96, probes=16):
 # %% ../../nbs/20_measure/30_spectrum.ipynb #4a1c002e
 def cal_cov_matrix(
     x, # Tensor of at least two samples
-    axis=None # Dimension that holds the features; None: 1 of 4 dimensions and more, else the last
+    axis=None # Dimension of the features. None: dimension 1 of 4 or more dimensions, else the last dimension
 ) -> torch.Tensor: # Shape (features, features), in the dtype of the tensor, or the default dtype for integers
     """Return the covariance matrix of the features of a tensor, summed in float64: `torch.cov` of the transposed `samples`.
 
     Args:
         x: Tensor of at least two samples
-        axis: Dimension that holds the features; None: 1 of 4 dimensions and more, else the last
+        axis: Dimension of the features. None: dimension 1 of 4 or more dimensions, else the last dimension
 
     Returns:
         Shape (features, features), in the dtype of the tensor, or the default dtype for integers
@@ -392,10 +399,12 @@ def cal_eig(
         return eigenvalues((m+m.T)/2).to(dtype).to(matrix.device)
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #078177c3
-WHOLE = 2**22 # maximum number of elements of a matrix for an SVD
+WHOLE = 2**22 # maximum number of elements of a matrix for a singular value decomposition, which is slow for larger ones
 
 def singular_values(z, whole=None):
-    "Return the singular values of a matrix, scaled by its largest number. For a large matrix: roots of eigenvalues of the smaller Gram matrix."
+    """Return the singular values of a matrix, scaled by its largest number.
+
+    For a large matrix, they are square roots of eigenvalues of the smaller Gram matrix."""
     y = to_float64_device(z)
     with torch.no_grad(), no_autocast(y.device.type):
         if y.is_complex(): raise SpectrumError(f"an effective rank needs real numbers, got {y.dtype}.")
@@ -421,7 +430,7 @@ def exp_entropy(s, epsilon=0.): # returns exp of the entropy of the numbers `s`,
 # %% ../../nbs/20_measure/30_spectrum.ipynb #58ce8e5f
 def rankme(
     z, # Representations, one sample per row. Further dimensions are flattened
-    epsilon=1e-7 # Added to each share
+    epsilon=1e-7 # Added to each singular value's share of the sum, so that its logarithm is finite
 ) -> float: # NaN if all numbers are 0
     """Return RankMe: the soft number of dimensions of representations (Garrido et al. 2023, arXiv 2210.02885).
 
@@ -429,7 +438,7 @@ def rankme(
 
     Args:
         z: Representations, one sample per row. Further dimensions are flattened
-        epsilon: Added to each share
+        epsilon: Added to each singular value's share of the sum, so that its logarithm is finite
 
     Returns:
         NaN if all numbers are 0

@@ -16,7 +16,7 @@ from .devices import widest
 
 # %% ../../nbs/20_measure/40_units.ipynb #ae156f00
 def by_unit(x, axis=None):
-    """Reshape a tensor to three dimensions: the dimensions before the units merged into one, the units, and the dimensions after them merged into one.
+    """Reshape a tensor to three dimensions: all dimensions before the units, the units (channels or features), all dimensions after the units.
 
     `axis`: dimension of the units (channels or features). None: 1 for 4 dimensions or more, else the last."""
     if not isinstance(x, torch.Tensor): raise TypeError(f"units need a tensor, got {type(x).__name__}. torch.as_tensor converts an array.")
@@ -29,11 +29,11 @@ def by_unit(x, axis=None):
     units,after = x.shape[axis],math.prod(x.shape[axis+1:])
     if after!=1:
         try: return x.movedim(axis, -1).view(-1 if x.numel() else 0, units, 1)
-        except RuntimeError: pass # the dimensions cannot be merged without a copy
+        except RuntimeError: pass # no view is possible, because the dimensions cannot be merged without a copy
     return x.reshape(math.prod(x.shape[:axis]), units, after)
 
 def cache_pieces(x):
-    "Split a result of `by_unit` into pieces: small ones that fit the cache on the CPU, large ones on other devices."
+    "Split a result of `by_unit` into pieces for reading one after another: small pieces on the CPU, which fit the cache, and large ones elsewhere."
     if x.device.type!='cpu': return x.split(max((1<<26)//max(x[0].numel(), 1), 1)) if len(x) else ()
     before = x.split(max((1<<18)//max(x.shape[1]*x.shape[2], 1), 1)) if x.numel() else ()
     return (q for p in before for q in (p.split(1<<16, 2) if x.shape[2]>1<<16 else (p,)))
@@ -57,12 +57,12 @@ def channel_means(x, axis=None):
     for p in cache_pieces(x): total += p.sum((0, 2), dtype=total.dtype)
     return total/(len(x)*x.shape[2] or math.nan)
 
-# dtypes that `Tensor.sum` can sum in a wider dtype without a converted copy
+# `Tensor.sum` sums these dtypes in a wider dtype, without a converted copy of the tensor
 summable = torch.float64,torch.float32,torch.bfloat16,torch.float16
 
 # %% ../../nbs/20_measure/40_units.ipynb #d25fb64e
 def unit_moments(x, squared):
-    "Return the mean of each unit, and the sum of squared distances from the mean (None unless `squared`). `x`: result of `by_unit`."
+    "Return for each unit its mean, and the sum of squared distances from the mean (None unless `squared`). `x`: result of `by_unit`."
     exact = torch.float32 if x.device.type=='cpu' and x.dtype in fits_float32 else widest(x.device)
     got = distances(x, exact, squared)
     if exact==torch.float32 and x.device.type=='cpu' and x.numel() and is_too_narrow(*got, squared): got = distances(x, torch.float64, squared)
@@ -73,7 +73,7 @@ def unit_moments(x, squared):
 fits_float32 = torch.float32,torch.bfloat16,torch.float16,torch.float8_e4m3fn,torch.float8_e5m2,torch.bool,torch.uint8,torch.int8,torch.int16
 
 def distances(x, dtype, squared):
-    "Return for each unit a number near its mean, the sum of the distances from this number, and the sum of squared distances."
+    "Return for each unit a number near its mean, the sum of the distances from this number, and the sum of the squared distances."
     to = {'dtype': widest(x.device), 'device': x.device}
     first,second = torch.zeros(x.shape[1], **to),torch.zeros(x.shape[1], **to)
     base = torch.zeros(x.shape[1], dtype=dtype, device=x.device)
@@ -86,14 +86,14 @@ def distances(x, dtype, squared):
     return base.to(to['dtype']), first, second
 
 def near_mean(p):
-    "Return a number near_mean the mean of each unit; 0 if the mean is not finite. For equal values the number is exactly their value."
+    "Return a number near the mean of each unit; 0 if the mean is not finite. For equal values the number is exactly their value."
     some = p[:, :, :4096]
     start = some[:1, :, :1].nan_to_num(0., 0., 0.)
     mean = start[0, :, 0]+(some-start).mean((0, 2))
     return torch.where(mean.isfinite(), mean, torch.zeros_like(mean))
 
 def is_too_narrow(base, first, second, squared):
-    "Return True if sums or sums of squares overflow or underflow float32. Arguments: result of `distances`."
+    "Return True if float32 is too narrow for the sums, or sums of squares, in a result of `distances`: they overflow or underflow."
     odd = ~first.isfinite()
     if squared: odd |= ~second.isfinite() | (second<1e-30) & (first!=0)
     return bool(odd.any())
@@ -134,14 +134,14 @@ def saturated_share(x, low, high, within=.01, axis=None) -> float:
     middle,far,least = (low+high)/2,(high-low)*(.5-within),None
     for p in cache_pieces(x):
         d = ((p if x.dtype==torch.float64 else p.float())-middle).abs_().amin((0, 2))
-        least = d if least is None else torch.minimum(least, d) # `torch.minimum` propagates NaN
+        least = d if least is None else torch.minimum(least, d) # `torch.minimum` returns NaN if a value is NaN
     return (least>=far*(1-1e-6)).double().mean().item()
 
 # %% ../../nbs/20_measure/40_units.ipynb #8cec9b14
 def above_zero(p):
     "Count the values above zero of each unit in one piece from `cache_pieces`."
     if p.dtype!=torch.float32 or p.device.type!='cpu': return (p>0).sum((0, 2))
-    sign = p.clamp(min=0).sign_() # vectorized, so several times faster than a comparison and a count
+    sign = p.clamp(min=0).sign_() # `clamp` and `sign` are vectorized, so several times faster than a comparison and a count
     count = sign.sum((0, 2))
     return sign.nan_to_num_(0.).sum((0, 2)) if count.isnan().any() else count
 
@@ -152,14 +152,16 @@ def mean_gap(means, running_mean, running_var) -> float:
 
     `means`: for each batch, a vector with the mean of each unit. NaN without batches, or if all running variances are zero."""
     to = widest(running_var.device)
-    size = running_var.detach().to(to).sum().sqrt() # norm of the vector of running standard deviations
+    size = running_var.detach().to(to).sum().sqrt() # norm of the vector of all running standard deviations
     if not len(means) or not size>0: return math.nan
     far = [(v.detach().to(running_mean.device, to)-running_mean.to(to)).norm() for v in means]
     return (torch.stack(far).mean()/size).item()
 
 @torch.no_grad()
 def std_gap(stds, running_var) -> float:
-    "Return how far the standard deviations of batches are from a norm layer's running deviation, relative to it. Arguments and result as in `mean_gap`."
+    """Return how far the standard deviations of batches are from the running deviation of a norm layer, relative to its size.
+
+    Arguments: as in `mean_gap`."""
     return mean_gap(stds, running_var.detach().to(widest(running_var.device)).sqrt(), running_var)
 
 # %% ../../nbs/20_measure/40_units.ipynb #854d361a
@@ -172,7 +174,7 @@ class Sketch:
         self.numel,self.size = numel,numel if numel<=size else size-1+size%2
         g = torch.Generator().manual_seed(seed*1_000_003+numel)
         rows = 0 if self.exact else -(-numel//self.size)
-        # random signs of the columns
+        # a random sign for each column
         self.signs = torch.randint(0, 2, (self.size if rows else 0,), dtype=torch.int8, generator=g)*2-1
         self.turns = torch.randint(0, max(self.size, 1), (rows,), generator=g)
         self.negative = torch.randint(0, 2, (rows,), dtype=torch.int8, generator=g).bool()
@@ -192,7 +194,9 @@ class Sketch:
         return self.on_cpu(x, to) if x.device.type=='cpu' else self.on_device(x, to)
 
     def signed_rows(self, x, to, rows):
-        "Cut the vector `x` into rows of `size` numbers, and multiply each column by its sign. Yield `rows` rows at a time, with the number of the first."
+        """Cut the vector `x` into rows of `size` numbers, and multiply each column by its sign.
+
+        Yield `rows` rows at a time, and the number of the first of them."""
         signs,n = self.signs.to(x.device, to),rows*self.size
         for i,p in enumerate(x.split(n)):
             p = p.to(to)
@@ -201,7 +205,7 @@ class Sketch:
 
     def on_cpu(self, x, to):
         "Return the projection, computed on the CPU."
-        # each row is added at its rotated position, rows with negative sign 2n further; the return statement adds the four parts
+        # add each row at its rotated position in `out`; rows with a negative sign go 2n further. The last line combines the four parts
         n = self.size
         out = np.zeros(4*n, np.float64 if to==torch.float64 else np.float32)
         starts = (self.turns+self.negative*(2*n)).tolist()
@@ -264,7 +268,7 @@ def packed_bits(mask):
     "Pack a tensor of booleans into bits: an int64 vector, 64 booleans in each number."
     mask = mask.reshape(-1)
     if len(mask)%64: mask = torch.nn.functional.pad(mask, (0, -len(mask)%64))
-    # this multiplication collects the lowest bits of eight bytes in one byte
+    # this multiplication moves the lowest bits of eight bytes into one byte
     eights = mask.contiguous().view(torch.int64)*0x0102040810204080 >> 56
     return eights.to(torch.int8).view(torch.int64)
 

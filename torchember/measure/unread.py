@@ -15,7 +15,7 @@ from .kernels import list_kernels
 
 # %% ../../nbs/20_measure/47_unread.ipynb #0ead0006
 class ListPlan:
-    "Rows of several taps whose tensors are read in one launch in every step. A plan writes the heads of all these rows at once."
+    "Plan to read the tensors of several taps in one launch, in every step. It writes the heads of all their rows at once."
     def __init__(self, taps): # taps: list of taps, each with a `DeviceReadPlan`
         one = taps[0]
         self.taps,self.block,self.wanted = taps,one.rows.block,one.format.wanted
@@ -32,7 +32,9 @@ class ListPlan:
         return all(t.device is d and t.rows is r for t,(d,r) in zip(self.taps, self.known, strict=True))
 
     def write_heads(self, events, replaces) -> bool:
-        "Write the heads of all rows. `events`: event number of each row. Return False if a row is in use, unless tensors replace (`replaces`) its tensor."
+        """Write the heads of all rows.
+
+        `events`: event number of each row. Return False if a row is in use. `replaces`: True to overwrite rows in use."""
         if not replaces and any(c[at, NEXT].any() for c,at in self.cursors): return False
         head,rows = self.block.head,self.rows
         head[rows] = self.heads
@@ -48,26 +50,26 @@ def is_freed(x):
     return x.numel()>0 and x.untyped_storage().nbytes()==0
 
 def read_in_one_launch(block, wanted, scale, xs, rows):
-    "Measure the tensors `xs` in one launch, into the rows of a block with the numbers `rows`. `scale`: factor of the tensors, or None."
+    "Measure the tensors `xs` in one launch, into some rows of a block. `rows`: numbers of these rows. `scale`: factor of the tensors, or None."
     with undisturbed(block.device.type), after(block.stream, block.device):
         numbers = block.rows.data
         list_kernels(xs[0], wanted).read_list(xs, wanted, numbers, rows)
         if isinstance(scale, torch.Tensor): scale = scale.to(numbers.device, numbers.dtype)
-        # a Python number is not copied to the device, because it is an argument of the launch
+        # a Python number is an argument of the launch, so it needs no copy to the device
         if scale is not None: numbers[to_device(rows, numbers.device), SCALE] = scale
 
 # %% ../../nbs/20_measure/47_unread.ipynb #0ead0017
 class UnreadTensors:
-    "Tensors to measure later, in one launch. They do not change until then. Callers must hold the lock of the arena."
+    "Tensors to measure later in one launch; their values must not change until then. Callers must hold the lock of the arena."
     def __init__(self):
-        self.queued = {} # for each tap: (tensor, event number, True if the tensor replaces the last tensor of the tap)
-        self.lists = [] # pairs of a `ListPlan` and the tensors for its rows
-        self.by_row = {} # (tensor, groups of sums, scale factor) for each (block, number of the row)
-        self.plans = {} # a `ListPlan` for each tuple of taps
+        self.queued = {} # for each tap, its queued tensor: (tensor, event number, True if the tensor replaces the last tensor of the tap)
+        self.lists = [] # pairs: a `ListPlan`, and the tensors for its rows
+        self.by_row = {} # for each (block, number of a row), its tensor: (tensor, groups of sums, scale factor)
+        self.plans = {} # the `ListPlan` of each tuple of taps, for reuse in the next step
 
     def __bool__(self): return bool(self.by_row or self.lists)
 
-    def add(self, block, row, tensor): # tensor: a value of `by_row`
+    def add(self, block, row, tensor): # tensor: (tensor, groups of sums, scale factor)
         self.by_row[block, row] = tensor
         if block.source is not None: block.source[row] = row
 
@@ -108,7 +110,7 @@ class UnreadTensors:
         return p
 
     def split_lists(self, which=lambda xs: True):
-        "Move the tensors of lists to `by_row`, where single tensors can be removed. `which`: function of a list of tensors that chooses the lists."
+        "Move tensors from lists to `by_row`, where single tensors can be removed. `which`: function that returns True for the lists to move."
         lists,self.lists = self.lists,[]
         for p,xs in lists:
             if which(xs): self.by_row |= {(p.block, row): (x, p.wanted, None) for x,row in zip(xs, p.rows, strict=True)}
@@ -122,8 +124,8 @@ class UnreadTensors:
             for i in range(size): self.by_row.pop((block, first+i), None)
 
     def read(self):
-        "Measure all tensors that have a row, in one launch for each block and choice of sums. If a launch fails, all these rows are dropped."
-        # a list with a freed tensor is moved to `by_row`, where each tensor is checked
+        "Measure all tensors with a row, in one launch for each block and choice of sums. If a launch fails, drop all these rows."
+        # move a list with a freed tensor to `by_row`, where each tensor is checked
         self.split_lists(lambda xs: not all([x.data_ptr() for x in xs]))
         by_row,self.by_row,lists,self.lists = self.by_row,{},self.lists,[]
         groups = {}

@@ -19,7 +19,7 @@ from .style import axes_for, drawn, label_figure
 
 # %% ../../nbs/60_show/80_comparison.ipynb #103ad9bb
 def first_differences(runs:list, rtol:float=1e-5) -> dict: # runs: one `TensorSeries` per run
-    "Return the first step where each tensor differs between runs, or None. Only steps recorded by all runs are compared."
+    "Return for each tensor the first step with a difference between two runs, or None. Only steps recorded by all runs are compared."
     maps = [{label: (x, y) for label,x,y,_ in s} for s in runs]
     out = {}
     for label in (l for l in maps[0] if all(l in m for m in maps)):
@@ -40,10 +40,10 @@ def compare(
     ttype:str='output', # Tensor type to compare
     stat:str='std', # Statistic to compare
     most:int=6, # Largest number of panels
-    rtol:float=1e-5, # Relative difference from which values count as different
+    rtol:float=1e-5, # Values with a larger relative difference count as different
     ax=None # Axes to draw into; default a new figure, one per layer
 ): # Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
-    """Draw the same layers of several runs, a panel for each layer, and mark the step where they begin to differ.
+    """Draw the same layers of several runs, with a panel for each layer, and mark the step where the runs begin to differ.
 
     Args:
         runs: Two or more runs: names, torchEmbers, trackers or tables
@@ -51,7 +51,7 @@ def compare(
         ttype: Tensor type to compare
         stat: Statistic to compare
         most: Largest number of panels
-        rtol: Relative difference from which values count as different
+        rtol: Values with a larger relative difference count as different
         ax: Axes to draw into; default a new figure, one per layer
 
     Returns:

@@ -20,15 +20,15 @@ from .legend import words
 
 # %% ../../nbs/60_show/82_controls.ipynb #10070f0f
 def tensor_rows(table):
-    "Return the rows of tensors in a table. Omit logged numbers such as the loss."
+    "Return the rows of tensors in a table, without the rows of logged numbers such as the loss."
     return table[~has_ttype(table, 'scalar')]
 
 def to_our_ttype(tt):
-    "Translate a tensor type of Track & Visualize: 'Optimiser_State.exp_avg' to 'optimizer.exp_avg'."
+    "Translate a tensor type from the words of Track & Visualize: 'Optimiser_State.exp_avg' becomes 'optimizer.exp_avg'."
     return '.'.join(filter(None, ttype_of(tt))) if isinstance(tt, str) else tt
 
 def type_labels(table):
-    "Return a dict from label to tensor type, for the tensor types in a table."
+    "Return a dict for a list of choices: the key is the label of a tensor type of the table, the value the tensor type."
     t,out = tensor_rows(table),{}
     for ttype in dict.fromkeys(t['ttype'].astype(str)):
         out[words.get(ttype, ttype)] = ttype
@@ -38,26 +38,26 @@ def type_labels(table):
     return out
 
 def axis_columns(table):
-    "Return the possible columns for the x axis: the step, and marks of the user with one value per step."
+    "Return the possible columns for the x axis: the step, and the user's marks with one value per step."
     t = with_statistics(tensor_rows(table))
     by = t.groupby(t['step'].to_numpy(), sort=False)
     marks = [c for c in numeric_columns(t) if c not in derived and t[c].nunique()>1]
     return ['step', *(c for c in marks if by[c].nunique(dropna=False).max()==1)]
 
 def statistics_of(table):
-    "Return the names of the statistics in a table."
+    "Return the names of the columns of a table that are statistics, such as 'std'."
     t = tensor_rows(table)
-    # with a single tensor, a statistic has one value per step, too, and must not be taken for a mark
+    # a table with one tensor has one value of a statistic per step, as for a mark. Statistics must not be taken for marks
     marks = axis_columns(table) if t['step'].nunique()>1 and len(t)>t['step'].nunique() else ()
     return [c for c in numeric_columns(t) if c not in marks]
 
 def logged_in(table):
-    "Return the names of logged numbers, such as 'loss'."
+    "Return the names of the numbers logged by the user, such as 'loss'."
     t = table[has_ttype(table, 'scalar')]
     return numeric_columns(t) if len(t) else []
 
 def of_types(table, tt):
-    "Return the rows of the given tensor types, or of all tensors if there are no such rows."
+    "Return the rows of the given tensor types. If there are no such rows, return the rows of all tensors."
     t = tensor_rows(table)
     try: return rows_of_ttypes(t, tt) if tt is not None else t
     except ValueError: return t
@@ -79,8 +79,8 @@ def recorded_steps(table, tt=None):
 
 # %% ../../nbs/60_show/82_controls.ipynb #ebbb641e
 class Control:
-    "Control of one argument of a picture. `value`: the argument; `shown`: the widget in the notebook."
-    def __init__(self, widget, read=lambda v: v, write=lambda v: v, shown=None): # shown: widget that contains `widget`
+    "Control of one argument of a picture, such as a slider. `value`: value of the argument. `shown`: the widget to display."
+    def __init__(self, widget, read=lambda v: v, write=lambda v: v, shown=None): # shown: widget to display, if not `widget` itself
         self.widget,self.read,self.write,self.shown,self.muted = widget,read,write,widget if shown is None else shown,False
 
     @property
@@ -90,7 +90,7 @@ class Control:
     def value(self, v): self.widget.value = self.write(v)
 
     def observe(self, f):
-        "Call `f` when the user changes the value."
+        "Call the function `f` when the user changes the control."
         self.widget.observe(lambda _: None if self.muted else f(), 'value')
 
     def offer(self, labels):
@@ -102,14 +102,14 @@ class Control:
         finally: self.muted = False
 
 def label_for(labels, value):
-    "Return the label of a value. If the value has no label, add its text to `labels`."
+    "Return the label of a value in a list of choices. If the value has no label, add its text to the dict `labels`."
     for l,v in labels.items():
         if v is value or type(v) is type(value) and v==value: return l
     labels[str(value)] = value
     return str(value)
 
 def make_choice(W, name, labels, value, means=lambda v: v):
-    "Return a control to choose one value. `labels`: dict from label to value; `means`: function to translate values."
+    "Return a control to choose one value. `labels`: dict from label to value. `means`: function that translates a value into torchember's words."
     now = label_for(labels, means(value))
     def write(v):
         l = label_for(labels, means(v))
@@ -119,7 +119,7 @@ def make_choice(W, name, labels, value, means=lambda v: v):
     return c
 
 def make_choices(W, name, labels, value, none, means=lambda v: v, rows=4):
-    "Return a control to choose several values. `none`: value of an empty selection, or an exception to raise."
+    "Return a control to choose several values. `none`: value if the user selects nothing, or an exception to raise then."
     got = value if isinstance(value, list|tuple) else [value]
     chosen = [label_for(labels, means(v)) for v in got]
     w = W.SelectMultiple(options=list(labels), value=chosen, description=name, rows=rows)
@@ -134,7 +134,7 @@ def make_choices(W, name, labels, value, none, means=lambda v: v, rows=4):
     return c
 
 def make_literal(W, name, value, default):
-    "Return a text control for a Python literal: a number, a tuple, a dict. An empty text means the default."
+    "Return a text field for a Python literal: a number, a tuple or a dict. An empty text means the default."
     def read(text):
         if not text.strip(): return default
         try: return ast.literal_eval(text.strip())
@@ -145,7 +145,7 @@ def make_literal(W, name, value, default):
 
 # %% ../../nbs/60_show/82_controls.ipynb #da3714a3
 class StepSlider(Control):
-    "Control of a step: a slider over the recorded steps, and a field to type a step."
+    "Control of the step of a picture: a slider over the recorded steps, and a field for typing a step."
     def __init__(self, W, name, steps, value):
         self.steps = steps
         slider = W.IntSlider(min=0, max=max(len(steps)-1, 0), readout=False, description=name, continuous_update=False)
@@ -158,13 +158,13 @@ class StepSlider(Control):
         self.shown = W.HBox([slider, self.box])
 
     def position(self, step):
-        "Return the slider position of the nearest recorded step. None means the last; negative steps count from the end."
+        "Return the position of the slider for a step: the nearest recorded step. None means the last step; negative steps count from the end."
         if step is None: step = -1
         if -len(self.steps)<=step<0 and step not in self.steps: return len(self.steps)+step
         return int(np.argmin(np.abs(self.steps-step)))
 
     def nearest(self, step):
-        "Return the recorded step that is nearest to a step."
+        "Return the recorded step that is nearest to the given step."
         return int(self.steps[np.argmin(np.abs(self.steps-step))])
 
     def offer(self, steps):
@@ -179,10 +179,10 @@ class StepSlider(Control):
         self.box.min,self.box.value = int(steps[0]),self.value
 
 # %% ../../nbs/60_show/82_controls.ipynb #245fe3c3
-most_names = 400 # largest number of entries in the list. The user finds other names by typing
+most_names = 400 # maximum length of the list of layers. A user finds other layers by typing a part of their names
 
 class LayerPicker:
-    "Control of layers: a list to select from, with a search field. Has the methods of a `Control`."
+    "Control of the layers of a picture: a list to select from, with a search field. It has the methods of a `Control`."
     def __init__(self, W, name, names, value, one=False, root='model'):
         self.names,self.root,self.one,self.entries,self.chosen,self.muted = names,root,one,{},[],False
         self.search = W.Text(placeholder='part of a name, or h.*.mlp', description=name, continuous_update=True)
@@ -207,7 +207,7 @@ class LayerPicker:
         for f in self.observers: f()
 
     def select(self, _):
-        "Store the entries that the user selected, and notify the observers."
+        "Store the entries of the list that the user has selected, and notify the observers."
         if self.muted: return
         now = (self.widget.value,) if self.one else self.widget.value
         self.chosen = [self.entries[l] for l in now if l in self.entries and l!=self.without]
@@ -219,7 +219,7 @@ class LayerPicker:
         self.fill()
 
     def label(self, o):
-        "Return the label of an entry: a layer name, or a pattern with the number of matching layers."
+        "Return the text of an entry in the list of layers: a layer name, or a pattern with the number of matching layers."
         if isinstance(o, re.Pattern): return f'/{o.pattern}/ ({len(paths_like(o, self.names))})'
         if o not in self.names and any(c in o for c in '*?['): return f'{o} ({len(paths_like(o, self.names))})'
         return o or self.root
@@ -248,7 +248,7 @@ class LayerPicker:
 
 # %% ../../nbs/60_show/82_controls.ipynb #e1dc95a2
 class ControlRequest:
-    "Argument for which a control is made: its name, value and default, and the table with the possible values."
+    "Describes an argument for which a control is made: name, value and default, and the table with the possible values."
     def __init__(self, W, f, name, parameter, value, table, called=None):
         self.W,self.f,self.argument,self.name,self.value,self.table = W,f.__name__,name,called or name,value,table
         self.default,self.kind = parameter.default,'' if parameter.annotation is parameter.empty else str(parameter.annotation)
@@ -293,13 +293,13 @@ own_format = "the tensor's own"
 floats = ['float32', 'bfloat16', 'float16', 'float8_e5m2', 'float8_e4m3fn', 'float6_e3m2fn', 'float6_e2m3fn', 'float4_e2m1fn']
 
 def info_control(a):
-    "Return a control to choose which limits of number formats are marked by lines."
+    "Return a control to choose which limits of a number format are marked by lines."
     ends = ('largest', 'smallest normal', 'smallest')
     c = make_choices(a.W, a.name, {e: e for e in ends}, [e for e,on in zip(ends, a.value, strict=True) if on], [], rows=3)
     return Control(c.widget, lambda ls: tuple(e in ls for e in ends), lambda v: [e for e,on in zip(ends, v, strict=True) if on])
 
 def steps_control(a):
-    "Return a slider for the number of steps. None if the argument is a list of steps."
+    "Return a slider for the number of steps to draw. None if the argument is a list of steps."
     if not isinstance(a.value, int): return None
     most = max(2, min(len(recorded_steps(a.table)), 40), a.value)
     return Control(a.W.IntSlider(value=a.value, min=1, max=most, description=a.name, continuous_update=False))
@@ -333,22 +333,22 @@ control_makers = {
     'fig_title': lambda a: Control(a.W.Text(value=a.value or '', description=a.name, continuous_update=False), lambda v: v or None, lambda v: v or '')}
 main = ('kind', 'ttype', 'stat', 'loss', 'inc', 'x', 'col_wrap', 'deepest', 'step', 'steps', 'path', 'dtype_annotation', 'dtypes')
 without_control = ('ax', 'y', 'figsize', 'legend_kws')
-# keyword arguments of `scalar_global_heatmap` that also get a control. The function passes them to `heat`
+# arguments of `heat` that get a control, too. `scalar_global_heatmap` passes them on to `heat`
 beyond = ('robust', 'zeros', 'center', 'vmin', 'vmax', 'cmap', 'cbar', 'yticklabels', 'xticklabels')
 
 def control_for(a):
-    "Return the control of an argument, or None if the argument cannot be controlled."
+    "Return a control for an argument of a drawing function, or None if no control can show its value."
     asked = words_before.get(a.argument, a.argument)
     if asked in without_control or a.f=='scalar_global_heatmap' and asked=='col_wrap': return None
     if asked in control_makers: return control_makers[asked](a)
     if isinstance(a.default, bool): return Control(a.W.Checkbox(value=bool(a.value), description=a.name, indent=False))
     try: plain = a.value is a.default or ast.literal_eval(repr(a.value))==a.value
-    except (ValueError, SyntaxError): return None # a value that is not a literal, such as a color map, is kept
+    except (ValueError, SyntaxError): return None # no control for a value that is not a literal, such as a color map: the value stays as it is
     return make_literal(a.W, a.name, a.value, a.default) if plain else None
 
 # %% ../../nbs/60_show/82_controls.ipynb #39fdef75
 class Controls(dict):
-    "Dict from argument name to control. Argument names of Track & Visualize work too."
+    "Dict of the controls of a picture by argument name. The argument names of Track & Visualize work, too."
     def __missing__(self, name):
         other = {**words_before, **{ours: typed for typed,ours in words_before.items()}}.get(name)
         if other not in self: raise KeyError(name)
@@ -364,7 +364,7 @@ def is_same_value(a, b):
     return a is b or type(a) is type(b) and not isinstance(a, np.ndarray) and a==b
 
 def controllable(f):
-    "Return (name, parameter) of each argument of a drawing function that may get a control, without the run."
+    "Return a pair (name, parameter) for each argument of a drawing function that may get a control: all but the run."
     known = list(inspect.signature(f).parameters.items())[1:]
     out = [(n, p) for n,p in known if p.kind is not p.VAR_KEYWORD]
     if f.__name__!='scalar_global_heatmap': return out
@@ -372,11 +372,11 @@ def controllable(f):
     return out+[(n, more[n].replace(default=None) if n=='zeros' else more[n]) for n in beyond]
 
 def argument_help(f):
-    "Return a dict from argument name to its description in the docstring."
+    "Return a dict with the description of each argument of a drawing function, from its docstring."
     return dict(re.findall(r'^ +\*{0,2}(\w+): (.*)$', f.__doc__ or '', re.M))
 
 def arrange_controls(W, controls):
-    "Return a box with all controls: common ones on top, others in a section 'More' that opens on a click."
+    "Return a box with all controls of a picture: common controls on top, others in a section 'More' that opens on a click."
     rank = {n: i for i,m in enumerate(main) for n in (m, *(t for t,ours in words_before.items() if ours==m))}
     names = sorted(controls, key=lambda n: rank.get(n, len(main)))
     for n in names: set_layout(controls[n])
@@ -405,10 +405,10 @@ css = """<style>
 .ember-control.widget-select > select, .ember-control.widget-select-multiple > select {flex: 0 0 84px; height: 84px}
 .ember-control.widget-slider > .slider-container {flex: 0 0 28px; display: flex; align-items: center}
 .ember-control.widget-slider .noUi-target {flex: 1; top: 0; margin: 0 8px}
-</style>""" # styles of the controls, inserted with each picture
+</style>""" # CSS styles of the controls, inserted into the notebook with each picture
 
 def columns(W, controls):
-    "Arrange controls in columns: two low controls in a column, or one tall control."
+    "Arrange controls in columns: two low controls below one another, or one tall control."
     tall = lambda c: type(c.widget).__name__ in ('SelectMultiple', 'Select')
     low,out = [c for c in controls if not tall(c)],[]
     for pair in zip(low[::2], [*low[1::2], None], strict=False): out.append(W.VBox([c.shown for c in pair if c is not None]))
@@ -416,13 +416,13 @@ def columns(W, controls):
 
 # %% ../../nbs/60_show/82_controls.ipynb #39fdef74
 class Arguments:
-    "Arguments of a drawing function, with their controls. `but`: arguments without control; `on_change`: listener."
+    "Arguments of a drawing function, with their controls. `but`: arguments without control. `on_change`: function to call after each change."
     def __init__(self, f, table, given:dict, but=(), on_change=lambda arguments: None):
         W = needs('ipywidgets', for_='interactive')
         known,help_texts = controllable(f),argument_help(f)
         self.f,self.table,self.on_change,self.muted,self.defaults,self.controls = f,table,on_change,False,{},Controls()
         self.given = in_our_words(given, dict(known), f.__name__)
-        # if the user typed names of Track & Visualize, label the controls with these names
+        # if the user typed argument names of Track & Visualize, show these names at the controls
         called = {ours: typed for typed,ours in words_before.items()} if self.given.keys()!=given.keys() else {}
         one = table[0] if isinstance(table, list) else table
         for name,p in known:
@@ -434,12 +434,12 @@ class Arguments:
             c.widget.tooltip = help_texts.get(name, '')
             c.observe(self.note_change)
         self.one = one
-        if c := self.controls.get('ttype'): c.observe(self.offer) # choices of layers and steps depend on the tensor type
+        if c := self.controls.get('ttype'): c.observe(self.offer) # layers and steps depend on the tensor type
         self.offer()
         self.box = arrange_controls(W, self.controls)
 
     def offer(self):
-        "Let the user choose from the layers and steps of the selected tensor type."
+        "Offer the layers and steps of the selected tensor type in the controls for layers and steps."
         c = self.controls.get('ttype')
         ttype = c.value if c else {'updates': 'update'}.get(self.f.__name__)
         was,self.muted = self.muted,True
@@ -458,7 +458,7 @@ class Arguments:
         return {n: v for n,v in self.given.items() if n not in self.controls} | now
 
     def set_values(self, **values):
-        "Set the values of several controls, but notify the listener only once."
+        "Set the values of several controls, but notify the listener only once, at the end."
         self.muted = True
         try:
             for n,v in values.items(): self.controls[n].value = v

@@ -14,9 +14,9 @@ from ..frames.words import ttype_of
 palettes = {
     False: ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9', '#444444', '#b8a800'), # colors for a light background
     True: ('#56b4e9', '#e69f00', '#2fc99a', '#f0a0cc', '#f0e442', '#8fa8ff', '#dddddd', '#ff8a5c')} # colors for a dark background
-alarm = {False: '#c1121f', True: '#ff5a5f'} # color of non-finite values, and of nothing else
-zero = '#a6a6a6' # color of values that are exactly zero
-scale = ['#'+c for c in re.findall('.{6}', ''.join(( # matplotlib's viridis, for heat maps on HTML pages
+alarm = {False: '#c1121f', True: '#ff5a5f'} # color of non-finite values; used for nothing else
+zero = '#a6a6a6' # color of values that are exactly zero, in heat maps
+scale = ['#'+c for c in re.findall('.{6}', ''.join(( # colors of matplotlib's scale viridis, for heat maps on HTML pages
     '44015446075a470d6047136548186a481d6f482374482878472d7b46327e453781443b844240864045883e49893d4e8a',
     '3a538b38588c365c8d34608d32648e31688e2f6c8e2d708e2c738e2a778e297b8e277f8e26828e24868e238a8d218e8d',
     '20928c1f968b1f9a8a1f9e891fa18721a58523a98326ad812ab07f2fb47c35b7793bbb7542be714ac16d52c5695ac864',
@@ -24,7 +24,7 @@ scale = ['#'+c for c in re.findall('.{6}', ''.join(( # matplotlib's viridis, for
 
 # %% ../../nbs/60_show/00_legend.ipynb #32fcdd91
 def short_names(names:list, width:int=26) -> list: # names: names with dots; width: maximum number of characters
-    "Shorten layer names to fit beside a picture: drop the common prefix of all names. All results are different."
+    "Shorten layer names to fit beside a picture: drop their common prefix. The short names stay distinct."
     parts = [n.split('.') for n in names]
     k = 0
     while max(map(len, names), default=0)>width and len(names)>1 and all(len(p)>k+1 and p[k]==parts[0][k] for p in parts):
@@ -53,5 +53,5 @@ def name_of_type(ttype):
     return words.get(ttype_of(ttype)[0], ttype)
 
 def make_title(run, *contents):
-    "Join the name of a run and the contents of a picture to a title. Empty texts are left out."
+    "Join the name of a run and the contents of a picture to a title for the picture. Empty texts are left out."
     return ' · '.join(str(w) for w in (run, *contents) if w)

@@ -20,10 +20,10 @@ from .legend import alarm, meanings, name_of_type, palettes, short_names, make_t
 from .style import drawn, is_dark, label_figure, panels, axes_size
 
 # %% ../../nbs/60_show/20_lines.ipynb #4da1c2aa
-most_points = 400_000 # largest number of points in a picture, for all lines together
+most_points = 400_000 # maximum number of points in a picture, for all lines together; more points draw slowly
 
 def draw_lines(ax, lines:list, kind:str='line', colors=None, **kwargs): # kwargs: arguments of matplotlib's `plot`
-    "Draw lines, each a tuple (label, steps, values, mask of non-finite tensors). Mark non-finite steps. Return the colors."
+    "Draw lines and mark their non-finite steps. Return the colors. Each line is a tuple (label, steps, values, mask of non-finite tensors)."
     n = max(min(most_points//max(len(lines), 1), 4000), 24)
     given,colors = colors,colors or line_colors(len(lines))
     many,bad_steps = [],[]
@@ -45,7 +45,7 @@ def draw_lines(ax, lines:list, kind:str='line', colors=None, **kwargs): # kwargs
     return colors if given is None else given
 
 def text_at_pointer(ax, lines, x, y):
-    "Return the text that a window shows at the mouse pointer: label and value of the nearest line."
+    "Return the text about the mouse pointer that a window of matplotlib shows: label and value of the nearest line."
     best,least,height = None,np.inf,lambda v: ax.transData.transform((x, v))[1]
     for label,steps,values,_ in lines:
         if not len(steps): continue
@@ -55,12 +55,12 @@ def text_at_pointer(ax, lines, x, y):
     return best or ''
 
 def has_lone_point(y):
-    "Return True if a finite value has no finite neighbor: such a point is invisible without a marker."
+    "Return True if a finite value has no finite neighbor. A line through such a point is invisible without a marker."
     ok = np.isfinite(y)
     return bool((ok & ~np.r_[False, ok[:-1]] & ~np.r_[ok[1:], False]).any())
 
 def line_colors(n):
-    "Return `n` colors for lines: distinct ones for up to 8 lines, else a color scale."
+    "Return `n` colors for lines: distinct colors for up to 8 lines, else a color scale."
     if n<=8: return list(palettes[is_dark()][:n])
     return list(plt.get_cmap('viridis')(np.linspace(.12 if is_dark() else 0, .92, n)))
 
@@ -80,13 +80,13 @@ def log_if_wide(axes, lines):
         for ax in axes: ax.set_yscale('log')
 
 # %% ../../nbs/60_show/20_lines.ipynb #645813a5
-def name_lines(ax, lines:list, colors:list, most:int=9): # most: number of names to write if there is no space for all
+def name_lines(ax, lines:list, colors:list, most:int=9): # most: maximum number of names if there is no space for all
     "Write each line's name at its right end. If the names do not all fit, name only the lines with extreme values."
     ends = [(y[ok][-1], i) for i,(_,x,y,_) in enumerate(lines) if (ok := np.isfinite(y)).any()]
     if len(lines)<2 or not ends: return
     names = short_names([l[0] for l in lines])
     height,tall = axes_size(ax)[1],mpl.rcParams['legend.fontsize']*1.15
-    if len(ends)>max(most, height//tall): # names the lines with the highest and lowest ends, and the line with the largest value
+    if len(ends)>max(most, height//tall): # not all names fit: name the lines with the highest and lowest ends, and the line with the largest value
         ends.sort()
         peak = max(range(len(lines)), key=lambda i: np.nanmax(np.where(np.isfinite(lines[i][2]), lines[i][2], -np.inf), initial=-np.inf))
         keep = {i for _,i in [*ends[:most//2], *ends[-(most//2):]]} | {peak}
@@ -99,7 +99,7 @@ def name_lines(ax, lines:list, colors:list, most:int=9): # most: number of names
         ax.text(1.01, y, names[i], color=colors[i], va='center', ha='left', transform=ax.transAxes, fontsize=mpl.rcParams['legend.fontsize'])
 
 def space_out(ends, gap):
-    "Return vertical positions for names: close to the ends of their lines, but at least `gap` apart."
+    "Return vertical positions for the names of lines: close to the ends of the lines, but at least `gap` apart."
     y = [min(max(v, 0), 1) for v,_ in ends]
     for _ in range(60):
         for i in range(len(y)-1):
@@ -110,17 +110,17 @@ def space_out(ends, gap):
 
 # %% ../../nbs/60_show/20_lines.ipynb #53ff7505
 class FacetException(ValueError):
-    "Error for a request of panels by layer and by tensor type at once."
+    "Raised if panels by layer and panels by tensor type are requested at once."
 
 def is_several(path):
     "Return True if `path` may select several layers."
     return not isinstance(path, str) or any(c in path for c in '*?[')
 
 panel_keys = {'sharex', 'sharey', 'subplot_kws', 'gridspec_kws', 'xlim', 'ylim', 'height', 'aspect', 'legend_out', 'despine', 'margin_titles',
-    'dropna'} # arguments of seaborn's FacetGrid
+    'dropna'} # arguments of seaborn's FacetGrid that `facet_kws` accepts
 
 def grid_options(facet_kws, **defaults):
-    "Translate `facet_kws` of seaborn to arguments of `panels`. Return these, and the limits of the axes."
+    "Translate `facet_kws`, the options of seaborn's FacetGrid, to arguments of `panels`. Return these arguments, and the limits of the axes."
     given = {**defaults, **(facet_kws or {})}
     odd = [k for k in given if k not in panel_keys]
     if odd: raise TypeError(unknown('option of a grid of panels', odd[0], sorted(panel_keys)))
@@ -131,14 +131,14 @@ def grid_options(facet_kws, **defaults):
     return out, {k: given[k] for k in ('xlim', 'ylim') if given.get(k) is not None}
 
 # %% ../../nbs/60_show/20_lines.ipynb #49716fc3
-# reason why each of these arguments of seaborn is not accepted
+# arguments of seaborn that are refused: name, and the reason for the error message
 of_seaborn = {
     **dict.fromkeys(('estimator', 'errorbar', 'ci', 'n_boot', 'seed', 'err_style', 'err_kws', 'units', 'weights'),
         'nothing is estimated here: each value is drawn'),
     **dict.fromkeys(('hue', 'size', 'style', 'row', 'col', 'hue_order', 'hue_norm', 'size_order', 'size_norm', 'sizes', 'style_order', 'row_order', 'col_order',
         'dashes', 'orient'), 'layers and statistics are told apart by path=, ttype= and stat='),
     **dict.fromkeys(('data', 'ax', 'figure'), 'the picture is made from run, in a figure of its own')}
-# arguments of seaborn, with the values that are accepted because they change nothing
+# arguments of seaborn that are accepted with these values, because the values change nothing
 harmless = dict(estimator=(None,), errorbar=(None,), ci=(None,), sort=(True,), legend=(True, 'auto', 'brief', 'full'), dashes=(True, False), orient=('x', None),
     style=(None,), size=(None,), units=(None,), hue_order=(None,), palette=(None,), markers=(None, False), legend_out=(True, False))
 
@@ -151,7 +151,7 @@ def settable(*artists):
     return found
 
 def check_drawn_with(given:dict, known, what:str, refused=of_seaborn, own=()): # own: names of arguments to suggest first
-    "Check arguments for matplotlib. Return the arguments with an effect. Raise TypeError for an unknown or refused argument."
+    "Check keyword arguments for matplotlib. Return the arguments with an effect. Raise TypeError for an unknown or refused argument."
     given = {k: v for k,v in given.items() if not (k in harmless and any(v is h or type(v) is type(h) is str and v==h for h in harmless[k]))}
     for k in given:
         if k in known: continue
@@ -167,7 +167,7 @@ def scalar_line(
     path=None, # Layers: a path, a glob ('features.*'), a compiled regex, or a list: a panel for each; default all in one panel
     ttype='output', # A tensor type, or a list: a panel for each; None for all types
     stat='std', # A statistic, or a list of statistics
-    x='step', # Column for the x axis
+    x='step', # Column of the log for the x axis
     col_wrap:int|None=None, # Largest number of panels in a row
     kind:str='line', # 'line' or 'scatter'
     figsize:tuple|None=None, # Width and height of the figure in inches
@@ -183,7 +183,7 @@ def scalar_line(
         path: Layers: a path, a glob ('features.*'), a compiled regex, or a list: a panel for each; default all in one panel
         ttype: A tensor type, or a list: a panel for each; None for all types
         stat: A statistic, or a list of statistics
-        x: Column for the x axis
+        x: Column of the log for the x axis
         col_wrap: Largest number of panels in a row
         kind: 'line' or 'scatter'
         figsize: Width and height of the figure in inches
@@ -219,7 +219,7 @@ def scalar_line(
         ax.set(**limits)
     for some in [both] if options.get('sharey') else [[b] for b in both]:
         log_if_wide([a for a,_ in some], [l for _,(_,lines) in some for _,l in lines])
-    if named and len(metrics)==1: # with several statistics, colors mean statistics instead of tensors
+    if named and len(metrics)==1: # with several statistics, a color means a statistic, so lines get no names of tensors
         for (ax,(_,lines)),c in zip(both, colors, strict=True): name_lines(ax, [l for _,l in lines], c, 9 if len(parts)==1 else 5)
     what = ['' if by_type else name_of_type(ttype), path if isinstance(path, str) and path!='*' else '']
     y = meanings.get(metrics[0], metrics[0]) if len(metrics)==1 else ''
@@ -229,12 +229,12 @@ def scalar_line(
 
 # %% ../../nbs/60_show/20_lines.ipynb #c5a1line
 def rows_with_statistics(df, metrics):
-    "Return the rows with statistics of the user, and their tensor type. Raise ValueError if the type is ambiguous."
+    "Return the rows with the user's statistics, and their tensor type. Raise ValueError if several tensor types have them."
     table = rows_to_draw(df, metrics)
     types = table['ttype'].astype(str)
     there = [t for t in types.unique() if all(m in table and table[m][(types==t).to_numpy()].notna().any() for m in metrics)]
     if len(there)==1: return table, there[0]
-    if not there: [find_stat(table, m) for m in metrics] # `find_stat` raises ValueError for a statistic that no row has
+    if not there: [find_stat(table, m) for m in metrics] # no row has them: `find_stat` raises a ValueError that names the statistic
     if there and 'output' not in there:
         raise ValueError(f"Several tensor types have {metrics[0]!r}: {', '.join(there)}. Choose one: ttype={there[0]!r}.")
     return table, 'output'
@@ -254,7 +254,7 @@ def split_by_layer(rows):
     return [(t or root_name(rows), rows[where==i]) for i,t in enumerate(short_names(names, 34))]
 
 def draw_panel(ax, lines, metrics, kind, kwargs):
-    "Draw the lines of one panel. Colors distinguish statistics if there are several, else tensors. Return the colors."
+    "Draw the lines of one panel. A color means a statistic if there are several, else a tensor. Return the colors."
     kwargs,palette = dict(kwargs),kwargs.get('palette')
     kwargs.pop('palette', None)
     colors = [kwargs.pop('color')]*len(lines) if 'color' in kwargs else None
@@ -272,7 +272,7 @@ def add_legend(fig, metrics, loc, bbox_to_anchor, palette=None):
 
 # %% ../../nbs/60_show/20_lines.ipynb #4f962205
 def drawing_options(kind, kwargs, facet_kws):
-    "Split keyword arguments into arguments for matplotlib's lines, arguments for panels, and True if lines get names."
+    "Split keyword arguments into arguments for matplotlib's lines, and arguments for panels. Return also True if the lines get names."
     artist = settable(mpl.lines.Line2D) if kind=='line' else settable(mpl.collections.PathCollection) | {'s', 'marker'}
     given = check_drawn_with(kwargs, artist | {'height', 'aspect', 'palette', 'legend', 'markers', 'color'}, 'a picture of lines',
         own=arguments_of(scalar_line))

@@ -30,14 +30,14 @@ from .style import drawing_on, drawn, figures_of
 dpi = 100
 
 class PageFigure:
-    "Figure in a notebook: a canvas that reports the mouse pointer (`live`), or an image."
+    "A matplotlib figure in a notebook: a canvas that reports the mouse pointer (if `live` is True), or an image."
     def __init__(self, W, width, height, live):
         self.width,self.live,self.artists,self.back = width,live,[],None
         self.figure = mpl.figure.Figure((width/dpi, height), dpi=dpi, layout='constrained')
         if live:
             ipympl = needs('ipympl.backend_nbagg', for_='A picture to point at')
             self.canvas = self.widget = ipympl.Canvas(self.figure)
-            ipympl.FigureManager(self.canvas, 0).resize(width, height*dpi) # the size is set even if the page loads later
+            ipympl.FigureManager(self.canvas, 0).resize(width, height*dpi) # set the size now: it also holds if the notebook page loads later
             self.canvas.toolbar_visible = self.canvas.header_visible = self.canvas.footer_visible = self.canvas.resizable = False
         else:
             from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -58,12 +58,12 @@ class PageFigure:
         self.widget.value = png.getvalue()
 
     def set_moving(self, *artists):
-        "Set the artists that move with the pointer. The rest of the figure is not redrawn when they move."
+        "Choose the artists that move with the mouse pointer, such as a cross-hair. When they move, the rest of the figure is not redrawn."
         self.artists = list(artists)
         for a in artists: a.set_animated(self.live)
 
     def save_background(self, _):
-        "Save the drawn figure without the moving artists, then draw these."
+        "Save an image of the figure without the artists that move with the pointer. Then draw these artists."
         if not self.live: return
         self.back = self.canvas.copy_from_bbox(self.figure.bbox)
         self.paint()
@@ -73,32 +73,32 @@ class PageFigure:
             if a.get_visible(): self.figure.draw_artist(a)
 
     def moved(self):
-        "Redraw only the moving artists, and update the figure in the notebook."
+        "Redraw only the artists that move with the pointer, and update the figure in the notebook."
         if not self.live or self.back is None: return self.show()
         self.canvas.restore_region(self.back)
         self.paint()
-        self.canvas._force_full = True # the notebook may lose the first of two partial images
+        self.canvas._force_full = True # send a whole image, because the notebook may lose the first of two partial images
         self.canvas.blit(self.figure.bbox)
 
 # %% ../../nbs/60_show/94_pointing.ipynb #84182a45
 class Losses:
-    "Loss curves to draw beside a picture: steps, and a dict from name to values."
+    "Loss curves to draw beside a picture: an array of steps, and a dict from the name of a loss to its values."
     def __init__(self, steps, lines):
         order = np.argsort(steps, kind='stable')
         self.steps,self.lines = steps[order],{n: y[order] for n,y in lines.items()}
 
     def index_of(self, step):
-        "Return the index of the step nearest to `step`."
+        "Return the index of the recorded step nearest to `step`."
         return int(np.argmin(np.abs(self.steps-step)))
 
     def text(self, i, recorded=None):
-        "Return the text of the cross-hair at index `i`: the step, and the losses at this step."
+        "Return the text beside the cross-hair: the step with index `i`, and the losses at this step."
         more = f'\nrecorded: step {recorded}' if recorded is not None and recorded!=self.steps[i] else ''
         return '\n'.join([f'step={self.steps[i]:g}', *(f'{printable(n)}={y[i]:.4g}' for n,y in self.lines.items())])+more
 
     @drawn
     def draw(self, fig):
-        "Draw the loss curves. Return the axes."
+        "Draw the loss curves into a figure. Return their axes."
         ax,ys = fig.subplots(),np.concatenate([y[np.isfinite(y)] for y in self.lines.values()])
         for n,y in self.lines.items(): ax.plot(self.steps, y, label=n, marker='.' if len(y)==1 else None)
         if len(ys) and ys.min()>0 and ys.max()>100*ys.min(): ax.set_yscale('log')
@@ -107,7 +107,7 @@ class Losses:
         return ax
 
 def read_losses(train_stats, table):
-    "Return the loss curves of `train_stats`, or by default the logged ones. None if there are none."
+    "Return the loss curves given as `train_stats`, by default those logged by the run. None if there are none."
     if train_stats is False: return None
     if train_stats is None:
         found = loss_curve(table, None)
@@ -127,7 +127,7 @@ def read_losses(train_stats, table):
 
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a002
 def vertical_line(ax):
-    "Add a hidden vertical line to axes. The line is visible on any color, and does not change the limits."
+    "Add a hidden vertical line to axes. It is visible on any color, and does not change the limits of the axes."
     limits = ax.get_xlim()
     line = ax.axvline(limits[0], color=mpl.rcParams['text.color'], lw=1, ls='--', alpha=.8, visible=False, zorder=10)
     line.set_path_effects([effects.withStroke(linewidth=2.4, foreground=mpl.rcParams['figure.facecolor'], alpha=.6)])
@@ -135,7 +135,7 @@ def vertical_line(ax):
     return line
 
 class CrossHair:
-    "Loss curves with a cross-hair: a vertical line, a dot on each curve, and a text with the values."
+    "Loss curves with a cross-hair that follows the mouse: a vertical line, a dot on each curve, and a text with the values."
     def __init__(self, losses, surface):
         self.losses,self.surface = losses,surface
         self.axes = losses.draw(surface.figure)
@@ -144,7 +144,7 @@ class CrossHair:
 
     @drawn
     def draw_cross(self, ax):
-        "Draw the invisible cross-hair: a vertical line, a dot on each curve, and a text. Its artists are shown when it moves."
+        "Draw the cross-hair, invisible at first: a vertical line, a dot on each curve, and a text. It becomes visible when it moves."
         ink,line = mpl.rcParams['text.color'],vertical_line(ax)
         dots = [ax.plot([], [], 'o', ms=5, color=l.get_color(), visible=False)[0] for l in ax.lines if l is not line]
         back = {'boxstyle': 'round,pad=.3', 'facecolor': ax.get_facecolor(), 'edgecolor': 'none', 'alpha': .85}
@@ -153,8 +153,8 @@ class CrossHair:
         self.cross = line,dots,text
         self.surface.set_moving(line, *dots, text)
 
-    def move_to(self, step, recorded=None): # recorded: function that returns the nearest recorded step of a step
-        "Move the cross-hair to the nearest step with a loss, and return this step. None hides the cross-hair."
+    def move_to(self, step, recorded=None): # recorded: function that returns the recorded step nearest to a step
+        "Move the cross-hair to the nearest step with a loss, and return this step. The step None hides the cross-hair."
         line,dots,text = self.cross
         for a in (line, *dots, text): a.set_visible(step is not None)
         at = None
@@ -169,7 +169,7 @@ class CrossHair:
 
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a003
 class Throttle:
-    "Wrapper of a function `f` that is called too often: at most one call per `pause` seconds, with the latest value."
+    "Limits the calls of a function `f`: at most one call per `pause` seconds, with the latest value. Mouse moves come too often."
     def __init__(self, f, pause, locked): self.f,self.pause,self.locked,self.waiting,self.last = f,pause,locked,None,0.
 
     def __call__(self, value):
@@ -177,7 +177,7 @@ class Throttle:
         wait = self.last+self.pause-time.monotonic()
         if wait<=0: return self.now()
         try: asyncio.get_running_loop().call_later(wait, self.locked(self.now))
-        except RuntimeError: self.now() # without an event loop, the function is called now, because no later call is possible
+        except RuntimeError: self.now() # no event loop, so a later call is impossible: call now
 
     def now(self):
         if self.waiting is None: return
@@ -187,7 +187,7 @@ class Throttle:
 
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a007
 class Picture:
-    "Picture that is redrawn when its arguments change. A line marks a step. `good`: last arguments that worked."
+    "A picture that is redrawn when its arguments change, with a line at a step. `good`: the last arguments that raised no error."
     def __init__(self, surface):
         self.surface,self.lines,self.good = surface,[],None
         self.style = {k: mpl.rcParams[k] for k in mpl.rcParams if not k.startswith('backend') and k not in ('interactive', 'toolbar')}
@@ -206,13 +206,13 @@ class Picture:
         self.surface.show()
 
     def place_lines(self, step):
-        "Set the position of the vertical lines without drawing. None hides the lines."
+        "Move the vertical lines to a step, without drawing. The step None hides the lines."
         for l in self.lines:
             l.set_visible(step is not None)
             if step is not None: l.set_xdata([step, step])
 
     def move_line_to(self, step):
-        "Move the vertical line to a step, and update the figure. None hides the line."
+        "Move the vertical lines to a step, and update the figure. The step None hides the lines."
         self.place_lines(step)
         if self.lines: self.surface.moved()
 
@@ -224,7 +224,7 @@ def axes_with_steps(fig):
 
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a013
 class StepCursor:
-    "Step that the user points at, clicks on, or selects with a slider. It is marked in the loss and in the picture."
+    "The step that the user points at, clicks on, or selects with a slider. The loss curves and the picture mark this step."
     def __init__(self, W, loss, picture, step_control, live, pause, locked): # step_control: function that returns the control of the step, or None
         self.loss,self.picture,self.step_control,self.pinned,self.slider = loss,picture,step_control,None,None
         self.hover = Throttle(lambda step: self.point(step), pause, locked)
@@ -232,25 +232,25 @@ class StepCursor:
             self.slider = slider_under(W, loss, locked(self.go_to))
             self.pinned = self.slider.value
 
-    def shown(self, W): # the canvas is not put into a box, which would cut it off
+    def shown(self, W): # not inside a box, which would cut off the canvas
         return W.VBox([self.loss.surface.widget, self.slider.shown]) if self.slider else self.loss.surface.widget
 
     def point(self, step):
-        "Move the cross-hair of the loss and the lines of the picture to a step. None hides both."
+        "Move the cross-hair of the loss and the lines of the picture to a step. The step None hides both."
         control = self.step_control()
         self.picture.move_line_to(self.loss.move_to(step, control and control.nearest))
 
     def on_hover(self, event):
-        "Move the cross-hair to the step at the mouse pointer."
+        "Move the cross-hair to the step under the mouse pointer. Called when the pointer moves."
         self.hover(event.xdata if event.inaxes is self.loss.axes else self.pinned)
 
     def on_click(self, event):
-        "Select the step that was clicked."
+        "Select the step that the user has clicked in the loss curves."
         if event.inaxes is self.loss.axes and event.button==1:
             self.go_to(self.loss.losses.steps[self.loss.losses.index_of(event.xdata)].item())
 
     def go_to(self, step):
-        "Select a step: draw the picture of this step. If the picture has no argument `step`, only move its vertical line."
+        "Select a step: draw the picture of this step. If the picture has no argument `step`, only its vertical lines move."
         self.pinned = step
         if control := self.step_control():
             control.value = control.nearest(step)
@@ -264,15 +264,15 @@ class StepCursor:
         self.point(self.pinned)
 
 def slider_under(W, loss, go):
-    "Return a slider over the steps of the loss. It replaces the mouse pointer if figures are images."
+    "Return a slider over the steps of the loss curves. It replaces the mouse pointer for figures shown as images."
     s = StepSlider(W, 'step', loss.losses.steps, None)
     s.observe(lambda: go(s.value))
     s.widget.layout.width,s.box.layout.width,s.widget.description = f'{max(loss.surface.width-90, 110)}px','80px',''
     return s
 
 # %% ../../nbs/60_show/94_pointing.ipynb #e05da9a6
-def tensor_at(rows, col, g, i:int, j:int, by:str='step'): # i, j: row and column of a cell
-    "Return the log row shown by a cell of a heat map, or None if nothing was recorded there."
+def tensor_at(rows, col, g, i:int, j:int, by:str='step'): # i, j: row and column of the cell in the heat map
+    "Return the log row shown by a cell of a heat map. None if nothing was recorded for the cell."
     rows = training(rows)
     code,_ = places(rows)
     first = sum(map(len, g.members[:i]))
@@ -295,7 +295,7 @@ def rows_of_same_tensor(table, row):
 
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a011
 def tensor_histogram(label):
-    "Return the function `exp_hist` for one tensor, with the label of the tensor in the title."
+    "Return a variant of `exp_hist` for one tensor, with the label of the tensor in the title."
     @functools.wraps(exp_hist)
     def f(run, **values):
         title = make_title(name_of_run(run), name_of_type(values['ttype']), label, f"step {values['step']}")
@@ -304,16 +304,16 @@ def tensor_histogram(label):
 
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a010
 class HeatmapCells:
-    "Finds the tensor at a cell of a heat map, and the arguments for its histogram. Exponent counts are read on demand."
-    def __init__(self, source, table, on_change=lambda arguments: None): # on_change: listener for the histogram
+    "Finds the tensor in a cell of a heat map, and makes the arguments of its histogram. Exponent counts are read only when needed."
+    def __init__(self, source, table, on_change=lambda arguments: None): # on_change: function called when the histogram's arguments change
         self.source,self.table,self.on_change,self.values,self.found,self.exponents = source,table,on_change,{},None,{}
 
     def drawn_with(self, values):
-        "Store the arguments with which the picture was drawn, and forget its cells."
+        "Store the arguments with which the heat map was drawn, and forget the cells of the heat map before."
         self.values,self.found = in_our_words(values, signature(heat_map_cells).parameters),None
 
     def cells(self):
-        "Return the rows of the heat map (with a column `label`), the statistic's column, and the `Grid`."
+        "Return three results: the rows of the heat map (with a column `label`), the name of the statistic's column, and the `Grid`."
         if self.found is None:
             self.by,self.turned = axis_roles(self.values.get('x', 'step'), self.values.get('y'))
             rows,*rest = heat_map_cells(self.table, **{k: v for k,v in self.values.items() if k in signature(heat_map_cells).parameters}|{'x': self.by})
@@ -325,12 +325,12 @@ class HeatmapCells:
     def at(self, x, y):
         "Return the log row of the tensor at coordinates x and y of the heat map, or None if nothing was recorded."
         rows,col,g = self.cells()
-        if self.turned: x,y = y,x # coordinates are exchanged if layers are on the x axis
+        if self.turned: x,y = y,x # layers are on the x axis, so exchange the coordinates
         j = min(max(int(np.searchsorted(column_edges(g.steps), x))-1, 0), len(g.steps)-1)
         return tensor_at(rows, col, g, min(max(int(y), 0), len(g.labels)-1), j, self.by)
 
     def row_of(self, label, step):
-        "Return the row of a tensor at a step, or None. An unknown label means the first tensor."
+        "Return the row of a tensor at a step, None if there is none. For an unknown label, take the first tensor."
         rows,labels = self.cells()[0],self.labels()
         found = rows[(rows['label']==(label if label in labels else labels[0])) & (rows['step']==step)]
         return found.iloc[0] if len(found) else None
@@ -340,7 +340,7 @@ class HeatmapCells:
         return self.cells()[0]['label'].unique().tolist()
 
     def histogram(self, row):
-        "Return the arguments, with controls, for a histogram of the tensor of a row."
+        "Return the arguments of a histogram, with their controls. `row`: log row of the tensor."
         ttype = self.values.get('ttype', 'output')
         if ttype not in self.exponents:
             self.exponents[ttype] = self.table if hasattr(self.source, 'columns') else read_rows_for(exp_hist, self.source, ttype)
@@ -349,15 +349,15 @@ class HeatmapCells:
         return Arguments(tensor_histogram(row['label']), rows, given, ('path', 'ttype', 'col_wrap', 'facet_kws'), self.on_change)
 
 def read_rows_for(f, source, ttype=None):
-    "Return a table with all rows that a drawing function may need, so that a moved control reads no file."
-    # only pictures with ranges of number formats need exponent counts
+    "Return a table with all rows that a drawing function may need, so that moving a control reads no file."
+    # read exponent counts only for pictures that show ranges of number formats
     stats = ['exponents'] if any(n.startswith('dtype') for n in signature(f).parameters) else None
     if isinstance(source, list|tuple): return [rows_to_draw(s, stats) for s in source]
     return rows_to_draw(source, stats, **({} if ttype is None else {'ttype': ttypes_asked(ttype)}))
 
 # %% ../../nbs/60_show/94_pointing.ipynb #f8a22577
 class TensorChooser:
-    "Controls below a heat map that cannot be clicked: a tensor, a step, and a button that opens the histogram."
+    "Controls below a heat map that the mouse cannot click on: a tensor, a step, and a button that opens the histogram."
     def __init__(self, W, patches, enter):
         self.patches,self.names = patches,[]
         self.which,self.when = LayerPicker(W, 'tensor', [], None, one=True),StepSlider(W, 'step', np.array([0]), None)
@@ -368,7 +368,7 @@ class TensorChooser:
         self.shown = W.HBox([self.which.shown, self.when.shown, self.button], layout=row)
 
     def offer(self):
-        "Let the user choose from the tensors and steps of the current heat map."
+        "Offer the tensors and steps of the current heat map in the controls."
         first,self.names = not self.names,self.patches.labels()
         if self.which.value not in self.names: self.which.chosen = self.names[:1]
         self.which.offer(self.names)
@@ -384,7 +384,7 @@ class PageLayout:
         self.back = W.Button(description='Back', icon='arrow-left', tooltip='Back to the heat map', layout={'width': '90px', 'margin': '0 0 0 2px'})
         self.top,self.foot = W.VBox(),W.VBox()
         row = {'flex_flow': 'row' if live else 'row wrap', 'align_items': 'flex-start', 'overflow': 'auto hidden', 'max_width': '100%'}
-        figures = W.HBox(figures, layout=row) # created once, because a canvas that is inserted again loses the focus
+        figures = W.HBox(figures, layout=row) # create the box only once, because a canvas that is inserted again loses the keyboard focus
         self.box = W.VBox([self.top, self.message, figures, self.foot, self.hint], layout={'width': '100%'})
 
     def show_message(self, text=''):
@@ -393,7 +393,7 @@ class PageLayout:
         self.message.value = text and f'<div role="status" style="color:var(--jp-error-color1,firebrick);line-height:1.4">{escape(text)}</div>'
 
     def arrange(self, controls, foot, inside, hint):
-        "Replace the controls above and below the picture, and the hint. `inside`: True if a histogram is open."
+        "Replace the controls above and below the picture, and the hint. `inside`: True while a histogram is open."
         self.top.children = [*([self.back] if inside else []), controls]
         self.foot.children = foot
         self.hint.value = hint and f'<span style="opacity:.7;font-size:90%">{escape(hint)}</span>'
@@ -405,7 +405,7 @@ def execution_count():
     return getattr(ip, 'execution_count', None)
 
 def error_text(e):
-    "Return the text of an exception to show below the controls."
+    "Return the text of an exception, to show below the controls."
     return str(e) if isinstance(e, ValueError|TypeError) and str(e) else f'{type(e).__name__}: {e}'
 
 # %% ../../nbs/60_show/94_pointing.ipynb #72767a7a
@@ -414,7 +414,7 @@ class Interactive:
     def __init__(self, f, source, given, train_stats=None, width=1500, pause=.01, live=True):
         W = needs('ipywidgets', for_='interactive')
         self.live,self.lock,self.shown_in = live,threading.RLock(),None
-        # arguments of the picture and, above them, of an open histogram
+        # arguments of the picture and, on top of these, arguments of an open histogram
         self.stack = [Arguments(f, read_rows_for(f, source), given, on_change=self.locked(self.change))]
         losses = None if f.__name__=='overview' and train_stats is None else read_losses(train_stats, self.now.one)
         self.picture = Picture(PageFigure(W, round(width*(.8 if losses else 1)), 4., live))
@@ -426,7 +426,7 @@ class Interactive:
         self.layout.back.on_click(self.locked(lambda _: self.leave()))
         self.connect()
         self.arrange()
-        with self.lock: self.draw(self.now, self.now.values()) # drawn once here, so that invalid arguments raise an error here
+        with self.lock: self.draw(self.now, self.now.values()) # draw once now, so that invalid arguments raise an error in the user's cell
         self.settle()
 
     now = property(lambda self: self.stack[-1])
@@ -437,7 +437,7 @@ class Interactive:
     def __repr__(self): return f"interactive {self.stack[0].f.__name__} of {name_of_run(self.stack[0].one) or 'a table'}"
 
     def _ipython_display_(self):
-        "Display the picture, unless the cell that created it has displayed it already."
+        "Display the picture at the end of a cell, unless the cell that created the picture has displayed it."
         if self.shown_in is None or self.shown_in!=execution_count(): self.show()
 
     def show(self):
@@ -447,7 +447,7 @@ class Interactive:
         display(self.layout.box)
 
     def locked(self, f):
-        "Wrap a listener: only one runs at a time, and exceptions are shown as messages in the notebook."
+        "Wrap a listener of a control: listeners run one at a time, and exceptions are shown as messages in the notebook."
         def g(*args):
             with self.lock:
                 try: f(*args)
@@ -455,18 +455,18 @@ class Interactive:
         return g
 
     def connect(self):
-        "Connect the mouse and key events of the figures."
+        "Connect the mouse and key events of the figures to the methods of this object."
         on = lambda s, **events: [s.canvas.mpl_connect(f'{n}_event', self.locked(f)) for n,f in events.items()]
         on(self.picture.surface, button_press=self.pressed, key_press=lambda event: self.leave() if event.key=='escape' else None)
         if c := self.cursor: on(c.loss.surface, motion_notify=c.on_hover, button_press=c.on_click, figure_leave=c.on_hover)
 
     def arrange(self):
-        "Show the controls of the picture, or the controls of an open histogram."
+        "Show the controls of the picture. While a histogram is open, show its controls."
         inside = len(self.stack)>1
         self.layout.arrange(self.now.box, [self.chooser.shown] if self.chooser and not inside else [], inside, self.hint(inside))
 
     def hint(self, inside):
-        "Return a text that explains what the user can click on."
+        "Return a hint for the user where to click."
         out = []
         if self.live and self.patches:
             out.append('Right click, Escape or Back: to the heat map.' if inside else 'Click on a patch to see how large its numbers were.')
@@ -481,11 +481,11 @@ class Interactive:
         if self.patches and arguments is self.stack[0]: self.patches.drawn_with(values)
 
     def change(self, arguments):
-        "Redraw the picture after a change of a control. Ignore changes of the heat map while a histogram is open."
+        "Redraw the picture after a control has changed. While a histogram is open, ignore changes of the heat map below it."
         if arguments is self.now: self.redraw()
 
     def redraw(self):
-        "Draw the picture with the values of its controls. If this fails, show the error and the last good picture."
+        "Draw the picture with the values of its controls. After an error, show the error, and the picture before it."
         try: self.draw(self.now, self.now.values())
         except Exception as e:
             if self.picture.good: self.draw(*self.picture.good)
@@ -494,18 +494,18 @@ class Interactive:
         self.settle()
 
     def settle(self):
-        "Update the cross-hair, and the tensors to choose from, after the picture was drawn."
+        "After the picture was drawn, update the cross-hair and the list of tensors to choose from."
         if self.chooser and len(self.stack)==1: self.chooser.offer()
         if self.cursor: self.cursor.settle()
 
     def pressed(self, event):
-        "Open the histogram of the clicked cell. A right click closes the histogram."
+        "Open the histogram of the clicked cell of the heat map. A right click closes the histogram."
         if event.button==3: return self.leave()
         if event.button!=1 or len(self.stack)>1 or not self.patches or event.inaxes is not self.figure.axes[0]: return
         self.enter(self.patches.at(event.xdata, event.ydata))
 
     def enter(self, row):
-        "Replace the heat map by the histogram of one tensor at one step."
+        "Replace the heat map by a histogram: that of the tensor and step in `row`."
         if row is None: return self.layout.show_message('Nothing was recorded there.')
         self.stack.append(self.patches.histogram(row))
         try: self.draw(self.now, self.now.values())
@@ -527,7 +527,7 @@ class Interactive:
 
 # %% ../../nbs/60_show/94_pointing.ipynb #0c7ba873
 def why_no_controls():
-    "Return the reason why no controls can be shown, or None if they can be shown."
+    "Return why no controls can be shown, or None if they can be shown."
     from importlib.util import find_spec
     ip = sys.modules['IPython'].get_ipython() if 'IPython' in sys.modules else None
     if getattr(ip, 'kernel', None) is None: return "interactive works only in a notebook."
@@ -542,7 +542,7 @@ def reports_pointer():
 def interactive(
     f, # Drawing function: `scalar_line`, `exp_hist`, `scalar_global_heatmap`, `overview`, `tree`, ...
     train_stats=None, # Loss curves to draw: `TrainingStats`, or a dict with the same keys; default logged numbers; False: none
-    width:int=1500, # Total width in pixels
+    width:int=1500, # Width of controls and picture together, in pixels
     mouse_sensitivity:int=10000, # Shortest time between two moves of the cross-hair, in microseconds
     **kwargs # Arguments of `f`, and `run`: a name, a torchEmber, a tracker or a table
 ): # Object with `controls`, `figure` and `show()`. Outside a notebook, the result of `f`
@@ -551,7 +551,7 @@ def interactive(
     Args:
         f: Drawing function: `scalar_line`, `exp_hist`, `scalar_global_heatmap`, `overview`, `tree`, ...
         train_stats: Loss curves to draw: `TrainingStats`, or a dict with the same keys; default logged numbers; False: none
-        width: Total width in pixels
+        width: Width of controls and picture together, in pixels
         mouse_sensitivity: Shortest time between two moves of the cross-hair, in microseconds
         **kwargs: Arguments of `f`, and `run`: a name, a torchEmber, a tracker or a table
 

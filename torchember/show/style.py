@@ -20,17 +20,17 @@ from .legend import palettes
 
 # %% ../../nbs/60_show/00_style.ipynb #a62cbf1a
 def is_dark(color=None) -> bool:
-    "Return True if a color is dark. By default, test the background of matplotlib's figures."
+    "Return True if a color is dark. Without a color, test the background of matplotlib's figures."
     color = mpl.rcParams['figure.facecolor'] if color is None else color
     if color=='none': color = mpl.rcParams['axes.facecolor']
     return float(np.dot(to_rgb(color), (.299, .587, .114)))<.5
 
 # %% ../../nbs/60_show/00_style.ipynb #57f8018d
 def rc_settings():
-    "Return torchember's matplotlib settings (rcParams), for the light or dark background in use."
+    "Return torchember's matplotlib settings (rcParams) for the current background, light or dark."
     dark = is_dark()
     ink,line = ('#e6e6e6', '#8a8a8a') if dark else ('#1c1c1c', '#8a8a8a')
-    # a font size that the user has set is not changed
+    # keep a font size that the user has set
     size = 9 if mpl.rcParams['font.size']==mpl.rcParamsDefault['font.size'] else mpl.rcParams['font.size']
     return {'font.size': size, 'axes.titlesize': size+1, 'figure.titlesize': size+2, 'axes.labelsize': size, 'figure.labelsize': size,
         'legend.fontsize': size-1, 'xtick.labelsize': size-1, 'ytick.labelsize': size-1, 'axes.titlelocation': 'left',
@@ -41,10 +41,10 @@ def rc_settings():
         'text.parse_math': False}
 
 # %% ../../nbs/60_show/00_style.ipynb #d9ac9375
-formula = re.compile(r'\$2\^\{-?\d+\}\$') # matches a power of two, as `base2` formats it
+formula = re.compile(r'\$2\^\{-?\d+\}\$') # matches a power of two, in the form that `base2` writes
 
 def figures_of(got):
-    "Return the figures in the result of a drawing function: Axes, a list or an array of Axes."
+    "Return the figures of a picture. The argument is the result of a drawing function: Axes, a list or an array of Axes."
     found = [getattr(o, 'figure', None) for o in (got if isinstance(got, list|tuple) else got.ravel() if isinstance(got, np.ndarray) else [got])]
     return list(dict.fromkeys(f for f in found if hasattr(f, 'findobj')))
 
@@ -53,11 +53,11 @@ def texts_in(fig):
     return fig.findobj(mpl.text.Text)
 
 def printable_lines(text):
-    "Return a text without control characters, except newlines."
+    "Return a text without control characters, except line breaks. Names in a log may contain any characters."
     return '\n'.join(map(printable, text.split('\n')))
 
 class Printable:
-    "Formatter of tick labels that makes names printable. Names may contain `$` or control characters."
+    "Formatter for the labels of an axis: names may contain `$` or control characters, and are made printable."
     def __init__(self, f): self.f = f
     def __call__(self, x, pos=None): return printable_lines(str(self.f(x, pos)))
 
@@ -65,7 +65,7 @@ def all_children(ax):
     "Return the axes inside of other axes, at any depth."
     return [c for a in ax.child_axes for c in (a, *all_children(a))]
 
-def draw_as_letters(fig, users): # users: texts that the user drew before, which stay as they are
+def draw_as_letters(fig, users): # users: texts that the user drew before; they do not change
     "Switch off math formulas in all texts of a figure, because names may contain `$`."
     for t in texts_in(fig):
         s = t.get_text()
@@ -81,7 +81,7 @@ def draw_as_letters(fig, users): # users: texts that the user drew before, which
 
 # %% ../../nbs/60_show/00_style.ipynb #ee344c0f
 def drawn(f):
-    "Decorate a drawing function: apply torchember's colors and fonts while it runs, and return Axes or `Panels`."
+    "Decorate a drawing function: it runs with torchember's colors and fonts, and returns Axes or `Panels`."
     @says_arguments
     @functools.wraps(f)
     def g(*args, **kwargs):
@@ -93,12 +93,12 @@ def drawn(f):
     return g
 
 def whole_figure(fig):
-    "Return the top-level figure of a subfigure."
+    "Return the whole figure around a subfigure."
     while fig.figure is not fig: fig = fig.figure
     return fig
 
 def return_axes(axes, own=True):
-    "Return the only Axes, or `Panels` of several. If the figure is torchember's own, the Axes also get its `savefig`."
+    "Return the Axes of a picture, or `Panels` if there are several. If torchember made the figure, Axes also get its method `savefig`."
     ax = axes if isinstance(axes, mpl.axes.Axes) else axes[0] if len(axes)==1 else None
     if ax is None: return Panels(axes)
     if own: ax.savefig = whole_figure(ax.figure).savefig
@@ -117,17 +117,17 @@ given = ContextVar('given', default=(None, None))
 
 @contextmanager
 def drawing_on(fig, wanted=None):
-    "Draw each picture of the `with` block into the same figure, which is cleared first. `wanted`: function(size in inches)."
+    "Draw each picture of the `with` block into one figure, after clearing it. `wanted`: function to call with the size in inches."
     was = given.set((fig, wanted))
     try: yield fig
     finally: given.reset(was)
 
 def canvas(ax=None, size:tuple=(7, 3.5)): # size: size of a new figure in inches
-    "Return the given axes, or axes in a new figure."
+    "Return the axes given by the user. If there are none, return axes in a new figure."
     return figure(size).subplots() if ax is None else ax
 
 def panels(n, wrap=None, size=None, each=(3.2, 2.2), least=(4.5, 2.8), **kwargs): # kwargs: arguments of `subplots`
-    # sizes in inches: of the figure (`size`), of one panel (`each`), smallest figure (`least`); wrap: largest number of panels in a row
+    # in inches: `size` of the figure, `each` panel, `least` size of the figure. wrap: maximum number of panels in a row
     "Make a figure with a grid of panels. Return the figure and the list of `n` Axes."
     across = min(n, wrap or (n if n<4 else math.ceil(n**.5)))
     down = math.ceil(n/across)
@@ -135,18 +135,18 @@ def panels(n, wrap=None, size=None, each=(3.2, 2.2), least=(4.5, 2.8), **kwargs)
     fig = figure(size)
     grid = fig.subplots(down, across, squeeze=False, **kwargs).ravel()
     for ax in grid[n:]: ax.remove()
-    for ax in grid[max(n-across, 0):n]: ax.xaxis.set_tick_params(labelbottom=True) # labels are shown, because no panel below shows them
+    for ax in grid[max(n-across, 0):n]: ax.xaxis.set_tick_params(labelbottom=True) # show the labels of the x axis, because no panel below shows them
     return fig, list(grid[:n])
 
-def axes_for(n, ax, what, wrap=None, size=None, **kwargs): # what: plural noun for an error message
-    "Return `n` Axes: the given ones, or those of a new figure. Raise ValueError if another number of Axes is given."
+def axes_for(n, ax, what, wrap=None, size=None, **kwargs): # what: noun for the error message, such as 'layers'
+    "Return `n` Axes: the user's, or from a new figure. Raise ValueError if the user gave a different number of Axes."
     if ax is None: return panels(n, wrap, size, **kwargs)[1]
     axes = list(np.ravel(np.array(ax, dtype=object)))
     if len(axes)!=n: raise ValueError(f"{n} {what} need as many axes, got {len(axes)}.")
     return axes
 
 def label_figure(axes, title, x='', y=''):
-    "Write the title of a figure, and the labels x and y: once for all panels of the figure."
+    "Write the title of a figure, and its labels x and y only once for all panels."
     fig = axes[0].figure
     if title: fig.suptitle(title, x=.01, ha='left')
     if len(axes)==1: return axes[0].set(xlabel=x, ylabel=y)
@@ -155,7 +155,7 @@ def label_figure(axes, title, x='', y=''):
 
 # %% ../../nbs/60_show/00_style.ipynb #9a3e0002
 class Panels(np.ndarray):
-    "Array of the Axes of several panels. Other attributes, such as `savefig`, are those of the figure."
+    "Array of the Axes of several panels. Its other attributes, such as `savefig`, are those of the figure."
     def __new__(cls, axes):
         out = np.empty(len(axes), object)
         out[:] = axes
@@ -175,7 +175,7 @@ class Panels(np.ndarray):
 
 # %% ../../nbs/60_show/00_style.ipynb #31387a25
 def base2(x) -> list:
-    "Format exponents as powers of two, in matplotlib's math notation."
+    "Format whole numbers as powers of two in matplotlib's math notation: 3 becomes '$2^{3}$'."
     return [f'$2^{{{int(n)}}}$' for n in x]
 
 def axes_size(ax):

@@ -22,7 +22,7 @@ from .style import drawing_on, drawn, is_dark, panels
 
 # %% ../../nbs/60_show/75_surfaces.ipynb #83eb96c8
 def thin_matrix(h:UnitHistory, most_steps:int, most_units:int) -> tuple:
-    "Reduce a matrix to a drawable size. Return steps, unit numbers, values, and a mask of non-finite values."
+    "Reduce a matrix to a drawable size. Return steps, numbers of units, values, and a mask of non-finite values."
     ok,bounds = np.isfinite(h.value),[np.unique(np.linspace(0, n, min(n, most)+1).astype(int))[:-1]
         for n,most in zip(h.value.shape, (most_steps, most_units), strict=True)]
     steps,units = h.steps[bounds[0]],np.arange(h.value.shape[1])[bounds[1]]
@@ -37,7 +37,7 @@ def thin_matrix(h:UnitHistory, most_steps:int, most_units:int) -> tuple:
     return steps, units, np.where(np.isfinite(value), value, np.nan), np.zeros(value.shape, bool) if fine else each(~ok, np.logical_or)
 
 def has_zeros(value):
-    "Return True if zero is the smallest value, and there are larger ones."
+    "Return True if zero is the smallest value, and larger values exist. Zeros are then drawn in gray."
     finite = value[np.isfinite(value)]
     return bool(len(finite) and finite.min()==0 and finite.max()>0)
 
@@ -91,27 +91,27 @@ def draw(found, stat, kind, title, figsize=None, col_wrap=None, kwargs=None):
     names = short_names([h.label for h in found], 34)
     for ax,h,name in zip(axes, found, names, strict=True):
         (draw_heatmap if flat else draw_surface)(ax, h, stat, kwargs or {})
-        if not flat: ax.set_box_aspect((1.25, 1, .7), zoom=1.05 if alone else .88) # font size with which all labels fit
+        if not flat: ax.set_box_aspect((1.25, 1, .7), zoom=1.05 if alone else .88) # the plot is smaller beside other panels, so that all labels fit
         if not alone: ax.set_title(name)
     title = make_title(title, names[0] if alone else '')
     if title: fig.suptitle(title, x=.01, ha='left')
     return axes
 
-shares = {'UnitActivity'} # statistics whose values are fractions from 0 to 1
+shares = {'UnitActivity'} # statistics with fractions from 0 to 1 as values: the colors of a heat map span this range
 
 def draw_heatmap(ax, h, stat, kwargs):
     "Draw a matrix as a heat map, with steps as columns and units as rows."
     steps,units,value,bad = thin_matrix(h, 300, 256)
     scale = {}
     if stat in shares and not {'norm', 'vmin', 'vmax', 'center', 'robust'} & kwargs.keys():
-        # no tick at 0, because zeros are drawn in gray
+        # no tick at 0 in the color bar, because zeros are drawn in gray
         scale = {'norm': mpl.colors.Normalize(0, 1), 'cbar_kws': {'ticks': np.linspace(.2, 1, 5)}}
     labels = [str(u) for u in units]
     heat(ax, Grid(labels, steps, value.T, bad.T, [[l] for l in labels]), meanings.get(stat, stat), **{'zeros': True, **scale, **kwargs})
     ax.set(xlabel='step', ylabel='unit')
 
 def draw_surface(ax, h, stat, kwargs):
-    "Draw a matrix as a surface over steps and units."
+    "Draw a matrix as a surface in three dimensions, over steps and units."
     steps,units,value,bad = thin_matrix(h, 120, 96)
     x,y = (np.array([c[0]-.5, c[0]+.5]) if len(c)==1 else c for c in (np.asarray(steps, float), np.asarray(units, float)))
     value,bad = (np.broadcast_to(v, (len(x), len(y))) for v in (value, bad))
@@ -138,7 +138,7 @@ def draw_surface(ax, h, stat, kwargs):
 
 # %% ../../nbs/60_show/75_surfaces.ipynb #a78666d3
 def corner_values(v):
-    "Return the four corners of each face of a surface."
+    "Return the values at the four corners of each face of a surface."
     return np.stack([v[:-1, :-1], v[1:, :-1], v[:-1, 1:], v[1:, 1:]])
 
 # %% ../../nbs/60_show/75_surfaces.ipynb #7690a1cd

@@ -24,27 +24,27 @@ from .trackio import Trackio
 from .wandb import Wandb
 
 # %% ../../nbs/56_sinks/60_feed.ipynb #f26f9e6c
-# class of each sink, by the name for `torchEmber(sinks=)`
+# class of each sink of torchember, by its name for the argument `torchEmber(sinks=)`
 sinks = {'wandb': Wandb, 'tensorboard': TensorBoard, 'mlflow': MLflow, 'trackio': Trackio}
 
 class Function(Sink):
-    "A sink that calls a function. For a function without a name, such as a lambda, `replay` always sends all steps."
-    def __init__(self, f, **choice): # f: function of a step and a dict of numbers by metric; choice: arguments of `Sink`
+    "A sink that calls a function. If the function has no name of its own, such as a lambda, `replay` always sends all steps."
+    def __init__(self, f, **choice): # f: function called with a step and a dict of its numbers by metric; choice: arguments of `Sink`
         super().__init__(**choice)
         self.f,self.name = f,getattr(f, '__qualname__', type(f).__qualname__)
 
     def scalars(self, step, numbers): self.f(step, numbers)
 
-    # names with '<lambda>' or '<locals>' do not identify a function
+    # a function with '<lambda>' or '<locals>' in its name cannot be recognized later, so it gets no target
     def target(self): return None if '<' in self.name else f'{self.f.__module__}.{self.name}'
 
 def hidden_plugin(plugin):
-    "Return the warning for the entry point of a sink with the name of a built-in sink."
+    "Return the warning for a sink of another package with the name of a built-in sink. The built-in sink hides it."
     return (f"The package {plugin.dist.name!r} has a sink {plugin.name!r}, but torchember uses its own sink of this name. "
         f"To use that of the package, pass the object itself: sinks={plugin.value.partition(':')[2]}, from {plugin.value.partition(':')[0]}.")
 
 def find_sink(name):
-    "Return the sink with a name, from torchember or another package. Raise ValueError with all names if there is none."
+    "Return the sink with a name, from torchember or another package. If there is none, raise ValueError with a list of all names."
     plugins = find_plugins('sinks')
     if name in sinks:
         if name in plugins: warn(hidden_plugin(plugins[name]))
@@ -53,7 +53,7 @@ def find_sink(name):
     return sink_of(load_plugin(plugins[name]))
 
 def sink_of(what):
-    "Return a sink for a name, a function, a class, or a writer or run of a tracker. Raise TypeError for anything else."
+    "Return a sink for a name, a function, a class, or an object of a tracker such as its run. Raise TypeError for anything else."
     if isinstance(what, Sink): return what
     if isinstance(what, str): return find_sink(what)
     if isinstance(what, type) and issubclass(what, Sink): return what()
@@ -66,19 +66,19 @@ def sink_of(what):
     raise TypeError(f"sinks= takes {', '.join(map(repr, sinks))}, a function of a step and its numbers, a SummaryWriter, a run of W&B, MLflow "
         f"or trackio, a Sink, or a list of these; got {an(what)}.")
 
-def sinks_of(what) -> list: # what: name, function, `Sink`, or a list of them
+def sinks_of(what) -> list: # what: a name, a function, a `Sink`, or a list of these
     "Return the sinks for the argument `torchEmber(sinks=)`. Raise ImportError if the library of a tracker is missing."
     return [sink_of(w) for w in (what if isinstance(what, list|tuple) else [what] if what else [])]
 
 # %% ../../nbs/56_sinks/60_feed.ipynb #f512a34d
 class SentSteps:
-    "The steps of a run received by one destination. A file beside the run lists them, a range per line."
+    "The steps of a run received by a destination. A file beside the log lists them, with a range of steps in each line."
     def __init__(self, t, target): # t: `tracker` of the run; target: result of `Sink.target`
         self.path,self.target,self.steps = t.about.path(f'sent_{t.fname}'),target,set()
         if target is not None and self.path.exists():
             for line in self.path.read_bytes().splitlines():
                 try: row = load_row(line)
-                except ValueError: continue # skips an incomplete line, whose writer was killed
+                except ValueError: continue # skip an incomplete line: the process was killed while it wrote the line
                 if row.get('target')==target: self.steps.update(range(row['first'], row['last']+1))
 
     def add(self, steps):
@@ -94,26 +94,26 @@ class SentSteps:
 
 # %% ../../nbs/56_sinks/60_feed.ipynb #8b0a1869
 class StepSender:
-    "Sends steps of a run to a sink, and stores the numbers of the arrived steps."
-    patience,most_failures = 2.,5 # seconds between two flushes; consecutive failures after which sending stops
+    "Sends steps of a run to a sink, and notes the steps after they have arrived."
+    patience,most_failures = 2.,5 # seconds between two flushes of the sink; number of failures in a row after which nothing more is sent
     def __init__(self, t, sink): # t: `tracker` of the run
-        # sent: a `SentSteps`; None before `open` was called
+        # sent: a `SentSteps`, or None before the first call of `open`
         self.tracker,self.sink,self.sent,self.unconfirmed,self.last_flush,self.failures = t,sink,None,[],time.monotonic(),0
-        # of several processes, the first process sends under the name of the whole run
+        # with several processes, the first process sends, under the name of the whole run
         self.run = t.fname.removesuffix('.rank0')
 
     def open(self):
-        "Open the run in the experiment tracker, unless it is already open."
+        "Open the run in the experiment tracker, unless it is open already."
         if self.sent is not None: return
         try: about = self.tracker.about[f'base_{self.tracker.fname}']
-        except KeyError: about = {} # with several processes, each process stores its metadata under another key
+        except KeyError: about = {} # with several processes, the metadata are under the key of another process
         if self.sink.of is not None: raise ValueError(f"this sink already sends the run {self.sink.of!r}. Create another sink for {self.run!r}")
         self.sink.of = self.run
         self.sink.open(self.run, dict(about))
         self.sent = SentSteps(self.tracker, self.sink.target())
 
     def step(self, step, rows):
-        "Send the rows of a step to the sink, unless the step has already arrived."
+        "Send the rows of a step to the sink, unless the step has arrived before."
         if not self.sink.when(step): rows = [r for r in rows if r.get('ttype')=='scalar' or r.get('phase')=='eval']
         if not rows or self.failures>=self.most_failures: return
         try:
@@ -130,17 +130,17 @@ class StepSender:
         if time.monotonic()-self.last_flush>self.patience: self.flush()
 
     def findings(self, step, rows):
-        "Send the rows of new and ended findings of a step."
+        "Send the findings of a step to the sink: new findings, and findings with an end in this step."
         self.open()
         self.sink.findings(step, rows)
 
     def flush(self):
-        "Flush the sink, and store the numbers of the arrived steps."
+        "Flush the sink, and note the arrived steps."
         if self.sent is None: return
         self.sink.flush()
         arrived = set(self.sink.persisted_steps(self.unconfirmed))
         self.sent.add(arrived)
-        # the last step is sent again, because the tracker may have added to its row
+        # the last step stays in the list, because the tracker may not have stored its row yet
         self.unconfirmed,self.last_flush = [s for s in self.unconfirmed[-1:] if s not in arrived],time.monotonic()
 
     def close(self):
@@ -150,22 +150,22 @@ class StepSender:
 
 # %% ../../nbs/56_sinks/60_feed.ipynb #d31311fd
 class Feed:
-    "Sends a run to a sink during the recording, in a separate thread. So the training never waits for the tracker."
-    patience = 10. # seconds that the end of a run waits for the sink
+    "Sends a run to a sink while the run is recorded. A separate thread sends, so the training never waits for the tracker."
+    patience = 10. # at the end of a run, wait at most this many seconds for the sink
 
     def __init__(self, t, sink): # t: `tracker` of the run
-        # has_own_names: False if another run sends metrics with the same names
+        # has_own_names: False if another run sends metrics of the same names to this destination
         self.ended,self.has_own_names = False,None
-        # step: number of the open step
+        # step: number of the step whose rows are being collected
         self.tracker,self.sender,self.step,self.rows,self.first_failure = t,StepSender(t, sink),None,[],None
         self.name = f'the sink {printable(sink.name)}'
         self.listening = listen_to_run(t, self.receive_rows, self.name)
         open_feeds.add(self)
 
     def receive_rows(self, step, rows):
-        "Collect the rows of the open step. Rows of a different step send the open step. Called in the listener thread."
+        "Collect the rows of a step. When rows of a new step arrive, send the collected step. The listener thread calls this method."
         found = [r for r in rows if r.get('ttype')=='finding']
-        for at in dict.fromkeys(r['step'] for r in found): # findings are sent with their own step, as `replay` does
+        for at in dict.fromkeys(r['step'] for r in found): # send each finding under its own step, as `replay` does
             self.attempt(at, lambda at: self.sender.findings(at, [r for r in found if r['step']==at]))
         if step is None or len(found)==len(rows): return
         if step==self.step: return self.rows.extend(rows)
@@ -173,7 +173,7 @@ class Feed:
         self.step,self.rows = step,list(rows)
 
     def send_step(self):
-        "Send the collected rows of the open step."
+        "Send the collected rows of the ended step."
         if self.step is None: return
         self.attempt(self.step, lambda step: self.sender.step(step, self.rows))
         self.warn_of_same_names()
@@ -190,12 +190,12 @@ class Feed:
             f"Give each a prefix: {type(mine).__name__}(prefix='{self.sender.run}/'). This is reported once.")
 
     def attempt(self, step, f):
-        "Call `f(step)`. Report an exception and continue, because a failing sink must not stop the training."
+        "Call `f(step)`. Report an exception and go on, because a failing sink must not stop the training."
         try: f(step)
         except BaseException as e: self.report(f"{type(e).__name__}: {printable(e, 300)}", step)
 
     def report(self, failure, step=None):
-        "Report a failure to the user, if it is the first one of this sink."
+        "Report a failure of the sink to the user. Only the first failure of a sink is reported."
         if self.first_failure is not None: return
         self.first_failure = failure
         at = '' if step is None else f' step {step}'
@@ -204,7 +204,7 @@ class Feed:
 
     @property
     def replay_command(self):
-        "Code for the user to send the missing steps. Messages contain it."
+        "Python code to send the missing steps, for messages to the user."
         name = self.sender.sink.name
         return f"replay({self.sender.run!r}, {repr(name) if name in sinks else 'sink'})"
 
@@ -214,7 +214,7 @@ class Feed:
         self.attempt(self.step, lambda step: self.sender.close())
 
     def close(self):
-        "Send the last step and stop listening. Wait for the sink at most `patience` seconds."
+        "Send the last step, and stop listening. Wait for the sink, but at most `patience` seconds."
         if self.ended or self.listening.pid!=os.getpid(): return
         self.ended = True
         open_feeds.discard(self)
@@ -222,7 +222,7 @@ class Feed:
         if self.listening.hangs: return
         last = threading.Thread(target=self.finish, name=f'torchember-{self.name}-end', daemon=True)
         try: last.start()
-        except RuntimeError: return self.finish() # raised while the interpreter ends, when no thread can start
+        except RuntimeError: return self.finish() # no thread can start while the interpreter ends
         last.join(self.patience)
         if last.is_alive(): self.report('it does not return')
 
@@ -231,40 +231,40 @@ class Feed:
         if self.first_failure is None and not self.listening.hangs: return []
         return [f"{self.name} did not get all steps ({self.first_failure or 'it does not return'}): {self.replay_command} sends the missing steps."]
 
-open_feeds = weakref.WeakSet() # feeds that `close_feeds` must close
+open_feeds = weakref.WeakSet() # the feeds that are open; `close_feeds` closes them
 
 @atexit.register
 def close_feeds():
-    "Close all feeds at the end of the process."
+    "Close all open feeds when the process ends."
     for f in list(open_feeds): f.close()
 
 # %% ../../nbs/56_sinks/60_feed.ipynb #09cef4c1
 def rows_of(run):
-    "Return all rows of a `Run`. If several processes have written rows, merge them into rows of the whole."
+    "Return all rows of a `Run`. If several processes have recorded it, merge their rows into rows of whole tensors."
     if not run.is_ranked: return run.rows()
     return [{k: v for k,v in r.items() if isinstance(v, list|tuple|str) or v is not None and v==v} for r in run.table().to_dict('records')]
 
 def replay(
-    run, # Name of a run, or another argument that `read` takes
-    sink, # One sink, as in `torchEmber(sinks=)`
+    run, # Run to send: its name, or another argument accepted by `read`
+    sink, # Sink to send to: one value for `torchEmber(sinks=)`, such as 'wandb'
     home=None # Folder of logs, instead of `~/.torchember`
-) -> int: # Number of steps sent
-    """Send the steps of a stored run that have not arrived at a sink yet.
+) -> int: # Number of steps that were sent
+    """Send the steps of a stored run that have not yet arrived at a sink.
 
     Args:
-        run: Name of a run, or another argument that `read` takes
-        sink: One sink, as in `torchEmber(sinks=)`
+        run: Run to send: its name, or another argument accepted by `read`
+        sink: Sink to send to: one value for `torchEmber(sinks=)`, such as 'wandb'
         home: Folder of logs, instead of `~/.torchember`
 
     Returns:
-        Number of steps sent
+        Number of steps that were sent
     """
     sink,run = sink_of(sink),open_run(run, home)
     if run.log is None: raise TypeError("replay needs the name of a stored run, got a table. Only a stored run has the list of the steps that were sent.")
     steps = {}
     for r in rows_of(run):
         if is_step(r.get('step')): steps.setdefault(r['step'], []).append(r)
-    # the list of sent steps belongs to the first process
+    # of several processes, the first process has the list of sent steps
     sender = StepSender(run.log.t or emberTracker(run.name, run.home), sink)
     sender.open()
     n = len(sender.sent.steps)

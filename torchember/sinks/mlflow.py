@@ -14,22 +14,22 @@ from .sink import Sink, simple_metadata, stable_id
 from ..ground.needs import needs
 
 # %% ../../nbs/56_sinks/40_mlflow.ipynb #d3d78745
-# limits of MLflow: numbers per request, letters of a name, letters of a tag
+# limits of MLflow: numbers in a request, letters of a name, letters of a tag
 most_numbers,most_letters,most_text = 1000,250,5000
 
 def escape_name(part:str):
-    "Return one part of a metric's path, with a checksum instead of the characters not allowed by MLflow."
+    "Replace the characters forbidden by MLflow in a part of a metric's path by a checksum."
     if re.fullmatch(r'[\w.\- ]+', part) and part not in ('.', '..'): return part
     return re.sub(r'[^\w\- ]', '_', part)+f'-{crc32(part.encode()):08x}'
 
-def metric_name(key) -> str: # key: `ttype/path/stat`
-    "Return a metric name accepted by MLflow. Different keys get different names."
+def metric_name(key) -> str: # key: name of the metric in torchember, `ttype/path/stat`
+    "Convert the name of a metric to a name allowed by MLflow. Different metrics get different names."
     name = '/'.join(map(escape_name, key.split('/')))
     return name if len(name)<=most_letters else f'{name[:most_letters-9]}-{crc32(key.encode()):08x}'
 
 # %% ../../nbs/56_sinks/40_mlflow.ipynb #0cfe6b15
-def percentile_edges(edges, counts) -> dict: # edges: edges of a histogram; counts: counts between the edges
-    "Return the lower edge of the bin of the 5th, 50th and 95th percentile, because MLflow has no histograms."
+def percentile_edges(edges, counts) -> dict: # edges: edges of the histogram's bins; counts: number of values in each bin
+    "Return the lower edge of the bins with the 5th, 50th and 95th percentile. MLflow has no histograms, so these numbers are sent instead."
     out,seen,total = {},0,sum(counts)
     for edge,n in zip(edges, counts, strict=False):
         seen += n
@@ -39,26 +39,26 @@ def percentile_edges(edges, counts) -> dict: # edges: edges of a histogram; coun
 
 # %% ../../nbs/56_sinks/40_mlflow.ipynb #b005e772
 class MLflow(Sink):
-    """Sends to MLflow: to the run that is open, or else to a new run.
+    """Sends to MLflow: to the MLflow run that is open, or else to a new MLflow run.
 
     Args:
         run: Run of MLflow, or its id; by default the open run, or else a new run
         experiment: Experiment of a new run; by default the experiment set in MLflow, or 'torchember'
-        **choice: Arguments of `Sink`
+        **choice: Further arguments, as for `Sink`
     """
     name = 'mlflow'
-    tag = 'torchember.run' # tag with the id of the torchember run, to find a run that this sink has created
+    tag = 'torchember.run' # tag of the MLflow run with the id of the torchember run, by which this sink finds its run again
     def __init__(self,
         run=None, # Run of MLflow, or its id; by default the open run, or else a new run
         experiment:str|None=None, # Experiment of a new run; by default the experiment set in MLflow, or 'torchember'
-        **choice # Arguments of `Sink`
+        **choice # Further arguments, as for `Sink`
     ):
         super().__init__(**choice)
         self.given = run if isinstance(run, str) else self.id_of(run or self.mlflow.active_run()) or os.environ.get('MLFLOW_RUN_ID')
-        # server of the given run; for a new run, the user may still change the server
+        # the server of the given run. Without a run, None: the user may choose another server later
         self.uri = self.mlflow.get_tracking_uri() if self.given else None
         self.experiment = experiment
-        # the database is created now, because that takes seconds
+        # create MLflow's database now, before the training: this takes seconds
         if not self.mlflow.get_tracking_uri().startswith(('http', 'databricks')):
             self.mlflow.MlflowClient(self.uri)
         self.begin()
@@ -66,33 +66,33 @@ class MLflow(Sink):
     mlflow = property(lambda self: needs('mlflow', for_='The sink mlflow'), doc="The library, a property because a library cannot be pickled.")
 
     def begin(self):
-        "Reset the state between two runs."
+        "Reset the state of the sink, to send another run."
         self.id,self.client,self.owns_run = self.given,None,False
-        # old_metrics: names of metrics in the run; old_steps: steps in the run by name of the metric
+        # old_metrics: names of the metrics in the MLflow run; old_steps: for each of these names, the steps in the MLflow run
         self.pending,self.old_metrics,self.old_steps,self.tags = [],(),{},{}
 
     @staticmethod
     def id_of(run):
-        "Return the id of an MLflow run, None for None."
+        "Return the id of an MLflow run. Return None without a run."
         return run and run.info.run_id
 
     def open(self, run, about):
         self.client = self.mlflow.MlflowClient(self.uri)
-        self.id = self.id or self.id_of(find_open_run(self.mlflow)) # searched again, because the run may be open in another thread
+        self.id = self.id or self.id_of(find_open_run(self.mlflow)) # search again, because the user may have opened a run in another thread
         found = self.client.get_run(self.id) if self.id else self.create_or_find_run(run, about)
         self.old_metrics,self.tags,self.id = {*found.data.metrics},found.data.tags,found.info.run_id
 
     def experiment_id(self):
-        "Return the id of the experiment for a new run. Create the experiment if it does not exist."
+        "Return the id of the MLflow experiment for a new run. Create the experiment if it does not exist."
         env = os.environ.get
-        # `mlflow.set_experiment` also sets this variable
+        # an experiment chosen by the user: `mlflow.set_experiment` sets this variable, too
         if self.experiment is None and env('MLFLOW_EXPERIMENT_ID'): return env('MLFLOW_EXPERIMENT_ID')
         name = self.experiment or env('MLFLOW_EXPERIMENT_NAME') or 'torchember'
         found = self.client.get_experiment_by_name(name)
         return found.experiment_id if found else self.client.create_experiment(name)
 
     def create_or_find_run(self, run, about):
-        "Return the MLflow run created by an earlier call for this torchember run, or else a new run."
+        "Return the MLflow run created earlier for this torchember run, to continue it. If there is none, create a run."
         where,id,self.owns_run = self.experiment_id(),stable_id(run, about),True
         found = self.client.search_runs([where], f"tags.`{self.tag}` = '{id}'", max_results=1)
         if found:
@@ -104,11 +104,11 @@ class MLflow(Sink):
         return created
 
     def target(self):
-        "Return the id of the MLflow run as the name of the destination."
+        "Return the name of the destination. It contains the id of the MLflow run."
         return f'mlflow:{self.id}'
 
     def queue_numbers(self, step, numbers):
-        "Queue the numbers of a step still missing in the MLflow run. Send them if a request is full."
+        "Queue the numbers of a step still missing in the MLflow run. When enough for a request are queued, send them."
         now = int(time.time()*1000)
         for k,v in numbers.items():
             name = metric_name(k)
@@ -127,7 +127,7 @@ class MLflow(Sink):
             tag,line = metric_name(f"torchember.finding.{f['rule']}"),f"step {step}: {'no longer so: ' if f.get('over') else ''}{f['text']}"
             lines = self.tags.get(tag, '').splitlines()
             text = '\n'.join([*lines, line])
-            if line in lines or len(text)>most_text: continue # only the first findings are kept, which are usually the causes
+            if line in lines or len(text)>most_text: continue # a tag is full: keep its first findings, which are usually the causes
             self.client.set_tag(self.id, tag, text)
             self.tags[tag] = text
 

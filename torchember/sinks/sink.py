@@ -17,15 +17,15 @@ from ..store.reading import path_of, without_superseded
 
 # %% ../../nbs/56_sinks/10_sink.ipynb #5c42374b
 default_ttypes = ('output', 'weight', 'weight_grad', 'update') # tensor types that a sink sends by default
-bad_counts = ('nan', 'posinf', 'neginf') # columns of a row that count non-finite values
+bad_counts = ('nan', 'posinf', 'neginf') # columns of a row with the counts of its non-finite values
 
 def rms_of_row(row):
-    "Return the root mean square in a row, or compute it from mean and standard deviation. None if the row has neither."
+    "Return the root mean square of a row's tensor, if necessary from mean and standard deviation. None if the row has neither."
     if 'rms' in row: return row['rms']
     mean,std = row.get('mean'),row.get('std')
     if mean is None or 'std' not in row: return None
     n = row.get('numel') or (math.prod(row['shape']) if isinstance(row.get('shape'), list|tuple) else 0)
-    # the standard deviation of one element is NaN; it shows one element if no shape was recorded
+    # the standard deviation of one element is NaN. Without a shape, a NaN means one element
     if n==1 or std!=std and math.isfinite(mean): return abs(mean)
     return None if std is None else math.hypot(mean, std*math.sqrt((n-1)/n if n else 1.))
 
@@ -36,7 +36,7 @@ def statistic_of(row, stat):
 
 # %% ../../nbs/56_sinks/10_sink.ipynb #9f490008
 def merge_calls(stat, values):
-    "Merge the values of a statistic from several calls of a module into one value."
+    "Merge the values of a statistic into one value. They come from several calls of a module in a step."
     if len(values)==1: return values[0]
     if stat in ('min', 'abs_min'): return min(values)
     if stat in ('max', 'abs_max'): return max(values)
@@ -45,8 +45,8 @@ def merge_calls(stat, values):
     return sum(values)/len(values)
 
 # %% ../../nbs/56_sinks/10_sink.ipynb #26d35c5a
-def exponent_histogram(row): # returns (edges, counts) without empty ends; None if the row has no counts
-    "Return a histogram of the absolute values of a tensor. Its edges are zero and powers of two."
+def exponent_histogram(row): # returns (edges, counts) without empty bins at the ends; None if the row has no exponent counts
+    "Return a histogram of the absolute values of a tensor, from the exponent counts in its row. The edges are zero and powers of two."
     counts,lo = row.get('exponents'),row.get('exponent_min')
     if not isinstance(counts, list|tuple) or len(counts)<3 or not isinstance(lo, int|float): return None
     lo = int(lo)
@@ -57,7 +57,7 @@ def exponent_histogram(row): # returns (edges, counts) without empty ends; None 
     return edges[first:last+2], list(counts[first:last+1])
 
 def merge_histograms(histograms):
-    "Merge the histograms of several calls into one histogram. All edges are powers of two, so equal bins are added."
+    "Merge the histograms of several calls of a module into one. All edges are powers of two, so bins with equal edges are added."
     if len(histograms)==1: return histograms[0]
     counts = {}
     for edges,n in histograms:
@@ -70,10 +70,10 @@ class MetricNames:
     "Selects the modules sent by a sink, and names their metrics."
     def __init__(self, include=None, exclude=None): # the arguments are those of `Sink`
         self.include,self.exclude,self.picked = include,exclude,None
-        self.layers,self.inner = {},set() # layers: a `NamedLayer` for each path; inner: paths of modules that have submodules
+        self.layers,self.inner = {},set() # layers: a `NamedLayer` for each module path; inner: paths of the modules that contain other modules
 
     def learn(self, rows):
-        "Add the modules of some rows, and choose among all known modules with `include` and `exclude`."
+        "Note the modules of some rows, and choose the modules to send by `include` and `exclude`."
         for module in {r['module'] for r in rows if isinstance(r.get('module'), str)}:
             path = path_of(module)
             if path in self.layers: continue
@@ -82,42 +82,42 @@ class MetricNames:
             self.picked = None
         if self.picked is not None: return
         try: ids = chosen(self.layers.items(), self.include, self.exclude)
-        except ValueError: ids = set() # raised if `include` matches no module that was recorded so far
+        except ValueError: ids = set() # no recorded module matches `include` so far
         self.picked = {p for p,l in self.layers.items() if id(l) in ids}
 
     def is_sent(self, row):
-        "Return True if the sink sends metrics of a row. By default, inputs and outputs of containers are not sent."
+        "Return True if the sink sends the statistics of a row. By default, inputs and outputs of modules with submodules are not sent."
         path = path_of(row['module'])
         is_activation = row['ttype'] in ('input', 'output', 'input_grad', 'output_grad')
         return path in self.picked and (self.include is not None or not is_activation or path not in self.inner)
 
-    def key(self, row, first): # first: name of the first tensor for each (ttype, phase, path)
-        "Return the beginning of the names of a row's metrics: `ttype/path`. The name of the statistic follows."
+    def key(self, row, first): # first: dict with the name of the first tensor of each (ttype, phase, path)
+        "Return the beginning of a metric's name for a row: `ttype/path`. The name of the statistic follows."
         path,tname = path_of(row['module']) or 'model',row.get('tname')
         if row.get('pname'): path = f"{path}.{row['pname']}"
-        # a second output or optimizer state needs its own name
+        # the second output of a module, and each optimizer state, needs a longer name
         other = first.setdefault((row['ttype'], row.get('phase'), path), tname)!=tname
         if other or row['ttype']=='optimizer': path = f'{path}/{tname}'
         return (f"{row['phase']}/" if row.get('phase') in beside_training else '')+f"{row['ttype']}/{path}"
 
 # %% ../../nbs/56_sinks/10_sink.ipynb #7e5d73c1
-built_in_columns = {*identity, *of_pieces, *optional, 'path'} # columns of a row that are no numbers of the user
+built_in_columns = {*identity, *of_pieces, *optional, 'path'} # columns of a row that torchember writes; other columns with numbers are the user's
 
-def logged_numbers(row, known): # known: columns to leave out
+def logged_numbers(row, known): # known: names of columns that the user has not logged
     "Return the numbers logged by the user with `te.log`, from a row of type 'scalar'."
     return {k: float(v) for k,v in row.items() if k not in known and isinstance(v, int|float) and not isinstance(v, bool)}
 
 def stable_id(run, about) -> str: # about: metadata of the run
-    "Return an id from name, host and start of a run. So a continued run keeps its id, and different runs get different ids."
+    "Return an id made of name, host and start of a run. A continued run keeps its id, and different runs have different ids."
     began = f"{about.get('start')} {about.get('host')}"
     return f"{re.sub(r'[^A-Za-z0-9_-]', '_', run)[:110]}-{crc32(began.encode()):08x}"
 
 def simple_metadata(about):
-    "Return the entries of a run's metadata with text or numbers, because trackers accept only these."
+    "Return the entries of a run's metadata with text or numbers. Trackers accept nothing else."
     return {k: v for k,v in about.items() if isinstance(v, str|int|float)}
 
 def alerts_of(found):
-    "Return (title, text, level) of an alert for each error or warning. Ended findings get no alert."
+    "Return an alert (title, text, level) for each error and warning among findings. An ended finding gets no alert."
     levels = {'error': 'ERROR', 'warning': 'WARN'}
     return [(printable(f['rule'], 60), f"{f['text']} {f.get('advice') or ''}".strip(), levels[f['severity']])
         for f in found if not f.get('over') and f.get('severity') in levels]
@@ -135,7 +135,7 @@ class Sink:
         histograms: True to send exponent counts as histograms, if they are recorded
         prefix: Beginning of all names, so that two models can share a run of a tracker: 'generator/'
     """
-    name,prefix,of = 'sink','',None # name: name of the sink in messages; of: name of the run that uses the sink now
+    name,prefix,of = 'sink','',None # name: name of the sink in messages; of: name of the run that the sink is sending
     def __init__(self,
         include=None, # Modules, as in `select`. By default all; outputs only of modules without submodules
         exclude=None, # Modules to leave out
@@ -155,14 +155,14 @@ class Sink:
         "Begin or continue a run in the tracker. `about`: metadata of the run. Called first, in the thread of the sink."
 
     def scalars(self, step:int, numbers:dict):
-        "Send the numbers of a step: metric -> number."
+        "Send the numbers of a step to the tracker. The dict contains a number for each metric name."
         raise NotImplementedError
 
     def histograms(self, step:int, counts:dict):
-        "Send the histograms of a step: metric -> (edges, counts)."
+        "Send the histograms of a step to the tracker. The dict contains (edges, counts) for each metric name."
 
     def findings(self, step:int, found:list):
-        "Send the findings that appeared in a step, and the findings that no longer hold."
+        "Send findings to the tracker: findings that appeared in a step, and findings that have ended in it."
 
     def flush(self):
         "Write all sent steps to disk or to the server, so that the end of the process loses none."
@@ -170,7 +170,7 @@ class Sink:
     def persisted_steps(self,
         steps:list # Steps sent since the last flush
     ) -> list:
-        """Return the steps that have arrived at the tracker. `replay` sends all other steps again.
+        """Return the steps that the tracker has stored. `replay` sends all other steps again.
 
         Args:
             steps: Steps sent since the last flush
@@ -178,28 +178,28 @@ class Sink:
         return steps
 
     def close(self):
-        "End the run in the tracker. Another run may follow."
+        "End the run in the tracker. Afterwards, the sink can send another run."
 
-    def target(self) -> str|None: # returns None if the destination has no name; then `replay` sends all steps
+    def target(self) -> str|None: # None if the destination has no name; `replay` then sends all steps
         """Return a name of the destination, such as the address of a run. No step is sent twice to the same destination.
 
         Returns:
-            returns None if the destination has no name; then `replay` sends all steps
+            None if the destination has no name; `replay` then sends all steps
         """
         return self.name
 
     def chosen(self,
-        rows:list # Rows of a step
-    ) -> tuple: # Numbers and histograms, each a dict with the names of metrics
-        """Return the numbers and histograms of a step that this sink sends.
+        rows:list # Log rows of a step
+    ) -> tuple: # Numbers and histograms: two dicts by metric name
+        """Return the numbers and histograms that this sink sends for a step.
 
         Args:
-            rows: Rows of a step
+            rows: Log rows of a step
 
         Returns:
-            Numbers and histograms, each a dict with the names of metrics
+            Numbers and histograms: two dicts by metric name
         """
-        # rows of refused passes are skipped, because they belong to no step
+        # skip the rows of refused passes, which belong to no step
         rows = [r for r in without_superseded(rows) if r.get('phase')!='refused']
         self.names.learn([r for r in rows if r.get('ttype') in self.ttypes])
         found,counts,scalars,first,bad = {},{},{},{},0

@@ -17,14 +17,14 @@ from ..ground.needs import needs
 
 # %% ../../nbs/56_sinks/30_tensorboard.ipynb #2a16472b
 def read_events(folder):
-    "Return the contents of a folder of TensorBoard: (key, step) of numbers and histograms, (key, step, text) of findings."
+    "Read a folder of TensorBoard. Return a set: (key, step) for each number and histogram, (key, step, text) for each finding."
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     events = EventAccumulator(folder, size_guidance={'scalars': 0, 'histograms': 0, 'tensors': 0}).Reload()
     tags = events.Tags()
     texts = {(k, e.step, e.tensor_proto.string_val[0].decode()) for k in tags['tensors'] if k.startswith('finding/') for e in events.Tensors(k)}
     return texts | {(k, e.step) for kind,read in (('scalars', events.Scalars), ('histograms', events.Histograms)) for k in tags[kind] for e in read(k)}
 
-def run_folder(run, about, log_dir): # about: metadata of the run; log_dir: folder of all runs
+def run_folder(run, about, log_dir): # about: metadata of the run; log_dir: folder with a folder for each run
     "Return the folder of a run: `<name>`, or `<name>_2`, ... if the name is already used."
     id = {k: str(about.get(k)) for k in ('start', 'host')}
     for i in count(1):
@@ -32,12 +32,12 @@ def run_folder(run, about, log_dir): # about: metadata of the run; log_dir: fold
         try: makedirs(folder)
         except FileExistsError:
             try: owner = json.loads(Path(folder, owner_file).read_text(encoding='utf-8'))
-            except (OSError, ValueError): owner = None # raised if the folder belongs to another program
+            except (OSError, ValueError): owner = None # the folder belongs to another program, which has written no such file
             if owner!=id: continue
         else: Path(folder, owner_file).write_text(json.dumps(id), encoding='utf-8')
         return folder
 
-owner_file = 'torchember.json' # file that names the run to which its folder belongs
+owner_file = 'torchember.json' # file in a folder of TensorBoard that names the torchember run of the folder
 
 # %% ../../nbs/56_sinks/30_tensorboard.ipynb #8b5e8906
 class TensorBoard(Sink):
@@ -46,17 +46,17 @@ class TensorBoard(Sink):
     Args:
         writer: `SummaryWriter` to use; by default a new one
         log_dir: Folder for new writers; each run gets a folder inside
-        **choice: Arguments of `Sink`
+        **choice: Further arguments, as for `Sink`
     """
     name = 'tensorboard'
     def __init__(self,
         writer=None, # `SummaryWriter` to use; by default a new one
         log_dir='runs', # Folder for new writers; each run gets a folder inside
-        **choice # Arguments of `Sink`
+        **choice # Further arguments, as for `Sink`
     ):
         super().__init__(**choice)
         needs('tensorboard', for_='The sink tensorboard')
-        # existing: content of the folder, as returned by `read_events`
+        # existing: numbers, histograms and findings that the folder contains already, as `read_events` returns them
         self.writer,self.log_dir,self.owns_writer,self.existing = writer,abspath(log_dir),writer is None,set()
 
     def open(self, run, about):
@@ -67,23 +67,23 @@ class TensorBoard(Sink):
         self.writer = SummaryWriter(folder)
 
     def target(self):
-        "Return the folder of the writer as the name of the destination."
+        "Return the name of the destination. It contains the folder of the writer."
         return f'tensorboard:{abspath(self.writer.log_dir)}'
 
     def scalars(self, step, numbers):
         new,file = {k: v for k,v in numbers.items() if (k, step) not in self.existing},getattr(self.writer, 'file_writer', None)
-        # all numbers are in one event, which costs a tenth of one event per number
+        # write all numbers of a step as one event, which takes a tenth of the time of one event per number
         if type(file).__module__=='torch.utils.tensorboard.writer':
             from tensorboard.compat.proto.summary_pb2 import Summary
             file.add_summary(Summary(value=[Summary.Value(tag=k, simple_value=v) for k,v in new.items()]), step)
-        else: # for a writer of another library or of the user, which may have no `add_summary`
+        else: # a writer of another library may have no `add_summary`
             for k,v in new.items(): self.writer.add_scalar(k, v, step)
 
     def histograms(self, step, counts):
         for k,(edges,n) in counts.items():
             if (f'{k}/exponents', step) in self.existing: continue
             centers = [(a+b)/2 for a,b in zip(edges, edges[1:], strict=False)]
-            total = sum(c*x for c,x in zip(n, centers, strict=True)) # sum estimated from the centers of the bins
+            total = sum(c*x for c,x in zip(n, centers, strict=True)) # estimates of the sum and of the sum of squares, from the centers of the bins
             squares = sum(c*x*x for c,x in zip(n, centers, strict=True))
             self.writer.add_histogram_raw(f'{k}/exponents', min=edges[0], max=edges[-1], num=sum(n), sum=total, sum_squares=squares,
                 bucket_limits=[edges[0], *edges[1:]], bucket_counts=[0, *n], global_step=step)
@@ -99,4 +99,4 @@ class TensorBoard(Sink):
         if self.writer is None: return
         if not self.owns_writer: return self.writer.flush()
         self.writer.close()
-        self.writer = None # reset, so that `open` creates another writer for another run
+        self.writer = None # `open` creates a new writer for the next run

@@ -15,31 +15,31 @@ from ..ground.needs import needs
 
 # %% ../../nbs/56_sinks/50_trackio.ipynb #58a9110e
 class RunProxy:
-    "A proxy of a trackio run with its own step counter: it reads attributes of the run, but stores new values in itself."
+    "Stands in for a trackio run, with a step counter of its own. Attributes are read from the run, but new values are stored in the proxy."
     def __init__(self, run): self.run = run
 
     def __getattr__(self, name): return getattr(self.run, name)
 
 def without_print(f):
-    "Return a copy of a function without its printing, because trackio prints each alert. The original still prints."
+    "Return a copy of a function without its printing: trackio prints each alert. The original function is not changed."
     quiet = FunctionType(f.__code__, {**f.__globals__, 'print': lambda *args, **kwargs: None}, f.__name__, f.__defaults__, f.__closure__)
     quiet.__kwdefaults__ = f.__kwdefaults__
     return quiet
 
 # %% ../../nbs/56_sinks/50_trackio.ipynb #190f1d1c
 class Trackio(Sink):
-    """Sends to trackio: to the run that is open, or else to a new run.
+    """Sends to trackio: to the trackio run that is open, or else to a new trackio run.
 
     Args:
         run: Run of trackio; by default the open run, or else a new run
         project: Project of a new run
-        **choice: Arguments of `Sink`
+        **choice: Further arguments, as for `Sink`
     """
-    name,patience = 'trackio',10. # patience: seconds that `flush` waits until trackio has written the numbers
+    name,patience = 'trackio',10. # patience: `flush` waits at most this many seconds until trackio has stored the numbers
     def __init__(self,
         run=None, # Run of trackio; by default the open run, or else a new run
         project:str='torchember', # Project of a new run
-        **choice # Arguments of `Sink`
+        **choice # Further arguments, as for `Sink`
     ):
         super().__init__(**choice)
         self.given,self.project = run or self.trackio.context_vars.current_run.get(),project
@@ -49,9 +49,9 @@ class Trackio(Sink):
     store = property(lambda self: self.trackio.SQLiteStorage, doc="The database of runs on this machine.")
 
     def begin(self):
-        "Reset the state, so that the sink can send another run."
+        "Reset the state of the sink, so that it can send another run."
         self.run,self.owns_run = self.given,False
-        self.old_keys,self.old_alerts,self.pending = set(),set(),{} # pending: keys that have not arrived yet, by step
+        self.old_keys,self.old_alerts,self.pending = set(),set(),{} # pending: for each step, the keys that trackio has not stored yet
 
     def open(self, run, about):
         if self.run is None: self.run,self.owns_run = self.create_run(run, about),True
@@ -62,7 +62,7 @@ class Trackio(Sink):
         self.old_alerts = {(a['title'], a['step']) for a in self.store.get_alerts(self.run.project, self.run.name, self.run.id)}
 
     def create_run(self, run, about):
-        "Create a trackio run for a torchember run. If trackio already has a run with this id, it continues."
+        "Create a trackio run for a torchember run. If trackio has a run with the same id, continue this run."
         space,server = self.trackio.utils.resolve_space_id_and_server_url(None, None)
         if space: raise ValueError(f"trackio sends to the Space {space}. Open the run with trackio.init(...) before you create the sink")
         remote = {}
@@ -70,7 +70,7 @@ class Trackio(Sink):
             url,token = self.trackio.utils.parse_trackio_server_url(server)
             token = token or os.environ.get('TRACKIO_WRITE_TOKEN')
             remote = {'server_base_url': url, 'write_token': token, 'existing_runs': [], 'initial_last_step': 0}
-            # an error is raised if the server does not answer, so that the sink is tried again
+            # raises an error if the server does not answer; the sink is then tried again at the next step
             remote['client'] = self.trackio.RemoteClient(url, hf_token=None, write_token=token, verbose=False)
         return self.trackio.Run(**{'url': remote.get('server_base_url'), 'client': None, **remote}, project=self.project, name=run,
             run_id=stable_id(run, about), config={'torchember': simple_metadata(about)})
@@ -81,18 +81,18 @@ class Trackio(Sink):
         return self.run.url is None and self.trackio.utils.get_storage_mode()=='sqlite'
 
     def rows(self, first=0):
-        "Return (step, row) of all stored rows of the run, from the step `first` on."
+        "Return the rows of the run stored by trackio, from step `first` on, as pairs (step, row)."
         id = self.run.id.replace("'", "''")
         found = self.store.query_project(self.run.project,
             f"SELECT step, metrics FROM metrics WHERE run_id = '{id}' AND step >= {first}", max_rows=10**9)['rows']
         return [(r['step'], json.loads(r['metrics'])) for r in found]
 
     def target(self):
-        "Return server, project and id of the trackio run as the name of the destination."
+        "Return the name of the destination: server, project and id of the trackio run."
         return f'trackio:{self.run.url or self.trackio.utils.TRACKIO_DIR}:{self.run.project}/{self.run.id}'
 
     def log_keys(self, step, data):
-        "Log the data of a step still missing in the trackio run, without a change of its step counter."
+        "Log the data of a step still missing in the trackio run. The step counter of the run does not change."
         data = {k: v for k,v in data.items() if (k, step) not in self.old_keys}
         if not data: return
         self.pending.setdefault(step, set()).update(data)

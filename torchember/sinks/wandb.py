@@ -14,21 +14,21 @@ from ..ground.needs import needs
 
 # %% ../../nbs/56_sinks/20_wandb.ipynb #a1ee9bab
 class Wandb(Sink):
-    """Sends to Weights & Biases: to the run that is open, or else to a new run.
+    """Sends to Weights & Biases: to the W&B run that is open, or else to a new W&B run.
 
     Args:
         run: Run of W&B; by default the open run, or else a new run
         project: Project of a new run
-        commit: True to end rows also in a run that the user opened. This moves the step counter of the run
-        **choice: Arguments of `Sink`
+        commit: True to end the row of W&B after each step, even in a run opened by the user. This moves the step counter of the run
+        **choice: Further arguments, as for `Sink`
     """
     name = 'wandb'
     axis = 'torchember/step'
     def __init__(self,
         run=None, # Run of W&B; by default the open run, or else a new run
         project:str='torchember', # Project of a new run
-        commit:bool=False, # True to end rows also in a run that the user opened. This moves the step counter of the run
-        **choice # Arguments of `Sink`
+        commit:bool=False, # True to end the row of W&B after each step, even in a run opened by the user. This moves the step counter of the run
+        **choice # Further arguments, as for `Sink`
     ):
         super().__init__(**choice)
         self.given,self.project,self.commits = run or self.wandb.run,project,commit
@@ -37,12 +37,12 @@ class Wandb(Sink):
     wandb = property(lambda self: needs('wandb', for_='The sink wandb'), doc="The library, a property because a library cannot be pickled.")
 
     def begin(self):
-        "Reset the state, so that the sink can send another run."
+        "Reset the state of the sink, so that it can send another run."
         self.run,self.commit,self.owns_run,self.axes = self.given,self.commits,False,set()
-        self.row,self.open_row,self.ended_steps = None,{},set() # open_row: (step, keys) in the open row of W&B, for each axis
+        self.row,self.open_row,self.ended_steps = None,{},set() # open_row: for each x axis, (step, keys) of the row that W&B has not ended yet
 
     def open(self, run, about):
-        self.run = self.run or self.wandb.run # checked again, because the user may have opened a run since the sink was created
+        self.run = self.run or self.wandb.run # look again: the user may have opened a run since the sink was created
         if self.run is None:
             self.run = self.wandb.init(project=self.project, name=run, id=stable_id(run, about), resume='allow', reinit='create_new',
                 config={'torchember': simple_metadata(about)})
@@ -51,16 +51,16 @@ class Wandb(Sink):
         self.run.define_metric(self.axis, hidden=True)
 
     def target(self):
-        "Return the id of the W&B run as the name of the destination."
+        "Return the name of the destination. It contains the id of the W&B run."
         return f'wandb:{self.run.id}'
 
     def axis_of(self, key):
-        "Return the x-axis of a metric. Scalars and evaluations get their own axes, because they occur in few steps."
+        "Return the x axis of a metric in W&B. Scalars and evaluations occur in few steps, so they get x axes of their own."
         key = key.removeprefix(self.prefix)
         return f'torchember/{key}/step' if key.startswith('scalar/') else 'torchember/eval_step' if key.startswith('eval/') else self.axis
 
     def detect_new_row(self):
-        "Mark the steps of the open row as ended, if W&B has begun a new row since the last call."
+        "Notice a new row of W&B since the last call, and mark the steps of the row before as ended."
         row = None if getattr(getattr(self.run, 'settings', None), 'mode', '')=='shared' else getattr(self.run, 'step', None)
         if row==self.row: return
         self.ended_steps.update(step for step,_ in self.open_row.values())
@@ -79,14 +79,14 @@ class Wandb(Sink):
         keys_of_axis,outdated = {},{}
         for k in data: keys_of_axis.setdefault(self.axis_of(k), set()).add(k)
         for axis,keys in keys_of_axis.items():
-            # W&B accepts a glob only with the star at the end
+            # W&B accepts a glob only with the star at its end
             for group in {f'{top}/*' if top and axis==self.axis else k for k in keys for top in [k.rpartition('/')[0]]}-self.axes:
                 self.axes.add(group)
                 if '*' not in group.removesuffix('/*'): self.run.define_metric(group, step_metric=axis)
             if axis!=self.axis and axis not in self.axes: self.axes.add(axis); self.run.define_metric(axis, hidden=True)
         if self.commit and any(s!=step for s,_ in self.open_row.values()): self.flush()
         self.detect_new_row()
-        for axis,keys in keys_of_axis.items(): # values of another step in the open row are overwritten with None
+        for axis,keys in keys_of_axis.items(): # if the open row has values of another step, overwrite them with None
             before,present = self.open_row.get(axis, (step, set()))
             if before!=step: outdated |= dict.fromkeys(present-keys)
             self.open_row[axis] = step,present|keys
@@ -102,14 +102,14 @@ class Wandb(Sink):
 
     def file(self,
         path, # Path of the file
-        name:str, # Name of the artifact; other characters become '_'
+        name:str, # Name of the artifact; W&B does not allow some characters, which become '_'
         kind:str # Type of the artifact
     ):
         """Add a file to the run, as an artifact of W&B.
 
         Args:
             path: Path of the file
-            name: Name of the artifact; other characters become '_'
+            name: Name of the artifact; W&B does not allow some characters, which become '_'
             kind: Type of the artifact
         """
         artifact = self.wandb.Artifact(name=re.sub(r'[^\w.-]', '_', name), type=kind)

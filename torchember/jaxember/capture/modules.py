@@ -18,10 +18,10 @@ from ...ground.messages import printable
 # %% ../../../nbs/88_jaxember/05_modules.ipynb #7a45dc64
 @dataclass(frozen=True)
 class Place:
-    "Identifies a module by its path and display name in its model."
+    "Location of a flax module: path and display name of the module, and its model."
     path: str # Path of the module in its model: 'layers.0.attn'; '' for the model itself
     name: str # Display name of the module: 'model(GPT).layers(List).0(Block).attn(Attention)'
-    model: object = None # `Model` that contains the module; None if the model is unknown
+    model: object = None # The `Model` that contains the module. None if the model is unknown
 
 #| exporti
 @cache
@@ -29,20 +29,22 @@ def root_place(cls, model=None): return Place('', f'model({cls})', model)
 
 @cache
 def child_place(where, key, cls):
-    "Return the `Place` of the submodule `key` of the module at `where`. `cls` is its class name, or '' if unknown."
+    """Return the `Place` of a submodule.
+
+    `where`: `Place` of its parent. `key`: name of the submodule in its parent. `cls`: its class name, or '' if unknown."""
     return Place(f'{where.path}.{key}' if where.path else key, f'{where.name}.{key}({cls})' if cls else f'{where.name}.{key}', where.model)
 
 unknown = Place('', 'model')
 
 @cache
 def replace_class(where, cls):
-    "Return a copy of a `Place` with another class name: a flax bridge such as ToNNX has the same path as the model in it."
+    "Return a copy of a `Place` with another class name. Needed for a flax bridge such as ToNNX: it has the path of the model inside it."
     return Place(where.path, f"{where.name[:where.name.rindex('(')]}({cls})", where.model)
 
 # %% ../../../nbs/88_jaxember/05_modules.ipynb #5ca1ab1e
 class Model:
     "Identifies a model by its class and the names and shapes of its parameters. Equal models share one `Model` object."
-    # leaves: (name, shape) of each parameter, such as ('encoder.kernel', (3, 4))
+    # leaves: pairs (name, shape), one for each parameter of the model, such as ('encoder.kernel', (3, 4))
     def __init__(self, cls, leaves): self.cls,self.leaves = cls,leaves
     def __reduce__(self): return cached_model, (self.cls, self.leaves)
     def __repr__(self): return printable(f'Model({self.cls}, {len(self.leaves)} parameters)')
@@ -53,7 +55,7 @@ def cached_model(cls, leaves):
     return Model(cls, leaves)
 
 def names_and_shapes(tree, name=''):
-    "Return the pair (name, shape) of each array in a nested mapping, sorted by name."
+    "Return a pair (name, shape) for each array in a nested dict of parameters, sorted by name."
     if not isinstance(tree, Mapping): return ((name, tuple(getattr(tree, 'shape', ()))),)
     return tuple(sorted(l for k,v in tree.items() for l in names_and_shapes(v, f'{name}.{k}' if name else str(k))))
 
@@ -72,7 +74,7 @@ def scope_of_module(where, parent):
         scopes.append(Scope(len(scopes), where, parent))
         return scopes[-1]
 
-# start: scope that calls the program; numbers: scopes around the operation in the program, outermost first
+# start: `Scope` in which the program is called; numbers: numbers of the scopes around the operation, outermost first
 def operation_scope(start, numbers):
     "Return the `Scope` of an operation in a compiled program that is called in the scope `start`; None for an operation outside of modules."
     for n in numbers:
@@ -90,8 +92,8 @@ def move_scope(s, to):
 
 # %% ../../../nbs/88_jaxember/05_modules.ipynb #436918a2
 class ThreadState(threading.local):
-    "Hooks that this thread calls with each output of a module, and the stack of its running modules."
-    # trees: list with a `MarkedTree` for each running nnx model
+    "State of one thread: the stack of running flax modules, and the functions that are called with each output of a module."
+    # trees: a list with the `MarkedTree` of each running nnx model
     def __init__(self): self.hooks,self.stack,self.trees,self.around,self.ahead = [],[],[],[],[]
 
 thread_state = ThreadState()
@@ -102,39 +104,39 @@ def enter_module(where):
     return scope, thread_state.around[-1](scope)
 
 def apply_hooks(taps, where, label, out):
-    "Pass an output of a module through all hooks, the latest hook first, and return the result. Generators are returned unchanged."
+    "Pass an output of a module through all hooks, the latest hook first, and return the result. A generator is returned unchanged."
     if label is None or type(out) is GeneratorType: return out
     for tap in reversed(taps): out = tap(where, label, out)
     return out
 
 # %% ../../../nbs/88_jaxember/05_modules.ipynb #7f7c518c
-def current_place(): # `Place`, or None outside of modules
+def current_place(): # a `Place`; None while no module runs
     "Return the `Place` of the innermost running module of this thread."
     return thread_state.stack[-1][0] if thread_state.stack else None
 
 # %% ../../../nbs/88_jaxember/05_modules.ipynb #f1080e1c
 @cache
 def user_class_name(cls):
-    "Return the name of the class written by the user. Transforms of `flax.linen`, such as `nn.jit`, create subclasses of it."
+    "Return the name of the class written by the user. A transform of `flax.linen`, such as `nn.jit`, has replaced this class by a subclass."
     return next(c for c in cls.__mro__ if c.__module__!='flax.linen.transforms').__name__
 
 @cache
 def linen_label(cls, name):
-    "Return the label for the outputs of a linen method: 'output' or the method's name. None if the method is not public."
+    "Return the recorded name for the outputs of a linen method: 'output' or the method's name. None for a private method."
     if name=='__call__': return 'output'
     if name.startswith('_') or name=='setup' or hasattr(sys.modules['flax.linen'].Module, name): return None
     return name if isinstance(getattr(cls, name, None), FunctionType) else None
 
 def place_of_nested(frame, module):
-    "Return the `Place` of a model running inside a module of another model. A model in a bridge gets the path of the bridge."
+    "Return the `Place` of a flax model running inside a module of another model. A model in a bridge such as ToNNX gets the path of the bridge."
     cls = user_class_name(type(module))
     return replace_class(frame[0], cls) if is_flax_bridge(type(frame[1])) else child_place(frame[0], cls, cls)
 
-# a flax bridge (ToNNX, ToLinen) wraps a module of the other flax API
+# a flax bridge (ToNNX, ToLinen) wraps a module of flax's other API, linen or nnx
 def is_flax_bridge(cls): return cls.__module__.startswith('flax.nnx.bridge')
 
 def linen_place(module, path, stack):
-    "Return the `Place` of a linen module."
+    "Return the `Place` of a linen module: its path and display name in its model."
     Module,cls = sys.modules['flax.linen'].Module,user_class_name(type(module))
     for i in range(len(stack)-1, -1, -1):
         where,other,_,_,at,_ = stack[i]
@@ -143,7 +145,7 @@ def linen_place(module, path, stack):
         if at==():
             if path: break
             if user_class_name(type(other))==cls: return where
-            # `share_scope` of flax gave two modules the same path
+            # two linen modules have one path if `share_scope` of flax was called for them
             if isinstance(module.parent, Module): return replace_class(where, cls)
             break
     if not path: return place_of_nested(stack[-1], module) if stack else root_place(cls, linen_model(module, cls))
@@ -155,11 +157,11 @@ def linen_place(module, path, stack):
     return child_place(place_by_path(path[:-1], stack, module), path[-1], cls)
 
 def linen_model(module, cls=''):
-    "Return the `Model` containing a linen module."
+    "Return the `Model` of a linen module, identified by class and parameters."
     return cached_model(cls, names_and_shapes(module.scope.root.variables().get('params', {})))
 
 def place_by_path(path, stack, of):
-    "Return the `Place` of a linen module from its path. The class names come from the attributes of the running modules."
+    "Return the `Place` of a linen module from its path, with class names taken from the attributes of the running modules."
     where,module,at = None,None,()
     for w,m,_,_,p,_ in reversed(stack):
         if p is None: break
@@ -173,13 +175,13 @@ def place_by_path(path, stack, of):
     return where
 
 def call_linen_method(fun, args, kwargs, context):
-    "Call a method of a linen module, and pass its output to the hooks of this thread."
+    "Call a method of a linen module, and pass its output to the hooks of this thread, which record it."
     module,stack,taps = context.module,thread_state.stack,thread_state.hooks
     if not taps or module.scope is None or module.is_initializing(): return fun(*args, **kwargs)
     label,method = linen_label(type(module), context.method_name),context.orig_method.func
     if stack:
         top = stack[-1]
-        # a method called by super() is part of the calling method, whose output is recorded
+        # not recorded: a method called by super() is a part of the calling method, whose output is recorded
         if top[1] is module and top[2]==label and top[3] is not method: return fun(*args, **kwargs)
     path = module.path
     where,n = linen_place(module, path, stack),len(stack)
@@ -192,14 +194,14 @@ def call_linen_method(fun, args, kwargs, context):
 
 # %% ../../../nbs/88_jaxember/05_modules.ipynb #f1080e1e
 def wrap_scan(scan):
-    "Wrap `flax.linen.scan`, which traces its body twice. The first trace runs in the context manager `ahead` given to `observe_outputs`."
+    "Wrap `flax.linen.scan`, which traces the body of the loop twice. The first trace runs in the context `ahead` given to `observe_outputs`."
     @wraps(scan)
     def wrapper(fn, *args, check_constancy_invariants=True, **kwargs):
         def run_scan(*values):
             "Run the scan of flax, and return its result."
             first = iter([True]*check_constancy_invariants) # flax traces the body twice only if `check_constancy_invariants` is True
             def traced_body(*values):
-                "Run the body of the scan. Its first trace runs in the context `ahead`."
+                "Run the body of the scan. Its first trace runs in the context `ahead`, because flax discards this trace."
                 with thread_state.ahead[-1]() if next(first, False) and thread_state.ahead else nullcontext(): return fn(*values)
             return scan(traced_body, *args, check_constancy_invariants=check_constancy_invariants, **kwargs)(*values)
         return run_scan
@@ -209,7 +211,7 @@ def wrap_scan(scan):
 mark_key = '_torchember_mark'
 
 class Mark:
-    "Attribute that torchember adds to a running nnx module, to store the `Place` of the module."
+    "The attribute that torchember adds to an nnx module while it runs, to store the `Place` of the module."
     __slots__ = ('where',)
     def __init__(self, where): self.where = where
     def __reduce__(self): return Mark, (self.where,)
@@ -217,7 +219,9 @@ class Mark:
     def __repr__(self): return f'Mark({self.where.path!r})'
 
     def __eq__(self, other):
-        "Return True if two marks have the same `Place`, or if `jax.tree.map` compares them, because it requires equal static attributes."
+        """Return True if two marks have the same `Place`.
+
+        Return True also when `jax.tree.map` compares marks, because it requires equal static attributes."""
         if not isinstance(other, Mark): return NotImplemented
         return self.where==other.where or called_by_tree_map()
 
@@ -232,19 +236,21 @@ def called_by_tree_map():
 
 @cache
 def container_kind(cls):
-    "Return the kind of a class: 'module', 'unmarked' (a module that gets no `Mark`), 'object', 'dict' or 'list'; '' if its instances contain no modules."
+    """Return how modules are found in an instance of a class: 'module', 'unmarked' (a module that gets no `Mark`), 'object', 'dict' or
+    'list'.
+
+    Return '' if it contains no modules."""
     nnx = sys.modules['flax.nnx']
     if issubclass(cls, nnx.Module): return 'unmarked' if issubclass(cls, Mapping) or any(is_flax_bridge(c) for c in cls.__mro__) else 'module'
     if issubclass(cls, getattr(nnx, 'Pytree', nnx.Object)): return 'object'
     if issubclass(cls, dict): return 'dict'
     return 'list' if issubclass(cls, list|tuple) else ''
 
-# '10' comes after '9', so digits are sorted as numbers
 def item_order(item):
-    "Return the sort key of a pair (key, value): digits are sorted as numbers, and before other keys."
+    "Return the sort key of a pair (key, value): keys of digits come first, as numbers, so that '10' follows '9'."
     return (0, int(item[0]), '') if str(item[0]).isdigit() else (1, 0, str(item[0]))
 
-def modules_in(value, where, seen, to): # where: `Place` of the value; seen: set of ids of the visited values
+def modules_in(value, where, seen, to): # where: `Place` of the value; seen: ids of the objects visited already
     "Append a pair (module, `Place`) to the list `to` for each nnx module in a value. Return the list."
     kind = container_kind(type(value))
     if id(value) in seen: return to
@@ -257,13 +263,13 @@ def modules_in(value, where, seen, to): # where: `Place` of the value; seen: set
 
 # %% ../../../nbs/88_jaxember/05_modules.ipynb #bd88f5b7
 lock = threading.RLock()
-marked = {} # number of threads that run a root module, by id of the module; the last thread removes its marks
+marked = {} # for each running root module, by id: how many threads run it. The last of these threads removes the marks
 
 class MarkedTree:
-    "Adds a `Mark` to each module of an nnx model while the model runs."
+    "The modules of an nnx model while the model runs. Each of them gets a `Mark` with its `Place`."
     def __init__(self, model, where):
         self.model = model
-        with lock: # locked, because other threads may mark the same modules
+        with lock: # with a lock, because other threads may mark the same modules
             self.modules = modules_in(model, where, set(), [])
             self.known = {id(m): w for m,w in self.modules if container_kind(type(m))=='unmarked'}
             marked[id(model)] = marked.get(id(model), 0)+1
@@ -271,7 +277,7 @@ class MarkedTree:
                 if id(m) not in self.known: vars(m)[mark_key] = Mark(w)
 
     def place(self, module):
-        "Return the `Place` of the only marked module with the same class and attributes as this unmarked module; None if there are several."
+        "Return the `Place` of an nnx module without `Mark`, from the only marked module with its class and attributes. None if several match."
         if id(module) in self.known: return self.known[id(module)]
         keys,cls = vars(module).keys(),type(module)
         like = {w for m,w in self.modules if type(m) is cls and vars(m).keys()-{mark_key}==keys}
@@ -286,19 +292,19 @@ class MarkedTree:
             for m,_ in (*self.modules, *modules_in(self.model, unknown, set(), [])): vars(m).pop(mark_key, None)
 
 def nnx_model(module):
-    "Return the `Model` of an nnx root module, identified by its parameters."
+    "Return the `Model` of an nnx root module. The `Model` is identified by the names and shapes of the parameters."
     Param = sys.modules['flax.nnx'].Param
-    with lock: # locked, because other threads may add marks to the model
+    with lock: # with a lock, because other threads may add marks to the model
         of = [(m, w.path) for m,w in modules_in(module, unknown, set(), [])]
         named = [(f'{p}.{k}' if p else k, tuple(getattr(v, 'shape', ()))) for m,p in of for k,v in vars(m).items() if isinstance(v, Param)]
     return cached_model(type(module).__name__, tuple(sorted(named)))
 
 def nnx_place(module, s):
-    "Return the `Place` of a running nnx module that has no `Mark`."
+    "Return the `Place` of a running nnx module without `Mark`, such as a module created during the call."
     if not s.stack: return root_place(type(module).__name__, nnx_model(module))
     if s.trees and (where := s.trees[-1].place(module)) is not None: return where
     where,cls = s.stack[-1][0],type(module).__name__
-    # the module was added to its parent after the modules were marked
+    # the module was added to its parent after the parent's modules had been marked
     with lock: own = next((k for k,v in vars(s.stack[-1][1]).items() if v is module), None)
     return place_of_nested(s.stack[-1], module) if own is None else child_place(where, own, cls)
 
@@ -308,7 +314,7 @@ forward = {'__call__', 'attend'}
 setup_calls = {'set_view', 'set_mode', 'init_cache', 'initialize_carry'}
 
 def wrap_method(method, name):
-    "Return a wrapper of a method of an nnx class. It passes the output of the method to the hooks of the thread."
+    "Return a wrapper for a method of an nnx class. The wrapper passes the output of the method to the hooks of the thread."
     label = 'output' if name=='__call__' else name
     call = method if isinstance(method, FunctionType) else lambda self, *args, **kwargs: method.__get__(self, type(self))(*args, **kwargs)
 
@@ -320,7 +326,7 @@ def wrap_method(method, name):
         n,mark = len(stack),None
         if n:
             top = stack[-1]
-            # a method called by super() is part of the calling method, whose output is recorded
+            # not recorded: a method called by super() is a part of the calling method, whose output is recorded
             if top[1] is self and top[2]==label and top[3] is not call_and_observe: return call(self, *args, **kwargs)
             mark = vars(self).get(mark_key)
         if mark is not None: where = mark.where
@@ -340,18 +346,18 @@ def wrap_method(method, name):
     return call_and_observe
 
 def methods_to_wrap(cls):
-    "Return a dict of the methods to wrap in a class. Keys are their names, values the class attributes."
+    "Return a dict of the methods to wrap in a class: the key is the name of a method, the value the attribute of the class."
     ours,base = cls.__module__.split('.')[0]=='flax',sys.modules['flax.nnx'].Module
     no = setup_calls|{f.name for f in fields(cls)} if is_dataclass(cls) else setup_calls|set(vars(cls).get('__annotations__', ()))
     def is_output_method(name, m):
-        "Return True if the results of this method are recorded as outputs."
+        "Return True if torchember records the results of this method as outputs of its module."
         if isinstance(m, type|staticmethod|classmethod|property|cached_property) or not (callable(m) and hasattr(type(m), '__get__')): return False
         if name=='__call__' or ours: return name in forward
         return not (name.startswith('_') or name in no or hasattr(base, name))
     return {k: m for k,m in vars(cls).items() if is_output_method(k, m)}
 
 def classes_to_patch(base):
-    "Return all subclasses of `base`, and the other classes from which they inherit methods."
+    "Return the classes with methods to wrap: all subclasses of `base`, and the classes from which they inherit."
     todo,seen,not_ours = [base],set(),{*base.__mro__}
     while todo:
         for c in todo.pop().__subclasses__():
@@ -360,11 +366,11 @@ def classes_to_patch(base):
 
 # %% ../../../nbs/88_jaxember/05_modules.ipynb #0ffa0098
 class MethodPatches:
-    "Installs wrappers on the methods of nnx classes and on `scan` of flax. All threads share them."
+    "Installs wrappers on the methods of nnx classes, and on `scan` of flax. All threads share these wrappers."
     def __init__(self): self.users,self.done,self.cache,self.undo = 0,[],{},None
 
     def wrap_class(self, cls):
-        "Wrap the methods of a class. A method always gets the same wrapper, so that `jit` finds its compiled code again."
+        "Wrap the methods of a class. A method gets the same wrapper every time, so that `jit` finds its compiled code again."
         has = vars(cls)
         size,known = self.cache.get(cls, (-1, {}))
         if size!=len(has) or any(has[k] is not m for k,(m,_) in known.items()):
@@ -373,12 +379,12 @@ class MethodPatches:
         for name,(m,new) in known.items(): self.replace(cls, name, m, new)
 
     def replace(self, where, name, old, new):
-        "Set an attribute of a class or Python module to `new`. Store `old`, so that `stop` can restore it."
+        "Set an attribute of a class or Python module to `new`. Keep the original, `old`, which `stop` restores."
         setattr(where, name, new)
         self.done.append((where, name, old, new))
 
     def start(self):
-        "Register a thread. The first thread installs the patches."
+        "Register a thread as an observer of outputs. The first thread installs the wrappers."
         with lock:
             self.users += 1
             if self.users>1: return
@@ -398,7 +404,7 @@ class MethodPatches:
             self.wrap_class(cls)
         base.__init_subclass__ = classmethod(init_subclass_and_wrap)
         def restore_init_subclass():
-            "Restore the original `__init_subclass__`, so that new classes are not wrapped."
+            "Restore the original `__init_subclass__`, so that the methods of new classes are not wrapped."
             if earlier is None: del base.__init_subclass__
             else: base.__init_subclass__ = earlier
         return restore_init_subclass

@@ -22,12 +22,12 @@ from jax.tree_util import tree_flatten_with_path
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #8135e008
 class TagRequest(namedtuple('TagRequest', 'include exclude gradients loose', defaults=[False])):
-    "Settings for tagged values: patterns of the module paths to record, whether to record gradients, and whether JAX may remove unused values."
-    def wants(self, path): # path: path of a module
-        "Return True if the module with this path is to be recorded."
+    "Settings for recording tagged values: patterns for module paths, whether to record gradients, and whether JAX may remove unused values."
+    def wants(self, path): # path: path of a module, such as 'layers.0'
+        "Return True if the user asked to record the module with this path."
         return (self.include is None or self.include.search(path)) and not (self.exclude is not None and self.exclude.search(path))
 
-asked = jax.make_user_context(None) # current `TagRequest` of this thread; with None, no value is tagged
+asked = jax.make_user_context(None) # the current `TagRequest` of this thread. While it is None, values are not tagged
 
 def discardable_tags():
     "Return a context manager in which JAX may remove tagged values that the program does not use."
@@ -39,11 +39,11 @@ Key = namedtuple('Key', 'where ttype tname')
 class Tag(NamedTuple):
     "Parameters of the JAX operation that tags a value for recording: name of the tensor, and how to record it."
     key:Key
-    number:int # Number of the tag, unique in this process. A value and its gradient have the same number
-    grad:bool=False # True if the tagged value is a gradient
-    order:int=0 # How often the program differentiates the value; for a gradient, the number of its derivative from 1
-    again:bool=False # True if this value is not recorded, because it is a recomputation, or a gradient that was not requested
-    all_examples:bool=False # True in a branch of `cond` under `vmap`, which JAX computes for all examples, although only some choose it
+    number:int # Number of the tag, unique in this process. The gradient of a value has the number of the value
+    grad:bool=False # True if the tagged value is the gradient of another tagged value
+    order:int=0 # For a value: how often the program differentiates it. For a gradient: 1 for the first derivative, 2 for the second
+    again:bool=False # True if the tagged value is not recorded: it is a recomputation, or a gradient that the user did not ask for
+    all_examples:bool=False # True in a branch of `cond` under `vmap`: JAX computes the branch for all examples, although only some choose it
     loose:bool=False # True if JAX may remove the tagged value when the program does not use it
 
 tap_p,slope_p = Primitive('torchember_tag'),Primitive('torchember_slope')
@@ -56,23 +56,25 @@ for p in (tap_p, slope_p):
     batching.primitive_batchers[p] = lambda xs, dims, p=p, **kw: (p.bind(*xs, **kw), dims[0])
 slope_p.def_abstract_eval(lambda x, **kw: x)
 ad.deflinear2(slope_p, lambda ct, x, *, tag: [ct if type(ct) is ad.Zero else tap_p.bind(ct, tag=tag._replace(grad=True))])
-# a second derivative is recorded as the derivative of the gradient, not of the value
+# a second derivative is recorded as the derivative of the gradient, not as a derivative of the value
 ad.primitive_jvps[slope_p] = lambda xs, ts, *, tag: (slope_p.bind(*xs, tag=tag), ts[0])
 
 def tap_jvp(primals, tangents, *, tag):
-    "Differentiate the tag operation: tag the value again, and mark its tangent, so that the backward pass tags the gradient."
+    "Define the derivative of the tag operation: tag the value again, and mark its tangent, so that the backward pass tags the gradient."
     tag = tag if tag.grad else tag._replace(order=tag.order+1)
     y,(t,) = tap_p.bind(*primals, tag=tag),tangents
     if tag.grad or type(t) is ad.Zero or asked.value is None: return y, t
-    if not asked.value.gradients: tag = tag._replace(again=True) # the tag is kept, because `trains` looks for tags of gradients
+    if not asked.value.gradients: tag = tag._replace(again=True) # not recorded, but kept: `trains` looks for tags of gradients
     return y, slope_p.bind(t, tag=tag)
 
 ad.primitive_jvps[tap_p] = tap_jvp
-ad.primitive_transposes[tap_p] = lambda ct, x, **kw: [ct] # required if the user's `custom_jvp` rule tags a tangent
+ad.primitive_transposes[tap_p] = lambda ct, x, **kw: [ct] # JAX needs this rule if the user's `custom_jvp` tags a tangent
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #17a0d5f0
 def tolerated_effect():
-    "Return a JAX effect for tags that all transformations accept. JAX keeps an operation with an effect even if its result is unused."
+    """Create a JAX effect for tag operations, accepted by all transformations.
+
+    JAX never removes an operation with an effect, even if its result is unused."""
     effect, = jax.make_jaxpr(lambda: jax.debug.callback(lambda: None))().effects
     return type('Tagged', (type(effect),), {'__str__': lambda self: 'Tagged'})
 
@@ -81,7 +83,7 @@ tap_p.def_effectful_abstract_eval(lambda x, tag: (x, set() if tag.again or tag.l
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #6fa1c0de
 def split_for_checkpoint(saveable, unknown, instantiated, e):
-    "Split a tag for `jax.checkpoint`, to record the first computation and not the recomputation."
+    "Define how `jax.checkpoint` treats a tag: record the value of the first computation, and not of the recomputation."
     needed = [] if instantiated[0] or isinstance(e.invars[0], Literal) else [e.invars[0]]
     if unknown[0]: return None, e, [True], [True], needed
     return e, e.replace(params={'tag': e.params['tag']._replace(again=True)}, effects=set()), [False], [True], needed
@@ -94,30 +96,30 @@ def has_tags(jaxpr) -> bool:
     return any(e.primitive is tap_p and not e.params['tag'].again or any(has_tags(j) for j in jaxprs_in_params(e.params)) for e in jaxpr.eqns)
 
 def tags_of(jaxpr):
-    "Yield each `Tag` in a JAX program and in the programs that it calls."
+    "Yield each `Tag` in a JAX program and in the programs called by it."
     for e in jaxpr.eqns:
         if e.primitive is tap_p: yield e.params['tag']
         for j in jaxprs_in_params(e.params): yield from tags_of(j)
 
 def trains(jaxpr):
-    "Return True if a JAX program is a training step: if it tags values and their gradients."
+    "Return True if a JAX program is a training step: it tags values and also their gradients."
     values,gradients = ({t.number for t in tags_of(jaxpr) if t.grad is g and (g or not t.again)} for g in (False, True))
     return bool(values & gradients)
 
 def loops_that_train(jaxpr):
     "Return True if a JAX program contains a `scan` whose iterations are training steps."
     def is_training_loop(e):
-        "Return True if an operation is a `scan` of training steps, or contains one."
+        "Return True if a JAX operation is a `scan` of training steps, or contains such a `scan`."
         return e.primitive is primitives.scan_p and trains(e.params['jaxpr'].jaxpr) or any(map(loops_that_train, jaxprs_in_params(e.params)))
     return any(map(is_training_loop, jaxpr.eqns))
 
 def retagged(x, f):
     "Return a copy of a JAX program, or of a list of programs, with each `Tag` replaced by `f(tag)`. Return other values unchanged."
     if isinstance(x, list|tuple) and any(isinstance(v, ClosedJaxpr|Jaxpr) for v in x): return type(x)(retagged(v, f) for v in x)
-    # `ClosedJaxpr` and `Jaxpr` are the same class in some versions of JAX
+    # some versions of JAX use one class for `ClosedJaxpr` and `Jaxpr`
     if not isinstance(x, Jaxpr): return x.replace(jaxpr=retagged(x.jaxpr, f)) if isinstance(x, ClosedJaxpr) else x
     def retagged_operation(e):
-        "Return a copy of an operation with changed tags."
+        "Return a copy of a JAX operation with each `Tag` replaced by `f(tag)`."
         if e.primitive is slope_p: return e.replace(params={'tag': f(e.params['tag'])})
         if e.primitive is not tap_p and not any(has_tags(j) for j in jaxprs_in_params(e.params)): return e
         params = {k: f(v) if k=='tag' else retagged(v, f) for k,v in e.params.items()}
@@ -127,7 +129,7 @@ def retagged(x, f):
     return x.replace(eqns=eqns, effects=set().union(x.effects-tagged, *(e.effects & tagged for e in eqns)))
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #6fa3c0de
-marked = WeakKeyDictionary() # copies of `cond` branches with `all_examples=True` in their tags, by original branch
+marked = WeakKeyDictionary() # for each original branch of `cond`: its copy with `all_examples=True` in the tags
 
 def branch_of_all(branch):
     "Return a copy of a branch of `cond` with `all_examples=True` in its tags."
@@ -139,7 +141,7 @@ def mark_vmapped_branches(rule):
     "Wrap the `vmap` rule of `cond`: if each example chooses its branch, JAX computes all branches, so their tags get `all_examples=True`."
     @wraps(rule)
     def batch_and_mark(axis, args, dims, *, branches, **params):
-        "Apply JAX's `vmap` rule of `cond` to branches with `all_examples=True` in their tags."
+        "Apply JAX's `vmap` rule of `cond` to copies of the branches, with `all_examples=True` in their tags."
         return rule(axis, args, dims, branches=branches if dims[0] is None else tuple(map(branch_of_all, branches)), **params)
     return batch_and_mark
 
@@ -147,24 +149,26 @@ batching.fancy_primitive_batchers[lax.cond_p] = mark_vmapped_branches(batching.f
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #6fa4c0de
 def known_loop_params(first, params):
-    "Return the parameters for a `while` loop that recomputes the loop `first` without recording tags again; None if `first` has no tags."
+    "Return the parameters of a `while` loop that repeats the loop `first` without recording its tags again. None if `first` has no tags."
     name = lambda tag: (tag.number, tag.grad, tag.order)
     done = {name(t) for j in jaxprs_in_params(first) for t in tags_of(j) if not t.again}
     return {k: retagged(v, lambda tag: tag._replace(again=tag.again or name(tag) in done)) for k,v in params.items()} if done else None
 
 class LoopNesting(Trace):
-    "JAX trace that stores the parameters of each `while` loop. It passes every operation to another trace, `below`."
+    "A JAX trace that notes the parameters of each `while` loop, and passes every operation on to the trace `below`."
     def __init__(self, below):
         super().__init__()
         self.below,self.params = below,[]
 
     def process_primitive(self, primitive, args, params, /):
-        "Run one operation in the trace `below`. Store its parameters if it is a `while` loop."
+        "Run one JAX operation in the trace `below`. If it is a `while` loop, note its parameters."
         if primitive is lax.while_p: self.params.append(params)
         with set_current_trace(self.below): return self.below.process_primitive(primitive, args, params)
 
 def partial_eval_while(rule):
-    "Wrap the JAX rule that splits a `while` loop for differentiation during tracing, so that tags of the recomputed loop are not recorded."
+    """Wrap the JAX rule that splits a `while` loop in two for differentiation while tracing.
+
+    The second loop repeats the first; its tags are not recorded."""
     @wraps(rule)
     def split_while(trace, *tracers, **params):
         if not any(map(has_tags, jaxprs_in_params(params))): return rule(trace, *tracers, **params)
@@ -172,13 +176,13 @@ def partial_eval_while(rule):
         with set_current_trace(first): out = rule(trace, *tracers, **params)
         again = known_loop_params(first.params[-1], params) if first.params else None
         if not again: return out
-        del trace.effect_handles[handles:] # removes the effects of JAX's second loop, because the next line creates this loop again
+        del trace.effect_handles[handles:] # remove the effects of JAX's second loop, because the next line creates the second loop without tags
         second = trace.default_process_primitive(lax.while_p, tracers, again)
         return [b if isinstance(a, partial_eval.JaxprTracer) and not a.is_known() else a for a,b in zip(out, second, strict=True)]
     return split_while
 
 def partial_eval_closed_while(rule):
-    "Wrap JAX's rule for differentiating a `while` loop of a traced program. JAX runs the loop twice; tagged values of the second run are not recorded."
+    "Wrap JAX's rule for differentiating a `while` loop of a traced program. JAX runs the loop twice, and the second run records no tags."
     @wraps(rule)
     def split_while(saveable, unknown, instantiated, e):
         first,second,*more = rule(saveable, unknown, instantiated, e)
@@ -200,11 +204,11 @@ def tagged_tree(where, ttype, label, tree): # label: prefix of the names, such a
     leaves,form = tree_flatten_with_path(tree)
     named = [(f"{label}_{'.'.join(map(key_text, path)) or 0}" if ttype!='probe' else '.'.join([label, *map(key_text, path)]), x) for path,x in leaves]
     def tagged_array(n, x):
-        "Tag one array for recording under the name `n`."
+        "Tag one array of the output for recording under the name `n`."
         return tap_p.bind(x, tag=Tag(Key(where, ttype, n), next(numbers), loose=asked.value is not None and asked.value.loose))
     return jax.tree.unflatten(form, [tagged_array(n, x) if has_numbers(x) else x for n,x in named])
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #07c8997a
 def key_text(key) -> str:
-    "Return the text of a JAX key (dict key, index or attribute) for use in a dotted path."
+    "Return a key of a JAX path (dict key, index or attribute) as text, for a dotted name such as 'layers.0.kernel'."
     return str(next((getattr(key, n) for n in ('name', 'key', 'idx') if hasattr(key, n)), str(key).strip('.[]\'"')))

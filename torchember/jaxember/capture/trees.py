@@ -22,7 +22,7 @@ from .tags import key_text
 
 # %% ../../../nbs/88_jaxember/12_trees.ipynb #fc922e49
 def wrapper_classes():
-    "Return the classes of flax whose instances wrap an array. Classes not imported by the program are left out."
+    "Return the flax classes for wrapping an array, such as `nnx.Param`. Classes not imported by the program are left out."
     there = [(sys.modules.get('flax.nnx'), 'Variable'), (sys.modules.get('flax.core.meta'), 'AxisMetadata')]
     return tuple(getattr(m, n) for m,n in there if hasattr(m, n))
 
@@ -34,7 +34,7 @@ def variable_kind(box):
 
 @cache
 def dtype_kind(dtype):
-    "Return the kind of a dtype: 'inexact', 'exact', 'key' (random keys), 'void' (gradients of integers). None for other dtypes."
+    "Return the kind of a dtype: 'inexact' (floats), 'exact' (integers), 'key' (random keys), 'void' (gradients of integers). None for other dtypes."
     if jnp.issubdtype(dtype, jax.dtypes.prng_key): return 'key'
     if dtype==jax.dtypes.float0: return 'void'
     return 'inexact' if jnp.issubdtype(dtype, np.inexact) else 'exact' if any(jnp.issubdtype(dtype, k) for k in (np.bool_, np.integer)) else None
@@ -44,20 +44,20 @@ def value_kind(x):
     if isinstance(x, jax.Array|np.ndarray|np.generic): return dtype_kind(x.dtype)
     return 'exact' if isinstance(x, bool|int) else 'inexact' if isinstance(x, float|complex) else None
 
-# what: name of the tree, for errors; before: keys that lead to the tree
+# what: name of the tree in error messages; before: keys that lead to the tree
 def leaves_of(tree, what:str, before=()) -> list:
-    "Return (keys, kind, array) of each leaf of a tree, in order. Raise TypeError if a leaf is not an array."
+    "Return a tuple (keys, kind, array) for each leaf of a tree, in the order of the tree. Raise TypeError if a leaf is not an array."
     boxed,out,keyed = wrapper_classes(),[],set()
     for keys,box in tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, boxed))[0]:
         kind = variable_kind(box)
         for inner,x in tree_flatten_with_path(box)[0] if isinstance(box, boxed) else [((), box)]:
-            at = (*keys, *inner[1:]) # the name omits the key `value` between a flax wrapper and its array
+            at = (*keys, *inner[1:]) # leave out the key `value` between a flax wrapper and its array, which is not part of the name
             held = value_kind(x)
             if held=='key': keyed.add(at[:-1])
             if held in ('key', 'void') or kind=='': continue
             if held is None: raise TypeError(not_an_array('.'.join(map(key_text, (*before, *at))), x, what))
             out.append((at, kind, x))
-    # an optimizer state of plain dicts contains no classes, so counters are recognized by name
+    # an optimizer state of plain dicts has no classes, so its step counters can be recognized only by name
     is_counter = lambda l: l[0][:-1] in keyed and np.ndim(l[2])==0 and key_text(l[0][-1])=='count'
     return [l for l in out if not is_counter(l)] if keyed else out
 
@@ -73,9 +73,9 @@ class Named:
     "Name and kind of one array in a tree of parameters, gradients or optimizer states."
     path:str # Path of the module that owns the array, such as 'layers.0.attn'
     pname:str # Name of the array in its module, such as 'kernel'
-    kind:str # 'weight', 'buffer', or a field of an optimizer state, such as 'mu'
-    number:int|None # Number of the parameter in its module; None if the array does not belong to a parameter
-    tname:str # Tensor name in the log, such as 'weight_0'
+    kind:str # 'weight', 'buffer', or the field of an optimizer state that contains the array, such as 'mu'
+    number:int|None # Number of the parameter in its module. None if the array belongs to no parameter
+    tname:str # Name of the tensor in the log, such as 'weight_0'
     array:object # The array itself, a leaf of the tree
 
 # %% ../../../nbs/88_jaxember/12_trees.ipynb #482a7655
@@ -88,19 +88,19 @@ def has_nnx_variables(tree):
     Variable = nnx_class('Variable')
     return any(isinstance(x, Variable) for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Variable)))
 
-def is_train_state(tree): return hasattr(tree, 'opt_state') and hasattr(tree, 'params') # flax's TrainState
+def is_train_state(tree): return hasattr(tree, 'opt_state') and hasattr(tree, 'params') # flax's TrainState has both attributes
 
 def items_in(tree):
-    "Return the pair (key, value) of each direct child of a tree."
+    "Return a pair (key, value) for each direct child of a tree."
     return [(keys[0], x) for keys,x in tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)[0] if keys]
 
 def has_models(tree, depth=0):
-    "Return True if a tree is, or contains, variables of linen, a TrainState or an nnx module."
+    "Return True if a tree is or contains a model: variables of linen, a TrainState or an nnx module."
     if is_train_state(tree) or isinstance(tree, nnx_class('Module')) or is_linen_variables(tree) and (not depth or 'params' in tree): return True
     return isinstance(tree, Mapping|list|tuple) and any(has_models(x, depth+1) for _,x in items_in(tree))
 
 def paths_in_tree(tree):
-    "Return the set of keys, as tuples of text, that lead to the leaves of a tree."
+    "Return the paths to the leaves of a tree: a set of tuples of keys, as text."
     return {tuple(map(key_text, keys)) for keys,_ in tree_flatten_with_path(tree)[0]}
 
 def has_own_name(key, tree, of):
@@ -110,12 +110,12 @@ def has_own_name(key, tree, of):
     return 'opt_state' in of and key not in ('batch_stats', 'cache') and not {n[:-1] for n in names} <= {n[:i] for n in params for i in range(len(n))}
 
 def array_fields(state):
-    "Return a dict of the array fields of a TrainState, except `step` and `params`."
+    "Return the fields of a flax TrainState with arrays, as a dict, except `step` and `params`."
     some = {key_text(k): x for k,x in items_in(state) if key_text(k) not in ('step', 'params')}
     return {k: x for k,x in some.items() if jax.tree.leaves(x) and all(map(value_kind, jax.tree.leaves(x)))}
 
 def models_in(tree, at=(), kind=None): # at: keys that lead to the tree; kind: 'buffer' in a copy of a model
-    "Yield (keys without linen collections, kind, subtree, all keys) for each model, collection or other subtree with names of its own."
+    "Yield a tuple for each model or collection in a tree: (keys without linen collections, kind, subtree, all keys). Names are unique in a subtree."
     if is_train_state(tree):
         params,own = tree.params,array_fields(tree)
         if has_nnx_variables(params):
@@ -123,14 +123,14 @@ def models_in(tree, at=(), kind=None): # at: keys that lead to the tree; kind: '
             for word in sorted(own.keys()-{'opt_state'}): yield from models_in(own[word], (*at, word), 'buffer')
             return
         tree = {**(params if is_linen_variables(params) and 'params' in params else {'params': params}), **own} if {*own}-{'opt_state'} else params
-    # `nnx.state` lists an array that several modules share only once
+    # `nnx.state` lists an array only once, even if several modules share the array
     if isinstance(tree, nnx_class('Module')): yield at, kind, sys.modules['flax.nnx'].state(tree), at
     elif is_linen_variables(tree) and (not at or 'params' in tree):
         for key,x in items_in(tree):
             word = key_text(key)
             if word=='params' and is_linen_variables(x) and 'params' in x: yield from models_in(x, at, kind)
             elif word=='params': yield at, kind or 'weight', x, (*at, key)
-            elif word=='opt_state': continue # skipped, because `named_optimizer_states` names the arrays of an optimizer state
+            elif word=='opt_state': continue # skip the optimizer state, whose arrays get their names from `named_optimizer_states`
             elif has_own_name(word, x, tree): yield from models_in(x, (*at, key), 'buffer')
             else: yield at, 'buffer', x, (*at, key)
     elif isinstance(tree, Mapping|list|tuple) and has_models(tree, 1):
@@ -147,7 +147,7 @@ def module_and_name(keys) -> tuple: # keys: keys that lead to a leaf
     return '.'.join(parts[:-1]), parts[-1]
 
 class ParameterNumbers:
-    "Assigns a number to each parameter within its module, and returns the same number for the same name."
+    "Numbers the parameters of each module. The same name always gets the same number."
     def __init__(self, known=()):
         self.of = {(n.path, n.pname): n.number for n in known if n.number is not None}
         self.next = Counter()
@@ -174,7 +174,7 @@ def named_parameters(
     tree, # Variables of linen; a state, module or gradient of nnx; a module of equinox; any tree of arrays
     what:str='model_state', # Name of the tree, for the error message
     stem:str='weight', # Prefix of names in the log: 'weight', or 'grad' for gradients
-    known=() # `Named` objects of the model, whose numbers are used for parameters with the same names
+    known=() # `Named` objects of the model: a parameter with a known name gets its known number
 ) -> list: # a `Named` for each array, in the order of the tree
     "Return the names of the parameters and buffers of a model. Raise TypeError if a leaf is not an array."
     out,numbers,once = [],ParameterNumbers(known),UniqueNames()
@@ -189,12 +189,14 @@ def named_parameters(
     return out
 
 # %% ../../../nbs/88_jaxember/12_trees.ipynb #b84e055c
-# fields of optax states that contain another optimizer state
+# names of the fields in which an optax state contains another optimizer state
 holders = ('opt_state', 'inner_state', 'inner_opt_state', 'base_optimizer_state')
-labelled = 'inner_states' # field of an optax state that contains a dict of optimizer states, one for each label of parameters
+labelled = 'inner_states' # field of an optax state for labelled parameters (`multi_transform`): a dict with an optimizer state for each label
 
 def fields(tree, keys) -> list:
-    "Return the indices of those `keys` that name a field of an optax state, innermost first. In a state of plain dicts, return the first known field."
+    """Return which of the `keys` are fields of an optax state, as indices, innermost first.
+
+    In a state of plain dicts, return only the first known field."""
     out = []
     for i,k in enumerate(keys):
         if hasattr(tree, '_fields') and type(tree).__name__.endswith('State'): out.insert(0, i)
@@ -208,17 +210,17 @@ def fields(tree, keys) -> list:
     return out or [0]
 
 class ParameterFinder:
-    "Finds the parameter to which an array of an optimizer state belongs, by the last parts of the array's name."
+    "Finds the parameter of an array in an optimizer state: a parameter whose name ends like the array's name."
     def __init__(self, named):
         self.full,self.ends = {'.'.join(filter(None, (n.path, n.pname))): n for n in named},{}
-        # linen's collection `params` is not part of a path
+        # the key 'params', a collection of linen, is not a part of names
         self.skip = () if any('params' in name.split('.') for name in self.full) else ('params',)
         for name,n in self.full.items():
             words = name.split('.')
             for i in range(1, len(words)): self.ends.setdefault('.'.join(words[i:]), []).append((words[:i], n))
 
     def name_parts(self, keys):
-        "Return the parts of a parameter's name, without collections such as 'params'."
+        "Split a parameter's name into its parts, without collections of linen such as 'params'."
         return [w for w in split_keys(keys) if w not in self.skip]
 
     def find(self, name, before):
@@ -228,8 +230,8 @@ class ParameterFinder:
         of = [n for model,n in ends if ' '.join(model) in ' '.join(before)] if before else []
         return of[0] if len(of)==1 else ends[0][1] if len(ends)==1 and not name.isdigit() else None
 
-def parameter_of_leaf(keys, at, known, before=()): # at: indices of the keys that are fields; known: `ParameterFinder`
-    "Find the parameter of a leaf of an optimizer state. Return (index of the field, parameter, further keys), or None."
+def parameter_of_leaf(keys, at, known, before=()): # at: which keys are fields, as indices; known: `ParameterFinder`
+    "Find the parameter for an array of an optimizer state. Return (index of the field in `keys`, parameter, further keys), or None."
     for i in at if known.full else ():
         inside = i!=at[0]
         if inside and key_text(keys[i]) in (*holders, labelled): continue
@@ -240,16 +242,16 @@ def parameter_of_leaf(keys, at, known, before=()): # at: indices of the keys tha
                 if n and not (inside and all(w.isdigit() for w in words[start:end])): return i, n, words[end:]
 
 def model_keys(keys):
-    "Return the keys in front of a field of an optimizer state that name the model of the state."
+    "Return the keys before a field of an optimizer state: they name the model that the state belongs to."
     words = [key_text(k) for k in keys]
     return [w for i,w in enumerate(words) if not (w.isdigit() or w in (*holders, labelled) or i and words[i-1]==labelled)]
 
 def split_keys(keys):
-    "Return the parts of all keys, split at slashes, as Haiku joins module names by slashes."
+    "Split each key at slashes, and return all parts. Haiku puts slashes between the module names in a key."
     return [p for k in keys for p in key_text(k).split('/') if p not in ('~', '')]
 
 def states_in(tree, at=()): # at: keys that lead to the tree
-    "Yield (keys, optimizer state) for each training state in a tree. A tree without training states is an optimizer state itself."
+    "Yield a pair (keys, optimizer state) for each training state in a tree. If there is none, the whole tree is an optimizer state."
     if hasattr(tree, 'opt_state') and not hasattr(tree, '_fields'): yield at, tree.opt_state # flax's TrainState, or nnx.Optimizer
     elif isinstance(tree, Mapping) and 'opt_state' in tree: yield at, tree['opt_state']
     elif type(tree) in (dict, list, tuple) and any(is_training(x) for _,x in items_in(tree)):
@@ -264,10 +266,10 @@ def is_training(tree):
 # %% ../../../nbs/88_jaxember/12_trees.ipynb #f040f377
 def named_optimizer_states(
     state, # State of an optax optimizer, or an `nnx.Optimizer`, or the state of an `nnx.Optimizer`
-    known=(), # `Named` objects of the model. Without them, all keys after a field are taken as the name of a parameter
+    known=(), # `Named` objects of the model. Without them, all keys after a field are taken as a parameter's name
     what:str='optimizer_state' # Name of the tree, for the error message
-) -> list: # `Named`, in the order of the tree
-    "Return names for the arrays of an optimizer state, made from their parameters. Raise TypeError if a leaf is not an array."
+) -> list: # A `Named` for each array, in the order of the tree
+    "Return names for the arrays of an optimizer state, made from the names of their parameters. Raise TypeError if a leaf is not an array."
     weights = [n for n in known if n.number is not None]
     full,numbers,once,out = ParameterFinder(weights),ParameterNumbers(weights),UniqueNames(),[]
     for before,keys,at,x in ((split_keys(w), keys, fields(tree, keys), x) for w,tree in states_in(state) for keys,_,x in leaves_of(tree, what, w)):
@@ -276,7 +278,7 @@ def named_optimizer_states(
         else:
             i,words,rest = at[0],full.name_parts(keys[at[0]+1:]),[]
             model = '.'.join([*before, *model_keys(keys[:i])])
-            if value_kind(x)=='exact' and (np.ndim(x)==0 or not words): continue # step counts, flags and random keys of the old type are not recorded
+            if value_kind(x)=='exact' and (np.ndim(x)==0 or not words): continue # do not record step counts, flags, and random keys of the old type
             if not words or np.ndim(x)==0 and (full.full or key_text(keys[i])=='hyperparams'):
                 name = words[-1] if words else key_text(keys[i]) if keys else 'state'
                 out.append(Named(model, name, key_text(keys[i]) if keys else 'state', None, once(model, name), x))
@@ -288,11 +290,11 @@ def named_optimizer_states(
 
 # %% ../../../nbs/88_jaxember/12_trees.ipynb #6d62f10f
 class CachedNames:
-    "Names the arrays of a tree at each step. The names are computed again only if the structure of the tree changes."
-    def __init__(self, f): self.f,self.form,self.names,self.at = f,None,[],None # f: `named_parameters` or `named_optimizer_states`
+    "Names the arrays of a tree in each step. As long as the structure of the tree stays the same, the names of the last step are used."
+    def __init__(self, f): self.f,self.form,self.names,self.at = f,None,[],None # f: function that names the arrays
 
-    def __call__(self, tree, *args) -> tuple: # args: further arguments of `f`
-        "Return the list of names and the list of arrays of a tree. While the names are unchanged, the same list object is returned."
+    def __call__(self, tree, *args) -> tuple: # args: further arguments of the function `f`, which finds the names
+        "Return two lists for a tree: its names and its arrays. While the names are unchanged, the list of names is the same object."
         leaves,form = jax.tree.flatten(tree)
         form = form,args,[(type(x), getattr(x, 'shape', None), getattr(x, 'dtype', None)) for x in leaves]
         if self.at is not None and form==self.form: return self.names, [leaves[i] for i in self.at]
@@ -304,7 +306,7 @@ class CachedNames:
 
 # %% ../../../nbs/88_jaxember/12_trees.ipynb #19db1e09
 def indices_of(leaves, arrays):
-    "Return the index of each array in the list `leaves`. None if the order differs, or if an array appears in `leaves` more often."
+    "Return the index in the list `leaves` of each array. None if the order differs, or if `leaves` contains an array more than once."
     there,meant = Counter(map(id, leaves)),Counter(map(id, arrays))
     if any(there[k]!=n for k,n in meant.items()): return None
     at = [i for i,x in enumerate(leaves) if id(x) in meant]

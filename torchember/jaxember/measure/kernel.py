@@ -21,15 +21,15 @@ from ...measure.readers.numba import FINITE, ROOM, array_at, block, call, empty_
 from ...measure.summary import length, wide, width
 
 # %% ../../../nbs/88_jaxember/15_kernel.ipynb #3e1dbc80
-letters = 16 # number of letters that encode the number of elements, 4 bits per letter; one more letter encodes what to compute
+letters = 16 # XLA passes only text to the loops, so the number of elements is encoded in 16 letters of 4 bits each
 
 def encode_call(n, how):
-    "Encode the number of elements, and what to compute, as a string of letters."
+    "Encode as a text of letters how many elements to measure, and which groups of sums. XLA passes this text to the compiled loops."
     return ''.join(chr(97+(x>>4*i & 15)) for x,k in ((n, letters), (how, 1)) for i in range(k))
 
 @njit(nogil=True)
 def decode_number(address, first, letters):
-    "Return the number that `encode_call` wrote as letters at a memory address, from letter `first` on."
+    "Return the number that `encode_call` has written as letters. `text`: address of the letters. `first`: index of the first letter."
     text = array_at(address, first, letters, np.uint8)
     n = 0
     for i in range(letters): n |= (np.int64(text[i])-97)<<(4*i)
@@ -37,7 +37,9 @@ def decode_number(address, first, letters):
 
 # %% ../../../nbs/88_jaxember/15_kernel.ipynb #3585eccf
 def mode_of(b):
-    "Return the floating-point mode of this processor, a function to set the mode, and its bits that flush subnormal numbers to zero."
+    """Generate code for the floating-point mode of this processor.
+
+    Return the current mode, a function to set the mode, and the bits for flushing subnormal numbers to zero."""
     machine = binding.get_process_triple().split('-')[0]
     if machine in ('x86_64', 'amd64', 'i386', 'i686'):
         at = cgutils.alloca_once(b, integer)
@@ -51,7 +53,7 @@ def mode_of(b):
         return call(b, 'llvm.aarch64.get.fpcr', word), lambda x: call(b, 'llvm.aarch64.set.fpcr', ir.VoidType(), x), 1<<24 | 1<<19
 
 def reader(fmt):
-    "Return a numba function running the compiled loops for a number format. Its arguments are addresses, the count, and what to compute."
+    "Return a numba function that runs the compiled loops for a number format, with subnormal numbers switched on."
     @intrinsic
     def call_loops(typing, x, n, how, row, desk):
         def generate_code(context, b, signature, arguments):
@@ -71,7 +73,7 @@ def symbol_name(fmt): return f'torchember_reads_{fmt}'
 
 @njit(nogil=True)
 def decode_call(out, text):
-    "Clear the result row. Return the number of elements, what to compute, and the addresses of the row and of the working memory."
+    "Empty the result row. Return the number of elements, the flags of the sums to compute, and the addresses of the row and of the work memory."
     n,how = decode_number(text, 0, letters),decode_number(text, letters, 1)
     row,desk = array_at(out, 0, 2, np.int64)
     to = array_at(row, 0, wide if how & 8 else width, np.float64)
@@ -102,26 +104,26 @@ formats = dict(float32=measure_float32, float64=measure_float64, bfloat16=measur
 
 # %% ../../../nbs/88_jaxember/15_kernel.ipynb #1e4cd3df
 lock = threading.Lock()
-# shows a progress message, because compiling takes seconds; later processes load the loops from disk
+# text of the progress message: compiling takes seconds. Later processes load the compiled loops from disk
 compiling = 'compiling the loops that measure arrays'
 
 @cache
 def register(fmt):
-    "Compile the loops for a number format, or load them from disk, and register them with XLA. Return their name and the function."
+    "Compile the loops for a number format, or load them from disk. Make them known to XLA. Return their name and the function."
     binding.add_symbol(symbol_name(fmt), kernel(fmt)[0])
     signature = types.void(*(types.int64,)*5)
     entry = compile_cached(lambda **kw: cfunc(signature, **kw), formats[fmt])
     capsule = ctypes.pythonapi.PyCapsule_New
     capsule.restype,capsule.argtypes = ctypes.py_object,(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
     jax.ffi.register_ffi_target(symbol_name(fmt), capsule(entry.address, b'xla._CUSTOM_CALL_TARGET', None), platform='cpu', api_version=0)
-    return symbol_name(fmt), entry # the cache keeps the function alive, because XLA stores only its address
+    return symbol_name(fmt), entry # XLA stores only the address of the function, so `cache` must keep the function alive
 
 def custom_call_name(fmt:str) -> str:
-    "Return the name of the XLA custom call for measuring arrays of a number format. Wait until its loops are compiled."
+    "Return the name of the XLA custom call for measuring arrays of a number format. The first call waits until its loops are compiled."
     with lock, waiting(compiling): return register(fmt)[0]
 
 def row_by_kernel(x, wanted):
-    "Return the summary row of a traced array on a CPU, computed by the compiled loops. Its dtype must be one of `formats`."
+    "Measure a traced array on a CPU by the compiled loops. Return its summary row. Its dtype must be one of `formats`."
     how = start_of(wanted)[0]
     out = jax.ShapeDtypeStruct((2*length(wanted),), np.uint32),jax.ShapeDtypeStruct((ROOM+8*min(x.size, block),), np.uint8)
     return jax.ffi.ffi_call(custom_call_name(x.dtype.name), out, custom_call_api_version=3, legacy_backend_config=encode_call(x.size, how))(x)[0]

@@ -21,7 +21,7 @@ from ...ground.messages import warn
 
 # %% ../../../nbs/88_jaxember/20_summaries.ipynb #4b9d384d
 def row_length(wanted=scalars) -> int:
-    "Return the number of uint32 values in a summary row with these groups of values, such as 'basic'."
+    "Return the length of a summary row in uint32 numbers, for some groups of sums such as 'basic'."
     return 2*length(wanted)
 
 def row_vectors(rows:np.ndarray, wanted=scalars) -> np.ndarray: # rows: array of uint32
@@ -32,7 +32,7 @@ def row_vectors(rows:np.ndarray, wanted=scalars) -> np.ndarray: # rows: array of
 
 # %% ../../../nbs/88_jaxember/20_summaries.ipynb #0e23a68c
 def empty_rows(wanted=scalars, shape=()): # shape: shape of the array of rows
-    "Return summary rows of empty arrays, computed by JAX operations: for branches not taken, and for the start of a loop."
+    "Return summary rows of empty arrays, computed by JAX operations: for a branch not taken, and for the start of a loop."
     wanted = ordered_groups(wanted)
     empty = no_elements(wanted).view(np.uint32).tolist()
     i,row = lax.iota(np.uint32, len(empty)),None
@@ -44,13 +44,13 @@ def empty_rows(wanted=scalars, shape=()): # shape: shape of the array of rows
     return lax.broadcast(row, shape)
 
 def is_among(i, where):
-    "Return a boolean array: True where an element of `i` is in the list `where`."
+    "Return a boolean array: True where an element of the array `i` is one of the numbers in `where`."
     some = lax.full_like(i, False, bool)
     for x in where: some = some | (i==np.uint32(x))
     return some
 
 def ordered_groups(wanted):
-    "Return the groups of summary values without duplicates, in the order of `groups`."
+    "Return groups of sums without duplicates, in the order of the dict `groups`."
     for g in wanted:
         if g not in groups: raise ValueError(f"{g!r} is not a group of summary values. Choose from {', '.join(map(repr, groups))}.")
     return tuple(g for g in groups if g in wanted)
@@ -62,19 +62,19 @@ def elements_as_float64(x):
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype==np.float64: return x.astype(np.float64)
     x = x.astype(np.float32)
     bits = lax.bitcast_convert_type(x, np.int32)
-    # subnormal numbers are computed from their bits, because processors may flush them to zero
+    # compute subnormal numbers from their bits, because a processor may treat them as zero
     tiny = (bits & 0x7fffff).astype(np.float64)*2.**-149
     return jnp.where(bits & 0x7f800000, x.astype(np.float64), jnp.where(bits<0, -tiny, tiny))
 
 def row_of_parts(v, wanted, counts=None):
-    "Return the uint32 summary row of values given by name. `counts`: number of elements for each exponent."
+    "Pack sums, given by name, into a uint32 summary row. `counts`: number of elements for each exponent."
     asked = parts_in(wanted)
     row = jnp.stack([jnp.asarray(v[p] if p in asked else math.nan, np.float64) for p in (*parts, *(None,)*(width-len(parts)))])
     if counts is not None: row = jnp.concatenate([row, counts.astype(np.float64)])
     return lax.bitcast_convert_type(row, np.uint32).reshape(-1)
 
 def row_by_operations(x, wanted):
-    "Compute the summary row of an array by JAX operations in float64. They read the array several times."
+    "Compute the summary row of an array by JAX operations in float64. This reads the array several times."
     if not x.size: return empty_rows(wanted)
     x = elements_as_float64(x)
     ok = jnp.isfinite(x)
@@ -83,22 +83,22 @@ def row_by_operations(x, wanted):
     f,lo,hi = jnp.where(ok, x, 0.),v['min'],v['max']
     n = jnp.maximum(x.size-v['nan']-v['posinf']-v['neginf'], 1).astype(np.float64)
     mean = f.sum()/n
-    # so the mean of equal elements is exact
+    # for equal elements, the mean is an element, because a computed mean is rounded
     mean = jnp.where(lo==hi, lo, jnp.where(jnp.isfinite(mean), mean, (f/n).sum()))
     d = jnp.where(ok, x-mean, 0.)
-    rest = jnp.where(lo==hi, 0., d.sum()/n) # rounding error of the mean, which is corrected below
+    rest = jnp.where(lo==hi, 0., d.sum()/n) # mean distance from the computed mean: its rounding error, which is corrected below
     d = jnp.where(ok, d-rest, 0.)
     q = d*d
     v |= dict(mean=mean+rest, m2=q.sum())
     if 'higher' in wanted: v |= dict(m3=(q*d).sum(), m4=(q*q).sum())
     if 'exponents' not in wanted: return row_of_parts(v, wanted)
-    # the upper 32 bits of a float64 contain its exponent
+    # read the exponent from the bits: the upper 32 bits of a float64 contain it
     e = lax.bitcast_convert_type(jnp.abs(f), np.uint32)[..., 1]>>20
     e = jnp.clip(e.astype(np.int32)-(1023-127), 0, bins-1)
     return row_of_parts(v, wanted, jnp.zeros(bins, np.int64).at[jnp.where(ok & (x!=0), e, bins)].add(1, mode='drop'))
 
 def with_other_values(row, x, wanted):
-    "Add the values that the compiled loops do not compute to a summary row, and return the row."
+    "Add to a summary row the sums that the compiled loops do not compute. Return the row."
     todo = not_in_loops(wanted)
     if not todo or not x.size: return row
     v,x = lax.bitcast_convert_type(row.reshape(-1, 2), np.float64),elements_as_float64(x)
@@ -108,7 +108,7 @@ def with_other_values(row, x, wanted):
 
 # %% ../../../nbs/88_jaxember/20_summaries.ipynb #813e4083
 def merged_parts(rows, wanted, axis):
-    "Merge summary rows along an axis in float64, with the arithmetic of `measure.summary.merge`."
+    "Merge summary rows along an axis in float64, as `measure.summary.merge` does for torch."
     v = jnp.moveaxis(rows, axis, -2)
     v = lax.bitcast_convert_type(v.reshape(*v.shape[:-1], -1, 2), np.float64)
     if not v.shape[-2]: return empty_rows(wanted, v.shape[:-2])
@@ -120,11 +120,11 @@ def merged_parts(rows, wanted, axis):
     return lax.bitcast_convert_type(out, np.uint32).reshape(*out.shape[:-1], -1)
 
 # %% ../../../nbs/88_jaxember/20_summaries.ipynb #d9a37f73
-# float32 sums have at most 128 terms in each of 256 lanes, so rounding errors stay small; a chunk fits the cache
+# a chunk (128 rows of 256 numbers) fits the cache. Float32 sums of only 128 numbers keep rounding errors small
 lanes,chunk = 256,1<<15
 
 def in_chunks(f, x):
-    "Apply `f` to float32 chunks of a flat array, of shape (rows, lanes). Return a list of results; the first result has a leading chunk axis."
+    "Apply `f` to a flat array in float32 chunks of shape (rows, lanes). Return a list of results: first the results of all full chunks, stacked."
     def apply_to_chunk(c, lanes=lanes): return f(c.reshape(-1, lanes).astype(np.float32))
     whole = x.size//chunk*chunk
     filled = x.size//lanes*lanes
@@ -139,11 +139,11 @@ def totals(f, x):
     return [sum(g.astype(np.float64).sum() for g in gs) for gs in zip(*in_chunks(f, x), strict=True)]
 
 def reduce_chunks(f, gs):
-    "Apply `f` to each chunk, and then to its stacked results."
+    "Apply the reduction `f` to each chunk of an array, and then to the stacked results of the chunks."
     return f(jnp.stack([f(g) for g in gs]))
 
 def row_by_chunks(x, wanted):
-    "Compute the summary row of an array in chunks small enough for the cache, and merge the rows."
+    "Compute a summary row for each chunk of an array, and merge these rows. A chunk fits the cache."
     x = x.reshape(-1)
     if x.size<2*chunk: return row_by_operations(x, wanted)
     whole = x.size//chunk*chunk
@@ -156,17 +156,17 @@ def abs_bits(x):
     return (lax.bitcast_convert_type(x, np.int32) & 0x7fffffff)
 
 def zeros_of(x):
-    "Return the number of zeros, and the number of values below the smallest normal float32. A processor may flush such values to zero."
+    "Count in an array the zeros, and the numbers below the smallest normal float32: a processor may treat these as zero."
     def count_zeros(r):
         "Count the zeros and the numbers below the smallest normal float32 in a chunk."
         return (abs_bits(r)==0).astype(np.float32).sum(0), (abs_bits(r)<0x800000).astype(np.float32).sum(0)
     return totals(count_zeros, x)
 
 def row_by_float32(x, wanted):
-    "Return the summary row of an array, computed by fast float32 sums, and True if the result is accurate."
+    "Compute the summary row of an array by fast float32 sums. Return the row, and True if it is accurate enough."
     n = x.size
     def first_sums(r):
-        "Return minimum, maximum and sums of a chunk, from which the mean is computed."
+        "Return minimum, maximum and sums of a chunk, to compute the mean of the array."
         sums,sizes = (r.sum(0), (r*r).sum(0), r.max(0), r.min(0)),jnp.abs(r)
         return (*sums, sizes.sum(0), sizes.min(0)) if 'absolute' in wanted else sums
     s,q,hi,lo,*size = zip(*in_chunks(first_sums, x), strict=True)
@@ -184,24 +184,24 @@ def row_by_float32(x, wanted):
         right &= tiny==zeros
     elif 'exponents' in wanted: zeros = zeros_of(x)[0]
     if zeros is not None: v['zeros'] = zeros
-    # `up` is the stored exponent of the largest magnitude `big`, so `big` is below 2**(up-126)
+    # `big` is the largest magnitude, `up` its biased exponent: `big` is below 2**(up-126)
     up = jnp.clip(lax.bitcast_convert_type(big, np.int32)>>23, 1, 253)
-    # power of two that scales `big` below 1, so that powers do not overflow
+    # a power of two that scales `big` below 1, so that powers of the elements do not overflow
     unit = lax.bitcast_convert_type(253-up<<23, np.float32)
     scale = 1/unit.astype(np.float64)
     if 'higher' in wanted:
         base = mean.astype(np.float32)
         def moment_sums(r):
-            "Return the sums of powers of deviations from the mean in a chunk."
+            "Return the sums of powers of the distances from the mean in a chunk."
             d = (r-base)*(unit/2)
             q = d*d
             return d.sum(0), q.sum(0), (q*d).sum(0), (q*q).sum(0)
         s1,s2,s3,s4 = totals(moment_sums, x)
-        e = s1/n # mean of the shifted and scaled values
+        e = s1/n # mean of the elements, after a shift and a scaling
         v |= dict(m3=(s3-3*e*s2+2*n*e**3)*(scale*2)**3, m4=(s4-4*e*s3+6*e**2*s2-3*n*e**4)*(scale*2)**4)
     if 'powers' in wanted:
         def power_sums(r):
-            "Return the sums of the fourth and eighth powers of scaled values in a chunk."
+            "Return the sums of the fourth and eighth powers of the scaled elements of a chunk."
             q = r*unit
             q = q*q
             q = q*q
@@ -215,7 +215,7 @@ def row_by_float32(x, wanted):
     return with_other_values(row_of_parts(v, wanted, counts), x, wanted), right
 
 def row_by_jax(x, wanted):
-    "Compute the summary row of an array on a CPU by JAX operations, for installations without numba."
+    "Compute the summary row of a CPU array by JAX operations. Used if numba is not installed."
     if not x.size: return empty_rows(wanted)
     x = x.reshape(-1)
     if not is_narrow(x.dtype): return row_by_chunks(x, wanted)
@@ -229,10 +229,10 @@ def is_narrow(d):
 
 # %% ../../../nbs/88_jaxember/20_summaries.ipynb #de094fb0
 def is_compiled():
-    "Return True if the compiled loops can measure arrays. They require numba, and `NUMBA_DISABLE_JIT` must not be set."
+    "Return True if the compiled loops can measure arrays: numba is installed, and NUMBA_DISABLE_JIT is not set."
     return not broken and kernel_module() is not None
 
-broken = [] # exceptions of the compiled loops; if there is one, JAX operations are used instead
+broken = [] # exceptions of the compiled loops. After the first exception, JAX operations measure the arrays
 
 def report_broken_loops(e):
     "Store the failure of the compiled loops, and warn once. JAX operations replace them, because the user's step must not fail."
@@ -245,37 +245,37 @@ def kernel_module():
     "Import the Python module with the compiled loops. Return None if numba is missing, disabled or broken."
     try: from numba import config
     except ModuleNotFoundError as e: return None if e.name=='numba' else report_broken_loops(e)
-    except Exception as e: return report_broken_loops(e) # numba is installed but does not work
+    except Exception as e: return report_broken_loops(e) # numba is installed but does not work, so JAX operations measure the arrays
     if config.DISABLE_JIT: return None
     try: from torchember.jaxember.measure import kernel
     except Exception as e: return report_broken_loops(e)
     return kernel
 
 def read_on_cpu(x, wanted):
-    "Compute the summary row of an array by the compiled loops, after conversion to a number format of the loops."
+    "Convert an array to a number format of the compiled loops, and let these loops compute its summary row."
     if not x.size: return empty_rows(wanted)
     if jnp.issubdtype(x.dtype, jnp.complexfloating): x = jnp.abs(x.astype(np.complex128))
     return with_other_values(kernel_module().row_by_kernel(x.astype(number_format(x.dtype)), wanted), x, wanted)
 
 def number_format(d):
-    "Return the name of the number format to which arrays of a dtype are converted for the compiled loops."
+    "Return the number format for measuring arrays of a dtype by the compiled loops: arrays are converted to this format."
     d = np.dtype(d)
     return d.name if d.name in ('float32', 'float64', 'bfloat16', 'float16') else 'float32' if is_narrow(d) else 'float64'
 
 def lowering_rule(f):
-    "Return the lowering rule of a JAX primitive running `f` in float64. Without shardings, XLA decides how to partition the array."
+    "Return the compilation rule of a JAX primitive: it runs `f` in float64. Without shardings, XLA decides how to partition the array."
     def lower_to_mlir(ctx, x, **params):
         ctx = ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in])
         with jax.enable_x64(True): return mlir.lower_fun(partial(f, **params), multiple_results=False)(ctx, x)
     return lower_to_mlir
 
 def primitive(name, shape, f, on_cpu):
-    "Create a JAX primitive returning summary rows. `on_cpu` computes them on a CPU, `f` elsewhere; `shape` returns the shape."
+    "Create a JAX primitive for summary rows. `on_cpu` computes them on a CPU, `f` elsewhere. `shape` returns the shape of the result."
     p = Primitive(name)
     @partial(jax.jit, static_argnames=('names', 'values'))
     def bind_in_jit(x, names, values): return p.bind(x, **dict(zip(names, values, strict=True)))
     def compute_now(x, **params):
-        # with `disable_jit`, JAX would call this function again without end
+        # with `disable_jit`, JAX would call this function again and again
         with jax.disable_jit(False): return bind_in_jit(x, tuple(params), tuple(params.values()))
     p.def_impl(compute_now)
     def abstract_rows(x, **params):
@@ -287,7 +287,7 @@ def primitive(name, shape, f, on_cpu):
     return p
 
 def measure_on_cpu(x, wanted, by_parts):
-    "Compute the summary row of an array on a CPU, by compiled loops if they can be used."
+    "Compute the summary row of an array on a CPU: by the compiled loops, or by JAX operations if the loops cannot be used."
     if by_parts: return row_by_operations(x, wanted)
     if is_compiled():
         try: return read_on_cpu(x, wanted)
@@ -295,7 +295,7 @@ def measure_on_cpu(x, wanted, by_parts):
     return row_by_jax(x, wanted)
 
 def merged_shape(rows, wanted, axis):
-    "Return the shape of merged rows: without the axis along which they are merged."
+    "Return the shape of summary rows after merging: without the axis along which they are merged."
     return tuple(n for i,n in enumerate(rows.shape) if i!=axis)
 
 measure_p = primitive('summary', lambda x, wanted, by_parts: (row_length(wanted),), lambda x, wanted, by_parts: row_by_operations(x, wanted), measure_on_cpu)
@@ -303,10 +303,10 @@ merge_p = primitive('merged_summaries', merged_shape, merged_parts, merged_parts
 
 # %% ../../../nbs/88_jaxember/20_summaries.ipynb #a325dc2f
 def summary_row(
-    x, # Array of numbers, any shape and dtype, traced or not; complex by magnitude
-    wanted=scalars, # Groups of summary values: 'basic', 'absolute', 'higher', 'powers', 'exponents'
-    by_parts:bool=False # True if `x` may be distributed over devices: each device then measures its part of the array
-): # uint32 array with the bits of the float64 summary
+    x, # Array of numbers, any shape and dtype, traced or not. Complex numbers are measured by magnitude
+    wanted=scalars, # Groups of sums to compute: some of 'basic', 'absolute', 'higher', 'powers', 'exponents'
+    by_parts:bool=False # True if the array may be distributed over devices: each device then measures the part that it holds
+): # The summary row: a uint32 array with the bits of float64 sums
     "Compute the summary row of an array (number of elements, mean, minimum and so on) on the device of the array."
     x = jnp.asarray(x)
     if not (jnp.issubdtype(x.dtype, np.number) or x.dtype==bool): raise TypeError(f"summary_row needs an array of numbers, got {x.dtype}.")
@@ -322,7 +322,7 @@ def merged_row(rows, wanted=scalars, axis:int=0): # rows: array of uint32, shape
 
 # %% ../../../nbs/88_jaxember/20_summaries.ipynb #5d132b98
 def warm_up(arrays=()):
-    "Start a thread to compile or load the loops for arrays with these dtypes. The first step then waits less."
+    "Start a thread to compile or load the loops for arrays of these dtypes. The first step then waits less."
     if jax.default_backend()!='cpu' or not is_compiled(): return
     kinds = {number_format(x.dtype) for x in arrays} or {'float32'}
     def load_loops():

@@ -35,25 +35,25 @@ from ...store.base import now, user
 class MeasuredStep:
     "Measurements of one step, which the device may still be computing or copying to the host."
     states:list # Measurements of parameters and optimizer states, from `StateRows.measured`
-    found:list # Measurements of module outputs, from `Watching`
+    found:list # Measurements of module outputs, collected by `Watching`
     gradients:list # Measurements of the gradients of parameters, from `StateRows.measured`
-    noted:list # Dicts of the scalars that the user logged
-    step:int # Number of the step
+    noted:list # Scalars that the user logged in this step, as dicts
+    step:int # Number of the measured step
     ts:str # Time when the step began
-    marks:dict # The user's marks, which are columns of every row: name of the column -> value
-    rates:dict # Learning rates by name
+    marks:dict # The user's marks by name. Each mark becomes a column of every row
+    rates:dict # Learning rates of this step, by name
     has_all_gradients:bool # True if each gradient of the step was measured
 
     def __len__(self): return 1+sum(len(f.notes) for f in (*self.found, *(s[-1] for s in self.states+self.gradients)))
 
 # %% ../../../nbs/88_jaxember/75_recorder.ipynb #e9d83cfa
 class StepRowMaker:
-    "Converts measurements of steps to rows of the log, in the writer thread."
-    def __init__(self, measure, names, display, places, keep): # names: statistics to compute from summaries
+    "Converts the measurements of each step to rows of the log. It runs in the writer thread."
+    def __init__(self, measure, names, display, places, keep): # names: names of the statistics to compute from summaries
         self.measure,self.display = measure,display
-        self.keep = keep # function that converts the result of a user's function to columns
-        self.placed,self.tensors = PlacedCalls(places),{} # tensors: cached `Tensor`s for 'states' and 'gradients'
-        # rates: learning rates in the last row, because only changed rates are written again
+        self.keep = keep # keep: function that converts the result of a user's statistic to columns
+        self.placed,self.tensors = PlacedCalls(places),{} # tensors: the `Tensor`s of 'states' and 'gradients' in the last step, for reuse
+        # rates: learning rates that were written last. Only rates that have changed are written again
         self.taps,self.lines,self.rates = Taps(names, display),LineMaker(),{}
 
     def __call__(self, steps):
@@ -61,7 +61,7 @@ class StepRowMaker:
         return self.lines([*map(self.measured, steps)])
 
     def measured(self, s):
-        "Convert a `MeasuredStep` to a `JaxMeasured`, from which `LineMaker` makes the rows of the log."
+        "Convert a `MeasuredStep` to a `JaxMeasured`, the form from which `LineMaker` makes the rows of the log."
         groups = [g for g in (*self.parts(s.states), self.placed(s.found), *self.parts(s.gradients)) if g[0]]
         heads,summaries,custom,at = self.taps([tensors for tensors,_ in groups]),[],[],0
         for tensors,got in groups:
@@ -87,11 +87,11 @@ class StepRowMaker:
         return new
 
     def parts(self, some):
-        "Yield (list of `Tensor`, measurements) for the parameters, optimizer states or gradients of a step."
+        "Yield pairs (list of `Tensor`, measurements) for the parameters, optimizer states or gradients of a step."
         for what,todo,found in some:
             known = self.tensors.get(what)
             if known is None or known[0] is not todo or known[1]!=found.notes:
-                # parameters are sorted by module, in the order in which the modules ran
+                # sort parameters by module, in the order in which the modules ran
                 place = {p: i for i,p in enumerate(self.display.known)}
                 order = sorted(range(len(todo)), key=lambda i: place.get(todo[i][0].path, len(place)))
                 made = [Tensor(p.path, ttype, p.tname, None if ttype=='buffer' else p.pname or None, 0, s.shape, s.dtype, more=dict(s.piece))
@@ -101,11 +101,11 @@ class StepRowMaker:
             yield known[2], values[known[3]] if isinstance(values, np.ndarray) else [values[i] for i in known[3]]
 
 # %% ../../../nbs/88_jaxember/75_recorder.ipynb #44a238bc
-# Paths of all modules that ran, for each `TagRequest`. A step that was traced for an earlier tracker does not report excluded modules again
+# For each `TagRequest`, the paths of all modules that ran. JAX does not trace a step again for a new tracker, so excluded modules must be remembered
 paths_by_request = defaultdict(set)
 
 def every_of(when):
-    "Return n if the schedule is `every(n)`, otherwise 1."
+    "Return n if the schedule is `every(n)`, else 1."
     m = re.fullmatch(r'every\((\d+)\)', str(when))
     return int(m[1]) if m else 1
 
@@ -113,17 +113,17 @@ def function_name(f): return getattr(f, '__name__', None) or getattr(getattr(f, 
 
 # %% ../../../nbs/88_jaxember/75_recorder.ipynb #1a31be61
 class RunReporter:
-    "Shows warnings about a run, each once, and writes the metadata of the run."
-    # t: `emberTracker` that writes the run; asks: `TagRequest`: what to record
+    "Shows the warnings of a run, each only once, and writes the metadata of the run."
+    # t: `emberTracker` that writes the run; asks: the `TagRequest`, which says what to record
     def __init__(self, t, asks, display, spread):
         self.log,self.asks,self.display,self.spread = StepLog(t, spread.rank),asks,display,spread
-        # begun: True if the metadata is written; processes: latest metadata of processes
+        # begun: True after the metadata was written; processes: metadata of the processes that was written last
         self.begun,self.said,self.processes = False,set(),None
 
-    model = property(lambda self: self.display('').removeprefix('model(').removesuffix(')')) # name of the model's class
+    model = property(lambda self: self.display('').removeprefix('model(').removesuffix(')')) # name of the model's class, such as 'Net'
 
-    def warn(self, text, severity=None, step=0): # severity: severity of the stored finding; None to store no finding
-        "Show a warning, each text once. With a severity, the warning is also stored as a finding of the step."
+    def warn(self, text, severity=None, step=0): # severity: severity of the finding to store; None: store no finding
+        "Show a warning, unless it was shown before. With a severity, also store the warning as a finding of the step."
         if text in self.said: return
         self.said.add(text)
         warn(f'torchember: {text}')
@@ -138,13 +138,13 @@ class RunReporter:
         self.warn("no values were recorded in this step: neither a selected flax module nor a probe ran. For modules of other libraries, "
             "put probe('name', x) around values. Functions compiled ahead of time (.lower().compile()) cannot be recorded: use jax.jit.")
 
-    def report_other_trees(self, odd): # odd: list of sentences, one for each difference
+    def report_other_trees(self, odd): # odd: list of texts, one for each difference of the names
         "Warn that the arrays given to `step` have other names than the arrays given to `track`."
         self.warn(f"step was given another tree than track: {'; '.join(odd)}. The given arrays are recorded nevertheless. Check the order of the arguments, "
             "and pass gradients without the loss: tracker.step(model_state=params, optimizer_state=state, gradients=grads).")
 
     def begin(self, states):
-        "Write the metadata of the run after its first step."
+        "Check `include` and `exclude`, and write the metadata of the run. This happens after the first step, when the modules are known."
         self.begun,(include,exclude) = True,self.asks[:2]
         seen = dict.fromkeys([*self.display.known, *sorted(paths_by_request[self.asks]), *(p.path for _,todo,_ in states for p,_ in todo)])
         if include is not None and seen and not any(include.search(p) for p in seen):
@@ -154,13 +154,13 @@ class RunReporter:
         self.log.t.begin({'start': now(), 'user': user(), 'schema': SCHEMA, 'model': self.model, 'framework': 'jax'}, {'structure': self.display.tree()})
 
     def write_process_metadata(self):
-        "Write the metadata of the processes if it has changed, because a new array may be distributed along other mesh axes."
+        "Write the metadata of the processes if it has changed. It changes if a new array is distributed along other mesh axes."
         if self.spread.rank is None or self.processes==(meta := self.spread.meta()): return
         self.processes = meta
         self.log.t.amend('ranks', meta)
 
 # %% ../../../nbs/88_jaxember/75_recorder.ipynb #23f3261a
-def check_not_inside_jax(f, running, below): # running: True while a step runs; below: JAX trace for immediate execution
+def check_not_inside_jax(f, running, below): # running: True while a step runs; below: the JAX trace that runs operations immediately
     "Raise RuntimeError if `intercept` is called inside of a step, or inside of a function traced by JAX."
     if running: raise RuntimeError(f"intercept({function_name(f)}, ...) is called inside of a step that is being intercepted already. "
         "Call intercept once for each step, outside of the step.")
@@ -172,10 +172,10 @@ def check_not_inside_jax(f, running, below): # running: True while a step runs; 
 # %% ../../../nbs/88_jaxember/75_recorder.ipynb #e1be2e73
 @dataclass
 class OpenStep:
-    "State of the open step, from its first call of `run` to the call of `end`."
+    "State of the step being recorded: from its first call of `run` to the call of `end`."
     ran:bool=False # True if `JaxRecorder.run` was called in this step
     ts:str|None=None # Time when the step began
-    noted:list=field(default_factory=list) # Dicts of the scalars that the user logged
+    noted:list=field(default_factory=list) # Scalars that the user logged in this step, as dicts
     failed:list=field(default_factory=list) # Measurements of a call of `run` that raised an exception
     running:bool=False # True while the user's function runs
 
@@ -184,20 +184,20 @@ class JaxRecorder:
     "Runs the user's steps with measurements, and passes the measurements to the log of the run."
     def __init__(self,
         t, # `emberTracker` that writes the run
-        measure, # `Summaries` or `UserStatistic`: how tensors are measured
+        measure, # A `Summaries` or `UserStatistic`, which measures the tensors
         names, # Names of the statistics to compute from summaries; None for a user's function
-        when, # `Schedule` of the steps to record
-        asks:TagRequest, # Modules to record, and whether to record gradients
-        tracked, # Arguments of `step` to record: some of 'model_state', 'optimizer_state' and 'gradients'
-        agreed=None, # `ExpectedTrees`: names of the arrays that `step` should get
+        when, # `Schedule` that says which steps are recorded
+        asks:TagRequest, # `TagRequest`: which modules to record, and whether to record gradients
+        tracked, # Which arguments of `step` are recorded: some of 'model_state', 'optimizer_state' and 'gradients'
+        agreed=None, # `ExpectedTrees`: names that the arrays given to `step` should have
         first_step:int=0, # Number of the first step
-        keep=lambda got: got, # Function that converts the result of a user's function to columns
+        keep=lambda got: got, # Function that converts the result of a user's statistic to columns of the log
         agreement=None # `Agreement` between processes; None for a single process
     ):
         self.spread,self.display = agreement.spread if agreement else Spread(),ModuleNames()
         self.reporter = RunReporter(t, asks, self.display, self.spread)
         self.t,self.when,self.asks,self.step = t,when,asks,first_step
-        self.is_open,self.current,self.notes = True,OpenStep(),None # notes: notes of the latest measurements
+        self.is_open,self.current,self.notes = True,OpenStep(),None # notes: the `TagNote`s of the latest measurements
         self.places,self.watching = ModulePlaces(self.warn),Watching(measure, every_of(when), self.warn, self.spread, agreement.trouble if agreement else None)
         self.states = StateRows(measure, tracked, asks, self.places, agreed, self.spread)
         self.rows = StepRowMaker(measure, names, self.display, self.places, keep)
@@ -216,7 +216,7 @@ class JaxRecorder:
         try:
             with asked(self.asks), observe_outputs(self.tag, named_scope, discardable_tags), set_current_trace(self.watching): out = f(*args, **kwargs)
         except BaseException:
-            # measurements of a failed call are written only if the run ends in this step
+            # measurements of a failed call are written only if the run ends in this step, not if the user tries again
             self.current.failed,self.watching.found = self.watching.found,before
             raise
         else:
@@ -227,7 +227,7 @@ class JaxRecorder:
             self.reporter.report_lost(self.watching.lost)
 
     def tag(self, where, label, tree):
-        "Return the output of a module with tags for its measurement. `where`: `Place` of the module."
+        "Tag the output of a module for measuring, and return the output. `where`: `Place` of the module."
         if self.asks.include is None and self.asks.exclude is None: return tagged_tree(where, 'output', label, tree)
         there = self.places(where)
         self.display.learn(there)
@@ -251,12 +251,12 @@ class JaxRecorder:
         if self.on: self.current.noted.append(numbers)
 
     def close(self, over, rates=None):
-        "Pass the measurements of the open step to the writer thread."
+        "Hand the measurements of the open step over to the writer thread."
         whole = self.states.has_all_gradients
         found,(first,last),noted = self.watching.take_measurements(),self.states.take_measurements(),self.current.noted
         new = [s.key.where for f in found if f.notes is not self.notes for s in f.notes]
         self.places.find_paths([w.model for w in new])
-        # a function that was traced earlier does not report its modules again
+        # a function that JAX traced earlier does not run the Python code of its modules again, so its modules are not reported
         for w in new: self.display.learn(self.places(w))
         if found: self.notes = found[-1].notes
         if not self.reporter.begun: self.reporter.begin(first+last)
@@ -270,7 +270,7 @@ class JaxRecorder:
     def finish(self):
         "Stop recording, and write the open step to the log."
         unfinished,self.is_open = self.on and (self.current.ran or self.current.noted),False
-        if unfinished: # the run ends in the middle of a step, which is marked as unfinished
+        if unfinished: # the run ends in the middle of a step, so the rows of this step are marked as unfinished
             self.watching.found += self.current.failed
             self.close(True)
         self.watching.release()

@@ -20,7 +20,7 @@ from ...recorder.rows import Measured
 
 # %% ../../../nbs/88_jaxember/70_rows.ipynb #82963f90
 class ModuleNames:
-    "Stores the display name of each module path, such as 'model(Net).fc(Dense)' for 'fc'."
+    "The display name of each module path: for the path 'fc' the name 'model(Net).fc(Dense)', for example."
     def __init__(self): self.known = {}
 
     def learn(self, where):
@@ -55,16 +55,16 @@ def parent_paths(path):
     return ['.'.join(parts[:i]) for i in range(len(parts)+1)]
 
 def last_part_of(name, path):
-    "Return the last part of a display name: '0(Dense)'."
+    "Return the last part of a display name: '0(Dense)' for 'model(Net).0(Dense)'."
     return name[len(name.rpartition('.'+path.rpartition('.')[2])[0])+1:] if path else name
 
 # %% ../../../nbs/88_jaxember/70_rows.ipynb #52bccf81
 class ModulePlaces:
-    "Finds the path of each recorded model: where its parameters are in `model_state`, or else an unused path."
+    "Finds the path of each recorded model in the log: the path of its parameters in `model_state`, or an unused path if they are not there."
     def __init__(self, say=lambda text: None): self.say,self.at,self.done,self.by,self.own = say,{},{},{},set()
 
     def learn(self, named, arrays): # named: a `Named` for each array
-        "Store the names and shapes of the recorded parameters."
+        "Store the names and shapes of the recorded parameters. From them `known` finds the path of a model."
         below = defaultdict(list)
         for n,x in zip(named, arrays, strict=True):
             if n.kind!='weight': continue
@@ -75,7 +75,7 @@ class ModulePlaces:
             for k in (tuple(sorted(leaves)), tuple(sorted(name for name,_ in leaves))): self.by.setdefault(k, []).append(p)
 
     def find_paths(self, models): # models: list of `Model`, or None for unknown models
-        "Choose the paths of several models. Models with only one possible path of their parameters come first."
+        "Choose the paths of several models. Begin with the models with only one possible path for their parameters."
         new = [m for m in dict.fromkeys(models) if m is not None and m not in self.at]
         for m in new:
             at = self.known(m)
@@ -100,13 +100,13 @@ class ModulePlaces:
         return not any(q==p and o.cls!=m.cls and o.cls for o,q in self.at.items())
 
     def free(self, m):
-        "Return an unused path for a model: '' if it is unused, otherwise the class name, with a number if needed."
+        "Return an unused path for a model: '' if it is unused, else the name of the model's class, with a number if needed."
         taken = {*self.at.values()}
         if '' not in taken and (not self.own or not m.leaves or any(name in self.own for name,_ in m.leaves)): return ''
         return next(n for i in range(1, len(taken)+2) if (n := f"{m.cls or 'model'}{i if i>1 else ''}") not in taken)
 
     def __call__(self, where):
-        "Return the `Place` of a module in the log, where paths of several models differ. `where`: its `Place` in its model."
+        "Return the `Place` of a module in the log, with different paths for several models. `where`: `Place` of the module in its own model."
         if where not in self.done:
             if where.model is not None and where.model not in self.at: self.find_paths([where.model])
             at = self.at.get(where.model, '')
@@ -117,18 +117,18 @@ class ModulePlaces:
 
 # %% ../../../nbs/88_jaxember/70_rows.ipynb #699119c1
 def in_call_order(notes, depth:int=0): # depth: number of leading axes over which the caller iterates already
-    "Yield (note, index, arrays) of each measured value in the order in which the program computed them, iteration by iteration in a loop."
+    "Yield (note, index, arrays) of each measured value, in the order of computation; in a loop, iteration by iteration."
     for axis,some in groupby(notes, key=lambda n: n[0].axes[depth:depth+1]):
         if not axis:
             yield from ((s, *e) for s,entries in some for e in entries)
             continue
-        each = {} # notes and their entries, by index along the axis
+        each = {} # for each index along the axis: the notes and their entries
         for s,entries in some:
             for e in entries: each.setdefault(e[0][depth], {}).setdefault(id(s), (s, []))[1].append(e)
         for k in sorted(each): yield from in_call_order(each[k].values(), depth+1)
 
 def scan_call(s, i):
-    "Return the loop iterations of a measured value, and a dict of the columns 'shard' and 'iteration'."
+    "Return the loop iterations of a measured value, and a dict with its columns 'shard' and 'iteration'."
     pairs = [*zip(s.axes, i, strict=True)]
     shards = [f'{axis_name_in_log(a)}={(k//after)%size}' for axis,k in pairs if not isinstance(axis, Loop) for a,size,after in strides(axis)]
     steps = [k*axis.every for axis,k in pairs if isinstance(axis, Loop) and axis.steps]
@@ -137,27 +137,27 @@ def scan_call(s, i):
 
 def axis_name_in_log(axis):
     "Return the name of a mesh axis for the log: 'device' for a `pmap` without an axis name."
-    return 'device' if str(axis).startswith('_') else axis # a `pmap` without an axis name
+    return 'device' if str(axis).startswith('_') else axis # JAX makes a name with an underscore for a `pmap` without an axis name
 
 def strides(axes):
-    "Return (name, size, stride) of each mesh axis, to compute the position of a shard."
+    "Return (name, size, stride) of each mesh axis. Strides convert the number of a shard to its position along each axis."
     return [(a, size, int(np.prod([n for _,n in axes[k+1:]], dtype=int))) for k,(a,size) in enumerate(axes)]
 
 # %% ../../../nbs/88_jaxember/70_rows.ipynb #51b7fabe
 class CallCounts:
-    "Assigns each gradient to the most recent value that has no gradient yet, because a backward pass runs in reverse order."
+    "Assigns each gradient to the call that it belongs to: the latest call without a gradient, because a backward pass runs in reverse order."
     def __init__(self): self.all,self.left,self.came = defaultdict(list),defaultdict(list),Counter()
 
     def add_value(self, at, order, whose):
-        "Add a value differentiated `order` times by the program. `at`: number of its tag, and iterations of its loops."
+        "Add a tagged value differentiated `order` times by the program. `at`: number of its tag, and iterations of its loops. `whose`: its call."
         for o in range(1, order+1):
             self.all[at, o].append(whose)
             self.left[at, o].append(whose)
 
     def assign_gradient(self, at, order):
-        "Return the value to which a gradient belongs, or None, and how many gradients this value had before."
+        "Return the call of a gradient (None if unknown), and the number of earlier gradients of this call."
         if not self.all[at, order]: return None, 0
-        # all values have a gradient already, so this is a further backward pass
+        # each value has a gradient already, so a further backward pass begins
         if not self.left[at, order]: self.left[at, order] = [*self.all[at, order]]
         whose = self.left[at, order].pop()
         self.came[at, whose] += 1
@@ -174,7 +174,7 @@ def number_calls(found, placed=lambda where: where) -> list: # placed: function 
     for f in found:
         entries = [*f.each()]
         order = {id(s): k for k,(s,_) in enumerate(entries)}
-        got,given = [],{} # given: value by note and iterations, because all shards of a value have the same call
+        got,given = [],{} # given: call of each value, by note and iterations: all shards of a value belong to one call
         for s,i,pieces in in_call_order(entries):
             iterations,more = scan_call(s, i)
             at,of = (s.number, iterations),(id(s), iterations)
@@ -190,39 +190,39 @@ def number_calls(found, placed=lambda where: where) -> list: # placed: function 
 # %% ../../../nbs/88_jaxember/70_rows.ipynb #24c62652
 @dataclass
 class Tensor:
-    "Describes the tensor of a row of the log."
-    path:str # Path of its module
+    "Describes the tensor of a log row: module, tensor type, name, dtype and shape."
+    path:str # Path of the module that the tensor belongs to
     ttype:str
     tname:str
     pname:str|None=None
-    call:int=0 # Number of the call of the module in this step, from 0
+    call:int=0 # Number of the module's call in this step, from 0
     shape:tuple=()
     dtype:str=''
     backward:int=0 # For a gradient, the number of the backward pass that computed it, from 0
-    more:dict=field(default_factory=dict) # Other columns of the row, such as {'shard': 'data=3'}
+    more:dict=field(default_factory=dict) # Further columns of the row, such as {'shard': 'data=3'}
 
 class RowKey(tuple):
-    "Columns identifying a row, as a tuple in the order expected by `one_row` of the torch recorder."
-    more = {} # other columns of the row, by name
+    "The identifying columns of a row, in the order expected by `one_row` of the torch recorder."
+    more = {} # further columns of the row, by name; none by default
 
 class Tap(NamedTuple):
-    "Place where tensors are measured, with the two attributes that `LineMaker` reads from a tap of the torch recorder."
+    "A place where tensors are measured. It has the two attributes of a torch tap that `LineMaker` reads."
     key:RowKey
-    names:tuple # Names of the statistics to write
+    names:tuple # Names of the statistics to write into the log
 
 class JaxMeasured(Measured):
-    "Measurements of a step for `LineMaker`. The columns of shards are stored in the keys of the rows."
+    "Measurements of a JAX step in the form for `LineMaker`. The keys of the rows contain the columns of shards."
     def columns(self, key, call):
-        "Return the other columns of a row, such as the shard."
+        "Return the further columns of a row, such as the shard."
         return getattr(key, 'more', {})
 
 # %% ../../../nbs/88_jaxember/70_rows.ipynb #b7575cf5
 class Taps:
-    "Encodes name, call, dtype and shape of each tensor of a step as integers. Steps with the same tensors share the result."
-    def __init__(self, names, display): # names: statistics; display: `ModuleNames`
+    "Encodes name, call, dtype and shape of each tensor of a step as integers. For unchanged tensors, the integers of the last step are reused."
+    def __init__(self, names, display): # names: names of the statistics; display: `ModuleNames`
         self.names,self.display = names,display
-        self.taps,self.numbers = [],{} # list of all taps, and their numbers by key and other columns
-        # last: tensors of the last step, and number of known modules; heads: integers that encode these tensors
+        self.taps,self.numbers = [],{} # taps: list of all taps; numbers: index of each tap in this list, by key and further columns
+        # last: tensors of the last step, and the number of modules known then; heads: integers that encode these tensors
         self.last,self.heads = None,None
 
     def __call__(self, tensors): # tensors: list of lists of `Tensor`
@@ -240,7 +240,7 @@ class Taps:
         return head if dims<=head_width-SHAPE else [*head[:head_width-1], -1]
 
     def number(self, t):
-        "Return the number of the `Tap` for a tensor. Create the `Tap` if there is none."
+        "Return the number of a tensor's `Tap`. Create the `Tap` if there is none."
         key = RowKey((self.display(t.path), t.ttype, t.tname, t.pname, None, t.backward))
         n = self.numbers.setdefault((key, *t.more.items()), len(self.taps))
         if n==len(self.taps):
@@ -250,11 +250,11 @@ class Taps:
 
 # %% ../../../nbs/88_jaxember/70_rows.ipynb #c83db375
 class PlacedCalls:
-    "Returns the tensors of modules and probes for each step. If a step has the same programs as the last step, their order is used again."
+    "Returns the tensors of modules and probes in each step. As long as the programs of a step do not change, the order of its tensors is reused."
     def __init__(self, placed=lambda where: where): self.placed,self.notes,self.tensors,self.at = placed,(),[],[]
 
     def __call__(self, found) -> tuple:
-        "Return the `Tensor`s of a step, and their measurements: a matrix of summary rows, or a list of results of a user's function."
+        "Return the `Tensor`s of a step, and their measurements: a matrix of summary rows, or a list of results of a user's statistic."
         if not found or not all(map(has_fixed_rows, found)): return self.one_by_one(found)
         notes = [f.notes for f in found]
         if len(notes)!=len(self.notes) or not all(a is b for a,b in zip(notes, self.notes, strict=True)):
@@ -265,7 +265,7 @@ class PlacedCalls:
         return self.tensors, (rows[0] if len(rows)==1 else np.concatenate(rows))[self.at]
 
     def one_by_one(self, found):
-        "Return the `Tensor`s of a step and their measurements, without use of the last step."
+        "Return the `Tensor`s of a step and their measurements, computed without the order of the last step."
         got = number_calls(found, self.placed)
         own = [pieces[0] if s.form=='given' else tree_from(s.form, pieces) for s,*_,pieces in got if s.form is not None]
         return [tensor_of_tag(*n[:-1]) for n in got], own or np.array([pieces[0] for *_,pieces in got])
@@ -276,7 +276,7 @@ def has_fixed_rows(found):
     return type(found) is ProgramMeasurements and not any(s.when or s.form is not None for s in found.notes)
 
 def numbers_of_rows(found, first):
-    "Return a copy of measurements in which each summary row is replaced by its index, so that a sorted copy shows the order of rows."
+    "Return a copy of the measurements with the index of each summary row in place of the row. Sorting the copy gives the new order of the rows."
     rows = np.arange(first, first+found.arrays[0].shape[0])[:, None]
     return replace(found, shapes=tuple((*shape[:-1], 1) for shape in found.shapes), arrays=[rows, *found.arrays[1:]])
 

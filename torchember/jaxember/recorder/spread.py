@@ -21,7 +21,7 @@ from ...measure.summary import merge
 
 # %% ../../../nbs/88_jaxember/35_spread.ipynb #e23ba610
 def ranks_by_axis(mesh, rank:int):
-    "Return a dict with the ranks of the processes along each mesh axis. None if the processes form no grid, or `rank` has no device in the mesh."
+    "Return the ranks of the processes along each mesh axis, as a dict. None if the processes form no grid, or if `rank` owns no device of the mesh."
     of = np.array([d.process_index for d in mesh.devices.flat]).reshape(mesh.devices.shape)
     slices = [[np.take(of, i, a).tobytes() for i in range(n)] for a,n in enumerate(of.shape)]
     blocks = [[i for i,s in enumerate(some) if some.index(s)==i] for some in slices]
@@ -32,31 +32,31 @@ def ranks_by_axis(mesh, rank:int):
 
 # %% ../../../nbs/88_jaxember/35_spread.ipynb #e45d0b61
 class LocalPart(NamedTuple):
-    "Describes the shards of an array in this process."
-    counts:tuple|None # Indices of the shards to measure, each replica once; None if the first shard alone is enough
-    shape:tuple # Shape of the array that the measured shards form together
-    columns:tuple=() # Pairs (column, value) that describe the shards in a row of the log
+    "Describes this process's part of an array: its shards, and their columns in the log."
+    counts:tuple|None # Indices of the shards to measure, only one of several replicas. None if it is enough to measure the first shard
+    shape:tuple # Shape of the array formed by the measured shards together
+    columns:tuple=() # Pairs (column, value): they describe the shards in each row of the log
 
 def region_of_slices(x_slices, shape):
-    "Return the region (start, stop) of an array in each dimension, for a tuple of slices."
+    "Return where a shard is in its array, (start, stop) in each dimension, from a tuple of slices."
     return tuple(s.indices(n)[:2] for s,n in zip(x_slices, shape, strict=True))
 
 def shape_of_regions(regions):
-    "Return the shape of the union of regions of an array, as (number of elements,) if the union is not a rectangular block."
+    "Return the shape of several regions of an array together. If they do not form a rectangular block: (number of elements,)."
     sides = [{r[a] for r in regions} for a in range(len(regions[0]))] if regions else []
     box = tuple(sum(stop-start for start,stop in side) for side in sides)
     n = sum(prod(stop-start for start,stop in r) for r in regions)
     return box if prod(box)==n and regions else (n,)
 
 class Spread:
-    "Describes the shards of arrays in this process, and the processes with the other shards."
+    "Describes the shards of arrays in this process, and the processes with the remaining shards."
     def __init__(self, rank:int|None=None, world:int=1): # rank: number of this process; None for a single process
         self.rank,self.world = rank,world
-        self.axes,self.known,self.roles_known = {},{},{} # axes: ranks by axis name
-        self.own = () if rank is None else (('part', 'world:?'),) # columns of arrays that no other process shares
+        self.axes,self.known,self.roles_known = {},{},{} # axes: ranks along each mesh axis, by name of the axis in the log
+        self.own = () if rank is None else (('part', 'world:?'),) # columns in the log for an array that only this process has
 
     def axis(self, name, ranks):
-        "Return the name of a mesh axis in the log. A number is added if an axis of other processes has the same name."
+        "Return the name of a mesh axis in the log. Add a number if an axis of different processes has the same name."
         name = '_'.join(name.split()) or 'axis'
         free = next(n for n in (name, *(f'{name}{i}' for i in range(2, len(self.axes)+3))) if self.axes.get(n, ranks)==ranks)
         self.axes[free] = ranks
@@ -70,17 +70,19 @@ class Spread:
         return self.known[key]
 
     def describe(self, x):
-        "Return the `LocalPart` of an array, without the cache of `local_part`."
+        "Compute the `LocalPart` of an array. `local_part` calls this method once for each sharding and caches the result."
         all_here = x.is_fully_addressable
         roles,first = ({}, False) if all_here else self.roles(x.sharding, x.shape)
         columns = self.own if all_here else (('part', format_roles(roles)), *((('global_shape', x.shape),) if set(roles.values())-{'R'} else ()))
         if x.is_fully_replicated: return LocalPart(None, x.shape, columns)
         shards = [(i, region_of_slices(s.index, x.shape)) for i,s in enumerate(x.addressable_shards) if s.replica_id==0 or not first]
-        counts = {r: i for i,r in reversed(shards)} # of several replicas, the first is measured
+        counts = {r: i for i,r in reversed(shards)} # measure only the first of several replicas
         return LocalPart(tuple(sorted(counts.values())), x.shape if all_here else shape_of_regions([*counts]), columns)
 
     def roles(self, sharding, shape):
-        "Return a dict with 'R' (replica) or 'S0' (shard of dimension 0) for each mesh axis, and True if only the first replica is measured."
+        """Return how an array is distributed: a dict with 'R' (replica) or 'S0' (shard of dimension 0) for each mesh axis.
+
+        Return also True if only the first replica is measured."""
         lines = ranks_by_axis(sharding.mesh, self.rank) if isinstance(sharding, NamedSharding) else None
         if lines is not None:
             cut = {str(n): d for d,names in enumerate(sharding.spec) for n in (names if isinstance(names, tuple) else (names,))}
@@ -92,18 +94,18 @@ class Spread:
         return {axis: 'S0'}, sum(map(len, parts))>len(set().union(*parts))
 
     def columns_of_mesh(self, mesh):
-        "Return the columns for values equal in all processes of a mesh, such as the results of a program that uses the mesh."
+        "Return the columns in the log for a value equal in all processes of a mesh, such as the result of a shared program."
         lines = None if mesh is None or self.rank is None else ranks_by_axis(mesh, self.rank)
         if lines is None and mesh is not None and self.rank is not None and len(ranks_of_mesh(mesh))>1: lines = {'devices': ranks_of_mesh(mesh)}
         roles = {self.axis(a, ranks): 'R' for a,ranks in (lines or {}).items() if len(ranks)>1}
         return (('part', format_roles(roles)),) if roles else self.own
 
     def meta(self):
-        "Return the metadata of a run about its processes: rank, number of processes, and ranks along each axis."
+        "Return the metadata about the processes of a run: rank, number of processes, and ranks along each mesh axis."
         return {'rank': self.rank, 'world': self.world, 'axes': {a: list(r) for a,r in self.axes.items()}}
 
 def format_roles(roles):
-    "Return a text such as 'data:S0 model:R', which says how an array is distributed along each mesh axis."
+    "Return a text about how an array is distributed along each mesh axis: 'data:S0 model:R' (shard of dimension 0, replica)."
     return ' '.join(f'{a}:{r}' for a,r in roles.items())
 
 def ranks_of_mesh(mesh):
@@ -136,7 +138,7 @@ def merged_rows(rows, counts, wanted): # counts: indices of the shards to merge,
     return np.stack([merge(v[list(some), i]) for i,some in enumerate(counts)]).view(np.uint32)
 
 def local_value(x, held):
-    "Return the elements of a distributed array in this process, for a user's function. Several shards are joined into a flat array."
+    "Return this process's elements of a distributed array, for a user's statistic. Several shards are joined into a flat array."
     if x.is_fully_addressable: return x
     if held.counts is None: return x.addressable_data(0)
     some = [x.addressable_shards[i].data for i in held.counts]

@@ -19,15 +19,15 @@ from .watching import measure_all
 class ExpectedTrees:
     "Compares the names in the trees given to `step` with the names in the trees given to `track`."
     def __init__(self):
-        self.names,self.seen = {},{} # names: expected names for each argument of `track`; seen: latest list of names for each argument
-        self.odd,self.reported = [],set() # odd: descriptions of new differences; reported: arguments whose difference was reported
+        self.names,self.seen = {},{} # names: the expected names for each argument of `track`; seen: the names that each argument of `step` had last
+        self.odd,self.reported = [],set() # odd: texts about new differences; reported: arguments of `step` whose difference was reported already
 
     def expect(self, what, named):
         "Store the names expected in an argument of `step`."
         self.names[what] = flat_names(what, named)
 
     def compare(self, what, named):
-        "Store a difference if a tree has less than half of the expected names."
+        "Note a difference if a tree given to `step` has less than half of the expected names."
         if self.seen.get(what) is named: return
         self.seen[what],known,given = named,self.names.get(what),flat_names(what, named)
         if not known or what in self.reported or 2*len(known & given)>=min(len(known), len(given) or 1): return
@@ -35,16 +35,16 @@ class ExpectedTrees:
         self.odd.append(f'{what} ({list_first_two(given)} instead of {list_first_two(known)})')
 
     def take_differences(self):
-        "Return descriptions of the differences found since the last call. Each argument is reported once."
+        "Return texts about the differences found since the last call. Each argument of `step` is reported only once."
         odd,self.odd = self.odd,[]
         return odd
 
 def flat_names(what, named):
-    "Return the set of dotted names in a tree. Names of optimizer states begin with the field, such as 'mu'."
+    "Return the dotted names of the arrays in a tree as a set. A name in an optimizer state begins with its field, such as 'mu'."
     return {'.'.join(filter(None, (n.kind if what=='optimizer_state' else '', n.path, n.pname))) for n in named}
 
 def list_first_two(names):
-    "Return the first two of several names as text, followed by '...' if there are more."
+    "Return the first two of several names as text, followed by '...' if there are more names."
     return ', '.join(sorted(names)[:2])+', ...'*(len(names)>2) or 'no arrays'
 
 # %% ../../../nbs/88_jaxember/50_states.ipynb #91ab3768
@@ -58,25 +58,25 @@ def expected_trees(model_state, optimizer_state) -> ExpectedTrees:
 
 # %% ../../../nbs/88_jaxember/50_states.ipynb #4a47f66b
 def rate_places(names:list) -> dict:
-    "Return a dict: name of each learning rate ('lr', or 'lr/0', 'lr/1', ... for several) to its index in `names`."
+    "Return where the learning rates are in the list `names`, a dict by name: 'lr', or 'lr/0', 'lr/1', ... for several."
     found = [i for i,n in enumerate(names) if n.kind=='hyperparams' and n.pname=='learning_rate']
     return {'lr' if len(found)==1 else f'lr/{k}': i for k,i in enumerate(found)}
 
 # %% ../../../nbs/88_jaxember/50_states.ipynb #4a47f669
 class StateRows:
-    "Selects and measures parameters, gradients and optimizer states of the open step."
+    "Selects the parameters, gradients and optimizer states to record in the open step, and measures them."
     def __init__(self, measure, tracked, asks, places, agreed=None, spread=None):
         self.measure,self.asks,self.spread = measure,asks,spread
         self.tracked = tracked # the kinds of trees to record: some of 'model_state', 'optimizer_state' and 'gradients'
-        self.places = places # `ModulePlaces`, which learns the parameters of the model
+        self.places = places # the `ModulePlaces` that gets the names and shapes of the parameters
         self.agreed = agreed or ExpectedTrees()
         namers = dict(model_state=named_parameters, optimizer_state=named_optimizer_states, gradients=named_parameters)
         self.named = {k: CachedNames(f) for k,f in namers.items()}
-        self.known = () # a `Named` for each array of the model
-        # for 'states' and 'gradients': all names, selected names, and indices and `Key`s of the selected arrays
+        self.known = () # the `Named` of each array of the model
+        # for 'states' and 'gradients': all names, selected names, and index and `Key` of each selected array
         self.chosen = {}
-        self.first,self.last = [],[] # measurements at the beginning and at the end of the open step
-        self.rates_of = None # pair of the names of an optimizer state and a dict of the indices of its learning rates
+        self.first,self.last = [],[] # measurements from the beginning of the open step, and from its end
+        self.rates_of = None # the names of an optimizer state, and a dict with the index of each learning rate in these names
 
     def at_begin(self, model_state, optimizer_state):
         "Measure parameters and optimizer states at the beginning of a step."
@@ -107,7 +107,7 @@ class StateRows:
         return any(len(todo)==sum(n.kind=='weight' for n in self.chosen[what][0][0]) for what,todo,_ in self.last)
 
     def rates(self, model_state, optimizer_state) -> dict:
-        "Return the learning rates of `optax.inject_hyperparams` by name, as copies, because the next step may overwrite the arrays."
+        "Return the learning rates set by `optax.inject_hyperparams`, by name. They are copies, because the next step may overwrite the arrays."
         both = 'optimizer_state' not in self.tracked
         state = model_state if both else optimizer_state
         if state is None or both and not is_training(state): return {}
@@ -130,6 +130,6 @@ class StateRows:
         return [(what, todo, found)]
 
     def take_measurements(self):
-        "Return the measurements at the beginning and at the end of the step, and forget them."
+        "Return the measurements from the beginning and the end of the step, and forget them."
         out,self.first,self.last = (self.first, self.last),[],[]
         return out

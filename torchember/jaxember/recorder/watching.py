@@ -29,11 +29,11 @@ def current_trace():
 
 @cache
 def trace_of_jax():
-    "Return the JAX trace that computes operations immediately. A new thread always starts with this trace."
+    "Return the JAX trace that computes operations immediately. Every new thread starts with this trace, so a new thread is asked."
     with ThreadPoolExecutor(1) as one: return one.submit(current_trace).result()
 
 def devices_of(arrays) -> tuple:
-    "Return True if all arrays are on one device, and the first mesh of the distributed arrays; None without such arrays."
+    "Return two results: True if all arrays are on one device, and the first mesh of the distributed arrays (None if there are none)."
     devices,mesh = set(),None
     for a in arrays:
         if not isinstance(a, jax.Array): continue
@@ -43,7 +43,7 @@ def devices_of(arrays) -> tuple:
     return len(devices)<2, mesh
 
 def mesh_in(params):
-    "Return the first mesh with several devices in the parameters of an operation. Without a concrete mesh, return an abstract mesh or None."
+    "Return the first mesh with several devices in the parameters of an operation. If no mesh is concrete, return an abstract mesh, or None."
     abstract = None
     for v in params.values():
         for s in v if isinstance(v, list|tuple) else (v,):
@@ -68,20 +68,20 @@ def measure_many_in_jit(measure):
 stacked = jax.jit(lambda rows: jnp.stack(rows))
 
 def group_by_devices(arrays) -> list:
-    "Group arrays on the same devices, because one compiled function can measure a group. Return lists of indices."
+    "Group arrays by their devices, because one compiled function can measure all arrays of a group. Return lists of indices."
     groups = {}
     for i,x in enumerate(arrays): groups.setdefault(frozenset(x.sharding.device_set), []).append(i)
     return [*groups.values()]
 
 # %% ../../../nbs/88_jaxember/40_watching.ipynb #5eca60db
 class EagerRows:
-    "Measurements of tagged values outside of compiled functions."
+    "Measurements of values tagged outside of compiled functions."
     def __init__(self, wanted=()):
         self.wanted,self.notes,self.got = wanted,[],[]
-        self.parts = [] # tuples (indices of notes, matrix of summary rows, indices of the shards to merge or None)
+        self.parts = [] # tuples: indices of notes, matrix of their summary rows, indices of the shards to merge or None
 
     def add(self, x, tag, got=None, start=None, held=None): # start: `Scope` in which the value was tagged; held: `LocalPart` of the array
-        "Add a tagged value. `got`: its summary row, or the result of a user's function; None if `measure` is called for it later."
+        "Add a tagged value. `got`: its summary row, or the result of a user's statistic. None if a later call of `measure` measures it."
         shape,piece = (held.shape, held.columns) if held else (x.shape, ())
         self.notes.append(TagNote(tag, shape, dtype_name(x.dtype), (), 'given' if isinstance(got, dict) else None, piece=piece).within(start))
         self.got.append(got)
@@ -102,7 +102,7 @@ class EagerRows:
             self.parts.append(([*numbers], rows_of_shards(self.wanted, devices)([*arrays]), counts))
 
     def start_copy(self):
-        "Start to copy the measurements to the host, as one array for each set of devices. Do not wait for them."
+        "Start to copy the measurements to the host, without waiting for them: one array for each set of devices."
         at = [i for i,g in enumerate(self.got) if isinstance(g, jax.Array)]
         if at and not any(at[0] in numbers for numbers,*_ in self.parts):
             self.parts += [([at[k] for k in some], stacked([self.got[at[k]] for k in some]), None) for some in group_by_devices([self.got[i] for i in at])]
@@ -113,17 +113,17 @@ class EagerRows:
         return stack_rows(self.parts, self.wanted) if self.parts else self.got
 
     def each(self):
-        "Yield for each value (note, [(index, arrays)]), like `ProgramMeasurements.each`."
+        "Yield for each value a pair (note, [(index, arrays)]), in the form of `ProgramMeasurements.each`."
         for s,got in zip(self.notes, self.values(), strict=True): yield s, [((), [got])]
 
 @cache
 def dtype_name(dtype):
     "Return the name of a dtype, such as 'float32'."
-    return str(dtype) # cached, because JAX takes 2 µs to convert a dtype to text
+    return str(dtype) # `cache` stores the text, because JAX takes 2 µs to convert a dtype
 
 @lru_cache(4096)
 def cached_note(key, shape, dtype, piece=()):
-    "Return a `TagNote` for a value that was tagged outside of compiled functions."
+    "Return a `TagNote` for a value that was tagged outside of compiled functions. Equal arguments return the same object."
     return TagNote(Tag(key, 0), shape, dtype_name(dtype), (), piece=piece)
 
 def stack_rows(parts, wanted=()): # parts: tuples as in `EagerRows.parts`: indices of notes, matrix of rows, shards to merge
@@ -133,7 +133,7 @@ def stack_rows(parts, wanted=()): # parts: tuples as in `EagerRows.parts`: indic
     return rows[0] if len(rows)==1 and order==sorted(order) else np.concatenate(rows)[np.argsort(order)]
 
 def measure_all(named, measure, spread=None) -> EagerRows:
-    "Measure many concrete arrays together. `named`: pairs of a `Key` and an array."
+    "Measure many arrays together, such as all parameters. `named`: pairs of a `Key` and an array."
     spread = spread or Spread()
     xs = [x if isinstance(x, jax.Array) else jnp.asarray(x) for _,x in named]
     held = [spread.local_part(x) for x in xs]
@@ -147,14 +147,14 @@ def measure_all(named, measure, spread=None) -> EagerRows:
     return found
 
 # %% ../../../nbs/88_jaxember/40_watching.ipynb #a9d68e78
-# Instrumented versions of each program, by measurement and devices, so that later runs reuse compiled code; False for a program without tags
+# Instrumented versions of each JAX program, by measurement and devices: later calls reuse their compiled code. False for a program without tags
 twins = weakref.WeakKeyDictionary()
-# `jit` parameters for each program in a loop or branch that the user did not compile. At most 64, because an entry keeps its program in memory
+# `jit` parameters for each loop or branch that the user did not compile. At most 64 entries, because each keeps its program in memory
 loops = OrderedDict()
 
 # %% ../../../nbs/88_jaxember/40_watching.ipynb #7f5dba72
 def mesh_of(args, params, known):
-    "Return (True if a program runs on one device, mesh of its devices or None)."
+    "Return two results for a JAX program: True if it runs on one device, and the mesh of its devices or None."
     one,mesh = devices_of(args)
     if mesh is not None: return one, mesh
     if 'mesh' not in known: known['mesh'] = mesh_in(params)
@@ -164,23 +164,23 @@ def mesh_of(args, params, known):
 
 # %% ../../../nbs/88_jaxember/40_watching.ipynb #89d68e78
 class Watching(Trace):
-    "JAX trace that runs a step of the user and collects the measurements of its tagged values."
-    ever = [] # all instances are kept, because flax requires that the trace that created an nnx variable still exists
+    "JAX trace that runs a step of the user, and measures the tagged values in it."
+    ever = [] # all instances, forever: flax requires that the trace in which an nnx variable was created still exists
     def __init__(self, measure, every:int=1, say=lambda text: None, spread=None, trouble=None):
         super().__init__()
-        self.measure,self.every = measure,every # every: one of this many iterations is measured if a training is one `scan`
-        self.say,self.found,self.lost = say,[],set() # say: function that is called with each warning
+        self.measure,self.every = measure,every # every: if a whole training is one `scan`, one of this many iterations is measured
+        self.say,self.found,self.lost = say,[],set() # say: function that shows a warning
         self.spread = spread or Spread()
-        self.trouble = trouble # function that returns the reason why a program shared by processes cannot be instrumented; `Agreement.trouble`
+        self.trouble = trouble # `Agreement.trouble`: function that returns why a program of several processes cannot be instrumented, '' if it can
         self.below = trace_of_jax()
         self.ever.append(self)
 
-    # equal to the trace of JAX, because nnx compares the trace of a variable with the current trace
+    # equal to JAX's own trace: nnx refuses to change a variable that was created in another trace
     def __eq__(self, other): return isinstance(other, Watching) or other is self.below
     def __hash__(self): return hash(self.below)
 
     def release(self):
-        "Release all references at the end of the run, because `ever` keeps this object in memory."
+        "Release all references at the end of the run: the list `ever` keeps this object in memory forever."
         self.measure,self.say,self.trouble,self.found = None,None,None,[]
 
     def take_measurements(self):
@@ -190,7 +190,7 @@ class Watching(Trace):
         return found
 
     def process_primitive(self, primitive, args, params, /):
-        "Run one operation of the user's function. JAX calls this method."
+        "Run one JAX operation of the user's function. JAX calls this method for each operation."
         if primitive is tap_p: return self.tapped(args[0], **params)
         if primitive is slope_p: return args[0]
         if primitive is primitives.jit_p: return self.jitted(args, params)
@@ -198,12 +198,12 @@ class Watching(Trace):
         if not inside: return self.below.process_primitive(primitive, args, params)
         if primitive is primitives.remat_p:
             with set_current_trace(self): return eval_jaxpr(params['jaxpr'], (), *args)
-        if primitive is primitives.closed_call_p: # other versions of JAX call `process_call` instead
+        if primitive is primitives.closed_call_p: # some versions of JAX call `process_call` for this operation instead
             with set_current_trace(self): return jaxpr_as_fun(params['call_jaxpr'])(*args)
         return self.compiled(inside[0], lambda *xs: primitive.bind(*xs, **primitive.get_bind_params(params)), args, primitive.multiple_results)
 
     def stage_value(self, x):
-        "Let the underlying JAX trace handle a value."
+        "Let the JAX trace below this one handle a value."
         return self.below.stage_value(x)
 
     def process_call(self, primitive, f, args, params, /):
@@ -222,7 +222,7 @@ class Watching(Trace):
             with take_current_trace() as t: form[:] = [t.process_shard_map(primitive, fun, xs, **params)]
             return [*form[0]]
         out = self.compiled(None, bind_shard_map, args, True)
-        return form[0].update(out) if hasattr(form[0], 'update') else out # `form[0]` is a tree object in some versions of JAX
+        return form[0].update(out) if hasattr(form[0], 'update') else out # some versions of JAX return a tree object in `form[0]`
 
     def tapped(self, x, tag):
         "Measure a tagged value outside of compiled functions. Return the value."
@@ -237,7 +237,7 @@ class Watching(Trace):
         return x
 
     def jitted(self, args, params):
-        "Run a compiled function; if it has tags, run its instrumented version."
+        "Run a compiled function. If it has tags, run its instrumented version, and keep the measurements."
         closed = params['jaxpr']
         known = twins.get(closed)
         if known is None: known = twins[closed] = {'trains': loops_that_train(closed.jaxpr)} if has_tags(closed.jaxpr) else False
@@ -248,18 +248,18 @@ class Watching(Trace):
             return self.below.process_primitive(primitives.jit_p, args, params)
         measure = Summaries(self.measure.wanted, one) if type(self.measure) is Summaries else self.measure
         every,piece = self.every if known['trains'] else 1,self.spread.columns_of_mesh(mesh)
-        # each set of other `jit` parameters requires its own instrumented version
+        # the `jit` parameters are part of the key: a program with other parameters is instrumented again
         asked = measure,mesh,every,piece,*(v for k,v in params.items() if k!='jaxpr')
         twin = known.get(asked)
         if twin is None: twin = known[asked] = MeasuredJit(params, measure, mesh, every, piece)
         for text in twin.warnings: self.say(text)
         self.lost |= twin.lost
         out,found = twin(*args, trace=self.below, start=current_scope())
-        if found.notes: self.found.append(found) # `notes` is empty if no tag in the program can be measured
+        if found.notes: self.found.append(found) # no notes: none of the tags in the program can be measured
         return out
 
     def why_not(self, args, mesh):
-        "Return the reason why a program cannot be instrumented in a training with several processes; '' if it can."
+        "Return why a program of several processes cannot be instrumented; '' if it can."
         if self.spread.rank is None: return ''
         if mesh is not None: return self.trouble(ranks) if len(ranks := ranks_of_mesh(mesh))>1 else ''
         return '' if all(x.is_fully_addressable for x in args if isinstance(x, jax.Array)) else (

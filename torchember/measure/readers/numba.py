@@ -23,41 +23,43 @@ from ..head import CALL, CALLS, CODE, EVENT, HEADS, HOW, LIKE, NEXT, ROWS, LAID,
 from ..summary import bins, fast, index, merge, no_elements, parts, wide, width
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #592ba82c
-ABSOLUTE,HIGHER,POWERS,EXPONENTS = flags = 1,2,4,8 # flags that request further sums, besides minimum, maximum, mean and variance
-# positions of the results for a block; D1 to D4 are sums of powers of the distances from the number BASE
+ABSOLUTE,HIGHER,POWERS,EXPONENTS = flags = 1,2,4,8 # flags of the groups of sums to compute, besides minimum, maximum, mean and variance
+# positions of the sums of a block in its result. D1 to D4: sums of the first to fourth powers of the distances from BASE
 LO,HI,D1,D2,D3,D4,SIZE,LEAST,P4,P8,BASE = range(11)
-block = 65536 # number of elements in a block: 256 KB of float32, which fit the L2 cache
-ahead = 32768 # distance in bytes of the memory to prefetch
-# number of exponents counted in bits 0 to 30; bit 31 counts all elements outside this window, including zeros
+block = 65536 # number of elements read at once: 256 KB of float32, which fit the L2 cache
+ahead = 32768 # the loop asks the processor to load memory this many bytes ahead of the current element
+# 31 adjacent exponents are counted separately, in bits 0 to 30. Bit 31 counts all other elements, including zeros
 window = 31
 byte,integer,word,single,double = ir.IntType(8),ir.IntType(32),ir.IntType(64),ir.FloatType(),ir.DoubleType()
 
 def cpu_has(feature):
     "Return True if numba compiles for a processor with a feature such as 'avx512f'."
-    chosen = config.CPU_FEATURES # value of the environment variable NUMBA_CPU_FEATURES, or None
+    chosen = config.CPU_FEATURES # the environment variable NUMBA_CPU_FEATURES, with which a user can select processor features; or None
     return bool(get_host_cpu_features().get(feature)) if chosen is None else f'+{feature}' in chosen.split(',')
 
 lanes = 16 if cpu_has('avx512f') else 8
 integers,doubles = ir.VectorType(integer, lanes),ir.VectorType(double, lanes)
-digits = (block//lanes).bit_length() # number of bit planes: binary digits of the counts of exponents in a block
+digits = (block//lanes).bit_length() # counts of exponents in a block are stored as bit planes; this is the number of their binary digits
 
-def constant(kind, x): return ir.Constant(kind, [x]*kind.count) # returns a vector constant with `x` in all lanes
+def constant(kind, x): return ir.Constant(kind, [x]*kind.count) # returns an LLVM vector with the constant `x` in all lanes
 
 def broadcast_vector(b, kind, x):
-    "Build code for a vector of the type `kind` with the value `x` in all lanes. `b`: IR builder of llvmlite."
+    "Generate LLVM code for a vector of the type `kind` with the value `x` in all lanes. `b`: IR builder of llvmlite."
     unset = ir.Constant(kind, ir.Undefined)
     return b.shuffle_vector(b.insert_element(unset, x, word(0)), unset, constant(ir.VectorType(integer, kind.count), 0))
 
 def call(b, name, returns, *args, **kw):
-    "Build a call of the LLVM intrinsic `name`. `returns`: type of its result."
+    "Generate LLVM code to call the intrinsic `name`. `returns`: LLVM type of its result."
     return b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(returns, [a.type for a in args]), name), args, **kw)
 
 def pointer_at(b, address, kind, offset=0):
-    "Build code for a pointer to `kind` at a memory address plus an offset."
+    "Generate LLVM code for a pointer to the type `kind`, at a memory address plus an offset in bytes."
     return b.inttoptr(b.add(address, word(offset)), kind.as_pointer())
 
 def build_loop(b, n, start, step):
-    "Build code for a loop of `n` iterations, at least one. `step(i, values)` builds its body and returns new values. Return the last values."
+    """Generate LLVM code for a loop of `n`>=1 iterations.
+
+    `step(i, values)` generates the body and returns new values. Return the values after the loop."""
     before,body,after = b.block,b.append_basic_block(),b.append_basic_block()
     b.branch(body)
     b.position_at_end(body)
@@ -73,7 +75,7 @@ def build_loop(b, n, start, step):
     return now
 
 def add_words(b, words, planes):
-    "Build code to add vectors of single bits to the counts in bit planes. Plane `d` has binary digit `d` of each count."
+    "Generate LLVM code to add vectors of single bits to counts stored in bit planes. Plane `d` has binary digit `d` of each count."
     level = 0
     while len(words)>1:
         carries = []
@@ -115,7 +117,7 @@ def one_pass(element, how):
             for line in range(0, size*lanes*unroll, 64):
                 soon = b.add(here, word(ahead+line))
                 soon = b.select(b.icmp_unsigned('<', soon, end), soon, end)
-                # prefetch for reading, into the L1 cache
+                # arguments of the LLVM intrinsic: prefetch for reading, into the L1 cache
                 call(b, 'llvm.prefetch.p0', ir.VoidType(), pointer_at(b, soon, byte), integer(0), integer(3), integer(1))
             for u in range(unroll):
                 x = b.load(pointer_at(b, here, floats, size*lanes*u), align=size)
@@ -171,7 +173,9 @@ def block_reader(element):
 
     @njit(nogil=True)
     def find(v, end, base, how, found, first, planes):
-        "Write the sums of the block `v` into `found`; moments are about `base`. Count exponents in bit planes. Return how many elements are counted."
+        """Write the sums of the block `v` into `found`, with moments about `base`.
+
+        Count the exponents of as many elements as possible, and return their number."""
         address,to,planes_to = np.uint64(v.ctypes.data),np.uint64(found.ctypes.data),np.uint64(planes.ctypes.data)
         step = many if how & counting else few
         n = v.size//step
@@ -205,7 +209,7 @@ find32,find64 = block_reader(single),block_reader(double)
 # %% ../../../nbs/20_measure/03_numba.ipynb #5e1f0a02
 @intrinsic
 def void_pointer(typing, address):
-    "Convert an address, a whole number, to a pointer."
+    "Convert an address, given as a whole number, to a pointer for numba."
     def make(context, b, signature, arguments): return b.inttoptr(arguments[0], cgutils.voidptr_t)
     return types.voidptr(types.int64), make
 
@@ -214,15 +218,15 @@ def array_at(address, offset, shape, kind):
     "Return the memory at `address+offset` as an array of a shape and dtype, without a copy."
     return carray(void_pointer(address+offset), shape, kind)
 
-# sizes of arrays in bytes
+# sizes in bytes of the arrays in a thread's work space
 places = dict(FOUND=8*11, FIRST=8, PLANES=4*digits*lanes, INSIDE=4*32, COUNTS=4*bins, TABLES=4*8*bins, BYTES=block, ROOM=8*block, FEW=2*block)
-# Offsets of these arrays in the work space of a thread. DESK is the size of the work space
+# offset of each array in the work space. DESK, the last number, is the size of the work space in bytes
 FOUND,FIRST,PLANES,INSIDE,COUNTS,TABLES,BYTES,ROOM,FEW,DESK = itertools.accumulate((-(-n//64)*64 for n in places.values()), initial=0)
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #ba01b554
 @intrinsic
 def planes_to_counts(typing, planes, counts):
-    "Compute the counts of the 32 bits from their bit planes. `planes`: address of the planes. `counts`: address for the counts."
+    "Convert the counts of 32 bits from bit planes to ordinary integers. `planes`: address of the planes. `counts`: address for the integers."
     def make(context, b, signature, arguments):
         planes,counts = arguments
         columns = ir.VectorType(integer, 32)
@@ -239,7 +243,8 @@ def planes_to_counts(typing, planes, counts):
 
 @intrinsic
 def outside(typing, address, first):
-    "Return a mask of 64 bits: a bit is set if its byte at `address` is not 0 and is outside the window of exponents from `first`."
+    """Return a mask for 64 exponents in the bytes at `address`: a bit is 1 if its exponent is not 0, and not in the window of 31 exponents
+    from `first`."""
     def make(context, b, signature, arguments):
         address,first = arguments
         bytes_ = ir.VectorType(byte, 64)
@@ -251,9 +256,9 @@ def outside(typing, address, first):
 # %% ../../../nbs/20_measure/03_numba.ipynb #ff918edd
 @njit(nogil=True)
 def count(e, n, tables, recent):
-    "Count how often each value occurs among the first `n` bytes of `e`. Write the 256 counts into `recent`; `tables` is work memory."
+    "Count how often each of the 256 byte values occurs among the first `n` bytes of `e`. Write the counts into `recent`; `tables` is work memory."
     recent[:] = 0
-    whole = n//8 if n>=512 else 0 # 8 tables are used at once, unless clearing them takes longer than counting
+    whole = n//8 if n>=512 else 0 # counting in 8 tables at once is faster; for fewer than 512 bytes, clearing the tables takes longer
     if whole:
         tables[:] = 0
         w = e.view(np.uint64)
@@ -266,7 +271,9 @@ def count(e, n, tables, recent):
 
 @njit(nogil=True)
 def best_window(recent):
-    "Return the first exponent of the window of 31 exponents that has most elements, with the elements in its middle. `recent`: counts of exponents."
+    """Choose the window of 31 adjacent exponents that contains most elements.
+
+    Return its first exponent. `recent`: number of elements for each exponent."""
     inside = 0
     for i in range(1, 1+window): inside += recent[i]
     best,most = 1,inside
@@ -281,20 +288,20 @@ def best_window(recent):
 # %% ../../../nbs/20_measure/03_numba.ipynb #b37382c3
 @njit(nogil=True)
 def count_arrays(desk):
-    "Return the arrays for counting exponents in the work space `desk`: exponents, tables, counts of a block, bit planes, window counts, window start."
+    "Return the arrays for counting exponents, parts of the work space at the address `desk`."
     first = array_at(desk, FIRST, 1, np.int64)
     first[0] = 127-window+8
     return (array_at(desk, BYTES, block, np.uint8), array_at(desk, TABLES, (8, bins), np.int32), array_at(desk, COUNTS, bins, np.int32),
         array_at(desk, PLANES, digits*lanes, np.uint32), array_at(desk, INSIDE, 32, np.int32), first)
 
 def counters(of, fraction, bias):
-    "Return two compiled functions for a float format: one counts zeros, one counts exponents. `of`: integer dtype of the bits."
+    "Compile two functions for a float format: one counts the zeros of a block, one its exponents. `of`: integer dtype for the bits of a float."
     bits = 8*np.dtype(of).itemsize
     mask,shift,field,bias,zero,top = of(2**(bits-1)-1),of(fraction),of(2**(bits-1-fraction)-1),of(bias),of(0),of(bins-1)
 
     @njit(nogil=True)
     def zeros_of(k):
-        "Count the zeros in a block of floats, given as integers."
+        "Count the zeros in a block of floats, given by their bits as integers."
         n = zero
         for i in range(k.size): n += of(k[i] & mask==zero)
         return np.int64(n)
@@ -325,7 +332,7 @@ def counters(of, fraction, bias):
                     recent[e[i+trailing_zeros(far)]] += 1
                     rest -= 1
                     far &= far-np.uint64(1)
-            recent[0] += rest # remaining elements are subnormal numbers
+            recent[0] += rest # the elements that are left have exponent 0: they are subnormal numbers
             for i in range(done, k.size): recent[e[i]] += 1
         else: count(e, k.size, tables, recent)
         if done: first[0] = best_window(recent)
@@ -342,9 +349,9 @@ FINITE,LOOPED = width-1,len(fast)
 
 @njit(nogil=True)
 def add(n, base, found, how, out):
-    "Merge the sums of a block with `n` elements, about `base`, into mean and moments of the summary vector `out`."
+    "Merge the sums of a block of `n` elements into the mean and moments of the summary vector `out`. `found` has the sums of distances from `base`."
     e,q = found[D1],found[D2]
-    r = e/n # distance of the block's mean from `base`
+    r = e/n # distance of the block's mean from the number `base`
     mean,m2 = base+r,max(q-e*r, 0.)
     before = out[FINITE]
     both = before+n
@@ -362,7 +369,7 @@ def add(n, base, found, how, out):
 # %% ../../../nbs/20_measure/03_numba.ipynb #d52b5dc0
 @njit(nogil=True)
 def quick_mean(v):
-    "Return the mean of four elements, as a number near the mean of the block; 0 if it is not finite."
+    "Return the mean of four elements of a block, as an estimate of the block's mean; 0 if it is not finite."
     n = v.size
     x = (np.float64(v[0])+np.float64(v[n//3])+np.float64(v[n-n//3-1])+np.float64(v[n-1]))/4
     return x if math.isfinite(x) else 0.
@@ -374,7 +381,7 @@ def end_address(x):
 
 @njit(nogil=True)
 def mean_by_parts(v):
-    "Return the mean of a block whose sum is too large for float64."
+    "Return the mean of a block whose sum would overflow float64: add the elements divided by their number."
     mean = 0.
     for i in range(v.size): mean += np.float64(v[i])/v.size
     return mean
@@ -383,13 +390,14 @@ def mean_by_parts(v):
 def on_blocks(of, infinity, find, counters):
     """Return two compiled functions: `add_block` adds a block of floats to a summary vector, `finish` completes the vector.
 
-    `of`: integer dtype of the bits. `infinity`: bits of infinity. In the functions, `v` are the floats of a block, and `k` are the same as integers."""
+    `of`: integer dtype of the bits. `infinity`: bits of infinity. In the functions, `v` are the floats of a block, and `k` their bits as
+    integers."""
     zeros_of,count_all = counters
     infinity,mask = of(infinity),of(np.iinfo(of).max)
 
     @njit(nogil=True)
     def copy_finite(k, to, out):
-        "Copy the finite elements of a block, count the others, and return the number of copied elements."
+        "Copy the finite elements of a block into `to`, and return their number. Count NaN and infinities in the summary vector `out`."
         m = 0
         for i in range(k.size):
             a = k[i] & mask
@@ -407,7 +415,7 @@ def on_blocks(of, infinity, find, counters):
         planes,first = counting[3],np.int32(counting[5][0])
         if out[FINITE]==0: found[BASE] = quick_mean(v)
         done = find(v, end, found[BASE], how, found, first, planes)
-        if not math.isfinite(found[D2]): # true if the block contains NaN or infinity, or if its squares are too large for float64
+        if not math.isfinite(found[D2]): # a sum of squares that is not finite: the block has NaN or infinity, or its squares overflow float64
             n,m = k.size,copy_finite(k, room.view(k.dtype), out)
             if m==0: return
             if m<n:
@@ -417,10 +425,10 @@ def on_blocks(of, infinity, find, counters):
                 end = end_address(room)
                 done = find(v, end, found[BASE], how, found, first, planes)
         e,q = found[D1],found[D2]
-        if found[LO]==found[HI]: # if all elements are equal, the mean is one of them, because a computed mean is rounded
+        if found[LO]==found[HI]: # if all elements are equal, use the element itself as mean, because a computed mean is rounded
             found[BASE] = found[LO]
             found[D1] = found[D2] = found[D3] = found[D4] = 0.
-            # if the base is far from the mean, more than 4 of 16 digits cancel, so the block is read again with a better base
+            # if the base is far from the mean, 4 or more of 16 digits cancel. Then read the block again with a better base
         elif not q-e*e/v.size>=q*1e-4:
             found[BASE] += e/v.size
             if not math.isfinite(found[BASE]): found[BASE] = mean_by_parts(v)
@@ -443,11 +451,11 @@ def on_blocks(of, infinity, find, counters):
 
     @njit(nogil=True)
     def finish(n, how, out):
-        "Compute the final values of a summary vector after its last block."
+        "Compute the remaining entries of a summary vector after the last block of a tensor."
         out[COUNT] = n
-        out[MIN] += 0. # adding 0 converts -0 to 0
+        out[MIN] += 0. # adding 0 converts a minimum of -0 to 0
         out[MAX] += 0.
-        # zeros are removed from bin 0, where they were counted as subnormal numbers
+        # bin 0 has counted zeros as subnormal numbers, so subtract them
         if how & EXPONENTS: out[width] -= out[ZEROS]
         out[FINITE] = np.nan
 
@@ -457,13 +465,13 @@ blocks32,blocks64 = on_blocks(np.int32, 0x7f800000, find32, counters32),on_block
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #517892ca
 @njit(nogil=True)
-def from_bfloat16(x, v): # x: bits of the numbers as uint16; v: float32 array for the result
+def from_bfloat16(x, v): # x: uint16 array with the bits of bfloat16 numbers; v: float32 array for the result
     "Convert bfloat16 numbers, given as bits, to float32."
     k = v.view(np.int32)
     for i in range(x.size): k[i] = np.int32(x[i])<<np.int32(16)
 
 @njit(nogil=True)
-def from_float16(x, v): # x: bits of the numbers as uint16; v: float32 array for the result
+def from_float16(x, v): # x: uint16 array with the bits of float16 numbers; v: float32 array for the result
     "Convert float16 numbers, given as bits, to float32."
     k = v.view(np.int32)
     for i in range(x.size):
@@ -476,7 +484,7 @@ def from_float16(x, v): # x: bits of the numbers as uint16; v: float32 array for
 
 @njit(nogil=True)
 def gather(x, start, n, sizes, strides, to):
-    "Copy the `n` elements of a strided tensor from number `start` on into the block `to`."
+    "Copy `n` elements of a strided tensor into the array `to`, beginning with element number `start` of the tensor."
     last,done = sizes.size-1,0
     run,step = sizes[last],strides[last]
     while done<n:
@@ -496,7 +504,7 @@ def gather(x, start, n, sizes, strides, to):
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #efc66a2d
 def on_memory(blocks, work, widen=None):
-    "Return a compiled function that reads a tensor block by block. `widen`: function to convert a block to the dtype `work`, or None."
+    "Compile a function to read a tensor block by block. `widen`: function to convert a block to the dtype `work`, or None."
     (add_block,finish),bits = blocks,np.int64 if work is np.float64 else np.int32
 
     def read_wide_blocks(x, n, dims, sizes, strides, how, out, desk):
@@ -527,7 +535,7 @@ def on_memory(blocks, work, widen=None):
         finish(n, how, out)
 
     f = read_wide_blocks if widen is None else read_narrow_blocks
-    # a unique name, because numba confuses cached functions with the same name and signature
+    # numba's cache confuses functions with one name and signature, so each gets a unique name
     f.__qualname__ += f'_{work.__name__}_{widen and widen.__name__}'
     return njit(nogil=True)(f)
 
@@ -535,7 +543,7 @@ through_float32,through_float64 = on_memory(blocks32, np.float32),on_memory(bloc
 through_bfloat16,through_float16 = on_memory(blocks32, np.float32, from_bfloat16),on_memory(blocks32, np.float32, from_float16)
 
 def converting(blocks, work, name):
-    "Return a compiled function that reads contiguous integers, converted to the dtype `work`. `name`: name of their dtype."
+    "Compile a function that reads contiguous integers, and converts them to the float dtype `work`. `name`: name of the integer dtype."
     (add_block,finish),bits = blocks,np.int64 if work is np.float64 else np.int32
     def read_integers(x, n, dims, sizes, strides, how, out, desk):
         x,out = carray(x, (n,)),carray(out, (wide,))
@@ -545,7 +553,7 @@ def converting(blocks, work, name):
             for i in range(v.size): v[i] = work(x[start+i])
             add_block(v, v.view(bits), end_address(room), room, found, counting, how, out)
         finish(n, how, out)
-    read_integers.__qualname__ += f'_{name}' # a unique name, as in `on_memory`
+    read_integers.__qualname__ += f'_{name}' # numba's cache confuses functions with one name and signature, so each gets a unique name
     inner = njit(nogil=True)(read_integers)
     def read_converted(x, n, dims, sizes, strides, how, out, desk): inner(x, n, dims, sizes, strides, how, out, desk)
     read_converted.__name__ += f'_{name}'
@@ -556,26 +564,27 @@ def float64(x, n, dims, sizes, strides, how, out, desk): through_float64(x, n, d
 def bfloat16(x, n, dims, sizes, strides, how, out, desk): through_bfloat16(x, n, dims, sizes, strides, how, out, desk)
 def float16(x, n, dims, sizes, strides, how, out, desk): through_float16(x, n, dims, sizes, strides, how, out, desk)
 entries = dict(float32=(float32, types.float32), float64=(float64, types.float64), bfloat16=(bfloat16, types.uint16), float16=(float16, types.uint16))
-# integers that do not fit float32 exactly become float64, as in `format_for`
+# integers that float32 cannot represent exactly are converted to float64, as in `format_for`
 entries |= {k: (converting(blocks64, np.float64, k), getattr(types, k)) for k in ('int64', 'int32')}
 entries |= {k: (converting(blocks32, np.float32, k), types.uint8 if k=='bool' else getattr(types, k)) for k in ('int16', 'int8', 'uint8', 'bool')}
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #5e1f0a10
-# part of the names of cached functions, because numba does not notice that an extension has added a sum
+# the sums are part of the names of cached functions: else numba would load old code after an extension has added a sum
 parts_checksum = zlib.crc32(' '.join(parts).encode())
 
 def compile_cached(compiled, function):
     "Compile a function by the decorator `compiled`, or load it from numba's cache on disk."
     function.__qualname__ = f'{function.__name__}_{parts_checksum:x}'
     try: return compiled(cache=True)(function)
-    except RuntimeError: return compiled()(function) # compiled without a cache if no folder for the cache is writable
+    except RuntimeError: return compiled()(function) # numba found no writable folder for its cache, so compile without a cache
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #589d843e
 @cache
 def kernel(fmt):
-    """Return the compiled loops for a format: 'float32', 'float64', 'bfloat16' or 'float16'.
+    """Return the compiled loops for a number format ('float32', 'float64', 'bfloat16' or 'float16'): the address of the machine code, and a
+    Python function that releases the GIL.
 
-    Return the address of the machine code, and a Python callable that releases the GIL. Their arguments are those of the function `float32`."""
+    The arguments of both are those of the function `float32`."""
     entry,memory = entries[fmt]
     number,numbers = types.int64,types.CPointer(types.int64)
     signature = types.void(types.CPointer(memory), number, number, numbers, numbers, number, types.CPointer(types.float64), number)
@@ -595,7 +604,7 @@ def call_kernel(typing, at, x, n, dims, sizes, strides, how, out, desk):
 def run_kernel(at, x, n, dims, sizes, strides, how, out, desk): call_kernel(at, x, n, dims, sizes, strides, how, out, desk)
 
 def compile_integer_function(function, arguments, returns=types.void):
-    "Compile a function with whole numbers as arguments. A call is fast, because numba does not inspect argument types, and keeps the GIL."
+    "Compile a function of whole numbers. Calls are fast, because numba does not inspect argument types. The function keeps the GIL."
     signature = returns(*(types.int64,)*arguments)
     return compile_cached(partial(njit, signature), function).get_overload(signature.args)
 
@@ -610,7 +619,7 @@ desk = WorkSpace()
 
 @cache
 def start_of(wanted):
-    "Return the flags for the groups `wanted`, a summary vector of no elements to start from, and its length."
+    "Return the flags for the groups `wanted`, the summary vector of no elements, and the length of this vector."
     v = no_elements(wanted)
     v[FINITE] = 0
     return sum(f for f,g in zip(flags, ('absolute', 'higher', 'powers', 'exponents'), strict=True) if g in wanted), v, len(v)
@@ -630,13 +639,13 @@ def read_at(address, n, fmt, wanted=('basic',), sizes=(), strides=()) -> np.ndar
 
 @cache
 def runner():
-    "Return the compiled function that runs the loops of any number format."
+    "Return the compiled function for calling the loops of any number format, by the address of their machine code."
     return compile_integer_function(run_kernel, 9)
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #5e1f0a05
 @njit
 def empty_row(row, how):
-    "Write the summary of no elements into a row, and 0 into its free entry. While a row is written, this entry counts finite elements."
+    "Write the summary of no elements into a row, before a tensor is read. The free entry of the row is set to 0: it counts finite elements."
     row[:] = 0.
     row[LOOPED:FINITE] = math.nan
     row[MIN],row[MAX],row[MIN_ABS] = math.inf,-math.inf,math.inf
@@ -674,32 +683,32 @@ def row_writer():
     address of the row, 0 if the tap has no free row."""
     return compile_integer_function(fill_next_row, 5, types.int64)
 
-# used only by compiled code that keeps the GIL, so one for all threads suffices
+# only compiled code that keeps the GIL uses this work space, so all threads can share it
 shared_work_space = np.empty(DESK, np.uint8)
 
 def prepare_cursor(tap, fmt, wanted=('basic',)):
-    "Write into `tap`, the cursor array of a tap, how tensors of a format are read. Return the compiled function to read them into rows."
+    "Write into `tap`, the cursor array of a tap, how to read tensors of a number format. Return the compiled function to read them into rows."
     tap[HOW],tap[CODE],tap[WORK] = start_of(wanted)[0],kernel(fmt)[0],address_of(shared_work_space)
     return row_writer()
 
 def load(fmt):
-    "Compile all functions for reading a format, or load them from numba's cache on disk."
+    "Prepare all functions for reading a number format: load them from numba's cache on disk, or compile them."
     kernel(fmt),runner(),row_writer()
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #287559bf
 @cache
 def pool(threads): return ThreadPoolExecutor(threads, 'torchember')
 
-# a new pool is made in a forked child process, which has no threads
+# a forked child process has no threads, so it makes a new pool
 if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=pool.cache_clear)
 
 item = dict(float32=4, float64=8, bfloat16=2, float16=2) # size of an element in bytes
 long = 1<<20 # minimum number of elements for one thread; with fewer, starting a thread costs more than it saves
 
 def read_on_cores(address, n, fmt, wanted, threads) -> np.ndarray:
-    "Return the summary vector of `n` numbers at an address, read by `threads` threads. The result does not depend on their number."
+    "Return the summary vector of `n` numbers at an address, read by `threads` threads. The result does not depend on the number of threads."
     if n<=long: return read_at(address, n, fmt, wanted)
-    kernel(fmt) # compiled before the threads start, so that only one thread compiles
+    kernel(fmt) # compile before the threads start, so that they do not all compile
     pieces = [(address+i*item[fmt], min(long, n-i), fmt, wanted) for i in range(0, n, long)]
     share = -(-len(pieces)//max(threads, 1))
     rest = [pool(threads-1).submit(read_all, pieces[i:i+share]) for i in range(share, len(pieces), share)]

@@ -25,11 +25,11 @@ def read_float64(x, wanted) -> np.ndarray:
         x = x[np.isfinite(x)]
         lo,hi = min_and_max(x)
     m = len(x)
-    # if all elements are equal, the mean is one of them, because a computed mean is rounded
+    # for equal elements, use one of them as mean, because a computed mean is rounded
     mean = lo if lo==hi else np.add.reduce(x)/m if m else 0.
-    if not math.isfinite(mean): mean = np.add.reduce(x/m) # if the sum overflows, the mean is computed from scaled elements
+    if not math.isfinite(mean): mean = np.add.reduce(x/m) # the sum has overflowed, so add the elements divided by their number
     d = x-mean
-    rest = np.add.reduce(d)/m if m else 0. # rounding error of the mean, by which mean and m2 are corrected
+    rest = np.add.reduce(d)/m if m else 0. # mean distance from the computed mean: its rounding error, which corrects mean and m2
     v = basic_vector(n, mean+rest, max(d.dot(d)-m*rest*rest, 0.), lo, hi, *bad)
     if 'absolute' in wanted:
         a = np.abs(x)
@@ -48,26 +48,26 @@ def min_and_max(x):
     return (np.minimum.reduce(x), np.maximum.reduce(x)) if len(x) else (math.inf, -math.inf)
 
 def basic_vector(n, mean, m2, lo, hi, nans=0, posinf=0, neginf=0):
-    "Return a summary vector with the sums of the group 'basic'."
+    "Return the summary vector of a tensor with the sums of the group 'basic': count, minimum, maximum, mean and variance, for example."
     return np.array((n, mean, m2, nan, nan, nan, lo, hi, nan, nan, nans, posinf, neginf, nan, nan, *others))
 
 nan,others = math.nan,(math.nan,)*(width-15)
 np.testing.assert_array_equal(basic_vector(0, 0, 0, math.inf, -math.inf), no_elements(('basic',)))
 
 # %% ../../../nbs/20_measure/06_torch.ipynb #d10a0019
-row = 1024 # number of elements that are summed in float32; such sums are then added in float64
+row = 1024 # number of elements that are summed in float32. Their sums are then added in float64, which limits rounding errors
 ones = np.ones(row, dtype=np.float32)
-rowdot = getattr(np, 'vecdot', None) or (lambda a,b: np.einsum('...j,...j->...', a, b)) # numpy 1 has no vecdot
+rowdot = getattr(np, 'vecdot', None) or (lambda a,b: np.einsum('...j,...j->...', a, b)) # numpy 1 has no `vecdot`, the dot product of the last axes
 
 def read_float32(x, centred=False):
     """Return the basic summary vector of a flat float32 array, by fast float32 sums. Return None if float32 is not precise enough.
 
-    `centred`: whether a number near the mean was subtracted from all elements."""
+    `centred`: True if a number near the mean was subtracted from all elements."""
     n,filled = len(x),len(x)//row*row
     rows,rest = x[:filled].reshape(-1, row),x[filled:].astype(np.float64)
     lo,hi = float32_min_and_max(x)
     if lo==hi and math.isfinite(lo): return basic_vector(n, lo, 0., lo, hi)
-    if not 1e-15<max(-lo, hi)<1e15: return None # other magnitudes are refused, because squares and sums must fit float32
+    if not 1e-15<max(-lo, hi)<1e15: return None # refuse smaller and larger magnitudes: their squares and sums would underflow or overflow float32
     s = np.add.reduce(rowdot(rows, ones), dtype=np.float64)+np.add.reduce(rest)
     q = np.add.reduce(rowdot(rows, rows), dtype=np.float64)+rest.dot(rest)
     m2 = q-s*s/n
@@ -78,16 +78,18 @@ def read_float32(x, centred=False):
     return v
 
 def float32_min_and_max(x):
-    "Return minimum and maximum of a float32 array; at least one of them is not finite if an element is not. Integer comparisons are the fastest."
+    """Return minimum and maximum of a float32 array.
+
+    If an element is not finite, one of the two is not finite. Compares the bits as integers, the fastest way."""
     top,bottom = np.maximum.reduce(x.view(np.int32)),np.maximum.reduce(x.view(np.uint32))
     return bottom.view(np.float32) if bottom>>31 else np.minimum.reduce(x), top.view(np.float32) if top>=0 else np.maximum.reduce(x)
 
 # %% ../../../nbs/20_measure/06_torch.ipynb #d10a001d
-stretch = 1<<17 # elements that are read at once in float32: 512 KB
-cached = 1<<15 # elements that are read at once in float64: 256 KB, which fit the cache
+stretch = 1<<17 # number of elements that are read at once in float32: 512 KB
+cached = 1<<15 # number of elements that are read at once in float64: 256 KB, which fit the processor's cache
 
 def read_cpu(x, wanted=('basic',)) -> np.ndarray:
-    "Return the summary vector of a flat CPU tensor. The tensor is read in pieces that fit the cache."
+    "Return the summary vector of a flat CPU tensor. Pieces of it are read in turn, because a piece fits the processor's cache."
     if not x.numel(): return no_elements(wanted)
     if 'exponents' in wanted: return with_exponents(x, wanted)
     with np.errstate(all='ignore'):
@@ -103,7 +105,7 @@ def read_stretch(p):
 
 # %% ../../../nbs/20_measure/06_torch.ipynb #d10a001e
 def with_exponents(x, wanted):
-    "Return the summary vector of a flat CPU tensor with counts of exponents."
+    "Return the summary vector of a flat CPU tensor, including the counts of its exponents."
     v = no_elements(wanted)
     v[:width] = read_cpu(x, tuple(g for g in wanted if g!='exponents'))
     if 'absolute' not in wanted: v[index['zeros']] = 0
@@ -120,7 +122,7 @@ def exponent_counts(p):
     n = 256 if single else 2048
     if p.is_cpu: of = torch.bincount(k, minlength=n)
     else: of = torch.zeros(n, dtype=torch.int64, device=p.device).index_add_(0, k.int(), torch.ones_like(k, dtype=torch.int64))
-    of[-1] = 0 # the last bin contains infinity and NaN, which are counted separately
+    of[-1] = 0 # the last bin contains infinity and NaN, which other sums count
     if not single: of = torch.cat([of[:897].sum(0, keepdim=True), of[897:1151], of[1151:].sum(0, keepdim=True)])
     zeros = (p==0).sum()
     of[0] -= zeros
@@ -131,9 +133,9 @@ def read_device(x, wanted=('basic',)) -> torch.Tensor:
     "Return the summary vector of a flat tensor, on its device, without waiting for the device."
     to = widest(x.device)
     def full(value):
-        "Return a scalar tensor with a value, on the device of `x`."
+        "Return a scalar tensor with the given value, on the device of `x`."
         return torch.full((), value, dtype=to, device=x.device)
-    if not len(x): # filled on the device, because a copy from the host would wait for the device
+    if not len(x): # fill the vector on the device, because a copy from the host would wait for the device
         v = no_elements(wanted)
         return torch.cat([torch.stack([full(float(a)) for a in v[:width]]), torch.zeros(len(v)-width, dtype=to, device=x.device)])
     if x.is_complex(): x = (x if to is torch.float32 else x.to(torch.complex128)).abs()
@@ -143,7 +145,7 @@ def read_device(x, wanted=('basic',)) -> torch.Tensor:
     f = torch.where(ok, d, z)
     v = dict(count=full(len(x)), nan=torch.isnan(d).sum(), posinf=torch.isposinf(d).sum(), neginf=torch.isneginf(d).sum())
     v |= {p: of_each(p, d, torch, ok) for p in parts_in(wanted) if sums[p].each}
-    # if all elements are equal, the mean is one of them, because a computed mean is rounded
+    # for equal elements, use one of them as mean, because a computed mean is rounded
     mean = torch.where(v['min']==v['max'], v['min'], f.sum()/n.clamp(min=1))
     c = torch.where(ok, d-mean, z)
     q = c*c

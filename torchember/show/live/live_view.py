@@ -24,13 +24,13 @@ from ...store.log import flush_logs
 
 # %% ../../../nbs/62_board/40_live_view.ipynb #5e6c5e03
 class Speed:
-    "Speed of a run in steps per second, from the last 16 observations."
+    "Speed of a run in steps per second, computed from the last 16 observations."
     def __init__(self): self.looks = deque(maxlen=16) # pairs (seconds, step) of the last observations
 
     def add(self, seconds, step): self.looks.append((seconds, step))
 
     def text(self):
-        "Return the speed as a text that begins with a comma, or '' if the speed is unknown."
+        "Return the speed as a text such as ', 3.2 steps/s'. '' if the speed is unknown."
         if len(self.looks)<2: return ''
         (t0,s0),(t1,s1) = self.looks[0],self.looks[-1]
         if not (t1>t0 and s1>s0): return ''
@@ -38,21 +38,21 @@ class Speed:
         return f', {v:,.0f} steps/s' if v>=9.5 else f', {v:.2g} steps/s' if v>=.1 else f', {1/v:,.0f} s a step'
 
     def text_now(self, now):
-        "Return the speed as a text or, after 90 s without a new step, how long there was no new step."
+        "Return the speed as a text. If no step has come for 90 s, return how long ago the last step was."
         still = now-self.looks[-1][0] if self.looks else 0
         return f', nothing new for {still/60:.0f} min' if still>90 else self.text()
 
 def line_about(row, speed=''): # row: row of a `Listing`; speed: text that begins with a comma
-    "Return a line of text about a run: name, step, loss, speed and worst finding."
+    "Return one line of text about a run for a live view: name, step, loss, speed and worst finding."
     loss = f", {row['loss'][0]} {'NaN' if row['loss'][1] is None else format(row['loss'][1], '.4g')}" if row['loss'] else ''
     return printable(f"{row['name']}: step {row['steps']-1:,}{loss}{speed}{', '+row['finding'] if row['finding'] else ''}")
 
 # %% ../../../nbs/62_board/40_live_view.ipynb #c6c77fee
 class Viewer:
-    "Makes a line of text, and perhaps a picture, about a run from its growing log files."
+    "Makes the line of text and the picture of a live view, from the growing log files of a run."
     most = 15_000 # approximate number of tensor rows that a picture reads
 
-    def __init__(self, home, picture:bool, look:dict): # picture: False to show only the line of text; look: matplotlib settings
+    def __init__(self, home, picture:bool, look:dict): # picture: False to make only the line of text; look: matplotlib settings
         self.home,self.picture,self.name = home,picture,None
         if not picture: return
         import matplotlib as mpl
@@ -60,7 +60,9 @@ class Viewer:
         mpl.rcParams.update(look)
 
     def answer(self, name:str, over:bool=False) -> dict: # over: True to draw the last picture
-        "Return a dict with `line`, `png` and `state`, or with `behind`, the fraction of the log read so far. {} before the first row."
+        """Return a dict with `line`, `png` and `state`.
+
+        While the log is still being read: `behind`, the fraction read so far. {} before the first row."""
         if name!=self.name: self.name,self.listing,self.speed,self.row = name,Listing(self.home, [name]),Speed(),None
         news,now = self.listing.look(),time.monotonic()
         row = next((r for r in self.listing.rows if self.listing.logs_of(r['name'])), None)
@@ -80,7 +82,7 @@ class Viewer:
         from torchember.show.first_look import overview
         run,steps = self.listing.source(self.row, self.most)
         try: fig = overview(run).figure
-        except ValueError: return None # raised if there are no rows to draw yet, because the first step is not complete
+        except ValueError: return None # there is nothing to draw yet, because the first step is not complete
         finally: plt.close('all')
         notes = [] if over else [f"{self.row['steps']:,} until now{self.speed.text()}"]
         if steps is not None:
@@ -93,12 +95,12 @@ class Viewer:
 
 # %% ../../../nbs/62_board/40_live_view.ipynb #72df7a7e
 def answer_questions():
-    "Main function of the reader process: answer pickled questions from standard input until it is closed."
+    "Main function of the drawing process of live views: answer pickled questions from standard input until it is closed."
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if hasattr(os, 'nice'): os.nice(3) # gives priority to the training; with a higher value, a busy machine would not draw for minutes
+    if hasattr(os, 'nice'): os.nice(3) # the training has priority; with a higher value, a busy machine would not draw for minutes
     questions,answers = sys.stdin.buffer,os.fdopen(os.dup(1), 'wb')
     nothing = os.open(os.devnull, os.O_WRONLY)
-    for fd in (1, 2): os.dup2(nothing, fd) # printed text is discarded, because only answers may be written to the pipe
+    for fd in (1, 2): os.dup2(nothing, fd) # discard printed texts, because the pipe may contain only answers
     try: viewer = Viewer(**pickle.load(questions))
     except Exception as e: viewer = e
     while True:
@@ -114,7 +116,7 @@ def answer_questions():
         answers.flush()
 
 def changed_settings():
-    "Return the matplotlib settings (rcParams) changed by the user, for the reader process."
+    "Return the matplotlib settings (rcParams) changed by the user. The drawing process of live views needs them."
     mpl = sys.modules.get('matplotlib')
     if mpl is None or not hasattr(mpl, 'rcParams'): return {}
     changed = {k: v for k,v in dict.items(mpl.rcParams) if k!='backend' and not k.startswith('backend_') and mpl.rcParamsDefault.get(k)!=v}
@@ -127,9 +129,9 @@ def can_pickle(v):
     return True
 
 class Reader:
-    "Process that reads logs and draws with a `Viewer`. If the process has ended, `ask` raises OSError or EOFError."
+    "A separate process that reads logs and draws live views with a `Viewer`. If it has ended, `ask` raises OSError or EOFError."
     start = 'import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from torchember.show.live.live_view import answer_questions; answer_questions()'
-    patience = 2. # seconds to wait for the process to end, before it is killed
+    patience = 2. # at the end, wait this many seconds for the process, then kill it
 
     def __init__(self, **how):
         pipe,own_group = subprocess.PIPE,{'process_group': 0} if os.name=='posix' else {}
@@ -143,7 +145,7 @@ class Reader:
         self.p.stdin.flush()
 
     def ask(self, **question):
-        "Send a question, and return the answer. `took`: CPU seconds for it; `seconds`: CPU seconds of the process."
+        "Send a question to the process, and return its answer. Key `took`: CPU seconds for this answer. Key `seconds`: CPU seconds of the process."
         self.send(question)
         return pickle.load(self.p.stdout)
 
@@ -153,7 +155,7 @@ class Reader:
         "End the process. Return the CPU seconds that it used, or None if unknown."
         for pipe in (self.p.stdin, self.p.stdout):
             try: pipe.close()
-            except OSError: pass # raised if the process has ended already
+            except OSError: pass # the process has ended already
         until = time.monotonic()+self.patience
         while (got := self.cpu_if_ended()) is None and time.monotonic()<until: time.sleep(.01)
         if got is None:
@@ -162,23 +164,23 @@ class Reader:
         return got or None
 
     def cpu_if_ended(self, wait=False):
-        "Return the CPU seconds of an ended process (0 if unknown), or None if the process is running."
+        "Return the CPU seconds of the process after its end (0 if unknown). Return None while it is running."
         try: pid,status,usage = os.wait4(self.p.pid, 0 if wait else os.WNOHANG)
-        except (AttributeError, ChildProcessError): return None if (self.p.wait() if wait else self.p.poll()) is None else 0 # raised on Windows
+        except (AttributeError, ChildProcessError): return None if (self.p.wait() if wait else self.p.poll()) is None else 0 # Windows has no `wait4`
         if not pid: return None
         self.p.returncode = os.waitstatus_to_exitcode(status)
         return usage.ru_utime+usage.ru_stime
 
 # %% ../../../nbs/62_board/40_live_view.ipynb #4460ff0a
 class NotebookScreen:
-    "Output of a notebook cell, for the picture of a live view."
+    "Shows a live view in a notebook: the output of a cell with a picture."
     picture = True
     def __init__(self, name):
         from IPython.display import display
         self.drawn,self.handle = False,display({'text/plain': f'{name}: waiting for the first rows'}, raw=True, display_id=True)
 
     def show(self, line, png=None):
-        "Show a picture. Until the first picture exists, show a line of text instead."
+        "Show a picture in the output of the cell. Until there is a picture, show a line of text instead."
         if png: self.drawn = True
         elif self.drawn: return
         more = {'image/png': base64.b64encode(png).decode()} if png else {}
@@ -187,7 +189,7 @@ class NotebookScreen:
     def end(self): pass
 
 class TerminalScreen:
-    "Line in a terminal, overwritten at each update. It works beside progress bars of tqdm."
+    "A line in a terminal, overwritten at each update. It works beside the progress bars of tqdm."
     picture = False
     def __init__(self, name):
         from tqdm import tqdm
@@ -195,7 +197,7 @@ class TerminalScreen:
         self.bar = tqdm(desc=f'{name}: waiting for the first rows', bar_format='{desc}', file=sys.stderr, **size)
 
     def show(self, line, png=None):
-        "Replace the line in the terminal. If it does not fit, shorten the name of the run."
+        "Replace the line in the terminal. If the new line does not fit, shorten the name of the run."
         name,rest = line.split(': ', 1)
         space = max(get_terminal_size().columns-len(rest)-3, 8)
         self.bar.set_description_str(f"{name if len(name)<=space else name[:space-1]+'…'}: {rest}")
@@ -203,7 +205,7 @@ class TerminalScreen:
     def end(self): self.bar.close()
 
 class LogScreen:
-    "Lines in a file, if standard error is redirected: one line per minute, and the last one."
+    "Lines in a file, if standard error is redirected to a file: at most one line per minute, and the last line."
     picture,pause = False,60
     def __init__(self, name): self.line,self.next = None,0
     def show(self, line, png=None):
@@ -215,7 +217,7 @@ class LogScreen:
         self.line,self.next = None,time.monotonic()+self.pause
 
 def screen_for(name):
-    "Return the object that shows a live view: for a notebook, a terminal, or a file."
+    "Return the screen for a live view: the output of a notebook cell, a line in a terminal, or a file."
     if in_notebook():
         for lib in ('matplotlib', 'pandas'):
             if find_spec(lib) is None: needs(lib, for_='A picture')
@@ -224,13 +226,13 @@ def screen_for(name):
 
 # %% ../../../nbs/62_board/40_live_view.ipynb #341c1dea
 class Live:
-    "Live view of a run. `close()` ends it. `seconds`: CPU time that it used."
-    share,credit = .05,1. # drawing may use 5% of a CPU core, and 1 s of CPU time before this limit applies
+    "Live view of a run, updated by a thread. `close()` ends the view. `seconds`: CPU time that the view has used."
+    share,credit = .05,1. # limits of the CPU time for drawing: 5% of a CPU core, after a first second without limit
 
     def __init__(self, home, name, screen, every:float, is_wanted=lambda: True): # every: shortest pause between updates
         self.home,self.name,self.screen,self.every,self.is_wanted = home,name,screen,every,is_wanted
         self.calls,self.closing,self.dropped,self.reader = SimpleQueue(),False,False,None
-        self.thread_seconds = self.process_seconds = 0. # CPU time of the thread, and of the reader process
+        self.thread_seconds = self.process_seconds = 0. # CPU time in seconds of the thread of the view, and of the process that draws
         self.look = changed_settings() if screen.picture else {}
         self.thread = threading.Thread(target=self.run, name='torchember-live', daemon=True)
 
@@ -243,18 +245,18 @@ class Live:
         return self
 
     def run(self):
-        "Main function of the thread: show the run until it ends, then release everything."
+        "Main function of the thread: update the view until the run ends, then end the drawing process."
         try: self.follow()
         except Exception as e: self.warn(f"has stopped: {'its process has ended' if isinstance(e, EOFError|OSError) else f'{type(e).__name__}: {e}'}")
         finally:
             try:
                 if self.reader: self.process_seconds = self.reader.end() or self.process_seconds
                 self.screen.end()
-            except Exception: pass # raised if the terminal was closed, for example
+            except Exception: pass # the terminal was closed, for example
             self.thread_seconds = time.thread_time()
 
     def follow(self):
-        "Ask the reader process for updates, and show them, until the run has ended."
+        "Ask the drawing process for updates, and show them, until the run has ended."
         self.reader,began,drawing = Reader(home=self.home, picture=self.screen.picture, look=self.look),time.monotonic(),0.
         while not self.dropped:
             over = self.closing or not self.is_wanted()
@@ -267,11 +269,11 @@ class Live:
             self.thread_seconds = time.thread_time()
             if 'behind' in got: continue
             if over: return
-            if got.get('state') in ('ended', 'died'): self.closing = True # asks once more, for the last picture
+            if got.get('state') in ('ended', 'died'): self.closing = True # the run has ended: ask once more, for the last picture
             else: self.pause(max(self.every, (drawing-self.credit)/self.share-(time.monotonic()-began)))
 
     def show(self, name, got, over):
-        "Show an answer of the reader process on the screen."
+        "Show an answer of the drawing process: its picture or its line of text."
         if 'behind' in got: self.screen.show(f"{name}: reading what there is, {got['behind']:.0%}")
         elif 'line' in got: self.screen.show(got['line'], got.get('png'))
         elif over: self.screen.show(f"{name}: nothing was recorded")
@@ -284,11 +286,11 @@ class Live:
         "Warn the user that the live view has stopped. The training continues."
         if self.dropped: return
         try: warn(f"torchember: live {what}. Everything else goes on.")
-        except EmberWarning as e: print(e, file=sys.stderr) # raised if the user turns warnings into errors
+        except EmberWarning as e: print(e, file=sys.stderr) # the user has turned warnings into errors
 
     def close(self, last:bool=True, patience:float=60.): # last: True to draw the newest rows; patience: seconds to wait
-        "End the live view, by default after a last picture."
-        # a forked process does not have the thread
+        "End the live view. By default it shows a last picture first."
+        # a forked process has a copy of this object, but not the thread
         if not self.thread.is_alive() or threading.current_thread() is self.thread: return
         self.closing,self.dropped = True,self.dropped or not last
         self.calls.put(1)
@@ -301,21 +303,21 @@ class Live:
                 self.thread.join(5)
 
     def wait(self):
-        "Wait until the run has ended. Ctrl-C ends the live view, and leaves its last picture."
+        "Wait until the run has ended. Ctrl-C ends the live view before, and its last picture stays visible."
         try:
             while self.thread.is_alive(): self.thread.join(.2)
         except KeyboardInterrupt: self.close(last=False)
 
-    def _ipython_display_(self): pass # displays nothing, because `live` has displayed the view already
+    def _ipython_display_(self): pass # display nothing at the end of a cell, because the function `live` has displayed the view
 
     def __repr__(self):
         return f"<live picture, {'going on' if self.thread.is_alive() else 'ended'}, {self.seconds:.1f} s of CPU time>"
 
-shown = weakref.WeakSet() # live views of this process, to be closed at exit
+shown = weakref.WeakSet() # the live views of this process, which are closed when the process ends
 
 @atexit.register
 def close_shown():
-    "Draw the last picture of each live view when the process ends."
+    "Let each live view draw its last picture when the process ends."
     for v in list(shown):
         try:
             flush_logs(v.home/'log')
@@ -356,7 +358,7 @@ def live(
     for v in views or (): v.close(last=False)
     ref,file = weakref.ref(t if views is None else run),t.file
     is_recorded_here = t.source is not None and 'end' not in read_facts(t.fname, t.data)[0]
-    def name(): # name of the run, without rank. It may change until the first row
+    def name(): # returns the name of the run, without the rank. The name may change until the first row is written
         return several.name if several else m[1] if is_recorded_here and (m := rank_pattern.fullmatch(file.path.name)) else file.path.name
     view = Live(t.dir, name, screen_for(name()), every, (lambda: ref() is not None) if is_recorded_here else lambda: True)
     if views is not None: views.append(view)
