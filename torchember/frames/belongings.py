@@ -29,7 +29,7 @@ def owner_of(stem, names):
     return next((stem[i+1:] for i,c in enumerate(stem) if c=='_' and stem[i+1:] in names), None)
 
 def regular_files(*paths):
-    "Return those paths that are regular files, not links."
+    "Return the paths among `paths` that are regular files, not links."
     return [p for p in paths if p.is_file() and not p.is_symlink()]
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #b7000006
@@ -39,21 +39,21 @@ class Home:
         self.place = folder('torchember', home)
         self.log,self.data = self.place/'log',self.place/'data'
         flush_logs(self.log)
-        # logs: names of logs; parts: names of logs with a folder of parts; metadata: metadata files of each log
+        # logs: names of logs; parts: names of logs with a folder of Parquet parts; metadata: name of a log -> its metadata files
         self.logs,self.parts,self.metadata,self.taken = set(),set(),{},set(taken)
         for f in list_folder(self.log):
             if f.name.endswith('.parts') and f.is_dir(follow_symlinks=False): self.parts.add(f.name.removesuffix('.parts'))
             elif not f.is_dir(follow_symlinks=False) and not f.name.endswith('_latest') and is_run_name(f.name): self.logs.add(f.name)
         files = [f for f in list_folder(self.data) if f.name.endswith('.json') and f.is_file(follow_symlinks=False)]
         bases = {f.name[5:-5] for f in files if f.name.startswith('base_')}
-        # ignored, because other files may belong to the user
+        # only metadata files of torchember are listed, because other files may belong to the user
         self.bases = {n for n in bases if n in self.logs or is_run_name(n) and 'schema' in read_facts(n, self.data)[0]}
         self.older = {n for n in log_names(home) if n not in self.logs}
         for f in files: self.metadata.setdefault(owner_of(f.name[:-5], self.names), []).append(self.data/f.name)
 
     @property
     def names(self):
-        "Return the names of everything in the home that may be a run."
+        "Names of everything in the home that may be a run."
         return self.logs | self.parts | self.bases | self.older
 
     def members(self, run):
@@ -73,7 +73,7 @@ class Home:
         return some
 
     def files(self, name):
-        "Return the files of one log by kind. The 'base' metadata is last: if a removal is interrupted, the run is still listed."
+        "Return the files of one log: kind -> list of paths. The 'base' metadata is last, so that the run stays listed if a removal is interrupted."
         parts = sorted((self.log/f'{name}.parts').iterdir()) if name in self.parts else []
         data = sorted(self.metadata.get(name, ()), key=lambda p: (p.name==f'base_{name}.json', p.name))
         return dict(parts=parts, latest=regular_files(self.log/f'{name}_latest'), log=regular_files(self.log/name), metadata=data)
@@ -109,12 +109,12 @@ def run_sizes(h, run):
     return dict(name=run, ranks=len(members), **out, size=out['log']+out['parts']+out['latest']+out['metadata'])
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #b700000c
-recent = 600 # seconds after the last row during which a process on another machine may still be writing
+recent = 600 # seconds after a run's last row during which a process on another machine may still be writing the run
 
 def refuse_odd(h, name):
-    "Raise OSError if the log is a link, or a file not written by torchember: such a log is not moved or removed."
+    "Raise OSError if the log is a link, or a file not written by torchember. Such logs are not moved or removed."
     path = h.log/name
-    if is_url(path): return # returns, because remote stores have no links
+    if is_url(path): return # no check is needed, because remote stores have no links
     if os.path.islink(path): raise OSError(f"{printable(path)} is a link, not a log of torchember, so nothing was changed. Remove the link yourself.")
     if name in h.older: raise OSError(f"The run {name!r} is of torchember 0.2 and was not changed. Move or remove its folder {printable(path)}.")
     if os.path.lexists(path) and not path.is_file(): raise OSError(f"{printable(path)} is not a file, so it is not a log, and nothing was changed.")
@@ -122,7 +122,7 @@ def refuse_odd(h, name):
         raise OSError(f"{printable(odd[0])} is not a part of a run, so nothing was changed. Remove it from that folder first.")
 
 def refuse_written(h, name):
-    "Raise ValueError if a process is writing the log, or may still be writing it."
+    "Raise ValueError if a process is writing the log, or may still be writing rows."
     base,text = read_facts(name, h.data)[0],f'The run {printable(name)!r} is still being written'
     pid,host = base.get('pid'),printable(base.get('host', ''))
     if is_running(base) and pid==os.getpid(): raise ValueError(f"{text}, by this process. End it first: te.close().")
@@ -154,7 +154,7 @@ def runs_to_change(run, home):
     return h,names
 
 def forget_file(path):
-    "Remove a deleted log from the caches of this process."
+    "Remove a deleted log from the caches of this process. `path`: file of the log."
     taken.discard(path)
     for known in [k for k in counted if str(k[0])==str(path)]: del counted[known]
 
@@ -162,15 +162,15 @@ def forget_file(path):
 def rm(
     run, # Name of a run, a pattern such as 'GPT*', an ember, a tracker, or a list of these
     home=None # Folder of logs, instead of `~/.torchember`
-): # pandas.DataFrame: the rows of `du`
-    """Remove runs with all their files, and print the names. ValueError for a run that is being written: then none is removed
+): # pandas.DataFrame: the rows of `du` for the removed runs
+    """Remove runs with all their files, and print their names. If a run is still being written, raise ValueError and remove nothing
 
     Args:
         run: Name of a run, a pattern such as 'GPT*', an ember, a tracker, or a list of these
         home: Folder of logs, instead of `~/.torchember`
 
     Returns:
-        pandas.DataFrame: the rows of `du`
+        pandas.DataFrame: the rows of `du` for the removed runs
     """
     h,names = runs_to_change(run, home)
     gone = du(names, h.place)
@@ -187,19 +187,19 @@ def rm(
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #b700000f
 def mv(
-    run, # Name of a run, an ember, a tracker
-    name:str, # New name
+    run, # Run to rename: its name, an ember, or a tracker
+    name:str, # New name of the run
     home=None # Folder of logs, instead of `~/.torchember`
-) -> str: # The new name
-    """Rename a run with all its files. ValueError for a running run, FileExistsError for an existing name
+) -> str: # The new name of the run
+    """Rename a run with all its files. Raise ValueError if the run is running, FileExistsError if the new name is in use
 
     Args:
-        run: Name of a run, an ember, a tracker
-        name: New name
+        run: Run to rename: its name, an ember, or a tracker
+        name: New name of the run
         home: Folder of logs, instead of `~/.torchember`
 
     Returns:
-        The new name
+        The new name of the run
     """
     if is_url(place := folder('torchember', home)): raise OSError(f"{printable(place)} is an object store, which cannot rename files. "
         f"Rename the run on the machine that wrote it, sync it again, and remove the old copy: rm({run!r:.80}, {printable(repr(str(place)))}).")
@@ -217,7 +217,7 @@ def mv(
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #b7000010
 def move_log(h, old, new):
-    "Rename one log and all its files."
+    "Rename one log with all its files. `h`: a `Home`; `old`, `new`: names of the log."
     files = h.files(old)
     for p in files['metadata']: shutil.copy2(p, h.data/f'{p.stem.removesuffix(old)}{new}.json')
     for p in files['latest']: os.replace(p, h.log/f'{new}_latest')

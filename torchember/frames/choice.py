@@ -17,7 +17,7 @@ from torchember.store.reading import path_of
 
 # %% ../../nbs/50_frames/01_choice.ipynb #17b46c68
 def to_list(value):
-    "Return a collection as a list, and another value as a list with one element."
+    "Return a collection as a list, and any other value as a list with one element."
     return list(value) if isinstance(value, list|tuple|set|frozenset|range) else [value]
 
 def to_python(value):
@@ -71,7 +71,7 @@ class Choice:
 # %% ../../nbs/50_frames/01_choice.ipynb #98ae9352
 class RowFilter:
     "Callable that takes a block of rows and returns a list of booleans: True for each row that a `Choice` selects."
-    # last: last step of the run; paths: cached paths by display name of the module
+    # last: last step of the run; paths: display name of a module -> its path, as a cache
     def __init__(self, choice, last=None): self.choice,self.last,self.paths = choice,last,{}
 
     def __call__(self, block):
@@ -79,11 +79,11 @@ class RowFilter:
         return [all(row) for row in zip(*masks, strict=True)]
 
     def mask_of_distinct(self, name, block):
-        "Return the mask of a condition, testing each distinct value once. Return None if the distinct values of the column are unknown."
+        "Return the mask of a condition, by testing each distinct value once. Return None if the distinct values of the column are unknown."
         if (known := block.distinct(column_of_condition[name])) is None or name=='path' and 'path' in block.part.kinds: return None
         values,codes = known
         values = [self.path_of(m) if isinstance(m, str) else m for m in values] if name=='path' else values
-        # code -1 of a row without a value selects the last element, False
+        # a row without a value has the code -1, which selects the last element of the array, False
         return np.array([*self.mask(name, values), False])[codes].tolist()
 
     def values(self, name, block):
@@ -93,7 +93,7 @@ class RowFilter:
         return [p if isinstance(p, str) else self.path_of(m) if isinstance(m, str) else m for m,p in zip(values, block['path'], strict=True)]
 
     def path_of(self, module):
-        "Return the path of a module from its display name, from the cache if possible."
+        "Return the path of a module from its display name. Known paths are kept in a cache."
         if module not in self.paths: self.paths[module] = path_of(module)
         return self.paths[module]
 
@@ -111,7 +111,7 @@ def no_rows_message(name='The run'):
 class NothingChosen(ValueError): "Error: no row of the run satisfies the conditions."
 
 def explain_empty(choice, known):
-    "Return the error message for conditions without a matching row. `known`: dict from a condition, such as 'path', to the values in the log."
+    "Return the error message for conditions without a matching row. `known`: condition, such as 'path' -> its values in the log."
     nouns = dict(path='path matches', ttype='tensor type', tname='tensor name', steps='step')
     if not known['ttype']: return no_rows_message()
     for name,wanted in choice.conditions.items():

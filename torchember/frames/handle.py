@@ -37,23 +37,23 @@ def is_run_name(name):
     except ValueError: return False
 
 def log_files(log):
-    "Return the file names in a folder of logs, without hidden files and files of a latest step. Some may be invalid as names of runs."
+    "Return the file names in a folder of logs, without hidden files and files of a latest step. Some may be no valid names of runs."
     names = [f.name for f in list_folder(log) if not f.is_dir(follow_symlinks=False)]
     return sorted(n for n in names if not n.endswith('_latest') and n[0]!='.')
 
 def older_runs(log):
-    "Return the names of the subfolders that are runs of torchember 0.2."
+    "Return the names of the subfolders of `log` that are runs of torchember 0.2."
     return [] if is_url(log) else [f.name for f in list_folder(log) if f.is_dir(follow_symlinks=False) and is_run_name(f.name) and is_older(f.path)]
 
 rank_pattern = re.compile(r'(.+)\.rank(0|[1-9][0-9]{0,5})')
 
 def rank_logs(name, home):
-    "Return a dict from rank to the name of its log, for a distributed run."
+    "Return the logs of a distributed run: rank -> name of its log. `name`: name of the run."
     log = folder('torchember', home)/'log'
     return {r: n for r,n in ranks_among(log_files(log), name).items() if is_url(log) or (log/n).is_file()}
 
 def ranks_among(names, run):
-    "Find the logs of the ranks of a run among `names`. Return a dict from rank to name."
+    "Find the logs of the ranks of a run among `names`. Return a dict: rank -> name of its log."
     found = {int(m[2]): n for n in names if n.startswith(f'{run}.rank') and (m := rank_pattern.fullmatch(n)) and m[1]==run}
     return dict(sorted(found.items()))
 
@@ -63,29 +63,29 @@ def without_ranks(names):
 
 # %% ../../nbs/50_frames/04_handle.ipynb #6875fa8b
 def has_orphan_box(boxes):
-    "Return True if the folder `boxes` may have a black box of an ended process. This check does not need torch."
-    # skipped, because closing a black box of this process would release its lock
+    "Return True if the folder `boxes` may have a black box of a dead process. This check does not import torch."
+    # black boxes of this process are not opened, because closing a box would release its lock
     if 'torchember.recorder.black_box' in sys.modules: return os.path.isdir(boxes)
     try: import fcntl
     except ImportError: return os.path.isdir(boxes)
     for name in [n for n in (os.listdir(boxes) if os.path.isdir(boxes) else ()) if n.endswith('.box')]:
         try:
             with open(os.path.join(boxes, name), 'rb') as f: fcntl.lockf(f, fcntl.LOCK_SH|fcntl.LOCK_NB)
-        except FileNotFoundError: continue # raised if another process has just recovered this black box
-        except BlockingIOError: continue # raised if the process of this black box is running
-        except OSError: pass # `take_in` raises and explains this error
+        except FileNotFoundError: continue # another process has just recovered this black box
+        except BlockingIOError: continue # the process of this black box is running
+        except OSError: pass # the error is ignored here, because `take_in` raises and explains it
         return True
     return False
 
 def recover_boxes(folder):
-    "Write the rows of black boxes of ended processes into their logs. `folder`: home of the runs."
+    "Write the rows in black boxes of dead processes into the logs. `folder`: home of the runs."
     if is_url(folder) or not has_orphan_box(os.path.join(folder, 'box')): return
     try: from torchember.recorder.recovery import take_in
     except ImportError as e: return warn(f"A process that has ended left rows in {printable(folder)}{os.sep}box, which cannot be read here: {e}.")
     take_in(folder)
 
 def log_names(home):
-    "Return the sorted names of all logs in a home. First recover and write rows missing in the logs."
+    "Return the sorted names of all logs in a home, after recovering the rows of dead processes and writing all queued rows."
     log = folder('torchember', home)/'log'
     recover_boxes(log.parent)
     flush_logs(log)
@@ -93,20 +93,23 @@ def log_names(home):
 
 # %% ../../nbs/50_frames/04_handle.ipynb #5ab7ec68
 def read_facts(name, data):
-    "Read the metadata 'base' of a log. Return it, {} if it is missing, and the reason why it cannot be read, or None. `data`: folder of metadata."
+    """Read the metadata 'base' of a log. Return the metadata, {} if missing, and the reason why they cannot be read, or None.
+
+    `data`: folder of metadata.
+    """
     try: return valid_base(read_meta(data/f'base_{name}.json')), None
     except KeyError: return {}, None
     except (ValueError, OSError) as e: return {}, printable(e)
 
 # %% ../../nbs/50_frames/04_handle.ipynb #6ffa4147
 class LogReader:
-    "Log of one process, open for reading. `tracker`: `tracker` of the run; None for a file outside a home."
+    "Log of one process, open for reading. `tracker`: tracker of the run; None for a file outside of a home."
     def __init__(self, path, tracker=None):
         self.path,self.t,self.name = path,tracker,path.name
-        self.store = JsonLines(path) if tracker is None else tracker.file.disk # the `LogStore` with the rows of the log
+        self.store = JsonLines(path) if tracker is None else tracker.file.disk # `LogStore` with the rows of the log
 
     def blocks(self, after=(0, 0)):
-        "Yield the rows of the log in blocks. `after`: (bytes of the log, rows) to skip."
+        "Yield the rows of the log in blocks. `after`: (bytes of the log, rows) to skip at its begin."
         if self.t is not None: return self.t.blocks(after)
         return older_blocks(self.path) if is_older(self.path) else self.store.rows(after)
 
@@ -116,7 +119,7 @@ class LogReader:
         return None if is_older(self.path) else self.store.complete_file()
 
     def may_supersede(self):
-        "Return False if certainly no row replaces an earlier row. Return True if this is unknown without reading the rows."
+        "Return False if certainly no row replaces an earlier row. Return True if only reading the rows would show this."
         layouts = None if self.complete_file() is None else self.store.layouts()
         return layouts is None or any('supersedes' in keys for keys in layouts)
 
@@ -125,9 +128,9 @@ class LogReader:
         return self.store.tail() if self.complete_file() is not None else max(map(last_step_in_block, self.blocks()), default=-1)
 
     def metadata(self, kind):
-        "Return metadata by its kind, such as 'structure'. Return None if it is missing or cannot be read."
+        "Return metadata by their kind, such as 'structure'. Return None if they are missing or cannot be read."
         try: return None if self.t is None else self.t.about.get(kind) or self.t[f'{kind}_{self.name}']
-        except (KeyError, ValueError, OSError): return None # raised if a killed process left no metadata
+        except (KeyError, ValueError, OSError): return None # a killed process may have left no metadata
 
     def rows(self):
         "Return all rows of the log as dicts."
@@ -151,7 +154,7 @@ def open_log(run, home=None):
         raise TypeError(f"a run is a name, a file, a torchEmber or its te.t, got {an(run)}. Use a table directly, without reading it.")
     if not isinstance(t, tracker): t = emberTracker(run, home)
     recover_boxes(t.dir)
-    t.barrier() # writes queued rows; has no effect on a run of another process
+    t.barrier() # queued rows of this process are written before reading; runs of other processes have no queue here
     t.require_exists()
     return LogReader(t.log_path, t)
 
@@ -198,12 +201,12 @@ class Run:
         return max(log.last_step() for log in self.logs.values())
 
     def rows(self):
-        "Return all rows of all ranks as dicts, not merged."
+        "Return all rows of all ranks as dicts, without merging ranks."
         if self.given is not None: return self.given.to_dict('records')
         return [r for log in self.logs.values() for r in log.rows()]
 
     def metadata(self, kind):
-        "Return a dict from rank to its metadata of a kind, such as 'structure'. Ranks without readable metadata are left out."
+        "Return the metadata of a kind, such as 'structure', of each rank: rank -> metadata. Ranks without readable metadata are left out."
         found = {rank: log.metadata(kind) for rank,log in self.logs.items()}
         return {rank: v for rank,v in found.items() if isinstance(v, dict)}
 
@@ -213,12 +216,12 @@ class Run:
         return merge_parameters(known, self.whole_model_paths()) if self.is_ranked else known.get(None, [])
 
     def losses(self):
-        "Return a list of descriptions of the terms of the losses, as in `store.losses`. Of several ranks, those of the first that has any."
+        "Return a list of descriptions of the loss terms, as in `store.losses`. Of several ranks, the first rank with a description counts."
         known = [read_loss_entries(log.t) for log in self.logs.values() if log.t is not None]
         return next(filter(None, known), [])
 
     def facts(self):
-        "Return facts about the training from the metadata, such as the state of autocast, as a dict. Of several ranks, those of the lowest."
+        "Return facts about the training from the metadata, such as the state of autocast. Of several ranks, the lowest rank counts."
         found = self.metadata('parameters')
         return facts_in(found[min(found, key=lambda r: -1 if r is None else r)]) if found else {}
 
@@ -244,7 +247,7 @@ class Run:
         return tidy(df, self.name if label else None)
 
     def table_per_rank(self, choice, columns):
-        "Read the rows of all ranks as one table with a column `rank`, not merged."
+        "Read the rows of all ranks as one table with a column `rank`, without merging ranks."
         return concat_tables([tidy(log.table(choice, columns)).assign(rank=r) for r,log in self.logs.items()])
 
     def merged_table(self, choice):
@@ -270,19 +273,19 @@ class Run:
         return df[kept].reset_index(drop=True)
 
 def add_rank_to_findings(df):
-    "Add the number of the rank to the text of each finding of the rule 'died'."
+    "Add the number of the rank to the text of each finding about the death of a process (rule 'died')."
     if not {'rule', 'text'}<=set(df.columns): return df
     return df.assign(text=[f'Rank {r}: {t}' if rule=='died' and isinstance(t, str) else t for r,rule,t in zip(df['rank'], df['rule'], df['text'], strict=True)])
 
 def values_of_conditions(runs):
-    "Return a dict from each condition, such as 'path', to its values in the rows, for the message about an empty selection."
+    "Return the possible values of each condition: condition, such as 'path' -> values in the rows. Used in the message for an empty selection."
     rows = ColumnBlock.from_rows([r for run in runs for r in run.rows()])
     found = {name: RowFilter(None).values(name, rows) for name in column_of_condition}
     return {name: list(dict.fromkeys(v for v in values if isinstance(v, int if name=='steps' else str))) for name,values in found.items()}
 
 # %% ../../nbs/50_frames/04_handle.ipynb #f9241c5a
 def split_url(run, home):
-    "Split the URL of a run into name and home: `s3://bucket/x/log/resnet` is 'resnet' in 's3://bucket/x'. Return other values unchanged."
+    "Split the URL of a run: `s3://bucket/x/log/resnet` is the run 'resnet' in the home 's3://bucket/x'. Return other values unchanged."
     if not is_url(run): return run, home
     path = located(run)
     return (path.name, path.parent.parent) if path.parent.name=='log' else (run, home)
@@ -302,7 +305,7 @@ def is_dataframe(run):
     return 'pandas' in sys.modules and isinstance(run, sys.modules['pandas'].DataFrame)
 
 def open_named(run, home):
-    "Open the run of a name, a file, an ember or a tracker. Return a `Run`, with the logs of all ranks for a distributed run."
+    "Open the run of a name, a file, an ember or a tracker. Return a `Run`. A distributed run has the logs of all ranks."
     run,home = split_url(run, home)
     if not isinstance(run, str) or os.sep in run: return open_single_log(open_log(run, home))
     log = folder('torchember', home)/'log'
@@ -338,7 +341,7 @@ def open_run(
     run, # Name, pattern that one run matches, file or URL of a log, ember, tracker, table of rows, or `Run`
     home=None # Folder or URL of logs, instead of `~/.torchember`
 ) -> Run:
-    "Open one run for reading. Raise FileNotFoundError if it does not exist, ValueError for several runs, TypeError for another object"
+    "Open one run for reading. Raise FileNotFoundError if no run matches, ValueError for several runs, TypeError for other objects"
     if is_dataframe(run): return Run(str(run.attrs.get('run', '')), {}, run)
     found,_ = open_runs(run, home)
     if len(found)==1: return found[0]

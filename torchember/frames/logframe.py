@@ -25,8 +25,10 @@ from ..store.reading import path_of
 
 # %% ../../nbs/50_frames/10_logframe.ipynb #7e89306c
 class LogFrame:
-    """Schema of a table of Track & Visualize: a DataFrame with columns of two levels, `('metadata', 'name')`. `'*'` stands for any name,
-    and at least one such column exists"""
+    """Schema of a table of Track & Visualize: a DataFrame with columns of two levels, such as `('metadata', 'name')`.
+
+    The key `'*'` stands for any name, and requires at least one such column.
+    """
     schema = {'metadata': dict.fromkeys(('name', 'type', 'tensor_type'), str) | {'step': int, 'dtype': str},
         'scalar_stats': {'*': int|float},
         'exponent_counts': {-math.inf: int, math.inf: int, '*': int}}
@@ -34,7 +36,7 @@ class LogFrame:
 # %% ../../nbs/50_frames/10_logframe.ipynb #e923e063
 @dataclass
 class TrainingStats:
-    "Losses of a training, for interactive plots: `steps`, `train_loss` at each step, and optionally `val_loss`"
+    "Losses of a training, for interactive plots: `steps`, `train_loss` at each step, and optionally `val_loss`."
     steps:list
     train_loss:list
     val_loss:list|None = None
@@ -48,14 +50,14 @@ class TrainingStats:
 # %% ../../nbs/50_frames/10_logframe.ipynb #2efaa728
 types = {'output': 'Activation', 'output_grad': 'Gradient', 'weight': 'Weights', 'weight_grad': 'Weight_Gradients', 'optimizer': 'Optimiser_State'}
 back = {t: o for o,t in types.items()} | {'Weight': 'weight', 'Weight_Gradient': 'weight_grad', 'Optimizer_State': 'optimizer'}
-# names of statistics in Track & Visualize, by our names, where they differ
+# name of a statistic in torchember -> different name in Track & Visualize
 stat_names = {'abs_mean': 'mean_abs', 'abs_max': 'max_abs', 'abs_min': 'min_abs', 'rms': 'rm2'}
 ours = {t: o for o,t in stat_names.items()}
 of_parameters = ('weight', 'weight_grad', 'optimizer', 'update')
-META,STAT,EXP = LogFrame.schema # names in the first level of columns
+META,STAT,EXP = LogFrame.schema # the three names in the first level of a LogFrame's columns
 
 def dotted(*parts):
-    "Join the parts of a name that are not empty with dots."
+    "Join the parts of a name with dots. Empty parts are left out."
     return '.'.join(p for p in parts if p)
 
 def number_order(tname):
@@ -63,11 +65,11 @@ def number_order(tname):
     return [(0, int(s), '') if s.isdigit() else (1, 0, s) for s in re.split(r'(\d+)', tname)]
 
 def parameter_name(path, pname):
-    "Return the name of a parameter as in `named_parameters`, without .weight or flax's .kernel at the end."
+    "Return the name of a parameter as in `named_parameters`, without a final '.weight', or '.kernel' of flax."
     return dotted(path, pname).removesuffix('.weight').removesuffix('.kernel')
 
 def tensor_type(ttype, tname):
-    "Return the name of a tensor type in Track & Visualize; our name if that library has no such type."
+    "Return the name of a tensor type in Track & Visualize. Return our name if Track & Visualize has no such type."
     return f"{types[ttype]}.{re.sub(r'_[0-9]+$', '', tname)}" if ttype=='optimizer' else types.get(ttype, ttype)
 
 def class_in_name(module):
@@ -88,7 +90,7 @@ def named_tensors(tensors): # tensors: dicts with path, module, ttype, tname and
 
 # %% ../../nbs/50_frames/10_logframe.ipynb #f8b490b4
 def number_columns(df):
-    "Return a dict from name to column, for the columns that are numbers of a tensor."
+    "Return the columns with numbers about a tensor: name -> column."
     pd,out = needs('pandas', for_='A LogFrame'),{}
     for c in df.columns:
         if c in (*identity, *of_pieces) or c in ('path', 'run', 'shape', 'exponents', 'exponent_min', 'type', 'supersedes', 'error', 'nonfinite'): continue
@@ -97,20 +99,20 @@ def number_columns(df):
             if pd.api.types.infer_dtype(x, skipna=True) not in ('integer', 'floating', 'mixed-integer-float'): continue
             x = pd.to_numeric(x)
         if not pd.api.types.is_numeric_dtype(x.dtype) or pd.api.types.is_bool_dtype(x.dtype): continue
-        # columns without information are left out
+        # columns of zeros or missing values are left out
         if c in optional and not (x>0).any() or c not in derived and x.isna().all(): continue
         out[c] = x
     return out
 
 def count_columns(df):
-    "Return the exponents, and an array of counts with a column for each exponent. A row without counts has zeros."
+    "Return the exponents, and an array of counts with a row for each row of `df` and a column for each exponent. Missing counts are zeros."
     at = np.flatnonzero(with_counts(df))
     if not len(at): return [-math.inf, 0, math.inf], np.zeros((len(df), 3), np.int64)
     counts,lo = df['exponents'].to_numpy(object)[at],df['exponent_min'].to_numpy()[at].astype(int)
     size = np.array([*map(len, counts)])-2
     low,high = lo.min(),(lo+size-1).max()
     out = np.zeros((len(df), high-low+3), np.int64)
-    for a,n in {*zip(lo.tolist(), size.tolist(), strict=True)}: # a loop over the few different ranges of exponents
+    for a,n in {*zip(lo.tolist(), size.tolist(), strict=True)}: # the loop is short, because rows have few different ranges of exponents
         some = np.flatnonzero((lo==a) & (size==n))
         block = np.fromiter(chain.from_iterable(counts[some]), np.int64, len(some)*(n+2)).reshape(len(some), n+2)
         rows = at[some]
@@ -122,13 +124,13 @@ def count_columns(df):
 @earlier_calls()
 def to_logframe(
     run, # Table of rows, or a run that `read` accepts
-    keep=() # More tensor types to include, under our names: 'input', 'buffer', ...; True for all
+    keep=() # More tensor types to include, with the names of torchember: 'input', 'buffer', ...; True for all
 ): # DataFrame with the columns of `LogFrame`
-    """Convert rows to a table for Track & Visualize. ValueError if there is nothing to convert
+    """Convert rows to a table for Track & Visualize. Raise ValueError if no row can be converted
 
     Args:
         run: Table of rows, or a run that `read` accepts
-        keep: More tensor types to include, under our names: 'input', 'buffer', ...; True for all
+        keep: More tensor types to include, with the names of torchember: 'input', 'buffer', ...; True for all
 
     Returns:
         DataFrame with the columns of `LogFrame`
@@ -146,13 +148,13 @@ def to_logframe(
     kept = (*types, *(more if keep is True else check_ttypes(keep, more)))
     there = df['ttype'].astype(object).dropna().unique().tolist()
     df = df[df['ttype'].isin(kept)]
-    # rows of passes that the training loop discarded are dropped, because the schema cannot mark them
+    # rows of passes that the training loop discarded are left out, because the schema cannot mark such rows
     if 'phase' in df: df = df[(df['phase']!='refused').to_numpy()]
     if not len(df): raise ValueError(f"these rows have no tensor type of a LogFrame ({', '.join(types)}). "
         f"They have {printable(', '.join(map(str, there)), 200) or 'no tensor'}; keep= includes other types.")
     tensor,tensors = tensors_in(df)
     names = named_tensors(tensors)
-    # the rows of a tensor share one string object
+    # all rows of a tensor share one string object, to save memory
     column = lambda i: pd.Series(np.array([n[i] for n in names], dtype=object)[tensor], dtype=object)
     stats,(exponents,counts) = number_columns(df),count_columns(df)
     data = {(META, k): column(i) for i,k in enumerate(('name', 'type', 'tensor_type'))}
@@ -160,14 +162,14 @@ def to_logframe(
     data |= {(STAT, c if (n := stat_names.get(c, c)) in df else n): x.to_numpy() for c,x in stats.items()}
     data |= {(EXP, e): counts[:, i] for i,e in enumerate(exponents)}
     out = pd.DataFrame(data, index=range(len(df)), copy=False)
-    # converted to dtype object, so that every version of pandas can read a pickle
+    # labels have the dtype object, so that every version of pandas can read a pickle of the table
     out.columns = pd.MultiIndex.from_arrays([pd.Index(level, dtype=object) for level in zip(*data, strict=True)])
     out.attrs['torchember'] = {'logframe': 1, 'exponents': bool(counts.any())}
     return out
 
 # %% ../../nbs/50_frames/10_logframe.ipynb #b30ec032
 def tensors_in(df):
-    "Number the tensors of a table. Return the number for each row, and a list of dicts describing the tensors."
+    "Number the tensors of a table. Return the number of each row's tensor, and a list of dicts that describe the tensors."
     keys = {k: df[k] if k in df else None for k in ('path', 'module', 'ttype', 'tname', 'pname')}
     if keys['path'] is None: keys['path'] = [path_of(m) for m in df['module']] if len(df)<1000 else df['module'].astype(object).map(cache(path_of))
     if keys['module'] is None: keys['module'] = ''
@@ -179,18 +181,18 @@ def tensors_in(df):
 
 # %% ../../nbs/50_frames/10_logframe.ipynb #5ee7e325
 class SchemaException(ValueError):
-    "Error: a table does not match the schema of `LogFrame`. The message lists all faults"
+    "Error: a table does not match the schema of `LogFrame`. The message lists all faults."
 
 def validate(
-    df # A DataFrame
-): # The same frame, or a frame with corrected labels
-    """Raise `SchemaException` with every fault of a LogFrame, or return the frame
+    df # Table to check: a DataFrame
+): # The same table, or a table with corrected labels of exponents
+    """Return a LogFrame if its schema is valid, else raise `SchemaException` with all faults
 
     Args:
-        df: A DataFrame
+        df: Table to check: a DataFrame
 
     Returns:
-        The same frame, or a frame with corrected labels
+        The same table, or a table with corrected labels of exponents
     """
     pd = needs('pandas', for_='validate')
     if not isinstance(df, pd.DataFrame): raise SchemaException(f"a LogFrame is a DataFrame, got {an(df)}.")
@@ -203,14 +205,14 @@ def validate(
 
 # %% ../../nbs/50_frames/10_logframe.ipynb #9ee633c3
 def exponent(label):
-    "Convert a column label to an exponent: an int or infinity. Return None if the label is not an exponent."
+    "Convert a column label of a LogFrame to an exponent: an int or infinity. Return None if the label is not an exponent."
     if isinstance(label, str) and re.fullmatch(r'[+-]?inf(inity)?', label.lower()): return float(label)
     if isinstance(label, str) and re.fullmatch(r'[+-]?\d+(\.0+)?', label): label = float(label)
     if isinstance(label, str|bool|np.bool_) or not isinstance(label, int|float|np.number): return None
     return float(label) if math.isinf(label) else int(label) if abs(label)<=farthest and label==int(label) else None
 
 def with_exponent_labels(df):
-    "Return the table with numbers instead of texts as labels of the exponent columns."
+    "Return the LogFrame with numbers instead of texts as labels of its exponent columns."
     labels = [(top, e if top==EXP and (e := exponent(c)) is not None else c) for top,c in df.columns]
     if all(a==b and type(a[1]) is type(b[1]) or isinstance(b[1], np.number) for a,b in zip(labels, df.columns, strict=True)): return df
     out = df.copy(deep=False)
@@ -218,7 +220,7 @@ def with_exponent_labels(df):
     return out
 
 def faults_of_columns(df):
-    "Yield a sentence about each missing, unknown or duplicated column."
+    "Yield a sentence about each missing, unknown or duplicated column of a LogFrame."
     columns = {top: [c for t,c in df.columns if t==top] for top in LogFrame.schema}
     meta = LogFrame.schema[META]
     missing = [f"('metadata', {c!r})" for c in meta if c not in columns[META]]
@@ -235,12 +237,12 @@ def faults_of_columns(df):
     if again: yield f"{', '.join(map(str, again))} exists more than once."
 
 def kind_of_column(x):
-    "Return the type of a column for messages: 'text', or its dtype. The dtype of texts depends on the version of pandas."
+    "Return the type of a column for messages: 'text' or a dtype, because the dtype of texts depends on the version of pandas."
     got = needs('pandas', for_='validate').api.types.infer_dtype(x, skipna=True)
     return 'text' if got=='string' else str(x.dtype)
 
 def faults_of_types(df):
-    "Yield a sentence about each column with values of a type not allowed by the schema."
+    "Yield a sentence about each column of a LogFrame with values of a type not allowed by the schema."
     pd = needs('pandas', for_='validate')
     if not len(df) or df.columns.has_duplicates: return
     for t,c in df.columns:
@@ -259,7 +261,10 @@ def faults_of_types(df):
 
 # %% ../../nbs/50_frames/10_logframe.ipynb #71169a1e
 def unshifted(lf):
-    "Correct the exponents of a table recorded by Track & Visualize. They are one too high: column n then counts magnitudes from 2^n to 2^(n+1)."
+    """Correct the exponents of a table from Track & Visualize, which are one too high.
+
+    Column n then counts magnitudes from 2^n to 2^(n+1).
+    """
     out = lf.copy(deep=False)
     out.columns = type(lf.columns).from_tuples([(t, c-1 if t==EXP and not math.isinf(c) else c) for t,c in lf.columns])
     out.attrs['torchember'] = {'logframe': 1, 'exponents': True, 'zeros': -1}
@@ -272,43 +277,46 @@ def is_of_track_and_visualize(lf):
     return any(not isinstance(k, str) or k.startswith("<class '") for k in kinds)
 
 def with_right_exponents(lf, shifted=None):
-    "Validate a LogFrame, and correct exponents that are one too high if `shifted`; None: if Track & Visualize recorded the table."
+    """Validate a LogFrame, and correct exponents that are one too high. `shifted`: True to correct them.
+
+    None: correct them if Track & Visualize recorded the table.
+    """
     lf = validate(lf)
     return unshifted(lf) if (is_of_track_and_visualize(lf) if shifted is None else shifted) else lf
 
 # %% ../../nbs/50_frames/10_logframe.ipynb #d5bf7649
 def split_parameter(name, modules, holders):
-    "Split a name from `parameter_name` into path of the module and name of the parameter. `modules`, `holders`: known module names."
+    "Split the result of `parameter_name` into the path of the module and the name of the parameter. `modules`, `holders`: known module names."
     path,_,last = name.rpartition('.')
     if last!='bias' and (name in modules or name in holders): return name, 'weight'
     if re.search('weight|bias', last) or path in modules: return path, last
     return name, 'weight'
 
 def parent_modules(names):
-    "Return the set of names of modules containing a module or tensor of `names`: all prefixes that end at a dot."
+    "Return the names of all modules around the modules and tensors in `names`: all prefixes before a dot."
     out = set()
     for n in names:
         while '.' in n: n = n.rpartition('.')[0]; out.add(n)
     return out
 
 def longest_module(name, modules):
-    "Split a name into the path of the innermost module in `modules` containing it, and the rest."
+    "Split a name into the path of the innermost module around it, and the rest. `modules`: paths of modules."
     path = name
     while path and path not in modules: path = path.rpartition('.')[0]
     return path, name[len(path):].lstrip('.')
 
 def display_names(classes):
-    "Return a dict from path to display name, such as 'model.fc1(Linear)'. `classes`: path -> class name, None if unknown."
+    "Return the display name of each path, such as 'model.fc1(Linear)': path -> display name. `classes`: path -> class name, None if unknown."
     def part(name, path): return f'{name}({classes[path]})' if classes.get(path) else name
     def display(path):
-        "Return the display name of a path."
+        "Return the display name of the module with this path."
         parts = path.split('.') if path else []
         return '.'.join([part('model', ''), *(part(p, '.'.join(parts[:i+1])) for i,p in enumerate(parts))])
     return {p: display(p) for p in classes}
 
 # %% ../../nbs/50_frames/10_logframe.ipynb #b5fa06c6
 def tensors_from(names): # names: tuples (name, type, tensor_type) of the tensors, in order of the table
-    "Convert names in a LogFrame to dicts with path, ttype, tname, pname and type. This is the inverse of `named_tensors`."
+    "Convert names in a LogFrame to dicts with path, ttype, tname, pname and type. This function inverts `named_tensors`."
     kinds = [back.get(t.partition('.')[0], t) for _,_,t in names]
     modules = {n: cls for (n,cls,_),k in zip(names, kinds, strict=True) if k in ('output', 'output_grad')}
     holders = parent_modules(n for n,_,_ in names)
@@ -327,7 +335,7 @@ def tensors_from(names): # names: tuples (name, type, tensor_type) of the tensor
     return out
 
 def output_of(name, cls, modules):
-    "Split the name of an activation into path and `tname`. The path belongs to a module with the class `cls`."
+    "Split the name of an activation into the path of its module and the `tname`. `cls`: class of the module."
     parts = name.split('.')
     for i in range(len(parts)-1, -1, -1):
         path,rest = '.'.join(parts[:i]),'.'.join(parts[i:])
@@ -338,7 +346,7 @@ def output_of(name, cls, modules):
 def from_logframe(
     lf, # DataFrame with the columns of `LogFrame`
     shifted:bool=False # True if exponents are one too high, as Track & Visualize records them: see `unshifted`
-): # A DataFrame
+): # DataFrame of rows
     """Convert a table of Track & Visualize to rows: path, module, ttype, tname, pname, step, call, dtype, type, statistics, exponents, counts
 
     Args:
@@ -346,7 +354,7 @@ def from_logframe(
         shifted: True if exponents are one too high, as Track & Visualize records them: see `unshifted`
 
     Returns:
-        A DataFrame
+        DataFrame of rows
     """
     pd,lf = needs('pandas', for_='from_logframe'),validate(lf)
     if shifted: lf = unshifted(lf)
@@ -378,7 +386,7 @@ def class_of_text(cls):
     return m[1].rpartition('.')[2] if m else cls
 
 def exponent_lists(lf):
-    "Return for each row the list of counts and its first exponent; (None, None) if all counts are 0."
+    "Return the exponents of all rows: a list of counts and the first exponent for each row. (None, None) if all counts are 0."
     labels = [c for c in lf[EXP] if not math.isinf(c)]
     lo,hi = min(labels),max(labels)
     counts = np.zeros((len(lf), hi-lo+3), np.int64)

@@ -35,7 +35,7 @@ class Upload:
         self.fingerprint = dict(size=self.size, sha256=sha.hexdigest(), md5=md5.hexdigest())
 
     def bytes(self):
-        "The content as bytes."
+        "Return the content as bytes."
         return Path(self.file).read_bytes() if self.data is None else self.data
 
 def read_blocks(path):
@@ -44,7 +44,7 @@ def read_blocks(path):
         while data := f.read(1<<23): yield data
 
 def md5_in(info):
-    "Return the MD5 hash from the file information of a remote store. Return None if the store gives no hash."
+    "Return the MD5 hash from a remote store's information about a file. Return None if the store gives no hash."
     tag = str(info.get('ETag') or info.get('etag') or '').strip('"').lower()
     if re.fullmatch('[0-9a-f]{32}', tag): return tag
     try: return base64.b64decode(info['md5Hash']).hex()
@@ -55,19 +55,19 @@ def as_dict(value):
     return value if isinstance(value, dict) else {}
 
 def json_upload(value):
-    "Return the `Upload` of a value as JSON."
+    "Return an `Upload` with a value as JSON."
     return Upload((json.dumps(plain(value), indent=2, ensure_ascii=False)+'\n').encode())
 
 # %% ../../nbs/50_frames/08_moving.ipynb #bdcb8460
 class Target:
     "Destination of `sync`: a home in another folder or behind a URL."
-    def __init__(self, url, patience=60., over=None): # patience: seconds to retry; over: Event that ends waiting
+    def __init__(self, url, patience=60., over=None): # patience: seconds to retry after an error; over: Event that ends the waiting
         self.home = folder('torchember', url)
-        # known: SHA-256 hashes of files that were read at the destination
+        # known: path of a file at the destination -> SHA-256 hash, when it was read last
         self.patience,self.over,self.known = patience,over or threading.Event(),{}
 
     def path(self, rel):
-        "Return the path of a file at the destination."
+        "Return the path of a file at the destination. `rel`: path of the file in the home."
         return self.home.joinpath(*rel.split('/'))
 
     def retry(self, f):
@@ -81,13 +81,16 @@ class Target:
                 nap = min(2*nap, 10)
 
     def info(self, rel):
-        "Return size and hashes of a file at the destination. Return None if it does not exist."
+        "Return size and hashes of a file at the destination. Return None if the file does not exist."
         path = self.path(rel)
         try: return self.retry(lambda: call_store(path, lambda: path.fs.info(path.path)) if is_url(path) else dict(size=os.path.getsize(path)))
         except FileNotFoundError: return None
 
     def has(self, rel, fingerprint, deep=True):
-        "Return True if a file at the destination has this fingerprint. `deep`: if the store gives no hash, read the file even if it was read before."
+        """Return True if a file at the destination has this fingerprint.
+
+        `deep`: True to read the file again, although it was read before, if the store gives no hash.
+        """
         info = self.info(rel)
         if info is None or info['size']!=fingerprint['size']: return False
         if md5_in(info)==fingerprint['md5'] or not deep and self.known.get(rel)==fingerprint['sha256']: return True
@@ -101,7 +104,7 @@ class Target:
         return self.known[rel]
 
     def send(self, rel, piece):
-        "Write a file to the destination and verify it. Try twice."
+        "Write a file to the destination, and verify the copy. Try this twice."
         for _ in range(2):
             self.retry(lambda: self.write(self.path(rel), piece))
             if self.has(rel, piece.fingerprint): return
@@ -112,7 +115,7 @@ class Target:
         replace(path, piece.bytes())
 
     def read_json(self, rel):
-        "Read a JSON file at the destination. Return None if it cannot be read."
+        "Read a JSON file at the destination. Return None if the file is missing or invalid."
         try: return self.retry(lambda: read_meta(self.path(rel)))
         except (KeyError, ValueError): return None
 
@@ -123,9 +126,9 @@ class Target:
 
 # %% ../../nbs/50_frames/08_moving.ipynb #3c61f2d4
 class LogLines:
-    "Lines of a log still in local files. Positions are bytes in the whole log, also after earlier lines were removed."
+    "Lines of a log still in local files. Positions are bytes in the whole log, even after earlier lines were removed."
     def __init__(self, listing, files): # listing, files: results of `parts_and_lines`
-        self.spans,at = [],(listing or {}).get('removed', 0) # spans: tuples (file, first byte, end), with positions in the log
+        self.spans,at = [],(listing or {}).get('removed', 0) # spans: tuples (file, first byte, end), where the bytes are positions in the whole log
         self.first = self.at = at
         for f,_ in files:
             size = file_size(f) if os.path.exists(f) else 0
@@ -161,7 +164,7 @@ class LogLines:
         return self.end-len(data)+data.rfind(b'\n')+1
 
     def id(self, name):
-        "Return an id made of the first line of the log, so that a later `sync` recognizes the parts of an interrupted `sync`."
+        "Return an id made from the first line of the log. By this id, a later `sync` recognizes the parts of an interrupted `sync`."
         return hashlib.sha256(name.encode()+b'\n'+self.between(0, min(self.end, 1<<16)).partition(b'\n')[0]).hexdigest()[:32]
 
     def sha(self, start, end):
@@ -171,11 +174,14 @@ class LogLines:
         return h.hexdigest()
 
 # %% ../../nbs/50_frames/08_moving.ipynb #feaa105c
-# bytes of lines that are enough for a part; size up to which a log stays lines; number of parts that are merged
+# least: bytes of lines that are enough for a part; small: bytes up to which a log stays lines; together: number of parts to merge
 least,small,together = 1<<16,1<<20,16
 
 def make_sync_parts(lines, run, id, start, end, last):
-    "Convert the lines from `start` to `end` to parts. Yield for each part (entry for the list, content, hash of the lines). `last`: see `rows_of_parts`."
+    """Convert the lines from byte `start` to byte `end` to parts. Yield for each part: entry for the list of parts, content, hash of the lines.
+
+    `last`: argument of `rows_of_parts`.
+    """
     for rows,entry,data in rows_of_parts(lines, start, end, last):
         entry['rows'] = len(rows)
         piece = Upload(part_bytes(arrow_table(rows, id=id, run=run, **entry)))
@@ -183,7 +189,7 @@ def make_sync_parts(lines, run, id, start, end, last):
         yield entry|dict(file=name, last=max(map(step_of, rows), default=-1), size=piece.size), piece, hashlib.sha256(data).hexdigest()
 
 def count_to_merge(parts, first):
-    "Return how many of the newest parts should be merged to one part, or 0. `first`: first byte of the log whose lines are still local."
+    "Return how many of the newest parts should be merged into one part, or 0. `first`: first byte of the log that is still in local lines."
     n = 0
     for p in reversed(parts):
         if p['end']-p['start']>=most_bytes//2 or p['start']<first or not p['file'].startswith('sync-'): break
@@ -192,19 +198,19 @@ def count_to_merge(parts, first):
 
 # %% ../../nbs/50_frames/08_moving.ipynb #f2031573
 class SyncState:
-    "Settings of a `sync`, and caches kept for its repetition."
-    def __init__(self, home, target, parquet=True, deep=True): # deep: verify all files again, also unchanged files
+    "Settings of a `sync`, and caches to save time when `sync` is repeated."
+    def __init__(self, home, target, parquet=True, deep=True): # deep: True to verify all files again, even unchanged files
         self.home,self.target,self.parquet,self.deep = home,target,parquet and find_spec('pyarrow') is not None,deep
-        # hashes: (size and time, content) of each file; checked: parts whose lines were compared
+        # hashes: file -> (size and time, content); checked: parts whose lines were compared with the local lines
         self.hashes,self.checked = {},set()
-        self.shared = {} # content that was sent of each file that several logs share
+        self.shared = {} # path of a file that several logs share -> content that was sent
 
     def sync_log(self, h, name):
-        "Copy one log to the destination. Return a dict with the number and size of the files. `h`: `Home` with the log."
+        "Copy one log to the destination. Return a dict with the number and size of its files. `h`: `Home` with the log."
         for again in range(4):
             try: return LogCopy(self, h, name).sync()
             except FileNotFoundError:
-                # otherwise `compact` has removed lines meanwhile, so the log is copied again
+                # if `compact` has removed lines meanwhile, the log is copied again; other errors are raised
                 if again==3 or (h.log/name).exists() and parts_and_lines(h.log/name)[0] is None: raise
                 h = Home(self.home)
 
@@ -217,19 +223,25 @@ class SyncState:
 
 # %% ../../nbs/50_frames/08_moving.ipynb #5e0a71c3
 class Manifest:
-    "List of the files of one log at the destination, with size and hashes: after the last `sync` (`noted`), and after this `sync` (`files`)."
+    """List of the files of one log at the destination, with size and hashes.
+
+    `noted`: files after the last `sync`; `files`: files after this `sync`.
+    """
     def __init__(self, to, name): # to: a `Target`; name: name of the log
         self.to,self.file,self.folder = to,f'data/sync_{name}.json',f'log/{name}.parts/'
-        self.before = as_dict(to.read_json(self.file)) # manifest of the last `sync`
+        self.before = as_dict(to.read_json(self.file)) # manifest that the last `sync` wrote
         self.noted = {k: v for k,v in as_dict(self.before.get('files')).items() if isinstance(v, dict) and {'size', 'sha256', 'md5'}<=set(v)}
-        self.lines = as_dict(self.before.get('lines')) # hash of the lines of each part
-        self.files = {} # fingerprint of each file at the destination
+        self.lines = as_dict(self.before.get('lines')) # file of a part -> hash of the lines in the part
+        self.files = {} # path of a file at the destination -> its fingerprint
 
     def unlisted_files(self, over, sent):
-        "Return a dict from each file no longer listed to the time when this was noticed. `over`: the run is over; `sent`: files were sent."
+        """Return the files no longer listed: path -> time when this was noticed.
+
+        `over`: True if the run is over; `sent`: number of files that were sent.
+        """
         at,gone = time.time(),{k: v for k,v in as_dict(self.before.get('gone')).items() if isinstance(v, int|float)}
         for rel in [*self.noted, *(gone if over else ())]: gone.setdefault(rel, at)
-        if over and sent: # includes files that an interrupted `sync` has left
+        if over and sent: # files that an interrupted `sync` has left are included
             left = self.to.retry(lambda: list_folder(self.to.path(self.folder.rstrip('/'))))
             gone |= {self.folder+e.name: at for e in left if e.name.startswith(('sync-', 'lines-'))}
         return {rel: since for rel,since in gone.items() if rel not in self.files and rel.startswith(self.folder)}
@@ -249,7 +261,7 @@ class LogCopy:
     def __init__(self, moving, h, name):
         self.m,self.to,self.h,self.name,self.path = moving,moving.target,h,name,h.log/name
         self.over = not may_continue(read_facts(name, h.data)[0])
-        # sent: number of files that were sent; bytes: their size
+        # sent: number of files sent to the destination; bytes: their total size
         self.manifest,self.sent,self.bytes = Manifest(self.to, name),0,0
         self.folder,self.files = self.manifest.folder,self.manifest.files
 
@@ -268,12 +280,12 @@ class LogCopy:
         return dict(name=self.name, files=len(self.files), size=sum(f['size'] for f in self.files.values()), sent=self.sent, bytes=self.bytes, over=self.over)
 
     def read_list_at_target(self):
-        "Read the list of parts at the destination. Return None if there is no valid list."
+        "Read the list of parts at the destination. Return None if the destination has no valid list."
         try: return self.to.retry(lambda: read_part_list(self.to.path(f'log/{self.name}')))
         except ValueError: return None
 
     def send(self, rel, piece):
-        "Send a file, unless the destination has it already."
+        "Send a file, unless the destination already has this content."
         if not self.to.has(rel, piece.fingerprint, self.m.deep):
             self.to.send(rel, piece)
             self.sent,self.bytes = self.sent+1,self.bytes+piece.size
@@ -297,7 +309,7 @@ class LogCopy:
         self.send_list(dict(run=self.name, id=id, removed=parts[-1]['end'] if parts else 0, parts=parts), lines, end)
 
     def is_same(self, p, lines, end):
-        "Return True if a part at the destination is unchanged since it was sent, and was made of these lines."
+        "Return True if a part at the destination is unchanged since it was sent, and contains the same lines as the local log."
         rel = self.folder+p['file']
         if p['end']>end or p['start']<lines.first or rel not in self.manifest.noted: return False
         if not self.to.has(rel, self.manifest.noted[rel], self.m.deep): return False
@@ -313,32 +325,32 @@ class LogCopy:
         if rel.startswith(self.folder): self.send(rel, piece)
         elif self.m.shared.get(rel) is not piece:
             self.send(rel, piece)
-            del self.files[rel] # a shared file is listed in the manifest of the log whose folder contains it
+            del self.files[rel] # the manifest lists a shared file only for the log whose folder contains the file
         self.m.shared[rel] = piece
 
     def keep(self, parts, p):
-        "Keep a part already at the destination in the new list."
+        "Add a part already at the destination to the new list of parts."
         parts.append(p)
         self.files[self.folder+p['file']] = self.manifest.noted[self.folder+p['file']]
 
-    def add(self, parts, entry, piece, sha): # sha: hash of the lines
+    def add(self, parts, entry, piece, sha): # sha: hash of the lines in the part
         self.send(self.folder+entry['file'], piece)
         self.manifest.lines[entry['file']] = sha
         parts.append(entry)
 
     def send_list(self, listing, lines, end):
-        "Send the lines not in a part, then the list of parts. With the list, readers see the new state."
+        "Send the lines outside of parts, then the list of parts. Readers see the new state when the list has arrived."
         if rest := lines.between(listing['removed'], end):
             listing['aside'] = True
             self.send(f"{self.folder}lines-{listing['removed']}", Upload(rest))
         log,parts_json = f'log/{self.name}',f'{self.folder}parts.json'
-        # 'alone' means that readers ignore the file of lines
+        # the flag 'alone' makes readers ignore the file of lines
         if (self.to.info(log) or {}).get('size'): self.send(parts_json, json_upload(listing|{'alone': True}))
         self.send(log, Upload(b''))
         self.send(parts_json, json_upload(listing))
 
     def send_metadata(self):
-        "Send the metadata and the file of the latest step. The metadata 'base' with the end of the run is sent last."
+        "Send the metadata and the file of the latest step. The metadata 'base', with the end of the run, are sent last."
         for p in self.h.metadata.get(self.name, ()):
             if p.name not in (f'sync_{self.name}.json', f'base_{self.name}.json'): self.send_small(p, 'data/')
         self.send_small(self.path.with_name(f'{self.name}_latest'), 'log/')
@@ -347,27 +359,27 @@ class LogCopy:
     def send_small(self, path, where):
         "Send a small file, such as metadata, if it exists."
         try: piece = Upload(path.read_bytes()) if path.is_file() and not path.is_symlink() else None
-        except FileNotFoundError: return # raised if the file is being replaced, or was removed
+        except FileNotFoundError: return # the file is being replaced, or was removed
         if piece is not None: self.send(where+path.name, piece)
 
 # %% ../../nbs/50_frames/08_moving.ipynb #160878ac
 def sync(
     run, # Name of a run, a pattern such as 'GPT*', an ember, a tracker, or a list of these
-    url, # Home elsewhere: 's3://bucket/runs', a `UPath`, or a folder on another disk
+    url, # Destination: another home, such as 's3://bucket/runs', a `UPath`, or a folder on another disk
     home=None, # Folder of logs, instead of `~/.torchember`
-    every:float|None=None, # Seconds between two copies, in a thread, until the run is over or `.stop()`
-    move:bool=False, # Remove the run here after all of it was verified there
+    every:float|None=None, # Seconds between two copies, made in a thread until the run is over or `.stop()` is called
+    move:bool=False, # Remove the local run after all files were verified at the destination
     parquet:bool=True, # Send lines as Parquet parts if a log has more than 1 MB of them
     patience:float=60 # Seconds to retry while a store does not answer
 ): # A list of dicts, one for each log: name, files, size, sent, bytes sent, over. With `every`, an object with `.stop()` and `.error`
-    """Copy runs with all their files to a home elsewhere. Files of equal size and hash are not sent again
+    """Copy runs with all their files to another home, also while they continue. Files of equal size and hash are not sent again
 
     Args:
         run: Name of a run, a pattern such as 'GPT*', an ember, a tracker, or a list of these
-        url: Home elsewhere: 's3://bucket/runs', a `UPath`, or a folder on another disk
+        url: Destination: another home, such as 's3://bucket/runs', a `UPath`, or a folder on another disk
         home: Folder of logs, instead of `~/.torchember`
-        every: Seconds between two copies, in a thread, until the run is over or `.stop()`
-        move: Remove the run here after all of it was verified there
+        every: Seconds between two copies, made in a thread until the run is over or `.stop()` is called
+        move: Remove the local run after all files were verified at the destination
         parquet: Send lines as Parquet parts if a log has more than 1 MB of them
         patience: Seconds to retry while a store does not answer
 
@@ -388,7 +400,7 @@ def sync(
 
 # %% ../../nbs/50_frames/08_moving.ipynb #3cde4efd
 def sync_runs(run, moving):
-    "Copy all logs of runs."
+    "Copy all logs of the selected runs. Return a list with the result of each copy."
     h = Home(moving.home)
     out = []
     for name in [m for n in h.chosen(run) for m in h.members(n)]:
@@ -400,7 +412,7 @@ def sync_runs(run, moving):
     return out
 
 def remove_moved(name, home, target):
-    "Remove a local run after each of its files was read and verified at the destination."
+    "Remove a local run after reading and verifying each of its files at the destination."
     h = Home(home)
     for m in h.members(name):
         refuse_written(h, m)
@@ -413,21 +425,21 @@ def remove_moved(name, home, target):
 
 @contextmanager
 def sync_lock(h, name, target):
-    "Lock a log for the `with` block. Wait until no other process of this machine copies it."
+    "Lock a log for the `with` block. First wait while another process of this machine copies the log."
     try: f = open(h.log/f'.{name}.sync', 'ab')
-    except OSError: yield; return # the disk is not writable, so no lock is taken
+    except OSError: yield; return # no lock is taken, because the disk is not writable
     with f:
         target.retry(lambda: lock_file(f, f"{printable(name)} is being copied by another process. Try again later."))
         yield
 
 # %% ../../nbs/50_frames/08_moving.ipynb #25e8ff44
 class Background:
-    "Thread that copies runs every few seconds. An error is stored and shown, and never stops the training."
-    def __init__(self, run, target, home, every, parquet): # the arguments are those of `sync`
+    "Thread that copies runs every few seconds. An error is stored and shown, but never stops the training."
+    def __init__(self, run, target, home, every, parquet): # arguments as in `sync`
         if not every>0: raise ValueError(f"every must be a number of seconds greater than 0, got {every!r}.")
         self.run,self.target,self.every = run,target,every
         self.moving,self.over,self.error,self.said,self.warned = SyncState(home, target, parquet, deep=False),threading.Event(),None,[],set()
-        target.over = self.over # shared, so that `stop` also ends the waiting for a remote store
+        target.over = self.over # the Event is shared with the target, so that `stop` also ends the waiting for a remote store
         self.thread = threading.Thread(target=self.repeat, name='torchember-sync', daemon=True)
         self.thread.start()
         atexit.register(self.at_exit)
@@ -441,7 +453,7 @@ class Background:
     def __exit__(self, *_): self.stop()
 
     def repeat(self):
-        "Copy every few seconds until the runs have ended or `stop` is called."
+        "Copy the runs every few seconds, until they have ended or `stop` is called."
         while not self.over.is_set():
             if self.try_sync() and self.said and all(s['over'] for s in self.said): return
             end = time.monotonic()+self.every
@@ -453,7 +465,7 @@ class Background:
         return bool(self.said) and not any(may_continue(read_facts(s['name'], data)[0]) for s in self.said)
 
     def try_sync(self):
-        "Copy new rows and files. Return True if this succeeded. Warn once about each type of error."
+        "Copy new rows and files. Return True if the copy succeeded. Warn once about each type of error."
         try:
             if not self.run_exists(): return False
             self.said,self.error = sync_runs(self.run, self.moving),None
@@ -472,9 +484,9 @@ class Background:
         warn(f"torchember: {e} Training continues, and the copy is tried again every {self.every} s (shown once).")
 
     def stop(self,
-        patience:float=60 # Seconds to retry while a store does not answer
-    ) -> list: # The list that `sync` returns
-        "Copy what is not copied yet, and end the thread. Raise OSError if this is impossible"
+        patience:float=60 # Seconds to retry while the store does not answer
+    ) -> list: # The list that `sync` returns without `every`
+        "Copy all remaining rows and files, and end the thread. Raise OSError if a copy fails"
         if self.over.is_set(): return self.said
         self.over.set()
         self.thread.join()
@@ -485,6 +497,6 @@ class Background:
         return self.said
 
     def at_exit(self):
-        "Copy what is not copied yet when the interpreter exits."
+        "Copy all remaining rows and files when the Python interpreter exits."
         try: self.stop(patience=10)
         except Exception as e: warn(f"torchember: {e}")

@@ -26,7 +26,7 @@ from torchember.store.lines import bad
 def inspect_run(run, per_rank, several, count_back):
     "Return the chunks of a `Run`, its columns, and the user's marks. `count_back`: True if steps are counted from the last step."
     logs,merged = [(log.name, r, log) for r,log in run.logs.items()],run.is_ranked and not per_rank
-    # segments are smaller for many logs, because each log has fewer rows of a step
+    # many logs get smaller segments, because each log has fewer rows of a step
     rows,expected = most_rows if len(logs)==1 else max(most_merged//(4*len(logs)), 512),Expected()
     contents,names = [inspect_log(log, rows, expected) for *_,log in logs],[(name, rank) for name,rank,_ in logs]
     home = run.home if merged else None
@@ -39,24 +39,24 @@ def inspect_run(run, per_rank, several, count_back):
     return chunks, output_columns(contents, merged, run.is_ranked and per_rank, several), output_marks(contents, several)
 
 def log_steps(contents):
-    "Return the (first, last) step of a log. Return None if the steps are unknown, () for a log without rows."
+    "Return the (first, last) step of a log. Return None if the steps are unknown, () if the log has no rows. `contents`: `LogContents`."
     some = [(s.first, s.last) for s in contents.segments if s.rows]
     steps = step_bounds(some)
     return () if not some else None if None in steps else steps
 
 def warn_missing_ranks(name, about, steps):
-    "Warn about ranks that are missing or ended early, if this can be detected without reading rows. `steps`: rank -> result of `log_steps`."
+    "Warn about ranks that are missing or ended early, if this shows without reading rows. `steps`: rank -> result of `log_steps`."
     (about,messages),steps = validate_metadata(about),{r: s for r,s in steps.items() if s!=()}
     for m in (*messages, *missing_ranks(steps, about, RankAxes(about, steps).world)): warn(f"{printable(name)}: {m}")
 
 def merge_columns(each, marks, several):
-    "Return a dict from column to kind for several runs. `each`: list of such dicts, one for each run."
+    "Return the columns of a table of several runs: column -> kind. `each`: list of dicts column -> kind, one for each run."
     names = dict.fromkeys([*(['run']*several), *chain.from_iterable(each)])
     kinds = {k: 'text' if k=='run' and several else common_kind(f[k] for f in each if k in f) for k in names}
     return {k: kinds[k] for k in column_order(kinds, marks)}
 
 def select_fields(fields, columns):
-    "Return the requested columns with their kinds, in the requested order. Raise ValueError for an unknown column."
+    "Return the requested columns with their kinds, in the requested order. Raise ValueError for an unknown column. `fields`: column -> kind."
     if columns is None: return fields
     if callable(columns): return {k: kind for k,kind in fields.items() if k=='run' or columns(k)}
     asked = to_list(columns)
@@ -66,36 +66,39 @@ def select_fields(fields, columns):
 
 # %% ../../nbs/50_frames/09_scan.ipynb #dd403113
 def duckdb_relation(rows): # rows: a `LogDataset`
-    "Return the rows as a relation of duckdb, in a new database in memory."
+    "Return the rows as a relation of duckdb, in a new in-memory database."
     return needs('duckdb', for_="scan(engine='duckdb')").connect(':memory:').from_arrow(rows)
 
 # %% ../../nbs/50_frames/09_scan.ipynb #7293e2c1
 def conjuncts(condition):
-    "Split a Polars expression at `&`: return the list of its conditions. All of them must be true."
+    "Split a Polars expression at `&`. Return the list of conditions. All of them must be true."
     parts = condition.meta.pop()
     if len(parts)==2 and any((a & b).meta.eq(condition) for a,b in (parts, parts[::-1])): return [c for p in parts for c in conjuncts(p)]
     return [condition]
 
 def may_hold(pl, conditions, chunk, most=1<<20):
-    "Return False if certainly no row of the chunk satisfies the conditions on the columns step and run."
+    """Return False if certainly no row of the chunk satisfies the conditions on the columns `step` and `run`.
+
+    `most`: maximum number of steps to test.
+    """
     first,last = chunk.known
     if not conditions or first is None or last-first>=most or not chunk.labelled and any('run' in c.meta.root_names() for c in conditions): return True
     steps = pl.DataFrame({'step': range(first, last+1), 'run': chunk.run}, schema={'step': pl.Int64, 'run': pl.String})
     return len(steps.filter(*conditions))>0
 
 def polars_table(pl, table):
-    "Convert an Arrow table to Polars. Set the column names again, because Polars renames a column named ''."
+    "Convert an Arrow table to Polars. The column names are set again, because Polars renames a column named ''."
     df = pl.from_arrow(table)
     df.columns = table.column_names
     return df
 
 def polars_frame(rows):
-    "Return the rows as a LazyFrame of polars."
+    "Return the rows as a LazyFrame of Polars. `rows`: a `LogDataset`."
     pl = needs('polars', for_="scan(engine='polars')")
     plugins = needs('polars.io.plugins', for_="scan(engine='polars')", package='polars')
     schema = polars_table(pl, rows.schema.empty_table()).schema
     def batches(columns, condition, most, size):
-        "Yield a table for each chunk that may match."
+        "Yield a table for each chunk that may have matching rows."
         names = list(schema) if columns is None else columns
         used = names if condition is None else list(dict.fromkeys([*names, *condition.meta.root_names()]))
         known = [] if condition is None else [c for c in conjuncts(condition) if c.meta.root_names() and {*c.meta.root_names()}<={'step', 'run'}]
@@ -111,35 +114,35 @@ def polars_frame(rows):
 
 # %% ../../nbs/50_frames/09_scan.ipynb #3dc05b8c
 def stays_whole_number(k):
-    "Return True if a column of whole numbers keeps its type."
-    return k in ('step', *bad) # returns True for columns with a value in each row, which stay whole numbers
+    "Return True for columns with a value in each row. Such columns can stay whole numbers."
+    return k in ('step', *bad)
 
 class PandasReader:
-    "Callable that reads a chunk as a pandas table. Types are the same for all chunks. It can be pickled for another process."
+    "Callable that reads a chunk as a pandas table, with equal types for all chunks. A reader can be pickled for another process."
     def __init__(self, reader): self.reader = reader
 
     def __call__(self, chunk, columns=None): return self.convert(self.reader(chunk, columns))
 
     def convert(self, table):
-        "Convert an Arrow table to pandas. Whole numbers that may be missing become floats."
+        "Convert an Arrow table to pandas. Columns of whole numbers with possibly missing values become floats."
         pa = needs('pyarrow', for_='scan')
         types = [pa.float64() if pa.types.is_int64(f.type) and not stays_whole_number(f.name) else f.type for f in table.schema]
         return table.cast(pa.schema([(f.name, t) for f,t in zip(table.schema, types, strict=True)])).to_pandas()
 
 def pandas_tables(rows):
-    "Return an iterator of pandas tables, one for each chunk with rows."
+    "Return an iterator of pandas tables, one for each chunk with rows. `rows`: a `LogDataset`."
     needs('pandas', for_="scan(engine='pandas')")
     return (df for c in rows.pruned.chunks if len(df := PandasReader(rows.reader)(c)))
 
 def dask_frame(rows):
-    "Return the rows as a DataFrame of dask, one partition for each chunk."
+    "Return the rows as a DataFrame of dask, with one partition for each chunk. `rows`: a `LogDataset`."
     dd,tables = needs('dask.dataframe', for_="scan(engine='dask')"),PandasReader(rows.reader)
     like = tables.convert(rows.schema.empty_table())
     if not rows.pruned.chunks: return dd.from_pandas(like, npartitions=1)
     return dd.from_map(tables, rows.pruned.chunks, meta=like, label='torchember')
 
 def ray_dataset(rows):
-    "Return the rows as a Dataset of ray, one block for each chunk."
+    "Return the rows as a Dataset of ray, with one block for each chunk. `rows`: a `LogDataset`."
     data,reader = needs('ray.data', for_="scan(engine='ray')"),rows.reader
     class Source(data.Datasource):
         def get_name(self): return 'torchember'
@@ -157,27 +160,27 @@ engines = dict(polars=polars_frame, duckdb=duckdb_relation, arrow=lambda rows: r
 @says_arguments
 def scan(
     run, # Runs that `read` accepts: a name, a pattern such as 'GPT*', a file or URL of a log, an ember, or a list of these
-    engine:str='polars', # 'polars', 'duckdb', 'arrow', 'pandas', 'dask', 'ray'
+    engine:str='polars', # Library that reads the rows: 'polars', 'duckdb', 'arrow', 'pandas', 'dask' or 'ray'
     path=None, # Modules: a glob on the path ('features.*'), a compiled regex, or a list of these
     ttype=None, # Tensor type, or a list of them
     tname=None, # Name of a tensor ('output_0'), or a list of them
-    steps=None, # Step, `range`, `slice`, list of steps, or a function of the step; -1 is the last one
+    steps=None, # Step, `range`, `slice`, list of steps, or a function of the step; -1 is the last step
     columns=None, # Columns to return, in this order, or a function of a column's name; all by default
     home=None, # Folder or URL of logs, instead of `~/.torchember`
-    per_rank:bool=False # Return the rows of each rank of a distributed run, not merged
+    per_rank:bool=False # True to return the rows of each rank of a distributed run, without merging ranks
 ): # polars.LazyFrame, duckdb relation, pyarrow Dataset, iterator of pandas.DataFrame, dask DataFrame or ray Dataset
-    """Return runs of any size as an engine's lazy frame, with the rows of `read`. NaN is null; values other than numbers, texts and lists of numbers are JSON
+    """Return runs of any size as a lazy table of `engine`, with the rows of `read`. NaN is null. Values that are no number, text or number list are JSON
 
     Args:
         run: Runs that `read` accepts: a name, a pattern such as 'GPT*', a file or URL of a log, an ember, or a list of these
-        engine: 'polars', 'duckdb', 'arrow', 'pandas', 'dask', 'ray'
+        engine: Library that reads the rows: 'polars', 'duckdb', 'arrow', 'pandas', 'dask' or 'ray'
         path: Modules: a glob on the path ('features.*'), a compiled regex, or a list of these
         ttype: Tensor type, or a list of them
         tname: Name of a tensor ('output_0'), or a list of them
-        steps: Step, `range`, `slice`, list of steps, or a function of the step; -1 is the last one
+        steps: Step, `range`, `slice`, list of steps, or a function of the step; -1 is the last step
         columns: Columns to return, in this order, or a function of a column's name; all by default
         home: Folder or URL of logs, instead of `~/.torchember`
-        per_rank: Return the rows of each rank of a distributed run, not merged
+        per_rank: True to return the rows of each rank of a distributed run, without merging ranks
 
     Returns:
         polars.LazyFrame, duckdb relation, pyarrow Dataset, iterator of pandas.DataFrame, dask DataFrame or ray Dataset

@@ -21,8 +21,8 @@ from ..ground.messages import printable
 
 # %% ../../nbs/40_recorder/02_budget.ipynb #961a21a7
 class ThreadTimer(threading.local):
-    "Time when the outermost timed method of this thread began."
-    entered = None # value of `clock()` at the begin; None outside of timed methods
+    "Time when the outermost method with the decorator `timed` began, in each thread."
+    entered = None # `clock()` when the outermost timed method began; None if no timed method is running
 
 def timed(f):
     "Decorate a method: add its run time to `self.cost.spent`. Needs `self.cost.local`, a `ThreadTimer`."
@@ -40,7 +40,7 @@ def timed(f):
 
 # %% ../../nbs/40_recorder/02_budget.ipynb #4b9a6664
 class SilentListener(Listener):
-    "Listener without any action, to measure the time of a call."
+    "Listener that does nothing, to measure the time that notifying a listener takes."
     running = 1
     def __init__(self, on): self.on = on
 
@@ -63,9 +63,9 @@ def call_overhead(notified=False) -> float:
 
 # %% ../../nbs/40_recorder/02_budget.ipynb #d6a83656
 def with_unit(x, **units) -> str:
-    """Format a number with the largest unit up to the number. `units`: name -> size of the unit.
+    """Format a number with the largest unit that is not greater than the number. `units`: name -> size of the unit.
 
-    Return '' if all units are larger.
+    Return '' if all units are greater.
     """
     return next((f'{x/n:.3g} {unit}' if x<999.5*n else f'{x/n:,.0f} {unit}' for unit,n in units.items() if x>=n), '')
 
@@ -82,7 +82,7 @@ class Report(dict):
     """Summary of a run: `run`, `steps`, `recorded` steps, `rows`, `bytes`, `errors`, `skipped` tensors, `remarks`.
 
     `seconds`: time of recording; `share`: this time divided by the time from first to last step. `live`, `rules`,
-    `compiling`: seconds among these for live plots, rules, and compiling. Not among these: `beside`, seconds to load
+    `compiling`: parts of `seconds` for live plots, rules, and compiling. Not parts of `seconds`: `beside`, seconds to load
     compiled loops in the background, and `arming`, seconds that arming waited for them. Only with `overhead=`: `budget`
     and `thinned`, the number of steps that the budget skipped.
     """
@@ -127,43 +127,46 @@ class StepTimes:
     def __init__(self):
         # bare: seconds of each step without the cost of recording; off: seconds of each unrecorded step; idle: cost of each unrecorded step
         self.bare,self.off,self.idle = (deque(maxlen=25) for _ in range(3))
-        self.on,self.costs = deque(maxlen=5),deque(maxlen=5) # on: seconds of each recorded step; costs: seconds that recording cost in each
+        self.on,self.costs = deque(maxlen=5),deque(maxlen=5) # on: seconds of each recorded step; costs: seconds of recording in each recorded step
         self.recorded,self.late = 0,0. # recorded: number of recorded steps; late: seconds that the writer thread worked for these steps
-        # medians: seconds of a step without recording; cost of a recorded step, None if unknown; cost of an unrecorded step
+        # time: median seconds of a step without recording; cost: median cost of a recorded step, None if unknown; idle_cost: of an unrecorded step
         self.time,self.cost,self.idle_cost = 0.,None,0.
 
     def add(self, took:float, cost:float, recorded:bool, late:float=0., hidden:bool=False) -> float:
-        "Add the times of a step: arguments of `Budget.add_step`. Return the cost of the step, with its estimated hidden part."
+        """Add the times of a step: arguments of `Budget.add_step`.
+
+        Return the cost of the step, with the estimated part that the clock does not measure.
+        """
         if recorded and hidden and min(len(self.on), len(self.off))>2: cost = max(cost, median_of(self.on)-median_of(self.off))
         (self.on if recorded else self.off).append(took)
         (self.costs if recorded else self.idle).append(cost)
         self.bare.append(max(took-cost, 0.))
         self.recorded += recorded
-        # drops the first measurement of the writer thread, which is slower
+        # the late work for the first recorded step is not counted, because the first work of the writer thread is slower
         self.late = late if self.recorded==2 and recorded else self.late+late
         return cost
 
     def estimate(self):
-        "Compute the medians."
+        "Compute the median times of recent steps."
         self.time,self.idle_cost = median_of(self.bare),median_of(self.idle)
         self.cost = median_of(self.costs)+self.late/max(self.recorded-1, 1) if self.costs else None
 
 # %% ../../nbs/40_recorder/02_budget.ipynb #56deb09d
 class Budget:
-    "Decides for each step that the schedule selects if the step can be recorded. Reads no clock: `add_step` gets the times."
-    patience = 100 # the first recorded step is charged at most what recording may take in this number of steps
+    "Decides which of the selected steps can be recorded within a share of the training time. Reads no clock: `add_step` gets the times."
+    patience = 100 # number of steps: the first recorded step is charged at most the time that recording may take in these steps
     rarest = 1000 # at least one step in this number of steps is recorded, whatever recording costs
 
     def __init__(self, share:float): # fraction of the time that recording may take, above 0 and at most 1
         self.share,self.times = check_share(share),StepTimes()
-        # balance: seconds that recording may still take; owed: cost of the first recorded step that is charged to later steps
+        # balance: seconds that recording may still take; owed: part of the first recorded step's cost that later steps are charged for
         self.balance,self.owed = 0.,0.
-        # seconds: maximum that is charged for the first recorded step, and minimum of `balance`
+        # credit: maximum of seconds that the first recorded step is charged for; floor: minimum of `balance`, in seconds
         self.credit,self.floor = 0.,0.
         self.thinned,self.since = 0,0 # thinned: number of steps that the budget skipped; since: number of steps since the last recorded step
         self.hopeless = False # True if even one recorded step in `rarest` costs more than `share`
         self.hidden = False # True on a GPU, where the clock of the process does not measure all costs
-        # True if a step was recorded while compiled code was loaded, so the cost of the step is unknown
+        # True if compiled code was loaded during a recorded step. Then the cost of a recorded step is unknown
         self.unknown = False
 
     def add_step(self, took:float, cost:float, recorded:bool, late:float=0., hidden:bool=False, disturbed:bool=False):
@@ -178,13 +181,13 @@ class Budget:
         self.hidden,times = hidden,self.times
         cost = times.add(took, cost, recorded, late, hidden)
         self.since = 0 if recorded else self.since+1
-        # medians are not computed at every step, because they are slow
+        # medians are computed only at every eighth unrecorded step, because computing them is slow
         if recorded or len(times.bare)<9 or not self.since%8: self.estimate()
         self.balance += self.share*took-cost-late
         self.apply_limits(took, cost)
 
     def estimate(self):
-        "Compute the medians of times, and the limits of the balance."
+        "Compute the median times of steps, and the limits of `balance`, the seconds that recording may still take."
         times = self.times
         times.estimate()
         self.credit = self.patience*self.share*times.time
@@ -192,7 +195,7 @@ class Budget:
         self.hopeless = self.idle_exceeds_share or times.recorded>1 and self.interval>self.rarest
 
     def apply_limits(self, took, cost):
-        "Charge later steps for a part of the first recorded step, and keep the balance within its limits."
+        "Move a part of the first recorded step's cost to later steps, and keep `balance` within its limits."
         recorded,known_cost = self.times.recorded,self.times.cost
         if recorded<2: part = min(self.balance+self.credit, 0.)
         elif self.since: part = min(self.owed, .1*self.share*took)
@@ -219,7 +222,7 @@ class Budget:
         if times.recorded==1: cost = min(cost, self.credit)
         if self.unknown: yes = False
         elif cost is None: yes = not pending
-        # some steps must be skipped, because the hidden cost is the difference in time between recorded and unrecorded steps
+        # on a GPU, some steps stay unrecorded: the hidden cost is the difference in time between recorded and unrecorded steps
         elif self.hidden and times.recorded>2 and len(times.off)<3: yes = False
         else: yes = self.balance-pending+self.share*(times.time+cost)>=cost-1e-12 or self.since+1>=self.rarest
         self.thinned += not yes

@@ -13,13 +13,13 @@ from contextlib import contextmanager
 class ThreadContext(threading.local):
     "Running calls of modules in one thread. Each thread sees its own attributes."
     depth = 0 # number of running calls of the outermost module, which may call itself
-    outermost = None # `capture.module_state.ModuleState` of the outermost module
+    outermost = None # `capture.module_state.ModuleState` of the outermost running module
     skipped = False # True if this pass is an evaluation, and evaluations are not recorded (`only_training`)
-    phase = None # phase of the rows of this pass, None for training
+    phase = None # phase of this pass in its rows, such as 'eval'; None for training
     call = 0 # number of the running call among the calls of its module in this pass
     pass_ = None # number of the pass whose modules `log` lists
-    box = None,0 # token of the thread's black box, and index of the thread's entry in it
-    measuring = False # True while a user's statistics function runs, because it may call the model
+    box = None,0 # token of the thread's black box, and index of the thread's entry in this box
+    measuring = False # True while a user's statistics function runs, because this function may call the model
     def __init__(self): self.stack,self.log = [],[] # stack: running calls (`moduleTrack`, number); log: lines such as 'enter <module>', 'exit <module>'
 
 # %% ../../nbs/40_recorder/05_calls.ipynb #7122848a
@@ -52,12 +52,12 @@ class Calls:
         return here.log
 
     def begin_recorded(self, phase):
-        "Count the begin of a recorded pass in this thread, and store its phase."
+        "Note that a recorded pass begins in this thread: add 1 to the number of running passes, and store the pass's phase."
         self.here.phase = phase
         self.recorded += 1
 
     def end_recorded(self) -> bool:
-        "Count the end of a recorded pass. Return True if no other recorded pass is running."
+        "Note that a recorded pass ends. Return True if no other recorded pass is running."
         self.recorded -= 1
         return not self.recorded
 

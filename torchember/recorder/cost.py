@@ -20,17 +20,17 @@ class Cost:
         self.budget = budget # `Budget` that gets the times of each step
         self.local = ThreadTimer()
         self.spent = 0. # seconds in methods with the decorator `timed`, without the writer thread
-        # numbers of calls of armed modules: key True for recorded steps, False for unrecorded steps
+        # Number of calls of armed modules: in recorded steps (key True) and in unrecorded steps (key False)
         self.calls = {False: 0, True: 0}
         self.first = self.last = None # first: time when the first pass began; last: time when the last pass or step ended
         self.step_began = None # time when the open step began
-        self.paid = self.late = 0. # values at the end of the previous step. paid: `total()`; late: seconds of the writer thread
+        self.paid = self.late = 0. # `total()`, and seconds of the writer thread, at the end of the previous step
         self.loaded_before = loading_seconds() # seconds of loading compiled loops until the end of the previous step
-        # seconds of loading before this run, which are subtracted: in the background, and while steps waited
+        # Seconds of loading compiled loops before this run, to be subtracted: in the background (`loaded`), and while steps waited (`waited`)
         self.loaded,self.waited = seconds_beside(),seconds_waited()[1]
         self.arming = 0. # seconds that arming waited for compiled loops
 
-    # ---- sums in seconds
+    # ---- times of recording, in seconds
 
     def total(self) -> float:
         "Return the seconds of recording so far, without the writer thread."
@@ -57,7 +57,7 @@ class Cost:
         "Seconds of `total()` in which training waited for compiled loops, such as loops for a new dtype."
         return min(max(seconds_waited()[1]-self.waited, 0.), self.total())
 
-    # ---- events
+    # ---- events that start and stop the clocks
 
     def begin_pass(self, skipped=False):
         "Note the time when a pass begins. A `skipped` pass is not recorded, and begins no step."
@@ -66,24 +66,24 @@ class Cost:
         if self.step_began is None and not skipped: self.step_began = now
 
     def end_pass(self, modules, notified):
-        "Note the time when a pass ends. `modules`: number of armed modules; `notified`: True if the recorder got their calls."
+        "Note the time when a pass ends. `modules`: number of armed modules; `notified`: True if the recorder was notified of their calls."
         self.note_end()
         self.calls[notified] += modules
 
     def note_end(self):
         "Store the time when a pass or step ends."
-        self.last = clock() # called when a pass or step ends
+        self.last = clock()
 
     def pause(self):
         "Stop the clock of the step until the model is armed again."
         self.step_began = None # the time until the model is armed again is not counted
 
     def disown(self):
-        "Remove the budget in a forked process."
-        self.budget = None # called in a forked process, which has no budget
+        "Remove the budget in a forked process, because the budget belongs to the parent process."
+        self.budget = None
 
     def add_work(self, since):
-        "Add the seconds since this value of `clock()`, unless a timed method is running, which counts them already."
+        "Add the seconds since `since`, a value of `clock()`, to the time of recording. A running method with `timed` already counts these seconds."
         if self.local.entered is None: self.spent += clock()-since
 
     def warm(self, tensors=()):
@@ -93,7 +93,7 @@ class Cost:
         self.arming += seconds_waited()[0]-before
 
     def warm_up(self):
-        "Run operations of torch with a slow first use, so no step is charged for them."
+        "Run torch operations that are slow at their first use, so that no step is charged for this time."
         self.warm()
         call_overhead(False)
         observe(torch.zeros(1), Arena().tap(None))

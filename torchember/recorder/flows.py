@@ -14,7 +14,7 @@ class Flows:
     def flow(self, state, ttype:str, named, call:int, phase=None):
         """Measure the inputs or outputs of one call. `named`: pairs of name and tensor.
 
-        `ttype`: 'input' or 'output'; both have the same number of the call.
+        `ttype`: 'input' or 'output'. `call`: number of the call, which is the same for its inputs and outputs.
         """
         if ttype in self.ttypes:
             for n,x in named: self.buffer.measure(state, ttype, n, x, None, call, phase)

@@ -16,18 +16,18 @@ class Gradients:
         self.ttypes = tuple(t for t in self.of.values() if t in ttypes)
         self.steps,self.notify = steps,notify
         self.handles = [] # handles of the hooks on leaf tensors, to remove these hooks
-        self.given = {} # number of the last pass that used each leaf tensor, by id
-        # True if the step that just ended may become a micro-batch of the next step. Then its hooks stay, because
-        # its gradients may still arrive
+        self.given = {} # id of a leaf tensor -> number of the last pass that used the tensor
+        # True if the step that just ended may become a micro-batch of the next step.
+        # Then the hooks of the ended step stay, because its gradients may still arrive
         self.keeps_hooks = False
 
     def flow(self, state, ttype, named, call, phase):
-        "Hook the inputs or outputs of a call, if their gradients are recorded. ttype: 'input' or 'output'."
+        "Install gradient hooks on the inputs or outputs of a call, if their gradients are recorded. ttype: 'input' or 'output'."
         if (grad := self.of[ttype]) in self.ttypes: self.hook_tensors(state, grad, named, call, phase)
 
     def hook_tensors(self, state, ttype, named, call, phase):
-        "Hook the tensors of one call. ttype: 'input_grad' or 'output_grad'."
-        backwards,pass_ = {},self.steps.pass_ # backwards: number of the last backward that computed each gradient, by tensor name
+        "Install gradient hooks on the tensors of one call. ttype: 'input_grad' or 'output_grad'."
+        backwards,pass_ = {},self.steps.pass_ # backwards: name of a tensor -> number of the last backward that computed its gradient
         leaves = {n: id(x) for n,x in named if x.is_leaf}
         self.given.update(dict.fromkeys(leaves.values(), pass_))
         def report(n, g):
@@ -37,13 +37,13 @@ class Gradients:
         self.handles += hook_gradients(named, report, (id(state), ttype), False, state.key, ttype)
 
     def recomputed(self, state, inputs, outputs):
-        "Hook the tensors of a recomputed checkpoint, because a reentrant checkpoint builds its graph only in the recomputation."
+        "Install gradient hooks in a recomputed checkpoint, because a reentrant checkpoint builds its graph only in the recomputation."
         for ttype,named in (('input_grad', inputs), ('output_grad', outputs)):
             if ttype not in self.ttypes: continue
             self.handles += hook_gradients(named, lambda n, g, ttype=ttype: state.grads_arrived(ttype, [(n, g)]), (id(state), ttype), True, state.key, ttype)
 
     def step_over(self):
-        "Remove the hooks of the ended step, unless it may become a micro-batch."
+        "Remove the gradient hooks of the ended step, unless the step may become a micro-batch."
         if self.keeps_hooks: return
         for h in self.handles: h.remove()
         self.handles.clear(); self.given.clear()

@@ -30,11 +30,11 @@ class Quiet(Listener):
     def __init__(self, drain): self.drain,self.watch = drain,GraphWatch(self) # drain: function that writes all queued rows
 
     def graph_to_come(self, graph):
-        "Write all queued rows."
+        "Write all queued rows, because a CUDA graph will be captured."
         self.drain()
 
     def abandon(self):
-        "Stop watching captures."
+        "Stop watching for captures of CUDA graphs."
         self.watch.detach()
 
 # %% ../../nbs/40_recorder/79_graphs.ipynb #6a854058
@@ -47,12 +47,15 @@ class Tape:
     def __init__(self, rows, arena): self.rows,self.arena,self.events = rows,arena,[] # events: list of tuples (name, *arguments)
 
     def add(self, *event):
-        "Add an event: its name and arguments."
+        "Add an event to the tape. `event`: name of the event, then its arguments."
         self.events.append(event)
 
-    @functools.cached_property # cached, because it is read only after the capture
+    @functools.cached_property # the value is cached, because it is read only after the capture has ended
     def before(self):
-        "Number of events to repeat before the graph runs: the events of the first pass, as its weights must be read before."
+        """Number of events to repeat before the graph runs.
+
+        These are the events of the first pass, because its weights must be read before the replay.
+        """
         passes = 0
         for i,(what,*_) in enumerate(self.events):
             passes += what=='pass_begins'
@@ -65,13 +68,13 @@ class CapturedEvents(Listener):
     running = 1
     def __init__(self, events, ttypes): # events: `ModelEvents` of the recorder
         self.events,self.ttypes = events,ttypes
-        self.tape = None # `Tape` of the capture that runs
+        self.tape = None # `Tape` of the running capture; None outside of captures
         self.depth,self.stack = 0,[] # depth: number of nested running calls of the outermost module; stack: running `Call` objects
         self.pass_ = None # object that identifies the pass; a new one in each pass
         self.gradients = Gradients(ttypes, self, self.gradient)
 
     def tensor(self, state, ttype, name, x, scale=None):
-        "Return a `GraphTensor`, which stands for this tensor in each replay. Its statistics are computed in the graph."
+        "Return a `GraphTensor`, which stands for this tensor in each replay. The CUDA graph computes the statistics of the tensor."
         how = self.events.buffer.stats.get(ttype)
         if ttype not in (*self.ttypes, 'probe'): return GraphTensor(x)
         try:
@@ -127,7 +130,7 @@ class CapturedEvents(Listener):
 
     def recomputed(self, state, inputs, outputs): self.gradients.recomputed(state, inputs, outputs)
 
-    # ---- optimizers
+    # ---- events of optimizers
 
     def step_begins(self, optimizer): self.tape.add('step_begins', optimizer)
 
@@ -153,12 +156,12 @@ class CapturedEvents(Listener):
 # %% ../../nbs/40_recorder/79_graphs.ipynb #921e3ece
 class Player:
     "Repeats the events of a `Tape` for a recorder, at each replay of a CUDA graph. Each kind of event has a method."
-    def __init__(self, events, optimizer_events): # `ModelEvents` and `OptimizerEvents` of the recorder
+    def __init__(self, events, optimizer_events): # events, optimizer_events: listeners of the recorder
         self.events,self.optimizer_events = events,optimizer_events
         self.notified = False # True if the recorder records the running pass
 
     def play(self, events):
-        "Repeat recorded events of graphs, in the order in which they happened."
+        "Repeat the events of a captured graph, in the order of the capture."
         for what,*args in events: getattr(self, what)(*args)
 
     def pass_begins(self, state, grad): self.notified = self.events.pass_begins(state, grad)
@@ -209,14 +212,14 @@ class Graphs(CapturedEvents):
         self.optimizer_events,self.set_listeners,self.drain = optimizer_events,set_listeners,drain
         self.watch,self.player = GraphWatch(self),Player(events, optimizer_events)
         self.was_on = False # value of `events.on` (True if calls are measured) before the capture
-        self.tapes = weakref.WeakKeyDictionary() # a `Tape` for each `torch.cuda.CUDAGraph`
+        self.tapes = weakref.WeakKeyDictionary() # `torch.cuda.CUDAGraph` -> its `Tape`
 
     def graph_to_come(self, graph):
         "Write all queued rows before a CUDA graph is captured."
         self.drain()
 
     def graph_begins(self, graph):
-        "Send the events of the model to a new `Tape` from now on."
+        "Send the events of the model to a new `Tape`, because the capture of a CUDA graph begins."
         if self.tape is not None or not self.events.sources.states: return
         self.gradients.step_over()
         self.depth,self.stack = 0,[]
@@ -248,7 +251,7 @@ class Graphs(CapturedEvents):
             "To record them, capture the graph again.", 'info')
 
     def replay_begins(self, graph):
-        "Repeat the events of the tape that belong before the replay."
+        "Repeat the events of the tape that must precede the replay of a CUDA graph."
         if (tape := self.tape_of(graph)) is None: return
         first = tape.events[0][0]=='pass_begins' # a 'pass_begins' event is repeated before the replay, because it may end the previous step
         self.player.play(tape.events[:first])
@@ -256,13 +259,13 @@ class Graphs(CapturedEvents):
         self.player.play(tape.events[first:tape.before])
 
     def replay_ends(self, graph, whole):
-        "Repeat the other events of the tape after the replay."
+        "Repeat the events of the tape that follow the replay of a CUDA graph."
         if (tape := self.tape_of(graph)) is None: return
         self.events.buffer.rows.forget_seen() # a replay changes tensors, but not their version counters
         if whole: self.player.play(tape.events[tape.before:])
         else: drop_graph_rows(tape.arena, tape.rows)
 
     def abandon(self):
-        "Stop watching captures, and end a running capture."
+        "Stop watching for captures of CUDA graphs, and end a running capture."
         self.watch.detach()
         if self.tape is not None: self.end_capture()

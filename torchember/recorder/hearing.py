@@ -29,10 +29,11 @@ from .tally import not_called
 # %% ../../nbs/40_recorder/79_hearing.ipynb #d84d3047
 class FunctionCalls:
     "Detects that one autograd Function calls the model several times, as an ODE solver does. These calls are one pass."
-    def __init__(self): self.function = None # autograd Function that made the last pass, as returned by `enclosing_call`
+    # Autograd Function that made the last pass, as returned by `enclosing_call`; None if no Function made it
+    def __init__(self): self.function = None
 
     def joins(self, phase) -> bool:
-        "Return True if a call of the model in this phase belongs to the last pass."
+        "Return True if a call of the model in this phase belongs to the last pass, because one autograd Function makes both calls."
         before,self.function = self.function,enclosing_call() if phase is None else None
         same = is_same_call(self.function, before)
         if same: self.function = before if self.function is True else self.function
@@ -43,8 +44,8 @@ class OtherModels:
     "Detects calls by a second model that shares modules with the recorded model. These calls are not recorded."
     def __init__(self, sources):
         self.sources = sources # the `Sources` of the recorder
-        self.root,self.known,self.parameters = None,frozenset(),frozenset() # weak reference to the model, ids of its modules, ids of its parameters
-        self.is_ours = weakref.WeakKeyDictionary() # by calling module: True if its calls count as calls of the recorded model
+        self.root,self.known,self.parameters = None,frozenset(),frozenset() # Weak reference to the model, ids of its modules, ids of its parameters
+        self.is_ours = weakref.WeakKeyDictionary() # calling module -> True if its calls count as calls of the recorded model
         self.root_called = False # True once the root was called
         self.at_first = None # version counters of the weights at the first call by another model
 
@@ -68,7 +69,7 @@ class OtherModels:
         return now==self.at_first
 
     def acts_for_root(self, caller) -> bool:
-        "Return True if calls by this module are calls of the recorded model, because it wraps or shares the model's parameters."
+        "Return True if calls by the module `caller` count as calls of the recorded model, because it wraps the model or has its parameters."
         known = self.is_ours.get(caller)
         if known is None:
             its = set(map(id, caller.parameters()))
@@ -82,13 +83,13 @@ class PassEvents:
     def __init__(self, pipe, only_training:bool=False): # only_training: skip evaluations and passes without gradients
         self.pipe,self.steps,self.sources,self.calls,self.cost = pipe,pipe.steps,pipe.sources,pipe.buffer.calls,pipe.cost
         self.only_training,self.functions,self.other_models = only_training,FunctionCalls(),OtherModels(pipe.sources)
-        # function set by an integration; gets the phase and True if gradients will be computed; returns True to record the pass
+        # function set by an integration: gets the phase, and True if gradients will be computed. Returns True to record the pass
         self.wanted = None
         self.modes = ModeFacts(self.calls.innermost, self.sources.parameters.known.note_modes)
         self.extra_frames = 0 # number of frames added to Python's recursion limit while the model runs
 
     def prepare(self, root, depth):
-        "Store the modules of a model before arming. `depth`: nesting depth of its innermost module."
+        "Store the modules of a model before arming. `depth`: nesting depth of the model's innermost module."
         self.extra_frames = depth+100 if depth>50 else 0
         self.other_models.prepare(root)
 
@@ -97,7 +98,7 @@ class PassEvents:
         return self.only_training and phase is not None or self.wanted is not None and not self.wanted(phase, grad)
 
     def phase_of(self, path, training, grad):
-        "Return the phase of a pass. If each pass is a step, a pass without gradients is a training pass, too."
+        "Return the phase of a pass. If each pass is a step, a pass without gradients counts as a training pass."
         states = self.sources.states
         phase = self.steps.phases.find(path, training, states[0].track.module.training if states else training, grad or in_training_function())
         return phase if self.steps.manual or phase!='no_grad' else None
@@ -128,7 +129,7 @@ class PassEvents:
         if not shared and state.root and self.pipe.gate.on: self.modes.begin(self.sources.states, phase, grad, eager)
 
     def fail(self, here):
-        "Mark the pass as failed because its outermost module raised, unless other threads continue this pass."
+        "Mark the pass as failed, because its outermost module raised an exception, unless other threads continue this pass."
         if here.depth==1 and not here.skipped and self.calls.recorded==1: self.steps.state.failed = True
 
     def end(self, here, compiled):
@@ -143,8 +144,8 @@ class PassEvents:
         if self.sources.watch is not None: warn_if_stalled(self.pipe)
         if self.pipe.gate.has_content: self.pipe.read_pending()
 
-    def is_next_recorded(self, here) -> bool|None: # returns None if Python code can decide when the pass begins
-        "Return True if the next pass of compiled code is recorded. Compiled code must know this in advance."
+    def is_next_recorded(self, here) -> bool|None: # returns None if Python code can decide this when the pass begins
+        "Return True if the next pass of compiled code is recorded. Compiled code must know this before the pass begins."
         if not self.steps.manual and (here.outermost.root or len(self.steps.state.seen)<2): return self.pipe.gate.is_measured(self.steps.number+1)
 
 # %% ../../nbs/40_recorder/79_hearing.ipynb #c98f036c
@@ -173,7 +174,7 @@ class SpreadInCompiledCode(Unmeasurable):
         "are DTensors in compiled code are not recorded; weights, their gradients and updates are. Without torch.compile, all tensors are recorded")
 
 def report_missed(events, state, ttype, names):
-    "Warn about DTensors of compiled code, which have no rows, if their tensor type is recorded."
+    "Warn about DTensors in compiled code, which get no rows, if their tensor type is recorded."
     if {ttype, f'{ttype}_grad'}.isdisjoint({'probe', *events.sources.ttypes}): return
     for n in names: events.failed(state, ttype, n, SpreadInCompiledCode())
 
@@ -182,7 +183,7 @@ class ModelEvents(Listener):
     "Listener of an armed model: handles its passes, calls and gradients."
     exclusive = True
     def __init__(self, recorder, pipe, lock, only_training:bool=False):
-        self.recorder,self.pipe,self.lock = recorder,pipe,lock # recorder: attribute that callers of `capture.forward.armed_by` read
+        self.recorder,self.pipe,self.lock = recorder,pipe,lock # recorder: the `Recorder`, for callers of `capture.forward.armed_by`
         self.steps,self.sources,self.buffer,self.cost,self.calls = pipe.steps,pipe.sources,pipe.buffer,pipe.cost,pipe.buffer.calls
         self.pass_events = PassEvents(pipe, only_training)
         self.on = False # True if the open step is measured
@@ -191,7 +192,7 @@ class ModelEvents(Listener):
         self.planned = PlannedPass(pipe)
 
     step = property(lambda self: self.steps.number)
-    lasting = property(lambda self: len(self.pipe.provisional.with_weights(self.steps.state.weights)), doc="Earlier steps that may be its micro-batches.")
+    lasting = property(lambda self: len(self.pipe.provisional.with_weights(self.steps.state.weights)), doc="Number of earlier steps that may be micro-batches of the open step.")
 
     def turn(self, on):
         "Turn the measuring of calls on or off."
@@ -202,7 +203,7 @@ class ModelEvents(Listener):
     def disown(self, lock):
         self.lock = lock # lock: new lock for a forked process
 
-    # ---- events of passes; `here` is the `ThreadContext` of this thread
+    # ---- events of passes. In these methods, `here` is the `ThreadContext` of this thread
     @timed
     def pass_begins(self, state, grad=None):
         here = self.calls.here
@@ -217,7 +218,7 @@ class ModelEvents(Listener):
                     self.running -= 1
                     raise
                 self.sums_after_hooks = self.buffer.shards.ranks is not None and self.buffer.shards.ranks.sharded
-                if self.running>1: self.planned.end() # threads that share a pass need the lock
+                if self.running>1: self.planned.end() # threads that share a pass need the lock, which compiled code does not take
                 else: self.planned.begin(here)
         here.depth += 1
         return True
@@ -257,8 +258,9 @@ class ModelEvents(Listener):
         since,here = clock(),self.calls.here
         call = self.calls.exit()
         ttypes = self.sources.parameter_types[self.steps.manual]
-        if ttypes and not here.phase: # weights are not measured in an evaluation, which may use averaged weights
-            with self.lock: self.sources.parameters.after_call(state, state is here.outermost and here.depth==1, ttypes) # once in a step
+        if ttypes and not here.phase: # weights are not measured in an evaluation, because it may use averaged weights
+            # `after_call` measures each parameter only once in a step
+            with self.lock: self.sources.parameters.after_call(state, state is here.outermost and here.depth==1, ttypes)
         state.passes.shapes_known[1] = 0
         state.track.output_dt = {n: shape_of(x) for n,x in outputs}
         self.sources.flow(state, 'output', outputs, call, here.phase)
@@ -276,7 +278,7 @@ class ModelEvents(Listener):
         self.sources.flow(state, 'output', outputs, call, phase)
         self.cost.add_work(since)
 
-    def plan_of(self, state, names): # the root's calls begin passes, so they go the general way
+    def plan_of(self, state, names): # returns None for the root, because its calls begin passes, which Python code handles
         return CallPlan(state, names, self.planned) if self.planned.compiled is not None and not state.root else None
 
     def call_fails(self, state):
@@ -294,7 +296,8 @@ class ModelEvents(Listener):
     def probe(self, state, name, x):
         here = self.calls.here
         if self.on and self.sources.states:
-            call = next((n for track,n in reversed(here.stack) if track is state.track), here.call) # number of this module's call, else of the last call
+            # Number of the running call of this module; else the number of the last call
+            call = next((n for track,n in reversed(here.stack) if track is state.track), here.call)
             self.buffer.measure(state, 'probe', name, x, None, call, here.phase)
         if not here.depth: self.buffer.rows.forget_seen()
 
@@ -330,7 +333,7 @@ class OptimizerEvents(Listener):
     def gradients_ready(self, optimizer, scale, unchanged):
         if self.pipe.box is not None: self.pipe.box.set_phase(OPTIMIZER)
         if self.pipe.gate.on: self.measure_gradients(optimizer, scale, unchanged)
-        else: self.pipe.steps.note_content() # marks the step as not empty, because it may have no pass of an armed module
+        else: self.pipe.steps.note_content() # the step may have no pass of an armed module, but it must not count as empty
 
     @timed
     def measure_gradients(self, optimizer, scale, unchanged):

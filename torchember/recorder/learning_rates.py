@@ -19,7 +19,7 @@ from ..measure.tap import InGraph
 # %% ../../nbs/40_recorder/72_learning_rates.ipynb #9ddfd6d1
 def as_number(
     v # A number, or a tensor or an array with one element
-): # The number, or a `Pending`
+): # The number, or a `Pending` if the device has not sent the number yet
     "Convert a tensor with one element to a number, without waiting for its device. Raise `InGraph` during a CUDA graph capture."
     if not isinstance(v, torch.Tensor): return v.item() if isinstance(v, np.ndarray) else v
     if being_captured(v.device.type): raise InGraph()
@@ -47,17 +47,17 @@ def is_rate(x):
 
 # %% ../../nbs/40_recorder/72_learning_rates.ipynb #8f3398b7
 def rate_version(rate):
-    "Return a value that differs once a learning rate has changed. None if this needs waiting for a device."
+    "Return a value that differs once a learning rate has changed. None if only waiting for a device would show this."
     if not isinstance(rate, torch.Tensor): return float(np.asarray(rate).item())
     if rate.is_cpu: return rate.item()
     return None if rate.is_inference() else (id(rate), rate._version)
 
 # %% ../../nbs/40_recorder/72_learning_rates.ipynb #a1320c00
 class LearningRates:
-    "Collects the learning rates of optimizers that changed, so unchanged rates are not logged again."
+    "Collects learning rates that changed since their last row, so that unchanged rates are not logged again."
     def __init__(self, optimizers):
         self.optimizers = list(optimizers)
-        self.last,self.found = {},{} # last: `rate_version` in the last row, by name; found: number for the open step, by name
+        self.last,self.found = {},{} # last: name -> `rate_version` in the last row; found: name -> changed learning rate of the open step
 
     def prefix(self, optimizer) -> str:
         "Return the prefix of the names of an optimizer's learning rates: 'lr', or 'lr/<number>' if there are several optimizers."
@@ -70,10 +70,10 @@ class LearningRates:
             new = rate_version(rate)
             if new is not None and self.last.get(name)==new: continue
             try: self.found[name] = as_number(rate)
-            except Unmeasurable: continue # skipped while a CUDA graph is captured
+            except Unmeasurable: continue # a learning rate cannot be read while a CUDA graph is captured
             self.last[name] = new
 
     def take(self) -> dict: # returns a dict of numbers or `Pending` objects by name
-        "Return the changed learning rates of the open step, and clear them."
+        "Return the changed learning rates of the open step, and remove them from this object."
         found,self.found = self.found,{}
         return found

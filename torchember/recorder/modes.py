@@ -17,10 +17,10 @@ from torch.overrides import TorchFunctionMode
 from ..capture.private_torch import has_spectral_norm, norm_base
 
 # %% ../../nbs/40_recorder/31_modes.ipynb #d67c0f34
-with_statistics = norm_base # BatchNorm and InstanceNorm
+with_statistics = norm_base # classes of torch with running statistics: BatchNorm and InstanceNorm
 
 def depends_on_mode(module) -> bool:
-    "Return True if a module, without its children, behaves differently in training and in evaluation mode."
+    "Return True if a module itself, apart from its children, behaves differently in training and in evaluation mode."
     name,p = type(module).__name__,getattr(module, 'p', None)
     if 'Dropout' in name: return not isinstance(p, int|float) or p>0
     if isinstance(module, with_statistics): return bool(module.track_running_stats)
@@ -31,7 +31,7 @@ def depends_on_mode(module) -> bool:
 dropouts = {torch.dropout, torch.alpha_dropout, F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 
 def dropped_share(func, args, kwargs):
-    "Return the fraction of values that a call of a function of torch drops, 0 for functions other than Dropout."
+    "Return the fraction of values that a call of a torch function drops. 0 for functions other than Dropout."
     def given(i, name, default): return kwargs.get(name, args[i] if len(args)>i else default)
     if func is F.scaled_dot_product_attention: p = given(4, 'dropout_p', 0.)
     elif func in dropouts: p = given(1, 'p', .5) if given(2, 'training', kwargs.get('train', True)) else 0.
@@ -39,10 +39,10 @@ def dropped_share(func, args, kwargs):
     return float(p) if isinstance(p, int|float) else 0.
 
 class DropoutCalls(TorchFunctionMode):
-    "Notes the calls of Dropout under this mode. `innermost`: function that returns the `moduleTrack` of the running module, or None."
+    "Records the calls of Dropout while this torch function mode is active. `innermost`: returns the `moduleTrack` of the running module, or None."
     def __init__(self, innermost):
         super().__init__()
-        # path of a module -> name of the function, dropped fraction, True if the module is in training mode
+        # found: path of a module -> name of the Dropout function, dropped fraction, True if the module is in training mode
         self.innermost,self.found = innermost,{}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -66,23 +66,27 @@ def generator_states(root):
 def is_power_of_two(n): return n>0 and not n & n-1
 
 class ModeFacts:
-    """Collects facts about the modes of a model, from passes 1, 2, 4, 8, ... of each kind.
+    """Collects facts about the training and evaluation modes of a model, from passes 1, 2, 4, 8, ... with and without gradients.
 
     `innermost`: as in `DropoutCalls`; `notify`: called with the facts when they have changed.
     """
-    most = 4 # number of passes to search for Dropout, until one is found
+    most = 4 # maximum number of evaluations to search for calls of Dropout
     def __init__(self, innermost, notify=lambda facts: None):
         self.innermost,self.notify = innermost,notify
-        # paths of modules that were in training or in evaluation mode in a pass with gradients; '' is the model
+        # paths of modules that were in training mode, and in evaluation mode, in a pass with gradients; '' is the model
         self.trained,self.in_eval = set(),set()
-        self.random = {} # `DropoutCalls.found` of evaluations
-        self.passes = {True: 0, False: 0} # True for passes with gradients -> their number
-        self.searches = 0 # number of evaluations with a moved random generator, and of searches after them
-        self.before,self.mode = None,None # generator states before the running evaluation; `DropoutCalls` of the running evaluation
-        self.thread = None # thread of the running evaluation, because a mode of torch belongs to its thread
+        self.random = {} # `DropoutCalls.found` of an evaluation; empty if no evaluation applied Dropout
+        self.passes = {True: 0, False: 0} # number of passes with gradients (key True), and of evaluations (key False)
+        self.searches = 0 # 0 until an evaluation has drawn random numbers; then 1, plus the number of evaluations searched for Dropout
+        self.before,self.mode = None,None # before: states of the random generators before the running evaluation; mode: its `DropoutCalls`
+        self.thread = None # thread of the running evaluation, because a torch function mode belongs to one thread
 
     def begin(self, states, phase, grad, eager=True):
-        "Note the begin of a pass. `states`: `ModuleState`s, root first; `grad`: True with gradients; `eager`: False in compiled code."
+        """Check a pass that begins.
+
+        `states`: `ModuleState`s, root first; `grad`: True if gradients will be computed; `eager`: False in compiled
+        code.
+        """
         if not states or not grad and (phase!='eval' or not eager): return
         self.passes[grad] += 1
         due = is_power_of_two(self.passes[grad])
@@ -94,7 +98,7 @@ class ModeFacts:
         elif due: self.before = generator_states(root)
 
     def end(self, states):
-        "Note the end of a pass."
+        "End the check that `begin` has started, if any, because the pass ends."
         if self.thread!=get_ident(): return
         self.thread = None
         if self.mode is not None:
@@ -107,7 +111,7 @@ class ModeFacts:
             if states and not all(map(torch.equal, before, generator_states(states[0].track.module))): self.searches = max(self.searches, 1)
 
     def note_modes(self, states):
-        "Note the modes of the modules in a pass with gradients."
+        "Store the training or evaluation mode of each module in a pass with gradients."
         before = self.facts()
         for st in states:
             m = st.track.module
@@ -116,6 +120,6 @@ class ModeFacts:
 
     def facts(self):
         "Return the facts about unusual modes of the modules, for the metadata of the run."
-        # the lists of a large model would make the metadata large
+        # at most 1000 paths are listed, because the lists of a large model would make the metadata large
         modes = {'eval': sorted(self.in_eval)[:1000], 'train': sorted(self.trained)[:1000]} if '' in self.in_eval else {}
         return modes | ({'dropout': self.random} if self.random else {})

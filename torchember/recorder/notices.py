@@ -25,14 +25,14 @@ class Notices:
         self.said = set() # kinds of the warnings that were given
         self.errors = 0 # number of errors in users' functions and in measuring
         self.unmeasurable = 0 # number of tensors without values, or with values that torch cannot read
-        # (module, name) of tensors that were named in warnings, by the reason why they have no values
+        # Reason why tensors have no values -> set of (module, name) of the tensors that warnings named
         self.places = {}
 
     def once(self, kind, text:str, severity:str|None=None) -> bool:
         """Warn, unless a warning of this kind was given before. `kind`: any hashable object.
 
-        Return True if the warning was given now. `severity` of the finding in the run: 'warning' if
-        rows mislead, 'info' if rows are missing, None to write no finding.
+        Return True if the warning is given now. `severity` of the finding in the run: 'warning' if rows mislead,
+        'info' if rows are missing, None to write no finding.
         """
         if kind in self.said: return False
         self.said.add(kind)
@@ -43,7 +43,7 @@ class Notices:
     def failed(self, module:str, tname:str, error:Exception, how=None):
         """Count a failed measurement. Warn once for each tensor, or once for each user's function.
 
-        `tname`: name of the tensor or the task. `how`: the requested statistics, or the user's function.
+        `tname`: name of the tensor or the task. `how`: names of the requested statistics, or the user's function.
         """
         if self.on_error=='raise': raise error
         no_values = isinstance(error, Unmeasurable)
@@ -57,7 +57,7 @@ class Notices:
             'info' if no_values else None) # an error of a user's function makes no finding, because the tensor's row contains the error
 
     def warn_without_values(self, module, tname, why):
-        "Warn that a tensor has no values, at most `most_places` times for each reason: in a model of fake tensors, all have none."
+        "Warn that a tensor has no values, at most `most_places` times for each reason, because in a model of fake tensors no tensor has values."
         place,places = (module, tname),self.places.setdefault(why, set())
         if place in places: return
         if len(places)==self.most_places:
@@ -69,7 +69,7 @@ class Notices:
 # %% ../../nbs/40_recorder/00_notices.ipynb #7455ecd9
 class ChangingMarks:
     "Finds marks (columns set with `te.mark`) that change with every step, because such a number belongs into `te.log`."
-    def __init__(self): self.last = {} # (value, step, number of consecutive steps in which the value changed) of each mark, by name
+    def __init__(self): self.last = {} # name of a mark -> (value, step, number of consecutive steps in which the value changed)
 
     def find(self, marks:dict, step:int) -> tuple|None:
         "Return name and value of a mark that changed in the last three steps. None without such a mark."

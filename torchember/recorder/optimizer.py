@@ -19,7 +19,7 @@ class Updates:
     "Measures updates of weights, and optimizer states."
     def __init__(self, buffer, parameters, ttypes):
         self.buffer,self.parameters,self.ttypes = buffer,parameters,ttypes
-        self.copies = {} # copy of each parameter from before the optimizer's step, by id
+        self.copies = {} # id of a parameter -> copy of the parameter from before the optimizer's step
 
     def before(self, optimizer):
         "Copy the weights before this optimizer's step, if updates are recorded."
@@ -32,14 +32,17 @@ class Updates:
             old = self.copies.pop(id(p), None)
             if old is not None:
                 w = f'weight_{i}'
-                # measured for the update-to-weight ratio only, without a row of its own
+                # `old` gets no row, because only its rms is needed, for the update-to-weight ratio
                 if not self.has_weight(st, n, w, old): self.buffer.measure(st, 'before', w, old, n, once=True, replace=True)
                 self.buffer.measure(st, 'update', f'update_{i}', p.detach()-old, n, once=True, replace=True)
             if 'optimizer' in self.ttypes:
                 for k,v in state_tensors(optimizer, p).items(): self.buffer.measure(st, 'optimizer', f'{k}_{i}', v, n, once=True, replace=True)
 
     def has_weight(self, state, name, tname, old) -> bool:
-        "Return True if the buffer has the weight's summary for the update-to-weight ratio. A DTensor must have the same placement."
+        """Return True if the buffer already has the weight's summary, from which the update-to-weight ratio is computed.
+
+        A DTensor must have the same placement as `old`.
+        """
         buffer = self.buffer
         columns = buffer.shards.columns.get(place_of((state.track.name, 'weight', tname, name, None, 0), 0), {})
         if is_part(old) and columns.get('placement')!=placement(old): return False

@@ -22,9 +22,9 @@ from ..store.parameters import parameter_entry, most_entries
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #999a778f
 def own_parameters(track) -> list:
-    """Return (position, name, parameter) for each own parameter of a module. `track`: its `moduleTrack`.
+    """Return (position, name, parameter) for each own parameter of a module. `track`: the module's `moduleTrack`.
 
-    Parameters of children are left out, and lazy parameters that have no values yet.
+    Parameters of children are left out, and lazy parameters, which have no values yet.
     """
     if not track.parameters: return []
     ps = [(n,p) for n,p in track.parameters.items() if p is not None]
@@ -32,16 +32,15 @@ def own_parameters(track) -> list:
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #d6e86a10
 def grad_of(p):
-    "Return the gradient of a parameter, or None. Do not read `grad` of other tensors than leaves, because torch warns then."
+    "Return the gradient of a parameter, or None. Do not read `grad` of other tensors than leaves, because torch warns about this."
     return p.grad if p.is_leaf or p.retains_grad else None
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #3e1a0f12
 class OldGradients:
-    "Detects old gradients, which get no rows: gradients from before the run, and gradients of frozen parameters."
+    "Detects old gradients, which get no rows: gradients from before the run, and unchanged gradients of frozen parameters."
     def __init__(self):
-        self.frozen = {} # weak reference to the old gradient of each frozen parameter, or None; key: (id of a `moduleTrack`, name)
-        # (id of a `moduleTrack`, name) of a trained parameter -> weak reference to its gradient from before the run, and
-        # version counter of this gradient
+        self.frozen = {} # (id of a `moduleTrack`, name) of a frozen parameter -> weak reference to its old gradient, or None
+        # (id of a `moduleTrack`, name) of a trained parameter -> weak reference to its gradient from before the run, and the gradient's version
         self.from_before = {}
 
     def note_existing(self, parameters): # parameters: tuples (state, position, name, parameter), as `Parameters.each` yields
@@ -53,17 +52,18 @@ class OldGradients:
 
     def gradient(self, st, n, p):
         "Return the gradient of a parameter. None if it has no gradient, or if it is frozen and has only an old gradient."
-        grad = p.grad if p.is_leaf or p.retains_grad else None # same as `grad_of`, inlined for speed
+        grad = p.grad if p.is_leaf or p.retains_grad else None # same as `grad_of`, but faster without a call
         if p.requires_grad:
-            if self.frozen: self.frozen.pop((st.track.id, n), None) # deletes the entry, because the parameter is not frozen now
+            if self.frozen: self.frozen.pop((st.track.id, n), None) # the entry is deleted, because the parameter is not frozen now
             return grad
         key = st.track.id,n
-        if key not in self.frozen: self.frozen[key] = reference(grad) # stores the gradient of a parameter that was frozen since the last step
+        # A parameter frozen since the last step gets an entry, because its gradient is old from now on
+        if key not in self.frozen: self.frozen[key] = reference(grad)
         was = self.frozen[key]
         return None if grad is None or was is not None and was() is grad else grad
 
     def is_new_gradient(self, st, n, grad):
-        "Return True if a gradient is new: not the gradient from before the run."
+        "Return True unless a gradient is the unchanged gradient from before the run."
         was = self.from_before.get((st.track.id, n))
         if was is None: return True
         if was[0]() is grad and was[1]==version(grad): return False
@@ -71,7 +71,7 @@ class OldGradients:
         return True
 
 def reference(grad):
-    "Return a weak reference to a gradient, None for None."
+    "Return a weak reference to a gradient, or None if there is no gradient."
     return None if grad is None else weakref.ref(grad)
 def version(x):
     "Return the version counter of a tensor, None for an inference tensor."
@@ -79,7 +79,7 @@ def version(x):
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #1788e9fd
 def below(state, states):
-    "Return the `ModuleState`s of all modules inside a module."
+    "Return the `ModuleState`s of all modules inside a module. `states`: `ModuleState`s of the whole model."
     by_id,tracks = {st.track.id: st for st in states},list(state.track.children)
     for t in tracks: tracks += t.children
     return [by_id[t.id] for t in tracks if t.id in by_id]
@@ -90,15 +90,16 @@ class Parameters:
     def __init__(self, buffer, ttypes, notify=None): # notify: function that is called with changed metadata of the parameters
         self.buffer,self.ttypes = buffer,ttypes
         self.states = [] # `ModuleState` of each armed module, root first
-        # ids and (id of the module, name) of parameters measured in this step; a sharded parameter is another tensor during the forward
+        # Ids of the parameters measured in this step, and their (id of the module, name),
+        # because FSDP uses another tensor for a sharded parameter during the forward pass
         self.seen = set()
         self.hint = ZeroGradHint(getattr(buffer, 'notices', None))
         self.known = ParameterFacts(ttypes, notify)
         self.old_gradients = OldGradients()
-        # (id of a `ModuleState`, name) of each gradient measured in this step
+        # tensor type -> (id of a `ModuleState`, name) of each gradient measured in this step
         self.gathered = {'weight_grad': set(), 'unclipped_grad': set()}
-        self.unrecorded = [] # list of the parameters of unrecorded modules
-        self.plan = None # `ParameterPlan`
+        self.unrecorded = [] # parameters of modules that are not recorded
+        self.plan = None # `ParameterPlan` of the current parameters; None if not made yet
 
     def is_new(self, state, name, p):
         "Return True if this step has not measured the parameter yet, and mark the parameter as measured."
@@ -106,14 +107,14 @@ class Parameters:
         self.seen |= {id(p), (state.track.id, name)}
         return True
 
-    def measure_own(self, state, ttypes): # ttypes: 'weight', 'weight_grad'
-        "Measure the own parameters of a module, unless measured in this step."
+    def measure_own(self, state, ttypes): # ttypes: 'weight', 'weight_grad', or both
+        "Measure the own parameters of a module, unless they were measured in this step."
         if not state.watched or not state.track.parameters: return
         new = [(state, i, n, p) for i,n,p in own_parameters(state.track) if self.is_new(state, n, p)]
         if new: self.measure(new, ttypes)
 
     def measure(self, which, ttypes, replace=False, scale=None): # which: tuples (state, position, name, parameter), as `each` yields
-        "Measure parameters, or their gradients, or both."
+        "Measure parameters, their gradients, or both. `replace`: True to replace measurements of this step."
         some = []
         for st,i,n,p in which:
             if 'weight' in ttypes: some.append((st, 'weight', f'weight_{i}', n, p))
@@ -131,7 +132,7 @@ class Parameters:
             for other in self.states if state.root else below(state, self.states): self.measure_own(other, ttypes)
 
     def current_plan(self):
-        "Return the `ParameterPlan` of these parameters. None, or a new plan for the next step, if they have changed."
+        "Return the `ParameterPlan` of these parameters. Return None if they have changed, and make a new plan for the next step."
         kinds = objects()
         if kinds is None or not self.states: return None
         if self.plan is not None and self.plan.is_current(self.states, self.buffer.uses): return self.plan
@@ -145,7 +146,8 @@ class Parameters:
     def each(self, wanted:set|None=None, states=None):
         """Yield state, position, name and parameter. A shared parameter is yielded once, for its first module.
 
-        `wanted`: ids of the parameters to yield, all by default. `states`: the `ModuleState`s in another order.
+        `wanted`: ids of the parameters to yield, all by default. `states`: the `ModuleState`s of the model in another
+        order.
         """
         seen = set()
         for st in self.states if states is None else states:
@@ -154,7 +156,7 @@ class Parameters:
                 seen.add(id(p))
                 yield st, i, n, p
 
-    def measure_complete(self, wanted=None, scale=None): # wanted: ids of parameters; scale: factor of the gradients
+    def measure_complete(self, wanted=None, scale=None): # wanted: ids of the parameters, None for all; scale: factor to divide out of the gradients
         """At the end of a step, measure missing weights, then the complete gradients.
 
         The complete gradients replace gradients measured during the passes.
@@ -165,7 +167,7 @@ class Parameters:
         if 'weight_grad' in self.ttypes: self.measure_again(('weight_grad',), which, scale)
 
     def measure_planned(self, wanted):
-        "Measure the complete gradients by compiled code. Return False if the general way has to do it."
+        "Measure the complete gradients by compiled code. Return False if Python code has to measure them."
         old = self.old_gradients
         if 'weight_grad' not in self.ttypes or not self.buffer.is_simple or old.frozen or old.from_before: return False
         if count_function_modes() or inside_transform() is not None: return False
@@ -177,11 +179,11 @@ class Parameters:
         return True
 
     def measure_missed(self, which):
-        "Measure the missing weights of this step, because the model is in `eval()` mode or was not called."
+        "Measure weights that this step has not measured, because the model is in `eval()` mode or was not called."
         for st,_,n,p in which:
             if id(p) not in self.seen and (st.track.id, n) not in self.seen: self.measure_own(st, ('weight',))
 
-    def measure_again(self, ttypes, which=None, scale=None): # the arguments are those of `measure`
+    def measure_again(self, ttypes, which=None, scale=None): # arguments as in `measure`
         "Measure the current values of parameters, and replace earlier measurements of this step."
         # cached summaries are not used, because `.data` changes values without changing the version counter
         self.buffer.rows.forget_seen()
@@ -196,12 +198,12 @@ class Parameters:
         self.unrecorded = [p for m in modules for p in m._parameters.values() if p is not None and id(p) not in here]
 
     def unclipped(self, ids):
-        "Yield arguments of `measure_unclipped` for gradients before clipping."
+        "Yield the arguments of `measure_unclipped` for the gradients of these parameters. `ids`: ids of the parameters."
         for st,i,n,p in self.each(ids):
             if (grad := self.old_gradients.gradient(st, n, p)) is not None: yield st, f'grad_{i}', n, grad
 
     def clips(self, ids, scale=None):
-        """Measure gradients before they are clipped. `scale`: factor to divide out of the gradients.
+        """Measure gradients before they are clipped. `ids`: ids of their parameters; `scale`: factor to divide out.
 
         If a step clips several times, the last measurement replaces the earlier ones.
         """
@@ -216,8 +218,8 @@ class Parameters:
     def gradient_counts(self, manual:bool) -> tuple|None:
         """Return the number of weight gradients in the open step, and the number of gradients before clipping.
 
-        None if the rows do not cover every trained parameter of the model. In `manual` steps all gradients have been
-        looked at.
+        None if rows of some trained parameters are missing. `manual`: True if optimizers or `te.step()` end the
+        steps; then all gradients have been measured.
         """
         n,unclipped = (len(self.gathered[t]) for t in ('weight_grad', 'unclipped_grad'))
         if not n or any(p.requires_grad for p in self.unrecorded): return None
@@ -235,16 +237,16 @@ class ZeroGradHint:
     "Warns once if a model trains, but none of its weight gradients are recorded."
     def __init__(self, notices=None):
         self.notices = notices or Notices()
-        self.found = False # True once a gradient was recorded, or after the warning
+        self.found = False # True once a gradient was recorded, or once the warning was given
         self.in_step = False # True if the open step has a gradient
-        self.trains = False # True once a pass could be used for training
-        # True once the gradients of a `te.step()` were checked for zeros, which `zero_grad` may have written
+        self.trains = False # True once a pass in training mode with gradients began
+        # True once `te.step()` checked gradients for zeros, which `zero_grad` may have written
         self.looked = False
-        self.given = False # True after the warning
-        self.silent = False # True if the caller gives the warning
+        self.given = False # True once the warning was given
+        self.silent = False # True if other code gives the warning instead of this object
         self.begun = False # True once a step ended without `te.step()`
         self.steps_without = 0 # number of recorded training steps without a gradient
-        self.versions = None # version counter of each weight when the check began, by id
+        self.versions = None # id of each weight -> its version counter when the check began
 
     def training(self, states):
         "Store the version counters of the weights, because a pass that may train begins."
@@ -292,7 +294,7 @@ plain_floats = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #8cde0aa9
 def with_other_children(states):
-    "Return the `ModuleState`s of modules whose child modules changed since the last call. These may need arming."
+    "Return the `ModuleState`s of modules whose child modules changed since the last call, because new children may need arming."
     out = []
     for st in states:
         now = own_parts(st.track.module)
@@ -302,7 +304,7 @@ def with_other_children(states):
     return out
 
 def children_in(parts):
-    "Return the ids of the children in a result of `own_parts`."
+    "Return the ids of the child modules in a result of `own_parts`."
     return [i for i in parts or () if isinstance(i, int)]
 
 class Containers:
@@ -313,16 +315,17 @@ class Containers:
         self.known = [(m, own_parts(m)) for m in apart if m._modules or isinstance(m, nn.Sequential|nn.ModuleList|nn.ModuleDict)]
 
     def changed(self):
-        "Return True if the children of one of these modules have changed since this object was created."
+        "Return True if the children of an unarmed module have changed since this object was created."
         return any(own_parts(m)!=parts and children_in(own_parts(m))!=children_in(parts) for m,parts in self.known)
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #5d0c71aa
 class VersionChanges:
     "Detects updates of parameters without a known optimizer, by their version counters."
-    def __init__(self): self.last,self.changes = {},{} # last: last version counter by (path, name) of a parameter; changes: number of changes that were seen
+    # last: (path, name) of a parameter -> its last version counter; changes: same key -> number of changes seen
+    def __init__(self): self.last,self.changes = {},{}
 
     def compare(self, p, name):
-        "Count a change if the version counter of a parameter differs from its value at the last call."
+        "Count a change of a parameter if its version counter differs from the last call. `name`: (path, name) of the parameter."
         if is_lazy(p) or p.is_inference(): return # lazy parameters and inference tensors have no version counter
         if self.last.get(name, p._version)!=p._version: self.changes[name] = self.changes.get(name, 0)+1
         self.last[name] = p._version
@@ -333,21 +336,21 @@ class VersionChanges:
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #43301eef
 class ParameterFacts:
-    "Collects facts about each parameter for the metadata: whether it has an optimizer, a gradient, a call. Facts stay true."
+    "Collects facts about each parameter for the metadata: whether it has an optimizer, a gradient, a call. A fact never becomes false again."
     most = most_entries
 
-    def __init__(self, ttypes, notify=None): # notify: function that is called with the result of `meta` when it changes
+    def __init__(self, ttypes, notify=None): # notify: function that is called with changed metadata of the parameters
         self.notify = notify
         self.grads = 'weight_grad' in ttypes
-        # sets of (path, name): parameters with a gradient, with a known optimizer, with an unknown optimizer
+        # Sets of (path, name) of parameters: with a gradient, with an optimizer of this run, with another optimizer of the process
         self.with_gradient,self.with_optimizer,self.elsewhere = set(),set(),set()
         self.called = set() # paths of modules that were called
         self.version_changes = VersionChanges()
         self.trained = False # True if the model was trained
-        # entries: facts at the last call of `note`; left_out: number of parameters for which the list has no space
+        # entries: list of facts when `note` was called last; left_out: number of parameters beyond `most`, which the list leaves out
         self.entries,self.left_out = [],0
-        self.modes = {} # `recorder.modes.ModeFacts.facts` of the run
-        # functions of the result of `every_parameter`, which return further facts by name; these facts at the last call
+        self.modes = {} # result of `recorder.modes.ModeFacts.facts` for this run
+        # more: functions that get the result of `every_parameter` and return further facts as a dict; facts: their last results
         self.more,self.facts = [],{}
 
     def resume_from(self, entries):
@@ -383,14 +386,14 @@ class ParameterFacts:
         if self.notify: self.notify(self.meta())
 
     def search(self, found, ours):
-        "Find parameters in unknown optimizers of this process. Skip the search, up to 0.1 s, if no parameter needs it."
+        "Find parameters in other optimizers of this process. Skip this search, up to 0.1 s, if every trained parameter has a known optimizer."
         missing = {id(p): names.keys() for p,_,names in found
             if p.requires_grad and id(p) not in ours and (self.with_optimizer | self.elsewhere).isdisjoint(names)}
         for i in in_live_optimizers(set(missing)) if missing else (): self.elsewhere |= missing[i]
 
     def entry_of(self, p, owner, state, names, has_optimizers):
         "Return the facts about one parameter, as an entry of the metadata."
-        any_grad = self.grads and bool(self.with_gradient) # a missing gradient is a fact about this parameter only if other parameters have gradients
+        any_grad = self.grads and bool(self.with_gradient) # Without any gradient in the run, a missing gradient says nothing about this parameter
         # modules without a forward, such as `ModuleList`, are never called
         is_callable = inspect.getattr_static(type(owner.module), 'forward', None) is not nn.Module.forward
         any_of = lambda known: not known.isdisjoint(names)
@@ -412,7 +415,7 @@ class ParameterFacts:
         return {'parameters': self.entries} | {k: v for k,v in more.items() if v}
 
 def every_parameter(root) -> list:
-    """Return (parameter, `moduleTrack`, names) for each parameter of a model, in the model's order. `root`: its `moduleTrack`.
+    """Return (parameter, `moduleTrack`, names) for each parameter of a model, in the model's order. `root`: `moduleTrack` of the model.
 
     A shared parameter has the `moduleTrack` of its first module, and all of its names: (path, name) -> None.
     """

@@ -47,33 +47,40 @@ class Settings:
     "Settings of a recorder."
     ttypes:tuple # Tensor types to record
     stats:object # Names of built-in statistics, or a function that maps a tensor to a dict
-    when:object # Schedule: function of a step that returns True to record the step
+    when:object # Schedule: function that gets the number of a step, and returns True to record the step
     only_training:bool = False # True to skip evaluations
-    on_error:str = 'warn' # 'warn' or 'raise'
+    on_error:str = 'warn' # What to do if a tensor cannot be measured: 'warn' or 'raise'
     first_step:int = 0 # Number of the first step
     rank:int|None = None # Rank of this process, if there are several
     ranks:object = None # `capture.ranks.Ranks`, if there are several processes
     budget:object = None # `Budget` that limits the time of recording, or None
     optimizers:tuple = () # Optimizers that end the steps
     scaler:object = None # `GradScaler` in use
-    # 'step' if only `torchEmber.step` ends a step. None: the optimizers end a step, or each pass does until
-    # `torchEmber.step` is called
+    # 'step' if only `torchEmber.step` ends a step. None if optimizers end the steps;
+    # without optimizers, each pass is a step until `torchEmber.step` is called
     ends:str|None = None
     root_name:str = 'model' # Display name of the root
-    # True: black box; None: black box if possible; False: none; a number: also keep this many unrecorded steps
+    # True for a black box, None for a black box if possible, False for no black box; a number to also keep so many unrecorded steps
     blackbox:int|None = False
-    note:object = None # Function that is called with the metadata of the parameters when they change
+    note:object = None # Function that is called with the metadata of the parameters when the metadata change
     cuda_graphs:bool = False # True to record the replays of CUDA graphs
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #009b21b1
 def statistics_of_types(stats) -> dict:
-    "Return a dict: tensor type -> statistics. A user's function is not called for predictions and targets, because it may expect floats of a layer."
+    """Return a dict: tensor type -> statistics. For predictions and targets, built-in statistics replace a user's function.
+
+    The function is written for tensors of layers, and may not accept labels.
+    """
     own = dict.fromkeys(LossReader.ttypes, stat_names('basic')) if callable(stats) else {}
     return dict.fromkeys(recorded, stats) | own
 
 def make_pipe(t, s, lock, gradient, turn, look_for_modules):
-    "Create the `Pipe` of a recorder. `t`: run; `s`: `Settings`; the last arguments: functions for `Sources`, `Gate` and `Pipe`."
-    watch = OptimizerWatch(s.optimizers, s.scaler, SilentListener(False)) if s.optimizers else None # for `ArmedModel`, which sets the listener
+    """Create the `Pipe` of a recorder. `t`: run; `s`: `Settings`.
+
+    `gradient`, `turn`, `look_for_modules`: functions that `Sources`, `Gate` and `Pipe` call.
+    """
+    # The silent listener is a placeholder, which `ArmedModel` replaces
+    watch = OptimizerWatch(s.optimizers, s.scaler, SilentListener(False)) if s.optimizers else None
     awaited = {id(o) for o in watch.optimizers} if watch and s.ends!='step' else ()
     steps,cost,held = Steps(s.first_step, watch is not None or s.ends=='step', awaited),Cost(s.budget),held_steps(s.blackbox)
     writer = RowWriter(t, s.rank, s.root_name, held)
@@ -89,11 +96,11 @@ class ArmedModel:
     "Installs the listeners on a model, and removes them."
     def __init__(self, events, optimizer_events, watches, sources, cost, graphs=None):
         self.events,self.optimizer_events,self.sources,self.cost = events,optimizer_events,sources,cost
-        # `OptimizerWatch` and `ClippingWatch`, if needed; `Graphs` or `Quiet` on a GPU
+        # watches: `OptimizerWatch` and `ClippingWatch`, if needed; graphs: `Graphs` or `Quiet` on a GPU
         self.watches,self.graphs = watches,graphs
         self.tracks,self.owner = (),None # tracks: a `moduleTrack` for each module, root first; owner: function that returns the ember, or None after disarming
         self.containers = Containers() # unarmed modules that may get children to arm
-        self.same_modules = None # `SameDicts` of all modules
+        self.same_modules = None # `SameDicts` of all modules, to find new modules quickly; None if not made yet
 
     def arm(self, tracks, watched=None, owner=None, methods=None):
         """Install the listeners on the modules.
@@ -115,7 +122,7 @@ class ArmedModel:
         if self.graphs is not None: self.graphs.watch.attach()
 
     def use_modules(self, tracks):
-        "Use these modules from now on, because modules were added or removed."
+        "Store the modules of the model, because modules were added or removed."
         self.tracks,self.same_modules = tracks,None
         self.events.pass_events.prepare(tracks[0].module, max(t.path.count('.') for t in tracks))
 
@@ -129,12 +136,12 @@ class ArmedModel:
                 f"({type(e).__name__}: {printable(e, 200)}). Fix the cause, then call te.rearm(). This warning is given once.")
 
     def note_modules(self):
-        "Remember the parameters and children of all modules, so that compiled code can compare them."
+        "Store the parameters and children of all modules, so that compiled code can detect changes."
         modules = [*(st.track.module for st in self.sources.states), *(m for m,_ in self.containers.known)]
         self.same_modules = SameDicts(d for m in modules for d in (m._parameters, m._modules)) if objects() is not None else None
 
     def arm_new_modules(self, owner):
-        "Arm new modules of the model, and disarm removed modules. Only the root may be running."
+        "Arm new modules of the model, and disarm removed modules. Call this only while no module other than the root is running."
         ts = tracks(self.tracks[0].module)
         states,watched = {st.track.id: st for st in self.sources.states},owner.watched(ts)
         new = arm([t for t in ts if t.id not in states], self.events, watched)
@@ -148,13 +155,13 @@ class ArmedModel:
         self.containers = Containers(ts, self.sources.states)
 
     def set_listeners(self, events, optimizer_events):
-        "Send events to these listeners: those of the recorder, or `Graphs` during the capture of a CUDA graph."
+        "Send events to these listeners: the listeners of the recorder, or `Graphs` during the capture of a CUDA graph."
         self.events.planned.stop()
         for st in self.sources.states: st.listener = events
         for w in self.watches: w.listener = optimizer_events
 
     def disarm(self):
-        "Remove the listeners, so every module is as before."
+        "Remove the listeners, so that every module is as before arming."
         if self.graphs is not None: self.graphs.abandon()
         disarm(self.tracks, self.events)
         for w in self.watches: w.detach()
@@ -178,12 +185,12 @@ def make_model(events, optimizer_events, pipe, settings, drain):
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #631f32d8
 def part_of_pipe(path):
-    "Return a property of `Recorder` that reads this attribute of its `Pipe`, such as 'buffer.calls'."
+    "Return a property of `Recorder` that reads an attribute of its `Pipe`. `path`: path of the attribute, such as 'buffer.calls'."
     first,_,then = path.partition('.') # `operator.attrgetter` is not used, because Dynamo cannot trace it
     return property((lambda self: getattr(getattr(self.pipe, first), then)) if then else lambda self: getattr(self.pipe, first))
 
 def loggable(numbers, notices):
-    "Return the numbers of `te.log`: name -> number. Leave out numbers without a value, and warn about them."
+    "Return the numbers of `te.log`: name -> number. Leave out tensors without a value, and warn about them."
     values = {}
     for k,v in numbers.items():
         try: values[k] = as_number(v)
@@ -192,7 +199,7 @@ def loggable(numbers, notices):
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #f53e8207
 class Recorder:
-    "Records an armed model into a run."
+    "Records an armed model: turns its events into rows of a run."
     def __init__(self, t, settings):
         "Record into the run `t` with these `Settings`."
         self.t,self.lock,self.marks = t,threading.RLock(),ChangingMarks()
@@ -220,12 +227,12 @@ class Recorder:
         "Stop recording the model, and wait until all rows are in the log file."
         self.model.disarm()
         self.finish()
-        self.t.file.flush() # flushed, so that the run can be read by its name with all rows
+        self.t.file.flush() # the log file must be complete before `disarm` returns, because the run may be read by its name then
         self.t.file.wait_for_listeners()
         self.model.forget()
         self.ended()
 
-    # ---- requests of the user
+    # ---- methods that the user calls through `torchEmber`
 
     @timed
     def log_model(self):
@@ -234,7 +241,7 @@ class Recorder:
 
     def log(self, numbers):
         "Add the user's numbers to the step of the last pass."
-        open_recorders.add(self) # added again, because numbers logged after `torchEmber.close` must be written, too
+        open_recorders.add(self) # the recorder is added again, because numbers logged after `torchEmber.close` must be written, too
         self.losses.note(numbers)
         values = loggable(numbers, self.notices)
         if numbers and not values: return
@@ -250,7 +257,7 @@ class Recorder:
         if found := self.marks.find(marks, self.step): self.notices.once('mark', mark_warning(*found))
 
     def use(self, how, ttypes):
-        "Change the statistics of some tensor types. Same arguments as `StepBuffer.use`."
+        "Change the statistics of some tensor types. `how` and `ttypes`: as in `StepBuffer.use`."
         self.buffer.use(how, ttypes, self.sources.states)
 
     @timed
@@ -267,15 +274,15 @@ class Recorder:
 
     @timed
     def flush(self):
-        "Queue all rows so far for the log. This returns before the rows are written."
+        "Queue all rows measured so far for the log. This method returns before the rows are written."
         with self.lock: self.pipe.flush()
 
     @timed
     def source(self, close):
-        "Queue all rows so far, because the run is about to be read. With `close`, end the open step first."
+        "Queue all rows measured so far, because the run is about to be read. `close`: True to end the open step first."
         with self.lock:
             self.sources.note_parameters()
-            self.pipe.provisional.clear() # cleared, because a step that was read cannot become a micro-batch later
+            self.pipe.provisional.clear() # after reading, a step cannot become a micro-batch of a later step
         self.close() if close else self.flush()
 
     def seconds(self) -> float:
@@ -303,7 +310,7 @@ class Recorder:
         if self.box is not None: self.box.end()
 
     def ended_by(self, error):
-        "Write a finding into the run that this exception ends the process."
+        "Write a finding into the run: this exception ends the process."
         self.keep_last('exception')
         if self.box is not None and (row := self.box.exit_finding(error)): self.t.file.put(partial(list, [line_of(row)]), joins=None)
 

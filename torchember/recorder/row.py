@@ -25,7 +25,7 @@ def one_row(key, call:int, micro, dtype:str, stats:dict, step:int, ts:str, marks
     if ttype=='scalar':
         stats = {k: wait_for_number(v) for k,v in stats.items()}
         nans = sum(isinstance(v, float) and v!=v for v in stats.values())
-        if nans: stats = {**stats, 'nan': nans} # NaN are counted in a column, because a table shows missing numbers as NaN, too
+        if nans: stats = {**stats, 'nan': nans} # NaN are counted in a column of their own, because tables show missing numbers as NaN, too
     extra = {} if pname is None else {'pname': pname}
     if micro is not None and many_passes.get(phase): extra['micro'] = micro
     if phase: extra['phase'] = phase
@@ -46,7 +46,7 @@ def wait_for_number(v):
 
 # %% ../../nbs/40_recorder/55_row.ipynb #9eeccf0c
 def describe_trouble(row):
-    "Return a sentence about NaN and infinities in a row. None if the row has none, or if they are expected."
+    "Return a phrase about NaN and infinities in a row, with step, tensor and module. None if the row has none, or if they are expected."
     if not is_alarming(row): return None
     if row['ttype']=='scalar':
         return next(f"step {row['step']}, {k} is {v}" for k,v in row.items() if isinstance(v, float) and not math.isfinite(v))
@@ -62,7 +62,7 @@ class FirstBad:
     def __init__(self, file): self.file,self.found = file,None
 
     def add(self, rows):
-        "Check the next rows of the run."
+        "Find the first NaN or infinity in the next rows of the run, unless found before."
         if self.found is None and (row := first_not_finite((r for r in rows if isinstance(r, dict)), is_alarming)) is not None:
             self.found = describe_trouble(row)
             self.file.note(f"{self.found}: the first value of this run that is not finite. Training continues. This warning is given once.")
@@ -72,6 +72,6 @@ class FirstBad:
         return f"First value that is not finite: {self.found}." if self.found else None
 
 def watch_first_bad(log):
-    "Warn about the first NaN or infinity of a run. The check runs before all listeners of the log."
+    "Warn about the first NaN or infinity of a run. `log`: log of the run; its rows are checked before listeners get them."
     first = FirstBad(log)
     listen_directly(log, first.add, first.remark)

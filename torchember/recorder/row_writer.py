@@ -19,7 +19,7 @@ from ..store.base import now
 
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #36541aae
 class StepLog:
-    "Adds rows to the log of a run: to a step, or to no step."
+    "Adds rows to the log of a run: to the last step, or to no step."
     def __init__(self, t, rank=None): # rank: rank of this process, if there are several processes
         self.t,self.rank,self.was_on = t,rank,False # was_on: True if the previous step was recorded
 
@@ -28,7 +28,7 @@ class StepLog:
         return {**({} if self.rank is None else {'rank': self.rank}), **self.t.marked}
 
     def put_beside(self, rows):
-        "Add rows that belong to no step of the file. rows: function that returns the rows."
+        "Add rows that belong to no step in the file. `rows`: function that returns the rows."
         self.t.file.put(rows, joins=None)
 
     def report(self, kind, text, severity, name, step):
@@ -51,9 +51,9 @@ class ExtraRows:
     "Adds rows that describe no measured tensor: the user's numbers, learning rates, warnings, and values of a `Monitor`."
     def __init__(self, log, scalars, root_name:str='model'): # root_name: display name of the root, the module of these rows
         self.log,self.scalars,self.root_name = log,scalars,root_name
-        self.noted = Counter() # number of rows of `te.log`, by step
+        self.noted = Counter() # number of a step -> number of its rows from `te.log`
 
-    def report(self, steps, kind, text, severity): # steps: `Steps`; other arguments: those of `Notices.once`
+    def report(self, steps, kind, text, severity): # steps: the `Steps`; other arguments: as in `Notices.once`
         "Write a warning into the run, as a finding about the open step."
         self.log.report(kind, text, severity, self.root_name, steps.number)
 
@@ -90,25 +90,28 @@ class ExtraRows:
         (self.log.put_late if step==steps.closed else self.log.put_beside)(made)
 
     def join(self, step, first, earlier):
-        "Count the rows of `te.log` of merged steps for the open step. Its number changes from `step` to `first`, the first of them."
+        """Add up the numbers of rows from `te.log`, because earlier steps were merged into the open step.
+
+        `step`: number of the open step before merging; `first`: its number after merging; `earlier`: merged steps.
+        """
         self.noted[first] = sum(e.noted for e in earlier)+self.noted[step]
 
     def step_over(self, step):
-        # the count of this step is kept, because numbers belong to this step until the next pass begins
+        # the count of this step is kept, because numbers logged before the next pass still belong to this step
         if self.noted: self.noted = Counter({step: self.noted[step]})
 
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #6be1d0aa
 not_finite = [index[n] for n in ('nan', 'posinf', 'neginf')]
 
 class HeldSteps:
-    "Recent unrecorded steps, for the black box. They are written to the log only if something goes wrong."
+    "Recent unrecorded steps, kept for the black box. They are written to the log only if something goes wrong."
     def __init__(self, n):
-        self.steps = deque(maxlen=n) # a `Measured` for each step
-        self.until = -1 # number of the last step that is written to the log although the schedule skips it
-        self.reasons = set() # reasons for which steps were written before, such as 'not finite'
+        self.steps = deque(maxlen=n) # queue with a `Measured` for each kept step
+        self.until = -1 # number of the last unrecorded step that is written to the log, because something went wrong
+        self.reasons = set() # reasons, such as 'not finite', for which kept steps were written to the log
 
     def wants(self, step):
-        "Return True if an unrecorded step is kept, because it is not written to the log anyway."
+        "Return True if an unrecorded step is kept in memory instead of being written to the log."
         return step>self.until
 
     def has_first_not_finite(self, measured):
@@ -117,7 +120,7 @@ class HeldSteps:
         return any(isinstance(v, np.ndarray) and v[:, not_finite].any() for _,v in measured.snapshot.parts)
 
     def release(self, step:int, why:str) -> list:
-        """Return the kept steps, which are written to the log now. The same number of steps after `step` will be, too.
+        """Return the kept steps, which are written to the log now. As many steps after `step` will also be written.
 
         `why`: the reason in one word. Each reason releases steps only once, because a run may have NaN until its end.
         """
@@ -131,28 +134,28 @@ class HeldSteps:
 @dataclass
 class ProvisionalStep:
     "Recorded step that was ended by the next pass. It may turn out to be a micro-batch of the open step."
-    measured:object # the `Measured` of the step; None if nothing was measured
+    measured:object # `Measured` of the step; None if nothing was measured
     custom:list # Custom rows of the step
     noted:int # Number of rows from `te.log`
     without:int # 1 if this was a training step without weight gradients, else 0
 
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #d68cf43a
 class RowWriter:
-    "Queues the rows of steps for the log, which a thread writes."
+    "Queues the rows of steps for the log. The writer thread writes these rows to the file."
     def __init__(self, t, rank:int|None=None, root_name:str='model', held:int=0):
-        """Write into the run `t`. Its method `put` takes a `Measured`, True if the step is over, and a `LineMaker`.
+        """Write into the run `t`. The method `t.put` takes a `Measured`, True if the step is over, and a `LineMaker`.
 
-        `rank`: of this process, if there are several processes. `held`: number of unrecorded steps to keep.
+        `rank`: rank of this process, if there are several processes. `held`: number of unrecorded steps to keep.
         """
         self.lines,self.log,self.held = LineMaker(),StepLog(t, rank),HeldSteps(held)
         self.extra = ExtraRows(self.log, self.lines.scalars, root_name)
         self.ts = None # local time of the open step's first row
         self.skipped = False # True if a scaler skipped the optimizer's step
-        self.last = None # the `Measured` that was queued last; None if there was nothing to queue
-        self.custom,self.ended = [],[] # custom: custom rows of the open step; ended: of the previous step
+        self.last = None # `Measured` that was queued last; None if there was nothing to queue
+        self.custom,self.ended = [],[] # custom: custom rows of the open step; ended: custom rows of the previous step
         self.marks = None # rank and marks of the rows that were queued last
         self.waiting = [] # list of `Measured` of steps that may turn out to be micro-batches
-        # number of the step to which refused passes are written, and number of its refused passes
+        # number of the step whose rows contain refused passes, and number of these passes
         self.refused = None,0
 
     def note_time(self):
@@ -166,15 +169,15 @@ class RowWriter:
     def write(self, buffer, steps, over:bool, wait:bool=False, held:bool=False):
         """Queue all new measurements of the step for the log, and empty the buffer. `over`: True if the step is over.
 
-        `wait`: True to hold the step back until the next rows, because it may turn out to be a micro-batch. `held`: True
-        if the schedule leaves the step out.
+        `wait`: True to hold the step back until the next rows, because it may turn out to be a micro-batch. `held`:
+        True if the schedule does not select the step.
         """
         if not wait: self.release()
         self.last,held,rows = None,held and self.held.wants(steps.shown),buffer.rows
         closes = over and (rows.snapshots.taken or rows.custom.taken or self.log.file_is_open)
-        if not rows.size and not closes: return # returns without waking the writer thread if there is nothing to write
+        if not rows.size and not closes: return # without rows, the writer thread is not woken
         columns = self.columns()
-        # a copy is used, because a signal handler may change the list
+        # a copy of `passes` is read, because a signal handler may change `passes` meanwhile
         many_passes = {phase: n>1 for phase,n in dict(steps.passes).items()}
         if columns!=self.marks: rows.clear_taken() # rows with other marks do not supersede earlier rows
         self.marks = columns
@@ -194,17 +197,17 @@ class RowWriter:
         if joins: self.log.put_late(measured, by=self.lines)
         else: self.log.t.put(measured, over, self.lines)
 
-    def release_held(self, step, why): # the arguments are those of `HeldSteps.release`
+    def release_held(self, step, why): # arguments as in `HeldSteps.release`
         "Write the kept unrecorded steps to the log, because something is wrong."
         for measured in self.held.release(step, why): self.log.t.put(measured, True, self.lines)
 
     def release(self):
-        "Queue the steps that were held back, because they are no micro-batches."
+        "Queue the steps that were held back, because they turned out to be no micro-batches."
         waited,self.waiting = self.waiting,[]
         for measured in waited: self.log.t.put(measured, True, self.lines)
 
-    def join(self, step, first, earlier): # the arguments are those of `ExtraRows.join`
-        "Drop the steps that were held back. They turned out to be micro-batches of the open step."
+    def join(self, step, first, earlier): # arguments as in `ExtraRows.join`
+        "Drop the steps that were held back, because they turned out to be micro-batches of the open step."
         self.waiting = []
         self.extra.join(step, first, earlier)
 
@@ -213,8 +216,8 @@ class RowWriter:
         self.skipped = True
 
     def leave(self):
-        "Forget the queued steps in a forked process."
-        self.waiting = [] # called in a forked process, whose parent writes the rows
+        "Forget the queued steps in a forked process, because the parent process writes their rows."
+        self.waiting = []
 
     def step_over(self, step:int, on:bool): # on: True if the step was recorded
         self.log.was_on,self.skipped = on,False
@@ -223,10 +226,10 @@ class RowWriter:
 
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #5a100002
 def write_refused(writer, buffer, steps, p, until, whole:bool, on:bool):
-    """Queue the rows of a refused `TrainingPass` with the phase `refused`.
+    """Queue the rows of a refused `TrainingPass` `p` with the phase `refused`.
 
-    `until`: number of the first event of the next pass, or None. `whole`: True if the open step has no other pass, and
-    none of its rows is in the log. `on`: True if the open step is recorded.
+    `until`: number of the first event of the next pass, or None. `whole`: True if the open step has no other pass,
+    and none of its rows is in the log. `on`: True if the open step is recorded.
     """
     writer.release()
     snapshot,custom,numbers = buffer.rows.take_out(p, until, whole)

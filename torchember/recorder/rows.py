@@ -19,13 +19,13 @@ from .row import one_row
 from .step_scalars import StepScalars
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #6a6696ef
-last = np.iinfo(np.int64).max # event number of a row that comes after all other rows of its step
-VALUE,TS,STEP,MARKS = b'\0',b'\1',b'\2',b'\3' # placeholders in templates of lines
+last = np.iinfo(np.int64).max # event number of rows that follow all other rows of their step
+VALUE,TS,STEP,MARKS = b'\0',b'\1',b'\2',b'\3' # placeholders in line templates
 
 def template(names, key, dtype:str, parts, marks) -> bytes|None:
-    """Return the log line of a tap, with placeholders for values that change from step to step.
+    """Return the log line of a tap as a template, with placeholders for values that change from step to step.
 
-    None if the line must be made by `line_of`. `names`: names of the columns of numbers. `key`: argument of `one_row`.
+    None if `line_of` must make the line. `names`: names of the columns of numbers. `key`: argument of `one_row`.
     `parts`: columns about the shard. `marks`: names of the marks.
     """
     row = one_row(key, '\0', None, dtype, dict.fromkeys(names, '\0'), '\2', '\1', parts, {})
@@ -37,14 +37,14 @@ def template(names, key, dtype:str, parts, marks) -> bytes|None:
 # %% ../../nbs/40_recorder/60_rows.ipynb #9918efd3
 @dataclass
 class Measured:
-    "Measurements of a step that were taken out of its buffer together, and the values that all of their rows share."
+    "Measurements of a step that were taken out of the buffer at one time, with the values that all rows of the step share."
     snapshot:object # `Snapshot` of the arena
     custom:list # Rows of users' functions, and logged numbers: event number, and the first five arguments of `one_row`
     step:int # Number of the step
-    ts:str # Local time
-    marks:dict # Values of the user's marks, by column
-    many_passes:dict # For each phase, True if the step had several passes of the phase
-    parts:dict # Columns that describe the shard of a row, by the row's `place_of`
+    ts:str # Local time of the step's first row
+    marks:dict # Name of a user's mark -> its value, a column of each row
+    many_passes:dict # Phase -> True if the step had several passes of this phase
+    parts:dict # `place_of` a row -> columns that describe the row's shard
     norms:list|None = None # Result of `StepScalars.ask`, from which the gradient norms of a finished step are computed
 
     def __len__(self): return len(self.snapshot)+len(self.custom)
@@ -52,7 +52,7 @@ class Measured:
     regular = property(lambda self: regular_line(self.marks) is not None, doc="True if the marks fit into a template.")
 
     def columns(self, key, call):
-        "Return the columns about the shard of a row. Empty if the tensor is not sharded."
+        "Return the columns about the shard of a row. Empty if the row's tensor is not sharded."
         return self.parts.get(place_of(key, call), {})
 
     def row(self, key, call, micro, dtype, stats):
@@ -61,7 +61,7 @@ class Measured:
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #310557a6
 def update_ratios(columns) -> dict:
-    "Return the update-to-weight ratio of each update: (number of the `Measured`, event number) -> rms(update)/rms(weight)."
+    "Return the update-to-weight ratio of each update: (index of the `Measured`, event number) -> rms(update)/rms(weight)."
     if not any(t.key[1]=='update' for c in columns for t in c.taps): return {}
     rows = sorted((o, e, t.key, r) for c in columns for o,e,t,r in zip(c.owner.tolist(), c.events.tolist(), c.taps, c.rms().tolist(), strict=True))
     size = {(o, k[0], k[2].removeprefix('weight_')): r for o,_,k,r in rows if k[1] in ('weight', 'before')}
@@ -69,7 +69,7 @@ def update_ratios(columns) -> dict:
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #d1e138c3
 def group_by_columns(columns):
-    "Yield groups of rows with the same columns: `Columns`, and a dict of columns to add."
+    "Yield groups of rows with equal columns. A group is a `Columns` and a dict of columns to add, such as `ratio`."
     ratio = update_ratios(columns)
     for c in columns:
         ttypes = {t.key[1] for t in c.taps}
@@ -82,7 +82,7 @@ def group_by_columns(columns):
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #93c2bbe2
 def add_numel(c, more):
-    "Yield `Columns` and added columns: `numel`, if the number of elements does not follow from the shape."
+    "Yield `Columns` and columns to add. Add `numel` for tensors whose number of elements does not follow from their shape."
     n = c.vectors[:, index['count']]
     dims,sizes = c.dims[:, :1],c.dims[:, 1:]
     odd = n!=np.where(np.arange(sizes.shape[1])<dims, sizes, 1).prod(1)
@@ -112,7 +112,7 @@ def texts_of_columns(columns) -> list:
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #d77aa2bf
 def fill_templates(text, columns) -> list:
-    "Replace the placeholders in joined templates by the texts of columns. Return lines without newlines."
+    "Replace the number placeholders in joined templates by the values of columns, as texts. Return the lines, without newlines."
     pieces = [b'']*(2*len(columns)*len(columns[0])+1)
     pieces[::2] = text.split(VALUE)
     for j,c in enumerate(columns): pieces[2*j+1::2*len(columns)] = c
@@ -125,13 +125,13 @@ def fill_shared(text, m):
     return text.replace(TS, b'"%s"' % m.ts.encode()).replace(STEP, b'%d' % m.step).replace(MARKS, marks)
 
 def rows_as_dicts(c, more, measured):
-    "Return the rows of `Columns` as dicts. `more`: columns to add; `measured`: the `Measured`s of the rows."
+    "Return the rows of a `Columns` as dicts. `more`: columns to add; `measured`: list of `Measured`s, which `c.owner` indexes."
     more = [dict(zip(more, v, strict=True)) for v in zip(*(x.tolist() for x in more.values()), strict=True)] or [{}]*len(c)
     rows = zip(c.owner.tolist(), c.taps, c.calls.tolist(), c.dtypes(), c.dicts(), more, strict=True)
     return [measured[o].row(t.key, n, None, d, s | m) for o,t,n,d,s,m in rows]
 
 def sort_by_event(done, n):
-    "Return a list of rows for each of `n` `Measured`s, in the order of events. `done`: tuples of owners, events and rows."
+    "Return the rows of each of `n` `Measured`s in the order of events. `done`: tuples (indices of `Measured`s, events, rows)."
     owners,events = (np.concatenate([d[i] for d in done]) if done else np.empty(0, int) for i in (0, 1))
     rows = [r for d in done for r in d[2]]
     if len(done)>1:
@@ -144,7 +144,7 @@ def sort_by_event(done, n):
 class LineMaker:
     "Turns measured steps into lines of the log. Keeps the templates of lines from step to step."
     def __init__(self):
-        # made_for: taps, shards and marks of the templates; templates: by names of columns, then by tap number and dtype
+        # made_for: taps, shards and marks of the templates; templates: names of columns -> (tap number and dtype -> template)
         self.made_for,self.templates = None,{}
         self.scalars = StepScalars()
 
@@ -160,14 +160,14 @@ class LineMaker:
         "Return the rows of `Measured`s with the same taps, shards and marks, which share templates."
         if self.made_for!=made_for: self.made_for,self.templates = made_for,{}
         custom = [(i, event, m.row(*row)) for i,m in enumerate(measured) for event,*row in m.custom]
-        done = [tuple(zip(*custom, strict=True))] if custom else [] # tuples (owners, events, rows), one for each group of rows
+        done = [tuple(zip(*custom, strict=True))] if custom else [] # tuples (indices of `Measured`s, events, rows), one tuple for each group of rows
         for c,more in group_by_columns(columns_of([m.snapshot for m in measured])): done += self.rows_of_group(c, more, measured)
         if norms := [(i, last, row) for i,m in enumerate(measured) if (row := self.scalars.row(m)) is not None]: done.append(tuple(zip(*norms, strict=True)))
         self.scalars.remember(row for *_,row in custom)
         return sort_by_event(done, len(measured))
 
     def rows_of_group(self, c, more, measured):
-        "Return tuples (owners, events, lines) of rows with the same columns. Rows without a template are dicts, in their own tuple."
+        "Return tuples (indices of `Measured`s, events, lines) for rows with equal columns. Rows without a template are dicts, in a separate tuple."
         columns = c.statistics(shape_texts(c.dims)) | more
         templates = self.templates_of(c, (*columns,), measured[0])
         good = c.plain()
@@ -183,14 +183,14 @@ class LineMaker:
     def templates_of(self, c, names, m):
         "Return the template of each row, None for a row without a template."
         known,kinds = self.templates.setdefault(names, {}),c.kinds.tolist()
-        # each call has its own template, because its shard may differ from that of other calls
+        # each call gets its own template, because the shards of calls may differ
         if m.parts: kinds = [*zip(kinds, c.calls.tolist(), strict=True)]
         for i,k in enumerate(kinds):
             if k not in known: known[k] = template(names, c.taps[i].key, c.dtypes()[i], m.columns(c.taps[i].key, int(c.calls[i])), m.marks)
         return [known[k] for k in kinds]
 
     def fill_lines(self, c, columns, templates, measured):
-        "Return the lines of rows with templates."
+        "Return the lines of rows that all have templates."
         ends = np.searchsorted(c.owner, np.arange(len(measured)+1)).tolist()
         text = [fill_shared(b''.join(templates[a:b]), m) for a,b,m in zip(ends, ends[1:], measured, strict=False)]
         return fill_templates(b''.join(text), [*texts_of_columns(columns), texts_of(np.ascontiguousarray(c.calls))])

@@ -27,7 +27,7 @@ def flow_classes(ttypes):
     return [getattr(import_module(f"torchember.recorder.{module}"), name) for module,name in (n.split('.') for n in names)]
 
 # %% ../../nbs/40_recorder/75_sources.ipynb #55432f28
-def _as_parameter(root, name, x): return root, 0, ('variable', name), x # returns a tuple like those that `Parameters.each` yields
+def _as_parameter(root, name, x): return root, 0, ('variable', name), x # returns a tuple like the tuples that `Parameters.each` yields
 
 class FollowedTensors:
     "Measures tensors outside of all modules, and their gradients, at the end of each step."
@@ -35,13 +35,16 @@ class FollowedTensors:
         self.ttypes,self.parameters,self.buffer,self.tensors = ttypes,parameters,buffer,{}
 
     def follow(self, name, x, states):
-        "Measure a tensor at the end of each step from now on. `name`: its `tname`; `x`: the tensor, None to stop; `states`: `ModuleState`s."
+        """Measure a tensor at the end of each step from now on.
+
+        `name`: `tname` of the tensor; `x`: the tensor, None to stop; `states`: `ModuleState`s of the armed modules.
+        """
         if x is None: self.tensors.pop(name, None)
         else: self.tensors[name] = x
         if x is not None and states: self.parameters.old_gradients.note_existing([_as_parameter(states[0], name, x)])
 
     def as_parameters(self, root):
-        "Return a tuple for each followed tensor, as `Parameters.each` yields."
+        "Return a tuple for each followed tensor, like the tuples that `Parameters.each` yields."
         return [_as_parameter(root, n, x) for n,x in self.tensors.items()]
 
     def measure_all(self, root):
@@ -54,7 +57,7 @@ class FollowedTensors:
 
 # %% ../../nbs/40_recorder/75_sources.ipynb #c11b9ed1
 class KnownOptimizers:
-    "Optimizers of the user: their gradients, and the loss scale."
+    "Optimizers that the user passed to `torchEmber`: their parameters' gradients, and the loss scale."
     def __init__(self, watch, parameters): self.watch,self.parameters = watch,parameters # watch: an `OptimizerWatch` or None
 
     def scale(self):
@@ -63,7 +66,10 @@ class KnownOptimizers:
         return loss_scale(s) if s is not None and s.is_enabled() else None
 
     def scale_of(self, ids):
-        "Return the loss scale in the gradients of the parameters with these ids. None if the scaler has unscaled them already."
+        """Return the loss scale in the gradients of these parameters.
+
+        None if the scaler has already unscaled the gradients. `ids`: ids of the parameters.
+        """
         watch = self.watch
         optimizers = [o for o in watch.optimizers if ids & {id(p) for p in parameters_of(o)}] if watch else ()
         return None if any(is_unscaled(watch.scaler, o) for o in optimizers if watch.scaler) else self.scale()
@@ -76,7 +82,7 @@ class KnownOptimizers:
         return {id(p) for _,_,_,p in self.parameters.each() if id(p) not in trained and grad_of(p) is not None}
 
     def unmeasured(self, stepped) -> set|None:
-        "Return the ids of parameters whose gradients are not measured yet, None for all. `stepped`: ids of optimizers with a step."
+        "Return the ids of parameters whose gradients are not measured yet, None for all. `stepped`: ids of optimizers that have stepped."
         if not stepped: return None
         measured = {id(p) for o in self.watch.optimizers if id(o) in stepped for p in parameters_of(o)} | self.unused_gradients()
         return {id(p) for _,_,_,p in self.parameters.each() if id(p) not in measured}
@@ -87,36 +93,36 @@ class Sources:
     def __init__(self, ttypes, buffer, steps, notify=None, watch=None, note=None):
         """Create the objects to measure these tensor types. `watch`: `OptimizerWatch`, None without an optimizer.
 
-        `notify`: called with each gradient of an input or output, as `Listener.gradient`; `note`: called with changed
+        `notify`: function that gets each gradient of an input or output, like `Listener.gradient`; `note`: function that gets changed
         metadata of the parameters.
         """
         self.ttypes,self.buffer,self.watch = ttypes,buffer,watch
         self.states = [] # a `ModuleState` for each armed module, root first
-        self.sampled = [] # some weights, whose version counters change if an unknown optimizer steps
+        self.sampled = [] # weights whose version counters are checked, because the counters change if an unknown optimizer steps
         self.parameters = Parameters(buffer, ttypes, note)
         self.optimizers = KnownOptimizers(watch, self.parameters)
         self.gradients = Gradients(ttypes, steps, notify)
         self.updates = Updates(buffer, self.parameters, ttypes)
         self.rates = LearningRates(watch.optimizers if watch else ())
         self.followed = FollowedTensors(ttypes, self.parameters, buffer)
-        # objects that measure at the end of a step
+        # objects that measure tensors at the end of a step, such as `Buffers`
         self.at_step_end = [source for source in (Buffers(buffer),) if set(source.ttypes) & set(ttypes)]
         def among(*some):
-            "Return those tensor types that are recorded."
+            "Return the tensor types among `some` that are recorded."
             return [t for t in some if t in ttypes]
-        # `Steps.manual` -> tensor types to measure when a module returns. In manual steps no gradients, because they are
-        # complete only at the optimizer's step
+        # Value of `Steps.manual` -> tensor types to measure when a module returns.
+        # In manual steps no gradients are measured then, because gradients are complete only when the optimizer steps
         self.parameter_types = {False: among('weight', 'weight_grad'), True: among('weight')}
-        self.at_calls = [source(buffer, ttypes) for source in flow_classes(ttypes)] # objects that measure when a module is called
+        self.at_calls = [source(buffer, ttypes) for source in flow_classes(ttypes)] # objects that measure tensors when a module is called
         if self.gradients.ttypes: self.at_calls.append(self.gradients)
         if 'output' in ttypes:
             self.at_calls.append(OutputFacts(steps))
             self.parameters.known.more.append(self.at_calls[-1].facts)
 
-    # ---- the model
+    # ---- methods called when a model is armed or disarmed
 
     def prepare(self, root):
-        "Prepare for a model before arming."
+        "Prepare the measuring of a model, before the model is armed."
         self.buffer.rows.renew_arena()
         ps = trained_by(self.watch.optimizers) if self.watch else root.parameters()
         self.sampled = evenly_spaced([p for p in ps if p.requires_grad and not is_lazy(p)])
@@ -145,33 +151,36 @@ class Sources:
         "Measure a tensor outside of all modules at the end of each step from now on."
         self.followed.follow(name, x, self.states)
 
-    # ---- passes
+    # ---- methods called during a pass
 
     def weight_versions(self, root, steps):
-        "Return version counters of some weights at the begin of a pass. None if steps do not depend on them. `root`: True for the root."
-        # None while an optimizer steps, because LBFGS changes weights within its step
+        """Return version counters of some weights when a pass begins. None if they are not needed to find the ends of steps.
+
+        `root`: True if the root is called.
+        """
+        # version counters are not read while an optimizer steps, because LBFGS changes weights within its step
         needed = not (root and steps.manual) if self.watch is None else steps.opened and not self.watch.busy
         return count_writes(self.sampled) if self.sampled and needed else None
 
     def flow(self, state, ttype:str, named, call:int, phase):
-        """Measure the inputs or outputs of a call, and hook them to measure their gradients.
+        """Measure the inputs or outputs of a call, and install hooks to measure their gradients.
 
         `ttype`: 'input' or 'output'; `named`: pairs of name and tensor.
         """
         for source in self.at_calls: source.flow(state, ttype, named, call, phase)
 
     def begin_training(self):
-        "Note the begin of a pass with gradients."
+        "Prepare the check for missing gradients when a pass with gradients begins."
         hint = self.parameters.hint
         if not hint.trains: hint.training(self.states)
 
     def complete(self, optimizer, scale):
-        "Measure complete gradients before an optimizer's step, also gradients of parameters without a known optimizer."
+        "Measure complete gradients before an optimizer's step. Include gradients of parameters without a known optimizer."
         if not self.parameter_types[False]: return
         self.parameters.measure_complete({id(p) for p in parameters_of(optimizer)}, scale)
         if ids := self.optimizers.unused_gradients(): self.parameters.measure_complete(ids, self.optimizers.scale())
 
-    # ---- the end of a step
+    # ---- methods called at the end of a step
 
     def measure_at_end(self, changed=True):
         "Measure buffers and followed tensors at the end of a step. `changed`: False if only evaluations ran, which change no buffers."

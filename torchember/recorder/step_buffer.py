@@ -26,7 +26,7 @@ from .notices import Notices
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #954cf48e
 def custom_row(f, x, call=lambda f, x: f(x)):
-    "Call the user's function `f` with the tensor `x`. Check the returned dict, and convert its values to Python numbers."
+    "Call the user's statistics function `f` with the tensor `x`. Check the returned dict, and convert its values to Python numbers."
     version = None if x.is_inference() else x._version
     if x.is_meta: raise OnMeta()
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False): got = call(f, x.detach())
@@ -59,14 +59,14 @@ def torch_generators(device):
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #ca5cd52a
 class Generators:
-    "Random generators for users' functions, so these functions do not change the random numbers of the training."
+    "Random generators for users' functions, so that these functions do not change the random numbers of the training."
     lock = threading.RLock() # shared by all instances, because all embers of a process share the generators of the training
-    tries = 100 # number of calls of a function in which slow generators are checked
+    tries = 100 # number of first calls of a function in which slow generators are saved; later only if the function used them
 
     def __init__(self):
-        self.states = {} # state for users' functions of each generator, by name
-        self.calls = Counter() # number of calls of each function, by id
-        self.drawn = set() # pairs (id of a function, name of a slow generator) of functions that draw from this generator
+        self.states = {} # name of a generator -> its state for users' functions
+        self.calls = Counter() # id of a function -> number of its calls
+        self.drawn = set() # pairs (id of a function, name of a slow generator): the function has drawn random numbers from this generator
 
     def call(self, f, x):
         "Return `f(x)`. Afterwards the generators of the training continue as if `f` had not been called."
@@ -82,17 +82,17 @@ class Generators:
                 for k,(get,set_state) in used.items(): self.restore(f_id, k, get(), training[k], set_state)
 
     def restore(self, f_id, k, now, training, set_state):
-        "Store the state of a generator for the next call of the function, and restore the state of the training."
+        "Store a generator's state for the next call of a user's function, and restore the state for the training."
         if k in slow_generators:
             if equal_states(now, self.states.get(k, training)):
-                if k not in self.states: return # returns if no function has drawn from this generator
+                if k not in self.states: return # the function has not drawn from this generator, so no state is stored
             else: self.drawn.add((f_id, k))
         self.states[k] = now
         set_state(training)
 
 def replace_lock(): Generators.lock = threading.RLock()
 
-# the lock is replaced, because another thread may have held it during the fork
+# a forked process gets a new lock, because another thread may have held the old lock during the fork
 if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=replace_lock)
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #ef50b207
@@ -111,24 +111,24 @@ class Functions:
                 return {'error': f'{type(e).__name__}: {e}'}
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #46e59f77
-ordinary = (torch.Tensor, torch.nn.Parameter) # tensors of these types are never sharded
+ordinary = (torch.Tensor, torch.nn.Parameter) # types of tensors that are never sharded
 
 def is_part(x):
     "Return True if this rank has only a shard of a DTensor."
     return hasattr(x, 'placements') and not all(p.is_replicate() for p in x.placements)
 
 def placement(x):
-    "Return the placements of a DTensor as text."
-    return ', '.join(map(str, x.placements)) # returns placements in torch's notation, such as 'S(0), R'
+    "Return the placements of a DTensor as text, such as 'S(0), R'."
+    return ', '.join(map(str, x.placements))
 
 class LocalShards:
     "Finds the shards of tensors on this rank, and the columns that describe these shards."
     def __init__(self, ranks, notices):
         self.ranks,self.notices = ranks,notices # ranks: `capture.ranks.Ranks`. None for a single process, and after an error
-        self.columns = {} # columns about the shard of a row, by the row's `place_of`
+        self.columns = {} # `place_of` a row -> columns that describe the row's shard
 
     def local(self, state, key, call:int, x) -> torch.Tensor:
-        "Return this rank's shard of a tensor, and store the columns about the shard. `key`: argument of `one_row`."
+        "Return this rank's shard of a tensor, and store the columns about this shard. `key`: argument of `one_row`."
         place,piece = place_of(key, call),self.piece(state, key, x)
         self.columns.pop(place, None)
         if piece: self.columns[place] = piece
@@ -170,7 +170,7 @@ class CustomRow(NamedTuple):
 
     @property
     def is_of_call(self):
-        "True if the row belongs to a call in a training pass. False in an evaluation, and for a parameter."
+        "True if the row belongs to a call in a training pass. False for a row of an evaluation, or of a parameter."
         return not self.key[3] and self.key[4] is None
 
 class CustomRows:
@@ -182,8 +182,8 @@ class CustomRows:
     def __len__(self): return len(self.rows)
 
     def clear_taken(self):
-        "Forget which rows were taken, so new rows do not supersede earlier rows."
-        # taken: (key, call, micro) of taken rows; discarded: of taken rows whose pass failed or was refused later
+        "Forget which rows were taken out, so that new rows do not supersede earlier rows."
+        # taken: (key, call, micro) of rows taken out before; discarded: (key, call, micro) of taken rows whose pass failed or was refused
         self.taken,self.discarded = set(),set()
 
     def add(self, *fields):
@@ -192,16 +192,19 @@ class CustomRows:
         if self.box is not None: self.box.note(row)
 
     def drop(self, *place):
-        "Drop the rows of a module, tensor type and tensor name, because new rows will replace them."
+        "Drop the rows of a tensor, because new rows will replace them. `place`: display name of the module, tensor type, tensor name."
         self.rows = [r for r in self.rows if r.key[:3]!=place]
 
     def take_back(self, micro):
-        "Drop the rows of a failed pass, except rows of parameters."
+        "Drop the rows of a failed pass, except rows of parameters. `micro`: number of the pass's micro-batch."
         self.rows = [r for r in self.rows if r.micro!=micro or r.key[3]]
         self.discarded |= {k for k in self.taken if k[2]==micro}
 
     def take_out(self, p, until, whole):
-        "Remove the rows of pass `p`, and numbers logged during this pass. Return the removed rows, and how many are numbers."
+        """Remove the rows of the pass `p`, and numbers logged during this pass. Return the removed rows, and how many are numbers.
+
+        `until`: number of the first event of the next pass, or None. `whole`: True to remove all rows.
+        """
         def is_mine(r):
             if whole: return True
             if r.is_number: return p.first<=r.event and (until is None or r.event<until)
@@ -210,47 +213,47 @@ class CustomRows:
             mine,rest = [r for r in self.rows if is_mine(r)],[r for r in self.rows if not is_mine(r)]
             self.discarded |= {k for k in self.taken if k[2]==p.micro and not k[0][3] and k[0][4] is None}
             self.rows,numbers = [],0
-            for r in rest: # logged numbers and later micro-batches get new numbers
+            for r in rest: # call and micro count up without gaps, so logged numbers and later micro-batches get new numbers
                 if r.is_number: r,numbers = r._replace(call=numbers),numbers+1
                 elif r.micro is not None and r.is_of_call and r.micro>p.micro: r = r._replace(micro=r.micro-1)
                 self.rows.append(r)
         return mine, sum(r.is_number for r in mine)
 
     def join(self, earlier):
-        "Merge earlier steps into this step: their rows become passes of this step. The log already has the rows of the first of these steps."
-        # rows that are in the log already have no number of a micro-batch
+        "Merge earlier steps into this step: their rows become rows of its passes. The log already has the rows of the first of these steps."
+        # rows in the log have no number of a micro-batch, because they were written as a step of one pass
         self.taken = {(r.key, r.call, None) for r in earlier[0].custom if r.key[3]}
         self.rows = join_rows(earlier, self.rows)
 
     def take(self):
-        "Remove all rows, and return them. Rows that replace taken rows get the mark `supersedes`."
+        "Remove all rows, and return them. Rows that replace rows taken out before get the mark `supersedes`."
         rows,self.rows = self.rows,[]
-        # only the last row of a parameter is kept, which supersedes earlier rows
+        # a new row of a parameter supersedes earlier rows, because a step has only one row of a parameter
         again = {k for k in self.taken if k[0][3]} | self.discarded
         rows = [r._replace(stats=r.stats | {'supersedes': True}) if r[1:4] in again else r for r in rows]
         self.taken |= {r[1:4] for r in rows}
         return rows
 
 def join_rows(earlier, own) -> list:
-    """Merge custom rows of several passes into rows of one step. `earlier`: `ProvisionalStep`s; `own`: rows of the last pass.
+    """Merge the custom rows of several passes into the rows of one step. `earlier`: `ProvisionalStep`s; `own`: rows of the last pass.
 
-    Of a tensor with one row in a step, only the row of the last pass is kept.
+    For a parameter, only the row of the last pass is kept.
     """
     numbers,rows,n = 0,[],len(earlier)
     for i,some in enumerate([*(e.custom for e in earlier), own]):
         for r in some if i else ():
-            if i<n and r.key[3]: continue # skipped, because the last pass has a row of this parameter, too
+            if i<n and r.key[3]: continue # the row of this parameter in the last pass is kept instead
             rows.append(r._replace(call=r.call+numbers*r.is_number, micro=None if r.key[3] or r.micro is None else i))
         numbers += earlier[i].noted if i<n else 0
     return rows
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #c0570a05
-def belongs_to(p, key): # p: a `TrainingPass`; key: key of a row
-    "Return False for a row of a gradient if no backward reached the pass. Then the row belongs to a later pass."
+def belongs_to(p, key): # p: a `TrainingPass`; key: key of a row, an argument of `one_row`
+    "Return False for a row of an input or output gradient if no backward reached the pass `p`. Then the row belongs to a later pass."
     return p.reached or key[1] not in ('input_grad', 'output_grad')
 
 class SelectedRows:
-    "Selection of rows of an array that a device may not have sent yet."
+    "Selected rows of an array that a device may not have sent yet."
     def __init__(self, vectors, at): self.vectors,self.at,self.shape = vectors,at,(len(at), *vectors.shape[1:])
     def __array__(self, dtype=None, copy=None): return np.asarray(self.vectors)[self.at]
 
@@ -262,11 +265,11 @@ def split_parts(parts:list, which) -> tuple:
     return select(lambda b: b), select(lambda b: ~b)
 
 class Snapshots:
-    "Rows taken out of the arena before the open step ended, and rows of its earlier passes."
+    "Rows that were taken out of the arena before the open step ended, and rows of earlier passes of this step."
     def __init__(self): self.taken,self.joined,self.any = [],[],False # any: True if some rows of the open step are in the log
 
     def take(self, arena, over, keep=None):
-        "Take all rows out of the arena as a `Snapshot`. keep: function that copies the rows into the black box, and returns a number."
+        "Take all rows out of the arena as a `Snapshot`. keep: function that copies the rows into the black box, and returns the copy's number."
         earlier,kept = list(self.taken),[]
         snapshot = arena.take(earlier, None if keep is None else lambda parts: kept.append(keep(self.joined+parts, earlier)))
         snapshot.number = kept[0] if kept else 0
@@ -275,7 +278,10 @@ class Snapshots:
         return snapshot
 
     def take_out(self, arena, p, whole):
-        "Remove the rows of pass `p`, except rows of parameters; with `whole`, remove all rows. Return them as a `Snapshot`."
+        """Remove the rows of the pass `p`, except rows of parameters. Return the removed rows as a `Snapshot`.
+
+        `whole`: True to remove all rows.
+        """
         stay = np.array([t.once or not belongs_to(p, t.key) for t in arena.taps], dtype=bool)
         def is_mine(h): return h[:, EVENT]!=0 if whole else rows_of_pass(h, p.number, stay)
         taken,here = [part for s in self.taken for part in s.parts],[*self.joined, *arena.take([]).parts]
@@ -285,13 +291,13 @@ class Snapshots:
         return Snapshot(mine, arena.taps, [])
 
     def join(self, earlier):
-        "Add the rows of earlier steps as passes. The log already has the rows of the first of these steps."
+        "Add the rows of earlier steps as rows of passes. The log already has the rows of the first of these steps."
         first,*more = [[e.measured.snapshot.as_pass(i)] if e.measured is not None else [] for i,e in enumerate(earlier)]
         self.taken,self.joined,self.any = first,[p for some in more for s in some for p in s.parts],bool(first)
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #dca70632
 class StepRows:
-    "All rows of the open step: summaries in the arena, custom rows, and rows taken out before."
+    "All rows of the open step: summaries in the arena, custom rows, and rows that were taken out before the step ended."
     def __init__(self, notices, lock):
         self.notices,self.box = notices,None # box: a `BlackBox` or None
         self.custom,self.snapshots = CustomRows(lock),Snapshots()
@@ -303,7 +309,7 @@ class StepRows:
         self.custom.clear_taken()
 
     def use_box(self, box):
-        "Store new rows in a black box. `box`: None to use ordinary memory."
+        "Store new rows in a black box from now on. `box`: a `BlackBox`, or None to use ordinary memory."
         self.box = self.custom.box = box
         self.arena.use_box(box)
 
@@ -311,16 +317,19 @@ class StepRows:
     size = property(lambda self: self.arena.filled+len(self.custom)+len(self.snapshots.joined), doc="Number of rows, approximately")
 
     def forget_seen(self):
-        "Forget which tensors this pass has read, so they are read again, because their values may have changed."
+        "Forget which tensors this pass has read, so that they are read again. Their values may have changed."
         self.arena.seen.clear()
 
     def take_back(self, number, micro):
-        "Drop the rows of a failed pass. Rows taken out before are superseded later."
+        """Drop the rows of a failed pass. New rows will supersede the rows of this pass that are in the log already.
+
+        `number`: number of the pass in the step; `micro`: number of its micro-batch.
+        """
         self.arena.take_back(number, self.snapshots.taken)
         self.custom.take_back(micro)
 
     def join(self, earlier):
-        "Merge earlier steps into this step: their rows become passes of this step."
+        "Merge earlier steps into this step: their rows become rows of its passes. `earlier`: `ProvisionalStep`s."
         self.arena.renumber(len(earlier))
         self.snapshots.join(earlier)
         self.custom.join(earlier)
@@ -338,7 +347,7 @@ class StepRows:
         except RuntimeError as e: return self.report_device(e), custom
 
     def take_out(self, p, until, whole:bool) -> tuple:
-        """Remove the rows of a `TrainingPass` from the open step. `until`: first event of the next pass, or None.
+        """Remove the rows of a `TrainingPass` `p` from the open step. `until`: number of the first event of the next pass, or None.
 
         `whole`: True if the step has no other pass. Return a `Snapshot`, the custom rows, and how many numbers were
         logged during the pass.
@@ -353,7 +362,7 @@ class StepRows:
         return Snapshot([], self.arena.taps, [])
 
     def clear_taken(self):
-        "Forget which rows were taken, so the next rows do not supersede them."
+        "Forget which rows were taken out, so that the next rows do not supersede earlier rows."
         if self.snapshots.taken: self.snapshots.taken = []
         if self.custom.taken: self.custom.clear_taken()
 
@@ -362,7 +371,7 @@ class StepRows:
         self.snapshots.any = False
 
 def new_tap(arena, state, place, how, once):
-    "Create the tap for a tensor of a module, unless a parallel thread was faster."
+    "Create the tap for a tensor of a module, unless another thread has already created this tap. Return the tap."
     ttype,tname,phase,backward,pname = place
     with arena.lock:
         if place not in state.taps:
@@ -373,17 +382,17 @@ def new_tap(arena, state, place, how, once):
 class StepBuffer:
     "Measures tensors, and stores the measurements of the open step."
     def __init__(self, stats:dict, notices=None, calls=None, lock=None, ranks=None):
-        """Create an empty buffer. `stats`: tensor type -> names of built-in statistics, or a function that maps a tensor to
+        """Create an empty buffer. `stats`: tensor type -> names of built-in statistics, or a function from a tensor to a dict.
 
-        a dict. `lock`: the recorder's lock, taken before the lock of the generators, because a user's function may call
+        `lock`: the recorder's lock, taken before the lock of the generators, because a user's function may call
         `te.log`. `ranks`: `capture.ranks.Ranks`, if there are several processes.
         """
         lock = lock or threading.RLock()
-        # 'before' is the weight before its update, used for the update-to-weight ratio; it gets no row
+        # 'before' is the tensor type of weights before their update. It has no rows, only the update-to-weight ratio needs its rms
         self.stats = {'before': ('rms',), **stats}
         self.notices,self.calls = notices or Notices(),calls or Calls()
-        self.micro = 0 # number of the micro-batch, stored in custom rows because these cannot be merged
-        self.uses = 0 # number of calls of `use`: taps from before are not valid any more
+        self.micro = 0 # number of the micro-batch, stored in custom rows because custom rows of micro-batches cannot be merged
+        self.uses = 0 # number of calls of `use`, after which earlier taps are not valid
         self.on_device = False # True if an earlier step measured a tensor that was not on the CPU
         self.gradients = None # result of `Parameters.gradient_counts` at the end of the step
         self.functions = Functions(self.notices, self.calls, lock)
@@ -410,20 +419,20 @@ class StepBuffer:
                 if stats is None: return
                 key,dtype = (state.track.name, ttype, tname, pname, phase, backward),str(x.dtype).removeprefix('torch.')
                 return self.add(key, call, self.micro, dtype, stats)
-            place = ttype,tname,phase,backward,pname # a tuple is used, because creating an object for each tensor is slow
+            place = ttype,tname,phase,backward,pname # `place` is a tuple, because creating an object for each tensor is slow
             tap = state.taps.get(place) or new_tap(self.rows.arena, state, place, how, once)
             if replace: self.rows.arena.forget(tap)
             observe(x, tap, call, None if scale is None else float(scale) if x.is_cpu else scale, later=once)
         except Exception as e: self.notices.failed(state.track.name, tname, e, self.stats.get(ttype))
 
     def measure_together(self, some, scale=None, replace:bool=False):
-        """Measure several tensors that have one row in a step. They must not change before `read_pending`.
+        """Measure several tensors that have one row in a step. Their values must not change before `read_pending`.
 
         `some`: (state, tensor type, name, name of the parameter, tensor) for each. Other arguments: as in `measure`.
         """
         shards,custom = self.shards,self.rows.custom
         is_alone = scale is not None or shards.columns or shards.ranks is not None or replace and custom
-        waits = False if is_alone else None # function that queues a tensor, created before its first use
+        waits = False if is_alone else None # function that queues a tensor: None before it is created, False if queuing is impossible
         for state,ttype,tname,pname,x in some:
             tap = state.taps.get((ttype, tname, None, 0, pname)) if waits is not False and type(x) in ordinary and not x.is_cpu else None
             if tap is not None and waits is None: waits = self.rows.arena.waiter(replace) or False
@@ -431,7 +440,7 @@ class StepBuffer:
                 self.measure(state, ttype, tname, x, pname, scale=scale, once=True, replace=replace)
 
     def count_graph_row(self, state, place, x, call, once, replace):
-        "Count a row of a CUDA graph, which the graph writes itself at each replay. Users' functions are not called."
+        "Count a row of a CUDA graph. The graph itself writes this row at each replay, so users' functions are not called."
         how = self.stats[place[0]]
         if callable(how): return
         tap = state.taps.get(place) or new_tap(self.rows.arena, state, place, how, once)
@@ -443,7 +452,7 @@ class StepBuffer:
         self.rows.custom.add(next(self.rows.arena.clock), key, call, micro, dtype, stats)
 
     def use(self, how, ttypes, states=()):
-        "Change the statistics of some tensor types from now on. `how`: a value of `stats`; `states`: `ModuleState`s of the armed modules."
+        "Change the statistics of some tensor types from now on. `how`: new value in `stats`; `states`: `ModuleState`s of the armed modules."
         self.stats.update(dict.fromkeys(ttypes, how))
         self.uses += 1
         for st in states: st.renew_taps({place: tap for place,tap in st.taps.items() if place[0] not in ttypes})
@@ -454,31 +463,31 @@ class StepBuffer:
 
     @property
     def is_simple(self):
-        "True if all statistics are built in, and no tensor is a part of a sharded tensor: then compiled code may write rows."
+        "True if all statistics are built in and no tensor is sharded. Then compiled code may write rows."
         return not (self.shards.ranks is not None or self.shards.columns or self.rows.custom or any(map(callable, self.stats.values())))
 
     def in_micro(self, micro:int):
-        "Set the micro-batch to which the next rows belong."
-        self.micro = micro # micro: number of the pass among the passes of its phase
+        "Set the micro-batch to which the next rows belong. `micro`: number of the pass among the passes of its phase."
+        self.micro = micro
 
     def take_back(self, number):
-        "Drop the rows of a failed pass."
+        "Drop the rows of a failed pass. `number`: number of the pass in the step."
         self.rows.take_back(number, self.micro)
 
     def join(self, earlier):
-        "Add earlier steps as passes of this step, before its rows are taken. earlier: `row_writer.ProvisionalStep`s."
+        "Add earlier steps as passes of this step, before the rows of this step are taken out. earlier: `row_writer.ProvisionalStep`s."
         self.rows.join(earlier)
         self.micro = len(earlier)
         self.shards.columns = {k:v for e in earlier if e.measured is not None for k,v in e.measured.parts.items()} | self.shards.columns
 
     def read_pending(self, module='model'):
-        "Measure all queued parameters in one launch, before they change. Afterwards no reference to them is kept."
+        "Measure all queued parameters in one kernel launch, before their values change. References to the parameters are dropped."
         self.rows.forget_seen()
         try: self.rows.arena.read_pending()
         except Exception as e: self.notices.failed(module, 'a parameter', e, self.stats.get('weight'))
 
     def take(self, over, metadata=None):
-        "Take all rows: return a `Snapshot` of the summaries, and the custom rows. over: True if the step is over."
+        "Take out all rows: return a `Snapshot` of the summaries, and the custom rows. over: True if the step is over."
         return self.rows.take(over, metadata and dict(of_parts=self.shards.columns, **metadata))
 
     def use_box(self, box):

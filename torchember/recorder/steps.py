@@ -17,8 +17,8 @@ class Phases:
     The phase is 'eval' in `eval()` mode. It is 'no_grad' in `train()` mode if no gradient will be computed.
     """
     def __init__(self):
-        self.trained = set() # paths of modules that were called as the outermost module in training mode
-        self.trains_in_eval = False # True if the model is trained in `eval()` mode, known from the first such step
+        self.trained = set() # paths of modules that were the outermost module of a pass while in training mode
+        self.trains_in_eval = False # True if the model is trained in `eval()` mode, known after the first such step has ended
         self.has_grad = False # True once a training pass had gradients
         self.trains_without_grad = False # True if a step ended before any pass had gradients
         self.without_grad = False # True if the open step has a pass without gradients
@@ -38,7 +38,7 @@ class Phases:
         return None if self.trains_without_grad and not self.has_grad else 'no_grad'
 
     def end_step(self):
-        "Note the end of a step. If no pass has had gradients so far, passes without gradients are training passes."
+        "Note the end of a step. If no pass has had gradients so far, passes without gradients count as training passes from now on."
         self.trains_without_grad = self.trains_without_grad or self.without_grad
         self.without_grad = False
 
@@ -46,11 +46,11 @@ class Phases:
 class SteppedOptimizers:
     "Counts the steps of each optimizer in the open training step, which is over when all awaited optimizers have stepped."
     def __init__(self, awaited=()):
-        # ids of the optimizers that must all step before a training step is over; empty if optimizers do not end steps
+        # ids of the optimizers that must all step before a training step is over; empty if optimizers do not end training steps
         self.awaited = frozenset(awaited)
         self.stepped = set() # ids of the optimizers that have stepped in the open training step
-        self.counts = Counter() # number of steps of each optimizer in the open training step, by id
-        # by optimizer id, the largest number of steps that another optimizer made before this optimizer's first step
+        self.counts = Counter() # id of an optimizer -> number of its steps in the open training step
+        # id of an optimizer -> largest number of steps that another optimizer made before the first step of this optimizer
         self.waits = {}
 
     missing = property(lambda self: self.awaited-self.stepped, doc="Ids of the optimizers that have not stepped yet.")
@@ -60,7 +60,7 @@ class SteppedOptimizers:
         "Count a step of the optimizer with this id. Return True if all awaited optimizers have stepped."
         if len(self.awaited)>1 and optimizer not in self.stepped: self.waits[optimizer] = max(self.waits.get(optimizer, 0), self.max_count)
         self.stepped.add(optimizer)
-        self.counts[optimizer] = self.counts.get(optimizer, 0)+1 # uses `get`, because `Counter` is slow for a missing key
+        self.counts[optimizer] = self.counts.get(optimizer, 0)+1 # `get` is used, because `Counter` is slow for a missing key
         return bool(self.awaited) and self.stepped>=self.awaited
 
     def wait_too_long(self, new:int, few:int) -> bool:
@@ -69,7 +69,7 @@ class SteppedOptimizers:
         The limit is `new` steps if the missing optimizer has never stepped in this run. Otherwise the limit is `few` steps,
         or more if the missing optimizer steps rarely.
         """
-        # if optimizers alternate, each waits for the others
+        # if optimizers alternate, each optimizer waits for the others, so a training step would never end
         if len(self.waits)==len(self.awaited)>1 and min(self.waits.values())>=3: return True
         return any(self.max_count>=(max(few, 3*self.waits[o]) if o in self.waits else new) for o in self.missing)
 
@@ -82,15 +82,15 @@ class StepState:
     "Passes of the open step."
     def __init__(self):
         self.opened = False # True if the step has content: a pass, or tensors that the user asked to measure
-        self.passes = Counter() # number of passes by phase
+        self.passes = Counter() # phase -> number of passes of this phase
         self.begun = 0 # number of passes that have begun, including passes that were refused later
         self.training_passes = 0 # number of passes in training mode with gradients
         self.eval_grads = False # True if a pass in `eval()` mode computes gradients
         self.measured = False # True if a tensor was measured outside of passes
         self.leader,self.phase = None,None # leader: path of the first outermost module of the last pass; phase: phase of the last pass
-        self.failed = False # True if the last pass raised
-        self.seen = set() # paths of outermost modules that were called
-        # version counters of the weights in the last training pass, and how often they changed between passes
+        self.failed = False # True if the last pass raised an exception
+        self.seen = set() # paths of the modules that were called as outermost modules
+        # weights: version counters of the weights in the last training pass; changes: number of their changes between passes
         self.weights,self.changes = None,0
 
     micro = property(lambda self: max(self.passes[self.phase]-1, 0), doc="Number of the last pass among the passes of its phase.")
@@ -108,14 +108,14 @@ class StepState:
     def add_call(self, path:str, phase:str|None=None, weights=None, joins:bool=False) -> bool:
         """Note a call of an outermost module. Return True if the call begins a pass. Arguments: see `begins_pass`.
 
-        `weights`: a value that differs once the weights change, such as version counters.
+        `weights`: a value that changes whenever the weights change, such as version counters.
         """
         new = self.begins_pass(path, phase, joins)
         if new:
             self.begun += 1
             self.leader,self.phase = path,phase
             self.passes[phase] = self.passes.get(phase, 0)+1
-        elif phase is None and self.phase=='no_grad': # if a call in a pass without gradients has gradients, the pass is a training pass
+        elif phase is None and self.phase=='no_grad': # a call with gradients turns a pass without gradients into a training pass
             self.passes[self.phase] -= 1
             self.passes[None] += 1
             self.phase = None
@@ -145,7 +145,7 @@ class Steps:
         self.optimizers,self.phases,self.state = SteppedOptimizers(awaited),Phases(),StepState()
         self.closed = None # number of the step that ended last
         self.trained = False # True if the step that ended last had training passes
-        # number of the last step with an evaluation. Rows of a second evaluation of this step replace rows of the first
+        # number of the last step with an evaluation. Rows of a second evaluation of a step replace the rows of its first evaluation
         self.evaluated = None
         self.pass_ = 0 # number of the pass in the run, because calls of a module are numbered from 0 in each pass
 
@@ -154,7 +154,7 @@ class Steps:
     phase = property(lambda self: self.state.phase)
     micro = property(lambda self: self.state.micro)
 
-    # ---- evaluations
+    # ---- evaluations between training steps
 
     @property
     def own_passes(self):
@@ -163,17 +163,17 @@ class Steps:
 
     @property
     def is_evaluation(self):
-        "True if all passes since the last training step are evaluations. They are counted for that step."
+        "True if all passes since the last training step are evaluations. Such passes are counted for that training step."
         s = self.state
         other = self.own_passes or s.measured or self.optimizers.stepped or not (self.trained or self.phases.trains_in_eval and not s.eval_grads)
         return self.manual and not other and any(s.passes.values())
 
     def ends_evaluation(self, phase, grad) -> bool:
-        "Return True if the begin of a pass of this phase ends an evaluation. `grad`: True if gradients will be computed."
+        "Return True if an evaluation ends because a pass of this phase begins. `grad`: True if gradients will be computed."
         return self.is_evaluation and (phase!='eval' or grad and not self.trained)
 
     def end_evaluation(self):
-        "End an evaluation: the passes since the last step belong to that step."
+        "End an evaluation: its passes are counted for the training step before it."
         self.evaluated = self.closed
         self.pass_ += 1
         self.state = StepState()
@@ -182,11 +182,11 @@ class Steps:
 
     @property
     def noted(self):
-        "Number of the step that a logged number belongs to: the open step, or the step before if the open step has no pass yet."
+        "Number of the step that a logged number belongs to: the open step, or the step before while the open step has no pass."
         later = self.own_passes if self.manual and self.trained else self.passes
         return self.number if later or self.closed is None else self.closed
 
-    # ---- passes
+    # ---- begin and removal of passes
 
     def is_over_before(self, path, phase, weights=None, joins=False) -> bool:
         "Return True if the open step is over when a call with these arguments begins. Arguments: see `StepState.add_call`."
@@ -200,7 +200,10 @@ class Steps:
         return new
 
     def note_content(self, training=False, eval_grads=False, measured=False):
-        "Mark the open step as not empty. `training`, `eval_grads`: a pass with gradients in this mode; `measured`: a tensor outside of passes."
+        """Mark the open step as not empty. `measured`: True if a tensor was measured outside of passes.
+
+        `training`, `eval_grads`: True for a pass with gradients in training mode, or in `eval()` mode.
+        """
         s = self.state
         s.opened = True
         s.training_passes += training
@@ -209,7 +212,7 @@ class Steps:
     def remove_failed(self) -> int:
         "Remove the last pass, because it failed. Return its number among all passes of the step."
         number = self.state.remove_failed()
-        if not self.manual: self.state.opened = False # the next pass replaces the failed pass, so no pass has begun
+        if not self.manual: self.state.opened = False # without the failed pass, no pass of the step has begun; the next pass replaces it
         return number
 
     def remove_refused(self, number) -> bool:
@@ -229,7 +232,7 @@ class Steps:
         self.passes[None] += n
         self.state.begun += n
 
-    # ---- the end of a step
+    # ---- methods that end a step
 
     def confirm_training(self):
         "Treat passes with gradients in `eval()` mode as training, because the user ends the step."
@@ -240,7 +243,7 @@ class Steps:
         self.state = StepState()
 
     def close(self):
-        "End the open step, and begin the next step."
+        "End the open step, and begin the next step with an empty state."
         if self.state.eval_grads and not self.passes[None]: self.phases.trains_in_eval = True
         elif self.passes['eval']: self.evaluated = self.number
         self.closed,self.number,self.trained = self.number,self.number+1,self.own_passes>0
@@ -257,7 +260,7 @@ class ProvisionalSteps:
     def __init__(self): self.clear()
 
     def clear(self, weights=None):
-        "Forget all stored steps, and store steps with these weight versions from now on."
+        "Forget all stored steps, and store only steps with these weight versions from now on."
         self.weights,self.kept,self.too_many = weights,[],False
 
     def with_weights(self, weights) -> list:
@@ -269,11 +272,14 @@ class ProvisionalSteps:
         return bool(self.with_weights(weights)) and len(self.kept)<self.most
 
     def may_join(self, weights, following) -> bool:
-        "Return True if a step may be a micro-batch of the next step. Weight versions: of this step, and of the pass that follows, or None."
+        """Return True if a step may be a micro-batch of the next step.
+
+        `weights`, `following`: weight versions of this step and of the pass that follows, or None.
+        """
         return weights is not None and weights==following and (weights!=self.weights or not self.too_many and len(self.kept)<self.most)
 
     def add(self, weights, step):
-        "Store a `ProvisionalStep`. `weights`: its weight versions, None if unknown."
+        "Store a `ProvisionalStep`. `weights`: weight versions of the step, None if unknown."
         if weights is None or weights!=self.weights: self.clear(weights)
         if weights is None or self.too_many: return
         self.kept.append(step)
@@ -298,13 +304,13 @@ def stall_reason(steps, passes:int=1000, new:int=20, few:int=12) -> str|None:
 # %% ../../nbs/40_recorder/10_steps.ipynb #88219d60
 class Decision:
     "Decides for each step if it is recorded."
-    def __init__(self, schedule, budget=None, notices=None): # schedule: function of a step that returns True to record the step
+    def __init__(self, schedule, budget=None, notices=None): # schedule: function that gets the number of a step, and returns True to record the step
         self.schedule,self.budget,self.notices = schedule,budget,notices or Notices()
-        # last decision: number of the step, result, and True if the budget refused the step
+        # step, is_recorded: number of the last decided step, and the decision; denied: True if the budget refused this step
         self.step,self.is_recorded,self.denied = None,False,False
 
     def is_selected(self, step) -> bool:
-        "Return True if the schedule selects a step. If the schedule raises, the step is not selected."
+        "Return True if the schedule selects a step. If the schedule raises an exception, the step is not selected."
         try: return self.schedule(step)
         except Exception as e:
             if self.notices.on_error=='raise': raise

@@ -24,14 +24,16 @@ def now(form='%Y-%m-%d %H:%M:%S'): # form: format string for `strftime`
     return datetime.now().strftime(form)
 
 # %% ../../nbs/30_store/00_base.ipynb #b4c014a2
-# characters that separate folders, or that control a terminal
+# characters that separate folders or control a terminal, which names must not contain
 forbidden = re.compile(r'[/\\\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]')
 
 # %% ../../nbs/30_store/00_base.ipynb #7501f978
 def safe_name(name, what, most=200):
     """Return `name` unchanged. Raise ValueError unless it is a safe file name in the folder of logs.
 
-    `what`: noun for the message. `most`: largest number of bytes. File systems accept 255, but suffixes are added to the name."""
+    `what`: noun for the message. `most`: maximum number of bytes. File systems accept 255 bytes, but suffixes are
+    added to the name.
+    """
     if not isinstance(name, str) or not name: raise ValueError(f"The name of a {what} must be a string that is not empty, got {name!r}.")
     why = ('contains a separator or control character' if forbidden.search(name) else 'begins with a dot' if name[0]=='.' else
         'cannot be the name of a file here' if not is_encodable(name) else f'is longer than {most} bytes' if len(os.fsencode(name))>most else
@@ -42,7 +44,7 @@ def safe_name(name, what, most=200):
 
 # %% ../../nbs/30_store/00_base.ipynb #edcd7e31
 def is_encodable(name):
-    "Return True if the file system accepts all characters of `name`. It rejects lone surrogates; some locales accept only few characters."
+    "Return True if the file system accepts all characters of `name`. Lone surrogates are never accepted; some locales accept few characters."
     try: return bool(name.encode().decode() and os.fsencode(name))
     except UnicodeEncodeError: return False
 
@@ -66,7 +68,7 @@ devices = re.compile(r'(?i)con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9¹²³]
 
 # %% ../../nbs/30_store/00_base.ipynb #ef759c80
 def folder(libname, home=None):
-    "Return the home of a library, the folder or URL of its logs and metadata: `home` if given, else `~/.<libname>`."
+    "Return the home of a library: the folder or URL with its logs and metadata. This is `home` if given, else `~/.<libname>`."
     if home is None and libname=='torchember': home = os.environ.get('TORCHEMBER_HOME') or None
     if home is not None:
         if '\0' in str(home): raise ValueError(f"The home for logs, {str(home)!r}, contains a null character.")
@@ -78,7 +80,7 @@ def folder(libname, home=None):
     except RuntimeError: return home_fallback(libname)
 
 # %% ../../nbs/30_store/00_base.ipynb #d306b972
-@cache # cached, so that the warning is given once
+@cache # the result is cached, so that the warning is given only once
 def home_fallback(libname):
     "Return a temporary folder for logs if the user has no home directory, as in a container without $HOME. Warn once."
     place,more = Path(tempfile.gettempdir())/f'{libname}-{os.getuid() if hasattr(os, "getuid") else user()}',''
@@ -87,7 +89,7 @@ def home_fallback(libname):
         if not is_private_folder(place):
             more = f" ({place} exists already, and other users can write to it)"
             place = Path(tempfile.mkdtemp(prefix=f'{libname}-'))
-    except OSError: pass # ignored, because the first write to this folder will raise an error
+    except OSError: pass # the error is ignored, because the first write to this folder will raise it again
     warn(f"There is no home directory, so logs go to {place}{more}. Set TORCHEMBER_HOME to choose a folder.")
     return place
 
@@ -115,7 +117,7 @@ def local_only(url):
 def user():
     """Return the name of the current user, or "unknown"."""
     try: return getpass.getuser()
-    except (KeyError, OSError, ImportError): return 'unknown' # raised if the user id has no name
+    except (KeyError, OSError, ImportError): return 'unknown' # the user id has no name
 
 # %% ../../nbs/30_store/00_base.ipynb #b1d453a2
 def open_without_links(path, flags):
@@ -130,7 +132,7 @@ def replace(path, data):
     path.parent.mkdir(parents=True, exist_ok=True)
     temp = path.with_name(f'.torchember-{token_hex(8)}')
     try:
-        with open(temp, 'xb') as f: f.write(data) # mode 'x' requires a new file, so that no link is followed
+        with open(temp, 'xb') as f: f.write(data) # mode 'x' requires a new file, so that `open` follows no link
         os.replace(temp, path)
     finally: temp.unlink(missing_ok=True)
 
@@ -143,7 +145,7 @@ def write_meta(path, value): # value: JSON types, tensors and numpy values
     replace(path, data)
 
 def read_meta(path):
-    "Read a JSON file of metadata. Raise KeyError if there is no such file, ValueError or OSError if it cannot be read."
+    "Read a JSON file of metadata. Raise KeyError if the file does not exist, ValueError or OSError if it cannot be read."
     try:
         with open_file(path) as f: data = f.read(most_meta+1)
     except FileNotFoundError:
@@ -153,11 +155,11 @@ def read_meta(path):
     except RecursionError: raise ValueError(f"{printable(path)} cannot be read: it is nested too deeply.") from None
     except ValueError as e: raise ValueError(f"{printable(path)} is not valid JSON: {printable(e, 200)}") from None
 
-most_meta = 1<<26 # largest size of a metadata file, in bytes
+most_meta = 1<<26 # maximum size of a metadata file in bytes
 
 # %% ../../nbs/30_store/00_base.ipynb #84dd1f1f
 def valid_base(base):
-    "Return the metadata `base`, of the kind 'base', without values of the wrong type. Raise ValueError if it is not a dict."
+    "Return metadata of the kind 'base' without values of a wrong type. Raise ValueError if the metadata are not a dict."
     if not isinstance(base, dict): raise ValueError(f"the metadata 'base' must be a JSON object, got {an(base)}.")
     return {k: v for k,v in base.items() if k not in base_types or is_valid_base_value(v, base_types[k])}
 

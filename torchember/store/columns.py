@@ -34,12 +34,12 @@ class ColumnBlock:
 
     def __len__(self): return self.n
 
-    def load(self, columns): pass # nothing to load, because this block is in memory
+    def load(self, columns): pass # this block is in memory, so nothing must be loaded
 
     def __getitem__(self, k): return self.columns[k] if k in self.columns else [missing]*self.n
 
     def values(self, k):
-        "Return the values of a column and the set of their types. Nulls of a statistic become NaN or infinity again."
+        "Return the values of a column, and the set of their types. Nulls of a statistic are replaced by NaN or infinity."
         values = self[k]
         types = set(map(type, values))
         return (self.restore_lost_values(k, values), types-{none}|{float}) if none in types and k in derived else (values, types)
@@ -50,19 +50,19 @@ class ColumnBlock:
         known = {c: lost_value(k, *c) for c in set(counts)}
         return [known[c] if v is None else v for v,c in zip(values, counts, strict=True)]
 
-    # None if each value must be inspected
+    # returns None if each value must be inspected
     def convert(self, k, column):
-        "Convert the values of the key `k` for the `Column` of a table."
+        "Convert the values of the key `k` to the form stored in a `Column` of a table."
         return column.convert_known_type(self[k], self.sure.get(k))
 
-    def distinct(self, k): return None # returns None, because the distinct values are unknown; the caller then inspects each value
+    def distinct(self, k): return None # Returns None, because the distinct values are unknown. Then the caller inspects each value
 
     def has_count(self, k):
-        "Return for each row whether it has a count other than 0 in this column."
+        "Return a list of booleans: True for each row with a count other than 0 in the column `k`."
         return [v is not missing and bool(v) for v in self[k]]
 
     def select_rows(self, mask):
-        "Return a block with those rows for which `mask` is True."
+        "Return a block with the rows for which `mask` is True."
         return self if all(mask) else ColumnBlock({k: list(compress(v, mask)) for k,v in self.columns.items()}, sum(mask), self.sure)
 
     def restore_nonfinite(self):
@@ -80,23 +80,23 @@ class ColumnBlock:
 # %% ../../nbs/30_store/07_columns.ipynb #31522565
 @cache
 def msgspec():
-    "Return the library msgspec, which parses JSON faster. Return None if it is not installed."
+    "Return the library msgspec, which parses JSON faster than Python's `json`. Return None if msgspec is not installed."
     try: return import_module('msgspec')
     except ImportError: return None
 
-few = 100 # columns with at most so many distinct texts are declared to msgspec as a `Literal`, which parses faster
+few = 100 # a column with at most this number of distinct texts is declared to msgspec as a `Literal`, which is parsed faster
 
 class Expected:
-    "Keys, value types and texts found so far in the rows of a log. The next lines are parsed fast if they have the same."
+    "Keys, value types and texts found so far in the rows of a log. Lines with known keys, types and texts are parsed fast."
     def __init__(self, names=()): # names: columns whose lists become tuples
         self.names = names
-        self.layouts = [] # key tuples of the rows that had a new key
+        self.layouts = [] # layouts of rows that had a new key; a layout is the tuple of a row's keys
         # types: key -> types of its values; texts: key -> (known texts, how often new texts were added)
         self.types,self.texts = {},{}
-        self.decoder,self.sure = None,{} # decoder: of msgspec; sure: key -> the only type of its values
+        self.decoder,self.sure = None,{} # decoder: a decoder of msgspec, or None; sure: key -> the only type of its values
 
     def add_rows(self, rows):
-        "Add the keys, types and texts of `rows` to the known ones, and make a decoder expecting them."
+        "Add the keys, types and texts of `rows` to the known keys, types and texts. Make a decoder for these rows."
         self.add_layouts(dict.fromkeys(map(tuple, rows)))
         for k,types in self.types.items():
             values = [r[k] for r in rows if k in r]
@@ -106,13 +106,13 @@ class Expected:
         self.decoder = self.new_decoder()
 
     def add_layouts(self, layouts):
-        "Add key tuples of rows. Keep only those with a new key."
+        "Add layouts of rows. Keep only layouts with a new key. A layout is the tuple of a row's keys."
         for keys in layouts:
             if not self.types.keys()>=set(keys): self.layouts.append(keys)
             for k in keys: self.types.setdefault(k, set())
 
     def add_texts(self, k, texts):
-        "Add distinct texts of the key `k`, and count the change if any is new."
+        "Add distinct texts of the key `k` to the known texts, and count this change if any text is new."
         known,changes = self.texts.setdefault(k, (set(), 0))
         if not known>=texts: self.texts[k] = known|texts,changes+1
 
@@ -127,14 +127,14 @@ class Expected:
         "Return a msgspec decoder for rows with known keys and types. Return None if msgspec is missing or cannot express the keys."
         if msgspec() is None: return None
         types = {k: self.type_of(k) for k in self.types}|{'nonfinite': Any}
-        # f0, f1, ... because a key may be no valid Python name
+        # fields are named f0, f1, ..., because a key may be no valid Python name
         fields = [(f'f{i}', t, missing) for i,t in enumerate(types.values())]
         names = {f: k for (f,*_),k in zip(fields, types, strict=True)}
         try: return msgspec().json.Decoder(msgspec().defstruct('Row', fields, rename=names, forbid_unknown_fields=True, gc=False))
         except ValueError: return None # msgspec rejects some keys
 
     def read(self, data):
-        "Convert a block of lines, or a Parquet part, to a `ColumnBlock`. Return it and the number of torn (incomplete) lines."
+        "Convert a block of lines, or a Parquet part, to a `ColumnBlock`. Return the block and the number of torn (incomplete) lines."
         if not isinstance(data, bytes):
             self.add_layouts(data.layouts.keys())
             return data.block(), data.header['torn']
@@ -163,12 +163,12 @@ def objects_in(data):
 
 # %% ../../nbs/30_store/07_columns.ipynb #bd264f51
 class Codes(dict):
-    "Dict from each distinct text of a column to its code, a whole number. A new text gets the next code."
+    "Dict: distinct text of a column -> its code, a whole number. A new text gets the next code."
     def __init__(self): super().__init__({missing: -1, None: -1})
     def __missing__(self, text): code = self[text] = len(self)-2; return code
 
 class Column:
-    """Values of a table column, collected block by block. `before`: number of earlier rows, without the column.
+    """Values of a table column, collected block by block. `before`: number of earlier rows, which do not have the column.
 
     `is_name`: True if texts become a category and lists become tuples. `as_it_is`: True if all values stay Python objects."""
     def __init__(self, before, is_name, as_it_is):
@@ -183,13 +183,13 @@ class Column:
         self.pieces.append((kind, values))
 
     def convert_known_type(self, values, sure):
-        "Convert values of one known type, `sure`, without inspecting each. Return None if each value must be inspected."
+        "Convert values of one known type, `sure`, without inspecting each value. Return None if each value must be inspected."
         if sure is str and (codes := self.to_codes(values)).max(initial=-1)>=0: return 'texts', codes
         try: return ('numbers', np.fromiter(values, np.int64, len(values))) if sure is int else None
         except (TypeError, OverflowError): return None
 
     def convert(self, values, types):
-        "Inspect the types of values. Return the kind of the block and its values, converted where possible."
+        "Inspect the types of values. Return the kind of these values, such as 'numbers', and the values, converted if possible."
         there = types-{none, Missing}
         if not there: return 'nothing', values
         if self.as_it_is: return 'values', values
@@ -201,7 +201,7 @@ class Column:
     def to_codes(self, texts): return np.fromiter(map(self.codes.__getitem__, texts), np.int32, len(texts))
 
     def to_objects(self, values):
-        "Return an object array of values, with NaN for missing ones."
+        "Return an object array of values, with NaN in place of missing values."
         values = [math.nan if v is missing else tuple(v) if self.is_name and type(v) is list else v for v in values]
         return np.fromiter(values, object, len(values))
 
@@ -246,16 +246,19 @@ def as_texts(pd, codes, texts, category):
     if not category: return pd.Series(texts).array.take(codes, allow_fill=True)
     seen = pd.unique(codes)
     seen = seen[seen>=0]
-    again = np.full(len(texts)+1, -1, codes.dtype) # codes in order of first appearance
+    again = np.full(len(texts)+1, -1, codes.dtype) # again: new code of each old code, in order of first appearance
     again[seen] = np.arange(len(seen))
     return pd.Categorical.from_codes(again[codes], categories=pd.Index([texts[i] for i in seen]))
 
 # %% ../../nbs/30_store/07_columns.ipynb #051e26cb
 def collect(blocks, file, names, keep, only, as_it_is, expected):
-    "Read all blocks, and collect their values in `Column` objects. Arguments as in `columns_of_lines`."
+    """Read all blocks, and collect their values in `Column` objects. Arguments: as in `columns_of_lines`.
+
+    `as_it_is`: columns whose values stay Python objects.
+    """
     columns,n,each = {},0,[]
     collects = gc.isenabled()
-    gc.disable() # the garbage collector would scan these many lists again and again
+    gc.disable() # garbage collection is off, because it would scan these many lists again and again
     try:
         with reading_bar(file) as bar:
             for data in blocks():
@@ -277,7 +280,7 @@ def collect(blocks, file, names, keep, only, as_it_is, expected):
 def columns_of_lines(blocks, file=None, names=(), keep=None, only=None, expected=None):
     """Read a log as columns with the exact values of its rows.
 
-    Return: dict name -> column, layouts (key tuples of rows with a new key), number of rows, number of torn lines, (rows, torn lines) of each block.
+    Return: dict name -> column, layouts (keys of rows that have a new key), number of rows, number of torn lines, (rows, torn lines) of each block.
     `blocks`: function that yields blocks. `file`: path and size of the log, for a progress bar. `only`: columns to read.
     `names`: columns to convert: texts to categories, lists to tuples, and 'ts' to times. `keep`: function of a block that returns a mask of the rows to keep.
     `expected`: `Expected` of an earlier call with the same `names`, which saves time."""

@@ -20,11 +20,14 @@ def callable_name(f):
     return getattr(f, '__qualname__', None) or type(f).__qualname__
 
 def name_step(step):
-    "Return a text that names a step in messages."
+    "Return a text that names a step in a message. `step`: number of the step, or None."
     return 'rows of no step' if step is None else f'step {step}'
 
 def run_queue(queue):
-    "Run the thread of a listener: call the listener for each block of rows in `queue`, until None arrives. Hold no reference to the listener."
+    """Run the thread of a listener: call the listener for each block of rows in `queue`, until None arrives.
+
+    This function has no reference to the listener, so that an unused listener is freed.
+    """
     while (job := queue.get()) is not None:
         if isinstance(job, tuple): job[0].notify(*job[1:])
         else: job.set()
@@ -32,17 +35,17 @@ def run_queue(queue):
 
 # %% ../../nbs/30_store/09_listeners.ipynb #cf8793ff
 class ThreadListeners(threading.local):
-    "Listeners for which the current thread runs. Rows that they record are not sent to them again, which would be an endless loop."
+    "Listeners that the current thread is calling. Rows that they record are not sent to them again, to avoid an endless loop."
     listeners = ()
 
 running = ThreadListeners()
 
 # %% ../../nbs/30_store/09_listeners.ipynb #c749aba4
 class BoundedQueue:
-    "Queue of blocks of rows, and of events to set, for one listener. If the queue is too long, the oldest blocks are dropped."
+    "Queue of one listener: blocks of rows, and events to set. If the queue gets too long, its oldest blocks are dropped."
     max_pieces,max_bytes = 256,32_000_000
 
-    # steps: step of each block; size: bytes of all blocks
+    # steps: step of each queued block; size: bytes of all queued blocks
     def __init__(self): self.queue,self.lock,self.steps,self.size = SimpleQueue(),threading.RLock(),deque(),0
 
     def __len__(self): return len(self.steps)
@@ -58,22 +61,22 @@ class BoundedQueue:
                 try: job = self.queue.get_nowait()
                 except Empty: break
                 if isinstance(job, tuple): self.note_removed(job[2]); dropped.append(job[1])
-                elif job is not None: job.set() # events in a removed job are set, because all blocks before them were removed
+                elif job is not None: job.set() # the event of a removed job is set, because all blocks before it were removed
         return dropped
 
     def note_removed(self, lines):
-        "Update steps and size after a block with these lines left the queue."
+        "Update `steps` and `size`, because a block with these lines has left the queue."
         with self.lock:
             self.steps.popleft()
             self.size -= len(lines)
 
 # %% ../../nbs/30_store/09_listeners.ipynb #102c1f8f
 class LostSteps:
-    "Counter of steps of which the listener `name` did not get all rows. `note`: function to show a message to the user, once."
+    "Counter of steps with rows that the listener `name` did not get. `note`: function that shows a message to the user, once."
     def __init__(self, name, note): self.name,self.note,self.count,self.last,self.reason = name,note,0,(),None
 
     def add(self, step):
-        "Count a step with lost rows. Count it once, although several blocks of its rows may be lost."
+        "Count a step with lost rows. Count the step only once, although several blocks of its rows may be lost."
         if step!=self.last: self.count,self.last = self.count+1,step
 
     def report(self, step, reason):
@@ -85,7 +88,7 @@ class LostSteps:
             "This warning is shown once.")
 
     def remark(self, waiting=()): # waiting: steps whose rows are lost because the listener does not return
-        "Return a sentence about lost rows, for the report at the end of the run. Return None if nothing was lost."
+        "Return a sentence about lost rows, for the report at the end of the run. Return None if no rows were lost."
         n = self.count+len({*waiting}-{self.last})
         if n: return f"{self.name} lost rows of {n:,} step{'s'*(n!=1)}: {self.reason or 'it has not returned'}."
 
@@ -95,25 +98,25 @@ class Listener:
 
     `name`: name in messages. `note`: called with a message for the user. `remove`: called with this object when it is closed.
     `convert`: function that converts a block of lines to the second argument of `f`.
-    `accepts`: function of rows and lines, called in the writing thread: True if `f` gets this block. By default, `f` gets all blocks."""
+    `accepts`: function of rows and lines, called in the writing thread. It returns True if `f` gets this block; by default, `f` gets all."""
     patience = 10. # seconds to wait for this listener at the end of a run
 
     def __init__(self, f, name=None, note=lambda text: None, remove=lambda listener: None, convert=lambda lines: parse(lines)[0], accepts=None):
         self.f,self.name,self.note,self.remove,self.convert,self.accepts = f,printable(name or callable_name(f)),note,remove,convert,accepts
         self.queue,self.lost,self.pid = BoundedQueue(),LostSteps(self.name, note),os.getpid()
         self.since = 0 # size of the log file in bytes when this listener was added
-        self.step = () # step that `f` is being called for; () if no call is running
+        self.step = () # step for which `f` is running; () if `f` is not running
         self.is_closed = self.hangs = False # hangs: True if waiting for this listener timed out
         self.start()
 
     def start(self):
-        "Start the thread, unless it runs or cannot be started."
+        "Start the thread of this listener. Return the thread, or None if it cannot be started."
         self.thread = threading.Thread(target=run_queue, args=(self.queue.queue,), name=f'torchember-{self.name}', daemon=True)
         try: self.thread.start()
         except RuntimeError: self.thread = None # the interpreter exits, or the system has no more threads
         return self.thread
 
-    # rows: dicts or lines; lines: the same rows as lines of the file; sources: listeners that recorded these rows
+    # rows: dicts or lines; lines: the rows as lines of the file; sources: listeners that recorded these rows
     def put(self, rows, lines, sources=()):
         "Queue rows for the function, without waiting."
         if self.is_closed or self.pid!=os.getpid() or self.accepts is not None and not self.accepts(rows, lines): return
@@ -123,21 +126,23 @@ class Listener:
             for dropped in self.queue.put(self, step, lines, sources): self.lost.report(dropped, 'it is too slow')
 
     def notify(self, step, lines, sources):
-        "Call the function with one block of rows. Runs in the thread of this listener."
+        "Call the function with one block of rows. This method runs in the thread of the listener."
         self.queue.note_removed(lines)
-        if self.is_closed: return self.lost.add(step) # after `close` has given up waiting, rows are lost
+        if self.is_closed: return self.lost.add(step) # rows that come after `close` has stopped waiting are lost
         self.step,running.listeners = step,(*sources, self)
         try: self.f(step, self.convert(lines))
-        # catches SystemExit, too, so that this thread continues
+        # SystemExit is caught, too, so that this thread continues
         except BaseException as e: self.lost.report(step, f'{type(e).__name__}: {e}')
         finally: self.step,self.hangs,running.listeners = (),False,()
 
     def end_step(self): "Do nothing: this listener does not collect the rows of a step."
 
     def mark(self):
-        """Queue an event, and return it. It is set when the function got all rows that are queued now.
+        """Queue an event, and return it. The event is set when the function has got all rows that are queued now.
 
-        Return None if waiting would be wrong: in a forked process, in the listener's own thread, or if a call does not return."""
+        Return None if waiting would be wrong: in a forked process, in the listener's own thread, or if an earlier
+        call does not return.
+        """
         if self.pid!=os.getpid() or threading.current_thread() is self.thread or self.hangs: return None
         done = threading.Event()
         done.set() if self.thread is None else self.queue.queue.put(done)
@@ -147,26 +152,26 @@ class Listener:
         "Wait for an event of `mark`. Return True if it was set in time; otherwise warn the user and return False."
         if done is None: return False
         if done.wait(max(until-time.monotonic(), 0)): return True
-        self.hangs = True # reset to False when the running call returns
+        self.hangs = True # `hangs` becomes False again when the running call returns
         self.note(f"{self.name} has not returned{'' if self.step==() else ' from its call for '+name_step(self.step)}, and the program no longer waits for it. "
             f"{len(self.queue):,} blocks of rows were not delivered to it.")
         return False
 
     def rest(self):
-        "End the thread when it has nothing to do. The next rows start a new thread."
+        "End the thread of this listener when all jobs are done. The next rows will start a new thread."
         with self.queue.lock: thread,self.thread = self.thread,None
         if thread is None: return
         self.queue.queue.put(None)
         if thread is not threading.current_thread(): thread.join(1)
 
     def close(self):
-        "Wait until the function got all queued rows, at most `patience` seconds. Then remove this listener."
+        "Wait until the function has got all queued rows, at most `patience` seconds. Then remove this listener."
         if self.is_closed or self.pid!=os.getpid(): return
         self.remove(self)
         in_time = self.wait(self.mark(), time.monotonic()+self.patience)
         self.is_closed = True
         if in_time: self.rest()
-        else: self.queue.queue.put(None) # None ends the thread when the running call returns
+        else: self.queue.queue.put(None) # None in the queue ends the thread when the running call returns
 
     def remark(self):
         "Return a sentence about lost rows, for the report at the end of the run. Return None if no rows were lost."
@@ -187,7 +192,7 @@ class Listener:
 class DirectListener:
     """Listener for a fast function of this package. The writing thread calls the function directly, without a queue.
 
-    `f`: function of a list of rows: lines, or dicts if a value needed conversion. `remark`: function that returns a sentence for the report at the end."""
+    `f`: function that gets a list of rows: lines, or dicts if a value needed conversion. `remark`: returns a sentence for the report at the end."""
     def __init__(self, f, remark=lambda: None): self.f,self.remark = f,remark
 
     def put(self, rows, lines, sources=()):
@@ -207,7 +212,7 @@ class DirectListener:
 # %% ../../nbs/30_store/09_listeners.ipynb #06ae56ba
 class Listeners:
     "All listeners of a log, and blocks of rows to send to them. `note`: function to show a message, with an exception, to the user."
-    # blocks that were written to the file, but not sent to listeners yet
+    # pieces: blocks that were written to the file, but not yet sent to the listeners
     def __init__(self, note): self.note,self.all,self.pieces = note,(),deque()
 
     def add(self, listener): self.all = (*self.all, listener) # listener: a `Listener`, or an object with put, end_step, mark, wait, rest and remark
@@ -216,16 +221,19 @@ class Listeners:
         "Remove a listener."
         self.all = tuple(l for l in self.all if l is not listener)
 
-    def collect(self, rows, lines, sources=()): # the arguments are those of `Listener.put`
+    def collect(self, rows, lines, sources=()): # arguments as in `Listener.put`
         "Add a block of rows that the next `notify` will send to the listeners."
         if self.all: self.pieces.append((rows, lines, sources))
 
     def end_step(self):
-        "Note that the step of the last added block is complete."
+        "Note that the step of the last added block is complete. The next `notify` sends this to the listeners."
         if self.all: self.pieces.append(None)
 
     def notify(self):
-        "Send the collected blocks to all listeners except those that recorded the rows. The rows are in the file already, unless the write failed."
+        """Send the collected blocks to all listeners, except listeners that recorded the rows.
+
+        The file already has the rows, unless the write failed.
+        """
         while self.pieces:
             piece = self.pieces.popleft()
             for l in self.all:
@@ -235,11 +243,11 @@ class Listeners:
                 except Exception as e: self.note("rows are lost for a listener", e)
 
     def remarks(self):
-        "Return sentences about lost rows of all listeners, for the report at the end of the run."
+        "Return the sentences of all listeners about lost rows, for the report at the end of the run."
         return [text for l in self.all if (text := l.remark())]
 
     def wait(self):
-        "Wait until all listeners got the rows queued now, at most `Listener.patience` seconds."
+        "Wait until all listeners have got the rows queued now, at most `Listener.patience` seconds."
         marks,until = [(l, l.mark()) for l in self.all],time.monotonic()+Listener.patience
         for l,mark in marks:
             if l.wait(mark, until): l.rest()

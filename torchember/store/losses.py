@@ -6,15 +6,15 @@
 __all__ = ['most_losses', 'most_labels', 'texts', 'whole_numbers', 'is_valid_loss', 'valid_losses', 'read_loss_entries']
 
 # %% ../../nbs/30_store/05_losses.ipynb #30325975
-most_losses = 64 # largest number of entries of a run
-most_labels = 4096 # labels from this number on are not counted one by one
+most_losses = 64 # maximum number of loss terms that are described for a run
+most_labels = 4096 # labels of this number or larger are not counted one by one
 
 texts = 'name', 'tname', 'kind', 'takes', 'target_dtype', 'end'
 whole_numbers = ('first_step', 'seen', 'expanded', 'batches', 'single', 'distinct', 'smallest', 'largest', 'classes', 'ignore_index', 'softmax_dim',
     'softmax_size')
 
 def is_valid_loss(e) -> bool:
-    "Return True if a value read from a file has the types of an entry of a loss."
+    "Return True if a value from a file has the keys and types of a loss entry in the metadata."
     if not isinstance(e, dict) or not isinstance(e.get('kind'), str) or not isinstance(e.get('name'), str): return False
     if not all(isinstance(e.get(k), str|None) and len(e.get(k) or '')<=1000 for k in texts): return False
     if not all(isinstance(e.get(k), int|None) for k in whole_numbers): return False
@@ -28,6 +28,6 @@ def valid_losses(meta) -> list:
     return [e for e in found[:most_losses] if is_valid_loss(e)] if isinstance(found, list) else []
 
 def read_loss_entries(t) -> list: # t: `tracker` of the run
-    "Return the entries of the losses of a run; [] if the run has none."
+    "Return the entries about the losses of a run from its metadata; [] if the run has none."
     try: return valid_losses(t.about.get('losses') or t[f'losses_{t.fname}'])
-    except (KeyError, ValueError, OSError): return [] # no file, or one that cannot be read
+    except (KeyError, ValueError, OSError): return [] # the file does not exist, or cannot be read

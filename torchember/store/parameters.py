@@ -13,25 +13,28 @@ from collections import Counter
 # %% ../../nbs/30_store/05_parameters.ipynb #d3977f2c
 def parameter_entry(path, name, shape, dtype, requires_grad, optimizer=None, gradient=None, called=None, also=(),
     recorded=True, changes=False, elsewhere=False):
-    """Return a dict describing a parameter, for the metadata of a run. None means unknown.
+    """Return the facts about one parameter as a dict, for the metadata of a run. The value None means unknown.
 
-    `path`: path of its module. `name`: name in the module. `shape`: None for a lazy parameter. `also`: other names of a shared parameter.
-    `optimizer`: True if an optimizer has it. `gradient`: True if a gradient ever arrived. `called`: True if its module was ever called.
-    `recorded`: True if its module is recorded. `changes`: True if the values change although no known optimizer has the parameter.
-    `elsewhere`: True if an optimizer that torchEmber was not given has the parameter."""
+    `path`: path of the parameter's module. `name`: its name in the module. `shape`: None for a lazy parameter.
+    `also`: other names of a shared parameter. `optimizer`: True if an optimizer has the parameter. `gradient`: True
+    if it ever had a gradient. `called`: True if its module was ever called. `recorded`: True if its module is
+    recorded. `changes`: True if its values change although no known optimizer has the parameter. `elsewhere`: True if
+    an optimizer that torchEmber was not given has the parameter.
+    """
     p = dict(path=path, name=name, shape=None if shape is None else list(shape), dtype=dtype, requires_grad=requires_grad,
         optimizer=optimizer, gradient=gradient, called=called)
     return p | ({'also': list(also)} if also else {}) | ({} if recorded else {'recorded': False}) | ({'changes': True} if changes else {}) \
         | ({'elsewhere': True} if elsewhere else {})
 
-def label_of(p): return f"{p['path']}.{p['name']}" if p['path'] else p['name'] # returns the name of the parameter for plots
+def label_of(p): return f"{p['path']}.{p['name']}" if p['path'] else p['name'] # returns the full name of a parameter, for plots
 
 # %% ../../nbs/30_store/05_parameters.ipynb #9c6070c2
 frozen,forgotten,cut_off,not_called = reasons = ('frozen', 'not in the optimizer', 'no gradient ever arrived', 'module never called')
 
 def why_not(p): # p: dict from `parameter_entry`
-    "Return the reason why a parameter is not trained. Return None if it is trained, or if no reason against it is known."
-    if p.get('recorded') is False or p.get('changes'): return None # returns None, because another optimizer or the user's code may train the parameter
+    "Return the reason why a parameter is not trained. Return None if the parameter is trained, or if no reason is known."
+    # No reason is given, because another optimizer or the user's code may train the parameter
+    if p.get('recorded') is False or p.get('changes'): return None
     if not p.get('gradient') and p['requires_grad'] is False: return frozen
     if p.get('optimizer') is False and not p.get('elsewhere'): return forgotten
     if p.get('gradient') is False: return not_called if p.get('called') is False else cut_off
@@ -39,7 +42,10 @@ def why_not(p): # p: dict from `parameter_entry`
 
 # %% ../../nbs/30_store/05_parameters.ipynb #28f84829
 def parts_alike(ps, which):
-    "Return (name, number of parameters) of the largest modules whose parameters are all in `which`, a set of ids. The name '' is the model."
+    """Return the largest modules whose parameters are all in `which`: (name, number of parameters). The name '' is the whole model.
+
+    `which`: set of ids of entries in `ps`.
+    """
     all_,some = Counter(),Counter()
     for p in ps:
         for part in names_around(p):
@@ -53,11 +59,14 @@ def names_around(p):
     names = label_of(p).split('.', deepest)
     return ['.'.join(names[:i]) for i in range(len(names)+1)]
 
-deepest = 50 # levels of modules in a name; deeper levels are not split
+deepest = 50 # maximum number of module levels in a name; deeper levels are not split
 
 # %% ../../nbs/30_store/05_parameters.ipynb #efcd0043
 def untrained(ps, only=None, most=4):
-    "Return a sentence listing the untrained parameters, by reason; '' if all are trained. `only`: parameters to report. `most`: names per reason."
+    """Return a sentence that lists the untrained parameters by reason; '' if all are trained.
+
+    `only`: parameters to report, all by default. `most`: maximum number of names for each reason.
+    """
     why = {id(p): why_not(p) for p in (ps if only is None else only)}
     known = [p for p in ps if p.get('recorded') is not False]
     told = []
@@ -74,14 +83,14 @@ def valid_entries(meta):
     return [p for p in ps[:most_entries] if is_valid_entry(p)] if isinstance(ps, list) else []
 
 def read_parameters(t): # t: `tracker` of the run
-    "Return the parameter descriptions of a run; [] if the run has none."
+    "Return the descriptions of a run's parameters from its metadata; [] if the run has none."
     try: return valid_entries(t.about.get('parameters') or t[f'parameters_{t.fname}'])
-    except (KeyError, ValueError, OSError): return [] # raised if the file does not exist or cannot be read
+    except (KeyError, ValueError, OSError): return [] # the file does not exist, or cannot be read
 
 def read_training_facts(t): # t: `tracker` of the run
-    "Return `facts_in` of the metadata of a run; {} if the run has none."
+    "Return the facts about a run's training from its metadata, as `facts_in` does; {} if the run has none."
     try: return facts_in(t.about.get('parameters') or t[f'parameters_{t.fname}'])
-    except (KeyError, ValueError, OSError): return {} # raised if the file does not exist or cannot be read
+    except (KeyError, ValueError, OSError): return {} # the file does not exist, or cannot be read
 
 def facts_in(meta):
     """Return the facts about the training in metadata of the kind 'parameters', such as the state of autocast, as a dict.
@@ -91,7 +100,7 @@ def facts_in(meta):
     return (facts if isinstance(facts, dict) else {}) | {'modes': valid_modes(meta.get('modes'))}
 
 def valid_modes(modes):
-    "Return the valid facts among values that were read from a file."
+    "Return the valid facts about training and evaluation mode among values from a file. `modes`: the values."
     if not isinstance(modes, dict): return {}
     lists = {k: v for k in ('eval', 'train') if isinstance(v := modes.get(k), list) and all(isinstance(n, str) for n in v)}
     calls = modes.get('dropout')
@@ -100,7 +109,7 @@ def valid_modes(modes):
     return lists | ({'dropout': calls} if valid and calls else {})
 
 def is_valid_entry(p):
-    "Return True if a value read from a file has the keys and types of a `parameter_entry`."
+    "Return True if a value from a file has the keys and types of a `parameter_entry`."
     if not isinstance(p, dict) or not isinstance(p.get('requires_grad'), bool): return False
     also,shape = p.get('also', []),p.get('shape')
     if not isinstance(also, list) or not isinstance(shape, list|None) or not isinstance(p.get('dtype'), str|None): return False
@@ -108,4 +117,4 @@ def is_valid_entry(p):
     flags = 'optimizer', 'gradient', 'called', 'recorded', 'changes', 'elsewhere'
     return all(type(n) is int and n>=0 for n in shape or ()) and all(isinstance(p.get(k), bool|None) for k in flags)
 
-most_entries = 20_000 # largest number of parameters of a run to read
+most_entries = 20_000 # maximum number of parameters of a run that are read

@@ -22,7 +22,7 @@ from torchember.store.parts import (Layouts, Part, arrow_type, check_part, colum
 
 # %% ../../nbs/30_store/10_shared.ipynb #73e6ebae
 def shared_kind(parts, k):
-    "Return the kind of column that can store the values of the key `k` of all parts exactly. Return None if no part has a value."
+    "Return the kind of column that can store the values of the key `k` in all parts exactly. Return None if no part has a value."
     kinds,all_exact = set(),True
     for p in parts:
         if k not in p.kinds or not set(p.layouts.types_of(k))-{none, Missing}: continue
@@ -32,12 +32,12 @@ def shared_kind(parts, k):
     return 'double' if kinds=={'int64', 'double'} and all_exact else 'json'
 
 def are_exact_floats(part, k):
-    "Return True if all whole numbers of a column can be stored as floats exactly, according to the Parquet statistics."
+    "Return True if all whole numbers of a column can be stored as floats exactly. Only the Parquet statistics are read."
     known = [column_statistics(g, k) for g in row_groups(part.file.metadata)]
     return all(s is not None and (-largest_exact<=s.min and s.max<=largest_exact if s.has_min_max else not s.num_values) for s in known)
 
 def convert_column(block, k, kind):
-    "Convert a column of a block to the Arrow type of `kind`."
+    "Convert a column of a block to the Arrow type of `kind`, a kind of column."
     pa = needs('pyarrow', for_='compact')
     to,was = arrow_type(pa, kind),block.part.kinds.get(k)
     if was is None or not block.types(k)-{none, Missing} and kind!='json': return pa.nulls(len(block), to)
@@ -50,8 +50,8 @@ class LogRows:
     def __init__(self, path, listing, number): # number: number of the log in the shared file
         self.path,self.listing,self.number = path,listing,number
         self.own = [p for p in listing['parts'] if 'holder' not in p]
-        self.ends = np.cumsum([0, *(p['rows'] for p in self.own)]) # number of rows before each part
-        # taken: number of rows returned so far; more: iterator of tables; rest: rows of the last table that were not returned
+        self.ends = np.cumsum([0, *(p['rows'] for p in self.own)]) # number of rows before each part of this log
+        # taken: number of rows returned so far; more: iterator of tables; rest: rows of the last table that are not returned yet
         self.taken,self.more,self.rest = 0,iter(()),()
 
     def parts(self):
@@ -61,7 +61,7 @@ class LogRows:
             with part.file: yield part
 
     def rows_of_steps(self):
-        "Return the steps of the log, and the number of rows of each. A row without a step is counted for the step before it."
+        "Return the steps of the log, and the number of rows of each step. A row without a step counts for the step before it."
         steps = np.concatenate([p.column('step').fill_null(-1).to_numpy() for p in self.parts()])
         return np.unique(np.maximum.accumulate(np.where((steps>=0) & (steps<2**53), steps, -1)), return_counts=True)
 
@@ -81,7 +81,7 @@ class LogRows:
         return out
 
     def position(self, rows):
-        "Return (byte of the log after `rows` rows, torn lines before). Inside a part, the byte is an estimate."
+        "Return (byte of the log after `rows` rows, number of torn lines before). Inside a part, the byte is an estimate."
         if not rows: return self.own[0]['start'], 0
         if rows==self.ends[-1]: return self.own[-1]['end'], sum(p['torn'] for p in self.own)
         i = int(np.searchsorted(self.ends, rows, 'right'))-1
@@ -89,29 +89,29 @@ class LogRows:
         return p['start']+(p['end']-p['start'])*int(rows-self.ends[i])//p['rows'], sum(p['torn'] for p in self.own[:i])
 
     def share(self, before):
-        "Return (start byte, end byte, rows, torn lines) of the rows taken since `before` rows were taken."
+        "Return (start byte, end byte, rows, torn lines) of the rows taken after the first `before` rows."
         (start,torn_before),(end,torn) = self.position(before),self.position(self.taken)
         return start, end, self.taken-before, torn-torn_before
 
 # %% ../../nbs/30_store/10_shared.ipynb #cd11178d
-window_rows = 1<<16 # number of rows of a window, which contains some consecutive steps of all logs
+window_rows = 1<<16 # number of rows in a window. A window contains consecutive steps of all logs
 
 def windows(logs, rows=None):
-    "Split all steps into windows of about `rows` rows. Return for each window an array: the number of rows of each log in the window."
+    "Split all steps into windows of about `rows` rows. Return an array for each window: number of rows of each log in the window."
     known = [log.rows_of_steps() for log in logs]
     steps = np.unique(np.concatenate([s for s,_ in known]))
     counts = np.zeros((len(logs), len(steps)), int)
     for at,(s,n) in zip(counts, known, strict=True): at[np.searchsorted(steps, s)] = n
     ends = counts.sum(0).cumsum()
-    _,first = np.unique((ends-1)//(rows or window_rows), return_index=True) # a window ends with the step that fills it
+    _,first = np.unique((ends-1)//(rows or window_rows), return_index=True) # a window ends with the step that fills the window
     return list(np.add.reduceat(counts, first, axis=1).T)
 
 # %% ../../nbs/30_store/10_shared.ipynb #82c455e8
 class SharedFiles:
     "Writes the rows of several logs to shared Parquet files."
-    def __init__(self, logs, folder, taken): # logs: `LogRows` objects; folder: folder for the files; taken: names of existing files
+    def __init__(self, logs, folder, taken): # logs: list of `LogRows`; folder: folder for the files; taken: names of existing files
         self.pa,self.pq = needs('pyarrow', for_='compact'),needs('pyarrow.parquet', for_='compact', package='pyarrow')
-        # made: tuples (file name, `LogRows.share` of each log, size)
+        # made: tuples (file name, `LogRows.share` of each log, file size), one for each written file
         self.logs,self.folder,self.taken,self.made = logs,folder,set(taken),[]
         parts = [p for log in logs for p in log.parts()]
         self.layouts = Layouts()
@@ -125,20 +125,20 @@ class SharedFiles:
         self.schema = self.pa.schema(list(types.items()), metadata={'torchember': json.dumps(header)})
 
     def table(self, block, number):
-        "Convert a block of rows of the log `number` to an Arrow table with the columns of all logs."
+        "Convert a block of rows of one log to an Arrow table with the columns of all logs. `number`: number of the log."
         new_number = np.array([self.layouts.known[k] for k in block.part.layouts.known] or [0], np.int32)
         last = new_number[block.layout], np.full(len(block), number, np.int32)
         return self.pa.table([*(convert_column(block, k, kind) for k,kind in self.kinds.items()), *map(self.pa.array, last)], schema=self.schema)
 
     def write(self, rows):
-        "Write the rows of all logs to files of about `rows` rows."
+        "Write the rows of all logs to files with about `rows` rows each."
         every = windows(self.logs)
         for log in self.logs: log.begin(self.table)
         ends = np.cumsum([w.sum() for w in every])
         for file in np.unique((ends-1)//rows): self.write_file([w for w,end in zip(every, ends, strict=True) if (end-1)//rows==file])
 
     def write_file(self, every):
-        "Write one file with the rows of some windows."
+        "Write one file with the rows of some windows. `every`: the windows."
         name = next(n for n in (f'steps-{i:05}.parquet' for i in range(10**6)) if n not in self.taken)
         path,before = self.folder/name,[log.taken for log in self.logs]
         with part_in_progress(path) as temp:
@@ -154,7 +154,10 @@ class SharedFiles:
 
 # %% ../../nbs/30_store/10_shared.ipynb #5324386a
 def shared_entries(made, id, holder, last):
-    "Return entries of shared files for the list of parts of one log. `id`: of the list; `holder`: rank whose folder has the files; `last`: step."
+    """Return the entries of shared files for the list of parts of one log. `made`: list of `SharedFiles`; `id`: id of the log's list.
+
+    `holder`: rank whose folder contains the files; `last`: last step of the log.
+    """
     out = []
     for name,share,size in made:
         start,end,rows,torn = share[id]
@@ -162,19 +165,19 @@ def shared_entries(made, id, holder, last):
         out.append(dict(file=name, holder=holder, whole=size, start=start, end=end, rows=rows, torn=torn, last=last, size=size*rows//max(every, 1)))
     return out
 
-file_rows = 1<<20 # number of rows of a shared file
-most_logs = 100 # maximum number of logs in a shared file, because their files and locks are open at the same time
+file_rows = 1<<20 # approximate number of rows in a shared file
+most_logs = 100 # maximum number of logs in a shared file, because the files and locks of all these logs are open at the same time
 
 def share_parts(paths):
     "Rewrite the parts of many logs of a finished run as shared files, ordered by step. `paths`: log files."
     lists = {Path(p): read_part_list(p) for p in paths}
     ready = [p for p,t in lists.items() if t and any('holder' not in part and part['rows'] for part in t['parts']) and has_steps(p, t)]
     if len(ready)<many_logs: return
-    n = -(-len(ready)//most_logs) # number of groups of logs, each with its own shared files
+    n = -(-len(ready)//most_logs) # number of groups of logs; each group has its own shared files
     for i in range(n): share_logs({p: lists[p] for p in ready[i*len(ready)//n:(i+1)*len(ready)//n]})
 
 def has_steps(path, listing):
-    "Return True if all rows of a log have a whole number as step."
+    "Return True if the step is a whole number in all rows of a log."
     for p in listing['parts']:
         if 'holder' in p: continue
         part = Part(part_file(path, p), {listing['id']: p})
@@ -183,7 +186,7 @@ def has_steps(path, listing):
     return True
 
 def share_logs(lists):
-    "Rewrite the parts of some logs as shared files. `lists`: dict from log to its list of parts."
+    "Rewrite the parts of some logs as shared files. `lists`: file of a log -> list of its parts."
     holder = next(iter(lists))
     with ExitStack() as s:
         for p in lists: s.enter_context(lock_folder(folder_of(p)))
@@ -195,7 +198,7 @@ def share_logs(lists):
         for log in logs: list_shared(log, files.made, int(holder.name.rpartition('.rank')[2]))
 
 def list_shared(log, made, holder):
-    "Add the shared files to the list of parts of a log, then remove the replaced parts."
+    "Add the shared files to the list of parts of a log. Then remove the replaced parts. `made`: list of `SharedFiles`."
     before = [p for p in log.listing['parts'] if 'holder' in p]
     new = shared_entries(made, log.listing['id'], holder, max(p['last'] for p in log.listing['parts']))
     write_part_list(log.path, log.listing|{'parts': [*before, *new]})
