@@ -192,7 +192,8 @@ class ModelEvents(Listener):
         self.planned = PlannedPass(pipe)
 
     step = property(lambda self: self.steps.number)
-    lasting = property(lambda self: len(self.pipe.provisional.with_weights(self.steps.state.weights)), doc="Number of earlier steps that may be micro-batches of the open step.")
+    lasting = property(lambda self: len(self.pipe.provisional.with_weights(self.steps.state.weights)),
+        doc="Number of earlier steps that may be micro-batches of the open step.")
 
     def turn(self, on):
         "Turn the measuring of calls on or off."
