@@ -473,6 +473,7 @@ def test_a_run_in_a_bucket(tmp_path, server, monkeypatch, tiny):
     with pytest.raises(FileNotFoundError, match="a could not be copied to s3://nosuch/runs"):
         sync('a', bucket(server, 'nosuch', monkeypatch, make=False), home=tmp_path, patience=1)
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_connections_that_end_in_the_middle_of_an_upload(tmp_path, server, monkeypatch, tiny):
     proxy = Proxy(server.port)
@@ -526,6 +527,7 @@ def test_a_server_that_is_killed_and_has_lost_everything(tmp_path, monkeypatch, 
     assert not (tmp_path/'log'/'a').exists() and len(read('a', home=at))==7_000
     server.kill()
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_two_processes_bring_a_run_at_once(tmp_path, server, monkeypatch):
     bucket(server, 'four', monkeypatch)

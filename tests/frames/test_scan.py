@@ -244,6 +244,7 @@ def test_what_came_is_said(tmp_path):
     assert scan('empty', home=tmp_path).collect().height==0 and list(scan('empty', 'pandas', home=tmp_path))==[]
 
 
+@pytest.mark.release
 @pytest.mark.slow
 @pytest.mark.filterwarnings('ignore::torchember.EmberWarning')
 def test_few_rows_of_many_logs(tmp_path, monkeypatch):

@@ -132,6 +132,7 @@ def test_a_resource_from_before_may_be_released():
     assert before.left()==[]
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_a_test_that_leaves_a_change_fails(pytester, request):
     "A test that fails is not blamed twice."
@@ -149,6 +150,7 @@ def test_a_test_that_leaves_a_change_fails(pytester, request):
     assert 'MORE was' not in got.stdout.str() and 'AGAIN was' not in got.stdout.str()
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_a_section_that_leaves_a_change_fails(pytester, request):
     "At the end of the cell, by name. Resources that later cells may use belong to the notebook."

@@ -80,6 +80,7 @@ def test_a_program_over_its_time_is_killed_with_its_children(tmp_path):
     while Path(f'/proc/{pid}/stat').exists() and Path(f'/proc/{pid}/stat').read_text().split()[2]!='Z': assert time.time()<end
 
 
+@pytest.mark.release
 def test_common_code_runs_once():
     "Programs start with own names, and functions that see later names."
     after = 'import os, torch\nbegun,more = os.getpid(),[]\ndef said(): return begun!=os.getpid(), more, later'
@@ -93,6 +94,7 @@ def test_common_code_runs_once():
     assert seeded[0]==seeded[1]
 
 
+@pytest.mark.release
 def test_variables_that_torch_reads_start_a_new_python(monkeypatch):
     "starts the program by itself. Variables that libraries set do not: after a test that imports sklearn, programs are forked"
     monkeypatch.setenv('KMP_INIT_AT_FORK', 'FALSE')

@@ -3,6 +3,7 @@ import subprocess
 import sys
 
 import near
+import pytest
 import quick
 
 
@@ -48,6 +49,7 @@ def test_a_module_stands_for_its_notebook():
     assert quick.changed_tests(['torchember/store/lines.py', 'tests/ground/test_quick.py'])==['nbs/30_store/06_lines.ipynb', 'tests/ground/test_quick.py']
 
 
+@pytest.mark.release
 def test_files_with_marks_are_collected():
     "The mark `filterwarnings` belongs to a plugin of pytest that must stay on."
     done = subprocess.run([sys.executable, 'tests/quick.py', 'tests/health/test_no_numpy_warnings.py'], cwd=near.root, capture_output=True, text=True)

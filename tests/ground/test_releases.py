@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import releases
 
 root = Path(__file__).parents[1]
@@ -23,6 +24,7 @@ def test_listed_cases_are_marked(monkeypatch):
     assert [o.name for o in items if o.marks]==['test_one[1-a]', 'test_one[1-b]', 'test_one[2]', 'test_two[0]']
 
 
+@pytest.mark.release
 def test_each_listed_case_exists_and_its_test_keeps_others(tmp_path):
     "Return the cases that pytest collects here. Tests of missing packages are not collected, and count as skipped."
     program = tmp_path/'look.py'

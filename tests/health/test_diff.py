@@ -222,6 +222,7 @@ def test_compiled_is_the_same_as_eager(home, backend):
     assert (d.step, d.path, d.ttype)==(0, 'out', 'weight'), d.text
 
 
+@pytest.mark.release
 @pytest.mark.slow # two processes
 def test_runs_with_other_numbers_of_ranks_are_the_same(tmp_path):
     programs.ranks(Path(__file__).with_name('trained_by_two.py'), tmp_path)

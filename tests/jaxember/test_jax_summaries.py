@@ -151,6 +151,7 @@ def test_summaries_do_not_depend_on_the_installation(loops, tmp_path):
     assert any(tmp_path.iterdir())
 
 
+@pytest.mark.release
 @pytest.mark.slow
 @pytest.mark.skipif(not compiled, reason='numba is missing or switched off')
 def test_operations_replace_broken_loops_and_one_warning_says_so(monkeypatch):

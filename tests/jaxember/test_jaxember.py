@@ -256,6 +256,7 @@ def test_the_notebook_of_tandv_runs(capsys, tmp_path):
 
 # ---- a step that nobody compiled
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_python_code_of_a_step_runs_each_time(tmp_path, capsys):
     "A step branches on a value, reads a changing variable and prints. Its numbers are those without tracking."
@@ -716,6 +717,7 @@ with track(state[0], state[1], True, home=sys.argv[1], every=2) as tracker:
 print(after-before, m-n)
 '''
 
+@pytest.mark.release
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists('/proc/self/status'), reason='needs /proc')
 def test_memory_does_not_grow_with_steps(tmp_path):

@@ -176,7 +176,7 @@ def small(monkeypatch):
     clear()
 
 
-@pytest.mark.parametrize('tile,programs', [(4, 3), (32, 2048), (128, 2048)])
+@pytest.mark.parametrize('tile,programs', [(4, 3), *(pytest.param(*v, marks=pytest.mark.release) for v in ((32, 2048), (128, 2048)))])
 def test_rows_that_are_merged_more_than_once(small, tile, programs):
     "As with millions of elements. On a device, 32 rows are one warp, and 128 rows several."
     small(tile=tile, programs=programs, blocks=dict.fromkeys(gpu.blocks, 4096 if tile==4 else 512 if device.type=='cpu' else 128))

@@ -479,6 +479,7 @@ def some(first, n):
 print(after-before, more-tensors)
 '''
 
+@pytest.mark.release
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists('/proc/self/status'), reason='needs /proc')
 def test_memory_does_not_grow(tmp_path):
@@ -797,6 +798,7 @@ def test_plot_without_a_tensor_type():
     plt.close('all')
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_two_processes(tmp_path):
     "DDP, compiled or not, and FSDP2. Activations belong to one rank. Weights and gradients are those of the whole model, on all ranks."

@@ -324,6 +324,7 @@ def test_many_armings_leave_no_descriptor_file_or_thread():
     assert me.num_fds()<=before[0]+1 and me.num_threads()<=before[1] and not (folder('torchember')/'box').exists()
 
 
+@pytest.mark.release
 def test_a_long_run_reuses_its_space():
     "Slots and notes are written over when the log has their rows"
     from torchember.recorder.black_box import LATE, NOTED, most_text
@@ -575,6 +576,7 @@ for s in range(30):
     opt.zero_grad()
 """
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_each_of_two_processes_has_its_own_box():
     with pytest.raises(AssertionError, match='-9'): ranks(both)

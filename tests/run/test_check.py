@@ -152,6 +152,7 @@ def test_a_scaled_loss_is_shown_as_it_was(tmp_path):
     assert a['the loss is finite']['text']==b['the loss is finite']['text'] and a['gradients have a usual size']==b['gradients have a usual size']
 
 
+@pytest.mark.release
 def test_a_program_that_catches_everything_ends_at_each_step(tmp_path):
     caught = healthy.replace('    opt.step()\n', '    try: opt.step()\n    except: print("caught")\n').replace('range(1000)', 'range(3)')
     done = check(caught, tmp_path)
@@ -163,6 +164,7 @@ def test_a_thread_of_the_program_does_not_hold_the_process(tmp_path):
     assert done.returncode==1 and 'the first step' in done.stdout and left(tmp_path)==[]
 
 
+@pytest.mark.release
 def test_a_training_in_a_thread_is_checked(tmp_path):
     code = 'import threading\ndef go():\n'+textwrap.indent(forgotten, '    ')+'\nt = threading.Thread(target=go)\nt.start()\nt.join()'
     done = check(code, tmp_path)

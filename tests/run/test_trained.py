@@ -245,6 +245,7 @@ def test_a_wrapper_steps_once():
     assert optimizers_in_use([a, b, b.base])==[b] and optimizers_in_use([b, b.base, a])==[a]
 
 
+@pytest.mark.release
 def test_models_created_again_are_released():
     "Each is a run; that of one that is gone is whole"
     refs = []

@@ -230,6 +230,7 @@ def test_calls_of_track_and_visualize_work(lab):
 def picture(nb): return nb.page.evaluate("[...document.querySelectorAll('.jp-OutputArea img')].map(i => i.src)")
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_live_redraws_while_a_cell_trains(lab):
     "The picture is redrawn while a cell trains; the report has its cost"

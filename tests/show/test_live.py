@@ -55,6 +55,7 @@ def on_terminal(code, stop=None):
 def steps_in(out): return [int(n.replace(',', '')) for n in re.findall(r'followed: step ([\d,]+)', out)]
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_a_terminal_shows_one_line():
     code = program("te.live(every=.2); train(3); print('\\n'+repr(te.close()))")
@@ -66,6 +67,7 @@ def test_a_terminal_shows_one_line():
     assert 'of which live plots:' in out
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_a_program_without_close_ends():
     "A program that does not call `close` ends, and its last line is about the last step"

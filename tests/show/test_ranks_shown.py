@@ -176,6 +176,7 @@ def test_a_run_that_is_closed_can_be_removed_and_its_name_taken_again(tmp_path):
 def data_of(file): return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', file.read_text(), re.S)[1])
 
 
+@pytest.mark.release
 @pytest.mark.slow
 @pytest.mark.filterwarnings('ignore:drifted_2')
 def test_every_picture_accepts_a_run_of_several_ranks(home):

@@ -216,6 +216,7 @@ def test_invalid_sinks_raise(tmp_path, what, error, said):
     assert 'forward' not in vars(model)
 
 
+@pytest.mark.release
 def test_last_step_is_sent_without_close(tmp_path):
     code = killed.replace('os.kill(os.getpid(), signal.SIGKILL)', '').replace('400', '7')
     p = subprocess.run([sys.executable, '-c', code, str(tmp_path), 'tensorboard'], cwd=tmp_path, capture_output=True, text=True, timeout=120)

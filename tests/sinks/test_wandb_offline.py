@@ -79,6 +79,7 @@ with start():
     assert axes['output/2/*']=='torchember/step' and axes['weight_grad/0.weight/*']=='torchember/step'
 
 
+@pytest.mark.release
 def test_user_rows_have_no_older_numbers_under_a_newer_step(tmp_path):
     "Setting: a layer runs in some steps only, losses are rare, there are evaluations, and the user logs every third step."
     rows,axes = run('''
@@ -130,6 +131,7 @@ with torchEmber(model, name='r', ends='step', stats='full', sinks='wandb') as te
             [(int(r.step), r.rms) for r in df[(df.ttype=='output') & (df.path==path)].itertuples()]
 
 
+@pytest.mark.release
 def test_track(tmp_path):
     rows,axes = run('''
 with start():
@@ -147,6 +149,7 @@ with start():
         assert axes[f'Numerics.{t}/*']=='torchember/step'
 
 
+@pytest.mark.release
 def test_visualization_opens_a_run_if_there_is_none(tmp_path):
     rows,axes = run('''
 model = small()

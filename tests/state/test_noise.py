@@ -415,6 +415,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_ranks(tmp_path):
     "Two gloo processes give the result of one process with all micro-batches, with one collective of three numbers per step."

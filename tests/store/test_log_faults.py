@@ -387,6 +387,7 @@ print(sorted(set(os.listdir(te.t.log))))
     assert [r['step'] for r in whole(tmp_path/'log'/'a')]==[i for i in range(96) for _ in range(4)]
 
 
+@pytest.mark.release
 def test_forks_while_rows_are_written(tmp_path):
     "A fork may happen while the writer holds its locks: children end, read, and record runs of their own"
     code = """

@@ -205,6 +205,7 @@ def test_the_last_part_is_bounded(tmp_path, monkeypatch):
     with pytest.warns(EmberWarning, match=r"0 MB of a are still JSON lines. compact\('a'\) converts them"): t.end()
     assert parts.summarize_parts(t.log_path)['rows']==0 and numbers(t)==[*range(20)]
 
+@pytest.mark.release
 def test_two_runs_at_once_and_logs_of_ranks(tmp_path, small):
     ts = [begun(tmp_path, name=f'a.rank{r}', ranks=8) for r in range(2)]
     for i in range(100):
@@ -256,6 +257,7 @@ def test_what_the_process_says_is_said(tmp_path, small, monkeypatch):
     wait(t)
     assert t.file.disk.rotation.wait==Rotation.pause and numbers(t)==[*range(50)] and parts.summarize_parts(t.log_path)['rows']==40
 
+@pytest.mark.release
 def test_who_is_before_us_is_waited_for(tmp_path, small):
     "without a word: when lines are put aside, and when parts are made of them"
     t = begun(tmp_path)
@@ -508,6 +510,7 @@ def test_a_frame_that_is_asked_for_later(tmp_path):
     with pytest.raises(Exception, match='was compacted or cut meanwhile. Call scan again'): late[1].collect()
     assert scan('a', home=tmp_path).collect()['n'].to_list()==[*range(60)]
 
+@pytest.mark.release
 def test_many_readers_while_it_is_written(tmp_path, small):
     "Each sees the rows up to some time, in order"
     t,over,wrong,looks = begun(tmp_path),threading.Event(),[],[0]

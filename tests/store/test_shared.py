@@ -89,6 +89,7 @@ def test_steps_of_a_log_go_back(tmp_path):
     compact('a', home=tmp_path)
     assert all(in_shared(paths)) and [texts(p) for p in paths]==before
 
+@pytest.mark.release
 def test_some_steps_are_read_from_some_groups_of_each_file(tmp_path, monkeypatch):
     "each of which is opened once, not once for each log"
     monkeypatch.setattr(chunks, 'most_merged', 150)
@@ -154,6 +155,7 @@ def test_more_rows_come_later(tmp_path):
     compact('a', home=tmp_path) # nothing is left to do
     assert [texts(p) for p in paths]==before
 
+@pytest.mark.release
 def test_lines_may_stay(tmp_path):
     "beside the files"
     paths = written(tmp_path)
