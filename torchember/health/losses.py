@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['stalls_advice', 'diverging', 'loss_rises', 'loss_below', 'stays_at', 'guesses_of_sigmoid', 'guesses',
-           'stall_severity', 'has_moved', 'find_fall_to_guess', 'loss_stalls', 'loss_spike', 'same_data']
+           'stall_severity', 'is_still_falling', 'has_moved', 'find_fall_to_guess', 'loss_stalls', 'loss_spike',
+           'same_data']
 
 # %% ../../nbs/55_health/45_losses.ipynb #8320f225
 import math
@@ -163,10 +164,18 @@ def guesses(h, p, close):
 
 def stall_severity(h, p, guess, n):
     "Return the severity of a loss that does not fall, None for the default. `guess`: result of `guesses`, or None; `n`: steps, divided by the least number."
-    if guess and not has_moved(h): return 'info'
+    if guess and (not has_moved(h) or is_still_falling(p, guess[1])): return 'info'
     # a warm-up, or a plateau at the start, may last for many steps
     if guess and n>=2: return 'error' if n>=10 and guess[0].startswith('Guessing') else 'warning'
     return None if p.noise<1e-6*abs(p.end) else 'info' # it is not known how far a loss of another kind can fall
+
+def is_still_falling(p, guess, part=.01, trend=-3.):
+    """Return True if a loss falls slowly up to its end, and is already below `guess`, the loss of guessing.
+
+    part: least fall, as a fraction of the start, and least distance to `guess`, as a fraction of it
+    trend: trend of the second half, divided by the standard deviation of the trend of pure noise"""
+    late = p.values[len(p.values)//2:]
+    return p.fell>=part and p.end<guess*(1-part) and rank_trend(late)*math.sqrt(len(late))<trend
 
 def has_moved(h, least=.01):
     "Return True if a weight has changed by at least the fraction `least` of its rms. Otherwise the training is too short to judge."
@@ -256,7 +265,8 @@ def loss_stalls(h, least=30, close=.03):
     if p.noise/math.sqrt(len(p.values)/5)>.05*abs(p.start): return
     guess = next(((chance, v) for chance,v in guesses(h, p, close) if abs(p.end-v)<close*v and abs(p.start-v)<3*close*v), None)
     chance = f" {guess[0]}" if guess else ''
-    yield finding('', f"The loss does not fall: it is {fmt(p.start)} in the first steps, and {fmt(p.end)} in the last of {len(p.values)}.{chance}",
+    what = 'falls only slowly' if guess and is_still_falling(p, guess[1]) else 'does not fall'
+    yield finding('', f"The loss {what}: it is {fmt(p.start)} in the first steps, and {fmt(p.end)} in the last of {len(p.values)}.{chance}",
         p.steps[0], p.steps[-1], ttype='scalar', severity=stall_severity(h, p, guess, len(p.values)/least), look="overview(run)", start=p.start, end=p.end,
         **({'guessing': guess[1]} if guess else {}), confidence=confidence_from(abs(p.end-guess[1]), close*guess[1]) if guess else .5,
         advice=stalls_advice)

@@ -13,20 +13,21 @@ import numpy as np
 import torch
 
 from ..capture.optimizer import is_optimizer, parameters_of
-from ..ground.messages import an
+from ..ground.messages import an, warn
 from ..ground.record import identity, of_pieces
 from ..measure.summary import derived
 from .optimizer import optimizer_names
 
 # %% ../../nbs/40_recorder/85_arguments.ipynb #36c01293
 def check_optimizers(optimizer, scaler, ttypes, params):
-    "Return the optimizers as a list. Raise if an optimizer does not train this model, or if `scaler=` or `ttypes=` needs a missing optimizer."
+    "Return the optimizers as a list. Warn if an optimizer does not train this model. Raise if `scaler=` or `ttypes=` needs a missing optimizer."
     os = [] if optimizer is None else [*optimizer] if isinstance(optimizer, list|tuple) else [optimizer]
     mine = {id(p) for p in params}
     for o in os:
         if not is_optimizer(o): raise TypeError(f"optimizer= is a torch optimizer or a list of them, got {an(o)}.")
         if mine & {id(p) for p in parameters_of(o)}: continue
-        raise ValueError(f"The optimizer {optimizer_names([o])} trains none of the {len(mine)} parameters of this model. "
+        # no error: a program may train copies of the parameters, and write the results back
+        warn(f"The optimizer {optimizer_names([o])} trains none of the {len(mine)} parameters of this model. "
             "Was it created for another model, or before the parameters were replaced? "
             "Pass the optimizer that trains this model, or leave out optimizer= and call te.step() at the end of each step.")
     if scaler is not None and not hasattr(scaler, 'unscale_'):
