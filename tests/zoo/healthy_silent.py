@@ -352,3 +352,23 @@ def a_last_batch_of_one_sample(arm):
             opt.zero_grad()
             loss.backward()
             opt.step()
+
+
+@is_healthy
+def samples_of_zeros_and_of_ones(arm):
+    "Each batch is one sample, of all zeros or of all ones, so an evaluation of both differs in size from a step with zeros"
+    torch.manual_seed(456)
+    x,y = torch.arange(200.)[:, None].remainder(2).expand(200, 32).contiguous(),torch.arange(200)%2
+    model = nn.Sequential(nn.Linear(32, 20), nn.ReLU(), nn.Dropout(.2), nn.Linear(20, 1), nn.Sigmoid())
+    opt = torch.optim.RMSprop(model.parameters(), 1e-3)
+    te = arm(model, optimizer=opt)
+    for _ in range(2):
+        model.train()
+        for i in torch.randperm(200):
+            loss = F.binary_cross_entropy(model(x[i, None]), y[i, None, None].float())
+            te.log(loss=loss)
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+        model.eval()
+        with torch.no_grad(): model(x[:8])

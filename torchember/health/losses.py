@@ -322,8 +322,10 @@ def find_constant_data(s, share=.9):
 def report_constant_data(h, s, at, alone):
     "Return a finding about data with a single value. `at`: index of the first such step; `alone`: True if the model has no other input."
     severity = 'info' if not alone else 'error' if h.progress.verdict in ('stalls', 'rises', 'none', 'short') else 'warning'
-    return s.finding(at, f"The data are constant: all values of {s.tname} of {s.title} are {fmt(s['max'][at])} from step {s.steps[at]} on.",
-        severity=severity, value=float(s['max'][at]),
+    what = f"The data are constant: all values of {s.tname} of {s.title} are {fmt(s['max'][at])} from step {s.steps[at]} on."
+    if len(np.unique(s['max'][s['max']==s['min']]))>1: # samples of a single value each, such as all zeros or all ones
+        severity,what = 'info',f"In nearly all steps, {s.tname} of {s.title} has a single value, which differs between steps."
+    return s.finding(at, what, severity=severity, value=float(s['max'][at]),
         advice="Check the batches of the loader: a transform may clip all values, or an array was never filled.")
 
 def is_unchanging(s):

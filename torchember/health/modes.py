@@ -99,19 +99,25 @@ def compare_buffers(h, out, least, away=2., shifted=1.5):
         advice=running_advice, running=know, batch=have,
         confidence=max(confidence_from(know/have if have>0 else 0, away if know>have else 1/away), .5))
 
-def compare_sizes(ev, tr, late, away, share=.6):
+def compare_sizes(ev, tr, late, away, share=.6, window=9):
     """Return (median ratio, index of the first case) if the rms of a tensor in evaluations differs from its rms in training, else None.
 
     ev, tr: series of the tensor in evaluations and in training
-    late: indices in `ev`. Each evaluation is compared with the last training step before
-    away, share: factor between the two rms; least fraction of the evaluations with such a factor"""
+    late: indices in `ev`
+    away, share: factor between the two rms; least fraction of the evaluations with such a factor
+    window: each evaluation is compared with so many training steps before, because a single batch may be all zeros"""
     if not len(late): return None
-    a,b = ev.rms[late],tr.rms[np.maximum(np.searchsorted(tr.steps, ev.steps[late], 'right')-1, 0)]
-    # a tensor with a mask of -inf has an infinite rms, and numpy warns of inf/inf
-    known = np.isfinite(a) & np.isfinite(b)
-    gap = np.divide(a, np.maximum(b, 1e-30), out=np.full(len(a), np.nan), where=known)
+    ends = np.maximum(np.searchsorted(tr.steps, ev.steps[late], 'right'), 1)
+    # a tensor with a mask of -inf has an infinite rms
+    before = [tr.rms[max(e-window, 0):e][np.isfinite(tr.rms[max(e-window, 0):e])] for e in ends]
+    gap = np.array([distance_from_range(a, b) if len(b) and np.isfinite(a) else np.nan for a,b in zip(ev.rms[late], before, strict=True)])
     off = (gap>away) | (gap<1/away)
     return (median(gap), int(late[off][0])) if off.mean()>share else None
+
+def distance_from_range(a, values):
+    "Return the ratio of a number to the nearest of some positive numbers, or 1 if it is between them."
+    low,high = min(values),max(values)
+    return a/max(high, 1e-30) if a>high else a/low if a<low else 1.
 
 def compare_evaluation(h, out, away, least):
     "Return a finding if the output of a BatchNorm has a different rms in evaluation than in training, else None."
