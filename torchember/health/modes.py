@@ -172,12 +172,17 @@ def begins_with_zeros(h, s):
     if not states or len(states)==len(ins): return False
     return s in states or s.ttype=='output' and s is not next((t for t in h.series('output', evaluated=True) if t.path==s.path), None)
 
-def compare_with_training(h, s, away):
+def compare_with_training(h, s, away, adapted=60):
     """Return (series, ratio, index) if the rms of a tensor in evaluations differs from its rms in training, else None.
-    The first third of the training does not count, because running statistics may be late."""
+    The first third of the training does not count, because running statistics may be late.
+
+    adapted: steps after which running statistics fit the data. With a momentum of 0.1, 0.002 of their initial values is left"""
     tr = next((t for t in h.series(s.ttype) if (t.path, t.tname, t.call)==(s.path, s.tname, s.call)), None)
     if tr is None or 'float' not in str(s.dtype) or len(tr)<10 or begins_with_zeros(h, s): return None
-    late = np.flatnonzero(s.steps>=h.steps[min(len(h.steps)-1, max(10, len(h.steps)//3))])
+    of_data = s.ttype=='input' and s.path in h.graph.first_modules
+    first = adapted if not of_data and any(map(is_norm_with_statistics, h.kinds.values())) else 10
+    if len(h.steps)<=first: return None
+    late = np.flatnonzero(s.steps>=h.steps[max(first, len(h.steps)//3)])
     return (gap := compare_sizes(s, tr, late, away)) and (s, *gap)
 
 # %% ../../nbs/55_health/42_modes.ipynb #7c2f0a12

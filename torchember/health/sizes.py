@@ -86,10 +86,13 @@ def update_too_large(h, ratio=.3, growth=10., many=.34):
     ratio: ratio of update to weight (rms), above which the update is too large
     growth: growth factor of a weight that counts as harm, if no loss was recorded
     many: least fraction of the weights with such updates"""
+    p = h.progress
     if len(h.steps)<12: ratio = max(ratio, 2.) # the first few steps show little
+    # in some healthy trainings with a high learning rate, the loss falls only after 20 steps
+    if len(h.steps)<32 and p.verdict=='stalls' and not h.is_broken: ratio = max(ratio, 4.)
     moves = select_updates({k: adjust_small_weights(m) for k,m in relative_updates(h).items()}, ratio)
     if not moves: return
-    p,enough = h.progress,many*len(moves)
+    enough = many*len(moves)
     blown = [k for k,m in moves.items() if growth_factor(m.s)>growth]
     large = [k for k,m in moves.items() if m.median(0, .2)>ratio and finite_max(m.ratio[:5])>ratio]
     bad = is_harmed(h) or p.verdict in ('none', 'means nothing', 'short') and len(blown)>=enough
