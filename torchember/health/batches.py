@@ -132,23 +132,27 @@ def batch_lost(h, share=.7, least=5):
         return
 
 # %% ../../nbs/55_health/48_batches.ipynb #5165382e
-def row_keys(s, digits=6):
-    "Return a dict: step -> the statistics of a tensor, rounded, so that equal tensors have equal keys."
-    columns = [s[c] for c in of_tensor if c in s]
-    # a tensor of one value has no standard deviation: as text, because NaN is not equal to NaN
-    return {int(t): tuple(f'{v:.{digits}g}' for v in row) for t,*row in zip(s.steps, *columns, strict=True)}
+def row_keys(s, bits=20):
+    """Return an array with a number for each row, from the statistics of the tensor, so that equal tensors have equal numbers.
+
+    bits: bits of the mantissa in which statistics agree, about six digits"""
+    numbers = np.zeros(len(s), np.uint64)
+    for c in of_tensor:
+        if c not in s: continue
+        # a tensor of one value has no standard deviation, and NaN is not equal to NaN
+        v = np.nan_to_num(s[c].astype(np.float32), nan=12345.)+np.float32(0) # -0 becomes 0
+        numbers = numbers*np.uint64(0x9E3779B97F4A7C15) + (v.view(np.uint32) >> np.uint32(23-bits)).astype(np.uint64)
+        numbers ^= numbers >> np.uint64(29)
+    return numbers
 
 class TensorsByStep:
-    "The statistics of all inputs of the model and all outputs of modules, by step, to find out where a tensor comes from."
-    def __init__(self, h):
-        self.keys = [(s, row_keys(s)) for s in h.series('output', 'input') if s.ttype=='output' or s.path=='']
-        self.at = {}
-        for s,keys in self.keys:
-            for t,k in keys.items(): self.at.setdefault(t, {}).setdefault(k, s)
+    "The statistics of all inputs of the model and all outputs of modules, to find out where a tensor comes from. `h`: the `History`."
+    def __init__(self, h): self.h,self.columns = h,None
 
     def knows(self, step, key):
-        "Return True if a tensor of this step has these statistics."
-        return key in self.at.get(step, ())
+        "Return True if a tensor of this step has these statistics. The numbers of all tensors are computed in the first call."
+        if self.columns is None: self.columns = [(s, row_keys(s)) for s in self.h.series('output', 'input') if s.ttype=='output' or s.path=='']
+        return any((i := s.at_step(step)) is not None and numbers[i]==key for s,numbers in self.columns)
 
 def find_maker_series(h, s):
     "Return the series of the output that a module usually gets as its input, or None."
@@ -158,12 +162,12 @@ def find_maker_series(h, s):
 
 def find_changed(h, s, maker, tensors, share):
     "Return (steps, kind) of the steps in which an input is not the output of its maker, and no other tensor. Return None if there are none, or too many."
-    given,made = row_keys(s),row_keys(maker)
-    both = sorted(given.keys() & made.keys())
-    other = [t for t in both if given[t]!=made[t]]
-    if len(both)<8 or not 0<len(other)<=(1-share)*len(both) or any(tensors.knows(t, given[t]) for t in other): return None
-    at = [s.at_step(t) for t in other]
-    earlier = [given[t] in [made[e] for e in both if t-3<=e<t] for t in other]
+    both,a,b = np.intersect1d(s.steps, maker.steps, return_indices=True)
+    given,made = row_keys(s)[a],row_keys(maker)[b]
+    off = np.flatnonzero(given!=made)
+    if len(both)<8 or not 0<len(off)<=(1-share)*len(both) or any(tensors.knows(both[i], given[i]) for i in off): return None
+    other,at = both[off].tolist(),a[off]
+    earlier = [given[i] in made[(both>=both[i]-3) & (both<both[i])] for i in off]
     return other, 'zero' if s.zero[at].all() else 'constant' if is_constant(s)[at].all() else 'earlier' if all(earlier) else 'other'
 
 # kind of a changed tensor -> what it is instead
@@ -176,12 +180,11 @@ def hand_over(h, share=.7, rare=.1):
 
     share: least fraction of the steps in which both are equal
     rare: fraction of the steps below which the change is no method of training, such as mixing hidden values"""
-    tensors = None
+    tensors = TensorsByStep(h)
     for path,ins in h.inputs.items():
         s = ins[0]
         if path=='' or len(s)<8 or not {'mean', 'max', 'min'}<=set(s.rows.columns): continue
         if (maker := find_maker_series(h, s)) is None: continue
-        tensors = tensors or TensorsByStep(h)
         if (found := find_changed(h, s, maker, tensors, share)) is None: continue
         steps,kind = found
         sure = kind!='other' or len(steps)<=rare*len(s)

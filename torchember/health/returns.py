@@ -42,9 +42,9 @@ class Jumps:
     def find(self, times, largest, least):
         "Return a dict: index of a jump -> (relative change, usual change). Arguments as in `resumed`."
         found,ratio = {},self.moves.ratio
-        for i in range(5, len(ratio)):
-            usual = self.usual(i)
-            if not usual>0 or not ratio[i]>max(times*usual, least) or not ratio[i]>largest*np.nanmax(ratio[:i]): continue
+        before = np.r_[np.nan, np.fmax.accumulate(ratio)[:-1]] if len(ratio) else ratio # largest change before each index
+        for i in np.flatnonzero((ratio>least) & (ratio>largest*before)).tolist():
+            if i<5 or not (usual := self.usual(i))>0 or not ratio[i]>times*usual: continue
             if self.moves_ends(i, least) and not self.is_explained(i, ratio[i]/usual): found[i] = float(ratio[i]),float(usual)
         return found
 
