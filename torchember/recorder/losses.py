@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['most_counted', 'Labels', 'TermFacts', 'labels_of', 'target_facts', 'softmax_facts', 'describe_term', 'row_names',
-           'LossReader']
+           'SparseSteps', 'LossReader']
 
 # %% ../../nbs/40_recorder/36_losses.ipynb #36141029
 from collections import Counter
@@ -122,6 +122,17 @@ def row_names(name, terms) -> list:
         seen[n] += 1
     return out
 
+class SparseSteps:
+    """Selects all of the first recorded steps, and few of the later ones.
+
+    dense: number of first steps that are all selected; sparse: one of so many later steps is selected"""
+    def __init__(self, dense=64, sparse=8): self.dense,self.sparse,self.number,self.count = dense,sparse,None,0
+
+    def selects(self, number):
+        "Return True if the step `number` is selected. Called once or more for each recorded step, in order."
+        if number!=self.number: self.number,self.count = number,self.count+1
+        return self.count<=self.dense or self.count%self.sparse==0
+
 class LossReader:
     "Reads the autograd graphs of logged losses. Makes rows of predictions and targets, and metadata about losses."
     ttypes = 'prediction','target'
@@ -133,11 +144,13 @@ class LossReader:
         # pass_: pass to which calls and numbers belong; calls: rows of each name; numbers: graph nodes that were read
         self.pass_,self.calls,self.numbers = None,Counter(),set()
         self.compiled = self.freed = False # True if compiled code computed a loss; True if a backward had freed its tensors
+        self.selected = SparseSteps() # reading a loss takes as long as several rows, and targets change little
 
     def note(self, numbers:dict):
         "Read the losses among the logged numbers, if the open step is recorded. An error is reported, and the training continues."
         if not self.ttypes or not self.pipe.gate.on: return
-        with self.lock: self.read_all(numbers)
+        with self.lock:
+            if self.selected.selects(self.pipe.steps.number): self.read_all(numbers)
 
     def note_outputs(self, outputs):
         "Read the loss among the outputs of the model, as Hugging Face models return it. `outputs`: (name, tensor) pairs."
