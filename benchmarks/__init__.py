@@ -1,1 +1,1 @@
-"What torchember costs: `make bench`, or `python -m benchmarks --list`"
+"Benchmarks of the cost of torchember: `make bench`, or `python -m benchmarks --list`"

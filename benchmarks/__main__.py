@@ -1,4 +1,4 @@
-"Command `python -m benchmarks`: measures rows, prints and saves the table."
+"Command `python -m benchmarks`: measures the rows of the benchmark table, prints the table and saves it."
 import argparse
 import json
 import os
@@ -26,7 +26,7 @@ def arguments(argv):
 
 
 def updated(old, new):
-    "Return `old` with the rows of `new`. Versions must be equal: one table compares one set of versions."
+    "Return the saved result `old` with the rows of `new` replaced. Both must have equal versions, because a table compares one set of versions."
     if old['versions']!=new['versions']: raise SystemExit(f"latest.json has other versions: {old['versions']}. Measure all rows.")
     rows = {r['row']: r for r in new['rows']}
     return new | {'rows': [rows.pop(r['row'], r) for r in old['rows']] + list(rows.values())}

@@ -1,4 +1,6 @@
-"One row in its own process. `python -m benchmarks.child MODULE ROW quick|full THREADS` prints the lines as JSON, or why there are none."
+"""Measures one row of the benchmark in its own process.
+
+`python -m benchmarks.child MODULE ROW quick|full THREADS` prints the lines of the row as JSON, or the reason why there are none."""
 import json
 import sys
 

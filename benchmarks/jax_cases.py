@@ -1,5 +1,6 @@
-"""Measurements of JAX, in their own Python: `python -m benchmarks.jax_cases NAME ARGUMENTS-AS-JSON` prints the result as JSON.
-Imports torchember only where it is measured"""
+"""Measurements of JAX, each run in a Python process of its own.
+
+`python -m benchmarks.jax_cases NAME ARGUMENTS-AS-JSON` prints the result as JSON. torchember is imported only where it is measured."""
 import contextlib
 import io
 import json
@@ -31,7 +32,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    "Layer of a transformer, with the signature that `nn.scan` needs."
+    "Layer of a transformer, with the signature that `nn.scan` of flax needs."
     width: int
 
     @nn.compact
@@ -43,7 +44,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    "Transformer whose layers are scanned and rematerialized."
+    "Transformer whose layers run in a scan and are recomputed in the backward pass."
     width: int
     layers: int
 
@@ -55,16 +56,16 @@ class Transformer(nn.Module):
         return nn.Dense(10)(x.mean(1))
 
 
-models = { # name -> model, shape of a batch
+models = { # name of a model -> (model, shape of a batch)
     'mlp': (MLP(4, 512), (1024, 512)),
     'transformer': (Transformer(128, 6), (16, 64, 64)),
     'tiny': (MLP(4, 16), (128, 64))}
 
 
 def training(
-    name # One of `models`
+    name # Name of a model in `models`
 ):
-    "Return a jitted step of Adam on one batch, and its first arguments. The step returns parameters, optimizer state and gradients."
+    "Return a jitted step of Adam on one batch, and the arguments of its first call. The step returns parameters, optimizer state and gradients."
     model,shape = models[name]
     random = np.random.RandomState(0)
     x,y = jnp.asarray(random.randn(*shape), jnp.float32),jnp.asarray(random.randint(0, 10, shape[0]))
@@ -79,35 +80,35 @@ def training(
     return lambda p, s, run=lambda f, *a: f(*a): run(update, p, s, x, y), params, jax.jit(opt.init)(params)
 
 
-# ---- ours
+# ---- measurements of torchember
 
 def tracked(
     params, state, # Parameters and optimizer state
-    scalars, # True for no counts of exponents
-    everything, # True to record parameters, optimizer state and gradients beside outputs
-    **how # Options of `track`
+    scalars, # True to record statistics only, without counts of exponents
+    everything, # True to record parameters, optimizer state and gradients in addition to outputs
+    **how # Other arguments of `track`
 ):
-    "Return a tracker."
+    "Return a tracker of jaxember."
     from torchember.jaxember.tracker import stash_scalar_stats, track
     if everything: how |= dict(model_state=params, optimizer_state=state, track_gradients=True)
     return track(stash_value=stash_scalar_stats if scalars else None, **how)
 
 
 def timed(f):
-    "Return the seconds of one call: CPU time and wall time."
+    "Return CPU time and wall time of one call, in seconds."
     clock,cpu = perf_counter(),process_time()
     f()
     return process_time()-cpu, perf_counter()-clock
 
 
 def both(bare, armed, budget, least):
-    "Return pairs of bare and armed seconds: of CPU time and of wall time."
+    "Return the seconds of calls without and with a tracker, as pairs: first pairs of CPU time, then pairs of wall time."
     out = pairs(bare, armed, budget, least)
     return [[[b[i], a[i]] for b,a in out] for i in (0, 1)]
 
 
 def cost(name, scalars, everything, quick, off=False):
-    "Return the times of a step, bare and armed in turns, with the time of the writer."
+    "Return the times of a training step without and with a tracker, measured in turns. The time of the writer thread is included."
     step,params,state = training(name)
     how = dict(every=lambda i: False) if off else {}
     times = 20 if name=='tiny' else 1
@@ -128,7 +129,7 @@ def cost(name, scalars, everything, quick, off=False):
 
 
 def calls(quick):
-    "Return the seconds of `intercept` and `step` alone, in steps that are not recorded."
+    "Return the seconds of the calls `intercept` and `step` alone, in steps that are not recorded."
     with quiet(), tracked({}, {}, True, False, every=lambda i: False) as t:
         def plain():
             for f in [int]*1000: f()
@@ -139,7 +140,7 @@ def calls(quick):
 
 
 def first(name, armed, scalars=True, everything=True):
-    "Return the seconds of the first step: tracing, compiling, and the start and end of the tracker, without imports."
+    "Return the seconds of the first step without imports: tracing, compiling, and the start and end of the tracker."
     step,params,state = training(name)
     jax.block_until_ready((params, state))
     if not armed: return timed(lambda: jax.block_until_ready(step(params, state)))
@@ -157,10 +158,10 @@ def quiet():
     return contextlib.redirect_stdout(io.StringIO())
 
 
-# ---- the example of Track & Visualize, for both tools
+# ---- the example of Track & Visualize, measured with both tools
 
 class Digits(nn.Module):
-    "MLP of three layers: 512, 512 and 10."
+    "MLP of three layers, with 512, 512 and 10 units."
     @nn.compact
     def __call__(self, x):
         for width in (512, 512): x = nn.relu(nn.Dense(width)(x))
@@ -179,7 +180,7 @@ def digits():
 
 
 def restore_removed_names():
-    "Restore names that newer versions of JAX removed, so that the older tool runs."
+    "Restore names that newer versions of JAX removed, so that Track & Visualize runs."
     import typing
 
     from optax._src import base
@@ -195,7 +196,7 @@ def restore_removed_names():
 
 
 def example(tool, quick, jitted=False, mend=False):
-    "Return pairs of seconds of a step, bare and tracked by `tool`: parameters, optimizer state, gradients, outputs, exponents."
+    "Return pairs of seconds of a step, without and with `tool`. It tracks parameters, optimizer state, gradients, outputs and exponents."
     mends = restore_removed_names() if mend else []
     model,batches,opt = Digits(),digits(),optax.adam(1e-3, eps=2**-16)
     params = model.init(jax.random.PRNGKey(42), np.zeros((128, 64), np.float32))
@@ -219,7 +220,7 @@ def example(tool, quick, jitted=False, mend=False):
             at['armed'] = tuple(new)
             jax.block_until_ready(new)
             if tool!='tandv': t.t.file.flush()
-        for _ in range(3): armed(); bare() # the tracked step traces the jitted functions
+        for _ in range(3): armed(); bare() # the first tracked step traces the jitted functions, which takes longer
         if tool=='tandv': count = len(t._global_stash[max(t._global_stash)]) if t._global_stash else 0
         else: count = len(t.t.latest_line_list())
         cpu,clock = both(lambda: timed(bare), lambda: timed(armed), *((2, 3) if quick else (6, 10)))
@@ -230,7 +231,7 @@ def main(case, arguments):
     try:
         with contextlib.redirect_stdout(sys.stderr): out = globals()[case](**arguments)
     except Exception as e:
-        why = e.__context__ or e # an error at close hides the first error
+        why = e.__context__ or e # an exception while closing hides the first exception, which is the reason
         sys.exit(f"{type(why).__name__}: {(str(why).strip().splitlines() or [''])[0]}")
     if isinstance(out, dict) and arguments.get('tool'):
         with contextlib.suppress(Exception): out['version'] = version(arguments['tool'])

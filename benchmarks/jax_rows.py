@@ -1,4 +1,4 @@
-"Rows of JAX. Each measurement runs in its own Python, which does not import torch."
+"Rows of the benchmark about JAX. Each measurement runs in a Python process of its own, which does not import torch."
 import json
 import os
 import subprocess
@@ -18,14 +18,14 @@ def needs_jax():
 
 
 def on_cores(n):
-    "Return a function for `preexec_fn` that limits a new process to `n` cores, and so JAX to `n` threads."
+    "Return a function for `preexec_fn` that limits a new process to `n` cores, and therefore JAX to `n` threads."
     def limit():
         if hasattr(os, 'sched_setaffinity'): os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-n:])
     return limit
 
 
 def case(what, exe=sys.executable, environment=None, **arguments):
-    "Return the result of a function of benchmarks/jax_cases.py, run in its own process. Raises RuntimeError."
+    "Return the result of a function of benchmarks/jax_cases.py, run in a process of its own. Raise RuntimeError if the process fails."
     threads = int(os.environ.get('OMP_NUM_THREADS', 1))
     done = subprocess.run([exe, '-m', 'benchmarks.jax_cases', what, json.dumps(arguments)], env=os.environ | (environment or {}),
         capture_output=True, text=True, preexec_fn=on_cores(threads))
@@ -34,7 +34,7 @@ def case(what, exe=sys.executable, environment=None, **arguments):
 
 
 def of_step(got):
-    "Return the note of a line."
+    "Return the explanation of a line in the table about the time of a step."
     ms = spread(1e3*b for b,_ in got['cpu'])['value']
     rows = f"{got['rows']} rows, " if got.get('rows') else ''
     return f"{rows}of a step of {ms:.3g} ms of CPU time; on the clock {spread(a/b for b,a in got['clock'])['value']:.2f}x"

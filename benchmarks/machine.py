@@ -1,4 +1,4 @@
-"Facts about this process and this machine."
+"Facts about the process of a benchmark and about the machine."
 import os
 import platform
 import sys
@@ -10,7 +10,7 @@ unknown = 'unknown'
 
 
 def status(key):
-    "Return bytes of memory of this process on Linux. `key`: VmRSS for now, VmHWM for the maximum so far."
+    "Return the memory of this process in bytes, on Linux. `key`: VmRSS for the memory now, VmHWM for the maximum so far."
     try: lines = Path('/proc/self/status').read_text().splitlines()
     except OSError: raise OSError(f"{key} is read from /proc/self/status, which only Linux has. The other rows run everywhere.") from None
     return next(1024*int(l.split()[1]) for l in lines if l.startswith(key))
@@ -29,7 +29,8 @@ def descriptors(): return len(os.listdir('/proc/self/fd'))
 def family():
     "Return CPU seconds of this process and of its child processes, running and ended."
     t,stats = os.times(),map(read, Path('/proc').glob('[0-9]*/stat'))
-    fields = {int(s.split()[0]): [int(n) for n in s.rpartition(')')[2].split()[1:15]] for s in stats if s} # from the field of the parent process on
+    # Process id -> fields of its stat file, beginning with the parent's process id
+    fields = {int(s.split()[0]): [int(n) for n in s.rpartition(')')[2].split()[1:15]] for s in stats if s}
     ours = {os.getpid()}
     while more := {p for p,f in fields.items() if f[0] in ours}-ours: ours |= more
     ticks = sum(sum(fields[p][10:14]) for p in ours-{os.getpid()} if p in fields)
@@ -37,7 +38,7 @@ def family():
 
 
 def read(path):
-    "Return a file's text, or '' if its process has ended."
+    "Return the text of a file in /proc, or '' if its process has ended."
     try: return path.read_text()
     except OSError: return ''
 
@@ -49,7 +50,7 @@ def cpu_name():
 
 
 def versions(threads):
-    "Return versions, system and processor. No name of a host, user or folder."
+    "Return the versions of packages, the system and the processor. Names of the host, the user and folders are left out."
     def version(name):
         try: return import_module(name).__version__
         except ImportError: return unknown
@@ -59,7 +60,7 @@ def versions(threads):
 
 
 def interpreter(code):
-    "Return the CPU seconds of a fresh interpreter that runs `code`."
+    "Return the CPU seconds of a new Python interpreter that runs `code`."
     import resource
     import subprocess
     def spent(): u = resource.getrusage(resource.RUSAGE_CHILDREN); return u.ru_utime+u.ru_stime

@@ -1,4 +1,4 @@
-"Models and trainings of the benchmark."
+"Models and trainings that the benchmark measures."
 import ctypes
 from functools import partial
 from time import process_time
@@ -11,7 +11,7 @@ from .timing import seconds
 
 
 class AlexNet(nn.Module):
-    "AlexNet, with the layers of torchvision's."
+    "AlexNet, with the same layers as in torchvision."
     def __init__(self, classes=1000):
         super().__init__()
         self.features = nn.Sequential(
@@ -34,7 +34,7 @@ def alexnet(batch=8):
 
 
 class BasicBlock(nn.Module):
-    "Two convolutions with a skip connection."
+    "Block of two convolutions with a skip connection around them."
     def __init__(self, before, width, stride):
         super().__init__()
         self.conv1,self.bn1 = nn.Conv2d(before, width, 3, stride, 1, bias=False),nn.BatchNorm2d(width)
@@ -49,7 +49,7 @@ class BasicBlock(nn.Module):
 
 
 class ResNet18(nn.Sequential):
-    "ResNet-18, with the widths and depths of He et al. 2016."
+    "ResNet-18, with the widths and depths of the paper by He et al., 2016."
     def __init__(self, classes=10):
         widths,before,layers = (64, 128, 256, 512),64,[]
         for i,w in enumerate(widths):
@@ -70,7 +70,7 @@ def resnet18(batch=8, size=112):
 
 
 def small_cnn(batch=32):
-    "Return a CNN of 10 modules for images of 28 x 28 pixels, and a function that computes its loss."
+    "Return a CNN of 10 modules for images of 28 x 28 pixels, and a function that computes its loss on one batch."
     model = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
         nn.Flatten(), nn.Linear(784, 32), nn.ReLU(), nn.Linear(32, 10))
     x,y = torch.randn(batch, 1, 28, 28),torch.randint(10, (batch,))
@@ -78,7 +78,7 @@ def small_cnn(batch=32):
 
 
 def gpt2(width=256, layers=4, sequences=4, tokens=128):
-    "Return a GPT-2 (3.7 million parameters at width 256) and a function for its loss on `sequences` of `tokens` each."
+    "Return a GPT-2 (3.7 million parameters at width 256), and a function for its loss on `sequences` sequences of `tokens` tokens."
     from transformers import GPT2Config, GPT2LMHeadModel
     model = GPT2LMHeadModel(GPT2Config(vocab_size=2000, n_positions=128, n_embd=width, n_layer=layers, n_head=4, bos_token_id=0, eos_token_id=0))
     x = torch.randint(2000, (sequences, tokens))
@@ -86,7 +86,7 @@ def gpt2(width=256, layers=4, sequences=4, tokens=128):
 
 
 def gpt2_small(compiled=False, batch=8, tokens=1024):
-    "Return GPT-2 small (124 million random parameters) on the GPU, and a function for its loss in bfloat16 autocast."
+    "Return GPT-2 small (124 million random parameters) on the GPU, and a function for its loss under autocast to bfloat16."
     from transformers import GPT2Config, GPT2LMHeadModel
     with torch.device('cuda'): model = GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0))
     if compiled: model.compile()
@@ -98,45 +98,46 @@ def gpt2_small(compiled=False, batch=8, tokens=1024):
 
 
 def gpt2_small_shapes():
-    "Return the shapes of the 148 weights of GPT-2 small, 124 million numbers."
+    "Return the shapes of the 148 weights of GPT-2 small, which have 124 million elements."
     block = [(768,), (768,), (768, 2304), (2304,), (768, 768), (768,), (768,), (768,), (768, 3072), (3072,), (3072, 768), (768,)]
     return [(50257, 768), (1024, 768), *12*block, (768,), (768,)]
 
 
 class MLP(nn.Sequential):
-    "`nn.Sequential` with its own forward: torch.compile skips torch's forward of a root module."
+    "An `nn.Sequential` with a `forward` of its own, because torch.compile skips torch's `forward` of a root module."
     def forward(self, x):
         for m in self: x = m(x)
         return x
 
 
 def mlp(layers, width=8, batch=4):
-    "Return an MLP of `layers` modules, alternately linear and tanh, and a function that computes its loss."
+    "Return an MLP of `layers` modules, in which linear and tanh alternate, and a function that computes its loss."
     model,x = MLP(*(nn.Linear(width, width) if i%2==0 else nn.Tanh() for i in range(layers))),torch.randn(batch, width)
     return model, lambda: model(x).square().mean()
 
 
 def keep_memory():
-    """Let the C library keep freed memory. Otherwise the kernel allocates AlexNet's gradients again each step:
-    a quarter of the time of a step, and most of its noise"""
+    """Let the C library keep freed memory for later allocations.
+
+    Otherwise the kernel allocates the gradients of AlexNet again in each step, which is a quarter of the step's time and most of its noise."""
     trim_threshold,mmap_max,top_pad = -1,-4,-2
     try: mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError): return # not glibc
+    except (AttributeError, OSError, TypeError): return # the C library is not glibc
     mallopt(mmap_max, 0)
     mallopt(trim_threshold, -1)
     mallopt(top_pad, 1<<26)
 
 
 class Training:
-    "Training loop of one model, armed or not."
+    "Training loop of one model, with or without an armed `torchEmber`."
     def __init__(self,
         model, # Model to train
-        loss, # Function that runs the model and returns the loss
+        loss, # Function that runs the model on a batch and returns the loss
         calls_step=True, # True to call `te.step()` in armed steps
-        warm=1, # Steps before the measurement
-        steps=1, # Steps per measurement
-        opt=None, # Function that creates the optimizer from the parameters. Its step then ends the armed steps
-        clock=process_time, # Clock of the measurement: CPU time of all threads or of this thread, or wall time
+        warm=1, # Number of steps before the measurement
+        steps=1, # Number of steps per measurement
+        opt=None, # Function that creates the optimizer from the parameters. If it is given, the optimizer ends the steps of `torchEmber`
+        clock=process_time, # Clock of the measurement: CPU time of all threads, CPU time of this thread, or wall time
         waits=True, # True to include the time until the writer thread has written all rows
         **how # Options of `torchEmber`
     ):
@@ -156,7 +157,7 @@ class Training:
         self.opt.step()
 
     def measured(self):
-        "Return seconds per step."
+        "Return the measured seconds per step."
         for _ in range(self.warm): self.step()
         self.te.t.file.flush()
         def run():

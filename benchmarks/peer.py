@@ -1,4 +1,6 @@
-"Other tools, each in its own Python: `main(peer, 'cost' | 'features', quick, threads)` prints results as JSON. Imports nothing from torchember."
+"""Measurements of other tools, each run in a Python process of its own.
+
+`main(peer, 'cost' | 'features', quick, threads)` prints the results as JSON. torchember is not imported."""
 import copy
 import itertools
 import json
@@ -19,21 +21,23 @@ from . import machine
 from .models import MLP, AlexNet, ResNet18, keep_memory
 from .timing import pairs
 
-peers = {} # name -> (description of the records, function that arms a model)
+peers = {} # name of a tool -> (description of its records, function that installs the tool on a model)
 
 
 def peer(
-    name, # Name in the table
-    records # Description of the records
+    name, # Name of the tool in the table
+    records # Description of the records of the tool
 ):
-    "Return a decorator for functions of model, optimizer and input. They return three functions or None: end a step, count records, run the model."
+    """Return a decorator for functions that install a tool on a model. Their arguments are model, optimizer and input.
+
+    They return three functions, or None in place of a function: end a step, count the records, run the model."""
     def add(f):
         peers[name] = records,f
         return f
     return add
 
 
-# ---- the tools, armed as their documentation says
+# ---- the tools, installed as their documentation says
 
 @peer('torchember', 'inputs, outputs, weights, weight gradients: 4 statistics')
 def ours(model, opt, x, **how):
@@ -105,7 +109,7 @@ def nnstat(model, opt, x):
 # ---- cost
 
 class Loop:
-    "Training loop of one model with its optimizer."
+    "Training loop of one model with its optimizer, with or without a tool."
     def __init__(self, model, x, loss):
         self.model,self.x,self.loss,self.after,self.run = model,x,loss,None,model
         self.opt = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=.9)
@@ -137,7 +141,7 @@ def alexnet(inplace):
 
 
 def cost(name, quick):
-    "Return pairs of CPU seconds of a step, bare and armed, with the processes that the tool started."
+    "Return pairs of CPU seconds of a step without and with a tool. CPU time of processes that the tool started is included."
     keep_memory()
     said = None
     try:
@@ -150,16 +154,16 @@ def cost(name, quick):
     return dict(pairs=pairs(bare.measured, armed.measured, 5 if quick else 25, 3 if quick else 6), inplace=said)
 
 
-# ---- quantities of modules, on the same loop
+# ---- quantities of modules, measured in the same training loop
 
-shared_quantities = { # title -> configuration that both tools accept
+shared_quantities = { # title of a quantity -> configuration that torchember and Taiyi accept
     'spectra': {'Conv2d': ['InputCovMaxEig', 'InputCovStableRank', 'InputCovCondition20', 'InputCovCondition50', 'InputCovCondition80']},
     'sizes': {'Conv2d': ['InputMean', 'InputStd', 'InputSndNorm', 'OutputGradSndNorm', 'WeightNorm', 'WeightGradNorm']},
     'batch normalisation': {'BatchNorm2d': [['MeanTID', 'linear(5, 0)'], ['VarTID', 'linear(5, 0)']]}}
 
 
 def quantities(name, quick):
-    "Return pairs of CPU seconds of a step, bare and with quantities at each step."
+    "Return pairs of CPU seconds of a step, without quantities and with quantities computed in each step."
     tool,_,kind = name.partition(', ')
     if tool=='Taiyi': from Taiyi.taiyi.monitor import Monitor
     else: from torchember import Monitor
@@ -184,7 +188,7 @@ def quantities(name, quick):
     return dict(pairs=pairs(loops[0].measured, loops[1].measured, 10 if quick else 40, 3 if quick else 6))
 
 
-# ---- features that a watched model may use
+# ---- features of a model that a tool may not support
 
 class LSTM(nn.Module):
     def __init__(self): super().__init__(); self.lstm,self.head = nn.LSTM(8, 8, batch_first=True),nn.Linear(8, 1)
@@ -192,7 +196,7 @@ class LSTM(nn.Module):
 
 
 class Shared(nn.Module):
-    "Model that calls one module twice."
+    "Model that calls one of its modules twice."
     def __init__(self): super().__init__(); self.one,self.act = nn.Linear(8, 8),nn.Tanh()
     def forward(self, x): return self.one(self.act(self.one(x)))
 
@@ -206,11 +210,11 @@ models = {'torch.compile, fullgraph': small, 'watched once it is compiled': smal
     'copy.deepcopy': small}
 
 
-ran = [] # compiled graphs
+ran = [] # compiled graphs that ran
 
 
 def counted(graph, xs):
-    "Compile nothing. Note each graph that runs in `ran`."
+    "Backend of torch.compile that compiles nothing, and appends each graph that runs to `ran`."
     f = lookup_backend('aot_eager')(graph, xs)
     def run(*a):
         ran.append(graph)
@@ -222,13 +226,13 @@ def why(e): return shorten(f'{type(e).__name__}: {(str(e).strip().splitlines() o
 
 
 def after_three(loop):
-    "Return the parameters after three steps."
+    "Return the parameters of a model after three training steps."
     for _ in range(3): loop.step()
     return [p.detach().clone() for p in loop.model.parameters()]
 
 
 def survives(name, feature):
-    "Return 'yes', or the error."
+    "Return 'yes' if a model with a feature trains the same under a tool as without it, or else the error."
     torch.manual_seed(0)
     model = models[feature]()
     x = torch.randn(4, 5, 8) if feature=='LSTM' else torch.randn(4, 8)
@@ -238,7 +242,7 @@ def survives(name, feature):
         for l in (plain, loop): l.model.compile(backend=counted, fullgraph=True)
     if 'once' in feature: plain.step(); loop.step()
     wanted = after_three(plain)
-    if feature.startswith('torch.compile'): torch._dynamo.reset() # `loop` must not run graphs that were compiled for `plain`
+    if feature.startswith('torch.compile'): torch._dynamo.reset() # otherwise `loop` could run graphs that were compiled for `plain`
     ran.clear()
     got = after_three(loop.arm(name))
     if not all(torch.equal(a, b) for a,b in zip(wanted, got, strict=True)): return 'trains to other weights'

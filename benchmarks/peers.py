@@ -1,4 +1,6 @@
-"Rows that compare other tools. Each runs in its own Python: $PEER_<NAME>, or a virtual environment that --peers creates."
+"""Rows of the benchmark that measure other tools.
+
+Each tool runs in its own Python: $PEER_<NAME>, or a virtual environment that --peers creates."""
 import json
 import os
 import subprocess
@@ -12,18 +14,20 @@ from .timing import added, spread
 
 root = Path(__file__).parents[1]
 boot = "import sys; sys.path.insert(0, {here!r}); {ours}from benchmarks.peer import main; main({name!r}, {package!r}, {what!r}, {quick}, {threads})"
-tools = { # tool -> arguments of each pip call (none: this torchember), package, names in benchmarks/peer.py
+tools = { # name of a tool -> (arguments of each pip call, none for this torchember; package; names of the tool in benchmarks/peer.py)
     'torchember': ([], 'torchember', ['torchember', 'torchember, numerics']),
     'old': (['--no-deps torchember==0.2.7'], 'torchember', ['torchember 0.2.7']),
     'wandb': (['wandb'], 'wandb', ['wandb']),
     'torchlens': (['torchlens'], 'torchlens', ['TorchLens, watch', 'TorchLens, record']),
-    'tandv': (['msgpack randomname', '--no-deps git+https://github.com/graphcore-research/track-and-visualize'], 'tandv', ['tandv']), # its pins are from 2024
+    # tandv needs --no-deps, because its requirements are versions of 2024
+    'tandv': (['msgpack randomname', '--no-deps git+https://github.com/graphcore-research/track-and-visualize'], 'tandv', ['tandv']),
     'nnstat': (['git+https://github.com/zhengzangw/nnstat'], 'nnstat', ['nnstat']),
-    'taiyi': (['plotly', '--no-deps git+https://github.com/DLCV-BUAA/Taiyi'], 'Taiyi', [])} # computes quantities: see `quantities`
+    # Taiyi computes quantities, see `quantities` in benchmarks/peer.py
+    'taiyi': (['plotly', '--no-deps git+https://github.com/DLCV-BUAA/Taiyi'], 'Taiyi', [])}
 
 
 def python(tool, folder):
-    "Return the path of a Python with `tool`. Raises Skip."
+    "Return the path of a Python that has `tool` installed. Raise Skip if there is none."
     if not tools[tool][0]: return sys.executable
     if given := os.environ.get(f'PEER_{tool.upper()}'): return given
     if not os.environ.get('TORCHEMBER_PEERS'): raise Skip('it needs --peers, which installs other tools into temporary folders')
@@ -33,7 +37,7 @@ def python(tool, folder):
 
 
 def make(tool, made):
-    "Create a virtual environment with `tool`. It finds all other packages, also torch, in this environment."
+    "Create a virtual environment with `tool`. Other packages, such as torch, are taken from the current environment."
     here = sysconfig.get_paths()['purelib']
     subprocess.run([sys.executable, '-m', 'venv', '--without-pip', made.parents[1]], check=True)
     found = subprocess.run([made, '-c', "import sysconfig; print(sysconfig.get_paths()['purelib'])"], check=True, capture_output=True, text=True)
@@ -44,7 +48,7 @@ def make(tool, made):
 
 
 def only_benchmarks(folder):
-    "Return a folder for sys.path that holds only this package, because other packages are named benchmarks, too."
+    "Return a folder for sys.path that contains only this package. Other installed packages may also have the name benchmarks."
     here = folder/'only'
     if not here.exists():
         here.mkdir()
@@ -53,7 +57,7 @@ def only_benchmarks(folder):
 
 
 def ask(tool, name, what, quick, folder):
-    "Return the result of benchmarks/peer.py for `name`. Raises Skip."
+    "Return the result of benchmarks/peer.py for the tool `name`. Raise Skip if it cannot run."
     exe = python(tool, folder)
     home = Path(tempfile.mkdtemp(dir=folder))
     own = not tools[tool][0]
@@ -67,7 +71,7 @@ def ask(tool, name, what, quick, folder):
 
 
 def each(what, quick):
-    "Yield pairs of a tool's name and its result, or the reason for no result."
+    "Yield pairs (name of a tool, result of its measurement or the reason why there is none)."
     with tempfile.TemporaryDirectory(prefix='peers-') as folder:
         for tool,(_,_,names) in tools.items():
             for name in names:
@@ -76,7 +80,7 @@ def each(what, quick):
 
 
 def titled(name, got):
-    "Return the name of a tool with its version."
+    "Return the name of a tool together with its version."
     v,(tool,*how) = got.get('version'),name.split(', ')
     return name if not v or v in name else ', '.join([f'{tool} {v}', *how])
 

@@ -33,7 +33,7 @@ def home(): return os.environ['TORCHEMBER_HOME']
 
 @contextmanager
 def without_loops(off=True):
-    "Run the block as if numba were not installed, if `off` is True."
+    "In a `with` block, pretend that numba is not installed, if `off` is True."
     from torchember.measure import kernels
     before = kernels.loops
     if off: kernels.loops = lambda: None
@@ -42,12 +42,12 @@ def without_loops(off=True):
 
 
 def cpu_readers():
-    "Return a dict: reader of CPU tensors -> `off` of `without_loops`. The compiled loops are there if numba is installed."
+    "Return a dict: name of a reader of CPU tensors -> argument `off` of `without_loops`. The compiled reader needs numba."
     from torchember.measure import kernels
     return {**({'compiled loops': False} if kernels.loops() else {}), 'plain torch': True}
 
 
-# ---- controls: can the other rows be trusted
+# ---- controls: they show whether the other rows can be trusted
 
 @row('control', 'control: AlexNet against itself, and against itself with 1% more work')
 def control(quick):
@@ -62,7 +62,7 @@ def control(quick):
     yield line('1% added', unit='%', at_least=.5, at_most=1.5, note='a busy loop adds 1%, so this should be 1%', **added(ps))
 
 
-# ---- one tensor
+# ---- cost of recording one tensor
 
 @row('summary', 'summary of a float32 tensor, against x.sum()')
 def summary(quick):
@@ -130,7 +130,7 @@ def gpt2_on_gpu(quick):
 
 
 def peak_gpu_memory(f):
-    "Return the most GPU memory, in bytes, that one call of `f` allocates."
+    "Return the largest GPU memory, in bytes, that is used during one call of `f`."
     torch.cuda.reset_peak_memory_stats()
     f()
     return torch.cuda.max_memory_allocated()
@@ -163,7 +163,7 @@ def tap(quick):
 def sizes(quick):
     from torchember.measure.arena import Arena
     from torchember.measure.tap import observe
-    arenas = {off: Arena() for off in (False, True)} # a tap keeps the reader of its first call
+    arenas = {off: Arena() for off in (False, True)} # an arena for each reader, because a tap keeps the reader of its first call
     taps = {off: [a.tap(i) for i in range(80)] for off,a in arenas.items()}
     for e in range(7 if quick else 9):
         xs = [torch.randn(10**e) for _ in range(max(min(80, 10**6//10**e), 1))]
@@ -199,10 +199,10 @@ def modules(quick):
         yield line(f'MLP of {n} modules, recorded, each module', unit='us', note=note, x=n, curves=curves, **times['recorded'])
 
 
-# ---- whole models
+# ---- cost of recording whole models
 
 def recorded(what, quick, budget, limit=None, note='', least=8, off=False, **how):
-    "Return a line: AlexNet, with inputs, outputs, weights and weight gradients recorded each step."
+    "Return a line about AlexNet, with inputs, outputs, weights and weight gradients recorded in each step."
     t = Training(*alexnet(), **how)
     with without_loops(off): ps = compare(t.bare, t.armed, quick, budget, least)
     rows = len(t.te.t.latest_line_list())
@@ -217,7 +217,7 @@ def alexnet_recorded(quick):
 
 
 def alexnet_sums(quick):
-    "Return pairs: seconds of a step, and of a step that also sums all weights and gradients."
+    "Return pairs of seconds: a step of AlexNet, and a step that also computes the sums of all weights and gradients."
     t = Training(*alexnet(), **never)
     t.te.disarm()
     def sums():
@@ -249,7 +249,9 @@ def alexnet_numerics(quick):
 # ---- torch.compile
 
 def compiling(made, armed):
-    "Return a `Training` after its first step, the CPU seconds of that step (C++ compiler included), its graphs and graph breaks."
+    """Return a `Training` after its first step, and three facts about this step: CPU seconds, number of graphs, number of graph breaks.
+
+    The seconds include the C++ compiler."""
     from torch._dynamo.utils import counters
     torch._dynamo.reset()
     counters.clear()
@@ -263,14 +265,14 @@ def compiling(made, armed):
 
 
 def under_inductor(name, made, steps, budget, quick):
-    "Yield lines: graphs, graph breaks, time to compile, time of a step."
+    "Yield lines about a compiled model: number of graphs and graph breaks, time to compile, time of a step."
     from shutil import which
 
     from torch._inductor import config
     from torch._inductor.utils import fresh_cache
     if not any(map(which, ('g++', 'clang++'))): raise Skip('needs a C++ compiler, and there is none here')
-    config.compile_threads = 1 # so that compiling counts as CPU time of this process
-    with fresh_cache(): compiling(lambda: mlp(2), True)[0].te.close() # the one-time costs of the first compilation
+    config.compile_threads = 1 # one thread, so that compiling counts as CPU time of this process
+    with fresh_cache(): compiling(lambda: mlp(2), True)[0].te.close() # take the one-time costs of the first compilation before the measurement
     times,t = ([], []),None
     for _ in range(1 if quick else 2):
         for armed in (False, True):
@@ -335,7 +337,7 @@ def runs(quick):
     yield line(f'{n:,} logs, {len(found):,} runs', min(took), 's', at_most=None if quick else 1., note='CPU time, files in the page cache')
 
 
-# ---- armed: small models, steps off schedule, extras
+# ---- cost of an armed model: small models, steps that are not recorded, additional features
 
 @row('small', 'small models with AdamW, every step recorded: CPU time on one thread, wall time on all threads')
 def small(quick):
@@ -447,7 +449,7 @@ def blackbox(quick):
         yield line(f'{name}, a step with a black box', unit='%', at_most=1, **added(pairs(without, within, 2 if quick else 40)))
 
 
-unreachable = 'http://127.0.0.1:9' # no server listens on this port
+unreachable = 'http://127.0.0.1:9' # no server listens on this port, so each connection is refused
 
 @row('sinks', 'sinks: added time of a step in the training thread, without a network. Trainings with and without take turns')
 def sinks(quick):
@@ -474,7 +476,7 @@ def sinks(quick):
         ('mlflow, server unreachable', 'mlflow', {'MLFLOW_TRACKING_URI': unreachable}), ('trackio', 'trackio', {})]
     cases = [c for c in cases if (library := c[0].partition(',')[0]) not in feed.sinks or find_spec(library)]
     trainings = {name: [] for name,*_ in cases}
-    for i in range(2 if quick else 9): # the order changes; the first round takes the one-time costs
+    for i in range(2 if quick else 9): # the order of the variants changes in each round. The first round takes the one-time costs
         for name,sink,env in cases[i%len(cases):]+cases[:i%len(cases)]: trainings[name].append(train(sink, env))
     bare = [took for took,*_ in trainings.pop('no sink')][1:]
     step = spread([1e3*b[1] for b in bare])['value']
@@ -488,7 +490,7 @@ def sinks(quick):
 
 @row('first', 'the first steps of a process: wall time')
 def first(quick):
-    def took(steps, *how, **env): # wall time, because a wait takes no CPU time
+    def took(steps, *how, **env): # measures wall time, because waiting takes no CPU time
         env = {**os.environ, **env}
         return float(subprocess.run([sys.executable, '-c', first_step, str(steps), *how], env=env, capture_output=True, text=True, check=True).stdout)
     for what,steps in (('the first step', 1), ('the first 300 steps', 300)):
@@ -517,10 +519,10 @@ def arming(quick):
     yield line(f'disarming {n} modules', unit='s', **spread(off))
 
 
-# ---- the log
+# ---- cost of writing and reading the log
 
 def a_row(i):
-    "Return a row like those of AlexNet."
+    "Return a row as in the log of AlexNet."
     x = random.random()
     return dict(shape=[8, 64, 55, 55], mean=x, std=x/3, max=4*x, min=-x, module=f'model(AlexNet).features(Sequential).{i%13}(Conv2d)', ts='2026-11-21 03:37:05',
         ttype='output', tname='output_0', step=i//80, call=0, dtype='float32')
@@ -567,7 +569,7 @@ def a_log(n):
 
 @contextmanager
 def without_msgspec(off=True):
-    "Run the block as if msgspec were not installed, if `off` is True."
+    "In a `with` block, pretend that msgspec is not installed, if `off` is True."
     from torchember.store import columns
     before = columns.msgspec
     if off: columns.msgspec = lambda: None
@@ -639,7 +641,7 @@ def parquet(quick):
     parts = [p.read_bytes() for p in sorted(folder_of(t.log_path).glob('*.parquet'))]
     yield line(f'{n} rows, bytes of the parts', unit='x', value=sum(map(len, parts))/size, at_most=.2, note=f'of {size/n:.0f} bytes a row in JSON lines')
     files,log = str(folder_of(t.log_path)/'*.parquet'),t.log_path.read_bytes()
-    lines = type(t)('lines') # the same rows, without parts
+    lines = type(t)('lines') # a run with the same rows as JSON lines, without Parquet parts
     lines.log_path.write_bytes(log)
     for what,columns in (('all columns', None), ('two columns', some)):
         def stored(): return read(t, columns=columns) # noqa: B023
@@ -650,9 +652,9 @@ def parquet(quick):
             yield line(f'{n} rows, {what}, against {beside}', unit='x', at_least=1 if beside!='duckdb' and n>100_000 else None, note=note, **speedups(ps))
 
 
-# ---- larger than memory
+# ---- runs that are larger than memory
 
-queries = dict( # few: mean of a statistic per layer, over outputs of the last 1% of steps; every: mean over all rows
+queries = dict( # few: mean of a statistic for each layer, over outputs of the last 1% of the steps. every: mean over all rows
     polars="""import polars as pl
 few = lambda r,n: r.filter(pl.col('ttype')=='output', pl.col('step')>=n).group_by('path').agg(pl.col('mean').mean()).sort('path').collect()['mean'].to_list()
 every = lambda r: r.select(pl.col('mean').mean()).collect().item()""",
@@ -699,7 +701,7 @@ if __name__=='__main__':
 
 
 def answer_of(engine, name, first, which):
-    "Run a query in its own process. Return a dict: out, took (s), most (bytes of memory)."
+    "Run a query in a process of its own. Return a dict: its output `out`, seconds `took`, and largest memory `most` in bytes."
     import tempfile
     with tempfile.TemporaryDirectory() as d:
         (Path(d)/'ask.py').write_text(ask_in_child.replace('CODE', queries[engine]))
@@ -710,7 +712,7 @@ def answer_of(engine, name, first, which):
 
 
 def a_large_log(size):
-    "Return a compacted run of `size` bytes of JSON lines. All parts repeat the rows of the first ones, at later steps."
+    "Return a compacted run of `size` bytes of JSON lines. Its parts repeat the rows of the first parts, at later steps."
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -770,10 +772,10 @@ def reading_memory(quick):
     yield line(f'{n} rows, memory', most/frame, 'x', at_most=3, note=f'{most/1e6:,.0f} MB for a frame of {frame/1e6:,.0f} MB')
 
 
-# ---- pictures
+# ---- cost of drawing pictures
 
 def table_of(layers, steps):
-    "Return a table of random numbers with the columns of a run."
+    "Return a table with the columns of a run, filled with random numbers."
     import numpy as np
     import pandas as pd
     path = pd.Categorical.from_codes(np.tile(np.arange(layers), steps), [f'h.{i}.mlp' for i in range(layers)])
@@ -810,7 +812,8 @@ def report(quick):
     from torchember import report
     layers,steps = (50, 200) if quick else (200, 1000)
     df = pd.concat([table_of(layers, steps).assign(ttype=t) for t in ('input', 'output', 'weight', 'weight_grad')], ignore_index=True)
-    for i,c in enumerate(('mean', 'max', 'min')): df[c] = np.random.default_rng(i).normal(size=len(df)) # noise, the hardest to compress
+    # Random noise, because it is the hardest to compress
+    for i,c in enumerate(('mean', 'max', 'min')): df[c] = np.random.default_rng(i).normal(size=len(df))
     file,size = Path(home())/'page.html',f'{len(df):,} rows, 4 statistics'
     took = seconds(lambda: report(df, file))
     yield line('size', file.stat().st_size/1e6, 'MB', at_most=15, note=size)
@@ -830,7 +833,7 @@ def report(quick):
     yield line('from a click until drawn', sorted(clicked)[len(clicked)//2], 's', n=len(clicked), note='wall time; median')
 
 
-# ---- a long run
+# ---- memory, threads and files of a long run
 
 @row('steps', '10,000 armed steps of a small MLP: growth of memory, threads, files')
 def steps(quick):
@@ -861,21 +864,21 @@ def imports(quick):
     yield line('import torchember', unit='ms', note='CPU time on top of python -c pass', **spread(1e3*(a-b) for b,a in ps))
 
 
-# ---- arithmetic on whole models
+# ---- arithmetic on snapshots of whole models
 
 def snapshot_of(quick):
-    "Return a StateDict with the layers of GPT-2 small and random weights; without embeddings if `quick`."
+    "Return a StateDict with the layers of GPT-2 small and random weights. If `quick` is True, it has no embeddings."
     from torchember import StateDict
     shapes = gpt2_small_shapes()
     return StateDict((f'layer{i}', torch.randn(s).mul_(.02)) for i,s in enumerate(shapes[2:] if quick else shapes))
 
 
 def by_passes(x):
-    "Return the numbers of `describe(group='all')`, each by its own torch operation."
+    "Compute the numbers of `describe(group='all')` with a torch operation for each number."
     def central(k):
         d = (x-x.mean()).flatten()
         q = d*d
-        return q.dot(d if k==3 else q)/d.numel() # few temporaries, so that the reference is not slow for another reason
+        return q.dot(d if k==3 else q)/d.numel() # few temporary tensors, so that the reference is not slow because of allocations
     values = (x.norm(1), x.norm(1)/x.numel(), x.norm(2), x.sum(), x.mean(), x.var(), x.std(), central(3)/x.var(correction=0)**1.5,
         central(4)/x.var(correction=0)**2-3, x.max(), x.min(), x.abs().min(), x.abs().max())
     return [v.item() for v in values]
@@ -897,7 +900,7 @@ def state_describe(quick):
 def state_memory(quick):
     sd = snapshot_of(quick)
     size = sum(x.nbytes for x in sd.values())
-    sd.filter('layer3').describe(lw=True, group='all', display=False) # one-time costs of compilation and imports
+    sd.filter('layer3').describe(lw=True, group='all', display=False) # one-time costs of compilation and imports, before the measurement
     before = machine.status('VmRSS')
     sd.describe(lw=True, group='all', display=False)
     sd.describe(group='all', display=False)
@@ -908,7 +911,7 @@ def state_memory(quick):
     yield line('joining them into one tensor', 100*(machine.status('VmHWM')-before)/size, '%', note=f'{x.nbytes/1e6:.0f} MB, before anything is measured')
 
 
-# ---- chosen quantities of chosen modules
+# ---- quantities that a `Monitor` computes of chosen modules
 
 spectra = ['InputCovMaxEig', 'InputCovStableRank', 'InputCovCondition20', 'InputCovCondition50', 'InputCovCondition80']
 
@@ -921,7 +924,7 @@ class Tracked:
         self.model,self.loss = resnet18(batch, size)
         self.opt = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=.9)
         self.monitor,self.n = Monitor(self.model, config) if config else None,0
-        for _ in range(3): self.step() # the schedule is known from the third step on
+        for _ in range(3): self.step() # warm-up: from the third step on, a `Monitor` knows its schedule
 
     def step(self):
         self.opt.zero_grad()

@@ -1,4 +1,4 @@
-"Runner: measures each row in a fresh process."
+"Runs the measurement of each row of the benchmark in a new process."
 import json
 import os
 import subprocess
@@ -13,13 +13,15 @@ pools = ('OMP_NUM_THREADS', 'MKL_NUM_THREADS', 'OPENBLAS_NUM_THREADS')
 
 
 def run_row(
-    name, # Name of a row
-    title='', # What it compares
+    name, # Name of the row
+    title='', # Description of what the row compares
     module=modules, # Python module that registers the row
-    quick=False, # True for few repetitions
+    quick=False, # True to measure with few repetitions
     threads=1 # Number of threads of torch
 ):
-    "Return a dict: row, title, wall (s) and lines, or the reason for no lines in error or skipped. The child process has its own home."
+    """Measure one row in a child process. Return a dict: row, title, wall (seconds) and lines; `error` or `skipped` is the reason for no lines.
+
+    The child process has its own home folder of runs."""
     start = perf_counter()
     with tempfile.TemporaryDirectory(prefix='torchember-') as home:
         env = os.environ | dict.fromkeys(pools, str(threads)) | {'TORCHEMBER_HOME': home, 'TRANSFORMERS_VERBOSITY': 'error'}

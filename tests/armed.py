@@ -1,6 +1,7 @@
-"""Cases of the table in the docs that lists what stays true while a model is armed.
+"""Cases of the table in the docs about properties that stay true while a model is armed.
 
-Each case arms a model, does what users do with the model, and checks the result. `tests/capture/test_armed.py` runs all cases, and so does the page."""
+Each case arms a model, uses the model as users do, and checks the result.
+`tests/capture/test_armed.py` and the page of the docs run all cases."""
 import copy
 import io
 import os
@@ -37,7 +38,7 @@ def dicts(model): return {n: {k: dict(v) if isinstance(v, dict) else v for k,v i
 
 
 def own_weights(copied, inp, te):
-    "Check that a copy is not armed, records nothing, and computes with its own weights."
+    "Check that a copy of an armed model is not armed, records nothing, and has its own weights."
     n = len(te.t.lines())
     assert not any(k.startswith('_torchember') or k in ('forward', 'disarm', '__reduce_ex__', '__getstate__') for m in copied.modules() for k in m.__dict__)
     with torch.no_grad(): [p.zero_() for p in copied.parameters()]

@@ -1,4 +1,4 @@
-"Read runs that the callback of another trainer library has recorded, in the form of the tables in `looped`."
+"Functions that read runs recorded by the callback of another trainer library. Their tables have the form of those in `looped`"
 import torch
 from looped import training
 
@@ -6,7 +6,7 @@ from torchember import emberTracker
 
 
 class Ran:
-    "A finished run, with a tracker like that of an ember"
+    "A finished run, with a tracker in the attribute `t`, like an ember"
     def __init__(self, name): self.t = emberTracker(name)
 
 

@@ -1,4 +1,4 @@
-"Train a model twice, eager and compiled, and compare the recorded rows."
+"Train a model eager and compiled, and compare the recorded rows of the two trainings."
 import math
 from collections import Counter
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    "A small GPT. Each block is called `loops` times. checkpoint: `use_reentrant` of the checkpoint, None for no checkpoint"
+    "A small GPT, whose blocks are called `loops` times each. checkpoint: argument `use_reentrant` of `checkpoint`, or None for no checkpointing"
     def __init__(self, blocks=2, loops=1, checkpoint=None, d=16):
         super().__init__()
         self.emb,self.blocks,self.ln,self.head = nn.Embedding(29, d),nn.ModuleList(Block(d) for _ in range(blocks)),nn.LayerNorm(d),nn.Linear(d, 29)
@@ -48,7 +48,7 @@ class GPT(nn.Module):
 
 
 class Few(nn.Module):
-    "A model with few operations, because Inductor needs a second to compile each kernel"
+    "A model with few operations, because Inductor needs about a second to compile each kernel"
     class Block(nn.Module):
         def __init__(self): super().__init__(); self.ln,self.l,self.act = nn.LayerNorm(8),nn.Linear(8, 8),nn.Tanh()
         def forward(self, x): return x+self.act(self.l(self.ln(x)))
@@ -69,7 +69,9 @@ def loss_of(out): return sum(t.float().square().mean() for t in tensors(out) if 
 
 
 def train(make, inputs, how='eager', backend='aot_eager', armed=True, steps=2, fullgraph=True, context=None, **options):
-    """Train a new model eager, compiled as a `whole` or by `blocks`. Return rows, losses, gradients, events and number of graphs.
+    """Train a new model: eager, compiled as a `whole`, or compiled by `blocks`.
+
+    Return rows, losses, gradients, events and number of graphs.
     context: function that returns a context manager for each pass"""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -101,13 +103,13 @@ def scale(r): return max((abs(v) for v in (r.get(k) for k in ('mean', 'std', 'ma
 
 
 def ordered(rows):
-    "Return rows in the order of recording, but gradients of activations sorted by location, because their order may vary."
+    "Return rows in the order of recording, but gradients of activations sorted by their location, because the order of these gradients may vary."
     back = [r for r in rows if r['ttype'] in ('input_grad', 'output_grad')]
     return [r for r in rows if r['ttype'] not in ('input_grad', 'output_grad')]+sorted(back, key=lambda r: places([r]))
 
 
 def same_rows(want, got, tol=1e-6):
-    "Check that two runs have equal rows in the same order. Numbers may differ by `tol` times the scale of the tensor."
+    "Check that two runs have the same rows in the same order. Statistics may differ by `tol` times the size of the tensor."
     want,got = ordered(want),ordered(got)
     a,b = places(want),places(got)
     assert len(want) and Counter(a)==Counter(b), ([*(Counter(a)-Counter(b))][:5], [*(Counter(b)-Counter(a))][:5])
@@ -125,7 +127,7 @@ needs_hooks = pytest.mark.skipif(not private_torch.hooks_in_graphs, reason='comp
 
 
 def same_training(want, got, tol=1e-6):
-    "Check that two trainings have equal losses, gradients, rows and order of events."
+    "Check that two trainings have equal losses, gradients and rows, and the same order of events."
     a,b = want.losses,got.losses
     assert a==b or tol and torch.allclose(torch.tensor(a), torch.tensor(b), rtol=max(tol, 1e-5)), (a, b)
     largest = max((p.abs().max().item() for p in want.grads if p is not None), default=0) # tolerance for gradients that are zero except for rounding

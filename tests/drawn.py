@@ -1,4 +1,4 @@
-"Hypothesis strategies for the rows of a log: `row` as an ember writes it, `any_row` with arbitrary values."
+"Hypothesis strategies for rows of a log: `row` gives usual rows of an ember, and `any_row` gives rows with arbitrary values."
 import math
 
 from hypothesis import strategies as st
@@ -29,7 +29,7 @@ any_row = st.builds(lambda a,b: {**a, **b}, row, st.dictionaries(st.sampled_from
 def lines(rows): return b''.join(line_of(r)+b'\n' for r in rows)
 
 def begun(home, data, name='a'):
-    "Create a run whose log consists of the bytes `data`. Return its tracker."
+    "Create a run whose log file contains the bytes `data`. Return its tracker."
     t = emberTracker(name, home)
     t.log.mkdir(parents=True, exist_ok=True)
     t.log_path.write_bytes(data)

@@ -1,7 +1,7 @@
-"""Small models in JAX, each with a training step and a second computation of its modules by plain operations
+"""Small models in JAX with a training step, and a second computation of the same model by plain operations
 
-A step is `update(state, x, y) -> (state, gradients, more)`. `hand(note, state, x, y)` computes the loss once more with plain operations and calls
-`note(key, x)` for each value that must have a row. This file must not import torch."""
+A step is `update(state, x, y) -> (state, gradients, more)`. `hand(note, state, x, y)` computes the loss once more with plain operations,
+and calls `note(key, x)` for each value that must have a row. This file must not import torch."""
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -26,7 +26,7 @@ def batch(shape=(6, 4), classes=3, seed=0, dtype=np.float32):
 
 @dataclass
 class Case:
-    "A training step, its initial state, and the expected values"
+    "A training step of a JAX model, its initial state, and the function that computes the expected values"
     update:object # (state, x, y) -> (state, gradients, more); compiled
     state:object # Function without arguments that returns the initial state
     parts:object # Function: state -> (model_state, optimizer_state), the arguments of `track`
@@ -51,7 +51,7 @@ class MLP(nn.Module):
 opt = optax.adam(.01)
 
 def stepped(model, loss, opt=opt):
-    "Return the usual training step of a linen model."
+    "Return the usual training step of a model in flax.linen."
     def update(state, x, y):
         params,s = state
         value,grads = jax.value_and_grad(partial(loss, model))(params, x, y)
@@ -257,7 +257,7 @@ def doubled(x): return probe('doubled', 2*x)
 doubled.defvjp(lambda x: (doubled(x), None), lambda _, ct: (probe('cotangent', 3*ct),)) # not what it should be, so that one sees who is asked
 
 def branched():
-    "A step with `cond`, `scan`, `while_loop` and a custom derivative"
+    "A training step with `cond`, `scan`, `while_loop` and a custom derivative"
     def loss(p, x, y):
         x = lax.cond(x.sum()>0, lambda x: probe('positive', jnp.sin(x)), lambda x: probe('negative', jnp.cos(x)), x)
         x = lax.fori_loop(0, 3, lambda i, x: probe('looped', x*p['w']+i), x)
@@ -313,7 +313,7 @@ def plain(x): return np.array(jax.random.key_data(x) if jnp.issubdtype(x.dtype, 
 def copied(tree): return jax.tree.map(plain, tree)
 
 def run(case, steps=3, **kwargs):
-    "Run a training, tracked if arguments of `track` are given. Return copies of each step's results, and the tracker."
+    "Run a training, and track it if arguments of `track` are given. Return copies of each step's results, and the tracker."
     state,out = case.state(),[]
     def take(state, grads, more):
         parts = map(nnx.state, state) if isinstance(state[0], nnx.Module) else case.parts(state)
@@ -332,13 +332,13 @@ def run(case, steps=3, **kwargs):
     return out, tracker
 
 def same_bits(a, b):
-    "Return True if two trees of arrays are equal bit for bit."
+    "Return True if two trees of arrays have the same bits."
     a,b = (jax.tree.flatten(t) for t in (a, b))
     pairs = [(np.asarray(x), np.asarray(y)) for x,y in zip(a[0], b[0], strict=True)]
     return a[1]==b[1] and all(x.dtype==y.dtype and x.tobytes()==y.tobytes() for x,y in pairs)
 
 def by_hand(case, state, x, y):
-    "Return the values that must have a row: (path, ttype, tname, call) -> array."
+    "Return a dict of the values that must have a row, computed by plain operations. Keys: (path, ttype, tname, call)."
     keys = []
     def values():
         got = {}

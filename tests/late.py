@@ -44,7 +44,7 @@ class Stream:
     def wait_event(self, event): event.wait(self)
 
     def done(self, number):
-        "Complete all operations up to a number, so that their copies for the host arrive."
+        "Complete the operations of the stream up to a number, so that their copies to the host arrive."
         with self.lock:
             for at,host,values in self.copies:
                 if at<=number: host.copy_(values)
@@ -90,14 +90,14 @@ def may_wait(): return any(f.name in ('disarm', 'graph_to_come') for f in traceb
 
 
 class Chosen:
-    "`torch.cuda.device`: selects the current device"
+    "Replacement for `torch.cuda.device`, which selects the current device"
     def __init__(self, device): self.device = torch.device(device)
     def __enter__(self): machine().chosen.append((self.device, None))
     def __exit__(self, *args): machine().chosen.pop()
 
 
 class Memory:
-    "An allocation: the operation that wrote the memory last, and the operations that have used it since"
+    "A simulated allocation: the operation that wrote the memory last, and the operations that have used it since then"
     def __init__(self, stream):
         self.owner,self.written,self.used,self.told,self.ours = stream,(stream, stream.now),{},set(),by_us()
         weakref.finalize(self, check_freed, machine(), stream, self.used, self.told, self.ours)
@@ -113,14 +113,14 @@ package,skipped = str(Path(torchember.__file__).parent),(str(Path(torch.__file__
 
 
 def by_us():
-    "Return True if the current operation was started by torchember, not by the program."
+    "Return True if the running operation was started by code of torchember, and not by the program."
     f = sys._getframe(1)
     while f is not None and (f.f_code.co_filename.startswith(skipped) or '/lib/python' in f.f_code.co_filename): f = f.f_back
     return f is not None and f.f_code.co_filename.startswith(package)
 
 
 class Found(str):
-    "A fault or a wait with its stack. ours: True if torchember caused it, not the program"
+    "A fault or a wait of the simulated device, with its stack. ours: True if torchember caused it, and not the program"
     def __new__(cls, text, ours):
         self = super().__new__(cls, text)
         self.ours = ours
@@ -178,7 +178,7 @@ def device_in(args, kwargs): return next((torch.device(a) for a in (*args, kwarg
 
 
 class Late(torch.Tensor):
-    "A tensor on the simulated device. `value`: CPU tensor with its elements"
+    "Tensor on the simulated device. `value`: CPU tensor with its elements"
     @staticmethod
     def __new__(cls, value, device, memory):
         lies = dict(strides=value.stride(), storage_offset=value.storage_offset())
@@ -247,7 +247,7 @@ class Moved(torch.autograd.Function):
 
 
 def moved(x, device, dtype=None, non_blocking=False):
-    "Return a copy on another device, or on the host. A copy to the host waits for the device."
+    "Return a copy of a tensor on another device, or on the host. A copy to the host waits for the device."
     dtype,device = dtype or x.dtype,torch.device(device)
     if isinstance(x, Late) and device.type=='cpu':
         machine().wait_for_all('a copy for the host')
@@ -280,7 +280,7 @@ def to_the_host(host, x, non_blocking=False):
 
 
 class Graph:
-    "`torch.cuda.CUDAGraph`"
+    "Replacement for `torch.cuda.CUDAGraph`"
     def __init__(self): self.reset()
 
     def reset(self):
@@ -298,13 +298,13 @@ class Graph:
         self.gone = [value for value,memory in self.made if memory() is None and value.is_floating_point()] # later operations of the graph reuse such memory
 
     def notes(self, stream, used, written):
-        "Store which memory each replay reads and writes."
+        "Remember the memory that each replay of the graph reads and writes."
         self.used += map(weakref.ref, used)
         self.written += map(weakref.ref, written)
         return stream
 
     def takes(self, func, args, kwargs, plain_args, plain_kwargs, to):
-        "Store an operation for each replay. Now return a result with the right shape, and leave written tensors unchanged."
+        "Remember an operation for the replays of the graph. Return a result with the right shape, and do not change written tensors yet."
         ids = {id(x) for x in to}
         now_args,now_kwargs = tree_map_only(Late, lambda x: x.value.clone() if id(x) in ids else x.value, (args, kwargs))
         out,new = func(*now_args, **now_kwargs),[]
@@ -332,7 +332,7 @@ class Graph:
 
 
 class captured:
-    "`torch.cuda.graph`"
+    "Replacement for `torch.cuda.graph`, which captures a graph"
     def __init__(self, graph): self.graph = graph
 
     def __enter__(self):
@@ -349,7 +349,7 @@ class captured:
 
 
 class Kernels:
-    "Simulated `measure.readers` kernels: one launch for all tensors that a real kernel reads together"
+    "Replacement for the kernels of `measure.readers`: a single launch reads the same tensors as a launch of the real kernel"
     def __init__(self): self.lists,self.memory = [],'of no graph'
     def exchange(self, own):
         self.memory,former = own,self.memory
@@ -378,7 +378,7 @@ class Kernels:
 
 
 class Reading:
-    "Reads one tensor into its row immediately, on the current stream"
+    "Reads one tensor into its row at once, on the current stream"
     def __init__(self, kernels, device, wanted): self.kernels,self.device,self.wanted = kernels,device,wanted
 
     def stream(self):
@@ -404,7 +404,7 @@ def factory(make):
 
 
 def installed(monkeypatch, kernels=True):
-    "Replace the device functions of torch and torchember by those of a new `Machine`. Return the machine."
+    "In a `with` block, replace the device functions of torch and torchember by those of a new simulated `Machine`."
     from torchember.measure import arena, devices, elements, tap
     from torchember.measure import kernels as reading
     from torchember.recorder import step_buffer

@@ -1,4 +1,4 @@
-"Models of many kinds. `zoo`: name -> function that returns a model and its inputs"
+"Models of many kinds for tests. `zoo`: name -> function that returns a model and its inputs"
 import torch
 from torch import nn
 
@@ -32,7 +32,7 @@ class Residual(nn.Module):
 
 
 class Dicts(nn.Module):
-    "A model with keyword arguments, a dict as output, a layer called three times, and a shared layer"
+    "A model with keyword arguments, a dict as output, a layer that is called three times, and a shared layer"
     def __init__(self):
         super().__init__()
         self.cell,self.head = nn.Linear(4, 4),nn.Linear(4, 2)
@@ -45,7 +45,7 @@ class Dicts(nn.Module):
 
 
 class Routed(nn.Module):
-    "A mixture of experts: the data decide which experts run"
+    "A mixture of experts, in which the data decide which experts are called"
     def __init__(self):
         super().__init__()
         self.gate,self.experts = nn.Linear(8, 4),nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
@@ -98,7 +98,7 @@ def mlp(): return nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linea
 
 
 def tensors(value):
-    "Return all tensors in nested lists, tuples and dicts."
+    "Return a list of all tensors in nested lists, tuples and dicts."
     if isinstance(value, torch.Tensor): return [value]
     if hasattr(value, 'values') and callable(value.values): value = list(value.values())
     return [t for v in value for t in tensors(v)] if isinstance(value, list|tuple) else []

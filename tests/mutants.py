@@ -1,10 +1,10 @@
 """Mutation testing: change one place of the library at a time, run the tests of its Python module, and list changes that no test notices.
 
-    python tests/mutants.py                       30 faults, drawn from all rooms
-    python tests/mutants.py store choose -n 9     9 faults in rooms whose names begin so
-    python tests/mutants.py store.reading:51      all faults of a line: is it tested now?
+    python tests/mutants.py                       30 faults, drawn from all packages
+    python tests/mutants.py store choose -n 9     9 faults in packages whose names begin with these words
+    python tests/mutants.py store.reading:51      all faults of one line: does a test notice them now?
 
-A change that no test notices shows a missing test, a line without use, or no difference in behavior. Texts are not changed."""
+A change that no test notices shows a missing test, a line without use, or a change without effect. Texts are not changed."""
 import argparse
 import ast
 import os
@@ -35,12 +35,12 @@ wording = ('__repr__', 'warn', 'unknown', 'note') # functions that only make tex
 
 
 class Faults(ast.NodeVisitor):
-    "Visitor that collects possible changes of a Python module: (syntax node, new node)"
+    "Visitor that collects the possible changes of a Python module, as pairs (syntax node, new node)"
     def __init__(self): self.found = []
     def put(self, node, new): self.found.append((node, new if isinstance(new, str) else f'({ast.unparse(new)})'))
 
     def changed(self, node, **fields):
-        "Return a copy of a syntax node with other fields."
+        "Return a copy of a syntax node in which some fields are replaced."
         return type(node)(**{**{k: getattr(node, k) for k in node._fields}, **fields})
 
     def visit_FunctionDef(self, node):
@@ -123,7 +123,7 @@ class Faults(ast.NodeVisitor):
 
 
 def faults(source):
-    "Return all possible changes of a module: (line, begin, end, new text)."
+    "Return all possible changes of a Python module as a list of (line, begin, end, new text)."
     start = [0]
     for line in source.encode().split(b'\n'): start.append(start[-1]+len(line)+1)
     finder,got = Faults(),{}
@@ -136,7 +136,7 @@ def faults(source):
 
 
 def planted(source, fault):
-    "Return the changed source, and the line before and after the change. None if the change gives invalid Python."
+    "Return the source with a change, and the line before and after the change. Return None if the changed source is not valid Python."
     line,b,e,new = fault
     text = (source.encode()[:b]+new.encode()+source.encode()[e:]).decode()
     try: compile(text, 'fault', 'exec')
@@ -145,7 +145,7 @@ def planted(source, fault):
 
 
 class Copy:
-    "A copy of the repository in another folder, in which the library is changed"
+    "A copy of the repository in another folder, in which the library can be changed"
     def __init__(self, place):
         self.place,self.before = Path(place),{}
         listed = subprocess.run(['git', 'ls-files', '-z'], cwd=root, capture_output=True, text=True, check=True).stdout
@@ -155,7 +155,7 @@ class Copy:
             shutil.copy2(root/f, self.place/f)
 
     def run(self, tests, timeout=None, most=0):
-        "Run tests in a forked process. Return what failed, or how the process ended, and the seconds. A fork saves the import of torch."
+        "Run tests in a forked process, which saves the import of torch. Return the failed tests, or how the process ended, and the seconds."
         began,out = time.time(),self.place/'out.txt'
         pid = os.fork()
         if not pid: self.child(tests, most, out)
@@ -182,7 +182,7 @@ class Copy:
         os._exit(pytest.main(['-q', '-rfE', '-n0', '-p', 'no:cacheprovider', '-o', 'timeout=120', f'--maxfail={most}', *tests]))
 
     def try_out(self, room, text):
-        "Return the tests that fail with a change and pass without the change."
+        "Return the tests that fail with a change of the library and pass without the change."
         tests = tests_near(room)
         key = ' '.join(tests)
         if key not in self.before: self.before[key] = self.run(tests)

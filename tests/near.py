@@ -1,4 +1,4 @@
-"Tests that belong to each Python module"
+"For each Python module of torchember, the tests that check it"
 import json
 import re
 from functools import cache
@@ -119,7 +119,7 @@ near = { # Python module or package -> its tests, fastest first
 
 @cache
 def notebooks():
-    "Return a dict: name of a Python module -> its notebook, relative to the repository."
+    "Return a dict: name of a Python module -> path of its notebook, relative to the repository."
     found = {}
     for p in sorted((root/'nbs').rglob('*.ipynb')):
         code = '\n'.join(''.join(c['source']) for c in json.loads(p.read_text(encoding='utf-8'))['cells'] if c['cell_type']=='code')
@@ -128,7 +128,7 @@ def notebooks():
 
 
 def mentions(module):
-    "Return the test files that import `module`."
+    "Return the test files that import the Python module `module`."
     package,_,name = module.rpartition('.')
     names = [rf'torchember\.{re.escape(module)}\b', *([rf'from torchember\.{re.escape(package)} import .*\b{name}\b'] if package else [])]
     pattern = re.compile('|'.join(names))
@@ -136,6 +136,8 @@ def mentions(module):
 
 
 def tests_near(module):
-    "Return the tests of a Python module: its notebook, then those of its entry in `near`, or else the test files that import it."
+    """Return the tests of a Python module: its notebook, then the tests listed in `near`.
+
+    Without an entry in `near`, return the test files that import the Python module."""
     keys = [k for k in near if f'{module}.'.startswith(f'{k}.')]
     return [*filter(None, [notebooks().get(module)]), *(near[max(keys, key=len)].split() if keys else mentions(module))]

@@ -1,4 +1,4 @@
-"Expected numbers: check rows, summaries and models against float64 results of numpy, scipy and torch"
+"Expected statistics: check rows, summaries and models against float64 results of numpy, scipy and torch"
 import math
 from dataclasses import InitVar, dataclass
 
@@ -16,7 +16,7 @@ eps = 2**-52
 # ---- rows
 
 def is_row(row, want, shape, rel=1e-6):
-    "Check that a row has these values of mean, std, max and min, within the precision of float32."
+    "Check that a row has given values of mean, std, max and min, within the precision of float32."
     assert list(row['shape'])==list(shape), (row, shape)
     size = rel*max([abs(v) for v in want if math.isfinite(v)], default=0)
     for n,v in zip(numbers, want, strict=True):
@@ -24,7 +24,7 @@ def is_row(row, want, shape, rel=1e-6):
 
 
 def says(row, x, rel=1e-6):
-    "Check that the statistics of a row are those of the tensor `x`."
+    "Check that the statistics of a row are the statistics of the tensor `x`."
     d = x.detach().double()
     is_row(row, [d.mean().item(), d.std().item() if d.numel()>1 else math.nan, d.max().item(), d.min().item()], x.shape, rel)
 
@@ -33,11 +33,11 @@ def says(row, x, rel=1e-6):
 
 @dataclass
 class Tolerance:
-    """How far each statistic may be from the float64 answer.
+    """The largest allowed difference of each statistic from its float64 value.
 
-    What is copied or counted is exact, and sums of what cannot cancel are relative to themselves. A mean can cancel, and then a
-    relative error says nothing: it is held to the *standard deviation*, which is smaller than any other scale of a tensor, plus
-    what float64 itself rounds of the largest element. A skewness cancels in the same way, so its scale is the mean of |d|^3.
+    Copied values and counts must be exact. Sums of values with the same sign have a relative tolerance.
+    The values of a mean can cancel each other, so its tolerance is relative to the standard deviation, which is the smallest scale of a tensor.
+    The rounding of the largest element in float64 is added. A skewness can cancel, too, so its scale is the mean of |d|^3.
     """
     x:InitVar[np.ndarray] # The elements in float64
 
@@ -62,28 +62,28 @@ class Tolerance:
         return 0.
 
     def knows(self, name):
-        "Return False if float64 has no reliable value: a skewness of rounding errors, or an overflow of the eighth power."
+        "Return False if the float64 value of a statistic is not reliable: a skewness of rounding errors, or an overflow of the eighth power."
         if name in ('skew', 'kurtosis'): return self.std==0 or self.lean<1e-3
         if name in ('rm4', 'rm8'): return self.rms==0 or 1e-36<self.rms<1e36
         return True
 
 
 class Answer:
-    "The float64 summary of an array and the tolerances. Computed once for many readers; does not keep the array"
+    "The float64 summary of an array, and its tolerances. Computed once for many readers, without keeping the array"
     def __init__(self, x):
         self.ulp = 8*eps if np.iscomplexobj(x) else 0 # libraries differ in hypot of complex numbers
         x = (np.abs(x) if np.iscomplexobj(x) else np.asarray(x)).astype(np.float64).ravel()
         self.vector,self.tolerance = read_array(x, everything),Tolerance(x)
 
     def of(self, wanted):
-        "Return the summary vector of some groups. Entries of other groups are NaN."
+        "Return the summary vector of some groups of statistics. Entries of other groups are NaN."
         v = self.vector[:length(wanted)].copy()
         v[[i for p,i in index.items() if p not in parts_in(wanted)]] = np.nan
         return v
 
 
 def judge(vector, x, wanted=everything, worst=None, where=''):
-    "Check that a summary vector has the statistics of the float64 array `x`. x: array or its `Answer`"
+    "Check that a summary vector has the statistics of a float64 array. x: the array, or its `Answer`"
     x = x if isinstance(x, Answer) else Answer(x)
     want,ulp,tol = x.of(wanted),x.ulp,x.tolerance
     for p in ('count', 'nan', 'posinf', 'neginf', 'min', 'max'):
@@ -106,7 +106,7 @@ def judge(vector, x, wanted=everything, worst=None, where=''):
 # ---- models
 
 def by_scipy(x):
-    "Return statistics of an array, computed by scipy and numpy."
+    "Return the statistics of an array, computed by scipy and numpy."
     a = np.abs(x)
     return dict(norm1=a.sum(), norm2=np.sqrt((x**2).sum()), norm1_mean=a.mean(), sum=x.sum(), mean=x.mean(), var=x.var(ddof=1), std=x.std(ddof=1),
         **(dict(skew=stats.skew(x), kurtosis=stats.kurtosis(x)) if np.ptp(x) else {}), max=x.max(), min=x.min(), abs_min=a.min(), abs_max=a.max())

@@ -1,6 +1,6 @@
-"""The process of the tests: settings made before torch is imported, and a check of what a test has left behind
+"""The process of the tests: settings that must be made before torch is imported, and a check of what a test has left behind
 
-Both `conftest.py` import this module first, that of tests/ and that of the notebooks."""
+Both files `conftest.py`, that of tests/ and that of the notebooks, import this Python module first."""
 import gc
 import multiprocessing
 import os
@@ -41,7 +41,7 @@ def over():
 
 
 def fresh(monkeypatch):
-    "Give a test an empty $TORCHEMBER_HOME, and seed the random generators."
+    "Give a test an empty folder of runs ($TORCHEMBER_HOME), and set the seeds of the random generators."
     import numpy as np
     import torch
     monkeypatch.setenv('TORCHEMBER_HOME', tempfile.mkdtemp(dir=home.name))
@@ -51,12 +51,12 @@ def fresh(monkeypatch):
 
 
 def forget_graphs():
-    "Reset Dynamo between files, because it stops compiling a function after eight graphs, such as Sequential.forward."
+    "Reset Dynamo between test files. Dynamo stops compiling a function, such as Sequential.forward, after eight graphs."
     if dynamo := loaded('torch._dynamo'): dynamo.reset()
 
 
 def close_figures():
-    "Close all figures, because pyplot keeps them."
+    "Close all figures of matplotlib, because pyplot keeps them."
     if plt := loaded('matplotlib.pyplot'): plt.close('all')
 
 
@@ -71,14 +71,14 @@ def open_recorders():
 
 
 def armed_modules():
-    "Return the modules that an ember, a monitor or a snapshot of activations has patched."
+    "Return the modules that are patched by an ember, a monitor or a snapshot of activations."
     compiled,forward = (loaded(f'torchember.capture.{n}') for n in ('compiled', 'forward'))
     patches = [h for h in list(compiled.holders.values()) if isinstance(h, forward.Patch)] if forward else []
     return {f'{type(m).__name__} at {id(m):#x}': m for p in patches if p.states and (m := p.states[0].track.module).__dict__.get(forward.KEY) is p}
 
 
 def threads():
-    "Return threads of torchember that belong to one run, and threads that would keep the process from ending."
+    "Return the threads of torchember that belong to one run, and all threads that would prevent the process from ending."
     serve = ('torchember-writer', 'torchember loads', 'torchember_')
     return {t.name: t for t in threading.enumerate() if not t.name.startswith(serve) and (not t.daemon or t.name.startswith('torchember'))}
 
@@ -143,7 +143,7 @@ patchable = {'builtins': '', 'os': '', 'time': '', 'json': '', 'pickle': '', 'th
     'flax.nnx': 'Module', 'flax.linen': 'Module'}
 
 def attributes():
-    "Return the attributes of the `patchable` modules and classes, and of all modules of torchember: name -> dict."
+    "Return the attributes of the classes and modules in `patchable`, and of all Python modules of torchember: name -> dict."
     places = {}
     for name,classes in patchable.items():
         if (m := loaded(name)) is None: continue
@@ -163,13 +163,13 @@ def classes_of(name, size): return [v for v in vars(sys.modules[name]).values() 
 
 
 class Settings:
-    "Values and attributes of the process at one time. Keeps no references to recorders, threads or figures"
+    "Values and attributes of the process at one time. No references to recorders, threads or figures are kept"
     def __init__(self):
         self.values = {say: look() for say,look in values.items()}
         self.attributes = attributes()
 
     def changed(self, now):
-        "Return a sentence for each value or attribute that differs in the later `Settings` `now`."
+        "Return a sentence for each value or attribute that is different in `now`, the later `Settings`."
         out = []
         for say,look in values.items():
             was,new = self.values[say],now.values[say]
@@ -183,7 +183,7 @@ class Settings:
 
 
 class Before(Settings):
-    "Objects, values and attributes of the process before a test"
+    "Objects, values and attributes of the process before a test starts"
     collections = 0 # number of garbage collections after tests that left objects behind
 
     def __init__(self):
@@ -194,7 +194,9 @@ class Before(Settings):
         return [say.format(n) for say,look in things.items() for n,o in look().items() if not any(o is p for p in self.things[say].values())]
 
     def left(self):
-        "Return sentences about new objects and changed values. Collect garbage first, so that the result is deterministic."
+        """Return sentences about objects that a test has left behind, and about changed values.
+
+        Garbage is collected first, so that the result is the same each time."""
         if self.come():
             Before.collections += 1
             if Before.collections%50==0: gc.unfreeze() # frozen objects may be garbage by now
@@ -204,7 +206,7 @@ class Before(Settings):
 
 
 def by_somebody(where, name, was, new):
-    "Return True if a test has replaced an attribute. Libraries also replace attributes at their first use."
+    "Return True if a test has replaced an attribute, and not a library, which may replace attributes at their first use."
     package,code = where.split('.')[0],getattr(new, '__code__', None)
     if package=='torchember': return not re.fullmatch(r'__.*|_\d+_c\d+', name) # names under which Dynamo stores compiled code in a module
     library = 'site-packages' in code.co_filename if code else f'{getattr(new, "__module__", "")}.'.startswith(f'{package}.')
@@ -212,5 +214,5 @@ def by_somebody(where, name, was, new):
 
 
 def blame(name, left):
-    "Fail with the name of the test and what it left behind."
+    "Fail with the name of the test, and with the objects and changes that the test left behind."
     if left: pytest.fail('\n'.join([f'{name} left something:', *left]), pytrace=False)

@@ -1,8 +1,8 @@
-"""Run programs in separate processes without importing torch each time: a server process imports torch once and forks.
+"""Run programs in separate processes without importing torch each time: a server process imports torch once, and forks for each program.
 
-`run` and `start` take a program as text, or as the path of a script, and give what `subprocess` gives of a Python. Where nothing can be forked, or
-the program is to have another value of what is read when torch is loaded, a Python is started as ever. For what import does, for flags and `-m`, write
-`subprocess`."""
+`run` and `start` take a program as text, or as the path of a script, and return the same results as `subprocess`.
+A new Python process is started where a fork is impossible, or if an environment variable that torch reads at its import has another value.
+For tests of the import itself, of Python options and of `-m`, use `subprocess`."""
 import gc
 import importlib
 import json
@@ -29,8 +29,10 @@ of_no_matter = 'PYTHONPATH', 'PYTHONWARNINGS', 'KMP_DUPLICATE_LIB_OK', 'KMP_INIT
 # ---- functions for the process of the tests
 
 def start(program, *args, after='', **kwargs):
-    """Start a program, and return its `Popen` with text pipes. A keyword in capitals sets an environment variable, None removes it.
-    after: code at the beginning of the program. Programs with the same code share a server that has run the code once"""
+    """Start a program, and return its `Popen` with text pipes.
+
+    A keyword in capitals sets an environment variable; the value None removes the variable.
+    after: code to run at the beginning of the program. Programs with the same code share a server process that has run the code once"""
     env = {**os.environ, **{k: str(v) for k,v in kwargs.items() if k.isupper()}}
     env = {k: v for k,v in env.items() if kwargs.get(k, '') is not None}
     kwargs = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)|{k: v for k,v in kwargs.items() if not k.isupper()}
@@ -40,7 +42,7 @@ def start(program, *args, after='', **kwargs):
 
 
 def run(program, *args, timeout=600, input=None, **kwargs):
-    "Run a program, and return its `CompletedProcess`. After the timeout, kill it and its child processes."
+    "Run a program, and return its `CompletedProcess`. After the timeout, kill the program and its child processes."
     with start(program, *args, stdin=subprocess.DEVNULL if input is None else subprocess.PIPE, **kwargs) as p:
         try: said = p.communicate(input, timeout)
         except BaseException:
@@ -50,7 +52,7 @@ def run(program, *args, timeout=600, input=None, **kwargs):
 
 
 def ranks(program, *args, n=2, timeout=600, **kwargs):
-    "Run a program in `n` processes of torch.distributed, as torchrun does. If a process fails, kill the other processes."
+    "Run a program in `n` processes of torch.distributed, like torchrun. If one process fails, kill the others."
     with socket.create_server(('localhost', 0)) as s: port = s.getsockname()[1]
     with tempfile.TemporaryFile('w+') as said:
         def rank(r):
@@ -71,7 +73,7 @@ def forks(env):
 
 
 class Forked(subprocess.Popen):
-    "Like `Popen` of a Python process, but forked by the server"
+    "An object like `Popen` for a Python process that was forked by the server process"
     def __init__(self, args, after, **kwargs):
         self.server = server(after)[0]
         super().__init__(args, **kwargs)
@@ -113,7 +115,7 @@ def server(after):
 
 
 def over():
-    "End the servers, and kill processes that no test has waited for."
+    "End the server processes, and kill programs that no test has waited for."
     for ours,p in servers:
         ours.close()
         p.communicate()
@@ -124,7 +126,7 @@ def over():
 # ---- functions for the server process
 
 def serve(sock):
-    "Fork a child for each message. Send the process id, and later the exit code. Return the message in the child."
+    "Fork a child process for each message. Send its process id, and later its exit code. In the child, return the message."
     def say(told, n):
         with suppress(BrokenPipeError): os.write(told, n.to_bytes(4, 'big', signed=True))
     running = {}
@@ -152,7 +154,7 @@ def serve(sock):
 
 
 def become(main, filters, args, cwd, env):
-    "Prepare a forked child like a new Python process with these arguments. Return the code to run."
+    "Make a forked child process like a new Python process with these arguments. Return the code to run."
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)

@@ -1,9 +1,9 @@
 """Run the tests of the changed files, for at most a minute.
 
-    python tests/quick.py                                  what changed since the last commit
-    python tests/quick.py nbs/05_ground/20_record.ipynb    a notebook, a Python module or a test file
+    python tests/quick.py                                  tests of files changed since the last commit
+    python tests/quick.py nbs/05_ground/20_record.ipynb    tests of a notebook, a Python module or a test file
 
-Changed notebooks are exported first. Tests that do not fit into the time are listed with the command that runs them."""
+Changed notebooks are exported first. Tests that do not fit into the minute are listed with the command that runs them."""
 import os
 import subprocess
 import sys
@@ -20,7 +20,7 @@ seconds = float(os.environ.get('QUICK_SECONDS', 55))
 
 
 class TimeLimit:
-    "Pytest plugin: skips the tests that would start after the time limit, but none of the changed files themselves."
+    "Pytest plugin that skips tests which would start after the time limit. Changed test files are never skipped."
     def __init__(self, seconds, changed=(), clock=time.monotonic):
         self.clock,self.end,self.changed,self.left_out,self.ran = clock,clock()+seconds,{*changed},set(),0
 
@@ -33,7 +33,7 @@ class TimeLimit:
 
 
 def tests_of_file(name):
-    "Return the tests of a changed file."
+    "Return the test files and notebooks that test a changed file."
     path = Path(name)
     if path.parts[0]=='tests': return [name] if path.name.startswith('test_') else []
     if path.suffix=='.ipynb':
@@ -44,18 +44,18 @@ def tests_of_file(name):
 
 
 def files_in(name):
-    "Return the notebooks of a folder, or the file itself."
+    "Return the notebooks in a folder. For a file, return a list of only this file."
     path = root/name
     return [str(p.relative_to(root)) for p in sorted(path.glob('*.ipynb'))] if path.is_dir() else [name]*path.exists()
 
 
 def changed_tests(names):
-    "Return the notebooks and test files among the changed files. A Python module stands for its notebook."
+    "Return the notebooks and test files that belong to the changed files. For a Python module, this is its notebook."
     return [near.notebooks().get('.'.join(Path(n).relative_to('torchember').with_suffix('').parts), n) if n.startswith('torchember/') else n for n in names]
 
 
 def choose(names):
-    "Return the tests of all `names`: first the fastest of each file, then the second of each, and so on."
+    "Return the tests of all changed files `names`: first the fastest test of each file, then the second of each file, and so on."
     lists = [[f for t in tests_of_file(n) for f in files_in(t)] for n in names]
     return [*dict.fromkeys(t for turn in zip_longest(*lists) for t in turn if t)]
 

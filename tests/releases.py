@@ -250,7 +250,9 @@ cases = {
 
 
 def mark(items, root): # root: the folder of all tests
-    "Mark the slow cases among collected tests. Return names that match no case, and tests without a remaining case."
+    """Mark the slow cases among collected tests, so that they run only before a release.
+
+    Return names in `cases` that match no test, and tests without any remaining case."""
     of = {}
     for o in items:
         if o.path.is_relative_to(root): of.setdefault(str(o.path.relative_to(root)), []).append(o)

@@ -1,4 +1,4 @@
-"Small trainings with sinks, and the numbers that must arrive"
+"Small trainings that send statistics to sinks, and the numbers that the sinks must receive"
 import os
 import socket
 import subprocess
@@ -29,7 +29,7 @@ def train(home, steps=6, model=None, **kwargs):
 
 
 def by_hand(df):
-    "Return the metrics that a sink must have received, computed from the table of a run with rms."
+    "Return the metrics that a sink must have received, computed from the table of a run that has the statistic rms."
     found = {}
     for r in df.to_dict('records'):
         if r['ttype']=='scalar':
@@ -50,7 +50,7 @@ def same(a, b):
 
 
 def forget(home):
-    "Delete the lists of sent steps, as if the process had died before it wrote them."
+    "Delete the records of steps that were sent to a sink, as if the process had died before it wrote them."
     notes = list(home.rglob('sent_*.json'))
     assert notes
     for p in notes: p.unlink()
@@ -89,7 +89,7 @@ print(time.monotonic()-began)
 
 
 def told_where_nobody_answers(home, sink, silent, **env):
-    "Return the seconds of a training and of the end of its process, if the server refuses connections or never answers."
+    "Return the seconds of a training, and of the end of its process, if the server of a sink refuses connections or never answers."
     with socket.socket() as s:
         s.bind(('127.0.0.1', 0))
         if silent: s.listen(50)

@@ -1,4 +1,4 @@
-"Ways to train a small model, with the same numbers on each device. `to`: function that moves a tensor to the device of the model"
+"Trainings of a small model that give the same numbers on each device. `to`: function that moves a tensor to the device of the model"
 import numpy as np
 import torch
 import torch.utils.checkpoint
@@ -87,7 +87,7 @@ def with_closure(net, opt, to, seen=lambda: None):
 
 
 def in_halves(net, opt, to, seen=lambda: None):
-    "Train with inputs in bfloat16."
+    "Train a model whose inputs are in bfloat16."
     for x in data():
         net(to(x.bfloat16())).square().mean().backward()
         opt.step()

@@ -1,7 +1,10 @@
-"""Run the tests with other versions of torch and other dependencies: `python tests/versions.py 'torch==2.9.1' 'torch==2.15.0 pandas<3 python=3.13 -numba'`
+"""Run the tests with other versions of torch and of other packages.
 
-An argument describes an environment: requirements of pip, a version of Python, and after a minus packages to leave out. uv creates the environment, the
-core of the tests runs in it, and it is deleted before the next one. Without arguments, all environments of the front page are tested."""
+    python tests/versions.py 'torch==2.9.1' 'torch==2.15.0 pandas<3 python=3.13 -numba'
+
+Each argument describes an environment: requirements for pip, a version of Python, and packages to leave out after a minus.
+uv creates the environment, the core tests run in it, and it is deleted before the next environment is created.
+Without arguments, the script tests all environments that are named on the front page of the docs."""
 import argparse
 import os
 import shutil
@@ -35,7 +38,7 @@ def arguments():
 
 
 def settings(all_):
-    "Return the requirements in settings.ini, and the packages that the tests import."
+    "Return the requirements of torchember from settings.ini, and the packages that the tests import."
     ini = ConfigParser()
     ini.read(root/'settings.ini', encoding='utf-8')
     cfg = ini['DEFAULT']
@@ -43,7 +46,7 @@ def settings(all_):
 
 
 def make(env, words, all_):
-    "Create the environment that the words of an argument describe."
+    "Create the virtual environment that the words of an argument describe."
     uv = shutil.which('uv') or sys.exit('uv is needed to create environments, but is not installed. Run: pip install uv')
     python = next((w.removeprefix('python=') for w in words if w.startswith('python=')), f'{sys.version_info.major}.{sys.version_info.minor}')
     less = [w[1:] for w in words if w.startswith('-')]
@@ -55,7 +58,7 @@ def make(env, words, all_):
 
 
 def installed(env):
-    "Return the versions of the important packages in an environment."
+    "Return the versions of the most important packages in an environment."
     say = f"import sys; from importlib.metadata import version as v\nprint('python', sys.version.split()[0])\nfor n in {shows}:\n  try: print(n, v(n))\n" \
         "  except Exception: print(n, '-')"
     got = subprocess.run([env/'bin'/'python', '-c', say], capture_output=True, text=True, check=True)
@@ -63,7 +66,7 @@ def installed(env):
 
 
 def test(env, tests, n, log):
-    "Run tests in an environment. Return the last line of pytest's output."
+    "Run tests in an environment. Return the last line that pytest prints."
     paths = {'PYTHONPATH': str(root), 'PATH': f"{env/'bin'}{os.pathsep}{os.environ['PATH']}", 'OMP_NUM_THREADS': '1'}
     command = [env/'bin'/'python', '-m', 'pytest', '-q', '-n', str(n), '-m', 'not slow', '-p', 'no:cacheprovider', *tests]
     with open(log, 'w') as f: subprocess.run(command, cwd=root, env=os.environ | paths, stdout=f, stderr=subprocess.STDOUT)

@@ -26,7 +26,7 @@ def table(run, folder):
 
 
 def keyed(rows):
-    "Return a dict: location -> row. Fail if two rows have the same location."
+    "Return a dict: location (step, module, tensor, call, ...) -> row. Fail if two rows have the same location."
     out = {}
     for r in rows:
         r = {'path': path_of(r['module']), **{k: v for k,v in r.items() if v is not None and v==v}}

@@ -95,7 +95,7 @@ def by_hand(model, epochs=1, n=20):
 
 
 class Ran:
-    "A finished run, with a tracker like that of an ember"
+    "A finished run, with a tracker in the attribute `t`, like an ember"
     def __init__(self, name): self.t = emberTracker(name)
 
 

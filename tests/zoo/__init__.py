@@ -1,7 +1,8 @@
-"""Trainings with known faults, or without a fault. `healthy` and `broken` contain all of them by name.
+"""Test trainings with a known fault, or without a fault. The dicts `healthy` and `broken` contain all of them by name.
 
-A training is a function of `arm`. It calls `arm` like `torchEmber`, and uses the result as an ember. The authors of `*_more` and `*_others` did not
-know the rules, and the rules were not changed before the first test on these trainings."""
+A training is a function of `arm`. It calls `arm` like `torchEmber`, and uses the result as an ember.
+The authors of the Python modules `*_more` and `*_others` did not know the rules of torchember.
+The rules were not changed before their first test on these trainings."""
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -30,7 +31,7 @@ class Training:
     def said_by(self,
         found # What `diagnose` gives
     ): # What is wrong with the first finding: '' where it is the planted fault
-        "Return what is wrong with the first finding, or '' if it is the planted fault."
+        "Compare the first finding with the planted fault. Return what is wrong with the finding, or ''."
         if not len(found): return 'nothing is found'
         first = found.iloc[0]
         wrong = [] if first['rule'] in self.rules else [f"{first['rule']}, not {' or '.join(self.rules)}"]
@@ -40,20 +41,20 @@ class Training:
         return '; '.join(wrong)
 
 def noted(where, f, *args):
-    "Add a training to a dict under a unique name."
+    "Add a training to a dict of trainings under a unique name."
     module = f.__module__.rpartition('.')[2]
     name = f.__name__ if f.__name__ not in where else f'{f.__name__}_of_{module}'
     where[name] = Training(name, f, module, *args)
     return f
 
 def is_healthy(f):
-    "Add a healthy training."
+    "Add a healthy training to the zoo."
     return noted(healthy, f)
 
 def is_broken(*rules, paths=(), steps=(0, 0), **more):
-    "Add a training with one planted fault, and the finding that must be first."
+    "Add a training with one planted fault to the zoo, and the finding that `diagnose` must report first."
     return lambda f: noted(broken, f, rules, (paths,) if isinstance(paths, str) else tuple(paths), steps, more)
 
 def load(also=True): # also: True to include the modules that were written later
-    "Import all trainings."
+    "Import all Python modules with trainings, so that `healthy` and `broken` are complete."
     for module in first_modules+(later_modules if also else ()): import_module(f'.{module}', __name__)

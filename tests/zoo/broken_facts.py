@@ -1,4 +1,4 @@
-"Trainings with faults that only facts about a training show: leftover gradients, autocast, first steps, outputs that become alike"
+"Trainings with faults that only the recorder's facts show, not the rows: leftover gradients, autocast, first steps, parallel outputs"
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -12,7 +12,7 @@ from .parts import batches, fit, mlp
 
 @is_broken('gradients_add_up', paths=('', '*'), steps=(0, 60))
 def steps_ended_by_hand_and_never_cleared(arm):
-    "The ember has no optimizer, and te.step() ends the steps"
+    "The ember has no optimizer, `te.step()` ends the steps, and `zero_grad` is missing"
     torch.manual_seed(400)
     x,y = digits()
     model = mlp(64, 48, 10)
@@ -27,7 +27,7 @@ def steps_ended_by_hand_and_never_cleared(arm):
 
 @is_broken('gradients_add_up', paths='body*', steps=(0, 60))
 def the_head_is_cleared_and_the_body_is_not(arm):
-    "Two optimizers: zero_grad of one is missing"
+    "The training has two optimizers, and calls `zero_grad` of only one of them"
     torch.manual_seed(401)
     x,y = digits()
     model = nn.Sequential()
@@ -46,7 +46,7 @@ def the_head_is_cleared_and_the_body_is_not(arm):
 # autocast
 
 class Wide(nn.Module):
-    "A layer whose kernel turns autocast off for itself"
+    "A layer with a kernel that turns autocast off for itself"
     def __init__(self, i, o): super().__init__(); self.weight,self.bias = nn.Parameter(torch.randn(o, i)/i**.5),nn.Parameter(torch.zeros(o))
     def forward(self, x):
         with torch.autocast('cpu', enabled=False): return F.linear(x.float(), self.weight, self.bias)
@@ -78,7 +78,7 @@ def no_layer_is_cast(arm):
 
 @is_broken('underflow', 'lost_gradients', 'vanishing_gradient', paths=('', '*'), steps=(0, 40))
 def half_precision_without_scaling(arm):
-    "Gradients shrink by a factor of 10 to 20 from layer to layer, and float16 makes those of the first layers zero"
+    "Gradients shrink by a factor of 10 to 20 from layer to layer, and float16 rounds the gradients of the first layers to zero"
     torch.manual_seed(404)
     under_autocast(arm, mlp(64, *[48]*9, 10, act=nn.Sigmoid), 30, torch.float16)
 
@@ -87,7 +87,7 @@ def half_precision_without_scaling(arm):
 
 @is_broken('first_step', 'update_too_large', paths=('', '*'), steps=(0, 2))
 def the_first_rate_is_a_thousand_times_too_large(arm):
-    "A schedule that gives its first step the wrong rate"
+    "A schedule gives the first step a learning rate that is a thousand times too large"
     torch.manual_seed(405)
     x,y = digits()
     model = mlp(64, 64, 64, 10)
@@ -103,7 +103,7 @@ def the_first_rate_is_a_thousand_times_too_large(arm):
 
 
 class Peaked(nn.Module):
-    "Attention without the division by the square root of the size, and with keys that begin too large"
+    "Attention without division by the square root of the head size, and with initial keys that are too large"
     def __init__(self, d=32, times=4.):
         super().__init__()
         self.q,self.k,self.v,self.soft,self.head = nn.Linear(d, d),nn.Linear(d, d),nn.Linear(d, d),nn.Softmax(-1),nn.Linear(d, 10)
@@ -123,7 +123,7 @@ def attention_is_peaked_from_the_start(arm):
 
 
 class Tanh(nn.Module):
-    "A recurrent network whose weights are much too large"
+    "A recurrent network whose initial weights are much too large"
     def __init__(self, times):
         super().__init__()
         self.rnn,self.head = nn.RNN(8, 64, batch_first=True),nn.Linear(64, 10)
@@ -143,7 +143,7 @@ def a_recurrent_layer_is_saturated(arm):
 
 @is_broken('rank_collapse', 'collapse', paths=('', '*'), steps=(0, 150))
 def two_views_without_a_stop(arm):
-    "Two views of a sample are pulled together, and nothing pushes samples apart: all embeddings become parallel"
+    "The loss makes two views of a sample equal, and nothing keeps different samples apart: all embeddings become parallel"
     torch.manual_seed(408)
     x,_ = digits()
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32))
@@ -162,7 +162,7 @@ def two_views_without_a_stop(arm):
 # losses that are not connected to the model
 
 def unconnected(arm, predict, seed, logged=True):
-    "Train with a loss of `predict(model, batch)`"
+    "Run a training whose loss `predict(model, batch)` has no connection to the model"
     torch.manual_seed(seed)
     x,y = digits()
     model = mlp(64, 48, 10)
@@ -192,7 +192,7 @@ def one_hot_predictions(arm): unconnected(arm, lambda model, a: F.one_hot(model(
 
 
 def with_copies(arm, written_back, seed):
-    "Train copies of the parameters, as mixed precision with master weights does"
+    "Train copies of the parameters, like mixed precision with master weights. `written_back`: True to copy them back into the model"
     torch.manual_seed(seed)
     x,y = digits()
     model = mlp(64, 48, 10)

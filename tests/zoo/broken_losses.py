@@ -1,4 +1,4 @@
-"Broken trainings: what is wrong is in the loss, or first seen there"
+"Broken trainings: the loss is wrong, or the loss is the first to show the fault"
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -13,7 +13,7 @@ from .parts import (Auto, Convolutions, Graph, Letters, Recurrent, Transformer, 
 
 @is_broken('diverging', 'update_too_large', 'loss_rises', 'exploding_gradient', paths=('', '*'), steps=(0, 60))
 def regression_diverges(arm):
-    "Linear regression with a rate that is a little more than its curvature allows"
+    "Linear regression with a learning rate slightly above the largest stable rate"
     torch.manual_seed(0)
     x,y = table('diabetes', regression=True)
     model = nn.Linear(10, 1)
@@ -24,7 +24,7 @@ def regression_diverges(arm):
 
 @is_broken('diverging', 'update_too_large', 'loss_rises', 'exploding_gradient', paths=('predict', ''), steps=(0, 80))
 def prediction_diverges(arm):
-    "The next value of a series, by a convolution over the last eight: neighbours are alike, and so the rate is too large"
+    "A convolution predicts the next value of a series. Neighbouring inputs are nearly equal, so the learning rate is too large"
     torch.manual_seed(1)
     model = nn.Sequential()
     model.add_module('smooth', nn.AvgPool1d(3, 1))
@@ -39,7 +39,7 @@ def prediction_diverges(arm):
 
 @is_broken('diverging', 'update_too_large', 'loss_rises', 'attention', 'loss_spike', paths=('', '*'), steps=(20, 60))
 def rate_that_grows(arm):
-    "A schedule that multiplies by 1.1 in each step, where .999 was meant: what was learned is lost"
+    "The schedule multiplies the learning rate by 1.1 in each step, where 0.999 was meant: the model loses what it learned"
     torch.manual_seed(2)
     model = Transformer(32, blocks=1)
     opt = torch.optim.SGD(model.parameters(), lr=.03)
@@ -61,7 +61,7 @@ def rate_that_grows(arm):
 
 @is_broken('loss_stalls', paths='', steps=(0, 120))
 def labels_shuffled(arm):
-    "Pictures are shuffled, and labels are too, each for itself"
+    "Images and labels are shuffled separately, so the labels belong to other images"
     torch.manual_seed(3)
     x,y = digits(images=True)
     x,y = x[torch.randperm(len(x))],y[torch.randperm(len(y))]
@@ -72,7 +72,7 @@ def labels_shuffled(arm):
 
 @is_broken('loss_stalls', paths='', steps=(0, 120))
 def targets_of_another_text(arm):
-    "Texts are drawn once for the inputs, and once more for the targets"
+    "Inputs and targets are drawn from the text separately, so they do not belong together"
     torch.manual_seed(4)
     model = Letters()
     losses = fit(arm, model, torch.optim.Adam(model.parameters(), lr=1e-2), ((x, y) for (x,_),(_,y) in zip(passages(120, 16), passages(120, 16), strict=True)),
@@ -82,7 +82,7 @@ def targets_of_another_text(arm):
 
 @is_broken('loss_input', 'loss_stalls', 'dead_units', paths=('out*', ''), steps=(0, 120))
 def logits_above_zero(arm):
-    "A ReLU after the last layer, that a loop over layers put there: what belongs to a class that is below 0 learns nothing"
+    "A loop over layers also puts a ReLU after the last layer: classes with logits below 0 get no gradient"
     torch.manual_seed(4)
     x,y = digits()
     model = nn.Sequential()
@@ -94,7 +94,7 @@ def logits_above_zero(arm):
 
 @is_broken('target_range', 'loss_stalls', 'dead_units', 'collapse', 'not_trained', 'vanishing_gradient', paths=('read*', ''), steps=(0, 100))
 def output_of_relu(arm):
-    "A recurrent network for numbers of both signs, whose reading ends on a ReLU and is below 0 at once"
+    "The targets of a recurrent network have both signs, but its last layer is a ReLU, whose input is soon always below 0"
     torch.manual_seed(6)
     model = Recurrent(16, nn.GRU)
     model.read = nn.Sequential(nn.Linear(16, 1), nn.ReLU())
@@ -106,7 +106,7 @@ def output_of_relu(arm):
 
 @is_broken('loss_input', 'loss_stalls', paths=('', '3'), steps=(0, 200))
 def softmax_twice(arm):
-    "Cross-entropy of what has been through a softmax: it ends at 1.46"
+    "Cross-entropy of probabilities, because the model ends with a softmax: the loss cannot fall below 1.46"
     torch.manual_seed(7)
     x,y = digits()
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10), nn.Softmax(1))
@@ -116,7 +116,7 @@ def softmax_twice(arm):
 
 @is_broken('broadcast', 'loss_stalls', 'collapse', 'vanishing_gradient', 'poor_scale', paths='*', steps=(0, 120))
 def broadcast_of_targets(arm):
-    "Outputs of (32, 1) less targets of (32,) are (32, 32): the best is one number for all"
+    "Outputs of shape (32, 1) minus targets of shape (32,) have the shape (32, 32): the best output is one number for all samples"
     torch.manual_seed(8)
     x,y = table('diabetes', regression=True)
     model = mlp(10, 32, 1)
@@ -127,7 +127,7 @@ def broadcast_of_targets(arm):
 
 @is_broken('loss_stalls', 'update_too_small', 'not_trained', paths=('', '*'), steps=(1, 60))
 def rate_of_zero(arm):
-    "A cosine schedule whose period is one step: its rate is 0 from then on"
+    "A cosine schedule whose period is one step: the learning rate is 0 from the second step on"
     torch.manual_seed(9)
     x,a,y = ring()
     model = Graph()
@@ -150,7 +150,7 @@ def rate_of_zero(arm):
 
 @is_broken('loss_spike', 'gradient_spike', 'update_too_large', paths=('', '*'), steps=(40, 41))
 def targets_in_other_units(arm):
-    "The targets of one batch are in grams, and else in kilograms"
+    "The targets of one batch are in grams, and all others are in kilograms"
     torch.manual_seed(10)
     x,y = table('diabetes', regression=True)
     model = mlp(10, 32, 16, 1)
@@ -161,7 +161,7 @@ def targets_in_other_units(arm):
 
 @is_broken('loss_spike', 'gradient_spike', paths=('', '*'), steps=(65, 66))
 def batch_of_garbage(arm):
-    "In one batch each text is its rarest letter, again and again"
+    "All texts of one batch are repetitions of one rare letter"
     torch.manual_seed(11)
     model = Letters()
     rare = letters.index('k')
@@ -172,7 +172,7 @@ def batch_of_garbage(arm):
 
 @is_broken('loss_spike', 'gradient_spike', paths=('', '*'), steps=(50, 51))
 def labels_off_by_one(arm):
-    "In one shard, classes are counted from 1"
+    "In one batch, the class labels are counted from 1 instead of 0"
     torch.manual_seed(12)
     x,y = digits(images=True)
     model = Convolutions()
@@ -185,7 +185,7 @@ def labels_off_by_one(arm):
 
 @is_broken('loss_below', paths='', steps=(0, 60))
 def likelihood_without_minus(arm):
-    "The mean of log-likelihoods, with no minus: what is wrong is made likely"
+    "The loss is the mean log-likelihood without a minus sign: the training makes wrong answers likely"
     torch.manual_seed(13)
     x,y = digits()
     model = mlp(64, 32, 10)
@@ -196,7 +196,7 @@ def likelihood_without_minus(arm):
 
 @is_broken('loss_below', paths='', steps=(0, 60))
 def error_without_square(arm):
-    "A mean of differences, where one of their sizes was meant: -1000 for all is better than the truth"
+    "The loss is a mean of signed differences, where absolute differences were meant: outputs of -1000 are better than right ones"
     torch.manual_seed(14)
     x,y = table('diabetes', regression=True)
     model = mlp(10, 32, 1)
@@ -207,7 +207,7 @@ def error_without_square(arm):
 
 @is_broken('loss_below', paths='', steps=(0, 80))
 def negative_error(arm):
-    "An autoencoder that minimises a score: minus the squared error"
+    "An autoencoder that minimizes a score, which is minus the squared error"
     torch.manual_seed(15)
     model = Auto(64, 32, 8, act=nn.Tanh)
     losses = fit(arm, model, torch.optim.Adam(model.parameters(), lr=1e-2), pictures(80), lambda out, x: -F.mse_loss(out, x))
@@ -216,7 +216,7 @@ def negative_error(arm):
 
 @is_broken('target_range', 'loss_below', 'loss_stalls', paths=('', '2'), steps=(0, 80))
 def labels_of_both_signs(arm):
-    "Labels are -1 and 1, and the cross-entropy is of 0 and 1: it falls below 0, without end"
+    "Labels are -1 and 1, but the binary cross-entropy expects 0 and 1: the loss falls below 0 without a limit"
     torch.manual_seed(16)
     x,y = table('breast_cancer')
     model = mlp(30, 16, 1)
@@ -229,7 +229,7 @@ def labels_of_both_signs(arm):
 
 @is_broken('loss_rises', 'diverging', paths='', steps=(0, 80))
 def ascent(arm):
-    "maximize=True, from a reward, on a loss"
+    "The optimizer has maximize=True, as for a reward, but gets a loss"
     torch.manual_seed(17)
     x,y = digits()
     model = mlp(64, 32, 32, 10)
@@ -239,7 +239,7 @@ def ascent(arm):
 
 @is_broken('loss_rises', 'diverging', paths='', steps=(0, 80))
 def reversed_gradient(arm):
-    "A gradient that is reversed, as for a domain, before the head that is to learn"
+    "A gradient reversal, as in domain adaptation, stands before a head that should learn"
     torch.manual_seed(18)
     class Reverse(torch.autograd.Function):
         @staticmethod
@@ -253,7 +253,7 @@ def reversed_gradient(arm):
 
 @is_broken('loss_rises', 'diverging', paths='', steps=(0, 100))
 def another_loss_is_logged(arm):
-    "Minus the loss is minimised, and the loss is logged: a sign that changed sides between two versions"
+    "The training minimizes minus the loss and logs the loss"
     torch.manual_seed(19)
     x,a,y = ring()
     model = Graph()

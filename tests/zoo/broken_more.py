@@ -1,4 +1,4 @@
-"Trainings with one fault each, as people make them, that nobody who writes rules has seen"
+"Trainings with one planted fault each, as in real programs. Their authors did not know the rules of torchember"
 import math
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ def mlp(i, *widths, out, act=nn.ReLU):
     return nn.Sequential(*(layer for a,b in zip(sizes, widths, strict=False) for layer in (nn.Linear(a, b), act())), nn.Linear(sizes[-1], out))
 
 def classes(model, make=blobs, n=64, **about):
-    "The loss of a classifier, for `fit`"
+    "Return the loss function of a classifier for `fit`"
     def loss(i):
         x,y = make(n, **about)
         return F.cross_entropy(model(x), y)
@@ -21,7 +21,7 @@ def classes(model, make=blobs, n=64, **about):
 def copies(model): return {k: p.detach().clone() for k,p in model.named_parameters()}
 
 def moved(model, before):
-    "How far each parameter went, as a share of its size"
+    "Return the change of each parameter, as a fraction of its size"
     return {k: ((p.detach()-before[k]).norm()/before[k].norm().clamp(min=1e-12)).item() for k,p in model.named_parameters()}
 
 def grads(model): return {k: p.grad.abs().mean().item() for k,p in model.named_parameters() if p.grad is not None}
@@ -33,7 +33,7 @@ class Log(nn.Module):
     def forward(self, p): return p.log()
 
 class Codes(nn.Module):
-    "An autoencoder that chooses among codes, softly at first"
+    "An autoencoder that chooses among codes, with weights that become sharper during the training"
     def __init__(self):
         super().__init__()
         self.enc,self.choose,self.log = mlp(16, 32, out=8),nn.Softmax(-1),Log()
@@ -353,7 +353,7 @@ def words_of_size_fifty(arm):
     assert model.embed.weight.std()>40 and (seen(model.rnn, seen(model.embed, sentences(8)))[0].abs()>.5).float().mean()>.3
 
 class Eye(nn.Module):
-    "One layer of attention, and what it looked at"
+    "One layer of attention that keeps its attention weights for the test"
     def __init__(self, words=24, width=32):
         super().__init__()
         self.embed,self.place = nn.Embedding(words, width, padding_idx=0),nn.Embedding(16, width)

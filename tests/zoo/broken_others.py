@@ -1,4 +1,4 @@
-"Trainings with one fault each: a second set that nobody who writes rules has seen"
+"A second set of trainings with one planted fault each. Their authors did not know the rules of torchember"
 import copy, math
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from .others import (GAT, VQ, ConvLSTM, Dense, Experts, Mixer, Pointer, Table, T
 
 
 def classes(model, make=blobs, n=64, **about):
-    "The loss of a classifier, for `fit`"
+    "Return the loss function of a classifier for `fit`"
     def loss(i):
         x,y = make(n, **about)
         return F.cross_entropy(model(x), y)
@@ -195,7 +195,7 @@ def survival_without_its_minus(arm):
 # gradients on their way
 
 class Residuals(nn.Module):
-    "Layers that each add what they make of all before"
+    "A network of layers that each add their output to the sum of all layers before"
     def __init__(self, n=10, gain=1.):
         super().__init__()
         self.inward,self.layers,self.head = nn.Linear(16, 24),nn.ModuleList(nn.Linear(24, 24) for _ in range(n)),nn.Linear(24, 4)
@@ -356,7 +356,7 @@ def writer_without_its_reader(arm):
     assert gone['source.weight']==gone['reader.weight_hh_l0']==0 and gone['writer.weight_hh_l0']>.05
 
 class Towers(nn.Module):
-    "One for who reads and one for what is read"
+    "A recommender with two branches: one for users, and one for items"
     def __init__(self):
         super().__init__()
         self.readers,self.books,self.scale = mlp(12, 24, out=8),mlp(12, 24, out=8),nn.Linear(1, 1)

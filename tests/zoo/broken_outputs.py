@@ -21,7 +21,7 @@ def net(n, *last, hidden=16): return nn.Sequential(nn.Linear(n, hidden), nn.ReLU
 
 @is_broken('loss_input', 'constant_output', paths='3', steps=(0, 0))
 def softmax_over_one_unit(arm):
-    "Two classes and one unit, whose softmax is always 1"
+    "Two classes, but a last layer with only one unit, whose softmax is always 1"
     torch.manual_seed(0)
     x,y = table('breast_cancer')
     model = net(30, nn.Softmax(1))
@@ -47,7 +47,7 @@ class Decision(nn.Module):
 
 @is_broken('no_gradient', steps=(0, 0))
 def decisions_in_the_loss(arm):
-    "The loss is the squared error of rounded probabilities"
+    "The loss is the squared error of rounded probabilities, which have no gradient"
     torch.manual_seed(2)
     x,y = table('breast_cancer')
     model = net(30, Decision())
@@ -57,7 +57,7 @@ def decisions_in_the_loss(arm):
 
 @is_broken('no_gradient', 'dead_units', paths='*', steps=(0, 0))
 def relu_gives_probabilities(arm):
-    "A ReLU where a sigmoid was meant. Its input is always below zero"
+    "A ReLU in place of a sigmoid as the last activation. Its input is always below zero"
     torch.manual_seed(3)
     x,y = table('breast_cancer')
     model = net(30, nn.ReLU())
@@ -93,7 +93,7 @@ def one_sigmoid_for_three_classes(arm):
 
 @is_broken('loss_input', 'wrong_last_activation', 'loss_stalls', paths='*', steps=(0, 0))
 def ten_sigmoids_for_a_digit(arm):
-    "Sigmoids with the cross-entropy of logits"
+    "Ten sigmoids before a cross-entropy that expects logits"
     torch.manual_seed(6)
     x,y = digits()
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10), nn.Sigmoid())
@@ -103,7 +103,7 @@ def ten_sigmoids_for_a_digit(arm):
 
 @is_broken('loss_stalls', paths='', steps=(0, 0))
 def answers_of_other_questions(arm):
-    "The labels are shuffled apart from the data: the loss of a sigmoid stays at ln 2"
+    "The labels are shuffled separately from the data: the loss of a sigmoid stays at ln 2"
     torch.manual_seed(7)
     x = torch.randn(4000, 6)
     y = (x[:, 0]>0)[torch.randperm(len(x))].float()
@@ -114,7 +114,7 @@ def answers_of_other_questions(arm):
 
 @is_broken('loss_stalls', 'vanishing_gradient', 'collapse', paths='*', steps=(0, 120))
 def eight_sigmoids_fall_to_guessing(arm):
-    "The last bias learns the share of the classes, so the loss falls to ln 2. No more is learned"
+    "The last bias learns the frequencies of the classes, so the loss falls to ln 2. The model learns nothing else"
     torch.manual_seed(8)
     angle = 6.28*torch.rand(600)
     y = (torch.arange(600)%2).float()
@@ -129,7 +129,7 @@ def eight_sigmoids_fall_to_guessing(arm):
 
 @is_broken('poor_input_scale', paths='0', steps=(0, 0))
 def one_feature_up_to_a_thousand(arm):
-    "A network of one feature, whose tanh is saturated"
+    "A network of one feature with values up to 1000, so that its tanh is saturated"
     torch.manual_seed(9)
     x = 1000*torch.rand(400, 1)
     model = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -138,7 +138,7 @@ def one_feature_up_to_a_thousand(arm):
 
 @is_broken('poor_input_scale', paths='0', steps=(0, 0))
 def pictures_of_bytes(arm):
-    "Pictures from 0 to 255, and a softmax that is rounded to 0 and 1 from the first steps on"
+    "Images with values from 0 to 255: from the first steps on, all outputs of the softmax are 0 or 1"
     torch.manual_seed(10)
     x,y = digits()
     x = (x-x.min())/(x.max()-x.min())*255

@@ -1,4 +1,4 @@
-"Broken trainings whose loss looks usual: lost batches, checkpoints and modes, and optimizers that stop"
+"Broken trainings whose loss looks usual: lost batches, wrong checkpoints and modes, and optimizers that stop"
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -10,7 +10,9 @@ from .parts import mlp
 
 
 def classify(arm, model, opt, n=80, size=64, before=None, after=None, data=None, test=None):
-    "Run the usual loop on digits, with functions that are called before the forward and after the step of each batch. `test`: evaluate every 20 steps."
+    """Train a classifier of digits with the usual loop.
+
+    Functions are called before the forward pass and after the step of each batch. `test`: True to evaluate every 20 steps."""
     x,y = digits()
     te = arm(model, optimizer=opt)
     for i in range(n):
@@ -27,7 +29,7 @@ def classify(arm, model, opt, n=80, size=64, before=None, after=None, data=None,
 
 
 def look(model):
-    "Evaluate a batch, and return to training mode."
+    "Evaluate the model on a batch, and switch back to training mode."
     model.eval()
     with torch.no_grad(): model(batch(100, *digits())[0])
     model.train()
@@ -35,7 +37,7 @@ def look(model):
 
 @is_broken('resumed', steps=(50, 51))
 def checkpoint_without_its_body(arm):
-    "From step 50 on, the first layers have new values: their keys in the checkpoint had another prefix"
+    "At step 50, a checkpoint is loaded whose keys have another prefix for the first layers, so these layers get new random values"
     def before(i, model):
         if i==50:
             for m in model[:4]:
@@ -46,7 +48,7 @@ def checkpoint_without_its_body(arm):
 
 @is_broken('resumed', steps=(60, 61))
 def best_weights_are_the_first(arm):
-    "At step 60, the best weights are restored, but the copy of the weights was never renewed"
+    "At step 60, the best weights are restored, but the stored weights are still the initial ones"
     model = mlp(64, 64, 10)
     best = {k: v.clone() for k,v in model.state_dict().items()}
     classify(arm, model, torch.optim.Adam(model.parameters(), 3e-3), n=100, before=lambda i, m: i==60 and m.load_state_dict(best))
@@ -65,7 +67,7 @@ def batches_arrive_too_late(arm):
 
 @is_broken('repeated_data')
 def three_workers_of_one_mind(arm):
-    "Three workers draw the same random samples"
+    "Three workers of a data loader have the same random state and draw the same samples"
     drawn = []
     def data(i):
         if i%3==0: drawn[:] = [batch(64, *digits())]
@@ -75,14 +77,14 @@ def three_workers_of_one_mind(arm):
 
 
 class Described(nn.Module):
-    "Samples, each with a sentence about it"
+    "A data set of samples, each with a sentence about the sample"
     def __init__(self): super().__init__(); self.words,self.x,self.head = nn.Embedding(10, 16),nn.Linear(16, 16),nn.Linear(16, 4)
     def forward(self, ids, x): return self.head(F.relu(self.x(x)+self.words(ids).mean(1)))
 
 
 @is_broken('batch_lost')
 def one_sentence_for_all(arm):
-    "The tokenizer joins the sentences of a batch, so all samples get the first"
+    "The tokenizer joins the sentences of a batch, so all samples get the first sentence"
     model = Described()
     opt = torch.optim.Adam(model.parameters(), 3e-3)
     te = arm(model, optimizer=opt)
@@ -98,14 +100,14 @@ def one_sentence_for_all(arm):
 
 
 class Halves(nn.Module):
-    "A network on two devices, between which the values are copied"
+    "A network on two devices, whose values are copied from one device to the other"
     def __init__(self, copy): super().__init__(); self.first,self.second,self.copy = mlp(64, 64, 64),mlp(64, 64, 10),copy
     def forward(self, x): return self.second(self.copy(self.first(x)))
 
 
 @is_broken('hand_over', paths='second*', steps=(0, 40))
 def copy_between_halves_is_lost(arm):
-    "One copy in 20 is not there yet: the second half gets zeros"
+    "In one step of 20, the copy between the devices has not arrived, so the second half of the network gets zeros"
     count = iter(range(10**6))
     model = Halves(lambda h: h*(next(count)%20!=7))
     classify(arm, model, torch.optim.Adam(model.parameters(), 1e-3), n=100)
@@ -113,7 +115,7 @@ def copy_between_halves_is_lost(arm):
 
 @is_broken('hand_over', paths='second*', steps=(0, 40))
 def copy_of_the_step_before(arm):
-    "One copy in 20 is that of the step before"
+    "In one step of 20, the second half of the network gets the values of the step before"
     count,last = iter(range(10**6)),[None]
     def copy(h):
         old,last[0] = last[0],h.detach()
@@ -123,28 +125,28 @@ def copy_of_the_step_before(arm):
 
 
 class Dropping(nn.Module):
-    "A network whose dropout does not know the mode"
+    "A network whose dropout does not depend on training or evaluation mode"
     def __init__(self): super().__init__(); self.a,self.b = nn.Linear(64, 64),nn.Linear(64, 10)
     def forward(self, x): return self.b(F.dropout(F.relu(self.a(x)), .3))
 
 
 @is_broken('random_eval', steps=(0, 40))
 def dropout_that_does_not_know_the_mode(arm):
-    "F.dropout without training=self.training; an evaluation every 20 steps"
+    "`F.dropout` is called without training=self.training, and the model is evaluated every 20 steps"
     model = Dropping()
     classify(arm, model, torch.optim.Adam(model.parameters(), 1e-3), n=100, test=look)
 
 
 @is_broken('train_eval')
 def loaded_in_evaluation_mode(arm):
-    "A model with dropout, as a library loads it, trained without train()"
+    "A model with dropout is trained as a library loads it, in evaluation mode, without a call of `train()`"
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(.3), nn.Linear(64, 10)).eval()
     classify(arm, model, torch.optim.Adam(model.parameters(), 1e-3))
 
 
 @is_broken('train_eval')
 def normalised_after_the_first_look(arm):
-    "The first pass of old spectral normalizations is an evaluation, in which the weights are not normalized yet"
+    "The first pass of a model with the old `spectral_norm` is an evaluation, in which the weights are not normalized yet"
     sn = nn.utils.spectral_norm
     model = nn.Sequential(sn(nn.Linear(64, 128)), nn.ReLU(), sn(nn.Linear(128, 128)), nn.ReLU(), sn(nn.Linear(128, 10)))
     opt = torch.optim.Adam(model.parameters(), 1e-3)
@@ -156,7 +158,7 @@ def normalised_after_the_first_look(arm):
 
 @is_broken('not_trained', steps=(30, 31))
 def optimizer_that_stops(arm):
-    "After 30 steps the optimizer has other tensors: it steps, and the weights of the model stay"
+    "After 30 steps, the optimizer has other tensors than the model: it steps, but the weights of the model do not change"
     model = mlp(64, 64, 10)
     opt = torch.optim.Adam(model.parameters(), 1e-3)
     def before(i, m):
@@ -167,7 +169,7 @@ def optimizer_that_stops(arm):
 
 @is_broken('not_trained')
 def head_frozen_with_the_rest(arm):
-    "A loop freezes all parameters after the new head was made, which is all that the optimizer has"
+    "A loop freezes all parameters, also the new head, which is all that the optimizer has"
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 10))
     opt = torch.optim.Adam(model[3].parameters(), 1e-3)
     for n,p in model.named_parameters(): p.requires_grad = n.startswith('1')
@@ -176,7 +178,7 @@ def head_frozen_with_the_rest(arm):
 
 @is_broken('not_trained', steps=(40, 41))
 def frozen_by_a_late_call(arm):
-    "The first layer is frozen by train(), which is first called at step 40"
+    "A method `train()` of the model freezes the first layer, and is first called at step 40"
     model = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 10))
     def before(i, m):
         if i==40: m[0].requires_grad_(False)
@@ -185,7 +187,7 @@ def frozen_by_a_late_call(arm):
 
 @is_broken('schedule_per_batch')
 def cosine_of_epochs_in_batches(arm):
-    "CosineAnnealingLR with the number of epochs, stepped in each batch"
+    "CosineAnnealingLR has T_max in epochs, but is stepped once per batch"
     model = mlp(64, 64, 10)
     opt = torch.optim.SGD(model.parameters(), .1, momentum=.9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=10)
@@ -194,7 +196,7 @@ def cosine_of_epochs_in_batches(arm):
 
 @is_broken('update_too_small', steps=(15, 45))
 def steps_of_epochs_in_batches(arm):
-    "StepLR for 10 epochs, stepped in each batch"
+    "StepLR has a step size of 10 epochs, but is stepped once per batch"
     model = mlp(64, 64, 10)
     opt = torch.optim.SGD(model.parameters(), .05, momentum=.9)
     schedule = torch.optim.lr_scheduler.StepLR(opt, 10, .1)

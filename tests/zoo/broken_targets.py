@@ -1,4 +1,4 @@
-"Broken trainings: what is wrong lies between the last layer, the loss and the targets"
+"Broken trainings: the last layer, the loss and the targets do not fit each other"
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -18,7 +18,7 @@ def adam(model, lr=3e-3): return torch.optim.Adam(model.parameters(), lr=lr)
 
 @is_broken('loss_input', paths='3')
 def softmax_and_cross_entropy(arm):
-    "A model that ends with a softmax, and cross_entropy"
+    "The model ends with a softmax, and the loss is cross_entropy, which expects logits"
     torch.manual_seed(0)
     model = classifier(nn.Softmax(1))
     fit(arm, model, adam(model), batches(60, 32, *digits()))
@@ -26,7 +26,7 @@ def softmax_and_cross_entropy(arm):
 
 @is_broken('loss_input', paths=('4', '3'))
 def relu_before_cross_entropy(arm):
-    "A ReLU after each layer, the last one included"
+    "A ReLU follows each layer, also the last layer, whose outputs should be logits"
     torch.manual_seed(1)
     model = classifier(nn.ReLU())
     fit(arm, model, adam(model), batches(60, 32, *digits()))
@@ -34,7 +34,7 @@ def relu_before_cross_entropy(arm):
 
 @is_broken('loss_input', paths='3')
 def sigmoid_and_logits(arm):
-    "Two classes: a sigmoid in the model, and another in the loss"
+    "Two classes: the model ends with a sigmoid, and the loss applies another sigmoid"
     torch.manual_seed(2)
     x,y = table('breast_cancer')
     model = nn.Sequential(nn.Linear(30, 16), nn.ReLU(), nn.Linear(16, 1), nn.Sigmoid())
@@ -43,7 +43,7 @@ def sigmoid_and_logits(arm):
 
 @is_broken('loss_input', paths='3')
 def probabilities_for_nll(arm):
-    "nll_loss of a softmax: the logarithm is missing"
+    "nll_loss gets the output of a softmax, because the logarithm is missing"
     torch.manual_seed(3)
     model = classifier(nn.Softmax(1))
     fit(arm, model, adam(model), batches(60, 32, *digits()), F.nll_loss)
@@ -51,7 +51,7 @@ def probabilities_for_nll(arm):
 
 @is_broken('loss_input', paths='2')
 def logits_for_nll(arm):
-    "nll_loss of the logits: the log_softmax is missing"
+    "nll_loss gets logits, because the log_softmax is missing"
     torch.manual_seed(4)
     model = classifier()
     fit(arm, model, adam(model), batches(60, 32, *digits()), F.nll_loss)
@@ -59,7 +59,7 @@ def logits_for_nll(arm):
 
 @is_broken('loss_input', paths='3')
 def probabilities_for_kl_div(arm):
-    "A student learns from soft labels, but hands its probabilities to kl_div"
+    "A student network learns from soft labels, but passes probabilities to kl_div, which expects logarithms"
     torch.manual_seed(5)
     x,y = digits()
     model,soft = classifier(nn.Softmax(1)),F.one_hot(y, 10)*.9+.01
@@ -68,7 +68,7 @@ def probabilities_for_kl_div(arm):
 
 @is_broken('loss_input', 'not_trained', paths='3')
 def softmax_of_one(arm):
-    "One output for two classes, with a softmax"
+    "Two classes, but a model with one output and a softmax"
     torch.manual_seed(6)
     x,y = table('breast_cancer')
     model = nn.Sequential(nn.Linear(30, 16), nn.ReLU(), nn.Linear(16, 1), nn.Softmax(1))
@@ -77,7 +77,7 @@ def softmax_of_one(arm):
 
 @is_broken('loss_input', paths='3')
 def softmax_over_batch(arm):
-    "The softmax is taken over dimension 0"
+    "The softmax is taken over dimension 0, which is the batch"
     torch.manual_seed(7)
     model = classifier(nn.LogSoftmax(0))
     fit(arm, model, adam(model), batches(60, 32, *digits()), F.nll_loss)
@@ -85,7 +85,7 @@ def softmax_over_batch(arm):
 
 @is_broken('loss_input', paths='2')
 def logits_in_own_cross_entropy(arm):
-    "A binary cross-entropy that is written by hand clips the logits to probabilities"
+    "A binary cross-entropy written by hand gets logits, and clips them to the range of probabilities"
     torch.manual_seed(8)
     x,y = table('breast_cancer')
     model = nn.Sequential(nn.Linear(30, 16), nn.ReLU(), nn.Linear(16, 1))
@@ -97,7 +97,7 @@ def logits_in_own_cross_entropy(arm):
 
 @is_broken('loss_input', paths='3')
 def sigmoid_of_classes(arm):
-    "Ten sigmoids, whose logarithm is taken as that of one distribution"
+    "Ten sigmoids before a loss that takes their logarithms as those of one distribution of classes"
     torch.manual_seed(9)
     model = classifier(nn.Sigmoid())
     fit(arm, model, adam(model), batches(60, 32, *digits()), lambda p, y: F.nll_loss(p.clamp(min=1e-6).log(), y))
@@ -107,7 +107,7 @@ def sigmoid_of_classes(arm):
 
 @is_broken('broadcast', paths='2')
 def column_against_row(arm):
-    "Predictions of shape (N, 1), targets of shape (N,)"
+    "Predictions have the shape (N, 1) and targets the shape (N,), so broadcasting compares all pairs"
     torch.manual_seed(10)
     x,y = table('diabetes', regression=True)
     model = mlp(10, 32, 1)
@@ -116,7 +116,7 @@ def column_against_row(arm):
 
 @is_broken('broadcast', paths='2')
 def row_against_column(arm):
-    "Predictions are squeezed, and the targets are not"
+    "Predictions are squeezed to shape (N,), and targets are not, so broadcasting compares all pairs"
     torch.manual_seed(11)
     x,y = table('diabetes', regression=True)
     model = mlp(10, 32, 1)
@@ -127,7 +127,7 @@ def row_against_column(arm):
 
 @is_broken('target_range', paths='3')
 def sigmoid_for_standardized_targets(arm):
-    "A sigmoid after the last layer of a regression"
+    "A sigmoid follows the last layer of a regression with standardized targets"
     torch.manual_seed(12)
     x,y = table('diabetes', regression=True)
     model = nn.Sequential(*mlp(10, 32, 1), nn.Sigmoid())
@@ -136,7 +136,7 @@ def sigmoid_for_standardized_targets(arm):
 
 @is_broken('target_range', paths='3')
 def tanh_for_large_targets(arm):
-    "Targets from 25 to 346, and a tanh"
+    "The targets are numbers from 25 to 346, and the last activation is a tanh"
     torch.manual_seed(13)
     x,_ = table('diabetes')
     y = table('diabetes', raw=True)[1].float()
@@ -146,7 +146,7 @@ def tanh_for_large_targets(arm):
 
 @is_broken('target_range', paths='3')
 def relu_for_both_signs(arm):
-    "A ReLU after the last layer of a regression of standardized targets"
+    "A ReLU follows the last layer of a regression with standardized targets, half of which are negative"
     torch.manual_seed(14)
     x,y = table('diabetes', regression=True)
     model = nn.Sequential(*mlp(10, 32, 1), nn.ReLU())
@@ -155,7 +155,7 @@ def relu_for_both_signs(arm):
 
 @is_broken('target_range', paths=('', '2'))
 def labels_of_minus_one(arm):
-    "Labels of -1 and 1, for a binary cross-entropy"
+    "The labels are -1 and 1, but the loss is a binary cross-entropy, which expects 0 and 1"
     torch.manual_seed(15)
     x,y = table('breast_cancer')
     model = mlp(30, 16, 1)
@@ -166,7 +166,7 @@ def labels_of_minus_one(arm):
 
 @is_broken('one_class', paths='classifier')
 def labels_scaled_to_zero(arm):
-    "Labels are divided by 255 like the pixels, so that all become 0"
+    "Labels are divided by 255 and rounded like the pixels, so that all labels become 0"
     torch.manual_seed(16)
     x,y = digits(images=True)
     model = Convolutions(norm=False)
@@ -175,7 +175,7 @@ def labels_scaled_to_zero(arm):
 
 @is_broken('one_class', paths='2')
 def sorted_by_class(arm):
-    "The data are sorted by class, and the loader does not shuffle"
+    "The data are sorted by class, and the data loader does not shuffle"
     torch.manual_seed(17)
     x,y = digits()
     at = y.argsort()

@@ -1,4 +1,4 @@
-"Broken trainings: what is wrong is in values that pass through the model"
+"Broken trainings: values that pass through the model are NaN, infinite, saturated, lost or badly scaled"
 import math
 
 import torch
@@ -12,12 +12,12 @@ from .parts import (Attention, Auto, Convolutions, Letters, Transformer, batches
 
 
 def at(step, xys, change):
-    "Batches, of which one is changed"
+    "Yield batches, of which one is changed by a function"
     for i,(x,y) in enumerate(xys): yield change(x, y) if i==step else (x, y)
 
 
 def with_value(value, *where):
-    "A change of inputs: a number stands at a place"
+    "Return a function that writes a number into one element of the inputs"
     def change(x, y):
         x = x.clone()
         x[where] = value
@@ -29,7 +29,7 @@ def with_value(value, *where):
 
 @is_broken('not_finite', paths=('', '0'), steps=(17, 17))
 def nan_in_data(arm):
-    "A value is missing in a table"
+    "One value of a table is missing (NaN)"
     torch.manual_seed(0)
     x,y = table('wine')
     model = mlp(13, 32, 16, 3)
@@ -38,7 +38,7 @@ def nan_in_data(arm):
 
 
 class Towers(nn.Module):
-    "Two encoders, one for each half of the columns"
+    "A model with two encoders, one for each half of the columns"
     def __init__(self):
         super().__init__()
         self.towers = nn.ModuleDict({'body': mlp(5, 16, 8), 'blood': mlp(5, 16, 8)})
@@ -49,7 +49,7 @@ class Towers(nn.Module):
 
 @is_broken('not_finite', paths=('', 'towers.blood*'), steps=(41, 41))
 def log_of_zero_in_data(arm):
-    "A column is the logarithm of a count, which is 0 once"
+    "A column of the data is the logarithm of a count, and one count is 0"
     torch.manual_seed(1)
     x,y = table('diabetes', regression=True)
     model = Towers()
@@ -58,13 +58,13 @@ def log_of_zero_in_data(arm):
 
 
 class Standardise(nn.Module):
-    "Each picture has mean 0 and standard deviation 1"
+    "Scale each image to mean 0 and standard deviation 1"
     def forward(self, x): return (x-x.mean((1, 2, 3), keepdim=True))/x.std((1, 2, 3), keepdim=True)
 
 
 @is_broken('not_finite', paths='standardise', steps=(23, 23))
 def blank_picture_is_standardised(arm):
-    "Division by a standard deviation of 0"
+    "The model divides each image by its standard deviation, which is 0 for a blank image"
     torch.manual_seed(2)
     model = nn.Sequential()
     model.add_module('standardise', Standardise())
@@ -74,7 +74,7 @@ def blank_picture_is_standardised(arm):
 
 
 class OfMoments(nn.Module):
-    "A LayerNorm that has its variance from the mean of squares, with no epsilon"
+    "A LayerNorm that computes the variance from the mean of squares, without an epsilon"
     def forward(self, x):
         mean,squares = x.mean(-1, keepdim=True),x.square().mean(-1, keepdim=True)
         return (x-mean)/(squares-mean*mean).sqrt()
@@ -82,7 +82,7 @@ class OfMoments(nn.Module):
 
 @is_broken('not_finite', paths='body.norm2', steps=(30, 30))
 def root_of_negative_variance(arm):
-    "A variance that is a difference of large numbers is below 0 where a row is far off and all but constant"
+    "A variance computed as a difference of large numbers becomes negative for a row with nearly constant values"
     torch.manual_seed(3)
     x,y = table('breast_cancer')
     body = nn.Sequential()
@@ -102,7 +102,7 @@ def root_of_negative_variance(arm):
 
 
 class PoissonRate(nn.Module):
-    "The logarithm of a rate that a ReLU keeps above 0"
+    "The logarithm of a rate that the output of a ReLU gives"
     def __init__(self, d):
         super().__init__()
         self.rate,self.relu = nn.Linear(d, 1),nn.ReLU()
@@ -112,7 +112,7 @@ class PoissonRate(nn.Module):
 
 @is_broken('not_finite', paths=('2', ''), steps=(0, 0))
 def log_of_relu(arm):
-    "Poisson regression whose rate may be 0: its logarithm is -inf at once"
+    "A Poisson regression whose rate is the output of a ReLU and may be 0: its logarithm is -inf at once"
     torch.manual_seed(4)
     x,_ = table('diabetes')
     y = torch.poisson((x[:, 2]*.5).exp())
@@ -122,7 +122,7 @@ def log_of_relu(arm):
 
 
 class Pool(nn.Module):
-    "What a sequence is about: a mean of its tokens by what is asked of each, padding left out"
+    "Attention pooling: a weighted mean of the tokens of a sequence, without padding"
     def __init__(self, d):
         super().__init__()
         self.ask = nn.Linear(d, 1)
@@ -142,7 +142,7 @@ class Reader(nn.Module):
 
 @is_broken('not_finite', paths='pool', steps=(12, 12))
 def sentence_of_padding(arm):
-    "An empty sentence: softmax of nothing but -inf"
+    "A sentence of padding only: the softmax gets only -inf"
     torch.manual_seed(5)
     x = torch.randint(1, 20, (300, 10))
     x[torch.arange(10)>=torch.randint(3, 11, (300, 1))] = 0
@@ -153,7 +153,7 @@ def sentence_of_padding(arm):
 
 
 class Distance(nn.Module):
-    "How far two pictures are from each other, in what an encoder makes of them"
+    "The distance of two images, measured between their encodings"
     def __init__(self):
         super().__init__()
         self.encoder = mlp(64, 32, 8)
@@ -165,7 +165,7 @@ class Distance(nn.Module):
 
 @is_broken('not_finite', paths='encoder*', steps=(15, 15))
 def root_at_zero(arm):
-    "A pair of the same picture twice: the root's derivative at 0 is infinite, and the loss is fine"
+    "One pair has the same image twice: the derivative of the square root at 0 is infinite, while the loss is finite"
     torch.manual_seed(6)
     x,y = digits()
     def pairs():
@@ -180,13 +180,13 @@ def root_at_zero(arm):
 
 
 class Compress(nn.Module):
-    "Roots of what is above 0, and 0 of what is not"
+    "The square root of positive values, and 0 for all other values, by torch.where"
     def forward(self, x): return torch.where(x>0, x.sqrt(), 0.)
 
 
 @is_broken('not_finite', paths='trunk.0', steps=(0, 0))
 def where_does_not_stop_nan(arm):
-    "torch.where leaves the root of what is below 0 out of the forward, not of the backward: the layer before it gets NaN"
+    "torch.where removes square roots of negative numbers in the forward pass only: the backward pass gives NaN to the layer before"
     torch.manual_seed(7)
     x,y = table('breast_cancer')
     model = nn.Sequential()
@@ -197,7 +197,7 @@ def where_does_not_stop_nan(arm):
 
 
 class Cosine(nn.Module):
-    "Classes by the angle to their prototypes"
+    "Logits by the cosine between a sample's features and a prototype of each class"
     def __init__(self, d, classes):
         super().__init__()
         self.prototypes = nn.Parameter(torch.randn(classes, d))
@@ -207,7 +207,7 @@ class Cosine(nn.Module):
 
 @is_broken('not_finite', paths='head', steps=(0, 0))
 def division_by_norm_of_zero(arm):
-    "A prototype begins at 0, and is divided by its norm"
+    "A prototype of a class begins with zeros, and is divided by its norm"
     torch.manual_seed(8)
     x,y = digits()
     model = nn.Sequential()
@@ -220,7 +220,7 @@ def division_by_norm_of_zero(arm):
 
 @is_broken('not_finite', paths='embed', steps=(1, 1))
 def adam_without_epsilon(arm):
-    "The rows of an embedding that no text has used get 0/0: a weight is NaN before any output is"
+    "Adam with eps=0: rows of an embedding without a gradient become 0/0, so a weight is NaN before any output is"
     torch.manual_seed(9)
     model = Letters()
     model.embed = nn.Embedding(len(letters)+5, 32) # five letters that never come
@@ -230,7 +230,7 @@ def adam_without_epsilon(arm):
 
 @is_broken('not_finite', paths=('', 'head', 'lstm'), steps=(33, 33))
 def loss_of_no_labels(arm):
-    "All labels of one batch are left out: the loss is 0/0, while all that the model computes is fine"
+    "All labels of one batch are ignored: the loss is 0/0, while all outputs of the model are finite"
     torch.manual_seed(10)
     model = Letters()
     def kept():
@@ -241,7 +241,7 @@ def loss_of_no_labels(arm):
 
 @is_broken('not_finite', paths='', steps=(26, 26))
 def only_what_is_logged(arm):
-    "The logged loss adds a metric of the positives, and one batch has none: the training is fine"
+    "The logged loss includes a mean over the positive samples, and one batch has none: the logged loss is NaN, but the training is right"
     torch.manual_seed(11)
     x,y = table('breast_cancer')
     model = mlp(30, 16, 1)
@@ -262,7 +262,7 @@ def only_what_is_logged(arm):
 # ---- what a format can hold
 
 class Gated(nn.Module):
-    "A feed-forward part with a gate: products of what grows"
+    "A feed-forward block with a gate, which multiplies two growing activations"
     def __init__(self, d):
         super().__init__()
         self.norm,self.wi_0,self.wi_1,self.wo = nn.LayerNorm(d),nn.Linear(d, 4*d),nn.Linear(d, 4*d),nn.Linear(4*d, d)
@@ -273,7 +273,7 @@ class Gated(nn.Module):
 
 
 class InHalf(nn.Module):
-    "Half precision, as autocast has it"
+    "A block that computes in half precision, as under autocast"
     def __init__(self, net):
         super().__init__()
         self.net = net
@@ -284,7 +284,7 @@ class InHalf(nn.Module):
 
 @is_broken('overflow', 'not_finite', paths='net.2.wo', steps=(0, 0))
 def half_overflows(arm):
-    "float16 ends at 65504, and a checkpoint made in bfloat16 has larger outputs in one layer"
+    "float16 ends at 65504, but a checkpoint made in bfloat16 has larger outputs in one layer"
     torch.manual_seed(12)
     x,y = digits()
     net = nn.Sequential(nn.Linear(64, 32), *[Gated(32) for _ in range(3)], nn.LayerNorm(32), nn.Linear(32, 10))
@@ -298,7 +298,7 @@ def half_overflows(arm):
 
 @is_broken('overflow', 'not_finite', paths='net.square', steps=(20, 20))
 def half_overflows_late(arm):
-    "A sum of squares in float16 of one long recording"
+    "A long recording makes a sum of squares in float16 overflow"
     torch.manual_seed(13)
     class Energy(nn.Module):
         def forward(self, x): return (x*x).sum(-1, keepdim=True)/100
@@ -319,7 +319,7 @@ def half_overflows_late(arm):
 
 @is_broken('underflow', 'vanishing_gradient', 'not_trained', paths=('net.encoder*', 'net.decoder*'), steps=(0, 10))
 def half_without_scaler(arm):
-    "The mean of a loss over many outputs has gradients below what float16 holds"
+    "The loss is a mean over many outputs, so its gradients are too small for float16"
     torch.manual_seed(14)
     model = InHalf(Auto(64, 32, 16, act=nn.Tanh))
     opt = torch.optim.SGD(model.parameters(), lr=.1)
@@ -333,7 +333,7 @@ def half_without_scaler(arm):
 
 @is_broken('underflow', 'update_too_small', 'not_trained', 'loss_stalls', paths=('*norm*', 'blocks.*', ''), steps=(1, 50))
 def updates_below_bfloat16(arm):
-    "Weights in bfloat16, and a learning rate that is less than half of their last digit: the weights of norms stay 1"
+    "Weights are in bfloat16, and updates are less than half of their last digit: the weights of normalizations stay 1"
     torch.manual_seed(15)
     model = Transformer(blocks=1).bfloat16()
     before = {n: p.clone() for n,p in model.named_parameters()}
@@ -345,7 +345,7 @@ def updates_below_bfloat16(arm):
 
 @is_broken('scaler_skips', 'not_finite', 'not_trained', 'loss_stalls', paths=('', '*'), steps=(0, 20))
 def scale_far_too_large(arm):
-    "A scale that was meant to be 2**16 is 2**100: all gradients overflow, and each step is skipped"
+    "The initial loss scale is 2**100, where 2**16 was meant: all gradients overflow, and each step is skipped"
     torch.manual_seed(16)
     x,y = digits()
     model = InHalf(mlp(64, 32, 32, 10))
@@ -364,7 +364,7 @@ def scale_far_too_large(arm):
 
 @is_broken('scaler_skips', 'not_finite', 'not_trained', 'loss_stalls', paths=('', 'encoder*'), steps=(0, 20))
 def gradients_never_finite(arm):
-    "The root at 0 for one pair of each batch: a scaler takes NaN for an overflow, and skips for ever"
+    "A square root at 0 in each batch makes a gradient NaN: the loss scaler takes this as an overflow and skips every step"
     torch.manual_seed(17)
     x,y = digits()
     model = Distance()
@@ -386,7 +386,7 @@ def gradients_never_finite(arm):
 
 @is_broken('dead_units', 'not_trained', 'vanishing_gradient', paths=('features.3.*', 'features.3'), steps=(0, 5))
 def dead_convolution(arm):
-    "A bias that was read as a logarithm: -10 in a convolution, and no unit of it is ever above 0"
+    "The bias of a convolution is -10, because it was given as a logarithm: all outputs before the ReLU are below 0"
     torch.manual_seed(18)
     model = Convolutions(norm=False)
     nn.init.constant_(model.features[3][0].bias, -10.)
@@ -396,7 +396,7 @@ def dead_convolution(arm):
 
 
 class Intensity(nn.Module):
-    "A mean of units, none of them below 0"
+    "Mean of the outputs of ReLU units, which are never below 0"
     def __init__(self):
         super().__init__()
         self.body,self.units = nn.Sequential(nn.Linear(10, 32), nn.Sigmoid()),nn.Sequential(nn.Linear(32, 16), nn.ReLU())
@@ -406,7 +406,7 @@ class Intensity(nn.Module):
 
 @is_broken('dead_units', 'loss_spike', 'gradient_spike', 'update_too_large', paths=('units', 'units.*', ''), steps=(30, 33))
 def layer_dies_late(arm):
-    "What is not known is -999, and of one batch nothing is known: a single step makes a layer 0 for all samples, for ever"
+    "Missing values are coded as -999, and one batch has only missing values: one step makes a layer return 0 forever"
     torch.manual_seed(19)
     x,y = table('diabetes', regression=True)
     def missing(x, y): return x,torch.full_like(y, -999.)
@@ -418,7 +418,7 @@ def layer_dies_late(arm):
 
 @is_broken('dead_units', 'not_trained', 'poor_scale', 'vanishing_gradient', paths='model.decoder.layers.1*', steps=(0, 5))
 def dead_feed_forward(arm):
-    "A biased start of one layer of OPT: its feed-forward part is 0 for each token"
+    "The initial biases of one feed-forward layer in an OPT model make its output 0 for each token"
     from transformers import OPTConfig, OPTForCausalLM
     torch.manual_seed(20)
     model = OPTForCausalLM(OPTConfig(vocab_size=len(letters), hidden_size=32, word_embed_proj_dim=32, ffn_dim=64, num_hidden_layers=3, num_attention_heads=2,
@@ -442,7 +442,7 @@ def dead_feed_forward(arm):
 
 @is_broken('saturated', 'poor_scale', 'vanishing_gradient', paths=('encoder.2', 'encoder.3', 'encoder.0'), steps=(0, 5))
 def saturated_code(arm):
-    "Large weights before a tanh: each code is -1 or 1"
+    "Large initial weights before a tanh: all values of the code are -1 or 1"
     torch.manual_seed(21)
     model = Auto(64, 48, 24, act=nn.Tanh)
     model.encoder.append(nn.Tanh())
@@ -452,7 +452,7 @@ def saturated_code(arm):
 
 
 class Highway(nn.Module):
-    "A layer, and a gate that says how much of it is taken"
+    "A highway layer: a layer, and a gate that mixes its output with its input"
     def __init__(self, d):
         super().__init__()
         self.gate,self.layer = nn.Sequential(nn.Linear(d, d), nn.Sigmoid()),nn.Sequential(nn.Linear(d, d), nn.Tanh())
@@ -464,7 +464,7 @@ class Highway(nn.Module):
 
 @is_broken('saturated', 'vanishing_gradient', 'poor_scale', 'not_trained', 'dead_units', paths=('*3.gate*', '*3.layer*', '*3'), steps=(0, 5))
 def closed_gate(arm):
-    "The bias of one gate of a highway network was to be -2, and is -25: it is shut for ever"
+    "The gate of one highway layer has the bias -25, where -2 was meant: the gate stays closed"
     torch.manual_seed(22)
     x,y = digits()
     model = nn.Sequential(nn.Linear(64, 32), *[Highway(32) for _ in range(5)], nn.Linear(32, 10))
@@ -479,7 +479,7 @@ def closed_gate(arm):
 
 @is_broken('attention', 'saturated', 'poor_scale', paths='blocks.1.attn*', steps=(0, 5))
 def attention_without_scale(arm):
-    "Scores of one block are not divided by the root of the width, and its queries begin large: each token sees one other"
+    "One block does not divide attention logits by the square root of the width, and its queries begin large: each token attends to one other"
     torch.manual_seed(23)
     model = Transformer(64)
     model.blocks[1].attn = Attention(64, scale=1.)
@@ -492,7 +492,7 @@ def attention_without_scale(arm):
 
 @is_broken('attention', 'poor_scale', 'saturated', paths=('layers.1.self_attn', 'layers.1'), steps=(0, 5))
 def attention_sees_one(arm):
-    "Projections of nn.MultiheadAttention that begin fifty times too large"
+    "The projections of an nn.MultiheadAttention begin fifty times too large"
     torch.manual_seed(24)
     class Seeing(nn.Module):
         def __init__(self, d=32):
@@ -515,7 +515,7 @@ def attention_sees_one(arm):
 @is_broken('attention', 'update_too_large', 'saturated', 'exploding_gradient', 'loss_rises', 'loss_stalls',
     paths=('blocks.0.attn*', 'blocks.0', ''), steps=(1, 70))
 def attention_logits_grow(arm):
-    "Queries and keys of the first block have a rate that is a hundred times that of all others: scores grow until each token sees one other"
+    "The learning rate of queries and keys in the first block is a hundred times too large: logits grow until each token attends to one other"
     torch.manual_seed(25)
     model = Transformer(32)
     fast = [*model.blocks[0].attn.q.parameters(), *model.blocks[0].attn.k.parameters()]
@@ -529,7 +529,7 @@ def attention_logits_grow(arm):
 # ---- all samples are one
 
 class Masked(nn.Module):
-    "Columns that are not known are left out"
+    "A network that replaces unknown columns by zeros, given a mask"
     def __init__(self):
         super().__init__()
         self.encoder,self.head = mlp(10, 32, 16),nn.Linear(16, 1)
@@ -541,7 +541,7 @@ class Masked(nn.Module):
 
 @is_broken('collapse', 'loss_stalls', 'same_data', 'dead_units', 'not_trained', paths=('', 'head', 'encoder*'), steps=(0, 20))
 def mask_is_inverted(arm):
-    "What is known is left out: each sample has the same output"
+    "The mask is inverted, so known values are removed: all samples have the same output"
     torch.manual_seed(26)
     x,y = table('diabetes', regression=True)
     model = Masked()
@@ -550,7 +550,7 @@ def mask_is_inverted(arm):
 
 
 class Siamese(nn.Module):
-    "Two views of each picture, and a guess of one from the other"
+    "Two views of each image, and a predictor of the encoding of one view from the other (SimSiam)"
     def __init__(self):
         super().__init__()
         self.encoder,self.predictor = mlp(64, 32, 16),mlp(16, 8, 16)
@@ -562,7 +562,7 @@ class Siamese(nn.Module):
 
 @is_broken('collapse', 'loss_stalls', 'loss_below', paths=('', 'encoder*', 'predictor*'), steps=(3, 130), stats='full')
 def siamese_without_stop(arm):
-    "SimSiam without its stop-gradient: all pictures become one point"
+    "SimSiam without its stop-gradient: the encodings of all images become equal"
     torch.manual_seed(27)
     x,_ = digits()
     def views():
@@ -586,7 +586,7 @@ class Variational(nn.Module):
 
 @is_broken('collapse', 'loss_stalls', paths=('to_mean', 'decoder*', ''), steps=(10, 150))
 def posterior_collapses(arm):
-    "The divergence is summed and the error is a mean, so that the code has nothing of the picture"
+    "The KL divergence is a sum and the reconstruction error is a mean, so the code carries no information about the image"
     torch.manual_seed(28)
     def loss_of(out, y):
         seen,mean,log_var = out
@@ -600,7 +600,7 @@ def posterior_collapses(arm):
 # ---- running statistics, and what differs in eval
 
 def evaluated(arm, model, opt, xys, test, loss_of=F.cross_entropy, every=10, **armed):
-    "Train, and have a look at test data now and then. Losses of both"
+    "Train a model, and evaluate it on test data every few steps. Return both losses"
     te,losses,tests = arm(model, optimizer=opt, **armed),[],[]
     for i,(x,y) in enumerate(xys):
         model.train()
@@ -619,7 +619,7 @@ def evaluated(arm, model, opt, xys, test, loss_of=F.cross_entropy, every=10, **a
 
 @is_broken('batch_norm', 'train_eval', paths=('features.*', ''), steps=(0, 60), ttypes=('input', 'output', 'weight', 'weight_grad', 'buffer'))
 def momentum_is_the_other(arm):
-    "The momentum of another library, .999, put as what one thinks it is here: .0; what was seen in training is never taken over"
+    "The momentum of a BatchNorm has the meaning of another library: .999 there became .0 here, so running statistics never change"
     torch.manual_seed(29)
     x,y = digits(images=True)
     x = 3*x+2
@@ -632,7 +632,7 @@ def momentum_is_the_other(arm):
 
 @is_broken('batch_norm', 'train_eval', paths=('2', '1', ''), steps=(0, 80), ttypes=('input', 'output', 'weight', 'weight_grad', 'buffer'))
 def momentum_is_tiny(arm):
-    "A momentum of .0005 in the one BatchNorm of a network for a table whose columns are of their own scales"
+    "The only BatchNorm of a network for unscaled columns has a momentum of .0005, so its running statistics fit too late"
     torch.manual_seed(30)
     x,y = table('breast_cancer')
     model = nn.Sequential(nn.Linear(30, 32), nn.Sigmoid(), nn.BatchNorm1d(32, momentum=.0005), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 2))
@@ -644,7 +644,7 @@ def momentum_is_tiny(arm):
 
 @is_broken('batch_norm', 'train_eval', 'poor_input_scale', paths=('net.features.0*', 'net', ''), steps=(9, 60))
 def test_data_has_other_scale(arm):
-    "Pictures from 0 to 1 in training, and from 0 to 16 in the evaluation"
+    "Images have values from 0 to 1 in training, and from 0 to 16 in evaluations"
     torch.manual_seed(31)
     x,y = digits(images=True)
     class Wrapped(nn.Module):
@@ -659,7 +659,7 @@ def test_data_has_other_scale(arm):
 
 @is_broken('batch_norm', 'poor_scale', 'train_eval', 'exploding_gradient', paths=('features.*', ''), steps=(0, 10))
 def norms_left_in_eval(arm):
-    "Norms in eval() from the start, as for a fine tuning, with running statistics of other data: no layer is normalised"
+    "The normalizations are in evaluation mode from the start, as for fine-tuning, but with running statistics of other data"
     torch.manual_seed(32)
     x,y = digits(images=True)
     model = Convolutions()
@@ -672,7 +672,7 @@ def norms_left_in_eval(arm):
 
 
 class Drop(nn.Module):
-    "Dropout that does not make up for what it drops"
+    "A dropout that does not divide by the fraction of kept values"
     def __init__(self, p):
         super().__init__()
         self.p = p
@@ -682,7 +682,7 @@ class Drop(nn.Module):
 
 @is_broken('train_eval', paths=('', '*'), steps=(4, 80))
 def dropout_without_its_scale(arm):
-    "Three layers of which training drops most: outputs are much larger in evaluations"
+    "Three layers drop most values in training without rescaling: outputs are much larger in evaluations"
     torch.manual_seed(33)
     x,y = table('diabetes', regression=True)
     def block(a): return nn.Linear(a, 128),nn.ReLU(),Drop(.7)
@@ -693,7 +693,7 @@ def dropout_without_its_scale(arm):
 
 @is_broken('train_eval', 'batch_norm', 'poor_scale', paths=('', '*'), steps=(4, 60))
 def noise_left_out(arm):
-    "Codes are multiplied by 8 in training only, in a branch of `if self.training`"
+    "Codes are multiplied by 8 only in training, in a branch of `if self.training`"
     torch.manual_seed(34)
     class Branch(nn.Module):
         def forward(self, x): return 8*x if self.training else x
@@ -707,7 +707,7 @@ def noise_left_out(arm):
 
 @is_broken('same_data', paths=('', 'features*'), steps=(1, 20))
 def first_batch_for_ever(arm):
-    "next(iter(loader)) in the loop, with a loader that does not shuffle"
+    "The loop calls next(iter(loader)) in each step, and the data loader does not shuffle: all steps use the first batch"
     torch.manual_seed(35)
     x,y = digits(images=True)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=32)
@@ -718,7 +718,7 @@ def first_batch_for_ever(arm):
 
 @is_broken('same_data', 'collapse', 'not_trained', 'loss_stalls', 'dead_units', paths=('', '0'), steps=(0, 20))
 def pictures_are_black(arm):
-    "Division of whole numbers is 0 everywhere"
+    "Images are divided as whole numbers, so that all pixels become 0"
     torch.manual_seed(36)
     x,y = digits()
     x = ((x*255).int()//256).float()
@@ -729,7 +729,7 @@ def pictures_are_black(arm):
 
 @is_broken('same_data', 'collapse', 'loss_stalls', paths=('', 'transformer*'), steps=(0, 20))
 def tokens_are_unknown(arm):
-    "A tokenizer that knows no letter: each text is the same number, again and again"
+    "A tokenizer that knows no letter returns the same token for all texts"
     from transformers import GPT2Config, GPT2LMHeadModel
     torch.manual_seed(37)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=len(letters), n_positions=32, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0., embd_pdrop=0., attn_pdrop=0.))
@@ -740,7 +740,7 @@ def tokens_are_unknown(arm):
 
 @is_broken('poor_input_scale', 'exploding_gradient', 'loss_rises', 'loss_spike', paths=('', '0'), steps=(0, 5))
 def columns_as_they_are(arm):
-    "Columns up to 4000 next to columns below .01"
+    "Some columns of the data have values up to 4000, and others below .01"
     torch.manual_seed(38)
     x,y = table('breast_cancer', raw=True)
     model = mlp(30, 32, 16, 2)
@@ -750,7 +750,7 @@ def columns_as_they_are(arm):
 
 @is_broken('poor_input_scale', 'saturated', paths=('', 'encoder', 'encoder.0', 'encoder.1'), steps=(0, 5))
 def pictures_to_255(arm):
-    "An autoencoder of pictures whose values go to 255"
+    "An autoencoder of images with values up to 255"
     torch.manual_seed(39)
     model = Auto(64, 32, 8, act=nn.Tanh)
     fit(arm, model, torch.optim.Adam(model.parameters(), lr=1e-3), ((255*x, y) for x,y in pictures(60)), F.mse_loss)

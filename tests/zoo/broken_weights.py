@@ -1,4 +1,4 @@
-"Broken trainings: what is wrong is in weights, their gradients, or the steps that change them"
+"Broken trainings: weights, their gradients, or the steps that change them are wrong"
 import copy
 
 import torch
@@ -16,7 +16,7 @@ def all_but(named, *left_out):
 
 
 def as_before(model, before, *names):
-    "Parameters whose names begin so, and no others, have not changed"
+    "Check that the parameters whose names begin with a prefix have not changed, and that all others have"
     same = {*before}-changed(model, before)
     assert same=={n for n in before if n.startswith(names)}, same
 
@@ -25,7 +25,7 @@ def as_before(model, before, *names):
 
 @is_broken('not_trained', paths='layers.1*', steps=(0, 10))
 def frozen_by_name(arm):
-    "Who freezes 'layers.1' by how names begin freezes layers.10 and layers.11 too"
+    "Freezing parameters whose names begin with 'layers.1' also freezes layers.10 and layers.11"
     torch.manual_seed(0)
     x,y = digits()
     model = nn.Sequential()
@@ -39,7 +39,7 @@ def frozen_by_name(arm):
 
 @is_broken('not_trained', paths='embed', steps=(0, 10))
 def frozen_embedding(arm):
-    "Embedding.from_pretrained freezes, if nobody says otherwise; and what it was given is random"
+    "Embedding.from_pretrained freezes its weight by default, and the given weight is random"
     torch.manual_seed(1)
     model = Letters()
     model.embed = nn.Embedding.from_pretrained(torch.randn(len(letters), 32))
@@ -50,7 +50,7 @@ def frozen_embedding(arm):
 
 @is_broken('not_trained', paths='decoder*', steps=(0, 10))
 def decoder_forgotten(arm):
-    "The optimizer has the parameters of the encoder only"
+    "The optimizer has only the parameters of the encoder"
     torch.manual_seed(2)
     model = Auto(64, 32, 8)
     before = weights(model)
@@ -60,7 +60,7 @@ def decoder_forgotten(arm):
 
 @is_broken('not_trained', paths=('classifier', 'classifier*'), steps=(0, 10))
 def head_after_optimizer(arm):
-    "A fine-tuning: the head for the new labels is made after the optimizer"
+    "Fine-tuning: the head for the new labels is created after the optimizer"
     from transformers import BertConfig, BertForSequenceClassification
     torch.manual_seed(3)
     model = BertForSequenceClassification(BertConfig(vocab_size=30, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
@@ -78,7 +78,7 @@ def head_after_optimizer(arm):
 
 
 class Skips(nn.Module):
-    "A CNN of which the forward leaves out a block"
+    "A CNN whose forward does not call one of its blocks"
     def __init__(self, c=8):
         super().__init__()
         def block(a, b): return nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU())
@@ -92,7 +92,7 @@ class Skips(nn.Module):
 
 @is_broken('not_trained', paths='block2*', steps=(0, 10))
 def block_never_called(arm):
-    "A block stands in __init__ and not in forward"
+    "A block is created in __init__ and never called in forward"
     torch.manual_seed(4)
     model = Skips()
     before = weights(model)
@@ -101,7 +101,7 @@ def block_never_called(arm):
 
 
 class Detached(nn.Module):
-    "A body and two heads; the body was to be spared the second one"
+    "A model with a body and two heads; a detach() should keep the gradient of the second head from the body"
     def __init__(self):
         super().__init__()
         self.body,self.age,self.risk = mlp(10, 32, 16),nn.Linear(16, 1),nn.Linear(16, 1)
@@ -113,7 +113,7 @@ class Detached(nn.Module):
 
 @is_broken('not_trained', paths='body*', steps=(0, 10))
 def body_is_detached(arm):
-    "A detach() that stands one line too early"
+    "A detach() is one line too early, so that the body gets no gradient"
     torch.manual_seed(5)
     model = Detached()
     before = weights(model)
@@ -122,7 +122,7 @@ def body_is_detached(arm):
 
 
 class Filtered(nn.Module):
-    "Sound, whose features pass through numpy on their way"
+    "A network for sound whose features are computed with numpy"
     def __init__(self):
         super().__init__()
         self.front = nn.Sequential(nn.Conv1d(1, 8, 9, stride=4), nn.ReLU(), nn.Conv1d(8, 8, 5), nn.ReLU())
@@ -133,7 +133,7 @@ class Filtered(nn.Module):
 
 @is_broken('not_trained', paths='front*', steps=(0, 10))
 def through_numpy(arm):
-    "What passes through numpy leaves its gradient behind"
+    "Values that pass through numpy have no gradient"
     torch.manual_seed(6)
     def sounds():
         for _ in range(50):
@@ -146,7 +146,7 @@ def through_numpy(arm):
 
 
 class NoGrad(Graph):
-    "Its second convolution is under no_grad, that came along with a line of an evaluation"
+    "A network whose second convolution runs under no_grad, copied from an evaluation"
     def forward(self, xa):
         x,a = xa
         x = F.relu(self.conv1(a@x))
@@ -156,7 +156,7 @@ class NoGrad(Graph):
 
 @is_broken('not_trained', paths=('conv1', 'conv2'), steps=(0, 10))
 def graph_without_gradient(arm):
-    "no_grad in the midst of a graph network: it cuts off all that is before, too"
+    "no_grad around the middle of a graph network also cuts off all layers before"
     torch.manual_seed(7)
     x,a,y = ring()
     model = NoGrad()
@@ -167,7 +167,7 @@ def graph_without_gradient(arm):
 
 @is_broken('not_trained', paths='encoder*', steps=(0, 10))
 def encoder_is_a_copy(arm):
-    "An encoder that was kept aside comes back as a copy, after the optimizer was made"
+    "After the optimizer is created, the encoder is replaced by a copy of itself"
     torch.manual_seed(8)
     model = Auto(64, 32, 16)
     opt,kept = torch.optim.AdamW(model.parameters(), lr=3e-3),copy.deepcopy(model.encoder)
@@ -179,7 +179,7 @@ def encoder_is_a_copy(arm):
 
 @is_broken('not_trained', paths='lstm', steps=(0, 10))
 def weights_replaced(arm):
-    "Initial weights that were put in as new Parameters, after the optimizer had the old ones"
+    "After the optimizer is created, initial weights are set as new Parameters"
     torch.manual_seed(9)
     model = Letters()
     opt = torch.optim.Adam(model.parameters(), lr=5e-3)
@@ -194,7 +194,7 @@ def weights_replaced(arm):
 
 @is_broken('poor_scale', 'exploding_gradient', 'saturated', paths=('', '*'), steps=(0, 3))
 def weights_of_deviation_one(arm):
-    "nn.init.normal_ with the deviation that it has by itself, in all layers"
+    "All layers begin with weights of standard deviation 1, the default of nn.init.normal_"
     torch.manual_seed(10)
     x,y = digits()
     model = mlp(64, 64, 64, 64, 10)
@@ -206,7 +206,7 @@ def weights_of_deviation_one(arm):
 
 @is_broken('poor_scale', paths=('blocks.1.ff.0', 'blocks.1.ff.2', 'blocks.1.ff', 'blocks.1'), steps=(0, 3))
 def one_layer_of_a_block_too_large(arm):
-    "A scale by the wrong dimension: the feed-forward part of one block begins forty times too large"
+    "The initial weights of one feed-forward layer are scaled by the wrong dimension, and forty times too large"
     torch.manual_seed(11)
     model = Transformer(32, blocks=3)
     with torch.no_grad(): model.blocks[1].ff[2].weight *= 40
@@ -216,7 +216,7 @@ def one_layer_of_a_block_too_large(arm):
 
 @is_broken('poor_scale', 'vanishing_gradient', paths=('decoder.2', 'decoder.0', 'decoder*'), steps=(0, 3))
 def one_layer_of_a_decoder_too_small(arm):
-    "A scale of 1e-4 that was meant for the last layer"
+    "The initial weights of an inner layer are scaled by 1e-4, which was meant for the last layer"
     torch.manual_seed(12)
     model = Auto(64, 48, 32, 16, act=nn.Tanh)
     nn.init.normal_(model.decoder[2].weight, std=1e-5)
@@ -227,7 +227,7 @@ def one_layer_of_a_decoder_too_small(arm):
 
 @is_broken('poor_scale', 'attention', 'exploding_gradient', 'saturated', paths=('', '*'), steps=(0, 3))
 def bert_of_wide_range(arm):
-    "initializer_range=2 for .02"
+    "A BERT model with initializer_range=2 in place of .02"
     from transformers import BertConfig, BertForMaskedLM
     torch.manual_seed(13)
     model = BertForMaskedLM(BertConfig(vocab_size=len(letters), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
@@ -240,7 +240,7 @@ def bert_of_wide_range(arm):
 
 @is_broken('equal_units', 'not_trained', 'dead_units', 'vanishing_gradient', paths=('features.1.0', 'features.3.0'), steps=(0, 5))
 def convolution_of_equal_weights(arm):
-    "All weights of a convolution are .02, and so are its units for ever"
+    "All weights of a convolution begin with .02, so its units stay equal"
     torch.manual_seed(14)
     model = Convolutions(norm=False)
     conv = model.features[1][0]
@@ -253,7 +253,7 @@ def convolution_of_equal_weights(arm):
 
 @is_broken('equal_units', 'not_trained', 'vanishing_gradient', 'poor_scale', 'loss_stalls', 'dead_units', paths=('2', '0', '4'), steps=(0, 5))
 def layer_of_zeros(arm):
-    "A hidden layer whose weights and bias begin at 0, with ReLU after it: no gradient passes"
+    "The weights and bias of a hidden layer before a ReLU begin with 0: no gradient passes"
     torch.manual_seed(15)
     x,y = table('breast_cancer')
     model = mlp(30, 32, 16, 2)
@@ -266,7 +266,7 @@ def layer_of_zeros(arm):
 
 @is_broken('equal_units', 'vanishing_gradient', paths='cell', steps=(0, 5))
 def recurrent_of_equal_weights(arm):
-    "All weights of an LSTM are .1: it remembers one number in 16 copies"
+    "All weights of an LSTM begin with .1: its 16 units stay equal and remember one number"
     torch.manual_seed(16)
     model = Recurrent(16, nn.LSTM)
     for p in model.cell.parameters(): nn.init.constant_(p, .1)
@@ -280,7 +280,7 @@ def recurrent_of_equal_weights(arm):
 
 @is_broken('weights_decay', 'collapse', 'loss_stalls', 'vanishing_gradient', paths=('', '*'), steps=(0, 100))
 def decay_of_one(arm):
-    "weight_decay=1 with SGD: digits are lost to it"
+    "SGD with weight_decay=1, which makes the weights vanish"
     torch.manual_seed(17)
     x,y = digits()
     model = mlp(64, 32, 32, 10)
@@ -291,7 +291,7 @@ def decay_of_one(arm):
 
 @is_broken('weights_decay', 'collapse', 'loss_stalls', 'vanishing_gradient', paths='conv*', steps=(0, 120))
 def decay_of_a_graph(arm):
-    "AdamW, whose convolutions have a decay of 30 in place of 3e-2"
+    "AdamW with a weight decay of 30 for the convolutions, where 3e-2 was meant"
     torch.manual_seed(18)
     x,a,y = ring()
     model = Graph()
@@ -315,7 +315,7 @@ def sgd_of_large_rate(arm):
 
 @is_broken('update_too_large', 'attention', 'loss_spike', 'loss_rises', 'poor_scale', 'loss_stalls', paths=('', '*'), steps=(0, 15))
 def adam_of_large_rate(arm):
-    "GPT-2 with a learning rate of 3e-1, for 3e-4 or so"
+    "GPT-2 with a learning rate of 3e-1, where about 3e-4 is usual"
     from transformers import GPT2Config, GPT2LMHeadModel
     torch.manual_seed(20)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=len(letters), n_positions=32, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0., embd_pdrop=0., attn_pdrop=0.,
@@ -326,7 +326,7 @@ def adam_of_large_rate(arm):
 
 @is_broken('update_too_large', 'loss_spike', 'saturated', paths=('net.4', 'net.*', ''), steps=(1, 20))
 def one_group_of_large_rate(arm):
-    "The last layer but one has a rate of its own, with a point in the wrong place"
+    "The parameter group of the last but one layer has a learning rate with a misplaced decimal point"
     torch.manual_seed(21)
     x,y = table('diabetes', regression=True)
     model = nn.Sequential()
@@ -348,7 +348,7 @@ def adam_of_tiny_rate(arm):
 
 @is_broken('update_too_small', 'loss_stalls', paths=('', '*'), steps=(10, 100))
 def schedule_of_epochs_by_batch(arm):
-    "StepLR(5, .1) was to step after each epoch, and does after each batch"
+    "StepLR(5, .1) should be stepped once per epoch, and is stepped once per batch"
     torch.manual_seed(23)
     model = Convolutions()
     opt = torch.optim.SGD(model.parameters(), lr=.1)
@@ -368,7 +368,7 @@ def schedule_of_epochs_by_batch(arm):
 
 @is_broken('update_too_small', 'not_trained', 'vanishing_gradient', paths='encoder*', steps=(1, 60))
 def one_group_of_tiny_rate(arm):
-    "The encoder, which is new, has the rate of one that was trained before, and a digit too many"
+    "The new encoder has the tiny learning rate of a pretrained one, with one zero too many"
     torch.manual_seed(24)
     model = Auto(64, 32, 16)
     before = weights(model)
@@ -379,7 +379,7 @@ def one_group_of_tiny_rate(arm):
 
 @is_broken('loss_stalls', 'update_too_small', 'not_trained', paths=('', '*'), steps=(1, 60))
 def warmup_of_whole_numbers(arm):
-    "step//1000 of the rate: for a thousand steps that is 0"
+    "The warm-up multiplies the learning rate by step//1000, which is 0 for a thousand steps"
     torch.manual_seed(25)
     model = Transformer(32, blocks=1)
     opt = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -400,7 +400,7 @@ def warmup_of_whole_numbers(arm):
 
 @is_broken('vanishing_gradient', 'update_too_small', 'loss_stalls', 'collapse', 'saturated', paths=('0', '2', '4', '*'), steps=(0, 10))
 def deep_sigmoid(arm):
-    "Ten layers with a sigmoid after each"
+    "A network of ten layers with a sigmoid after each layer"
     torch.manual_seed(26)
     x,y = digits()
     model = mlp(64, *[32]*9, 10, act=nn.Sigmoid)
@@ -410,7 +410,7 @@ def deep_sigmoid(arm):
 
 @is_broken('vanishing_gradient', 'update_too_small', 'loss_stalls', 'collapse', paths=('body.0', 'body.*', ''), steps=(0, 10))
 def deep_and_plain(arm):
-    "Thirty layers with nothing around them"
+    "A network of thirty layers without residual connections or normalizations"
     torch.manual_seed(27)
     x,y = table('breast_cancer')
     model = nn.Sequential()
@@ -422,7 +422,7 @@ def deep_and_plain(arm):
 
 @is_broken('exploding_gradient', 'poor_scale', 'not_finite', 'update_too_large', 'loss_spike', 'diverging', paths=('cell', ''), steps=(0, 5))
 def recurrent_without_clipping(arm):
-    "A recurrent network of ReLUs whose matrix is 1.6 times orthogonal, over 40 numbers"
+    "A recurrent network of ReLUs over 40 numbers whose initial matrix is 1.6 times an orthogonal matrix"
     torch.manual_seed(28)
     model = Recurrent(24, nonlinearity='relu')
     with torch.no_grad(): nn.init.orthogonal_(model.cell.weight_hh_l0).mul_(1.6)
@@ -432,7 +432,7 @@ def recurrent_without_clipping(arm):
 
 @is_broken('exploding_gradient', 'poor_scale', paths=('0', '2', '4', '*'), steps=(0, 5))
 def gain_too_large(arm):
-    "Sixteen layers of tanh, with a gain of 4: gradients grow from layer to layer on their way back"
+    "Sixteen layers of tanh with initial weights of gain 4: gradients grow from layer to layer in the backward pass"
     torch.manual_seed(29)
     x,y = table('wine')
     model = mlp(13, *[32]*15, 3, act=nn.LeakyReLU)
@@ -444,7 +444,7 @@ def gain_too_large(arm):
 
 @is_broken('exploding_gradient', 'gradient_spike', 'loss_spike', 'update_too_large', 'not_finite', paths=('cell', 'read', ''), steps=(25, 28))
 def long_sequence_explodes(arm):
-    "Sequences are of 8 numbers, and from step 25 on of 120: nothing clips what comes back through them"
+    "From step 25 on, sequences have 120 numbers instead of 8, and the gradients are not clipped"
     torch.manual_seed(30)
     model = Recurrent(24, nonlinearity='relu')
     with torch.no_grad(): nn.init.orthogonal_(model.cell.weight_hh_l0).mul_(1.4)
@@ -463,7 +463,7 @@ def long_sequence_explodes(arm):
 
 @is_broken('gradient_spike', 'exploding_gradient', 'update_too_large', 'loss_spike', paths=('aux', 'aux*', 'body*'), steps=(35, 36))
 def auxiliary_loss_once_too_large(arm):
-    "The weight of a second task is 1 for one step, and .001 else: its head is pushed a thousand times as hard"
+    "The weight of a second loss is 1 in one step, and .001 otherwise: the gradients of its head are a thousand times too large"
     torch.manual_seed(31)
     x,y = digits()
     class Tasks(nn.Module):
@@ -490,7 +490,7 @@ def auxiliary_loss_once_too_large(arm):
 
 @is_broken('gradient_spike', 'exploding_gradient', 'loss_spike', 'update_too_large', paths='blocks.2*', steps=(22, 23))
 def gradient_of_one_block(arm):
-    "The gradients of one block are multiplied once by a loss scale that all others were divided by"
+    "In one step, the gradients of one block are not divided by the loss scale, unlike all others"
     torch.manual_seed(32)
     model = Transformer(32, blocks=4)
     opt,norms = torch.optim.AdamW(model.parameters(), lr=1e-3),[]
@@ -512,7 +512,7 @@ def gradient_of_one_block(arm):
 # ---- gradients of steps gone by
 
 def without_zero(arm, model, opt, xys, loss_of=F.cross_entropy):
-    "Train, and never zero a gradient. Losses, and how large the gradients were"
+    "Train without ever calling zero_grad. Return the losses and the sizes of the gradients"
     te,losses,norms = arm(model, optimizer=opt),[],[]
     for x,y in xys:
         loss = loss_of(model(x), y)
@@ -527,7 +527,7 @@ def without_zero(arm, model, opt, xys, loss_of=F.cross_entropy):
 
 @is_broken('gradients_add_up', 'exploding_gradient', 'update_too_large', 'loss_spike', 'diverging', paths=('', '*'), steps=(1, 60))
 def never_zeroed(arm):
-    "No zero_grad in a CNN's loop: gradients of all steps are added"
+    "The training loop of a CNN has no zero_grad: the gradients of all steps are added"
     torch.manual_seed(33)
     model = Convolutions()
     _,norms = without_zero(arm, model, torch.optim.SGD(model.parameters(), lr=1e-3), batches(60, 32, *digits(images=True)))
@@ -536,7 +536,7 @@ def never_zeroed(arm):
 
 @is_broken('gradients_add_up', 'exploding_gradient', 'update_too_large', 'loss_stalls', paths=('', '*'), steps=(1, 60))
 def never_zeroed_transformer(arm):
-    "No zero_grad with AdamW, whose steps are of the same size all the same"
+    "A training of a transformer has no zero_grad. With AdamW, the steps have the usual size nevertheless"
     torch.manual_seed(34)
     model = Transformer(32, blocks=1)
     _,norms = without_zero(arm, model, torch.optim.AdamW(model.parameters(), lr=1e-4), passages(60, 8), of_tokens)
@@ -545,7 +545,7 @@ def never_zeroed_transformer(arm):
 
 @is_broken('gradients_add_up', 'exploding_gradient', 'update_too_large', 'diverging', 'loss_spike', paths=('critic*', ''), steps=(1, 80))
 def wrong_one_zeroed(arm):
-    "Two optimizers, of an actor and of a critic: one of them is zeroed twice, the other never"
+    "Two optimizers, of an actor and of a critic: zero_grad is called twice on one of them, and never on the other"
     torch.manual_seed(35)
     class Pair(nn.Module):
         def __init__(self):

@@ -1,16 +1,16 @@
-"Data that trainings of the zoo share, and checks that a model has learned"
+"Data shared by several trainings of the zoo, and checks that a model has learned"
 import torch
 from sklearn import datasets
 
 
 def standard(x):
-    "Standardize columns to mean 0 and standard deviation 1."
+    "Scale the columns of a table to mean 0 and standard deviation 1."
     x = torch.as_tensor(x, dtype=torch.float32)
     return (x-x.mean(0))/x.std(0).clamp(min=1e-6)
 
 
 def digits(images=False, classes=range(10)):
-    "Return pictures of 8 by 8 pixels, and their digits."
+    "Return images of 8 by 8 pixels, and the digits that they show."
     x,y = datasets.load_digits(return_X_y=True)
     x,y = torch.tensor(x, dtype=torch.float32)/16,torch.tensor(y)
     keep = torch.isin(y, torch.tensor(list(classes)))
@@ -23,7 +23,7 @@ def batch(size, *tensors):
 
 
 def fell(losses, to=.5):
-    "Return True if the last tenth of a positive loss is below a share `to` of the first tenth."
+    "Return True if the last tenth of a positive loss is below the fraction `to` of the first tenth."
     n = max(1, len(losses)//10)
     first,last = sum(losses[:max(1, n//2)])/max(1, n//2),sum(losses[-n:])/n
     assert last<to*first, f'loss went from {first:.4g} to {last:.4g}'
@@ -44,14 +44,14 @@ def table(name):
 
 
 def text():
-    "Return English text with some code as character numbers, and the number of characters."
+    "Return an English text with some code as an array of character numbers, and the number of different characters."
     docs = '\n'.join(getattr(torch.nn, n).__doc__ for n in ('Linear', 'Conv2d', 'LSTM', 'BatchNorm1d', 'Transformer', 'Embedding', 'Dropout', 'CTCLoss'))
     letters = sorted(set(docs))
     return torch.tensor([letters.index(c) for c in docs]),len(letters)
 
 
 def windows(size, length, series):
-    "Return `size` random windows of a series."
+    "Return `size` random windows of a series of numbers."
     at = torch.randint(len(series)-length+1, (size, 1))
     return series[at+torch.arange(length)]
 

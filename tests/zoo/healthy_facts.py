@@ -1,4 +1,4 @@
-"Healthy trainings that resemble those of `broken_facts`"
+"Healthy trainings that look like the broken trainings of `broken_facts`"
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -13,7 +13,7 @@ from .parts import batches, fit, mlp
 
 @is_healthy
 def cleared_to_zeros_and_accumulated(arm):
-    "Gradients are set to zeros, not to None, and three backwards add up on purpose"
+    "`zero_grad` sets gradients to zeros instead of None, and the gradients of three backward passes add up on purpose"
     torch.manual_seed(450)
     x,y = digits()
     model = mlp(64, 48, 10)
@@ -28,7 +28,7 @@ def cleared_to_zeros_and_accumulated(arm):
 
 @is_healthy
 def a_critic_that_clears_before_its_own_backward(arm):
-    "The generator's backward writes into the critic's gradients, which the critic clears later"
+    "The backward pass of the generator also writes gradients of the critic, which the critic sets to zero before its own backward pass"
     torch.manual_seed(451)
     model = nn.ModuleDict(dict(maker=mlp(4, 32, 2), critic=mlp(2, 32, 1)))
     maker,critic = (torch.optim.Adam(model[n].parameters(), 2e-3, betas=(.5, .9)) for n in ('maker', 'critic'))
@@ -48,7 +48,7 @@ def a_critic_that_clears_before_its_own_backward(arm):
 
 @is_healthy
 def each_layer_learns_on_its_own(arm):
-    "Forward-forward (Hinton 2022): each layer has an optimizer, and its gradients grow in the first steps"
+    "Forward-forward (Hinton 2022): each layer has an optimizer of its own, and its gradients grow in the first steps"
     torch.manual_seed(452)
     x,y = digits()
     class Layer(nn.Linear):
@@ -72,7 +72,7 @@ def each_layer_learns_on_its_own(arm):
 # autocast
 
 class Outside(nn.Module):
-    "The head is called outside of autocast, and the embedding before it"
+    "A model whose embedding and head are called outside of autocast"
     def __init__(self): super().__init__(); self.inp,self.body,self.head = nn.Linear(64, 48),mlp(48, 48, 48),nn.Linear(48, 10)
     def forward(self, x):
         with torch.autocast('cpu', enabled=False): h = self.inp(x.float())
@@ -88,7 +88,7 @@ def ends_outside_of_autocast(arm):
 
 @is_healthy
 def a_head_in_full_precision(arm):
-    "The last layer alone turns autocast off, so that the logits are exact"
+    "Only the last layer turns autocast off, so that the logits are exact"
     torch.manual_seed(454)
     under_autocast(arm, nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 96), nn.GELU(), Wide(96, 10)))
 
@@ -102,7 +102,7 @@ def all_under_autocast(arm):
 
 @is_healthy
 def half_precision_with_scaling(arm):
-    "The same with float16 and a loss scale"
+    "The broken training `half_precision_without_scaling`, but with a loss scale for float16"
     torch.manual_seed(456)
     x,y = digits()
     model = mlp(64, 64, 64, 10)
@@ -155,7 +155,7 @@ def attention_of_usual_size(arm):
 
 @is_healthy
 def attention_to_few_places(arm):
-    "Most places are masked, so that each row has one, two or three left"
+    "Attention in which most positions are masked, so that each row has only one, two or three positions left"
     torch.manual_seed(460)
     class Masked(Peaked):
         def forward(self, x):
@@ -180,7 +180,7 @@ def a_recurrent_layer_of_usual_size(arm):
 
 @is_healthy
 def two_classes_learned_to_the_end(arm):
-    "Neural collapse: with two classes, the last features have one direction (Papyan et al. 2020)"
+    "Neural collapse: with two classes, the last features of all samples get one direction (Papyan et al. 2020)"
     torch.manual_seed(462)
     x,y = digits(classes=(0, 1))
     model = mlp(64, 64, 32, 2)
@@ -189,7 +189,7 @@ def two_classes_learned_to_the_end(arm):
 
 @is_healthy
 def a_regression_with_a_large_mean(arm):
-    "The last features hardly differ, because the targets are 50 with small differences"
+    "The last features of all samples are nearly equal, because the targets are 50 with small differences"
     torch.manual_seed(463)
     x = torch.randn(600, 16)
     y = 50+x[:, :3].sum(1, keepdim=True)
@@ -199,7 +199,7 @@ def a_regression_with_a_large_mean(arm):
 
 @is_healthy
 def views_kept_apart(arm):
-    "A contrastive loss: views of a sample together, samples apart"
+    "A contrastive loss makes two views of a sample similar, and different samples different"
     torch.manual_seed(464)
     x,_ = digits()
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32))
@@ -218,7 +218,7 @@ def views_kept_apart(arm):
 
 @is_healthy
 def only_evaluated(arm):
-    "A program that restores a model and its optimizer, and only evaluates"
+    "A program that restores a model and its optimizer, and only evaluates the model"
     torch.manual_seed(463)
     x,y = digits()
     model = mlp(64, 48, 10).eval()
@@ -232,7 +232,7 @@ def only_evaluated(arm):
 
 @is_healthy
 def updated_by_an_evolution_strategy(arm):
-    "Weights that change without any gradient"
+    "An evolution strategy changes the weights without any gradient"
     torch.manual_seed(464)
     x,y = digits()
     model = mlp(64, 10)

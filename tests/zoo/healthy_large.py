@@ -1,4 +1,4 @@
-"Healthy trainings as large networks are trained, in small: transformers, adapters, generators, agents, and networks that route, repeat and share"
+"Healthy trainings of small versions of large networks: transformers, adapters, generators, agents, and networks with routing or shared layers"
 import copy
 import math
 
@@ -26,7 +26,7 @@ def mean(losses): return sum(losses)/len(losses)
 
 @is_healthy_there
 def llama_warmed_and_cosine(arm):
-    "The rate begins at 0 and ends at 0; weights are in bfloat16 for the time of a pass; tied embeddings have rare letters"
+    "A Llama with warm-up and cosine schedule, weights cast to bfloat16 in each pass, and tied embeddings with rare letters"
     torch.manual_seed(0)
     series,n = text()
     model = LlamaForCausalLM(LlamaConfig(vocab_size=n, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -52,7 +52,7 @@ def llama_warmed_and_cosine(arm):
 
 @is_healthy_there
 def gpt2_from_a_checkpoint_with_lora(arm):
-    "A frozen base, and beside each attention two narrow matrices, the second of which is 0 at the start"
+    "A frozen GPT-2 with LoRA: two narrow matrices beside each attention, the second of which begins with zeros"
     torch.manual_seed(1)
     series,n = text()
     model = GPT2LMHeadModel(GPT2Config(vocab_size=n, n_positions=32, n_embd=48, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None))
@@ -87,7 +87,7 @@ def gpt2_from_a_checkpoint_with_lora(arm):
 
 @is_healthy_there
 def bert_with_masks(arm):
-    "Pieces of different lengths with their padding, and 15% of the letters to guess; of the embedding of types only one row is in use"
+    "A BERT with texts of different lengths, padding, and 15% masked letters. The embedding of token types uses only one row"
     torch.manual_seed(2)
     series,n = text()
     model = BertForMaskedLM(BertConfig(vocab_size=n+1, hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96,
@@ -130,7 +130,7 @@ def t5_reverses_words(arm):
 
 @is_healthy_there
 def vit_of_digits(arm):
-    "Patches of 2 by 2, positions that are learned, and a token for the class, through which alone all gradients come"
+    "A vision transformer with patches of 2 by 2, learned positions, and a class token through which all gradients come"
     torch.manual_seed(4)
     x,y = digits(images=True)
     model = ViTForImageClassification(ViTConfig(hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96, image_size=8,
@@ -146,7 +146,7 @@ def vit_of_digits(arm):
 
 
 class Causal(nn.Module):
-    "A block of attention with a causal mask of -inf, in the manner of ReZero: branches count nothing at the start"
+    "An attention block with a causal mask of -inf, and with branches that begin with a weight of 0 (ReZero)"
     def __init__(self, d, heads=4):
         super().__init__()
         self.attend,self.up,self.down = nn.MultiheadAttention(d, heads, batch_first=True),nn.Linear(d, 2*d),nn.Linear(2*d, d)
@@ -186,7 +186,7 @@ def rezero_and_masks_of_infinity(arm):
 
 @is_healthy
 def encoder_with_padding(arm):
-    "Whether a bag holds more of one word than of another: torch's own encoder, padding masks, and rates that rise, and fall as a square root"
+    "torch's own encoder with padding masks learns which of two words is more frequent. The learning rate rises, and falls as a square root"
     torch.manual_seed(6)
     class Model(nn.Module):
         def __init__(self):
@@ -215,7 +215,7 @@ def encoder_with_padding(arm):
 
 @is_healthy
 def huge_vocabulary_tied(arm):
-    "5000 words of which hardly any are in a batch; what comes out uses the same matrix; words follow Zipf"
+    "A vocabulary of 5000 words, few of which are in a batch. Words follow Zipf's law, and the output layer shares the embedding matrix"
     torch.manual_seed(7)
     class Model(nn.Module):
         def __init__(self):
@@ -242,7 +242,7 @@ def huge_vocabulary_tied(arm):
 
 @is_healthy
 def scaler_that_skips_late(arm):
-    "A GradScaler that tries a larger scale now and then, and takes it back with a step that is skipped"
+    "A GradScaler tries a larger scale now and then, and takes it back after a skipped step"
     torch.manual_seed(8)
     x,y = digits()
     model = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 10))
@@ -265,7 +265,7 @@ def scaler_that_skips_late(arm):
 
 @is_healthy
 def bfloat16_throughout(arm):
-    "Weights in bfloat16 too, with a rate at which steps are not lost in rounding"
+    "Weights are in bfloat16, with a learning rate at which rounding loses no updates"
     torch.manual_seed(9)
     x,y = digits()
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 10)).bfloat16()
@@ -283,7 +283,7 @@ def bfloat16_throughout(arm):
 
 @is_healthy
 def gan_of_a_ring(arm):
-    "Two models, two optimizers, two losses neither of which falls"
+    "A GAN: two models, two optimizers, and two losses, neither of which falls"
     torch.manual_seed(10)
     gen = nn.Sequential(nn.Linear(4, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 2))
     dis = nn.Sequential(nn.Linear(2, 48), nn.LeakyReLU(.2), nn.Linear(48, 48), nn.LeakyReLU(.2), nn.Linear(48, 1))
@@ -313,7 +313,7 @@ def gan_of_a_ring(arm):
 
 @is_healthy
 def adversaries_in_one_module(arm):
-    "Both in one model, with a list of optimizers: a step is over when both have stepped"
+    "Generator and discriminator in one model, with a list of optimizers: a step ends when both have stepped"
     torch.manual_seed(11)
     class Both(nn.Module):
         def __init__(self):
@@ -375,7 +375,7 @@ def vae_of_digits(arm):
 
 @is_healthy
 def flow_below_zero(arm):
-    "A normalizing flow of couplings whose last layers are 0 at the start; its negative log-likelihood goes below 0"
+    "A normalizing flow whose last layers begin with zeros, and whose negative log-likelihood falls below 0"
     torch.manual_seed(13)
     class Coupling(nn.Module):
         def __init__(self, swap):
@@ -414,7 +414,7 @@ def flow_below_zero(arm):
 
 @is_healthy
 def diffusion_of_points(arm):
-    "DDPM; the network is told the time through adaptive norms that are 0 at the start, and so is its last layer; a copy of it is averaged"
+    "A diffusion model (DDPM): adaptive normalizations, which get the time, and the last layer begin with zeros. A copy of the model is averaged"
     torch.manual_seed(14)
     from sklearn.datasets import make_swiss_roll
     data = torch.tensor(make_swiss_roll(500, noise=.3, random_state=0)[0][:, [0, 2]], dtype=torch.float32)/8
@@ -459,7 +459,7 @@ def diffusion_of_points(arm):
 
 @is_healthy
 def unet_of_blobs(arm):
-    "Where the blobs are: one pixel in ten, so the loss is small from the start"
+    "A U-Net marks blobs, which are one pixel in ten, so the loss is small from the start"
     torch.manual_seed(15)
     def conv(a, b): return nn.Sequential(nn.Conv2d(a, b, 3, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU(inplace=True))
     class UNet(nn.Module):
@@ -494,7 +494,7 @@ def unet_of_blobs(arm):
 
 @is_healthy
 def contrasted_views(arm):
-    "SimCLR: two noisy views of each picture shall find each other"
+    "SimCLR: the model learns to recognize two noisy views of the same image"
     torch.manual_seed(16)
     x,_ = digits(images=True)
     model = nn.Sequential(nn.Conv2d(1, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 32, 3, 2, 1), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten(),
@@ -514,7 +514,7 @@ def contrasted_views(arm):
 
 @is_healthy
 def own_past_as_the_target(arm):
-    "BYOL: a target within the model that has no gradients and follows by an average; a predictor keeps it from collapsing"
+    "BYOL: the target network has no gradients and is a moving average of the model; a predictor prevents a collapse"
     torch.manual_seed(17)
     x,_ = digits()
     def net(a, b): return nn.Sequential(nn.Linear(a, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, b))
@@ -547,7 +547,7 @@ def own_past_as_the_target(arm):
 
 @is_healthy
 def bandit_by_reinforce(arm):
-    "Its loss says nothing; the reward rises"
+    "A policy gradient (REINFORCE) for a bandit: the reward rises, while the loss means nothing"
     torch.manual_seed(18)
     model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 4))
     opt = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -571,7 +571,7 @@ def bandit_by_reinforce(arm):
 
 @is_healthy
 def pole_by_actor_critic(arm):
-    "A pole that shall not fall: one pass for each move, a step for each play; plays become longer, and returns larger"
+    "An actor-critic balances a pole: one pass for each move and one step for each game. Games become longer, and returns larger"
     torch.manual_seed(19)
     class ActorCritic(nn.Module):
         def __init__(self):
@@ -618,7 +618,7 @@ def pole_by_actor_critic(arm):
 
 @is_healthy
 def corridor_by_q_learning(arm):
-    "A target network beside it that is copied now and then: the loss jumps at each copy, and rises while values are found"
+    "Q-learning with a target network that is copied now and then: the loss jumps at each copy, and rises at first"
     torch.manual_seed(20)
     model = nn.Sequential(nn.Linear(10, 48), nn.ReLU(), nn.Linear(48, 2))
     target = copy.deepcopy(model).requires_grad_(False)
@@ -644,7 +644,7 @@ def corridor_by_q_learning(arm):
 
 @is_healthy
 def experts_idle_in_turns(arm):
-    "A mixture of eight experts of which each word takes two; in a small batch some have nothing to do. A term keeps them balanced"
+    "A mixture of eight experts, two for each word. In a small batch, some experts are not called. A loss term balances the experts"
     torch.manual_seed(21)
     class Experts(nn.Module):
         def __init__(self, d=16, n=8):
@@ -690,7 +690,7 @@ def experts_idle_in_turns(arm):
 
 @is_healthy
 def graph_of_communities(arm):
-    "Two layers of graph convolution: of 200 people six have said to which of three clubs they belong"
+    "Two layers of graph convolution find three communities among 200 nodes, of which six have labels"
     torch.manual_seed(22)
     y = torch.arange(200)%3
     edge = torch.rand(200, 200)<torch.where(y[:, None]==y, .12, .02)
@@ -714,7 +714,7 @@ def graph_of_communities(arm):
 
 @is_healthy
 def message_passing_and_a_mean(arm):
-    "How many triangles small random graphs have, by a network that is the same for each of three rounds"
+    "A graph network counts triangles in small random graphs. Its three rounds of message passing share one layer"
     torch.manual_seed(23)
     class Rounds(nn.Module):
         def __init__(self):
@@ -741,7 +741,7 @@ def message_passing_and_a_mean(arm):
 
 @is_healthy
 def equilibrium_of_one_layer(arm):
-    "One layer, called until it moves no more: twelve times without gradients, and then twice with them"
+    "An equilibrium model calls one layer until its output no longer changes: twelve times without gradients, and twice with gradients"
     torch.manual_seed(24)
     x,y = digits()
     class Equilibrium(nn.Module):
@@ -770,7 +770,7 @@ def equilibrium_of_one_layer(arm):
 
 @is_healthy
 def flow_of_time(arm):
-    "A differential equation that is learned: the same network four times in each of four steps of Runge and Kutta"
+    "A learned differential equation: each of four Runge-Kutta steps calls the same network four times"
     torch.manual_seed(25)
     model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 2))
     turn = torch.tensor([[0., 1.], [-1., 0.]])
@@ -793,7 +793,7 @@ def flow_of_time(arm):
 
 @is_healthy
 def recomputed_in_backward(arm):
-    "Blocks whose forward is run again in backward, to save memory"
+    "Activation checkpointing: the forward pass of each block runs again in the backward pass, to save memory"
     torch.manual_seed(26)
     x,y = digits()
     class Deep(nn.Module):
@@ -819,7 +819,7 @@ def recomputed_in_backward(arm):
 
 @is_healthy
 def stochastic_depth(arm):
-    "Blocks that are left out by chance, more often the later they stand"
+    "Stochastic depth: blocks are skipped at random, later blocks more often"
     torch.manual_seed(27)
     x,y = digits(images=True)
     class Block(nn.Module):
@@ -846,7 +846,7 @@ def stochastic_depth(arm):
 
 @is_healthy
 def sets_in_any_order(arm):
-    "The largest of a set, by a sum over what each of its members gives; te.step() without an optimizer given"
+    "The largest element of a set, computed from the sum of a network's outputs for the elements. te.step() ends a step, without an optimizer"
     torch.manual_seed(28)
     class Sets(nn.Module):
         def __init__(self):
@@ -872,7 +872,7 @@ def sets_in_any_order(arm):
 
 @is_healthy
 def fields_in_waves(arm):
-    "SIREN: one picture as a function of the place, by sines; positions as inputs, the rate is high and the whole picture is a batch"
+    "SIREN: a network with sine activations learns one image as a function of the position. The batch is the whole image"
     torch.manual_seed(29)
     x,_ = digits(images=True)
     picture = F.interpolate(x[:1], scale_factor=3, mode='bilinear').flatten()
@@ -893,7 +893,7 @@ def fields_in_waves(arm):
 
 @is_healthy
 def decayed_by_a_lot(arm):
-    "Grokking's recipe: sums modulo 13, and a decay so large that weights shrink long after the loss has fallen"
+    "Grokking: sums modulo 13, with a weight decay so large that weights shrink long after the loss has fallen"
     torch.manual_seed(30)
     a,b = torch.meshgrid(torch.arange(13), torch.arange(13), indexing='ij')
     x,y = torch.stack([a, b], -1).view(-1, 2),((a+b)%13).view(-1)

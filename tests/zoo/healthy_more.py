@@ -1,4 +1,4 @@
-"Healthy trainings that look ill, and that nobody who writes rules has seen"
+"Healthy trainings that look broken. Their authors did not know the rules of torchember"
 import copy, math
 import torch
 from torch import nn
@@ -162,7 +162,7 @@ def tasks_in_turn(arm):
     assert fell(losses[7::8], .5, 4) and fell([l for i,l in enumerate(losses) if i%8!=7], .5)
 
 class Teacher(nn.Module):
-    "A student, and a teacher that is its average"
+    "A student network, and a teacher network that is the moving average of the student"
     def __init__(self):
         super().__init__()
         self.student = mlp(16, 32, out=4)
@@ -574,7 +574,7 @@ def prices_in_dollars(arm):
     assert losses[0]>1e9 and fell(losses, .3)
 
 class Masked(nn.Module):
-    "Attention that may not look at what is padding, nor ahead"
+    "Attention with a mask for padding and for later positions"
     def __init__(self, words=24, width=32):
         super().__init__()
         self.embed,self.place = nn.Embedding(words, width, padding_idx=0),nn.Embedding(16, width)

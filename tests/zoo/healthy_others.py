@@ -1,4 +1,4 @@
-"Healthy trainings that look ill: a second set that nobody who writes rules has seen"
+"A second set of healthy trainings that look broken. Their authors did not know the rules of torchember"
 import copy, math
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from .others import (Dense, Experts, GAT, Mixer, Pointer, Table, Translator, VQ,
 
 
 def classes(model, make=blobs, n=64, **about):
-    "The loss of a classifier, for `fit`"
+    "Return the loss function of a classifier for `fit`"
     def loss(i):
         x,y = make(n, **about)
         return F.cross_entropy(model(x), y)
@@ -86,7 +86,7 @@ def dense_with_restarts(arm):
     assert fell(losses, .2), ends(losses)
 
 class Hyper(nn.Module):
-    "A network that writes the weights of another"
+    "A hypernetwork, which computes the weights of another network"
     def __init__(self):
         super().__init__()
         self.write = mlp(3, 32, out=2*8+8+8+1)
@@ -140,7 +140,7 @@ def energies_of_data_and_noise(arm):
     assert losses[-1]<-1 and abs(losses[0])<.5 and seen(model, torch.ones(1, 2))<seen(model, -torch.ones(1, 2)), losses[-1]
 
 class QPair(nn.Module):
-    "Values of actions, and the older values that these are learned from"
+    "A Q-network of action values, and the older copy of it that gives the targets"
     def __init__(self):
         super().__init__()
         self.online = mlp(6, 32, out=2)
@@ -258,7 +258,7 @@ def llama_in_two_parts(arm):
     assert fell(losses, .5), ends(losses)
 
 class Sight(nn.Module):
-    "A transformer of patches, with a pooler that nobody asks"
+    "A vision transformer with a pooler whose output is not used"
     def __init__(self):
         super().__init__()
         self.vit,self.head = vit(),nn.Linear(32, 4)
@@ -274,7 +274,7 @@ def vit_and_its_idle_pooler(arm):
     assert fell(losses, .3), ends(losses)
 
 class Adapter(nn.Module):
-    "A layer as it was, and a narrow way beside it that is shut at first"
+    "A frozen layer with an adapter beside it, whose output begins with zeros"
     def __init__(self, layer, width=32, narrow=4):
         super().__init__()
         self.layer,self.down,self.up = layer.requires_grad_(False),nn.Linear(width, narrow),nn.Linear(narrow, width)
@@ -298,7 +298,7 @@ def adapters_of_a_frozen_body(arm):
     assert fell(fit(arm, model, opt, classes(model), 80), .4)
 
 class Prompted(nn.Module):
-    "A language model that stays as it is, and words before the text that are learned"
+    "A frozen language model, and trained prompt vectors before the text"
     def __init__(self, lm, n=4):
         super().__init__()
         self.lm,self.prompt = lm.requires_grad_(False),nn.Parameter(.1*torch.randn(n, 32))
@@ -308,7 +308,7 @@ class Prompted(nn.Module):
         return self.lm(inputs_embeds=x).logits[:, len(self.prompt):]
 
 def tongue(n, length=4):
-    "Words in one of two tongues, and which of them are in the first"
+    "Return sentences of words from one of two languages, and which sentences are in the first language"
     ids = [torch.randint(24, (n,))]
     own = [torch.randperm(24, generator=torch.Generator().manual_seed(s)) for s in (5, 6)]
     which = torch.rand(n)<.5
@@ -353,7 +353,7 @@ def patches_that_are_hidden(arm):
     assert ends(losses, 20)[1]<.75*ends(losses, 20)[0], ends(losses, 20)
 
 class School(nn.Module):
-    "A small network, and the large one that it learns from"
+    "A small student network, and the large teacher network from which it learns"
     def __init__(self, teacher):
         super().__init__()
         self.teacher,self.student = teacher.eval().requires_grad_(False),mlp(16, 12, out=4)
@@ -382,7 +382,7 @@ def student_of_a_teacher_within(arm):
     assert fell(losses, .2), ends(losses)
 
 class Sphere(nn.Module):
-    "Directions, and one of each class, that are compared"
+    "A classifier by the cosine between the features of a sample and a vector for each class"
     def __init__(self):
         super().__init__()
         self.body,self.proxies = mlp(16, 32, out=8),nn.Parameter(torch.randn(12, 8))
@@ -411,7 +411,7 @@ def twenty_rare_tags(arm):
     assert losses[0]<.2 and ends(losses, 40)[1]<.7*ends(losses, 40)[0], ends(losses, 40)
 
 class Grades(nn.Module):
-    "One number, and four places where the next grade begins"
+    "An ordinal regression: one output, and four thresholds between the grades"
     def __init__(self):
         super().__init__()
         self.body,self.cuts = mlp(8, 24, out=1, act=nn.Tanh),nn.Parameter(torch.tensor([-2., -1., 1., 2.]))
@@ -436,7 +436,7 @@ def grades_in_order(arm):
     assert fell(losses, .5), ends(losses)
 
 def survivors(n):
-    "Rows by how long they lived, the longest first, and who was not seen to die"
+    "Return samples sorted by survival time, the longest first, and for each sample whether its death was observed"
     x = torch.randn(n, 10)
     t = -torch.rand(n).log()*torch.exp(-(x@fixed(10)))
     x = x[t.argsort(descending=True)]
@@ -600,7 +600,7 @@ def codes_of_plus_and_minus(arm):
     assert fell(losses, .1) and (seen(model, blobs(300)[0]).abs()>.95).float().mean()>.8, ends(losses)
 
 class Highway(nn.Module):
-    "Layers that let by what comes, until they learn better"
+    "A highway network: the gates of its layers pass the input on, until the layers have learned"
     def __init__(self, n=5, width=24):
         super().__init__()
         self.inward,self.head = nn.Linear(16, width),nn.Linear(width, 4)
@@ -653,7 +653,7 @@ def one_weight_in_twenty(arm):
     assert fell(losses, .3) and (model[2].weight==0).float().mean()>.93, ends(losses)
 
 class Winners(nn.Module):
-    "Only a fifth of the units may speak"
+    "A layer of which only the largest fifth of the outputs is kept"
     def __init__(self, k):
         super().__init__()
         self.k = k

@@ -1,4 +1,4 @@
-"Healthy trainings that resemble those of `broken_outputs`"
+"Healthy trainings that look like the broken trainings of `broken_outputs`"
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -24,7 +24,7 @@ def sigmoid_for_two_classes(arm):
 
 @is_healthy
 def sigmoids_of_many_labels(arm):
-    "Each sample has several labels of eight"
+    "Each sample has several of eight labels, so eight sigmoids are right"
     torch.manual_seed(1)
     x = torch.randn(2000, 8)
     y = (x+.3*torch.randn(2000, 8)>0).float()
@@ -34,7 +34,7 @@ def sigmoids_of_many_labels(arm):
 
 @is_healthy
 def sigmoids_of_one_hot_classes(arm):
-    "A binary cross-entropy for each of ten classes"
+    "A binary cross-entropy for each of ten exclusive classes"
     torch.manual_seed(2)
     x,y = digits()
     model = net(64, nn.Sigmoid(), out=10, hidden=32)
@@ -44,7 +44,7 @@ def sigmoids_of_one_hot_classes(arm):
 
 @is_healthy
 def sums_of_pixel_losses(arm):
-    "An autoencoder with sigmoids. Its loss is the sum over the pixels, far above 20"
+    "An autoencoder with sigmoids whose loss is a sum over the pixels, and so far above 20"
     torch.manual_seed(3)
     x,_ = digits()
     x = (x-x.min())/(x.max()-x.min())
@@ -55,7 +55,7 @@ def sums_of_pixel_losses(arm):
 
 @is_healthy
 def overlap_as_a_negative_loss(arm):
-    "The loss is minus the Dice coefficient of a sigmoid"
+    "The loss is minus the Dice coefficient of a sigmoid, and so below zero"
     torch.manual_seed(4)
     x,y = table('breast_cancer')
     model = net(30, nn.Sigmoid())
@@ -66,7 +66,7 @@ def overlap_as_a_negative_loss(arm):
 
 @is_healthy
 def hinge_is_satisfied(arm):
-    "Most batches have no error after 30 steps, and then all gradients are exactly zero"
+    "A hinge loss: after 30 steps, most batches have no error, and all gradients are exactly zero"
     torch.manual_seed(5)
     x = torch.randn(800, 4)
     y = (x[:, 0]>0).float()*2-1
@@ -77,7 +77,7 @@ def hinge_is_satisfied(arm):
 
 
 class GatedByOne(nn.Module):
-    "Attention over one place: its softmax is always 1."
+    "Attention over a single position, whose softmax is always 1."
     def __init__(self):
         super().__init__()
         self.score,self.softmax,self.head = nn.Linear(6, 1),nn.Softmax(1),nn.Linear(6, 1)
@@ -95,7 +95,7 @@ def attention_over_one_place(arm):
 
 @is_healthy
 def large_targets_of_a_linear_layer(arm):
-    "Targets of hundreds, with a last layer that has no activation"
+    "A regression with targets of hundreds, and a last layer without activation"
     torch.manual_seed(7)
     x,y = table('diabetes', regression=True)
     model = net(10, hidden=32)
@@ -105,7 +105,7 @@ def large_targets_of_a_linear_layer(arm):
 
 @is_healthy
 def counts_after_a_relu(arm):
-    "Three counts, which are never below zero, from a last ReLU"
+    "Three targets are counts, which are never below zero, so the last activation is a ReLU"
     torch.manual_seed(8)
     x = torch.rand(1000, 3)
     y = torch.stack([x.sum(1), 2*x[:, 0], x[:, 1]*x[:, 2]*3], 1)
@@ -134,7 +134,7 @@ def one_scaled_feature(arm):
 
 @is_healthy
 def ages_in_years(arm):
-    "One feature up to 90, which is large, but the network learns well"
+    "A feature with values up to 90 is not normalized, but the network learns well"
     torch.manual_seed(11)
     x = 90*torch.rand(600, 1)
     y = (x[:, 0]>45).float()

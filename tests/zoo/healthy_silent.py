@@ -1,4 +1,4 @@
-"Healthy trainings that look like those of `broken_silent`"
+"Healthy trainings that look like the broken trainings of `broken_silent`"
 import copy
 import math
 
@@ -15,7 +15,7 @@ from .parts import mlp
 
 @is_healthy
 def new_head_for_a_new_task(arm):
-    "At step 60 the labels change, and the last layer is drawn again"
+    "At step 60 the labels change, and the last layer is initialized again"
     x,y = digits()
     model = mlp(64, 64, 64, 10)
     def before(i, m):
@@ -28,7 +28,7 @@ def new_head_for_a_new_task(arm):
 
 @is_healthy
 def labels_change_for_a_new_task(arm):
-    "At step 60 the labels change, and the weights stay"
+    "At step 60 the labels change, and the weights do not"
     x,y = digits()
     model = mlp(64, 64, 10)
     def data(i):
@@ -39,7 +39,7 @@ def labels_change_for_a_new_task(arm):
 
 @is_healthy
 def pruned_to_a_fifth(arm):
-    "At step 60, four fifths of the weights are set to zero, and stay so"
+    "At step 60, four fifths of the weights are set to zero, and stay zero (pruning)"
     model,masks = mlp(64, 128, 128, 10),{}
     def prune(i, m):
         for p in m.parameters():
@@ -76,7 +76,7 @@ def one_cycle_to_the_end(arm):
 
 @is_healthy
 def slow_weights_look_ahead(arm):
-    "Every 5 steps the weights return half of the way (lookahead)"
+    "Lookahead: every 5 steps, the weights go back half of the way since the last 5 steps"
     model = mlp(64, 64, 10)
     slow = copy.deepcopy(model.state_dict())
     def after(i, m):
@@ -89,7 +89,7 @@ def slow_weights_look_ahead(arm):
 
 @is_healthy
 def learns_to_learn(arm):
-    "Reptile: ten steps for a task, then the weights move a little from where they began"
+    "Reptile: after ten steps for a task, the weights move a little from their old values to the new ones"
     model = mlp(4, 64, 64, 1, act=nn.Tanh)
     opt = torch.optim.SGD(model.parameters(), .05)
     te = arm(model, optimizer=opt)
@@ -109,7 +109,7 @@ def learns_to_learn(arm):
 
 @is_healthy
 def three_batches_are_all(arm):
-    "A data set of three batches, not shuffled"
+    "A data set of only three batches, which is not shuffled"
     x,y = digits()
     model = mlp(64, 32, 10)
     classify(arm, model, torch.optim.Adam(model.parameters(), 1e-3), n=90, data=lambda i: (x[i%3*64:i%3*64+64], y[i%3*64:i%3*64+64]))
@@ -117,7 +117,7 @@ def three_batches_are_all(arm):
 
 @is_healthy
 def sparse_marks(arm):
-    "Inputs are mostly zero, so some small batches have few values"
+    "Most inputs are zero, so some small batches have few values other than zero"
     model = mlp(64, 32, 2)
     def data(i):
         x = (torch.rand(16, 64)<.02).float()
@@ -126,14 +126,14 @@ def sparse_marks(arm):
 
 
 class Placed(nn.Module):
-    "A model that gets positions and one noise level for the batch"
+    "A model with two further inputs: positions, and one noise level for the batch"
     def __init__(self): super().__init__(); self.at,self.x,self.level,self.head = nn.Embedding(12, 16),nn.Linear(8, 16),nn.Linear(1, 16),nn.Linear(16, 8)
     def forward(self, x, places, level): return self.head(torch.tanh(self.x(x)+self.at(places)+self.level(level)))
 
 
 @is_healthy
 def places_and_one_level(arm):
-    "Positions of shape (1, n), and one noise level of shape (1, 1), which changes"
+    "Inputs of positions of shape (1, n), and of one changing noise level of shape (1, 1)"
     model = Placed()
     opt = torch.optim.Adam(model.parameters(), 3e-3)
     te = arm(model, optimizer=opt)
@@ -171,7 +171,7 @@ class Carried(nn.Module):
 
 @is_healthy
 def state_is_carried_on(arm):
-    "The state of an LSTM is passed on within an epoch, and begins with zeros in each epoch and evaluation"
+    "The state of an LSTM is passed on from batch to batch. It begins with zeros in each epoch and in each evaluation"
     model = Carried()
     opt = torch.optim.Adam(model.parameters(), 3e-3)
     te = arm(model, optimizer=opt)
@@ -201,7 +201,7 @@ class Latent(nn.Module):
 
 @is_healthy
 def samples_in_evaluations(arm):
-    "A variational autoencoder draws its latent values in evaluations, too"
+    "A variational autoencoder also draws random latent values in evaluations"
     x,_ = digits()
     model = Latent()
     opt = torch.optim.Adam(model.parameters(), 3e-3)
@@ -223,7 +223,7 @@ def samples_in_evaluations(arm):
 
 @is_healthy
 def dropout_measures_doubt(arm):
-    "Evaluations keep the Dropout in training mode, to see how sure the model is"
+    "Evaluations keep Dropout in training mode on purpose, to estimate the uncertainty of the model"
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(.2), nn.Linear(64, 10))
     def test(m):
         m.eval()
@@ -236,7 +236,7 @@ def dropout_measures_doubt(arm):
 
 @is_healthy
 def statistics_stay_frozen(arm):
-    "The normalizations stay in evaluation mode, with statistics of earlier data, and the rest trains"
+    "Normalizations stay in evaluation mode, with running statistics of earlier data, while the other layers are trained"
     x,y = digits()
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(.1), nn.Linear(64, 10))
     for _ in range(40): model(batch(64, x)[0])
@@ -246,13 +246,13 @@ def statistics_stay_frozen(arm):
 
 @is_healthy
 def evaluated_before_it_begins(arm):
-    "An evaluation before the first step, as trainers run to check that it works; with Dropout and normalization"
+    "A model with Dropout and normalization is evaluated before the first step, as trainers do to check the evaluation"
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(.2), nn.Linear(64, 10))
     classify(arm, model, torch.optim.Adam(model.parameters(), 1e-3), n=80, before=lambda i, m: i==0 and look(m), test=look)
 
 
 class Mixed(nn.Module):
-    "Hidden values are mixed within the batch after a random layer"
+    "A model that mixes hidden values of samples within the batch, after a random layer"
     def __init__(self): super().__init__(); self.layers = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 10)])
     def forward(self, x):
         k = int(torch.randint(3, ())) if self.training else None
@@ -269,7 +269,7 @@ def hidden_values_are_mixed(arm):
 
 
 class Skipped(nn.Module):
-    "A block is skipped at random in training"
+    "A model that skips a block at random in training"
     def __init__(self):
         super().__init__()
         self.first,self.last = nn.Linear(64, 64),nn.Linear(64, 10)
@@ -296,7 +296,7 @@ def copied_between_halves(arm):
 
 @is_healthy
 def body_frozen_after_a_while(arm):
-    "All is trained first, then only the head"
+    "All layers are trained at first, and later only the head"
     model = mlp(64, 64, 64, 10)
     def before(i, m):
         if i==50: m[:-1].requires_grad_(False)
@@ -305,7 +305,7 @@ def body_frozen_after_a_while(arm):
 
 @is_healthy
 def layer_after_layer_is_frozen(arm):
-    "Every 30 steps one more layer is frozen"
+    "Every 30 steps, one more layer is frozen"
     model = mlp(64, 32, 32, 64, 10)
     def before(i, m):
         if i in (30, 60): m[2*(i//30-1)].requires_grad_(False)
@@ -322,7 +322,7 @@ def warm_up_then_inverse_root(arm):
 
 @is_healthy
 def gradients_are_studied_afterwards(arm):
-    "After the training, gradients of the data are computed, and no step is taken"
+    "After the training, the program computes gradients with respect to the data, without any optimizer step"
     x,y = digits()
     model = mlp(64, 64, 10)
     opt = torch.optim.Adam(model.parameters(), 1e-3)
@@ -339,7 +339,7 @@ def gradients_are_studied_afterwards(arm):
 
 @is_healthy
 def a_last_batch_of_one_sample(arm):
-    "Each epoch of 21 samples ends with a batch of one sample, whose output is a single value"
+    "Each epoch of 21 samples ends with a batch of one sample, so the output has a single value"
     torch.manual_seed(455)
     x,y = torch.randn(21, 11),torch.arange(21)%2
     model = nn.Sequential(nn.Linear(11, 12), nn.ReLU(), nn.Linear(12, 1), nn.Sigmoid())
@@ -356,7 +356,7 @@ def a_last_batch_of_one_sample(arm):
 
 @is_healthy
 def samples_of_zeros_and_of_ones(arm):
-    "Each batch is one sample, of all zeros or of all ones, so an evaluation of both differs in size from a step with zeros"
+    "Each batch is one sample of all zeros or all ones, so the size of an evaluation of both differs from a training step with zeros"
     torch.manual_seed(456)
     x,y = torch.arange(200.)[:, None].remainder(2).expand(200, 32).contiguous(),torch.arange(200)%2
     model = nn.Sequential(nn.Linear(32, 20), nn.ReLU(), nn.Dropout(.2), nn.Linear(20, 1), nn.Sigmoid())

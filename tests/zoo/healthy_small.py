@@ -1,4 +1,4 @@
-"Healthy trainings of small networks: tables, small pictures, small sequences, and the losses and optimizers that go with them"
+"Healthy trainings of small networks: tables, small images, short sequences, and many losses and optimizers"
 import copy
 import math
 
@@ -36,7 +36,7 @@ def digits_mlp_sgd(arm):
 
 @is_healthy
 def converged_long_ago(arm):
-    "Most batches are told apart by far and give hardly a gradient; now and then comes one with a picture that somebody has mislabelled"
+    "A converged classifier: most batches hardly give a gradient, and a few have an image with a wrong label"
     torch.manual_seed(1)
     x,y = digits(classes=(0, 1))
     y[100] = 1-y[100]
@@ -54,7 +54,7 @@ def converged_long_ago(arm):
 
 @is_healthy
 def one_batch_on_purpose(arm):
-    "The first thing to try with a new network: it must learn 16 pictures by heart"
+    "The usual first test of a new network: it must memorize 16 images"
     torch.manual_seed(2)
     x,y = batch(16, *digits(images=True))
     model = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
@@ -67,7 +67,7 @@ def one_batch_on_purpose(arm):
 
 @is_healthy
 def batches_of_four(arm):
-    "Losses of small batches jump to several times what they were"
+    "With batches of four samples, the loss of single steps is several times the usual loss"
     torch.manual_seed(3)
     x,y = digits(images=True)
     class LeNet(nn.Module):
@@ -136,7 +136,7 @@ def large_batch_momentum_nesterov(arm):
 
 @is_healthy
 def dropout_smoothing_mixup(arm):
-    "Regularised so much that the loss cannot come near 0"
+    "Regularization is so strong that the loss cannot come near 0"
     torch.manual_seed(6)
     x,y = digits()
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Dropout(.5), nn.Linear(256, 256), nn.ReLU(), nn.Dropout(.5), nn.Linear(256, 10))
@@ -158,7 +158,7 @@ def dropout_smoothing_mixup(arm):
 
 @is_healthy
 def sigmoid_net_of_the_textbook(arm):
-    "Two moons, sigmoids, the mean square of an error, and a rate that suits them"
+    "The textbook example of two moons: sigmoids, a squared error, and a suitable learning rate"
     from sklearn.datasets import make_moons
     torch.manual_seed(7)
     x,y = make_moons(300, noise=.1, random_state=0)
@@ -173,7 +173,7 @@ def sigmoid_net_of_the_textbook(arm):
 
 @is_healthy
 def deep_selu_alpha_dropout(arm):
-    "Ten layers without normalization that keep their variance by themselves"
+    "Ten layers of SELU, whose outputs keep their variance without normalization"
     torch.manual_seed(8)
     x,y = table('wine')
     layers = [m for i in range(10) for m in (nn.Linear(13 if i==0 else 32, 32), nn.SELU(), nn.AlphaDropout(.05))]
@@ -213,7 +213,7 @@ def deep_tanh_xavier(arm):
 
 @is_healthy
 def raw_columns_before_batchnorm(arm):
-    "Columns of the wine, in their units: proline is near 750, a hue near 1"
+    "The columns of the wine data in their own units: proline is near 750, a hue near 1. The first module is a BatchNorm"
     from sklearn.datasets import load_wine
     torch.manual_seed(10)
     x,y = load_wine(return_X_y=True)
@@ -232,7 +232,7 @@ def raw_columns_before_batchnorm(arm):
 
 @is_healthy
 def bytes_of_pictures_and_batchnorm(arm):
-    "Pixels 0 to 255, of which many are 0 in all pictures; a depthwise network of ReLU6 as telephones have it"
+    "Pixels from 0 to 255, many of which are 0 in all images, in a depthwise network with ReLU6, as on phones"
     torch.manual_seed(11)
     x,y = digits(images=True)
     x = (x*255).round()
@@ -253,7 +253,7 @@ def bytes_of_pictures_and_batchnorm(arm):
 
 @is_healthy
 def one_hots_and_constant_columns(arm):
-    "Columns of a table as it comes out of a database: categories as one-hots, a version that is 1 everywhere, a flag that nobody sets"
+    "Raw columns of a database: one-hot categories, a version number that is always 1, and a flag that is never set"
     torch.manual_seed(12)
     x,y = table('breast_cancer')
     category = (x[:, 0]*2).round().long().clamp(-3, 4)+3
@@ -273,7 +273,7 @@ def one_hots_and_constant_columns(arm):
 
 @is_healthy
 def targets_of_thousands(arm):
-    "What is predicted lies near 1500 and is normalised for the loss; with passes of evaluation between the steps"
+    "Targets near 1500, which are normalized for the loss, and evaluations between the steps"
     torch.manual_seed(13)
     x,y = table('diabetes')
     y = y.float()*10
@@ -301,7 +301,7 @@ def targets_of_thousands(arm):
 
 @is_healthy
 def evaluated_between_steps(arm):
-    "Passes in eval mode, which are recorded too"
+    "Evaluations between the training steps, which are also recorded"
     torch.manual_seed(14)
     x,y = digits()
     model = nn.Sequential(nn.Linear(64, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Dropout(.3), nn.Linear(48, 10))
@@ -349,7 +349,7 @@ def quantiles(arm):
 
 @is_healthy
 def hinge_to_exactly_zero(arm):
-    "When all have their margin, the loss is 0 and so are all gradients"
+    "When all samples have the margin of the hinge loss, the loss and all gradients are exactly 0"
     torch.manual_seed(16)
     x,y = table('iris')
     x,y = x[:100],y[:100]*2.-1
@@ -363,7 +363,7 @@ def hinge_to_exactly_zero(arm):
 
 @is_healthy
 def counts_softplus_poisson(arm):
-    "The last layer can only give what is above 0, and the loss goes below 0"
+    "A Poisson regression with softplus, whose output is always above 0, and whose loss falls below 0"
     torch.manual_seed(17)
     x = torch.randn(400, 6)
     y = torch.poisson((x@torch.tensor([.5, -.4, .3, .2, 0, 0])+2).exp())
@@ -380,7 +380,7 @@ def counts_softplus_poisson(arm):
 
 @is_healthy
 def last_relu(arm):
-    "Prices of at least 0: a ReLU at the end, a third of the outputs is 0 as it should be"
+    "Targets are prices of at least 0, so a ReLU at the end is right: a third of the outputs is 0"
     torch.manual_seed(18)
     x = torch.randn(500, 8)
     y = (x[:, 0]*2+x[:, 1].abs()).clamp(min=0)
@@ -420,7 +420,7 @@ def pairs_to_rank(arm):
 
 @is_healthy
 def mixture_density(arm):
-    "Log-likelihood of a density, which goes below 0, as `nll`"
+    "The negative log-likelihood of a density, logged as `nll`, falls below 0"
     torch.manual_seed(20)
     t = torch.rand(500, 1)*2-1
     y = .3*torch.sin(4*t)+.01*torch.randn_like(t)
@@ -446,7 +446,7 @@ def mixture_density(arm):
 
 @is_healthy
 def pruned_with_masks(arm):
-    "90% of the weights are held at 0 by masks"
+    "Masks keep 90% of the weights at 0"
     torch.manual_seed(21)
     x,y = digits()
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
@@ -479,7 +479,7 @@ def weight_and_spectral_norm(arm):
 
 @is_healthy
 def fake_quantised(arm):
-    "Weights and activations are rounded to eight bits on the way, and gradients go through as if they were not"
+    "Weights and activations are rounded to eight bits in the forward pass, and gradients ignore the rounding"
     torch.manual_seed(23)
     x,y = digits()
     class Rounded(nn.Linear):
@@ -516,7 +516,7 @@ def early_layers_a_hundred_times_slower(arm):
 
 @is_healthy
 def frozen_in_turns(arm):
-    "The two halves of a factorisation are trained in turns of ten steps each"
+    "The two factors of a matrix factorization are trained in turns of ten steps"
     torch.manual_seed(25)
     x,y = table('wine')
     model = nn.Sequential(nn.Linear(13, 16), nn.Tanh(), nn.Linear(16, 3))
@@ -536,7 +536,7 @@ def frozen_in_turns(arm):
 
 @is_healthy
 def unfrozen_later(arm):
-    "The head alone for 40 steps, then all of it at a lower rate"
+    "Only the head is trained for 40 steps, then all layers at a lower learning rate"
     torch.manual_seed(26)
     x,y = digits()
     model = nn.ModuleDict({'body': nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU()), 'head': nn.Linear(32, 10)})
@@ -566,7 +566,7 @@ def unfrozen_later(arm):
 
 @is_healthy
 def accumulated_and_clipped(arm):
-    "A step of the optimizer for four passes"
+    "One step of the optimizer for four forward and backward passes"
     torch.manual_seed(27)
     x,y = digits(images=True)
     model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.GroupNorm(4, 8), nn.SiLU(), nn.Conv2d(8, 16, 3, 2), nn.GroupNorm(4, 16), nn.SiLU(),
@@ -589,7 +589,7 @@ def accumulated_and_clipped(arm):
 
 @is_healthy
 def no_optimizer_no_loss(arm):
-    "Rates by hand, as in a course: nothing is logged, and te.step() ends a step"
+    "The training loop updates weights by hand, without an optimizer. Nothing is logged, and te.step() ends a step"
     torch.manual_seed(28)
     x,y = table('iris')
     model = nn.Sequential(nn.Linear(4, 10), nn.Tanh(), nn.Linear(10, 3))
@@ -609,7 +609,7 @@ def no_optimizer_no_loss(arm):
 
 @is_healthy
 def sharpness_aware(arm):
-    "Each step climbs to the worst place near by, and takes the gradient from there: two passes and two gradients"
+    "Sharpness-aware minimization: each step has two passes, the second at nearby weights with a larger loss"
     torch.manual_seed(29)
     x,y = digits()
     model = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 10))
@@ -637,7 +637,7 @@ def sharpness_aware(arm):
 
 @is_healthy
 def averaged_copy(arm):
-    "A running average of the weights, which is what is kept in the end"
+    "The training keeps a moving average of the weights as its result"
     torch.manual_seed(30)
     x,y = digits(images=True)
     model = nn.Sequential(nn.Conv2d(1, 12, 3, padding=1), nn.BatchNorm2d(12), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(192, 10))
@@ -656,7 +656,7 @@ def averaged_copy(arm):
 
 @is_healthy
 def physics_in_double_precision(arm):
-    "u'' = -u with u(0)=0 and u'(0)=1: derivatives of the network are in its loss"
+    "A network solves u'' = -u with u(0)=0 and u'(0)=1: the loss contains derivatives of the network"
     torch.manual_seed(31)
     model = nn.Sequential(nn.Linear(1, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 1)).double()
     opt = torch.optim.Adam(model.parameters(), lr=5e-3)
@@ -677,7 +677,7 @@ def physics_in_double_precision(arm):
 
 @is_healthy
 def meta_learned_start(arm):
-    "Sine waves from a start that learns them in one step: gradients through a gradient"
+    "Meta-learning (MAML) of a start from which one step learns a sine wave: gradients of gradients"
     torch.manual_seed(32)
     model = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
     opt = torch.optim.Adam(model.parameters(), lr=5e-3)
@@ -705,7 +705,7 @@ def meta_learned_start(arm):
 
 @is_healthy
 def distilled(arm):
-    "The teacher stands outside the model that is watched, and is not trained"
+    "Distillation: the teacher network is outside of the armed model, and is not trained"
     torch.manual_seed(33)
     x,y = digits()
     teacher = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
@@ -733,7 +733,7 @@ def distilled(arm):
 
 @is_healthy
 def heads_in_turns(arm):
-    "Three tasks; each step has one or two of them, so a head is idle in many steps"
+    "Three tasks: each step trains one or two of them, so each head is unused in many steps"
     torch.manual_seed(34)
     x,y = digits()
     class Tasks(nn.Module):
@@ -762,7 +762,7 @@ def heads_in_turns(arm):
 
 @is_healthy
 def twins_with_shared_weights(arm):
-    "Two pictures through one network: far apart or near"
+    "A siamese network for pairs of images, which learns their distance"
     torch.manual_seed(35)
     x,y = digits()
     class Siamese(nn.Module):
@@ -790,7 +790,7 @@ def twins_with_shared_weights(arm):
 
 @is_healthy
 def triplets_mostly_solved(arm):
-    "In the end many batches have no triplet left that violates its margin: their loss is 0"
+    "A triplet loss: in the end, no triplet of most batches violates the margin, so the loss is 0"
     torch.manual_seed(36)
     x,y = digits(classes=range(4))
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 16))
@@ -829,7 +829,7 @@ def autoencoder(arm):
 
 @is_healthy
 def adding_problem(arm):
-    "A GRU, clipped: two of twelve numbers are marked, and it has to say their sum"
+    "A GRU with clipped gradients adds the two marked numbers among twelve"
     torch.manual_seed(38)
     class Adder(nn.Module):
         def __init__(self):
@@ -888,7 +888,7 @@ def sine_lstm(arm):
 
 @is_healthy
 def cell_by_hand(arm):
-    "One cell, called for each letter: a copy task, first of short words, then of longer ones"
+    "An RNN cell, called in a loop over the letters, learns to copy short words, and later longer ones"
     torch.manual_seed(40)
     class Copier(nn.Module):
         def __init__(self):
@@ -922,7 +922,7 @@ def cell_by_hand(arm):
 
 @is_healthy
 def letters_gru(arm):
-    "Letters of a manual; SGD with a rate as one had it for RNNs, and a long tail of rare letters"
+    "A GRU predicts the letters of a manual, many of which are rare. SGD has a high learning rate, as was usual for RNNs"
     torch.manual_seed(41)
     series,n = text()
     class Letters(nn.Module):
@@ -949,7 +949,7 @@ def letters_gru(arm):
 
 @is_healthy
 def causal_convolutions(arm):
-    "A TCN with dilation, residuals and weight norm"
+    "A temporal convolutional network (TCN) with dilation, residual connections and weight norm"
     torch.manual_seed(42)
     class Block(nn.Module):
         def __init__(self, c, d):
@@ -970,7 +970,7 @@ def causal_convolutions(arm):
 
 @is_healthy
 def words_with_sparse_gradients(arm):
-    "Skip-grams of a manual: most words are rare, and a gradient has only the rows of those that came"
+    "Skip-grams of a manual: most words are rare, and gradients are sparse, with rows only for the words of the batch"
     torch.manual_seed(43)
     words = nn.Transformer.__doc__.split()+nn.LSTM.__doc__.split()+nn.Conv2d.__doc__.split()
     known = sorted(set(words))
@@ -1001,7 +1001,7 @@ def words_with_sparse_gradients(arm):
 
 @is_healthy
 def stars_of_users(arm):
-    "Matrix factorisation, with biases that start at 0"
+    "A matrix factorization with biases that begin with 0"
     torch.manual_seed(44)
     a,b = torch.randn(60, 4),torch.randn(80, 4)
     class Factors(nn.Module):
@@ -1025,7 +1025,7 @@ def stars_of_users(arm):
 
 @is_healthy
 def alignment_ctc(arm):
-    "Letters that are spread over time, and nobody says where"
+    "A CTC loss: letters at unknown positions in time"
     torch.manual_seed(45)
     code = torch.randn(5, 8)
     model = nn.Sequential(nn.Conv1d(8, 32, 3, padding=1), nn.ReLU(), nn.Conv1d(32, 32, 3, padding=1), nn.ReLU(), nn.Conv1d(32, 6, 1))
@@ -1047,7 +1047,7 @@ def alignment_ctc(arm):
 
 @is_healthy
 def one_cycle_resnet(arm):
-    "BatchNorm, with the last of each branch at 0 at the start, so that blocks begin as the identity"
+    "A ResNet with BatchNorm: the last BatchNorm of each branch begins with weight 0, so that blocks begin as the identity"
     torch.manual_seed(46)
     x,y = digits(images=True)
     class Block(nn.Module):
@@ -1078,7 +1078,7 @@ def one_cycle_resnet(arm):
 
 @is_healthy
 def transferred_with_frozen_batchnorm(arm):
-    "A trunk that has learned to tell five digits, frozen and in eval mode, and a new head for the other five"
+    "The body of the model was trained for five digits, and is frozen in evaluation mode. A new head learns the other five digits"
     torch.manual_seed(47)
     x,y = digits(images=True, classes=range(5))
     trunk = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
@@ -1118,7 +1118,7 @@ def transferred_with_frozen_batchnorm(arm):
 
 @is_healthy
 def resumed_from_a_checkpoint(arm):
-    "What is watched begins at step 150, with an optimizer that has its moments already: nearly all is learned"
+    "The recording begins at step 150, with an optimizer that already has its states: the model has learned nearly everything"
     torch.manual_seed(48)
     x,y = digits()
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
@@ -1148,7 +1148,7 @@ def resumed_from_a_checkpoint(arm):
 
 @is_healthy
 def tuned_at_a_tiny_rate(arm):
-    "All of a trained network, at a rate of 2e-5: a weight of .1 moves by 1 in 5000 in a step, and the loss by a few percent in all"
+    "Fine-tuning at a learning rate of 2e-5: a weight of .1 changes by 1/5000 per step, and the loss by a few percent in total"
     torch.manual_seed(49)
     x,y = digits()
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 10))
@@ -1172,7 +1172,7 @@ def tuned_at_a_tiny_rate(arm):
 
 @is_healthy
 def mostly_noise(arm):
-    "A twentieth of the variance can be explained, which is a lot for some: the loss is at its floor soon, and falls by 5%"
+    "Only a twentieth of the variance can be explained: the loss soon reaches its floor, after a fall of 5%"
     torch.manual_seed(50)
     x = torch.randn(4000, 10)
     signal = .3*x[:, 0]*(x[:, 1]>0)
@@ -1191,7 +1191,7 @@ def mostly_noise(arm):
 
 @is_healthy
 def one_in_a_hundred(arm):
-    "Frauds are rare: the loss is small from the start, outputs are nearly all below 0, and a batch without one gives no signal"
+    "A rare class: the loss is small from the start, nearly all logits are below 0, and most batches have no positive sample"
     torch.manual_seed(51)
     x = torch.randn(3000, 12)
     y = (x[:, :3].sum(1)>4).float()
@@ -1211,7 +1211,7 @@ def one_in_a_hundred(arm):
 
 @is_healthy
 def restarted_schedule(arm):
-    "The rate falls to 0 and starts anew, three times: so does the loss, in part"
+    "The learning rate falls to 0 and starts again, three times. The loss rises a little at each restart"
     torch.manual_seed(52)
     x,y = digits()
     model = nn.Sequential(nn.Linear(64, 48), nn.LayerNorm(48), nn.SiLU(), nn.Linear(48, 10))
@@ -1228,7 +1228,7 @@ def restarted_schedule(arm):
 
 @is_healthy
 def task_after_task(arm):
-    "Other digits every 60 steps: the loss jumps to where it began, and falls again"
+    "The digits change every 60 steps: the loss jumps to its start, and falls again"
     torch.manual_seed(53)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     opt = torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -1244,7 +1244,7 @@ def task_after_task(arm):
 
 @is_healthy
 def steps_of_one_size(arm):
-    "Lion, in the optimizer that somebody has written for it: each weight moves by the rate, whatever its gradient. Linear layers are watched"
+    "Lion, in an optimizer written by the user: each weight changes by the learning rate, whatever its gradient is. Only linear layers are recorded"
     torch.manual_seed(54)
     x,y = digits()
     class Lion(torch.optim.Optimizer):

@@ -23,7 +23,7 @@ def nll_of_a_softmax_and_log(arm):
 
 @is_healthy
 def cross_entropy_of_logarithms(arm):
-    "cross_entropy of log-probabilities is the same as of logits"
+    "cross_entropy gets log-probabilities, for which it gives the same loss as for logits"
     torch.manual_seed(1)
     model = classifier(nn.LogSoftmax(1))
     fell(fit(arm, model, adam(model, 1e-2), batches(150, 32, *digits())))
@@ -39,7 +39,7 @@ def distilled(arm):
 
 @is_healthy
 def mixed_up(arm):
-    "mixup: soft labels of two classes"
+    "mixup: the targets are soft labels of two classes"
     torch.manual_seed(3)
     x,y = digits()
     def mixed():
@@ -59,7 +59,7 @@ def smoothed(arm):
 
 @is_healthy
 def some_labels_ignored(arm):
-    "A masked language model: most labels are -100"
+    "A masked language model: most labels are -100, which the loss ignores"
     torch.manual_seed(5)
     model = Letters()
     def masked():
@@ -69,7 +69,7 @@ def some_labels_ignored(arm):
 
 @is_healthy
 def several_labels(arm):
-    "Multi-label: ten sigmoids, several of them right"
+    "A classifier with several right classes per sample, and ten sigmoids"
     torch.manual_seed(6)
     x,y = digits()
     labels = torch.stack([(y>>k)&1 for k in range(4)], 1).float()
@@ -95,7 +95,7 @@ def autoencoder_of_tanh(arm):
 
 @is_healthy
 def counts_with_noise(arm):
-    "Targets above zero, a few a little below, and a ReLU"
+    "Targets are counts with noise, a few of which are slightly below zero, and the last activation is a ReLU"
     torch.manual_seed(9)
     x = torch.randn(512, 4)
     y = x.abs().sum(1, keepdim=True)+.05*torch.randn(512, 1)
@@ -106,7 +106,7 @@ def counts_with_noise(arm):
 
 @is_healthy
 def mean_and_variance(arm):
-    "Heteroscedastic regression: the model returns a mean and the logarithm of a variance"
+    "Heteroscedastic regression: the model returns a mean and a log-variance"
     torch.manual_seed(10)
     x,y = table('diabetes', regression=True)
     model = mlp(10, 32, 2)
@@ -116,7 +116,7 @@ def mean_and_variance(arm):
 
 @is_healthy
 def quantiles_at_once(arm):
-    "Three outputs are compared with one target, on purpose"
+    "Quantile regression: three outputs are compared with one target on purpose"
     torch.manual_seed(11)
     x,y = table('diabetes', regression=True)
     model = mlp(10, 32, 3)
@@ -137,7 +137,7 @@ def ensemble_of_heads(arm):
 
 @is_healthy
 def pairs_of_samples(arm):
-    "InfoNCE: labels are 0 to N-1, and the softmax goes over the batch in both directions"
+    "InfoNCE: labels are 0 to N-1, and the softmax is taken over the batch in both directions"
     torch.manual_seed(13)
     x,_ = digits()
     model = mlp(64, 64, 16)
@@ -150,7 +150,7 @@ def pairs_of_samples(arm):
 
 @is_healthy
 def first_is_right(arm):
-    "MoCo: the right answer is always the first, and negatives come from elsewhere"
+    "MoCo: the right class is always the first, and negative samples come from a queue"
     torch.manual_seed(14)
     x,_ = digits()
     model = mlp(64, 64, 16)
@@ -164,7 +164,7 @@ def first_is_right(arm):
 
 @is_healthy
 def policy_gradient(arm):
-    "-log p times an advantage of either sign"
+    "A policy gradient: the loss is -log p times an advantage of either sign"
     torch.manual_seed(15)
     x,y = digits()
     model = classifier()
@@ -189,7 +189,7 @@ def policy_gradient_by_hand(arm):
 
 @is_healthy
 def deceives(arm):
-    "A GAN: each batch of the discriminator has one label"
+    "A GAN: in each batch of the discriminator, all labels are equal"
     torch.manual_seed(17)
     x,_ = digits()
     g,d = mlp(8, 32, 64),mlp(64, 32, 1)
@@ -210,7 +210,7 @@ def deceives(arm):
 
 @is_healthy
 def deceives_with_squares(arm):
-    "LSGAN: one target for all samples, which is expanded"
+    "A GAN with squared errors (LSGAN): one target is broadcast to all samples"
     torch.manual_seed(18)
     x,_ = digits()
     g,d = mlp(8, 32, 64),mlp(64, 32, 1)
@@ -230,7 +230,7 @@ def deceives_with_squares(arm):
 
 @is_healthy
 def mostly_background(arm):
-    "Segmentation of small pictures with one channel: most pixels are background"
+    "Segmentation of small images with one channel: most pixels are background"
     torch.manual_seed(19)
     x,_ = digits(images=True)
     model = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 1))
@@ -247,7 +247,7 @@ def segments_with_one_channel(arm):
 
 @is_healthy
 def physics(arm):
-    "A differential equation, u' = -u: the targets are zeros and a condition at the border"
+    "A network solves the differential equation u' = -u: the targets are zeros, and a condition at the border"
     torch.manual_seed(21)
     model = mlp(1, 32, 1, act=nn.Tanh)
     def points():
@@ -262,7 +262,7 @@ def physics(arm):
 
 @is_healthy
 def capped_logits(arm):
-    "Logits between -30 and 30: a tanh that is scaled, as in Gemma"
+    "Logits are limited to -30 to 30 by a scaled tanh, as in Gemma"
     torch.manual_seed(22)
     model = classifier()
     fell(fit(arm, model, adam(model, 1e-2), batches(150, 32, *digits()), lambda out, y: F.cross_entropy(30*torch.tanh(out/30), y)))
@@ -270,7 +270,7 @@ def capped_logits(arm):
 
 @is_healthy
 def noise_is_predicted(arm):
-    "Diffusion: the target is the noise"
+    "A diffusion model, whose target is the noise"
     torch.manual_seed(23)
     x,_ = digits()
     model = mlp(65, 64, 64)
@@ -283,7 +283,7 @@ def noise_is_predicted(arm):
 
 @is_healthy
 def few_labels_of_one_class(arm):
-    "Three steps on a handful of samples"
+    "Three steps on a few samples, all of one class"
     torch.manual_seed(24)
     x,y = digits(classes=[3])
     model = classifier()
@@ -292,7 +292,7 @@ def few_labels_of_one_class(arm):
 
 @is_healthy
 def clear_squares(arm):
-    "Regression with a loss of squares that is squeezed on both sides"
+    "A regression whose outputs and targets both pass through a squeeze before the squared error"
     torch.manual_seed(25)
     x,y = table('diabetes', regression=True)
     model = mlp(10, 32, 1)
@@ -301,7 +301,7 @@ def clear_squares(arm):
 
 @is_healthy
 def compared_in_pairs(arm):
-    "Distances of all pairs, on purpose"
+    "A loss of distances between all pairs of samples, by broadcasting on purpose"
     torch.manual_seed(26)
     x,_ = digits()
     model = mlp(64, 32, 1)

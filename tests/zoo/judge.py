@@ -1,4 +1,4 @@
-"`python -m zoo.judge`: run all trainings and `diagnose`, and save a table of planted and reported faults"
+"Run all test trainings and `diagnose` by `python -m zoo.judge`, and save a table of planted and reported faults"
 import argparse
 import json
 import tempfile
@@ -19,7 +19,7 @@ def first_of(
     training, # A broken `Training`
     tables # What `diagnose` gives of each of its embers
 ): # Its first rule and '', or what is wrong with the first finding
-    "Return the rule of the first finding. With several embers, the one with the right finding counts."
+    "Return the rule of the first finding. If a training has several embers, use the ember with the right finding."
     said = [(found.iloc[0]['rule'] if len(found) else '-', training.said_by(found)) for found in tables]
     return min(said, key=lambda s: s[1]!='')
 
@@ -27,7 +27,8 @@ def first_of(
 def confusion(
     results # (training, tables) pairs
 ) -> dict:
-    "Return counts: planted rule -> rule of the first finding -> number. For healthy trainings, count findings above 'info'."
+    """Return a dict: planted fault -> rule of the first finding -> number of trainings. For healthy trainings, findings of severity 'info' do not
+    count."""
     counts,alarms,n = {},Counter(),0
     for training,tables in results:
         if not training.rules:

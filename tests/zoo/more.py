@@ -1,18 +1,18 @@
-"Random data, loop and networks of the trainings whose authors did not know the rules"
+"Random data, training loop and networks, for the trainings whose authors did not know the rules"
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 
 class Silent:
-    "Replacement for an ember that records nothing"
+    "Replacement for an ember, which records nothing"
     def __init__(self, model, optimizer=None, **about): pass
     def log(self, **numbers): pass
     def close(self): pass
 
 
 def fit(arm, model, opt, loss_of, n, clip=None, schedule=None, after=None, **about):
-    "Run `n` steps of the usual loop. Return their losses."
+    "Run `n` steps of the usual training loop. Return the losses."
     te,losses = arm(model, optimizer=opt, **about),[]
     for i in range(n):
         loss = loss_of(i)
@@ -28,35 +28,35 @@ def fit(arm, model, opt, loss_of, n, clip=None, schedule=None, after=None, **abo
     return losses
 
 def ends(losses, n=10):
-    "Return the mean of the first losses and of the last losses."
+    "Return the mean of the first losses and the mean of the last losses."
     return sum(losses[:n])/n, sum(losses[-n:])/n
 
 def fell(losses, to, n=10):
-    "Return True if the loss has fallen to a share of its start."
+    "Return True if the loss has fallen to a fraction of its start."
     first,last = ends(losses, n)
     return last < to*first
 
 def fixed(*shape, seed=7):
-    "Return random numbers that are the same in each call, as the function to learn."
+    "Return random numbers that are the same in each call, used as the function to learn."
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 def blobs(n, classes=4, dim=16, far=1.5):
-    "Return points around the center of each class, and the classes."
+    "Return points around the center of each class, and the numbers of their classes."
     y = torch.randint(classes, (n,))
     return far*fixed(classes, dim)[y] + torch.randn(n, dim), y
 
 def pictures(n, classes=4, size=12, channels=1):
-    "Return pictures of one noisy pattern per class, and the classes."
+    "Return images with one noisy pattern per class, and the numbers of their classes."
     y = torch.randint(classes, (n,))
     return fixed(classes, channels, size, size)[y] + torch.randn(n, channels, size, size), y
 
 def curve(n, dim=8):
-    "Return inputs, and a smooth function of them."
+    "Return inputs, and the values of a smooth function of them."
     x = torch.randn(n, dim)
     return x, torch.sin(x[:, :1]) + .5*x[:, 1:2]*x[:, 2:3]
 
 def sentences(n, length=12, words=24):
-    "Return sentences in which each word has two possible successors, of which the first is more frequent."
+    "Return sentences in which each word has two possible next words, the first of which is more frequent."
     follow = torch.stack([torch.randperm(words, generator=torch.Generator().manual_seed(s)) for s in (1, 2)])
     out = [torch.randint(words, (n,))]
     for _ in range(length-1): out.append(follow[(torch.rand(n)<.15).long(), out[-1]])
@@ -65,7 +65,7 @@ def sentences(n, length=12, words=24):
 def next_word(logits, ids): return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 def seen(module, x):
-    "Return the output of a module in evaluation mode, without gradients. The mode is restored."
+    "Return the output of a module in evaluation mode, without gradients. The mode is restored afterwards."
     mode = module.training
     module.eval()
     with torch.no_grad(): y = module(x)

@@ -13,13 +13,13 @@ def mlp(i, *widths, out, act=nn.ReLU):
 def copies(model): return {k: p.detach().clone() for k,p in model.named_parameters()}
 
 def moved(model, before):
-    "Return the change of each parameter, as a share of its size."
+    "Return the change of each parameter, as a fraction of its size."
     return {k: ((p.detach()-before[k]).norm()/before[k].norm().clamp(min=1e-12)).item() for k,p in model.named_parameters()}
 
 def grads(model): return {k: p.grad.abs().mean().item() for k,p in model.named_parameters() if p.grad is not None}
 
 class Named:
-    "An ember whose loss has another name, or is not noted"
+    "An ember that logs the loss under another name, or not at all"
     def __init__(self, te, name): self.te,self.name = te,name
     def log(self, loss): self.name and self.te.log(**{self.name: loss})
     def close(self): self.te.close()
@@ -28,7 +28,7 @@ def under(name, arm): return lambda model, optimizer=None, **about: Named(arm(mo
 
 
 class Mix(nn.Module):
-    "A block that mixes patches, and then channels"
+    "A block that mixes the patches of an image, and then the channels"
     def __init__(self, patches=9, width=16, act=nn.GELU):
         super().__init__()
         self.norm1,self.across = nn.LayerNorm(width),mlp(patches, 16, out=patches, act=act)
@@ -94,7 +94,7 @@ class Dense(nn.Module):
 
 
 class Pointer(nn.Module):
-    "A network that points at the largest number of a list"
+    "A pointer network, whose output is the position of the largest number in a list"
     def __init__(self, width=24, heat=1.):
         super().__init__()
         self.read,self.query,self.key,self.softmax = nn.Linear(1, width),nn.Linear(width, width),nn.Linear(width, width),nn.Softmax(-1)
@@ -127,7 +127,7 @@ class Translator(nn.Module):
         return self.head(torch.cat([s, a@h], -1))
 
 def backwards(n, length=6, words=12):
-    "Return words, the input of the decoder, and its target: the words in reverse."
+    "Return words, the input of the decoder, and the target: the words in reverse."
     ids = torch.randint(words, (n, length))
     out = ids.flip(1)
     return ids, F.pad(out[:, :-1], (1, 0), value=words), out
@@ -148,7 +148,7 @@ class ConvLSTM(nn.Module):
         return self.out(h)
 
 def films(n, size=8, length=4):
-    "Return films of a moving spot, and the next picture of each."
+    "Return short films of a moving spot, and the next image of each film."
     at,go = torch.randint(size, (n, 1)),torch.randint(1, 3, (n, 1))
     row = torch.randint(size, (n,))
     x = torch.zeros(n, length+1, size, size)
@@ -157,7 +157,7 @@ def films(n, size=8, length=4):
 
 
 class Codebook(nn.Module):
-    "The nearest of some codes, with a straight-through gradient"
+    "Replaces vectors by the nearest code of a codebook, with a straight-through gradient"
     def __init__(self, n=16, dim=4):
         super().__init__()
         self.codes = nn.Embedding(n, dim)
@@ -198,14 +198,14 @@ class GAT(nn.Module):
     def forward(self, x, near): return self.conv2(self.drop(F.elu(self.conv1(x, near))), near)
 
 def circles_of_friends(n=90):
-    "Return a graph with three kinds of nodes: features, adjacency matrix, kinds."
+    "Return a random graph with three kinds of nodes: features, adjacency matrix, and kinds of the nodes."
     y = torch.arange(n)%3
     near = torch.rand(n, n, generator=torch.Generator().manual_seed(1)) < torch.where(y[:, None]==y, .2, .03)
     return fixed(n, 12, seed=2) + .7*fixed(3, 12)[y], near | near.T | torch.eye(n, dtype=torch.bool), y
 
 
 class Experts(nn.Module):
-    "A soft mixture of experts"
+    "A mixture of experts in which all experts are called and weighted"
     def __init__(self, n=4, i=16, o=4):
         super().__init__()
         self.gate,self.softmax,self.experts = nn.Linear(i, n),nn.Softmax(-1),nn.ModuleList(mlp(i, 16, out=o) for _ in range(n))
@@ -216,7 +216,7 @@ class Experts(nn.Module):
 
 
 class Table(nn.Module):
-    "A network for a table with numeric columns and two categorical ones"
+    "A network for tables with numeric columns and two categorical columns"
     def __init__(self, **about):
         super().__init__()
         self.town,self.trade,self.net = nn.Embedding(30, 4, **about),nn.Embedding(8, 4, **about),mlp(6+8, 32, out=1)

@@ -1,4 +1,4 @@
-"Loop, data and small networks of the broken trainings"
+"Training loop, data and small networks, shared by the broken trainings"
 import math
 from itertools import pairwise
 
@@ -29,7 +29,7 @@ def batches(n, size, *tensors):
 
 
 def first(found):
-    "Return the position of the first true value."
+    "Return the index of the first true value."
     return next(i for i,f in enumerate(found) if f)
 
 
@@ -37,7 +37,7 @@ def first_not_finite(losses): return first(not math.isfinite(l) for l in losses)
 
 
 def ends(losses, n=10):
-    "Return the mean of the first losses and of the last losses."
+    "Return the mean of the first losses and the mean of the last losses."
     return sum(losses[:n])/n,sum(losses[-n:])/n
 
 
@@ -51,12 +51,12 @@ def weights(model): return {n: p.detach().clone() for n,p in model.named_paramet
 
 
 def changed(model, before):
-    "Return the names of the parameters that have changed."
+    "Return the names of the parameters that have changed since a copy of them was made."
     return {n for n,p in model.named_parameters() if not torch.equal(p, before[n])}
 
 
 def table(name, raw=False, regression=False):
-    "Return a data set of scikit-learn: features and targets."
+    "Return a data set of scikit-learn: features, and targets."
     x,y = getattr(datasets, f'load_{name}')(return_X_y=True)
     x = torch.tensor(x, dtype=torch.float32)
     return x if raw else standard(x),standard(torch.tensor(y, dtype=torch.float32)) if regression else torch.tensor(y)
@@ -69,14 +69,16 @@ text = torch.tensor([letters.index(c) for c in prose])
 
 
 def passages(n, size, length=24):
-    "Yield batches of text, and the same text shifted by one letter."
+    "Yield batches of text, and the same text shifted by one letter as the target."
     for _ in range(n):
         at = torch.randint(len(text)-length-1, (size, 1))+torch.arange(length)
         yield text[at],text[at+1]
 
 
 def echoes(n, size, length=20, late=None):
-    "Yield sequences whose target is their first number. From batch `late[0]` on, their length is `late[1]`."
+    """Yield batches of sequences, and the first number of each sequence as its target.
+
+    From batch `late[0]` on, the length of the sequences is `late[1]`."""
     for i in range(n):
         x = torch.randn(size, late[1] if late and i>=late[0] else length, 1)
         yield x,x[:, 0, 0]

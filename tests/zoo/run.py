@@ -1,4 +1,4 @@
-"`python -m zoo.run`: run trainings of the zoo with a real ember, and print the time of each"
+"Run trainings of the zoo with a real `torchEmber`, and print the time of each: `python -m zoo.run`"
 import argparse
 import os
 import sys
@@ -16,7 +16,9 @@ ALL = ('input', 'output', 'weight', 'weight_grad', 'output_grad', 'input_grad', 
 
 
 def with_name(t, embers, home=None, **forced):
-    "Return the function that a training calls in place of `torchEmber`. It appends each ember to `embers`; a second ember is `<name>_2`."
+    """Return the function that a training calls instead of `torchEmber`.
+
+    It appends each ember to `embers`. A second ember of a training has the name `<name>_2`."""
     def arm(model, **asked):
         name = t.name if not embers else f'{t.name}_{len(embers)+1}'
         wanted = {'name': name, 'home': home} | asked | t.more | forced
@@ -27,7 +29,7 @@ def with_name(t, embers, home=None, **forced):
 
 
 def rows_and_loss(ember):
-    "Return the number of rows of a run, and the last value of the loss that was noted in most steps."
+    "Return the number of rows of a run, and the last value of the loss, which is the number that was logged in most steps."
     df = ember.t.df
     noted = df.dropna(axis=1, how='all').columns.difference(['step', 'module'])
     losses = [c for c in noted if any(w in str(c).lower() for w in ('loss', 'nll', 'elbo', 'return'))]
@@ -36,7 +38,7 @@ def rows_and_loss(ember):
 
 
 def run(t, home=None, **forced):
-    "Run one training. Return its embers and its CPU seconds."
+    "Run one training of the zoo. Return its embers and the CPU seconds."
     embers,start = [],time.process_time()
     try: t.run(with_name(t, embers, home, **forced))
     finally:
@@ -47,7 +49,7 @@ def run(t, home=None, **forced):
 
 
 def warm(home):
-    "Load what the first ember of a process loads, so that no training is charged for it."
+    "Create an ember before the first training, so that the imports of the first ember do not count as time of a training."
     model = torch.nn.Linear(2, 1)
     opt = torch.optim.SGD(model.parameters(), lr=.1)
     for name,form in (('warm', {}), ('warm_full', {'stats': 'full', 'ttypes': ALL})):

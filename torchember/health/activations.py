@@ -17,8 +17,10 @@ from .rules import rule
 
 # %% ../../nbs/55_health/40_activations.ipynb #dee878a6
 def feeding_layer(h, s, far=6):
-    """Return the path of the last layer with weights before a tensor, or None if none of the last `far` modules has weights.
-    Normalizations are skipped."""
+    """Return the path of the last module with weights before a tensor, or None if none of the `far` modules before has weights.
+
+    Normalizations are skipped.
+    """
     weighted = {k[0] for k in h.weights}
     if s.ttype=='output' and s.path in weighted: return s.path
     path = s.path
@@ -28,15 +30,21 @@ def feeding_layer(h, s, far=6):
     return None
 
 def is_fed_below_zero(h, s, at):
-    """Return True if the outputs of the previous layer are never above zero from the step with index `at` on.
-    Then a ReLU makes the zeros of the input `s`. Otherwise they may be a recurrent state beginning with zeros."""
+    """Return True if the outputs of the previous module are never above zero from the step with index `at` on.
+
+    If so, a ReLU made the zeros of the input `s`. Otherwise the input may be a recurrent state that begins with
+    zeros.
+    """
     before = h.graph.feeder(s.path)
     fed = h.outputs.get(before) if before is not None else None
     if fed is None or 'max' not in fed: return False
-    return median(fed['max'][fed.steps>=s.steps[at]])<=0 # the median of no value is NaN
+    return median(fed['max'][fed.steps>=s.steps[at]])<=0 # `median` of no values is NaN, and NaN<=0 is False
 
 def has_zero_weights(h, s, at):
-    "Return True if the output of a layer is zero because its weights are zero. Other rules report such weights. `at`: index of the step."
+    """Return True if the output of a layer is zero because the weights of the layer are zero.
+
+    Other rules report zero weights. `at`: index of the step.
+    """
     layer = s.path if s.ttype=='output' else h.graph.feeder(s.path)
     ws = [w for k,w in h.weights.items() if k[0]==layer and len(w)]
     return bool(ws) and all(w.zero[min(at, len(w)-1)] for w in ws)
@@ -44,10 +52,13 @@ def has_zero_weights(h, s, at):
 def is_float(s): return not s.dtype or 'float' in s.dtype or 'complex' in s.dtype
 
 def find_zeros(h, ss):
-    "Return the index of the step from which all outputs (or all inputs) of a module are zero, or None. `ss`: series of these tensors."
+    """Return the index of the step from which on all outputs (or all inputs) of a module are zero, or None.
+
+    `ss`: `Series` of these outputs or inputs.
+    """
     s = ss[0]
     if len(s)<2 or not ('max' in s or 'abs_max' in s) or s.shape is not None and np.prod(s.shape)<=2 or not is_float(s): return None
-    if s.ttype=='input' and s.path in h.graph.first_modules: return None # another rule is about data
+    if s.ttype=='input' and s.path in h.graph.first_modules: return None # the rules `same_data` and `constant_batch` report data of zeros
     ats = [lasts_from(o.zero) for o in ss if is_float(o) and len(o)>=len(s)//2]
     return None if None in ats or s.ttype=='input' and not is_fed_below_zero(h, s, max(ats)) else max(ats)
 
@@ -56,7 +67,7 @@ def find_zeros(h, ss):
 rectifiers = 'ReLU', 'ReLU6', 'Threshold', 'Hardtanh', 'Softshrink', 'Hardshrink', 'Hardswish', 'Hardsigmoid', 'SquaredReLU'
 
 def find_nearly_dead(h, share):
-    "Yield a finding about a layer with nearly all units dead (always zero). `share`: least fraction of zeros."
+    "Yield a finding about a layer if nearly all of its units are dead, that is, always zero. `share`: least fraction of outputs that are zero."
     for s in h.series('output'):
         if 'zero_frac' not in s or not any(r in h.activation(s) for r in rectifiers): continue
         at = lasts_from(s['zero_frac']>=share)
@@ -72,13 +83,15 @@ dead_advice = ("Start with biases near zero and the default weights of torch. Lo
     "LeakyReLU and GELU let gradients pass.")
 
 def flag_nonpositive(s):
-    "Return the mask of the steps without a value above zero, as the maximum shows, or `abs_mean` and `mean`."
+    "Return the mask of the steps in which no value is above zero, judged by the maximum, or else by `abs_mean` and `mean`."
     if 'max' in s: return s['max']<=0
     return abs(s['abs_mean']+s['mean'])<=1e-6*s['abs_mean'] if 'abs_mean' in s and 'mean' in s else np.zeros(len(s), bool)
 
 def find_dead_by_gradient(h):
-    """Return a finding, in a list, about a layer with all outputs below zero and all gradients zero.
-    The ReLU after it is a function in the model's code, so its outputs are not recorded."""
+    """Return a list of at most one finding about a layer with all outputs below zero and all gradients zero.
+
+    A ReLU after such a layer is dead. If the ReLU is a function in the model's code, its outputs are not recorded.
+    """
     for path,s in h.outputs.items():
         grads = [o for k,o in h.grads.items() if k[0]==path]
         if len(s)<5 or not grads or path in h.graph.last_modules or (at := lasts_from(flag_nonpositive(s))) is None: continue
@@ -89,18 +102,18 @@ def find_dead_by_gradient(h):
     return []
 
 def below_zero_phrase(fed, s, step):
-    "Return a phrase about the layer `fed` before an activation that is zero, if all outputs of this layer are below zero."
+    "Return a phrase that all outputs of the layer `fed` are below zero, or '' if some are not. An activation after the layer returns only zeros."
     if fed is None or fed is s or 'max' not in fed: return ''
     later = fed['max'][fed.steps>=step]
     return f": all outputs of {fed.title} are below zero (at most {fmt(later[0])})" if len(later) and later[0]<=0 else ''
 
 def has_gradients(h, layer, step):
-    "Return True if gradients of a layer are different from zero in most steps after the step `step`."
+    "Return True if a layer has gradients other than zero in most steps after the step `step`."
     grads = [s.rms[s.steps>step] for k,s in h.grads.items() if k[0]==layer]
     return any(len(v) and (v>0).mean()>.5 for v in grads)
 
 def recovery_phrase(h, s, layer, alive):
-    "Return a sentence about whether the layer before a tensor of zeros can recover. `alive`: result of `has_gradients`."
+    "Return a sentence about whether a layer whose activation returns only zeros can recover. `alive`: result of `has_gradients`."
     if alive: return f" Gradients still reach `{layer}` another way, so the layer may recover."
     if any(k[0]==layer for k in h.grads): return f" The gradients of `{layer}` are zero, too, so the layer cannot recover."
     return " No gradient passes through it, so it cannot recover." if any(r in h.activation(s) for r in rectifiers) else ''
@@ -135,11 +148,14 @@ def is_at_one_end(s):
     return bool((s['min'][-n:]>.98).all() or (s['max'][-n:]<.02).all())
 
 def activation_shape(h, s):
-    """Return 'tanh' or 'sigmoid' for a tensor made by such an activation, or None.
-    For an output, the class of the activation decides. For an input, the range of its values decides, if the values before were larger."""
-    if s.kind in ('RNN', 'RNNCell') and s.ttype=='output': # its activation is tanh, or ReLU with values of at least 0
+    """Return 'tanh' or 'sigmoid' if a tensor was made by such an activation, else None.
+
+    The class of the activation decides for an output. The range of values decides for an input, if the output of the
+    module before has larger values.
+    """
+    if s.kind in ('RNN', 'RNNCell') and s.ttype=='output': # the activation of an RNN is tanh, or ReLU with values of at least 0
         return 'tanh' if 'max' in s and finite_max(s.abs_max)<=1 and finite_max(-s['min'])>.5 else None
-    if s.ttype=='output': # values above 1 show that other operations follow the activation
+    if s.ttype=='output': # values above 1 show that other operations follow the activation in the module
         return shapes.get(h.activation(s)) if s.path not in h.activations or finite_max(s.abs_max)<=1 else None
     if h.graph.makers.get(s.path) or s.path in h.graph.first_modules or 'max' not in s or 'float' not in str(s.dtype): return None
     before = h.graph.feeder(s.path)
@@ -151,20 +167,20 @@ def activation_shape(h, s):
 
 shapes = {**dict.fromkeys(('Tanh', 'Softsign', 'Hardtanh'), 'tanh'), **dict.fromkeys(('Sigmoid', 'Hardsigmoid'), 'sigmoid')}
 
-# mean slope of y=tanh(x) is 1-E[y²], and that of a sigmoid E[y]-E[y²]
+# The mean slope of y=tanh(x) is 1-E[y²]. The mean slope of a sigmoid is E[y]-E[y²]
 def mean_slopes(s, kind): return (1 if kind=='tanh' else s['mean'])-s.rms**2
 
-full_slope = {'tanh': 1., 'sigmoid': .25} # slope at zero, which is the largest slope
+full_slope = {'tanh': 1., 'sigmoid': .25} # slope at x=0, which is the largest slope of the activation
 
 class Saturation(NamedTuple):
     "An activation saturated from some step up to the end of the run."
     s: object # `Series` of the activation
     at: int # index of the first saturated step
     kind: str # 'tanh' or 'sigmoid'
-    slope: float # mean slope from this step on
+    slope: float # mean slope from the step with index `at` on
 
 def find_saturation(h, s, slope):
-    "Return a `Saturation` if a tensor is saturated up to the end, else None."
+    "Return a `Saturation` if an activation is saturated up to the end of the run, else None. `slope`: as in the rule `saturated`."
     if len(s)<3 or 'mean' not in s or (kind := activation_shape(h, s)) is None: return None
     if s.ttype=='output' and s.path in h.graph.last_modules and not (kind=='sigmoid' and is_at_one_end(s)): return None
     left = mean_slopes(s, kind)
@@ -177,7 +193,8 @@ def find_saturation(h, s, slope):
 def saturated(h, slope=.05):
     """An activation (tanh or sigmoid) with values at the ends of its range, where its slope is near zero
 
-    slope: mean slope, as a fraction of the slope at zero"""
+    slope: mean slope below which an activation is saturated, as a fraction of the slope at zero
+    """
     found = [f for s in h.series('output', 'input') if (f := find_saturation(h, s, slope))]
     if not found: return
     s,at,kind,left = min(found, key=lambda f: (f.s.steps[f.at], f.s.order))
@@ -193,14 +210,17 @@ def saturated(h, slope=.05):
 
 # %% ../../nbs/55_health/40_activations.ipynb #0cb0c418
 def is_attention_weights(h, s):
-    "Return True if a tensor holds attention weights: its rows add up to 1, nearly so with dropout, and it is not the output of the model."
+    """Return True if a tensor holds attention weights, and is not the output of the model.
+
+    The rows of attention weights add up to 1, or nearly to 1 with dropout.
+    """
     softmax = h.activation(s)=='Softmax'
     if not softmax and not (s.tname=='output_1' and 'Attention' in s.kind) or len(s)<3 or s.path in h.graph.last_modules: return False
     if s.shape is None or len(s.shape)<3 or s.shape[-1]<3 or 'mean' not in s: return False
     return bool((abs(s['mean']*s.shape[-1]-1)<(.02 if softmax else .15)).mean()>.8)
 
 def find_peaked_rows(h, peak):
-    "Yield findings about attention with nearly all weight on one position. `peak`: least sum of the squared weights of a row."
+    "Yield findings about attention with nearly all weight on one position. `peak`: least sum of the squared attention weights of a row."
     for s in h.series('output'):
         if not is_attention_weights(h, s): continue
         squares = s.rms**2*s.shape[-1]
@@ -210,16 +230,17 @@ def find_peaked_rows(h, peak):
         yield s.finding(at, f"From step {s.steps[at]} on, the attention of {s.title} puts nearly all weight on one of {s.shape[-1]} "
             f"positions: the squared weights of a row add up to {fmt(size)}. Hardly any gradient passes.", squares=size,
             confidence=confidence_from(1-size, 1-peak, (len(s)-at)/len(s), h.progress.is_good),
-            # 'info': the training goes well and has learned it
+            # 'info' if the training goes well, because the model has then learned to attend to one position
             severity='error' if h.progress.is_bad else 'info' if h.progress.is_good and at>2 else None,
             advice="Divide the logits by sqrt(head size), normalize queries and keys, or lower the learning rate.")
 
 def find_peaked_start(h, early, masked=.8, least=8):
-    """Yield findings about attention that prefers few positions in the first step, before anything was learned.
+    """Yield findings about attention that prefers few positions in the first step, before the model has learned anything.
 
-    early: sum of the squared weights of a row that is too large
-    masked: the same if weights of zero show that positions are masked
-    least: least number of positions"""
+    early: sum of the squared attention weights of a row, above which a finding is reported
+    masked: this limit for attention with weights of exactly zero, which show that positions are masked
+    least: least number of positions
+    """
     for s in h.series('output'):
         if not is_attention_weights(h, s) or s.steps[0]!=h.steps[0] or s.shape[-1]<least or 'min' not in s: continue
         size = float(s.rms[0]**2*s.shape[-1])
@@ -232,8 +253,10 @@ def find_peaked_start(h, early, masked=.8, least=8):
 logit_text = "Queries and keys{of} are so large that the softmax puts nearly all weight on one position: "
 
 def find_large_weights(h, logit):
-    """Yield findings about torch's own attention with too large logits, estimated from the input and the weights.
-    No module returns queries and keys, so they cannot be recorded."""
+    """Yield findings about `nn.MultiheadAttention` with too large logits, estimated from its input and weights.
+
+    `nn.MultiheadAttention` has no module that returns queries or keys, so they cannot be recorded.
+    """
     for (path,pname),w in h.weights.items():
         ins = h.inputs.get(path)
         if pname!='in_proj_weight' or not ins or w.shape is None: continue
@@ -247,13 +270,16 @@ def find_large_weights(h, logit):
             logits=float(each[at]**2), confidence=confidence_from(each[at]**2, logit, against=h.progress.is_good))
 
 # %% ../../nbs/55_health/40_activations.ipynb #253e2c1e
-# names of the layers that return queries and keys
+# Usual names of the layers that return queries and of the layers that return keys
 query_key_names = ('q_proj', 'k_proj'), ('query', 'key'), ('q', 'k'), ('wq', 'wk'), ('to_q', 'to_k'), ('q_lin', 'k_lin'), ('W_q', 'W_k'), ('Wq', 'Wk')
-fused_names = 'c_attn', 'qkv', 'query_key_value', 'Wqkv', 'qkv_proj', 'in_proj', 'to_qkv' # one layer for both
+# Names of layers that return queries and keys in one tensor
+fused_names = 'c_attn', 'qkv', 'query_key_value', 'Wqkv', 'qkv_proj', 'in_proj', 'to_qkv'
 
 def find_query_key(h):
-    """Yield (series of the queries, series of the keys), found by the usual names of their layers.
-    If one layer returns both, the two series are the same."""
+    """Yield (series of the queries, series of the keys) for each attention, found by usual names of its layers.
+
+    If one layer returns both queries and keys, the two series are the same.
+    """
     for path,s in h.outputs.items():
         if path.rpartition('.')[2] in fused_names: yield s, s
     for path,s in h.outputs.items():
@@ -263,7 +289,7 @@ def find_query_key(h):
             if last==q and other is not None: yield s, other
 
 def find_large_products(h, logit):
-    "Yield findings about attention with separate query and key layers whose logits are too large, as the rms of queries and keys shows."
+    "Yield findings about attention with too large logits, estimated from the rms of the queries and of the keys."
     for q,k in find_query_key(h):
         n = min(len(q), len(k))
         if n<3 or not isinstance(q.shape, list|tuple|np.ndarray): continue
@@ -282,20 +308,27 @@ def find_large_products(h, logit):
 def attention(h, logit=30., peak=.97, early=.5):
     """Attention to one position only: softmax rows with a single large number, or queries and keys that are too large
 
-    logit: standard deviation of the logits (inputs of the softmax) that is too large
-    peak: sum of the squared attention weights of a row that is too large. It is 1 if one position gets all weight
-    early: the same in the first step, for 8 positions or more"""
+    logit: standard deviation of the logits (inputs of the softmax), above which they are too large
+    peak: sum of the squared attention weights of a row, above which a finding is reported. The sum is 1 if one
+    position gets all weight
+    early: this limit in the first step, for 8 positions or more
+    """
     yield from islice(chain(find_peaked_rows(h, peak), find_large_weights(h, logit), find_large_products(h, logit), find_peaked_start(h, early)), 1)
 
 # %% ../../nbs/55_health/40_activations.ipynb #06f41c23
 def is_converging(h, s):
     """Return True for an inner module while the training goes well.
-    Its output may become constant on purpose: a residual of a solver, or a closing gate."""
+
+    The output of an inner module may become constant on purpose: a residual of a solver, or a closing gate.
+    """
     return h.progress.is_good and not (s.path=='' or s.path in h.graph.last_modules)
 
 def find_equal_outputs(h, path, s, small):
-    """Return the index of the step from which an output is the same for all samples, or None.
-    Nearly equal values count only if they differed at the start. Exactly equal values always count."""
+    """Return the index of the step from which on an output is the same for all samples, or None.
+
+    Nearly equal values count only if they differed at the start. Exactly equal values always count.
+    `small`: as in the rule `collapse`.
+    """
     if len(s)<5 or 'std' not in s or s.shape is None or np.prod(s.shape)<4 or 'float' not in str(s.dtype): return None
     if path not in h.graph.leaves and path!='' or h.activation(s) in ('Sigmoid', 'Tanh', 'Softmax', 'Hardsigmoid', 'Hardtanh'): return None
     std,start = s['std'],median(s['std'][:3])
@@ -306,7 +339,10 @@ def find_equal_outputs(h, path, s, small):
 
 # %% ../../nbs/55_health/40_activations.ipynb #f2ca7c3e
 def find_posterior_collapse(h, least=1e-3):
-    "Yield findings about a variational encoder with the prior as its outputs: a mean near 0 and a log-variance near 0. `least`: nats per value."
+    """Yield findings about a variational encoder that always returns the prior: means near 0 and log-variances near 0.
+
+    `least`: nats per value, below which the outputs carry no information.
+    """
     named = lambda *names: {p: s for p,s in h.outputs.items() if p in h.graph.leaves and p.lower().endswith(names)}
     spreads = named('logvar', 'log_var', 'logsigma', 'log_sigma', 'log_std', 'logstd')
     for p,m in named('mu', 'mean', 'loc').items():
@@ -324,7 +360,7 @@ collapse_advice = ("Check what the loss rewards: equal outputs may be its optimu
     "or lower the weight decay.")
 
 def find_rank_collapse(h):
-    "Yield findings about an effective rank (a quantity of `Monitor`) falling from more than 3 to nearly 1."
+    "Yield findings about an effective rank that falls from more than 3 to nearly 1. `Monitor` records effective ranks."
     for s in h.all:
         for stat in ('RankMe', 'rankme', 'effective_rank'):
             if stat not in s or len(s)<3 or not s[stat][0]>3 or (at := lasts_from(s[stat]<1.5)) is None: continue
@@ -338,7 +374,8 @@ def find_rank_collapse(h):
 def collapse(h, small=1e-3):
     """Outputs that become the same for every input
 
-    small: ratio of the standard deviation of an output to that in the first steps, below which its values are equal"""
+    small: an output is constant if its standard deviation, relative to that in the first steps, is below this number
+    """
     found = [(s, at) for path,s in h.outputs.items() if (at := find_equal_outputs(h, path, s, small)) is not None]
     if not found:
         yield from islice(find_posterior_collapse(h), 1)

@@ -13,7 +13,10 @@ from ..store.reading import path_of
 # %% ../../nbs/55_health/18_ends.ipynb #b4e8ae6d
 @rule(severity='error', needs='finding')
 def died(h):
-    "A training that was killed, crashed, or ended by an exception, with the step and the module. An 'info' if the run was continued afterwards"
+    """A training that was killed, crashed, or ended by an exception, with the step and the module.
+
+    The finding is an 'info' if the run was continued afterwards
+    """
     for r in (r for r in h.reported if r['rule']=='died'):
         step,last = int(r['step']),int(h.steps[-1]) if len(h.steps) else -1
         goes_on = last>step
@@ -25,16 +28,16 @@ def died(h):
 # %% ../../nbs/55_health/18_ends.ipynb #d29b6c04
 @rule(severity='warning', needs='finding')
 def recording(h):
-    "Warnings of the recorder during the training, such as an optimizer that was created again, and findings of rules that only the training program has"
-    last = {} # key of a warning -> its last row: several processes may give the same warning, which is one finding
+    "Warnings of the recorder, such as an optimizer that was created again, and findings of other rules that ran during the training"
+    last = {} # key of a warning -> newest row of the warning. Several processes may give the same warning, which is one finding
     for r in h.reported:
         if r['rule']!='died': last[tuple(str(r.get(k)) for k in ('rule', 'path', 'of', 'pname', *(['text'] if r['rule']=='recording' else [])))] = r
     for r in last.values():
-        # `over` marks a finding that no longer holds; a table may store True as 1.0
+        # `over` marks a finding that no longer holds. A table may store True as 1.0
         if str(r.get('over')).lower() not in ('true', '1', '1.0'): yield finding_from_row(r)
 
 def finding_from_row(row):
-    "Return the finding in a row of the tensor type 'finding'. Any value may be missing, because another program may have written the row."
+    "Return a row of the tensor type 'finding' as a finding. Any value may be missing, because another program may have written the row."
     text = lambda k: v if isinstance(v := row.get(k), str) else None
     number = lambda k: int(v) if isinstance(v := row.get(k), int|float) and v==v and abs(v)<1e15 else int(row['step'])
     evidence = row['evidence'] if isinstance(row.get('evidence'), dict) else {}

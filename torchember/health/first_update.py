@@ -19,7 +19,8 @@ def is_thrown(h, m, times):
 
     m: `RelativeUpdates` of the weight
 
-    Weights that begin near zero are left out: any update is larger than they are."""
+    Weights that begin near zero are left out, because any update is larger than they are.
+    """
     w,size = m.s,m.s.rms
     if 'Embedding' in w.kind or len(m.ratio)<6 or m.steps[0]!=h.steps[0] or size[0]*np.sqrt(count_inputs(w))<.05: return False
     later = median(size[1:])
@@ -31,7 +32,8 @@ def first_step(h, times=3., many=.5):
     """A first update that is far larger than the weights, so that nothing is left of their initial values
 
     times: factor by which the first update makes a weight larger (rms)
-    many: least fraction of the weights"""
+    many: least fraction of the weights with such a first update
+    """
     moves = relative_updates(h)
     thrown = {k: m for k,m in moves.items() if is_thrown(h, m, times)}
     if not thrown or len(thrown)<many*len(moves): return

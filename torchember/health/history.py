@@ -21,7 +21,7 @@ from ..ground.record import computed_in
 from .series import as_tuple, logged_series, split_series
 
 # %% ../../nbs/55_health/10_history.ipynb #caa61268
-loss_patterns = ( # conditions for the name of the loss; the first that a logged number fulfills decides
+loss_patterns = ( # conditions for the name of the loss. The first condition that any logged name fulfills decides
     lambda n: n=='loss', lambda n: n in ('train_loss', 'training_loss', 'loss_train'), lambda n: 'loss' in n and 'total' in n, lambda n: 'loss' in n,
     lambda n: n in ('nll', 'elbo', 'ce', 'mse', 'bce', 'cost', 'objective', 'cross_entropy'))
 
@@ -31,56 +31,63 @@ def find_loss(logged):
     return next((n for like in loss_patterns for n in train if like(n.name.lower())), None)
 
 # %% ../../nbs/55_health/10_history.ipynb #2b5de1a7
-change_statistics = 'mean', 'std', 'max', 'min', 'rms', 'abs_max' # statistics that differ if a tensor has changed
-# a training step changes these surely, while the mean of a bias or the largest value can stay the same
+change_statistics = 'mean', 'std', 'max', 'min', 'rms', 'abs_max' # statistics that usually differ if a tensor has changed
+# A training step surely changes these statistics, while the mean of a bias or the largest value can stay the same
 sure_statistics = 'std', 'var', 'rms', 'l2'
 
 def find_changes(s):
-    "Return a mask for the pairs of neighbouring steps: True if a statistic of the tensor differs between the two steps."
+    "Return a mask with one element for each pair of neighbouring steps: True if any statistic of the tensor differs between the two steps."
     known = [v[1:]!=v[:-1] for v in (s[c] for c in change_statistics if c in s)]
     known += [(v[1:]!=v[:-1]) & np.isfinite(v[1:]) & np.isfinite(v[:-1]) for v in (s[c] for c in other_statistics(s))]
     return np.any(known, axis=0) if known else np.zeros(max(len(s)-1, 0), bool)
 
 def other_statistics(s):
-    """Return further statistics that can show a change of a tensor.
-    Statistics of the user's functions are used only without a sure statistic, because such a function may draw random numbers."""
+    """Return the names of further statistics that can show a change of a tensor.
+
+    Statistics by the user's functions may draw random numbers. They are used only if none of `sure_statistics` was
+    recorded.
+    """
     own = [c for c in derived if c not in change_statistics and c in s]
     return own if any(c in s for c in sure_statistics) else own+[c for c in s.rows.user_columns if c in s]
 
 def never_changes(s):
-    "Return True if a tensor has the same statistics in all steps, and False if it has none."
+    "Return True if a tensor has the same statistics in all steps. Return False if no statistics were recorded."
     return any(c in s for c in change_statistics) and not find_changes(s).any()
 
 def is_repeated(flags):
-    "Return True if at least two flags are True, or all of them. A single change in a long run is no training: it may be `load_state_dict`."
+    "Return True if at least two flags are True, or all flags. A single change of a weight in a long run may be `load_state_dict`."
     return bool(len(flags)) and bool(flags.sum()>1 or flags.all())
 
 # %% ../../nbs/55_health/10_history.ipynb #dee0d067
-# statistics by which an output and an input are recognized as the same tensor
+# statistics by which an input and an output are recognized as the same tensor
 signs = 'mean', 'std', 'max', 'min', 'rms', 'abs_max', 'abs_mean', 'l1', 'l2'
 
 def find_makers(trained, most=20_000) -> dict:
-    """Return a dict: path of a module -> paths of the modules returning its inputs.
-    An input and an output are the same tensor if their statistics are equal in one step.
+    """Return a dict: path of a module -> paths of the modules that return its inputs.
 
-    trained: series of training passes
-    most: largest number of series to compare"""
+    An input and an output are taken as the same tensor if their statistics are equal in one step.
+
+    trained: series of tensors in training passes
+    most: largest number of series to compare
+    """
     flows = [s for s in trained if s.ttype in ('input', 'output') and len(s)]
     known = [c for c in signs if any(c in s for s in flows[:5])]
     if not known: return {}
-    step = int(np.median(np.unique(np.concatenate([s.steps[:3] for s in trained]))[:3])) # the first three steps of all
+    step = int(np.median(np.unique(np.concatenate([s.steps[:3] for s in trained]))[:3])) # a step among the first three of all series
     made,out = {},{}
     for s in flows[:most]:
         at = s.at_step(step) or 0
-        sign = tuple(None if (v := s[c][at])!=v else v for c in known) # a NaN is not equal to another one
+        sign = tuple(None if (v := s[c][at])!=v else v for c in known) # None instead of NaN, because NaN is not equal to NaN
         if s.ttype=='output': made.setdefault(sign, []).append(s.path)
         elif sign in made and any(sign): out.setdefault(s.path, []).extend(p for p in made[sign][:1] if p!=s.path)
     return out
 
 # %% ../../nbs/55_health/10_history.ipynb #dc80fb96
 def has_same_numbers(a, b, *stats, last=None):
-    """Return True if two series have the same mean and `stats` (functions of a series), in all steps or in the last `last` steps.
-    Return False if none of these was recorded."""
+    """Return True if two series have the same mean and the same `stats`, in all steps or in the last `last` steps.
+
+    `stats`: functions that return a statistic of a series. Return False if none of these statistics was recorded.
+    """
     if last is None and len(a)!=len(b): return False
     at = slice(None if last is None else -last, None)
     both = [(f(a)[at], f(b)[at]) for f in (lambda s: s['mean'], *stats)]
@@ -88,15 +95,16 @@ def has_same_numbers(a, b, *stats, last=None):
 
 # %% ../../nbs/55_health/10_history.ipynb #0b671842
 class ModuleGraph:
-    """The modules of a run in the order of their calls, and for each module the modules returning its inputs.
+    """The modules of a run in the order of their calls, and for each module the modules that return its inputs.
 
-    trained: series of training passes"""
+    trained: series of tensors in training passes
+    """
     def __init__(self, trained):
         self.trained,self.ins,self.outs = trained,[s for s in trained if s.ttype=='input'],[s for s in trained if s.ttype=='output']
 
     @cached_property
     def calls(self):
-        "Dict: path -> index of the module in the order in which modules return."
+        "Dict: path of a module -> its index in the order in which modules return."
         return {p: i for i,p in enumerate(dict.fromkeys(s.path for s in self.outs))}
 
     @cached_property
@@ -106,26 +114,28 @@ class ModuleGraph:
         return [p for p in self.calls if p not in inner or p=='' and len(self.calls)==1]
 
     def position(self, path):
-        "Return the index of a module in the order of calls. For a module without a call, return the index of its parent module."
+        "Return the index of a module in the order of calls. If the module was not called, return the index of the closest called parent module."
         while path not in self.calls:
             if not path: return len(self.calls)
             path = path.rpartition('.')[0]
         return self.calls[path]
 
-    # path -> paths of modules whose output the module takes
+    # Path of a module -> paths of the modules whose outputs are its inputs
     makers = cached_property(lambda self: find_makers(self.trained))
 
     @cached_property
     def users(self):
-        "Dict: path -> paths of the modules taking the output of this module as input."
+        "Dict: path of a module -> paths of the modules that take its output as input."
         found = {}
         for p,makers in self.makers.items():
             for m in makers: found.setdefault(m, []).append(p)
         return found
 
     def feeder(self, path):
-        """Return the path of the module returning a module's input, or None.
-        If equal statistics do not show it, assume the last module without submodules that returned before."""
+        """Return the path of the module that returns the input of another module, or None.
+
+        If equal statistics do not show this module, assume the last module without submodules that returned before.
+        """
         if makers := self.makers.get(path): return makers[-1]
         if path not in self.calls: return None
         earlier = [p for p in self.leaves if self.calls[p]<self.calls[path] and not p.startswith(path+'.')]
@@ -133,31 +143,31 @@ class ModuleGraph:
 
     @cached_property
     def first_modules(self):
-        "Paths of the modules with the data as input: the root, and modules with the same input as the root."
+        "Paths of the modules that take the data: the root, and modules with the same input as the root."
         roots = [s for s in self.ins if s.path=='']
         if not roots: return {s.path for s in self.ins[:1]}
         return {''} | {s.path for s in self.ins if any(r.tname is not None and has_same_numbers(r, s, lambda s: s.abs_max) for r in roots)}
 
     @property
     def data_modules(self):
-        "The root, or the first modules if the root was not recorded."
+        "Path of the root, or `first_modules` if the root was not recorded."
         return {''} if any(s.path=='' for s in self.ins) else self.first_modules
 
     @cached_property
     def last_modules(self):
-        "Paths of the modules returning the output of the model."
+        "Paths of the modules that return the output of the model."
         roots = [s for s in self.outs if s.path=='']
         return {s.path for s in self.outs if any(has_same_numbers(r, s, lambda s: s.rms, last=3) for r in roots)} | {*self.leaves[-1:]}
 
 # %% ../../nbs/55_health/10_history.ipynb #fd806469
 def union_of_steps(series):
-    "Return the steps of all series together, ascending. Most series have the same steps, so few arrays are merged."
+    "Return the numbers of the steps that any of the series has, ascending. Most series have equal steps, so few arrays are merged."
     if not series: return np.zeros(0, int)
     longest = max(series, key=len).steps
     return np.unique(np.concatenate([longest, *(s.steps for s in series if not np.array_equal(s.steps, longest))]))
 
 def group_by_path(series):
-    "Return a dict: path -> list of the series of this module."
+    "Return a dict: path of a module -> list of the series of its tensors."
     found = {}
     for s in series: found.setdefault(s.path, []).append(s)
     return found
@@ -167,7 +177,7 @@ def is_finding_row(row):
     return isinstance(row.get('rule'), str) and isinstance(row.get('text'), str) and row.get('step')==row.get('step')
 
 def correct_entry(p, h):
-    "Return the metadata entry of a parameter, corrected by the rows of the run. `p`: entry, see `parameter_entry`; `h`: a `History`."
+    "Return the metadata entry of a parameter, corrected by rows of the run. `p`: entry, see `parameter_entry`; `h`: the `History` of the run."
     keys = [(p['path'], p['name']), *(tuple(n.rpartition('.')[::2]) for n in p.get('also', ()))]
     first = lambda found: next((found[k] for k in keys if k in found), None)
     weight,grad,update = first(h.weights),first(h.grads),first(h.updates)
@@ -175,13 +185,13 @@ def correct_entry(p, h):
     if p.get('called') is False and any(path in h.graph.calls for path,_ in keys): more['called'] = True
     if weight is not None and len(weight)>1:
         changes = is_repeated(find_changes(weight)) or update is not None and is_repeated(update.rms>0)
-        # without sure statistics, the entry is more reliable, because it is from version counters
+        # if none of these statistics was recorded, the entry is more reliable, because it is from the version counter of the parameter
         if changes or any(c in weight for c in sure_statistics): more['changes'] = changes
     return p | more
 
 # %% ../../nbs/55_health/10_history.ipynb #49f48f26
 class History:
-    """The input of all rules: series of tensors, order of the modules, logged numbers, and metadata of the parameters.
+    """The input of all rules: series of each tensor's statistics, order of the modules, logged numbers, and metadata of the parameters.
 
     df: rows, as `read` returns them
     parameters: entries of the parameters, see `store.parameters.parameter_entry`
@@ -203,47 +213,49 @@ class History:
         self.all = list(split_series(self.df)) if len(self.df) else []
         self.evaluated = [s for s in self.all if s.phase=='eval']
         self.trained = [s for s in self.all if s.phase not in beside_training]
-        # if no pass was in training mode, the model trains in evaluation mode, so all passes are training passes
+        # without any pass in training mode, the model trains in evaluation mode, so all passes are training passes
         in_eval_mode = not any(s.ttype in ('input', 'output') for s in self.trained)
         if in_eval_mode: self.trained,self.evaluated = self.all,[]
         self.steps = union_of_steps(self.trained)
         self.graph = ModuleGraph(self.trained)
 
     def series(self, *ttypes:str, evaluated=False) -> list:
-        """Return the series of some tensor types, in the order of calls. A series ends where its values stay non-finite, see `Series.until_bad`.
-        `evaluated`: True for evaluations instead of training passes."""
+        """Return the series of some tensor types, in the order of calls. `evaluated`: True for evaluations instead of training passes.
+
+        A series ends where its values become non-finite up to the end, see `Series.until_bad`.
+        """
         return [s for s in (self.until_bad_evaluated if evaluated else self.until_bad_trained) if s.ttype in ttypes]
 
-    # `trained` and `evaluated`, each series up to where its values stay non-finite
+    # The series `trained` and `evaluated`. Each series ends where its values become non-finite up to the end
     until_bad_trained = cached_property(lambda self: [s.until_bad() for s in self.trained])
     until_bad_evaluated = cached_property(lambda self: [s.until_bad() for s in self.evaluated])
 
-    # path of a module -> `Series` of all its inputs; path of a module -> `Series` of the first output of its first call
+    # `inputs`: path of a module -> list of the `Series` of its inputs. `outputs`: path of a module -> `Series` of the first output of its first call
     inputs = cached_property(lambda self: group_by_path(self.series('input')))
     outputs = cached_property(lambda self: {p: ss[0] for p,ss in group_by_path(self.series('output')).items()})
 
     @cached_property
     def grads(self):
-        "Dict: (path, pname) of a parameter -> series of its gradient, in the order of calls."
+        "Dict: (path, pname) of a parameter -> series of its gradient, in the order in which modules return."
         found = {(s.path, s.pname): s for s in self.series('weight_grad')}
         return dict(sorted(found.items(), key=lambda f: self.graph.position(f[0][0])))
 
     def is_matrix(self, key, s):
-        "Return True if a parameter has at least two dimensions of more than one element. `key`: (path, pname)."
+        "Return True if at least two dimensions of a parameter have more than one element. `key`: (path, pname)."
         return key[1]=='weight' if s.shape is None else sum(n>1 for n in s.shape)>1
 
     def activation(self, s):
-        "Return the class of an output's activation function: the module, or the last function of a module such as Keras's Dense."
+        "Return the class of the activation that made an output: the module, or the last function inside a module such as Keras's Dense."
         return self.activations.get(s.path, s.kind)
 
-    # (path, pname) -> series; `matrices`: gradients of matrices
+    # Each dict: (path, pname) of a parameter -> series. `matrices`: gradients of parameters that are matrices
     weights = cached_property(lambda self: {(s.path, s.pname): s for s in self.series('weight')})
     updates = cached_property(lambda self: {(s.path, s.pname): s for s in self.series('update')})
     matrices = cached_property(lambda self: {k: s for k,s in self.grads.items() if self.is_matrix(k, s)})
     kinds = cached_property(lambda self: {s.path: s.kind for s in self.all}) # path -> class of the module
     parameters = cached_property(lambda self: [correct_entry(p, self) for p in self.recorded_parameters])
-    loss = cached_property(lambda self: find_loss(self.logged)) # a `LoggedSeries`, or None
-    # learning rates: a `LoggedSeries` for each parameter group
+    loss = cached_property(lambda self: find_loss(self.logged)) # `LoggedSeries` of the training loss, or None
+    # List of the learning rates: a `LoggedSeries` for each parameter group
     rates = property(lambda self: [n for n in self.logged if n.name in ('lr', 'learning_rate') or n.name.startswith('lr/')])
     progress = cached_property(lambda self: LossProgress(self.loss, [*{s.path for s in self.all}, *(n.name for n in self.logged), self.name]))
 
@@ -255,30 +267,30 @@ class History:
 
     @property
     def ends_at_zero_loss(self):
-        "True if the loss is close to zero at the end. Then gradients of zero are no fault."
+        "True if the loss is close to zero at the end. If so, gradients of zero are no fault."
         p = self.progress
         if p.verdict in ('none', 'short'): return False
         return abs(p.end)<1e-3*max(abs(p.values[:3]).max(), 1e-30)
 
     @cached_property
     def started_low(self):
-        "True if a loss that does not fall is far below the loss of random guessing, because the model was trained before the run."
+        "True if the loss does not fall, but is far below the loss of random guessing, because the model was already trained before the run."
         p,guess = self.progress,guessing_losses(self)
         return p.verdict=='stalls' and bool(guess) and p.end<.6*min(guess.values()) and may_be_cross_entropy(self)
 
     @cached_property
     def has_large_first_steps(self):
-        "True if the first steps change a weight by more than 30%. Then a rising loss does not mean a wrong sign of the loss."
+        "True if the first steps change a weight by more than 30%. If so, a rising loss does not prove a wrong sign of the loss."
         return any(median(m.ratio[:max(3, len(m.ratio)//5)])>.3 for m in relative_updates(self).values())
 
     @cached_property
     def without_optimizer(self):
-        "Set of (path, pname) of the parameters in no optimizer."
+        "Set of (path, pname) of the parameters that are in no optimizer."
         return {(p['path'], p['name']) for p in self.parameters if p.get('optimizer') is False}
 
     @cached_property
     def data_changes(self):
-        "List of (step before, first step with data of another shape), for shapes that differ in more than the batch size."
+        "List of (step before, first step with data of another shape). A different batch size does not count as another shape."
         found = []
         for s in self.series('input'):
             if s.path not in self.graph.data_modules or s.shape is None: continue
@@ -287,5 +299,5 @@ class History:
         return found
 
     def changes_data_at(self, step):
-        "Return True if the shape of the data changes at a step in more than the batch size."
+        "Return True if the shape of the data changes at a step. A change of the batch size does not count."
         return any(a<step<=b for a,b in self.data_changes)

@@ -11,19 +11,23 @@ from .rules import rule
 
 # %% ../../nbs/55_health/36_leftover.ipynb #f8091b09
 def common_path(paths):
-    "Return the path of the innermost module containing all given paths."
+    "Return the path of the innermost module that contains all given paths."
     parts = [p.split('.') for p in paths]
     same = 0
     while all(len(p)>same for p in parts) and len({p[same] for p in parts})==1: same += 1
     return '.'.join(parts[0][:same])
 
 def left_counts(h):
-    "Return the valid counts of the recorder: lists of path, name, number of checked steps, number of steps with a leftover gradient, first such step."
+    """Return the recorder's valid counts of gradients left over from the step before, as a list of lists.
+
+    Elements: path, name, number of checked steps, number of steps with a leftover gradient, and the first of these
+    steps.
+    """
     found = h.facts.get('left_gradients')
     return [c for c in found if is_count(c)] if isinstance(found, list) else []
 
 def is_count(c):
-    "Return True if a value from the metadata has the types of a count."
+    "Return True if a value from the metadata has the types of a count in `left_counts`."
     if not isinstance(c, list) or len(c)!=5 or not all(isinstance(n, str) for n in c[:2]): return False
     return all(type(n) is int for n in c[2:4]) and (type(c[4]) is int or c[4] is None)
 
@@ -32,10 +36,11 @@ def is_count(c):
 def gradients_add_up(h, least=2, share=.5):
     """Gradients that are not set to zero between two steps of the optimizer: each step adds its gradients to the earlier ones
 
-    least: least number of steps with a gradient that was left over
-    share: least fraction of the checked steps with such a gradient"""
+    least: least number of steps with a gradient left over from the step before
+    share: least fraction of the checked steps with such a leftover gradient
+    """
     counts = left_counts(h)
-    # a frozen parameter may keep an old gradient, which no optimizer uses
+    # leave out parameters in no optimizer: a frozen parameter may keep an old gradient, which does no harm
     left = [c for c in counts if c[3]>=least and c[3]>=share*c[2] and tuple(c[:2]) not in h.without_optimizer]
     if not left: return
     path,name,checked,n,first = max(left, key=lambda c: (c[3], (c[0], c[1]) in h.matrices))

@@ -33,21 +33,21 @@ from ..recorder.process import open_recorders
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e06
 class TensorValues(NamedTuple):
-    "Shape of one tensor, range of its finite values, and number of its NaN and infinities."
+    "Shape and dtype of a tensor, range of its finite values, and number of its NaN and infinities."
     shape: tuple
     dtype: str
     low: float|None # smallest finite value
     high: float|None # largest finite value
-    nan: int # number of NaN
-    inf: int # number of +inf
-    minus: int # number of -inf
+    nan: int # number of elements that are NaN
+    inf: int # number of elements that are +inf
+    minus: int # number of elements that are -inf
     n: int # number of all elements
 
-# a DTensor is not plain: it wraps other tensors, which are checked instead
+# A DTensor is not plain: it wraps other tensors, which are checked instead of it
 def is_plain_tensor(kind): return kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 def is_readable(x):
-    "Return True if a tensor can be checked for NaN: it has its own memory, and its dtype is floating point or complex."
+    "Return True if `locate` can check a tensor for NaN: it has its own memory, and its dtype is floating point or complex."
     if not is_plain_tensor(type(x)) or x.layout is not torch.strided or x.is_nested or x.device.type=='meta': return False
     return (x.is_floating_point() or x.is_complex()) and x.numel()>0
 
@@ -56,7 +56,7 @@ def read_values(x) -> TensorValues:
     shape,dtype,n = tuple(x.shape),str(x.dtype).removeprefix('torch.'),x.numel()
     with without_dispatch_modes(), torch.no_grad():
         x = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
-        if x.element_size()==1: x = x.float() # torch has few operations for 8-bit floats
+        if x.element_size()==1: x = x.float() # torch has only few operations for 8-bit floats
         low,high = torch.stack(x.aminmax()).tolist()
         if math.isfinite(low) and math.isfinite(high): return TensorValues(shape, dtype, low, high, 0, 0, 0, n)
         counts = torch.stack([x.isnan().sum(), x.isposinf().sum(), x.isneginf().sum()]).tolist()
@@ -67,7 +67,7 @@ def read_values(x) -> TensorValues:
 def is_bad(v): return v is not None and v.nan+v.inf+v.minus>0
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e10
-# a place in the running code. module, outer: innermost and outermost running module; stepping: running optimizer or None
+# A place in the running code. module, outer: innermost and outermost running module. stepping: running optimizer, or None
 CodeSpot = namedtuple('CodeSpot', 'module outer file line stepping compiled', defaults=(None,)*5+(False,))
 
 def is_users_code(frame):
@@ -82,10 +82,10 @@ def first_argument(frame):
     return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
 
 def find_spots(last) -> tuple:
-    """Return the `CodeSpot` of the running code, and the `CodeSpot` of the call of `backward`.
-    The two are different only in a backward pass.
+    """Return the `CodeSpot` of the running code, and the `CodeSpot` of the code that called `backward`. They differ only in a backward pass.
 
-    last: code object of the stack frame at which the search ends"""
+    last: code object of the stack frame at which the search ends
+    """
     frame,found,users = sys._getframe(1),{},False
     inner = None
     while frame is not None and frame.f_code is not last:
@@ -93,13 +93,13 @@ def find_spots(last) -> tuple:
         if is_engine_code(code) and inner is None: inner,found = found,{}
         if is_dynamo_frame(frame): found['compiled'] = True
         o = first_argument(frame)
-        if issubclass(type(o), DispatchMode): # the frames found so far belong to the dispatch mode, not to the step
+        if issubclass(type(o), DispatchMode): # the stack frames up to here belong to the dispatch mode, and not to the user's step
             found,users,frame = {},False,frame.f_back
             continue
         if issubclass(type(o), nn.Module):
             found.setdefault('module', o)
             found['outer'] = o
-        # an optimizer that calls frames of the user runs a closure, which is no optimizer step
+        # a frame of the user inside an optimizer's call is a closure, whose operations are no optimizer step
         elif issubclass(type(o), torch.optim.Optimizer) and not users: found.setdefault('stepping', o)
         if 'file' not in found and is_users_code(frame): found['file'],found['line'] = code.co_filename,frame.f_lineno
         users = users or is_users(frame)
@@ -107,7 +107,7 @@ def find_spots(last) -> tuple:
     return CodeSpot(**(found if inner is None else inner)), CodeSpot(**found)
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e13
-# where an operation runs. phase: 'forward', 'backward' or 'optimizer'; spot: `CodeSpot`, for a backward that of the forward operation
+# Place of an operation. phase: 'forward', 'backward' or 'optimizer'. spot: `CodeSpot`; in a backward pass, that of the forward operation
 Place = namedtuple('Place', 'phase spot node', defaults=(None,))
 
 def describe_line(spot):
@@ -119,57 +119,60 @@ def describe_line(spot):
 def source_line(spot): return '' if spot.file is None else linecache.getline(spot.file, spot.line).strip()
 
 def is_node_of(op, node):
-    "Return True if the operation `op` creates an autograd node with the name `node`: aten._log_softmax creates LogSoftmaxBackward0."
+    "Return True if the operation `op` creates an autograd node of the name `node`. For example, aten._log_softmax creates LogSoftmaxBackward0."
     return re.sub(r'Backward[0-9]*$', '', node).lower()==op.rpartition('.')[2].replace('_', '').lower()
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e16
 class NodePlaces:
-    "For each autograd node, the operation that created the node and the `Place` of this operation. Keys: (thread, number of the node)."
+    """For each autograd node, the operation that created the node, and the `Place` of this operation.
+
+    The key of a node is (thread, number of the node).
+    """
     def __init__(self): self.thread,self.known = get_ident(),{}
 
     def note(self, op, place):
-        "Note that the operation `op` created the newest autograd node. `place`: function returning the `Place`."
+        "Note that the operation `op` created the newest autograd node. `place`: function that returns the `Place` of the operation."
         key = get_ident(), next_number()-1
         if key not in self.known: self.known[key] = op, place()
 
     def forward_spot(self, node):
-        "Return the `CodeSpot` of the forward operation creating an autograd node."
+        "Return the `CodeSpot` of the forward operation that created an autograd node."
         n = node_number(node)
         found = [self.known[k] for back in (0, 1) for t in (self.thread, get_ident()) if (k := (t, n-back)) in self.known]
         return next((p.spot for op,p in found if is_node_of(op, node.name())), found[0][1].spot if found else CodeSpot())
 
 @dataclass
 class Origin:
-    "The first appearance of a NaN or infinity: the operation making it, or a tensor with a NaN or infinity before the step."
+    "The first appearance of a NaN or infinity: an operation that made it, or a tensor that had it before the step."
     kind: str # 'op' for an operation, 'outside' for a tensor from before the step, 'raw' for uninitialized memory
-    op: str # the operation, or the first operation that reads the tensor
+    op: str # the operation that made the value, or the first operation that reads the tensor
     place: Place
-    out: TensorValues # values of the result, or of the tensor
+    out: TensorValues # values of the operation's result, or of the tensor
     reads: tuple|list = () # (name of an argument, its `TensorValues`) for all arguments of the operation
     name: str|None = None # name of the tensor, in words
-    intended: bool = False # True if the value is probably an infinity on purpose, such as a mask
-    of: tuple = () # indices of the intended infinities from which this NaN was made
+    intended: bool = False # True if the value is probably an intended infinity, as in a mask
+    of: tuple = () # indices of the intended infinities that became this NaN
     then: tuple|None = None # (operation, `Place`) that turned this infinity into a NaN
 
     made = property(lambda self: 'NaN' if self.out.nan else 'inf' if self.out.inf else '-inf')
     count = property(lambda self: self.out.nan or self.out.inf or self.out.minus)
 
-Trace = namedtuple('Trace', 'nan inf') # indices of the `Origin`s of the NaN, and of the infinities, of one tensor
+Trace = namedtuple('Trace', 'nan inf') # For one tensor: indices of the `Origin`s of its NaN, and indices of the `Origin`s of its infinities
 
 def is_mask(v):
-    "Return True if values look like a mask: infinities of one sign, and all other values equal. Such infinities are no fault."
+    "Return True if a tensor looks like a mask: its infinities have one sign, and all other values are equal. Such infinities are no fault."
     return v.nan==0 and not (v.inf and v.minus) and v.low==v.high
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e19
 def storage_key(x):
-    "Return a key for a tensor's memory (storage), and a weak reference. As long as this reference exists, no other storage gets the same key."
+    "Return a key for the memory (storage) of a tensor, and a weak reference. While the reference exists, no other storage gets this key."
     ref = StorageWeakRef(x.untyped_storage())
     return ref.cdata, ref
 
 def fills_storage(x): return x.numel()*x.element_size()==x.untyped_storage().nbytes()
 
 class TensorNames:
-    "Models and optimizers used by a step, and the names of their tensors."
+    "The models and optimizers that a step uses, and the names of their tensors."
     def __init__(self, model=None):
         self.roots,self.inside,self.optimizers,self.parameters = [],set(),[],{}
         if model is not None: self.add_model(model)
@@ -181,7 +184,7 @@ class TensorNames:
         model = model if isinstance(model, nn.DataParallel) else unwrap(model)
         found = {id(m) for m in model.modules()}
         self.inside |= found
-        # drop a submodule of this model that was called alone before, because its paths now begin at this model
+        # drop a submodule of this model that was called alone before, because the paths of its tensors now begin at this model
         self.roots = [r for r in self.roots if id(r[None]) not in found]
         self.roots.append({id(t.module): t.path for t in tracks(model)} | {None: model})
 
@@ -189,7 +192,7 @@ class TensorNames:
         if not any(o is p for p in self.optimizers): self.optimizers.append(o)
 
     def path(self, module):
-        "Return the path of a module in the first model containing it, or None."
+        "Return the path of a module in the first known model that contains it, or None."
         return next((r[id(module)] for r in self.roots if id(module) in r), None)
 
     def named_tensors(self):
@@ -207,22 +210,25 @@ class TensorNames:
             if p.grad is not None: yield f'the gradient of `{n}`', 'gradient', p.grad
 
     def find(self, x):
-        "Return (kind, name) of the tensor sharing memory with `x`, or None if no named tensor does."
+        "Return (kind, name) of the parameter, buffer, gradient or state that shares memory with the tensor `x`, or None."
         key = storage_key(x)[0]
         return next(((kind, name) for name,kind,y in self.named_tensors() if is_readable(y) and storage_key(y)[0]==key), None)
 
     def first_name(self, tensors):
-        "Return the name of the first named tensor, or None."
+        "Return the name of the first tensor in a list that has a name, or None if no tensor has a name."
         return next((kind_and_name[1] for x in tensors if (kind_and_name := self.find(x)) is not None), None)
 
     def parameter(self, p):
-        "Return the name of a parameter. This is faster than `find`."
+        "Return the name of a parameter, or None. For parameters, this method is faster than `find`."
         if id(p) not in self.parameters: self.parameters = {id(p): f'`{n}`' for r in self.roots[::-1] for n,p in r[None].named_parameters()}
         return self.parameters.get(id(p))
 
 # %% ../../nbs/55_health/85_locate.ipynb #2250ca43
 def variable_name(x, last):
-    "Return the name of a variable referring to a tensor, in the outermost function with such a variable. `last`: as in `find_spots`."
+    """Return the name of a variable in the user's code that refers to a tensor, or None.
+
+    If several functions have such a variable, choose the outermost function. `last`: as in `find_spots`.
+    """
     key,frame,found = storage_key(x)[0],sys._getframe(1),None
     def shares_memory(v): return isinstance(v, torch.Tensor) and is_readable(v) and storage_key(v)[0]==key
     while frame is not None and frame.f_code is not last:
@@ -236,11 +242,11 @@ def variable_name(x, last):
     return None if found is None else f'`{printable(found, 60)}`'
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e23
-# operations whose result is uninitialized memory, in which NaN are no fault
+# Operations that return uninitialized memory. A NaN in uninitialized memory is no fault
 allocates = re.compile(r'aten\.(new_)?empty(_like|_strided|_permuted)?$|aten\.resize_$')
-# operations that write to a tensor without reading its old values, so that the old values cannot be the origin
+# Operations that write to a tensor without reading it, so its old values cannot be the origin of a NaN
 overwrites = {f'aten.{n}_' for n in 'copy fill zero normal uniform random bernoulli exponential log_normal cauchy geometric'.split()}
-# operations on lists of tensors: result i depends only on argument i
+# Operations on lists of tensors: result i depends only on the tensors i of the lists
 on_lists = re.compile(r'\._(foreach|fused|amp_foreach)_')
 
 class Read(NamedTuple):
@@ -248,19 +254,20 @@ class Read(NamedTuple):
     name: str # name of the argument
     i: int|None # index of the tensor in a list argument, or None
     x: torch.Tensor
-    values: TensorValues|None # None if the tensor is known to have no NaN or infinities
+    values: TensorValues|None # values before the operation, or None if the tensor is known to have no NaN or infinities
     written: bool # True if the operation writes to this argument
     requires_grad: bool
 
 def operation_name(op):
-    "Return 'aten.log' for the operation aten.log.default."
+    "Return the name of an operation without its overload: 'aten.log' for aten.log.default."
     parts = str(op).split('.')
     return '.'.join(parts[:2]) if len(parts)==3 else str(op)
 
 def tensors_in_value(named):
-    """Return a list of (name, index, tensor) of the tensors in some arguments, and True if a number among the arguments is NaN or infinite.
+    """Return a list of (name, index, tensor) of all tensors in some arguments, and True if a number among the arguments is NaN or infinite.
 
-    named: (name, value) of each argument. A value may be a list of tensors"""
+    named: (name, value) of each argument. A value may be a list of tensors
+    """
     found,odd = [],False
     for n,v in named:
         for i,x in enumerate(v) if isinstance(v, list|tuple) else ((None, v),):
@@ -268,19 +275,19 @@ def tensors_in_value(named):
             elif isinstance(x, float) and not math.isfinite(x): odd = True
     return found, odd
 
-def merge_indices(*indices): return tuple(sorted({i for found in indices for i in found})) # union of tuples
+def merge_indices(*indices): return tuple(sorted({i for found in indices for i in found})) # Return the union of some tuples, sorted
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e25
 class StorageTraces:
-    "For each storage (memory of tensors) used by a step: known to be finite, or origins of its NaN and infinities, or uninitialized."
+    "What is known about each storage (memory of tensors) that a step uses: finite, uninitialized, or the origins of its NaN and infinities."
     def __init__(self):
-        self.known,self.traces,self.raw = {},{},{} # storage key -> weak reference; `Trace`; `Place` of the allocation
+        self.known,self.traces,self.raw = {},{},{} # storage key -> weak reference; storage key -> `Trace`; storage key -> `Place` of the allocation
         self.unread = set() # dtypes and devices whose tensors could not be read
 
     def read(self, x):
         "Return the `TensorValues` of a tensor, or None if its values cannot be read."
         try: return read_values(x)
-        except (RuntimeError, NotImplementedError) as e: # device memory is full, or the device lacks an operation
+        except (RuntimeError, NotImplementedError) as e: # device memory is full, or the device lacks an operation that `read_values` needs
             self.unread.add(f"{str(x.dtype).removeprefix('torch.')} on {x.device.type}: {type(e).__name__}")
 
     def read_unless_finite(self, x):
@@ -294,7 +301,7 @@ class StorageTraces:
     def trace(self, x): return self.traces.get(storage_key(x)[0])
 
     def mark_finite(self, x):
-        "Note that an operation has written finite values to a tensor."
+        "Note that an operation has written only finite values to a tensor."
         key,ref = storage_key(x)
         if fills_storage(x):
             self.known[key] = ref
@@ -302,31 +309,31 @@ class StorageTraces:
             self.raw.pop(key, None)
 
     def add_trace(self, x, trace):
-        "Note the origins of a tensor's NaN and infinities. If the tensor is a part of its storage, keep the origins of the other parts."
+        "Note the origins of a tensor's NaN and infinities. If the tensor is only a part of its storage, keep the noted origins of the storage."
         key,ref = storage_key(x)
         self.known[key] = ref
         before = None if fills_storage(x) else self.traces.get(key)
         self.traces[key] = trace if before is None else Trace(merge_indices(before.nan, trace.nan), merge_indices(before.inf, trace.inf))
 
     def mark_uninitialized(self, x, place):
-        "Note a tensor's memory as allocated but not written yet. `place`: `Place` of the allocation."
+        "Note that the memory of a tensor is allocated, but not written yet. `place`: `Place` of the allocation."
         key,ref = storage_key(x)
         self.known[key],self.raw[key] = ref,place
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e28
 class Destinations:
-    "Results of a step (loss, gradients, parameters, ...) with NaN or infinities, and the indices of their origins."
-    def __init__(self, traces, names): # a `StorageTraces`, a `TensorNames`
-        # found: list of (rank, name of the result, indices of origins). The smaller the rank, the more important the result
+    "Results of a step, such as the loss, gradients and parameters, that have NaN or infinities, with the indices of their `Origin`s."
+    def __init__(self, traces, names): # traces: a `StorageTraces`; names: a `TensorNames`
+        # found: list of (rank, name of the result, indices of its origins). A smaller rank means a more important result
         self.traces,self.names,self.found = traces,names,[]
     def note(self, rank, what, x, v=None):
-        "Note a result `x` with the name `what`, if it has NaN or infinities. `v`: its `TensorValues`, if they are known."
+        "Note a result `x` of the step if it has NaN or infinities. `what`: name of the result; `v`: its `TensorValues`, if they are known."
         t = self.traces.trace(x)
         if t is None or not is_bad(v or self.traces.read(x)): return
         self.found.append((rank, what, merge_indices(t.nan, t.inf)))
 
     def note_gradient(self, named):
-        "Note the gradient of a parameter, if autograd now adds a gradient to `p.grad`. `named`: arguments of the operation."
+        "Note the gradient of a parameter if autograd is just adding a gradient to `p.grad`. `named`: arguments of the running operation."
         if not self.traces.traces: return
         node = running_node()
         if node is None or not node.name().endswith('AccumulateGrad'): return
@@ -335,7 +342,7 @@ class Destinations:
             if is_readable(x): self.note(1, f"the gradient of {self.names.parameter(p) or f'a tensor of {list(p.shape)}'}", x)
 
     def note_reads(self, op, reads):
-        "Note the loss if an operation begins its backward pass, and scalars read by Python. `reads`: arguments of the operation `op`."
+        "Note the loss if the operation `op` begins its backward pass, and scalars that Python reads. `reads`: list of `Read`, arguments of `op`."
         if not self.traces.traces: return
         for r in reads:
             if not is_bad(r.values): continue
@@ -344,13 +351,13 @@ class Destinations:
             elif r.x.dim()==0 and r.requires_grad: self.note(2, 'a scalar with a gradient', r.x, r.values)
 
     def note_output(self, module, out):
-        "Note the output of a module if no other module contains it."
+        "Note the output of a module if it is a root, which no other module contains."
         if not self.traces.traces or not any(r[None] is module for r in self.names.roots): return
         for _,_,x in tensors_in_value([(None, list(out.values()) if isinstance(out, dict) else out)])[0]:
             if is_readable(x): self.note(2, f'the output of {an(module)}', x)
 
     def note_state(self, out):
-        "After a step, note NaN or infinities in parameters, gradients, optimizer states, buffers and the return value `out`."
+        "After a step, note all parameters, gradients, optimizer states and buffers, and the return value `out`, if they have NaN or infinities."
         for name,kind,x in self.names.named_tensors():
             if is_readable(x): self.note('buffer' if kind=='buffer' else 1, name, x)
         out = list(out.values()) if isinstance(out, dict) else out
@@ -359,17 +366,17 @@ class Destinations:
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e29
 class OriginTracker(DispatchMode):
-    "A dispatch mode checking each operation, to find the origins of all NaN and infinities."
+    "A dispatch mode that checks each operation, to find the origins of all NaN and infinities."
     supports_higher_order_operators = True
 
-    def __init__(self, names, last): # a `TensorNames`; the code object of the frame that calls the step
+    def __init__(self, names, last): # names: a `TensorNames`; last: code object of the function that calls the step
         super().__init__()
         self.names,self.last,self.traces,self.nodes = names,last,StorageTraces(),NodePlaces()
         self.destinations = Destinations(self.traces, names)
         self.origins,self.compiled = [],False
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        # a DTensor calls the operation again with its inner tensors
+        # for a DTensor, torch calls the operation again with its inner tensors, which are then checked
         if not all(map(is_plain_tensor, types)): return NotImplemented
         kwargs,about,name = kwargs or {},operation_arguments(op),operation_name(op)
         named = [*zip(about.names or map(str, range(len(args))), args, strict=False), *kwargs.items()]
@@ -389,7 +396,10 @@ class OriginTracker(DispatchMode):
         return out
 
     def read(self, name, tensor, about, i):
-        "Return the `Read` of argument `i` of the operation `name`, before the operation runs. `about`: result of `operation_arguments`."
+        """Return the `Read` of a tensor, argument `i` of the operation `name`, before the operation runs.
+
+        `about`: result of `operation_arguments`.
+        """
         n,j,x = tensor
         written = n in about.written
         v = None if i==0 and name in overwrites else self.traces.read(x) if written else self.traces.read_unless_finite(x)
@@ -397,12 +407,12 @@ class OriginTracker(DispatchMode):
         return Read(n, j, x, v, written, x.requires_grad)
 
     def note_output(self, module, out):
-        "Note the output of a module after its return."
+        "Note the output of a module when the module returns."
         if id(module) not in self.names.inside: self.place() # `place` also adds the model to `names`
         self.destinations.note_output(module, out)
 
     def place(self):
-        "Return the `Place` of the running operation: phase, code, and autograd node."
+        "Return the `Place` of the running operation: phase, line of code, and autograd node."
         spot,caller = find_spots(self.last)
         self.compiled = self.compiled or spot.compiled or caller.compiled
         if spot.outer is not None: self.names.add_model(spot.outer)
@@ -413,7 +423,10 @@ class OriginTracker(DispatchMode):
         return Place('optimizer' if spot.stepping is not None and spot.module is None else 'forward', spot)
 
     def add_outside(self, op, x, v):
-        "Add an origin for a tensor `x` with NaN or infinities that no operation of this step has made. `op`: the first operation reading `x`."
+        """Add an `Origin` for a tensor `x` whose NaN or infinities are not from an operation of this step.
+
+        `op`: name of the first operation that reads `x`.
+        """
         raw,place = self.traces.raw.get(storage_key(x)[0]),self.place() # `place` also adds the model to `names`
         kind,name = self.names.find(x) or (None, variable_name(x, self.last))
         n,intended = (len(self.origins),),kind!='parameter' and is_mask(v)
@@ -421,11 +434,12 @@ class OriginTracker(DispatchMode):
         self.traces.add_trace(x, Trace(n if v.nan else (), n if v.inf or v.minus else ()))
 
     def check_output(self, name, x, i, reads, odd):
-        """Check a tensor written by the operation `name`, and note its origins.
+        """Check a tensor that the operation `name` has written, and note the origins of its NaN and infinities.
 
         i: index of the tensor in a list argument, or None
-        reads: arguments of the operation
-        odd: True if a number among the arguments is NaN or infinite"""
+        reads: arguments of the operation, as a list of `Read`
+        odd: True if a number among the arguments is NaN or infinite
+        """
         if allocates.match(name): return self.traces.mark_uninitialized(x, self.place())
         v = self.traces.read(x)
         if not is_bad(v): return self.traces.mark_finite(x)
@@ -438,7 +452,7 @@ class OriginTracker(DispatchMode):
         self.traces.add_trace(x, self.trace_output(name, v, mine, odd, x))
 
     def trace_output(self, name, v, reads, odd, x):
-        "Return the `Trace` of an output: the origins of its inputs, or a new origin for this operation. `v`: `TensorValues` of the output."
+        "Return the `Trace` of an output: the origins of the inputs, or a new `Origin` for this operation. `v`: `TensorValues` of the output."
         traces = [(r.values, self.traces.trace(r.x)) for r in reads if is_bad(r.values)]
         nan = merge_indices(*(t.nan or t.inf for r,t in traces if r.nan and t))
         inf = merge_indices(*(t.inf or t.nan for r,t in traces if (r.inf or r.minus) and t))
@@ -452,7 +466,10 @@ class OriginTracker(DispatchMode):
         return Trace(nan if v.nan else (), inf if v.inf or v.minus else ())
 
     def add_operation(self, name, v, reads, odd, x, of=()):
-        "Add an `Origin` for an operation. Return its index. In an optimizer step, it gets the name of the updated parameter."
+        """Add an `Origin` for an operation that makes NaN or infinities. Return its index.
+
+        For an operation of an optimizer step, the `Origin` has the name of the updated parameter.
+        """
         place = self.place()
         in_step = place.phase=='optimizer'
         stepped = self.names.first_name([x, *(r.x for r in reads)]) if in_step else None
@@ -463,10 +480,11 @@ class OriginTracker(DispatchMode):
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e31
 def choose_origin(tracker, failed=False):
-    """Return the first origin whose NaN or infinity reached a result of the step, and the names of these results. Return None if there is none.
+    """Return the first `Origin` whose NaN or infinity reached a result of the step, and the names of the reached results, or None.
 
     tracker: an `OriginTracker`, after the step
-    failed: True if the step raised an exception, so that it has no results"""
+    failed: True if the step raised an exception, so that it has no results
+    """
     origins = tracker.origins
     for ranks,intended in (((1, 'returned', 'buffer'), False), ((1,), True), ((2,), False)):
         found = [(what, ids) for rank,what,ids in tracker.destinations.found if rank in ranks and any(origins[i].intended==intended for i in ids)]
@@ -478,7 +496,7 @@ def choose_origin(tracker, failed=False):
             if not o.intended: return o, []
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e32
-def describe_values(v): # `TensorValues`, or None
+def describe_values(v): # v: `TensorValues`, or None
     "Return shape, dtype, range and number of NaN and infinities of a tensor as text."
     if v is None: return 'not read'
     odd = ', '.join(f'{k:,} of {v.n:,} {w}' for k,w in ((v.nan, 'NaN'), (v.inf, 'inf'), (v.minus, '-inf')) if k)
@@ -486,7 +504,7 @@ def describe_values(v): # `TensorValues`, or None
     return f"{list(v.shape)} {v.dtype}, {', '.join(p for p in (span, odd) if p)}"
 
 def describe_module(spot, names):
-    "Return path and class of a module in words. A module called alone, such as a loss, has no path."
+    "Return path and class of a module in words. A module outside of all models, such as a loss, has no path."
     path = names.path(spot.module)
     return name_module(path, type(spot.module).__name__) if path else an(spot.module)
 
@@ -512,20 +530,20 @@ def describe_origin(o, names):
 class Details(NamedTuple):
     "The operation making NaN or infinities, and its place in the code."
     op: str|None = None # name of the operation: 'aten.log'
-    made: str|None = None # 'NaN', 'inf' or '-inf'
-    count: int = 0 # number of elements with these values
-    # name of a tensor that had them before the step, or of the parameter that an optimizer updated
+    made: str|None = None # value that the operation made: 'NaN', 'inf' or '-inf'
+    count: int = 0 # number of elements with this value
+    # name of a tensor that had NaN or infinities before the step, or of the parameter that the optimizer updated
     tensor: str|None = None
     inputs: tuple|list = () # (name of an argument, dict of its `TensorValues`) for each argument
     output: dict|None = None # dict of the `TensorValues` of the result
-    # 'forward', 'backward', 'optimizer', 'before' the step, or 'unwritten' for uninitialized memory
+    # Phase of the operation: 'forward', 'backward' or 'optimizer'. Other values: 'before' the step, 'unwritten' for uninitialized memory
     phase: str|None = None
-    path: str|None = None # path of the module
-    kind: str|None = None # class of the module
+    path: str|None = None # path of the module that ran the operation
+    kind: str|None = None # class of this module
     node: str|None = None # autograd node, if the phase is 'backward': 'LogBackward0'
-    file: str|None = None # file of your code. For the phase 'backward', that of the forward operation
+    file: str|None = None # file of the user's code. In the phase 'backward', that of the forward operation
     line: int|None = None # line number in this file
-    text: str = '' # source code of the line
+    text: str = '' # source code of this line
 
 def details_of(o, names):
     "Return the `Details` of an `Origin`."
@@ -546,8 +564,8 @@ class Located:
 
     origin: the `Origin` that was found, or None
     names: a `TensorNames`
-    reached: names of the results that have its NaN or infinities
-    of: `Origin`s of intended infinities, from which this NaN was made
+    reached: names of the results of the step that the NaN or infinities reached
+    of: `Origin`s of the intended infinities that became this NaN
     notes: further sentences for the user"""
     op,made,count,tensor,inputs,output,phase,path,kind,node,file,line,text = (property(attrgetter(f'details.{n}')) for n in Details._fields)
 
@@ -573,12 +591,12 @@ class Located:
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e36
 class IgnoreEvents(Listener):
-    "A listener doing nothing. It replaces a recorder while `locate` runs a step."
+    "A listener that ignores all events. It replaces the listener of a recorder while `locate` runs a step."
     on,running = False,1
 
 @contextmanager
 def pause_recording(model=None):
-    "Pause all recorders, and all listeners of their models and of `model`, in a `with` block."
+    "In a `with` block, pause all recorders, and all listeners of their models and of `model`."
     recorders = [r for r in list(open_recorders) if getattr(getattr(r, 'sources', None), 'states', None)]
     roots = {id(m): m for m in [*(r.sources.states[0].track.module for r in recorders)]}
     if model is not None and states_of(inner := unwrap(model)): roots[id(inner)] = inner
@@ -589,7 +607,7 @@ def pause_recording(model=None):
 
 @contextmanager
 def ignore_model(root):
-    "Pause all listeners of a model, in a `with` block."
+    "In a `with` block, pause all listeners of a model."
     ts,listener = tracks(root),IgnoreEvents()
     arm(ts, listener)
     try:
@@ -598,7 +616,7 @@ def ignore_model(root):
 
 @contextmanager
 def ignore_calls(recorder):
-    "Make a recorder ignore calls by the user, such as `te.log`, and optimizer steps."
+    "In a `with` block, make a recorder ignore calls by the user, such as `te.log`, and optimizer steps."
     watch,methods = recorder.watch,('log', 'log_model', 'add_rows', 'boundary')
     listener = None if watch is None else watch.listener
     if watch is not None: watch.listener = IgnoreEvents()
@@ -609,17 +627,17 @@ def ignore_calls(recorder):
         if watch is not None: watch.listener = listener
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e38
-# a function of its own, because its code object marks where the stack frames of the step begin
+# This is a separate function, because its code object marks where the stack frames of the step begin
 def call_step(step_fn): return step_fn()
 
 def track_step(step_fn, model):
-    "Run a step under an `OriginTracker`. Return the tracker, and the exception raised by the step, or None."
+    "Run a step under an `OriginTracker`. Return the tracker, and the exception that the step raised, or None."
     tracker,error,out = OriginTracker(TensorNames(model), call_step.__code__),None,None
     handles = [register_module_forward_hook(lambda m, args, out: tracker.note_output(m, out)),
         register_optimizer_step_pre_hook(lambda o, args, kwargs: tracker.names.add_optimizer(o))]
     try:
         with warnings.catch_warnings(), pause_recording(model), eagerly(), tracker:
-            # torch warns about the global hook that was registered above
+            # torch warns about the global hook registered above
             warnings.filterwarnings('ignore', 'Using `torch.compile')
             out = call_step(step_fn)
     except Exception as e: error = e
@@ -630,14 +648,14 @@ def track_step(step_fn, model):
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e39
 def locate(
-    step_fn, # Function without arguments: forward, backward and optimizer step. Before, restore model, optimizer, batch and seed
-    model=None # The root module of the paths, if this is not the outermost module that runs
+    step_fn, # Function that runs forward, backward and optimizer step. Before `locate`, restore model, optimizer, batch and random state
+    model=None # Module at which paths begin. By default, the outermost module that the step calls
 ) -> Located:
-    """Run a step again, from the restored state, and find the operation that first makes a NaN or an infinity. An armed torchEmber does not record it.
+    """Run a step again, from the restored state, and find the operation that first makes a NaN or an infinity. A `torchEmber` does not record this step.
 
     Args:
-        step_fn: Function without arguments: forward, backward and optimizer step. Before, restore model, optimizer, batch and seed
-        model: The root module of the paths, if this is not the outermost module that runs
+        step_fn: Function that runs forward, backward and optimizer step. Before `locate`, restore model, optimizer, batch and random state
+        model: Module at which paths begin. By default, the outermost module that the step calls
     """
     if not callable(step_fn): raise TypeError(f"step_fn must be a function without arguments, got {an(step_fn)}. Write locate(lambda: step(batch)).")
     tracker,error = track_step(step_fn, model)

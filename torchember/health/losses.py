@@ -21,22 +21,22 @@ from .rules import rule
 loss_causes = ('not_trained', 'update_too_large', 'update_too_small', 'vanishing_gradient', 'exploding_gradient', 'dead_units', 'saturated', 'attention',
     'poor_scale', 'equal_units', 'gradients_add_up', 'weights_decay', 'collapse', 'batch_norm', 'underflow', 'scaler_skips', 'poor_input_scale',
     'same_data', 'not_finite', 'gradient_spike', 'loss_rises', 'loss_input', 'broadcast', 'target_range', 'one_class', 'constant_output', 'no_gradient',
-    'targets_out_of_reach', 'wrong_last_activation') # rules whose findings explain the loss
+    'targets_out_of_reach', 'wrong_last_activation') # rules whose findings can be the cause of a bad loss
 
 def model_output(h):
-    "Return the series of the model's output, or of the last module's output if the root was not recorded, or None without outputs."
+    "Return the series of the model's output, or of the last module's output if the root was not recorded. Return None if no output was recorded."
     return h.outputs.get('') or (h.outputs[h.graph.leaves[-1]] if h.graph.leaves else None)
 
 # %% ../../nbs/55_health/45_losses.ipynb #16c8c2e3
 def find_rise(p):
-    "Return the index at which a loss rises above its lowest level."
+    "Return the index from which on a loss rises above its lowest value."
     s = running_median(p.values)
     best = int(np.argmin(s[:max(1, len(s)*3//4)]))
     over = np.flatnonzero(s[best:]>s[best]+max(3*p.noise, .1*abs(s[best])))
     return best+int(over[0]) if len(over) else best
 
 def rises_steadily(p):
-    "Return True if a loss rises all the time from the first step on."
+    "Return True if a loss rises steadily from the first step on."
     s = running_median(p.values)
     if len(s)<6: return False
     a,b,c = (plain_median(part) for part in (s[:len(s)//3], s[len(s)//3:2*(len(s)//3)], s[2*(len(s)//3):]))
@@ -47,8 +47,9 @@ def rises_steadily(p):
 def diverging(h, times=3., largest=10.):
     """A loss that grows: at the end it is several times its start, or the output of the model has grown with it
 
-    times: factor above the loss at the start
-    largest: factor by which the output of the model (rms) exceeds its start"""
+    times: least ratio of the loss at the end to the loss at the start
+    largest: least ratio of the output of the model (rms) at the end to its start
+    """
     p = h.progress
     if p.verdict!='rises' or p.start<=0: return
     out = model_output(h)
@@ -58,7 +59,7 @@ def diverging(h, times=3., largest=10.):
     grown = f", and the output of the model grew from {fmt(out.rms[0])} to {fmt(out.rms[-1])}" if blown else ''
     yield finding('', f"The loss diverges: it grows from step {p.steps[i]} on, from {fmt(p.start)} at the start to {fmt(p.end)} "
         f"at the end{grown}.", p.steps[i], p.steps[-1], ttype='scalar', look="overview(run)", start=p.start, end=p.end,
-        # a loss whose terms change their weights, or a new task, may rise as well
+        # 'warning', because a loss may also rise if its terms change their weights, or if a new task begins
         severity=None if blown or h.is_broken or h.has_large_first_steps or p.end>3*times*p.start else 'warning',
         confidence=1-.5*min(times*p.start/p.end, 1)*.5**blown,
         advice="Divide the learning rate by 10, add a warm-up, or clip the gradients (torch.nn.utils.clip_grad_norm_).")
@@ -66,17 +67,20 @@ def diverging(h, times=3., largest=10.):
 # %% ../../nbs/55_health/45_losses.ipynb #8785bc53
 def share_along_gradient(s, w, least):
     """Return the fraction of the steps in which the mean of a weight `w` changes in the direction of the mean of its gradient `s`.
-    Gradient descent goes the other way. Return None if fewer than `least` steps show the direction."""
-    at = w.steps[:-1][np.diff(w.steps)==1] # steps with a row of the weight in the next step, too
+
+    Gradient descent changes weights in the opposite direction. Return None if fewer than `least` steps show the
+    direction.
+    """
+    at = w.steps[:-1][np.diff(w.steps)==1] # steps followed by a step with a row of the weight
     at = at[np.isin(at, s.steps)]
     if len(at)<least: return None
     i,j = np.searchsorted(w.steps, at),np.searchsorted(s.steps, at)
     moved,grad = w['mean'][i+1]-w['mean'][i],s['mean'][j]
-    ok = (abs(grad)>.02*s.rms[j]) & (abs(moved)>1e-6*w.rms[i]) # rounding decides the sign of a mean near zero
+    ok = (abs(grad)>.02*s.rms[j]) & (abs(moved)>1e-6*w.rms[i]) # leave out means near zero, because rounding decides their sign
     return float((np.sign(moved[ok])==np.sign(grad[ok])).mean()) if ok.sum()>=least/2 else None
 
 def find_ascent(h, share, least):
-    "Return a finding if weights change in the direction of their gradients and not against it, so the loss is maximized. Else None."
+    "Return a finding if weights change in the direction of their gradients, so that the optimizer maximizes the loss. Return None otherwise."
     both = [(s, h.weights[k]) for k,s in h.grads.items() if k in h.weights and len(s)>=least]
     shares = [share_along_gradient(s, w, least) for s,w in both if 'mean' in s and 'mean' in w]
     shares = np.array([v for v in shares if v is not None])
@@ -93,12 +97,13 @@ def find_ascent(h, share, least):
 def loss_rises(h, share=.8, least=20):
     """A loss that is maximized: weights move along their gradients, or the loss rises steadily from the first step on
 
-    share: fraction of the steps in which weights change in the direction of their gradients
-    least: least number of steps"""
+    share: least fraction of the steps in which weights change in the direction of their gradients
+    least: least number of steps
+    """
     if found := find_ascent(h, share, least): yield found; return
     p = h.progress
     if p.verdict!='rises' or not rises_steadily(p) or h.has_large_first_steps: return
-    # a loss that begins like a cross-entropy should fall, while the loss of a game or of moving targets may rise
+    # a loss that begins like a cross-entropy should fall. Other losses may rise: in games, or with moving targets
     classes = any(abs(p.start-v)<.2*v for v in guessing_losses(h).values())
     yield finding('', f"The loss rises steadily from the first step on, from {fmt(p.start)} to {fmt(p.end)}: "
         "the optimizer minimizes another number than the recorded loss.",
@@ -108,7 +113,7 @@ def loss_rises(h, share=.8, least=20):
         "and for gradients that are added to the weights.")
 
 # %% ../../nbs/55_health/45_losses.ipynb #c1002a36
-# words in the names of losses that cannot be below zero
+# Words in the names of losses that cannot be negative
 positive_losses = 'ce', 'mse', 'bce', 'cross', 'l1', 'mae', 'huber', 'hinge', 'nll_class'
 
 def falls_faster(v):
@@ -122,14 +127,15 @@ def falls_faster(v):
 def loss_below(h, times=5.):
     """A loss below its minimum
 
-    times: multiple of the loss at the start (or of 1) by which a loss of unknown kind must be below zero"""
+    times: limit for a loss of unknown kind: minus `times` the loss at the start, or -`times` if the loss starts below 1
+    """
     p = h.progress
     if len(p.values)<10 or p.verdict=='means nothing': return
     v,name,out = running_median(p.values),p.loss.name.lower(),model_output(h)
     if v[-1]>=0 or v[-1]>p.start: return
     grown,endless = out is not None and len(out)>3 and out.rms[-1]>3*max(plain_median(out.rms[:3]), 1e-30),falls_faster(v)
     positive = any(w in name for w in positive_losses) and 'nce' not in name
-    # the loss begins like a cross-entropy
+    # True if the loss begins at the value of a cross-entropy for random guessing
     classes = any(abs(abs(p.values[0])-v)<.25*v for v in guessing_losses(h).values())
     if not (positive or endless and grown and (classes or v[-1]<-times*max(abs(p.start), 1))): return
     at = int(np.flatnonzero(p.values<0)[0])
@@ -143,13 +149,15 @@ def loss_below(h, times=5.):
 
 # %% ../../nbs/55_health/45_losses.ipynb #a8ac2972
 def stays_at(values, guess, close=.03):
-    "Return True if a loss is near the value `guess` in each part of its second half. `close`: largest relative difference."
+    "Return True if a loss is near the value `guess` in all parts of the second half of the training. `close`: largest relative difference."
     late = values[len(values)//2:]
     return len(late)>=20 and all(abs(plain_median(part)-guess)<close*guess for part in np.array_split(late, 4))
 
 def guesses_of_sigmoid(s):
-    """Return a list of (sentence, loss) for a sigmoid that gives nearly the same probability for all samples, if half of the targets are 1.
-    The cross-entropy and the squared error are smallest at 0.5. `s`: series of the output."""
+    """Return a list of (sentence, loss), for a sigmoid that gives nearly the same probability for all samples. `s`: series of the sigmoid's output.
+
+    If half of the targets are 1, the squared error is smallest for a probability of 0.5.
+    """
     late = slice(-max(3, len(s)//5), None)
     if 'mean' not in s or 'std' not in s or not median(np.nan_to_num(s['std'][late]))<.15: return []
     level = median(s['mean'][late])
@@ -157,34 +165,38 @@ def guesses_of_sigmoid(s):
     return [*of_half, ("The same probability for all samples gives 0.5 as absolute error.", .5)]
 
 def guesses(h, p, close):
-    "Return a list of (sentence, loss) of a model that has learned nothing. Arguments as in `loss_stalls`."
+    "Return a list of (sentence, loss), with the losses of a model that has learned nothing. Arguments: as in `loss_stalls`."
     found = [(f"Guessing among {n} classes gives {v:.3f} = ln {n}.", v) for n,v in guessing_losses(h).items()]
     sigmoids = [h.outputs[q] for q in h.graph.last_modules if q in h.outputs and h.activation(h.outputs[q])=='Sigmoid']
     return found+(guesses_of_sigmoid(sigmoids[0]) if sigmoids else [])
 
 def stall_severity(h, p, guess, n):
-    "Return the severity of a loss that does not fall, None for the default. `guess`: result of `guesses`, or None; `n`: steps, divided by the least number."
+    """Return the severity of a loss that does not fall, or None for the default severity.
+
+    `guess`: the matching element of `guesses`, or None. `n`: number of steps, divided by the least number for a
+    finding.
+    """
     if guess and (not has_moved(h) or is_still_falling(p, guess[1])): return 'info'
-    # a warm-up, or a plateau at the start, may last for many steps
+    # 'warning' at first, because a warm-up or a plateau at the start may last for many steps
     if guess and n>=2: return 'error' if n>=10 and guess[0].startswith('Guessing') else 'warning'
-    return None if p.noise<1e-6*abs(p.end) else 'info' # it is not known how far a loss of another kind can fall
+    return None if p.noise<1e-6*abs(p.end) else 'info' # 'info', because it is not known how far a loss of another kind can fall
 
 def is_still_falling(p, guess, part=.01, trend=-3.):
-    """Return True if a loss falls slowly up to its end, and is already below `guess`, the loss of guessing.
+    """Return True if a loss still falls slowly at its end, and is already below `guess`, the loss of random guessing.
 
-    part: least fall, as a fraction of the start, and least distance to `guess`, as a fraction of it
-    trend: trend of the second half, divided by the standard deviation of the trend of pure noise"""
+    part: least fall of the loss, as a fraction of its start, and least distance to `guess`, as a fraction of `guess`
+    trend: largest trend of the second half of the loss, divided by the standard deviation of the trend of pure noise"""
     late = p.values[len(p.values)//2:]
     return p.fell>=part and p.end<guess*(1-part) and rank_trend(late)*math.sqrt(len(late))<trend
 
 def has_moved(h, least=.01):
-    "Return True if a weight has changed by at least the fraction `least` of its rms. Otherwise the training is too short to judge."
+    "Return True if a weight has changed by at least the fraction `least` of its rms. If not, the training is too short to judge the loss."
     trained = [w for k,w in h.weights.items() if k in h.grads and len(w)>1 and h.is_matrix(k, w) and w.rms[0]>0]
     moves = [finite_max([abs(w[c][-1]-w[c][0])/w.rms[0] for c in ('max', 'min', 'mean', 'std') if c in w]) for w in trained]
     return not trained or bool(finite_max(moves)>=least)
 
 def find_fall_to_guess(h, p, least, close):
-    "Return a finding if the loss falls to that of guessing and stays there, else None. Arguments as in `loss_stalls`."
+    "Return a finding if the loss falls to the loss of random guessing and stays there. Return None otherwise. Arguments: as in `loss_stalls`."
     if len(p.values)<least or p.verdict!='falls' or not has_moved(h): return None
     found = next(((n, v) for n,v in guessing_losses(h).items() if stays_at(p.values, v, close/3) and p.end>v*(1-close/3)), None)
     if found is None or not p.start>found[1]*(1+close): return None
@@ -203,8 +215,11 @@ def gives_probabilities(s):
     return bool((abs(s['mean']*s.shape[-1]-1)<1e-3).all() and not (s['min']<0).any())
 
 def find_double_softmax(h, p):
-    """Return a finding if softmax is applied twice, else None.
-    Then the outputs are probabilities, and the loss stays above the minimum of cross-entropy on probabilities. `p`: a `LossProgress`."""
+    """Return a finding if softmax is applied twice, in the model and in the loss. Return None otherwise. `p`: a `LossProgress`.
+
+    If so, the outputs are probabilities, and the loss stays above the smallest possible cross-entropy of
+    probabilities used as logits.
+    """
     for path in dict.fromkeys(['', *h.graph.last_modules]):
         if not gives_probabilities(s := h.outputs.get(path)): continue
         n = int(s.shape[-1])
@@ -218,14 +233,14 @@ def find_double_softmax(h, p):
             floor=floor, end=p.end)
 
 def find_relu_logits(h, p):
-    "Return a finding if a ReLU follows the logits, because they are never below zero, else None. `p`: a `LossProgress`."
+    "Return a finding if the logits are the outputs of a ReLU, and so never below zero. Return None otherwise. `p`: a `LossProgress`."
     for path in dict.fromkeys(['', *h.graph.last_modules]):
         s = h.outputs.get(path)
         if s is None or s.shape is None or len(s.shape)!=2 or s.shape[-1]<3 or not ('min' in s and 'mean' in s) or len(s)<20 or gives_probabilities(s): continue
         guess = math.log(s.shape[-1])
         relu = h.activation(s)=='ReLU'
         if not (s['min']>=0 if relu else s['min']==0).all() or not (s['max']>0).any(): continue
-        # a squared error can begin anywhere, so a loss that begins elsewhere must stay at that of guessing
+        # A squared error can begin at any value. So a loss that does not begin at the loss of guessing must stay there
         if abs(p.values[0]-guess)>.3*guess and not (relu and stays_at(p.values, guess)): continue
         return finding(path, f"The logits of {s.title} are never below zero, and the loss is a cross-entropy "
             f"({fmt(p.start)} to {fmt(p.end)}; guessing gives {guess:.3f} = ln {s.shape[-1]}): a ReLU after the logits removes the gradient "
@@ -233,8 +248,11 @@ def find_relu_logits(h, p):
             advice="Remove the activation after the last layer: cross_entropy expects logits of either sign.")
 
 def find_double_sigmoid(h, p):
-    """Return a finding if sigmoid is applied twice, else None. `p`: a `LossProgress`.
-    Then the outputs are confident, but the loss is ln(1+1/e) for each positive label and ln 2 for each negative one."""
+    """Return a finding if sigmoid is applied twice, in the model and in the loss. Return None otherwise. `p`: a `LossProgress`.
+
+    If so, the model is sure of its outputs, but the loss is ln(1+1/e) for each positive label and ln 2 for each
+    negative label.
+    """
     for path in h.graph.last_modules:
         s = h.outputs.get(path)
         if s is None or h.activation(s)!='Sigmoid' or len(s)<20 or 'mean' not in s: continue
@@ -253,15 +271,17 @@ def find_double_sigmoid(h, p):
 def loss_stalls(h, least=30, close=.03):
     """A loss that does not fall
 
-    least: least number of steps. With less than twice as many, the finding is an 'info', and with ten times as many it may be an error
-    close: largest relative difference between a loss and the loss of random guessing"""
+    least: least number of steps. With fewer than twice as many steps, the finding is an 'info'; with ten times as
+    many, it may be an error
+    close: largest relative difference between the loss and the loss of random guessing
+    """
     p = h.progress
     if len(p.values)<least: return
-    # with a known loss, `loss_input` is exact
+    # if the recorder knows the kind of the loss, the rule `loss_input` finds such faults exactly
     if not h.losses and (found := find_double_softmax(h, p) or find_double_sigmoid(h, p) or find_relu_logits(h, p)): yield found; return
     if found := find_fall_to_guess(h, p, 2*least, close): yield found; return
     if p.verdict!='stalls' or abs(p.end)<1e-6 or h.started_low: return
-    # the noise is so large that a fall could not be seen yet
+    # no finding if the noise of the loss is so large that it would hide a fall
     if p.noise/math.sqrt(len(p.values)/5)>.05*abs(p.start): return
     guess = next(((chance, v) for chance,v in guesses(h, p, close) if abs(p.end-v)<close*v and abs(p.start-v)<3*close*v), None)
     chance = f" {guess[0]}" if guess else ''
@@ -273,7 +293,7 @@ def loss_stalls(h, least=30, close=.03):
 
 # %% ../../nbs/55_health/45_losses.ipynb #b6c0141e
 def find_loss_jump(p, times, part):
-    "Return (index, usual loss before) of the first loss far above the losses before, or None. Arguments as in `loss_spike`."
+    "Return (index, usual loss before) for the first loss that is far above the losses before, or None. Arguments: as in `loss_spike`."
     v = p.values
     for i in range(5, len(v)):
         before = v[max(0, i-15):i]
@@ -281,7 +301,7 @@ def find_loss_jump(p, times, part):
     return None
 
 def data_size_ratio(h, step, times=5):
-    "Return the rms of the data in a step divided by their usual rms, if this ratio is larger than `times`, else None."
+    "Return the ratio of the rms of the data in a step to their usual rms, if it is larger than `times`. Return None otherwise."
     for s in h.series('input'):
         if s.path not in h.graph.first_modules or len(s)<=5 or (i := s.at_step(step)) is None: continue
         size = s.rms[i]/median(s.rms)
@@ -293,18 +313,19 @@ def data_size_ratio(h, step, times=5):
 def loss_spike(h, times=10., part=.5):
     """A loss that is far above the losses before and after, for one step or a few
 
-    times: factor above the usual loss before
-    part: least value of the loss, as a fraction of the loss at the start"""
+    times: least ratio of the loss to the usual loss before
+    part: least value of the loss, as a fraction of the loss at the start
+    """
     p = h.progress
     if len(p.values)<12 or p.verdict in ('means nothing', 'rises') or (found := find_loss_jump(p, times, part)) is None: return
     i,usual = found
     v,step = p.values,p.steps[i]
-    if any(h.changes_data_at(s) for s in p.steps[5:i+1]): return # the data have another shape, so another task begins
+    if any(h.changes_data_at(s) for s in p.steps[5:i+1]): return # the shape of the data changes, so a new task begins
     end = next((j for j in range(i+1, len(v)) if v[j]<2*usual), None)
     data = data_size_ratio(h, step)
     why = f" The data of this step are {fmt_times(data)} as large as usual." if data else ''
-    if end is None: severity = 'warning' if len(v)-i>=30 else 'info' # a new task begins with such a loss, too
-    else: # a loss that falls slowly after the jump is learned again, because the data are different since then
+    if end is None: severity = 'warning' if len(v)-i>=30 else 'info' # the loss may also jump because a new task begins
+    else: # after the jump, the model may learn the loss of other data: then the loss falls slowly
         learnt = i+3<len(v) and min(v[i+1:i+4])>.4*v[i]
         severity = 'warning' if not learnt and (data or is_worse_after(p, step)) else 'info'
     yield finding('', f"At step {step}, the loss jumps to {fmt(v[i])}, where {fmt(usual)} was usual, and "
@@ -314,41 +335,48 @@ def loss_spike(h, times=10., part=.5):
 
 # %% ../../nbs/55_health/45_losses.ipynb #b9084578
 def find_constant_data(s, share=.9):
-    "Return the index of the first step with only one value in its data, if this holds for nearly all steps. Else return None."
+    "Return the index of the first step in which all values of the data are equal, if this is so in nearly all steps. Return None otherwise."
     if 'float' not in str(s.dtype) or s.shape is None or np.prod(s.shape)<=16 or 'max' not in s: return None
     same = s['max']==s['min']
     return int(np.flatnonzero(same)[0]) if same.mean()>share else None
 
 def report_constant_data(h, s, at, alone):
-    "Return a finding about data with a single value. `at`: index of the first such step; `alone`: True if the model has no other input."
+    """Return a finding about data in which all values are equal.
+
+    `at`: index of the first step with such data; `alone`: True if the model has no other input.
+    """
     severity = 'info' if not alone else 'error' if h.progress.verdict in ('stalls', 'rises', 'none', 'short') else 'warning'
     what = f"The data are constant: all values of {s.tname} of {s.title} are {fmt(s['max'][at])} from step {s.steps[at]} on."
-    if len(np.unique(s['max'][s['max']==s['min']]))>1: # samples of a single value each, such as all zeros or all ones
+    if len(np.unique(s['max'][s['max']==s['min']]))>1: # each batch is one sample of equal values, such as all zeros or all ones
         severity,what = 'info',f"In nearly all steps, {s.tname} of {s.title} has a single value, which differs between steps."
     return s.finding(at, what, severity=severity, value=float(s['max'][at]),
         advice="Check the batches of the loader: a transform may clip all values, or an array was never filled.")
 
 def is_unchanging(s):
     "Return True if a tensor has the same statistics in all steps."
-    atol = 1e-6*s.rms[0] if np.isfinite(s.rms[0]) else 0 # with an infinite tolerance, all tensors would be equal
+    atol = 1e-6*s.rms[0] if np.isfinite(s.rms[0]) else 0 # 0 for an infinite rms: with an infinite tolerance, all values would be close to each other
     return all(np.allclose(s[c], s[c][0], rtol=1e-5, atol=atol, equal_nan=True) for c in ('mean', 'std', 'max', 'min') if c in s)
 
 def count_different(ins):
-    "Return the number of different batches per step: micro-batches or calls whose first values differ. `ins`: series of the inputs."
+    """Return the number of different batches in a step: micro-batches or calls with different statistics in the first step.
+
+    `ins`: series of the inputs.
+    """
     first = {}
     for s in ins: first.setdefault((s.path, s.tname), set()).add(tuple(float(s[c][0]) for c in ('mean', 'std', 'max', 'min') if c in s))
     return max(map(len, first.values()))
 
 def held_out_losses(h):
-    "Return the logged losses on other data than the training data: validation, test or evaluation."
+    "Return the logged losses on data that are not training data: losses of validation, test or evaluation."
     return [n for n in h.logged if any(w in n.name.lower() for w in ('val', 'test', 'eval')) and 'loss' in n.name.lower() and len(n)>=4]
 
 # %% ../../nbs/55_health/45_losses.ipynb #97e4d3bf
 @rule(severity='info', needs='input', stats='mean')
 def same_data(h, least=8):
-    """One batch that is repeated in each step, or data with a single value
+    """One batch that is repeated in each step, or data in which all values are equal
 
-    least: least number of steps"""
+    least: least number of steps
+    """
     ins = [s for s in h.series('input') if s.path in h.graph.first_modules and len(s)>=least and 'mean' in s]
     own = [s for s in ins if s.path in h.graph.data_modules]
     for s in own:

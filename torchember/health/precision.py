@@ -15,13 +15,19 @@ from .values import find_lost_gradients, smallest_numbers
 
 # %% ../../nbs/55_health/37_precision.ipynb #e1313e4d
 def autocast_state(h):
-    "Return the dtype of autocast, and the set of paths that were called without autocast. None, set() if autocast was off or is unknown."
+    """Return the dtype of autocast, and the set of the paths of modules that were called without autocast.
+
+    Return None and an empty set if autocast was off or is unknown.
+    """
     a = h.facts.get('autocast')
     if not isinstance(a, dict) or not isinstance(a.get('dtype'), str) or not isinstance(a.get('off'), list): return None, set()
     return a['dtype'], {p for p in a['off'] if isinstance(p, str)}
 
 def is_cast_kind(h, s):
-    "Return True if autocast casts the operation of a module: it multiplies a float32 matrix, and its output has one feature for each row of the matrix."
+    """Return True if autocast casts the operation of a module to its dtype.
+
+    The module multiplies by a float32 matrix, and its output has one feature for each row of the matrix.
+    """
     w,kind = h.weights.get((s.path, 'weight')),s.kind or ''
     if w is None or w.dtype!='float32' or w.shape is None or len(w.shape)<2 or s.shape is None or 'Embedding' in kind or is_norm(kind): return False
     given = h.inputs.get(s.path)
@@ -32,7 +38,7 @@ def is_cast_kind(h, s):
 # %% ../../nbs/55_health/37_precision.ipynb #612c9b5c
 @rule(severity='warning', needs=('output', 'weight'))
 def autocast(h):
-    "A layer, or all layers, that return float32 although they are called under autocast"
+    "A layer that returns float32 although it is called under autocast, or all layers that do so"
     dtype,off = autocast_state(h)
     if dtype is None: return
     layers = [s for s in h.outputs.values() if s.path not in off and is_cast_kind(h, s)]
@@ -50,23 +56,27 @@ def autocast(h):
 
 # %% ../../nbs/55_health/37_precision.ipynb #31c8aa55
 def zero_shares(h, least):
-    "Return a list of (series, share of steps in which all values are zero), for the gradients of matrices, in the order of calls."
+    """Return a list of (series, fraction of the steps in which all values are zero), in the order of calls.
+
+    The series are gradients of weight matrices with at least `least` steps.
+    """
     return [(s, float(s.zero[~s.skipped].mean())) for s in h.matrices.values() if (~s.skipped).sum()>=least and 'Embedding' not in s.kind]
 
 # %% ../../nbs/55_health/37_precision.ipynb #5ae12bd5
 @rule(severity='warning', needs=('weight_grad', 'output'), after=('dead_units', 'not_finite', 'saturated'))
 def lost_gradients(h, share=.2, safe=.05, least=10):
-    """Gradients of float16 that become zero on their way to the input, in a growing share of the steps
+    """Gradients of float16 that become zero on their way to the input, in a growing fraction of the steps
 
-    share: least share of steps with a gradient of zero in the first layers
-    safe: largest share in the last layers
-    least: least number of steps"""
+    share: least fraction of the steps in which the gradient of the first layer is zero
+    safe: largest fraction of the steps in which the gradient of the last layer is zero
+    least: least number of steps
+    """
     if h.ends_at_zero_loss or not any(s.dtype in smallest_numbers for s in h.series('output')) or find_lost_gradients(h, .9, .5): return
     found = zero_shares(h, least)
     if len(found)<3: return
     shares = np.array([z for _,z in found])
     lost = shares>=share
-    # the first layers lose gradients, the last ones do not, and no layer in between loses more than the layers before it
+    # return unless the first layer loses gradients, the last layer does not, and the losses grow from the last layer to the first
     if not lost[0] or shares[-1]>safe or (np.diff(shares)>.1).any() or lost.all(): return
     s,n = found[0][0],int(lost.sum())
     yield s.finding(int(np.flatnonzero(s.zero)[0]), f"Gradients underflow in float16 on their way to the input: the gradient of {s.title} is "

@@ -15,24 +15,28 @@ from .rules import rule
 
 # %% ../../nbs/55_health/46_returns.ipynb #7dc8ba89
 class Jumps:
-    """Steps in which a weight changes far more than before, without a gradient or learning rate that explains it.
+    """Steps in which a weight changes far more than before, although neither its gradient nor a learning rate explains the change.
 
     s: series of the weight
-    grad: series of its gradient, or None
-    rates: `LoggedSeries` of the learning rates"""
+    grad: series of the gradient of the weight, or None
+    rates: `LoggedSeries` of the learning rates
+    """
     def __init__(self, s, grad, rates):
         self.s,self.grad,self.rates,self.moves = s,grad,rates,RelativeUpdates(s)
 
     def usual(self, i, n=15):
-        "Return the median relative change in the `n` steps before index `i`."
+        "Return the median relative change of the weight in the `n` steps before index `i`."
         return plain_median(self.moves.ratio[max(0, i-n):i])
 
     def moves_ends(self, i, least):
-        "Return True if the largest or the smallest value changes by `least` of the rms. The extreme values of a pruned weight stay."
+        """Return True if the largest or the smallest value of the weight changes by at least `least` of its rms.
+
+        Pruning a weight does not change these extreme values.
+        """
         return any(abs(self.s[c][i+1]-self.s[c][i])>least*self.s.rms[i] for c in ('max', 'min') if c in self.s)
 
     def is_explained(self, i, times):
-        "Return True if the gradient or a learning rate grew as well, by at least a quarter of the factor `times`."
+        "Return True if the gradient or a learning rate grew together with the change of the weight, by at least a quarter of the factor `times`."
         step = self.s.steps[i]
         grown = [v.values[v.steps<=step+1][-1]/max(v.values[v.steps<step][-1], 1e-30) for v in self.rates if (v.steps<step).any()]
         if self.grad is not None and (j := self.grad.at_step(step)) and j>=3:
@@ -40,7 +44,7 @@ class Jumps:
         return any(4*g>=times for g in grown)
 
     def find(self, times, largest, least):
-        "Return a dict: index of a jump -> (relative change, usual change). Arguments as in `resumed`."
+        "Return a dict: index of a step with a too large change -> (relative change, usual change). Arguments: as in `resumed`."
         found,ratio = {},self.moves.ratio
         before = np.r_[np.nan, np.fmax.accumulate(ratio)[:-1]] if len(ratio) else ratio # largest change before each index
         for i in np.flatnonzero((ratio>least) & (ratio>largest*before)).tolist():
@@ -51,7 +55,9 @@ class Jumps:
 # %% ../../nbs/55_health/46_returns.ipynb #01cebee0
 def lost_progress(h, step, stays=3):
     """Return (loss before, loss after, fraction of the progress that is lost) for a change of weights before a step.
-    Return None if the loss does not show a loss of progress that lasts for `stays` steps."""
+
+    Return None if the loss does not show that progress is lost for at least `stays` steps.
+    """
     p = h.progress
     before,after = p.values[p.steps<step][-15:],p.values[p.steps>=step][:stays]
     if len(before)<5 or len(after)<stays or p.verdict=='means nothing': return None
@@ -60,7 +66,7 @@ def lost_progress(h, step, stays=3):
     return (a, b, (b-a)/(start-a)) if a<.8*start else None
 
 def find_replaced(h, times, largest, least):
-    "Return a dict: step -> {(path, pname) of a replaced weight: (relative change, usual change)}. Arguments as in `resumed`."
+    "Return a dict: step -> {(path, pname) of a replaced weight: (relative change, usual change)}. Arguments: as in `resumed`."
     found,rates = {},h.rates
     for k,w in h.weights.items():
         if (k not in h.grads and k not in h.updates) or len(w)<8 or not h.is_matrix(k, w): continue
@@ -69,7 +75,7 @@ def find_replaced(h, times, largest, least):
     return found
 
 def find_first_values(h):
-    "Return the steps at which all trained weights have their values of the first step again, and did not have them one step before."
+    "Return the numbers of the steps at which all trained weights have their values of the first step again, but not in the step before."
     ws = [w for k,w in h.weights.items() if k in h.grads and len(w)>6]
     masks = [np.all([w[c]==w[c][0] for c in ('mean', 'std', 'max', 'min') if c in w] or [np.zeros(len(w), bool)], axis=0) for w in ws]
     back = [set(w.steps[1:][m[1:] & ~m[:-1]].tolist()) for w,m in zip(ws, masks, strict=True) if h.is_matrix((w.path, w.pname), w)]
@@ -79,10 +85,11 @@ def find_first_values(h):
 def resumed(h, times=30., largest=4., least=.1, lost=.5):
     """Weights that are replaced between two steps, so that the loss goes back to its start: a lost checkpoint, or a second initialization
 
-    times: change of a weight, as a multiple of its usual change, above which it was replaced
-    largest: the same, as a multiple of its largest change before
+    times: ratio of the change of a weight to its usual change, above which the weight was replaced
+    largest: least ratio of this change to the largest change of the weight before
     least: least change, as a fraction of the rms of the weight
-    lost: least fraction of the fall of the loss that is lost"""
+    lost: least fraction of the loss's fall that is lost
+    """
     replaced,first = find_replaced(h, times, largest, least),find_first_values(h)
     back = {step: fell for step in sorted({*replaced, *first}) if (fell := lost_progress(h, step)) and fell[2]>=lost}
     if not back: return
@@ -94,18 +101,21 @@ where_to_look = ("Search for code that loads or initializes weights during the t
     "Print the result of model.load_state_dict(..., strict=False): it lists missing and unexpected keys.")
 
 def loss_phrase(h, fell, count):
-    "Return sentences about the loss before and after a change of weights. `fell`: result of `lost_progress`; `count`: number of such changes."
+    "Return sentences about the loss before and after weights were replaced. `fell`: result of `lost_progress`; `count`: number of replacements."
     before,after,_ = fell
     more = f" This happens {count} times."*(count>1)
     return f"The loss goes back from {fmt(before)} to {fmt(after)} ({fmt(plain_median(h.progress.values[:3]))} at the start).{more}"
 
 def report_first_values(h, step, fell, count):
-    "Return a finding about a model that is reset to its first weights. Arguments as in `loss_phrase`."
+    "Return a finding about a model whose weights have their first values again. Arguments: as in `loss_phrase`."
     return finding('', f"At step {step}, all weights have the values of step {h.steps[0]} again. {loss_phrase(h, fell, count)}", step, step,
         ttype='weight', stands=True, look="updates(run)", advice=where_to_look, before=fell[0], after=fell[1], times=count)
 
 def report_replaced(h, step, weights, fell, count):
-    "Return a finding about weights replaced before a step. `weights`: their sizes, see `find_replaced`; other arguments as in `loss_phrase`."
+    """Return a finding about weights that were replaced before a step.
+
+    `weights`: value of the dict `find_replaced` for this step. Other arguments: as in `loss_phrase`.
+    """
     k = max(weights, key=lambda k: weights[k][0])
     w,(ratio,usual) = h.weights[k],weights[k]
     head = h.changes_data_at(step) or all(path in h.graph.last_modules for path,_ in weights)

@@ -21,7 +21,7 @@ from ..measure.summary import derived
 
 # %% ../../nbs/55_health/06_series.ipynb #449f3a86
 def to_floats(values):
-    "Return a column as floats, with NaN for values that are not numbers."
+    "Return a column of a table as floats, with NaN for values that are not numbers."
     if values.dtype.kind in 'iufb': return values.to_numpy(float, na_value=np.nan)
     return np.array([v if isinstance(v, int|float) else np.nan for v in values], float)
 
@@ -29,17 +29,20 @@ def elements_of_row(shape):
     "Return the number of elements of a tensor from its shape, or NaN if the shape is unknown."
     return math.prod(shape) if isinstance(shape, list|tuple) else math.nan
 
-def count_elements(shapes):
-    "Return the number of elements of each tensor. A run has many rows and few shapes, so a cache is fast."
+def count_shape_elements(shapes):
+    "Return the number of elements of each tensor from its shape. A run has many rows and few different shapes, so results are cached."
     of_shape = cache(elements_of_row)
-    try: return np.fromiter(map(of_shape, shapes), float, len(shapes)) # a table has tuples
-    except TypeError: return np.fromiter((of_shape(as_tuple(s)) for s in shapes), float, len(shapes)) # lists and arrays are no keys of a cache
+    try: return np.fromiter(map(of_shape, shapes), float, len(shapes)) # in a table of `read`, shapes are tuples, which a cache accepts
+    except TypeError: return np.fromiter((of_shape(as_tuple(s)) for s in shapes), float, len(shapes)) # a cache does not accept lists and arrays
 
 def as_tuple(shape): return tuple(shape) if isinstance(shape, list|tuple|np.ndarray) else None
 
 # %% ../../nbs/55_health/06_series.ipynb #db7397b4
 class SeriesColumns:
-    "Columns of the table `df`, sorted by series and step. A `Series` is a slice of these columns. `order`: sorted indices of the rows."
+    """Columns of the table `df`, sorted by series and step. A `Series` is a slice of these columns.
+
+    `order`: indices of the rows, in the order of series and steps.
+    """
     def __init__(self, df, order):
         self.df,self.order,self.columns,self.cache = df,order,set(df.columns),{}
         self.steps = df['step'].to_numpy()[order]
@@ -52,7 +55,7 @@ class SeriesColumns:
         return self.cache[name]
 
     def count(self, *names):
-        "Return the sum of columns of counts, such as 'nan' and 'posinf', with 0 for missing columns."
+        "Return the sum of some columns of counts, such as 'nan' and 'posinf'. Missing columns and values count as 0."
         if names not in self.cache:
             columns = (np.nan_to_num(self.column(c)) for c in names if c in self.columns)
             self.cache[names] = sum(columns, np.zeros(len(self.order)))
@@ -65,7 +68,7 @@ class SeriesColumns:
 
     @cached_property
     def user_columns(self):
-        "Names of the columns with statistics by the user's functions. Marks of `te.mark`, such as an epoch, are left out."
+        "Names of the columns with statistics by the user's functions. Columns of `te.mark`, such as an epoch, are left out."
         not_computed = {*row_columns, *mark_columns(self.df)}
         return [c for c in self.df.columns if c not in not_computed and self.df[c].dtype.kind in 'iufb']
 
@@ -74,28 +77,28 @@ class SeriesColumns:
 
     @cached_property
     def sizes(self):
-        "Number of elements of each row's tensor, from the column `numel` or the shape. NaN if both are missing."
+        "Number of elements of the tensor in each row, from the column `numel` or from the shape. NaN if both are missing."
         n = self.column('numel')
-        return np.where(np.isnan(n), count_elements(self.shapes), n) if np.isnan(n).any() else n
+        return np.where(np.isnan(n), count_shape_elements(self.shapes), n) if np.isnan(n).any() else n
 
 # %% ../../nbs/55_health/06_series.ipynb #7c41d2ea
-# rows that differ in one of these columns belong to different series
+# Rows that differ in one of these columns belong to different tensors, and so to different series
 apart = ('module', 'ttype', 'tname', 'phase', 'call', 'backward', 'micro')
 named,counted = ('path', 'module', 'ttype', 'tname', 'pname', 'phase'),('call', 'backward')
 
 def group_rows(df):
-    "Return the series number of each row. Rows of the same tensor have the same number."
+    "Return an array with a number for each row: the same number for rows of the same tensor."
     pd = needs('pandas', for_='A history of a run')
     codes = np.zeros(len(df), np.int64)
     for c in apart:
         if c not in df: continue
         one = df[c].cat.codes.to_numpy() if isinstance(df[c].dtype, pd.CategoricalDtype) else pd.factorize(df[c])[0]
-        codes = pd.factorize(codes*(int(one.max(initial=0))+2)+one+1)[0] # a missing value has the code -1
+        codes = pd.factorize(codes*(int(one.max(initial=0))+2)+one+1)[0] # +1, because a missing value has the code -1
     return codes
 
 # %% ../../nbs/55_health/06_series.ipynb #284c9cfa
 class SeriesKey(NamedTuple):
-    "The columns identifying a series."
+    "The columns of a row that identify its tensor, and so its series."
     path: str
     kind: str # class of the module, such as 'Linear'
     ttype: str
@@ -104,11 +107,14 @@ class SeriesKey(NamedTuple):
     phase: str|None
     call: int
     backward: int
-    module: str|None # display name
+    module: str|None # display name of the module: 'model(Net).0(Linear)'
 
 class Series:
     """The statistics of one tensor over the steps. `s['max']` is an array with one number per step, NaN if the number is missing.
-    `'max' in s` is True if the statistic was recorded in any step. `order`: index among all series, in the order of calls."""
+
+    `'max' in s` is True if the statistic was recorded in any step. `order`: index of this series, in the order of
+    calls.
+    """
     def __init__(self, rows:SeriesColumns, at:slice, key:SeriesKey, order:int):
         self.rows,self.at,self.order = rows,at,order
         self.path,self.kind,self.ttype,self.tname,self.pname,self.phase,self.call,self.backward,self.module = key
@@ -130,11 +136,11 @@ class Series:
 
     @cached_property
     def rms(self):
-        "Root mean square in each step, as recorded or computed from mean and standard deviation. NaN if both are missing."
+        "Root mean square in each step: as recorded, or computed from mean and standard deviation. NaN if these are missing."
         n = self.rows.sizes[self.at]
-        # torch divides by n-1, so the standard deviation of one value is missing
+        # torch divides by n-1, so its standard deviation of a single value is missing
         unbiased = np.where(n>1, (n-1)/np.where(n>1, n, 1), np.isnan(n)*1.)
-        # without a recorded standard deviation, only the rms of a single value is known
+        # if the standard deviation is missing, the rms is known only for a tensor of a single value
         std = np.nan_to_num(self['std']) if 'std' in self else np.where(n==1, 0, np.nan)
         # hypot instead of a sum of squares, because the square of 1e300 overflows
         made = np.hypot(self['mean'], std*np.sqrt(unbiased))
@@ -147,19 +153,22 @@ class Series:
 
     @cached_property
     def constant(self):
-        "Mask of the steps in which all values of the tensor were equal, as maximum and minimum show, or else the standard deviation."
+        "Mask of the steps in which all values of the tensor are equal, judged by maximum and minimum, or else by the standard deviation."
         return self['max']==self['min'] if 'max' in self and 'min' in self else self['std']==0
 
     @cached_property
     def zero(self):
-        "Mask of the steps in which all values of the tensor were exactly zero."
+        "Mask of the steps in which all values of the tensor are exactly zero."
         if 'max' in self and 'min' in self: return (self['max']==0) & (self['min']==0) & (self.bad==0)
         return self.abs_max==0
 
     def until_bad(self):
-        """Return the part of the series before it stays non-finite up to its end, or the series itself if its last value is finite.
-        The first step is kept in any case, so that a tensor is known to each rule. -inf in an activation does not count, because it is usually a mask.
-        Steps skipped by a loss scaler do not count, either."""
+        """Return the series without its last steps, if the tensor has NaN or infinities in all of them.
+
+        The first step is always kept, so that each rule knows of the tensor. Some steps do not count as steps with
+        infinities:
+        those with only -inf in an activation, usually a mask, and those that a loss scaler skipped.
+        """
         which = counts[:2] if self.ttype in ('input', 'output', 'probe') else counts
         if not len(self) or not any(c in self.rows.columns for c in which): return self
         n = find_tail((self.rows.count(*which)[self.at]>0) & ~self.skipped)
@@ -175,8 +184,9 @@ class Series:
     def finding(self, at, text, where=None, last=-1, stat='std', **more):
         """Return a finding about this tensor, in the steps from index `at` to index `last`.
 
-        where, more: passed to the function `finding`
-        stat: statistic of the line plot that the finding recommends"""
+        where, more: arguments of the function `finding`
+        stat: statistic that the recommended line plot shows
+        """
         look = f"scalar_line(run, {self.label!r}, {self.ttype!r}, {stat!r})"
         more = {'ttype': self.ttype, 'look': look} | more
         return finding(self if where is None else where, text, self.steps[at], self.steps[last], **more)
@@ -194,7 +204,7 @@ def split_series(df):
         yield Series(rows, slice(lo, hi), read_key(columns, order[lo]), i)
 
 def read_key(columns, at):
-    "Return the key of a `Series` from its first row, at index `at`."
+    "Return the `SeriesKey` of a series from its first row. `columns`: columns of the table; `at`: index of this row."
     row = {c: v[at] if isinstance(v[at], str) else None for c,v in columns.items()}
     kind = (row['module'] or '').rpartition('(')[2].rstrip(')')
     ints = [0 if (n := columns[c][at]) is None or n!=n else int(n) for c in counted]
@@ -207,11 +217,14 @@ class LoggedSeries:
 
     def __len__(self): return len(self.steps)
 
-# columns that are no numbers of `te.log`
+# columns that cannot be numbers of `te.log`
 row_columns = {*identity, *of_pieces, *optional, 'path', 'run', 'shape', *derived}
 
 def logged_series(df):
-    "Yield a `LoggedSeries` for each logged number. Rows of the phase 'refused' are left out. `df`: rows of the tensor type 'scalar'."
+    """Yield a `LoggedSeries` for each logged number. `df`: rows of the tensor type 'scalar'.
+
+    Rows of the phase 'refused' are left out.
+    """
     if 'phase' in df: df = df[(df['phase'].astype(object)!='refused').to_numpy()]
     names = [c for c in df.columns if c not in row_columns and df[c].dtype.kind in 'iufbO']
     values = {c: to_floats(df[c]) for c in names}
@@ -224,7 +237,7 @@ def logged_series(df):
 
 # %% ../../nbs/55_health/06_series.ipynb #ea1f6017
 def find_lost_values(df, values):
-    "Return a dict: name -> mask of the rows with a NaN or infinite logged number. A table shows such numbers as missing."
+    "Return a dict: name of a logged number -> mask of the rows in which it is NaN or infinite. In a table, such numbers are missing values."
     lost = {c: np.zeros(len(df), bool) for c in values}
     if 'nonfinite' in df:
         for i,n in enumerate(df['nonfinite']):
@@ -232,7 +245,7 @@ def find_lost_values(df, values):
     if 'nan' not in df: return lost
     steps,calls = df['step'].to_numpy(),np.nan_to_num(to_floats(df['call'])) if 'call' in df else np.zeros(len(df))
     has = {c: np.isfinite(v) for c,v in values.items()}
-    known = {c: set(steps[h].tolist()) for c,h in has.items()} # steps in which a name has a finite number
+    known = {c: set(steps[h].tolist()) for c,h in has.items()} # name of a logged number -> steps in which it is finite
     often = {call: {c: int(h[calls==call].sum()) for c,h in has.items()} for call in set(calls.tolist())}
     tnames = df['tname'].astype(object).to_numpy() if 'tname' in df else np.full(len(df), 'log', object)
     by_user = {c for c,h in has.items() if not computed_in(c) or h[~np.isin(tnames, computed)].any()}

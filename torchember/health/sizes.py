@@ -14,7 +14,7 @@ from .progress import guessing_losses
 from .rules import rule
 
 # %% ../../nbs/55_health/30_sizes.ipynb #661033d2
-# verdict of `LossProgress` -> sentence for a finding; {} stands for the loss at the start and at the end
+# verdict of `LossProgress` -> sentence in a finding. {} stands for the loss at the start, and for the loss at the end
 loss_sentences = {'none': "The loss was not recorded (te.log(loss=loss)).", 'short': "The loss has too few values to judge.",
     'means nothing': "The loss does not show whether this harms.", 'stalls': "The loss does not fall ({} to {})."}
 
@@ -23,38 +23,45 @@ def loss_sentence(p):
     return loss_sentences.get(p.verdict, f"The loss {p.verdict} from {{}} to {{}}.").format(fmt(p.start), fmt(p.end))
 
 def is_harmed(h):
-    "Return True if the training suffers: the loss does not fall, or the loss, a weight, a gradient or an update is NaN or infinite."
+    "Return True if the training suffers. This means that the loss does not fall, or that the loss, a weight, a gradient or an update is not finite."
     return h.progress.is_bad or h.is_broken
 
 # %% ../../nbs/55_health/30_sizes.ipynb #425eb155
 def adjust_small_weights(m):
-    "Relate the changes of a weight with small initial values to the usual rms of such a weight. Otherwise they look too large. `m`: `RelativeUpdates`."
+    """Correct the relative updates `m` of a weight with small initial values, which would look too large.
+
+    Changes are divided by the usual rms of an initial weight instead. `m`: `RelativeUpdates`.
+    """
     m.ratio = m.ratio*m.size/np.maximum(m.size, .2/np.sqrt(max(count_inputs(m.s), 1)))
     return m
 
 def select_updates(moves, ratio):
-    """Return the `RelativeUpdates` of the weights that show how large updates are. `moves`: key -> `RelativeUpdates`.
-    Embeddings are left out, because a step changes few of their rows. If there are only embeddings, those with far larger changes are returned."""
+    """Return those weights that show how large updates are. `moves`: (path, pname) -> `RelativeUpdates`.
+
+    Embeddings are left out, because a step changes only few of their rows.
+    If all weights are embeddings, those with updates far above `ratio` are returned.
+    """
     dense = {k: m for k,m in moves.items() if 'Embedding' not in m.s.kind}
     return dense or {k: m for k,m in moves.items() if m.median(0, .2)>10*ratio}
 
 def growth_factor(w):
-    "Return the largest rms of a weight divided by its rms in the first step, or NaN if this is 0."
+    "Return the ratio of the largest rms of a weight to its rms in the first step, or NaN if the first rms is 0."
     return finite_max(w.rms)/w.rms[0] if w.rms[0]>0 else np.nan
 
 def share_phrase(ratio): return f"{fmt(ratio)} of its size" if ratio<1 else f"{fmt_times(ratio)} its size"
 
 def lower_rate_advice(ratio, most=1000):
-    """Return the advice to divide the learning rate by a power of ten, for updates of about 0.003 of the weight.
+    """Return the advice to divide the learning rate by a power of ten, so that updates become about 0.003 of the weight.
 
-    most: largest divisor. A larger one is an extrapolation that has no meaning"""
+    most: largest divisor to name. A larger divisor would be a meaningless extrapolation
+    """
     by = 10**max(1, int(round(np.log10(min(max(ratio, 1e-9), 1e9)/3e-3))))
     if by<=most: return f"Divide the learning rate by {by:,}, or start with a warm-up."
     return f"Divide the learning rate by {most:,}, and again until the loss falls. Check the size of the data, of the targets and of the initial weights."
 
 # %% ../../nbs/55_health/30_sizes.ipynb #ed9125c0
 def report_large_steps(h, moves, large, ratio):
-    "Return a finding about updates too large from the start on. `large`: keys of their weights."
+    "Return a finding about updates that are too large from the first step on. `large`: keys of weights with such updates."
     first = {k: m.median(0, .2) for k,m in moves.items()}
     k = max(large, key=lambda k: np.nan_to_num(first[k]))
     w,size = moves[k].s,max(first[k], finite_max(moves[k].ratio[:3]))
@@ -65,10 +72,11 @@ def report_large_steps(h, moves, large, ratio):
         ratio=size, weights=len(large), of=len(moves), loss=h.progress.verdict, confidence=confidence_from(size, ratio, len(large)/len(moves)))
 
 def report_larger_steps(h, moves, late, limit):
-    """Return a finding about updates becoming too large later.
+    """Return a finding about updates that become too large later in the training.
 
-    late: key of a weight -> index of its first large update
-    limit: relative change above which an update is too large"""
+    late: key of a weight -> index of its first too large update
+    limit: relative change of a weight, above which an update is too large
+    """
     k = min(late, key=lambda k: (late[k], h.graph.position(k[0])))
     m,i = moves[k],late[k]
     step,before = int(m.steps[i]),median(m.ratio[:i])
@@ -84,10 +92,11 @@ def update_too_large(h, ratio=.3, growth=10., many=.34):
     """Updates as large as the weights: one step overwrites what was learned
 
     ratio: ratio of update to weight (rms), above which the update is too large
-    growth: growth factor of a weight that counts as harm, if no loss was recorded
-    many: least fraction of the weights with such updates"""
+    growth: factor by which a weight grows that counts as harm, if no loss was recorded
+    many: least fraction of the weights with too large updates
+    """
     p = h.progress
-    if len(h.steps)<12: ratio = max(ratio, 2.) # the first few steps show little
+    if len(h.steps)<12: ratio = max(ratio, 2.) # a higher threshold for short runs, because the first few steps show little
     # in some healthy trainings with a high learning rate, the loss falls only after 20 steps
     if len(h.steps)<32 and p.verdict=='stalls' and not h.is_broken: ratio = max(ratio, 4.)
     moves = select_updates({k: adjust_small_weights(m) for k,m in relative_updates(h).items()}, ratio)
@@ -96,7 +105,7 @@ def update_too_large(h, ratio=.3, growth=10., many=.34):
     blown = [k for k,m in moves.items() if growth_factor(m.s)>growth]
     large = [k for k,m in moves.items() if m.median(0, .2)>ratio and finite_max(m.ratio[:5])>ratio]
     bad = is_harmed(h) or p.verdict in ('none', 'means nothing', 'short') and len(blown)>=enough
-    # weights that one step has enlarged so much that later updates look small
+    # weights that the first step enlarged so much that later updates look small, relative to the weight
     leaps = [k for k in blown if moves[k].s.rms[0]>1e-4 and moves[k].ratio[0]>3]
     leapt = len(leaps)>=max(1, .5*len(moves)) and p.verdict!='means nothing' and p.fell<.3
     if len(large)>=max(1, enough) and bad or leapt: yield report_large_steps(h, moves, large or leaps, ratio); return
@@ -105,11 +114,13 @@ def update_too_large(h, ratio=.3, growth=10., many=.34):
 
 # %% ../../nbs/55_health/30_sizes.ipynb #61c67ee1
 def report_small_steps(h, moves, k, n, ratio, limit):
-    """Return a finding about a run with all updates too small.
+    """Return a finding about a run in which all updates are too small.
 
-    k: key of the weight with the largest updates
+    k: key of the weight with the largest relative updates
     n: number of weights
-    ratio, limit: its relative change per step; change below which an update is too small"""
+    ratio: relative change of this weight per step
+    limit: relative change below which updates are too small
+    """
     w = moves[k].s
     return finding('', f"The updates are too small: the largest, of {w.title}, is {fmt(ratio)} of the weight, where 0.001 is usual. "
         f"{loss_sentence(h.progress)}", h.steps[0], h.steps[-1], severity='error' if h.progress.verdict=='stalls' and not h.started_low else None,
@@ -118,13 +129,19 @@ def report_small_steps(h, moves, k, n, ratio, limit):
 
 # %% ../../nbs/55_health/30_sizes.ipynb #2f8c8086
 def gradients_continue(grad, steps, start):
-    "Return True if gradients stay about as large after the step with index `start`. Then the weight was neither frozen nor converged."
+    """Return True if gradients stay about as large after the step with index `start`.
+
+    If so, the weight was neither frozen nor converged.
+    """
     spans = (steps[max(0, start//2)], steps[start]),(steps[start], steps[-1]+1)
     before,after = (grad.rms[(grad.steps>=a) & (grad.steps<b)] for a,b in spans)
     return bool((after>0).any()) and not median(after)<.03*median(before)
 
 def explain_small_steps(h, step, drop):
-    "Return the reason why updates are small from a step on, as a sentence, and advice. Only recorded learning rates can show a schedule."
+    """Return the reason why updates are small from a step on, as a sentence, and an advice.
+
+    Only if learning rates were recorded, the reason can be a schedule.
+    """
     falls = [(n.name, at[-1], finite_max(n.values)) for n in h.rates if len(at := n.values[n.steps<=step])]
     if fell := [f for f in falls if f[1]<100*drop*f[2]]: return (
         f"The schedule of the learning rate ended the training: {fell[0][0]} is {fmt(fell[0][1])}, after {fmt(fell[0][2])}.",
@@ -136,11 +153,12 @@ def explain_small_steps(h, step, drop):
         "If it is unchanged, check that optimizer.step() is called, and that no code restores old weights.")
 
 def find_end(h, k, m, drop, left=.35):
-    """Return (step, key, largest update before, median update after) if the updates of a weight become small while its gradients do not.
-    Return None otherwise.
+    """Return (step, key, largest update before, median update after) if the updates of a weight become small but its gradients do not, else None.
 
     k, m: key and `RelativeUpdates` of the weight
-    drop, left: fraction of the largest update below which an update is small; least fraction of the steps that follow"""
+    drop: fraction of the largest update, below which an update is small
+    left: least fraction of the steps in which updates are small
+    """
     moved = np.where(np.isfinite(m.ratio), m.ratio*m.size, 0)
     n = len(moved)
     if n<20 or moved.max()<=0: return None
@@ -150,7 +168,7 @@ def find_end(h, k, m, drop, left=.35):
     return int(m.steps[start]), k, peak, plain_median(moved[start:])
 
 def was_falling(p, step):
-    "Return True if the loss was falling before a step, and was not yet near zero."
+    "Return True if the loss was still falling before a step, and was not near zero."
     before,after = p.values[p.steps<step],p.values[p.steps>=step]
     if len(before)<3 or len(after)<5: return True
     if abs(p.end)<.02*max(abs(p.start), abs(p.values[0])): return False # the loss is near zero
@@ -160,14 +178,14 @@ def was_falling(p, step):
 
 # %% ../../nbs/55_health/30_sizes.ipynb #e8a1a532
 def find_early_end(h, moves, drop, many=.7):
-    "Yield a finding about updates becoming small while gradients do not, long before the end of the training."
+    "Yield a finding about updates that become small long before the end of the training, while gradients do not."
     p,ends = h.progress,[e for k,m in moves.items() if (e := find_end(h, k, m, drop))]
     if len(ends)<many*len(moves) or p.verdict=='means nothing': return
     step,k,peak,now = sorted(ends, key=lambda e: e[0])[len(ends)//2]
     if p.verdict not in ('none', 'short') and not was_falling(p, step): return
-    # ignored, because a step changes few rows of an embedding
+    # Embeddings do not count, because a step changes only few of their rows
     rare = {k for k,w in h.weights.items() if 'Embedding' in w.kind}
-    # if other weights still change, the reason is no schedule, and `not_trained` reports it
+    # if other weights still change, a schedule is not the reason, and the rule `not_trained` reports the fault
     if any_weight_changes(h, step, rare): return
     smaller = f"{fmt_times(peak/now)} smaller than before" if now>0 else "zero"
     gradients = ", while the gradients are not" if k in h.grads else ''
@@ -179,13 +197,16 @@ def find_early_end(h, moves, drop, many=.7):
 
 # %% ../../nbs/55_health/30_sizes.ipynb #cbb40c01
 def find_slow_group(h, moves, usual, ratio):
-    "Yield a finding about layers with hardly changing weights while other weights change. `usual`: key -> median relative change per step."
+    """Yield a finding about layers whose weights hardly change, while other weights change.
+
+    `usual`: key of a weight -> median relative change per step.
+    """
     largest = finite_max(list(usual.values()))
     grads = {k: median(h.grads[k].rms) for k in moves if k in h.grads}
     slow = [k for k in grads if 0<usual[k]<min(ratio/10, largest*1e-3) and grads[k]>1e-10]
     rest = [k for k in grads if k not in slow]
     if not slow or not rest or largest<10*ratio: return
-    # update divided by gradient: the learning rate
+    # size of an update divided by the gradient, which is the learning rate
     rate = {k: usual[k]*median(moves[k].s.rms)/max(grads[k], 1e-30) for k in grads}
     slow = [k for k in slow if rate[k]<1e-2*median([rate[k] for k in rest])]
     if not slow: return
@@ -204,14 +225,15 @@ def update_too_small(h, ratio=1e-5, drop=1e-3, least=20, many=.8):
     ratio: ratio of update to weight (rms), below which the update is too small
     drop: ratio of an update to the largest update before, below which the schedule has ended
     least: least number of steps
-    many: least fraction of the weights with such updates"""
+    many: least fraction of the weights with too small updates
+    """
     moves = {k: m for k,m in relative_updates(h).items() if np.isfinite(m.ratio).any()}
     if not moves or len(h.steps)<least: return
     usual = {k: m.median(.1, .9) for k,m in moves.items()}
     small = [k for k in moves if usual[k]<ratio and (k not in h.grads or (h.grads[k].rms>0).any())]
     if not small or len(small)<many*len(moves) or h.progress.verdict not in ('stalls', 'none', 'short'):
         yield from list(find_early_end(h, moves, drop)) or find_slow_group(h, moves, usual, ratio)
-    elif any(finite_max(moves[k].ratio)>0 for k in small): # otherwise they never change, and `not_trained` reports them
+    elif any(finite_max(moves[k].ratio)>0 for k in small): # `not_trained` reports weights that never change
         stopped = all(usual[k]==0 for k in small) or finite_max([finite_max(moves[k].ratio[:5]) for k in small])>100*ratio
         k = max(small, key=usual.get)
         yield from find_early_end(h, moves, drop) if stopped else [report_small_steps(h, moves, k, len(small), usual[k], ratio)]
@@ -220,24 +242,28 @@ def update_too_small(h, ratio=1e-5, drop=1e-3, least=20, many=.8):
 recurrent = 'LSTM', 'GRU', 'RNN', 'RNNCell', 'LSTMCell', 'GRUCell'
 
 def initial_weights(h):
-    "Yield (weight, number of inputs of each unit) for linear, convolutional, recurrent and attention layers with a row in the first step."
+    """Yield (weight, number of inputs of each unit) for the weights of layers that were recorded in the first step.
+
+    Only linear, convolutional, recurrent and attention layers count.
+    """
     for k,w in h.weights.items():
         if not h.is_matrix(k, w) or w.steps[0]!=h.steps[0] or w.shape is None or len(w.shape)<2: continue
         if is_linear(w.kind) and k[1] in ('weight', 'kernel') or w.kind in recurrent and 'weight' in k[1] or k[1]=='in_proj_weight': yield w, count_inputs(w)
 
 class LayerStart:
-    """A layer in the first step: rms of its weight, input and output.
+    """The rms of a layer's weight, input and output in the first step.
 
     w, out: series of the weight and of the output
     fan: number of inputs of each unit
-    given: series of the input, or None"""
+    given: series of the input, or None
+    """
     def __init__(self, w, fan, given, out):
         self.w,self.out = w,out
-        # scaled: rms of the weight, relative to the rms with which output and input have the same rms
+        # scaled: rms of the weight, divided by the rms that would give output and input the same rms
         self.scaled,self.out_rms = float(w.rms[0]*np.sqrt(fan)),float(out.rms[0])
-        # without a recorded input, assume an rms of 1
+        # if the input was not recorded, assume that its rms is 1
         self.in_rms = 1. if given is None else float(given.rms[0])
-        # the output is a weighted mean, so its rms does not show the scale of the weight
+        # attention returns a weighted mean, so the rms of its output does not show the scale of its weight
         self.mean = 'Attention' in w.kind
         self.finite = bool(np.isfinite(self.out_rms))
         self.gain = self.out_rms/self.in_rms if self.in_rms>0 else np.nan
@@ -245,17 +271,20 @@ class LayerStart:
 
     def too_large(self, away):
         "Return True if the weight makes the output more than `away` times as large as the input."
-        # a recurrent weight multiplies the signal at each position of a sequence
+        # in a loop over a sequence, a recurrent weight multiplies the signal at each position
         loop = self.w.kind in recurrent and 'hh' in self.w.pname and self.gain>100 and self.scaled>1
         return loop or self.scaled>away and (self.mean or not self.finite or self.gain>away)
 
     def too_small(self, least):
-        "Return True if the weight is so small that the output is only the bias, or zero."
+        "Return True if the weight is so small that the output is hardly more than the bias, or hardly more than zero."
         return 0<self.scaled<least and (self.scaled*self.in_rms<.05*max(self.out_rms, 1e-30) or self.gain<least)
 
 # %% ../../nbs/55_health/30_sizes.ipynb #9b04647f
 def is_only_path(h, path, out):
-    "Return True if no residual connection leads around a layer: the next layer with weights has an input as small as the output `out`."
+    """Return True if no residual connection leads around a layer with the output `out`.
+
+    Without such a connection, the input of the next layer with weights is as small as `out`.
+    """
     at = h.graph.calls.get(path)
     for q in h.graph.leaves:
         if h.graph.calls[q]<=at or not any(k[0]==q and h.is_matrix(k, w) for k,w in h.weights.items()): continue
@@ -264,7 +293,7 @@ def is_only_path(h, path, out):
     return False
 
 def layer_starts(h):
-    "Yield a `LayerStart` for each layer with known weight, input and output in the first step."
+    "Yield a `LayerStart` for each layer whose weight, input and output in the first step are known."
     for w,fan in initial_weights(h):
         out,ins = h.outputs.get(w.path),h.inputs.get(w.path)
         if out is None or out.steps[0]!=h.steps[0] or ins and ins[0].steps[0]!=h.steps[0]: continue
@@ -272,7 +301,10 @@ def layer_starts(h):
         if s.in_rms>0 and np.isfinite(s.in_rms): yield s
 
 def find_large_embeddings(h, embedded):
-    "Yield (weight, rms of the weight, rms of the output) of embeddings that begin too large and are not followed by a normalization."
+    """Yield (weight, rms of the weight, rms of the output) for embeddings whose initial weights are too large.
+
+    Embeddings before a normalization are left out. `embedded`: as in `poor_scale`.
+    """
     for (path,_),w in h.weights.items():
         out = h.outputs.get(path)
         if 'Embedding' not in w.kind or out is None or w.steps[0]!=h.steps[0] or not w.rms[0]>embedded: continue
@@ -288,7 +320,10 @@ def report_start(h, w, text, severity, advice=f"{init_advice} If the scale is in
         look="scalar_global_heatmap(run, ttype='output', stat='std')")
 
 def report_large_start(h, large, away):
-    "Return a finding about layers with too large initial weights. `large`: list of (weight, factor above the usual rms, output rms / input rms)."
+    """Return a finding about layers with too large initial weights.
+
+    `large`: list of (weight, ratio of its rms to the suitable rms, ratio of output to input).
+    """
     w,scaled,by = min(large, key=lambda f: h.graph.position(f[0].path))
     n,gain = len({w.path for w,*_ in large}),f", and its output is {fmt_times(by)} its input at step {h.steps[0]}"
     if 'Attention' in w.kind or 'Embedding' in w.kind: gain = ''
@@ -298,10 +333,11 @@ def report_large_start(h, large, away):
         gain=by, scaled=scaled, layers=n, confidence=confidence_from(scaled, away, against=h.progress.is_good))
 
 def report_growing_start(h, growing, limit):
-    """Return a finding about layers each making the signal a little larger.
+    """Return a finding about layers that each make the signal a little larger.
 
     growing: list of `LayerStart`
-    limit: rms of an output that is too large"""
+    limit: rms of an output, above which the output is too large
+    """
     first,last = min(growing, key=lambda s: h.graph.position(s.w.path)),max(growing, key=lambda s: s.out_rms)
     return report_start(h, first.w, f"The signal grows from layer to layer, to {fmt(last.out_rms)} in `{last.w.path}` at step {h.steps[0]}: "
         f"{len(growing)} layers begin with weights that are about {fmt_times(median([s.scaled for s in growing]))} too large to keep its size. "
@@ -312,7 +348,8 @@ def report_tiny_start(h, tiny, limit):
     """Return a finding about initial weights so small that the outputs hardly depend on the data.
 
     tiny: list of `LayerStart`
-    limit: relative size of the weights below which nothing is left of a signal"""
+    limit: ratio of the weights to their suitable rms, below which nothing is left of a signal
+    """
     s,n = min(tiny, key=lambda s: h.graph.position(s.w.path)),len(tiny)
     return report_start(h, s.w, f"{s.w.title} begins with weights of only {fmt_times(s.scaled)} the size that keeps a signal"
         f"{f' ({n} layers do so)' if n>1 else ''}: the next layers see its bias and hardly any data.",
@@ -324,10 +361,12 @@ def report_tiny_start(h, tiny, limit):
 def poor_scale(h, away=5., least=.012, growth=200., embedded=8.):
     """Initial weights with which a signal explodes or vanishes
 
-    away: factor by which a weight may be larger than the rms that keeps the size of a signal, and factor by which the output may be larger than the input
-    least: factor below which nothing is left of a signal
-    growth: largest output of all layers, relative to the data
-    embedded: rms of the weight of an embedding; torch begins with 1"""
+    away: ratio of a weight to the rms that keeps the size of a signal, and of output to input, above which the weight
+    is too large
+    least: ratio of a weight to this rms, below which nothing is left of a signal
+    growth: largest output of all layers, relative to the data, above which the signal explodes
+    embedded: rms of the weight of an embedding, above which it is too large; torch begins with 1
+    """
     if not len(h.steps): return
     starts = list(layer_starts(h))
     large = [(s.w, s.scaled, s.by) for s in starts if s.too_large(away)]
@@ -341,16 +380,16 @@ def poor_scale(h, away=5., least=.012, growth=200., embedded=8.):
 
 # %% ../../nbs/55_health/30_sizes.ipynb #1ecb7127
 def data_of_layer(h, path, first):
-    "Return the series of a layer's input if the input is the data of the model, else None. `first`: path of the first layer with weights."
+    "Return the series of a layer's input if this input is the data of the model, else None. `first`: path of the first layer with weights."
     ins = [s for s in h.inputs.get(path, ()) if s.tname!='output' and 'float' in str(s.dtype)]
     kind = h.kinds.get(path, '')
     if not ins or not is_linear(kind) and not any(r in kind for r in ('LSTM', 'GRU', 'RNN')): return None
-    # an input that the model computes is no data
+    # leave out inputs that the model itself computes
     if h.graph.makers.get(path) or path!=first and not equals_model_input(h, ins[0]): return None
     return ins[0]
 
 def multiplies_data(w):
-    "Return True for the weight of a linear layer, also of one input feature: `Linear(1, n)`."
+    "Return True for the weight of a linear layer. A layer of one input feature, `Linear(1, n)`, counts, too."
     return is_linear(w.kind) and w.pname in ('weight', 'kernel') and w.shape is not None and len(w.shape)>1
 
 def equals_model_input(h, s): return any(r.path=='' and np.array_equal(r.rms, s.rms) for r in h.series('input'))
@@ -361,11 +400,13 @@ def starts_with_high_loss(h, times=3):
     return bool(guess) and len(values)>0 and bool(values[0]>times*min(guess.values()))
 
 def report_not_normalised(h, s, size, bad, limit):
-    """Return a finding about data without normalization.
+    """Return a finding about data that are not normalized.
 
     s: series of the data
-    size, limit: median rms; rms above which the loss may suffer
-    bad: True if the loss may suffer"""
+    size: median rms of the data
+    limit: rms above which the loss may suffer
+    bad: True if the loss may suffer
+    """
     worst = 'error' if h.is_broken or h.progress.verdict=='rises' else None if bad else 'info'
     return s.finding(0, f"The data are not normalized: the input of {s.title} has an rms of {fmt(size)} and reaches "
         f"{fmt(finite_max(s.abs_max))}, where about 1 is usual. {loss_sentence(h.progress)}", severity=worst,
@@ -373,11 +414,12 @@ def report_not_normalised(h, s, size, bad, limit):
         rms=size, largest=finite_max(s.abs_max), confidence=confidence_from(size, limit, against=h.progress.is_good))
 
 def report_not_centred(s, size, spread, limit):
-    """Return a finding about data with a mean far from zero.
+    """Return a finding about data whose mean is far from zero.
 
     s: series of the data
-    size, spread: median rms and standard deviation
-    limit: ratio of the two that is too large"""
+    size, spread: median rms and median standard deviation of the data
+    limit: ratio of rms to standard deviation, above which the mean is too far from zero
+    """
     return s.finding(0, f"The data are far from zero: the input of {s.title} has a mean of {fmt(median(s['mean']))} and a "
         f"standard deviation of only {fmt(spread)}.", stat='mean', rms=size, std=spread, confidence=confidence_from(size/spread, limit),
         advice="Subtract the mean of the training set: x-mean.")
@@ -385,12 +427,13 @@ def report_not_centred(s, size, spread, limit):
 # %% ../../nbs/55_health/30_sizes.ipynb #09b0ca7b
 @rule(severity='warning', needs='input', stats='rms')
 def poor_input_scale(h, large=30., much=300., offset=20., least=10):
-    """Data that are not normalized: the input of the first layer is far from 1, and its gradients are larger than all others by the same factor
+    """Data that are not normalized: the rms of the first layer's input is far from 1, and its gradients are larger by the same factor
 
     large: rms of the data, above which the loss may suffer
-    much: rms of the data that is reported in any case
-    offset: distance of the mean from zero, in standard deviations
-    least: least number of steps to judge the rms"""
+    much: rms of the data, above which they are reported in any case
+    offset: distance of the mean from zero, in standard deviations, above which it is reported
+    least: least number of steps to judge the rms
+    """
     if not len(h.steps): return
     weighted = [p for p in h.graph.leaves if any(k[0]==p and (h.is_matrix(k, w) or multiplies_data(w)) for k,w in h.weights.items())]
     bad = h.progress.verdict in ('stalls', 'rises', 'none', 'short') or h.is_broken or starts_with_high_loss(h)
@@ -404,22 +447,22 @@ def poor_input_scale(h, large=30., much=300., offset=20., least=10):
 
 # %% ../../nbs/55_health/30_sizes.ipynb #23571116
 def starts_equal(h, k, w):
-    "Return True if all elements of a weight with several units are equal in the first step. `k`: (path, pname) of the weight `w`."
+    "Return True if all elements of the weight `w` of several units are equal in the first step. `k`: (path, pname) of `w`."
     if not h.is_matrix(k, w) or w.shape is None or w.shape[0]<2 or w.steps[0]!=h.steps[0] or not w.constant[0] or not ('max' in w or 'mean' in w): return False
     return is_linear(w.kind) or 'Embedding' in w.kind or w.kind in recurrent or 'weight' in (k[1] or '') and len(w.shape)==2
 
 def is_frozen(h, k): return any((p['path'], p['name'])==k and p['requires_grad'] is False for p in h.parameters)
 
 def later_weights(h, k):
-    "Return the keys of the weights of all later layers, the next layer first. `k`: key of a weight."
+    "Return the keys of the weights of all layers that are called after the layer of the weight `k`, the next layer first."
     return sorted((q for q,w in h.weights.items() if h.is_matrix(q, w) and h.graph.position(q[0])>h.graph.position(k[0])), key=lambda q: h.graph.position(q[0]))
 
 def stay_equal(h, k):
-    "Return True if the weights of the next layer are equal, too, so that nothing distinguishes the units of a weight. `k`: its key."
+    "Return True if the weights of the next layer are also equal, so that nothing ever distinguishes the units. `k`: key of the units' weight."
     return bool(later := later_weights(h, k)) and starts_equal(h, later[0], h.weights[later[0]])
 
 def consequence_phrase(h, k):
-    "Return the consequence of equal units as the end of a sentence. `k`: key of their weight."
+    "Return the consequence of equal units as the end of a sentence. `k`: key of the units' weight."
     if not later_weights(h, k): return ", and have equal outputs at first"
     return ", get equal gradients, and stay one unit" if stay_equal(h, k) else ", and only later weights distinguish them"
 
@@ -428,7 +471,8 @@ def consequence_phrase(h, k):
 def equal_units(h, least=5):
     """Weights of a layer that are all equal: its units have equal outputs, and stay equal forever if the next weights are equal, too
 
-    least: least number of steps in which a weight is zero"""
+    least: least number of steps of a weight that is zero
+    """
     for k,w in h.weights.items() if len(h.steps) else ():
         if not starts_equal(h, k, w) or is_frozen(h, k): continue
         value,same,last = float(w['max' if 'max' in w else 'mean'][0]),w.constant,not later_weights(h, k)
@@ -453,8 +497,9 @@ def shrinks_away(w, left):
 def weights_decay(h, left=.15, many=.6):
     """Weights that shrink to nothing: the weight decay removes more than the training learns
 
-    left: fraction of its first rms to which a weight shrinks
-    many: least fraction of the weights that shrink so much; two weights are enough if the loss suffers"""
+    left: fraction of its first rms, below which a weight has shrunk
+    many: least fraction of the weights that shrink so much. If the loss suffers, two weights are enough
+    """
     ws = {k: w for k,w in h.weights.items() if h.is_matrix(k, w) and len(w)>5 and w.rms[0]>0 and k in h.grads}
     gone = [k for k,w in ws.items() if shrinks_away(w, left)]
     if not gone or len(gone)<many*len(ws) and (h.progress.is_good or len(gone)<2): return

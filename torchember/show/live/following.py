@@ -74,7 +74,7 @@ class Tail:
             self.close()
             self.file = open(self.path, 'rb', buffering=0, opener=open_regular)
         self.removed,self.given,self.at = parts['lines'],min(done, parts['lines']),max(done-parts['lines'], 0)
-        self.rows = parts['rows']+count_lines(self.path, self.at) if rows is None else rows
+        self.rows = parts['rows']+count_lines_until(self.path, self.at) if rows is None else rows
         self.earlier = blocks_of_run(self.path, end=0, after=(done, self.rows)) if done<parts['lines'] else iter(())
 
     def skip_to_end(self, most):
@@ -107,7 +107,7 @@ class Tail:
         "Fraction of the log, in bytes, that was read so far."
         return (self.given+self.at)/total if (total := self.removed+self.size) else 1.
 
-def count_lines(path, end):
+def count_lines_until(path, end):
     "Count the lines in the first `end` bytes of a file."
     with open(path, 'rb') as f: return sum(f.read(min(1<<22, end-at)).count(b'\n') for at in range(0, end, 1<<22))
 

@@ -215,7 +215,7 @@ def page_of(run, path=None, ttype=None, stats=None) -> dict:
         code,labels = placed[k]
         _,at = insert_missing(labels, [l for l in why if l not in set(labels)], [label_of(p) for p in ps])
         keys[k] = dict(zip(at, tensor_keys(rows, code), strict=True))
-    add_exponents(table if every is None else every, out, keys, tensors, [int(first['step'])] if first is not None else [])
+    add_exponent_columns(table if every is None else every, out, keys, tensors, [int(first['step'])] if first is not None else [])
     known,structure = describe_run(run, table)
     notes = [s for s in (*table.attrs.get('said', ()), untrained(ps, selected_parameters(ps, path))) if s]
     return {'torchember': 1, 'run': {**known, 'bad': first is not None, **({'missing': ' '.join(notes)} if notes else {})},
@@ -226,7 +226,7 @@ def page_of(run, path=None, ttype=None, stats=None) -> dict:
         'kinds': out, 'formats': format_ranges(out), 'meanings': {s: meanings.get(s, s) for k in out for s in k['stats']}, 'colors': colors()}
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #73dd976c
-def add_exponents(table, kinds, keys, tensors, also):
+def add_exponent_columns(table, kinds, keys, tensors, also):
     "Add exponent counts of a few steps to the page data of each tensor type. `also`: steps to include among these."
     if not kinds: return
     n = sum(len(k['tensors']) for k in kinds)
