@@ -79,7 +79,7 @@ def sigmoid_for_prices(arm):
     assert min(losses)>5000
 
 
-@is_broken('targets_out_of_reach', paths='3', steps=(0, 0))
+@is_broken('target_range', 'targets_out_of_reach', paths='3', steps=(0, 0))
 def one_sigmoid_for_three_classes(arm):
     "The labels 0, 1 and 2 are targets of one sigmoid"
     torch.manual_seed(5)

@@ -197,6 +197,7 @@ def cosine_of_epochs_in_batches(arm):
 @is_broken('update_too_small', steps=(15, 45))
 def steps_of_epochs_in_batches(arm):
     "StepLR has a step size of 10 epochs, but is stepped once per batch"
+    torch.manual_seed(311)
     model = mlp(64, 64, 10)
     opt = torch.optim.SGD(model.parameters(), .05, momentum=.9)
     schedule = torch.optim.lr_scheduler.StepLR(opt, 10, .1)
