@@ -82,7 +82,7 @@ class PlannedPass:
         "Plan the calls of the pass that begins now in this thread, if possible."
         if self.compiled is None or not self.is_usual(here): return
         k,c,arena,seen = self.compiled,self.cells,self.buffer.rows.arena,self.sources.parameters.seen
-        self.held = here.outermost,self.steps.pass_,here.stack,here.log,self.calls,here,arena.clock,arena.seen,arena
+        self.held = here.outermost,self.steps.pass_,here.stack,here.log,self.calls,here,arena.clock,arena.seen,seen,arena
         for i,o in zip((k.OUTERMOST, k.PASS, k.STACK, k.LOG, k.CALLS, k.HERE, k.CLOCK, k.SEEN), self.held, strict=False): c[i] = id(o)
         ttypes = self.sources.parameter_types[self.steps.manual]
         c[k.MEASURED] = (id(seen) if self.steps.manual else -1) if ttypes else 0
@@ -212,6 +212,7 @@ class CallPlan:
     def learn_inputs(self, args, kwargs, tensors):
         "Learn where the tensors in the arguments of a call are."
         k,w,learned,taps = self.kinds,self.words,self.inputs,self.taps_of('input', tensors)
+        w[[k.ARGS, k.KWARGS]] = 0 # an exception, such as Ctrl-C, must leave no address of freed memory
         self.state.passes.shapes_known[0] = learned.learn(k, (args, kwargs), tensors, taps) and fits(taps, tensors)
         if learned.structures: w[[k.ARGS, k.KWARGS]],w[k.INPUTS] = [address_of(s) for s in learned.structures],address_of(learned.words)
 
@@ -243,6 +244,7 @@ class CallPlan:
     def learn_outputs(self, result, tensors):
         "Learn where the tensors in the result of a call are."
         k,w,learned,taps = self.kinds,self.words,self.outputs,self.taps_of('output', tensors)
+        w[k.RESULT] = 0 # an exception, such as Ctrl-C, must leave no address of freed memory
         self.state.passes.shapes_known[1] = learned.learn(k, (result,), tensors, taps) and fits(taps, tensors)
         if learned.structures: w[k.RESULT],w[k.OUTPUTS] = address_of(learned.structures[0]),address_of(learned.words)
 
@@ -258,9 +260,10 @@ class CallPlan:
         k,w,st,ps,some = self.kinds,self.words,self.state,self.state.track.parameters,[]
         w[k.N_WEIGHTS] = -1
         if type(ps) is not dict or not all(p is None or type(p) is torch.nn.Parameter for p in ps.values()): return
-        names,pairs = list(ps),[(st.track.id, n) for n in ps]
+        names,pairs,taps = list(ps),[(st.track.id, n) for n in ps],[]
         for n,pair in zip(names, pairs, strict=True):
             tap = st.taps.get(('weight', f'weight_{sum(s[1] for s in some)}', None, 0, n))
             some.append((id(n), int(ps[n] is not None), id(pair), *words_of(tap)))
-        self.weights = np.array(some or [(0,)], np.int64),names,pairs
+            taps.append(tap)
+        self.weights = np.array(some or [(0,)], np.int64),names,pairs,taps
         w[[k.WEIGHTS, k.N_WEIGHTS]] = address_of(self.weights[0]),len(some)

@@ -29,7 +29,7 @@ class ParameterPlan:
         if self.is_possible:
             self.run = np.zeros(self.dicts.kinds.run_words, np.int64)
             for i,x in self.dicts.kinds.shared_words().items(): self.run[i] = x
-        self.words = None # words of each parameter for compiled code, once all have a tap for their gradient
+        self.words,self.held = None,() # words of each parameter for compiled code, once all have a tap for their gradient; objects at addresses in them
 
     def is_current(self, states, uses):
         "Return True if the model has the same parameters as when this plan was made."
@@ -39,10 +39,14 @@ class ParameterPlan:
     def prepare(self):
         "Collect the taps of the gradients. Return False if any tap is missing."
         if self.words is None:
-            words_of = lambda t: (t.cursor.address, id(t), id(t.format.groups), t.format.share)
+            def words_of(t): return t.cursor.address, id(t), id(t.format.groups), t.format.share
             taps = [st.taps.get(('weight_grad', f'grad_{i}', None, 0, n)) for st,i,n in self.which]
             if None in taps or not taps: return False
-            self.words = np.array([(p, *map(id, keys), *words_of(t)) for p,keys,t in zip(self.ids, self.keys, taps, strict=True)], np.int64)
+            owners = [st.track.parameters for st,_,_ in self.which]
+            if not {id(d) for d in owners}<={id(d) for d in self.dicts.dicts}: return False
+            each = zip(self.ids, self.keys, owners, self.which, taps, strict=True)
+            self.words = np.array([(p, *map(id, keys), id(d), id(n), *words_of(t)) for p,keys,d,(_,_,n),t in each], np.int64)
+            self.held = taps
         return True
 
     def measure_gradients(self, parameters):
@@ -54,7 +58,12 @@ class ParameterPlan:
             while i<len(self.words):
                 i = write(address_of(run), address_of(self.words), len(self.words), id(parameters.known.with_gradient),
                     id(parameters.gathered['weight_grad']), i+1)
-                if i<len(self.words): parameters.measure([(*self.which[i], self.which[i][0].track.parameters[self.which[i][2]])], ('weight_grad',), True)
+                if i<len(self.words): self.measure_one(parameters, *self.which[i])
         arena.filled += int(run[k.FILLED])
         arena.shared += int(run[k.SHARED])
         return run[k.FILLED]>0
+
+    def measure_one(self, parameters, state, i, name):
+        "Measure the gradient that compiled code cannot measure, unless another thread has removed its parameter."
+        p = state.track.parameters.get(name)
+        if p is not None: parameters.measure([(state, i, name, p)], ('weight_grad',), True)
