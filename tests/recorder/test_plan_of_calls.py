@@ -380,7 +380,7 @@ def test_interrupted_learning_leaves_no_address(monkeypatch, what):
     k,words = plan.kinds,plan.words
     assert words[k.ARGS] and words[k.RESULT]
     monkeypatch.setattr(call_plans, 'fits', interrupt)
-    with pytest.raises(KeyboardInterrupt): plan.learn_inputs((floats(),), {}, []) if what=='inputs' else plan.learn_outputs((floats(),), [])
+    with pytest.raises(KeyboardInterrupt): plan.finish_inputs(k.OTHER, (floats(),), {}) if what=='inputs' else plan.finish_rows(k.OTHER, [], 0, floats())
     assert not words[k.ARGS if what=='inputs' else k.RESULT]
     te.close()
 

@@ -409,6 +409,7 @@ def is_executed(run):
     if flag!=load(run+8*FALSE): return False
     return is_result(load(run+8*TRACING), load(run+8*FALSE)) and returns_number(load(run+8*BACKWARD), -1)
 
+# %% ../../../nbs/20_measure/52_objects.ipynb #c0de5219
 @njit
 def ticks(run):
     "Return the current time in nanoseconds, by `time.perf_counter_ns`."
