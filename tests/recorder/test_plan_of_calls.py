@@ -1,5 +1,5 @@
 "Compiled plans of calls: all rows are those of the general way, to the bit and in the same order"
-import copy, gc, json, threading, weakref
+import copy, gc, json, os, threading, weakref
 
 import pytest
 import torch
@@ -7,10 +7,18 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from torchember import torchEmber
+from torchember.capture.module_state import KEY
+from torchember.measure.planning import SameDicts, loaded_objects
+from torchember.recorder import call_plans
 from torchember.state.factories import from_activation
-from torchember.measure.planning import load_objects
 
-pytestmark = pytest.mark.skipif(load_objects() is None, reason='compiled code cannot take Python objects here')
+
+@pytest.fixture(scope='module', autouse=True)
+def compiled_code():
+    "Load the compiled functions, although plans are off by default. A fixture, because the first call of a machine compiles them, in many seconds."
+    if loaded_objects() is None: pytest.skip('compiled code cannot take Python objects here')
+
+
 alls = ('input', 'output', 'input_grad', 'output_grad', 'weight', 'weight_grad')
 
 
@@ -291,3 +299,133 @@ def test_counters_of_references_stay(monkeypatch):
         after = [sys.getrefcount(o) for o in objects]
     assert all(abs(a-b)<400 for a,b in zip(before[:3], after[:3], strict=True))
     assert all(abs(a-b)<8 for a,b in zip(before[3:], after[3:], strict=True)), (before, after)
+
+
+# ---- memory: compiled code reads addresses only while the objects there are alive
+
+def trained(monkeypatch, name='blocks', steps=4, **how):
+    "Return a model, its loss, its optimizer and its ember after some steps with plans."
+    monkeypatch.setenv('TORCHEMBER_PLAN', '1')
+    model,loss = network(name)
+    opt = torch.optim.SGD(model.parameters(), lr=.01)
+    te = torchEmber(model, optimizer=opt, **how)
+    for _ in range(steps): step(model, loss, opt)
+    assert te.recorder.events.planned.written
+    return model, loss, opt, te
+
+
+def step(model, loss, opt):
+    loss(model).backward()
+    opt.step()
+    opt.zero_grad()
+
+
+def plan_of(module): return module.__dict__[KEY].plan
+
+
+def in_pass(model, module, loss, f):
+    "Call `f` in the midst of a pass, after the call of a module. Return its result."
+    got = []
+    def once(*args):
+        handle.remove()
+        got.append(f())
+    handle = module.register_forward_hook(once)
+    loss(model).sum().backward()
+    return got[0]
+
+
+def test_compiled_code_does_not_go_on_after_a_stop(monkeypatch):
+    "Another thread may end the planned pass while Python code measures one of several tensors."
+    model,loss,_,te = trained(monkeypatch)
+    planned,plan,x = te.recorder.events.planned,plan_of(model[1].act),floats()
+    def codes():
+        planned.stop()
+        return plan.enter(plan.address, (x,), {}, 0), plan.leave(plan.address, x, 0)
+    k = planned.compiled
+    assert in_pass(model, model[0].act, loss, codes)==(k.OTHER, k.OTHER)
+    te.close()
+
+
+def test_objects_of_a_pass_live_until_all_threads_have_left_it(monkeypatch):
+    model,loss,_,te = trained(monkeypatch)
+    planned = te.recorder.events.planned
+    def another():
+        t = threading.Thread(target=loss, args=(model,))
+        t.start()
+        t.join()
+        return len(planned.held), planned.cells[planned.compiled.ON]
+    held,on = in_pass(model, model[0].act, loss, another)
+    assert held>5 and not on and planned.held==()
+    te.close()
+
+
+def test_forked_process_writes_no_rows(monkeypatch):
+    "The rows are in memory that a forked process shares with its parent."
+    if not hasattr(os, 'fork'): pytest.skip('no fork')
+    model,loss,_,te = trained(monkeypatch)
+    planned = te.recorder.events.planned
+    def fork():
+        pid = os.fork()
+        if pid==0: os._exit(int(planned.cells[planned.compiled.ON]))
+        return planned.cells[planned.compiled.ON], os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert in_pass(model, model[0].act, loss, fork)==(1, 0)
+    te.close()
+
+
+@pytest.mark.parametrize('what', ['inputs', 'outputs'])
+def test_interrupted_learning_leaves_no_address(monkeypatch, what):
+    model,loss,_,te = trained(monkeypatch)
+    def interrupt(taps, tensors): raise KeyboardInterrupt
+    plan = plan_of(model[2])
+    k,words = plan.kinds,plan.words
+    assert words[k.ARGS] and words[k.RESULT]
+    monkeypatch.setattr(call_plans, 'fits', interrupt)
+    with pytest.raises(KeyboardInterrupt): plan.finish_inputs(k.OTHER, (floats(),), {}) if what=='inputs' else plan.finish_rows(k.OTHER, [], 0, floats())
+    assert not words[k.ARGS if what=='inputs' else k.RESULT]
+    te.close()
+
+
+def test_plans_hold_the_taps_whose_addresses_they_have(monkeypatch):
+    model,_,_,te = trained(monkeypatch)
+    plan = plan_of(model[2])
+    k,(words,*_,taps) = plan.kinds,plan.weights
+    assert len(words)==2 and [w[k.WEIGHT_TAP+k.TAPPED] for w in words]==list(map(id, taps))
+    gradients = te.recorder.sources.parameters.plan
+    assert len(gradients.words)>2 and [w[k.GRADIENT_TAP+k.TAPPED] for w in gradients.words]==list(map(id, gradients.held))
+    te.close()
+
+
+def test_gradients_of_a_removed_parameter_are_not_read(monkeypatch):
+    "Another thread may remove a parameter after the plan was compared with the model."
+    model,loss,_,te = trained(monkeypatch)
+    loss(model).backward()
+    parameters = te.recorder.sources.parameters
+    plan,gathered = parameters.plan,parameters.gathered['weight_grad']
+    parameters.buffer.rows.forget_seen()
+    gathered.clear()
+    del model[2].bias
+    plan.measure_gradients(parameters)
+    assert len(gathered)==len(plan.which)-1
+    te.close()
+
+
+def test_freed_value_is_a_change(monkeypatch):
+    "A new module may get the address of a removed one."
+    monkeypatch.setenv('TORCHEMBER_PLAN', '1')
+    d = {'a': nn.ReLU()}
+    for _ in range(100):
+        same,was = SameDicts([d]),id(d['a'])
+        assert same.unchanged()
+        del d['a']
+        d['a'] = nn.ReLU()
+        assert not same.unchanged()
+        if id(d['a'])==was: break
+    assert id(d['a'])==was
+
+
+def test_cached_code_is_that_of_these_sources():
+    "Compiled code contains constants of other Python modules. It must not be loaded after one of them has changed."
+    from torchember.measure import head
+    from torchember.measure.readers import numba, objects
+    assert objects.enter_call.__qualname__==f'enter_call_{numba.layout_checksum ^ objects.own_checksum:x}'
+    assert objects.own_checksum==numba.source_checksum(objects.__name__)!=numba.source_checksum(head.__name__)

@@ -6,7 +6,7 @@
 __all__ = ['default', 'is_wanted', 'loaded_objects', 'load_objects', 'objects', 'SameDicts']
 
 # %% ../../nbs/20_measure/53_planning.ipynb #d8eaa762
-import os
+import os, weakref
 from functools import cache
 
 import numpy as np
@@ -50,9 +50,11 @@ class SameDicts:
         # False for a ScriptModule, whose attributes are not ordinary dicts
         self.is_possible = self.kinds is not None and all(type(d) is dict for d in dicts)
         self.dicts = dicts if self.is_possible else []
-        # references keep the keys alive, but not the values: a new value at the address of an old one is not noticed
+        # references keep the keys alive, but not the values: a new value may get the address of an old one, so `freed` gets a reference to each freed value
+        self.freed = []
+        self.references = [weakref.ref(v, self.freed.append) for d in self.dicts for v in d.values() if type(v).__weakrefoffset__]
         self.keys = [list(d) for d in self.dicts]
         self.words = np.array([n for d in self.dicts for n in (id(d), len(d), *(i for k,v in d.items() for i in (id(k), id(v))))] or [0], np.int64)
         self.address = address_of(self.words)
 
-    def unchanged(self): return self.is_possible and self.kinds.entries()[3](self.address, len(self.dicts))==1
+    def unchanged(self): return self.is_possible and not self.freed and self.kinds.entries()[3](self.address, len(self.dicts))==1

@@ -203,6 +203,7 @@ class ModelEvents(Listener):
 
     def disown(self, lock):
         self.lock = lock # lock: new lock for a forked process
+        self.planned.stop() # a process may be forked in the midst of a pass, and compiled code would write into the black box of the parent
 
     # ---- events of passes. In these methods, `here` is the `ThreadContext` of this thread
     @timed
@@ -219,7 +220,7 @@ class ModelEvents(Listener):
                     self.running -= 1
                     raise
                 self.sums_after_hooks = self.buffer.shards.ranks is not None and self.buffer.shards.ranks.sharded
-                if self.running>1: self.planned.end() # threads that share a pass need the lock, which compiled code does not take
+                if self.running>1: self.planned.stop() # threads that share a pass need the lock, which compiled code does not take
                 else: self.planned.begin(here)
         here.depth += 1
         return True
@@ -232,7 +233,7 @@ class ModelEvents(Listener):
         if here.depth: return
         with self.lock:
             self.running -= 1
-            self.planned.end()
+            if not self.running: self.planned.end() # the objects of the pass stay alive while another thread may be in a planned call
             self.pass_events.end(here, compiled)
         if here.skipped: return
         self.pass_events.after_end()

@@ -32,6 +32,7 @@ class ParameterPlan:
             self.run = np.zeros(self.dicts.kinds.run_words, np.int64)
             for i,x in self.dicts.kinds.shared_words().items(): self.run[i] = x
         self.words = None # integers that describe each parameter to compiled code; None until all gradients have a tap
+        self.held = () # objects whose addresses are in `words`
 
     def is_current(self, states, uses):
         "Return True if the model still has the parameters for which this plan was made."
@@ -41,10 +42,14 @@ class ParameterPlan:
     def prepare(self):
         "Collect the taps of all gradients for compiled code. Return False if a gradient has no tap yet."
         if self.words is None:
-            words_of = lambda t: (t.cursor.address, id(t), id(t.format.groups), t.format.share)
+            def words_of(t): return t.cursor.address, id(t), id(t.format.groups), t.format.share
             taps = [st.taps.get(('weight_grad', f'grad_{i}', None, 0, n)) for st,i,n in self.which]
             if None in taps or not taps: return False
-            self.words = np.array([(p, *map(id, keys), *words_of(t)) for p,keys,t in zip(self.ids, self.keys, taps, strict=True)], np.int64)
+            owners = [st.track.parameters for st,_,_ in self.which]
+            if not {id(d) for d in owners}<={id(d) for d in self.dicts.dicts}: return False
+            each = zip(self.ids, self.keys, owners, self.which, taps, strict=True)
+            self.words = np.array([(p, *map(id, keys), id(d), id(n), *words_of(t)) for p,keys,d,(_,_,n),t in each], np.int64)
+            self.held = taps
         return True
 
     def measure_gradients(self, parameters):
@@ -59,7 +64,12 @@ class ParameterPlan:
             while i<len(self.words):
                 i = write(address_of(run), address_of(self.words), len(self.words), id(parameters.known.with_gradient),
                     id(parameters.gathered['weight_grad']), i+1)
-                if i<len(self.words): parameters.measure([(*self.which[i], self.which[i][0].track.parameters[self.which[i][2]])], ('weight_grad',), True)
+                if i<len(self.words): self.measure_one(parameters, *self.which[i])
         arena.filled += int(run[k.FILLED])
         arena.shared += int(run[k.SHARED])
         return run[k.FILLED]>0
+
+    def measure_one(self, parameters, state, i, name):
+        "Measure the gradient that compiled code cannot measure, unless another thread has removed its parameter."
+        p = state.track.parameters.get(name)
+        if p is not None: parameters.measure([(state, i, name, p)], ('weight_grad',), True)

@@ -7,7 +7,7 @@ __all__ = ['counters32', 'counters64', 'blocks32', 'blocks64', 'count', 'best_wi
            'end_address', 'mean_by_parts', 'on_blocks']
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #70d151c8
-import ctypes, itertools, math, os, threading, zlib
+import ctypes, inspect, itertools, math, os, sys, threading, zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 
@@ -569,12 +569,22 @@ entries |= {k: (converting(blocks64, np.float64, k), getattr(types, k)) for k in
 entries |= {k: (converting(blocks32, np.float32, k), types.uint8 if k=='bool' else getattr(types, k)) for k in ('int16', 'int8', 'uint8', 'bool')}
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #5e1f0a10
-# the sums are part of the names of cached functions: else numba would load old code after an extension has added a sum
-parts_checksum = zlib.crc32(' '.join(parts).encode())
+def source_checksum(*names):
+    "Return a checksum of the source code of some Python modules. `names`: their names. A module without source code counts by its name."
+    def source(n):
+        "Return the source code of a Python module, or its name if there is none."
+        try: return inspect.getsource(sys.modules[n])
+        except (OSError, TypeError): return n
+    return zlib.crc32(' '.join(map(source, names)).encode())
 
-def compile_cached(compiled, function):
-    "Compile a function by the decorator `compiled`, or load it from numba's cache on disk."
-    function.__qualname__ = f'{function.__name__}_{parts_checksum:x}'
+# Numba's cache notices changes of the file with a function, but not of the files with other functions and constants that its machine code contains.
+# Old code would write to wrong addresses after a change of a layout. So checksums are parts of the names of cached functions: of the sums, which
+# extensions may add to, and of the sources, computed when they are imported, because a file may change between its import and the compilation
+layout_checksum = zlib.crc32(' '.join(parts).encode()) ^ source_checksum(*(f.__module__ for f in (address_of, no_elements)), __name__)
+
+def compile_cached(compiled, function, more=0):
+    "Compile a function by the decorator `compiled`, or load it from numba's cache on disk. `more`: checksum of further sources."
+    function.__qualname__ = f'{function.__name__}_{layout_checksum ^ more:x}'
     try: return compiled(cache=True)(function)
     except RuntimeError: return compiled()(function) # numba found no writable folder for its cache, so compile without a cache
 

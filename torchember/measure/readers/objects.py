@@ -16,13 +16,14 @@ __all__ = ['python_object', 'clear_error', 'thread_id', 'incref', 'decref', 'get
            'RUN', 'STATE', 'TRACK', 'ENTERED', 'EXITED', 'MODULE', 'KNOWN', 'ARGS', 'KWARGS', 'INPUTS', 'RESULT',
            'OUTPUTS', 'PARAMETERS', 'WEIGHTS', 'N_WEIGHTS', 'MORE_INPUTS', 'MORE_OUTPUTS', 'plan_words', 'NAME',
            'IS_SET', 'PAIR', 'WEIGHT_TAP', 'weight_words', 'UNPLANNED', 'DONE', 'OTHER', 'OTHER_PARAMETERS', 'MORE',
-           'FIRST', 'WITH_GRADIENT', 'GATHERED', 'GRADIENT_TAP', 'gradient_words', 'ObjectType', 'ObjectModel',
-           'unbox_object', 'address', 'calling', 'result_of', 'c_function', 'load', 'store', 'room', 'call_table',
-           'dlpack_codes', 'shared_words', 'exchange_function', 'describe', 'is_negated', 'number_in', 'known_row',
-           'remember', 'next_event', 'write_row', 'same_key', 'size_of', 'find_tensors', 'is_result', 'returns_number',
-           'is_plain', 'is_executed', 'ticks', 'add_time', 'set_number', 'number_of_call', 'enter_box', 'exit_box',
-           'push', 'pop', 'hold', 'let_go', 'write_rows', 'enter_call', 'write_weights', 'set_current', 'leave_call',
-           'check_dicts', 'is_true', 'write_gradient', 'write_gradients', 'entry', 'entries', 'why_unavailable']
+           'FIRST', 'WITH_GRADIENT', 'GATHERED', 'OWNER', 'OWN_NAME', 'GRADIENT_TAP', 'gradient_words', 'own_checksum',
+           'ObjectType', 'ObjectModel', 'unbox_object', 'address', 'calling', 'result_of', 'c_function', 'load',
+           'store', 'room', 'call_table', 'dlpack_codes', 'shared_words', 'exchange_function', 'describe', 'is_negated',
+           'number_in', 'known_row', 'remember', 'next_event', 'write_row', 'same_key', 'size_of', 'find_tensors',
+           'is_result', 'returns_number', 'is_plain', 'is_executed', 'ticks', 'add_time', 'set_number',
+           'number_of_call', 'enter_box', 'exit_box', 'push', 'pop', 'hold', 'let_go', 'write_rows', 'enter_call',
+           'write_weights', 'set_current', 'leave_call', 'check_dicts', 'is_true', 'write_own_gradient',
+           'write_gradient', 'write_gradients', 'entry', 'entries', 'why_unavailable']
 
 # %% ../../../nbs/20_measure/52_objects.ipynb #93f39bcc
 import ctypes, platform, sys, sysconfig, time
@@ -38,7 +39,7 @@ from numba.extending import NativeValue, intrinsic, models, register_model, unbo
 from ...capture.private_torch import count_function_modes, exporting_flag, inside_transform, is_tracing, running_backward
 from ..blocks import dtype_code
 from ..head import CODE, DIMS, DTYPE, LAID, LIKE, NEXT, SHAPE, address_of, dtype_names, head_width, short
-from .numba import compile_cached, fill_next_row, integer, word
+from .numba import compile_cached, fill_next_row, integer, source_checksum, word
 
 # %% ../../../nbs/20_measure/52_objects.ipynb #6d0e7eb5
 class ObjectType(types.Type):
@@ -408,6 +409,7 @@ def is_executed(run):
     if flag!=load(run+8*FALSE): return False
     return is_result(load(run+8*TRACING), load(run+8*FALSE)) and returns_number(load(run+8*BACKWARD), -1)
 
+# %% ../../../nbs/20_measure/52_objects.ipynb #c0de5219
 @njit
 def ticks(run):
     "Return the current time in nanoseconds, by `time.perf_counter_ns`."
@@ -514,7 +516,9 @@ def enter_call(plan, args, kwargs, start):
         call = number_of_call(run, state)
         set_attribute(load(run+8*CALLS), load(run+8*CURRENT), load(plan+8*TRACK))
         start = 0
-    else: call = number_in(state, load(run+8*NUMBERS))-1
+    else:
+        if not is_plain(run): return OTHER # while Python measured a tensor, another thread may have begun a pass, or ended the recording
+        call = number_in(state, load(run+8*NUMBERS))-1
     if load(plan+8*ARGS)==0 or load(load(plan+8*KNOWN))==0: n = -1
     if n==0: n = find_tensors(run, load(plan+8*ARGS), address(args), frames, out, n)
     if n>=0: n = find_tensors(run, load(plan+8*KWARGS), address(kwargs), frames, out, n)
@@ -568,7 +572,7 @@ def leave_call(plan, result, start):
 
     `start`: number of the first output to write, -1 for a call that has just ended."""
     run = load(plan+8*RUN)
-    if start<0 and not is_plain(run): return UNPLANNED
+    if not is_plain(run): return UNPLANNED if start<0 else OTHER
     began,to,n = ticks(run),room(),-1
     frames,out = to+64,to+64+8*frame*most_depth
     if start<0:
@@ -608,8 +612,9 @@ def check_dicts(words, n):
             p += 16
     return 1
 
-# words of a parameter in a `ParameterPlan`: the parameter, its keys in the sets `with_gradient` and `gathered`, words of its gradient's tap
-WITH_GRADIENT,GATHERED,GRADIENT_TAP,gradient_words = 1,2,3,3+tap_words
+# words of a parameter in a `ParameterPlan`: the parameter, its keys in the sets `with_gradient` and `gathered`, its dict and its name there, words
+# of its gradient's tap
+WITH_GRADIENT,GATHERED,OWNER,OWN_NAME,GRADIENT_TAP,gradient_words = 1,2,3,4,5,5+tap_words
 
 @njit
 def is_true(run, o, name):
@@ -622,9 +627,9 @@ def is_true(run, o, name):
     return v==load(run+8*TRUE)
 
 @njit
-def write_gradient(run, p, with_gradient, gathered, to):
-    "Write the row of a parameter's gradient. Return False if Python code must write it. `p`: address of the words of the parameter."
-    x,tap = load(p),p+8*GRADIENT_TAP
+def write_own_gradient(run, x, p, with_gradient, gathered, to):
+    "Write the row of the gradient of the parameter `x`. Return False if Python code must write it. `p`: address of the words of the parameter."
+    tap = p+8*GRADIENT_TAP
     if load(load(tap+8*CURSOR)+8*NEXT)!=0 or not is_true(run, x, load(run+8*REQUIRES)) or not is_true(run, x, load(run+8*LEAF)): return False
     gradient = get_attribute(x, load(run+8*GRADIENT))
     if gradient==0:
@@ -638,6 +643,17 @@ def write_gradient(run, p, with_gradient, gathered, to):
         set_add(gathered, load(p+8*GATHERED))
     return done
 
+@njit
+def write_gradient(run, p, with_gradient, gathered, to):
+    "Call `write_own_gradient` for the parameter with the words `p`. Return False if its dict has another object now."
+    x = load(p)
+    # the plan does not keep the parameter alive, so its memory may be read only while its dict has it
+    if dict_item(load(p+8*OWNER), load(p+8*OWN_NAME))!=x or load(x+8)!=load(run+8*PARAMETER): return False
+    incref(x)
+    done = write_own_gradient(run, x, p, with_gradient, gathered, to)
+    decref(x)
+    return done
+
 def write_gradients(run, parameters, n, with_gradient, gathered, start):
     """Write the rows of gradients, from number `start` on.
 
@@ -648,10 +664,12 @@ def write_gradients(run, parameters, n, with_gradient, gathered, start):
     return n
 
 # %% ../../../nbs/20_measure/52_objects.ipynb #d5bff800
+own_checksum = source_checksum(__name__)
+
 def entry(function, *arguments):
     "Compile a function that returns a whole number. Return its C function, which numba calls without inspecting the types of arguments."
     signature = types.int64(*arguments)
-    return compile_cached(partial(njit, signature), function).get_overload(signature.args)
+    return compile_cached(partial(njit, signature), function, own_checksum).get_overload(signature.args)
 
 @cache
 def entries():
