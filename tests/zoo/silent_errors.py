@@ -227,7 +227,7 @@ def episode(policy):
     return torch.cat(logs),torch.tensor(returns)
 
 @is_healthy
-def policy_gradient(arm):
+def pole_on_a_cart(arm):
     "Example `reinforce` of PyTorch: one pass per move, one step per episode"
     policy = nn.Sequential(nn.Linear(4, 128), nn.Dropout(.6), nn.ReLU(), nn.Linear(128, 2), nn.Softmax(-1))
     opt = torch.optim.Adam(policy.parameters(), 1e-2)

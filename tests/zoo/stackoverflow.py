@@ -254,7 +254,7 @@ def autotrainer_sigmoids(broken):
     return network(x, *(5, act)*8, 1, 'sigmoid', init=he_uniform),'bce',adam(),x,y,128,400
 
 
-@case('vanishing_gradient', 'dead_units', 'collapse', 'loss_stalls')
+@case('vanishing_gradient', 'dead_units', 'collapse')
 def autotrainer_relus(broken):
     "AUTOTRAINER: 34 layers of ReLU in which gradients vanish; corrected: three layers"
     x,y = digits(1280)
