@@ -1,4 +1,4 @@
-"Run all test trainings and `diagnose` by `python -m zoo.judge`, and save a table of planted and reported faults"
+"Run all test trainings and `diagnose` by `python -m zoo.judge`, and save tables of planted and reported faults"
 import argparse
 import json
 import tempfile
@@ -13,6 +13,7 @@ from . import broken, healthy, load
 from .run import run, warm
 
 where = Path(__file__).parents[2]/'benchmarks'/'results'/'zoo.json'
+public = 'stackoverflow','silent_errors' # modules whose trainings are those of public benchmarks; each has a table of its own
 
 
 def first_of(
@@ -40,9 +41,27 @@ def confusion(
     return {'healthy': {'trainings': n, 'findings': dict(alarms)}, 'broken': {k: dict(v) for k,v in sorted(counts.items())}}
 
 
+def collection(module): return module if module in public else 'zoo'
+
+
+def tables_of(
+    results # (training, tables) pairs
+) -> dict:
+    "Return a confusion table for each collection: the trainings of the project, and each public benchmark."
+    names = sorted({collection(t.module) for t,_ in results}, key=('zoo', *public).index)
+    return {n: confusion([r for r in results if collection(r[0].module)==n]) for n in names}
+
+
+def saved(file):
+    "Return the tables of a file. Older files have only that of the zoo."
+    old = json.loads(file.read_text()) if file.exists() else {}
+    return {'zoo': old} if 'broken' in old else old
+
+
 def main(argv=None):
-    p = argparse.ArgumentParser('python -m zoo.judge', description='Judge all trainings of the zoo, and save the table')
+    p = argparse.ArgumentParser('python -m zoo.judge', description='Judge all trainings of the zoo, and save the tables')
     p.add_argument('--save', type=Path, default=where, help='where to save')
+    p.add_argument('--only', choices=public, help='judge one public collection, and keep the other tables of the file')
     a = p.parse_args(argv)
     torch.set_num_threads(1)
     load()
@@ -50,10 +69,11 @@ def main(argv=None):
     with tempfile.TemporaryDirectory(prefix='zoo-') as home:
         warm(home)
         for t in [*healthy.values(), *broken.values()]:
+            if a.only and t.module!=a.only: continue
             results.append((t, [diagnose(e.fname, home=home) for e in run(t, home)[0]]))
             said = [f.iloc[0]['rule'] if len(f) else '-' for f in results[-1][1]]
-            print(f"{t.name:42} {first_of(t, results[-1][1])[1] if t.rules else ''} {' '.join(said)}")
-    table = confusion(results)
+            print(f"{t.name:42} {first_of(t, results[-1][1])[1] if t.rules else ''} {' '.join(said)}", flush=True)
+    table = (saved(a.save) if a.only else {})|tables_of(results)
     a.save.write_text(json.dumps(table, indent=1)+'\n')
     print(json.dumps(table, indent=1))
 
