@@ -56,7 +56,7 @@ def report_vanishing(h, gs, size, lost, lasting, depth):
     largest = gs[keys[int(np.nanargmax(size))]].label
     return report_gradients(h, s, f"Gradients vanish in the backward pass: the gradient of {s.title} is "
         f"{fmt(first) if first else 'exactly zero'}, and that of `{largest}` is {fmt(top)}. {len(lost)} of {len(keys)} layers get less than "
-        f"{depth:g} of it.", s.steps[0], s.steps[-1], severity=None if is_harmed(h) else 'warning',
+        f"{depth:g} times the gradient of `{largest}`.", s.steps[0], s.steps[-1], severity=None if is_harmed(h) else 'warning',
         confidence=confidence_from(first/top if top else 0, depth, against=h.progress.is_good),
         advice="Use ReLU or GELU instead of sigmoid or tanh, normalization layers, residual connections, "
         "and a suitable initialization (torch.nn.init.kaiming_normal_).", first=first, last=top, layers=len(lost))
@@ -184,8 +184,8 @@ def find_steep_loss(h, gs, steps, norm, steep):
     if not by or max(by.values())<=steep: return None
     k = max(by, key=by.get)
     s = gs[k]
-    return report_gradients(h, s, f"Gradients explode from the start: the gradient of {s.title} has an rms of {fmt(typical_size(s, 0, .1))}, "
-        f"so a change of its weights by 0.1% changes the loss by {by[k]/10:.0f}%.", steps[0], steps[-1],
+    return report_gradients(h, s, f"Gradients explode from the start: the gradient of {s.title} has an rms of {fmt(typical_size(s, 0, .1))}. "
+        f"It is so large that a change of the weights by 0.1% changes the loss by {by[k]/10:.0f}%.", steps[0], steps[-1],
         advice="Clip the gradients (clip_grad_norm_), start with smaller weights (recurrent networks: torch.nn.init.orthogonal_), "
         "or normalize between layers.", elasticity=by[k], norm=plain_median(norm[:5]),
         severity=None if is_harmed(h) else 'warning', confidence=confidence_from(by[k], steep, against=h.progress.is_good))

@@ -348,7 +348,7 @@ def report_constant_data(h, s, at, alone):
     severity = 'info' if not alone else 'error' if h.progress.verdict in ('stalls', 'rises', 'none', 'short') else 'warning'
     what = f"The data are constant: all values of {s.tname} of {s.title} are {fmt(s['max'][at])} from step {s.steps[at]} on."
     if len(np.unique(s['max'][s['max']==s['min']]))>1: # each batch is one sample of equal values, such as all zeros or all ones
-        severity,what = 'info',f"In nearly all steps, {s.tname} of {s.title} has a single value, which differs between steps."
+        severity,what = 'info',f"In nearly all steps, all values of {s.tname} of {s.title} are equal. The value differs between steps."
     return s.finding(at, what, severity=severity, value=float(s['max'][at]),
         advice="Check the batches of the loader: a transform may clip all values, or an array was never filled.")
 

@@ -141,8 +141,8 @@ def find_no_distribution(h, e):
     if 'log' not in e['activations'] or e['kind'] not in ('cross_entropy', 'nll') or names[-1:] not in (['sigmoid'], ['relu'], ['tanh']): return None
     classes = e.get('classes') or 0
     if classes<2 or e['takes']=='logits': return None
-    return report_term(h, e, f"A cross-entropy of {classes} classes gets the output of a {names[-1]}, not of a softmax: the probabilities of the classes do "
-        "not depend on each other.", names[-1], severity='warning', activation=names[-1],
+    return report_term(h, e, f"A cross-entropy of {classes} classes gets the output of a {names[-1]}, not of a softmax: the values of the classes need not "
+        "sum to 1, so they are no probabilities.", names[-1], severity='warning', activation=names[-1],
         advice="Use a softmax in place of the last activation. If several classes can be right at once, use binary_cross_entropy.")
 
 find_input_faults = find_single_unit, find_wrong_dimension, find_second_activation, find_scale_out_of_reach, find_no_distribution
