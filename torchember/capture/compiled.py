@@ -25,7 +25,7 @@ def new_key(holder) -> torch.Tensor:
 
 # %% ../../nbs/10_capture/15_compiled.ipynb #d19be313
 def holder_of(key):
-    "Return the object that belongs to a key tensor made by `new_key`, or None if the object was deleted."
+    "Return the object that a key tensor of `new_key` stands for in compiled code, or None if the object was deleted."
     return holders.get(key.item())
 
 # %% ../../nbs/10_capture/15_compiled.ipynb #daf885c8

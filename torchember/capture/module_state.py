@@ -42,7 +42,7 @@ class PendingCalls:
 class PendingGradients:
     "Pending gradients of a module: for each tensor, the calls with an expected gradient."
     def __init__(self):
-        self.calls,self.step = {},None # calls: a `PendingCalls` for each (ttype, tname); step: step of the last expected call
+        self.calls,self.step = {},None # calls: (tensor type, tensor name) -> `PendingCalls`; step: step of the newest expected call
         self.counts = {} # (ttype, tname) -> number of the tensor's last gradient in this pass, from 0
 
     def expect(self, ttype, names, call, listener):

@@ -180,7 +180,7 @@ class Patch:
         is_plain = 'forward' not in d and isinstance(of_class, types.FunctionType)
         own = self.function or (is_plain and of_class)
         self.covered = None if is_plain else module.forward # the replaced callable; None for the function of the class
-        self.former = None if own else self.covered # the replaced callable, if the module is not its argument; else None
+        self.former = None if own else self.covered # the replaced callable, if it is called without the module as first argument; else None
         # parameter names of the module's own forward
         self.names,self.rest = known.get(own) or argument_names(module.forward)
         if own: known[own] = self.names,self.rest

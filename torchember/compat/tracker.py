@@ -198,7 +198,7 @@ def compile_pattern(pattern, what): # what: name of the argument, for messages
 # %% ../../nbs/80_compat/20_tracker.ipynb #900881db
 @dataclass
 class TensorStash:
-    "Statistics of one tensor in one step, with the attributes that Track & Visualize uses."
+    "Statistics of one tensor in one step, with the attributes of the older tool Track & Visualize."
     name:str # Name of the tensor in the LogFrame
     type:str # Class name of the tensor's module
     tensor_type:str # Type of the tensor, such as 'Activation' or 'Gradient'

@@ -69,7 +69,7 @@ class UnreadTensors:
 
     def __bool__(self): return bool(self.by_row or self.lists)
 
-    def add(self, block, row, tensor): # tensor: (tensor, groups of sums, scale factor)
+    def add(self, block, row, tensor): # tensor: (tensor, process groups over which it must be summed, scale factor)
         self.by_row[block, row] = tensor
         if block.source is not None: block.source[row] = row
 

@@ -127,7 +127,7 @@ class ArmedModel:
         self.events.pass_events.prepare(tracks[0].module, max(t.path.count('.') for t in tracks))
 
     def look_for_modules(self):
-        "Arm new modules of the model. Warn if this fails."
+        "Start to record new modules of the model. Warn if this fails."
         if self.same_modules is not None and self.same_modules.unchanged(): return
         if not (with_other_children(self.sources.states) or self.containers.changed()) or self.owner is None: return self.note_modules()
         try: self.arm_new_modules(self.owner())

@@ -57,7 +57,7 @@ class FollowedTensors:
 
 # %% ../../nbs/40_recorder/75_sources.ipynb #c11b9ed1
 class KnownOptimizers:
-    "Optimizers that the user passed to `torchEmber`: their parameters' gradients, and the loss scale."
+    "Optimizers that the user passed to `torchEmber`. Returns the gradients of their parameters, and the loss scale."
     def __init__(self, watch, parameters): self.watch,self.parameters = watch,parameters # watch: an `OptimizerWatch` or None
 
     def scale(self):

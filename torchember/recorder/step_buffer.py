@@ -64,7 +64,7 @@ class Generators:
     tries = 100 # number of first calls of a function in which slow generators are saved; later only if the function used them
 
     def __init__(self):
-        self.states = {} # name of a generator -> its state for users' functions
+        self.states = {} # name of a random generator -> its state while functions of the user run
         self.calls = Counter() # id of a function -> number of its calls
         self.drawn = set() # pairs (id of a function, name of a slow generator): the function has drawn random numbers from this generator
 
@@ -220,7 +220,7 @@ class CustomRows:
         return mine, sum(r.is_number for r in mine)
 
     def join(self, earlier):
-        "Merge earlier steps into this step: their rows become rows of its passes. The log already has the rows of the first of these steps."
+        "Merge earlier micro-batches into this step: their rows become rows of its passes. The log already has the rows of the first micro-batch."
         # rows in the log have no number of a micro-batch, because they were written as a step of one pass
         self.taken = {(r.key, r.call, None) for r in earlier[0].custom if r.key[3]}
         self.rows = join_rows(earlier, self.rows)

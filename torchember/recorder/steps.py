@@ -79,7 +79,7 @@ class SteppedOptimizers:
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #cad61d3e
 class StepState:
-    "Passes of the open step."
+    "Forward and backward passes of the step that has not ended yet."
     def __init__(self):
         self.opened = False # True if the step has content: a pass, or tensors that the user asked to measure
         self.passes = Counter() # phase -> number of passes of this phase

@@ -236,7 +236,7 @@ class StepCursor:
         return W.VBox([self.loss.surface.widget, self.slider.shown]) if self.slider else self.loss.surface.widget
 
     def point(self, step):
-        "Move the cross-hair of the loss and the lines of the picture to a step. The step None hides both."
+        "Move the cross-hair in the loss curve and the vertical lines in the picture to a step. The step None hides both."
         control = self.step_control()
         self.picture.move_line_to(self.loss.move_to(step, control and control.nearest))
 

@@ -198,7 +198,7 @@ def wrap_scan(scan):
     @wraps(scan)
     def wrapper(fn, *args, check_constancy_invariants=True, **kwargs):
         def run_scan(*values):
-            "Run the scan of flax, and return its result."
+            "Run the scan of flax with recording in its body, and return its result."
             first = iter([True]*check_constancy_invariants) # flax traces the body twice only if `check_constancy_invariants` is True
             def traced_body(*values):
                 "Run the body of the scan. Its first trace runs in the context `ahead`, because flax discards this trace."
