@@ -363,7 +363,7 @@ def find_tensors(run, p, o, frames, out, n):
  ARGS, KWARGS, INPUTS, # addresses of the structures of args and kwargs (0: unknown), and of the words of the input taps
  RESULT, OUTPUTS, # addresses of the structure of the result (0: unknown), and of the words of the output taps
  PARAMETERS, WEIGHTS, N_WEIGHTS, # the module's dict of parameters; words for each parameter; number of parameters, -1 if unknown
- MORE_INPUTS, MORE_OUTPUTS, plan_words) = range(18) # MORE_...: 1 if Python code needs the tensors, too, for example for hooks of gradients
+ MORE_INPUTS, MORE_OUTPUTS, plan_words) = range(18) # MORE_INPUTS, MORE_OUTPUTS: 1 if Python code needs the tensors, too, for example for hooks of gradients
 # words of a parameter in a plan: address of its name; 0 if the parameter is None; key in `Parameters.seen`; words of its tap
 NAME,IS_SET,PAIR,WEIGHT_TAP,weight_words = 0,1,2,3,3+tap_words
 
