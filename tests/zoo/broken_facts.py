@@ -189,27 +189,3 @@ def all_of_the_forward_without_gradients(arm):
 
 @is_broken('not_trained', steps=(0, 40))
 def one_hot_predictions(arm): unconnected(arm, lambda model, a: F.one_hot(model(a).argmax(1), 10).float().requires_grad_(), 462, logged=False)
-
-
-def with_copies(arm, written_back, seed):
-    "Train copies of the parameters, like mixed precision with master weights. `written_back`: True to copy them back into the model"
-    torch.manual_seed(seed)
-    x,y = digits()
-    model = mlp(64, 48, 10)
-    masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
-    opt = torch.optim.Adam(masters, 1e-3)
-    te = arm(model, optimizer=opt)
-    for a,b in batches(60, 32, x, y):
-        model.zero_grad()
-        loss = F.cross_entropy(model(a), b)
-        te.log(loss=loss)
-        loss.backward()
-        for p,q in zip(model.parameters(), masters, strict=True): q.grad = p.grad.clone()
-        opt.step()
-        if not written_back: continue
-        with torch.no_grad():
-            for p,q in zip(model.parameters(), masters, strict=True): p.copy_(q)
-
-
-@is_broken('not_trained', steps=(0, 60))
-def master_weights_that_are_not_written_back(arm): with_copies(arm, False, 465)

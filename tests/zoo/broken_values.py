@@ -727,7 +727,7 @@ def pictures_are_black(arm):
     assert not x.any() and ends(losses)[1]>2.2
 
 
-@is_broken('rank_collapse', 'same_data', 'collapse', 'loss_stalls', paths=('', 'transformer*'), steps=(0, 20))
+@is_broken('same_data', 'collapse', 'loss_stalls', paths=('', 'transformer*'), steps=(0, 20))
 def tokens_are_unknown(arm):
     "A tokenizer that knows no letter returns the same token for all texts"
     from transformers import GPT2Config, GPT2LMHeadModel

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from . import is_healthy
-from .broken_facts import Peaked, Tanh, Wide, under_autocast, with_copies
+from .broken_facts import Peaked, Tanh, Wide, under_autocast
 from .data import digits
 from .parts import batches, fit, mlp
 
@@ -247,7 +247,3 @@ def updated_by_an_evolution_strategy(arm):
             for p,n,old in zip(ps, noise, before, strict=True): p.copy_(old-.02*step*n)
             te.log(loss=loss)
             te.step()
-
-
-@is_healthy
-def master_weights_that_are_written_back(arm): with_copies(arm, True, 466)

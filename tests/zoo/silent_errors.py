@@ -139,8 +139,9 @@ def master_weights_not_written_back(arm, broken):
         loss.backward()
         for p,q in zip(model.parameters(), master.parameters(), strict=True): q.grad = p.grad.clone()
         opt.step()
+        if broken: continue
         with torch.no_grad():
-            for p,q in zip(model.parameters(), master.parameters(), strict=True): p.copy_(p if broken else q)
+            for p,q in zip(model.parameters(), master.parameters(), strict=True): p.copy_(q)
 
 
 @is_healthy

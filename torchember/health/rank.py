@@ -53,6 +53,8 @@ def rank_collapse(h, parallel=.9995, apart=.95, start=8., left=1.5):
     start: least effective rank in the first step
     left: effective rank below which only one direction is left
     """
+    data = [s for s in h.series('input') if s.path in h.graph.data_modules and 'max' in s and 'min' in s]
+    if data and all((s['max']==s['min']).all() for s in data): return # equal samples have equal outputs; `same_data` reports the data
     for o in output_ranks(h):
         # Early in a training, the logits of all samples are alike: they follow the frequencies of the classes
         if o.path in h.graph.last_modules and has_class_loss(h): continue
