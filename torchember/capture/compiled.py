@@ -6,11 +6,12 @@
 __all__ = ['entered', 'exited', 'grads_arrived', 'probed', 'missed', 'began', 'ended', 'new_key']
 
 # %% ../../nbs/10_capture/15_compiled.ipynb #90f2b484
-import itertools, weakref
+import functools, itertools, json, weakref
 
 import torch
 
-from .private_torch import keep_in_order, never_compile, never_merge, recomputing, thread_token
+from .merging import merge_calls
+from .private_torch import keep_in_order, never_compile, never_merge, on_inductor_graphs, recomputing, thread_token
 
 # %% ../../nbs/10_capture/15_compiled.ipynb #fd9b9211
 # `numbers` counts the key tensors made by `new_key`. `holders`: number in a key tensor -> object that belongs to the key tensor
@@ -39,30 +40,43 @@ def unused_name(name):
     names = (f'{name}_{i}' if i>1 else name for i in itertools.count(1))
     return next(n for n in names if not hasattr(torch.ops.torchember, n))
 
-def define_operator(name, arguments, f, token=True, tensors='Tensor[]'):
+operators = {} # name of an operator -> its function `f`, if calls of the operator may be merged
+mergeable = {} # operator whose calls may be merged -> True if an effect token keeps the order of the operator
+
+def define_operator(name, arguments, f, token=True, tensors='Tensor[]', merges=True):
     """Define an operator to report tensors from compiled code. torch.compile keeps the operator in the graph and in order, without tracing its code.
 
     The operator calls `f(holder, tensors, *further arguments)`. `arguments`, `tensors`: types of the further arguments and of the tensors,
-    in torch's schema language. `token`: True if torch is to keep the order by an effect token, where this version of torch has effect tokens."""
+    in torch's schema language. `token`: True if torch is to keep the order by an effect token, where this version of torch has effect tokens.
+    `merges`: True if Inductor may make the call later in the graph, together with other calls."""
     def run(xs, key, *rest):
         "Run the operator: pass the tensors `xs` to `f` with the object that `key` identifies."
         holder = holder_of(key)
-        if holder is not None: f(holder, xs, *rest)
+        if holder is None: return
+        holder.memory_reused()
+        f(holder, xs, *rest)
+    op,token = add_operator(name, f'{tensors} xs, Tensor key{arguments}', run, token)
+    if merges: operators[op.name()],mergeable[op] = f,token
+    return op
+
+def add_operator(name, arguments, run, token):
+    "Add an operator that calls `run`. Return the operator, and True if an effect token keeps its order. `name`, `token`: as in `define_operator`."
     name = unused_name(name)
-    lib.define(f'{name}({tensors} xs, Tensor key{arguments}) -> ()', tags=not_in_cuda_graphs)
+    lib.define(f'{name}({arguments}) -> ()', tags=not_in_cuda_graphs)
     lib.impl(name, never_compile(run), 'CompositeExplicitAutograd')
     op = getattr(torch.ops.torchember, name).default
     token = token and thread_token(op, lib)
     if not token: torch.fx.node.has_side_effect(op)
-    torch.library.register_fake(f'torchember::{name}', lambda xs, key, *rest: prepare_graph(op, token), lib=lib)
+    torch.library.register_fake(f'torchember::{name}', lambda *args: prepare_graph(op, token), lib=lib)
     if hasattr(torch.library, 'register_vmap'): # `register_vmap` exists in torch 2.5 and later
         torch.library.register_vmap(f'torchember::{name}', lambda info, dims, *args: (op(*args), None), lib=lib)
-    return op
+    return op, token
 
 def prepare_graph(op, token):
     "Make torch.compile keep the order of an operator in the graph, and not merge its calls with equal arguments."
     keep_in_order(op, token)
     if not token: never_merge(op)
+    on_inductor_graphs(mergeable, merge_in)
 
 # %% ../../nbs/10_capture/15_compiled.ipynb #4d906f5e
 def call_holder(method):
@@ -84,5 +98,27 @@ grads_arrived = define_operator('grads_arrived', ', str ttype, str[] names', rep
 probed = define_operator('probed', ', str[] names', call_holder('probed'))
 missed = define_operator('missed', ', str ttype, str[] names', lambda holder, xs, ttype, names: recomputing() or holder.missed(ttype, names))
 # `began` needs only the length of the tensor list: 1 if the pass has gradients, 0 if the pass has no gradients
-began = define_operator('began', '', lambda holder, xs: recomputing() or holder.began(*[True]*len(xs)))
+began = define_operator('began', '', lambda holder, xs: recomputing() or holder.began(*[True]*len(xs)), merges=False)
 ended = define_operator('ended', '', lambda holder, xs: recomputing() or holder.ended())
+
+# %% ../../nbs/10_capture/15_compiled.ipynb #6e120021
+@functools.lru_cache(4096)
+def events_of(text):
+    "Return the calls that a merged call stands for, from JSON: for each its key's index, function, indices of tensors (-1 for None), further arguments."
+    return [(key, operators[name], at, rest) for name,key,at,*rest in json.loads(text)]
+
+def run_merged(xs, keys, events):
+    "Run a merged operator: call the functions of all merged calls in their order. `events`: see `events_of`."
+    found = [holder_of(k) for k in keys]
+    for holder in found:
+        if holder is not None: holder.memory_reused()
+    for key,f,at,rest in events_of(events):
+        if found[key] is not None: f(found[key], [None if i<0 else xs[i] for i in at], *rest)
+
+# operators of merged calls, and True if an effect token keeps their order
+merged = [add_operator(name, 'Tensor?[] xs, Tensor[] keys, str events', run_merged, token) for name,token in (('reported', True), ('reported_grads', False))]
+
+def merge_in(graph):
+    "Merge calls of our operators in an FX graph that Inductor compiles."
+    for op,token in merged: keep_in_order(op, token)
+    merge_calls(graph, mergeable, {token: op for op,token in reversed(merged)})

@@ -80,6 +80,7 @@ class CompiledPasses:
         self.calls = Counter() # thread id -> number of running calls of the module
         # shapes_known: for inputs and for outputs, 1 if the `moduleTrack` has the current shapes. Compiled loops read both numbers by address
         self.shapes_known = array('q', (0, 0))
+        self.plan = None # the listener's plan for calls in compiled code; None until it makes one, and when the taps have changed
 
 # %% ../../nbs/10_capture/16_module_state.ipynb #3f64cbbc
 class ModuleState:
@@ -140,6 +141,10 @@ class ModuleState:
 
     # ---- methods that compiled code calls
 
+    def memory_reused(self):
+        "Have the listener drop cached summaries, because compiled code changes memory without changing version counters."
+        self.listener.memory_reused()
+
     def began(self, grad=False): # grad: True if the pass will have gradients
         "Report that compiled code has begun a pass."
         # compiled code reports no exceptions, so a previous pass without a reported end has raised an exception
@@ -157,8 +162,6 @@ class ModuleState:
 
     def is_recorded(self):
         "Return True if a call reported by compiled code is to be recorded."
-        # the listener must drop cached summaries, because compiled code changes memory without changing version counters
-        self.listener.memory_reused()
         if self.wants.input_grad or self.wants.output_grad: warn_no_hooks()
         return self.listener.on and self.listener.records()
 
@@ -195,10 +198,8 @@ class ModuleState:
 
     def grads_arrived(self, ttype, named):
         "Report gradients computed by compiled code or a recomputation to the listener."
-        self.listener.memory_reused() # cached summaries are invalid, because compiled code reuses one buffer for several gradients
         for n,g in named: self.listener.gradient(self, ttype, n, g, *self.pending.next_call(ttype, n, self.calls))
 
     def probed(self, named):
         "Report tensors that the user records by `te.probe` in compiled code."
-        self.listener.memory_reused()
         for n,x in named: self.listener.probe(self, n, x)

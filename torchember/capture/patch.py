@@ -206,8 +206,13 @@ class Patch:
         "Ask the module's only listener for a plan, which records calls faster. With several listeners there is no plan."
         state = self.states[0] if len(self.states)==1 and self.states[0].watched else None
         self.plan = None if state is None else state.listener.plan_of(state, (self.names, self.rest))
+        for st in self.states: st.passes.plan = None
 
     # ---- methods that operators in compiled code call; an output that is a single tensor has an empty name
+
+    def memory_reused(self):
+        "Have the listeners drop cached summaries, because compiled code changes memory without changing version counters."
+        for st in self.states: st.memory_reused()
 
     def began(self, grad=False):
         "Report to the listeners that compiled code has begun a pass."

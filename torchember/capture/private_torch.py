@@ -373,6 +373,43 @@ def order_graph_operations(graph, n, last, token):
             # for an operator registered as an effect (`token`), torch itself notes the last side effect
             if not token: graph.effectful_ops[torch.library.EffectType.ORDERED] = o
 
+# %% ../../nbs/10_capture/05_private_torch.ipynb #5c20f0a1
+slower = 'compiled code reports each call of a module by itself, which takes longer'
+
+# operator that wraps the calls of operators with an effect token in a graph. Exists in torch 2.5 and later
+with_effects = private('torch._higher_order_ops.effects.with_effects', None, slower)
+
+def operator_call(node):
+    "Return the operator that a node of an FX graph calls, and its arguments, without an effect token."
+    return (node.args[1], node.args[2:]) if with_effects is not None and node.target is with_effects else (node.target, node.args)
+
+def is_operation(node):
+    "Return True if a node of an FX graph calls an operator that has a schema, as all of aten."
+    return isinstance(node.target, torch._ops.OpOverload)
+
+def is_barrier(node):
+    "Return True if a call of our operators must not be moved behind this node of an FX graph, which may write in place or call a graph."
+    if isinstance(node.target, torch._ops.HigherOrderOperator): return True
+    return is_operation(node) and (node.target.namespace=='torchember' or bool(operation_arguments(node.target).written))
+
+# %% ../../nbs/10_capture/05_private_torch.ipynb #5c20f0a2
+watched_operators = set() # operators for which `on_inductor_graphs` has registered a function
+
+def on_inductor_graphs(ops, f):
+    """Have Inductor, if it is loaded, call `f(graph)` for each functionalized FX graph that calls one of the operators `ops`.
+
+    Uses the pattern matcher of Inductor (torch 2.1 and later)."""
+    post = sys.modules.get('torch._inductor.fx_passes.post_grad')
+    if post is None or watched_operators.issuperset(ops): return
+    with noting_failure('torch._inductor.fx_passes.post_grad.pass_patterns', slower):
+        matcher = sys.modules['torch._inductor.pattern_matcher']
+        targets = {*ops, with_effects}-watched_operators-{None}
+        watched_operators.update(targets)
+        def is_ours(match): return operator_call(match.nodes[0])[0] in ops
+        for op in targets:
+            register = matcher.register_graph_pattern(matcher.CallFunctionVarArgs(op), pass_dict=post.pass_patterns[0], extra_check=is_ours)
+            register(lambda match, *args, **kwargs: f(match.graph))
+
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch35
 def has_step_hooks(optimizer) -> bool:
     "Return True if an optimizer has torch's step hooks (torch 2.0 and later). If not, its `step` is replaced to notice steps."
