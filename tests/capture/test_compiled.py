@@ -3,6 +3,7 @@ import copy
 import io
 import itertools
 import pickle
+import re
 import sys
 import threading
 from collections import Counter
@@ -16,6 +17,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from torchember import torchEmber
+from torchember.capture import compiled as compiled_module
 
 TOL = {'eager': 0, 'aot_eager': 1e-6, 'inductor': 2e-5}
 BACKENDS = [pytest.param(b, marks=[pytest.mark.slow]*(b=='inductor')) for b in TOL]
@@ -165,6 +167,59 @@ def test_a_memory_budget_for_activations():
     same_training(eager(1), got)
 
 
+# ---- merged calls of operators, under Inductor
+
+def operators_in(f):
+    "Return the names of our operators that the code made by Inductor calls while `f` runs, one list for each graph."
+    from torch._inductor.utils import fresh_cache, run_and_get_code
+    with fresh_cache(): _,codes = run_and_get_code(f)
+    return [re.findall(r'torch\.ops\.torchember\.([a-z]+(?:_[a-z]+)*)(?:_\d+)?\.default\(', code) for code in codes]
+
+
+@pytest.mark.slow
+@needs_hooks
+def test_one_operator_reports_all_tensors_of_a_graph(monkeypatch):
+    "Inductor merges the calls of operators in a graph, except the begin of a pass. Without merging there are two for each module"
+    def calls():
+        torch._dynamo.reset()
+        model = Few()
+        with torchEmber(model, ttypes=ALL): return operators_in(lambda: loss_of(torch.compile(model, fullgraph=True)(ids())).backward())
+    assert calls()==[['began', 'reported'], ['reported_grads']]
+    monkeypatch.setattr(compiled_module, 'merge_calls', lambda *args: None)
+    forward,backward = calls()
+    assert Counter(forward)=={'began': 1, 'entered': 7, 'exited': 7, 'ended': 1} and set(backward)=={'grads_arrived'} and len(backward)>7
+
+
+@pytest.mark.slow
+def test_large_tensors_are_not_kept_for_a_merged_call():
+    "In an evaluation, a merged call keeps at most 1 MB that the graph needs no more"
+    layers = [nn.Linear(512, 512) for _ in range(4)]
+    for rows,least,most in ((4, 1, 1), (1024, 4, 9)):
+        torch._dynamo.reset()
+        model = Mlp(*layers)
+        with torchEmber(model), torch.no_grad(): names, = operators_in(lambda: torch.compile(model, fullgraph=True)(torch.ones(rows, 512))) # noqa: B023
+        assert least<=sum(k not in ('began', 'ended') for k in names)<=most
+
+
+class Writes(nn.Module):
+    "Writes into its own input, before and after other modules read the input."
+    def __init__(self): super().__init__(); self.a,self.b,self.head = nn.Tanh(),nn.Tanh(),nn.Linear(4, 2)
+    def forward(self, x):
+        y = self.a(x)
+        x.add_(1)
+        z = self.b(x)
+        x.mul_(2)
+        return self.head(y*z)
+
+
+@pytest.mark.parametrize('backend', BACKENDS)
+def test_a_model_that_writes_into_its_input(backend):
+    "A tensor is measured with its value at the call of the module, also if the call is reported later in the graph"
+    want,got = (train(Writes, lambda: torch.randn(3, 4), how, backend, ttypes=ALL) for how in ('eager', 'whole'))
+    assert got.graphs==1 and len({r['mean'] for r in got.rows if r['ttype']=='input' and 'Linear' not in r['module']})==4
+    same_training(want, got, TOL[backend])
+
+
 # ---- versions of torch with other private names
 
 def changed_inductor(which):
@@ -203,7 +258,7 @@ def test_operators_where_torch_has_no_effects(monkeypatch):
     monkeypatch.delattr(effects, '_register_effectful_op')
     heard = []
     op = define_operator('without_effects', ', str what', lambda holder, xs, what: heard.append((what, xs[0].sum().item())))
-    key = new_key(holder := type('Holder', (), {})())
+    key = new_key(holder := type('Holder', (), {'memory_reused': lambda self: None})())
     def f(x):
         op([x.detach()], key, 'in')
         y = x.relu()*2
