@@ -71,7 +71,7 @@ class RecordedRun:
         check_ttypes(ttypes, recorded)
         if not ttypes: raise ValueError(f"how_record needs the tensor types that the function is for: {', '.join(recorded)}.")
         def use(f):
-            self.recorder.use(f if callable(f) else stat_names(f), ttypes)
+            self.recorder.buffer.use(f if callable(f) else stat_names(f), ttypes, self.recorder.sources.states)
             return f
         return use
 
@@ -110,7 +110,7 @@ class RecordedRun:
         "Add columns to every row from now on: `te.mark(epoch=3)` adds the column `epoch` with the value 3."
         check_marks(unnamed, marks, self.recorder.buffer.shards.ranks is not None)
         self.t.mark(**marks)
-        self.recorder.marked(marks)
+        self.recorder.marks.check(marks, self.recorder.step, self.recorder.notices)
 
     def unmark(self, *names):
         "Stop adding the marks of these names to rows. Without a name, stop adding all marks."
