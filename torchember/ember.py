@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from torchember.recorder.arguments import (check_marks, check_numbers, check_optimizers, check_arguments, disabled, not_a_model, nothing_to_record,
-    scaler_of)
+from .recorder.arguments import (check_marks, check_numbers, check_optimizers, check_arguments,
+    disabled, not_a_model, nothing_to_record, scaler_of)
 from .recorder.black_box import held_steps
 from .recorder.budget import Budget, Report, check_share
 from .capture import compiled
@@ -50,8 +50,10 @@ from .store.table import tree_table
 class RecordedRun:
     "A run while it is recorded. Accepts the user's statistics, numbers and marks."
     fname = property(lambda self: self.t.fname, doc="Name of the run")
-    mt_log = property(lambda self: self.recorder.calls.log, doc="Modules that the root's last recorded pass entered and left, in order")
-    current_mt = property(lambda self: self.recorder.calls.current, doc="`moduleTrack` of the module that is being recorded, or was recorded last")
+    mt_log = property(lambda self: self.recorder.calls.log,
+        doc="Modules that the root's last recorded pass entered and left, in order")
+    current_mt = property(lambda self: self.recorder.calls.current,
+        doc="`moduleTrack` of the module that is being recorded, or was recorded last")
 
     def __init__(self, t, recorder): self.t,self.recorder = t,recorder
 
@@ -69,9 +71,10 @@ class RecordedRun:
         if any(callable(n) for n in ttypes):
             raise TypeError("how_record needs tensor types: write @te.how_record('output'), or @te.how_record_out.")
         check_ttypes(ttypes, recorded)
-        if not ttypes: raise ValueError(f"how_record needs the tensor types that the function is for: {', '.join(recorded)}.")
+        if not ttypes:
+            raise ValueError(f"how_record needs the tensor types that the function is for: {', '.join(recorded)}.")
         def use(f):
-            self.recorder.use(f if callable(f) else stat_names(f), ttypes)
+            self.recorder.buffer.use(f if callable(f) else stat_names(f), ttypes, self.recorder.sources.states)
             return f
         return use
 
@@ -110,7 +113,7 @@ class RecordedRun:
         "Add columns to every row from now on: `te.mark(epoch=3)` adds the column `epoch` with the value 3."
         check_marks(unnamed, marks, self.recorder.buffer.shards.ranks is not None)
         self.t.mark(**marks)
-        self.recorder.marked(marks)
+        self.recorder.marks.check(marks, self.recorder.step, self.recorder.notices)
 
     def unmark(self, *names):
         "Stop adding the marks of these names to rows. Without a name, stop adding all marks."
@@ -147,8 +150,9 @@ class RecordedRun:
         "End the training step. Call this after `backward` and before `zero_grad`. From the first call on, only `step` ends a step."
         r = self.recorder
         if not r.steps.optimizers.awaited: r.boundary()
-        elif r.steps.opened: r.notices.once('two', "te.step() does nothing, because the optimizer that was passed to torchEmber ends each step. "
-            "Leave out te.step(), or leave out optimizer=.")
+        elif r.steps.opened:
+            r.notices.once('two', "te.step() does nothing, because the optimizer that was passed to torchEmber ends each step. "
+                "Leave out te.step(), or leave out optimizer=.")
 
     def summary(self,
         *args, **kwargs # Arguments of `torchember.summary`
@@ -222,7 +226,8 @@ def last_finished_step(recorder):
     Without an optimizer an open step counts as finished, because only the next pass would end it."""
     steps = recorder.steps
     is_over = recorder.tally.steps>0 or recorder.watch is None and steps.opened
-    return None if not is_over else steps.number if recorder.watch is None and not steps.manual and steps.opened else steps.number-1
+    if not is_over: return None
+    return steps.number if recorder.watch is None and not steps.manual and steps.opened else steps.number-1
 
 def weight_reader(root):
     """Return a function `read(path, name, stats)` that measures the current value of a parameter. It returns a dict, or None.
@@ -260,7 +265,9 @@ class ArmedModel(RecordedRun):
         warn_missing()
         disarm_earlier(unwrap(self.model))
         self.tracks,self.armed = tracks(unwrap(self.model)),True
-        try: self.recorder.arm(self.tracks, self.watched(self.tracks), lambda: self, {'disarm': lambda: (self.disarm(), self.model)[1]})
+        try:
+            self.recorder.arm(self.tracks, self.watched(self.tracks), lambda: self,
+                {'disarm': lambda: (self.disarm(), self.model)[1]})
         except BaseException:
             self.disarm() # after an error, undo all changes of the model
             raise
@@ -405,12 +412,16 @@ def report_of(recorder, views=(), rules=None, feeds=()) -> Report: # views: live
         s = r.seconds()+live
         return {'seconds': s, 'share': s/cost.elapsed if cost.elapsed else 0.}
     r.t.end(**spent())
-    beside = {'live': live, 'rules': 0. if rules is None else rules.seconds, 'beside': cost.loading, 'arming': cost.arming,
-        'compiling': cost.compiling}
-    remarks = [*r.remarks(), *f.listener_remarks(), *(rules.remarks() if rules else ()), *(said for feed in feeds for said in feed.remarks())]
-    return Report(run=r.t.fname, steps=r.tally.steps, recorded=r.tally.recorded, rows=f.disk.written_rows, bytes=f.disk.written, **spent(),
-        errors=r.notices.errors, skipped=r.notices.unmeasurable, remarks=remarks, **{k: v for k,v in beside.items() if v},
-        **({} if cost.budget is None else {'thinned': cost.budget.thinned-r.pipe.gate.decide.denied, 'budget': str(cost.budget)}))
+    beside = {'live': live, 'rules': 0. if rules is None else rules.seconds, 'beside': cost.loading,
+        'arming': cost.arming, 'compiling': cost.compiling}
+    remarks = [*r.remarks(), *f.listener_remarks(), *(rules.remarks() if rules else ()),
+        *(said for feed in feeds for said in feed.remarks())]
+    return Report(run=r.t.fname, steps=r.tally.steps, recorded=r.tally.recorded, rows=f.disk.written_rows,
+        bytes=f.disk.written, **spent(),
+        errors=r.notices.errors, skipped=r.notices.unmeasurable, remarks=remarks,
+        **{k: v for k,v in beside.items() if v},
+        **({} if cost.budget is None else {'thinned': cost.budget.thinned-r.pipe.gate.decide.denied,
+        'budget': str(cost.budget)}))
 
 # %% ../nbs/57_ember.ipynb #478d3f42
 class torchEmber(ArmedModel):
@@ -518,7 +529,8 @@ class torchEmber(ArmedModel):
         for f in self.feeds: f.close()
         self.t.close()
         if self.t.whole is not None: self.t.whole.end()
-        open_recorders.discard(self.recorder) # the recorder has no more rows to write, so nothing remains to do when the process ends
+        # the recorder has no more rows to write, so nothing remains to do when the process ends
+        open_recorders.discard(self.recorder)
         for v in self.views: v.close() # the view draws its last picture
         return report_of(self.recorder, self.views, self.rules, self.feeds)
 
@@ -556,7 +568,8 @@ class EmberCopy:
 
     def close(self): "Do nothing: this copy of an ember has opened no run."
 
-    def __repr__(self): return printable(f"<copy of a torchEmber of {self.model_name}: it reads the run {self.fname}, and records nothing>")
+    def __repr__(self):
+        return printable(f"<copy of a torchEmber of {self.model_name}: it reads the run {self.fname}, and records nothing>")
 
     def __getattr__(self, name):
         if name.startswith('__') or not hasattr(torchEmber, name): raise AttributeError(name)

@@ -34,8 +34,10 @@ def options_parser(prog, usage):
 def add_options(p):
     p.add_argument('--every', type=every_in, help="steps to record: 10, a time such as 60s, or 'linear(5, 2)'")
     p.add_argument('--overhead', type=float, help='fraction of the training time that recording may take, such as .02')
-    p.add_argument('--rules', type=comma_list, help='rules that check the run during training: default, or names of rules')
-    p.add_argument('--sinks', type=comma_list, help="destinations of each step's statistics: wandb, tensorboard, mlflow, trackio")
+    p.add_argument('--rules', type=comma_list,
+        help='rules that check the run during training: default, or names of rules')
+    p.add_argument('--sinks', type=comma_list,
+        help="destinations of each step's statistics: wandb, tensorboard, mlflow, trackio")
     p.add_argument('--ttypes', type=comma_list, help='tensor types: input,output,weight,weight_grad')
     p.add_argument('--stats', type=comma_list, help='statistics: basic, full, numerics, or names such as rms,max')
     for name,what in (('include', 'modules to record'), ('exclude', 'modules to leave out')):
@@ -51,7 +53,8 @@ def options_in(words, prog='torchember run', usage=None) -> dict: # words: list 
     from torchember.ground.record import check_ttypes
     parser = options_parser(prog, usage)
     found = vars(parser.parse_args(words))
-    if len(found.get('stats', ()))==1: found['stats'] = found['stats'][0] # one word can be the name of a set of statistics, or of one statistic
+    # one word can be the name of a set of statistics, or of one statistic
+    if len(found.get('stats', ()))==1: found['stats'] = found['stats'][0]
     try:
         if 'every' in found: schedule(found['every'])
         if 'ttypes' in found: check_ttypes(found['ttypes'])
@@ -93,7 +96,8 @@ def as_script(path):
     "Return the `Program` of the command `python path`."
     with open(path, 'rb') as f: source = f.read()
     whole = os.path.abspath(path)
-    names = dict(__file__=whole, __cached__=None, __package__=None, __spec__=None, __loader__=SourceFileLoader('__main__', whole))
+    names = dict(__file__=whole, __cached__=None, __package__=None, __spec__=None,
+        __loader__=SourceFileLoader('__main__', whole))
     return Program(source, whole, names, os.path.dirname(os.path.realpath(path)))
 
 def as_module(name):
@@ -102,7 +106,8 @@ def as_module(name):
     if spec is not None and spec.submodule_search_locations is not None: spec = find_spec(f'{name}.__main__')
     if spec is None or not spec.has_location: raise ImportError(f'No module named {name}')
     with open(spec.origin, 'rb') as f: source = f.read()
-    names = dict(__file__=spec.origin, __cached__=spec.cached, __package__=spec.parent, __spec__=spec, __loader__=spec.loader)
+    names = dict(__file__=spec.origin, __cached__=spec.cached, __package__=spec.parent, __spec__=spec,
+        __loader__=spec.loader)
     return Program(source, spec.origin, names, os.getcwd())
 
 # %% ../nbs/92_run.ipynb #af61adb3
@@ -180,7 +185,8 @@ def run_source(program, recording, is_module):
         hide_frames(program.file)
         raise
     finally:
-        if threads_run(): atexit.register(recording.end, failed) # end the runs later, when the process ends, because another thread may still train
+        # end the runs later, when the process ends, because another thread may still train
+        if threads_run(): atexit.register(recording.end, failed)
         else: recording.end(failed)
     return 0
 
@@ -191,10 +197,12 @@ def load_program(program, is_module, command='torchember run'):
     program: the program and its arguments
     command: name for the message"""
     try:
-        if is_module and not sys.flags.safe_path: sys.path[0] = os.getcwd() # current folder first, as with `python -m`; `find_spec` looks there
+        # current folder first, as with `python -m`; `find_spec` looks there
+        if is_module and not sys.flags.safe_path: sys.path[0] = os.getcwd()
         found,sys.argv = (as_module if is_module else as_script)(program[0]),program
         return found
-    except (OSError, ImportError) as e: print(f"{command}: cannot run {printable(program[0])}: {printable(e)}", file=sys.stderr)
+    except (OSError, ImportError) as e:
+        print(f"{command}: cannot run {printable(program[0])}: {printable(e)}", file=sys.stderr)
 
 # %% ../nbs/92_run.ipynb #7175f6d8
 def run_command(argv) -> int: # exit code: 0 if the program ended without an exception, 2 if the program was not found

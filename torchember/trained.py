@@ -57,14 +57,16 @@ def models_of(parameters, called=None, modules=None) -> list: # called: the oute
     "Return the models trained by an optimizer. The model with most of its parameters comes first."
     left,found = ids_of(parameters),[]
     candidates = live_objects(nn.Module) if modules is None else modules
-    held = [(m, ids) for m in holders(candidates+[m for m in [called] if m is not None], left) if (ids := parameters_in(m)) & left]
+    held = [(m, ids) for m in holders(candidates+[m for m in [called] if m is not None], left)
+        if (ids := parameters_in(m)) & left]
     while left:
         some = [(len(ids & left), -len(ids), m, ids) for m,ids in held if ids & left]
         if not some: break
         best = max(some, key=lambda c: c[:2])
         m = outermost([c[2] for c in some if c[3]==best[3]], [])
         if called is not None and is_part_of_model(m, called): m = called
-        found.append(m := outermost([c for c,_ in held if c is m or is_lightning(c) and is_part_of_model(m, c)], candidates))
+        found.append(m := outermost([c for c,_ in held if c is m or is_lightning(c) and is_part_of_model(m, c)],
+            candidates))
         left -= parameters_in(m)
     return found
 
@@ -73,8 +75,10 @@ def optimizers_in_use(optimizers) -> list: # optimizers: in the order of their c
     "Return the optimizers in use. If several have the same parameters, only the last one is in use, or a wrapper around it."
     def is_replaced(o, other, is_later): # returns True if `other` has the parameters of `o`, and replaces or wraps `o`
         if ids_of(parameters_of(o))!=ids_of(parameters_of(other)): return False
-        return not any(w is other for w in innermost_optimizers(o)) if is_later else any(w is o for w in innermost_optimizers(other))
-    return [o for i,o in enumerate(optimizers) if not any(is_replaced(o, p, j>i) for j,p in enumerate(optimizers) if j!=i)]
+        if is_later: return not any(w is other for w in innermost_optimizers(o))
+        return any(w is o for w in innermost_optimizers(other))
+    return [o for i,o in enumerate(optimizers)
+        if not any(is_replaced(o, p, j>i) for j,p in enumerate(optimizers) if j!=i)]
 
 def names_of(optimizers): return ' and '.join(type(o).__name__ for o in optimizers)
 
@@ -97,7 +101,8 @@ class ClassPatch:
         setattr(self.cls, self.name, patched)
 
     def uninstall(self):
-        if self.patched is not None and vars(self.cls).get(self.name) is self.patched: setattr(self.cls, self.name, self.former)
+        if self.patched is not None and vars(self.cls).get(self.name) is self.patched:
+            setattr(self.cls, self.name, self.former)
         self.patched = None
 
 # %% ../nbs/91_trained.ipynb #1d6f796e
@@ -117,7 +122,8 @@ def running_scaler():
 
 def backward_reaches(outputs, ids) -> bool: # outputs: a tensor, or a list of tensors; ids: ids of parameters
     "Return True if a backward from `outputs` reaches one of the parameters in `ids`."
-    nodes,seen = [x.grad_fn for x in (outputs if isinstance(outputs, list|tuple) else [outputs]) if torch.is_tensor(x)],set()
+    nodes = [x.grad_fn for x in (outputs if isinstance(outputs, list|tuple) else [outputs]) if torch.is_tensor(x)]
+    seen = set()
     while nodes:
         if (node := nodes.pop()) is None or node in seen: continue
         if id(getattr(node, 'variable', None)) in ids: return True
@@ -134,7 +140,8 @@ class Training:
 
     def live_optimizers(self): return [o for r in self.optimizers if (o := r()) is not None]
     def has(self, optimizer): return any(o is optimizer for o in self.live_optimizers())
-    scaler = property(lambda self: None if (te := self.te()) is None or te.recorder.watch is None else te.recorder.watch.scaler)
+    scaler = property(lambda self: None if (te := self.te()) is None or te.recorder.watch is None
+        else te.recorder.watch.scaler)
 
     def set_scaler(self, scaler):
         "Use this scaler: recorded gradients are divided by its scale. None: gradients are not divided."
@@ -143,7 +150,8 @@ class Training:
     def overlaps(self, model):
         "Return True if this training has armed a module of `model`."
         te = self.te()
-        return te is not None and te.armed and any(st.listener is te.recorder.events for m in model.modules() for st in states_of(m))
+        return te is not None and te.armed and any(st.listener is te.recorder.events for m in model.modules()
+            for st in states_of(m))
 
     def end(self, error=None):
         "Close the run of this training. Return its `Report`, or None if the model was deleted."
@@ -173,7 +181,8 @@ class PendingOptimizers:
         self.settled |= {id(o) for o in optimizers}
         self.drop(optimizers)
 
-    def drop(self, optimizers): self.refs = [r for r in self.refs if (o := r()) is not None and not any(o is p for p in optimizers)]
+    def drop(self, optimizers):
+        self.refs = [r for r in self.refs if (o := r()) is not None and not any(o is p for p in optimizers)]
 
 # %% ../nbs/91_trained.ipynb #5f3a9c10
 class ModelArmer:
@@ -181,14 +190,16 @@ class ModelArmer:
     def __init__(self, say, models, options, on_armed=lambda training: None):
         # say: function that shows a message; models: modules to arm when they are called; on_armed: function called with each new `Training`
         self.say,self.models,self.options,self.on_armed = say,list(models),options,on_armed
-        self.pending,self.trainings,self.reports,self.reasons = PendingOptimizers(),[],[],[] # reasons: texts that say why a model was not armed
+        # reasons: texts that say why a model was not armed
+        self.pending,self.trainings,self.reports,self.reasons = PendingOptimizers(),[],[],[]
 
     def arm(self, optimizers, called=None, is_late=False):
         "Arm the models trained by these optimizers. is_late: True if the forward pass of the first step is over."
         models = models_of(trained_by(optimizers), called)
         for model in models:
             mine = self.pending.with_parameters(parameters_in(model))
-            mine += [o for o in optimizers if not any(o is p for p in mine) and ids_of(parameters_of(o)) & parameters_in(model)]
+            mine += [o for o in optimizers if not any(o is p for p in mine)
+                and ids_of(parameters_of(o)) & parameters_in(model)]
             used = optimizers_in_use(mine)
             self.pending.drop(mine)
             self.arm_model(model, used, is_late)
@@ -216,7 +227,8 @@ class ModelArmer:
         self.on_armed(self.trainings[-1])
         by = f", trained by {names_of(optimizers)}" if optimizers else ''
         self.say(f"records {kind}, {len(te.tracks)} modules{by}, as the run {te.fname}.")
-        if is_late: self.say(f"{te.fname}: step 0 has only weights and their gradients, because the optimizer stepped before a call of the model was observed.")
+        if is_late:
+            self.say(f"{te.fname}: step 0 has only weights and their gradients, because the optimizer stepped before a call of the model was observed.")
 
     def end_overlapping(self, model, optimizers):
         "End other trainings of this model. Return `optimizers`, and optimizers of the ended trainings that update other parameters of the model."
@@ -286,7 +298,8 @@ class Patches:
 # %% ../nbs/91_trained.ipynb #d9adbfac
 def why_nothing(has_optimizer):
     "Return the message explaining why no model of a program was armed."
-    if has_optimizer: return "nothing was recorded: no optimizer stepped, and no module with the optimizer's parameters was called with gradients enabled."
+    if has_optimizer:
+        return "nothing was recorded: no optimizer stepped, and no module with the optimizer's parameters was called with gradients enabled."
     return ('nothing was recorded: the program created no torch optimizer. If it updates the weights itself, '
         'call torchEmber(model) in the program.')
 
@@ -340,7 +353,8 @@ class Trainings:
     def on_call(self, module, *args, **kwargs):
         "Arm the model if its module is called for the first time. Called before each module call."
         has_grad = torch.is_grad_enabled()
-        if not (has_grad or self.armer.models) or id(module) in self.pending.other_modules or not self.is_active(): return
+        if not (has_grad or self.armer.models) or id(module) in self.pending.other_modules or not self.is_active():
+            return
         if not self.lock.acquire(blocking=False): return
         try:
             ids = parameters_in(module)
@@ -375,7 +389,8 @@ class Trainings:
         "Called when a scaler scales a loss. The scaler belongs to the training whose parameters the loss depends on."
         if not self.is_active(): return
         found = [t for t in self.trainings if t.may_get_scaler and t.te() is not None]
-        if len(found)>1: found = [t for t in found if backward_reaches(outputs, ids_of(trained_by(t.live_optimizers())))] or found
+        if len(found)>1:
+            found = [t for t in found if backward_reaches(outputs, ids_of(trained_by(t.live_optimizers())))] or found
         for t in found: t.set_scaler(scaler)
 
     def give_up(self, e):
@@ -397,4 +412,5 @@ class Trainings:
         for t in self.trainings:
             te = t.te()
             if te is None or te.armed: self.armer.end(t, error)
-        if not self.trainings and not self.armer.reasons: self.armer.say(why_nothing(bool(self.stepped or self.created)))
+        if not self.trainings and not self.armer.reasons:
+            self.armer.say(why_nothing(bool(self.stepped or self.created)))

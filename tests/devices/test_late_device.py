@@ -15,7 +15,7 @@ from trainings import ALL, adam, cases, data, in_halves, model, optimizers, plai
 
 from torchember import torchEmber
 from torchember.measure import devices
-from torchember.measure.arena import Arena
+from torchember.measure.arena import Arena, queue_of
 from torchember.measure.blocks import address
 from torchember.measure.devices import to_host
 from torchember.measure.elements import Unmeasurable
@@ -715,7 +715,7 @@ def test_whole_numbers_are_made_floats_and_read_at_once(gpu, stats):
     for _ in range(2): arena.forget(c); observe(x, c, later=True)
     x.add_(1)
     assert not seen and [r[3]['mean'] for r in rows_of(arena)]==[2.5, 5.5, 2.5, 3.5, 3.5]
-    assert not arena.waiter()(x, c)
+    assert not queue_of(arena, False)(x, c)
     fail_on_faults(gpu)
 
 
@@ -1164,7 +1164,7 @@ def test_a_copy_is_not_there_before_its_event(bare_machine):
 
 def measure_tensors(arena, xs, taps, again, together):
     "Measure weights or gradients in one list with `StepBuffer.measure_together`, or one by one."
-    waits = arena.waiter(again) if together else None
+    waits = queue_of(arena, again) if together else None
     for x,t in zip(xs, taps, strict=True):
         if waits is not None and waits(x, t): continue
         if again: arena.forget(t)
@@ -1279,9 +1279,9 @@ def test_nothing_waits_while_a_graph_is_captured(gpu):
     t,u = (arena.tap(n, once=True) for n in 'xu')
     for tap in (t, u): observe(x, tap, later=True)
     arena.take()
-    assert arena.waiter()(x, t)
+    assert queue_of(arena, False)(x, t)
     gpu.captures = True
-    assert not arena.waiter()(x, u)
+    assert not queue_of(arena, False)(x, u)
     gpu.captures = False
     assert [r[0] for r in rows_of(arena)]==['x']
 

@@ -229,7 +229,7 @@ def probes(te, model, loss, i):
     return x
 
 def changes_statistics(te, model, loss, i):
-    if i==2: te.recorder.use(('min', 'max'), ['output', 'weight', 'weight_grad'])
+    if i==2: te.recorder.buffer.use(('min', 'max'), ['output', 'weight', 'weight_grad'], te.recorder.sources.states)
 
 def writes_data(te, model, loss, i): model[0].a.weight.data.mul_(1.5)
 
@@ -400,7 +400,7 @@ def test_gradients_of_a_removed_parameter_are_not_read(monkeypatch):
     model,loss,_,te = trained(monkeypatch)
     loss(model).backward()
     parameters = te.recorder.sources.parameters
-    plan,gathered = parameters.plan,parameters.gathered['weight_grad']
+    plan,gathered = parameters.plan,parameters.gathered.places['weight_grad']
     parameters.buffer.rows.forget_seen()
     gathered.clear()
     del model[2].bias

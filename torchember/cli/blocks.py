@@ -18,7 +18,8 @@ def scale_image(png, width, height=None):
     Image = needs('PIL.Image', for_='A picture in the terminal', package='pillow')
     image = Image.open(io.BytesIO(png)).convert('RGBA')
     image = Image.alpha_composite(Image.new('RGBA', image.size, 'white'), image).convert('RGB')
-    return image.resize((width, max(round(width*image.height/image.width), 1) if height is None else height), Image.Resampling.LANCZOS)
+    return image.resize((width, max(round(width*image.height/image.width), 1) if height is None else height),
+        Image.Resampling.LANCZOS)
 
 def has_24_bit_color(env):
     "Return True if the terminal can show 24-bit colors, according to its environment variables."
@@ -42,4 +43,5 @@ def draw_blocks(png, columns, env=None):
         # one of 5 shades of gray for two pixels: for white pixels the sum is 2*3*255 = 1530, and 1530//307 = 4
         return ''.join(''.join('█▓▒░ '[min(sum(map(sum, pair))//307, 4)] for pair in row)+'\n' for row in pairs)
     def code(rgb): return color_code(rgb, has_24_bit_color(env))
-    return ''.join(''.join(f'\x1b[38;{code(upper)}m\x1b[48;{code(lower)}m▀' for upper,lower in row)+'\x1b[0m\n' for row in pairs)
+    return ''.join(''.join(f'\x1b[38;{code(upper)}m\x1b[48;{code(lower)}m▀' for upper,lower in row)+'\x1b[0m\n'
+        for row in pairs)

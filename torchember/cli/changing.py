@@ -71,8 +71,9 @@ def compact_command(args):
         before = sum(r['log']+r['parts'] for r in measure_sizes([name], home))
         for r in compact(name, home, args.keep): out.append({**r, 'before': before})
     if args.json: print_lines(to_json(out))
-    else: print_lines(*format_table([{'name': r['name'], 'rows': r['rows'], **{c: format_size(r[c]) for c in ('before', 'parquet', 'lines')}} for r in out],
-        ['name', 'rows', 'before', 'parquet', 'lines'], elastic=('name',), drop=('rows', 'lines', 'before')))
+    else:
+        print_lines(*format_table([{'name': r['name'], 'rows': r['rows'], **{c: format_size(r[c]) for c in ('before', 'parquet', 'lines')}} for r in out],
+            ['name', 'rows', 'before', 'parquet', 'lines'], elastic=('name',), drop=('rows', 'lines', 'before')))
     return 0
 
 # %% ../../nbs/95_cli/30_changing.ipynb #482e5392
@@ -100,7 +101,8 @@ def write_run(run, file, form, home):
     else: df.to_json(file, orient='records', lines=True, date_format='iso')
     return len(df)
 
-forms = dict(parquet='rows', csv='rows', jsonl='rows, a line each', logframe='a pickled LogFrame', **{'logframe.parquet': 'a LogFrame in Parquet'})
+forms = dict(parquet='rows', csv='rows', jsonl='rows, a line each', logframe='a pickled LogFrame',
+    **{'logframe.parquet': 'a LogFrame in Parquet'})
 suffixes = {'.parquet': 'parquet', '.csv': 'csv', '.jsonl': 'jsonl', '.pkl': 'logframe'}
 
 # %% ../../nbs/95_cli/30_changing.ipynb #2a104af1

@@ -17,7 +17,8 @@ from ..run import Recording, comma_list, load_program, run_source, split_argumen
 usage = 'torchember check [options] [--] PROGRAM [arguments of the program], or torchember check [options] -m MODULE [its arguments]'
 example = 'torchember check train.py --lr 0.1'
 flags = '--keep', '--json' # options of `torchember check` that take no value
-fails = dict(error=('error',), warning=('error', 'warning'), never=()) # statuses of rows that give exit code 1, for each value of --fail-on
+# statuses of rows that give exit code 1, for each value of --fail-on
+fails = dict(error=('error',), warning=('error', 'warning'), never=())
 
 def at_least_one(text):
     if (n := int(text))<1: raise argparse.ArgumentTypeError(f'needs a number from 1 on, got {n}')
@@ -61,7 +62,8 @@ class BackwardPatch:
 
     def note(self, tensors):
         import torch
-        found = [x for x in (tensors if isinstance(tensors, list|tuple) else [tensors]) if isinstance(x, torch.Tensor) and x.numel()==1]
+        found = [x for x in (tensors if isinstance(tensors, list|tuple) else [tensors])
+            if isinstance(x, torch.Tensor) and x.numel()==1]
         try:
             for loss in found: self.notify(loss)
         except Exception: pass # the loss is only one row of the table, so an error must not stop the program
@@ -107,7 +109,8 @@ class ModelTable:
     def as_dict(self):
         "Return the table as a dict for JSON."
         rows = [] if self.table is None else self.table.to_dict('records')
-        return dict(model=self.model, modules=self.modules, values=self.values, optimizers=self.optimizers, why_not=self.why, checks=rows)
+        return dict(model=self.model, modules=self.modules, values=self.values, optimizers=self.optimizers,
+            why_not=self.why, checks=rows)
 
 # %% ../../nbs/95_cli/77_check.ipynb #85c74782
 class Checking(Recording):
@@ -170,7 +173,8 @@ class Checking(Recording):
 
 def no_step(te):
     "Return why a model has no finished step."
-    if te.recorder.tally.skipped: return 'no step was finished, because the loss scaler skipped all of them. Run more steps.'
+    if te.recorder.tally.skipped:
+        return 'no step was finished, because the loss scaler skipped all of them. Run more steps.'
     return 'no step was finished: the model was called, but its optimizer did not step.' if te.recorder.tally.called else (
         'no step was finished: the model was not called.')
 
@@ -185,7 +189,8 @@ def why_no_table(checking):
     "Return the sentences that explain why no model was checked."
     if checking.trainings is None: return ['it has not imported torch.']
     if checking.reasons: return checking.reasons
-    if not (checking.trainings.created or checking.trainings.stepped): return ['it created no torch optimizer. Call te.check_step() in the program instead.']
+    if not (checking.trainings.created or checking.trainings.stepped):
+        return ['it created no torch optimizer. Call te.check_step() in the program instead.']
     return ["no module with the optimizer's parameters was called with gradients enabled, and no optimizer stepped."]
 
 def exit_code(checking, fail_on):
@@ -217,7 +222,8 @@ def run_program(program, checking, is_module):
         if not checking.raised: sys.excepthook(type(e), e, e.__traceback__)
     if not checking.raised:
         for t in threading.enumerate():
-            if t is not threading.current_thread() and not t.daemon: t.join() # wait for this thread, because it may train the model
+            # wait for this thread, because it may train the model
+            if t is not threading.current_thread() and not t.daemon: t.join()
     checking.end(error)
     return error
 
@@ -241,7 +247,8 @@ def check_command(argv) -> int: # exit code: 0 no error found, 1 an error found,
     if found is None: return 2
     temporary = None if options.keep or options.home else tempfile.mkdtemp(prefix='torchember-check-')
     ttypes = 'input', 'output', 'weight', 'weight_grad', 'update', 'prediction', 'target'
-    checking = Checking(dict(home=temporary or options.home, ttypes=ttypes, blackbox=False), options.steps, options.rules)
+    checking = Checking(dict(home=temporary or options.home, ttypes=ttypes, blackbox=False), options.steps,
+        options.rules)
     try:
         error = run_program(found, checking, is_module)
         print_result(checking, error, options.json)

@@ -65,7 +65,8 @@ def command(
 
 def command_names():
     "Return the names of all commands, also those of other packages, with one line of help each (None for a hidden command)."
-    external = {name: f'a command of the package {plugin.dist.name}' for name,plugin in find_plugins('commands').items()}
+    external = {name: f'a command of the package {plugin.dist.name}'
+        for name,plugin in find_plugins('commands').items()}
     return external | {name: text for name,(_,text) in module_of_command.items()}
 
 def command_named(name):
@@ -82,8 +83,10 @@ def command_named(name):
 class LazyParser(argparse.ArgumentParser):
     "Parser that adds its arguments only when it is used. A command then imports no Python modules of other commands."
     def __init__(self, *args, fill=None, **kwargs):
-        self.positionals,self.options = [],{} # positionals: arguments without a dash; options: the others, by text such as '--home'
-        super().__init__(*args, **kwargs, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, conflict_handler='resolve')
+        # positionals: arguments without a dash; options: the others, by text such as '--home'
+        self.positionals,self.options = [],{}
+        super().__init__(*args, **kwargs, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+            conflict_handler='resolve')
         self.fill = fill
 
     def add_argument(self, *args, **kwargs):
@@ -124,8 +127,10 @@ def make_parser(words=()):
     p.add_argument('--version', action=Version, nargs=0, help='print the version')
     subparsers = p.add_subparsers(dest='command', required=True, metavar='command')
     for name,text in command_names().items():
-        if not text and name not in words[:1]: continue # a hidden command is added only if it is called, so that error messages do not list it
-        subparsers.add_parser(name, fill=argument_adder(name), **({'help': printable(text).replace('%', '%%')} if text else {}))
+        # a hidden command is added only if it is called, so that error messages do not list it
+        if not text and name not in words[:1]: continue
+        subparsers.add_parser(name, fill=argument_adder(name),
+            **({'help': printable(text).replace('%', '%%')} if text else {}))
     return p
 
 # %% ../../nbs/95_cli/10_commands.ipynb #5152847e
@@ -133,7 +138,8 @@ def make_parser(words=()):
 def print_warnings_as_lines():
     "Print each warning as one line, without file and line number: users of the command line do not know the code."
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_, **__: print_lines(f'torchember: {printable(message)}', file=sys.stderr)
+        warnings.showwarning = lambda message, *_, **__: print_lines(f'torchember: {printable(message)}',
+            file=sys.stderr)
         yield
 
 def discard_output():

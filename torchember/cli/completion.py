@@ -16,7 +16,8 @@ def list_run_names(home):
     "Return the names of all runs. A run recorded by several processes appears once, without the ranks."
     from torchember.store.anywhere import list_folder
     from torchember.store.base import folder
-    names = [f.name for f in list_folder(folder('torchember', home)/'log') if not f.name.endswith(('_latest', '.parts')) and f.name[0]!='.']
+    names = [f.name for f in list_folder(folder('torchember', home)/'log')
+        if not f.name.endswith(('_latest', '.parts')) and f.name[0]!='.']
     return sorted({re.sub(r'\.rank\d{1,6}$', '', n) for n in names if n.isprintable()})
 
 def find_positional(p, words):
@@ -40,7 +41,8 @@ def complete_words(words):
         if current.startswith('-'): return [o for o in p.options if o.startswith(current) and o.startswith('--')]
         argument = find_positional(p, before[before.index(name)+1:])
     if argument is None: return []
-    found = list(map(str, argument.choices)) if argument.choices else list_run_names(home) if argument.dest in ('run', 'a', 'b') else []
+    found = (list(map(str, argument.choices)) if argument.choices
+        else list_run_names(home) if argument.dest in ('run', 'a', 'b') else [])
     return [n for n in found if n.startswith(current)]
 
 # %% ../../nbs/95_cli/70_completion.ipynb #e0559f07

@@ -25,13 +25,15 @@ def is_plain_number(v):
 
 class StepReport:
     "Report of `torchember tail` about a step: logged numbers, time, number of rows, and non-finite values."
-    def __init__(self, step): self.step,self.rows,self.numbers,self.ts,self.first_nonfinite,self.n_nonfinite = step,0,{},None,None,0
+    def __init__(self, step):
+        self.step,self.rows,self.numbers,self.ts,self.first_nonfinite,self.n_nonfinite = step,0,{},None,None,0
 
     def add(self, r):
         "Add a log row of the step: count it, and note its logged numbers or its non-finite values."
         self.rows += 1
         self.ts = r['ts'] if isinstance(r.get('ts'), str) else self.ts
-        if r.get('ttype')=='scalar': self.numbers |= {k: v for k,v in r.items() if k not in built_in_columns and is_plain_number(v)}
+        if r.get('ttype')=='scalar':
+            self.numbers |= {k: v for k,v in r.items() if k not in built_in_columns and is_plain_number(v)}
         elif is_alarming(r):
             self.n_nonfinite += 1
             if self.first_nonfinite is None: self.first_nonfinite = r
@@ -41,18 +43,22 @@ class StepReport:
         "Text about the non-finite values of the step. '' if there are none."
         # leave out the gradient norm, because the row of the gradient shows the cause
         parts = [f'{k} is {v}' for k,v in self.numbers.items() if not math.isfinite(v) and computed_in(k)!='grad_norm']
-        if self.first_nonfinite is not None: parts.append(tensor_line(self.first_nonfinite)+(f' and {self.n_nonfinite-1} more' if self.n_nonfinite>1 else ''))
+        if self.first_nonfinite is not None:
+            parts.append(tensor_line(self.first_nonfinite)+(f' and {self.n_nonfinite-1} more' if self.n_nonfinite>1
+                else ''))
         return ', '.join(parts)
 
     def as_dict(self):
         "Return the step as a dict, for the option --json."
-        return dict(step=self.step, ts=self.ts, rows=self.rows, numbers=self.numbers, not_finite=self.n_nonfinite, trouble=self.trouble or None)
+        return dict(step=self.step, ts=self.ts, rows=self.rows, numbers=self.numbers, not_finite=self.n_nonfinite,
+            trouble=self.trouble or None)
 
     def line(self):
         "Return the step as a line of text."
         numbers = ''.join(f'  {printable(k, 40)} {v:.4g}' for k,v in self.numbers.items())
         at = f'  {printable(self.ts.rpartition(" ")[2], 20)}' if self.ts else ''
-        return fit_line([f'step {self.step:<6,}{numbers}', at, f"  {self.rows} row{'s'*(self.rows!=1)}"], printable(self.trouble), 'error')
+        return fit_line([f'step {self.step:<6,}{numbers}', at, f"  {self.rows} row{'s'*(self.rows!=1)}"],
+            printable(self.trouble), 'error')
 
 def tensor_line(r):
     "Return a text with the tensor of a row, and with the kinds of its non-finite values (NaN or infinities)."
@@ -66,7 +72,8 @@ def fit_line(parts, problem, color):
     space,text = line_width(),''.join(parts)
     while space is not None and problem and len(parts)>1 and text_width(text)+2+min(text_width(problem), 30)>space:
         text = ''.join(parts := parts[:-1])
-    if space is not None: text,problem = shorten_text(text, space),shorten_text(problem, max(space-text_width(text)-2, 0))
+    if space is not None:
+        text,problem = shorten_text(text, space),shorten_text(problem, max(space-text_width(text)-2, 0))
     return text+(f'  {colorize(problem, color)}' if problem else '')
 
 # %% ../../nbs/95_cli/40_steps.ipynb #9d426294
@@ -131,7 +138,8 @@ def format_finding(r, json_=False):
     if json_:
         return to_json({'finding': {k: r.get(k) for k in ('severity', 'rule', 'text', 'advice', 'first_step', 'last_step', 'over')}}, None)
     label = str(r.get('severity', '')) if not r.get('over') else 'no longer so'
-    return colorize(f"{printable(label)}: {printable(r.get('text') or r.get('rule'), 2000)}", label if label in ('error', 'warning') else None)
+    return colorize(f"{printable(label)}: {printable(r.get('text') or r.get('rule'), 2000)}",
+        label if label in ('error', 'warning') else None)
 
 class LinePrinter:
     "Prints the lines of a run: first the last `n` existing lines, then each new line at once."
@@ -164,7 +172,8 @@ class LinePrinter:
 
     def print_complete(self, running):
         "Print the complete steps. running: names of the logs that may still add rows to a step"
-        for s in self.steps.pop_complete(running): self.print_line(to_json(s.as_dict(), None) if self.json else s.line())
+        for s in self.steps.pop_complete(running):
+            self.print_line(to_json(s.as_dict(), None) if self.json else s.line())
 
     def print_last(self):
         "Print the last existing lines, kept until now. From now on, `print_line` prints at once."
@@ -196,7 +205,8 @@ def follow_run(p, wait):
 def tail_arguments(p):
     "Add the arguments of the command `tail` to a parser."
     p.add_argument('run', help='name of a run, or a file of a log')
-    p.add_argument('-n', '--lines', type=int, default=10, metavar='N', help='number of existing lines to print; default 10')
+    p.add_argument('-n', '--lines', type=int, default=10, metavar='N',
+        help='number of existing lines to print; default 10')
     p.add_argument('--no-follow', action='store_true', help='do not wait for more')
     p.add_argument('--json', action='store_true', help='one object per line: a step or a finding')
 

@@ -71,7 +71,8 @@ def format_size(n):
         n /= 1000
     return f'{n:,.3g} TB'
 
-is_amount = re.compile(r'(-?[\d,.]+(e[+-]\d+)?|-?inf)?( [kMGT]?B)?') # matches numbers and sizes: a column of such texts is aligned at the right
+# matches numbers and sizes: a column of such texts is aligned at the right
+is_amount = re.compile(r'(-?[\d,.]+(e[+-]\d+)?|-?inf)?( [kMGT]?B)?')
 
 min_width = 16 # narrow a column of names down to this width before a column is dropped
 
@@ -87,7 +88,8 @@ def fit_widths(widths, elastic, space):
 
 def format_table(rows, columns, elastic=(), drop=(), color=None):
     "Return the lines of a table of dicts. elastic: columns to shrink; drop: columns to leave out, in this order"
-    cells,space,drop = [{c: format_cell(r.get(c)) for c in columns} for r in rows],line_width(),[c for c in drop if c in columns]
+    cells = [{c: format_cell(r.get(c)) for c in columns} for r in rows]
+    space,drop = line_width(),[c for c in drop if c in columns]
     full = {c: max([text_width(c), *(text_width(r[c]) for r in cells)]) for c in columns}
     widths = full if space is None else fit_widths(full, elastic, space)
     while widths is None and drop:
@@ -99,7 +101,8 @@ def format_table(rows, columns, elastic=(), drop=(), color=None):
         parts = [(shorten_text(r[c], n), n-text_width(shorten_text(r[c], n)), c in right) for c,n in widths.items()]
         text = '  '.join(' '*pad+t if r else t+' '*pad for t,pad,r in parts).rstrip()
         return text if space is None else shorten_text(text, space)
-    return [colorize(line({c: c for c in columns}), 'bold'), *(colorize(line(r), color(o) if color else None) for r,o in zip(cells, rows, strict=True))]
+    return [colorize(line({c: c for c in columns}), 'bold'),
+        *(colorize(line(r), color(o) if color else None) for r,o in zip(cells, rows, strict=True))]
 
 # %% ../../nbs/95_cli/00_terminal.ipynb #da096e9e
 def to_json(value, indent=2):

@@ -115,7 +115,8 @@ class FigureSink:
             if not n: return
             with drawing_on(self.figure, self.resize): _,axes = panels(n, 3)
             for ax,(name,of) in zip(axes, groups.items(), strict=False):
-                for module,short in zip(of, short_names(list(of)), strict=True): ax.plot(*zip(*of[module].items(), strict=True), label=short or None)
+                for module,short in zip(of, short_names(list(of)), strict=True):
+                    ax.plot(*zip(*of[module].items(), strict=True), label=short or None)
                 ax.set(title=name, xlabel='step')
                 if 0<len(of)<9 and any(of): ax.legend()
             for ax,(name,of) in zip(axes[len(groups):], self.vectors.items(), strict=True): draw_vectors(ax, of, name)
@@ -161,12 +162,14 @@ class Visualization:
         monitor, # The `Monitor` whose values are shown
         sink=None # wandb or a W&B run, a `SummaryWriter`, `matplotlib.pyplot`, a figure (default), or an object with log(dict)
     ):
-        if not hasattr(monitor, 'get_output'): raise TypeError(f"Visualization shows the values of a Monitor, got {an(monitor)}.")
+        if not hasattr(monitor, 'get_output'):
+            raise TypeError(f"Visualization shows the values of a Monitor, got {an(monitor)}.")
         self.monitor,self.sink,self.pace = monitor,sink_for(sink),DrawingPace()
         # history: name -> {step: vector}; changed: names of the vectors that changed since the last plot
         self.history,self.changed = {},set()
 
-    figure = property(lambda self: getattr(self.sink, 'figure', None), doc="The figure with the plots; None if the sink draws no figure.")
+    figure = property(lambda self: getattr(self.sink, 'figure', None),
+        doc="The figure with the plots; None if the sink draws no figure.")
 
     def show(self,
         step:int, # Number of the step that was tracked
@@ -190,7 +193,8 @@ class Visualization:
     def add_vector(self, key, step, v):
         "Add a vector to its history, for a later plot. A `FigureSink` draws the history itself."
         past = self.history.setdefault(key, {})
-        if past and np.size(next(iter(past.values())))!=np.size(v): past.clear() # the history is deleted if the layer has a new size
+        # the history is deleted if the layer has a new size
+        if past and np.size(next(iter(past.values())))!=np.size(v): past.clear()
         past[step] = np.ravel(v)
         for old in list(past)[:-self.most_steps]: del past[old]
         if isinstance(self.sink, FigureSink): self.sink.vectors[key] = past

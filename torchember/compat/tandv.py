@@ -20,8 +20,8 @@ from ..measure.stats import get_stats
 from ..ground.messages import warn
 
 # %% ../../nbs/80_compat/30_tandv.ipynb #b04e9a24
-libraries[torch.Tensor] = Library(lambda x: get_stats(x, scalars), lambda x, lo, hi: get_stats(x, exponents_stat(lo, hi))['exponents'],
-    lambda x: x.detach().cpu().clone())
+libraries[torch.Tensor] = Library(lambda x: get_stats(x, scalars),
+    lambda x, lo, hi: get_stats(x, exponents_stat(lo, hi))['exponents'], lambda x: x.detach().cpu().clone())
 
 _all_ = ['stash_scalar_stats', 'stash_hist', 'stash_all_stats_and_hist', 'stash_full_tensor']
 
@@ -45,7 +45,8 @@ def select_by_pattern(pattern, what, prefix):
 def check_exclude(exclude, module):
     "Return the selection `exclude` of modules to leave out. If this selection matches no module, warn and return None."
     inner = unwrap(module)
-    if exclude is None or not isinstance(inner, torch.nn.Module) or exclude.ids(list(inner.named_modules())): return exclude
+    if exclude is None or not isinstance(inner, torch.nn.Module) or exclude.ids(list(inner.named_modules())):
+        return exclude
     warn(f"exclude={exclude.what} matches no module, so no module is left out.")
 
 # %% ../../nbs/80_compat/30_tandv.ipynb #a723ea83
@@ -131,12 +132,15 @@ def track(
     """
     check_arguments(offload_type, offload_inc, init_step, stash_value, name, home)
     wandb,prefix = open_wandb_run() if use_wandb else None,wrapper_prefix(module)
-    wanted = {'output': True, 'output_grad': track_gradients, 'weight': track_weights, 'weight_grad': track_gradients and track_weights,
-        'optimizer': optimizer is not None}
+    wanted = {'output': True, 'output_grad': track_gradients, 'weight': track_weights,
+        'weight_grad': track_gradients and track_weights, 'optimizer': optimizer is not None}
     stats = builtin_statistics(stash_value) or Stash(stash_value, lambda: tracker.folder(), save_tensor)
-    te = torchEmber(module, optimizer=optimizer, ttypes=[t for t,yes in wanted.items() if yes], include=select_by_pattern(include, 'include', prefix),
-        exclude=check_exclude(select_by_pattern(exclude, 'exclude', prefix), module), stats=stats, only_training=only_stash_during_training, ends='step',
+    te = torchEmber(module, optimizer=optimizer, ttypes=[t for t,yes in wanted.items() if yes],
+        include=select_by_pattern(include, 'include', prefix),
+        exclude=check_exclude(select_by_pattern(exclude, 'exclude', prefix), module), stats=stats,
+        only_training=only_stash_during_training, ends='step',
         first_step=init_step or 0, name=name, home=home, store=store)
     te.recorder.sources.parameters.hint.silent = True # silent, because `warn_about_steps` warns instead
-    tracker = TorchTracker(te, prefix=prefix, offload_inc=offload_inc, offload_fn=offload_fn, offload_type=offload_type, wandb=wandb)
+    tracker = TorchTracker(te, prefix=prefix, offload_inc=offload_inc, offload_fn=offload_fn,
+        offload_type=offload_type, wandb=wandb)
     return tracker

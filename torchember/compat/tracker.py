@@ -75,7 +75,8 @@ def stash_hist(
     Returns:
         Dict {'exp_hist': {'hist': list of counts, 'bins': list of exponents}}
     """
-    return {'exp_hist': {'hist': find_library(tensor).counts(tensor, min_exp, max_exp), 'bins': [*range(min_exp-1, max_exp+2)]}}
+    return {'exp_hist': {'hist': find_library(tensor).counts(tensor, min_exp, max_exp),
+        'bins': [*range(min_exp-1, max_exp+2)]}}
 
 def stash_all_stats_and_hist(
     tensor, # Any tensor
@@ -112,9 +113,11 @@ def exponents_stat(min_exp=-16, max_exp=16):
 
 def builtin_statistics(stash_value): # stash_value: argument of `track`
     "Return the names of the built-in statistics replacing a stash function of torchember. None for a user's function."
-    f,kwargs = (stash_value.func, stash_value.keywords) if isinstance(stash_value, partial) and not stash_value.args else (stash_value, {})
+    f,kwargs = ((stash_value.func, stash_value.keywords) if isinstance(stash_value, partial) and not stash_value.args
+        else (stash_value, {}))
     if f is stash_scalar_stats: return ('shape', *scalars)
-    if f is stash_hist: return ('shape', 'mean', exponents_stat(**kwargs)) # the mean is added, because a LogFrame must contain a scalar statistic
+    # the mean is added, because a LogFrame must contain a scalar statistic
+    if f is stash_hist: return ('shape', 'mean', exponents_stat(**kwargs))
     return ('shape', *scalars, exponents_stat(**kwargs)) if f in (None, stash_all_stats_and_hist) else None
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #3e55ce2c
@@ -131,7 +134,8 @@ class Stash:
 
     def __call__(self, x):
         got,out = self.f(x),{}
-        if not isinstance(got, dict): return got # returned unchanged, because the recorder reports results of other types as errors
+        # returned unchanged, because the recorder reports results of other types as errors
+        if not isinstance(got, dict): return got
         for k,v in got.items():
             if k=='scalar_stats': out |= {ours.get(n, n): s for n,s in v.items()}
             elif k=='exp_hist': out |= hist_columns(**v)
@@ -174,13 +178,15 @@ def open_wandb_run():
 # %% ../../nbs/80_compat/20_tracker.ipynb #a7f14363
 def check_arguments(offload_type, offload_inc, init_step, stash_value, name, home): # the arguments are those of `track`
     "Raise ValueError or TypeError for invalid arguments of `track`, FileExistsError if the run exists."
-    if offload_type not in ('.pkl', '.parquet'): raise ValueError(f"offload_type must be '.pkl' or '.parquet', got {offload_type!r}.")
+    if offload_type not in ('.pkl', '.parquet'):
+        raise ValueError(f"offload_type must be '.pkl' or '.parquet', got {offload_type!r}.")
     for what,n,least in (('offload_inc', offload_inc, 1), ('init_step', init_step or 0, 0)):
         if isinstance(n, bool) or not isinstance(n, int) or n<least:
             raise ValueError(f"{what} must be an int of at least {least}, got {n!r}.")
     if stash_value is not None and not callable(stash_value):
         raise TypeError(f"stash_value must be a function that takes a tensor and returns a dict, got {an(stash_value)}.")
-    if name is not None and not isinstance(name, str): raise TypeError(f"name= must be a string such as 'first', got {an(name)}.")
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name= must be a string such as 'first', got {an(name)}.")
     if name is not None and exists(name, home):
         raise FileExistsError(f"The run {name!r} already exists in {folder('torchember', home)}. Choose another name=.")
 
@@ -205,7 +211,8 @@ class TensorStash:
     dtype:str # Dtype of the tensor, such as 'float32'
     value:dict # Statistics: {'scalar_stats': {...}, 'exp_hist': {...}}
 
-    first_value = property(lambda self: self.value, doc="The same as `value`, because each output of a module has its own `TensorStash`.")
+    first_value = property(lambda self: self.value,
+        doc="The same as `value`, because each output of a module has its own `TensorStash`.")
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #0495c1c5
 def tensor_stash(row):
@@ -214,7 +221,8 @@ def tensor_stash(row):
     bins = [*part[EXP]]
     bins = [bins[1]-1, *bins[1:-1], bins[-2]+1]
     hist = {'exp_hist': {'hist': [*part[EXP].values()], 'bins': bins}} if any(part[EXP].values()) else {}
-    return TensorStash(*(part[META][k] for k in ('name', 'type', 'tensor_type', 'dtype')), {'scalar_stats': part[STAT], **hist})
+    return TensorStash(*(part[META][k] for k in ('name', 'type', 'tensor_type', 'dtype')),
+        {'scalar_stats': part[STAT], **hist})
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #61676271
 class Tracker:
@@ -226,7 +234,8 @@ class Tracker:
         self.t,self.prefix,self.wandb = t,prefix,wandb
         self.offload_inc,self.offload_fn,self.offload_type = offload_inc,offload_fn,offload_type
         self.out_path = None # path of the LogFrame file; None until this file is written
-        self.calls,self.read = 0,0 # calls: number of calls of `step`; read: size in bytes of the part of the log that was passed to `offload_fn`
+        # calls: number of calls of `step`; read: size in bytes of the part of the log that was passed to `offload_fn`
+        self.calls,self.read = 0,0
         self.place = None # folder of this tracker; None until the folder is created
 
     name = property(lambda self: self.t.fname, doc="Name of the run.")
@@ -240,7 +249,8 @@ class Tracker:
 
     def logframe(self, rows):
         "Convert rows of the log to a LogFrame. Return None if the rows contain no tensors that a LogFrame can contain."
-        if not len(rows) or not rows['ttype'].isin(('output', 'output_grad', 'weight', 'weight_grad', 'optimizer')).any(): return None
+        if not len(rows) or not rows['ttype'].isin(('output', 'output_grad', 'weight', 'weight_grad', 'optimizer')).any():
+            return None
         lf = to_logframe(rows)
         if self.prefix: lf[META, 'name'] = [dotted(self.prefix, n) for n in lf[META, 'name']]
         return lf
@@ -312,4 +322,5 @@ class Tracker:
         return 0 if lf is None else len(lf)
     def __bool__(self): return True
     def __getitem__(self, i): return list(self)[i]
-    def __repr__(self): return printable(f'<{type(self).__name__} of {self.what}: run {self.name}, step {self.current_step}>')
+    def __repr__(self):
+        return printable(f'<{type(self).__name__} of {self.what}: run {self.name}, step {self.current_step}>')

@@ -42,8 +42,10 @@ class Home:
         # logs: names of logs; parts: names of logs with a folder of Parquet parts; metadata: name of a log -> its metadata files
         self.logs,self.parts,self.metadata,self.taken = set(),set(),{},set(taken)
         for f in list_folder(self.log):
-            if f.name.endswith('.parts') and f.is_dir(follow_symlinks=False): self.parts.add(f.name.removesuffix('.parts'))
-            elif not f.is_dir(follow_symlinks=False) and not f.name.endswith('_latest') and is_run_name(f.name): self.logs.add(f.name)
+            if f.name.endswith('.parts') and f.is_dir(follow_symlinks=False):
+                self.parts.add(f.name.removesuffix('.parts'))
+            elif not f.is_dir(follow_symlinks=False) and not f.name.endswith('_latest') and is_run_name(f.name):
+                self.logs.add(f.name)
         files = [f for f in list_folder(self.data) if f.name.endswith('.json') and f.is_file(follow_symlinks=False)]
         bases = {f.name[5:-5] for f in files if f.name.startswith('base_')}
         # only metadata files of torchember are listed, because other files may belong to the user
@@ -66,8 +68,10 @@ class Home:
         t = run if isinstance(run, tracker|Run) else getattr(run, 't', None)
         if isinstance(t, tracker|Run):
             run,place = (t.name, t.home) if isinstance(t, Run) else (t.fname, t.dir)
-            if place!=self.place: raise ValueError(f"{printable(run)} is a run in {printable(place)}, not in {printable(self.place)}. Give the right home=.")
-        if not isinstance(run, str): raise TypeError(f"a run is a name, a pattern, a torchEmber or its te.t, or a list of these, got {an(run)}.")
+            if place!=self.place:
+                raise ValueError(f"{printable(run)} is a run in {printable(place)}, not in {printable(self.place)}. Give the right home=.")
+        if not isinstance(run, str):
+            raise TypeError(f"a run is a name, a pattern, a torchEmber or its te.t, or a list of these, got {an(run)}.")
         if not (some := matching_runs(run, names := sorted(self.names))):
             raise FileNotFoundError(f"{unknown('run', run, without_ranks(names))} Looked in {printable(self.log)}.")
         return some
@@ -76,7 +80,8 @@ class Home:
         "Return the files of one log: kind -> list of paths. The 'base' metadata is last, so that the run stays listed if a removal is interrupted."
         parts = sorted((self.log/f'{name}.parts').iterdir()) if name in self.parts else []
         data = sorted(self.metadata.get(name, ()), key=lambda p: (p.name==f'base_{name}.json', p.name))
-        return dict(parts=parts, latest=regular_files(self.log/f'{name}_latest'), log=regular_files(self.log/name), metadata=data)
+        return dict(parts=parts, latest=regular_files(self.log/f'{name}_latest'), log=regular_files(self.log/name),
+            metadata=data)
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #b7000009
 def du(
@@ -94,7 +99,8 @@ def du(
     """
     pd,h = needs('pandas', for_='A table of runs'),Home(home)
     names = h.chosen(run) if h.names or run!='*' else []
-    df = pd.DataFrame([run_sizes(h, n) for n in names], columns=['name', 'ranks', 'files', 'log', 'parts', 'latest', 'metadata', 'size'])
+    df = pd.DataFrame([run_sizes(h, n) for n in names],
+        columns=['name', 'ranks', 'files', 'log', 'parts', 'latest', 'metadata', 'size'])
     return df.sort_values('size', ascending=False, kind='stable', ignore_index=True)
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #b700000a
@@ -115,9 +121,12 @@ def refuse_odd(h, name):
     "Raise OSError if the log is a link, or a file not written by torchember. Such logs are not moved or removed."
     path = h.log/name
     if is_url(path): return # no check is needed, because remote stores have no links
-    if os.path.islink(path): raise OSError(f"{printable(path)} is a link, not a log of torchember, so nothing was changed. Remove the link yourself.")
-    if name in h.older: raise OSError(f"The run {name!r} is of torchember 0.2 and was not changed. Move or remove its folder {printable(path)}.")
-    if os.path.lexists(path) and not path.is_file(): raise OSError(f"{printable(path)} is not a file, so it is not a log, and nothing was changed.")
+    if os.path.islink(path):
+        raise OSError(f"{printable(path)} is a link, not a log of torchember, so nothing was changed. Remove the link yourself.")
+    if name in h.older:
+        raise OSError(f"The run {name!r} is of torchember 0.2 and was not changed. Move or remove its folder {printable(path)}.")
+    if os.path.lexists(path) and not path.is_file():
+        raise OSError(f"{printable(path)} is not a file, so it is not a log, and nothing was changed.")
     if odd := [p for p in h.files(name)['parts'] if p.is_symlink() or not p.is_file()]:
         raise OSError(f"{printable(odd[0])} is not a part of a run, so nothing was changed. Remove it from that folder first.")
 
@@ -126,7 +135,8 @@ def refuse_written(h, name):
     base,text = read_facts(name, h.data)[0],f'The run {printable(name)!r} is still being written'
     pid,host = base.get('pid'),printable(base.get('host', ''))
     if is_running(base) and pid==os.getpid(): raise ValueError(f"{text}, by this process. End it first: te.close().")
-    if is_running(base): raise ValueError(f"{text}, by process {pid} on this machine. Wait for its end, or end it: kill {pid}.")
+    if is_running(base):
+        raise ValueError(f"{text}, by process {pid} on this machine. Wait for its end, or end it: kill {pid}.")
     if 'end' in base or 'pid' not in base or not file_exists(h.log/name): return
     ago = time.time()-stat_file(h.log/name).st_mtime
     if ago<recent and base.get('host')!=gethostname():
@@ -178,7 +188,8 @@ def rm(
         members = h.members(name)
         files = [h.files(m) for m in members]
         for kind in 'parts','latest','log','metadata':
-            for p in sorted((p for f in files for p in f[kind]), key=lambda p: p.name.startswith('base_')): p.unlink(missing_ok=True)
+            for p in sorted((p for f in files for p in f[kind]), key=lambda p: p.name.startswith('base_')):
+                p.unlink(missing_ok=True)
             if kind=='parts':
                 for m in members if not is_url(h.log) else (): shutil.rmtree(h.log/f'{m}.parts', ignore_errors=True)
         for m in members: forget_file(h.log/m)
@@ -201,10 +212,12 @@ def mv(
     Returns:
         The new name of the run
     """
-    if is_url(place := folder('torchember', home)): raise OSError(f"{printable(place)} is an object store, which cannot rename files. "
-        f"Rename the run on the machine that wrote it, sync it again, and remove the old copy: rm({run!r:.80}, {printable(repr(str(place)))}).")
+    if is_url(place := folder('torchember', home)):
+        raise OSError(f"{printable(place)} is an object store, which cannot rename files. "
+            f"Rename the run on the machine that wrote it, sync it again, and remove the old copy: rm({run!r:.80}, {printable(repr(str(place)))}).")
     h,names = runs_to_change(run, home)
-    if len(names)>1: raise ValueError(f"mv takes one run, but {run!r:.80} matches {len(names)}: {printable(', '.join(names[:5]))}. Rename them one by one.")
+    if len(names)>1:
+        raise ValueError(f"mv takes one run, but {run!r:.80} matches {len(names)}: {printable(', '.join(names[:5]))}. Rename them one by one.")
     members = h.members(names[0])
     new = {m: name+m.removeprefix(names[0]) if isinstance(name, str) else name for m in members}
     for n in (name, *new.values()): portable_name(safe_name(n, 'run'))

@@ -32,26 +32,31 @@ column_of_condition = dict(path='module', ttype='ttype', tname='tname', steps='s
 class Choice:
     "Conditions that select rows of a run: `path`, `ttype`, `tname` and `steps`. A condition that is None selects all rows."
     def __init__(self, path=None, ttype=None, tname=None, steps=None):
-        self.conditions = {k: to_python(v) for k,v in dict(path=path, ttype=ttype, tname=tname, steps=steps).items() if v is not None}
+        self.conditions = {k: to_python(v) for k,v in dict(path=path, ttype=ttype, tname=tname, steps=steps).items()
+            if v is not None}
         path,steps = self.conditions.get('path'),self.conditions.get('steps')
         for p in to_list(path) if path is not None else ():
-            if not isinstance(p, str|re.Pattern): raise TypeError(f"path must be a glob such as 'features.*', a regex, or a list of these, got {p!r:.80}.")
+            if not isinstance(p, str|re.Pattern):
+                raise TypeError(f"path must be a glob such as 'features.*', a regex, or a list of these, got {p!r:.80}.")
         if steps is not None and not callable(steps) and not isinstance(steps, int|range|slice|list|tuple|set):
             raise TypeError(f"steps must be a whole number, a range, a slice, a list, or a function of the step, got {steps!r:.80}.")
         for k in 'ttype','tname':
             for n in to_list(self.conditions.get(k, ())):
-                if n!=() and not isinstance(n, str): raise TypeError(f"{k} must be a name, or a list of names, got {n!r:.80}.")
+                if n!=() and not isinstance(n, str):
+                    raise TypeError(f"{k} must be a name, or a list of names, got {n!r:.80}.")
 
     def select_paths(self, paths):
         "Return the set of all `paths` matching the condition `path`."
-        return {p for p in paths if any(p==w or fnmatchcase(p, w) if isinstance(w, str) else w.search(p) for w in to_list(self.conditions['path']))}
+        return {p for p in paths if any(p==w or fnmatchcase(p, w) if isinstance(w, str) else w.search(p)
+            for w in to_list(self.conditions['path']))}
 
     @property
     def needs_last_step(self):
         "True if the condition `steps` counts from the last step, such as `steps=-1`."
         steps = self.conditions.get('steps')
         if isinstance(steps, range): return bool(steps) and min(steps[0], steps[-1])<0
-        ends = (steps.start, steps.stop) if isinstance(steps, slice) else () if steps is None or callable(steps) else to_list(steps)
+        ends = ((steps.start, steps.stop) if isinstance(steps, slice)
+            else () if steps is None or callable(steps) else to_list(steps))
         return any(isinstance(s, int) and s<0 for s in ends)
 
     def select_steps(self, steps, last=None):
@@ -66,7 +71,8 @@ class Choice:
         "Return the set of all `values` matching the condition `name`, such as 'path' or 'steps'."
         values = [v for v in values if isinstance(v, int if name=='steps' else str)]
         if name=='path': return self.select_paths(values)
-        return self.select_steps(values, last) if name=='steps' else set(values).intersection(to_list(self.conditions[name]))
+        if name=='steps': return self.select_steps(values, last)
+        return set(values).intersection(to_list(self.conditions[name]))
 
 # %% ../../nbs/50_frames/01_choice.ipynb #98ae9352
 class RowFilter:
@@ -75,12 +81,14 @@ class RowFilter:
     def __init__(self, choice, last=None): self.choice,self.last,self.paths = choice,last,{}
 
     def __call__(self, block):
-        masks = [self.mask_of_distinct(name, block) or self.mask(name, self.values(name, block)) for name in self.choice.conditions]
+        masks = [self.mask_of_distinct(name, block) or self.mask(name, self.values(name, block))
+            for name in self.choice.conditions]
         return [all(row) for row in zip(*masks, strict=True)]
 
     def mask_of_distinct(self, name, block):
         "Return the mask of a condition, by testing each distinct value once. Return None if the distinct values of the column are unknown."
-        if (known := block.distinct(column_of_condition[name])) is None or name=='path' and 'path' in block.part.kinds: return None
+        if (known := block.distinct(column_of_condition[name])) is None or name=='path' and 'path' in block.part.kinds:
+            return None
         values,codes = known
         values = [self.path_of(m) if isinstance(m, str) else m for m in values] if name=='path' else values
         # a row without a value has the code -1, which selects the last element of the array, False
@@ -90,7 +98,8 @@ class RowFilter:
         "Return for each row the value tested by the condition `name`."
         values = block[column_of_condition[name]]
         if name!='path': return values
-        return [p if isinstance(p, str) else self.path_of(m) if isinstance(m, str) else m for m,p in zip(values, block['path'], strict=True)]
+        return [p if isinstance(p, str) else self.path_of(m) if isinstance(m, str) else m
+            for m,p in zip(values, block['path'], strict=True)]
 
     def path_of(self, module):
         "Return the path of a module from its display name. Known paths are kept in a cache."
@@ -121,5 +130,6 @@ def explain_empty(choice, known):
             has = f'It has {len(steps)} steps, from {steps[0]} to {steps[-1]}.' if steps else 'It has no steps.'
             return f"steps={wanted!r:.80} selects no step of the run. {has}"
         first = next(iter(to_list(wanted)), '')
-        return unknown(nouns[name], getattr(first, 'pattern', first), [n for n in known[name] if n], called_ttypes if name=='ttype' else ())
+        return unknown(nouns[name], getattr(first, 'pattern', first), [n for n in known[name] if n],
+            called_ttypes if name=='ttype' else ())
     return f"No row satisfies all of {', '.join(f'{k}={v!r:.60}' for k,v in choice.conditions.items())} together. Use fewer conditions."

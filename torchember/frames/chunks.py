@@ -94,7 +94,8 @@ def common_kind(kinds):
     "Return the column kind that can hold values of all `kinds`: 'json' for a mixture of numbers and texts. None among `kinds` means no values."
     kinds = set(kinds)-{None}
     if len(kinds)<2: return next(iter(kinds), 'double')
-    return 'double' if kinds=={'int64', 'double'} else 'list<double>' if kinds=={'list<int64>', 'list<double>'} else 'json'
+    if kinds=={'int64', 'double'}: return 'double'
+    return 'list<double>' if kinds=={'list<int64>', 'list<double>'} else 'json'
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #4b5de9d0
 @dataclass
@@ -183,7 +184,8 @@ def inspect_log(log, rows=1<<17, expected=None):
         for data in log.blocks(): out.add(*inspect_unwritten(data, log.path))
         return out
     size,more = log.store.unwritten_lines()
-    out = read_current(None if log.store.fresh else log.path, lambda listing, files: inspect_files(log, listing, files, size, rows, expected))
+    out = read_current(None if log.store.fresh else log.path,
+        lambda listing, files: inspect_files(log, listing, files, size, rows, expected))
     return out.add(*inspect_unwritten(more, log.path)) if more else out
 
 def inspect_files(log, listing, files, size, rows, expected):
@@ -247,12 +249,14 @@ class Chunk:
     def known(self):
         "(first, last) step that the chunk may contain. (None, None) if the steps are unknown."
         bounds = step_bounds([(s.first, s.last) for _,_,of in self.logs for s in of])
-        return bounds if self.steps is None or None in bounds else (max(bounds[0], self.steps[0]), min(bounds[1], self.steps[1]))
+        return bounds if self.steps is None or None in bounds else (max(bounds[0], self.steps[0]),
+            min(bounds[1], self.steps[1]))
 
     def limited_to_steps(self, steps):
         "Return this chunk limited to the range `steps`. Return this chunk unchanged if its steps are unknown."
         if steps is None or self.known[0] is None: return self
-        return replace(self, logs=limit_logs(self.logs, steps), steps=(max(self.known[0], steps[0]), min(self.known[1], steps[1])), rest=False)
+        return replace(self, logs=limit_logs(self.logs, steps),
+            steps=(max(self.known[0], steps[0]), min(self.known[1], steps[1])), rest=False)
 
 class StepFilter:
     """Callable that takes a block of rows and returns a list of booleans: True for rows in the range `steps`.
@@ -299,7 +303,8 @@ def make_chunks(name, logs, contents, home, merged=False, most=None):
     ranges = chunk_steps([s for _,_,of in every for s in of], most or (most_merged if merged else most_rows))
     start,asked = limit_logs(every, ranges[0]) if merged and len(ranges)>1 else (),time.time_ns()
     first = (start, ranges[0]) if start else ()
-    return [Chunk(name, limit_logs(every, steps), steps, i==0, merged, False, home, first if i else (), asked) for i,steps in enumerate(ranges)]
+    return [Chunk(name, limit_logs(every, steps), steps, i==0, merged, False, home, first if i else (), asked)
+        for i,steps in enumerate(ranges)]
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #ef42bf7e
 def rank_metadata(home, names, kind='ranks'):
@@ -327,7 +332,8 @@ def segment_blocks(segments, steps=None, whole=False):
 def rank_rows(logs, steps):
     "Read the rows of all ranks in the range `steps` as one table with a column `rank`."
     shared = {}
-    for rank,s in ((rank, s) for _,rank,of in logs for s in of if s.is_shared): shared.setdefault(str(s.path), (s.path, {}))[1][rank] = s.of,dict(s.entry)
+    for rank,s in ((rank, s) for _,rank,of in logs for s in of if s.is_shared):
+        shared.setdefault(str(s.path), (s.path, {}))[1][rank] = s.of,dict(s.entry)
     own = {rank: segment_blocks([s for s in of if not s.is_shared], steps, whole=True) for _,rank,of in logs}
     return read_ranks(own, keep=steps and StepFilter(steps, False), shared=list(shared.values()), steps=steps)[0]
 
@@ -345,7 +351,8 @@ def frame_of(chunk):
     "Read a chunk as a pandas table, with the same values as in the table from `read`."
     if chunk.merged:
         own = names_of_start(chunk.home, *chunk.start, chunk.asked) if chunk.start else None
-        return tidy(merge_ranks(rank_rows(chunk.logs, chunk.steps), *read_rank_metadata(chunk.home, names_and_ranks(chunk.logs), chunk.asked), own))
+        return tidy(merge_ranks(rank_rows(chunk.logs, chunk.steps),
+            *read_rank_metadata(chunk.home, names_and_ranks(chunk.logs), chunk.asked), own))
     [(_,rank,of)],keep = chunk.logs,chunk.steps and StepFilter(chunk.steps, chunk.rest)
     df = tidy(table_of_blocks(segment_blocks(of, None if chunk.rest else chunk.steps), keep=keep))
     return df if rank is None else df.assign(rank=rank)
@@ -367,7 +374,9 @@ def output_columns(contents, merged=False, per_rank=False, several=False):
         if not any(of.kinds.get(c, set())-{None} for of in contents): kinds[c] = 'int64'
     if kinds.get('ts')=='text': kinds['ts'] = 'time'
     if per_rank: kinds['rank'] = 'int64'
-    if merged: kinds = {k: 'double' if k in derived and k!='exponents' or k=='ratio' else kind for k,kind in kinds.items() if k not in shard_columns}
+    if merged:
+        kinds = {k: 'double' if k in derived and k!='exponents' or k=='ratio' else kind
+            for k,kind in kinds.items() if k not in shard_columns}
     if merged: kinds['numel'] = 'double' # the kind is 'double', because some merged rows have no number of elements
     return {k: kinds[k] for k in column_order(kinds, output_marks(contents, several))}
 
@@ -396,7 +405,8 @@ def json_text(v):
 
 def parse_times(texts):
     "Parse an Arrow array of strings as times. A string that is not a time stamp becomes null."
-    return needs('pyarrow.compute', for_='scan', package='pyarrow').strptime(texts, format='%Y-%m-%d %H:%M:%S', unit='s', error_is_null=True)
+    return needs('pyarrow.compute', for_='scan', package='pyarrow').strptime(texts, format='%Y-%m-%d %H:%M:%S',
+        unit='s', error_is_null=True)
 
 def to_arrow(values, kind):
     "Convert a pandas column to an Arrow array of this kind of column."
@@ -405,17 +415,22 @@ def to_arrow(values, kind):
     if kind=='text':
         try: return pa.array(values.astype(object), to, from_pandas=True)
         # a value is not a text, such as a number as module
-        except pa.ArrowTypeError: return pa.array([v if isinstance(v, str) else json_text(v) for v in values.tolist()], to)
+        except pa.ArrowTypeError:
+            return pa.array([v if isinstance(v, str) else json_text(v) for v in values.tolist()], to)
     if kind=='json': return pa.array([json_text(v) for v in values.tolist()], to)
-    if kind.startswith('list'): return pa.array([list(v) if isinstance(v, list|tuple|np.ndarray) else None for v in values], to)
-    if kind=='time' and values.dtype.kind!='M': return parse_times(pa.array([v if isinstance(v, str) else None for v in values.tolist()], pa.string()))
+    if kind.startswith('list'):
+        return pa.array([list(v) if isinstance(v, list|tuple|np.ndarray) else None for v in values], to)
+    if kind=='time' and values.dtype.kind!='M':
+        return parse_times(pa.array([v if isinstance(v, str) else None for v in values.tolist()], pa.string()))
     if kind=='bool': return pa.array(values.astype(object), to, from_pandas=True)
-    if values.dtype.kind not in 'iufM': values = pd.to_numeric(values.astype(object).where(values.notna(), None), errors='coerce').astype(float)
+    if values.dtype.kind not in 'iufM':
+        values = pd.to_numeric(values.astype(object).where(values.notna(), None), errors='coerce').astype(float)
     return pa.array(values, to, from_pandas=True)
 
 def empty_column(pa, kind, n, name):
     "Return an Arrow column of `n` nulls. Return zeros for a count of NaN or infinities."
-    return pa.array(np.zeros(n), output_type(pa, kind)) if name in bad and kind in ('int64', 'double') else pa.nulls(n, output_type(pa, kind))
+    if name in bad and kind in ('int64', 'double'): return pa.array(np.zeros(n), output_type(pa, kind))
+    return pa.nulls(n, output_type(pa, kind))
 
 def table_of_frame(df, fields):
     "Convert a pandas table to an Arrow table. `fields`: column -> kind of each column in the result."
@@ -449,7 +464,8 @@ def part_column(part, name, kind):
     pa,n = needs('pyarrow', for_='scan'),part.rows
     if name=='path': return paths_in_part(part)
     raw = 'run' if name=='mark_run' else name
-    if raw not in part.kinds or not set(part.layouts.types_of(raw))-{none, Missing}: return empty_column(pa, kind, n, name)
+    if raw not in part.kinds or not set(part.layouts.types_of(raw))-{none, Missing}:
+        return empty_column(pa, kind, n, name)
     x = cast_column(part.column(raw), part.kinds[raw], kind)
     return x.fill_null(0) if name in bad and kind in ('int64', 'double') else x
 
@@ -462,10 +478,12 @@ def chunk_table(chunk, fields, steps=None):
     pa = needs('pyarrow', for_='scan')
     if chunk.plain and len(chunk.logs)==1 and (of := chunk.logs[0][2])[0].entry is not None:
         with of[0].open(steps) as part:
-            same = {k: v for k,v in dict(run=chunk.run if chunk.labelled else None, rank=chunk.logs[0][1]).items() if v is not None}
+            same = {k: v for k,v in dict(run=chunk.run if chunk.labelled else None, rank=chunk.logs[0][1]).items()
+                if v is not None}
             if has_text_names(part):
-                part.load([k for k in part.kinds if k in fields and k not in same or k in ('path', 'module') and 'path' in fields])
-                return pa.table({k: pa.repeat(same[k], part.rows) if k in same else part_column(part, k, kind) for k,kind in fields.items()},
-                    schema=output_schema(fields))
+                part.load([k for k in part.kinds if k in fields and k not in same or k in ('path', 'module')
+                    and 'path' in fields])
+                return pa.table({k: pa.repeat(same[k], part.rows) if k in same else part_column(part, k, kind)
+                    for k,kind in fields.items()}, schema=output_schema(fields))
     df = frame_of(chunk.limited_to_steps(steps))
     return table_of_frame(df.rename(columns={'run': 'mark_run'}).assign(run=chunk.run) if chunk.labelled else df, fields)

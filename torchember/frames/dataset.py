@@ -21,7 +21,8 @@ class ChunkIndex:
     "Callable that takes a condition (Arrow expression) and returns the chunks that may have matching rows."
     def __init__(self, chunks, schema): # chunks: list of `Chunk`; schema: Arrow schema of the table
         self.chunks,self.fs,parquet = chunks,LocalFileSystem(),ds.ParquetFileFormat()
-        fragments = [parquet.make_fragment(str(i), self.fs, partition_expression=partition_of(c, schema)) for i,c in enumerate(chunks)]
+        fragments = [parquet.make_fragment(str(i), self.fs, partition_expression=partition_of(c, schema))
+            for i,c in enumerate(chunks)]
         self.dataset = ds.FileSystemDataset(fragments, schema, parquet, self.fs)
 
     def __call__(self, condition=None): return [self.chunks[int(f.path)] for f in self.dataset.get_fragments(condition)]
@@ -84,7 +85,8 @@ class LogDataset(ds.Dataset):
 
     def __reduce__(self): return LogDataset, (self.pruned.chunks, self.reader)
 
-    def __repr__(self): return f"<torchember.frames.dataset.LogDataset of {len(self.pruned.chunks)} chunks>\n{self.arrow}"
+    def __repr__(self):
+        return f"<torchember.frames.dataset.LogDataset of {len(self.pruned.chunks)} chunks>\n{self.arrow}"
 
     @property
     def schema(self):
@@ -102,12 +104,15 @@ class LogDataset(ds.Dataset):
 
     def scanner(self, columns=None, filter=None, **how): # how: other arguments of `pyarrow.dataset.Dataset.scanner`
         "Return an Arrow scanner for some columns of the rows satisfying a condition."
-        used = str(filter) + ('' if columns is None or isinstance(columns, list) else ' '.join(map(str, columns.values())))
+        used = str(filter) + ('' if columns is None or isinstance(columns, list)
+            else ' '.join(map(str, columns.values())))
         names = self.arrow.names if columns is None else [k for k in self.arrow.names if k in columns or k in used]
-        names = names or self.arrow.names[-1:] # if no column is requested, one column is read, because the rows are only counted
+        # if no column is requested, one column is read, because the rows are only counted
+        names = names or self.arrow.names[-1:]
         batches = (b for t in self.tables(names, filter) for b in t.to_batches())
         schema = pa.schema([self.arrow.field(k) for k in names])
-        how = {k: v for k,v in how.items() if k in ('batch_size', 'use_threads', 'memory_pool', 'fragment_scan_options')}
+        how = {k: v for k,v in how.items()
+            if k in ('batch_size', 'use_threads', 'memory_pool', 'fragment_scan_options')}
         return ds.Scanner.from_batches(batches, schema=schema, columns=columns, filter=filter, batch_readahead=2, **how)
 
     def sort_by(self, sorting, **how): # how: other arguments of `pyarrow.Table.sort_by`

@@ -26,17 +26,23 @@ class PicklePart:
 
     def __setstate__(self, state): self.state = state
 
-core = {'frame': 'DataFrame', 'indexes.base': 'Index _new_Index', 'indexes.multi': 'MultiIndex', 'indexes.range': 'RangeIndex',
-    'indexes.category': 'CategoricalIndex', 'indexes.frozen': 'FrozenList', 'internals.managers': 'BlockManager', 'arrays.categorical': 'Categorical',
-    'dtypes.dtypes': 'CategoricalDtype', 'arrays.string_': 'StringDtype StringArray', 'arrays.string_arrow': 'ArrowStringArray ArrowStringArrayNumpySemantics',
-    'arrays.integer': 'IntegerArray Int64Dtype Int32Dtype', 'arrays.floating': 'FloatingArray Float64Dtype Float32Dtype'}
+core = {'frame': 'DataFrame', 'indexes.base': 'Index _new_Index', 'indexes.multi': 'MultiIndex',
+    'indexes.range': 'RangeIndex',
+    'indexes.category': 'CategoricalIndex', 'indexes.frozen': 'FrozenList', 'internals.managers': 'BlockManager',
+    'arrays.categorical': 'Categorical',
+    'dtypes.dtypes': 'CategoricalDtype', 'arrays.string_': 'StringDtype StringArray',
+    'arrays.string_arrow': 'ArrowStringArray ArrowStringArrayNumpySemantics',
+    'arrays.integer': 'IntegerArray Int64Dtype Int32Dtype',
+    'arrays.floating': 'FloatingArray Float64Dtype Float32Dtype'}
 allowed = {f'pandas.core.{module}': names for module,names in core.items()} | {
     'pandas': 'DataFrame Index MultiIndex RangeIndex CategoricalIndex Categorical CategoricalDtype StringDtype NA Int64Dtype Int32Dtype Float64Dtype '
         'Float32Dtype',
-    'pandas.arrays': 'StringArray ArrowStringArray IntegerArray FloatingArray', 'pandas._libs.internals': '_unpickle_block',
+    'pandas.arrays': 'StringArray ArrowStringArray IntegerArray FloatingArray',
+    'pandas._libs.internals': '_unpickle_block',
     'pandas._libs.arrays': '__pyx_unpickle_NDArrayBacked', 'pandas._libs.missing': 'NA', 'numpy': 'ndarray dtype',
     'numpy.core.multiarray': '_reconstruct scalar', 'numpy._core.multiarray': '_reconstruct scalar',
-    'numpy.core.numeric': '_frombuffer', 'numpy._core.numeric': '_frombuffer', 'pyarrow.lib': '_restore_array chunked_array type_for_alias py_buffer',
+    'numpy.core.numeric': '_frombuffer', 'numpy._core.numeric': '_frombuffer',
+    'pyarrow.lib': '_restore_array chunked_array type_for_alias py_buffer',
     'builtins': 'slice bytearray', '__builtin__': 'slice bytearray', '_codecs': 'encode'}
 allowed = {(module, name) for module,names in allowed.items() for name in names.split()}
 
@@ -52,7 +58,8 @@ def check_bounds(file, name):
     try:
         for op,arg,_ in pickletools.genops(Limited(file, start+size)):
             n += op.name in keeps or op.name=='MEMOIZE'
-            if op.name=='FRAME' and arg>size: raise OddPickle(f"it announces {arg:,} bytes, which is more than the file contains")
+            if op.name=='FRAME' and arg>size:
+                raise OddPickle(f"it announces {arg:,} bytes, which is more than the file contains")
             if op.name in keeps and int(arg)>2*n+1000: raise OddPickle(
                 f"it stores an object at index {int(arg):,} of its memo, but contains only {n:,} objects before")
     except (OddPickle, ValueError, OverflowError, MemoryError) as e:
@@ -72,7 +79,8 @@ class Limited:
     def __init__(self, file, end): self.file,self.end,self.tell,self.readline = file,end,file.tell,file.readline
 
     def read(self, n=-1):
-        if n>self.end-self.file.tell(): raise OddPickle(f"it announces {n:,} bytes, which is more than the file contains")
+        if n>self.end-self.file.tell():
+            raise OddPickle(f"it announces {n:,} bytes, which is more than the file contains")
         return self.file.read(n)
 
 # %% ../../nbs/50_frames/20_files.ipynb #5d4a2313
@@ -89,7 +97,8 @@ def count_unfolded(x):
             todo += [v for v in inner if id(v) not in known]
         else:
             if any(known[id(v)] is None for v in inner): return math.inf
-            known[id(o)] = 1+(len(o) if isinstance(o, bytes|bytearray) else len(children_of(o))) + sum(known[id(v)] for v in inner)
+            known[id(o)] = (1+(len(o) if isinstance(o, bytes|bytearray) else len(children_of(o)))
+                + sum(known[id(v)] for v in inner))
             todo.pop()
     return known[id(x)]
 
@@ -123,7 +132,8 @@ def read_parts(file, name): # file: binary file; name: name of the file for mess
     except pickle.UnpicklingError as e:
         if str(e).startswith(name): raise
         raise pickle.UnpicklingError(f"{name} is not a pickle, or is cut off: {printable(e, 200)}.") from None
-    except Exception as e: raise pickle.UnpicklingError(f"{name} is broken, or not a pickle: {type(e).__name__}: {printable(e, 200)}.") from None
+    except Exception as e:
+        raise pickle.UnpicklingError(f"{name} is broken, or not a pickle: {type(e).__name__}: {printable(e, 200)}.") from None
 
 # %% ../../nbs/50_frames/20_files.ipynb #483f9863
 def stands_for(x, *kinds):
@@ -132,7 +142,8 @@ def stands_for(x, *kinds):
 
 def expect(x, *kinds):
     "Return the `PicklePart` `x`. Raise OddPickle unless it stands for an object of one of the classes `kinds`."
-    if not stands_for(x, *kinds): raise OddPickle(f"{x.what if isinstance(x, PicklePart) else an(x)} where {' or '.join(kinds)} should be")
+    if not stands_for(x, *kinds):
+        raise OddPickle(f"{x.what if isinstance(x, PicklePart) else an(x)} where {' or '.join(kinds)} should be")
     return x
 
 def to_bytes(x):
@@ -169,7 +180,8 @@ def to_array(x):
         return np.frombuffer(to_bytes(data), to_number_dtype(dtype)).reshape(shape, order='F' if order=='F' else 'C')
     _,shape,dtype,fortran,data = expect(x, '_reconstruct').state
     order = 'F' if fortran else 'C'
-    if not isinstance(data, list): return np.frombuffer(to_bytes(data), to_number_dtype(dtype)).reshape(shape, order=order)
+    if not isinstance(data, list):
+        return np.frombuffer(to_bytes(data), to_number_dtype(dtype)).reshape(shape, order=order)
     out = np.empty(len(data), dtype=object)
     out[:] = [to_scalar(v) for v in data]
     return out.reshape(shape, order=order)
@@ -188,9 +200,11 @@ def arrow_texts(x):
     kind = expect(kind, 'type_for_alias').args[0]
     if kind not in ('string', 'large_string') or children: raise OddPickle(f"an array of {kind}")
     ends = np.frombuffer(to_bytes(ends), np.int64 if kind=='large_string' else np.int32)[offset:offset+n+1].tolist() if n else [0]
-    if len(ends)!=n+1 and n or any(a>b for a,b in zip(ends, ends[1:], strict=False)): raise OddPickle("strings with wrong offsets")
+    if len(ends)!=n+1 and n or any(a>b for a,b in zip(ends, ends[1:], strict=False)):
+        raise OddPickle("strings with wrong offsets")
     text,there = b'' if text is None else bytes(to_bytes(text)),[1]*n
-    if valid is not None: there = np.unpackbits(np.frombuffer(to_bytes(valid), np.uint8), bitorder='little')[offset:offset+n].tolist()
+    if valid is not None:
+        there = np.unpackbits(np.frombuffer(to_bytes(valid), np.uint8), bitorder='little')[offset:offset+n].tolist()
     if len(ends)!=n+1 or len(there)!=n: raise OddPickle("an array that ends too early")
     return [text[a:b].decode() if t else None for a,b,t in zip(ends, ends[1:], there, strict=False)]
 
@@ -203,7 +217,8 @@ def object_array(values):
 def build_column(x):
     "Convert a `PicklePart` to the array of a pandas column, or to a two-dimensional array of several columns with one dtype."
     pd = needs('pandas', for_='read_pickle')
-    if stands_for(x, 'ArrowStringArray', 'ArrowStringArrayNumpySemantics'): return object_array(arrow_texts(x.state['_pa_array']))
+    if stands_for(x, 'ArrowStringArray', 'ArrowStringArrayNumpySemantics'):
+        return object_array(arrow_texts(x.state['_pa_array']))
     if stands_for(x, 'IntegerArray', 'FloatingArray'):
         data,mask = build_array(x.state['_data']),build_array(x.state['_mask']).astype(bool)
         return np.where(mask, np.nan, data) if mask.any() else data
@@ -220,7 +235,8 @@ def build_index(x):
     "Convert a `PicklePart` to a pandas Index of rows or columns."
     pd = needs('pandas', for_='read_pickle')
     kind,d = expect(x, '_new_Index').args
-    if not (isinstance(kind, type) and issubclass(kind, PicklePart) and isinstance(d, dict)): raise OddPickle("an invalid index")
+    if not (isinstance(kind, type) and issubclass(kind, PicklePart) and isinstance(d, dict)):
+        raise OddPickle("an invalid index")
     if kind.what=='RangeIndex': return pd.RangeIndex(d['start'], d['stop'], d['step'])
     if kind.what!='MultiIndex': return pd.Index(build_column(d['data']))
     levels,codes = [build_index(v).tolist() for v in d['levels']],[build_array(c).tolist() for c in d['codes']]
@@ -234,7 +250,8 @@ def to_attrs(x):
 # %% ../../nbs/50_frames/20_files.ipynb #5b3951c8
 def build_table(x, name): # x: result of `read_parts`; name: name of the file for messages
     "Build the DataFrame stored in a pickle. Raise SchemaException for another object, UnpicklingError for a table never written by pandas."
-    if not stands_for(x, 'DataFrame'): raise SchemaException(f"{name} is {f'a pandas {x.what}' if isinstance(x, PicklePart) else an(x)}, not a DataFrame.")
+    if not stands_for(x, 'DataFrame'):
+        raise SchemaException(f"{name} is {f'a pandas {x.what}' if isinstance(x, PicklePart) else an(x)}, not a DataFrame.")
     pd = needs('pandas', for_='read_pickle')
     try:
         blocks,(columns,rows) = expect(x.state['_mgr'], 'BlockManager').args[:2]
@@ -242,7 +259,8 @@ def build_table(x, name): # x: result of `read_parts`; name: name of the file fo
         for b in blocks:
             values,place = expect(b, '_unpickle_block').args[:2]
             values = build_column(values)
-            place = range(len(columns))[slice(*place.args)] if stands_for(place, 'slice') else build_array(place).tolist()
+            place = (range(len(columns))[slice(*place.args)] if stands_for(place, 'slice')
+                else build_array(place).tolist())
             found.update(zip(place, values if values.ndim==2 else [values], strict=True))
         out = pd.DataFrame({i: found[i] for i in range(len(columns))}, index=rows)
         out.columns = columns
@@ -279,7 +297,8 @@ def read_pickle(
     if from_wandb: raise NotImplementedError(f"read_pickle(from_wandb=True) does not download. Download first: "
         f"folder = wandb.Api().artifact({filepath_or_buffer!r}).download(), and read each file in that folder with read_pickle(path).")
     from_io = needs('pandas', for_='read_pickle').io.common.get_handle
-    name = getattr(filepath_or_buffer, 'name', filepath_or_buffer) if hasattr(filepath_or_buffer, 'read') else filepath_or_buffer
+    name = (getattr(filepath_or_buffer, 'name', filepath_or_buffer) if hasattr(filepath_or_buffer, 'read')
+        else filepath_or_buffer)
     name = name if isinstance(name, str) or hasattr(name, '__fspath__') else 'The file'
     with from_io(filepath_or_buffer, 'rb', compression=compression, is_text=False, storage_options=storage_options) as h:
         return with_right_exponents(build_table(read_parts(h.handle, printable(name)), printable(name)), shifted)
@@ -306,7 +325,8 @@ def read_csv(
     """
     if not args: kwargs.setdefault('header', [0, 1])
     if kwargs.get('header')==[0, 1] and not {'dtype', 'converters'}&set(kwargs):
-        kwargs['converters'] = {('metadata', 'name'): str} # the converter keeps '0', a module name in nn.Sequential, as a string
+        # the converter keeps '0', a module name in nn.Sequential, as a string
+        kwargs['converters'] = {('metadata', 'name'): str}
     df = needs('pandas', for_='read_csv').read_csv(filepath_or_buffer, *args, **kwargs)
     if df.columns.nlevels==2:
         df = df.loc[:, [not str(top).startswith('Unnamed:') for top,_ in df.columns]]
@@ -354,5 +374,6 @@ def read_parquet(
     """
     pd = needs('pandas', for_='read_parquet')
     df = pd.read_parquet(path, *args, **kwargs)
-    if df.columns.nlevels==1: df.columns = pd.MultiIndex.from_tuples([tuple(str(c).partition('.')[::2]) for c in df.columns])
+    if df.columns.nlevels==1:
+        df.columns = pd.MultiIndex.from_tuples([tuple(str(c).partition('.')[::2]) for c in df.columns])
     return with_right_exponents(df, shifted)

@@ -43,7 +43,8 @@ def log_files(log):
 
 def older_runs(log):
     "Return the names of the subfolders of `log` that are runs of torchember 0.2."
-    return [] if is_url(log) else [f.name for f in list_folder(log) if f.is_dir(follow_symlinks=False) and is_run_name(f.name) and is_older(f.path)]
+    return [] if is_url(log) else [f.name for f in list_folder(log) if f.is_dir(follow_symlinks=False)
+        and is_run_name(f.name) and is_older(f.path)]
 
 rank_pattern = re.compile(r'(.+)\.rank(0|[1-9][0-9]{0,5})')
 
@@ -54,7 +55,8 @@ def rank_logs(name, home):
 
 def ranks_among(names, run):
     "Find the logs of the ranks of a run among `names`. Return a dict: rank -> name of its log."
-    found = {int(m[2]): n for n in names if n.startswith(f'{run}.rank') and (m := rank_pattern.fullmatch(n)) and m[1]==run}
+    found = {int(m[2]): n for n in names if n.startswith(f'{run}.rank') and (m := rank_pattern.fullmatch(n))
+        and m[1]==run}
     return dict(sorted(found.items()))
 
 def without_ranks(names):
@@ -81,7 +83,8 @@ def recover_boxes(folder):
     "Write the rows in black boxes of dead processes into the logs. `folder`: home of the runs."
     if is_url(folder) or not has_orphan_box(os.path.join(folder, 'box')): return
     try: from torchember.recorder.recovery import take_in
-    except ImportError as e: return warn(f"A process that has ended left rows in {printable(folder)}{os.sep}box, which cannot be read here: {e}.")
+    except ImportError as e:
+        return warn(f"A process that has ended left rows in {printable(folder)}{os.sep}box, which cannot be read here: {e}.")
     take_in(folder)
 
 def log_names(home):
@@ -125,7 +128,8 @@ class LogReader:
 
     def last_step(self):
         "Return the number of the last step in the log, or -1 if there are no steps."
-        return self.store.tail() if self.complete_file() is not None else max(map(last_step_in_block, self.blocks()), default=-1)
+        return self.store.tail() if self.complete_file() is not None else max(map(last_step_in_block, self.blocks()),
+            default=-1)
 
     def metadata(self, kind):
         "Return metadata by their kind, such as 'structure'. Return None if they are missing or cannot be read."
@@ -139,7 +143,8 @@ class LogReader:
     def table(self, choice, columns=None):
         "Read the rows selected by `choice` as a table. `columns`: columns needed by the caller; all by default."
         keep = RowFilter(choice, self.last_step() if choice.needs_last_step else None) if choice.conditions else None
-        return table_of_blocks(self.blocks, self.complete_file(), keep, columns and columns_to_read(columns, self.may_supersede()))
+        return table_of_blocks(self.blocks, self.complete_file(), keep,
+            columns and columns_to_read(columns, self.may_supersede()))
 
 def open_log(run, home=None):
     "Open one log for reading. `run`: name of a log, its file or URL, a tracker or an ember."
@@ -148,7 +153,8 @@ def open_log(run, home=None):
         path = located(run)
         if path.parent.name=='log': recover_boxes(path.parent.parent)
         flush_logs(path)
-        if not (file_exists(path) or is_older(path)): raise FileNotFoundError(f"There is no log {printable(path)}. Give the file or the name of a run.")
+        if not (file_exists(path) or is_older(path)):
+            raise FileNotFoundError(f"There is no log {printable(path)}. Give the file or the name of a run.")
         return LogReader(path)
     if not isinstance(t, tracker) and not isinstance(run, str):
         raise TypeError(f"a run is a name, a file, a torchEmber or its te.t, got {an(run)}. Use a table directly, without reading it.")
@@ -311,11 +317,13 @@ def open_named(run, home):
     log = folder('torchember', home)/'log'
     recover_boxes(log.parent)
     if path_exists(log/run):
-        if file_exists(log/f'{run}.rank0'): warn(f"{printable(run)}: this is the log of one process. The logs {printable(run)}.rank0, "
-            "... of a distributed run with the same name were not read. To read them, rename this run.")
+        if file_exists(log/f'{run}.rank0'):
+            warn(f"{printable(run)}: this is the log of one process. The logs {printable(run)}.rank0, "
+                "... of a distributed run with the same name were not read. To read them, rename this run.")
         return open_single_log(open_log(run, home))
     if not (found := rank_logs(run, home)): return open_single_log(open_log(run, home))
-    if odd := [n for n in log_files(log) if n.startswith(f'{run}.rank') and n.removeprefix(f'{run}.rank').isdecimal() and n not in found.values()]:
+    if odd := [n for n in log_files(log) if n.startswith(f'{run}.rank') and n.removeprefix(f'{run}.rank').isdecimal()
+            and n not in found.values()]:
         warn(f"{printable(run)}: the logs of its processes end in .rank0, .rank1, ..., so these files were not read: {printable(', '.join(odd))}.")
     return Run(run, {r: open_log(n, home) for r,n in found.items()})
 

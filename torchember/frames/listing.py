@@ -83,7 +83,8 @@ def is_running(base):
 
 def may_continue(base):
     "Return True if a run has not ended, and its process may still be running."
-    return 'end' not in base and 'pid' in base and (base.get('host')!=gethostname() or process_exists(base['pid'], base['host']))
+    return 'end' not in base and 'pid' in base and (base.get('host')!=gethostname()
+        or process_exists(base['pid'], base['host']))
 
 # %% ../../nbs/50_frames/04_listing.ipynb #fcb40182
 def model_class(name, data, base):
@@ -127,22 +128,27 @@ def try_describe_log(name, place):
         path = place/'log'/name
         if not path_exists(path): return None
         size = file_size(path) if is_url(path) else os.lstat(path).st_size
-        return dict(name=printable(name), model=None, ranks=1, steps=0, rows=0, size=size, running=False, problem=printable(explain(path, e)))
+        return dict(name=printable(name), model=None, ranks=1, steps=0, rows=0, size=size, running=False,
+            problem=printable(explain(path, e)))
 
 def explain(path, error):
     "Return the message of an error about the file `path`, as text for the column `problem`."
-    if not is_url(path) and os.path.islink(path) and not os.path.exists(path): return f"{path} is a link to a file that does not exist."
+    if not is_url(path) and os.path.islink(path) and not os.path.exists(path):
+        return f"{path} is a link to a file that does not exist."
     return error if isinstance(error, ValueError|OSError) else f'{type(error).__name__}: {error}'
 
 def runs_without_log(place, names):
     "Return rows of the table of `runs()` for runs with metadata but no log, as after an interrupted `rm`. `names`: names of the existing logs."
     files = list_folder(place/'data')
-    bases = [f.name[5:-5] for f in files if f.name.startswith('base_') and f.name.endswith('.json') and f.is_file(follow_symlinks=False)]
+    bases = [f.name[5:-5] for f in files if f.name.startswith('base_') and f.name.endswith('.json')
+        and f.is_file(follow_symlinks=False)]
     rows = []
     for n in filter(is_run_name, sorted({*bases}-names)):
         base,problem = read_facts(n, place/'data')
-        if not problem and 'schema' in base: rows.append(dict(name=n, model=model_class(n, place/'data', base), ranks=1, steps=0, rows=0, size=0,
-            start=base.get('start'), end=base.get('end'), running=False, problem='Its log is missing, only metadata is left: rm(name) removes it.'))
+        if not problem and 'schema' in base:
+            rows.append(dict(name=n, model=model_class(n, place/'data', base), ranks=1, steps=0, rows=0, size=0,
+                start=base.get('start'), end=base.get('end'), running=False,
+                problem='Its log is missing, only metadata is left: rm(name) removes it.'))
     return rows
 
 # %% ../../nbs/50_frames/04_listing.ipynb #a1c0ffee
@@ -164,8 +170,10 @@ def merge_rank_rows(name, rows, place):
     "Merge rows describing the logs of all ranks into one row of the table of `runs()`. `rows`: rank -> row of its log."
     every,running = list(rows.values()),any(r['running'] for r in rows.values())
     known = lambda c: [r[c] for r in every if r.get(c)]
-    return dict(name=name, model=next(iter(known('model')), None), ranks=len(rows), **{c: sum(r[c] for r in every) for c in ('rows', 'size')},
-        steps=max(r['steps'] for r in every), start=min(known('start'), default=None), end=None if running else max(known('end'), default=None),
+    return dict(name=name, model=next(iter(known('model')), None), ranks=len(rows),
+        **{c: sum(r[c] for r in every) for c in ('rows', 'size')},
+        steps=max(r['steps'] for r in every), start=min(known('start'), default=None),
+        end=None if running else max(known('end'), default=None),
         running=running, problem=rank_problems(name, rows, running, place))
 
 def rank_problems(name, rows, running, place):
@@ -177,7 +185,8 @@ def rank_problems(name, rows, running, place):
     problems = [f"of {world} processes {join_ranks(gone)} left no log"]*bool(gone)
     most = max(r['steps'] for r in rows.values())
     problems += [f"rank {k}: {r['problem']}" for k,r in rows.items() if r['problem']][:3]
-    behind = [f"rank {k} has {r['steps']} of {most} steps" for k,r in rows.items() if r['steps']<most and not r['problem'] and not running]
+    behind = [f"rank {k} has {r['steps']} of {most} steps"
+        for k,r in rows.items() if r['steps']<most and not r['problem'] and not running]
     if behind: problems.append(join_names(behind, 3))
     return '; '.join(problems) or None
 
@@ -203,7 +212,8 @@ def runs(
         pandas.DataFrame: name, model, ranks (processes), steps, rows, size (bytes), start, end, running, problem (None if there is none)
     """
     pd = needs('pandas', for_='A table of runs')
-    df = pd.DataFrame(list_runs(home), columns=['name', 'model', 'ranks', 'steps', 'rows', 'size', 'start', 'end', 'running', 'problem'])
+    df = pd.DataFrame(list_runs(home), columns=['name', 'model', 'ranks', 'steps', 'rows', 'size', 'start',
+        'end', 'running', 'problem'])
     for c in 'start','end': df[c] = pd.to_datetime(df[c], errors='coerce', format='%Y-%m-%d %H:%M:%S')
     df = df.astype(dict(ranks='int64', steps='int64', rows='int64', size='int64', running=bool))
     return df.sort_values('start', ascending=False, na_position='last', kind='stable', ignore_index=True)
@@ -229,7 +239,8 @@ def compact(
         logs,is_over = r.logs.values(),True
         for log in logs:
             t = log.t or emberTracker(log.name, log.path.parent.parent)
-            if t.older(): raise ValueError(f"The run {log.name!r} was recorded by an older torchember and cannot be compacted. Its files were not changed.")
+            if t.older():
+                raise ValueError(f"The run {log.name!r} was recorded by an older torchember and cannot be compacted. Its files were not changed.")
             continues = may_continue(read_facts(t.fname, t.data)[0])
             into_parts(log.path, last_step_of(log.path) if continues else None, keep, group_beside(len(logs)))
             is_over = is_over and not continues

@@ -48,8 +48,10 @@ class TrainingStats:
                 raise ValueError(f"TrainingStats has {len(self.steps)} steps, but {len(got)} values of {what}. Give a value, or NaN, for each step.")
 
 # %% ../../nbs/50_frames/10_logframe.ipynb #2efaa728
-types = {'output': 'Activation', 'output_grad': 'Gradient', 'weight': 'Weights', 'weight_grad': 'Weight_Gradients', 'optimizer': 'Optimiser_State'}
-back = {t: o for o,t in types.items()} | {'Weight': 'weight', 'Weight_Gradient': 'weight_grad', 'Optimizer_State': 'optimizer'}
+types = {'output': 'Activation', 'output_grad': 'Gradient', 'weight': 'Weights', 'weight_grad': 'Weight_Gradients',
+    'optimizer': 'Optimiser_State'}
+back = {t: o for o,t in types.items()} | {'Weight': 'weight', 'Weight_Gradient': 'weight_grad',
+    'Optimizer_State': 'optimizer'}
 # name of a statistic in torchember -> different name in Track & Visualize
 stat_names = {'abs_mean': 'mean_abs', 'abs_max': 'max_abs', 'abs_min': 'min_abs', 'rms': 'rm2'}
 ours = {t: o for o,t in stat_names.items()}
@@ -93,7 +95,9 @@ def number_columns(df):
     "Return the columns with numbers about a tensor: name -> column."
     pd,out = needs('pandas', for_='A LogFrame'),{}
     for c in df.columns:
-        if c in (*identity, *of_pieces) or c in ('path', 'run', 'shape', 'exponents', 'exponent_min', 'type', 'supersedes', 'error', 'nonfinite'): continue
+        if c in (*identity, *of_pieces) or c in ('path', 'run', 'shape', 'exponents', 'exponent_min',
+                'type', 'supersedes', 'error', 'nonfinite'):
+            continue
         x = df[c]
         if x.dtype==object:
             if pd.api.types.infer_dtype(x, skipna=True) not in ('integer', 'floating', 'mixed-integer-float'): continue
@@ -112,7 +116,8 @@ def count_columns(df):
     size = np.array([*map(len, counts)])-2
     low,high = lo.min(),(lo+size-1).max()
     out = np.zeros((len(df), high-low+3), np.int64)
-    for a,n in {*zip(lo.tolist(), size.tolist(), strict=True)}: # the loop is short, because rows have few different ranges of exponents
+    # the loop is short, because rows have few different ranges of exponents
+    for a,n in {*zip(lo.tolist(), size.tolist(), strict=True)}:
         some = np.flatnonzero((lo==a) & (size==n))
         block = np.fromiter(chain.from_iterable(counts[some]), np.int64, len(some)*(n+2)).reshape(len(some), n+2)
         rows = at[some]
@@ -137,13 +142,16 @@ def to_logframe(
     """
     pd,df = needs('pandas', for_='to_logframe'),run if hasattr(run, 'columns') else read(run)
     if df.columns.nlevels>1: return validate(df)
-    missing = [c for c in ('ttype', 'tname', 'step', 'dtype') if c not in df] + [c for c in ('module',) if c not in df and 'path' not in df]
-    if missing: raise ValueError(f"to_logframe needs rows of tensors, but the table has no column {', '.join(missing)}. "
-        f"It has {printable(', '.join(map(str, df)), 2000)}.")
+    missing = [c for c in ('ttype', 'tname', 'step', 'dtype') if c not in df] + [c for c in ('module',)
+        if c not in df and 'path' not in df]
+    if missing:
+        raise ValueError(f"to_logframe needs rows of tensors, but the table has no column {', '.join(missing)}. "
+            f"It has {printable(', '.join(map(str, df)), 2000)}.")
     df = clean_types(df)
     if 'module' in df: df = df[df['module'].notna().to_numpy()]
-    if 'run' in df and df['run'].nunique()>1: raise ValueError(f"a LogFrame has one run, but these rows are from {df['run'].nunique()} runs. "
-        "Convert them one by one: df[df.run==name].")
+    if 'run' in df and df['run'].nunique()>1:
+        raise ValueError(f"a LogFrame has one run, but these rows are from {df['run'].nunique()} runs. "
+            "Convert them one by one: df[df.run==name].")
     more = tuple(t for t in ttypes if t not in types and t not in of_no_tensor)
     kept = (*types, *(more if keep is True else check_ttypes(keep, more)))
     there = df['ttype'].astype(object).dropna().unique().tolist()
@@ -171,10 +179,13 @@ def to_logframe(
 def tensors_in(df):
     "Number the tensors of a table. Return the number of each row's tensor, and a list of dicts that describe the tensors."
     keys = {k: df[k] if k in df else None for k in ('path', 'module', 'ttype', 'tname', 'pname')}
-    if keys['path'] is None: keys['path'] = [path_of(m) for m in df['module']] if len(df)<1000 else df['module'].astype(object).map(cache(path_of))
+    if keys['path'] is None:
+        keys['path'] = ([path_of(m) for m in df['module']] if len(df)<1000
+            else df['module'].astype(object).map(cache(path_of)))
     if keys['module'] is None: keys['module'] = ''
     pd = needs('pandas', for_='to_logframe')
-    keys = pd.DataFrame({k: pd.Series(v, index=df.index, dtype=None if hasattr(v, 'dtype') else object) for k,v in keys.items()})
+    keys = pd.DataFrame({k: pd.Series(v, index=df.index, dtype=None if hasattr(v, 'dtype') else object)
+        for k,v in keys.items()})
     number = keys.groupby(list(keys), sort=False, dropna=False, observed=True).ngroup().to_numpy()
     first = keys.iloc[np.unique(number, return_index=True)[1]].astype(object)
     return number, [{k: None if pd.isna(v) else v for k,v in t.items()} for t in first.to_dict('records')]
@@ -196,8 +207,9 @@ def validate(
     """
     pd = needs('pandas', for_='validate')
     if not isinstance(df, pd.DataFrame): raise SchemaException(f"a LogFrame is a DataFrame, got {an(df)}.")
-    if df.columns.nlevels!=2: raise SchemaException(f"a LogFrame has columns of two levels, such as ('metadata', 'name'), got {df.columns.nlevels}: "
-        f"{printable(', '.join(map(str, df.columns[:8])))}. to_logframe converts rows to a LogFrame.")
+    if df.columns.nlevels!=2:
+        raise SchemaException(f"a LogFrame has columns of two levels, such as ('metadata', 'name'), got {df.columns.nlevels}: "
+            f"{printable(', '.join(map(str, df.columns[:8])))}. to_logframe converts rows to a LogFrame.")
     df = with_exponent_labels(df)
     faults = [*faults_of_columns(df), *faults_of_types(df)]
     if faults: raise SchemaException(f"This is not a LogFrame: {' '.join(faults)}")
@@ -214,7 +226,9 @@ def exponent(label):
 def with_exponent_labels(df):
     "Return the LogFrame with numbers instead of texts as labels of its exponent columns."
     labels = [(top, e if top==EXP and (e := exponent(c)) is not None else c) for top,c in df.columns]
-    if all(a==b and type(a[1]) is type(b[1]) or isinstance(b[1], np.number) for a,b in zip(labels, df.columns, strict=True)): return df
+    if all(a==b and type(a[1]) is type(b[1]) or isinstance(b[1], np.number)
+            for a,b in zip(labels, df.columns, strict=True)):
+        return df
     out = df.copy(deep=False)
     out.columns = type(df.columns).from_tuples(labels)
     return out
@@ -227,12 +241,15 @@ def faults_of_columns(df):
     missing += [f"('exponent_counts', float({str(e)!r}))" for e in (-math.inf, math.inf) if e not in columns[EXP]]
     if missing: yield f"It has no {', '.join(missing)}."
     if not columns[STAT]: yield "It has no statistic, such as ('scalar_stats', 'mean')."
-    if not any(isinstance(c, int|np.integer) for c in columns[EXP]): yield "It has no count of an exponent, such as ('exponent_counts', 0)."
+    if not any(isinstance(c, int|np.integer) for c in columns[EXP]):
+        yield "It has no count of an exponent, such as ('exponent_counts', 0)."
     for t,c in df.columns:
         if t not in columns: yield f"{(t, c)} is in none of the groups {', '.join(columns)}."
         elif t==META and c not in meta: yield f"{(t, c)} is not metadata of the schema. {unknown('column', c, meta)}"
-        elif t==STAT and not isinstance(c, str): yield f"{(t, c)} is not the name of a statistic, which must be a string."
-        elif t==EXP and exponent(c) is None: yield f"{(t, c)} is not an exponent: use whole numbers, float('-inf') and float('inf')."
+        elif t==STAT and not isinstance(c, str):
+            yield f"{(t, c)} is not the name of a statistic, which must be a string."
+        elif t==EXP and exponent(c) is None:
+            yield f"{(t, c)} is not an exponent: use whole numbers, float('-inf') and float('inf')."
     again = df.columns[df.columns.duplicated()].unique().tolist()
     if again: yield f"{', '.join(map(str, again))} exists more than once."
 
@@ -327,7 +344,8 @@ def tensors_from(names): # names: tuples (name, type, tensor_type) of the tensor
             path,pname = split_parameter(n, modules, holders)
             mine = place.setdefault(path, {})
             i = mine.setdefault(pname, len(mine))
-            word = {'weight': 'weight', 'weight_grad': 'grad', 'update': 'update'}.get(k) or t.partition('.')[2] or 'state'
+            word = ({'weight': 'weight', 'weight_grad': 'grad', 'update': 'update'}.get(k)
+                or t.partition('.')[2] or 'state')
             tname = f'{word}_{i}'
         elif k in types: path,tname = output_of(n, cls, modules)
         else: path,tname = longest_module(n, modules)
@@ -363,7 +381,8 @@ def from_logframe(
     number = meta.groupby(keys, sort=False, dropna=False, observed=True).ngroup().to_numpy()
     at = np.unique(number, return_index=True)[1]
     tensors = tensors_from([*zip(*(k.iloc[at].astype(object).tolist() for k in keys), strict=True)])
-    classes = {t['path']: class_of_text(t['type']) for t in sorted(tensors, key=lambda t: t['ttype']!='output', reverse=True)}
+    classes = {t['path']: class_of_text(t['type'])
+        for t in sorted(tensors, key=lambda t: t['ttype']!='output', reverse=True)}
     display = display_names({'': None} | classes)
     tensors = [t | {'module': display[t['path']]} for t in tensors]
     take = lambda k: pd.Categorical(np.array([t[k] for t in tensors], dtype=object)[number]) if len(lf) else pd.Categorical([])

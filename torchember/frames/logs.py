@@ -48,15 +48,18 @@ def read(
     needs('pandas', for_='A table of rows')
     found,several = open_runs(run, home)
     choice = Choice(path, ttype, tname, steps)
-    tables = [r.table(choice, columns, per_rank, several) for r in (progress(found, f'reading {len(found)} runs') if len(found)>1 else found)]
+    tables = [r.table(choice, columns, per_rank, several)
+        for r in (progress(found, f'reading {len(found)} runs') if len(found)>1 else found)]
     df = concat_tables([t for t in tables if len(t)] or tables[:1])
-    messages = [f'{r.name}: {m}' if several else m for r,t in zip(found, tables, strict=True) for m in t.attrs.get('said', ())]
+    messages = [f'{r.name}: {m}' if several else m for r,t in zip(found, tables, strict=True)
+        for m in t.attrs.get('said', ())]
     df.attrs = {'said': messages} if messages else {}
     if not len(df) and choice.conditions: raise NothingChosen(explain_empty(choice, values_of_conditions(found)))
     if columns is None: return df
     if callable(columns): return df[[c for c in df.columns if c=='run' or columns(c)]]
     # all columns are read again, so that the error message can list the existing names
-    if any(c not in df for c in as_names(columns)): df = read(run, path, ttype, tname, steps, home=home, per_rank=per_rank)
+    if any(c not in df for c in as_names(columns)):
+        df = read(run, path, ttype, tname, steps, home=home, per_rank=per_rank)
     return df[select_columns(df, columns)]
 
 # %% ../../nbs/50_frames/05_logs.ipynb #92d951a5
@@ -73,7 +76,8 @@ def number_layers(df):
     first[label[::-1]] = np.arange(len(label))[::-1]
     one = [{c: None if (k := parts[c][1][parts[c][0][i]])<0 else names[c][k] for c in who} for i in first]
     count = pd.Series([o['path'] for o in one]).value_counts()
-    def name(o): return o['path'] if count[o['path']]==1 else '.'.join(p for p in (o['path'], o.get('pname') or o['tname']) if p)
+    def name(o):
+        return o['path'] if count[o['path']]==1 else '.'.join(p for p in (o['path'], o.get('pname') or o['tname']) if p)
     return label, [name(o) for o in one]
 
 def select_paths(df, path, what='path matches'):
@@ -127,8 +131,9 @@ def wide(
     df = clean_types(run if isinstance(run, pd.DataFrame) else read(run))
     if not len(df): raise ValueError(no_rows_message())
     if stat not in df: raise ValueError(not_recorded(stat, [c for c in df.columns if c not in not_measured]))
-    if is_vectors(df[stat]): raise ValueError(f"the statistic {stat!r} is a vector with a number for each unit, so wide cannot show it. "
-        f"To plot it: surface(run, path=..., stat={stat!r}).")
+    if is_vectors(df[stat]):
+        raise ValueError(f"the statistic {stat!r} is a vector with a number for each unit, so wide cannot show it. "
+            f"To plot it: surface(run, path=..., stat={stat!r}).")
     if missing := [c for c in ('path', 'ttype', 'tname', 'step') if c not in df]:
         raise ValueError(f"wide needs the columns path, ttype, tname and step, but the table has no {missing[0]}. Use a table from read(run).")
     if 'run' in df and df['run'].nunique()>1:
@@ -138,13 +143,16 @@ def wide(
 def rows_of_type(df, ttype, stat):
     "Return the rows of one tensor type for which the statistic `stat` was measured."
     types = list(df['ttype'].astype(object)[df[stat].notna().to_numpy()].unique())
-    if ttype is None and len(types)>1: raise ValueError(f"several tensor types have {stat!r}: {printable(', '.join(types))}. "
-        f"Choose one: wide(run, ttype={types[0]!r}, stat={stat!r}).")
+    if ttype is None and len(types)>1:
+        raise ValueError(f"several tensor types have {stat!r}: {printable(', '.join(types))}. "
+            f"Choose one: wide(run, ttype={types[0]!r}, stat={stat!r}).")
     if ttype is None: ttype = types[0] if types else df['ttype'].iloc[0] if len(df) else None
     some = df[(df['ttype']==ttype).to_numpy()]
     some = some[measured_any(some, [stat])]
-    if ttype=='scalar': some = some[some[stat].notna().to_numpy() | (some['tname'].isin(computed).to_numpy()==bool(computed_in(stat)))]
-    if not len(some): raise ValueError(unknown('tensor type', ttype, df['ttype'].astype(object).unique(), called_ttypes))
+    if ttype=='scalar':
+        some = some[some[stat].notna().to_numpy() | (some['tname'].isin(computed).to_numpy()==bool(computed_in(stat)))]
+    if not len(some):
+        raise ValueError(unknown('tensor type', ttype, df['ttype'].astype(object).unique(), called_ttypes))
     return some
 
 def pivot(df, stat):
@@ -156,7 +164,8 @@ def pivot(df, stat):
     at,steps = pd.factorize(df['step'].to_numpy(), sort=True)
     label,labels = number_layers(df)
     out,values = np.full((len(steps), len(labels)), np.nan),df[stat].to_numpy(dtype=float, na_value=np.nan)
-    counts = ~np.isnan(values) | np.logical_or.reduce([df[c].to_numpy()>0 for c in bad if c in df] or [np.zeros(len(df), bool)])
+    counts = ~np.isnan(values) | np.logical_or.reduce([df[c].to_numpy()>0 for c in bad if c in df]
+        or [np.zeros(len(df), bool)])
     other_phase = counts & (df['phase'].astype(object).isin(beside_training).to_numpy() if 'phase' in df else False)
     for rows in other_phase,counts & ~other_phase: out[at[rows], label[rows]] = values[rows]
     return pd.DataFrame(out, index=pd.Index(steps.astype('int64'), name='step'), columns=labels)

@@ -83,7 +83,9 @@ class Target:
     def info(self, rel):
         "Return size and hashes of a file at the destination. Return None if the file does not exist."
         path = self.path(rel)
-        try: return self.retry(lambda: call_store(path, lambda: path.fs.info(path.path)) if is_url(path) else dict(size=os.path.getsize(path)))
+        try:
+            return self.retry(lambda: call_store(path, lambda: path.fs.info(path.path)) if is_url(path)
+                else dict(size=os.path.getsize(path)))
         except FileNotFoundError: return None
 
     def has(self, rel, fingerprint, deep=True):
@@ -128,7 +130,8 @@ class Target:
 class LogLines:
     "Lines of a log still in local files. Positions are bytes in the whole log, even after earlier lines were removed."
     def __init__(self, listing, files): # listing, files: results of `parts_and_lines`
-        self.spans,at = [],(listing or {}).get('removed', 0) # spans: tuples (file, first byte, end), where the bytes are positions in the whole log
+        # spans: tuples (file, first byte, end), where the bytes are positions in the whole log
+        self.spans,at = [],(listing or {}).get('removed', 0)
         self.first = self.at = at
         for f,_ in files:
             size = file_size(f) if os.path.exists(f) else 0
@@ -160,7 +163,8 @@ class LogLines:
     def end_of_whole_lines(self):
         "Return the position in the log after the last complete line."
         back,data = 1<<16,b''
-        while b'\n' not in data and len(data)<self.end-self.first: data,back = self.between(max(self.end-back, self.first), self.end),8*back
+        while b'\n' not in data and len(data)<self.end-self.first:
+            data,back = self.between(max(self.end-back, self.first), self.end),8*back
         return self.end-len(data)+data.rfind(b'\n')+1
 
     def id(self, name):
@@ -230,7 +234,8 @@ class Manifest:
     def __init__(self, to, name): # to: a `Target`; name: name of the log
         self.to,self.file,self.folder = to,f'data/sync_{name}.json',f'log/{name}.parts/'
         self.before = as_dict(to.read_json(self.file)) # manifest that the last `sync` wrote
-        self.noted = {k: v for k,v in as_dict(self.before.get('files')).items() if isinstance(v, dict) and {'size', 'sha256', 'md5'}<=set(v)}
+        self.noted = {k: v for k,v in as_dict(self.before.get('files')).items()
+            if isinstance(v, dict) and {'size', 'sha256', 'md5'}<=set(v)}
         self.lines = as_dict(self.before.get('lines')) # file of a part -> hash of the lines in the part
         self.files = {} # path of a file at the destination -> its fingerprint
 
@@ -252,8 +257,10 @@ class Manifest:
         away = [rel for rel,since in gone.items() if over or time.time()-since>60]
         for rel in away: self.to.remove(rel)
         parts = {p.rpartition('/')[2] for p in self.files}
-        new = dict(files=self.files, lines={k: v for k,v in self.lines.items() if k in parts}, over=over, gone={k: v for k,v in gone.items() if k not in away})
-        if new!={k: v for k,v in self.before.items() if k!='at'}: self.to.send(self.file, json_upload(new|{'at': now()}))
+        new = dict(files=self.files, lines={k: v for k,v in self.lines.items() if k in parts}, over=over,
+            gone={k: v for k,v in gone.items() if k not in away})
+        if new!={k: v for k,v in self.before.items() if k!='at'}:
+            self.to.send(self.file, json_upload(new|{'at': now()}))
 
 # %% ../../nbs/50_frames/08_moving.ipynb #9be2add1
 class LogCopy:
@@ -273,11 +280,13 @@ class LogCopy:
         lines = LogLines(listing, files)
         theirs = self.read_list_at_target()
         end = lines.end if self.over else lines.end_of_whole_lines()
-        if listing is None and theirs is None and (not self.m.parquet or end<=small): self.send(f'log/{self.name}', Upload(lines.between(0, end)))
+        if listing is None and theirs is None and (not self.m.parquet or end<=small):
+            self.send(f'log/{self.name}', Upload(lines.between(0, end)))
         else: self.send_parts(listing, theirs, lines, end, last)
         self.send_metadata()
         self.manifest.write(self.over, self.sent)
-        return dict(name=self.name, files=len(self.files), size=sum(f['size'] for f in self.files.values()), sent=self.sent, bytes=self.bytes, over=self.over)
+        return dict(name=self.name, files=len(self.files), size=sum(f['size'] for f in self.files.values()),
+            sent=self.sent, bytes=self.bytes, over=self.over)
 
     def read_list_at_target(self):
         "Read the list of parts at the destination. Return None if the destination has no valid list."
@@ -303,7 +312,8 @@ class LogCopy:
             if n := count_to_merge(parts, lines.first):
                 parts,some = parts[:-n],parts[-n:]
                 for p in some: self.files.pop(self.folder+p['file'], None)
-                for made in make_sync_parts(lines, self.name, id, some[0]['start'], some[-1]['end'], None): self.add(parts, *made)
+                for made in make_sync_parts(lines, self.name, id, some[0]['start'], some[-1]['end'], None):
+                    self.add(parts, *made)
             for entry,*made in make_sync_parts(lines, self.name, id, done, end, last):
                 if self.over or entry['end']-entry['start']>=least: self.add(parts, entry, *made)
         self.send_list(dict(run=self.name, id=id, removed=parts[-1]['end'] if parts else 0, parts=parts), lines, end)
@@ -387,11 +397,13 @@ def sync(
         A list of dicts, one for each log: name, files, size, sent, bytes sent, over. With `every`, an object with `.stop()` and `.error`
     """
     place = folder('torchember', home)
-    if is_url(place): raise ValueError(f"sync copies runs of this machine, but home={printable(place)} is a URL. Give a local folder as home=.")
+    if is_url(place):
+        raise ValueError(f"sync copies runs of this machine, but home={printable(place)} is a URL. Give a local folder as home=.")
     if move and every is not None:
         raise ValueError("move=True needs a finished run, but every= is for a run that continues. Call sync(run, url, move=True) after the run.")
     target = Target(url, patience)
-    if target.home==place: raise ValueError(f"{printable(url)} is the home of the runs itself. Give another destination.")
+    if target.home==place:
+        raise ValueError(f"{printable(url)} is the home of the runs itself. Give another destination.")
     if every is not None: return Background(run, target, home, every, parquet)
     said = sync_runs(run, SyncState(home, target, parquet))
     if move:
@@ -407,8 +419,9 @@ def sync_runs(run, moving):
         refuse_odd(h, name)
         with sync_lock(h, name, moving.target):
             try: out.append(moving.sync_log(h, name))
-            except OSError as e: raise type(e)(f"{printable(name)} could not be copied to {printable(moving.target.home)}: {printable(e)} "
-                f"Files that were copied stay there, and the next sync continues. The local run was not changed.") from None
+            except OSError as e:
+                raise type(e)(f"{printable(name)} could not be copied to {printable(moving.target.home)}: {printable(e)} "
+                    f"Files that were copied stay there, and the next sync continues. The local run was not changed.") from None
     return out
 
 def remove_moved(name, home, target):
@@ -416,9 +429,11 @@ def remove_moved(name, home, target):
     h = Home(home)
     for m in h.members(name):
         refuse_written(h, m)
-        if may_continue(read_facts(m, h.data)[0]): raise ValueError(f"{printable(m)} is still running, so it was not moved. End it first: te.close().")
+        if may_continue(read_facts(m, h.data)[0]):
+            raise ValueError(f"{printable(m)} is still running, so it was not moved. End it first: te.close().")
         files = as_dict(as_dict(target.read_json(f'data/sync_{m}.json')).get('files'))
-        wrong = [rel for rel,f in files.items() if target.info(rel) is None or target.retry(lambda rel=rel: target.sha(rel))!=f['sha256']]
+        wrong = [rel for rel,f in files.items()
+            if target.info(rel) is None or target.retry(lambda rel=rel: target.sha(rel))!=f['sha256']]
         if wrong or not files:
             raise OSError(f"{printable(m)} was not removed, because {printable(wrong[:1] or 'its manifest')} differs from what was sent. Call sync again.")
     rm(name, home)
@@ -439,7 +454,8 @@ class Background:
         if not every>0: raise ValueError(f"every must be a number of seconds greater than 0, got {every!r}.")
         self.run,self.target,self.every = run,target,every
         self.moving,self.over,self.error,self.said,self.warned = SyncState(home, target, parquet, deep=False),threading.Event(),None,[],set()
-        target.over = self.over # the Event is shared with the target, so that `stop` also ends the waiting for a remote store
+        # the Event is shared with the target, so that `stop` also ends the waiting for a remote store
+        target.over = self.over
         self.thread = threading.Thread(target=self.repeat, name='torchember-sync', daemon=True)
         self.thread.start()
         atexit.register(self.at_exit)

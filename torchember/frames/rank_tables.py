@@ -26,8 +26,10 @@ def drop_invalid_rows(df):
     for c in 'shape','global_shape':
         if c in good: good = good.assign(**{c: valid_shapes(good[c].tolist())})
     for c in derived:
-        if c in good and good[c].dtype==object and c!='exponents': good = good.assign(**{c: good[c].map(lambda v: v if isinstance(v, int|float) else np.nan)})
-    if 'gscale' in good: good = good[df['gscale'].loc[good.index].isna() | good['gscale'].between(0, np.inf, inclusive='neither')]
+        if c in good and good[c].dtype==object and c!='exponents':
+            good = good.assign(**{c: good[c].map(lambda v: v if isinstance(v, int|float) else np.nan)})
+    if 'gscale' in good:
+        good = good[df['gscale'].loc[good.index].isna() | good['gscale'].between(0, np.inf, inclusive='neither')]
     return good
 
 def valid_shapes(values):
@@ -69,7 +71,8 @@ def read_ranks(logs, file=None, keep=None, shared=(), steps=None):
         return mask
     columns,layouts,n,_,counts = columns_of_lines(blocks, file, (*typed_columns, 'part'), keep and keep_and_note)
     if not keep: masks = [slice(None)]*len(counts)
-    each_rank = [np.full(n, r) if isinstance(r, int) else r[m] for r,m,(n,_) in zip(block_ranks, masks, counts, strict=True)]
+    each_rank = [np.full(n, r) if isinstance(r, int) else r[m]
+        for r,m,(n,_) in zip(block_ranks, masks, counts, strict=True)]
     df = table_of_columns(columns, layouts, n).assign(rank=np.concatenate([np.zeros(0, int), *each_rank]))
     df = tidy(without_superseded(df))
     good = drop_invalid_rows(df)
@@ -129,7 +132,8 @@ def merge_trees(trees, names):
             path = names.get(rank, {}).get(node['path'], node['path'])
             if path in found: continue
             name = module_names.display_name(node['name'], path) if path!=node['path'] else node['name']
-            found[path] = {k: v for k,v in node.items() if k!='children'} | {'name': name, 'short': name.rpartition('.')[2], 'path': path}
+            found[path] = ({k: v for k,v in node.items() if k!='children'}
+                | {'name': name, 'short': name.rpartition('.')[2], 'path': path})
             parent = path
             while parent: # a container that this rank does not have is skipped, and its parent is used
                 parent = parent.rpartition('.')[0]

@@ -10,8 +10,8 @@ from dataclasses import replace
 from itertools import chain
 
 from torchember.frames.choice import Choice, to_list
-from torchember.frames.chunks import (common_kind, inspect_log, make_chunks, most_merged, most_rows, output_columns, output_marks,
-    rank_metadata, step_bounds)
+from torchember.frames.chunks import (common_kind, inspect_log, make_chunks, most_merged, most_rows,
+    output_columns, output_marks, rank_metadata, step_bounds)
 from torchember.frames.handle import open_runs
 from torchember.frames.tables import not_recorded
 from torchember.ground.messages import printable, says_arguments, unknown, warn
@@ -30,8 +30,11 @@ def inspect_run(run, per_rank, several, count_back):
     rows,expected = most_rows if len(logs)==1 else max(most_merged//(4*len(logs)), 512),Expected()
     contents,names = [inspect_log(log, rows, expected) for *_,log in logs],[(name, rank) for name,rank,_ in logs]
     home = run.home if merged else None
-    if merged: warn_missing_ranks(run.name, rank_metadata(home, names), {rank: log_steps(c) for (_,rank),c in zip(names, contents, strict=True)})
-    groups = [(names, contents, logs)] if merged else [([n], [c], [log]) for n,c,log in zip(names, contents, logs, strict=True)]
+    if merged:
+        warn_missing_ranks(run.name, rank_metadata(home, names),
+            {rank: log_steps(c) for (_,rank),c in zip(names, contents, strict=True)})
+    groups = ([(names, contents, logs)] if merged
+        else [([n], [c], [log]) for n,c,log in zip(names, contents, logs, strict=True)])
     chunks = []
     for ns,cs,of in groups:
         last = max(log.last_step() for *_,log in of) if count_back else None
@@ -73,7 +76,8 @@ def duckdb_relation(rows): # rows: a `LogDataset`
 def conjuncts(condition):
     "Split a Polars expression at `&`. Return the list of conditions. All of them must be true."
     parts = condition.meta.pop()
-    if len(parts)==2 and any((a & b).meta.eq(condition) for a,b in (parts, parts[::-1])): return [c for p in parts for c in conjuncts(p)]
+    if len(parts)==2 and any((a & b).meta.eq(condition) for a,b in (parts, parts[::-1])):
+        return [c for p in parts for c in conjuncts(p)]
     return [condition]
 
 def may_hold(pl, conditions, chunk, most=1<<20):
@@ -82,7 +86,9 @@ def may_hold(pl, conditions, chunk, most=1<<20):
     `most`: maximum number of steps to test.
     """
     first,last = chunk.known
-    if not conditions or first is None or last-first>=most or not chunk.labelled and any('run' in c.meta.root_names() for c in conditions): return True
+    if not conditions or first is None or last-first>=most or not chunk.labelled and any('run' in c.meta.root_names()
+            for c in conditions):
+        return True
     steps = pl.DataFrame({'step': range(first, last+1), 'run': chunk.run}, schema={'step': pl.Int64, 'run': pl.String})
     return len(steps.filter(*conditions))>0
 
@@ -101,7 +107,8 @@ def polars_frame(rows):
         "Yield a table for each chunk that may have matching rows."
         names = list(schema) if columns is None else columns
         used = names if condition is None else list(dict.fromkeys([*names, *condition.meta.root_names()]))
-        known = [] if condition is None else [c for c in conjuncts(condition) if c.meta.root_names() and {*c.meta.root_names()}<={'step', 'run'}]
+        known = [] if condition is None else [c for c in conjuncts(condition)
+            if c.meta.root_names() and {*c.meta.root_names()}<={'step', 'run'}]
         for c in rows.pruned.chunks:
             if schema.get('step')==pl.Int64 and not may_hold(pl, known, c): continue
             df = polars_table(pl, rows.reader(c, used))
@@ -126,7 +133,8 @@ class PandasReader:
     def convert(self, table):
         "Convert an Arrow table to pandas. Columns of whole numbers with possibly missing values become floats."
         pa = needs('pyarrow', for_='scan')
-        types = [pa.float64() if pa.types.is_int64(f.type) and not stays_whole_number(f.name) else f.type for f in table.schema]
+        types = [pa.float64() if pa.types.is_int64(f.type) and not stays_whole_number(f.name) else f.type
+            for f in table.schema]
         return table.cast(pa.schema([(f.name, t) for f,t in zip(table.schema, types, strict=True)])).to_pandas()
 
 def pandas_tables(rows):
@@ -148,13 +156,15 @@ def ray_dataset(rows):
         def get_name(self): return 'torchember'
         def estimate_inmemory_data_size(self): return None
         def get_read_tasks(self, parallelism, per_task_row_limit=None, data_context=None):
-            about = needs('ray.data.block', for_="scan(engine='ray')").BlockMetadata(num_rows=None, size_bytes=None, input_files=None, exec_stats=None)
+            about = needs('ray.data.block', for_="scan(engine='ray')").BlockMetadata(num_rows=None, size_bytes=None,
+                input_files=None, exec_stats=None)
             def task(c): return data.ReadTask(lambda: [reader(c)], about, schema=rows.schema)
             return [task(c) for c in rows.pruned.chunks]
     if not rows.pruned.chunks: return data.from_arrow(rows.schema.empty_table())
     return data.read_datasource(Source(), override_num_blocks=len(rows.pruned.chunks))
 
-engines = dict(polars=polars_frame, duckdb=duckdb_relation, arrow=lambda rows: rows, pandas=pandas_tables, dask=dask_frame, ray=ray_dataset)
+engines = dict(polars=polars_frame, duckdb=duckdb_relation, arrow=lambda rows: rows, pandas=pandas_tables,
+    dask=dask_frame, ray=ray_dataset)
 
 # %% ../../nbs/50_frames/09_scan.ipynb #94a07887
 @says_arguments
@@ -189,7 +199,8 @@ def scan(
     found,several = open_runs(run, home)
     choice = Choice(path, ttype, tname, steps)
     each = [inspect_run(r, per_rank, several, choice.needs_last_step) for r in found]
-    chunks,fields = [c for cs,*_ in each for c in cs],merge_columns([f for _,f,_ in each], [m for *_,ms in each for m in ms], several)
+    chunks = [c for cs,*_ in each for c in cs]
+    fields = merge_columns([f for _,f,_ in each], [m for *_,ms in each for m in ms], several)
     needs('pyarrow.dataset', for_='scan', package='pyarrow')
     from torchember.frames.dataset import ChunkReader, LogDataset
     return engines[engine](LogDataset(chunks, ChunkReader(select_fields(fields, columns), choice, fields)))
@@ -214,6 +225,8 @@ def query(
     rows = scan([run] if not isinstance(run, list|tuple|set) else run, 'arrow', home=home)
     con = duckdb.connect(':memory:')
     con.register('log', rows)
-    for setting in 'enable_progress_bar=false','enable_external_access=false','lock_configuration=true': con.execute(f'SET {setting}')
+    for setting in 'enable_progress_bar=false','enable_external_access=false','lock_configuration=true':
+        con.execute(f'SET {setting}')
     try: return con.execute(sql).df()
-    except duckdb.CatalogException as e: raise duckdb.CatalogException(f"{e}\n\nThe table with the rows is called log: SELECT * FROM log") from None
+    except duckdb.CatalogException as e:
+        raise duckdb.CatalogException(f"{e}\n\nThe table with the rows is called log: SELECT * FROM log") from None

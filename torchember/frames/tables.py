@@ -34,7 +34,8 @@ def as_category(values):
     if isinstance(values.dtype, pd.CategoricalDtype):
         used = pd.unique(values.cat.codes.to_numpy())
         used = used[used>=0].tolist()
-        return values if used==list(range(len(values.cat.categories))) else values.cat.set_categories(values.cat.categories[used])
+        if used==list(range(len(values.cat.categories))): return values
+        return values.cat.set_categories(values.cat.categories[used])
     try: names = values.dropna().unique()
     except TypeError: return values # a list or a dict among the values shows that they are no names
     if not len(names) or not all(isinstance(v, str) for v in names): return values
@@ -99,14 +100,16 @@ def concat_tables(tables):
             tables = [t.assign(**{c: t[c].cat.set_categories(names) if c in t else pd.Categorical([None]*len(t), categories=names)}) for t in tables]
     df = pd.concat(tables, ignore_index=True)
     for c in bad:
-        if df[c].dtype.kind=='f' and all(t[c].dtype.kind=='i' for t in tables if c in t): df[c] = df[c].fillna(0).astype('int64')
+        if df[c].dtype.kind=='f' and all(t[c].dtype.kind=='i' for t in tables if c in t):
+            df[c] = df[c].fillna(0).astype('int64')
     return df[column_order(df.columns, [m for t in tables for m in mark_columns(t)])]
 
 # %% ../../nbs/50_frames/02_tables.ipynb #2aaa4c7f
 def how_to_record(stat):
     "Return a sentence explaining how to record the statistic in the next run; '' for an unknown statistic."
     if is_statistic(stat): return f" To have it in the next run: torchEmber(model, stats=['mean', 'std', {stat!r}])."
-    return f" To have it in the next run: Monitor(model, {{'<path>': [{stat!r}]}})." if stat in known_quantities(stat) else ''
+    if stat in known_quantities(stat): return f" To have it in the next run: Monitor(model, {{'<path>': [{stat!r}]}})."
+    return ''
 
 def known_quantities(name):
     "Return all quantities of a `Monitor`: name -> class. Return {} if `name` cannot be a quantity, or if torch is not installed."
@@ -119,7 +122,8 @@ def not_recorded(stat, known, what='statistic'):
     "Return the error message for a statistic not recorded in the run. `known`: names in the run; `what`: noun for the message."
     more = [*statistics, *known_quantities(stat), *([stat] if is_statistic(stat) else ())]
     close = [stat] if stat in more else closest(stat, [*known, *more], also_called)
-    return unknown(what, stat, known, also_called, more) + (how_to_record(close[0]) if close and close[0] not in known else '')
+    return unknown(what, stat, known, also_called, more) + (how_to_record(close[0]) if close and close[0] not in known
+        else '')
 
 def select_columns(df, columns):
     "Return the requested columns as a list, with 'run' first if the table has it. Raise ValueError for an unknown column."
@@ -138,8 +142,10 @@ count_columns = ('call', 'micro', 'backward', 'rank', 'exponent_min', 'gscale')
 
 def clean_types(df):
     "Drop rows without a step or tensor type. Replace values of a wrong type, so that columns of names have texts and statistics have numbers."
-    changed = {c: only_types(df[c], str) for c in text_columns if c in df and (df[c].dtype==object or c in ('pname', 'phase') and df[c].dtype.kind in 'iufb')}
-    changed |= {c: to_numbers(df[c], c) for c in {*derived, 'ratio', *bad, *count_columns} if c in df and c!='exponents' and df[c].dtype.kind not in 'iuf'}
+    changed = {c: only_types(df[c], str) for c in text_columns
+        if c in df and (df[c].dtype==object or c in ('pname', 'phase') and df[c].dtype.kind in 'iufb')}
+    changed |= {c: to_numbers(df[c], c) for c in {*derived, 'ratio', *bad, *count_columns}
+        if c in df and c!='exponents' and df[c].dtype.kind not in 'iuf'}
     if 'shape' in df: changed['shape'] = only_types(df['shape'], (list, tuple, np.ndarray))
     changed = {c: v for c,v in changed.items() if v is not None}
     if changed: df = df.assign(**changed)

@@ -37,16 +37,19 @@ def histories(run, stat, path=None, ttype=None):
     df = df[df[stat].notna().to_numpy()]
     if not is_vectors(df[stat]):
         raise ValueError(f"the statistic {stat!r} is a number, not a vector. To plot it: scalar_line(run, stat={stat!r}).")
-    if 'phase' in df and 0<(beside := df['phase'].astype(object).isin(beside_training).to_numpy()).sum()<len(df): df = df[~beside]
+    if 'phase' in df and 0<(beside := df['phase'].astype(object).isin(beside_training).to_numpy()).sum()<len(df):
+        df = df[~beside]
     there = df['ttype'].astype(object)
-    if ttype is not None and not (there==ttype).any(): raise ValueError(unknown(f'tensor type that has {stat!r}', ttype, there.unique()))
+    if ttype is not None and not (there==ttype).any():
+        raise ValueError(unknown(f'tensor type that has {stat!r}', ttype, there.unique()))
     if ttype is not None: df = df[(there==ttype).to_numpy()]
     df = select_paths(df, path, f'layer that has {stat!r}')
     out,types = [],df['ttype'].astype(object).unique()
     for t in types:
         rows = df[(df['ttype'].astype(object)==t).to_numpy()]
         code,labels = number_layers(rows)
-        for i,label in enumerate(labels): out.append(history(rows[code==i], label if len(types)==1 else f'{label} ({t})', stat))
+        for i,label in enumerate(labels):
+            out.append(history(rows[code==i], label if len(types)==1 else f'{label} ({t})', stat))
     return out
 
 def history(rows, label, stat):

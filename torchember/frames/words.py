@@ -14,8 +14,10 @@ from ..ground.messages import unknown
 from ..ground.record import ttypes
 
 # %% ../../nbs/50_frames/00_words.ipynb #10edfcf8
-ttypes_of = {'activation': 'output', 'gradient': 'output_grad', 'weights': 'weight', 'weight_gradients': 'weight_grad', 'optimiser_state': 'optimizer',
-    'outputs': 'output', 'inputs': 'input', 'gradients': 'output_grad', 'updates': 'update', 'optimizer_state': 'optimizer', 'grad': 'weight_grad'}
+ttypes_of = {'activation': 'output', 'gradient': 'output_grad', 'weights': 'weight', 'weight_gradients': 'weight_grad',
+    'optimiser_state': 'optimizer',
+    'outputs': 'output', 'inputs': 'input', 'gradients': 'output_grad', 'updates': 'update',
+    'optimizer_state': 'optimizer', 'grad': 'weight_grad'}
 stats_of = {'rm2': 'rms', 'mean_abs': 'abs_mean', 'max_abs': 'abs_max', 'min_abs': 'abs_min',
     'rms': 'rm2', 'abs_mean': 'mean_abs', 'abs_max': 'max_abs', 'abs_min': 'min_abs'}
 
@@ -41,15 +43,18 @@ def earlier_calls(*order): # order: positional arguments after `run` in earlier 
             given = in_our_words(given, known.parameters, f.__name__)
             before = dict(zip((next(iter(known.parameters)), *order), args, strict=False)) if order else {}
             named,later = {n: v for n,v in before.items() if n in kinds_of_words},lambda: f(*args, **given)
-            if not named or len(before)<len(args) or set(before)&set(given) or not all(may_be_names(n, v) for n,v in named.items()): return later()
-            if any(v is not None for v in named.values()) and all(map(is_known, named, named.values())): return f(**before, **given)
+            if not named or len(before)<len(args) or set(before)&set(given) or not all(may_be_names(n, v) for n,v in named.items()):
+                return later()
+            if any(v is not None for v in named.values()) and all(map(is_known, named, named.values())):
+                return f(**before, **given)
             try: return f(**before, **given)
             except (ValueError, TypeError) as e: then = e
             try: known.bind(*args, **given)
             except TypeError: raise then from None
             try: return later()
             except (ValueError, TypeError) as e:
-                ours = 'Did you mean' in str(e) and 'Did you mean' not in str(then) and not any(v and is_known(n, v) for n,v in named.items())
+                ours = ('Did you mean' in str(e) and 'Did you mean' not in str(then)
+                    and not any(v and is_known(n, v) for n,v in named.items()))
                 raise (e if ours else then) from None # the error is raised whose message suggests the correct name
         return g
     return of
@@ -64,14 +69,17 @@ def in_our_words(given, known, what='A picture'):
     """
     out = {}
     # in earlier versions, the argument `file` of `report` had the name `path`
-    if 'file' in known and {'path', 'layer'}<=given.keys(): given = {'file' if n=='path' else n: v for n,v in given.items()}
+    if 'file' in known and {'path', 'layer'}<=given.keys():
+        given = {'file' if n=='path' else n: v for n,v in given.items()}
     for typed,v in given.items():
         name = words_before[typed] if typed not in known and words_before.get(typed) in known else typed
-        if name in out: raise TypeError(f"{what} got {name}= twice, because {typed}= means the same. Give only one of them.")
+        if name in out:
+            raise TypeError(f"{what} got {name}= twice, because {typed}= means the same. Give only one of them.")
         out[name] = v
     return out
 
-kinds_of_words = {'ttype': lambda v: v.partition('.')[0].lower() in {*ttypes, *ttypes_of}, 'stat': lambda v: v in {*derived, *stats_of},
+kinds_of_words = {'ttype': lambda v: v.partition('.')[0].lower() in {*ttypes, *ttypes_of},
+    'stat': lambda v: v in {*derived, *stats_of},
     # Argument -> function that returns True if the value is a known name
     'stats': lambda v: v in {*derived, *stats_of}, 'dtypes': lambda v: 'float' in v}
 

@@ -29,8 +29,10 @@ class Selection:
         if not ids: raise ValueError(no_match_message(self.what, pairs))
         return list({id(m): m for _,m in pairs if id(m) in ids}.values())
 
-    def __and__(self, other): return Selection(f'{self} & {select(other)}', lambda ps: self.ids(ps) & select(other).ids(ps))
-    def __or__(self, other): return Selection(f'{self} | {select(other)}', lambda ps: self.ids(ps) | select(other).ids(ps))
+    def __and__(self, other):
+        return Selection(f'{self} & {select(other)}', lambda ps: self.ids(ps) & select(other).ids(ps))
+    def __or__(self, other):
+        return Selection(f'{self} | {select(other)}', lambda ps: self.ids(ps) | select(other).ids(ps))
     def __invert__(self): return Selection(f'~{self}', lambda ps: {id(m) for _,m in ps} - self.ids(ps))
     __rand__,__ror__ = __and__,__or__
     def __repr__(self): return printable(f'({self.what})' if ' ' in self.what else self.what)
@@ -38,7 +40,8 @@ class Selection:
 def no_match_message(what, pairs):
     "Return the error message for a selection without a matching module."
     names = list(dict.fromkeys(p for p,_ in pairs if p)) + sorted({k for _,m in pairs for k in kinds_of(m)[:1]})
-    return unknown('module matches', what, names) + " A choice is a path or a glob ('features.*'), a class or its name, a regex, or a predicate."
+    return (unknown('module matches', what, names)
+        + " A choice is a path or a glob ('features.*'), a class or its name, a regex, or a predicate.")
 
 # %% ../../nbs/05_ground/30_choose.ipynb #21b86c02
 class NamedLayer:
@@ -62,7 +65,8 @@ def select_by_string(s):
 
 def select_by_class(c):
     "Return a function that selects modules of the class `c`. The class of a `NamedLayer` is compared by name."
-    return lambda pairs: {id(m) for _,m in pairs if isinstance(m, c) or isinstance(m, NamedLayer) and c.__name__ in m.kinds}
+    return lambda pairs: {id(m) for _,m in pairs
+        if isinstance(m, c) or isinstance(m, NamedLayer) and c.__name__ in m.kinds}
 
 def takes_path_and_module(f):
     "Return True if a user's function takes two arguments, path and module. Return False if it takes only the module."
@@ -81,15 +85,18 @@ def select(
     """
     if isinstance(what, Selection): return what
     if isinstance(what, str): return Selection(repr(what), select_by_string(what))
-    if isinstance(what, re.Pattern): return Selection(f're {what.pattern!r}', lambda ps: {id(m) for p,m in ps if what.search(p)})
+    if isinstance(what, re.Pattern):
+        return Selection(f're {what.pattern!r}', lambda ps: {id(m) for p,m in ps if what.search(p)})
     if isinstance(what, type): return Selection(what.__name__, select_by_class(what))
     if isinstance(what, list|tuple|set) and what:
         parts = [select(w) for w in what]
         return Selection(' | '.join(map(str, parts)), lambda ps: set().union(*(each.ids(ps) for each in parts)))
-    if hasattr(what, 'named_modules'): return Selection(f'the module {type(what).__name__}', lambda ps: {id(m) for _,m in ps if m is what})
+    if hasattr(what, 'named_modules'):
+        return Selection(f'the module {type(what).__name__}', lambda ps: {id(m) for _,m in ps if m is what})
     if callable(what):
         two = takes_path_and_module(what)
-        return Selection(getattr(what, '__name__', repr(what)), lambda ps: {id(m) for p,m in ps if (what(p, m) if two else what(m))})
+        return Selection(getattr(what, '__name__', repr(what)),
+            lambda ps: {id(m) for p,m in ps if (what(p, m) if two else what(m))})
     raise TypeError(f"cannot choose modules by {what!r}, {an(what)}. "
         "Give a glob ('features.*'), a class or its name, a compiled regex, a predicate, or a list of these.")
 
@@ -101,7 +108,8 @@ def chosen(pairs, include=None, exclude=None) -> set:
     pairs = list(pairs)
     ids = {id(m) for m in (select(include).pick(pairs) if include is not None else (m for _,m in pairs))}
     if exclude is not None: ids -= {id(m) for m in select(exclude).pick(pairs)}
-    if not ids: raise ValueError(f"exclude={exclude!r} removes every module that include={include!r} selects. Exclude fewer modules.")
+    if not ids:
+        raise ValueError(f"exclude={exclude!r} removes every module that include={include!r} selects. Exclude fewer modules.")
     return ids
 
 # %% ../../nbs/05_ground/30_choose.ipynb #8b5fa0d0
@@ -119,13 +127,15 @@ class Schedule:
 
 def check_whole(f, name, n, least):
     "Raise an error unless the argument `n` of the function `f` is a whole number of at least `least`. `name`: name of the argument."
-    if isinstance(n, bool) or not isinstance(n, int): raise TypeError(f"{f} needs a whole number for {name}, got {n!r}.")
+    if isinstance(n, bool) or not isinstance(n, int):
+        raise TypeError(f"{f} needs a whole number for {name}, got {n!r}.")
     if n<least: raise ValueError(f"{f} needs {name}>={least}, got {n}. To record nothing, use at() with no steps.")
 
 # %% ../../nbs/05_ground/30_choose.ipynb #f202b7a1
 def is_every(n, start, step):
     "Return True for the steps `start`, `start+n`, `start+2n`, ..."
-    return step>=start and (step-start)%n==0 # a named function and not a lambda, because callbacks with a schedule are pickled
+    # a named function and not a lambda, because callbacks with a schedule are pickled
+    return step>=start and (step-start)%n==0
 
 def every(
     n:int, # Keep one of every `n` steps
@@ -150,7 +160,8 @@ class TimeSchedule:
 
     def __init__(self, seconds:float, clock=time.monotonic):
         self.seconds,self.clock = seconds,clock
-        self.last,self.answers = -math.inf,{} # last: time when the last recorded step was chosen; answers: step -> True if the step is recorded
+        # last: time when the last recorded step was chosen; answers: step -> True if the step is recorded
+        self.last,self.answers = -math.inf,{}
 
     def __call__(self, step):
         if step in self.answers: return self.answers[step]

@@ -18,7 +18,8 @@ def printable(text, most:int|None=None) -> str:
     text = str(text)
     if '://' in text: text = secrets.sub(r'\1…', passwords.sub('://', text))
     if most is not None and len(text)>most: text = f'{text[:most//2]}…{text[-(most-1-most//2):]}'
-    return text if text.isprintable() else ''.join(c if c.isprintable() else c.encode('unicode_escape').decode() for c in text)
+    return text if text.isprintable() else ''.join(c if c.isprintable() else c.encode('unicode_escape').decode()
+        for c in text)
 
 passwords = re.compile(r'://[^/\s]*@') # matches the user:password@ of a URL
 secrets = re.compile(r'(?i)([?&][\w-]*(?:key|token|secret|sig|signature|credential|password)[\w-]*=)[^&\s\'"]+')
@@ -38,14 +39,17 @@ def unknown(what:str, got, known, called=(), others=()) -> str:
 def closest(got, known, called=()):
     "Return the known names most similar to `got`, at most three. `called`: dict from a name in other libraries to our name."
     meant = dict(called).get(str(got).lower())
-    return [meant] if meant in known else difflib.get_close_matches(str(got)[:longest], dict.fromkeys(known), n=3, cutoff=.5)
+    return [meant] if meant in known else difflib.get_close_matches(str(got)[:longest], dict.fromkeys(known),
+        n=3, cutoff=.5)
 
 # maximum number of characters of a name, because the time to search for similar names grows with the square of the length
 longest = 200
 
 # %% ../../nbs/05_ground/10_messages.ipynb #03652837
-alike = ('stat stats statistic statistics metric metrics scalar_metric', 'tt ttype ttypes tensor_type tensor_types', 'step steps',
-    'layer layers path paths module modules include', 'optimizer optimizers optimiser optim opt') # groups of names of arguments with the same meaning
+alike = ('stat stats statistic statistics metric metrics scalar_metric', 'tt ttype ttypes tensor_type tensor_types',
+    'step steps',
+    # groups of names of arguments with the same meaning
+    'layer layers path paths module modules include', 'optimizer optimizers optimiser optim opt')
 
 def unknown_argument(what:str, got:str, known) -> str:
     "Return the error message for an unknown argument. `what`: name of the function; `got`: the unknown name; `known`: names of its arguments."
@@ -57,7 +61,8 @@ F = TypeVar('F')
 
 def arguments_of(f):
     "Return the names of the arguments of a function, without `self`, `*args` and `**kwargs`."
-    return [n for n,p in inspect.signature(f).parameters.items() if n!='self' and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return [n for n,p in inspect.signature(f).parameters.items()
+        if n!='self' and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 def says_arguments(f:F) -> F:
     "Wrap a function so that its TypeError for an unknown argument lists the known arguments."
@@ -105,8 +110,10 @@ frameworks = {'torch', 'jax', 'flax'}
 def is_users(frame):
     "Return True if a stack frame runs the user's code: not code of torchember, Python or an installed library, and not generated code."
     file,module = frame.f_code.co_filename,str(frame.f_globals.get('__name__'))
-    if file.startswith('<'): return module=='__main__' # returns True for code that was typed in a shell or after `python -c`
-    return not (file.startswith((ours, pythons)) or any(d in file for d in installed) or module.partition('.')[0] in frameworks)
+    # returns True for code that was typed in a shell or after `python -c`
+    if file.startswith('<'): return module=='__main__'
+    return not (file.startswith((ours, pythons)) or any(d in file for d in installed)
+        or module.partition('.')[0] in frameworks)
 
 def outwards(frame):
     "Yield a stack frame, then its caller, then the next caller, and so on to the outermost frame."
@@ -125,5 +132,5 @@ def warn(text:str):
     "Issue an `EmberWarning` pointing to the line of the user's code."
     frame = users_frame()
     place = frame.f_globals
-    warnings.warn_explicit(text, EmberWarning, frame.f_code.co_filename, frame.f_lineno, place.get('__name__') or '<unknown>',
-        place.setdefault('__warningregistry__', {}))
+    warnings.warn_explicit(text, EmberWarning, frame.f_code.co_filename, frame.f_lineno,
+        place.get('__name__') or '<unknown>', place.setdefault('__warningregistry__', {}))

@@ -19,8 +19,11 @@ def has_some(row):
 
 def is_alarming(row):
     "Return True if a row has a NaN or infinity of which to warn the user. Rows of tensors and rows of numbers that the user logged are checked."
-    if row.get('phase')=='refused': return False # no warning is given, because the training loop itself has discarded the pass
-    if row.get('ttype')=='scalar': return row.get('tname')!='grad_norm' and any(isinstance(v, float) and not math.isfinite(v) for v in row.values())
+    # no warning is given, because the training loop itself has discarded the pass
+    if row.get('phase')=='refused': return False
+    if row.get('ttype')=='scalar':
+        return row.get('tname')!='grad_norm' and any(isinstance(v, float) and not math.isfinite(v)
+            for v in row.values())
     masked = row.get('ttype') in ('input', 'output', 'probe', 'prediction')
     return not row.get('skipped') and any(row.get(c) for c in (counts[:2] if masked else counts))
 
@@ -36,5 +39,7 @@ class FirstNotFinite:
     def add(self, rows):
         "Search the next rows of the run for the first NaN or infinity."
         tensors = [r for r in rows if r.get('ttype')!='scalar']
-        if not self.trained and any(r.get('phase') not in beside_training for r in tensors): self.row,self.trained = None,True
-        if self.row is None: self.row = first_not_finite(r for r in tensors if not (self.trained and r.get('phase') in beside_training))
+        if not self.trained and any(r.get('phase') not in beside_training for r in tensors):
+            self.row,self.trained = None,True
+        if self.row is None:
+            self.row = first_not_finite(r for r in tensors if not (self.trained and r.get('phase') in beside_training))

@@ -49,7 +49,8 @@ class Progress:
         "Add the amount of work finished since the last call."
         self.done += n
         if self.bar is not None: self.bar.update(n)
-        elif self.seen and monotonic()-self.began>self.delay: self.bar = new_bar(self.what, self.total, self.done, self.form)
+        elif self.seen and monotonic()-self.began>self.delay:
+            self.bar = new_bar(self.what, self.total, self.done, self.form)
 
     def __enter__(self): return self
 
@@ -57,14 +58,16 @@ class Progress:
         if self.bar is not None: self.bar.close()
 
 # %% ../../nbs/05_ground/40_progress.ipynb #8c26a270
-without_units = '{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}' # format of the bar for an amount without a unit
+# format of the bar for an amount without a unit
+without_units = '{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}'
 
 def progress(work, what:str):
     """Show a progress bar for work of more than two seconds, in a notebook or terminal. Return an iterator over `work`.
 
     work: an iterable, or an amount: a number, or None if unknown. For an amount, the result is a context manager with a method `update`
     what: description of the work, for example 'reading GPT_20260401_120000'"""
-    if work is None or isinstance(work, int|float): return Progress(work, what, '{desc}: {elapsed}' if work is None else without_units)
+    if work is None or isinstance(work, int|float):
+        return Progress(work, what, '{desc}: {elapsed}' if work is None else without_units)
     return iterate(work, what)
 
 def iterate(work, what):

@@ -21,16 +21,17 @@ SCHEMA = 1 # version of the row format. Code for version n reads all versions up
 
 # tensor type of a module's call -> class in the package `recorder` that measures these tensors
 flowing = dict(input='flows.Flows', output='flows.Flows')
-ttypes = (*flowing, 'weight', 'weight_grad', 'unclipped_grad', 'input_grad', 'output_grad', 'optimizer', 'update', 'buffer', 'probe',
-    'prediction', 'target', # prediction and target of a loss that the user logs
+ttypes = (*flowing, 'weight', 'weight_grad', 'unclipped_grad', 'input_grad', 'output_grad', 'optimizer',
+    'update', 'buffer', 'probe', 'prediction', 'target', # prediction and target of a loss that the user logs
     *(of_no_tensor := ('scalar', 'finding'))) # scalar: a number that the user logs; finding: the result of a rule
-identity = ('module', 'ts', 'ttype', 'tname', 'step', 'call', 'dtype', 'pname', 'micro', 'phase', 'backward', 'skipped', 'unfinished',
-    'rank', 'shard') # columns that say which tensor a row describes, and when it was measured
+identity = ('module', 'ts', 'ttype', 'tname', 'step', 'call', 'dtype', 'pname', 'micro', 'phase', 'backward',
+    'skipped', 'unfinished', 'rank', 'shard') # columns that say which tensor a row describes, and when it was measured
 # values of the column `phase` for passes that do not train: evaluation, pass without gradients, pass whose gradients were discarded
 beside_training = ('eval', 'no_grad', 'refused')
 # columns that describe the shard of a row with the column `rank`. In other rows, the user may use these names
 of_pieces = ('part', 'gscale', 'placement', 'global_shape')
-optional = ('nan', 'posinf', 'neginf', 'nonfinite', 'error', 'supersedes') # columns that only some rows have, such as rows of tensors with NaN
+# columns that only some rows have, such as rows of tensors with NaN
+optional = ('nan', 'posinf', 'neginf', 'nonfinite', 'error', 'supersedes')
 reserved = frozenset(identity + ('nonfinite', 'error', 'supersedes')) # names that a statistic cannot have
 # names that a user's mark cannot have. te.mark(phase='warmup') is allowed
 unmarkable = frozenset(identity + optional + ('path',)) - {'phase'}
@@ -52,15 +53,18 @@ def computed_in(name:str) -> str|None:
     return 'grad_norm' if name in norm_names else 'lr' if name=='lr' or name.startswith('lr/') else None
 
 # %% ../../nbs/05_ground/20_record.ipynb #7a86d3cb
-called_ttypes = {'gradient': 'weight_grad', 'gradients': 'weight_grad', 'grad': 'weight_grad', 'grads': 'weight_grad', 'activation': 'output',
-    'activations': 'output', 'act': 'output', 'out': 'output', 'in': 'input', 'weights': 'weight', 'param': 'weight', 'params': 'weight',
-    'parameter': 'weight', 'parameters': 'weight', 'bias': 'weight', 'updates': 'update', 'momentum': 'optimizer', 'buffers': 'buffer',
-    'loss': 'scalar'} # name of a tensor type in other libraries -> our tensor type
+called_ttypes = {'gradient': 'weight_grad', 'gradients': 'weight_grad', 'grad': 'weight_grad',
+    'grads': 'weight_grad', 'activation': 'output',
+    'activations': 'output', 'act': 'output', 'out': 'output', 'in': 'input', 'weights': 'weight',
+    'param': 'weight', 'params': 'weight',
+    'parameter': 'weight', 'parameters': 'weight', 'bias': 'weight', 'updates': 'update', 'momentum': 'optimizer',
+    'buffers': 'buffer', 'loss': 'scalar'} # name of a tensor type in other libraries -> our tensor type
 
 def check_ttypes(names, known=ttypes) -> tuple:
     "Return tensor types as a tuple. Raises ValueError for an unknown name. `names`: a tensor type, or a list of tensor types."
     names = (names,) if isinstance(names, str) else names
-    if not isinstance(names, list|tuple|set|frozenset): raise TypeError(f"tensor types are names such as 'input', or a list of them, got {names!r:.80}.")
+    if not isinstance(names, list|tuple|set|frozenset):
+        raise TypeError(f"tensor types are names such as 'input', or a list of them, got {names!r:.80}.")
     for n in names:
         if n not in known: raise ValueError(unknown('tensor type', n, known, called_ttypes))
     return tuple(names)
@@ -75,15 +79,18 @@ exact = {str, bool, int, float, type(None)}
 def is_json(value):
     "Return True if JSON can store `value` without a change. This fast check is enough for most values."
     t = type(value)
-    return t is float and math.isfinite(value) or t is str and value.isascii() or t is int and -2**63<=value<2**64 or t is bool or value is None
+    return (t is float and math.isfinite(value) or t is str and value.isascii()
+        or t is int and -2**63<=value<2**64 or t is bool or value is None)
 
 def json_scalar(value):
     "Convert a scalar to a form accepted by every JSON reader: no subclass, no lone surrogate, no int beyond 64 bits."
     if isinstance(value, Enum): return plain(value.value)
     if isinstance(value, UUID): return str(value)
-    if isinstance(value, str): return str.__str__(value) if value.isascii() else value.encode(errors='surrogatepass').decode(errors='replace')
+    if isinstance(value, str):
+        return str.__str__(value) if value.isascii() else value.encode(errors='surrogatepass').decode(errors='replace')
     if isinstance(value, float): return float.__float__(value)
-    if value is None or isinstance(value, bool) or -2**63<=value<2**64: return value if type(value) in exact else int.__int__(value)
+    if value is None or isinstance(value, bool) or -2**63<=value<2**64:
+        return value if type(value) in exact else int.__int__(value)
     try: return float(value)
     except OverflowError: return math.inf if value>0 else -math.inf
 
@@ -99,14 +106,18 @@ def plain(value, where='', lost:dict|None=None):
     value: scalar, string, None, list, dict, tensor or numpy value, nested in any way
     where: JSON pointer to `value` in the row
     lost: dict that receives JSON pointer -> 'NaN', 'Infinity' or '-Infinity'"""
-    if type(value) is not float and (value is None or isinstance(value, str|int|float|Enum|UUID)): value = json_scalar(value)
+    if type(value) is not float and (value is None or isinstance(value, str|int|float|Enum|UUID)):
+        value = json_scalar(value)
     if type(value) is float and not math.isfinite(value):
         if lost is not None: lost[where] = words.get(value, 'NaN')
         return None
     if type(value) in exact: return value
-    if where.count('/')>=deepest: raise ValueError(f"a value has more than {deepest} nested levels, which JSON readers reject.")
-    if isinstance(value, dict): return {json_scalar(str(k)): plain(v, f'{where}/{json_pointer_part(k)}', lost) for k,v in value.items()}
-    if isinstance(value, list|tuple|set|frozenset|range): return [v if is_json(v) else plain(v, f'{where}/{i}', lost) for i,v in enumerate(value)]
+    if where.count('/')>=deepest:
+        raise ValueError(f"a value has more than {deepest} nested levels, which JSON readers reject.")
+    if isinstance(value, dict):
+        return {json_scalar(str(k)): plain(v, f'{where}/{json_pointer_part(k)}', lost) for k,v in value.items()}
+    if isinstance(value, list|tuple|set|frozenset|range):
+        return [v if is_json(v) else plain(v, f'{where}/{i}', lost) for i,v in enumerate(value)]
     if hasattr(value, 'tolist') and not isinstance(value, type):
         got = value.tolist()
         # `tolist` of numpy's longdouble returns a longdouble, so it is converted to float
@@ -136,7 +147,8 @@ def is_final(text):
 def careful_line(row):
     "Return the JSON line of any row: convert values that JSON does not have, and list NaN and infinities in the column `nonfinite`."
     lost = {}
-    if isinstance(row.get('nonfinite'), dict): lost.update(row['nonfinite']) # keeps the entries of values that the row already contains as None
+    # keeps the entries of values that the row already contains as None
+    if isinstance(row.get('nonfinite'), dict): lost.update(row['nonfinite'])
     row = {k if is_json(k) and type(k) is str else json_scalar(str(k)): v if is_json(v) else plain(v, json_pointer_part(k), lost) for k,v in row.items()}
     if lost: row['nonfinite'] = lost
     line = encode(row)
@@ -241,5 +253,6 @@ def report_row(kind:str, text:str, severity:str, module:str, step:int, ts:str) -
     kind: kind of the warning in one word, which is the `tname` of the row
     module: display name of the module
     ts: local time"""
-    return {'severity': severity, 'rule': 'recording', 'text': text, 'advice': '', 'look': '', 'evidence': {}, 'first_step': step, 'last_step': step,
+    return {'severity': severity, 'rule': 'recording', 'text': text, 'advice': '', 'look': '', 'evidence': {},
+        'first_step': step, 'last_step': step,
         'module': module, 'ts': ts, 'ttype': 'finding', 'tname': kind, 'step': step, 'call': 0}

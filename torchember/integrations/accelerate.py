@@ -18,7 +18,8 @@ from .private_trainers import optimizers_of
 from ..store.jsonl import emberTracker, exists
 
 library = needs('accelerate', for_='torchember.integrations.accelerate')
-Accelerator,Tracker = library.Accelerator,library.tracking.GeneralTracker # `Tracker` is the base class of `EmberCallback`
+# `Tracker` is the base class of `EmberCallback`
+Accelerator,Tracker = library.Accelerator,library.tracking.GeneralTracker
 
 # %% ../../nbs/90_integrations/30_accelerate.ipynb #89cadc70
 unconnected = weakref.WeakSet() # trackers that belong to no Accelerator yet
@@ -72,7 +73,8 @@ class EmberCallback(RecordingCallback, Tracker):
         Note the loading of checkpoints."""
         self.accelerator = accelerator
         accelerator.register_load_state_pre_hook(self.note_loading)
-        for name,call in (('prepare_model', self.patch_forward), ('prepare_data_loader', self.count_epochs), ('end_training', self.end_training),
+        for name,call in (('prepare_model', self.patch_forward), ('prepare_data_loader', self.count_epochs),
+                ('end_training', self.end_training),
             ('backward', self.run_backward)):
             MethodPatch(accelerator, name, call)
 
@@ -117,7 +119,8 @@ class EmberCallback(RecordingCallback, Tracker):
 
     def mark_epoch(self, loader):
         "Add the number of the epoch as a column to all rows from now on."
-        if self.te is not None and self.te.model.training and hasattr(loader, 'iteration'): self.recording.mark(epoch=loader.iteration)
+        if self.te is not None and self.te.model.training and hasattr(loader, 'iteration'):
+            self.recording.mark(epoch=loader.iteration)
 
     def log(self, values, step=None, **kwargs):
         "Record the values given to `accelerator.log` as scalars of the step."

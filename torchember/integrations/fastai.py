@@ -44,7 +44,8 @@ class EmberCallback(RecordingCallback, Callback):
         # last_record: values of the last epoch that was logged
         self.recording,self.skipped_steps,self.last_record = TrainingRecorder('EmberCallback', **options),None,None
 
-    is_separate = property(lambda self: self.learn.lock.locked(), doc="True in a validation or prediction outside of the fit, such as `learn.validate`")
+    is_separate = property(lambda self: self.learn.lock.locked(),
+        doc="True in a validation or prediction outside of the fit, such as `learn.validate`")
 
     def before_fit(self):
         "End the run of an earlier fit. Patch the Learner, because an exception must also end the new run."
@@ -77,7 +78,8 @@ class EmberCallback(RecordingCallback, Callback):
 
     def after_loss(self):
         "Record predictions and targets of the loss of a training batch."
-        if self.learn.training and not self.is_separate: self.recording.note_loss(getattr(self.learn, 'loss_grad', None))
+        if self.learn.training and not self.is_separate:
+            self.recording.note_loss(getattr(self.learn, 'loss_grad', None))
 
     def after_cancel_step(self):
         "End the step as skipped, if mixed precision has skipped the step of the optimizer."
@@ -86,7 +88,8 @@ class EmberCallback(RecordingCallback, Callback):
 
     def after_step(self):
         "Record the loss and the learning rates, unless a callback has cancelled the step."
-        if self.recording.has_new_step(): self.recording.log_scalars({**learning_rates_of([self.learn.opt]), 'loss': self.learn.loss.detach()})
+        if self.recording.has_new_step():
+            self.recording.log_scalars({**learning_rates_of([self.learn.opt]), 'loss': self.learn.loss.detach()})
 
     def before_validate(self):
         "Stop recording during a validation."
@@ -112,7 +115,8 @@ class EmberCallback(RecordingCallback, Callback):
         if self.te is None or recorder is None or record is self.last_record: return
         self.last_record = record
         names = recorder.metric_names[1:len(recorder.metric_names)-recorder.add_time]
-        self.recording.log_scalars(dict(zip(names[-len(record):] if recorder.cancel_train else names, record, strict=False)))
+        self.recording.log_scalars(dict(zip(names[-len(record):] if recorder.cancel_train else names,
+            record, strict=False)))
 
     # in an exported Learner, an empty Callback takes this place, so the Learner loads without torchember
     def __reduce_ex__(self, protocol): return Callback, (), {'learn': self.learn}

@@ -72,8 +72,10 @@ class EmberCallback(RecordingCallback):
         self.end()
         self.learning_rates,self.finds_rate = {},has_rate_finder(trainer)
         for event,handler in ((Events.ITERATION_STARTED, self.on_iteration_started),
-                (Events.ITERATION_COMPLETED, self.on_iteration_completed), (Events.EPOCH_COMPLETED, self.on_epoch_completed),
-                (Events.INTERRUPT, self.on_interrupt), (Events.TERMINATE, self.on_terminate), (Events.COMPLETED, self.on_completed)):
+                (Events.ITERATION_COMPLETED, self.on_iteration_completed),
+                (Events.EPOCH_COMPLETED, self.on_epoch_completed),
+                (Events.INTERRUPT, self.on_interrupt), (Events.TERMINATE, self.on_terminate),
+                (Events.COMPLETED, self.on_completed)):
             if trainer.has_event_handler(handler, event): trainer.remove_event_handler(handler, event)
             trainer.add_event_handler(event, handler)
 
@@ -103,7 +105,8 @@ class EmberCallback(RecordingCallback):
 
     def on_iteration_completed(self, trainer):
         "Record the output of the Engine and the learning rates, if this batch has ended a step."
-        if self.recording.has_new_step(): self.recording.log_scalars({**self.learning_rates, **self.output_transform(trainer.state.output)})
+        if self.recording.has_new_step():
+            self.recording.log_scalars({**self.learning_rates, **self.output_transform(trainer.state.output)})
 
     def on_epoch_completed(self, trainer):
         "Record the metrics of the training Engine after an epoch."

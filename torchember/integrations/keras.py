@@ -24,8 +24,9 @@ keras = needs('keras', for_='torchember.integrations.keras')
 
 def require_torch_backend():
     "Raise RuntimeError if the backend of Keras is not torch."
-    if (other := keras.backend.backend())!='torch': raise RuntimeError(f"EmberCallback needs the torch backend of Keras, but the backend is {other}. "
-        "Set os.environ['KERAS_BACKEND'] = 'torch' before keras is imported.")
+    if (other := keras.backend.backend())!='torch':
+        raise RuntimeError(f"EmberCallback needs the torch backend of Keras, but the backend is {other}. "
+            "Set os.environ['KERAS_BACKEND'] = 'torch' before keras is imported.")
 
 # %% ../../nbs/90_integrations/60_keras.ipynb #5a1d0ac1
 # for each activation function of Keras, the name of the torch class
@@ -50,7 +51,8 @@ class LayerParts(NamedTuple):
 
 def add_with_new_name(name, x, *dicts):
     "Add a value to the first of several dicts. If one of the dicts has the name already, append a number to the name: `kernel_1`."
-    new = next(n for i in range(len(dicts[0])+len(dicts[-1])+1) if not any((n := f'{name}_{i}' if i else name) in d for d in dicts))
+    new = next(n for i in range(len(dicts[0])+len(dicts[-1])+1)
+        if not any((n := f'{name}_{i}' if i else name) in d for d in dicts))
     dicts[0][new] = x
 
 def layer_parts(layer):
@@ -58,12 +60,14 @@ def layer_parts(layer):
     layers = recordable_layers(layer)
     # modules of torch inside the layer, which are not Keras layers
     modules = {n: m for n,m in layer._modules.items() if n!=own_parameters and not isinstance(m, keras.Layer)}
-    inner_ids = {id(v.value) for l in layers for v in l.variables} | {id(p) for m in modules.values() for p in m.parameters()}
+    inner_ids = {id(v.value) for l in layers for v in l.variables} | {id(p) for m in modules.values()
+        for p in m.parameters()}
     for l in layers: add_with_new_name(l.name.replace('.', '_'), l, modules)
     found = parameters,buffers = {},{}
     for own,variables in zip(found, variables_of(layer), strict=True):
         for v in variables:
-            if id(v.value) not in inner_ids: add_with_new_name(v.name, v.value, own, buffers if own is parameters else parameters)
+            if id(v.value) not in inner_ids:
+                add_with_new_name(v.name, v.value, own, buffers if own is parameters else parameters)
     return LayerParts(modules, parameters, buffers, None if layers else activation_of(layer))
 
 # %% ../../nbs/90_integrations/60_keras.ipynb #8de07f2e
@@ -131,7 +135,8 @@ class KerasOptimizer:
 
     def get(self, p, missing=None):
         "Return the optimizer states of a parameter, a dict of tensors by the name of the state. Return `missing` if there are none."
-        if not self.states and trained_variables(self.inner): self.states = states_of_variables(self.inner, self.variables)
+        if not self.states and trained_variables(self.inner):
+            self.states = states_of_variables(self.inner, self.variables)
         return {k: v.value.detach() for k,v in self.states.get(self.index_of.get(id(p)), {}).items()} or missing
 
     def step(self): "Do nothing: Keras runs the step of its optimizer, and the callback reports the step."
@@ -168,12 +173,14 @@ def scaler_for(optimizer):
 class BatchScalars:
     "Scalars of a batch: the learning rate, and the logs of Keras. Keras logs running means of losses; the batch's own losses replace them."
     def __init__(self, notify=None): # notify: function called with each loss before the backward
-        self.values,self.rate,self.notify = {},None,notify # values: a `LastBatchValue` for each loss metric of Keras, by the id of the metric
+        # values: a `LastBatchValue` for each loss metric of Keras, by the id of the metric
+        self.values,self.rate,self.notify = {},None,notify
 
     def begin(self, model):
         "Prepare for a batch: patch new loss metrics, and copy the learning rate before Keras changes it."
         for m in model.metrics:
-            if type(m) is keras.metrics.Mean and id(m) not in self.values: self.values[id(m)] = LastBatchValue(m, self.notify)
+            if type(m) is keras.metrics.Mean and id(m) not in self.values:
+                self.values[id(m)] = LastBatchValue(m, self.notify)
         for v in self.values.values(): v.latest = None # forget the losses of an evaluation between two batches
         rate = getattr(model.optimizer, 'learning_rate', None)
         rate = getattr(rate, 'value', rate)
@@ -206,7 +213,8 @@ class EmberCallback(RecordingCallback, keras.callbacks.Callback):
         self.recording,self.is_validating = TrainingRecorder('EmberCallback', **{'ends': 'step', **options}),False
         # next_steps: for each model, the number of its next step
         self.epoch,self.scalars,self.next_steps = 0,BatchScalars(self.recording.note_loss),WeakKeyDictionary()
-        self.optimizer = self.scaler = None # a `KerasOptimizer` and a `KerasScaler` while a run is open; None if missing
+        # a `KerasOptimizer` and a `KerasScaler` while a run is open; None if missing
+        self.optimizer = self.scaler = None
 
     def on_train_begin(self, logs=None):
         "End the run of an earlier, failed training. The new run begins at the first batch, because a callback may load a checkpoint before."
@@ -227,7 +235,8 @@ class EmberCallback(RecordingCallback, keras.callbacks.Callback):
     def begin(self):
         "Begin the run of a training, or continue an earlier run of the same name."
         o = self.model.optimizer
-        self.optimizer,self.scaler = (None, None) if o is None else (KerasOptimizer(o, self.model.trainable_variables), scaler_for(o))
+        self.optimizer,self.scaler = (None, None) if o is None else (KerasOptimizer(o, self.model.trainable_variables),
+            scaler_for(o))
         # count the steps here, because the count of Keras does not include skipped steps
         first = max(0 if o is None else batches_applied(o), self.next_steps.get(self.model, 0))
         with expose_modules(self.model): te = self.recording.begin(self.model, self.optimizer, first, self.scaler)

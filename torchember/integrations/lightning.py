@@ -20,7 +20,8 @@ def import_lightning():
     "Return the Lightning package imported by the program: `lightning.pytorch` or `pytorch_lightning`."
     names = ['lightning.pytorch', 'pytorch_lightning']
     if (used := [n for n in names if n in sys.modules]): return sys.modules[used[0]]
-    if find_spec('lightning') is None and find_spec('pytorch_lightning') is not None: return import_module('pytorch_lightning')
+    if find_spec('lightning') is None and find_spec('pytorch_lightning') is not None:
+        return import_module('pytorch_lightning')
     return needs('lightning.pytorch', for_='torchember.integrations.lightning', package='lightning')
 
 Callback = import_lightning().Callback # Lightning's class, the base class of `EmberCallback`
@@ -37,7 +38,8 @@ class NewMetrics:
             return a is b or isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.data_ptr()==b.data_ptr()
         new = {k: v for k,v in metrics.items() if not is_same(self.seen.get(k), v)}
         self.seen.update(new)
-        return {k: v for k,v in new.items() if not any(f'{k}_{part}' in metrics and is_same(metrics[f'{k}_{part}'], v) for part in ('step', 'epoch'))}
+        return {k: v for k,v in new.items() if not any(f'{k}_{part}' in metrics and is_same(metrics[f'{k}_{part}'], v)
+            for part in ('step', 'epoch'))}
 
 # %% ../../nbs/90_integrations/10_lightning.ipynb #695cec4d
 def has_tuner(trainer):
@@ -61,7 +63,8 @@ class EmberCallback(RecordingCallback, Callback):
     def begin(self, trainer):
         "Begin the run of a training. If the training continues from a checkpoint, continue its run."
         self.last_step,self.new_metrics = trainer.global_step,NewMetrics()
-        self.new_metrics(trainer.callback_metrics) # mark the metrics of an earlier training as old, so that they are not recorded
+        # mark the metrics of an earlier training as old, so that they are not recorded
+        self.new_metrics(trainer.callback_metrics)
         self.recording.begin(trainer.model, trainer.optimizers, trainer.global_step//max(len(trainer.optimizers), 1),
             getattr(trainer.precision_plugin, 'scaler', None))
         self.recording.mark(epoch=trainer.current_epoch)

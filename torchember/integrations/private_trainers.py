@@ -39,7 +39,8 @@ def handlers_of(trainer, event) -> list: # [] if Ignite does not expose handlers
 # %% ../../nbs/90_integrations/05_private_trainers.ipynb #25579971
 def inner_layers(layer) -> list:
     "Return the layers inside a Keras layer, or an empty list if Keras does not expose them."
-    return getattr(layer, 'layers', None) or getattr(layer, '_flatten_layers', lambda **_: [])(include_self=False, recursive=False)
+    return (getattr(layer, 'layers', None)
+        or getattr(layer, '_flatten_layers', lambda **_: [])(include_self=False, recursive=False))
 
 def variables_of(layer) -> tuple: # two lists: trainable variables, including frozen ones; other variables, such as running statistics
     "Return the variables of a Keras layer and of the layers inside: trainable variables, and all other variables."
@@ -54,7 +55,8 @@ def trained_variables(optimizer) -> list|None:
 
 def states_of_variables(optimizer, variables) -> dict: # for each variable, by its index: a dict of its states by name
     "Return the optimizer states of each variable in `variables`. Keras keeps a list per state, in the order of the variables."
-    lists = {k: v for k,v in vars(optimizer).items() if isinstance(v, list) and len(v)==len(variables) and k!='_trainable_variables'}
+    lists = {k: v for k,v in vars(optimizer).items()
+        if isinstance(v, list) and len(v)==len(variables) and k!='_trainable_variables'}
     found,own = {i: {} for i in range(len(variables))},{id(v) for v in optimizer.variables}
     for attribute,states in lists.items():
         for i,(state,v) in enumerate(zip(states, variables, strict=True)):
@@ -67,4 +69,5 @@ def batches_applied(optimizer) -> int: # more than `iterations` if gradients acc
     "Return the number of batches after which Keras has called an optimizer."
     return int(getattr(getattr(optimizer, 'inner_optimizer', optimizer), '_iterations', optimizer.iterations))
 
-own_parameters = '_torch_params' # name of a private attribute of Keras layers: a torch module that holds all parameters of the layer
+# name of a private attribute of Keras layers: a torch module that holds all parameters of the layer
+own_parameters = '_torch_params'

@@ -22,7 +22,8 @@ from ..store.base import folder
 from ..store.jsonl import emberTracker, exists
 
 # %% ../../nbs/90_integrations/00_recording.ipynb #aa67d316
-from_trainer = 'model', 'optimizer', 'scaler', 'first_step', 'resume' # arguments of `torchEmber` that the trainer library provides
+# arguments of `torchEmber` that the trainer library provides
+from_trainer = 'model', 'optimizer', 'scaler', 'first_step', 'resume'
 # arguments of `torchEmber` that the user gives to a callback
 callback_arguments = tuple(n for n in arguments_of(torchEmber.__init__) if n not in from_trainer)
 
@@ -30,7 +31,8 @@ callback_arguments = tuple(n for n in arguments_of(torchEmber.__init__) if n not
 def check_options(callback, options): # callback: name of the callback's class, for messages; options: names of the given arguments
     "Raise TypeError for an unknown argument of a callback, and for an argument provided by the trainer library."
     for k in options:
-        if k in from_trainer: raise TypeError(f"{callback} takes {k} from the trainer. Remove {k}=. Allowed: {', '.join(callback_arguments)}.")
+        if k in from_trainer:
+            raise TypeError(f"{callback} takes {k} from the trainer. Remove {k}=. Allowed: {', '.join(callback_arguments)}.")
         if k not in callback_arguments: raise TypeError(unknown_argument(callback, k, callback_arguments))
 
 # %% ../../nbs/90_integrations/00_recording.ipynb #9bf8b886
@@ -38,9 +40,11 @@ def loggable_scalars(logs, marks=()) -> dict:
     "Return the numbers in the logs of a trainer, except marks such as the epoch. If a name is a column of the log, it becomes `logged_<name>`."
     def is_number(v): # v: a number, or a tensor or array with one element
         "Return True if a value is a number, or has one element."
-        if isinstance(v, torch.Tensor|np.ndarray): return math.prod(v.shape)==1 and not (v.is_complex() if isinstance(v, torch.Tensor) else np.iscomplexobj(v))
+        if isinstance(v, torch.Tensor|np.ndarray):
+            return math.prod(v.shape)==1 and not (v.is_complex() if isinstance(v, torch.Tensor) else np.iscomplexobj(v))
         return isinstance(v, int|float|np.integer|np.floating|np.bool_)
-    return {f'logged_{k}' if k in identity or k=='shape' else str(k): v for k,v in logs.items() if k not in marks and is_number(v)}
+    return {f'logged_{k}' if k in identity or k=='shape' else str(k): v
+        for k,v in logs.items() if k not in marks and is_number(v)}
 
 # %% ../../nbs/90_integrations/00_recording.ipynb #c7ccf5c2
 # classes of trainer libraries that keep the torch optimizer in their attribute `optimizer`
@@ -55,7 +59,8 @@ def unwrap_optimizer(optimizer):
 def learning_rates_of(optimizers) -> dict:
     "Return the learning rate of each parameter group, in a dict: `learning_rate`, `learning_rate_group1`, ..."
     groups = [(i, j, g['lr']) for i,o in enumerate(optimizers) for j,g in enumerate(o.param_groups) if 'lr' in g]
-    return {'_'.join(['learning_rate', *([str(i)] if len(optimizers)>1 else []), *([f'group{j}'] if j else [])]): lr for i,j,lr in groups}
+    return {'_'.join(['learning_rate', *([str(i)] if len(optimizers)>1 else []), *([f'group{j}'] if j else [])]): lr
+        for i,j,lr in groups}
 
 # %% ../../nbs/90_integrations/00_recording.ipynb #5f0c1e32
 class MethodPatch:
@@ -118,8 +123,10 @@ class TrainingRecorder:
         if (name := options.pop('name', None)) is not None:
             name,resume,last = choose_run(name, first_step, options.get('home'))
             if last is not None and not self.has_warned: self.warn_of_new_run(name, last, first_step)
-        opts = [unwrap_optimizer(o) for o in (optimizers if isinstance(optimizers, list|tuple) else [optimizers]) if o is not None]
-        self.te = torchEmber(model, opts or None, scaler=scaler if opts else None, name=name, resume=resume, first_step=first_step, **options)
+        opts = [unwrap_optimizer(o) for o in (optimizers if isinstance(optimizers, list|tuple) else [optimizers])
+            if o is not None]
+        self.te = torchEmber(model, opts or None, scaler=scaler if opts else None, name=name, resume=resume,
+            first_step=first_step, **options)
         return self.te
 
     def warn_of_new_run(self, name, last, first_step):
@@ -165,7 +172,8 @@ class TrainingRecorder:
         "End the run, whether the training has succeeded or failed. Further calls return the report of the first call."
         te,self.te = self.te,None
         if te is None: return self.report
-        failed = sys.exc_info()[0] is not None # after a failure only warn, so that the user sees the error of the training
+        # after a failure only warn, so that the user sees the error of the training
+        failed = sys.exc_info()[0] is not None
         try: self.report = te.close()
         except Exception as e:
             if not failed: raise
@@ -176,8 +184,10 @@ class TrainingRecorder:
 # %% ../../nbs/90_integrations/00_recording.ipynb #5f0c1e40
 class RecordingCallback:
     "Base class of each `EmberCallback`, with the current run, the report, and `close`. A subclass sets `recording` in its `__init__`."
-    te = property(lambda self: self.recording.te, doc="The `torchEmber` of the current training. None before and after a training")
-    report = property(lambda self: self.recording.report, doc="The `Report` of the last training. `report['run']` is the name of the run")
+    te = property(lambda self: self.recording.te,
+        doc="The `torchEmber` of the current training. None before and after a training")
+    report = property(lambda self: self.recording.report,
+        doc="The `Report` of the last training. `report['run']` is the name of the run")
 
     patch = None # the `MethodPatch` of a trainer's method while a run is open, else None
 

@@ -9,7 +9,8 @@ __all__ = ['TrainerCallback', 'EmberCallback', 'as_whole_number']
 from ..ground.needs import needs
 from .recording import TrainingRecorder, RecordingCallback
 
-TrainerCallback = needs('transformers', for_='torchember.integrations.transformers').TrainerCallback # base class of `EmberCallback`
+# base class of `EmberCallback`
+TrainerCallback = needs('transformers', for_='torchember.integrations.transformers').TrainerCallback
 
 # %% ../../nbs/90_integrations/20_transformers.ipynb #04a76258
 class EmberCallback(RecordingCallback, TrainerCallback):

@@ -45,7 +45,8 @@ def traced_scalars(x):
     x = jnp.abs(x).astype(jnp.float32) if jnp.iscomplexobj(x) else x.astype(jnp.float32)
     a = jnp.abs(x)
     rm = lambda p: a.max()*jnp.mean((a/jnp.where(a.max()>0, a.max(), 1))**p)**(1/p)
-    return dict(mean=x.mean(), std=x.std(ddof=1), mean_abs=a.mean(), max_abs=a.max(), min_abs=a.min(), rm2=rm(2), rm4=rm(4), rm8=rm(8))
+    return dict(mean=x.mean(), std=x.std(ddof=1), mean_abs=a.mean(), max_abs=a.max(), min_abs=a.min(),
+        rm2=rm(2), rm4=rm(4), rm8=rm(8))
 
 def traced_counts(x, lo, hi):
     "Return how many elements of a traced array have each binary exponent from `lo` to `hi`, and how many have smaller or larger exponents."
@@ -55,9 +56,12 @@ def traced_counts(x, lo, hi):
 
 def scalars_of_array(x): return traced_scalars(x) if isinstance(x, jax.core.Tracer) else stats_of(x, scalars)
 
-def exponents_of_array(x, lo, hi): return traced_counts(x, lo, hi) if isinstance(x, jax.core.Tracer) else stats_of(x, [exponents_stat(lo, hi)])['exponents']
+def exponents_of_array(x, lo, hi):
+    if isinstance(x, jax.core.Tracer): return traced_counts(x, lo, hi)
+    return stats_of(x, [exponents_stat(lo, hi)])['exponents']
 
-libraries[jax.Array] = Library(scalars_of_array, exponents_of_array, lambda x: x if isinstance(x, jax.core.Tracer) else np.array(x))
+libraries[jax.Array] = Library(scalars_of_array, exponents_of_array,
+    lambda x: x if isinstance(x, jax.core.Tracer) else np.array(x))
 
 # %% ../../nbs/88_jaxember/80_tracker.ipynb #66c6632d
 def probe(
@@ -108,7 +112,8 @@ class JaxTracker(Tracker):
         Returns:
             Result of `f`
         """
-        if not callable(f): raise TypeError(f"intercept needs a function and its arguments, such as tracker.intercept(update, params, batch), got {an(f)}.")
+        if not callable(f):
+            raise TypeError(f"intercept needs a function and its arguments, such as tracker.intercept(update, params, batch), got {an(f)}.")
         return self.recorder.run(f, args, kwargs)
 
     def step(self,
@@ -124,8 +129,9 @@ class JaxTracker(Tracker):
             gradients: Gradients of the parameters
         """
         with take_current_trace() as t: inside = not isinstance(t, Watching | type(self.recorder.watching.below))
-        if inside: raise RuntimeError("step is called inside of jit, grad or another function of JAX, where arrays are tracers without values. "
-            "Return the arrays from the function, and call step outside: state = tracker.intercept(update, ...), then tracker.step(state).")
+        if inside:
+            raise RuntimeError("step is called inside of jit, grad or another function of JAX, where arrays are tracers without values. "
+                "Return the arrays from the function, and call step outside: state = tracker.intercept(update, ...), then tracker.step(state).")
         self.stepped = True
         self.check(dict(model_state=model_state, optimizer_state=optimizer_state, gradients=gradients))
         self.note_step_end(*self.recorder.end(model_state, optimizer_state, gradients))
@@ -141,8 +147,9 @@ class JaxTracker(Tracker):
             if k not in tracked and v is not None:
                 self.recorder.warn(f"{k} was given to step and is not recorded. To record it, use "
                     f"track({'track_gradients=True' if k=='gradients' else f'{k}={k}'}).")
-        if not self.recorder.current.ran and self.recorder.on: self.recorder.warn("step was called without intercept, so no outputs of this step are recorded. "
-            "Run your step with tracker.intercept(update, *args).", 'info')
+        if not self.recorder.current.ran and self.recorder.on:
+            self.recorder.warn("step was called without intercept, so no outputs of this step are recorded. "
+                "Run your step with tracker.intercept(update, *args).", 'info')
 
     def log(self,
         **numbers # A number, or an array with one element, for each name
@@ -153,8 +160,9 @@ class JaxTracker(Tracker):
             **numbers: A number, or an array with one element, for each name
         """
         for k,v in numbers.items():
-            if isinstance(v, jax.core.Tracer): raise RuntimeError(f"log({k}=...) is called inside of jit, grad or another function of JAX, where {k} is a "
-                f"tracer without a value. Return {k} from the function, and call log outside: {k} = tracker.intercept(update, ...), tracker.log({k}={k}).")
+            if isinstance(v, jax.core.Tracer):
+                raise RuntimeError(f"log({k}=...) is called inside of jit, grad or another function of JAX, where {k} is a "
+                    f"tracer without a value. Return {k} from the function, and call log outside: {k} = tracker.intercept(update, ...), tracker.log({k}={k}).")
             if k in (*identity, 'shape', 'path', *(() if self.recorder.spread.rank is None else of_pieces)):
                 raise ValueError(f"{k!r} is a column of every row, so it cannot be the name of a number. Choose another name.")
             if not isinstance(v, str) and np.size(v)!=1:
@@ -225,7 +233,8 @@ def track(
     """
     check_arguments(offload_type, offload_inc, init_step, stash_value, name, home)
     inside = current_trace() is not trace_of_jax()
-    if inside: raise RuntimeError("track is called inside of jit, grad or another function of JAX. Call track outside, around the training loop.")
+    if inside:
+        raise RuntimeError("track is called inside of jit, grad or another function of JAX. Call track outside, around the training loop.")
     wandb = open_wandb_run() if use_wandb else None
     asks = TagRequest(module_pattern(include, 'include'), module_pattern(exclude, 'exclude'), bool(track_gradients))
     names = builtin_statistics(stash_value)
@@ -233,14 +242,17 @@ def track(
     tracked = [k for k,v in (('model_state', model_state), ('optimizer_state', optimizer_state), ('gradients', track_gradients or None)) if v is not None]
     # load the compiled loops in a thread, while JAX compiles the user's step
     if names: warm_up([x for x in jax.tree.leaves(model_state) if has_numbers(x)][:1])
-    agreed = expected_trees(model_state, optimizer_state) # raises TypeError now, not in the first step, if a leaf is not an array
+    # raises TypeError now, not in the first step, if a leaf is not an array
+    agreed = expected_trees(model_state, optimizer_state)
     kind = type(model_state).__name__ if callable(model_state) else 'jax'
     rank,world,when = jax.process_index(),jax.process_count(),schedule(every)
-    what = {'stash_value': names or getattr(stash_value, '__qualname__', 'a function'), 'include': asks.include, 'exclude': asks.exclude,
-        'track_gradients': asks.gradients, 'every': when}
+    what = {'stash_value': names or getattr(stash_value, '__qualname__', 'a function'), 'include': asks.include,
+        'exclude': asks.exclude, 'track_gradients': asks.gradients, 'every': when}
     agreement = Agreement(rank, world, lambda: {'the step': str(recorder.step)} | {k: str(v) for k,v in what.items()}, key_value_store()) if world>1 else None
     run = new_run(kind, f'{name or agreed_name(kind)}.rank{rank}' if agreement else name, False, home, store, world)
-    recorder = JaxRecorder(run, measure, names, when, asks, tracked, agreed, init_step or 0, Stash(lambda got: got, lambda: tracker.folder()), agreement)
-    tracker = JaxTracker(recorder, offload_inc=offload_inc, offload_fn=offload_fn, offload_type=offload_type, wandb=wandb)
+    recorder = JaxRecorder(run, measure, names, when, asks, tracked, agreed, init_step or 0,
+        Stash(lambda got: got, lambda: tracker.folder()), agreement)
+    tracker = JaxTracker(recorder, offload_inc=offload_inc, offload_fn=offload_fn, offload_type=offload_type,
+        wandb=wandb)
     if recorder.on: recorder.states.at_begin(model_state, optimizer_state)
     return tracker

@@ -278,8 +278,7 @@ class Arena:
     def add_rows(self, tap, device):
         "Assign rows on `device` and its current stream to `tap`: its parked rows if any is free, else twice as many new rows as before."
         key = device, stream_of(device)
-        n = tap.switch_rows(key, self.turn)
-        if not n: return
+        if not (n := tap.switch_rows(key, self.turn)): return
         block = next((b for b in self.blocks if b.key==key and b.length==tap.format.length and len(b.head)-b.used>=n), None)
         if block is None:
             block = Block(max(self.size, n), device, tap.format.length, self.box)
@@ -344,12 +343,8 @@ class Arena:
             for b in self.blocks: b.head[:b.used, EVENT] = 0
             self.blocks = [b for b in self.blocks if b.graph is None or b.graph() is not None]
             self.cursors.set((NEXT,), (0,))
-            self.filled = 0
-            self.turn += 1
+            self.filled,self.turn = 0,self.turn+1
             self.seen.clear()
         if error is not None: raise error
         return Snapshot(parts, self.taps, earlier or [])
 
-    def waiter(self, again=False):
-        "Return a function that queues tensors, to measure them later in one launch. Return None if nothing can be queued now."
-        return queue_of(self, again)

@@ -37,7 +37,8 @@ def find_modules(key, tracked) -> tuple: # tracked: `moduleTrack`s of the model
     "Return the `moduleTrack`s that a key of the configuration selects, and True if the key is a path. Raise ValueError if there is no such module."
     paths = {p: t for t in tracked for p in (t.path, *t.aliases)}
     if isinstance(key, str):
-        short = re.sub(r'^(module\.|_orig_mod\.)+', '', key) # path without the prefixes that DataParallel and torch.compile add
+        # path without the prefixes that DataParallel and torch.compile add
+        short = re.sub(r'^(module\.|_orig_mod\.)+', '', key)
         for k in key,short:
             if k in paths: return [paths[k]], True
     by_id = {t.id: t for t in tracked}
@@ -67,7 +68,8 @@ def config_pairs(asked, key):
         raise TypeError(f"the quantities of {key!r} must be a list such as ['WeightNorm', ['InputMean', 'linear(5, 2)']], got {an(asked)}.")
     for item in asked:
         pair = item if isinstance(item, list|tuple) else [item]
-        if not 1<=len(pair)<=2: raise ValueError(f"a quantity of {key!r} must be a name, or [name, schedule], got {item!r:.80}.")
+        if not 1<=len(pair)<=2:
+            raise ValueError(f"a quantity of {key!r} must be a name, or [name, schedule], got {item!r:.80}.")
         yield pair[0], pair[1] if len(pair)>1 and pair[1] not in ('', None) else 1
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #0bc94fed
@@ -84,7 +86,8 @@ def check_fit(what, t, key, is_path):
 
 def parse_config(config, tracked) -> dict: # path -> (`moduleTrack`, {name of a quantity: (class or quantity, schedule)})
     "Return the quantities that the configuration requests for each module. Raise ValueError or TypeError for a wrong configuration."
-    if not isinstance(config, dict): raise TypeError(f"a configuration must be a dict such as {{'fc1': ['WeightNorm']}}, got {an(config)}.")
+    if not isinstance(config, dict):
+        raise TypeError(f"a configuration must be a dict such as {{'fc1': ['WeightNorm']}}, got {an(config)}.")
     # by_path: pairs (path, quantity) selected by a path in the configuration, which overrides other keys
     found,by_path,schedules = {},set(),{}
     for key,asked in config.items():
@@ -121,7 +124,8 @@ def describe_tensor(ttype, module, described): # described: (tname, call, dtype)
 # %% ../../nbs/47_monitor/50_monitor.ipynb #1ca83a55
 class QuantityValues:
     "Stores values by module, quantity and step. If the values need too much memory, older values are dropped, and later read from the log."
-    most_numbers = 4_000_000 # largest number of numbers in memory. A value counts as its size plus 10, because its Python objects need memory, too
+    # largest number of numbers in memory. A value counts as its size plus 10, because its Python objects need memory, too
+    most_numbers = 4_000_000
     def __init__(self):
         self.values,self.numbers = {},0 # values: nested dicts {path: {quantity: {step: value}}}
         self.in_log = {} # (path, quantity) -> steps whose values are only in the log
@@ -139,7 +143,8 @@ class QuantityValues:
                 old = list(steps)[:(len(steps)+1)//2]
                 self.in_log.setdefault((path, name), array('q')).extend(old)
                 for s in old: del steps[s]
-        self.numbers = sum(size_in_memory(v) for names in self.values.values() for steps in names.values() for v in steps.values())
+        self.numbers = sum(size_in_memory(v) for names in self.values.values() for steps in names.values()
+            for v in steps.values())
 
     def all_values(self, rows): # rows: function that returns the rows of the log
         "Return all values as nested dicts {path: {quantity: {step: value}}}, in memory and in the log."
@@ -185,7 +190,8 @@ class QuantityRows:
         name = type(q).__name__
         try:
             run_extensions(w.view, w.captured, q)
-            held = [x for (_,f),x in w.view._reduced.items() if f is None]+[x for x in w.track.module._parameters.values() if x is not None]
+            held = ([x for (_,f),x in w.view._reduced.items() if f is None]
+                + [x for x in w.track.module._parameters.values() if x is not None])
             with refuse_changes(held, name): q.track(step)
             if step not in q._output: return None
             value = q._output.pop(step)
@@ -266,7 +272,8 @@ class Monitor:
         if on_error not in ('warn', 'raise'): raise ValueError(f"on_error must be 'warn' or 'raise', got {on_error!r}.")
         self.model,self.config = unwrap(model),{} if config is None else config
         tracked = tracks(self.model)
-        modules = [] # done first, so that mistakes in the configuration raise before the run is created and the model is armed
+        # done first, so that mistakes in the configuration raise before the run is created and the model is armed
+        modules = []
         for t,asked in parse_config(self.config, tracked).values():
             view = View(t.module, repr(t.path) if t.path else t.name)
             quantities = [what if isinstance(what, Quantity) else what(view, when) for what,when in asked.values()]
@@ -289,8 +296,10 @@ class Monitor:
         for w in listening: self.states += arm([w.track], w)
 
     fname = property(lambda self: self.t.fname, doc="Name of the run.")
-    output = property(lambda self: self.get_output(), doc="Values of all quantities so far, as returned by `get_output()`.")
-    last_step = property(lambda self: self.passes.predictor.last_step, doc="Number of the last tracked step. None before the first step.")
+    output = property(lambda self: self.get_output(),
+        doc="Values of all quantities so far, as returned by `get_output()`.")
+    last_step = property(lambda self: self.passes.predictor.last_step,
+        doc="Number of the last tracked step. None before the first step.")
 
     def track(self,
         global_step:int # Number of the step that was just computed
@@ -323,7 +332,8 @@ class Monitor:
             Dict {path of a module: {name of a quantity: value}}
         """
         got = {w.track.path: self.outputs.values.get(w.track.path, {}) for w in self.watches}
-        return {p: of for p,names in got.items() if (of := {n: steps[step] for n,steps in names.items() if step in steps})}
+        return {p: of for p,names in got.items()
+            if (of := {n: steps[step] for n,steps in names.items() if step in steps})}
 
     def get_output(self) -> dict: # Dict {path of a module: {name of a quantity: {step: value}}}. Values are numpy scalars or arrays
         """Return the values of all quantities, for all steps so far.
@@ -335,7 +345,8 @@ class Monitor:
         out = {}
         for w in self.watches:
             names = [n for q in w.quantities for n in (type(q).__name__, *getattr(q, 'derived', {}))]
-            out[w.track.path] = {n: {s: numpy_value(v) for s,v in got.get(w.track.path, {}).get(n, {}).items()} for n in names}
+            out[w.track.path] = {n: {s: numpy_value(v) for s,v in got.get(w.track.path, {}).get(n, {}).items()}
+                for n in names}
         return out
 
     def clean_mem(self):

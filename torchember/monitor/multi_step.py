@@ -18,7 +18,8 @@ class _BatchNormGap(MultiStepQuantity):
     "Base class of quantities comparing the statistics of batches with the running statistics of batch normalisation."
     @classmethod
     def unfit(cls, module):
-        return None if getattr(module, 'running_mean', None) is not None else 'it has no running_mean, as batch normalisation with running statistics has'
+        if getattr(module, 'running_mean', None) is not None: return None
+        return 'it has no running_mean, as batch normalisation with running statistics has'
 
 # %% ../../nbs/47_monitor/30_multi_step.ipynb #88a2b4f0
 class MeanTID(_BatchNormGap):
@@ -97,7 +98,8 @@ class UpdateEffectiveRank(MultiStepQuantity):
         return None if last is None or last.shape!=self.last.shape else effective_rank(self.last-last)
 
 # %% ../../nbs/47_monitor/30_multi_step.ipynb #777059f3
-sketches = {} # number of elements of a gradient -> `Sketch`, shared by all steps, so that sketches of several steps can be added
+# number of elements of a gradient -> `Sketch`, shared by all steps, so that sketches of several steps can be added
+sketches = {}
 
 def sketch(x):
     "Return a random linear projection of a gradient to at most 4096 numbers, with unbiased squared norms."

@@ -26,7 +26,8 @@ from .views import MissingTensor, feature_axis, view_of
 # %% ../../nbs/47_monitor/10_quantities.ipynb #b1d7cebf
 # tensor types that hooks must capture while the module is called
 captured_ttypes = ('input', 'output', 'input_grad', 'output_grad')
-parameter_ttypes = ('weight', 'bias', 'weight_grad', 'bias_grad') # tensor types that are attributes of the module, and need no capture
+# tensor types that are attributes of the module, and need no capture
+parameter_ttypes = ('weight', 'bias', 'weight_grad', 'bias_grad')
 
 class Need(NamedTuple):
     "A tensor that a quantity needs, and the function that reduces it to a smaller value, such as its mean."
@@ -71,7 +72,8 @@ def read_parameter(module, name):
 # %% ../../nbs/47_monitor/10_quantities.ipynb #cc99c4b2
 def unscale(g, scale):
     "Return a gradient divided by the loss scale; unchanged if the scale is None."
-    return g if scale is None else (g.float() if g.dtype.itemsize<4 else g)/scale # converted to float32, because float16 would underflow
+    # converted to float32, because float16 would underflow
+    return g if scale is None else (g.float() if g.dtype.itemsize<4 else g)/scale
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #68632be6
 def read_parameter_tensor(view, ttype):
@@ -89,7 +91,8 @@ def read_parameter_tensor(view, ttype):
         if p.grad is None: raise MissingTensor(f"{where} is frozen: it does not require a gradient.")
         p,scale = p.grad,getattr(view, '_scale', None)
     p = unscale(p.detach(), scale)
-    return p.full_tensor() if hasattr(p, 'full_tensor') else p # `full_tensor` of a DTensor collects the shards of all ranks
+    # `full_tensor` of a DTensor collects the shards of all ranks
+    return p.full_tensor() if hasattr(p, 'full_tensor') else p
 
 def reduce_into(view, ttype, f, x):
     "Reduce a tensor by `f`, and store the result in the view of the module. If `f` raises an exception, store the exception."
@@ -278,7 +281,8 @@ def read_arguments(f):
     names = [n for n,p in inspect.signature(f).parameters.items()
         if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     for n in names:
-        if n not in argument_names: raise ValueError(f"The function {f.__name__} cannot be a quantity. {unknown('argument', n, argument_names)}")
+        if n not in argument_names:
+            raise ValueError(f"The function {f.__name__} cannot be a quantity. {unknown('argument', n, argument_names)}")
     if not names:
         raise ValueError(f"The function {f.__name__} takes no argument, so it describes no tensor. {unknown('argument', '', argument_names)}")
     return names
@@ -295,14 +299,16 @@ def refuse_changes(tensors, name):
 # %% ../../nbs/47_monitor/10_quantities.ipynb #61ebd6c0
 def call_function(f, arguments):
     "Call a user's function with these arguments. Raise RuntimeError if the function changes an argument in place."
-    with refuse_changes([v for v in arguments.values() if isinstance(v, torch.Tensor)], f.__name__): got = f(**arguments)
+    with refuse_changes([v for v in arguments.values() if isinstance(v, torch.Tensor)], f.__name__):
+        got = f(**arguments)
     # copied, because the result may share memory with a tensor of the model
     return got.clone() if isinstance(got, torch.Tensor) else got
 
 def reduction_by(f, names, ttype):
     "Return a reduction calling the user's function `f` with the captured tensor."
     def call_with_tensor(x, axis, module):
-        return call_function(f, {n: x if n==ttype else module if n=='module' else read_parameter_tensor(module, n) for n in names})
+        return call_function(f, {n: x if n==ttype else module if n=='module' else read_parameter_tensor(module, n)
+            for n in names})
     return call_with_tensor
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #d89b9816
@@ -333,7 +339,8 @@ class _FunctionQuantity(SingleStepQuantity):
         for n in self.names:
             if n in given: continue
             if t := eigenvalue_arguments.get(n):
-                given[n] = all_eigenvalues(reduce_need(self._module, Need(t, reduce_to_covariance)).spectrum, self.function)
+                given[n] = all_eigenvalues(reduce_need(self._module, Need(t, reduce_to_covariance)).spectrum,
+                    self.function)
             else: given[n] = reduce_need(self._module, Need(n, None))
         return call_function(self.function, {n: given[n] for n in self.names})
 
@@ -345,8 +352,8 @@ def quantity_of_function(f) -> type:
     if at_once: needs = [Need(captured[0], reduction_by(f, names, captured[0]))]
     else: needs = [Need(eigenvalue_arguments.get(n, n), reduce_to_covariance if n in eigenvalue_arguments else None)
         for n in names if n not in ('module', 'step')]
-    return type(f.__name__, (_FunctionQuantity,), {'function': staticmethod(f), 'names': names, 'at_once': at_once, 'needs': tuple(needs),
-        '__doc__': f.__doc__, '__module__': f.__module__})
+    return type(f.__name__, (_FunctionQuantity,), {'function': staticmethod(f), 'names': names,
+        'at_once': at_once, 'needs': tuple(needs), '__doc__': f.__doc__, '__module__': f.__module__})
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #6c90cb78
 def quantity(
@@ -362,7 +369,8 @@ def quantity(
     """
     if isinstance(f, type) and issubclass(f, Quantity): c = f
     elif callable(f) and not isinstance(f, type) and getattr(f, '__name__', '<')[0]!='<': c = quantity_of_function(f)
-    else: raise TypeError(f"a quantity must be a function with a name, or a subclass of SingleStepQuantity or MultiStepQuantity, got {an(f)}.")
+    else:
+        raise TypeError(f"a quantity must be a function with a name, or a subclass of SingleStepQuantity or MultiStepQuantity, got {an(f)}.")
     if c.__name__ in builtin and not is_builtin(c):
         raise ValueError(f"{c.__name__!r} is the name of a quantity of torchember. Choose another name.")
     classes[c.__name__] = c

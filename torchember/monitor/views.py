@@ -17,8 +17,8 @@ from ..measure.spectrum import samples
 from ..ground.messages import printable
 
 # %% ../../nbs/47_monitor/00_views.ipynb #224b4638
-features_last = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention, nn.TransformerEncoderLayer,
-    nn.TransformerDecoderLayer, nn.Bilinear)
+features_last = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention,
+    nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.Bilinear)
 
 @cache
 def feature_layout(c):
@@ -52,7 +52,8 @@ class View:
     "Gives quantities access to a module: to its attributes, and to the tensors that were captured in the current step."
     def __init__(self, module, name=''): # module: stored as a weak reference; name: name of the module in messages
         self._real,self._name = weakref.ref(module),name or type(module).__name__
-        self._reduced,self._missing = {},{} # _reduced: (ttype, reduction) -> result; _missing: ttype -> reason why the tensor is missing
+        # _reduced: (ttype, reduction) -> result; _missing: ttype -> reason why the tensor is missing
+        self._reduced,self._missing = {},{}
         # _extended: attribute -> the `Extension` that sets the attribute; _scale: loss scale by which gradients are divided
         self._extended,self._scale = {},None
 

@@ -65,8 +65,10 @@ class StepPredictor:
     @property
     def is_early(self):
         "True if the running pass is certainly not the last pass of its step."
-        several = self.stride is not None and (1<self.usual_passes<=self.stride or self.usual_passes>self.most_micro_batches)
-        return several and self.passes<self.usual_passes and not self.varies or self.passes>self.usual_passes+self.patience
+        several = self.stride is not None and (1<self.usual_passes<=self.stride
+            or self.usual_passes>self.most_micro_batches)
+        return (several and self.passes<self.usual_passes and not self.varies
+            or self.passes>self.usual_passes+self.patience)
 
     def begin_pass(self, rank=3):
         "Record the beginning of a pass. `rank`: result of `pass_rank` for this pass."
@@ -151,7 +153,8 @@ class ModelPasses(Listener):
     def pass_begins(self, state, grad=None):
         "Begin a pass of the model, unless a quantity calls the model."
         if self.measuring: return False
-        self.running,self.rank = True,pass_rank(self.root.module.training, torch.is_grad_enabled() if grad is None else grad)
+        self.running,self.rank = True,pass_rank(self.root.module.training,
+            torch.is_grad_enabled() if grad is None else grad)
         self.begin_pass(self.rank)
         return True
 
@@ -219,7 +222,8 @@ class CapturedTensors:
         # tensor type -> requested reductions, of which None requests the tensor itself
         self.requests = dict.fromkeys(captured_ttypes, ())
         self.described = {} # tensor type -> (tname, call, dtype) of the captured tensor
-        self.versions = {} # tensor type -> version counter of a tensor that is stored without a copy, to detect changes in place
+        # tensor type -> version counter of a tensor that is stored without a copy, to detect changes in place
+        self.versions = {}
         self.copied = set() # tensor types that are copied, because an earlier step changed the tensor in place
 
     def request(self, is_due) -> bool: # is_due: function that returns True for a due quantity
@@ -309,17 +313,20 @@ class Watch(Listener):
 
     def pass_failed(self):
         "Remove the captured tensors if they belong to the running pass, because the pass raised an exception."
-        if self.pass_ is not None and self.pass_[0]==self.passes.predictor.pass_: self.captured.clear(); self.failed = True
+        if self.pass_ is not None and self.pass_[0]==self.passes.predictor.pass_:
+            self.captured.clear(); self.failed = True
 
     # phase: value that `capture_call` returned; None in a recomputation
     def gradient(self, state, ttype, tname, grad, call, phase=None, backward=0):
         "Capture a gradient of the module's input or output, if it belongs to the captured call."
-        if call!=state.calls-1 or not self.captured.requests[ttype] or phase is not None and phase[:2]!=(self.pass_, tname): return
+        if call!=state.calls-1 or not self.captured.requests[ttype] or phase is not None and phase[:2]!=(self.pass_, tname):
+            return
         self.captured.add(ttype, tname, grad.detach(), call, phase is None or phase[2])
 
     def recomputed(self, state, inputs, outputs):
         "Capture the gradients of a call that `checkpoint` recomputes in the backward pass."
-        if any(self.captured.requests[t] for t in ('input_grad', 'output_grad')): self.gradients.recomputed(state, inputs[:1], outputs[:1])
+        if any(self.captured.requests[t] for t in ('input_grad', 'output_grad')):
+            self.gradients.recomputed(state, inputs[:1], outputs[:1])
 
     def forget(self):
         "Remove all captured tensors, and the hooks on leaf tensors."
@@ -366,7 +373,8 @@ def run_extensions(view, captured, q):
     "Call the extensions of a quantity, to store values in the view. Skip extensions with missing tensors."
     for e,backward in user_extensions(q):
         if e.is_equivalent(view._extended.get(e._name)): continue
-        given = [view._reduced.get((t, None)) for t in (('input_grad', 'output_grad') if backward else ('input', 'output'))]
+        given = [view._reduced.get((t, None))
+            for t in (('input_grad', 'output_grad') if backward else ('input', 'output'))]
         builtin = type(e).__module__.startswith('torchember.')
         # skipped, because reading the missing attribute of the view raises an error with the reason
         if builtin and view._reduced.get((e.ttype, None)) is None or all(x is None for x in given): continue

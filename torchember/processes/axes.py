@@ -23,7 +23,8 @@ def is_below(x, limit):
 
 def is_line(ranks, about):
     "Return True if `ranks`, read from metadata, can be the ranks along a mesh axis: different numbers that include the rank with the metadata `about`."
-    return isinstance(ranks, list) and about['rank'] in ranks and all(is_below(r, about['world']) for r in ranks) and len(set(ranks))==len(ranks)
+    return (isinstance(ranks, list) and about['rank'] in ranks and all(is_below(r, about['world']) for r in ranks)
+        and len(set(ranks))==len(ranks))
 
 # field of the metadata -> function (value, all metadata of the rank) that returns True if the value is valid
 checks = dict(
@@ -36,8 +37,10 @@ def validate_metadata(metadata) -> tuple: # metadata: rank -> dict
     good,messages = {},[]
     for rank,about in metadata.items():
         about = {'rank': rank, 'world': None, 'axes': {}, **about}
-        wrong = next((k for k,is_possible in checks.items() if k in about and not is_possible(about[k], about)), 'rank' if about['rank']!=rank else None)
-        if wrong: messages.append(f"The metadata of rank {rank} is left out: {wrong!r} is {printable(repr(about[wrong]), 60)}.")
+        wrong = next((k for k,is_possible in checks.items() if k in about and not is_possible(about[k], about)),
+            'rank' if about['rank']!=rank else None)
+        if wrong:
+            messages.append(f"The metadata of rank {rank} is left out: {wrong!r} is {printable(repr(about[wrong]), 60)}.")
         else: good[rank] = about
     return good, messages
 
@@ -74,7 +77,8 @@ class RankAxes:
 def parse_part(part):
     "Parse a text of the column `part`, such as 'dp:S0 tp:R', into a dict of roles such as 'S0' by mesh axis. Other texts have the role '?'."
     found = [x.rpartition(':') for x in part.split()]
-    return {axis or 'world': role if re.fullmatch(r'[RBU?]|P\*?|S-?\d+', role) else '?' for axis,_,role in found} or {'world': '?'}
+    return ({axis or 'world': role if re.fullmatch(r'[RBU?]|P\*?|S-?\d+', role) else '?' for axis,_,role in found}
+        or {'world': '?'})
 
 # %% ../../nbs/42_processes/03_axes.ipynb #da300004
 class Roles:
@@ -83,9 +87,11 @@ class Roles:
     Roles: 'R' replicated, 'S0' sharded along dimension 0, 'B' batch, 'P' partial sum, 'U' unrelated, '?' unknown"""
     def __init__(self, part): # part: the column `part` of a table, with texts such as 'dp:S0 tp:R'
         pd = needs('pandas', for_='A table of rows')
-        if not isinstance(part.dtype, pd.CategoricalDtype): part = pd.Series([p if isinstance(p, str) else None for p in part], dtype=object)
+        if not isinstance(part.dtype, pd.CategoricalDtype):
+            part = pd.Series([p if isinstance(p, str) else None for p in part], dtype=object)
         codes,texts = pd.factorize(part)
-        self.code = np.where(codes<0, len(texts), codes) # for each row, the index of its dict of roles in the list `kinds`
+        # for each row, the index of its dict of roles in the list `kinds`
+        self.code = np.where(codes<0, len(texts), codes)
         # kinds: list of different dicts: axis -> role along this axis
         self.kinds = [parse_part(p) for p in [*texts, *(['world:?'] if (codes<0).any() else [])]]
 

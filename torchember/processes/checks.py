@@ -50,9 +50,11 @@ def unknown_axes(rows):
         for a in parse_part(part) if isinstance(part, str) else (): seen[a] |= {*ranks.tolist()}
     for a in sorted(set(seen)-{'world'}):
         lost,name = sorted(r for r in seen[a] if not any(r in line for line in lines.get(a, ()))),printable(repr(a), 40)
-        if a not in lines: yield f"No metadata (data/ranks_*.json) says which ranks stand along the axis {name}: it is assumed that all {rows.axes.world} do."
-        elif lost: yield (f"{join_ranks(lost)} left no metadata (data/ranks_*.json), and no other rank says who stands with it along the axis {name}: its "
-            "tensors are treated as shards of its own.")
+        if a not in lines:
+            yield f"No metadata (data/ranks_*.json) says which ranks stand along the axis {name}: it is assumed that all {rows.axes.world} do."
+        elif lost:
+            yield (f"{join_ranks(lost)} left no metadata (data/ranks_*.json), and no other rank says who stands with it along the axis {name}: its "
+                "tensors are treated as shards of its own.")
 
 # %% ../../nbs/42_processes/09_checks.ipynb #19895bea
 def drift_message(row, rank, first, step, n):
@@ -82,7 +84,8 @@ class DriftWatch:
             "Return for each of the rows `i` a tuple that identifies its rank and tensor."
             return zip(rows.rank[i].tolist(), *(df[c].iloc[i].astype(object).tolist() for c in columns), strict=True)
         now,lasting = {},[]
-        for place,step,i in zip(ranks_and_keys(different), df['step'].iloc[different].tolist(), different.tolist(), strict=True):
+        for place,step,i in zip(ranks_and_keys(different), df['step'].iloc[different].tolist(),
+                different.tolist(), strict=True):
             first,n = self.since.get(place, (step, 0))
             now[place] = first,n+1
             if n+1>=self.patience: lasting.append((first, i, place[0]))
@@ -106,7 +109,8 @@ def find_drift(rows):
         'tensor': group_codes(*(df[c] for c in ('path', 'ttype', 'tname', 'call') if c in df))})
     d,lasting = d[at!=np.arange(len(at))],[] # only second and later replicas, each compared with the first replica
     for (_,rank),g in d[d.groupby(['tensor', 'rank'])['differs'].transform('any')].groupby(['tensor', 'rank']):
-        if not g['differs'].iloc[-1]: continue # not reported if the replicas are equal at the end, because then the difference was rounding
+        # not reported if the replicas are equal at the end, because then the difference was rounding
+        if not g['differs'].iloc[-1]: continue
         equal = np.flatnonzero(~g['differs'].to_numpy())
         since = g.iloc[equal[-1]+1 if len(equal) else 0]
         lasting.append((int(since['step']), int(since['row']), int(rank)))
@@ -131,7 +135,8 @@ def same_batch(rows):
     differs = np.any([c.differs[shards.tensor] for c in shards.comparisons] or [np.zeros(len(inputs), bool)], axis=0)
     d = pd.DataFrame({'tensor': shards.tensor, 'rank': rows.rank, 'differs': differs, 'step': rows.df['step'].to_numpy()})[inputs]
     each = d.groupby('tensor').agg(ranks=('rank', 'nunique'), differs=('differs', 'any'), step=('step', 'first'))
-    same = ~each[each['ranks']>1].groupby('step')['differs'].any() # inputs that only one rank recorded cannot be compared
+    # inputs that only one rank recorded cannot be compared
+    same = ~each[each['ranks']>1].groupby('step')['differs'].any()
     if 2*same.sum()<=len(same): return None
     when = '' if same.all() else f' in {int(same.sum())} of {len(same)} steps'
     return f"All ranks get the same batch{when}: each input has the same statistics on all of them. Does the sampler know the ranks?"

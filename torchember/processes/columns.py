@@ -72,7 +72,8 @@ def mean_of_sum(terms, axes):
     sums = defaultdict(dict)
     for t in terms:
         if 'P*' in t.roles.values(): return np.nan
-        total,term = (axes.smallest_related(frozenset(a for a,r in t.roles.items() if r in along), t.rank) for along in (('P', 'R'), ('R',)))
+        total,term = (axes.smallest_related(frozenset(a for a,r in t.roles.items() if r in along), t.rank)
+            for along in (('P', 'R'), ('R',)))
         sums[total].setdefault(term, t)
     totals = [(next(iter(by_term.values())).count, sum(t.mean for t in by_term.values())) for by_term in sums.values()]
     return sum(n*m for n,m in totals)/sum(n for n,_ in totals)

@@ -52,7 +52,8 @@ def differs_from(df, at):
     for c in statistic_columns(df):
         x = np.asarray(df[c], float)
         y,scale = x[at],1. if c in ('skew', 'kurtosis') else size if c in ('mean', 'finite_mean', 'min', 'max', 'abs_min') else 0.
-        with np.errstate(invalid='ignore'): is_near = np.abs(x-y)<=1e-9*np.maximum(np.maximum(np.abs(x), np.abs(y)), scale)
+        with np.errstate(invalid='ignore'):
+            is_near = np.abs(x-y)<=1e-9*np.maximum(np.maximum(np.abs(x), np.abs(y)), scale)
         out |= ~(is_near | (x==y) | (np.isnan(x) & np.isnan(y)))
     return out
 

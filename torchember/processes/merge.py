@@ -72,7 +72,8 @@ def contradiction(row, n, of, numel, whole):
 def column_of(df, name, missing=None):
     "Return a column of a table, or a column of `missing` if the table has no such column."
     pd = needs('pandas', for_='A table of rows')
-    return df[name] if name in df else pd.Series([missing]*len(df), dtype=float if isinstance(missing, float) else object)
+    if name in df: return df[name]
+    return pd.Series([missing]*len(df), dtype=float if isinstance(missing, float) else object)
 
 # %% ../../nbs/42_processes/08_merge.ipynb #1e73d1b8
 class Merge:

@@ -71,7 +71,8 @@ def names_in_whole(parts, tags) -> list:
     owners = defaultdict(set)
     for i,new_paths in enumerate(names):
         for new in new_paths.values(): owners[new].add(i)
-    return [{p: f'{new}{tag}' if len(owners[new])>1 else new for p,new in new_paths.items()} for new_paths,tag in zip(names, tags, strict=True)]
+    return [{p: f'{new}{tag}' if len(owners[new])>1 else new for p,new in new_paths.items()}
+        for new_paths,tag in zip(names, tags, strict=True)]
 
 # %% ../../nbs/42_processes/02_module_names.ipynb #5e40af3d
 def names_of_stages(metadata, paths) -> dict: # paths: function that returns the module paths of a rank

@@ -22,7 +22,8 @@ class NormsOfWhole:
         self.world,ttype = plan.axes.world,table['ttype'].astype(object).to_numpy()
         rows = np.flatnonzero(np.isin(ttype, ['weight_grad', 'unclipped_grad']))
         steps,step = np.unique(table['step'].to_numpy()[rows], return_inverse=True)
-        self.place = {s: i for i,s in enumerate(steps.tolist())} # step -> index of the step in the arrays with one number per step
+        # step -> index of the step in the arrays with one number per step
+        self.place = {s: i for i,s in enumerate(steps.tolist())}
         tensor = group_codes(*(table[c].iloc[rows] for c in ('step', 'path', 'tname', 'pname') if c in table))
         squared = sums_of_squares(wholes)
         # sums of squares of each gradient, after and before clipping; -1 if the gradient has no such row

@@ -48,7 +48,8 @@ def split_row(row):
 class Packet:
     "Rows of one rank in one step, ready to be sent: their numbers, and their layout (columns and fixed values), which seldom changes."
     def __init__(self, step, layout, text, numbers, ts, head):
-        self.step,self.numbers,self.ts,self.head = step,numbers,ts,head # head: metadata of the rank to send with the rows
+        # head: metadata of the rank to send with the rows
+        self.step,self.numbers,self.ts,self.head = step,numbers,ts,head
         self.layout,self.text = layout,text # layout: hash of the layout; text: the layout as JSON
 
     @classmethod
@@ -59,7 +60,8 @@ class Packet:
         numbers = np.array([x for _,_,numbers in parts for x in numbers], np.float64)
         ts = [r.get('ts') for r in rows]
         step = max((r['step'] for r in rows), default=None)
-        return cls(step, hashlib.sha1(text.encode()).hexdigest()[:20], text, numbers, ts[0] if len({*ts})==1 else ts, head)
+        return cls(step, hashlib.sha1(text.encode()).hexdigest()[:20], text, numbers,
+            ts[0] if len({*ts})==1 else ts, head)
 
 class Packer:
     "Converts packets to bytes. The text of a layout is sent only once, because the `Unpacker` stores it."
@@ -141,7 +143,8 @@ class StepLayout:
             new[c] = np.full(self.n, None, object)
             for i,at,n in lists: new[c][i] = numbers[at:at+n].astype(np.int64 if self.is_int[c] else float).tolist()
         for c in bad: new.setdefault(c, np.zeros(self.n, np.int64))
-        ts = [t for r in sorted(packets) for t in (packets[r].ts if isinstance(packets[r].ts, list) else [packets[r].ts]*self.n_of[r])]
+        ts = [t for r in sorted(packets) for t in (packets[r].ts if isinstance(packets[r].ts, list)
+            else [packets[r].ts]*self.n_of[r])]
         return {**new, 'ts': np.array(ts, object)}
 
 def fixed_table(records):
@@ -173,7 +176,8 @@ def as_rows(df, layout) -> list:
     for i,key in enumerate(map(columns_key, columns['ttype'][0], columns['tname'][0], df['call'].tolist()) if 'call' in df else []):
         measured = layout.measured.get(key, {})
         if key[0]=='scalar' and not any(columns[c][0][i] for c in bad): measured = {}
-        row = {c: columns[c][0][i] for c in order if columns[c][1][i] or c in measured and (c in derived or key[0]=='scalar')}
+        row = {c: columns[c][0][i] for c in order if columns[c][1][i] or c in measured
+            and (c in derived or key[0]=='scalar')}
         for c in bad:
             if not row[c]: del row[c]
         if columns['path'][0][i]!=path_of(row['module']): row['path'] = columns['path'][0][i]

@@ -46,7 +46,8 @@ def compare_with(rows, at, differs, rank, first):
     weights,grads = (own[ttype[own]==t] for t in ('weight', 'weight_grad'))
     out = {'rank': int(rank), 'with': int(first), 'weights': count_differing_steps(steps[weights], differs[weights]),
         'grads': count_differing_steps(steps[grads], differs[grads])}
-    out['weights'] |= {'begin': int(steps[weights].min()) if len(weights) else None, 'last': int(steps[weights].max(initial=-1))}
+    out['weights'] |= {'begin': int(steps[weights].min()) if len(weights) else None,
+        'last': int(steps[weights].max(initial=-1))}
     apart = [int(i) for i in weights if differs[i] and steps[i]==out['weights']['last']]
     size = {i: relative_difference(df, i, at[i]) for i in apart}
     if size: i = max(size, key=size.get); out['tensor'],out['relative'] = name_of_row(df.iloc[at[i]]),size[i]

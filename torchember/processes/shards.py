@@ -22,7 +22,8 @@ def fill_parts(df, rank):
     Return the column, and a boolean mask of the filled rows."""
     if 'part' not in df: return None, np.zeros(len(df), bool)
     parts = np.array([p if isinstance(p, str) else None for p in df['part']], object)
-    unknown = np.isin(np.array([p or '' for p in parts]), ['', *(p for p in {*parts}-{None} if {*parse_part(p).values()}=={'?'})])
+    unknown = np.isin(np.array([p or '' for p in parts]),
+        ['', *(p for p in {*parts}-{None} if {*parse_part(p).values()}=={'?'})])
     filled = np.zeros(len(parts), bool)
     if not unknown.any() or unknown.all(): return df['part'], filled
     tensor = group_codes(rank, *(df[c] for c in ('path', 'ttype', 'tname', 'pname', 'phase') if c in df))
@@ -77,13 +78,15 @@ class Shards:
         place = group_codes(*(df[c] for c in ('step', 'path', 'tname', 'call') if c in df))
         for ttype in 'input', 'output':
             copied = set(place[copies & (df['ttype']==ttype).to_numpy()].tolist())
-            self.roles.set_role(parts & (df['ttype']==f'{ttype}_grad').to_numpy() & np.isin(place, [*copied]), axis, 'P')
+            self.roles.set_role(parts & (df['ttype']==f'{ttype}_grad').to_numpy() & np.isin(place, [*copied]),
+                axis, 'P')
 
     def number_shards(self, copies):
         "Return for each row the smallest rank with the same shard. `copies`: masks of the replicas along each axis."
         shard = np.zeros(len(self.rank), int)
         pd = needs('pandas', for_='A table of rows')
-        alike = pd.DataFrame({'kind': self.roles.code, 'rank': self.rank, **copies}).groupby(['kind', 'rank', *copies], sort=False)
+        alike = pd.DataFrame({'kind': self.roles.code, 'rank': self.rank, **copies}).groupby(['kind', 'rank', *copies],
+            sort=False)
         for rows in alike.indices.values():
             i = rows[0]
             replicated = frozenset(a for a,r in self.roles.of(i).items() if r=='R' or a in copies and copies[a][i])
@@ -137,7 +140,8 @@ def name_own_modules(df, shards, paths) -> tuple: # paths: function that returns
     members = [[p for p in paths(g) if not shared or any(p==t or p.startswith(f'{t}.') for t in tops)] for g in groups]
     names = dict(zip(groups, names_in_whole(members, [f'@rank{g}' for g in groups]), strict=True))
     new = sorted({n for new_paths in names.values() for p,n in new_paths.items() if n!=p and p in tops})
-    who = 'Each rank has parameters of its own' if len(groups)==len(group) else f'{len(groups)} groups of ranks have parameters of their own'
+    who = ('Each rank has parameters of its own' if len(groups)==len(group)
+        else f'{len(groups)} groups of ranks have parameters of their own')
     return {r: names[g] for r,g in group.items()}, (f"{who} in {join_names(tops)}, and no metadata gives a reason. They are treated as different "
         f"parameters: {join_names(new)}.")
 
@@ -150,7 +154,8 @@ class RankRows:
         self.axes = RankAxes(self.metadata, df['rank'].unique().tolist())
         df = df.reset_index(drop=True)
         if 'step' in df: df = df.sort_values(['step', 'rank'], kind='stable')
-        self.order,df = df.index.to_numpy(),df.reset_index(drop=True) # order: for each row, its index in the given table
+        # order: for each row, its index in the given table
+        self.order,df = df.index.to_numpy(),df.reset_index(drop=True)
         self.rank = df['rank'].to_numpy(int)
         df['part'],self.filled = fill_parts(df, self.rank)
         def all_paths(r):

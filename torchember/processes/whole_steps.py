@@ -71,11 +71,13 @@ class Assembly:
         self.ended,self.late = set(),set()
         # since: time when the first packet of the oldest incomplete step came; reported: last returned step
         self.since,self.reported = None,None
-        self.lost = Counter() # rank -> number of packets that were dropped, because they came after their step was returned
+        # rank -> number of packets that were dropped, because they came after their step was returned
+        self.lost = Counter()
 
     def add(self, rank, step, packet):
         "Add the packet that a rank has sent for a step."
-        if self.reported is None or step>=self.reported: self.late.discard(rank) # a rank that is up to date again is no longer late
+        # a rank that is up to date again is no longer late
+        if self.reported is None or step>=self.reported: self.late.discard(rank)
         if self.reported is None or step>self.reported: self.waiting[rank].append((step, packet))
         else: self.lost[rank] += 1
 
@@ -158,8 +160,9 @@ class Receiver:
     def report_step(self, found):
         "Report the merged rows of a `CompleteStep`. Skip the step if the first rank sent no packet, or if too many steps wait."
         late,self.named = [r for r in found.late if r not in self.named],self.named | {*found.late}
-        if late: self.note(f"{join_ranks(late, 8)} sent nothing for {Assembly.patience:.0f} seconds, at step {found.step[0]}. Until more rows arrive, "
-            "merged steps are reported without missing ranks, which the column 'without' lists.")
+        if late:
+            self.note(f"{join_ranks(late, 8)} sent nothing for {Assembly.patience:.0f} seconds, at step {found.step[0]}. Until more rows arrive, "
+                "merged steps are reported without missing ranks, which the column 'without' lists.")
         if 0 not in found.packets or len(self.assembly.waiting[0])>self.most: self.left_out += 1; return
         rows = self.merger.rows(found.packets)
         while self.merger.messages: self.note(self.merger.messages.pop(0))
@@ -199,7 +202,8 @@ class Sharing:
     def take(self, lines, **head):
         "Send the rows in some lines of the log to the first rank."
         rows = parse(lines)[0]
-        good = [r for r in rows if is_step(r.get('step')) and all(isinstance(r.get(c), str) for c in ('module', 'ttype', 'tname'))]
+        good = [r for r in rows if is_step(r.get('step')) and all(isinstance(r.get(c), str)
+            for c in ('module', 'ttype', 'tname'))]
         # rows that belong to no tensor, such as findings, are not merged with rows of other ranks
         if self.rank==0 and len(good)<len(rows): self.report([r for r in rows if not any(r is g for g in good)])
         if not good and not head: return
@@ -222,8 +226,9 @@ class Sharing:
     def stop(self, reason):
         "Stop sharing, and release the store. `reason`: sentence for the user."
         self.stopped,self.kept,self.channel = printable(reason, 300),None,None
-        if self.rank==0: self.note(f"Merged rows of all ranks are no longer reported: {self.stopped}. Training goes on, the log of each rank is complete, "
-            "and listeners get the rows of this rank only. This warning appears once.")
+        if self.rank==0:
+            self.note(f"Merged rows of all ranks are no longer reported: {self.stopped}. Training goes on, the log of each rank is complete, "
+                "and listeners get the rows of this rank only. This warning appears once.")
 
 # %% ../../nbs/42_processes/30_whole_steps.ipynb #6d48c89f
 def run_job(sharing, job):
@@ -276,7 +281,8 @@ class WholeSteps:
 
     def end_step(self):
         "Queue the lines of the ended step. Later lines belong to the next step."
-        if self.ours and self.pending and not self.sharing.stopped: self.enqueue(b''.join(self.pending)); self.pending = []
+        if self.ours and self.pending and not self.sharing.stopped:
+            self.enqueue(b''.join(self.pending)); self.pending = []
 
     def enqueue(self, lines):
         "Queue the lines of a step for the thread. If the queue is full, drop and count the step."
@@ -293,7 +299,8 @@ class WholeSteps:
 
     def mark(self):
         "Return an event that is set when all lines queued until now are reported; None if no thread is running."
-        if not self.ours or self.thread is None or self.given_up or threading.current_thread() is self.thread: return None
+        if not self.ours or self.thread is None or self.given_up or threading.current_thread() is self.thread:
+            return None
         done = threading.Event()
         try: self.queue.put(done, timeout=Assembly.patience)
         except Full: self.give_up()
@@ -323,7 +330,8 @@ class WholeSteps:
         channel,stopped = self.sharing.channel,self.sharing.stopped
         if self.rank: return None
         if stopped: return f"Merged rows of all ranks were not reported to the end: {stopped}."
-        counts = [f"{n:,} steps {what}" for n,what in ((self.left_out+channel.left_out, 'were left out, because they came faster than they could be reported'),
+        counts = [f"{n:,} steps {what}" for n,what in ((self.left_out+channel.left_out,
+            'were left out, because they came faster than they could be reported'),
             (channel.partial, 'were reported without the rows of some rank')) if n]
         return f"Rows of the whole: {' and '.join(counts)}." if counts else None
 

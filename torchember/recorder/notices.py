@@ -82,6 +82,10 @@ class ChangingMarks:
             self.last[name] = v,step,n
             if n>=3: return name, v
 
+    def check(self, marks, step, notices):
+        "Warn if one of the marks changes with every step."
+        if found := self.find(marks, step): notices.once('mark', mark_warning(*found))
+
 # %% ../../nbs/40_recorder/00_notices.ipynb #7997be0e
 def mark_warning(name, value):
     "Return the warning about a mark that changes with every step."

@@ -63,7 +63,7 @@ class ParameterPlan:
         with arena.lock:
             while i<len(self.words):
                 i = write(address_of(run), address_of(self.words), len(self.words), id(parameters.known.with_gradient),
-                    id(parameters.gathered['weight_grad']), i+1)
+                    id(parameters.gathered.places['weight_grad']), i+1)
                 if i<len(self.words): self.measure_one(parameters, *self.which[i])
         arena.filled += int(run[k.FILLED])
         arena.shared += int(run[k.SHARED])

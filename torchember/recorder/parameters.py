@@ -84,6 +84,46 @@ def below(state, states):
     for t in tracks: tracks += t.children
     return [by_id[t.id] for t in tracks if t.id in by_id]
 
+# %% ../../nbs/40_recorder/30_parameters.ipynb #5ea1c0d1
+def is_new(seen, state, name, p): # seen: ids of the measured parameters, and their (id of the module, name)
+    "Return True if this step has not measured the parameter yet, and mark the parameter as measured."
+    if id(p) in seen or (state.track.id, name) in seen: return False
+    seen |= {id(p), (state.track.id, name)}
+    return True
+
+def each_parameter(states, wanted:set|None=None):
+    """Yield state, position, name and parameter. A shared parameter is yielded once, for its first module.
+
+    `wanted`: ids of the parameters to yield, all by default. `states`: `ModuleState`s of the model, in any order.
+    """
+    seen = set()
+    for st in states:
+        for i,n,p in own_parameters(st.track) if st.watched else ():
+            if id(p) in seen or (wanted is not None and id(p) not in wanted): continue
+            seen.add(id(p))
+            yield st, i, n, p
+
+# %% ../../nbs/40_recorder/30_parameters.ipynb #5ea1c0d5
+class GatheredGradients:
+    "Gradients that the open step has measured, for the norm of all gradients."
+    def __init__(self):
+        # tensor type -> (id of a `ModuleState`, name) of each gradient measured in this step
+        self.places = {'weight_grad': set(), 'unclipped_grad': set()}
+        self.unrecorded = [] # parameters of modules that are not recorded
+
+    def find_unrecorded(self, states, recorded): # states: `ModuleState`s, root first; recorded: ids of the recorded parameters
+        "List the parameters of unrecorded modules, because norms of all gradients cannot include them."
+        modules = states[0].track.module.modules() if states else ()
+        self.unrecorded = [p for m in modules for p in m._parameters.values() if p is not None and id(p) not in recorded]
+
+    def count(self) -> tuple|None:
+        "Return the number of weight gradients, and of gradients before clipping. None without gradients, or if unrecorded modules are trained."
+        weights,unclipped = (len(self.places[t]) for t in ('weight_grad', 'unclipped_grad'))
+        return None if not weights or any(p.requires_grad for p in self.unrecorded) else (weights, unclipped)
+
+    def step_over(self):
+        for places in self.places.values(): places.clear()
+
 # %% ../../nbs/40_recorder/30_parameters.ipynb #86d117a6
 class Parameters:
     "Measures the weights and weight gradients of a model's modules."
@@ -96,21 +136,13 @@ class Parameters:
         self.hint = ZeroGradHint(getattr(buffer, 'notices', None))
         self.known = ParameterFacts(ttypes, notify)
         self.old_gradients = OldGradients()
-        # tensor type -> (id of a `ModuleState`, name) of each gradient measured in this step
-        self.gathered = {'weight_grad': set(), 'unclipped_grad': set()}
-        self.unrecorded = [] # parameters of modules that are not recorded
+        self.gathered = GatheredGradients()
         self.plan = None # `ParameterPlan` of the current parameters; None if not made yet
-
-    def is_new(self, state, name, p):
-        "Return True if this step has not measured the parameter yet, and mark the parameter as measured."
-        if id(p) in self.seen or (state.track.id, name) in self.seen: return False
-        self.seen |= {id(p), (state.track.id, name)}
-        return True
 
     def measure_own(self, state, ttypes): # ttypes: 'weight', 'weight_grad', or both
         "Measure the own parameters of a module, unless they were measured in this step."
         if not state.watched or not state.track.parameters: return
-        new = [(state, i, n, p) for i,n,p in own_parameters(state.track) if self.is_new(state, n, p)]
+        new = [(state, i, n, p) for i,n,p in own_parameters(state.track) if is_new(self.seen, state, n, p)]
         if new: self.measure(new, ttypes)
 
     def measure(self, which, ttypes, replace=False, scale=None): # which: tuples (state, position, name, parameter), as `each` yields
@@ -121,40 +153,25 @@ class Parameters:
             if 'weight_grad' in ttypes and (grad := self.old_gradients.gradient(st, n, p)) is not None:
                 some.append((st, 'weight_grad', f'grad_{i}', n, grad))
                 if not self.old_gradients.from_before or self.old_gradients.is_new_gradient(st, n, grad): self.known.with_gradient.add((st.track.path, n))
-                self.gathered['weight_grad'].add((id(st), n))
+                self.gathered.places['weight_grad'].add((id(st), n))
                 self.hint.found = self.hint.in_step = True
         self.buffer.measure_together(some, scale, replace)
 
     def after_call(self, state, outermost:bool, ttypes):
         "Measure the parameters of a module after its call. After the `outermost` module, also measure all modules inside it."
         self.measure_own(state, ttypes)
-        if outermost and state.track.children and not self.has_measured_all():
+        if outermost and state.track.children and not ((plan := self.current_plan()) is not None and plan.all_ids<=self.seen):
             for other in self.states if state.root else below(state, self.states): self.measure_own(other, ttypes)
 
     def current_plan(self):
         "Return the `ParameterPlan` of these parameters. Return None if they have changed, and make a new plan for the next step."
-        kinds = objects()
-        if kinds is None or not self.states: return None
+        if objects() is None or not self.states: return None
         if self.plan is not None and self.plan.is_current(self.states, self.buffer.uses): return self.plan
         self.plan = ParameterPlan(self.states, list(self.each()), self.buffer.uses)
 
-    def has_measured_all(self):
-        "Return True if a `ParameterPlan` shows that this step has measured all parameters."
-        plan = self.current_plan()
-        return plan is not None and plan.all_ids<=self.seen
-
     def each(self, wanted:set|None=None, states=None):
-        """Yield state, position, name and parameter. A shared parameter is yielded once, for its first module.
-
-        `wanted`: ids of the parameters to yield, all by default. `states`: the `ModuleState`s of the model in another
-        order.
-        """
-        seen = set()
-        for st in self.states if states is None else states:
-            for i,n,p in own_parameters(st.track) if st.watched else ():
-                if id(p) in seen or (wanted is not None and id(p) not in wanted): continue
-                seen.add(id(p))
-                yield st, i, n, p
+        "Yield state, position, name and parameter of the armed modules. Arguments and order as in `each_parameter`."
+        return each_parameter(self.states if states is None else states, wanted)
 
     def measure_complete(self, wanted=None, scale=None): # wanted: ids of the parameters, None for all; scale: factor to divide out of the gradients
         """At the end of a step, measure missing weights, then the complete gradients.
@@ -191,12 +208,6 @@ class Parameters:
         if 'weight' in ttypes: self.seen |= {x for st,_,n,p in which for x in (id(p), (st.track.id, n))}
         self.measure(which, ttypes, True, scale)
 
-    def find_unrecorded(self):
-        "List the parameters of unrecorded modules, because norms of all gradients cannot include them."
-        here = {id(p) for *_,p in self.each()}
-        modules = self.states[0].track.module.modules() if self.states else ()
-        self.unrecorded = [p for m in modules for p in m._parameters.values() if p is not None and id(p) not in here]
-
     def unclipped(self, ids):
         "Yield the arguments of `measure_unclipped` for the gradients of these parameters. `ids`: ids of the parameters."
         for st,i,n,p in self.each(ids):
@@ -212,7 +223,7 @@ class Parameters:
 
     def measure_unclipped(self, state, tname, name, grad, scale=None):
         "Measure the gradient of one parameter before clipping, and count this gradient for the norm of all gradients."
-        self.gathered['unclipped_grad'].add((id(state), name))
+        self.gathered.places['unclipped_grad'].add((id(state), name))
         self.buffer.measure(state, 'unclipped_grad', tname, grad, name, scale=scale, once=True, replace=True)
 
     def gradient_counts(self, manual:bool) -> tuple|None:
@@ -221,16 +232,14 @@ class Parameters:
         None if rows of some trained parameters are missing. `manual`: True if optimizers or `te.step()` end the
         steps; then all gradients have been measured.
         """
-        n,unclipped = (len(self.gathered[t]) for t in ('weight_grad', 'unclipped_grad'))
-        if not n or any(p.requires_grad for p in self.unrecorded): return None
-        def missed(st, name, p):
-            "Return True if this step has not measured the trained parameter."
-            return p.requires_grad and id(p) not in self.seen and (st.track.id, name) not in self.seen
-        return None if not manual and any(missed(st, name, p) for st,_,name,p in self.each()) else (n, unclipped)
+        counts = self.gathered.count()
+        if counts is None or manual: return counts
+        missed = any(p.requires_grad and id(p) not in self.seen and (st.track.id, name) not in self.seen for st,_,name,p in self.each())
+        return None if missed else counts
 
     def step_over(self):
         self.seen.clear()
-        for places in self.gathered.values(): places.clear()
+        self.gathered.step_over()
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #f19bc368
 class ZeroGradHint:

@@ -22,7 +22,7 @@ from .calls import Calls
 from .cost import Cost
 from .graphs import Graphs, Quiet
 from .hearing import ModelEvents, OptimizerEvents
-from .notices import ChangingMarks, Notices, mark_warning
+from .notices import ChangingMarks, Notices
 from .parameters import Containers, with_other_children
 from .pipe import Gate, Pipe, end_step, finish, measure_now
 from .process import open_recorders
@@ -251,14 +251,6 @@ class Recorder:
         "Add rows of other code, such as a `Monitor`. rows: (key, call, dtype, statistics), which are arguments of `one_row`."
         open_recorders.add(self)
         with self.lock: self.writer.extra.add(step, rows, self.buffer, self.steps, self.pipe.gate.writes)
-
-    def marked(self, marks):
-        "Warn if one of the marks changes with every step."
-        if found := self.marks.find(marks, self.step): self.notices.once('mark', mark_warning(*found))
-
-    def use(self, how, ttypes):
-        "Change the statistics of some tensor types. `how` and `ttypes`: as in `StepBuffer.use`."
-        self.buffer.use(how, ttypes, self.sources.states)
 
     @timed
     def close(self, boundary=False):

@@ -52,7 +52,7 @@ class FollowedTensors:
         for n,x in self.tensors.items():
             if 'weight' in self.ttypes: self.buffer.measure(root, 'weight', n, x, n, once=True, replace=True)
             if 'weight_grad' in self.ttypes and (grad := self.parameters.old_gradients.gradient(root, ('variable', n), x)) is not None:
-                self.parameters.gathered['weight_grad'].add((id(root), n))
+                self.parameters.gathered.places['weight_grad'].add((id(root), n))
                 self.buffer.measure(root, 'weight_grad', n, grad, n, once=True, replace=True)
 
 # %% ../../nbs/40_recorder/75_sources.ipynb #c11b9ed1
@@ -138,7 +138,7 @@ class Sources:
         if not again:
             self.parameters.old_gradients = OldGradients()
             self.parameters.old_gradients.note_existing([*self.parameters.each(), *(self.followed.as_parameters(states[0]) if states else ())])
-        self.parameters.find_unrecorded()
+        self.parameters.gathered.find_unrecorded(states, {id(p) for *_,p in self.parameters.each()})
         if states: self.note_parameters(search=not again)
         else: self.sampled = []
 

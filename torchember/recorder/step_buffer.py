@@ -16,7 +16,7 @@ import torch
 from ..measure.elements import Unmeasurable
 from ..measure.graph_rows import GraphTensor, count_row
 from ..measure.head import EVENT
-from ..measure.arena import Arena, rows_of_pass
+from ..measure.arena import Arena, queue_of, rows_of_pass
 from ..measure.snapshot import Snapshot
 from ..measure.tap import OnMeta, observe
 from ..ground.messages import an, printable
@@ -378,6 +378,13 @@ def new_tap(arena, state, place, how, once):
             state.taps[place] = arena.tap((state.track.name, ttype, tname, pname, phase, backward), how, once, ttype=='probe')
         return state.taps[place]
 
+def count_graph_row(arena, how, state, place, x, call, once, replace):
+    "Count a row of a CUDA graph. The graph itself writes this row at each replay, so users' functions are not called."
+    if callable(how): return
+    tap = state.taps.get(place) or new_tap(arena, state, place, how, once)
+    if replace: arena.forget(tap)
+    count_row(x, tap, call)
+
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #2a1e4b42
 class StepBuffer:
     "Measures tensors, and stores the measurements of the open step."
@@ -411,7 +418,7 @@ class StepBuffer:
             if type(x) not in ordinary or self.shards.columns or self.shards.ranks is not None:
                 x = self.shards.local(state, (state.track.name, ttype, tname, pname, phase, backward), call, x)
                 if type(x) is GraphTensor:
-                    return self.count_graph_row(state, (ttype, tname, phase, backward, pname), x, call, once, replace)
+                    return count_graph_row(self.rows.arena, self.stats[ttype], state, (ttype, tname, phase, backward, pname), x, call, once, replace)
             how = self.stats[ttype]
             if replace and self.rows.custom: self.rows.custom.drop(state.track.name, ttype, tname)
             if callable(how):
@@ -435,17 +442,9 @@ class StepBuffer:
         waits = False if is_alone else None # function that queues a tensor: None before it is created, False if queuing is impossible
         for state,ttype,tname,pname,x in some:
             tap = state.taps.get((ttype, tname, None, 0, pname)) if waits is not False and type(x) in ordinary and not x.is_cpu else None
-            if tap is not None and waits is None: waits = self.rows.arena.waiter(replace) or False
+            if tap is not None and waits is None: waits = queue_of(self.rows.arena, replace) or False
             if tap is None or not waits or not waits(x, tap):
                 self.measure(state, ttype, tname, x, pname, scale=scale, once=True, replace=replace)
-
-    def count_graph_row(self, state, place, x, call, once, replace):
-        "Count a row of a CUDA graph. The graph itself writes this row at each replay, so users' functions are not called."
-        how = self.stats[place[0]]
-        if callable(how): return
-        tap = state.taps.get(place) or new_tap(self.rows.arena, state, place, how, once)
-        if replace: self.rows.arena.forget(tap)
-        count_row(x, tap, call)
 
     def add(self, key, call, micro, dtype, stats):
         "Add a custom row, with the arguments of `one_row`."

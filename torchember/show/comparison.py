@@ -73,7 +73,8 @@ def compare(
     colors = line_colors(len(runs))
     for a,label,title in zip(axes, shown, short_names(shown, 32), strict=True):
         lines = [next(l for l in s if l[0]==label) for s in found]
-        for i,(line,c) in enumerate(zip(lines, colors, strict=True)): draw_lines(a, [line], colors=[c], lw=2.6-1.4*min(i, 1))
+        for i,(line,c) in enumerate(zip(lines, colors, strict=True)):
+            draw_lines(a, [line], colors=[c], lw=2.6-1.4*min(i, 1))
         log_if_wide([a], lines)
         a.set_title(title)
         if parted[label] is not None: mark_difference(a, parted[label])
@@ -88,5 +89,6 @@ def compare(
 def mark_difference(ax, step):
     "Draw a dotted vertical line with the number of the step where runs begin to differ."
     ax.axvline(step, color=mpl.rcParams['axes.edgecolor'], ls=':', lw=1)
-    ax.text(step, .98, f' {step:,}', transform=ax.get_xaxis_transform(), va='top', fontsize=mpl.rcParams['legend.fontsize'],
+    ax.text(step, .98, f' {step:,}', transform=ax.get_xaxis_transform(), va='top',
+        fontsize=mpl.rcParams['legend.fontsize'],
         path_effects=[effects.withStroke(linewidth=2.5, foreground=ax.get_facecolor())])

@@ -14,8 +14,8 @@ from ..measure.summary import derived
 from ..ground.needs import needs
 from .heatmaps import heat
 from ..frames.words import in_our_words, ttype_of, words_before
-from torchember.show.select import (find_stat, has_ttype, logframe_names, numeric_columns, parameter_names, paths_like, root_name, rows_of_ttypes,
-    with_statistics)
+from .select import (find_stat, has_ttype, logframe_names, numeric_columns, parameter_names,
+    paths_like, root_name, rows_of_ttypes, with_statistics)
 from .legend import words
 
 # %% ../../nbs/60_show/82_controls.ipynb #10070f0f
@@ -233,7 +233,8 @@ class LayerPicker:
         fits = sorted(paths_like(glob, self.names), key={n: i for i,n in enumerate(self.names)}.get) if text else self.names
         all_ = [glob] if text and len(fits)>1 and not self.one else []
         first = list(dict.fromkeys([*self.chosen, *all_]))
-        shown = [*first, *(n for n in fits[:most_names] if n not in first)] if self.chosen or all_ else fits[:most_names]
+        shown = ([*first, *(n for n in fits[:most_names] if n not in first)] if self.chosen or all_
+            else fits[:most_names])
         self.entries = {self.label(o): o for o in shown}
         if self.one: self.entries = {self.without: None}|self.entries
         now = [self.label(o) for o in self.chosen]
@@ -264,7 +265,8 @@ class ControlRequest:
 def ttype_control(a):
     "Return a control to choose a tensor type."
     every = {} if a.one else {'each type': None} if a.default is not None else a.maybe
-    return a.choose(type_labels(a.table)|every, means=lambda v: [to_our_ttype(o) for o in v] if isinstance(v, list|tuple) else to_our_ttype(v))
+    return a.choose(type_labels(a.table)|every,
+        means=lambda v: [to_our_ttype(o) for o in v] if isinstance(v, list|tuple) else to_our_ttype(v))
 
 def stat_control(a):
     "Return a control to choose one statistic, or several."
@@ -282,7 +284,8 @@ def format_control(a):
     names = floats if find_spec('ml_dtypes') else []
     if a.argument!='dtype_annotation':
         return make_choices(a.W, a.name, {n: n for n in names}, [] if a.value is None else a.value, a.default)
-    c = make_choices(a.W, a.name, {own_format: True}|{n: n for n in names}, [] if a.value in (None, False) else a.value, False)
+    c = make_choices(a.W, a.name, {own_format: True}|{n: n for n in names},
+        [] if a.value in (None, False) else a.value, False)
     read,write = c.read,c.write
     there = [d for d in dict.fromkeys(tensor_rows(a.table)['dtype'].astype(str)) if 'float' in d] if 'dtype' in a.table else []
     c.read = lambda ls: list(dict.fromkeys(d for o in v for d in (there if o is True else [o]))) if isinstance(v := read(ls), list) else v
@@ -290,13 +293,16 @@ def format_control(a):
     return c
 
 own_format = "the tensor's own"
-floats = ['float32', 'bfloat16', 'float16', 'float8_e5m2', 'float8_e4m3fn', 'float6_e3m2fn', 'float6_e2m3fn', 'float4_e2m1fn']
+floats = ['float32', 'bfloat16', 'float16', 'float8_e5m2', 'float8_e4m3fn', 'float6_e3m2fn', 'float6_e2m3fn',
+    'float4_e2m1fn']
 
 def info_control(a):
     "Return a control to choose which limits of a number format are marked by lines."
     ends = ('largest', 'smallest normal', 'smallest')
-    c = make_choices(a.W, a.name, {e: e for e in ends}, [e for e,on in zip(ends, a.value, strict=True) if on], [], rows=3)
-    return Control(c.widget, lambda ls: tuple(e in ls for e in ends), lambda v: [e for e,on in zip(ends, v, strict=True) if on])
+    c = make_choices(a.W, a.name, {e: e for e in ends}, [e for e,on in zip(ends, a.value, strict=True) if on],
+        [], rows=3)
+    return Control(c.widget, lambda ls: tuple(e in ls for e in ends),
+        lambda v: [e for e,on in zip(ends, v, strict=True) if on])
 
 def steps_control(a):
     "Return a slider for the number of steps to draw. None if the argument is a list of steps."
@@ -306,15 +312,18 @@ def steps_control(a):
 
 def count_control(a, most):
     "Return a control to choose a number, at least 1."
-    return Control(a.W.BoundedIntText(value=a.value, min=1, max=max(most, a.value), description=a.name, continuous_update=False))
+    return Control(a.W.BoundedIntText(value=a.value, min=1, max=max(most, a.value), description=a.name,
+        continuous_update=False))
 
 def choose_up_to(n, a):
     "Return a control to choose a number from 1 to `n`."
     return a.choose(a.maybe|{str(i): i for i in range(1, n+1)})
 
-shared = {'automatic': None, 'the same': {'sharex': True, 'sharey': True}, 'the same across': {'sharex': True, 'sharey': False},
+shared = {'automatic': None, 'the same': {'sharex': True, 'sharey': True},
+    'the same across': {'sharex': True, 'sharey': False},
     'the same upwards': {'sharex': False, 'sharey': True}, 'each its own': {'sharex': False, 'sharey': False}}
-places_of_legends = ('outside upper right', 'outside lower center', 'outside right upper', 'upper right', 'upper left', 'lower left', 'lower right')
+places_of_legends = ('outside upper right', 'outside lower center', 'outside right upper', 'upper right',
+    'upper left', 'lower left', 'lower right')
 maps = ('viridis', 'magma', 'cividis', 'Greys', 'RdBu_r', 'coolwarm')
 
 control_makers = {
@@ -326,12 +335,16 @@ control_makers = {
     'inc': lambda a: count_control(a, int(max(a.table['step'].max(), 1))), 'most': lambda a: count_control(a, 36),
     'x': lambda a: a.choose({c: c for c in axis_columns(a.table)}, means=lambda v: v[1] if isinstance(v, tuple) else v),
     'loss': lambda a: a.choose(a.maybe|{n: n for n in logged_in(a.table)}) if a.value is None or isinstance(a.value, str) else None,
-    'col_wrap': lambda a: choose_up_to(8, a), 'deepest': lambda a: choose_up_to(12, a), 'xtick_labelsize': lambda a: choose_up_to(14, a),
+    'col_wrap': lambda a: choose_up_to(8, a), 'deepest': lambda a: choose_up_to(12, a),
+    'xtick_labelsize': lambda a: choose_up_to(14, a),
     'xtick_rotation': lambda a: a.choose({f'{d}°': d for d in (0, 30, 45, 60, 90)}),
     'facet_kws': lambda a: a.choose(dict(shared)), 'loc': lambda a: a.choose(a.maybe|{p: p for p in places_of_legends}),
-    'cmap': lambda a: a.choose(a.maybe|{m: m for m in maps}), 'zeros': lambda a: a.choose({'automatic': None, 'gray': True, 'as colours': False}),
-    'fig_title': lambda a: Control(a.W.Text(value=a.value or '', description=a.name, continuous_update=False), lambda v: v or None, lambda v: v or '')}
-main = ('kind', 'ttype', 'stat', 'loss', 'inc', 'x', 'col_wrap', 'deepest', 'step', 'steps', 'path', 'dtype_annotation', 'dtypes')
+    'cmap': lambda a: a.choose(a.maybe|{m: m for m in maps}),
+    'zeros': lambda a: a.choose({'automatic': None, 'gray': True, 'as colours': False}),
+    'fig_title': lambda a: Control(a.W.Text(value=a.value or '', description=a.name, continuous_update=False),
+    lambda v: v or None, lambda v: v or '')}
+main = ('kind', 'ttype', 'stat', 'loss', 'inc', 'x', 'col_wrap', 'deepest', 'step', 'steps', 'path',
+    'dtype_annotation', 'dtypes')
 without_control = ('ax', 'y', 'figsize', 'legend_kws')
 # arguments of `heat` that get a control, too. `scalar_global_heatmap` passes them on to `heat`
 beyond = ('robust', 'zeros', 'center', 'vmin', 'vmax', 'cmap', 'cbar', 'yticklabels', 'xticklabels')
@@ -381,20 +394,24 @@ def arrange_controls(W, controls):
     names = sorted(controls, key=lambda n: rank.get(n, len(main)))
     for n in names: set_layout(controls[n])
     first = [n for n in names if n in rank]
-    row = lambda of: W.HBox(columns(W, [controls[n] for n in of]), layout={'flex_flow': 'row wrap', 'align_items': 'flex-start', 'grid_gap': '2px 14px'})
+    row = lambda of: W.HBox(columns(W, [controls[n] for n in of]),
+        layout={'flex_flow': 'row wrap', 'align_items': 'flex-start', 'grid_gap': '2px 14px'})
     rest = [n for n in names if n not in rank]
     if not rest: return W.VBox([W.HTML(css, layout={'display': 'none'}), row(first)])
-    return W.VBox([W.HTML(css, layout={'display': 'none'}), row(first), W.Accordion([row(rest)], titles=['More'], selected_index=None)])
+    return W.VBox([W.HTML(css, layout={'display': 'none'}), row(first),
+        W.Accordion([row(rest)], titles=['More'], selected_index=None)])
 
 def set_layout(c):
     "Set the width of a control, and show its name above the widget."
     for w in (c.widget, getattr(c, 'search', None), getattr(c, 'box', None)):
         if w is None: continue
         w.add_class('ember-control')
-        w.layout.width = '260px' if isinstance(c, LayerPicker) else '86px' if w is getattr(c, 'box', None) else widths.get(type(w).__name__, '160px')
+        w.layout.width = ('260px' if isinstance(c, LayerPicker)
+            else '86px' if w is getattr(c, 'box', None) else widths.get(type(w).__name__, '160px'))
     if isinstance(c, StepSlider): c.shown.layout.align_items = 'flex-end'
 
-widths = {'SelectMultiple': '170px', 'IntSlider': '200px', 'BoundedIntText': '90px', 'Checkbox': '130px', 'Text': '170px', 'Dropdown': '175px'}
+widths = {'SelectMultiple': '170px', 'IntSlider': '200px', 'BoundedIntText': '90px', 'Checkbox': '130px',
+    'Text': '170px', 'Dropdown': '175px'}
 
 css = """<style>
 .ember-control.jupyter-widgets {flex-flow: column; align-items: stretch; height: auto; margin: 1px 0; overflow: visible}
@@ -411,7 +428,8 @@ def columns(W, controls):
     "Arrange controls in columns: two low controls below one another, or one tall control."
     tall = lambda c: type(c.widget).__name__ in ('SelectMultiple', 'Select')
     low,out = [c for c in controls if not tall(c)],[]
-    for pair in zip(low[::2], [*low[1::2], None], strict=False): out.append(W.VBox([c.shown for c in pair if c is not None]))
+    for pair in zip(low[::2], [*low[1::2], None], strict=False):
+        out.append(W.VBox([c.shown for c in pair if c is not None]))
     return out+[c.shown for c in controls if tall(c)]
 
 # %% ../../nbs/60_show/82_controls.ipynb #39fdef74

@@ -23,7 +23,8 @@ class OpenFindings:
         for r in rows:
             if r.get('ttype')!='finding': continue
             self.step = max(self.step, int_or_none(r.get('step')) or 0)
-            key = tuple(map(str, (r.get('rule'), r.get('tname'), r.get('path', r.get('module')), r.get('of'), r.get('pname'))))
+            key = tuple(map(str, (r.get('rule'), r.get('tname'), r.get('path', r.get('module')), r.get('of'),
+                r.get('pname'))))
             self.open.pop(key, None)
             if is_open(r): self.open[key] = as_finding(r)
         return self
@@ -40,12 +41,14 @@ class OpenFindings:
 
 def is_open(row):
     "Return True if a row of the log is an open finding: an error or warning that has not ended."
-    return row.get('severity') in ('error', 'warning') and isinstance(row.get('text'), str) and str(row.get('over')).lower() not in ('true', '1', '1.0')
+    return (row.get('severity') in ('error', 'warning') and isinstance(row.get('text'), str)
+        and str(row.get('over')).lower() not in ('true', '1', '1.0'))
 
 def as_finding(row):
     "Convert a log row to a valid dict for `order_findings`. Its values are checked, because any program may write into the log."
     first = int_or_none(row.get('first_step'))
-    return {**row, 'rule': str(row.get('rule')), 'first_step': first if first is not None else int_or_none(row.get('step')) or 0, 'stands': False}
+    return {**row, 'rule': str(row.get('rule')),
+        'first_step': first if first is not None else int_or_none(row.get('step')) or 0, 'stands': False}
 
 def int_or_none(v):
     "Convert a value to int. Return None for NaN and for other types."
@@ -74,4 +77,5 @@ def open_findings(df, last=None): # last: last step of the run. A 'died' finding
 
 def is_about_row(finding, first) -> bool:
     "Return True if a finding is about the first non-finite row of the run. A title then mentions only one of the two."
-    return finding is not None and first is not None and finding['rule']=='not_finite' and finding['first_step']==int(first['step'])
+    return (finding is not None and first is not None and finding['rule']=='not_finite'
+        and finding['first_step']==int(first['step']))

@@ -17,8 +17,8 @@ from .heatmaps import column_spans, heat, sizes
 from .legend import alarm, meanings, name_of_type, palettes, make_title
 from .lines import draw_lines
 from .missing import parameters_of_run, grid_with_missing, drop_missing
-from torchember.show.run_summary import (default_ttypes, first_trouble, logged_names, loss_curve, no_tensors, pick_stat, rows_of_type, trouble_sentence,
-    types_to_draw)
+from .run_summary import (default_ttypes, first_trouble, logged_names, loss_curve, no_tensors,
+    pick_stat, rows_of_type, trouble_sentence, types_to_draw)
 from .run_summary import summary # noqa: F401 (it was here)
 from .select import has_ttype, name_of_run, pick, table_and_findings, training, with_statistics
 from .style import drawn, figure, is_dark
@@ -56,7 +56,8 @@ def draw_panels(parts, numbers, norms, tensors, run, ax, found=()):
     axes[-1].set_xlabel('step')
     steps = np.concatenate([g.steps for *_,g in parts])
     if top is not None: draw_top(top, numbers, norms)
-    ends = column_spans(np.unique(steps))[0] # limits of the x axis, wide enough for all columns of the heat maps and all points of the curves
+    # limits of the x axis, wide enough for all columns of the heat maps and all points of the curves
+    ends = column_spans(np.unique(steps))[0]
     at = np.concatenate([ends, *(c[1] for c in curves)])
     axes[0].set_xlim(at.min(), at.max())
     first = first_trouble(training(tensors))
@@ -72,7 +73,8 @@ def title_for(run, found, first) -> str: # found: open findings, the worst first
     "Return a title of one or two lines: name of the run, first non-finite value, and worst finding."
     cause = next(iter(found), None)
     beside = first is not None and not is_about_row(cause, first)
-    return '\n'.join(filter(None, [make_title(run, trouble_sentence(first) if beside else ''), title_text(cause) if cause else '']))
+    return '\n'.join(filter(None, [make_title(run, trouble_sentence(first) if beside else ''),
+        title_text(cause) if cause else '']))
 
 def draw_top(ax, numbers, norms):
     "Draw the loss, and the total gradient norm on a second y axis."
@@ -120,7 +122,8 @@ def mark_first(axes, parts, first, top):
     for a in axes+([top] if top is not None else []): a.axvline(step, color=c, lw=1, ls='--')
     for a,(_,_,rows,g) in zip(axes, parts, strict=True):
         if str(first['ttype']) not in set(rows['ttype'].astype(str)): continue
-        at = [i for i,(m,b) in enumerate(zip(g.members, g.bad, strict=True)) if b.any() and any(str(first['path']) in n for n in m)]
+        at = [i for i,(m,b) in enumerate(zip(g.members, g.bad, strict=True))
+            if b.any() and any(str(first['path']) in n for n in m)]
         where = np.searchsorted(g.steps, step, 'right')-1
         for i in [i for i in at if g.bad[i, max(where, 0)]][:1]:
             a.plot(step, i+.5, 'o', ms=9, mfc='none', mec='white', mew=1.6, clip_on=False)
@@ -153,7 +156,8 @@ def overview(
     table,findings = table_and_findings(run, None if all_types else [*(ttypes_asked(ttype) if ttype else default_ttypes), 'scalar'])
     if not len(table): raise ValueError(no_rows_message(name_of_run(table) or 'The table'))
     numbers,norms = loss_curve(table, loss),gradient_norms(table)
-    if numbers and norms and numbers[0]==norms[0]: norms = None # do not draw the gradient norm twice, if it is also the curve chosen as loss
+    # do not draw the gradient norm twice, if it is also the curve chosen as loss
+    if numbers and norms and numbers[0]==norms[0]: norms = None
     tensors = with_statistics(table[~has_ttype(table, 'scalar')], [stat] if stat else ())
     kinds = types_to_draw(tensors, ttype)
     if not kinds and ttype is None: raise ValueError(no_tensors(table))
@@ -168,4 +172,5 @@ def overview(
         if ttype_of(kind)[0]=='output': rows = drop_scalars(rows)
         col = pick_stat(rows, stat)
         parts.append((kind, col, rows, grid_with_missing(rows, col, kind, ps, path)))
-    return draw_panels(parts, numbers, norms, tensors, name_of_run(table), ax, open_findings(findings, table['step'].max()))
+    return draw_panels(parts, numbers, norms, tensors, name_of_run(table), ax,
+        open_findings(findings, table['step'].max()))

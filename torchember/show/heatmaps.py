@@ -51,7 +51,8 @@ def column_spans(steps) -> tuple:
     edges = column_edges(steps)
     if len(steps)<3: return edges, np.arange(len(steps))
     s,gaps = np.asarray(steps, float),np.diff(steps)
-    half = max(gaps.min(), (s[-1]-s[0])/400)/2 # half the width of a column, at least 1/800 of the picture, so that the column is visible
+    # half the width of a column, at least 1/800 of the picture, so that the column is visible
+    half = max(gaps.min(), (s[-1]-s[0])/400)/2
     hole = gaps>max(2.5*gaps.min(), 2*half)
     begin = np.where(np.r_[hole[:1], hole], np.maximum(edges[:-1], s-half), edges[:-1])
     end = np.where(np.r_[hole, hole[-1:]], np.minimum(edges[1:], s+half), edges[1:])
@@ -68,7 +69,8 @@ def with_gaps(values, at, empty):
 def write_reasons(ax, g, turned):
     "Write into each empty row of a heat map why it is empty. Neighboring rows with the same reason share one text."
     tall,size,low = axes_size(ax)[not turned]/max(len(g.labels), 1),mpl.rcParams['legend.fontsize']-1,-np.inf
-    style = {'fontsize': size, 'va': 'center', 'clip_on': True, 'transform': ax.get_xaxis_transform() if turned else ax.get_yaxis_transform(),
+    style = {'fontsize': size, 'va': 'center', 'clip_on': True,
+        'transform': ax.get_xaxis_transform() if turned else ax.get_yaxis_transform(),
         'path_effects': [effects.withStroke(linewidth=2, foreground=ax.figure.get_facecolor(), alpha=.75)]}
     i = 0
     for reason,rows in groupby(g.why):
@@ -95,13 +97,15 @@ def picture_height(n, most=9.):
     return min(max(1.1+.155*n, 2.2), most)
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #8c303ef7
-refused = {'mask': 'leave layers out by path=, and steps by inc=', 'ax': 'the picture is a figure of its own', 'data': 'the picture is made from run'}
+refused = {'mask': 'leave layers out by path=, and steps by inc=', 'ax': 'the picture is a figure of its own',
+    'data': 'the picture is made from run'}
 
 def known(): return settable(mpl.collections.QuadMesh) | {'shading', 'alpha', 'edgecolors', 'antialiased'}
 
 def label_axes(ax, g, xticklabels, yticklabels, turned):
     "Write the names of layers at one axis of a heat map. Check the arguments `xticklabels` and `yticklabels`."
-    names,steps,kept = (xticklabels, yticklabels, ax.set_yticks) if turned else (yticklabels, xticklabels, ax.set_xticks)
+    names,steps,kept = (xticklabels, yticklabels, ax.set_yticks) if turned else (yticklabels, xticklabels,
+        ax.set_xticks)
     if not isinstance(steps, bool) and steps!='auto':
         raise TypeError(f"A heat map labels steps by their numbers: {'y' if turned else 'x'}ticklabels is True or False, got {steps!r:.60}.")
     if not steps: kept([])
@@ -119,7 +123,8 @@ def write_values(ax, g, middle, norm, cmap, fmt, kws, turned, most=2500):
     for i,j in zip(*np.nonzero(np.isfinite(g.value)), strict=True):
         r,gr,b,_ = cmap(norm(g.value[i, j]))
         at = (i+.5, middle[j]) if turned else (middle[j], i+.5)
-        ax.text(*at, format(g.value[i, j], fmt), **{'ha': 'center', 'va': 'center', 'color': 'black' if .3*r+.59*gr+.11*b>.5 else 'white', **(kws or {})})
+        ax.text(*at, format(g.value[i, j], fmt),
+            **{'ha': 'center', 'va': 'center', 'color': 'black' if .3*r+.59*gr+.11*b>.5 else 'white', **(kws or {})})
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #e3ee4804
 def heat(
@@ -150,11 +155,13 @@ def heat(
     cmap = mpl.colormaps[cmap or ('RdBu_r' if center is not None else 'viridis')].copy() if cmap is None or isinstance(cmap, str) else cmap
     edges,at = column_spans(g.steps)
     shown = np.where(np.isfinite(g.value), g.value, np.nan)
-    if zeros: shown,cmap = np.where(shown==0, norm.vmin/10 if norm.vmin>0 else -1., shown),cmap.with_extremes(under=zero)
+    if zeros:
+        shown,cmap = np.where(shown==0, norm.vmin/10 if norm.vmin>0 else -1., shown),cmap.with_extremes(under=zero)
     elif isinstance(norm, mpl.colors.LogNorm): shown = np.where(shown<=0, norm.vmin, shown)
     if linewidths: kwargs = {'linewidth': linewidths, 'edgecolors': linecolor, **kwargs}
     lay = lambda values: (np.arange(len(g.labels)+1), edges, values.T) if turned else (edges, np.arange(len(g.labels)+1), values)
-    mesh = ax.pcolormesh(*lay(np.ma.masked_invalid(with_gaps(shown, at, np.nan))), norm=norm, cmap=cmap, rasterized=True, **kwargs)
+    mesh = ax.pcolormesh(*lay(np.ma.masked_invalid(with_gaps(shown, at, np.nan))), norm=norm, cmap=cmap,
+        rasterized=True, **kwargs)
     if g.bad.any():
         red = mpl.colors.ListedColormap([alarm[dark]])
         bad = with_gaps(g.bad, at, False)
@@ -172,7 +179,8 @@ def heat(
         bar = ax.figure.colorbar(mesh, **{**place, 'label': label, **more, **(cbar_kws or {})})
         bar.outline.set_visible(False)
         if zeros:
-            bar.ax.text(1.6, -.025, '0', transform=bar.ax.transAxes, ha='left', va='center', fontsize=mpl.rcParams['ytick.labelsize'])
+            bar.ax.text(1.6, -.025, '0', transform=bar.ax.transAxes, ha='left', va='center',
+                fontsize=mpl.rcParams['ytick.labelsize'])
     return ax
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #31588f1e
@@ -208,7 +216,8 @@ def scalar_global_heatmap(
         Axes of the picture
     """
     options = arguments_of(heat)[3:] # all arguments of `heat` except `ax`, `g` and `label`
-    check_drawn_with(kwargs, known() | {*options}, 'a heat map', refused, [*arguments_of(scalar_global_heatmap), *options])
+    check_drawn_with(kwargs, known() | {*options}, 'a heat map', refused,
+        [*arguments_of(scalar_global_heatmap), *options])
     by,turned = axis_roles(x, y)
     rows,col,g = heat_map_cells(run, path, ttype, stat, inc, by, parameters_of_run(run))
     ax = canvas(None, figsize or ((min(3+.2*len(g.labels), 14), 6) if turned else (8, picture_height(len(g.labels)))))
@@ -237,7 +246,8 @@ def heat_map_cells(run, path=None, ttype='output', stat='std', inc=1, x='step', 
     if not isinstance(inc, int) or inc<1:
         raise ValueError(f"inc=n draws every n-th step; it is a whole number, at least 1, got {inc!r}.")
     if not isinstance(stat, str): raise ValueError(f"A heat map shows one statistic, got {stat!r}.")
-    if ttype is None or not isinstance(ttype, str): raise ValueError(f"A heat map shows one tensor type, got ttype={ttype!r}.")
+    if ttype is None or not isinstance(ttype, str):
+        raise ValueError(f"A heat map shows one tensor type, got ttype={ttype!r}.")
     rows = tensors_to_draw(run, path, ttype, [stat])
     if inc>1:
         rows = rows[(rows['step']%inc==0).to_numpy()]
@@ -245,5 +255,6 @@ def heat_map_cells(run, path=None, ttype='output', stat='std', inc=1, x='step', 
     col = find_stat(rows, stat)
     x = axis_roles(x, None)[0]
     if x not in rows or rows[x].dtype.kind not in 'iufM':
-        raise ValueError(unknown('column of numbers for the steps of a heat map', x, [c for c in ('step', 'call', 'ts', 'micro', 'rank') if c in rows]))
+        raise ValueError(unknown('column of numbers for the steps of a heat map', x,
+            [c for c in ('step', 'call', 'ts', 'micro', 'rank') if c in rows]))
     return rows, col, grid_with_missing(rows, col, ttype, ps, path, x)

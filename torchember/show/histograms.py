@@ -38,8 +38,10 @@ def draw_ranges(ax, dtypes, info, lo, hi):
         ends = [max(f['subnormal'], lo-2), max(f['normal'], lo-2), min(f['max']+1, hi+3)]
         if ends[0]<ends[2]:
             for a,b,alpha in ((ends[0], ends[1], .35), (ends[1], ends[2], .9)):
-                ax.add_patch(mpl.patches.Rectangle((a, y), b-a, h, transform=ax.get_xaxis_transform(), color=c, alpha=alpha, lw=0, clip_on=True))
-        ax.text(min(max((ends[1]+ends[2])/2, lo), hi), y+h/2, dtype, transform=ax.get_xaxis_transform(), ha='center', va='center',
+                ax.add_patch(mpl.patches.Rectangle((a, y), b-a, h, transform=ax.get_xaxis_transform(),
+                    color=c, alpha=alpha, lw=0, clip_on=True))
+        ax.text(min(max((ends[1]+ends[2])/2, lo), hi), y+h/2, dtype, transform=ax.get_xaxis_transform(),
+            ha='center', va='center',
             color='black' if is_dark() else 'white', fontsize=mpl.rcParams['legend.fontsize']-1, clip_on=True)
         for yes,at,style in zip(info, (f['max']+1, f['normal'], f['subnormal']), ('-', '--', ':'), strict=True):
             if yes and lo-2<=at<=hi+3: ax.axvline(at, ymax=y, color=c, ls=style, lw=1, zorder=.5)
@@ -63,7 +65,8 @@ def formats_to_draw(dtype_annotation, df):
 # %% ../../nbs/60_show/30_histograms.ipynb #da5ab6db
 def exponent_axis(ax, lo, hi, size=None, rotation=0):
     "Label the x axis of a histogram with powers of two from `lo` to `hi`. Write 'less' and 'more' at the ends, for values outside."
-    em = (size or mpl.rcParams['xtick.labelsize'])*(hi-lo+5.4)/axes_size(ax)[0] # width of a letter of the labels, in units of the x axis (exponents)
+    # width of a letter of the labels, in units of the x axis (exponents)
+    em = (size or mpl.rcParams['xtick.labelsize'])*(hi-lo+5.4)/axes_size(ax)[0]
     every = next(k for k in (1, 2, 4, 8, 16, 32, 64) if k>=max(2.6*em, (hi-lo)/12) or k==64)
     ticks = [n for n in range(lo, hi+1) if n%every==0 and n-lo+1>3.3*em and hi+2-n>2.7*em]
     ax.set_xticks([lo-1, *ticks, hi+2], ['0, less', *base2(ticks), 'more'])
@@ -118,18 +121,21 @@ def exp_hist(
     Returns:
         Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
     """
-    if kind not in ('bar', 'line', 'kde'): raise ValueError(f"A histogram is drawn as 'bar', 'line' or 'kde', not as {kind!r}.")
+    if kind not in ('bar', 'line', 'kde'):
+        raise ValueError(f"A histogram is drawn as 'bar', 'line' or 'kde', not as {kind!r}.")
     sp_kws = check_drawing_options(kind, dict(sp_kws or {}))
     by_type,by_layer = ttype is None or isinstance(ttype, list|tuple),path is None or is_several(path)
     if by_type and path is not None and by_layer:
         raise FacetException(f"Panels are for layers or for tensor types, not both: choose one of path={path!r:.60}, or one of ttype={ttype!r}.")
     rows,step = rows_at_step(training(tensors_to_draw(run, path, ttype, ['exponents'])), step)
     parts = split_by_type(rows) if by_type and not (by_layer and rows['path'].nunique()>1) else split_by_tensor(rows)
-    if len(parts)>64: raise ValueError(f"{len(parts)} panels are too many to read. Choose layers: path='...*' or a list.")
+    if len(parts)>64:
+        raise ValueError(f"{len(parts)} panels are too many to read. Choose layers: path='...*' or a list.")
     options,limits_ = grid_options(facet_kws, sharex=False, sharey=False)
     _,axes = panels(len(parts), col_wrap, figsize or (None if len(parts)>1 else (7, 3.6)), **options)
     for ax,(title,part) in zip(axes, parts, strict=True):
-        draw_histogram(ax, part, kind, formats_to_draw(dtype_annotation, part), dtype_info, dict(sp_kws or {}), xtick_labelsize, xtick_rotation)
+        draw_histogram(ax, part, kind, formats_to_draw(dtype_annotation, part), dtype_info, dict(sp_kws or {}),
+            xtick_labelsize, xtick_rotation)
         ax.set_title(title)
         ax.set(**limits_)
     what = ['' if by_type else name_of_type(ttype), path if isinstance(path, str) and path!='*' else '', f'step {step}']
@@ -142,7 +148,8 @@ def check_drawing_options(kind, kws):
     "Return the valid matplotlib arguments for a kind of histogram. Raise TypeError for other arguments."
     known = {'bar': settable(mpl.patches.Rectangle) | {'align', 'width'}, 'line': settable(mpl.lines.Line2D)}.get(kind)
     if known is None: known = settable(mpl.lines.Line2D) | {'bw_adjust', 'fill', 'n', 'log_scale'}
-    why = 'the curve is drawn from counts, and is smoothed by bw_adjust=' if kind=='kde' else 'the counts are drawn as they are'
+    why = ('the curve is drawn from counts, and is smoothed by bw_adjust=' if kind=='kde'
+        else 'the counts are drawn as they are')
     odd = ('cut', 'gridsize', 'clip', 'common_norm', 'common_grid', 'levels', 'thresh', 'cumulative', 'bw_method',
         'multiple', 'weights', 'bins', 'n', 'bw_adjust')
     return check_drawn_with(kws, known, f'a histogram of kind {kind!r}', dict.fromkeys(odd, why))
@@ -247,6 +254,7 @@ def ridge(
     ax.set_ylim(-.1, (len(curves)+.9)*space_for_bars(ax, dtypes))
     exponent_axis(ax, lo, hi)
     ax.set_yticks(range(len(curves)), [f'{s:,}' for s in which][::-1])
-    ax.set(xlabel='size', ylabel='step', title=make_title(name_of_run(rows), name_of_type(ttype), path or str(rows['path'].iloc[0])))
+    ax.set(xlabel='size', ylabel='step',
+        title=make_title(name_of_run(rows), name_of_type(ttype), path or str(rows['path'].iloc[0])))
     draw_ranges(ax, dtypes, (True, True, True), lo, hi)
     return ax

@@ -37,7 +37,8 @@ class PageFigure:
         if live:
             ipympl = needs('ipympl.backend_nbagg', for_='A picture to point at')
             self.canvas = self.widget = ipympl.Canvas(self.figure)
-            ipympl.FigureManager(self.canvas, 0).resize(width, height*dpi) # set the size now: it also holds if the notebook page loads later
+            # set the size now: it also holds if the notebook page loads later
+            ipympl.FigureManager(self.canvas, 0).resize(width, height*dpi)
             self.canvas.toolbar_visible = self.canvas.header_visible = self.canvas.footer_visible = self.canvas.resizable = False
         else:
             from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -77,7 +78,8 @@ class PageFigure:
         if not self.live or self.back is None: return self.show()
         self.canvas.restore_region(self.back)
         self.paint()
-        self.canvas._force_full = True # send a whole image, because the notebook may lose the first of two partial images
+        # send a whole image, because the notebook may lose the first of two partial images
+        self.canvas._force_full = True
         self.canvas.blit(self.figure.bbox)
 
 # %% ../../nbs/60_show/94_pointing.ipynb #84182a45
@@ -122,7 +124,8 @@ def read_losses(train_stats, table):
     for n,y in lines.items():
         if len(y)!=len(steps):
             raise ValueError(f"train_stats has {len(steps)} steps, but {len(y)} of {n}. Give one for each step, NaN if it is missing.")
-    if not len(steps): raise ValueError("train_stats has no steps. Leave it out, or give the loss of at least one step.")
+    if not len(steps):
+        raise ValueError("train_stats has no steps. Leave it out, or give the loss of at least one step.")
     return Losses(steps, lines)
 
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a002
@@ -148,7 +151,8 @@ class CrossHair:
         ink,line = mpl.rcParams['text.color'],vertical_line(ax)
         dots = [ax.plot([], [], 'o', ms=5, color=l.get_color(), visible=False)[0] for l in ax.lines if l is not line]
         back = {'boxstyle': 'round,pad=.3', 'facecolor': ax.get_facecolor(), 'edgecolor': 'none', 'alpha': .85}
-        text = ax.text(.98, .98, '', transform=ax.transAxes, ha='right', va='top', color=ink, visible=False, bbox=back, parse_math=False)
+        text = ax.text(.98, .98, '', transform=ax.transAxes, ha='right', va='top', color=ink, visible=False,
+            bbox=back, parse_math=False)
         text.set_in_layout(False)
         self.cross = line,dots,text
         self.surface.set_moving(line, *dots, text)
@@ -190,7 +194,8 @@ class Picture:
     "A picture that is redrawn when its arguments change, with a line at a step. `good`: the last arguments that raised no error."
     def __init__(self, surface):
         self.surface,self.lines,self.good = surface,[],None
-        self.style = {k: mpl.rcParams[k] for k in mpl.rcParams if not k.startswith('backend') and k not in ('interactive', 'toolbar')}
+        self.style = {k: mpl.rcParams[k] for k in mpl.rcParams
+            if not k.startswith('backend') and k not in ('interactive', 'toolbar')}
 
     def draw(self, arguments, values, step=None):
         "Draw the picture with the given values of its arguments, and a vertical line at `step`."
@@ -343,10 +348,12 @@ class HeatmapCells:
         "Return the arguments of a histogram, with their controls. `row`: log row of the tensor."
         ttype = self.values.get('ttype', 'output')
         if ttype not in self.exponents:
-            self.exponents[ttype] = self.table if hasattr(self.source, 'columns') else read_rows_for(exp_hist, self.source, ttype)
+            self.exponents[ttype] = (self.table if hasattr(self.source, 'columns')
+                else read_rows_for(exp_hist, self.source, ttype))
         given = {'step': int(row['step']), 'ttype': ttype}
         rows = rows_of_same_tensor(self.exponents[ttype], row)
-        return Arguments(tensor_histogram(row['label']), rows, given, ('path', 'ttype', 'col_wrap', 'facet_kws'), self.on_change)
+        return Arguments(tensor_histogram(row['label']), rows, given, ('path', 'ttype', 'col_wrap', 'facet_kws'),
+            self.on_change)
 
 def read_rows_for(f, source, ttype=None):
     "Return a table with all rows that a drawing function may need, so that moving a control reads no file."
@@ -361,7 +368,8 @@ class TensorChooser:
     def __init__(self, W, patches, enter):
         self.patches,self.names = patches,[]
         self.which,self.when = LayerPicker(W, 'tensor', [], None, one=True),StepSlider(W, 'step', np.array([0]), None)
-        self.button = W.Button(description='How large its numbers were', layout={'width': 'auto', 'margin': '22px 2px 0 2px'})
+        self.button = W.Button(description='How large its numbers were',
+            layout={'width': 'auto', 'margin': '22px 2px 0 2px'})
         self.button.on_click(lambda _: enter(patches.row_of(self.which.value, self.when.value)))
         for c in (self.which, self.when): set_layout(c)
         row = {'flex_flow': 'row wrap', 'grid_gap': '2px 14px', 'align_items': 'flex-start'}
@@ -381,10 +389,13 @@ class PageLayout:
     def __init__(self, W, figures, live):
         self.text = ''
         self.message,self.hint = W.HTML(layout={'min_height': '22px', 'margin': '0 2px'}),W.HTML(layout={'margin': '0 2px'})
-        self.back = W.Button(description='Back', icon='arrow-left', tooltip='Back to the heat map', layout={'width': '90px', 'margin': '0 0 0 2px'})
+        self.back = W.Button(description='Back', icon='arrow-left', tooltip='Back to the heat map',
+            layout={'width': '90px', 'margin': '0 0 0 2px'})
         self.top,self.foot = W.VBox(),W.VBox()
-        row = {'flex_flow': 'row' if live else 'row wrap', 'align_items': 'flex-start', 'overflow': 'auto hidden', 'max_width': '100%'}
-        figures = W.HBox(figures, layout=row) # create the box only once, because a canvas that is inserted again loses the keyboard focus
+        row = {'flex_flow': 'row' if live else 'row wrap', 'align_items': 'flex-start', 'overflow': 'auto hidden',
+            'max_width': '100%'}
+        # create the box only once, because a canvas that is inserted again loses the keyboard focus
+        figures = W.HBox(figures, layout=row)
         self.box = W.VBox([self.top, self.message, figures, self.foot, self.hint], layout={'width': '100%'})
 
     def show_message(self, text=''):
@@ -562,7 +573,8 @@ def interactive(
     given = dict(kwargs)
     names = list(signature(f).parameters)[:1]
     found = [n for n in (*names, 'df', 'run') if n in given]
-    if not found: raise TypeError(f"interactive needs a run: interactive({f.__name__}, run=<name, ember or table>, ...).")
+    if not found:
+        raise TypeError(f"interactive needs a run: interactive({f.__name__}, run=<name, ember or table>, ...).")
     source = given.pop(found[0])
     why = why_no_controls()
     if why:

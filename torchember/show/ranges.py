@@ -32,7 +32,8 @@ def shares(rows, dtype:str): # rows: rows of one step
 def zero_counts(rows):
     "Return the number of zeros in the tensors of these rows, or 0 if zeros were not counted."
     if 'zero_frac' not in rows: return 0
-    n = rows['shape'].map(np.prod) if 'shape' in rows else rows['exponents'].map(lambda e: np.sum(e) if isinstance(e, list|tuple|np.ndarray) else 0)
+    n = (rows['shape'].map(np.prod) if 'shape' in rows
+        else rows['exponents'].map(lambda e: np.sum(e) if isinstance(e, list|tuple|np.ndarray) else 0))
     return round(float((rows['zero_frac']*n).sum()))
 
 def formats_in_range(rows, dtypes):
@@ -93,14 +94,16 @@ def out_of_range(
     labels = found[0][0]
     size = 2.2+2.1*len(dtypes),picture_height(len(labels), 12)
     axes = axes_for(len(dtypes), ax, 'formats', len(dtypes), size, sharey=True)
-    worst = [max(max(f(got).max(initial=0) for _,got in found), .01) for f in (lambda g: g['subnormal']+g['under'], lambda g: g['over'])]
+    worst = [max(max(f(got).max(initial=0) for _,got in found), .01)
+        for f in (lambda g: g['subnormal']+g['under'], lambda g: g['over'])]
     for a,d,(_,got) in zip(axes, dtypes, found, strict=True): draw_format(a, d, got, *worst)
     name_rows(axes[0], labels)
     for a in axes[1:]: a.yaxis.set_tick_params(length=0)
     title = make_title(name_of_run(rows), name_of_type(ttype), f'step {step:,}')
     small = 'too small' if 'zero_frac' in rows else 'too small, or zero'
     if ax is not None:
-        axes[0].set(title=make_title(title, dtypes[0]), xlabel=f'← {small} · too large →') # no figure title: the user's figure may have one
+        # no figure title: the user's figure may have one
+        axes[0].set(title=make_title(title, dtypes[0]), xlabel=f'← {small} · too large →')
     else:
         axes[0].figure.suptitle(title, x=.01, ha='left')
         axes[0].figure.supxlabel(f'← {small} · kept with fewer digits (faint) · too large →')

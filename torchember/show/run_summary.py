@@ -17,8 +17,8 @@ from ..frames.words import earlier_calls, ttype_of
 from .findings import open_findings, title_text, is_about_row
 from .legend import make_title, name_of_type, words
 from .missing import selected_parameters, parameters_of_run, insert_missing, untrained_reasons, drop_missing
-from torchember.show.select import (find_stat, has_ttype, name_of_run, numeric_columns, pick, series, table_and_findings, training, trouble, usual,
-    with_statistics)
+from .select import (find_stat, has_ttype, name_of_run, numeric_columns, pick, series,
+    table_and_findings, training, trouble, usual, with_statistics)
 
 # %% ../../nbs/60_show/88_run_summary.ipynb #ee8d9996
 def first_trouble(df):
@@ -26,11 +26,13 @@ def first_trouble(df):
     at = np.flatnonzero(trouble(df))
     if not len(at): return None
     step = df['step'].to_numpy()[at]
-    return df.iloc[at[np.argmin(step)]] # `argmin` finds the first row of this step, because rows are in the order of execution
+    # `argmin` finds the first row of this step, because rows are in the order of execution
+    return df.iloc[at[np.argmin(step)]]
 
 def trouble_sentence(row):
     "Return a text about a non-finite tensor: its step, its name, and its counts of NaN and infinities."
-    what = ' and '.join(f'{int(row[c]):,} {n}' for c,n in (('nan', 'NaN'), ('posinf', '+inf'), ('neginf', '-inf')) if row.get(c, 0)>0)
+    what = ' and '.join(f'{int(row[c]):,} {n}' for c,n in (('nan', 'NaN'), ('posinf', '+inf'), ('neginf', '-inf'))
+        if row.get(c, 0)>0)
     name = row['path'] or 'the model'
     pname = row.get('pname')
     if isinstance(pname, str) and pname: name = f"{row['path']}.{pname}".lstrip('.')
@@ -69,7 +71,8 @@ def loss_curve(table, loss):
     if np.ndim(loss): return 'loss', np.arange(len(loss)), np.asarray(loss, float)
     rows,names = table[has_ttype(table, 'scalar')],logged_names(table)
     if loss is None:
-        loss = next((n for n in names if 'loss' in n and not computed_in(n)), next((n for n in names if not computed_in(n)), None))
+        loss = next((n for n in names if 'loss' in n and not computed_in(n)),
+            next((n for n in names if not computed_in(n)), None))
     if loss is None: return None
     if loss not in names:
         raise ValueError(f"{unknown('number that was logged', loss, names)} To have it in the next run: te.log({loss}=...).")
@@ -80,7 +83,8 @@ def loss_curve(table, loss):
 
 def may_have_number(rows, name):
     "Return a mask of the rows that may contain the logged number `name`. A NaN can be its value, or mean that the row has no such number."
-    own,tname = computed_in(name),rows['tname'].astype(object).to_numpy() if 'tname' in rows else np.full(len(rows), 'log', object)
+    own = computed_in(name)
+    tname = rows['tname'].astype(object).to_numpy() if 'tname' in rows else np.full(len(rows), 'log', object)
     by_user = ~np.isin(tname, computed)
     return by_user if own is None else (tname==own) | by_user & bool(rows[name].notna().to_numpy()[by_user].any())
 
@@ -101,12 +105,14 @@ class RunSummary:
         import pandas as pd
         with pd.option_context('display.width', 200, 'display.max_colwidth', 40):
             text = self.df.to_string(float_format=lambda v: f'{v:.3g}', na_rep='')
-        return '\n'.join(map(printable, filter(None, [self.title, *self.found, *self.said, self.missing, *text.split('\n')])))
+        return '\n'.join(map(printable, filter(None, [self.title, *self.found, *self.said, self.missing,
+            *text.split('\n')])))
 
     def _repr_html_(self):
         from html import escape
         missing = ''.join(f'<p>{escape(printable(s))}</p>' for s in (*self.found, *self.said, self.missing) if s)
-        return f'<b>{escape(self.title)}</b>{missing}'+self.df.to_html(float_format=lambda v: f'{v:.3g}', na_rep='', escape=True)
+        return f'<b>{escape(self.title)}</b>{missing}'+self.df.to_html(float_format=lambda v: f'{v:.3g}',
+            na_rep='', escape=True)
 
 @earlier_calls('ttype', 'stats', 'path')
 @says_arguments
@@ -139,16 +145,20 @@ def summary(
         for label,x,y,bad in ss:
             line = lines.setdefault(label, {'steps': len(x), 'not finite': int(bad.sum())})
             ok = y[np.isfinite(y)]
-            line |= {f'{c} first': ok[0] if len(ok) else np.nan, f'{c} last': ok[-1] if len(ok) else np.nan, f'{c} worst': most_unusual(ok)}
+            line |= {f'{c} first': ok[0] if len(ok) else np.nan, f'{c} last': ok[-1] if len(ok) else np.nan,
+                f'{c} worst': most_unusual(ok)}
     missing = untrained_reasons(rows, ttype_of(kind)[0], ps, path).keys()-lines.keys()
     labels,_ = insert_missing(list(lines), missing, [label_of(p) for p in ps])
     df = pd.DataFrame.from_dict({n: lines.get(n, {'steps': 0, 'not finite': 0}) for n in labels}, orient='index')
     df = df[[c for c in df.columns if c!='not finite']+['not finite']]
     df.index.name = name_of_type(kind)
-    first,n,causes = first_trouble(training(tensors)),tensors['step'].nunique(),open_findings(findings, table['step'].max())[:3]
-    finite = 'all finite' if first is None else '' if any(is_about_row(f, first) for f in causes) else trouble_sentence(first)
+    first,n = first_trouble(training(tensors)),tensors['step'].nunique()
+    causes = open_findings(findings, table['step'].max())[:3]
+    finite = ('all finite' if first is None
+        else '' if any(is_about_row(f, first) for f in causes) else trouble_sentence(first))
     title = make_title(name_of_run(table), f'{n:,} step{"s"*(n!=1)}', finite)
-    return RunSummary(df, title, untrained(ps, selected_parameters(ps, path)), table.attrs.get('said', ()), map(title_text, causes))
+    return RunSummary(df, title, untrained(ps, selected_parameters(ps, path)), table.attrs.get('said', ()),
+        map(title_text, causes))
 
 def most_unusual(y):
     "Return the value farthest from the median. If all values are positive, compare logarithms."

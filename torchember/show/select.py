@@ -33,7 +33,8 @@ def rows_to_draw(source, stats=None, rows=None, **wanted): # rows: all rows of t
 
 def with_statistics(df, stats=()):
     "Return the rows with values of some statistics, by default of any statistic of torchember. Omit the rows of a `Monitor`."
-    names = [n for s in stats for n in (s, stats_of.get(s)) if n in df] if len(stats) else [c for c in df.columns if c in usual]
+    names = ([n for s in stats for n in (s, stats_of.get(s)) if n in df] if len(stats)
+        else [c for c in df.columns if c in usual])
     some = measured_any(df, names)
     return df if some.all() else df[some]
 
@@ -150,12 +151,15 @@ def pick(
         rows = rows | full.isin({str(m) for m in missed}).to_numpy()
         missed = [m for m in missed if str(m) not in set(full.unique())]
     if missed and rows.any(): # a module that exists, but has no tensors of this type, is no error
-        elsewhere = {*every['path'].astype(str).unique(), *(parameter_names(every).unique() if 'pname' in every else ())}
+        elsewhere = {*every['path'].astype(str).unique(),
+            *(parameter_names(every).unique() if 'pname' in every else ())}
         missed = [m for m in missed if m not in elsewhere]
     if missed:
         first = missed[0]
-        what = f"layer that matches {first.pattern!r}" if isinstance(first, re.Pattern) else 'layer of the class itself' if isinstance(first, type) else 'layer'
-        raise ValueError(unknown(what, getattr(first, 'pattern', getattr(first, '__name__', first)), logframe_names(df) or [k for k in known if k]))
+        what = (f"layer that matches {first.pattern!r}" if isinstance(first, re.Pattern)
+            else 'layer of the class itself' if isinstance(first, type) else 'layer')
+        raise ValueError(unknown(what, getattr(first, 'pattern', getattr(first, '__name__', first)),
+            logframe_names(df) or [k for k in known if k]))
     return df[rows]
 
 def logframe_names(df):
@@ -165,7 +169,8 @@ def logframe_names(df):
 def rows_of_names(df, asked):
     "Return a mask of the rows of some layers of a LogFrame, and the names of layers that do not occur."
     if not (known := logframe_names(df)): return np.zeros(len(df), bool), asked
-    got = [{n for n in known if one.match(n)} if isinstance(one, re.Pattern) else paths_like(one, known) for one in asked]
+    got = [{n for n in known if one.match(n)} if isinstance(one, re.Pattern) else paths_like(one, known)
+        for one in asked]
     return df['layer_name'].astype(str).isin(set().union(*got)).to_numpy(), [one for one,g in zip(asked, got, strict=True) if not g]
 
 def parameter_names(df):
@@ -185,7 +190,8 @@ def paths_like(one, known, kinds=None): # kinds: names of the module's classes, 
 def classes_in(df):
     "Return the class names of modules, a dict: the key is the path 'fc', the value ('Linear',), for example."
     if 'module' not in df: return {}
-    return {p: (m.rpartition('(')[2][:-1],) for p,m in df[['path', 'module']].drop_duplicates().astype(str).itertuples(index=False) if m.endswith(')')}
+    return {p: (m.rpartition('(')[2][:-1],)
+        for p,m in df[['path', 'module']].drop_duplicates().astype(str).itertuples(index=False) if m.endswith(')')}
 
 def rows_of_ttypes(df, asked):
     "Return the rows of the tensor types requested by the user. Raise ValueError for a type without rows."
@@ -206,7 +212,8 @@ def rows_of_ttypes(df, asked):
 def no_ttype_message(typed, ttype, there, name):
     "Return the error message for a tensor type without rows. `typed`: the tensor type as the user has typed it."
     more = (*(t for t in there if t!='scalar'), ttype)
-    how = 'te.log(loss=loss)' if ttype=='scalar' else f"torchEmber(model{', optimizer=opt' if ttype in ('update', 'optimizer') else ''}, ttypes={more})"
+    how = ('te.log(loss=loss)' if ttype=='scalar'
+        else f"torchEmber(model{', optimizer=opt' if ttype in ('update', 'optimizer') else ''}, ttypes={more})")
     name_of_type = repr(typed) if str(typed).partition('.')[0]==ttype else f"{typed!r}, which is {ttype!r} here"
     meant = " Did you mean 'weight_grad'?" if ttype=='output_grad' and str(typed)!=ttype and 'weight_grad' in there else ''
     return f"{printable(name)} has no rows of {name_of_type}; it has {', '.join(map(repr, there))}.{meant} To record {ttype!r} next time: {how}."
@@ -227,7 +234,8 @@ def find_stat(df, stat:str) -> str:
         return stat
     other = stats_of.get(stat)
     if other in df and df[other].notna().any(): return other
-    if stat in df and df[stat].isna().all() and len(df): return stat # a column that is all NaN is drawn, because NaN is a result, too
+    # a column that is all NaN is drawn, because NaN is a result, too
+    if stat in df and df[stat].isna().all() and len(df): return stat
     raise ValueError(not_recorded(stat, numeric_columns(df)))
 
 not_stats = {'step', 'call', 'micro', 'backward', 'rank', 'nan', 'posinf', 'neginf', 'exponent_min'}
@@ -291,7 +299,8 @@ def places(df) -> tuple:
     get = lambda c: one[c].astype(object).where(one[c].notna(), None).tolist() if c in one else [None]*len(one)
     path,ttype,tname,pname,call,shard = (get(c) for c in ('path', 'ttype', 'tname', 'pname', 'call', 'shard'))
     top = root_name(one)
-    several_names,several_calls = keys_with_several(zip(path, ttype, strict=True), tname),keys_with_several(zip(path, ttype, tname, strict=True), call)
+    several_names = keys_with_several(zip(path, ttype, strict=True), tname)
+    several_calls = keys_with_several(zip(path, ttype, tname, strict=True), call)
     several_ttypes = len(set(ttype))>1
     labels = []
     for p,t,n,q,c,s in zip(path, ttype, tname, pname, call, shard, strict=True):
@@ -373,6 +382,8 @@ def distance_from_median(s):
     if len(y) and np.nanmin(np.where(np.isfinite(y), y, np.inf), initial=np.inf)>0:
         y = np.log10(np.where(np.isfinite(y), y, np.nan))
     ends = np.searchsorted(s.code, np.arange(len(s)+1))
-    middle = np.array([np.median(part[np.isfinite(part)]) if np.isfinite(part := y[a:b]).any() else 0. for a,b in zip(ends[:-1], ends[1:], strict=True)])
+    middle = np.array([np.median(part[np.isfinite(part)]) if np.isfinite(part := y[a:b]).any() else 0.
+        for a,b in zip(ends[:-1], ends[1:], strict=True)])
     far = np.abs(y-middle[s.code]) if len(y) else y
-    return np.where(np.isnan(far), -1, far) # NaN gets the smallest distance: the mask `bad` marks it, so another value can be shown
+    # NaN gets the smallest distance: the mask `bad` marks it, so another value can be shown
+    return np.where(np.isnan(far), -1, far)

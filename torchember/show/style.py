@@ -32,20 +32,22 @@ def rc_settings():
     ink,line = ('#e6e6e6', '#8a8a8a') if dark else ('#1c1c1c', '#8a8a8a')
     # keep a font size that the user has set
     size = 9 if mpl.rcParams['font.size']==mpl.rcParamsDefault['font.size'] else mpl.rcParams['font.size']
-    return {'font.size': size, 'axes.titlesize': size+1, 'figure.titlesize': size+2, 'axes.labelsize': size, 'figure.labelsize': size,
+    return {'font.size': size, 'axes.titlesize': size+1, 'figure.titlesize': size+2, 'axes.labelsize': size,
+        'figure.labelsize': size,
         'legend.fontsize': size-1, 'xtick.labelsize': size-1, 'ytick.labelsize': size-1, 'axes.titlelocation': 'left',
         'axes.spines.top': False, 'axes.spines.right': False, 'axes.edgecolor': line,
         'axes.labelcolor': ink, 'text.color': ink, 'axes.titlecolor': ink,
         'xtick.color': line, 'ytick.color': line, 'xtick.labelcolor': ink, 'ytick.labelcolor': ink,
-        'axes.prop_cycle': mpl.cycler(color=palettes[dark]), 'legend.frameon': False, 'axes.grid': False, 'lines.linewidth': 1.3,
-        'text.parse_math': False}
+        'axes.prop_cycle': mpl.cycler(color=palettes[dark]), 'legend.frameon': False, 'axes.grid': False,
+        'lines.linewidth': 1.3, 'text.parse_math': False}
 
 # %% ../../nbs/60_show/00_style.ipynb #d9ac9375
 formula = re.compile(r'\$2\^\{-?\d+\}\$') # matches a power of two, in the form that `base2` writes
 
 def figures_of(got):
     "Return the figures of a picture. The argument is the result of a drawing function: Axes, a list or an array of Axes."
-    found = [getattr(o, 'figure', None) for o in (got if isinstance(got, list|tuple) else got.ravel() if isinstance(got, np.ndarray) else [got])]
+    found = [getattr(o, 'figure', None)
+        for o in (got if isinstance(got, list|tuple) else got.ravel() if isinstance(got, np.ndarray) else [got])]
     return list(dict.fromkeys(f for f in found if hasattr(f, 'findobj')))
 
 def texts_in(fig):
@@ -72,11 +74,13 @@ def draw_as_letters(fig, users): # users: texts that the user drew before; they 
         if users.get(t)==s: continue
         if not s.isprintable(): t.set_text(printable_lines(s))
         t.set_parse_math('$' not in s or bool(formula.fullmatch(s)))
-    for axis in [getattr(ax, a) for outer in fig.axes for ax in (outer, *all_children(outer)) for a in ('xaxis', 'yaxis', 'zaxis') if hasattr(ax, a)]:
+    for axis in [getattr(ax, a) for outer in fig.axes for ax in (outer, *all_children(outer))
+            for a in ('xaxis', 'yaxis', 'zaxis') if hasattr(ax, a)]:
         names = axis.get_major_formatter()
         if isinstance(names, mpl.ticker.FuncFormatter):
             names.func = names.func if isinstance(names.func, Printable) else Printable(names.func)
-        for tick in (*axis.get_major_ticks()*(not isinstance(names, mpl.ticker.FuncFormatter)), *axis.get_minor_ticks()):
+        for tick in (*axis.get_major_ticks()*(not isinstance(names, mpl.ticker.FuncFormatter)),
+                *axis.get_minor_ticks()):
             for label in (tick.label1, tick.label2): label.set_parse_math(True)
 
 # %% ../../nbs/60_show/00_style.ipynb #ee344c0f
@@ -135,7 +139,8 @@ def panels(n, wrap=None, size=None, each=(3.2, 2.2), least=(4.5, 2.8), **kwargs)
     fig = figure(size)
     grid = fig.subplots(down, across, squeeze=False, **kwargs).ravel()
     for ax in grid[n:]: ax.remove()
-    for ax in grid[max(n-across, 0):n]: ax.xaxis.set_tick_params(labelbottom=True) # show the labels of the x axis, because no panel below shows them
+    # show the labels of the x axis, because no panel below shows them
+    for ax in grid[max(n-across, 0):n]: ax.xaxis.set_tick_params(labelbottom=True)
     return fig, list(grid[:n])
 
 def axes_for(n, ax, what, wrap=None, size=None, **kwargs): # what: noun for the error message, such as 'layers'

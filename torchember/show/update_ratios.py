@@ -46,8 +46,10 @@ def population_std(rows):
     "Convert the unbiased standard deviation (divisor n-1) in log rows to the population's (divisor n). It is 0 for one element."
     known,std = {},rows['std'].to_numpy(float)
     shapes = rows['shape'] if 'shape' in rows else [None]*len(rows)
-    n = np.array([known.setdefault(tuple(s), np.prod(s)) if isinstance(s, list|tuple|np.ndarray) else np.inf for s in shapes])
-    one = (n==1) | np.isnan(std) & np.isfinite(rows['mean'].to_numpy(float)) # the unbiased deviation of one element is NaN
+    n = np.array([known.setdefault(tuple(s), np.prod(s)) if isinstance(s, list|tuple|np.ndarray) else np.inf
+        for s in shapes])
+    # the unbiased deviation of one element is NaN
+    one = (n==1) | np.isnan(std) & np.isfinite(rows['mean'].to_numpy(float))
     return np.where(one, 0, std*np.sqrt(1-1/np.maximum(n, 1)))
 
 # %% ../../nbs/60_show/70_update_ratios.ipynb #c31488c8
@@ -93,7 +95,8 @@ def standstill_text(never, still:dict, why:dict, most:int=4) -> str: # still: re
     names = lambda listed: ', '.join(listed[:most])+(f' and {len(listed)-most} more' if len(listed)>most else '')
     short = dict(zip(never, short_names(list(never)), strict=True))
     now_and_then = [f'{l} ({z:,} of {n:,} steps)' for l,(z,n) in still.items() if 0<z<n]
-    lines = [('now and then still: ', now_and_then), ('never moved: ', [short[l]+(f' ({why[l]})' if why.get(l) else '') for l in never])]
+    lines = [('now and then still: ', now_and_then),
+        ('never moved: ', [short[l]+(f' ({why[l]})' if why.get(l) else '') for l in never])]
     return '\n'.join(title+names(listed) for title,listed in lines if listed)
 
 # %% ../../nbs/60_show/70_update_ratios.ipynb #9c1348d1
@@ -134,8 +137,10 @@ def updates(
     name_lines(ax, lines, colors)
     ax.set(xlabel='step', ylabel=meanings['ratio']+('' if known else ', at least'),
         title=make_title(name_of_run(rows), 'updates' if known else 'updates, from weights'))
-    word = {'fontsize': mpl.rcParams['legend.fontsize'], 'path_effects': [effects.withStroke(linewidth=2.5, foreground=ax.get_facecolor())]}
-    ax.text(.995, healthy[1], 'usual', transform=ax.get_yaxis_transform(), va='top', ha='right', color=palettes[is_dark()][2], **word)
+    word = {'fontsize': mpl.rcParams['legend.fontsize'],
+        'path_effects': [effects.withStroke(linewidth=2.5, foreground=ax.get_facecolor())]}
+    ax.text(.995, healthy[1], 'usual', transform=ax.get_yaxis_transform(), va='top', ha='right',
+        color=palettes[is_dark()][2], **word)
     text = standstill_text(never, still, {label_of(p): why_not(p) for p in selected_parameters(ps, path)})
     if text: ax.text(.01, .02, text, transform=ax.transAxes, va='bottom', ha='left', **word)
     return ax

@@ -90,12 +90,15 @@ class SentSteps:
         self.steps.update(steps)
         if not ranges or self.target is None: return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, 'ab') as f: f.write(b'\n'+b''.join(line_of({'target': self.target, 'first': a, 'last': b}).rstrip(b'\n')+b'\n' for a,b in ranges))
+        with open(self.path, 'ab') as f:
+            f.write(b'\n'+b''.join(line_of({'target': self.target, 'first': a, 'last': b}).rstrip(b'\n')+b'\n'
+                for a,b in ranges))
 
 # %% ../../nbs/56_sinks/60_feed.ipynb #8b0a1869
 class StepSender:
     "Sends steps of a run to a sink, and notes the steps after they have arrived."
-    patience,most_failures = 2.,5 # seconds between two flushes of the sink; number of failures in a row after which nothing more is sent
+    # seconds between two flushes of the sink; number of failures in a row after which nothing more is sent
+    patience,most_failures = 2.,5
     def __init__(self, t, sink): # t: `tracker` of the run
         # sent: a `SentSteps`, or None before the first call of `open`
         self.tracker,self.sink,self.sent,self.unconfirmed,self.last_flush,self.failures = t,sink,None,[],time.monotonic(),0
@@ -107,7 +110,8 @@ class StepSender:
         if self.sent is not None: return
         try: about = self.tracker.about[f'base_{self.tracker.fname}']
         except KeyError: about = {} # with several processes, the metadata are under the key of another process
-        if self.sink.of is not None: raise ValueError(f"this sink already sends the run {self.sink.of!r}. Create another sink for {self.run!r}")
+        if self.sink.of is not None:
+            raise ValueError(f"this sink already sends the run {self.sink.of!r}. Create another sink for {self.run!r}")
         self.sink.of = self.run
         self.sink.open(self.run, dict(about))
         self.sent = SentSteps(self.tracker, self.sink.target())
@@ -242,7 +246,8 @@ def close_feeds():
 def rows_of(run):
     "Return all rows of a `Run`. If several processes have recorded it, merge their rows into rows of whole tensors."
     if not run.is_ranked: return run.rows()
-    return [{k: v for k,v in r.items() if isinstance(v, list|tuple|str) or v is not None and v==v} for r in run.table().to_dict('records')]
+    return [{k: v for k,v in r.items() if isinstance(v, list|tuple|str) or v is not None and v==v}
+        for r in run.table().to_dict('records')]
 
 def replay(
     run, # Run to send: its name, or another argument accepted by `read`
@@ -260,7 +265,8 @@ def replay(
         Number of steps that were sent
     """
     sink,run = sink_of(sink),open_run(run, home)
-    if run.log is None: raise TypeError("replay needs the name of a stored run, got a table. Only a stored run has the list of the steps that were sent.")
+    if run.log is None:
+        raise TypeError("replay needs the name of a stored run, got a table. Only a stored run has the list of the steps that were sent.")
     steps = {}
     for r in rows_of(run):
         if is_step(r.get('step')): steps.setdefault(r['step'], []).append(r)

@@ -47,14 +47,16 @@ class MLflow(Sink):
         **choice: Further arguments, as for `Sink`
     """
     name = 'mlflow'
-    tag = 'torchember.run' # tag of the MLflow run with the id of the torchember run, by which this sink finds its run again
+    # tag of the MLflow run with the id of the torchember run, by which this sink finds its run again
+    tag = 'torchember.run'
     def __init__(self,
         run=None, # Run of MLflow, or its id; by default the open run, or else a new run
         experiment:str|None=None, # Experiment of a new run; by default the experiment set in MLflow, or 'torchember'
         **choice # Further arguments, as for `Sink`
     ):
         super().__init__(**choice)
-        self.given = run if isinstance(run, str) else self.id_of(run or self.mlflow.active_run()) or os.environ.get('MLFLOW_RUN_ID')
+        self.given = (run if isinstance(run, str)
+            else self.id_of(run or self.mlflow.active_run()) or os.environ.get('MLFLOW_RUN_ID'))
         # the server of the given run. Without a run, None: the user may choose another server later
         self.uri = self.mlflow.get_tracking_uri() if self.given else None
         self.experiment = experiment
@@ -63,7 +65,8 @@ class MLflow(Sink):
             self.mlflow.MlflowClient(self.uri)
         self.begin()
 
-    mlflow = property(lambda self: needs('mlflow', for_='The sink mlflow'), doc="The library, a property because a library cannot be pickled.")
+    mlflow = property(lambda self: needs('mlflow', for_='The sink mlflow'),
+        doc="The library, a property because a library cannot be pickled.")
 
     def begin(self):
         "Reset the state of the sink, to send another run."
@@ -78,7 +81,8 @@ class MLflow(Sink):
 
     def open(self, run, about):
         self.client = self.mlflow.MlflowClient(self.uri)
-        self.id = self.id or self.id_of(find_open_run(self.mlflow)) # search again, because the user may have opened a run in another thread
+        # search again, because the user may have opened a run in another thread
+        self.id = self.id or self.id_of(find_open_run(self.mlflow))
         found = self.client.get_run(self.id) if self.id else self.create_or_find_run(run, about)
         self.old_metrics,self.tags,self.id = {*found.data.metrics},found.data.tags,found.info.run_id
 
@@ -120,14 +124,17 @@ class MLflow(Sink):
     def scalars(self, step, numbers): self.queue_numbers(step, numbers)
 
     def histograms(self, step, counts):
-        self.queue_numbers(step, {f'{k}/exponents/{p}': v for k,h in counts.items() for p,v in percentile_edges(*h).items()})
+        self.queue_numbers(step, {f'{k}/exponents/{p}': v for k,h in counts.items()
+            for p,v in percentile_edges(*h).items()})
 
     def findings(self, step, found):
         for f in found:
-            tag,line = metric_name(f"torchember.finding.{f['rule']}"),f"step {step}: {'no longer so: ' if f.get('over') else ''}{f['text']}"
+            tag = metric_name(f"torchember.finding.{f['rule']}")
+            line = f"step {step}: {'no longer so: ' if f.get('over') else ''}{f['text']}"
             lines = self.tags.get(tag, '').splitlines()
             text = '\n'.join([*lines, line])
-            if line in lines or len(text)>most_text: continue # a tag is full: keep its first findings, which are usually the causes
+            # a tag is full: keep its first findings, which are usually the causes
+            if line in lines or len(text)>most_text: continue
             self.client.set_tag(self.id, tag, text)
             self.tags[tag] = text
 

@@ -70,7 +70,8 @@ class MetricNames:
     "Selects the modules sent by a sink, and names their metrics."
     def __init__(self, include=None, exclude=None): # the arguments are those of `Sink`
         self.include,self.exclude,self.picked = include,exclude,None
-        self.layers,self.inner = {},set() # layers: a `NamedLayer` for each module path; inner: paths of the modules that contain other modules
+        # layers: a `NamedLayer` for each module path; inner: paths of the modules that contain other modules
+        self.layers,self.inner = {},set()
 
     def learn(self, rows):
         "Note the modules of some rows, and choose the modules to send by `include` and `exclude`."
@@ -101,11 +102,13 @@ class MetricNames:
         return (f"{row['phase']}/" if row.get('phase') in beside_training else '')+f"{row['ttype']}/{path}"
 
 # %% ../../nbs/56_sinks/10_sink.ipynb #7e5d73c1
-built_in_columns = {*identity, *of_pieces, *optional, 'path'} # columns of a row that torchember writes; other columns with numbers are the user's
+# columns of a row that torchember writes; other columns with numbers are the user's
+built_in_columns = {*identity, *of_pieces, *optional, 'path'}
 
 def logged_numbers(row, known): # known: names of columns that the user has not logged
     "Return the numbers logged by the user with `te.log`, from a row of type 'scalar'."
-    return {k: float(v) for k,v in row.items() if k not in known and isinstance(v, int|float) and not isinstance(v, bool)}
+    return {k: float(v) for k,v in row.items()
+        if k not in known and isinstance(v, int|float) and not isinstance(v, bool)}
 
 def stable_id(run, about) -> str: # about: metadata of the run
     "Return an id made of name, host and start of a run. A continued run keeps its id, and different runs have different ids."
@@ -146,10 +149,12 @@ class Sink:
         prefix:str='' # Beginning of all names, so that two models can share a run of a tracker: 'generator/'
     ):
         self.names,self.ttypes,self.when,self.with_histograms = MetricNames(include, exclude),check_ttypes(ttypes),schedule(every),histograms
-        if not isinstance(prefix, str): raise TypeError(f"prefix= is the beginning of all metric names, a text such as 'generator/', got {an(prefix)}.")
+        if not isinstance(prefix, str):
+            raise TypeError(f"prefix= is the beginning of all metric names, a text such as 'generator/', got {an(prefix)}.")
         self.prefix = prefix
         self.stats = (stats,) if isinstance(stats, str) else tuple(stats)
-        if bad := [s for s in self.stats if not isinstance(s, str)]: raise TypeError(f"stats= takes names of statistics, such as 'rms', got {an(bad[0])}.")
+        if bad := [s for s in self.stats if not isinstance(s, str)]:
+            raise TypeError(f"stats= takes names of statistics, such as 'rms', got {an(bad[0])}.")
 
     def open(self, run:str, about:dict):
         "Begin or continue a run in the tracker. `about`: metadata of the run. Called first, in the thread of the sink."
@@ -204,7 +209,8 @@ class Sink:
         self.names.learn([r for r in rows if r.get('ttype') in self.ttypes])
         found,counts,scalars,first,bad = {},{},{},{},0
         for r in rows:
-            if r.get('ttype')=='scalar': scalars |= {f'scalar/{k}': v for k,v in logged_numbers(r, built_in_columns).items()}
+            if r.get('ttype')=='scalar':
+                scalars |= {f'scalar/{k}': v for k,v in logged_numbers(r, built_in_columns).items()}
             if r.get('ttype') in (None, 'scalar', 'finding') or not isinstance(r.get('module'), str): continue
             bad += sum(int(r.get(c) or 0) for c in bad_counts)
             if r['ttype'] not in self.ttypes or not self.names.is_sent(r): continue
@@ -215,4 +221,5 @@ class Sink:
             if self.with_histograms and (h := exponent_histogram(r)): counts.setdefault(key, []).append(h)
         numbers = {f'{key}/{s}': merge_calls(s, v) for (key,s),v in found.items()}
         if found: numbers['nonfinite/count'] = bad
-        return {self.prefix+k: v for k,v in (scalars | numbers).items()}, {self.prefix+k: merge_histograms(h) for k,h in counts.items()}
+        return {self.prefix+k: v for k,v in (scalars | numbers).items()}, {self.prefix+k: merge_histograms(h)
+            for k,h in counts.items()}

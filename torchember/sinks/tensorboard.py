@@ -21,8 +21,10 @@ def read_events(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     events = EventAccumulator(folder, size_guidance={'scalars': 0, 'histograms': 0, 'tensors': 0}).Reload()
     tags = events.Tags()
-    texts = {(k, e.step, e.tensor_proto.string_val[0].decode()) for k in tags['tensors'] if k.startswith('finding/') for e in events.Tensors(k)}
-    return texts | {(k, e.step) for kind,read in (('scalars', events.Scalars), ('histograms', events.Histograms)) for k in tags[kind] for e in read(k)}
+    texts = {(k, e.step, e.tensor_proto.string_val[0].decode()) for k in tags['tensors'] if k.startswith('finding/')
+        for e in events.Tensors(k)}
+    return texts | {(k, e.step) for kind,read in (('scalars', events.Scalars), ('histograms', events.Histograms))
+        for k in tags[kind] for e in read(k)}
 
 def run_folder(run, about, log_dir): # about: metadata of the run; log_dir: folder with a folder for each run
     "Return the folder of a run: `<name>`, or `<name>_2`, ... if the name is already used."
@@ -71,7 +73,8 @@ class TensorBoard(Sink):
         return f'tensorboard:{abspath(self.writer.log_dir)}'
 
     def scalars(self, step, numbers):
-        new,file = {k: v for k,v in numbers.items() if (k, step) not in self.existing},getattr(self.writer, 'file_writer', None)
+        new = {k: v for k,v in numbers.items() if (k, step) not in self.existing}
+        file = getattr(self.writer, 'file_writer', None)
         # write all numbers of a step as one event, which takes a tenth of the time of one event per number
         if type(file).__module__=='torch.utils.tensorboard.writer':
             from tensorboard.compat.proto.summary_pb2 import Summary
@@ -83,10 +86,11 @@ class TensorBoard(Sink):
         for k,(edges,n) in counts.items():
             if (f'{k}/exponents', step) in self.existing: continue
             centers = [(a+b)/2 for a,b in zip(edges, edges[1:], strict=False)]
-            total = sum(c*x for c,x in zip(n, centers, strict=True)) # estimates of the sum and of the sum of squares, from the centers of the bins
+            # estimates of the sum and of the sum of squares, from the centers of the bins
+            total = sum(c*x for c,x in zip(n, centers, strict=True))
             squares = sum(c*x*x for c,x in zip(n, centers, strict=True))
-            self.writer.add_histogram_raw(f'{k}/exponents', min=edges[0], max=edges[-1], num=sum(n), sum=total, sum_squares=squares,
-                bucket_limits=[edges[0], *edges[1:]], bucket_counts=[0, *n], global_step=step)
+            self.writer.add_histogram_raw(f'{k}/exponents', min=edges[0], max=edges[-1], num=sum(n), sum=total,
+                sum_squares=squares, bucket_limits=[edges[0], *edges[1:]], bucket_counts=[0, *n], global_step=step)
 
     def findings(self, step, found):
         for f in found:

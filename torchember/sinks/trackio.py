@@ -22,7 +22,8 @@ class RunProxy:
 
 def without_print(f):
     "Return a copy of a function without its printing: trackio prints each alert. The original function is not changed."
-    quiet = FunctionType(f.__code__, {**f.__globals__, 'print': lambda *args, **kwargs: None}, f.__name__, f.__defaults__, f.__closure__)
+    quiet = FunctionType(f.__code__, {**f.__globals__, 'print': lambda *args, **kwargs: None}, f.__name__,
+        f.__defaults__, f.__closure__)
     quiet.__kwdefaults__ = f.__kwdefaults__
     return quiet
 
@@ -35,7 +36,8 @@ class Trackio(Sink):
         project: Project of a new run
         **choice: Further arguments, as for `Sink`
     """
-    name,patience = 'trackio',10. # patience: `flush` waits at most this many seconds until trackio has stored the numbers
+    # patience: `flush` waits at most this many seconds until trackio has stored the numbers
+    name,patience = 'trackio',10.
     def __init__(self,
         run=None, # Run of trackio; by default the open run, or else a new run
         project:str='torchember', # Project of a new run
@@ -45,13 +47,15 @@ class Trackio(Sink):
         self.given,self.project = run or self.trackio.context_vars.current_run.get(),project
         self.begin()
 
-    trackio = property(lambda self: needs('trackio', for_='The sink trackio'), doc="The library, a property because a library cannot be pickled.")
+    trackio = property(lambda self: needs('trackio', for_='The sink trackio'),
+        doc="The library, a property because a library cannot be pickled.")
     store = property(lambda self: self.trackio.SQLiteStorage, doc="The database of runs on this machine.")
 
     def begin(self):
         "Reset the state of the sink, so that it can send another run."
         self.run,self.owns_run = self.given,False
-        self.old_keys,self.old_alerts,self.pending = set(),set(),{} # pending: for each step, the keys that trackio has not stored yet
+        # pending: for each step, the keys that trackio has not stored yet
+        self.old_keys,self.old_alerts,self.pending = set(),set(),{}
 
     def open(self, run, about):
         if self.run is None: self.run,self.owns_run = self.create_run(run, about),True
@@ -59,12 +63,14 @@ class Trackio(Sink):
         if not self.is_local: return
         self.store.init_db(self.run.project)
         self.old_keys = {(k, step) for step,row in self.rows() for k in row}
-        self.old_alerts = {(a['title'], a['step']) for a in self.store.get_alerts(self.run.project, self.run.name, self.run.id)}
+        self.old_alerts = {(a['title'], a['step'])
+            for a in self.store.get_alerts(self.run.project, self.run.name, self.run.id)}
 
     def create_run(self, run, about):
         "Create a trackio run for a torchember run. If trackio has a run with the same id, continue this run."
         space,server = self.trackio.utils.resolve_space_id_and_server_url(None, None)
-        if space: raise ValueError(f"trackio sends to the Space {space}. Open the run with trackio.init(...) before you create the sink")
+        if space:
+            raise ValueError(f"trackio sends to the Space {space}. Open the run with trackio.init(...) before you create the sink")
         remote = {}
         if server:
             url,token = self.trackio.utils.parse_trackio_server_url(server)
@@ -72,7 +78,8 @@ class Trackio(Sink):
             remote = {'server_base_url': url, 'write_token': token, 'existing_runs': [], 'initial_last_step': 0}
             # raises an error if the server does not answer; the sink is then tried again at the next step
             remote['client'] = self.trackio.RemoteClient(url, hf_token=None, write_token=token, verbose=False)
-        return self.trackio.Run(**{'url': remote.get('server_base_url'), 'client': None, **remote}, project=self.project, name=run,
+        return self.trackio.Run(**{'url': remote.get('server_base_url'), 'client': None, **remote},
+            project=self.project, name=run,
             run_id=stable_id(run, about), config={'torchember': simple_metadata(about)})
 
     @property
@@ -101,7 +108,8 @@ class Trackio(Sink):
     def scalars(self, step, numbers): self.log_keys(step, numbers)
 
     def histograms(self, step, counts):
-        self.log_keys(step, {f'{k}/exponents': self.trackio.Histogram(np_histogram=(n, edges)) for k,(edges,n) in counts.items()})
+        self.log_keys(step, {f'{k}/exponents': self.trackio.Histogram(np_histogram=(n, edges))
+            for k,(edges,n) in counts.items()})
 
     def findings(self, step, found):
         for title,text,level in alerts_of(found):
@@ -119,7 +127,8 @@ class Trackio(Sink):
     def flush(self):
         until = time.monotonic()+self.patience
         while self.pending and not self.is_persisted():
-            if time.monotonic()>until: raise TimeoutError(f"trackio has not stored the numbers of {len(self.pending)} steps within {self.patience:g} s")
+            if time.monotonic()>until:
+                raise TimeoutError(f"trackio has not stored the numbers of {len(self.pending)} steps within {self.patience:g} s")
             time.sleep(.1)
         self.pending = {}
 

@@ -34,18 +34,20 @@ class Wandb(Sink):
         self.given,self.project,self.commits = run or self.wandb.run,project,commit
         self.begin()
 
-    wandb = property(lambda self: needs('wandb', for_='The sink wandb'), doc="The library, a property because a library cannot be pickled.")
+    wandb = property(lambda self: needs('wandb', for_='The sink wandb'),
+        doc="The library, a property because a library cannot be pickled.")
 
     def begin(self):
         "Reset the state of the sink, so that it can send another run."
         self.run,self.commit,self.owns_run,self.axes = self.given,self.commits,False,set()
-        self.row,self.open_row,self.ended_steps = None,{},set() # open_row: for each x axis, (step, keys) of the row that W&B has not ended yet
+        # open_row: for each x axis, (step, keys) of the row that W&B has not ended yet
+        self.row,self.open_row,self.ended_steps = None,{},set()
 
     def open(self, run, about):
         self.run = self.run or self.wandb.run # look again: the user may have opened a run since the sink was created
         if self.run is None:
-            self.run = self.wandb.init(project=self.project, name=run, id=stable_id(run, about), resume='allow', reinit='create_new',
-                config={'torchember': simple_metadata(about)})
+            self.run = self.wandb.init(project=self.project, name=run, id=stable_id(run, about),
+                resume='allow', reinit='create_new', config={'torchember': simple_metadata(about)})
             self.owns_run = self.commit = True
             detach_run(self.run)
         self.run.define_metric(self.axis, hidden=True)
@@ -57,11 +59,13 @@ class Wandb(Sink):
     def axis_of(self, key):
         "Return the x axis of a metric in W&B. Scalars and evaluations occur in few steps, so they get x axes of their own."
         key = key.removeprefix(self.prefix)
-        return f'torchember/{key}/step' if key.startswith('scalar/') else 'torchember/eval_step' if key.startswith('eval/') else self.axis
+        if key.startswith('scalar/'): return f'torchember/{key}/step'
+        return 'torchember/eval_step' if key.startswith('eval/') else self.axis
 
     def detect_new_row(self):
         "Notice a new row of W&B since the last call, and mark the steps of the row before as ended."
-        row = None if getattr(getattr(self.run, 'settings', None), 'mode', '')=='shared' else getattr(self.run, 'step', None)
+        row = (None if getattr(getattr(self.run, 'settings', None), 'mode', '')=='shared'
+            else getattr(self.run, 'step', None))
         if row==self.row: return
         self.ended_steps.update(step for step,_ in self.open_row.values())
         self.row,self.open_row = row,{}
@@ -95,7 +99,8 @@ class Wandb(Sink):
     def scalars(self, step, numbers): self.put(step, numbers)
 
     def histograms(self, step, counts):
-        self.put(step, {f'{k}/exponents': self.wandb.Histogram(np_histogram=(n, edges)) for k,(edges,n) in counts.items()})
+        self.put(step, {f'{k}/exponents': self.wandb.Histogram(np_histogram=(n, edges))
+            for k,(edges,n) in counts.items()})
 
     def findings(self, step, found):
         for title,text,level in alerts_of(found): self.run.alert(title=title, text=text, level=level)

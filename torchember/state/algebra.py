@@ -111,7 +111,8 @@ def find_mismatch(a, b):
     names = (a._name, b._name) if a._name!=b._name else (f'the first {a._name}', f'the second {b._name}')
     for one,other,(has,lacks) in ((a, b, names), (b, a, names[::-1])):
         for k in one:
-            if k not in other: return f"{k!r} is in {has} and not in {lacks}. Give both the same layers, for example with filter(pattern)."
+            if k not in other:
+                return f"{k!r} is in {has} and not in {lacks}. Give both the same layers, for example with filter(pattern)."
     for k,x in a.items():
         s,t = (tuple(v.shape) if isinstance(v, torch.Tensor) else () for v in (x, b[k]))
         if s!=t and s and t: return f"{k!r} has shape {s} in {names[0]} and {t} in {names[1]}."
@@ -292,7 +293,9 @@ def apply_operation(op:str, d, *other): # other: nothing, a number, or another S
         x = results_tensor(d)
         if op=='pow': x = x.double()
         values = getattr(torch, op)(x, *([results_tensor(other[0])] if isinstance(o, list) else other)).tolist()
-    elif d.is_result: values = [getattr(torch, op)(torch.tensor(v, dtype=torch.float64), t) for v,t in zip(d.values(), o, strict=True)]
+    elif d.is_result:
+        values = [getattr(torch, op)(torch.tensor(v, dtype=torch.float64), t)
+            for v,t in zip(d.values(), o, strict=True)]
     else: values = apply_each_layer(d, op, [o] if other else [])
     return d.like(zip(d, values, strict=True))
 
@@ -310,7 +313,8 @@ def apply_each_layer(d, op, others):
 def apply_reversed(op, x, d):
     "Apply an operation whose left operand is a number, such as `2-d`."
     f = dict(sub=lambda v: x-v, div=lambda v: x/v, pow=lambda v: x**v)[op]
-    if d.is_result: return d.like(zip(d, f(results_tensor(d).double() if op=='pow' else results_tensor(d)).tolist(), strict=True))
+    if d.is_result:
+        return d.like(zip(d, f(results_tensor(d).double() if op=='pow' else results_tensor(d)).tolist(), strict=True))
     return d.apply(f)
 
 # %% ../../nbs/70_state/06_algebra.ipynb #6dd25472
@@ -374,7 +378,8 @@ class Arithmetic(EditableLayers):
     __array_ufunc__ = None # None makes `numpy_number + d` call `__radd__` of this class
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None): return apply_torch_function(func, args, kwargs or {})
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return apply_torch_function(func, args, kwargs or {})
 
 # %% ../../nbs/70_state/06_algebra.ipynb #29daad7d
 def find_state_dicts(args):
@@ -415,7 +420,8 @@ def tensors_to_reduce(d, pattern, lw):
     "Return the tensors that a reduction reads. If `d` contains numbers, make a tensor of each number if `lw`, else one tensor of all."
     selected = select_layers(d, pattern)
     if not d.is_result: return selected
-    return {k: torch.tensor(v, dtype=torch.float64) for k,v in selected.items()} if lw else {'': results_tensor(d.like(selected))}
+    if lw: return {k: torch.tensor(v, dtype=torch.float64) for k,v in selected.items()}
+    return {'': results_tensor(d.like(selected))}
 
 def reduce_layers(d, name, lw, pattern, correct=None, dtype=None): # correct: function (results, element counts) -> corrected results
     "Compute a reduction of each layer if `lw`, else of the whole model. `name`: 'sum', or a key of `reduction_stats`."
@@ -429,7 +435,9 @@ def reduce_layers(d, name, lw, pattern, correct=None, dtype=None): # correct: fu
 
 def reduction_result(d, layers, values, lw, dtype, name=''):
     "Return a StateDict with a number for each layer if `lw`, else the number of the whole model as a tensor."
-    if lw: return d.result(zip(layers, (values if dtype is None else torch.as_tensor(values).to(dtype)).tolist(), strict=True))
+    if lw:
+        return d.result(zip(layers, (values if dtype is None else torch.as_tensor(values).to(dtype)).tolist(),
+            strict=True))
     if dtype is not None: return torch.tensor(float(values), dtype=dtype)
     return scalar_tensor(float(values), [x.dtype for x in layers.values()], name)
 
@@ -462,9 +470,11 @@ def reduce_like_torch(d, name, lw, pattern, given, reduce=None, torch_function=N
     "Compute a reduction that accepts torch's arguments `dim`, `keepdim`, `dtype`, `correction` and `unbiased`."
     known = torch_options.get(name, ('dim', 'keepdim'))
     for k in given:
-        if k not in known: raise TypeError(f"{unknown(f'argument of {name}', k, ('lw', 'pattern', *known))} For your own function, use apply_reduction(f).")
+        if k not in known:
+            raise TypeError(f"{unknown(f'argument of {name}', k, ('lw', 'pattern', *known))} For your own function, use apply_reduction(f).")
     given,dtype = dict(given),given.get('dtype')
-    if {'unbiased', 'correction'}<=given.keys(): raise TypeError("correction and unbiased have the same meaning. Give one of them.")
+    if {'unbiased', 'correction'}<=given.keys():
+        raise TypeError("correction and unbiased have the same meaning. Give one of them.")
     if 'unbiased' in given: given['correction'] = int(given.pop('unbiased'))
     if given.get('dim') is not None or given.get('keepdim') or dtype is not None and not dtype.is_floating_point:
         return reduce_dims(d, lw, pattern, given, torch_function or getattr(torch, name), name)
@@ -474,9 +484,11 @@ def reduce_like_torch(d, name, lw, pattern, given, reduce=None, torch_function=N
 
 def reduce_dims(d, lw, pattern, given, f, name):
     "Reduce along dimensions: each layer if `lw`, else a tensor of all values. `f`: torch's reduction; `given`: arguments of `f`."
-    if d.is_result: raise TypeError(f"{d._name} has a number for each layer, so its {name} accepts no dim, no keepdim, and only floating dtypes.")
+    if d.is_result:
+        raise TypeError(f"{d._name} has a number for each layer, so its {name} accepts no dim, no keepdim, and only floating dtypes.")
     if not lw: return f(d.flatten(pattern), **given)
-    reduced = {k: f(x.full_tensor() if is_sharded(x) else x, **given) for k,x in require_values(select_layers(d, pattern)).items()}
+    reduced = {k: f(x.full_tensor() if is_sharded(x) else x, **given)
+        for k,x in require_values(select_layers(d, pattern)).items()}
     return d.like(reduced).set_name(f'{d._name}_stat')
 
 # %% ../../nbs/70_state/06_algebra.ipynb #ef55d45c
@@ -574,7 +586,8 @@ def describe_layers(d, lw, pattern, group, include, exclude, additional):
     if additional:
         if not lw: raise ValueError('additional_info has a number for each layer, so it needs lw=True.')
         for c,x in additional.items():
-            if lost := [k for k in selected if k not in x]: raise ValueError(f"additional_info[{c!r}] has no number for {lost[0]!r}.")
+            if lost := [k for k in selected if k not in x]:
+                raise ValueError(f"additional_info[{c!r}] has no number for {lost[0]!r}.")
             values[c] = [to_python(x[k]) for k in selected]
     order = [*columns, *(additional or ())]
     return {k: {c: values[c][i] for c in order} for i,k in enumerate(selected if lw else [''])}
@@ -584,19 +597,22 @@ def to_python(x):
     return tuple(x) if isinstance(x, torch.Size) else x.tolist() if hasattr(x, 'tolist') else x
 
 # %% ../../nbs/70_state/06_algebra.ipynb #a1ac43df
-tname_prefixes = dict(weight='weight', weight_grad='grad', update='update') # tensor type -> prefix of the tensor's name, as in `grad_0`
+# tensor type -> prefix of the tensor's name, as in `grad_0`
+tname_prefixes = dict(weight='weight', weight_grad='grad', update='update')
 
 def make_rows(d, stats, ttype, step, pattern):
     "Return a log row for each layer of a StateDict, with statistics and the location of the tensor in the model."
     ttype = check_ttypes(ttype or d._ttype or 'probe')[0]
     layers,stats = select_layers(d, pattern),stat_names(stats)
     if d.is_result: numbers = [{'value': v} for v in layers.values()]
-    else: numbers = as_dicts(summarize_layers(layers, groups_for(stats)), stats, [x.shape for x in layers.values()]) if layers else []
+    else:
+        numbers = as_dicts(summarize_layers(layers, groups_for(stats)), stats, [x.shape for x in layers.values()]) if layers else []
     out = []
     for i,(k,x) in enumerate(layers.items()):
         p = d._places.get(k) or dict(module=k.rpartition('.')[0], tname=f'x_{i}', pname=k.rpartition('.')[2])
         position = p['tname'].rpartition('_')[2]
-        tname = p['tname'] if ttype==d._ttype and ttype!='update' else f'{tname_prefixes.get(ttype, d._name)}_{position}'
+        tname = (p['tname'] if ttype==d._ttype and ttype!='update'
+            else f'{tname_prefixes.get(ttype, d._name)}_{position}')
         row = {**numbers[i], 'module': p['module'], 'ts': now(), 'ttype': ttype, 'tname': tname}
         if step is not None: row['step'] = step
         if 'call' in p: row['call'] = p['call']
@@ -687,7 +703,8 @@ class DescribedLayers(Reductions):
             try: l2 = f'{self.norm():.4g}'
             except Unmeasurable: l2 = '?'
         tensors = [self[k] for k in self]
-        kinds = {w: '/'.join(dict.fromkeys(str(getattr(x, w)).removeprefix('torch.') for x in tensors)) for w in ('device', 'dtype')}
+        kinds = {w: '/'.join(dict.fromkeys(str(getattr(x, w)).removeprefix('torch.') for x in tensors))
+            for w in ('device', 'dtype')}
         return f"{self._name}[L2={l2}, Numel={self.numel():,d}, device={kinds['device']}, dtype={kinds['dtype']}]"
 
     def __repr__(self):
@@ -699,7 +716,8 @@ class DescribedLayers(Reductions):
     def _repr_html_(self):
         if self.is_result: return format_html(self.headline(), [{'name': k, 'value': self[k]} for k in self])
         plain = any(is_sharded(x) or x.is_meta or x.is_complex() for x in (self[k] for k in self))
-        rows = describe_layers(self, True, None, None, ['no', 'name', 'shape']+['norm2', 'mean', 'std']*(not plain), (), None)
+        rows = describe_layers(self, True, None, None, ['no', 'name', 'shape']+['norm2', 'mean', 'std']*(not plain),
+            (), None)
         return format_html(self.headline(), list(rows.values()))
 
 # %% ../../nbs/70_state/06_algebra.ipynb #3ecfb36f

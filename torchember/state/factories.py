@@ -55,7 +55,8 @@ def from_state_dict(
         device, dtype: Device and dtype of the copies, only with `clone=True`
         name: Name of the snapshot in printed text
     """
-    items = ((k, x, None) for k,x in raw_state_dict.items() if isinstance(x, torch.Tensor) or not k.endswith('_extra_state'))
+    items = ((k, x, None) for k,x in raw_state_dict.items()
+        if isinstance(x, torch.Tensor) or not k.endswith('_extra_state'))
     return take_snapshot(items, pattern, clone, device, dtype, name)
 
 # %% ../../nbs/70_state/08_factories.ipynb #33857c79
@@ -74,7 +75,8 @@ def named_parameters_of(model, include=None, exclude=None):
         for i,(k,p) in enumerate(t.module.named_parameters(recurse=False, remove_duplicate=False)):
             if id(p) in seen: continue
             seen.add(id(p))
-            yield f'{t.path}.{k}' if t.path else k, p, dict(module=t.name, tname=f'weight_{i}', pname=k, layer=named_layer(t))
+            yield f'{t.path}.{k}' if t.path else k, p, dict(module=t.name, tname=f'weight_{i}', pname=k,
+                layer=named_layer(t))
 
 def select_ids(ts, include, exclude):
     "Return the ids of the modules that `include` and `exclude` select. A shared module is selected by any of its paths."
@@ -165,7 +167,8 @@ def from_optimizer_state(
     if keys and not found: raise ValueError(unknown('optimizer state', optimizer_key, keys))
     items = ((k, found[p], place|dict(tname=f"{optimizer_key}_{place['tname'].rpartition('_')[2]}"))
         for k,p,place in named_parameters_of(model, include, exclude) if p in found)
-    return take_snapshot(items, pattern, clone, device, dtype, name or default_name(model, 'optimizer_state'), 'optimizer')
+    return take_snapshot(items, pattern, clone, device, dtype, name or default_name(model, 'optimizer_state'),
+        'optimizer')
 
 # %% ../../nbs/70_state/08_factories.ipynb #ed2176f1
 def from_together(
@@ -191,7 +194,8 @@ def from_together(
     """
     how = dict(pattern=pattern, include=include, exclude=exclude, clone=clone, device=device, dtype=dtype)
     keys = optimizer_state_keys(optimizer) if optimizer_keys is None else optimizer_keys
-    return from_weight(model, **how), from_grad(model, **how), [from_optimizer_state(model, optimizer, k, **how) for k in keys]
+    return from_weight(model, **how), from_grad(model, **how), [from_optimizer_state(model, optimizer, k, **how)
+        for k in keys]
 
 # %% ../../nbs/70_state/08_factories.ipynb #196224ef
 def load(
@@ -209,11 +213,13 @@ def load(
         device, dtype: Device and dtype of the tensors. Default: the CPU, and the dtype in the file
     """
     raw = torch.load(path, map_location='cpu', weights_only=True)
-    if not isinstance(raw, dict): raise TypeError(f"{printable(path)} contains a {type(raw).__name__}, not a dict of tensors.")
+    if not isinstance(raw, dict):
+        raise TypeError(f"{printable(path)} contains a {type(raw).__name__}, not a dict of tensors.")
     nested = [k for k,v in raw.items() if isinstance(v, dict)]
     if nested: raise TypeError(f"{printable(path)} contains several dicts: {printable(', '.join(map(str, raw)), 200)}. "
         f"Use from_state_dict(torch.load(path)[{nested[0]!r}]).")
-    return from_state_dict(raw, pattern, clone=device is not None or dtype is not None, device=device, dtype=dtype, name=name)
+    return from_state_dict(raw, pattern, clone=device is not None or dtype is not None, device=device,
+        dtype=dtype, name=name)
 
 # %% ../../nbs/70_state/08_factories.ipynb #9fcd3109
 def activation_key(path:str, name:str, call:int=0) -> str:
@@ -226,7 +232,8 @@ class LatestPass:
     def __init__(self, state, copy=None): # state: StateDict to fill; copy: arguments of `Tensor.to` for copies, or None
         self.state,self.copy = state,copy
         self.shown = 0 # number of the pass whose tensors are in the snapshot
-        self.count,self.position = 0,{} # count: number of names in the current pass; position: name -> position in the pass
+        # count: number of names in the current pass; position: name -> position in the pass
+        self.count,self.position = 0,{}
         self.versions = {} # name -> `Tensor._version` at capture, or None if in-place changes cannot be detected
 
     def begin(self):
@@ -261,7 +268,8 @@ class LatestPass:
 
     def find_overwritten(self):
         "Return the names of tensors that were changed in place after their capture. Return each name only once."
-        lost = [k for k,x in self.sort_state().items() if self.versions.get(k) is not None and x._version!=self.versions[k]]
+        lost = [k for k,x in self.sort_state().items()
+            if self.versions.get(k) is not None and x._version!=self.versions[k]]
         for k in lost: self.versions[k] = None
         return lost
 
@@ -274,7 +282,8 @@ class OutputListener(Listener):
     def __init__(self, state, grads, copy):
         self.grads,self.wants = grads,always(inputs=False, output_grad=grads)
         self.latest = LatestPass(state, copy)
-        self.step,self.leaves = 0,[] # step: number of passes; leaves: handles of hooks on leaf tensors, removed at the next pass
+        # step: number of passes; leaves: handles of hooks on leaf tensors, removed at the next pass
+        self.step,self.leaves = 0,[]
 
     def pass_begins(self, state, grad=None):
         self.step += 1
@@ -287,10 +296,12 @@ class OutputListener(Listener):
         known = self.latest.state._places
         for n,x in outputs:
             k = keys[n] = activation_key(track.path, '' if n is lone_output else n, call)
-            self.latest.add_name(k, known.get(k) or dict(module=track.name, tname=n, call=call, layer=named_layer(track)))
+            self.latest.add_name(k, known.get(k) or dict(module=track.name, tname=n, call=call,
+                layer=named_layer(track)))
             if not self.grads: self.latest.add(k, x, compiled)
         if self.grads and not compiled:
-            state.expect('output_grad', keys, (call, (number, keys))) # the gradients may come from a compiled backward pass
+            # the gradients may come from a compiled backward pass
+            state.expect('output_grad', keys, (call, (number, keys)))
             self.leaves += hook_gradients(outputs, lambda n, g: self.add(number, keys[n], g, False), key=state.key)
         return call, (number, keys)
 
@@ -319,7 +330,8 @@ class Activations:
         self.listener = OutputListener(self.state, grads, dict(device=device, dtype=dtype, copy=True) if clone else None)
         found = tracks(model)
         of_path = {t.id for t in found if re.match(pattern or '', t.path)}
-        if not of_path: raise ValueError(unknown('module whose path matches', pattern, [t.path for t in found if t.path]))
+        if not of_path:
+            raise ValueError(unknown('module whose path matches', pattern, [t.path for t in found if t.path]))
         self.states = [weakref.ref(st) for st in arm(found, self.listener, of_path & select_ids(found, include, exclude))]
 
     @property

@@ -28,7 +28,8 @@ def select_layers(
     exclude=None # Modules to leave out
 ) -> dict:
     "Return the layers whose names match the pattern, and that belong to the included modules."
-    if pattern is not None and not isinstance(pattern, str|re.Pattern): pattern,include = None,pattern if include is None else select(pattern) & include
+    if pattern is not None and not isinstance(pattern, str|re.Pattern):
+        pattern,include = None,pattern if include is None else select(pattern) & include
     try: match = re.compile(pattern or '').match
     except re.error as e:
         raise ValueError(f"{pattern!r} is not a regular expression: {e}. It is matched from the start of a name; '.*' matches any text.") from None
@@ -89,7 +90,8 @@ def is_sharded(x): return hasattr(x, 'device_mesh') # returns True for a `DTenso
 def local_tensor(x):
     "Return this process's shard of a `DTensor`. If the `DTensor` is a partial sum, first add up the summands of all processes."
     from torch.distributed.tensor import Replicate
-    if any(p.is_partial() for p in x.placements): x = x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
+    if any(p.is_partial() for p in x.placements):
+        x = x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
     x = x.to_local()
     return x.wait() if hasattr(x, 'wait') else x
 
@@ -107,7 +109,8 @@ def merge_over_ranks(rows:np.ndarray, xs:list, merge_rows=merge) -> np.ndarray:
     "Merge the summary rows of shards into rows of whole layers, with one collective operation per device mesh."
     meshes = {}
     for i,x in enumerate(xs):
-        if is_sharded(x) and not all(p.is_replicate() for p in x.placements): meshes.setdefault(x.device_mesh, []).append(i)
+        if is_sharded(x) and not all(p.is_replicate() for p in x.placements):
+            meshes.setdefault(x.device_mesh, []).append(i)
     for mesh,at in meshes.items():
         gathered = gather_rows(rows[at], mesh)
         for k,i in enumerate(at):
@@ -134,8 +137,8 @@ def find_unreadable(layers):
 
 # %% ../../nbs/70_state/00_layers.ipynb #c7efa831
 # Name of a reduction -> name of the statistic that is derived from a summary
-reduction_stats = dict(norm1='l1', norm2='l2', norm1_mean='abs_mean', mean='mean', var='var', std='std', skew='skew', kurtosis='kurtosis',
-    max='max', min='min', abs_min='abs_min', abs_max='abs_max')
+reduction_stats = dict(norm1='l1', norm2='l2', norm1_mean='abs_mean', mean='mean', var='var', std='std',
+    skew='skew', kurtosis='kurtosis', max='max', min='min', abs_min='abs_min', abs_max='abs_max')
 
 def derive_reduction(v:np.ndarray, name:str) -> np.ndarray: # name: 'sum', or one of `reduction_stats`
     "Compute one reduction, such as the mean, from each summary vector."
@@ -145,7 +148,8 @@ def derive_reduction(v:np.ndarray, name:str) -> np.ndarray: # name: 'sum', or on
     return np.where(n==0, 0., values) if name in ('sum', 'norm1', 'norm2') else values
 
 # %% ../../nbs/70_state/00_layers.ipynb #1d46e8a2
-magnitude_reductions = ('norm1', 'norm2', 'norm1_mean', 'abs_min', 'abs_max') # reductions that are allowed for complex layers
+# reductions that are allowed for complex layers
+magnitude_reductions = ('norm1', 'norm2', 'norm1_mean', 'abs_min', 'abs_max')
 
 # %% ../../nbs/70_state/00_layers.ipynb #3fdb2bb0
 def refuse_complex(layers:dict, names):
@@ -166,7 +170,8 @@ def scalar_tensor(value:float, dtypes, name='') -> torch.Tensor: # dtypes: dtype
     "Return a reduction of a whole model as a tensor, in the dtype of torch's own reduction, but at least float32."
     dtypes = set(dtypes)
     floating = [d for d in dtypes if d.is_floating_point or d.is_complex]
-    if dtypes and not floating and name in ('sum', 'min', 'max', 'abs_min', 'abs_max') and math.isfinite(value): return torch.tensor(round(value))
+    if dtypes and not floating and name in ('sum', 'min', 'max', 'abs_min', 'abs_max') and math.isfinite(value):
+        return torch.tensor(round(value))
     wide = not floating or any(d in (torch.float64, torch.complex128) for d in floating)
     return torch.tensor(value, dtype=torch.float64 if wide else torch.float32)
 
@@ -202,13 +207,15 @@ def norm_per_layer(layers:dict, p:float) -> np.ndarray: # p: order of the norm; 
     return merge_over_ranks(rows, xs, lambda norms: combine_norms(norms[:, 0], p))[:, 0]
 
 # %% ../../nbs/70_state/00_layers.ipynb #e2142d46
-foreach_functions = dict(add=torch._foreach_add, sub=torch._foreach_sub, mul=torch._foreach_mul, div=torch._foreach_div, pow=torch._foreach_pow,
+foreach_functions = dict(add=torch._foreach_add, sub=torch._foreach_sub, mul=torch._foreach_mul,
+    div=torch._foreach_div, pow=torch._foreach_pow,
     neg=torch._foreach_neg, abs=torch._foreach_abs, sqrt=torch._foreach_sqrt, sign=torch._foreach_sign)
 
 def share_dtype_and_device(xs):
     "Return True if all tensors are dense floating-point tensors with the same dtype and device."
     a = xs[0]
-    return a.is_floating_point() and all(type(x) is torch.Tensor and x.layout is torch.strided and x.dtype is a.dtype and x.device==a.device for x in xs)
+    return a.is_floating_point() and all(type(x) is torch.Tensor and x.layout is torch.strided
+        and x.dtype is a.dtype and x.device==a.device for x in xs)
 
 # %% ../../nbs/70_state/00_layers.ipynb #a0c403fe
 def apply_each(op:str, xs:list, *others) -> list: # others: nothing, a number, or a list of operands

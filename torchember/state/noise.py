@@ -103,7 +103,8 @@ class NoiseEstimate:
     def format(self, name):
         "Format a number with its standard error, such as '12 ± 3'."
         value,error = getattr(self, name),self.errors[name]
-        return f'{format_number(value, 3)} ± {format_number(error, 2)}' if math.isfinite(error) else format_number(value, 3)
+        if math.isfinite(error): return f'{format_number(value, 3)} ± {format_number(error, 2)}'
+        return format_number(value, 3)
 
     def __repr__(self):
         if not self.count: return 'noise scale: nothing measured yet'
@@ -124,8 +125,10 @@ class NoiseEstimate:
         ax.fill_between(x, y-sd, y+sd, alpha=.2)
         if self.squares is not None:
             n,at = len(self.squares),1/np.asarray(self.sizes)
-            ax.errorbar(at, self.squares.mean(0), self.squares.std(0, ddof=1)/n**.5 if n>1 else None, fmt='o', ms=4, color='k', capsize=2)
-        if self.fit is not None: ax.plot(x, self.fit.grad_sq+self.fit.trace*x, '--', label=f"line: {self.fit.format('noise_scale')}")
+            ax.errorbar(at, self.squares.mean(0), self.squares.std(0, ddof=1)/n**.5 if n>1 else None,
+                fmt='o', ms=4, color='k', capsize=2)
+        if self.fit is not None:
+            ax.plot(x, self.fit.grad_sq+self.fit.trace*x, '--', label=f"line: {self.fit.format('noise_scale')}")
         ax.set(xlabel='1 / batch size', ylabel='squared norm of the gradient', xlim=(0, None))
         ax.legend(title='noise scale')
         return ax
@@ -149,7 +152,8 @@ class GradWatch:
     "Hooks on parameters, which measure each new gradient before autograd adds the gradient to `p.grad`."
     def __init__(self, params): # params: parameters, of which those without `requires_grad` are ignored
         self.params = [p for p in params if p.requires_grad]
-        if not self.params: raise ValueError("no parameter requires a gradient, so there is no gradient noise to measure.")
+        if not self.params:
+            raise ValueError("no parameter requires a gradient, so there is no gradient noise to measure.")
         self.is_active = True
         self.reset()
         all_watches.add(self)
@@ -181,7 +185,8 @@ def add_gradient(watch, i, grad): # watch: weak reference to a `GradWatch`; grad
 def preserve_state(model):
     "Restore gradients, buffers, training modes and random generators at the end of the `with` block."
     params = list(model.parameters())
-    grads,modes,buffers = [p.grad for p in params],[(m, m.training) for m in model.modules()],[(b, b.clone()) for b in model.buffers()]
+    grads,modes = [p.grad for p in params],[(m, m.training) for m in model.modules()]
+    buffers = [(b, b.clone()) for b in model.buffers()]
     devices = sorted({p.device.index for p in params if p.is_cuda})
     python,numpy = random.getstate(),np.random.get_state()
     try:
@@ -217,7 +222,8 @@ def run_chain(watch, closure, lengths, tick): # tick: function to call after eac
                 raise ValueError(f"the closure gave no gradient and returned {loss!r:.80}. It must return a micro-batch's loss, or call backward on it.")
             loss.backward()
         vectors,twice = watch.take_summaries()
-        if twice: raise ValueError("a parameter had two gradients in one call of the closure. Add up the losses, and call backward once.")
+        if twice:
+            raise ValueError("a parameter had two gradients in one call of the closure. Add up the losses, and call backward once.")
         micro.append(vectors)
         if k in lengths: sums.append(watch.summarize_accumulated())
         tick()
@@ -230,7 +236,8 @@ def check_chain(micro, sums, lengths):
     if not (close(micro[:1], sums[:1]) or micro[0]==0 or np.isnan(micro[0])):
         raise ValueError("after one micro-batch, p.grad is not the gradient of this micro-batch: p.grad is averaged over ranks, or clipped. "
             "Measure the module inside the DistributedDataParallel, or use NoiseScale while training.")
-    if close(micro[np.array(lengths)-1], sums): raise ValueError("gradients do not accumulate. The closure must not call zero_grad.")
+    if close(micro[np.array(lengths)-1], sums):
+        raise ValueError("gradients do not accumulate. The closure must not call zero_grad.")
     return micro, sums
 
 # %% ../../nbs/70_state/20_noise.ipynb #9a33b49c
@@ -257,7 +264,8 @@ def noise_scale(
     Returns:
         Estimate from the smallest and the largest batch. Its `fit` uses all batch sizes
     """
-    for name,n,least in (('micro_batch_size', micro_batch_size, 1), ('num_iters', num_iters, 2), ('num_average', num_average, 1)):
+    for name,n,least in (('micro_batch_size', micro_batch_size, 1), ('num_iters', num_iters, 2),
+            ('num_average', num_average, 1)):
         if n<least: raise ValueError(f"{name} must be at least {least}, got {n}."
             + (" One micro-batch has no second batch size to compare with." if name=='num_iters' else ''))
     lengths = np.unique(np.geomspace(1, num_iters, 12).round().astype(int)).tolist()
@@ -331,7 +339,8 @@ class NoiseScale:
         """
         if self.watch.seen: self.micro()
         big,*small = squared_norms([self.watch.summarize_accumulated(), *self.micros])
-        total,count,inverses,ranks = sum_over_ranks(self.group, math.nan if self.twice else sum(small), len(self.micros), self.inverses, self.watch.params[0])
+        total,count,inverses,ranks = sum_over_ranks(self.group, math.nan if self.twice else sum(small),
+            len(self.micros), self.inverses, self.watch.params[0])
         reason = explain_unusable(self.twice, total, count, big)
         self.start()
         if reason: self.skip(reason)
@@ -372,7 +381,9 @@ def sum_over_ranks(group, total, count, inverses, like): # like: a tensor on the
 def explain_unusable(twice, total, count, big):
     "Return a text that explains why a step cannot be used, or None if the step can be used."
     if twice: return 'a parameter had two gradients in one micro-batch. Call micro() after each backward.'
-    if not math.isfinite(total+big): return 'a gradient was not finite, or a parameter had two gradients on another rank.'
+    if not math.isfinite(total+big):
+        return 'a gradient was not finite, or a parameter had two gradients on another rank.'
     if not count: return 'there was no backward pass before step().'
-    if count<2: return 'one micro-batch has no second batch size to compare with. Accumulate two or more, or average over ranks.'
+    if count<2:
+        return 'one micro-batch has no second batch size to compare with. Accumulate two or more, or average over ranks.'
     if total and not big: return 'its gradients were already reset. Call step() before zero_grad.'

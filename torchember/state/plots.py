@@ -61,9 +61,11 @@ def make_axes(names:list, ax=None, size=(4, 2.6), title=''): # names: titles of 
 def set_title(ax, title, *notes):
     "Set the title of a panel and the notes below the title. Break lines that are wider than the panel."
     spec = ax.get_subplotspec()
-    inches = ax.figure.get_figwidth()/spec.get_gridspec().ncols if spec else ax.figure.get_figwidth()*ax.get_position().width
+    inches = (ax.figure.get_figwidth()/spec.get_gridspec().ncols if spec
+        else ax.figure.get_figwidth()*ax.get_position().width)
     chars = max(20, int(inches*12)) # 12 letters per inch, because a letter of 9 points is 1/13 inch wide
-    ax.set_title('\n'.join(wrap_text(printable(t), chars) for t in (title, ', '.join(filter(None, notes))) if t), fontsize=9, parse_math='$' not in title)
+    ax.set_title('\n'.join(wrap_text(printable(t), chars) for t in (title, ', '.join(filter(None, notes))) if t),
+        fontsize=9, parse_math='$' not in title)
 
 def wrap_text(text, chars):
     "Break a text into lines of `chars` letters at most, at spaces and after dots, but not inside a shape [3, 4]."
@@ -116,7 +118,8 @@ def explain_no_values(layers):
 def plot_distributions(layers, title, lw, ax, to, sample, logx, what, ylabel, draw): # draw: function(axes, values)
     "Plot the distribution of values: one panel per layer if `lw`, else one panel for the values of all layers."
     require_values(layers)
-    contents = [(f'{k} {format_shape(x)}', {k: x}) for k,x in layers.items()] if lw else [(title, layers)] if layers else []
+    contents = ([(f'{k} {format_shape(x)}', {k: x}) for k,x in layers.items()] if lw
+        else [(title, layers)] if layers else [])
     axes,note = make_axes([t for t,_ in contents], ax, title=title if lw else '')
     for a,(t,shown) in zip(axes, contents, strict=False):
         values,sampling_note = sample_values(shown, sample)
@@ -184,7 +187,8 @@ def as_matrix(x):
 def subsample_matrix(x, n=max_pixels):
     "Return at most `n` evenly spaced rows and columns of a matrix, and a note about omitted rows and columns."
     rows,cols = (torch.linspace(0, s-1, min(s, n)).round().long() for s in x.shape)
-    note = ', '.join(f'{len(i)} of {s} {what}' for i,s,what in zip((rows, cols), x.shape, ('rows', 'columns'), strict=True) if len(i)<s)
+    note = ', '.join(f'{len(i)} of {s} {what}'
+        for i,s,what in zip((rows, cols), x.shape, ('rows', 'columns'), strict=True) if len(i)<s)
     return x[rows.to(x.device)][:, cols.to(x.device)].to('cpu', torch.float64, copy=True).numpy(), note
 
 def sample_evenly(x, n=max_pixels):
@@ -237,7 +241,8 @@ def plot_heatmap(
     axes,note = make_axes([title]*bool(layers), ax, (7, min(max(2.5, .18*len(layers)+1), 20)))
     longest = max(x.numel() for x in layers.values())
     n = max(min(max_pixels, longest), 1)
-    draw_matrix(axes[0], np.stack([sample_evenly(x, n) for x in layers.values()]), vmin, vmax, log, square, True, **kwargs)
+    draw_matrix(axes[0], np.stack([sample_evenly(x, n) for x in layers.values()]), vmin, vmax, log, square,
+        True, **kwargs)
     set_title(axes[0], title, f'{n} evenly spaced values of each layer' if longest>n else '')
     every = range(0, len(layers), math.ceil(len(layers)/100))
     axes[0].set_yticks(every, [printable(list(layers)[i]) for i in every], fontsize=7, parse_math=False)
@@ -247,9 +252,11 @@ def plot_heatmap(
 # %% ../../nbs/70_state/04_plots.ipynb #d1b9bc77
 def draw_matrix(ax, m, vmin, vmax, log, square, each_row, **kwargs):
     "Draw a matrix as colours, with a colour bar."
-    im = ax.imshow(np.abs(m) if log else m, aspect='equal' if square else 'auto', interpolation='nearest', **color_scale(m, vmin, vmax, log, each_row)|kwargs)
+    im = ax.imshow(np.abs(m) if log else m, aspect='equal' if square else 'auto', interpolation='nearest',
+        **color_scale(m, vmin, vmax, log, each_row)|kwargs)
     tall = ax.figure.get_figheight()*ax.get_position().height
-    ax.figure.colorbar(im, ax=ax, label='|value|' if log else 'value', extend='min' if log else 'both', aspect=max(20, 10*tall), extendfrac=min(.05, .12/tall))
+    ax.figure.colorbar(im, ax=ax, label='|value|' if log else 'value', extend='min' if log else 'both',
+        aspect=max(20, 10*tall), extendfrac=min(.05, .12/tall))
 
 def draw_layer(ax, name, x, vmin, vmax, log, square, **kwargs):
     "Draw one layer as a heat map in one panel, with its name and shape as title."
@@ -258,7 +265,8 @@ def draw_layer(ax, name, x, vmin, vmax, log, square, **kwargs):
     if not x.numel(): return mark_empty(ax, 'no values')
     whole = as_matrix(x)
     m,note = subsample_matrix(whole)
-    draw_matrix(ax, m, vmin, vmax, log, square, False, **{'extent': (-.5, whole.shape[1]-.5, whole.shape[0]-.5, -.5), **kwargs})
+    draw_matrix(ax, m, vmin, vmax, log, square, False,
+        **{'extent': (-.5, whole.shape[1]-.5, whole.shape[0]-.5, -.5), **kwargs})
     set_title(ax, t, note)
     if x.dim()<2: ax.set(xlabel='index', yticks=[])
     else: ax.set(xlabel='second index' if x.dim()==2 else f'indices 2 to {x.dim()}, flattened', ylabel='first index')

@@ -16,16 +16,19 @@ from ..ground.needs import needs
 # %% ../../nbs/30_store/00_anywhere.ipynb #e7cdfa6a
 def is_url(where):
     "Return True if `where`, a path or a string, is a URL and not a path on this machine."
-    if isinstance(where, str): return re.match(r'\w[\w+.:-]*://', where) is not None and not where.startswith(('file://', 'local://'))
+    if isinstance(where, str):
+        return re.match(r'\w[\w+.:-]*://', where) is not None and not where.startswith(('file://', 'local://'))
     return not isinstance(where, os.PathLike) and hasattr(where, 'storage_options') and hasattr(where, 'fs')
 
 def located(where):
     "Convert a place to a `Path` on this machine, or to a `UPath`. `where`: path, URL, or a `UPath` with options of its store."
-    if isinstance(where, str) and where.startswith(('file://', 'local://')): where = re.sub(r'^\w+://(localhost(?=/))?', '', where)
+    if isinstance(where, str) and where.startswith(('file://', 'local://')):
+        where = re.sub(r'^\w+://(localhost(?=/))?', '', where)
     if not is_url(where): return Path(where)
     if '\0' in str(where): raise ValueError(f"The URL {printable(where)!r} contains a null character.")
     UPath = needs('upath', for_=f'What is behind a URL, such as {printable(where, 80)},', package='universal_pathlib').UPath
-    if isinstance(where, str): return UPath(where.rstrip('/') if not where.endswith('://') else where, use_listings_cache=False)
+    if isinstance(where, str):
+        return UPath(where.rstrip('/') if not where.endswith('://') else where, use_listings_cache=False)
     if 'use_listings_cache' in where.storage_options: return where
     return UPath(str(where), protocol=where.protocol, use_listings_cache=False, **where.storage_options)
 
@@ -145,7 +148,8 @@ class RangedFile(io.RawIOBase):
         end = min(self.at+max(n, self.ask), self.size)
         self.data = call_store(self.path, lambda: self.path.fs.cat_file(self.path.path, start=self.at, end=end))
         self.start = self.at
-        if not self.data: raise OSError(f"{printable(self.path)} had {self.size} bytes, and now ends at {self.at}: it was replaced meanwhile. Read it again.")
+        if not self.data:
+            raise OSError(f"{printable(self.path)} had {self.size} bytes, and now ends at {self.at}: it was replaced meanwhile. Read it again.")
 
 def open_file(path, buffering=-1, size=None):
     "Open a local or remote file for reading bytes. Read a remote file of up to 1 MB at once. `size`: size of the file, if known."

@@ -34,9 +34,12 @@ def safe_name(name, what, most=200):
     `what`: noun for the message. `most`: maximum number of bytes. File systems accept 255 bytes, but suffixes are
     added to the name.
     """
-    if not isinstance(name, str) or not name: raise ValueError(f"The name of a {what} must be a string that is not empty, got {name!r}.")
-    why = ('contains a separator or control character' if forbidden.search(name) else 'begins with a dot' if name[0]=='.' else
-        'cannot be the name of a file here' if not is_encodable(name) else f'is longer than {most} bytes' if len(os.fsencode(name))>most else
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"The name of a {what} must be a string that is not empty, got {name!r}.")
+    why = ('contains a separator or control character' if forbidden.search(name)
+        else 'begins with a dot' if name[0]=='.' else
+        'cannot be the name of a file here' if not is_encodable(name)
+        else f'is longer than {most} bytes' if len(os.fsencode(name))>most else
         "ends in '_latest', which torchember adds to the name of a run for its latest step" if what=='run' and name.endswith('_latest') else None)
     if why: raise ValueError(f"The {what} name {name!r:.80} {why}. Choose a name such as 'resnet lr=3e-4', without "
         "'/', '\\' and control characters, that does not begin with a dot.")
@@ -61,7 +64,8 @@ def portable_name(name): # name: a result of `safe_name`
     why = ('is the name of a device on Windows' if devices.fullmatch(name.partition('.')[0].rstrip()) else
         f'contains {found[0]!r}, which Windows does not allow in file names' if (found := re.search(r'[<>:"|?*]', name)) else
         'ends in a dot or a space' if name[-1] in '. ' else None)
-    if why: raise ValueError(f"The run name {name!r:.80} {why}. Choose a name such as 'resnet lr=3e-4', which every system allows.")
+    if why:
+        raise ValueError(f"The run name {name!r:.80} {why}. Choose a name such as 'resnet lr=3e-4', which every system allows.")
     return name
 
 devices = re.compile(r'(?i)con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9¹²³]')
@@ -74,7 +78,8 @@ def folder(libname, home=None):
         if '\0' in str(home): raise ValueError(f"The home for logs, {str(home)!r}, contains a null character.")
         if is_url(where := located(home)): return where
         where = where.expanduser().absolute()
-        if os.path.isfile(where): raise NotADirectoryError(f"The home for logs, {where}, is a file. Give a folder as home=; it need not exist yet.")
+        if os.path.isfile(where):
+            raise NotADirectoryError(f"The home for logs, {where}, is a file. Give a folder as home=; it need not exist yet.")
         return where
     try: return Path.home()/f'.{safe_name(libname, "library")}'
     except RuntimeError: return home_fallback(libname)
@@ -105,8 +110,10 @@ def check_writable(place):
     if is_url(place): raise OSError(local_only(place))
     place = near = Path(place)
     while not os.path.lexists(near): near = near.parent
-    if not near.is_dir(): raise NotADirectoryError(f"Logs cannot go to {place}: {near} is not a folder. Choose another home=; it need not exist yet.")
-    if not os.access(near, os.W_OK|os.X_OK): raise PermissionError(f"Logs cannot go to {place}: {near} is not writable. Choose another home=.")
+    if not near.is_dir():
+        raise NotADirectoryError(f"Logs cannot go to {place}: {near} is not a folder. Choose another home=; it need not exist yet.")
+    if not os.access(near, os.W_OK|os.X_OK):
+        raise PermissionError(f"Logs cannot go to {place}: {near} is not writable. Choose another home=.")
 
 def local_only(url):
     "Return the error message for a run whose home is a URL: runs are first written to a local disk."
@@ -122,7 +129,8 @@ def user():
 # %% ../../nbs/30_store/00_base.ipynb #b1d453a2
 def open_without_links(path, flags):
     "Open a file for writing: an `opener` for Python's `open`. Raise OSError for a symbolic link."
-    if os.path.islink(path): raise OSError(f"{printable(path)} is a link, and torchember does not write through links. Remove it, or choose another name.")
+    if os.path.islink(path):
+        raise OSError(f"{printable(path)} is a link, and torchember does not write through links. Remove it, or choose another name.")
     return open_regular(path, flags | getattr(os, 'O_NOFOLLOW', 0))
 
 # %% ../../nbs/30_store/00_base.ipynb #5bc325aa
@@ -168,5 +176,5 @@ def is_valid_base_value(v, kind):
     if isinstance(v, bool) or not isinstance(v, kind): return False
     return len(v)<=10_000 if kind is str else 0<=v<2**53
 
-base_types = {**dict.fromkeys(('start', 'end', 'model', 'user', 'host', 'framework'), str), **dict.fromkeys(('pid', 'rows', 'bytes', 'steps'), int),
-    **dict.fromkeys(('seconds', 'share'), int|float)}
+base_types = {**dict.fromkeys(('start', 'end', 'model', 'user', 'host', 'framework'), str),
+    **dict.fromkeys(('pid', 'rows', 'bytes', 'steps'), int), **dict.fromkeys(('seconds', 'share'), int|float)}

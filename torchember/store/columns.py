@@ -42,7 +42,8 @@ class ColumnBlock:
         "Return the values of a column, and the set of their types. Nulls of a statistic are replaced by NaN or infinity."
         values = self[k]
         types = set(map(type, values))
-        return (self.restore_lost_values(k, values), types-{none}|{float}) if none in types and k in derived else (values, types)
+        if none in types and k in derived: return (self.restore_lost_values(k, values), types-{none}|{float})
+        return (values, types)
 
     def restore_lost_values(self, k, values):
         "Replace each null of a statistic by NaN or infinity, according to the counts of NaN and infinity in the row."
@@ -63,7 +64,8 @@ class ColumnBlock:
 
     def select_rows(self, mask):
         "Return a block with the rows for which `mask` is True."
-        return self if all(mask) else ColumnBlock({k: list(compress(v, mask)) for k,v in self.columns.items()}, sum(mask), self.sure)
+        return self if all(mask) else ColumnBlock({k: list(compress(v, mask)) for k,v in self.columns.items()},
+            sum(mask), self.sure)
 
     def restore_nonfinite(self):
         "Replace nulls by the NaN and infinities listed in the column `nonfinite`. Return False if an entry of `nonfinite` matches no null."
@@ -84,7 +86,8 @@ def msgspec():
     try: return import_module('msgspec')
     except ImportError: return None
 
-few = 100 # a column with at most this number of distinct texts is declared to msgspec as a `Literal`, which is parsed faster
+# a column with at most this number of distinct texts is declared to msgspec as a `Literal`, which is parsed faster
+few = 100
 
 class Expected:
     "Keys, value types and texts found so far in the rows of a log. Lines with known keys, types and texts are parsed fast."
@@ -93,7 +96,8 @@ class Expected:
         self.layouts = [] # layouts of rows that had a new key; a layout is the tuple of a row's keys
         # types: key -> types of its values; texts: key -> (known texts, how often new texts were added)
         self.types,self.texts = {},{}
-        self.decoder,self.sure = None,{} # decoder: a decoder of msgspec, or None; sure: key -> the only type of its values
+        # decoder: a decoder of msgspec, or None; sure: key -> the only type of its values
+        self.decoder,self.sure = None,{}
 
     def add_rows(self, rows):
         "Add the keys, types and texts of `rows` to the known keys, types and texts. Make a decoder for these rows."
@@ -119,7 +123,9 @@ class Expected:
     def type_of(self, k):
         "Return the type annotation for the values of the key `k` in a msgspec struct."
         types = self.types[k]-{none}
-        if types=={str}: known,changes = self.texts[k]; return Literal[tuple(sorted(known))]|None if len(known)<=few and changes<=3 else str|None
+        if types=={str}:
+            known,changes = self.texts[k]
+            return Literal[tuple(sorted(known))]|None if len(known)<=few and changes<=3 else str|None
         if types=={list} and k in self.names: return tuple|None
         return int|None if types=={int} else int|float|None if types and types<={int, float} else Any if types else None
 
@@ -130,7 +136,9 @@ class Expected:
         # fields are named f0, f1, ..., because a key may be no valid Python name
         fields = [(f'f{i}', t, missing) for i,t in enumerate(types.values())]
         names = {f: k for (f,*_),k in zip(fields, types, strict=True)}
-        try: return msgspec().json.Decoder(msgspec().defstruct('Row', fields, rename=names, forbid_unknown_fields=True, gc=False))
+        try:
+            return msgspec().json.Decoder(msgspec().defstruct('Row', fields, rename=names,
+                forbid_unknown_fields=True, gc=False))
         except ValueError: return None # msgspec rejects some keys
 
     def read(self, data):
@@ -158,7 +166,8 @@ def objects_in(data):
     "Return the number of lines if each line is one JSON object, else 0. This check is needed, because msgspec ignores line ends."
     buf = np.frombuffer(data, np.uint8)
     ends = np.flatnonzero(buf==10)
-    ok = len(ends) and buf[0]==123 and ends[-1]==len(buf)-1 and (buf[ends-1]==125).all() and (buf[ends[:-1]+1]==123).all()
+    ok = (len(ends) and buf[0]==123 and ends[-1]==len(buf)-1 and (buf[ends-1]==125).all()
+        and (buf[ends[:-1]+1]==123).all())
     return len(ends) if ok else 0
 
 # %% ../../nbs/30_store/07_columns.ipynb #bd264f51
@@ -195,7 +204,8 @@ class Column:
         if self.as_it_is: return 'values', values
         if there<={int, float} and (numbers := as_numbers(values, types)) is not None: return 'numbers', numbers
         if there=={str}: return 'texts', self.to_codes(values)
-        if there<={list, dict, tuple}: return 'lists', np.fromiter(values if types=={tuple} else self.to_objects(values), object, len(values))
+        if there<={list, dict, tuple}:
+            return 'lists', np.fromiter(values if types=={tuple} else self.to_objects(values), object, len(values))
         return 'values', values
 
     def to_codes(self, texts): return np.fromiter(map(self.codes.__getitem__, texts), np.int32, len(texts))
@@ -230,7 +240,8 @@ def as_numbers(values, types):
         try: return np.fromiter(values, np.int64, len(values))
         except OverflowError: return None
     if int in types and any(type(v) is int and not -2**63<=v<2**63 for v in values): return None
-    return np.fromiter([math.nan if v is missing else v for v in values] if Missing in types else values, float, len(values))
+    return np.fromiter([math.nan if v is missing else v for v in values] if Missing in types else values,
+        float, len(values))
 
 # %% ../../nbs/30_store/07_columns.ipynb #f54b02df
 stamp = re.compile(r'\d{4}-\d\d-\d\d \d\d:\d\d:\d\d')

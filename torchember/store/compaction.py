@@ -21,7 +21,8 @@ from torchember.store.lines import is_step, longest_line, try_parse
 from torchember.store.parts import Part, arrow_table, renamed_file, folder_of, group_rows, lines_after, read_part_list, write_part
 
 # %% ../../nbs/30_store/10_compaction.ipynb #61d8beb3
-most_rows,most_bytes = 1<<17,1<<25 # maximum number of rows in a part, and of bytes of the lines from which a part is made
+# maximum number of rows in a part, and of bytes of the lines from which a part is made
+most_rows,most_bytes = 1<<17,1<<25
 
 def next_lines(f, start, stop, rows=None):
     "Read complete lines from the byte `start` on, at most as many as a part may have. `stop`: byte to stop at."
@@ -78,7 +79,8 @@ def store_part(path, listing, rows, **entry):
     "Write rows as a Parquet part of the log `path`. Return the part's entry for the list of parts. `entry`: start, end and torn lines."
     entry = dict(entry, rows=len(rows))
     name = new_part_name(listing['parts'])
-    write_part(arrow_table(rows, id=listing['id'], run=path.name, **entry), folder_of(path)/name, listing.get('group', group_rows))
+    write_part(arrow_table(rows, id=listing['id'], run=path.name, **entry), folder_of(path)/name,
+        listing.get('group', group_rows))
     return dict(file=name, last=max(map(step_of, rows), default=-1), size=file_size(folder_of(path)/name), **entry)
 
 def make_parts(path, listing, file, base, last):
@@ -118,7 +120,8 @@ def rename_lines(path, listing):
     "Rename the file of lines, so that its lines can be converted to parts, and begin an empty file. Return the path of the renamed file."
     aside = renamed_file(path, listing)
     if not os.path.exists(aside):
-        try: os.link(path, aside) # the link is created first, so that a file with the name of the run exists at any time
+        # the link is created first, so that a file with the name of the run exists at any time
+        try: os.link(path, aside)
         except OSError: os.replace(path, aside) # the file is renamed directly if the file system has no hard links
     if not os.path.exists(path) or os.path.samefile(path, aside): replace(path, b'')
     return aside
@@ -127,7 +130,8 @@ def remove_lines(path, listing):
     "Convert the remaining lines of a log to parts, then delete the lines. Return the new list of parts."
     aside = rename_lines(path, listing)
     # The conversion is repeated, because a writer that had opened the file before may have appended lines
-    while (listing := make_parts(path, listing, aside, listing['removed'], None))['end']-listing['removed']<os.path.getsize(aside): pass
+    while (listing := make_parts(path, listing, aside, listing['removed'], None))['end']-listing['removed']<os.path.getsize(aside):
+        pass
     listing = {k: v for k,v in listing.items() if k not in ('aside', 'alone')}|{'removed': listing['end']}
     write_part_list(path, listing)
     sync_part_list(path)
@@ -165,7 +169,8 @@ def find_small_parts(parts):
     first = 0
     while first<len(parts):
         n,rows = first,0
-        while n<len(parts) and 'holder' not in (p := parts[n]) and (n==first or rows+p['rows']<=most_rows and p['end']-parts[first]['start']<=most_bytes):
+        while n<len(parts) and 'holder' not in (p := parts[n]) and (n==first or rows+p['rows']<=most_rows
+                and p['end']-parts[first]['start']<=most_bytes):
             rows,n = rows+p['rows'],n+1
         if n-first>1: return first, n
         first = max(n, first+1)
@@ -177,7 +182,8 @@ def join_parts(path, listing):
         for p in some:
             part = Part(folder_of(path)/p['file'], {listing['id']: p})
             with part.file: rows += part.parsed()[0]
-        joined = store_part(path, listing, rows, start=some[0]['start'], end=some[-1]['end'], torn=sum(p['torn'] for p in some))
+        joined = store_part(path, listing, rows, start=some[0]['start'], end=some[-1]['end'],
+            torn=sum(p['torn'] for p in some))
         listing = listing|{'parts': [*listing['parts'][:found[0]], joined, *listing['parts'][found[1]:]]}
         write_part_list(path, listing)
         sync_part_list(path)
@@ -188,7 +194,8 @@ def join_parts(path, listing):
 def remove_leftovers(path, listing):
     "Remove files left by a killed process: temporary files, and Parquet files missing in the list of parts."
     for f in folder_of(path).iterdir():
-        if f.name.startswith(('.part-', '.torchember-')) or f.suffix=='.parquet' and f.name not in [p['file'] for p in listing['parts']]: f.unlink()
+        if f.name.startswith(('.part-', '.torchember-')) or f.suffix=='.parquet' and f.name not in [p['file'] for p in listing['parts']]:
+            f.unlink()
         # a renamed file of lines is removed if its rows are in parts already
         elif f.name.startswith('lines-') and f!=renamed_file(path, listing): f.unlink()
 

@@ -69,7 +69,8 @@ class Metadata:
     def write(self):
         "Write all metadata that are not on disk yet."
         for kind in [k for k in self.known if k in self.unwritten]:
-            self.unwritten.discard(kind) # the kind is removed before the write, because its value may change during the write
+            # the kind is removed before the write, because its value may change during the write
+            self.unwritten.discard(kind)
             try: self[self.name(kind)] = self.known[kind]
             except OSError:
                 self.unwritten.add(kind)
@@ -126,7 +127,8 @@ class StoredRun:
 
     def blocks(self, after=(0, 0)):
         "Yield the rows of the run in blocks, including rows not on disk yet. `after`: (bytes of the log, rows) to skip."
-        if self.older(): return older_blocks(self.log_path) if self.folder else convert_lines_of_01(line_blocks(self.log_path))
+        if self.older():
+            return older_blocks(self.log_path) if self.folder else convert_lines_of_01(line_blocks(self.log_path))
         return self.file.disk.rows(after)
 
     def require_exists(self):
@@ -265,10 +267,12 @@ class AppendedRun(StoredRun):
             **marks: Name and value of each column
         """
         for k in marks:
-            if k in unmarkable: raise ValueError(f"{k!r} is a column that torchember writes, so it cannot be the name of a mark. Choose another name.")
+            if k in unmarkable:
+                raise ValueError(f"{k!r} is a column that torchember writes, so it cannot be the name of a mark. Choose another name.")
         # marks are converted now, so that a wrong type raises TypeError here, and not during the training
         marks = load_row(line_of(marks))
-        if self.source is not None and any(k not in self.marked or self.marked[k]!=v for k,v in marks.items()): self.source(False)
+        if self.source is not None and any(k not in self.marked or self.marked[k]!=v for k,v in marks.items()):
+            self.source(False)
         self.marked = {**self.marked, **marks}
 
     def unmark(self,
@@ -280,7 +284,8 @@ class AppendedRun(StoredRun):
             *names: Marks to remove; all by default
         """
         for n in names:
-            if n not in self.marked: raise KeyError(f"No mark {n!r}. Marks: {printable(', '.join(self.marked)) or 'none'}.")
+            if n not in self.marked:
+                raise KeyError(f"No mark {n!r}. Marks: {printable(', '.join(self.marked)) or 'none'}.")
         if self.source is not None and self.marked: self.source(False)
         self.marked = {k:v for k,v in self.marked.items() if names and k not in names}
 
@@ -315,7 +320,8 @@ class tracker(AppendedRun):
         ranks:int=1 # Number of logs of the run, one for each process
     ):
         check_store(store)
-        if fsync not in ('never', 'barrier', 'step'): raise ValueError(f"fsync is 'never', 'barrier' or 'step', got {fsync!r}.")
+        if fsync not in ('never', 'barrier', 'step'):
+            raise ValueError(f"fsync is 'never', 'barrier' or 'step', got {fsync!r}.")
         super().__init__(libname, fname, home, fresh=fresh, fsync=fsync, exact=exact, store=store, ranks=ranks)
         self.marked = {}
         self.whole = None # `WholeSteps`, if this process merges the rows of all ranks during the training
@@ -406,7 +412,8 @@ class emberTracker(tracker):
     ): super().__init__('torchember', fname, home, **kwargs)
 
 # %% ../../nbs/30_store/15_jsonl.ipynb #e43520d5
-taken = set() # log files of runs that this process began. New runs must not take these names, although the files may not exist yet
+# log files of runs that this process began. New runs must not take these names, although the files may not exist yet
+taken = set()
 
 def exists(name, home):
     "Return True if a run of this name is on disk, or if this process began such a run."

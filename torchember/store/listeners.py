@@ -111,7 +111,8 @@ class Listener:
 
     def start(self):
         "Start the thread of this listener. Return the thread, or None if it cannot be started."
-        self.thread = threading.Thread(target=run_queue, args=(self.queue.queue,), name=f'torchember-{self.name}', daemon=True)
+        self.thread = threading.Thread(target=run_queue, args=(self.queue.queue,), name=f'torchember-{self.name}',
+            daemon=True)
         try: self.thread.start()
         except RuntimeError: self.thread = None # the interpreter exits, or the system has no more threads
         return self.thread

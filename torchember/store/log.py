@@ -31,7 +31,8 @@ class Writer:
         self.dirty,self.lock,self.thread,self.over = deque(),threading.Lock(),None,False
         # SimpleQueue is used, because an Event would deadlock if a signal handler sets the Event while it is being set
         self.ready = SimpleQueue()
-        self.holding = set() # logs whose last write failed; the references keep these logs alive until a later write succeeds
+        # logs whose last write failed; the references keep these logs alive until a later write succeeds
+        self.holding = set()
 
     def wake(self, log):
         "Make the writer thread write the queued rows of `log` soon."
@@ -104,7 +105,8 @@ class Messages:
     def note(self, what:str, error=None, once=True):
         "Add a message, with the error that caused it. `once`: drop the message if an equal message was added before."
         kind = f'{what}{type(error)}'
-        if self.is_new(kind) or not once: self.notes.append(f'{what}: {type(error).__name__}: {error} (shown once)' if error else what)
+        if self.is_new(kind) or not once:
+            self.notes.append(f'{what}: {type(error).__name__}: {error} (shown once)' if error else what)
 
     def is_new(self, kind):
         "Return True if this kind of message was not added before."
@@ -150,7 +152,8 @@ class Batches:
     def take(self):
         "Compute the rows of the first batches with an equal `by`. Yield a `ReadyBatch` for each, and then remove the batch from the queue."
         by,some,n = self.waiting[0].by,[],0
-        for i in range(len(self.waiting)): # the loop uses indices, because the training thread may add batches during the loop
+        # the loop uses indices, because the training thread may add batches during the loop
+        for i in range(len(self.waiting)):
             batch = self.waiting[i]
             n += 1 if batch.by is not by or by is call_functions else len(batch.rows)
             if some and (batch.by is not by or n>self.together): break
@@ -219,7 +222,8 @@ class LogFiles:
         except OSError as e: return self.keep_rows(e)
         if time.monotonic()>self.retry_at+self.grace: self.disk.after_flush()
         self.is_refused = False
-        self.hold(self.step.stale and self.step.closed) # True means that the file of the latest step must be written later
+        # True means that the file of the latest step must be written later
+        self.hold(self.step.stale and self.step.closed)
         self.disk.report_dropped()
 
     def keep_rows(self, e):
@@ -238,7 +242,8 @@ class LogFiles:
 
     def call_first(self):
         "Call `first` once. If the call raises OSError, it is repeated at the next write."
-        first,self.first = self.first,None # `first` is cleared before the call, because the call may set another `first`
+        # `first` is cleared before the call, because the call may set another `first`
+        first,self.first = self.first,None
         try: first()
         except OSError:
             self.first = first
@@ -407,7 +412,8 @@ def listen_directly(log, f, remark): # arguments as in `DirectListener`
 def flush_logs(place):
     "Write the rows queued by this process for the log `place`, or for all logs in the folder `place`."
     if is_url(place): return # no rows are queued for a URL, because only `sync` writes to URLs
-    place,folders = os.path.realpath(place),{} # each folder is resolved only once, because a few folders contain many logs
+    # each folder is resolved only once, because a few folders contain many logs
+    place,folders = os.path.realpath(place),{}
     for log in list(live):
         if not log.is_ours or is_url(log.path): continue
         where,name = os.path.split(log.path)

@@ -159,7 +159,9 @@ class JsonLines:
 
     def report_dropped(self):
         "Show a message with the number of rows lost while writes failed."
-        if self.dropped: n,self.dropped = self.dropped,0; self.note(f"{n} rows were lost while {self.path} could not be written.", once=False)
+        if self.dropped:
+            n,self.dropped = self.dropped,0
+            self.note(f"{n} rows were lost while {self.path} could not be written.", once=False)
 
     @property
     def unwritten(self): return sum(n for _,n in self.waiting)+self.dropped # returns the number of rows that are not in the file
@@ -170,7 +172,8 @@ class JsonLines:
     @property
     def exists(self):
         "True if the log has a file or will have one."
-        return bool(self.fresh or self.written_rows or self.waiting or (path_exists if is_url(self.path) else os.path.exists)(self.path))
+        return bool(self.fresh or self.written_rows or self.waiting
+            or (path_exists if is_url(self.path) else os.path.exists)(self.path))
 
     @property
     # A new log has 0 bytes, even if a file of this name exists, because that file belongs to another run
@@ -196,12 +199,14 @@ class JsonLines:
 
     def complete_file(self):
         "Return path and size of the log. Return None if some lines are not in the file yet."
-        if not (self.fresh or self.unwritten_lines()[1]) and file_exists(self.path): return self.path, summarize_parts(self.path)['lines']+file_size(self.path)
+        if not (self.fresh or self.unwritten_lines()[1]) and file_exists(self.path):
+            return self.path, summarize_parts(self.path)['lines']+file_size(self.path)
 
     def summary(self):
         "Return steps, rows and bytes for the metadata of a finished run. None if this object wrote no rows, or if lines are still queued."
         if not (self.is_ours and self.written_rows) or self.waiting: return None
-        return {'steps': self.tail()+1, **({} if self.earlier else {'rows': self.written_rows, 'bytes': self.complete_file()[1]})}
+        return {'steps': self.tail()+1, **({} if self.earlier else {'rows': self.written_rows,
+            'bytes': self.complete_file()[1]})}
 
     def after_flush(self): "Do nothing. A subclass can convert lines here after a flush, while the lock is held."
     def in_background(self): "Do nothing. A subclass can start work here after a flush, without the lock."

@@ -37,7 +37,9 @@ def marks_in_name(path):
 
 def to_number(text):
     "Convert a text to an int or float if the text is a number. Return other texts unchanged."
-    try: return int(text) if re.fullmatch(r'-?\d+', text) else float(text) if re.fullmatch(r'-?[\d.]+(e[+-]?\d+)?', text) else text
+    try:
+        if re.fullmatch(r'-?\d+', text): return int(text)
+        return float(text) if re.fullmatch(r'-?[\d.]+(e[+-]?\d+)?', text) else text
     except ValueError: return text
 
 # %% ../../nbs/30_store/09_older.ipynb #92842942
@@ -52,11 +54,13 @@ def convert_row(row, marks, seen):
     if isinstance(marks.get('step', 0), str): marks = {k:v for k,v in marks.items() if k!='step'}
     if not isinstance(row.get('ttype'), str) or not isinstance(row.get('tname'), str): return {**row, **marks}
     ttype,tname = ttypes_of_02.get(row['ttype'], row['ttype']),re.sub(r'\.tsr(\d+)', r'.\1', row['tname'])
-    if ttype=='output' and not tname.startswith('output_'): tname = 'output_0' if tname=='output' else f"output_{tname.removeprefix('out_')}"
+    if ttype=='output' and not tname.startswith('output_'):
+        tname = 'output_0' if tname=='output' else f"output_{tname.removeprefix('out_')}"
     tensor = str(row.get('module')), ttype, tname
     step = seen[tensor]
     seen[tensor] += 1
-    return {'step': step, **row, 'ttype': ttype, 'tname': tname, **{k:v for k,v in marks.items() if k not in row or k=='step' and isinstance(v, int)}}
+    return {'step': step, **row, 'ttype': ttype, 'tname': tname,
+        **{k:v for k,v in marks.items() if k not in row or k=='step' and isinstance(v, int)}}
 
 # %% ../../nbs/30_store/09_older.ipynb #dbb6063d
 most = 64_000_000 # maximum number of characters of one row
@@ -74,8 +78,10 @@ def json_rows(f, size=1<<22):
             try: row,at = decode(text, at)
             except (ValueError, RecursionError):
                 following = text.find(',{"', at+1)
-                if not begins_row(text, following+1): break # stops here, because the end of this row has not been read yet
-                yield text[at:following][:200] # yields an incomplete row as text; another process has appended rows after it
+                # stops here, because the end of this row has not been read yet
+                if not begins_row(text, following+1): break
+                # yields an incomplete row as text; another process has appended rows after it
+                yield text[at:following][:200]
                 at = following
                 continue
             yield row

@@ -21,15 +21,16 @@ def parameter_entry(path, name, shape, dtype, requires_grad, optimizer=None, gra
     recorded. `changes`: True if its values change although no known optimizer has the parameter. `elsewhere`: True if
     an optimizer that torchEmber was not given has the parameter.
     """
-    p = dict(path=path, name=name, shape=None if shape is None else list(shape), dtype=dtype, requires_grad=requires_grad,
-        optimizer=optimizer, gradient=gradient, called=called)
+    p = dict(path=path, name=name, shape=None if shape is None else list(shape), dtype=dtype,
+        requires_grad=requires_grad, optimizer=optimizer, gradient=gradient, called=called)
     return p | ({'also': list(also)} if also else {}) | ({} if recorded else {'recorded': False}) | ({'changes': True} if changes else {}) \
         | ({'elsewhere': True} if elsewhere else {})
 
 def label_of(p): return f"{p['path']}.{p['name']}" if p['path'] else p['name'] # returns the full name of a parameter, for plots
 
 # %% ../../nbs/30_store/05_parameters.ipynb #9c6070c2
-frozen,forgotten,cut_off,not_called = reasons = ('frozen', 'not in the optimizer', 'no gradient ever arrived', 'module never called')
+frozen,forgotten,cut_off,not_called = reasons = ('frozen', 'not in the optimizer', 'no gradient ever arrived',
+    'module never called')
 
 def why_not(p): # p: dict from `parameter_entry`
     "Return the reason why a parameter is not trained. Return None if the parameter is trained, or if no reason is known."
@@ -51,7 +52,8 @@ def parts_alike(ps, which):
         for part in names_around(p):
             all_[part] += 1
             some[part] += id(p) in which
-    found = dict.fromkeys(next(part for part in names_around(p) if some[part]==all_[part]) for p in ps if id(p) in which)
+    found = dict.fromkeys(next(part for part in names_around(p) if some[part]==all_[part])
+        for p in ps if id(p) in which)
     return [(part, all_[part]) for part in found]
 
 def names_around(p):
@@ -73,7 +75,8 @@ def untrained(ps, only=None, most=4):
     for reason in reasons:
         parts = parts_alike(known, {i for i,w in why.items() if w==reason})
         names = [(part or 'all of the model')+(f' ({n:,} parameters)' if n>2 else '') for part,n in parts[:most]]
-        if parts: told.append(f"{reason}: {', '.join(names)}{f' and {len(parts)-most:,} more' if len(parts)>most else ''}")
+        if parts:
+            told.append(f"{reason}: {', '.join(names)}{f' and {len(parts)-most:,} more' if len(parts)>most else ''}")
     return f"Not trained: {'; '.join(told)}." if told else ''
 
 # %% ../../nbs/30_store/05_parameters.ipynb #35274e3e
@@ -102,17 +105,20 @@ def facts_in(meta):
 def valid_modes(modes):
     "Return the valid facts about training and evaluation mode among values from a file. `modes`: the values."
     if not isinstance(modes, dict): return {}
-    lists = {k: v for k in ('eval', 'train') if isinstance(v := modes.get(k), list) and all(isinstance(n, str) for n in v)}
+    lists = {k: v for k in ('eval', 'train') if isinstance(v := modes.get(k), list)
+        and all(isinstance(n, str) for n in v)}
     calls = modes.get('dropout')
     types = {'function': str, 'p': int|float, 'training': bool}
-    valid = isinstance(calls, dict) and all(isinstance(c, dict) and all(isinstance(c.get(k), t) for k,t in types.items()) for c in calls.values())
+    valid = (isinstance(calls, dict)
+        and all(isinstance(c, dict) and all(isinstance(c.get(k), t) for k,t in types.items()) for c in calls.values()))
     return lists | ({'dropout': calls} if valid and calls else {})
 
 def is_valid_entry(p):
     "Return True if a value from a file has the keys and types of a `parameter_entry`."
     if not isinstance(p, dict) or not isinstance(p.get('requires_grad'), bool): return False
     also,shape = p.get('also', []),p.get('shape')
-    if not isinstance(also, list) or not isinstance(shape, list|None) or not isinstance(p.get('dtype'), str|None): return False
+    if not isinstance(also, list) or not isinstance(shape, list|None) or not isinstance(p.get('dtype'), str|None):
+        return False
     if not all(isinstance(n, str) and len(n)<=1000 for n in (p.get('path'), p.get('name'), *also)): return False
     flags = 'optimizer', 'gradient', 'called', 'recorded', 'changes', 'elsewhere'
     return all(type(n) is int and n>=0 for n in shape or ()) and all(isinstance(p.get(k), bool|None) for k in flags)

@@ -29,7 +29,8 @@ types = {t.__name__: t for t in (int, float, str, bool, list, dict, none)}
 
 class Layouts:
     "Numbered list of layouts. A layout is the keys of a row and the types of its values. Rows with equal layouts share one number."
-    def __init__(self, known=()): self.known = {(tuple(keys), tuple(types[t] for t in of)): i for i,(keys,of) in enumerate(known)}
+    def __init__(self, known=()):
+        self.known = {(tuple(keys), tuple(types[t] for t in of)): i for i,(keys,of) in enumerate(known)}
 
     def number(self, row):
         "Return the number of a row's layout. A new layout gets the next number."
@@ -88,7 +89,8 @@ def arrow_table(rows, /, **header):
     columns = {k: arrow_column(pa, rows, k, set(layouts.types_of(k))-{none, Missing}) for k in names}
     layout = free_column('_torchember_layout', columns)
     header = dict(layout=layout, layouts=layouts.as_json(), kinds={k: kind for k,(_,kind) in columns.items()}, **header)
-    return pa.table([*(c for c,_ in columns.values()), pa.array(at, pa.int32())], names=[*names, layout], metadata={'torchember': json.dumps(header)})
+    return pa.table([*(c for c,_ in columns.values()), pa.array(at, pa.int32())], names=[*names, layout],
+        metadata={'torchember': json.dumps(header)})
 
 def free_column(name, names):
     "Return a column name not in `names`: `name` with as many '_' in front as needed."
@@ -112,7 +114,8 @@ def write_part(table, path, group=group_rows):
 def write_table(table, file, group=group_rows): # file: a path, or an open file
     "Write an Arrow table as Parquet, with a suitable compression for each column."
     pq = needs('pyarrow.parquet', for_='A run in Parquet', package='pyarrow')
-    pq.write_table(table, file, row_group_size=group, **write_options(json.loads(table.schema.metadata[b'torchember'])['kinds'], table.column_names))
+    pq.write_table(table, file, row_group_size=group,
+        **write_options(json.loads(table.schema.metadata[b'torchember'])['kinds'], table.column_names))
 
 def part_bytes(table, group=group_rows):
     "Return an Arrow table as the bytes of a Parquet file."
@@ -124,7 +127,8 @@ def part_bytes(table, group=group_rows):
 def write_options(kinds, names):
     "Return the options of the Parquet writer for columns of these kinds."
     floats = [k for k,kind in kinds.items() if kind=='double' and '.' not in k]
-    return dict(compression='zstd', use_byte_stream_split=floats or False, use_dictionary=[n for n in names if n not in floats])
+    return dict(compression='zstd', use_byte_stream_split=floats or False,
+        use_dictionary=[n for n in names if n not in floats])
 
 @contextmanager
 def part_in_progress(path):
@@ -146,9 +150,11 @@ def check_part(temp, path, rows):
 def readable_errors(path):
     "Convert errors while reading the Parquet part `path` to errors with a clear message."
     try: yield
-    except FileNotFoundError: raise FileNotFoundError(f"{printable(path)}, a file with rows of the run, was removed meanwhile. Read the run again.") from None
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{printable(path)}, a file with rows of the run, was removed meanwhile. Read the run again.") from None
     except StoreError: raise
-    except Exception as e: raise ValueError(f"{printable(path)} is not a valid Parquet part, as compact writes it: {printable(e, 200)}") from None
+    except Exception as e:
+        raise ValueError(f"{printable(path)} is not a valid Parquet part, as compact writes it: {printable(e, 200)}") from None
 
 def another_run_message(path, run):
     "Return the error message for a part that belongs to another run."
@@ -159,7 +165,8 @@ def parquet_file(path, size, metadata=None):
     "Open a local or remote Parquet file. `metadata`: footer of the file, if it was read before."
     pq = needs('pyarrow.parquet', for_='A run in Parquet', package='pyarrow')
     if is_url(path): return pq.ParquetFile(open_file(path, size=size), metadata=metadata, pre_buffer=True)
-    with open(path, 'rb', opener=open_regular): pass # the file is opened first, because this raises an error for a pipe or a device
+    # the file is opened first, because this raises an error for a pipe or a device
+    with open(path, 'rb', opener=open_regular): pass
     return pq.ParquetFile(path, metadata=metadata)
 
 def column_statistics(group, name):
@@ -333,8 +340,11 @@ class StoredBlock(ColumnBlock):
         values,types = self.column(k).to_pylist(),self.types(k)
         if self.part.kinds[k]=='json': values = [None if v is None else json.loads(v) for v in values]
         if self.part.kinds[k]=='double' and int in types:
-            values = [int(v) if whole else v for v,whole in zip(values, self.mask_of_type(k, lambda t: t is int), strict=True)]
-        if Missing in types: values = [v if has else missing for v,has in zip(values, self.mask_of_type(k, lambda t: t is not Missing), strict=True)]
+            values = [int(v) if whole else v for v,whole in zip(values, self.mask_of_type(k, lambda t: t is int),
+                strict=True)]
+        if Missing in types:
+            values = [v if has else missing for v,has in zip(values, self.mask_of_type(k, lambda t: t is not Missing),
+                strict=True)]
         return values
 
     def values(self, k): return self[k], self.types(k)
@@ -364,7 +374,8 @@ class StoredBlock(ColumnBlock):
         types = self.types(k)
         present,kind = types-{none, Missing},self.part.kinds.get(k)
         if present and present<={int, float} and kind in ('int64', 'double'):
-            return 'numbers', self.column(k).to_numpy(zero_copy_only=False).astype(np.int64 if types=={int} else float, copy=False)
+            return 'numbers', self.column(k).to_numpy(zero_copy_only=False).astype(np.int64 if types=={int} else float,
+                copy=False)
         if present!={str} or kind!='text': return None
         got = self.column(k)
         at = got.indices.fill_null(-1).to_numpy(zero_copy_only=False)
@@ -396,14 +407,16 @@ def read_part_list(path):
     except KeyError: return None
     try: ok = is_part_list(listing)
     except (LookupError, TypeError): ok = False
-    if not ok: raise ValueError(f"{printable(folder_of(path)/'parts.json')} is not a list of parts, as compact writes it. Restore the file.")
+    if not ok:
+        raise ValueError(f"{printable(folder_of(path)/'parts.json')} is not a list of parts, as compact writes it. Restore the file.")
     return listing|{'end': listing['parts'][-1]['end'] if listing['parts'] else 0}
 
 def is_part_list(listing):
     "Return True if the content of `parts.json` is a valid list of parts, without gaps."
     parts,group = listing['parts'],listing.get('group', 1)
     ends = [0, *(p['end'] for p in parts)]
-    return ([p['start'] for p in parts]==ends[:-1] and 0<=listing['removed']<=ends[-1] and bool(listing['id']) and type(group) is int and group>0
+    return ([p['start'] for p in parts]==ends[:-1] and 0<=listing['removed']<=ends[-1] and bool(listing['id'])
+        and type(group) is int and group>0
         and all(is_file_name(p['file']) and all(type(p[k]) is int for k in ('start', 'end', 'rows', 'torn', 'last', 'size')) for p in parts)
         and all(type(p['holder']) is type(p['whole']) is int for p in parts if 'holder' in p))
 
@@ -424,13 +437,15 @@ def size_or_zero(path):
 def lines_after(path, listing):
     "Return (file, first byte) for each file with lines not yet in a part."
     aside,at = renamed_file(path, listing),listing['end']-listing['removed']
-    is_aside = listing.get('aside') or path_exists(aside) and (is_url(path) or not (os.path.exists(path) and os.path.samefile(path, aside)))
+    is_aside = (listing.get('aside')
+        or path_exists(aside) and (is_url(path) or not (os.path.exists(path) and os.path.samefile(path, aside))))
     # the flag 'alone' means that all lines of the log are in parts or in the renamed file
     files = [(aside, at)] if listing.get('alone') else [(aside, at), (path, 0)] if is_aside else [(path, at)]
     for file,start in files:
         size = file_size(file) if file==aside and listing.get('aside') else size_or_zero(file)
-        if size<start: raise ValueError(f"{printable(file)} has {size} bytes, but its parts were made of {start} bytes: it is another log, or was cut. "
-            f"Remove {printable(folder_of(path))} if the log is complete.")
+        if size<start:
+            raise ValueError(f"{printable(file)} has {size} bytes, but its parts were made of {start} bytes: it is another log, or was cut. "
+                f"Remove {printable(folder_of(path))} if the log is complete.")
     return files
 
 def parts_and_lines(path):
@@ -492,8 +507,10 @@ def blocks_of_run(path, more=b'', end=None, after=(0, 0)):
         except FileNotFoundError:
             if read_part_list(path)==listing: raise
             continue # the part was merged with another part, so the new list is read
-        lines = [read_first_block(line_blocks(file, end=end if file==path else None, start=start)) for file,start in files]
-        if path is None or is_url(path): break # changes are not checked behind a URL, where old parts are kept for a while
+        lines = [read_first_block(line_blocks(file, end=end if file==path else None, start=start))
+            for file,start in files]
+        # changes are not checked behind a URL, where old parts are kept for a while
+        if path is None or is_url(path): break
         if parts_and_lines(path)[0]==listing and (parts, files)==read_up_to(path, *parts_and_lines(path), end): break
     yield from chain.from_iterable(lines)
     if more: yield more
@@ -518,7 +535,8 @@ def summarize_parts(path):
     def summary(listing, files):
         "Add up the entries in the list of parts."
         parts,before = (listing['parts'],listing['removed']) if listing else ((), 0)
-        return dict(rows=sum(p['rows'] for p in parts), size=sum(p['size'] for p in parts), lines=before+sum(file_size(f) for f,_ in files[:-1]),
+        return dict(rows=sum(p['rows'] for p in parts), size=sum(p['size'] for p in parts),
+            lines=before+sum(file_size(f) for f,_ in files[:-1]),
             start=files[-1][1], last=max((p['last'] for p in parts), default=-1))
     return read_current(path, summary)
 

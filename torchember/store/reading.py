@@ -43,7 +43,8 @@ numbered = ('step', 'call', 'micro', 'backward', 'rank')
 def order_columns(df, layouts):
     "Order the columns of a table, convert counts to whole numbers, and add the counts of NaN and infinity if they are missing."
     for c in numbered:
-        if c in df and df[c].dtype.kind=='f' and (abs(df[c])<2**53).all() and (df[c]%1==0).all(): df[c] = df[c].astype('int64')
+        if c in df and df[c].dtype.kind=='f' and (abs(df[c])<2**53).all() and (df[c]%1==0).all():
+            df[c] = df[c].astype('int64')
     for c in bad:
         if c in df: df[c] = to_counts(df[c])
         elif 'ttype' in df: df[c] = np.zeros(len(df), np.int64)
@@ -66,7 +67,8 @@ def with_path(df):
     if not {'module', 'ttype', 'tname'}<=set(df.columns): return df
     if 'path' in df: # a path that was recorded in a row is kept
         own = df['path'].map(lambda p: isinstance(p, str)).to_numpy(bool)
-        return df if own.all() else df.assign(path=df['path'].astype(object).where(own, paths_of_modules(df['module']).astype(object)))
+        if own.all(): return df
+        return df.assign(path=df['path'].astype(object).where(own, paths_of_modules(df['module']).astype(object)))
     df.insert(df.columns.get_loc('module')+1, 'path', paths_of_modules(df['module']))
     return df
 
@@ -80,7 +82,8 @@ def paths_of_modules(modules):
     pd = needs('pandas', for_='A table of rows')
     paths = list(dict.fromkeys(known.values()))
     code = np.array([paths.index(p) for p in known.values()]+[-1])
-    return pd.Series(pd.Categorical.from_codes(code[modules.cat.codes.to_numpy()], categories=paths), index=modules.index)
+    return pd.Series(pd.Categorical.from_codes(code[modules.cat.codes.to_numpy()], categories=paths),
+        index=modules.index)
 
 # %% ../../nbs/30_store/08_reading.ipynb #de3276d9
 # Columns that identify a row. A later row with equal values in these columns may replace an earlier row
@@ -105,14 +108,16 @@ def drop_superseded(rows, f=None):
         if 'supersedes' not in rows: return rows
         by = [c for c in row_key if c in rows]
         looked_up = rows if f is None else rows.assign(**{c: rows[c].map(f) for c in by})
-        place,again = looked_up.groupby(by, dropna=False, sort=False, observed=True).ngroup().to_numpy(),np.flatnonzero(rows['supersedes'].notna())
+        place = looked_up.groupby(by, dropna=False, sort=False, observed=True).ngroup().to_numpy()
+        again = np.flatnonzero(rows['supersedes'].notna())
         last = np.zeros(len(rows), int)
         last[place[again]] = again
         return rows[np.arange(len(rows))>=last[place]].drop(columns='supersedes').reset_index(drop=True)
     if not any('supersedes' in r for r in rows): return rows
     places = [tuple(r.get(k) if f is None else f(r.get(k)) for k in row_key) for r in rows]
     last = {p: i for i,(p,r) in enumerate(zip(places, rows, strict=True)) if 'supersedes' in r}
-    return [{k:v for k,v in r.items() if k!='supersedes'} for i,(p,r) in enumerate(zip(places, rows, strict=True)) if i>=last.get(p, 0)]
+    return [{k:v for k,v in r.items() if k!='supersedes'} for i,(p,r) in enumerate(zip(places, rows, strict=True))
+        if i>=last.get(p, 0)]
 
 # %% ../../nbs/30_store/08_reading.ipynb #8c93150b
 def table_of_lines(blocks, file=None):
@@ -126,4 +131,5 @@ def table_of_lines(blocks, file=None):
 def table_of_columns(columns, layouts, n):
     "Make a table of `n` rows from the results of `columns_of_lines`: `columns` and `layouts`."
     if not n: return frame([], layouts)
-    return order_columns(needs('pandas', for_='A table of rows').DataFrame(columns, index=range(n), copy=False), layouts)
+    return order_columns(needs('pandas', for_='A table of rows').DataFrame(columns, index=range(n), copy=False),
+        layouts)

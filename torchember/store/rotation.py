@@ -37,8 +37,10 @@ class CompactionProcess:
     def __init__(self, path):
         # the child gets its own process group, so that Ctrl-C in the terminal does not end it
         own_group = {'process_group': 0} if os.name=='posix' else {}
-        self.p = subprocess.Popen([sys.executable, *interpreter_flags(), '-c', self.program, json.dumps(path_of_child()), os.path.abspath(path)],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment_of_child(), **own_group)
+        self.p = subprocess.Popen([sys.executable, *interpreter_flags(), '-c', self.program,
+            json.dumps(path_of_child()), os.path.abspath(path)],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment_of_child(),
+            **own_group)
 
     def has_ended(self, patience=0):
         "Wait for the child process up to `patience` seconds. Return True if it has ended."
@@ -50,7 +52,8 @@ class CompactionProcess:
         "Return the error message of the ended process, or None if it succeeded. Raise BlockingIOError if another process had locked the log."
         with self.p.stderr as f: text = f.read().decode(errors='replace').strip()
         if self.p.returncode==exit_busy: raise BlockingIOError
-        return None if self.p.returncode==0 else printable(text.splitlines()[-1] if text else f'it ended with {self.p.returncode}', 300)
+        if self.p.returncode==0: return None
+        return printable(text.splitlines()[-1] if text else f'it ended with {self.p.returncode}', 300)
 
 def run_compaction(path):
     "Convert the renamed lines of a log to parts, then exit. Main function of the child process."
@@ -85,7 +88,8 @@ class Rotation:
         if self.child is not None or self.ready or time.monotonic()<self.again: return
         try:
             if self.left is None: self.left = lines_left(disk.path)-disk.written
-            if disk.written_rows-self.rows>=self.most_rows or self.left+disk.written-self.bytes>=self.most_bytes: self.rename_lines(disk)
+            if disk.written_rows-self.rows>=self.most_rows or self.left+disk.written-self.bytes>=self.most_bytes:
+                self.rename_lines(disk)
         except Exception as e: self.retry_later(e)
 
     def rename_lines(self, disk):
@@ -124,8 +128,9 @@ class Rotation:
         name = printable(disk.path.name)
         try:
             if self.child is not None: self.check_child(self.patience)
-            if self.child is not None: return self.note(f"the process that converts the lines of {name} to Parquet takes more than {self.patience:.0f} s. "
-                f"It continues; call compact({name!r}) later to convert the remaining lines.")
+            if self.child is not None:
+                return self.note(f"the process that converts the lines of {name} to Parquet takes more than {self.patience:.0f} s. "
+                    f"It continues; call compact({name!r}) later to convert the remaining lines.")
             if disk.fresh or not os.path.exists(disk.path): return
             compact_renamed(disk.path)
             if not (left := lines_left(disk.path)): return

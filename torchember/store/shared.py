@@ -17,8 +17,8 @@ from torchember.ground.messages import printable
 from torchember.ground.needs import needs
 from torchember.store.columns import Missing, missing, none
 from torchember.store.compaction import lock_folder, sync_part_list, write_part_list
-from torchember.store.parts import (Layouts, Part, arrow_type, check_part, column_statistics, folder_of, free_column, group_rows, row_groups, largest_exact,
-    many_logs, part_file, part_in_progress, read_part_list, write_options)
+from torchember.store.parts import (Layouts, Part, arrow_type, check_part, column_statistics, folder_of, free_column,
+    group_rows, row_groups, largest_exact, many_logs, part_file, part_in_progress, read_part_list, write_options)
 
 # %% ../../nbs/30_store/10_shared.ipynb #73e6ebae
 def shared_kind(parts, k):
@@ -34,7 +34,8 @@ def shared_kind(parts, k):
 def are_exact_floats(part, k):
     "Return True if all whole numbers of a column can be stored as floats exactly. Only the Parquet statistics are read."
     known = [column_statistics(g, k) for g in row_groups(part.file.metadata)]
-    return all(s is not None and (-largest_exact<=s.min and s.max<=largest_exact if s.has_min_max else not s.num_values) for s in known)
+    return all(s is not None and (-largest_exact<=s.min and s.max<=largest_exact if s.has_min_max else not s.num_values)
+        for s in known)
 
 def convert_column(block, k, kind):
     "Convert a column of a block to the Arrow type of `kind`, a kind of column."
@@ -67,7 +68,8 @@ class LogRows:
 
     def begin(self, to_table):
         "Start reading one row group at a time. `to_table`: function to convert a block and the log number to a table."
-        self.more = (to_table(part.limit_to_group(g).block(), self.number) for part in self.parts() for g in part.groups)
+        self.more = (to_table(part.limit_to_group(g).block(), self.number) for part in self.parts()
+            for g in part.groups)
         return self
 
     def take(self, n):
@@ -103,7 +105,8 @@ def windows(logs, rows=None):
     counts = np.zeros((len(logs), len(steps)), int)
     for at,(s,n) in zip(counts, known, strict=True): at[np.searchsorted(steps, s)] = n
     ends = counts.sum(0).cumsum()
-    _,first = np.unique((ends-1)//(rows or window_rows), return_index=True) # a window ends with the step that fills the window
+    # a window ends with the step that fills the window
+    _,first = np.unique((ends-1)//(rows or window_rows), return_index=True)
     return list(np.add.reduceat(counts, first, axis=1).T)
 
 # %% ../../nbs/30_store/10_shared.ipynb #82c455e8
@@ -115,13 +118,16 @@ class SharedFiles:
         self.logs,self.folder,self.taken,self.made = logs,folder,set(taken),[]
         parts = [p for log in logs for p in log.parts()]
         self.layouts = Layouts()
-        for layout in chain.from_iterable(p.layouts.known for p in parts): self.layouts.known.setdefault(layout, len(self.layouts.known))
+        for layout in chain.from_iterable(p.layouts.known for p in parts):
+            self.layouts.known.setdefault(layout, len(self.layouts.known))
         names = list(dict.fromkeys(chain.from_iterable(self.layouts.keys())))
         self.kinds = {k: shared_kind(parts, k) or 'double' for k in names}
         self.log = free_column('_torchember_log', names)
         layout = free_column('_torchember_layout', [*names, self.log])
-        header = dict(layout=layout, log=self.log, layouts=self.layouts.as_json(), kinds=self.kinds, run=logs[0].path.name)
-        types = {k: arrow_type(self.pa, kind) for k,kind in self.kinds.items()}|dict.fromkeys((layout, self.log), self.pa.int32())
+        header = dict(layout=layout, log=self.log, layouts=self.layouts.as_json(), kinds=self.kinds,
+            run=logs[0].path.name)
+        types = ({k: arrow_type(self.pa, kind) for k,kind in self.kinds.items()}
+            | dict.fromkeys((layout, self.log), self.pa.int32()))
         self.schema = self.pa.schema(list(types.items()), metadata={'torchember': json.dumps(header)})
 
     def table(self, block, number):
@@ -135,7 +141,8 @@ class SharedFiles:
         every = windows(self.logs)
         for log in self.logs: log.begin(self.table)
         ends = np.cumsum([w.sum() for w in every])
-        for file in np.unique((ends-1)//rows): self.write_file([w for w,end in zip(every, ends, strict=True) if (end-1)//rows==file])
+        for file in np.unique((ends-1)//rows):
+            self.write_file([w for w,end in zip(every, ends, strict=True) if (end-1)//rows==file])
 
     def write_file(self, every):
         "Write one file with the rows of some windows. `every`: the windows."
@@ -145,7 +152,8 @@ class SharedFiles:
             with self.pq.ParquetWriter(temp, self.schema, **write_options(self.kinds, self.schema.names)) as f:
                 for window in every:
                     tables = [t for log,n in zip(self.logs, window, strict=True) for t in log.take(n)]
-                    f.write_table(self.pa.concat_tables(tables).unify_dictionaries().combine_chunks(), row_group_size=group_rows)
+                    f.write_table(self.pa.concat_tables(tables).unify_dictionaries().combine_chunks(),
+                        row_group_size=group_rows)
                 share = {log.listing['id']: log.share(n) for log,n in zip(self.logs, before, strict=True)}
                 f.add_key_value_metadata({'torchember.of': json.dumps(share)})
             check_part(temp, path, sum(map(sum, every)))
@@ -162,16 +170,19 @@ def shared_entries(made, id, holder, last):
     for name,share,size in made:
         start,end,rows,torn = share[id]
         every = sum(n for _,_,n,_ in share.values())
-        out.append(dict(file=name, holder=holder, whole=size, start=start, end=end, rows=rows, torn=torn, last=last, size=size*rows//max(every, 1)))
+        out.append(dict(file=name, holder=holder, whole=size, start=start, end=end, rows=rows, torn=torn,
+            last=last, size=size*rows//max(every, 1)))
     return out
 
 file_rows = 1<<20 # approximate number of rows in a shared file
-most_logs = 100 # maximum number of logs in a shared file, because the files and locks of all these logs are open at the same time
+# maximum number of logs in a shared file, because the files and locks of all these logs are open at the same time
+most_logs = 100
 
 def share_parts(paths):
     "Rewrite the parts of many logs of a finished run as shared files, ordered by step. `paths`: log files."
     lists = {Path(p): read_part_list(p) for p in paths}
-    ready = [p for p,t in lists.items() if t and any('holder' not in part and part['rows'] for part in t['parts']) and has_steps(p, t)]
+    ready = [p for p,t in lists.items()
+        if t and any('holder' not in part and part['rows'] for part in t['parts']) and has_steps(p, t)]
     if len(ready)<many_logs: return
     n = -(-len(ready)//most_logs) # number of groups of logs; each group has its own shared files
     for i in range(n): share_logs({p: lists[p] for p in ready[i*len(ready)//n:(i+1)*len(ready)//n]})
@@ -191,7 +202,8 @@ def share_logs(lists):
     with ExitStack() as s:
         for p in lists: s.enter_context(lock_folder(folder_of(p)))
         for p,t in lists.items():
-            if read_part_list(p)!=t: raise BlockingIOError(f"{printable(folder_of(p))} has changed meanwhile. Call compact again.")
+            if read_part_list(p)!=t:
+                raise BlockingIOError(f"{printable(folder_of(p))} has changed meanwhile. Call compact again.")
         logs = [LogRows(p, t, i) for i,(p,t) in enumerate(lists.items())]
         files = SharedFiles(logs, folder_of(holder), os.listdir(folder_of(holder)))
         files.write(file_rows)

@@ -26,7 +26,8 @@ def row_per_module(rows):
     "Return a row for each module: display name -> row of its output. Without an output, the row of its input or weight."
     best = {}
     for r in rows:
-        name,place = r.get('module'),shown_ttypes.index(r['ttype']) if r.get('ttype') in shown_ttypes else len(shown_ttypes)
+        name = r.get('module')
+        place = shown_ttypes.index(r['ttype']) if r.get('ttype') in shown_ttypes else len(shown_ttypes)
         if isinstance(name, str) and (name not in best or place<best[name][0]): best[name] = (place, r)
     return {n: r for n,(_,r) in best.items()}
 

@@ -32,7 +32,8 @@ def child_place(where, key, cls):
     """Return the `Place` of a submodule.
 
     `where`: `Place` of its parent. `key`: name of the submodule in its parent. `cls`: its class name, or '' if unknown."""
-    return Place(f'{where.path}.{key}' if where.path else key, f'{where.name}.{key}({cls})' if cls else f'{where.name}.{key}', where.model)
+    return Place(f'{where.path}.{key}' if where.path else key,
+        f'{where.name}.{key}({cls})' if cls else f'{where.name}.{key}', where.model)
 
 unknown = Place('', 'model')
 
@@ -86,7 +87,8 @@ def move_scope(s, to):
     "Return the `Scope` of the module of `s` as if the module was called in the scope `to`."
     base,cls = s.parent and s.parent.where,s.where.name.rpartition('(')[2].rstrip(')')
     if base is None: return scope_of_module(child_place(to.where, cls, cls), to)
-    if not (s.where.path+'.').startswith(base.path+'.' if base.path else '') or not s.where.name.startswith(base.name): return scope_of_module(s.where, to)
+    if not (s.where.path+'.').startswith(base.path+'.' if base.path else '') or not s.where.name.startswith(base.name):
+        return scope_of_module(s.where, to)
     path = '.'.join(filter(None, (to.where.path, s.where.path[len(base.path):].strip('.'))))
     return scope_of_module(Place(path, to.where.name+s.where.name[len(base.name):], to.where.model), to)
 
@@ -199,10 +201,12 @@ def wrap_scan(scan):
     def wrapper(fn, *args, check_constancy_invariants=True, **kwargs):
         def run_scan(*values):
             "Run the scan of flax with recording in its body, and return its result."
-            first = iter([True]*check_constancy_invariants) # flax traces the body twice only if `check_constancy_invariants` is True
+            # flax traces the body twice only if `check_constancy_invariants` is True
+            first = iter([True]*check_constancy_invariants)
             def traced_body(*values):
                 "Run the body of the scan. Its first trace runs in the context `ahead`, because flax discards this trace."
-                with thread_state.ahead[-1]() if next(first, False) and thread_state.ahead else nullcontext(): return fn(*values)
+                with thread_state.ahead[-1]() if next(first, False) and thread_state.ahead else nullcontext():
+                    return fn(*values)
             return scan(traced_body, *args, check_constancy_invariants=check_constancy_invariants, **kwargs)(*values)
         return run_scan
     return wrapper
@@ -241,7 +245,8 @@ def container_kind(cls):
 
     Return '' if it contains no modules."""
     nnx = sys.modules['flax.nnx']
-    if issubclass(cls, nnx.Module): return 'unmarked' if issubclass(cls, Mapping) or any(is_flax_bridge(c) for c in cls.__mro__) else 'module'
+    if issubclass(cls, nnx.Module):
+        return 'unmarked' if issubclass(cls, Mapping) or any(is_flax_bridge(c) for c in cls.__mro__) else 'module'
     if issubclass(cls, getattr(nnx, 'Pytree', nnx.Object)): return 'object'
     if issubclass(cls, dict): return 'dict'
     return 'list' if issubclass(cls, list|tuple) else ''
@@ -258,7 +263,8 @@ def modules_in(value, where, seen, to): # where: `Place` of the value; seen: ids
     if kind in ('module', 'unmarked'): to.append((value, where))
     items = enumerate(value) if kind=='list' else value.items() if kind=='dict' else vars(value).items()
     inner = [kv for kv in items if container_kind(type(kv[1]))]
-    for k,v in sorted(inner, key=item_order) if len(inner)>1 else inner: modules_in(v, child_place(where, str(k), type(v).__name__), seen, to)
+    for k,v in sorted(inner, key=item_order) if len(inner)>1 else inner:
+        modules_in(v, child_place(where, str(k), type(v).__name__), seen, to)
     return to
 
 # %% ../../../nbs/88_jaxember/05_modules.ipynb #bd88f5b7
@@ -296,7 +302,8 @@ def nnx_model(module):
     Param = sys.modules['flax.nnx'].Param
     with lock: # with a lock, because other threads may add marks to the model
         of = [(m, w.path) for m,w in modules_in(module, unknown, set(), [])]
-        named = [(f'{p}.{k}' if p else k, tuple(getattr(v, 'shape', ()))) for m,p in of for k,v in vars(m).items() if isinstance(v, Param)]
+        named = [(f'{p}.{k}' if p else k, tuple(getattr(v, 'shape', ()))) for m,p in of
+            for k,v in vars(m).items() if isinstance(v, Param)]
     return cached_model(type(module).__name__, tuple(sorted(named)))
 
 def nnx_place(module, s):
@@ -374,7 +381,8 @@ class MethodPatches:
         has = vars(cls)
         size,known = self.cache.get(cls, (-1, {}))
         if size!=len(has) or any(has[k] is not m for k,(m,_) in known.items()):
-            known = {k: known[k] if k in known and known[k][0] is m else (m, wrap_method(m, k)) for k,m in methods_to_wrap(cls).items()}
+            known = {k: known[k] if k in known and known[k][0] is m else (m, wrap_method(m, k))
+                for k,m in methods_to_wrap(cls).items()}
             self.cache[cls] = len(has),known
         for name,(m,new) in known.items(): self.replace(cls, name, m, new)
 
@@ -438,4 +446,5 @@ def observe_outputs(
             try:
                 with linen.intercept_methods(call_linen_method) if linen is not None else nullcontext(): yield
             finally: patches.stop()
-    finally: thread_state.hooks,thread_state.around,thread_state.ahead = thread_state.hooks[:-1],thread_state.around[:-1],thread_state.ahead[:-1]
+    finally:
+        thread_state.hooks,thread_state.around,thread_state.ahead = thread_state.hooks[:-1],thread_state.around[:-1],thread_state.ahead[:-1]

@@ -25,7 +25,8 @@ class TagRequest(namedtuple('TagRequest', 'include exclude gradients loose', def
     "Settings for recording tagged values: patterns for module paths, whether to record gradients, and whether JAX may remove unused values."
     def wants(self, path): # path: path of a module, such as 'layers.0'
         "Return True if the user asked to record the module with this path."
-        return (self.include is None or self.include.search(path)) and not (self.exclude is not None and self.exclude.search(path))
+        return (self.include is None or self.include.search(path)) and not (self.exclude is not None
+            and self.exclude.search(path))
 
 asked = jax.make_user_context(None) # the current `TagRequest` of this thread. While it is None, values are not tagged
 
@@ -55,7 +56,8 @@ for p in (tap_p, slope_p):
     mlir.register_lowering(p, lambda context, x, **kw: [x])
     batching.primitive_batchers[p] = lambda xs, dims, p=p, **kw: (p.bind(*xs, **kw), dims[0])
 slope_p.def_abstract_eval(lambda x, **kw: x)
-ad.deflinear2(slope_p, lambda ct, x, *, tag: [ct if type(ct) is ad.Zero else tap_p.bind(ct, tag=tag._replace(grad=True))])
+ad.deflinear2(slope_p, lambda ct, x, *, tag: [ct if type(ct) is ad.Zero
+    else tap_p.bind(ct, tag=tag._replace(grad=True))])
 # a second derivative is recorded as the derivative of the gradient, not as a derivative of the value
 ad.primitive_jvps[slope_p] = lambda xs, ts, *, tag: (slope_p.bind(*xs, tag=tag), ts[0])
 
@@ -64,11 +66,13 @@ def tap_jvp(primals, tangents, *, tag):
     tag = tag if tag.grad else tag._replace(order=tag.order+1)
     y,(t,) = tap_p.bind(*primals, tag=tag),tangents
     if tag.grad or type(t) is ad.Zero or asked.value is None: return y, t
-    if not asked.value.gradients: tag = tag._replace(again=True) # not recorded, but kept: `trains` looks for tags of gradients
+    # not recorded, but kept: `trains` looks for tags of gradients
+    if not asked.value.gradients: tag = tag._replace(again=True)
     return y, slope_p.bind(t, tag=tag)
 
 ad.primitive_jvps[tap_p] = tap_jvp
-ad.primitive_transposes[tap_p] = lambda ct, x, **kw: [ct] # JAX needs this rule if the user's `custom_jvp` tags a tangent
+# JAX needs this rule if the user's `custom_jvp` tags a tangent
+ad.primitive_transposes[tap_p] = lambda ct, x, **kw: [ct]
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #17a0d5f0
 def tolerated_effect():
@@ -93,7 +97,8 @@ partial_eval.partial_eval_jaxpr_custom_rules[tap_p] = split_for_checkpoint
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #6fa2c0de
 def has_tags(jaxpr) -> bool:
     "Return True if a JAX program, or a program that it calls, tags values to record."
-    return any(e.primitive is tap_p and not e.params['tag'].again or any(has_tags(j) for j in jaxprs_in_params(e.params)) for e in jaxpr.eqns)
+    return any(e.primitive is tap_p and not e.params['tag'].again
+        or any(has_tags(j) for j in jaxprs_in_params(e.params)) for e in jaxpr.eqns)
 
 def tags_of(jaxpr):
     "Yield each `Tag` in a JAX program and in the programs called by it."
@@ -110,12 +115,14 @@ def loops_that_train(jaxpr):
     "Return True if a JAX program contains a `scan` whose iterations are training steps."
     def is_training_loop(e):
         "Return True if a JAX operation is a `scan` of training steps, or contains such a `scan`."
-        return e.primitive is primitives.scan_p and trains(e.params['jaxpr'].jaxpr) or any(map(loops_that_train, jaxprs_in_params(e.params)))
+        return (e.primitive is primitives.scan_p and trains(e.params['jaxpr'].jaxpr)
+            or any(map(loops_that_train, jaxprs_in_params(e.params))))
     return any(map(is_training_loop, jaxpr.eqns))
 
 def retagged(x, f):
     "Return a copy of a JAX program, or of a list of programs, with each `Tag` replaced by `f(tag)`. Return other values unchanged."
-    if isinstance(x, list|tuple) and any(isinstance(v, ClosedJaxpr|Jaxpr) for v in x): return type(x)(retagged(v, f) for v in x)
+    if isinstance(x, list|tuple) and any(isinstance(v, ClosedJaxpr|Jaxpr) for v in x):
+        return type(x)(retagged(v, f) for v in x)
     # some versions of JAX use one class for `ClosedJaxpr` and `Jaxpr`
     if not isinstance(x, Jaxpr): return x.replace(jaxpr=retagged(x.jaxpr, f)) if isinstance(x, ClosedJaxpr) else x
     def retagged_operation(e):
@@ -142,7 +149,8 @@ def mark_vmapped_branches(rule):
     @wraps(rule)
     def batch_and_mark(axis, args, dims, *, branches, **params):
         "Apply JAX's `vmap` rule of `cond` to copies of the branches, with `all_examples=True` in their tags."
-        return rule(axis, args, dims, branches=branches if dims[0] is None else tuple(map(branch_of_all, branches)), **params)
+        return rule(axis, args, dims, branches=branches if dims[0] is None else tuple(map(branch_of_all, branches)),
+            **params)
     return batch_and_mark
 
 batching.fancy_primitive_batchers[lax.cond_p] = mark_vmapped_branches(batching.fancy_primitive_batchers[lax.cond_p])
@@ -176,9 +184,11 @@ def partial_eval_while(rule):
         with set_current_trace(first): out = rule(trace, *tracers, **params)
         again = known_loop_params(first.params[-1], params) if first.params else None
         if not again: return out
-        del trace.effect_handles[handles:] # remove the effects of JAX's second loop, because the next line creates the second loop without tags
+        # remove the effects of JAX's second loop, because the next line creates the second loop without tags
+        del trace.effect_handles[handles:]
         second = trace.default_process_primitive(lax.while_p, tracers, again)
-        return [b if isinstance(a, partial_eval.JaxprTracer) and not a.is_known() else a for a,b in zip(out, second, strict=True)]
+        return [b if isinstance(a, partial_eval.JaxprTracer) and not a.is_known() else a
+            for a,b in zip(out, second, strict=True)]
     return split_while
 
 def partial_eval_closed_while(rule):
@@ -187,7 +197,8 @@ def partial_eval_closed_while(rule):
     def split_while(saveable, unknown, instantiated, e):
         first,second,*more = rule(saveable, unknown, instantiated, e)
         again = known_loop_params(first.params, second.params) if first is not None else None
-        if again: second = second.replace(params=again, effects=second.effects if any(map(has_tags, jaxprs_in_params(again))) else second.effects-tagged)
+        if again:
+            second = second.replace(params=again, effects=second.effects if any(map(has_tags, jaxprs_in_params(again))) else second.effects-tagged)
         return first, second, *more
     return split_while
 
@@ -205,7 +216,8 @@ def tagged_tree(where, ttype, label, tree): # label: prefix of the names, such a
     named = [(f"{label}_{'.'.join(map(key_text, path)) or 0}" if ttype!='probe' else '.'.join([label, *map(key_text, path)]), x) for path,x in leaves]
     def tagged_array(n, x):
         "Tag one array of the output for recording under the name `n`."
-        return tap_p.bind(x, tag=Tag(Key(where, ttype, n), next(numbers), loose=asked.value is not None and asked.value.loose))
+        return tap_p.bind(x, tag=Tag(Key(where, ttype, n), next(numbers),
+            loose=asked.value is not None and asked.value.loose))
     return jax.tree.unflatten(form, [tagged_array(n, x) if has_numbers(x) else x for n,x in named])
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #07c8997a

@@ -37,7 +37,8 @@ def dtype_kind(dtype):
     "Return the kind of a dtype: 'inexact' (floats), 'exact' (integers), 'key' (random keys), 'void' (gradients of integers). None for other dtypes."
     if jnp.issubdtype(dtype, jax.dtypes.prng_key): return 'key'
     if dtype==jax.dtypes.float0: return 'void'
-    return 'inexact' if jnp.issubdtype(dtype, np.inexact) else 'exact' if any(jnp.issubdtype(dtype, k) for k in (np.bool_, np.integer)) else None
+    if jnp.issubdtype(dtype, np.inexact): return 'inexact'
+    return 'exact' if any(jnp.issubdtype(dtype, k) for k in (np.bool_, np.integer)) else None
 
 def value_kind(x):
     "Return the kind of the numbers in a leaf of a tree: 'inexact', 'exact', 'key' or 'void'. None for a leaf without numbers."
@@ -51,7 +52,8 @@ def leaves_of(tree, what:str, before=()) -> list:
     for keys,box in tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, boxed))[0]:
         kind = variable_kind(box)
         for inner,x in tree_flatten_with_path(box)[0] if isinstance(box, boxed) else [((), box)]:
-            at = (*keys, *inner[1:]) # leave out the key `value` between a flax wrapper and its array, which is not part of the name
+            # leave out the key `value` between a flax wrapper and its array, which is not part of the name
+            at = (*keys, *inner[1:])
             held = value_kind(x)
             if held=='key': keyed.add(at[:-1])
             if held in ('key', 'void') or kind=='': continue
@@ -81,7 +83,8 @@ class Named:
 # %% ../../../nbs/88_jaxember/12_trees.ipynb #482a7655
 def is_linen_variables(tree):
     "Return True if a tree is a dict of linen collections, such as 'params' and 'batch_stats'."
-    return isinstance(tree, Mapping) and ('params' in tree or {*tree} <= {'batch_stats', 'cache'}) and not has_nnx_variables(tree)
+    return (isinstance(tree, Mapping) and ('params' in tree or {*tree} <= {'batch_stats', 'cache'})
+        and not has_nnx_variables(tree))
 
 def has_nnx_variables(tree):
     "Return True if the leaves of a tree are variables of nnx."
@@ -96,7 +99,8 @@ def items_in(tree):
 
 def has_models(tree, depth=0):
     "Return True if a tree is or contains a model: variables of linen, a TrainState or an nnx module."
-    if is_train_state(tree) or isinstance(tree, nnx_class('Module')) or is_linen_variables(tree) and (not depth or 'params' in tree): return True
+    if is_train_state(tree) or isinstance(tree, nnx_class('Module')) or is_linen_variables(tree) and (not depth or 'params' in tree):
+        return True
     return isinstance(tree, Mapping|list|tuple) and any(has_models(x, depth+1) for _,x in items_in(tree))
 
 def paths_in_tree(tree):
@@ -107,7 +111,8 @@ def has_own_name(key, tree, of):
     "Return True if `key` becomes part of the path of the arrays in `tree`, because it is not a linen collection such as 'batch_stats'."
     names,params = paths_in_tree(tree),paths_in_tree(of.get('params', {}))
     if () in names or names and names <= params: return True
-    return 'opt_state' in of and key not in ('batch_stats', 'cache') and not {n[:-1] for n in names} <= {n[:i] for n in params for i in range(len(n))}
+    return ('opt_state' in of and key not in ('batch_stats', 'cache')
+        and not {n[:-1] for n in names} <= {n[:i] for n in params for i in range(len(n))})
 
 def array_fields(state):
     "Return the fields of a flax TrainState with arrays, as a dict, except `step` and `params`."
@@ -191,7 +196,8 @@ def named_parameters(
 # %% ../../../nbs/88_jaxember/12_trees.ipynb #b84e055c
 # names of the fields in which an optax state contains another optimizer state
 holders = ('opt_state', 'inner_state', 'inner_opt_state', 'base_optimizer_state')
-labelled = 'inner_states' # field of an optax state for labelled parameters (`multi_transform`): a dict with an optimizer state for each label
+# field of an optax state for labelled parameters (`multi_transform`): a dict with an optimizer state for each label
+labelled = 'inner_states'
 
 def fields(tree, keys) -> list:
     """Return which of the `keys` are fields of an optax state, as indices, innermost first.
@@ -244,7 +250,8 @@ def parameter_of_leaf(keys, at, known, before=()): # at: which keys are fields, 
 def model_keys(keys):
     "Return the keys before a field of an optimizer state: they name the model that the state belongs to."
     words = [key_text(k) for k in keys]
-    return [w for i,w in enumerate(words) if not (w.isdigit() or w in (*holders, labelled) or i and words[i-1]==labelled)]
+    return [w for i,w in enumerate(words)
+        if not (w.isdigit() or w in (*holders, labelled) or i and words[i-1]==labelled)]
 
 def split_keys(keys):
     "Split each key at slashes, and return all parts. Haiku puts slashes between the module names in a key."
@@ -252,7 +259,8 @@ def split_keys(keys):
 
 def states_in(tree, at=()): # at: keys that lead to the tree
     "Yield a pair (keys, optimizer state) for each training state in a tree. If there is none, the whole tree is an optimizer state."
-    if hasattr(tree, 'opt_state') and not hasattr(tree, '_fields'): yield at, tree.opt_state # flax's TrainState, or nnx.Optimizer
+    # flax's TrainState, or nnx.Optimizer
+    if hasattr(tree, 'opt_state') and not hasattr(tree, '_fields'): yield at, tree.opt_state
     elif isinstance(tree, Mapping) and 'opt_state' in tree: yield at, tree['opt_state']
     elif type(tree) in (dict, list, tuple) and any(is_training(x) for _,x in items_in(tree)):
         for key,x in items_in(tree): yield from states_in(x, (*at, key))
@@ -260,7 +268,8 @@ def states_in(tree, at=()): # at: keys that lead to the tree
 
 def is_training(tree):
     "Return True if a tree contains an optimizer state next to other values, such as parameters."
-    if hasattr(tree, 'opt_state') and not hasattr(tree, '_fields') or isinstance(tree, Mapping) and 'opt_state' in tree: return True
+    if hasattr(tree, 'opt_state') and not hasattr(tree, '_fields') or isinstance(tree, Mapping) and 'opt_state' in tree:
+        return True
     return type(tree) in (dict, list, tuple) and any(is_training(x) for _,x in items_in(tree))
 
 # %% ../../../nbs/88_jaxember/12_trees.ipynb #f040f377
@@ -272,13 +281,15 @@ def named_optimizer_states(
     "Return names for the arrays of an optimizer state, made from the names of their parameters. Raise TypeError if a leaf is not an array."
     weights = [n for n in known if n.number is not None]
     full,numbers,once,out = ParameterFinder(weights),ParameterNumbers(weights),UniqueNames(),[]
-    for before,keys,at,x in ((split_keys(w), keys, fields(tree, keys), x) for w,tree in states_in(state) for keys,_,x in leaves_of(tree, what, w)):
+    for before,keys,at,x in ((split_keys(w), keys, fields(tree, keys), x) for w,tree in states_in(state)
+            for keys,_,x in leaves_of(tree, what, w)):
         got = parameter_of_leaf(keys, at, full, before)
         if got: i,n,rest = got; path,pname = n.path,n.pname
         else:
             i,words,rest = at[0],full.name_parts(keys[at[0]+1:]),[]
             model = '.'.join([*before, *model_keys(keys[:i])])
-            if value_kind(x)=='exact' and (np.ndim(x)==0 or not words): continue # do not record step counts, flags, and random keys of the old type
+            # do not record step counts, flags, and random keys of the old type
+            if value_kind(x)=='exact' and (np.ndim(x)==0 or not words): continue
             if not words or np.ndim(x)==0 and (full.full or key_text(keys[i])=='hyperparams'):
                 name = words[-1] if words else key_text(keys[i]) if keys else 'state'
                 out.append(Named(model, name, key_text(keys[i]) if keys else 'state', None, once(model, name), x))

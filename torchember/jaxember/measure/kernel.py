@@ -115,8 +115,10 @@ def register(fmt):
     entry = compile_cached(lambda **kw: cfunc(signature, **kw), formats[fmt])
     capsule = ctypes.pythonapi.PyCapsule_New
     capsule.restype,capsule.argtypes = ctypes.py_object,(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-    jax.ffi.register_ffi_target(symbol_name(fmt), capsule(entry.address, b'xla._CUSTOM_CALL_TARGET', None), platform='cpu', api_version=0)
-    return symbol_name(fmt), entry # XLA stores only the address of the function, so `cache` must keep the function alive
+    jax.ffi.register_ffi_target(symbol_name(fmt), capsule(entry.address, b'xla._CUSTOM_CALL_TARGET', None),
+        platform='cpu', api_version=0)
+    # XLA stores only the address of the function, so `cache` must keep the function alive
+    return symbol_name(fmt), entry
 
 def custom_call_name(fmt:str) -> str:
     "Return the name of the XLA custom call for measuring arrays of a number format. The first call waits until its loops are compiled."
@@ -125,5 +127,6 @@ def custom_call_name(fmt:str) -> str:
 def row_by_kernel(x, wanted):
     "Measure a traced array on a CPU by the compiled loops. Return its summary row. Its dtype must be one of `formats`."
     how = start_of(wanted)[0]
-    out = jax.ShapeDtypeStruct((2*length(wanted),), np.uint32),jax.ShapeDtypeStruct((ROOM+8*min(x.size, block),), np.uint8)
+    out = jax.ShapeDtypeStruct((2*length(wanted),), np.uint32),jax.ShapeDtypeStruct((ROOM+8*min(x.size, block),),
+        np.uint8)
     return jax.ffi.ffi_call(custom_call_name(x.dtype.name), out, custom_call_api_version=3, legacy_backend_config=encode_call(x.size, how))(x)[0]

@@ -27,7 +27,8 @@ def row_length(wanted=scalars) -> int:
 def row_vectors(rows:np.ndarray, wanted=scalars) -> np.ndarray: # rows: array of uint32
     "Return the float64 summary vectors stored as bits in uint32 rows. The last axis becomes half as long."
     rows = np.ascontiguousarray(rows, np.uint32)
-    if rows.shape[-1:]!=(row_length(wanted),): raise ValueError(f"rows of {tuple(wanted)} must have {row_length(wanted)} values, got shape {rows.shape}.")
+    if rows.shape[-1:]!=(row_length(wanted),):
+        raise ValueError(f"rows of {tuple(wanted)} must have {row_length(wanted)} values, got shape {rows.shape}.")
     return rows.view('<f8')
 
 # %% ../../../nbs/88_jaxember/20_summaries.ipynb #0e23a68c
@@ -52,7 +53,8 @@ def is_among(i, where):
 def ordered_groups(wanted):
     "Return groups of sums without duplicates, in the order of the dict `groups`."
     for g in wanted:
-        if g not in groups: raise ValueError(f"{g!r} is not a group of summary values. Choose from {', '.join(map(repr, groups))}.")
+        if g not in groups:
+            raise ValueError(f"{g!r} is not a group of summary values. Choose from {', '.join(map(repr, groups))}.")
     return tuple(g for g in groups if g in wanted)
 
 # %% ../../../nbs/88_jaxember/20_summaries.ipynb #5b9c3738
@@ -69,7 +71,8 @@ def elements_as_float64(x):
 def row_of_parts(v, wanted, counts=None):
     "Pack sums, given by name, into a uint32 summary row. `counts`: number of elements for each exponent."
     asked = parts_in(wanted)
-    row = jnp.stack([jnp.asarray(v[p] if p in asked else math.nan, np.float64) for p in (*parts, *(None,)*(width-len(parts)))])
+    row = jnp.stack([jnp.asarray(v[p] if p in asked else math.nan, np.float64)
+        for p in (*parts, *(None,)*(width-len(parts)))])
     if counts is not None: row = jnp.concatenate([row, counts.astype(np.float64)])
     return lax.bitcast_convert_type(row, np.uint32).reshape(-1)
 
@@ -86,7 +89,8 @@ def row_by_operations(x, wanted):
     # for equal elements, the mean is an element, because a computed mean is rounded
     mean = jnp.where(lo==hi, lo, jnp.where(jnp.isfinite(mean), mean, (f/n).sum()))
     d = jnp.where(ok, x-mean, 0.)
-    rest = jnp.where(lo==hi, 0., d.sum()/n) # mean distance from the computed mean: its rounding error, which is corrected below
+    # mean distance from the computed mean: its rounding error, which is corrected below
+    rest = jnp.where(lo==hi, 0., d.sum()/n)
     d = jnp.where(ok, d-rest, 0.)
     q = d*d
     v |= dict(mean=mean+rest, m2=q.sum())
@@ -115,7 +119,8 @@ def merged_parts(rows, wanted, axis):
     out,part = v.sum(-2),{p: v[..., i] for p,i in index.items()}
     n = part['count']-part['nan']-part['posinf']-part['neginf']
     new = dict(zip(moments, merged_moments(n, *(part[p] for p in moments), jnp), strict=True))
-    new |= {p: dict(min=jnp.min, max=jnp.max)[s.merge](part[p], -1) for p,s in sums.items() if s.merge in ('min', 'max')}
+    new |= {p: dict(min=jnp.min, max=jnp.max)[s.merge](part[p], -1)
+        for p,s in sums.items() if s.merge in ('min', 'max')}
     out = out.at[..., np.array([index[p] for p in new])].set(jnp.stack([*new.values()], -1))
     return lax.bitcast_convert_type(out, np.uint32).reshape(*out.shape[:-1], -1)
 
@@ -175,7 +180,8 @@ def row_by_float32(x, wanted):
     big = jnp.maximum(-lo, hi)
     mean,m2 = s/n, q-s*s/n
     right = jnp.isfinite(q) & (big>1e-15) & (big<1e15) & (m2*2>=q)
-    v = dict(count=n, nan=0, posinf=0, neginf=0, min=lo.astype(np.float64)+0., max=hi.astype(np.float64)+0., mean=mean, m2=m2)
+    v = dict(count=n, nan=0, posinf=0, neginf=0, min=lo.astype(np.float64)+0., max=hi.astype(np.float64)+0.,
+        mean=mean, m2=m2)
     zeros = counts = None
     if 'absolute' in wanted:
         least = reduce_chunks(jnp.min, size[1])
@@ -260,7 +266,8 @@ def read_on_cpu(x, wanted):
 def number_format(d):
     "Return the number format for measuring arrays of a dtype by the compiled loops: arrays are converted to this format."
     d = np.dtype(d)
-    return d.name if d.name in ('float32', 'float64', 'bfloat16', 'float16') else 'float32' if is_narrow(d) else 'float64'
+    if d.name in ('float32', 'float64', 'bfloat16', 'float16'): return d.name
+    return 'float32' if is_narrow(d) else 'float64'
 
 def lowering_rule(f):
     "Return the compilation rule of a JAX primitive: it runs `f` in float64. Without shardings, XLA decides how to partition the array."
@@ -279,7 +286,8 @@ def primitive(name, shape, f, on_cpu):
         with jax.disable_jit(False): return bind_in_jit(x, tuple(params), tuple(params.values()))
     p.def_impl(compute_now)
     def abstract_rows(x, **params):
-        return x.update(shape=shape(x, **params), dtype=np.dtype(np.uint32), weak_type=False, sharding=x.sharding.update(spec=jax.sharding.PartitionSpec()))
+        return x.update(shape=shape(x, **params), dtype=np.dtype(np.uint32), weak_type=False,
+            sharding=x.sharding.update(spec=jax.sharding.PartitionSpec()))
     p.def_abstract_eval(abstract_rows)
     mlir.register_lowering(p, lowering_rule(f))
     mlir.register_lowering(p, lowering_rule(on_cpu), platform='cpu')
@@ -298,7 +306,8 @@ def merged_shape(rows, wanted, axis):
     "Return the shape of summary rows after merging: without the axis along which they are merged."
     return tuple(n for i,n in enumerate(rows.shape) if i!=axis)
 
-measure_p = primitive('summary', lambda x, wanted, by_parts: (row_length(wanted),), lambda x, wanted, by_parts: row_by_operations(x, wanted), measure_on_cpu)
+measure_p = primitive('summary', lambda x, wanted, by_parts: (row_length(wanted),),
+    lambda x, wanted, by_parts: row_by_operations(x, wanted), measure_on_cpu)
 merge_p = primitive('merged_summaries', merged_shape, merged_parts, merged_parts)
 
 # %% ../../../nbs/88_jaxember/20_summaries.ipynb #a325dc2f
@@ -309,7 +318,8 @@ def summary_row(
 ): # The summary row: a uint32 array with the bits of float64 sums
     "Compute the summary row of an array (number of elements, mean, minimum and so on) on the device of the array."
     x = jnp.asarray(x)
-    if not (jnp.issubdtype(x.dtype, np.number) or x.dtype==bool): raise TypeError(f"summary_row needs an array of numbers, got {x.dtype}.")
+    if not (jnp.issubdtype(x.dtype, np.number) or x.dtype==bool):
+        raise TypeError(f"summary_row needs an array of numbers, got {x.dtype}.")
     return measure_p.bind(lax.stop_gradient(x), wanted=ordered_groups(wanted), by_parts=bool(by_parts))
 
 def merged_row(rows, wanted=scalars, axis:int=0): # rows: array of uint32, shape (..., k, ..., words)

@@ -45,13 +45,15 @@ class Agreement:
     # asks: function that returns the settings of this process, a dict of what it records
     def __init__(self, rank:int, world:int, asks, store=None):
         self.rank,self.asks,self.store,self.number = rank,asks,store,next(trackers)
-        self.spread,self.known = Spread(rank, world),{} # known: for each tuple of ranks, the reason why they disagree, '' if they agree
+        # known: for each tuple of ranks, the reason why they disagree, '' if they agree
+        self.spread,self.known = Spread(rank, world),{}
 
     def trouble(self, ranks:tuple) -> str:
         "Return why a program shared by the processes `ranks` cannot be instrumented; '' if it can be instrumented."
         if ranks not in self.known:
             try: why = self.compare_settings(ranks)
-            except Exception as e: why = f"the processes could not compare their settings ({type(e).__name__}: {e})"[:300]
+            except Exception as e:
+                why = f"the processes could not compare their settings ({type(e).__name__}: {e})"[:300]
             self.known[ranks] = why and (f"outputs of modules in programs that processes {', '.join(map(str, ranks))} share are not recorded, "
                 f"because {why}. Call track and intercept in each process, with the same arguments. Parameters, gradients and states are recorded.")
         return self.known[ranks]
@@ -63,7 +65,8 @@ class Agreement:
         self.store.key_value_set(f'{place}/{self.rank}', json.dumps(mine := self.asks()), allow_overwrite=True)
         why = ''
         for r in ranks:
-            try: other = json.loads(self.store.blocking_key_value_get(f'{place}/{r}', max(int(1000*(end-time.monotonic())), 1)))
+            try:
+                other = json.loads(self.store.blocking_key_value_get(f'{place}/{r}', max(int(1000*(end-time.monotonic())), 1)))
             except Exception as e:
                 if 'DEADLINE_EXCEEDED' not in str(e).upper().replace(' ', '_'): raise
                 why = f"process {r} has not reached such a program within {self.patience:g} seconds"

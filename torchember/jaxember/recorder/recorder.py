@@ -52,7 +52,8 @@ class StepRowMaker:
     def __init__(self, measure, names, display, places, keep): # names: names of the statistics to compute from summaries
         self.measure,self.display = measure,display
         self.keep = keep # keep: function that converts the result of a user's statistic to columns
-        self.placed,self.tensors = PlacedCalls(places),{} # tensors: the `Tensor`s of 'states' and 'gradients' in the last step, for reuse
+        # tensors: the `Tensor`s of 'states' and 'gradients' in the last step, for reuse
+        self.placed,self.tensors = PlacedCalls(places),{}
         # rates: learning rates that were written last. Only rates that have changed are written again
         self.taps,self.lines,self.rates = Taps(names, display),LineMaker(),{}
 
@@ -69,13 +70,15 @@ class StepRowMaker:
             if isinstance(got, np.ndarray): summaries.append((some, row_vectors(got, self.measure.wanted)))
             else:
                 keys = [self.taps.taps[i].key for i in some[:, TAP]]
-                custom += [(e, key, t.call, None, t.dtype, self.keep(x)) for e,key,t,x in zip(some[:, EVENT], keys, tensors, got, strict=True)]
+                custom += [(e, key, t.call, None, t.dtype, self.keep(x))
+                    for e,key,t,x in zip(some[:, EVENT], keys, tensors, got, strict=True)]
             at += len(tensors)
         scalars,root = self.lines.scalars,self.display('')
         for numbers in s.noted: scalars.claim(numbers)
         rates = {scalars.name(n): v for n,v in self.new_rates(s.rates).items()}
         for tname,rows in (('log', s.noted), ('lr', [rates] if rates else [])):
-            custom += [(last, (root, 'scalar', tname, None, None, 0), i, None, 'float64', row) for i,row in enumerate(rows)]
+            custom += [(last, (root, 'scalar', tname, None, None, 0), i, None, 'float64', row)
+                for i,row in enumerate(rows)]
         known = s.has_all_gradients and type(self.measure) is Summaries
         norms = scalars.ask(root, (sum(len(todo) for _,todo,_ in s.gradients), 0) if known else None)
         return JaxMeasured(Snapshot(summaries, self.taps.taps, []), custom, s.step, s.ts, s.marks, {}, {}, **norms)
@@ -109,7 +112,8 @@ def every_of(when):
     m = re.fullmatch(r'every\((\d+)\)', str(when))
     return int(m[1]) if m else 1
 
-def function_name(f): return getattr(f, '__name__', None) or getattr(getattr(f, 'func', None), '__name__', None) or type(f).__name__
+def function_name(f):
+    return getattr(f, '__name__', None) or getattr(getattr(f, 'func', None), '__name__', None) or type(f).__name__
 
 # %% ../../../nbs/88_jaxember/75_recorder.ipynb #1a31be61
 class RunReporter:
@@ -120,7 +124,8 @@ class RunReporter:
         # begun: True after the metadata was written; processes: metadata of the processes that was written last
         self.begun,self.said,self.processes = False,set(),None
 
-    model = property(lambda self: self.display('').removeprefix('model(').removesuffix(')')) # name of the model's class, such as 'Net'
+    # name of the model's class, such as 'Net'
+    model = property(lambda self: self.display('').removeprefix('model(').removesuffix(')'))
 
     def warn(self, text, severity=None, step=0): # severity: severity of the finding to store; None: store no finding
         "Show a warning, unless it was shown before. With a severity, also store the warning as a finding of the step."
@@ -131,7 +136,8 @@ class RunReporter:
 
     def report_lost(self, places):
         "Warn that values inside certain JAX operations, such as a loop with `vmap`, are not recorded. `places`: names of the operations."
-        for what in places: self.warn(f"values inside {what} cannot be recorded, because JAX offers no way to return them. All other values are recorded.")
+        for what in places:
+            self.warn(f"values inside {what} cannot be recorded, because JAX offers no way to return them. All other values are recorded.")
 
     def report_no_values(self):
         "Warn of a step without any value to record."
@@ -146,12 +152,14 @@ class RunReporter:
     def begin(self, states):
         "Check `include` and `exclude`, and write the metadata of the run. This happens after the first step, when the modules are known."
         self.begun,(include,exclude) = True,self.asks[:2]
-        seen = dict.fromkeys([*self.display.known, *sorted(paths_by_request[self.asks]), *(p.path for _,todo,_ in states for p,_ in todo)])
+        seen = dict.fromkeys([*self.display.known, *sorted(paths_by_request[self.asks]),
+            *(p.path for _,todo,_ in states for p,_ in todo)])
         if include is not None and seen and not any(include.search(p) for p in seen):
             raise ValueError(f"include={include.pattern!r} matches no module path. {unknown('module', include.pattern, [p for p in seen if p])}")
         if exclude is not None and not any(exclude.search(p) for p in seen):
             self.warn(f"exclude={exclude.pattern!r} matches no module path, so no module is excluded.")
-        self.log.t.begin({'start': now(), 'user': user(), 'schema': SCHEMA, 'model': self.model, 'framework': 'jax'}, {'structure': self.display.tree()})
+        self.log.t.begin({'start': now(), 'user': user(), 'schema': SCHEMA, 'model': self.model, 'framework': 'jax'},
+            {'structure': self.display.tree()})
 
     def write_process_metadata(self):
         "Write the metadata of the processes if it has changed. It changes if a new array is distributed along other mesh axes."
@@ -162,12 +170,15 @@ class RunReporter:
 # %% ../../../nbs/88_jaxember/75_recorder.ipynb #23f3261a
 def check_not_inside_jax(f, running, below): # running: True while a step runs; below: the JAX trace that runs operations immediately
     "Raise RuntimeError if `intercept` is called inside of a step, or inside of a function traced by JAX."
-    if running: raise RuntimeError(f"intercept({function_name(f)}, ...) is called inside of a step that is being intercepted already. "
-        "Call intercept once for each step, outside of the step.")
+    if running:
+        raise RuntimeError(f"intercept({function_name(f)}, ...) is called inside of a step that is being intercepted already. "
+            "Call intercept once for each step, outside of the step.")
     with take_current_trace() as t: inside = not isinstance(t, type(below))
-    if isinstance(t, Watching): raise RuntimeError(f"intercept({function_name(f)}, ...) is called in a step of another tracker. Use one tracker for a step.")
-    if inside: raise RuntimeError(f"intercept is called inside of jit, grad or another function of JAX. Call intercept outside: "
-        f"tracker.intercept({function_name(f)}, ...), where {function_name(f)} may be jitted.")
+    if isinstance(t, Watching):
+        raise RuntimeError(f"intercept({function_name(f)}, ...) is called in a step of another tracker. Use one tracker for a step.")
+    if inside:
+        raise RuntimeError(f"intercept is called inside of jit, grad or another function of JAX. Call intercept outside: "
+            f"tracker.intercept({function_name(f)}, ...), where {function_name(f)} may be jitted.")
 
 # %% ../../../nbs/88_jaxember/75_recorder.ipynb #e1be2e73
 @dataclass
@@ -198,7 +209,8 @@ class JaxRecorder:
         self.reporter = RunReporter(t, asks, self.display, self.spread)
         self.t,self.when,self.asks,self.step = t,when,asks,first_step
         self.is_open,self.current,self.notes = True,OpenStep(),None # notes: the `TagNote`s of the latest measurements
-        self.places,self.watching = ModulePlaces(self.warn),Watching(measure, every_of(when), self.warn, self.spread, agreement.trouble if agreement else None)
+        self.places,self.watching = ModulePlaces(self.warn),Watching(measure, every_of(when), self.warn,
+            self.spread, agreement.trouble if agreement else None)
         self.states = StateRows(measure, tracked, asks, self.places, agreed, self.spread)
         self.rows = StepRowMaker(measure, names, self.display, self.places, keep)
         watch_first_bad(t.file)
@@ -209,12 +221,14 @@ class JaxRecorder:
         "Call the user's function `f`, and measure its tagged values if the step is recorded. Return the result of `f`."
         check_not_inside_jax(f, self.current.running, self.watching.below)
         self.current.ran = True
-        if not self.is_open: self.warn("the run has ended, so intercept only calls the function. Call intercept inside of `with track(...) as tracker:`.")
+        if not self.is_open:
+            self.warn("the run has ended, so intercept only calls the function. Call intercept inside of `with track(...) as tracker:`.")
         if not self.on: return f(*args, **kwargs)
         self.current.ts,self.current.running,self.current.failed = self.current.ts or now(),True,[]
         before,self.watching.found = self.watching.found,[]
         try:
-            with asked(self.asks), observe_outputs(self.tag, named_scope, discardable_tags), set_current_trace(self.watching): out = f(*args, **kwargs)
+            with asked(self.asks), observe_outputs(self.tag, named_scope, discardable_tags), set_current_trace(self.watching):
+                out = f(*args, **kwargs)
         except BaseException:
             # measurements of a failed call are written only if the run ends in this step, not if the user tries again
             self.current.failed,self.watching.found = self.watching.found,before
@@ -260,12 +274,14 @@ class JaxRecorder:
         for w in new: self.display.learn(self.places(w))
         if found: self.notes = found[-1].notes
         if not self.reporter.begun: self.reporter.begin(first+last)
-        if self.current.ran and not (found or self.current.failed) and self.is_open and not self.watching.lost: self.reporter.report_no_values()
+        if self.current.ran and not (found or self.current.failed) and self.is_open and not self.watching.lost:
+            self.reporter.report_no_values()
         ts = self.current.ts or now()
         self.current = OpenStep(self.current.ran)
         self.reporter.write_process_metadata()
         marks = self.reporter.log.columns()
-        self.t.put(MeasuredStep(first, found, last, noted, self.step, ts, marks, rates or {}, whole), over, by=self.rows)
+        self.t.put(MeasuredStep(first, found, last, noted, self.step, ts, marks, rates or {}, whole),
+            over, by=self.rows)
 
     def finish(self):
         "Stop recording, and write the open step to the log."

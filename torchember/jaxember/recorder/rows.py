@@ -42,7 +42,8 @@ class ModuleNames:
     def tree(self):
         "Return the modules as nested dicts, for the metadata of a run."
         nodes = {}
-        for path in sorted(dict.fromkeys(p for known in ('', *self.known) for p in parent_paths(known)), key=lambda p: p.count('.')+bool(p)):
+        for path in sorted(dict.fromkeys(p for known in ('', *self.known) for p in parent_paths(known)),
+                key=lambda p: p.count('.')+bool(p)):
             name = self(path)
             nodes[path] = {'name': name, 'short': last_part_of(name, path), 'path': path}
             if path: nodes[path.rpartition('.')[0]].setdefault('children', []).append(nodes[path])
@@ -72,7 +73,8 @@ class ModulePlaces:
             for p in parent_paths(n.path): below[p].append((name[len(p)+1:] if p else name, tuple(np.shape(x))))
         self.by,self.own = {},{name for name,_ in below.get('', ())}
         for p,leaves in below.items():
-            for k in (tuple(sorted(leaves)), tuple(sorted(name for name,_ in leaves))): self.by.setdefault(k, []).append(p)
+            for k in (tuple(sorted(leaves)), tuple(sorted(name for name,_ in leaves))):
+                self.by.setdefault(k, []).append(p)
 
     def find_paths(self, models): # models: list of `Model`, or None for unknown models
         "Choose the paths of several models. Begin with the models with only one possible path for their parameters."
@@ -89,7 +91,8 @@ class ModulePlaces:
         if same: return same[0]
         some = (self.by.get(m.leaves) or self.by.get(tuple(name for name,_ in m.leaves)) or []) if m.leaves else []
         if len(some)>1:
-            alike = [p for p in some if any(a in b for a,b in permutations((p.rpartition('.')[2].lower(), m.cls.lower())))]
+            alike = [p for p in some if any(a in b for a,b in permutations((p.rpartition('.')[2].lower(),
+                m.cls.lower())))]
             if len(alike)==1: return alike[0]
             self.say(f"{m.cls or 'a model'} has the same parameters as {' and '.join(map(repr, some))}, so its outputs are recorded under another "
                 "path. To use the path of their parameters, use one tracker for each model, with its parameters as model_state=.")
@@ -110,7 +113,9 @@ class ModulePlaces:
         if where not in self.done:
             if where.model is not None and where.model not in self.at: self.find_paths([where.model])
             at = self.at.get(where.model, '')
-            if at: where_to = Place('.'.join(filter(None, (at, where.path))), f"model.{at}{where.name.removeprefix('model')}")
+            if at:
+                where_to = Place('.'.join(filter(None, (at, where.path))),
+                    f"model.{at}{where.name.removeprefix('model')}")
             else: where_to = Place(where.path, where.name)
             self.done[where] = where_to
         return self.done[where]
@@ -130,14 +135,16 @@ def in_call_order(notes, depth:int=0): # depth: number of leading axes over whic
 def scan_call(s, i):
     "Return the loop iterations of a measured value, and a dict with its columns 'shard' and 'iteration'."
     pairs = [*zip(s.axes, i, strict=True)]
-    shards = [f'{axis_name_in_log(a)}={(k//after)%size}' for axis,k in pairs if not isinstance(axis, Loop) for a,size,after in strides(axis)]
+    shards = [f'{axis_name_in_log(a)}={(k//after)%size}' for axis,k in pairs if not isinstance(axis, Loop)
+        for a,size,after in strides(axis)]
     steps = [k*axis.every for axis,k in pairs if isinstance(axis, Loop) and axis.steps]
     more = {**({'shard': ', '.join(shards)} if shards else {}), **({'iteration': steps[0]} if steps else {})}
     return tuple(k*axis.every for axis,k in pairs if isinstance(axis, Loop)), more
 
 def axis_name_in_log(axis):
     "Return the name of a mesh axis for the log: 'device' for a `pmap` without an axis name."
-    return 'device' if str(axis).startswith('_') else axis # JAX makes a name with an underscore for a `pmap` without an axis name
+    # JAX makes a name with an underscore for a `pmap` without an axis name
+    return 'device' if str(axis).startswith('_') else axis
 
 def strides(axes):
     "Return (name, size, stride) of each mesh axis. Strides convert the number of a shard to its position along each axis."
@@ -221,14 +228,16 @@ class Taps:
     "Encodes name, call, dtype and shape of each tensor of a step as integers. For unchanged tensors, the integers of the last step are reused."
     def __init__(self, names, display): # names: names of the statistics; display: `ModuleNames`
         self.names,self.display = names,display
-        self.taps,self.numbers = [],{} # taps: list of all taps; numbers: index of each tap in this list, by key and further columns
+        # taps: list of all taps; numbers: index of each tap in this list, by key and further columns
+        self.taps,self.numbers = [],{}
         # last: tensors of the last step, and the number of modules known then; heads: integers that encode these tensors
         self.last,self.heads = None,None
 
     def __call__(self, tensors): # tensors: list of lists of `Tensor`
         "Return a matrix with a row of integers for each tensor, in the format of the torch recorder: name, call, dtype and shape."
         last = tensors,len(self.display.known)
-        if self.last!=last: self.last,self.heads = last,np.array([self.head(t, i) for i,t in enumerate(chain(*tensors), 1)])
+        if self.last!=last:
+            self.last,self.heads = last,np.array([self.head(t, i) for i,t in enumerate(chain(*tensors), 1)])
         return self.heads
 
     def head(self, t, event):
@@ -283,4 +292,5 @@ def numbers_of_rows(found, first):
 def tensor_of_tag(s, where, call, backward, more):
     "Return the `Tensor` of a tagged value. `s`: its `TagNote`."
     more = {**more, **dict(s.piece), **({'all_examples': True} if s.tag.all_examples else {})}
-    return Tensor(where.path, 'output_grad' if s.grad else s.key.ttype, s.key.tname, None, call, s.shape, s.dtype, backward, more)
+    return Tensor(where.path, 'output_grad' if s.grad else s.key.ttype, s.key.tname, None, call, s.shape,
+        s.dtype, backward, more)

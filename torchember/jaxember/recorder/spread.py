@@ -52,13 +52,16 @@ class Spread:
     "Describes the shards of arrays in this process, and the processes with the remaining shards."
     def __init__(self, rank:int|None=None, world:int=1): # rank: number of this process; None for a single process
         self.rank,self.world = rank,world
-        self.axes,self.known,self.roles_known = {},{},{} # axes: ranks along each mesh axis, by name of the axis in the log
-        self.own = () if rank is None else (('part', 'world:?'),) # columns in the log for an array that only this process has
+        # axes: ranks along each mesh axis, by name of the axis in the log
+        self.axes,self.known,self.roles_known = {},{},{}
+        # columns in the log for an array that only this process has
+        self.own = () if rank is None else (('part', 'world:?'),)
 
     def axis(self, name, ranks):
         "Return the name of a mesh axis in the log. Add a number if an axis of different processes has the same name."
         name = '_'.join(name.split()) or 'axis'
-        free = next(n for n in (name, *(f'{name}{i}' for i in range(2, len(self.axes)+3))) if self.axes.get(n, ranks)==ranks)
+        free = next(n for n in (name, *(f'{name}{i}' for i in range(2, len(self.axes)+3)))
+            if self.axes.get(n, ranks)==ranks)
         self.axes[free] = ranks
         return free
 
@@ -73,9 +76,11 @@ class Spread:
         "Compute the `LocalPart` of an array. `local_part` calls this method once for each sharding and caches the result."
         all_here = x.is_fully_addressable
         roles,first = ({}, False) if all_here else self.roles(x.sharding, x.shape)
-        columns = self.own if all_here else (('part', format_roles(roles)), *((('global_shape', x.shape),) if set(roles.values())-{'R'} else ()))
+        columns = self.own if all_here else (('part', format_roles(roles)),
+            *((('global_shape', x.shape),) if set(roles.values())-{'R'} else ()))
         if x.is_fully_replicated: return LocalPart(None, x.shape, columns)
-        shards = [(i, region_of_slices(s.index, x.shape)) for i,s in enumerate(x.addressable_shards) if s.replica_id==0 or not first]
+        shards = [(i, region_of_slices(s.index, x.shape)) for i,s in enumerate(x.addressable_shards)
+            if s.replica_id==0 or not first]
         counts = {r: i for i,r in reversed(shards)} # measure only the first of several replicas
         return LocalPart(tuple(sorted(counts.values())), x.shape if all_here else shape_of_regions([*counts]), columns)
 
@@ -85,7 +90,8 @@ class Spread:
         Return also True if only the first replica is measured."""
         lines = ranks_by_axis(sharding.mesh, self.rank) if isinstance(sharding, NamedSharding) else None
         if lines is not None:
-            cut = {str(n): d for d,names in enumerate(sharding.spec) for n in (names if isinstance(names, tuple) else (names,))}
+            cut = {str(n): d for d,names in enumerate(sharding.spec)
+                for n in (names if isinstance(names, tuple) else (names,))}
             return {self.axis(a, ranks): f'S{cut[a]}' if a in cut else 'R' for a,ranks in lines.items() if len(ranks)>1}, False
         there = defaultdict(set)
         for d,s in sharding.devices_indices_map(shape).items(): there[d.process_index].add(region_of_slices(s, shape))
@@ -96,7 +102,8 @@ class Spread:
     def columns_of_mesh(self, mesh):
         "Return the columns in the log for a value equal in all processes of a mesh, such as the result of a shared program."
         lines = None if mesh is None or self.rank is None else ranks_by_axis(mesh, self.rank)
-        if lines is None and mesh is not None and self.rank is not None and len(ranks_of_mesh(mesh))>1: lines = {'devices': ranks_of_mesh(mesh)}
+        if lines is None and mesh is not None and self.rank is not None and len(ranks_of_mesh(mesh))>1:
+            lines = {'devices': ranks_of_mesh(mesh)}
         roles = {self.axis(a, ranks): 'R' for a,ranks in (lines or {}).items() if len(ranks)>1}
         return (('part', format_roles(roles)),) if roles else self.own
 
@@ -130,7 +137,8 @@ def local_shards_as_one(x):
 def rows_of_shards(wanted, devices):
     "Return a compiled function to measure each shard of a list of arrays. Its result has the shape (devices, arrays, row length)."
     f = lambda xs: jnp.stack([summary_row(x, wanted) for x in xs])[None]
-    return jax.jit(jax.shard_map(f, mesh=mesh_of_devices(devices), in_specs=PartitionSpec('here'), out_specs=PartitionSpec('here'), check_vma=False))
+    return jax.jit(jax.shard_map(f, mesh=mesh_of_devices(devices), in_specs=PartitionSpec('here'),
+        out_specs=PartitionSpec('here'), check_vma=False))
 
 def merged_rows(rows, counts, wanted): # counts: indices of the shards to merge, for each array
     "Merge the summary rows of shards, (devices, arrays, row length), into one row for each array."

@@ -19,8 +19,10 @@ from .watching import measure_all
 class ExpectedTrees:
     "Compares the names in the trees given to `step` with the names in the trees given to `track`."
     def __init__(self):
-        self.names,self.seen = {},{} # names: the expected names for each argument of `track`; seen: the names that each argument of `step` had last
-        self.odd,self.reported = [],set() # odd: texts about new differences; reported: arguments of `step` whose difference was reported already
+        # names: the expected names for each argument of `track`; seen: the names that each argument of `step` had last
+        self.names,self.seen = {},{}
+        # odd: texts about new differences; reported: arguments of `step` whose difference was reported already
+        self.odd,self.reported = [],set()
 
     def expect(self, what, named):
         "Store the names expected in an argument of `step`."
@@ -53,7 +55,9 @@ def expected_trees(model_state, optimizer_state) -> ExpectedTrees:
     agreed = ExpectedTrees()
     known = [] if model_state is None else named_parameters(model_state)
     states = [] if optimizer_state is None else named_optimizer_states(optimizer_state, known)
-    for what,some in (('model_state', known), ('optimizer_state', states), ('gradients', [n for n in known if n.kind=='weight'])): agreed.expect(what, some)
+    for what,some in (('model_state', known), ('optimizer_state', states),
+            ('gradients', [n for n in known if n.kind=='weight'])):
+        agreed.expect(what, some)
     return agreed
 
 # %% ../../../nbs/88_jaxember/50_states.ipynb #4a47f66b
@@ -76,7 +80,8 @@ class StateRows:
         # for 'states' and 'gradients': all names, selected names, and index and `Key` of each selected array
         self.chosen = {}
         self.first,self.last = [],[] # measurements from the beginning of the open step, and from its end
-        self.rates_of = None # the names of an optimizer state, and a dict with the index of each learning rate in these names
+        # the names of an optimizer state, and a dict with the index of each learning rate in these names
+        self.rates_of = None
 
     def at_begin(self, model_state, optimizer_state):
         "Measure parameters and optimizer states at the beginning of a step."
@@ -113,7 +118,8 @@ class StateRows:
         if state is None or both and not is_training(state): return {}
         names,arrays = self.named['optimizer_state'](state, self.known)
         if self.rates_of is None or self.rates_of[0] is not names: self.rates_of = names,rate_places(names)
-        here = {n: x if getattr(x := arrays[i], 'is_fully_addressable', True) else x.addressable_data(0) for n,i in self.rates_of[1].items()}
+        here = {n: x if getattr(x := arrays[i], 'is_fully_addressable', True) else x.addressable_data(0)
+            for n,i in self.rates_of[1].items()}
         return {n: jnp.copy(x) if isinstance(x, jax.Array) else x for n,x in here.items() if np.size(x)==1}
 
     def measured(self, what, *some): # some: tuples (names, arrays, function that returns the tensor type for a kind such as 'weight', or None)
@@ -122,7 +128,8 @@ class StateRows:
         if what not in self.chosen or self.chosen[what][0]!=lists:
             every = enumerate((p, of(p.kind)) for names,_,of in some for p in names)
             todo = [(i, p, ttype) for i,(p,ttype) in every if ttype and self.asks.wants(p.path)]
-            self.chosen[what] = lists,[t[1:] for t in todo],[(i, Key(Place(p.path, ''), ttype, p.tname)) for i,p,ttype in todo]
+            self.chosen[what] = lists,[t[1:] for t in todo],[(i, Key(Place(p.path, ''), ttype, p.tname))
+                for i,p,ttype in todo]
         _,todo,keys = self.chosen[what]
         arrays = [x for _,some,_ in some for x in some]
         found = measure_all([(key, arrays[i]) for i,key in keys], self.measure, self.spread)

@@ -74,7 +74,8 @@ def tree_from(form, pieces):
     pieces = iter(pieces)
     return jax.tree.unflatten(tree, [next(pieces) if a else v for v,a in zip(fixed, arrays, strict=True)])
 
-tracing = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerBoolConversionError,
+tracing = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError,
+    jax.errors.TracerBoolConversionError,
     jax.errors.TracerIntegerConversionError, jax.errors.UnexpectedTracerError, jax.errors.NonConcreteBooleanIndexError)
 in_jit = ("inside jit, x is a tracer without values, so the function can neither read its numbers nor store it for later. Compute with jnp, without "
     "float(), .item(), numpy or if, and return arrays: {'largest': jnp.max(x)}. Or run the step without jit, where x is an array with values")
@@ -150,7 +151,8 @@ class Evaluation:
 
     def run(self, closed, args): # closed: `ClosedJaxpr`
         "Evaluate a JAX program. Return its outputs, the measurement arrays, and a `TagNote` for each tag."
-        known,pieces,seen = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *args], strict=True)),[],[]
+        known = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *args], strict=True))
+        pieces,seen = [],[]
         read = lambda v: v.val if isinstance(v, Literal) else known[v]
         for e in closed.jaxpr.eqns:
             vals = [read(v) for v in e.invars]
@@ -202,7 +204,8 @@ def unspecified():
 def with_more_outputs(params, twin, n:int, sharding=None) -> dict: # n: number of additional outputs
     "Return the parameters of a `jit` operation for the instrumented program `twin`, with `n` more outputs."
     free,layout = unspecified()
-    return {**params, 'jaxpr': twin, 'out_shardings': (*params['out_shardings'], *[sharding or free]*n), 'out_layouts': (*params['out_layouts'], *[layout]*n)}
+    return {**params, 'jaxpr': twin, 'out_shardings': (*params['out_shardings'], *[sharding or free]*n),
+        'out_layouts': (*params['out_layouts'], *[layout]*n)}
 
 def measure_jit(self, e, vals):
     "Call a compiled function inside of a JAX program. Return the measurements of its tagged values as further outputs."
@@ -232,7 +235,8 @@ def measure_scan(self, e, vals):
     n = len(e.outvars)
     k = scan_stride(self, e.params, twin.out_avals[n:])
     loop = Loop(next(loops), k, k>1 or trains(e.params['jaxpr'].jaxpr))
-    out = e.primitive.bind(*vals, **scan_with_more(e.params, twin)) if k==1 else scan_every_kth(self, e.params, vals, twin, k)
+    out = (e.primitive.bind(*vals, **scan_with_more(e.params, twin)) if k==1
+        else scan_every_kth(self, e.params, vals, twin, k))
     return out[:n], out[n:], [s.add_axis(loop) for s in notes]
 
 def constants_and_carried(params):
@@ -260,9 +264,10 @@ def scan_stride(self, params, pieces):
     length,size = params['length'],sum(int(np.prod(a.shape, dtype=int))*a.dtype.itemsize for a in pieces)
     asked = self.every if self.every>1 and trains(params['jaxpr'].jaxpr) else 1
     k = max(asked, -(-length//max(most//max(size, 1), 1)))
-    if k>asked: self.warnings[length, size] = (f"a loop of {length:,} iterations would store {bytes_text(size*-(-length//asked))} of measurements"
-        f"{f', with one iteration in {asked:,}' if asked>1 else ''}. One in {k:,} is recorded, {bytes_text(size*-(-length//k))}. "
-        f"To store less, use track(every={2*k}) or more if the loop is a training, select modules (include=), or use stash_value=stash_scalar_stats.")
+    if k>asked:
+        self.warnings[length, size] = (f"a loop of {length:,} iterations would store {bytes_text(size*-(-length//asked))} of measurements"
+            f"{f', with one iteration in {asked:,}' if asked>1 else ''}. One in {k:,} is recorded, {bytes_text(size*-(-length//k))}. "
+            f"To store less, use track(every={2*k}) or more if the loop is a training, select modules (include=), or use stash_value=stash_scalar_stats.")
     return k
 
 def bytes_text(size):
@@ -278,11 +283,14 @@ def scan_every_kth(self, params, vals, twin, k):
         state,kept,(i,*x) = *carry,x
         def run_unmeasured(*args): return [*jaxpr_as_fun(plain)(*args), *map(self.empty, pieces)]
         out = lax.cond(i%k==0, lambda *args: [*jaxpr_as_fun(twin)(*args)], run_unmeasured, *vals[:c], *state, *x)
-        at = jnp.where(i%k==0, i//k, size) # iterations that are not measured write into an extra slot at the end, which is dropped
-        kept = [lax.dynamic_update_index_in_dim(all_, new, at, 0) for all_,new in zip(kept, out[len(closed.out_avals):], strict=True)]
+        # iterations that are not measured write into an extra slot at the end, which is dropped
+        at = jnp.where(i%k==0, i//k, size)
+        kept = [lax.dynamic_update_index_in_dim(all_, new, at, 0)
+            for all_,new in zip(kept, out[len(closed.out_avals):], strict=True)]
         return (out[:n], kept), out[n:len(closed.out_avals)]
     start = [*vals[c:c+n]],[jnp.zeros((size+1, *a.shape), a.dtype) for a in pieces]
-    (state,kept),ys = lax.scan(measuring_body, start, (jnp.arange(length, dtype=jnp.int32), *vals[c+n:]), length, params['reverse'], params['unroll'])
+    (state,kept),ys = lax.scan(measuring_body, start, (jnp.arange(length, dtype=jnp.int32), *vals[c+n:]),
+        length, params['reverse'], params['unroll'])
     return [*state, *ys, *(x[:size] for x in kept)]
 
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #005fb59c
@@ -293,11 +301,13 @@ def measure_cond(self, e, vals):
     def measured_branch(i):
         def run_branch(*args):
             out = jaxpr_as_fun(twins[i][0])(*args)
-            return [*out[:n], *(x for j,avals in enumerate(more) for x in (out[n:] if i==j else map(self.empty, avals)))]
+            return [*out[:n], *(x for j,avals in enumerate(more)
+                for x in (out[n:] if i==j else map(self.empty, avals)))]
         return jax.make_jaxpr(run_branch)(*e.params['branches'][i].in_avals)
     out = e.primitive.bind(*vals, **{**e.params, 'branches': tuple(measured_branch(i) for i in range(len(twins)))})
     taken,starts = vals[0].astype(jnp.int32),np.cumsum([1, *map(len, more)])
-    notes = [replace(s, when=((-int(starts[i]), i), *s.when)).later(int(starts[i])) for i,(_,some) in enumerate(twins) for s in some]
+    notes = [replace(s, when=((-int(starts[i]), i), *s.when)).later(int(starts[i])) for i,(_,some) in enumerate(twins)
+        for s in some]
     return out[:n], [taken, *out[n:]], notes
 
 
@@ -321,13 +331,17 @@ def measure_while(self, e, vals):
             for i,v in s.when: ran = ran & (new[i]==v if v is not None else new[i]>0)
             ran = jnp.broadcast_to(ran, counts[k].shape)
             counts[k] += ran.astype(jnp.int32)
-            for i in s.at: kept[i] = jnp.where(ran.reshape(ran.shape+(1,)*(new[i].ndim-ran.ndim)), self.measure.merge_two(was[i], new[i]), was[i])
+            for i in s.at:
+                kept[i] = jnp.where(ran.reshape(ran.shape+(1,)*(new[i].ndim-ran.ndim)),
+                    self.measure.merge_two(was[i], new[i]), was[i])
         return out[:n], kept, counts
     def shape_of_condition(s):
         "Return the shape of the count that decides whether a value was measured; () if the value is always measured."
         return next((twin.out_avals[n+i].shape for i,_ in s.when), ())
-    first = list(start),[self.empty(a) for a in twin.out_avals[n:]],[jnp.zeros(shape_of_condition(s), jnp.int32) for s in notes]
-    out,pieces,counts = lax.while_loop(lambda state: jaxpr_as_fun(e.params['cond_jaxpr'])(*check, *state[0])[0], measured_iteration, first)
+    first = list(start),[self.empty(a) for a in twin.out_avals[n:]],[jnp.zeros(shape_of_condition(s), jnp.int32)
+        for s in notes]
+    out,pieces,counts = lax.while_loop(lambda state: jaxpr_as_fun(e.params['cond_jaxpr'])(*check, *state[0])[0],
+        measured_iteration, first)
     return out, [*pieces, *counts], [replace(s, when=((len(pieces)+k, None),)) for k,s in enumerate(notes)]
 
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #5da6ec59
@@ -342,7 +356,8 @@ def measure_shard_map(self, e, vals):
         "Run the program on one shard, and measure the values tagged in it."
         out,pieces,seen = local.run(jaxpr, args)
         notes[:],along[:] = seen,[tuple(a for a in axes if not prm['check_vma'] or a in varying(p)) for p in pieces]
-        for s in seen: # all arrays of one tag get the same mesh axes. If a tag has a condition, all arrays of the program get them
+        # all arrays of one tag get the same mesh axes. If a tag has a condition, all arrays of the program get them
+        for s in seen:
             some = range(len(pieces)) if any(s.when for s in seen) else s.at
             both = tuple(a for a in axes if any(a in along[i] for i in some))
             for i in some: along[i] = both
@@ -369,8 +384,10 @@ def measure_own_derivative(self, e, vals):
     "Run a function with a custom derivative, and measure the values tagged in it."
     return self.run(as_closed_jaxpr(e.params.get('call_jaxpr') or e.params['fun_jaxpr']), vals)
 
-handlers = {'jit': measure_jit, 'pjit': measure_jit, 'remat2': measure_checkpoint, 'checkpoint': measure_checkpoint, 'scan': measure_scan, 'cond': measure_cond,
-    'while': measure_while, 'shard_map': measure_shard_map, 'core_closed_call': measure_own_derivative, 'custom_jvp_call': measure_own_derivative,
+handlers = {'jit': measure_jit, 'pjit': measure_jit, 'remat2': measure_checkpoint, 'checkpoint': measure_checkpoint,
+    'scan': measure_scan, 'cond': measure_cond,
+    'while': measure_while, 'shard_map': measure_shard_map, 'core_closed_call': measure_own_derivative,
+    'custom_jvp_call': measure_own_derivative,
     'custom_vjp_call': measure_own_derivative, 'custom_vjp_call_jaxpr': measure_own_derivative,
     # JAX operations by name, because the names differ between versions of JAX
     **{p.name: measure_own_derivative for p in (primitives.call_p, primitives.closed_call_p)}}
@@ -408,7 +425,8 @@ class ProgramMeasurements:
             lead = pieces[s.at[0]].shape[:len(s.axes)] if s.at else ()
             some = []
             for i in np.ndindex(*lead):
-                if all((c==v if v is not None else c>0) for p,v in s.when for c in [count_in(pieces[p], i)]): some.append((i, [pieces[p][i] for p in s.at]))
+                if all((c==v if v is not None else c>0) for p,v in s.when for c in [count_in(pieces[p], i)]):
+                    some.append((i, [pieces[p][i] for p in s.at]))
             yield s, some
 
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #14dbd9a4
@@ -423,7 +441,8 @@ def pack_measurements(pieces, rows): # rows: indices of the measurement arrays t
         "Join measurement arrays of one kind into one array."
         some = {k: [p for p,kind in zip(pieces, kinds, strict=True) if kind==k] for k in ('row', 'count', None)}
         width = some['row'][0].shape[-1] if some['row'] else 1
-        matrix = jnp.concatenate([p.reshape(-1, width) for p in some['row']]) if some['row'] else jnp.zeros((0, 1), jnp.uint32)
+        matrix = (jnp.concatenate([p.reshape(-1, width) for p in some['row']]) if some['row']
+            else jnp.zeros((0, 1), jnp.uint32))
         return [matrix, jnp.concatenate([p.reshape(-1) for p in some['count']]) if some['count'] else jnp.zeros(0, jnp.int32), *some[None]]
     return kinds, pack
 
@@ -437,10 +456,12 @@ class MeasuredJit:
         if any(isinstance(c, jax.core.Tracer) for c in twin.consts):
             error = measure.failed(TypeError(in_jit))
             twin,evaluation = self.evaluated(closed, UserStatistic(lambda x: error))
-        self.lost,self.warnings = evaluation.lost,[*evaluation.warnings.values()] # warnings that must be shown before the program runs
+        # warnings that must be shown before the program runs
+        self.lost,self.warnings = evaluation.lost,[*evaluation.warnings.values()]
         everywhere = NamedSharding(mesh, PartitionSpec()) if mesh is not None else None
         self.params = with_more_outputs(params, twin, len(twin.out_avals)-self.n, everywhere)
-        self.within = {None: tuple(s.within(None) for s in self.notes)} # notes by the `Scope` in which the program was called
+        # notes by the `Scope` in which the program was called
+        self.within = {None: tuple(s.within(None) for s in self.notes)}
 
     def notes_in(self, start):
         "Return the `TagNote` objects with module paths for a call of the program in the scope `start`."
@@ -460,5 +481,6 @@ class MeasuredJit:
 
     def __call__(self, *args, trace=None, start=None): # trace: JAX trace that runs the program; start: calling `Scope`
         "Run the program. Return the outputs of the original function, and a `ProgramMeasurements` with the measurements."
-        out = primitives.jit_p.bind(*args, **self.params) if trace is None else trace.process_primitive(primitives.jit_p, args, self.params)
+        out = (primitives.jit_p.bind(*args, **self.params) if trace is None
+            else trace.process_primitive(primitives.jit_p, args, self.params))
         return out[:self.n], ProgramMeasurements(self.notes_in(start), self.shapes, self.kinds, out[self.n:])

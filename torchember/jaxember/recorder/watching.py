@@ -39,7 +39,8 @@ def devices_of(arrays) -> tuple:
         if not isinstance(a, jax.Array): continue
         sharding = a.sharding
         devices |= sharding.device_set
-        if mesh is None and type(sharding) is not SingleDeviceSharding and isinstance(sharding, NamedSharding) and sharding.mesh.size>1: mesh = sharding.mesh
+        if mesh is None and type(sharding) is not SingleDeviceSharding and isinstance(sharding, NamedSharding) and sharding.mesh.size>1:
+            mesh = sharding.mesh
     return len(devices)<2, mesh
 
 def mesh_in(params):
@@ -88,7 +89,8 @@ class EagerRows:
 
     def measure(self, at, xs, held): # at: indices of the arrays' notes; held: a `LocalPart` for each array
         "Measure arrays on their devices, with one call of a compiled function for each set of devices."
-        whole = [(i, x if len(x.sharding.device_set)==1 else x.addressable_data(0)) for i,x,h in zip(at, xs, held, strict=True) if h.counts is None]
+        whole = [(i, x if len(x.sharding.device_set)==1 else x.addressable_data(0))
+            for i,x,h in zip(at, xs, held, strict=True) if h.counts is None]
         for some in group_by_devices([x for _,x in whole]):
             numbers,arrays = zip(*(whole[k] for k in some), strict=True)
             self.parts.append(([*numbers], measure_many_in_jit(Summaries(self.wanted))([*arrays]), None))
@@ -105,7 +107,8 @@ class EagerRows:
         "Start to copy the measurements to the host, without waiting for them: one array for each set of devices."
         at = [i for i,g in enumerate(self.got) if isinstance(g, jax.Array)]
         if at and not any(at[0] in numbers for numbers,*_ in self.parts):
-            self.parts += [([at[k] for k in some], stacked([self.got[at[k]] for k in some]), None) for some in group_by_devices([self.got[i] for i in at])]
+            self.parts += [([at[k] for k in some], stacked([self.got[at[k]] for k in some]), None)
+                for some in group_by_devices([self.got[i] for i in at])]
         for _,rows,_ in self.parts: rows.copy_to_host_async()
 
     def values(self):
@@ -139,7 +142,8 @@ def measure_all(named, measure, spread=None) -> EagerRows:
     held = [spread.local_part(x) for x in xs]
     if type(measure) is UserStatistic:
         found = EagerRows()
-        for (key,_),x,h in zip(named, xs, held, strict=True): found.add(x, Tag(key, 0), measure.call_function(local_value(x, h)), held=h)
+        for (key,_),x,h in zip(named, xs, held, strict=True):
+            found.add(x, Tag(key, 0), measure.call_function(local_value(x, h)), held=h)
         return found
     found = EagerRows(measure.wanted)
     found.notes,found.got = [cached_note(key, h.shape, x.dtype, h.columns) for (key,_),x,h in zip(named, xs, held, strict=True)],[None]*len(xs)

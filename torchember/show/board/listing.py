@@ -35,20 +35,23 @@ def recover_rows(place):
     if is_url(place) or not has_orphan_box(place/'box'): return
     program = 'import sys; from torchember.recorder.recovery import take_in; take_in(sys.argv[1])'
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join(p for p in sys.path if p)}
-    subprocess.run([sys.executable, '-c', program, str(place)], stdin=subprocess.DEVNULL, capture_output=True, env=env, timeout=120)
+    subprocess.run([sys.executable, '-c', program, str(place)], stdin=subprocess.DEVNULL, capture_output=True,
+        env=env, timeout=120)
 
 # %% ../../../nbs/62_board/10_listing.ipynb #7d2c82c6
 class Listing:
     "Table of the runs in a folder of logs. `rows` contains a dict for each run. `look` reads the files, and updates the dicts."
     def __init__(self, home=None, names=()): # names: names or globs of runs; default all runs
         self.place,self.wanted,self.logs,self.version,self.rows = folder('torchember', home),tuple(names),{},0,[]
-        self.born = token_hex(4) # random text in each version number: the version numbers of two listings are never equal
+        # random text in each version number: the version numbers of two listings are never equal
+        self.born = token_hex(4)
 
     def matches(self, name):
         "Return True if the board should show the log: its name matches one of the names or globs given by the user."
         from fnmatch import fnmatchcase
         m = rank_pattern.fullmatch(name)
-        return not self.wanted or any(n==w or fnmatchcase(n, w) for w in self.wanted for n in (name, *([m[1]] if m else [])))
+        return not self.wanted or any(n==w or fnmatchcase(n, w) for w in self.wanted
+            for n in (name, *([m[1]] if m else [])))
 
     def is_inside(self, name):
         "Return True if a log is really inside the folder of logs. A link to a file elsewhere is not shown."
@@ -57,7 +60,8 @@ class Listing:
     def look(self) -> bool:
         "Read the new rows of all logs, and update the table. Return True if the table has changed."
         if not self.version: recover_rows(self.place)
-        names = {n for n in (*log_files(self.place/'log'), *older_runs(self.place/'log')) if self.matches(n) and self.is_inside(n)}
+        names = {n for n in (*log_files(self.place/'log'), *older_runs(self.place/'log'))
+            if self.matches(n) and self.is_inside(n)}
         gone = self.logs.keys()-names
         for n in gone: self.logs.pop(n).close()
         news = bool(gone)
@@ -75,7 +79,8 @@ class Listing:
     def make_rows(self):
         "Return a dict for each run, the newest first. The logs of all ranks of a run share one dict."
         about = [log.about for log in self.logs.values() if log.about]
-        rows = group_ranks(about+[r for r in runs_without_log(self.place, {*self.logs}) if self.matches(r['name'])], self.place)
+        rows = group_ranks(about+[r for r in runs_without_log(self.place, {*self.logs}) if self.matches(r['name'])],
+            self.place)
         return sorted((self.make_row(r) for r in rows), key=lambda r: r['start'] or '', reverse=True)
 
     def logs_of(self, name):
@@ -95,10 +100,12 @@ class Listing:
         bad = next((shorten_sentence(log.trouble, 200) for log in logs if log.first_bad), None)
         state = run_state(about, read_facts(first.name, self.place/'data')[0], first.written) if first else 'ended'
         errors,warnings = ([f for f in causes if f['severity']==s] for s in ('error', 'warning'))
-        sentences = [*(shorten_sentence(f['text'], 200) for f in errors), *([bad] if bad else []), *(shorten_sentence(f['text'], 200) for f in warnings)]
-        return dict(name=about['name'], model=about.get('model'), start=about.get('start'), end=about.get('end'), problem=about.get('problem'),
-            **{c: int(about[c]) for c in ('ranks', 'steps', 'rows', 'size')}, seen=bool(about.get('running')), state=state,
-            version=f'{self.born}.{sum(log.version for log in logs)}',
+        sentences = [*(shorten_sentence(f['text'], 200) for f in errors), *([bad] if bad else []),
+            *(shorten_sentence(f['text'], 200) for f in warnings)]
+        return dict(name=about['name'], model=about.get('model'), start=about.get('start'), end=about.get('end'),
+            problem=about.get('problem'),
+            **{c: int(about[c]) for c in ('ranks', 'steps', 'rows', 'size')}, seen=bool(about.get('running')),
+            state=state, version=f'{self.born}.{sum(log.version for log in logs)}',
             loss=loss and [loss[0], last], spark=loss[1].values() if loss else [],
             errors=len(errors) or int(bool(bad)), warnings=len(warnings), finding=next(iter(sentences), None))
 

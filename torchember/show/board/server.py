@@ -45,7 +45,8 @@ class Pages:
         note = f"{len(steps):,} of {row['steps']:,} steps are shown here, and rules of health saw no others. " \
             f"All of them: report({printable(row['name'], 60)!r})."
         page['more'] = first and row['state']!='running'
-        page['run'] |= {'rows': row['rows'], 'steps': row['steps'], 'missing': ' '.join(filter(None, (page['run'].get('missing'), note)))}
+        page['run'] |= {'rows': row['rows'], 'steps': row['steps'],
+            'missing': ' '.join(filter(None, (page['run'].get('missing'), note)))}
         return page
 
     def row(self, name): return next((r for r in self.listing.rows if r['name']==name), None)
@@ -57,7 +58,8 @@ class Pages:
         version,data,at,took,more = self.made.get(name, (None, b'', 0., 0., False))
         began,busy = time.monotonic(),time.thread_time()
         of = version and version.rstrip('+')
-        if (of!=row['version'] or more) and not (data and (row['state']=='running' or more) and began-at<self.share*took):
+        if (of!=row['version'] or more) and not (data and (row['state']=='running' or more)
+                and began-at<self.share*took):
             try: page = self.page_of(row)
             except (ValueError, OSError, KeyError) as e: page = {'run': {'name': name}, 'problem': printable(e)}
             version,more = row['version']+'+'*more,bool(page.get('more'))
@@ -68,7 +70,8 @@ class Pages:
 
 # %% ../../../nbs/62_board/20_server.ipynb #df4ad9d5
 # example rows: the server makes a page of them when it starts, which imports all Python modules
-a_page = {'step': [0, 1], 'path': ['a', 'a'], 'ttype': ['output']*2, 'tname': ['output_0']*2, 'call': [0, 0], 'mean': [0., 1.]}
+a_page = {'step': [0, 1], 'path': ['a', 'a'], 'ttype': ['output']*2, 'tname': ['output_0']*2, 'call': [0, 0],
+    'mean': [0., 1.]}
 of_localhost = 'localhost',
 no_token = 'The token is missing. Open the address that the board has printed.'
 
@@ -91,7 +94,8 @@ class Guard:
     "ASGI middleware that refuses requests without the token, or with an unknown host name."
     def __init__(self, app, token, policy, hosts): # hosts: allowed host names, '*' for any
         self.app,self.token,self.hosts = app,token.encode(),{h.lower() for h in hosts}
-        self.headers = [(k.encode(), v.encode()) for k,v in {'content-security-policy': policy, 'x-content-type-options': 'nosniff',
+        self.headers = [(k.encode(), v.encode())
+            for k,v in {'content-security-policy': policy, 'x-content-type-options': 'nosniff',
             'referrer-policy': 'no-referrer', 'cache-control': 'no-store', 'cross-origin-resource-policy': 'same-origin'}.items()]
 
     def refusal(self, scope):
@@ -164,7 +168,8 @@ class Board:
                     try: await asyncio.wait_for(self.ends.wait(), self.every)
                     except TimeoutError: pass # a timeout means that the next read of the files is due
             finally: self.viewers -= 1
-        return StreamingResponse(stream(), headers={'Cache-Control': 'no-store', 'X-Accel-Buffering': 'no'}, media_type='text/event-stream')
+        return StreamingResponse(stream(), headers={'Cache-Control': 'no-store', 'X-Accel-Buffering': 'no'},
+            media_type='text/event-stream')
 
     def app(self):
         "Return the application for an ASGI server such as uvicorn."
@@ -193,7 +198,8 @@ def make_server(b):
         async def shutdown(self, sockets=None):
             b.ends.set() # end the open event streams, because uvicorn waits until they end
             await super().shutdown(sockets)
-    return Server(uvicorn.Config(b.app(), log_level='warning', timeout_graceful_shutdown=2, proxy_headers=False, server_header=False))
+    return Server(uvicorn.Config(b.app(), log_level='warning', timeout_graceful_shutdown=2, proxy_headers=False,
+        server_header=False))
 
 def bind_socket(host, port, tries=50):
     "Return a socket listening at a port. If the port is in use, try the next ports."

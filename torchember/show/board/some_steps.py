@@ -98,7 +98,8 @@ class SomeSteps(emberTracker):
             with part.file: yield part
         for file,start in files:
             if file not in self.found:
-                self.found[file] = [b''.join(l for l in lines if not is_number_or_finding(l)) for _,lines in read_steps(file, self.some, start)]
+                self.found[file] = [b''.join(l for l in lines if not is_number_or_finding(l))
+                    for _,lines in read_steps(file, self.some, start)]
             yield from self.found[file]
         yield b''.join(line for _,line in self.kept)
 
@@ -109,7 +110,8 @@ def is_number_or_finding(line):
 # %% ../../../nbs/62_board/05_some_steps.ipynb #1e9886fb
 def spaced_steps(last:int, most:int, also=()) -> list:
     "Return about `most` evenly spaced steps from 0 to `last`, and the steps in `also`."
-    return sorted({*np.linspace(0, last, max(min(most, last+1), 2)).round().astype(int).tolist(), *(s for s in also if 0<=s<=last)})
+    return sorted({*np.linspace(0, last, max(min(most, last+1), 2)).round().astype(int).tolist(),
+        *(s for s in also if 0<=s<=last)})
 
 def run_of_steps(name:str, home, steps:list, kept:dict): # kept: lines to include, by name of the log
     "Open a run of one or several processes so that only the given steps are read."

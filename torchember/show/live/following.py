@@ -40,14 +40,16 @@ class Tail:
         try: block = self.next_block(most)
         except FileNotFoundError:
             if not self.was_compacted(): raise
-            self.skip(self.removed+self.at, self.rows) # the log file was compacted: go on in the Parquet parts, which contain the unread lines now
+            # the log file was compacted: go on in the Parquet parts, which contain the unread lines now
+            self.skip(self.removed+self.at, self.rows)
             return self.more(most)
         self.rows += block.count(b'\n{')+block.startswith(b'{') if isinstance(block, bytes) else block.rows-block.first
         return block
 
     def next_block(self, most):
         "Return the next block of unread rows: first from the Parquet parts, then from the log file."
-        if self.earlier is None: self.removed,self.earlier = summarize_parts(self.path)['lines'],blocks_of_run(self.path, end=0)
+        if self.earlier is None:
+            self.removed,self.earlier = summarize_parts(self.path)['lines'],blocks_of_run(self.path, end=0)
         for block in self.earlier:
             self.given += len(block)
             return block
@@ -59,7 +61,8 @@ class Tail:
         self.at,self.size = min(self.at, s.st_size),s.st_size
         self.file.seek(self.at)
         data = self.file.read(min(most, self.size-self.at))
-        while (cut := data.rfind(b'\n')+1)==0 and len(data)<=longest_line and (next := self.file.read(most)): data += next
+        while (cut := data.rfind(b'\n')+1)==0 and len(data)<=longest_line and (next := self.file.read(most)):
+            data += next
         self.at += cut or (len(data) if len(data)>longest_line else 0) # skip a line that is too long
         if not put_aside or cut: return data[:cut]
         # this file was replaced by a new log file. It is read completely, so go on with the new file
@@ -70,7 +73,8 @@ class Tail:
     def skip(self, done, rows):
         "Continue reading after the first `done` bytes and `rows` rows of the log. `rows`: None to count them."
         parts = None
-        while parts!=(parts := summarize_parts(self.path)): # try again if lines were moved to parts while the file was being opened
+        # try again if lines were moved to parts while the file was being opened
+        while parts!=(parts := summarize_parts(self.path)):
             self.close()
             self.file = open(self.path, 'rb', buffering=0, opener=open_regular)
         self.removed,self.given,self.at = parts['lines'],min(done, parts['lines']),max(done-parts['lines'], 0)
@@ -160,7 +164,8 @@ class Spark:
     "Curve of at most 127 points for any number of values. Each point is the mean of equally many values."
     most = 64 # when the curve has twice as many points, neighbors are merged, and this many are left
     def __init__(self):
-        self.points,self.each,self.last = [],1,None # points: lists [sum, count]; each: number of values in a point; last: latest value
+        # points: lists [sum, count]; each: number of values in a point; last: latest value
+        self.points,self.each,self.last = [],1,None
 
     def add(self, v):
         "Add a value to the curve. A non-finite value changes only the attribute `last`."
@@ -199,7 +204,8 @@ class KeptLines:
         if len(self.numbers)<=self.most: return
         last = max(step for step,_,_ in self.numbers)
         while len(kept := extreme_lines(self.numbers, self.width))>self.most*.6 and self.width<=last: self.width *= 2
-        self.numbers = kept if len(kept)<=self.most*.6 else kept[-self.most//2:] # thousands of names leave too many lines
+        # thousands of names leave too many lines
+        self.numbers = kept if len(kept)<=self.most*.6 else kept[-self.most//2:]
 
     @property
     def lines(self):
@@ -268,7 +274,8 @@ class FollowedLog:
     @property
     def notable_steps(self):
         "Steps that a picture of the run must include: where the worst findings begin, the first non-finite step, and the steps beside them."
-        begins = [f['first_step'] for f in self.findings.causes[:8]]+([self.first_bad['step']] if self.first_bad else [])
+        begins = [f['first_step'] for f in self.findings.causes[:8]]+([self.first_bad['step']] if self.first_bad
+            else [])
         return sorted({step+d for step in begins for d in (-1, 0, 1)})
 
     @property

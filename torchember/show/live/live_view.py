@@ -97,7 +97,8 @@ class Viewer:
 def answer_questions():
     "Main function of the drawing process of live views: answer pickled questions from standard input until it is closed."
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if hasattr(os, 'nice'): os.nice(3) # the training has priority; with a higher value, a busy machine would not draw for minutes
+    # the training has priority; with a higher value, a busy machine would not draw for minutes
+    if hasattr(os, 'nice'): os.nice(3)
     questions,answers = sys.stdin.buffer,os.fdopen(os.dup(1), 'wb')
     nothing = os.open(os.devnull, os.O_WRONLY)
     for fd in (1, 2): os.dup2(nothing, fd) # discard printed texts, because the pipe may contain only answers
@@ -119,7 +120,8 @@ def changed_settings():
     "Return the matplotlib settings (rcParams) changed by the user. The drawing process of live views needs them."
     mpl = sys.modules.get('matplotlib')
     if mpl is None or not hasattr(mpl, 'rcParams'): return {}
-    changed = {k: v for k,v in dict.items(mpl.rcParams) if k!='backend' and not k.startswith('backend_') and mpl.rcParamsDefault.get(k)!=v}
+    changed = {k: v for k,v in dict.items(mpl.rcParams)
+        if k!='backend' and not k.startswith('backend_') and mpl.rcParamsDefault.get(k)!=v}
     return {k: v for k,v in changed.items() if can_pickle(v)}
 
 def can_pickle(v):
@@ -136,7 +138,8 @@ class Reader:
     def __init__(self, **how):
         pipe,own_group = subprocess.PIPE,{'process_group': 0} if os.name=='posix' else {}
         command = [sys.executable, *interpreter_flags(), '-c', self.start]
-        self.p = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=environment_of_child(MPLBACKEND='agg'), **own_group)
+        self.p = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL,
+            env=environment_of_child(MPLBACKEND='agg'), **own_group)
         self.send(path_of_child())
         self.send(how)
 
@@ -177,7 +180,8 @@ class NotebookScreen:
     picture = True
     def __init__(self, name):
         from IPython.display import display
-        self.drawn,self.handle = False,display({'text/plain': f'{name}: waiting for the first rows'}, raw=True, display_id=True)
+        self.drawn,self.handle = False,display({'text/plain': f'{name}: waiting for the first rows'},
+            raw=True, display_id=True)
 
     def show(self, line, png=None):
         "Show a picture in the output of the cell. Until there is a picture, show a line of text instead."
@@ -232,7 +236,8 @@ class Live:
     def __init__(self, home, name, screen, every:float, is_wanted=lambda: True): # every: shortest pause between updates
         self.home,self.name,self.screen,self.every,self.is_wanted = home,name,screen,every,is_wanted
         self.calls,self.closing,self.dropped,self.reader = SimpleQueue(),False,False,None
-        self.thread_seconds = self.process_seconds = 0. # CPU time in seconds of the thread of the view, and of the process that draws
+        # CPU time in seconds of the thread of the view, and of the process that draws
+        self.thread_seconds = self.process_seconds = 0.
         self.look = changed_settings() if screen.picture else {}
         self.thread = threading.Thread(target=self.run, name='torchember-live', daemon=True)
 
@@ -247,7 +252,8 @@ class Live:
     def run(self):
         "Main function of the thread: update the view until the run ends, then end the drawing process."
         try: self.follow()
-        except Exception as e: self.warn(f"has stopped: {'its process has ended' if isinstance(e, EOFError|OSError) else f'{type(e).__name__}: {e}'}")
+        except Exception as e:
+            self.warn(f"has stopped: {'its process has ended' if isinstance(e, EOFError|OSError) else f'{type(e).__name__}: {e}'}")
         finally:
             try:
                 if self.reader: self.process_seconds = self.reader.end() or self.process_seconds
@@ -269,7 +275,8 @@ class Live:
             self.thread_seconds = time.thread_time()
             if 'behind' in got: continue
             if over: return
-            if got.get('state') in ('ended', 'died'): self.closing = True # the run has ended: ask once more, for the last picture
+            # the run has ended: ask once more, for the last picture
+            if got.get('state') in ('ended', 'died'): self.closing = True
             else: self.pause(max(self.every, (drawing-self.credit)/self.share-(time.monotonic()-began)))
 
     def show(self, name, got, over):
@@ -353,15 +360,19 @@ def live(
         several = run if run.is_ranked else None
         run = run.logs[run.ranks[0]].t if several else run.t
     t = run.t if hasattr(run, 't') else run if isinstance(run, tracker) else None
-    if not isinstance(t, tracker): raise TypeError(f"live shows a torchEmber, its te.t, or a run by its name, not {an(run)}.")
+    if not isinstance(t, tracker):
+        raise TypeError(f"live shows a torchEmber, its te.t, or a run by its name, not {an(run)}.")
     if views is None: t.require_exists()
     for v in views or (): v.close(last=False)
     ref,file = weakref.ref(t if views is None else run),t.file
     is_recorded_here = t.source is not None and 'end' not in read_facts(t.fname, t.data)[0]
     def name(): # returns the name of the run, without the rank. The name may change until the first row is written
-        return several.name if several else m[1] if is_recorded_here and (m := rank_pattern.fullmatch(file.path.name)) else file.path.name
-    view = Live(t.dir, name, screen_for(name()), every, (lambda: ref() is not None) if is_recorded_here else lambda: True)
+        if several: return several.name
+        return m[1] if is_recorded_here and (m := rank_pattern.fullmatch(file.path.name)) else file.path.name
+    view = Live(t.dir, name, screen_for(name()), every,
+        (lambda: ref() is not None) if is_recorded_here else lambda: True)
     if views is not None: views.append(view)
     view.begin()
-    if wait or wait is None and views is None and may_continue(base := read_facts(t.fname, t.data)[0]) and base.get('pid')!=os.getpid(): view.wait()
+    if wait or wait is None and views is None and may_continue(base := read_facts(t.fname, t.data)[0]) and base.get('pid')!=os.getpid():
+        view.wait()
     return view

@@ -26,8 +26,8 @@ from ..run_summary import first_trouble, loss_curve, logged_names, trouble_sente
 from ..missing import selected_parameters, parameters_of_run, insert_missing, untrained_reasons, add_missing
 from ...frames.logframe import count_columns
 from ...frames.words import ttypes_asked
-from ..select import (grid, has_ttype, name_of_run, numeric_columns, pick, places, root_name, run_of, series,
-    find_stat, rows_to_draw, thin_indices, training, with_statistics)
+from ..select import (grid, has_ttype, name_of_run, numeric_columns, pick, places, root_name,
+    run_of, series, find_stat, rows_to_draw, thin_indices, training, with_statistics)
 from ...store.parameters import label_of, untrained
 from ..legend import alarm, meanings, palettes, scale, words, zero
 
@@ -78,7 +78,8 @@ favourites = 'std', 'rms', 'abs_max', 'mean', 'zero_frac', 'max', 'min', 'abs_me
 
 def stats_of_page(rows, stats):
     "Return the names of the statistics in a page: the requested ones, or else up to four informative statistics."
-    if stats is not None: return list(dict.fromkeys(find_stat(rows, s) for s in ([stats] if isinstance(stats, str) else stats)))
+    if stats is not None:
+        return list(dict.fromkeys(find_stat(rows, s) for s in ([stats] if isinstance(stats, str) else stats)))
     if not (there := numeric_columns(rows)): return []
     first = [pick_stat(rows, None), *(c for c in favourites if c in there), *there]
     return list(dict.fromkeys(first))[:4]
@@ -88,14 +89,16 @@ def pack_tensor_type(rows, known:tuple, stats:list, columns:int, why:dict=types.
     labels,one = known[1],rows.iloc[first_positions(known[0])]
     text = lambda c: [v if isinstance(v, str) else None for v in one[c].astype(object)] if c in one else [None]*len(one)
     shapes = [list(map(int, s)) if isinstance(s, list|tuple|np.ndarray) else None for s in one['shape']] if 'shape' in one else [None]*len(one)
-    tensors = [dict(label=l, path=p or '', dtype=d, shape=s) for l,p,d,s in zip(labels, text('path'), text('dtype'), shapes, strict=True)]
+    tensors = [dict(label=l, path=p or '', dtype=d, shape=s)
+        for l,p,d,s in zip(labels, text('path'), text('dtype'), shapes, strict=True)]
     order = {label_of(p): p for p in ps}
     missing = [l for l in why if l not in set(labels)]
     labels,at = insert_missing(labels, missing, list(order))
     there = dict(zip(at, tensors, strict=True))
     tensors = [there[i] if i in there else dict(label=l, path=order[l]['path'], dtype=order[l].get('dtype'), shape=order[l].get('shape'))
         for i,l in enumerate(labels)]
-    out = {'stats': {}, 'n': {}, 'ends': {}, 'tensors': [t | ({'why': why[t['label']]} if t['label'] in why else {}) for t in tensors]}
+    out = {'stats': {}, 'n': {}, 'ends': {},
+        'tensors': [t | ({'why': why[t['label']]} if t['label'] in why else {}) for t in tensors]}
     for c in stats:
         s = add_missing(series(rows, c, known=known), missing, list(order))
         g = grid(s, len(labels), columns)
@@ -107,7 +110,8 @@ def pack_tensor_type(rows, known:tuple, stats:list, columns:int, why:dict=types.
             out['n'].setdefault(c, []).append(len(ok))
         out['ends'][c] = pack_array(ends)
         wrong = g.bad | out.get('wrong', False)
-        out |= {'step': g.steps.tolist(), 'wrong': wrong, 'last': int(s.step.max()), 'thin': len(g.steps)<len(np.unique(s.step))}
+        out |= {'step': g.steps.tolist(), 'wrong': wrong, 'last': int(s.step.max()),
+            'thin': len(g.steps)<len(np.unique(s.step))}
     out['wrong'] = np.flatnonzero(out['wrong']).tolist()
     return out
 
@@ -148,7 +152,8 @@ def check_health(run, table=None, rows=None) -> dict: # table: rows, if `run` is
     "Run the default health rules, and return their findings for a page."
     failed = []
     try:
-        rules,h = choose_rules('default'),load_history(rows_by_module(run if table is None else table) if is_table(run) else run, df=rows)
+        rules = choose_rules('default')
+        h = load_history(rows_by_module(run if table is None else table) if is_table(run) else run, df=rows)
         fails = lambda r, e: failed.append(f"The rule {r.name} failed: {short_text(f'{type(e).__name__}: {e}', 200)}")
         found = order_findings(run_rules(rules, h, fails), rules, len(h.steps), h.graph)
         findings = findings_table(found, h, rules)
@@ -178,8 +183,10 @@ def nest_findings(found):
         if n>=most_findings or into is None or into is not out and len(into)>=most_followers:
             if cause in by: by[cause]['more'] = by[cause].get('more', 0)+1
             continue
-        one = {k: short_text(f[k]) for k in ('severity', 'rule', 'text', *(('advice', 'look') if cause is None else ())) if f.get(k)}
-        one |= {k: str(f[k]) for k in ('path', 'ttype', 'pname') if f.get(k)} # not shortened, because these values identify the tensor
+        one = {k: short_text(f[k]) for k in ('severity', 'rule', 'text', *(('advice', 'look') if cause is None else ()))
+            if f.get(k)}
+        # not shortened, because these values identify the tensor
+        one |= {k: str(f[k]) for k in ('path', 'ttype', 'pname') if f.get(k)}
         one |= {'first': int(f['first_step']), 'last': int(f['last_step'])}
         into.append(one if cause is not None else by.setdefault(i, {**one, 'below': []}))
         n += 1
@@ -189,14 +196,16 @@ def nest_findings(found):
 def page_of(run, path=None, ttype=None, stats=None) -> dict:
     "Convert a run, or some of its layers, tensor types and statistics, to a dict for an HTML page. The dict can become JSON."
     every = None if is_table(run) else read(run_of(run)) # read all rows, because health rules need them
-    table = rows_to_draw(run, rows=every) if ttype is None else rows_to_draw(run, ttype=[*ttypes_asked(ttype), 'scalar'])
+    table = (rows_to_draw(run, rows=every) if ttype is None
+        else rows_to_draw(run, ttype=[*ttypes_asked(ttype), 'scalar']))
     if not len(table): raise ValueError(no_rows_message(name_of_run(table) or 'The table'))
     scalar = has_ttype(table, 'scalar')
     tensors = table[~scalar]
     if not len(tensors) and not scalar.any():
         raise ValueError(f"{name_of_run(table) or 'The table'} has no rows of tensors yet.")
     for name,asked in (('path', path), ('ttype', ttype), ('stats', stats)):
-        if isinstance(asked, list|tuple|set) and not asked: raise ValueError(f"{name} is an empty list. Leave it out for all.")
+        if isinstance(asked, list|tuple|set) and not asked:
+            raise ValueError(f"{name} is an empty list. Leave it out for all.")
     if len(tensors) and (path is not None or ttype is not None): tensors = pick(tensors, path, ttype)
     tensors = training(tensors)
     first = first_trouble(tensors) if len(tensors) else None
@@ -211,19 +220,23 @@ def page_of(run, path=None, ttype=None, stats=None) -> dict:
     for k,rows in progress(list(of.items()), f'laying out {name_of_run(table)}'):
         if not wanted[k]: continue # skip columns that contain only texts or booleans
         why = untrained_reasons(rows, k, ps, path)
-        out.append({'ttype': k, 'name': words.get(k, k), **pack_tensor_type(rows, placed[k], wanted[k], columns, why, ps)})
+        out.append({'ttype': k, 'name': words.get(k, k),
+            **pack_tensor_type(rows, placed[k], wanted[k], columns, why, ps)})
         code,labels = placed[k]
         _,at = insert_missing(labels, [l for l in why if l not in set(labels)], [label_of(p) for p in ps])
         keys[k] = dict(zip(at, tensor_keys(rows, code), strict=True))
-    add_exponent_columns(table if every is None else every, out, keys, tensors, [int(first['step'])] if first is not None else [])
+    add_exponent_columns(table if every is None else every, out, keys, tensors,
+        [int(first['step'])] if first is not None else [])
     known,structure = describe_run(run, table)
     notes = [s for s in (*table.attrs.get('said', ()), untrained(ps, selected_parameters(ps, path))) if s]
-    return {'torchember': 1, 'run': {**known, 'bad': first is not None, **({'missing': ' '.join(notes)} if notes else {})},
+    return {'torchember': 1, 'run': {**known, 'bad': first is not None,
+        **({'missing': ' '.join(notes)} if notes else {})},
         'trouble': None if first is None else {'step': int(first['step']), 'path': str(first['path'] or ''), 'ttype': str(first['ttype']),
             'text': trouble_sentence(first)},
         'health': check_health(run, table, every), 'numbers': logged_numbers(table),
         'tree': list_modules(structure, list(dict.fromkeys(tensors['path'].astype(str))), root_name(tensors)),
-        'kinds': out, 'formats': format_ranges(out), 'meanings': {s: meanings.get(s, s) for k in out for s in k['stats']}, 'colors': colors()}
+        'kinds': out, 'formats': format_ranges(out),
+        'meanings': {s: meanings.get(s, s) for k in out for s in k['stats']}, 'colors': colors()}
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #73dd976c
 def add_exponent_columns(table, kinds, keys, tensors, also):
@@ -245,7 +258,8 @@ def logged_numbers(table):
     for n in sorted(logged_names(table), key=lambda n: (bool(computed_in(n)), 'loss' not in n)):
         _,x,y = loss_curve(table, n)
         at,odd = thin_indices(x, y, ~np.isfinite(y), 4000),x[~np.isfinite(y)]
-        out.append({'name': n, 'step': x[at].tolist(), 'value': pack_array(y[at]), 'odd': int(odd[0]) if len(odd) else None})
+        out.append({'name': n, 'step': x[at].tolist(), 'value': pack_array(y[at]),
+            'odd': int(odd[0]) if len(odd) else None})
     return out
 
 def describe_run(run, table):
@@ -260,8 +274,10 @@ def describe_run(run, table):
     base = read_facts(t.fname, t.data)[0]
     try: about_run = describe_log(t.fname, t.dir)
     except OSError: about_run = {}
-    known = {'model': about_run.get('model') or out['model'], 'size': about_run.get('size'), 'running': about_run.get('running', False),
-        **{k: about_run.get(k) or base.get(k) for k in ('start', 'end')}, **{k: base.get(k) for k in ('seconds', 'share', 'user')}}
+    known = {'model': about_run.get('model') or out['model'], 'size': about_run.get('size'),
+        'running': about_run.get('running', False),
+        **{k: about_run.get(k) or base.get(k) for k in ('start', 'end')},
+        **{k: base.get(k) for k in ('seconds', 'share', 'user')}}
     return out | {k: v for k,v in known.items() if v is not None}, structure
 
 def describe_ranked_run(source):
@@ -280,5 +296,5 @@ def format_ranges(kinds):
 
 def colors():
     "Return the colors of lines, non-finite values, heat maps and zeros, for light and dark pages."
-    return {'light': {'lines': palettes[False], 'bad': alarm[False]}, 'dark': {'lines': palettes[True], 'bad': alarm[True]},
-        'scale': scale, 'zero': zero}
+    return {'light': {'lines': palettes[False], 'bad': alarm[False]},
+        'dark': {'lines': palettes[True], 'bad': alarm[True]}, 'scale': scale, 'zero': zero}
