@@ -89,7 +89,7 @@ names = { # Python module -> public names, separated by spaces
     'sinks.feed': 'replay', 'sinks.sink': 'Sink',
     'state.algebra': 'StateDict',
     'monitor.monitor': 'Monitor', 'monitor.quantities': 'quantity'}
-# names for special purposes and of older tools: `from torchember import ridge` works, but `dir(torchember)` leaves them out
+# names for special purposes and of older tools: `from torchember import ridge` works, but `dir(torchember)` does not list them
 other_names = {
     'capture.tree': 'moduleTrack', 'store.jsonl': 'tracker', 'ground.choose': 'linear', 'ground.record': 'ttypes',
     'measure.kernels': 'summarize', 'measure.summary': 'Summary', 'measure.exponents': 'exponents_for headroom',
@@ -108,7 +108,8 @@ other_names = {
     'compat.nnstat': 'NetDict get_weight get_grad get_optimizer_state compute_stats utils',
     'compat.taiyi': 'Visualization'}
 module_of = {name: module for listed in (names, other_names) for module,found in listed.items() for name in found.split()}
-packages = 'compat', 'jaxember', 'monitor', 'sinks', 'state' # `torchember.state` and so on are imported on first use
+# Packages that are imported on first use, such as `torchember.state`
+packages = 'compat', 'jaxember', 'monitor', 'sinks', 'state'
 __all__ = ['__version__', *(n for found in names.values() for n in found.split())]
 
 
@@ -116,7 +117,7 @@ def __getattr__(name):
     if name=='__version__':
         from importlib.metadata import PackageNotFoundError, version
         try: return version('torchember')
-        except PackageNotFoundError: return '0+unknown' # a checkout that is not installed
+        except PackageNotFoundError: return '0+unknown' # for a source folder that is not installed
     if name in packages: return import_module(f'.{name}', __name__)
     if name not in module_of: raise missing(name)
     try: value = getattr(import_module(f'.{module_of[name]}', __name__), name)
@@ -129,15 +130,16 @@ def __getattr__(name):
 
 
 def load_ipython_extension(shell):
-    "Add the magic `%%ember` to a notebook: `%load_ext torchember`."
+    "Add the magic command `%%ember` to a notebook, after `%load_ext torchember`."
     import_module('.magics', __name__).load_ipython_extension(shell)
 
 
 def missing(name):
-    "Return the error for an unknown name. The message names the replacement of an older tool's name, or similar names."
+    "Return the exception for a name that torchember does not have. The message names the replacement of an older tool's name, or similar names."
     if name.startswith('_'): return AttributeError(f"module 'torchember' has no attribute {name!r}", name=name)
     if message := import_module('.compat.gone', __name__).sentence(name):
-        imported = _getframe(2).f_globals.get('__name__', '').startswith('importlib.') # in `from torchember import ...`
+        # True for `from torchember import ...`
+        imported = _getframe(2).f_globals.get('__name__', '').startswith('importlib.')
         return (ImportError if imported else AttributeError)(message, name=name)
     close = ' or '.join(map(repr, import_module('.ground.messages', __name__).closest(name, list(module_of))))
     return AttributeError(f"module 'torchember' has no attribute {name!r}." + (f" Did you mean {close}?" if close else ''), name=name)

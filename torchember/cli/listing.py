@@ -32,7 +32,7 @@ def select_runs(patterns, home):
     return [r for r in every if not patterns or any(r['name']==p or fnmatchcase(r['name'], p) for p in patterns)]
 
 def has_died(name, place):
-    "Return True if the process writing a log has ended without recording the end of the run."
+    "Return True if the process that writes a log has ended without recording the end of the run."
     from torchember.frames.handle import read_facts
     from torchember.frames.listing import may_continue
     base = read_facts(name, place/'data')[0]
@@ -120,7 +120,7 @@ def collect_metadata(name, home):
         | {'log': str(place/'log'/name)})
 
 def format_metadata(f):
-    "Return a line of text for each known entry of a run's metadata."
+    "Return a line of text for each known value in a run's metadata."
     known = {'model': f.get('model'), 'ranks': f['ranks'] if f.get('ranks', 1)>1 else None, 'steps': f.get('steps'),
         'rows': f.get('rows'), 'size': format_size(f['size']) if 'size' in f else None, 'began': f.get('start'),
         'died' if f.get('state')=='died' else 'ended': 'running' if f.get('running') else f.get('end'),

@@ -18,7 +18,7 @@ pictures = ('overview', 'scalar_line', 'scalar_global_heatmap', 'tree', 'updates
     'ridge', 'out_of_range', 'compare')
 
 def draw_figure(picture, runs, args):
-    "Draw a picture of some runs, and return the matplotlib figure. picture: one of the names in `pictures`"
+    "Draw a picture of some runs, and return the matplotlib figure. `picture`: one of the names in the dict `pictures`"
     import matplotlib
     # a command draws into files, so matplotlib must open no window
     if 'matplotlib.pyplot' not in sys.modules: matplotlib.use('agg')
@@ -27,7 +27,7 @@ def draw_figure(picture, runs, args):
     return getattr(torchember, picture)(runs if picture=='compare' else runs[0], **asked).figure
 
 def render(fig, form='png', dpi=120):
-    "Return a figure as the content of an image file, in bytes, and close the figure."
+    "Return a matplotlib figure as the content of an image file, in bytes, and close the figure."
     import matplotlib.pyplot as plt
     out = io.BytesIO()
     try: fig.savefig(out, format=form, dpi=dpi)

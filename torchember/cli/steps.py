@@ -24,12 +24,12 @@ def is_plain_number(v):
     return isinstance(v, int|float) and not isinstance(v, bool)
 
 class StepReport:
-    "Report of `torchember tail` about a step: logged numbers, time, number of rows, and non-finite values."
+    "Report of `torchember tail` about one step: logged numbers, time, number of rows, and non-finite values."
     def __init__(self, step):
         self.step,self.rows,self.numbers,self.ts,self.first_nonfinite,self.n_nonfinite = step,0,{},None,None,0
 
     def add(self, r):
-        "Add a log row of the step: count it, and note its logged numbers or its non-finite values."
+        "Add a log row of the step: count it, and store its logged numbers or its non-finite values."
         self.rows += 1
         self.ts = r['ts'] if isinstance(r.get('ts'), str) else self.ts
         if r.get('ttype')=='scalar':
@@ -41,7 +41,7 @@ class StepReport:
     @property
     def trouble(self):
         "Text about the non-finite values of the step. '' if there are none."
-        # leave out the gradient norm, because the row of the gradient shows the cause
+        # the gradient norm is left out, because the row of the gradient itself shows the cause
         parts = [f'{k} is {v}' for k,v in self.numbers.items() if not math.isfinite(v) and computed_in(k)!='grad_norm']
         if self.first_nonfinite is not None:
             parts.append(tensor_line(self.first_nonfinite)+(f' and {self.n_nonfinite-1} more' if self.n_nonfinite>1
@@ -61,14 +61,14 @@ class StepReport:
             printable(self.trouble), 'error')
 
 def tensor_line(r):
-    "Return a text with the tensor of a row, and with the kinds of its non-finite values (NaN or infinities)."
+    "Return a text that names the tensor of a row, and the kinds of its non-finite values (NaN or infinities)."
     from torchember.store.reading import path_of
     what = ' and '.join(w for k,w in zip(counts, ('NaN', 'inf', '-inf'), strict=True) if r.get(k))
     path = path_of(r['module']) if isinstance(r.get('module'), str) else ''
     return f"{what} in {r.get('ttype')} of {'.'.join(str(p) for p in (path, r.get('pname')) if p) or 'the model'}"
 
 def fit_line(parts, problem, color):
-    "Join the parts of a line and a colored `problem` to a line for the width of the terminal. If space is short, drop the last parts first."
+    "Join the parts of a line and a colored text `problem` to a line that fits the terminal. If space is short, drop the last parts first."
     space,text = line_width(),''.join(parts)
     while space is not None and problem and len(parts)>1 and text_width(text)+2+min(text_width(problem), 30)>space:
         text = ''.join(parts := parts[:-1])
@@ -78,7 +78,7 @@ def fit_line(parts, problem, color):
 
 # %% ../../nbs/95_cli/40_steps.ipynb #9d426294
 class OpenSteps:
-    "The steps not printed yet. Collects the rows of several logs, one per process, until a step is complete."
+    "Steps that are not printed yet. Collects the rows of several logs, one per process, until a step is complete."
     def __init__(self): self.open,self.last = {},{} # open: a `StepReport` for each step that is not complete; last: the last step of each log
 
     def add(self, log, r):
@@ -89,13 +89,13 @@ class OpenSteps:
         self.last[log] = max(step, self.last.get(log, step))
 
     def pop_complete(self, logs):
-        "Remove and return the complete steps: all running logs have passed them. logs: names of the running logs"
+        "Remove and return the complete steps: all running logs have later steps. `logs`: names of the running logs"
         least = min((self.last.get(n, -math.inf) for n in logs), default=math.inf)
         return [self.open.pop(s) for s in sorted(self.open) if s<least]
 
 # %% ../../nbs/95_cli/40_steps.ipynb #c5c569b0
 class RunLog:
-    "The log of a run written by one process. It may still grow."
+    "The log of a run that one process writes. It may still grow."
     def __init__(self, name, path, data): self.name,self.path,self.data,self.tail = name,path,data,None
 
     def metadata(self):
@@ -109,11 +109,11 @@ class RunLog:
         return may_continue(self.metadata())
 
     def has_died(self):
-        "Return True if the process writing the log has ended without recording the end of the run."
+        "Return True if the process that writes the log has ended without recording the end of the run."
         return 'pid' in (base := self.metadata()) and 'end' not in base and not self.is_running()
 
     def open_at(self, most=None):
-        "Open the log about `most` bytes before its end, by default at its beginning. Return True if no rows were skipped."
+        "Open the log about `most` bytes before its end, by default at its beginning. Return True if this skips no rows."
         from torchember.show.live.following import Tail
         self.tail = Tail(self.path)
         return most is None or self.tail.skip_to_end(most)
@@ -171,17 +171,17 @@ class LinePrinter:
         self.print_line(format_finding(r, self.json))
 
     def print_complete(self, running):
-        "Print the complete steps. running: names of the logs that may still add rows to a step"
+        "Print the steps that are complete. `running`: names of the logs that may still add rows to a step"
         for s in self.steps.pop_complete(running):
             self.print_line(to_json(s.as_dict(), None) if self.json else s.line())
 
     def print_last(self):
-        "Print the last existing lines, kept until now. From now on, `print_line` prints at once."
+        "Print the last lines that existed at the start, which were kept until now. Afterwards, `print_line` prints at once."
         lines,self.last = list(self.last),None
         print_lines(*lines)
 
     def read_end(self, running):
-        "Read the end of each log, as far back as the last `n` lines need. running: names of the running logs"
+        "Read the end of each log: as many rows as the last `n` lines need. `running`: names of the running logs"
         for most in (1<<22, 1<<25, None):
             self.steps,self.last = OpenSteps(),deque(maxlen=self.n)
             whole = all([log.open_at(most) for log in self.logs])
@@ -191,7 +191,7 @@ class LinePrinter:
 
 # %% ../../nbs/95_cli/40_steps.ipynb #9d60052d
 def follow_run(p, wait):
-    "Print new lines until the run has ended. wait: seconds between two reads"
+    "Print new lines until the run has ended. `wait`: seconds between two reads"
     quiet = 0
     while running := [log.name for log in p.logs if log.is_running()]:
         quiet = 0 if p.read_rows(running, quiet*wait>=2) else quiet+1
@@ -199,7 +199,7 @@ def follow_run(p, wait):
         time.sleep(wait)
     if any(log.has_died() for log in p.logs):
         from torchember.frames.handle import recover_boxes
-        recover_boxes(p.logs[0].path.parent.parent) # add the last rows of a killed process to its log
+        recover_boxes(p.logs[0].path.parent.parent) # the last rows of a killed process are added to its log
     p.read_rows([])
 
 def tail_arguments(p):

@@ -14,7 +14,7 @@ from .named import find_home, expand_names, expand_one_name
 from .terminal import to_json, colorize, print_lines
 
 # %% ../../nbs/95_cli/50_verdicts.ipynb #2fbc071f
-# for each value of --fail-on: the severities of findings that give exit code 1
+# value of --fail-on -> severities of findings that give exit code 1
 fails = dict(error=('error',), warning=('error', 'warning'), info=('error', 'warning', 'info'), never=())
 
 def colorize_line(line):

@@ -26,12 +26,12 @@ class NetDict(StateDict):
         return self.describe(layerwise, display, include=include, **kwargs)
 
     def with_texts(self, parts):
-        "Return the layers with one of these texts in their names. Without texts, return all layers."
+        "Return the layers whose names contain one of these texts. Without texts, return all layers."
         if parts: return self.like((k, x) for k,x in self.items() if any(p in k for p in parts)).set_name(self._name)
         return self
 
     def select_and_apply(self, op, pattern):
-        "Select the layers with `pattern` in their names, and return the results of an operation such as 'abs' on them."
+        "Return the results of an operation such as 'abs' on the layers whose names contain `pattern`."
         some = self.with_texts(as_list(pattern))
         return some if op=='identity' else getattr(some, op)().set_name(f'{op}({some._name})')
 
@@ -80,7 +80,7 @@ def compute_stats(model, optimizer=None, optimizer_keys=(), display=True):
         d.set_name(title).describe()
 
 class utils:
-    "Functions of nnstat that set the folder in which plots are saved."
+    "Functions of nnstat to set the folder in which plots are saved."
     @staticmethod
     def set_cache_dir(path):
         "Save each plot of a StateDict to this folder from now on. With None, stop saving."

@@ -26,7 +26,9 @@ libraries[torch.Tensor] = Library(lambda x: get_stats(x, scalars),
 _all_ = ['stash_scalar_stats', 'stash_hist', 'stash_all_stats_and_hist', 'stash_full_tensor']
 
 # %% ../../nbs/80_compat/30_tandv.ipynb #e4810812
-def save_tensor(x, path): torch.save(x, f'{path}.pt')
+def save_tensor(x, path):
+    "Save a tensor as the file `<path>.pt`."
+    torch.save(x, f'{path}.pt')
 
 # %% ../../nbs/80_compat/30_tandv.ipynb #8badd8b5
 def wrapper_prefix(module):
@@ -34,16 +36,16 @@ def wrapper_prefix(module):
     inner = unwrap(module)
     return next((n for n,m in module.named_modules() if m is inner), '') if isinstance(module, torch.nn.Module) else ''
 
-# what: name of the argument, for messages; prefix: text before each module name
+# what: name of the argument, for messages; prefix: text in front of each module name
 def select_by_pattern(pattern, what, prefix):
-    "Return a `Selection` of modules whose names match a regular expression, or which `select` selects by another argument. Return None for None."
+    "Return a `Selection` of modules whose names match a regular expression, or match another argument of `select`. Return None for None."
     if isinstance(pattern, list|tuple|set): return select([select_by_pattern(p, what, prefix) for p in pattern])
     found = compile_pattern(pattern, what)
     if not isinstance(found, re.Pattern): return None if found is None else select(found)
     return Selection(f're {found.pattern!r}', lambda pairs: {id(m) for p,m in pairs if found.search(dotted(prefix, p))})
 
 def check_exclude(exclude, module):
-    "Return the selection `exclude` of modules to leave out. If this selection matches no module, warn and return None."
+    "Return the `Selection` of modules to leave out. If it matches no module, warn and return None."
     inner = unwrap(module)
     if exclude is None or not isinstance(inner, torch.nn.Module) or exclude.ids(list(inner.named_modules())):
         return exclude
@@ -51,8 +53,8 @@ def check_exclude(exclude, module):
 
 # %% ../../nbs/80_compat/30_tandv.ipynb #a723ea83
 class TorchTracker(Tracker):
-    "Records a training with torch. `step` ends each step, and the end of the `with` block writes a LogFrame. Returned by `track`."
-    def __init__(self, te, **kwargs): # te: an armed `torchEmber`
+    "Records a training with torch. `step` ends each step, and the end of the `with` block writes a LogFrame. `track` returns such an object."
+    def __init__(self, te, **kwargs): # te: a `torchEmber` that is recording
         super().__init__(te.t, **kwargs)
         self.te = te
 
@@ -79,7 +81,7 @@ class TorchTracker(Tracker):
         if kind is None: self.warn_about_steps(trained)
 
     def warn_about_steps(self, trained): # trained: True if trainable weights were recorded
-        "Warn if `step` was never called, or if gradients of weights are missing."
+        "Warn if `step` was never called, or if the run has no gradients of weights."
         r = self.te.recorder
         if r.tally.steps and not self.calls:
             r.notices.once('stalled', "tracker.step() was never called, so all rows are in one step. Call it after optimizer.step().", 'warning')
@@ -96,12 +98,12 @@ def track(
     track_weights:bool=True, # Record weights
     include=None, # Modules to record: a regular expression, searched in module names, or another argument of `select`
     exclude=None, # Modules to leave out, selected like `include`
-    stash_value=None, # Function that returns a dict of statistics of a tensor. Default: `stash_all_stats_and_hist`
-    async_offload:bool=False, # No effect, because a separate thread always writes the log
+    stash_value=None, # Function that maps a tensor to a dict of statistics. Default: `stash_all_stats_and_hist`
+    async_offload:bool=False, # Has no effect, because a separate thread always writes the log
     offload_inc:int=10, # Number of steps between calls of `offload_fn`
     offload_type:str='.pkl', # File type of the LogFrame: '.pkl' or '.parquet'
     use_wandb:bool=False, # Send the mean statistics of each step to the open W&B run, and the LogFrame at the end
-    only_stash_during_training:bool=True, # Skip passes in `eval()` mode
+    only_stash_during_training:bool=True, # True to skip passes in `eval()` mode
     init_step:int|None=None, # Number of the first step, to continue from a checkpoint
     *,
     offload_fn=None, # Function that is called with run name, step, and a LogFrame of the rows since its last call
@@ -118,12 +120,12 @@ def track(
         track_weights: Record weights
         include: Modules to record: a regular expression, searched in module names, or another argument of `select`
         exclude: Modules to leave out, selected like `include`
-        stash_value: Function that returns a dict of statistics of a tensor. Default: `stash_all_stats_and_hist`
-        async_offload: No effect, because a separate thread always writes the log
+        stash_value: Function that maps a tensor to a dict of statistics. Default: `stash_all_stats_and_hist`
+        async_offload: Has no effect, because a separate thread always writes the log
         offload_inc: Number of steps between calls of `offload_fn`
         offload_type: File type of the LogFrame: '.pkl' or '.parquet'
         use_wandb: Send the mean statistics of each step to the open W&B run, and the LogFrame at the end
-        only_stash_during_training: Skip passes in `eval()` mode
+        only_stash_during_training: True to skip passes in `eval()` mode
         init_step: Number of the first step, to continue from a checkpoint
         offload_fn: Function that is called with run name, step, and a LogFrame of the rows since its last call
         name: Name of the run. Default: `<ModelClass>_<YYYYmmdd_HHMMSS>`
@@ -140,7 +142,7 @@ def track(
         exclude=check_exclude(select_by_pattern(exclude, 'exclude', prefix), module), stats=stats,
         only_training=only_stash_during_training, ends='step',
         first_step=init_step or 0, name=name, home=home, store=store)
-    te.recorder.sources.parameters.hint.silent = True # silent, because `warn_about_steps` warns instead
+    te.recorder.sources.parameters.hint.silent = True # no hint is shown, because `warn_about_steps` warns instead
     tracker = TorchTracker(te, prefix=prefix, offload_inc=offload_inc, offload_fn=offload_fn,
         offload_type=offload_type, wandb=wandb)
     return tracker

@@ -21,23 +21,23 @@ from torchember.store.lines import bad
 # %% ../../nbs/50_frames/05_logs.ipynb #8b2aafec
 @says_arguments
 def read(
-    run, # Name of a run, pattern such as 'GPT*', ember, tracker, file of a log, or a list of these
+    run, # Name of a run, pattern such as 'GPT*', `torchEmber`, its tracker, file of a log, or a list of these
     path=None, # Modules: a glob on the path ('features.*'), a compiled regex, or a list of these
-    ttype=None, # Tensor type, or a list of them
+    ttype=None, # Type of the tensors, such as 'output' or 'weight_grad', or a list of types
     tname=None, # Name of a tensor ('output_0'), or a list of them
-    steps=None, # Step, `range`, `slice`, list of steps, or a function of the step; -1 is the last step
+    steps=None, # Number of a step, `range`, `slice`, list of steps, or a function of the step; -1 is the last step
     columns=None, # Columns to return, in this order, or a function of a column's name; all by default
     home=None, # Folder of logs, instead of `~/.torchember`
     per_rank:bool=False # True to return the rows of each rank of a distributed run, without merging ranks
 ): # pandas.DataFrame
-    """Read runs as one table. The logs of several ranks are merged to one log of the whole model and batch
+    """Read runs as one table. Merge the rows of several ranks to rows of the whole model and batch
 
     Args:
-        run: Name of a run, pattern such as 'GPT*', ember, tracker, file of a log, or a list of these
+        run: Name of a run, pattern such as 'GPT*', `torchEmber`, its tracker, file of a log, or a list of these
         path: Modules: a glob on the path ('features.*'), a compiled regex, or a list of these
-        ttype: Tensor type, or a list of them
+        ttype: Type of the tensors, such as 'output' or 'weight_grad', or a list of types
         tname: Name of a tensor ('output_0'), or a list of them
-        steps: Step, `range`, `slice`, list of steps, or a function of the step; -1 is the last step
+        steps: Number of a step, `range`, `slice`, list of steps, or a function of the step; -1 is the last step
         columns: Columns to return, in this order, or a function of a column's name; all by default
         home: Folder of logs, instead of `~/.torchember`
         per_rank: True to return the rows of each rank of a distributed run, without merging ranks
@@ -57,14 +57,14 @@ def read(
     if not len(df) and choice.conditions: raise NothingChosen(explain_empty(choice, values_of_conditions(found)))
     if columns is None: return df
     if callable(columns): return df[[c for c in df.columns if c=='run' or columns(c)]]
-    # all columns are read again, so that the error message can list the existing names
+    # all columns are read now, so that the error message can list the existing names
     if any(c not in df for c in as_names(columns)):
         df = read(run, path, ttype, tname, steps, home=home, per_rank=per_rank)
     return df[select_columns(df, columns)]
 
 # %% ../../nbs/50_frames/05_logs.ipynb #92d951a5
 def number_layers(df):
-    "Number the layers of a table: tensors with equal path and name. Return the number of each row's layer, and the list of layer labels."
+    "Number the layers of a table: rows with equal path and tensor name get one number. Return the number of each row's layer, and the layer labels."
     pd = needs('pandas', for_='A table of rows')
     who = [c for c in ('path', 'pname', 'tname') if c in df]
     parts = {c: pd.factorize(df[c].astype('category').cat.codes.to_numpy()) for c in who}
@@ -77,6 +77,7 @@ def number_layers(df):
     one = [{c: None if (k := parts[c][1][parts[c][0][i]])<0 else names[c][k] for c in who} for i in first]
     count = pd.Series([o['path'] for o in one]).value_counts()
     def name(o):
+        "Return the label of a layer: the path, and the name of the tensor if several tensors have this path."
         return o['path'] if count[o['path']]==1 else '.'.join(p for p in (o['path'], o.get('pname') or o['tname']) if p)
     return label, [name(o) for o in one]
 
@@ -110,7 +111,7 @@ def measured_any(df, stats):
 def wide(
     run, # A run that `read` accepts, or a table that `read` returned
     path=None, # Modules: a glob on the path ('features.*'), a compiled regex, or a list of these; all by default
-    ttype:str|None=None, # Tensor type; optional if only one type has the statistic
+    ttype:str|None=None, # Type of the tensors, such as 'output'; optional if only one type has the statistic
     stat:str|None=None # Statistic to show: the name of a column
 ): # pandas.DataFrame: a row for each step, a column for each layer
     """Return the values of a statistic of every layer at each step
@@ -120,7 +121,7 @@ def wide(
     Args:
         run: A run that `read` accepts, or a table that `read` returned
         path: Modules: a glob on the path ('features.*'), a compiled regex, or a list of these; all by default
-        ttype: Tensor type; optional if only one type has the statistic
+        ttype: Type of the tensors, such as 'output'; optional if only one type has the statistic
         stat: Statistic to show: the name of a column
 
     Returns:

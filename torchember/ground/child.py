@@ -22,11 +22,11 @@ def interpreter_flags():
 def path_of_child():
     "Return `sys.path` of this process for a child process, without the current folder and with the folder of torchember."
     known = [os.path.abspath(p) for p in map(str, sys.path) if p not in ('', os.curdir)]
-    # the folder of torchember is added, because the child process must import torchember
+    # the folder of torchember is added, so that the child process can import torchember
     return list(dict.fromkeys([*known, os.path.dirname(os.path.dirname(find_spec('torchember').origin))]))
 
 # %% ../../nbs/05_ground/50_child.ipynb #680a75bb
 def environment_of_child(**more):
-    "Return the environment variables for a child process: the variables of this process without PYTHONPATH, one thread for each library, and `more`."
+    "Return the environment variables for a child process: those of this process without PYTHONPATH, one thread for each library, and `more`."
     return {**{k: v for k,v in os.environ.items() if k!='PYTHONPATH'}, 'OMP_NUM_THREADS': '1',
         'OPENBLAS_NUM_THREADS': '1', **more}

@@ -15,7 +15,7 @@ from .messages import an, printable, unknown
 
 # %% ../../nbs/05_ground/30_choose.ipynb #fb427cc3
 class Selection:
-    """A rule that selects modules of a model. Combine selections with `&`, `|`, `~`; apply a selection with `Selection.pick`.
+    """A condition that selects modules of a model. Combine selections with `&`, `|`, `~`; apply a selection with `Selection.pick`.
 
     what: name of the selection in error messages
     ids: function that takes (path, module) pairs and returns the `id` of each selected module"""
@@ -23,7 +23,7 @@ class Selection:
         self.what,self.ids = what,ids
 
     def pick(self, pairs) -> list:
-        "Return the selected modules in order, each once, although a module may have several paths. Raises ValueError if no module is selected."
+        "Return the selected modules in order, each once, although a module may have several paths. Raise ValueError if no module is selected."
         pairs = list(pairs)
         ids = self.ids(pairs)
         if not ids: raise ValueError(no_match_message(self.what, pairs))
@@ -45,7 +45,7 @@ def no_match_message(what, pairs):
 
 # %% ../../nbs/05_ground/30_choose.ipynb #21b86c02
 class NamedLayer:
-    "Path and class names of a layer. Replaces the module where only a log or snapshot is available."
+    "Path and class names of a layer. Replaces the module if only a log or a snapshot is available, and not the model."
     def __init__(self, path:str, kinds=()):
         self.path,self.kinds = path,kinds
 
@@ -58,6 +58,7 @@ def kinds_of(module) -> tuple:
 def select_by_string(s):
     "Return a function that selects modules whose path matches the glob `s`. If no path matches, it selects modules of the class named `s`."
     def find_ids(pairs):
+        "Return the `id` of each selected module. `pairs`: (path, module) of all modules."
         found = {id(m) for p,m in pairs if p==s or fnmatchcase(p, s)} or {id(m) for _,m in pairs if s in kinds_of(m)}
         if not found: raise ValueError(no_match_message(s, pairs))
         return found
@@ -102,7 +103,7 @@ def select(
 
 # %% ../../nbs/05_ground/30_choose.ipynb #e319d466
 def chosen(pairs, include=None, exclude=None) -> set:
-    """Return the `id` of each module selected by `include` and not by `exclude`. Raises ValueError if no module is left.
+    """Return the `id` of each module that `include` selects and `exclude` does not select. Raise ValueError if there is none.
 
     include, exclude: what `select` accepts. Without `include`, all modules are included"""
     pairs = list(pairs)
@@ -133,19 +134,19 @@ def check_whole(f, name, n, least):
 
 # %% ../../nbs/05_ground/30_choose.ipynb #f202b7a1
 def is_every(n, start, step):
-    "Return True for the steps `start`, `start+n`, `start+2n`, ..."
-    # a named function and not a lambda, because callbacks with a schedule are pickled
+    "Return True if `step` is one of `start`, `start+n`, `start+2n`, ..."
+    # a named function and not a lambda, so that callbacks with a schedule can be pickled
     return step>=start and (step-start)%n==0
 
 def every(
-    n:int, # Keep one of every `n` steps
-    start:int=0 # First step to keep
+    n:int, # Record one of every `n` steps
+    start:int=0 # First step to record
 ) -> Schedule:
-    """Return a schedule of the steps `start`, `start+n`, `start+2n`, ...
+    """Return a schedule that records the steps `start`, `start+n`, `start+2n`, ...
 
     Args:
-        n: Keep one of every `n` steps
-        start: First step to keep
+        n: Record one of every `n` steps
+        start: First step to record
     """
     check_whole('every', 'n', n, 1); check_whole('every', 'start', start, 0)
     return Schedule(partial(is_every, n, start), f'every({n}, start={start})' if start else f'every({n})')
@@ -156,11 +157,12 @@ class TimeSchedule:
 
     seconds: least time between two recorded steps
     clock: function that returns the time in seconds"""
-    most_answers = 100 # number of recent steps whose answer is stored, because a recorder asks several times for a step
+    # Number of recent steps whose answer is stored, because the recorder asks several times about one step
+    most_answers = 100
 
     def __init__(self, seconds:float, clock=time.monotonic):
         self.seconds,self.clock = seconds,clock
-        # last: time when the last recorded step was chosen; answers: step -> True if the step is recorded
+        # last: time of the last recorded step; answers: step -> True if the step is recorded
         self.last,self.answers = -math.inf,{}
 
     def __call__(self, step):
@@ -177,7 +179,7 @@ time_form = re.compile(r'\s*(\d+\.?\d*|\.\d+)\s*(ms|s|min|h)\s*')
 seconds_of = {'ms': .001, 's': 1, 'min': 60, 'h': 3600} # unit of time -> number of seconds
 
 def schedule_of_text(when):
-    "Return the `Schedule` that a string describes: 'linear(5, 2)' or a time such as '60s'. Raises ValueError for other strings."
+    "Return the `Schedule` of recorded steps that a string describes: 'linear(5, 2)' or a time such as '60s'. Raises ValueError for other strings."
     if m := linear_form.fullmatch(when): return every(max(int(m[1]), 1), int(m[2] or 0))
     m = time_form.fullmatch(when)
     if m and float(m[1])>0: return Schedule(TimeSchedule(float(m[1])*seconds_of[m[2]]), f'every {m[1]} {m[2]}')
@@ -186,7 +188,7 @@ def schedule_of_text(when):
 
 # %% ../../nbs/05_ground/30_choose.ipynb #3ee9a2db
 def schedule(when) -> Schedule:
-    """Convert `when` to a `Schedule`. Raises TypeError if this is impossible.
+    """Convert `when`, such as 10 or '60s', to a `Schedule`, which decides which steps are recorded. Raises TypeError if this is impossible.
 
     when: whole number n (every n steps), function of the step, string 'linear(5, 2)', time '60s' (units ms, s, min, h), or a `Schedule`"""
     if isinstance(when, Schedule): return when
@@ -197,14 +199,14 @@ def schedule(when) -> Schedule:
 
 # %% ../../nbs/05_ground/30_choose.ipynb #c5a1f0e2
 def linear(
-    interval:int=1, # Keep one of every `interval` steps. 0 means 1
-    offset:int=0 # First step to keep
+    interval:int=1, # Record one of every `interval` steps. 0 means 1
+    offset:int=0 # First step to record
 ) -> Schedule:
-    """Return a schedule of the steps `offset`, `offset+interval`, ... The string 'linear(interval, offset)' means this schedule.
+    """Return a schedule that records the steps `offset`, `offset+interval`, ... The string 'linear(interval, offset)' means this schedule.
 
     Args:
-        interval: Keep one of every `interval` steps. 0 means 1
-        offset: First step to keep
+        interval: Record one of every `interval` steps. 0 means 1
+        offset: First step to record
     """
     check_whole('linear', 'interval', interval, 0)
     return every(max(interval, 1), offset)
@@ -213,7 +215,7 @@ def linear(
 def at(
     *steps:int # Steps to record. Without steps, nothing is recorded
 ) -> Schedule:
-    """Return a schedule that contains only the given steps.
+    """Return a schedule that records only the given steps.
 
     Args:
         *steps: Steps to record. Without steps, nothing is recorded
@@ -222,41 +224,41 @@ def at(
     return Schedule(lambda s: s in steps, f"at({', '.join(map(str, steps))})")
 
 def until(
-    n:int # First step that is not kept
+    n:int # Number of steps to record
 ) -> Schedule:
-    """Return a schedule of the first `n` steps, 0 to n-1.
+    """Return a schedule that records the first `n` steps: 0 to n-1.
 
     Args:
-        n: First step that is not kept
+        n: Number of steps to record
     """
     check_whole('until', 'n', n, 0)
     return Schedule(lambda s: s<n, f'until({n})')
 
 def between(
-    a:int, # First step to keep
-    b:int # End of the range: the first step after `a` that is not kept
+    a:int, # First step to record
+    b:int # End of the range: the first later step that is not recorded
 ) -> Schedule:
-    """Return a schedule of the steps from `a` to `b`-1, like `range(a, b)`.
+    """Return a schedule that records the steps from `a` to `b`-1, like `range(a, b)`.
 
     Args:
-        a: First step to keep
-        b: End of the range: the first step after `a` that is not kept
+        a: First step to record
+        b: End of the range: the first later step that is not recorded
     """
     check_whole('between', 'a', a, 0); check_whole('between', 'b', b, a)
     return Schedule(lambda s: a<=s<b, f'between({a}, {b})')
 
 # %% ../../nbs/05_ground/30_choose.ipynb #c3c4f898
 def log_spaced(
-    n:int # Number of steps in each decade: 1 to 10, 10 to 100, ...
+    n:int # Number of recorded steps in each decade: 1 to 10, 10 to 100, ...
 ) -> Schedule:
-    """Return a schedule of step 0 and of `n` steps in each decade (1 to 10, 10 to 100, ...), evenly spaced on a logarithmic axis.
+    """Return a schedule that records step 0 and `n` steps in each decade (1 to 10, 10 to 100, ...), evenly spaced on a logarithmic axis.
 
     Args:
-        n: Number of steps in each decade: 1 to 10, 10 to 100, ...
+        n: Number of recorded steps in each decade: 1 to 10, 10 to 100, ...
     """
     check_whole('log_spaced', 'n', n, 1)
     def keep(s):
-        "Return True if the step `s` is one of the rounded points on the logarithmic axis."
+        "Return True if the step `s` is recorded: one of the rounded points on the logarithmic axis."
         if s<1: return s==0
         k = math.floor(math.log10(s)*n + 1e-9)
         return any(round(10**(j/n))==s for j in (k-1, k, k+1))

@@ -21,7 +21,7 @@ from .legend import alarm, meanings, name_of_type, short_names, make_title, zero
 from .style import canvas, drawn, is_dark, axes_size
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #e3ee4805
-# statistics that are 0 if all elements of a tensor are 0. Heat maps draw this value in gray
+# statistics that are 0 if all elements of a tensor are 0. A heat map draws the value 0 of these statistics in gray
 sizes = {'std', 'rms', 'rm2', 'rm4', 'rm8', 'abs_mean', 'mean_abs', 'abs_max', 'max_abs', 'l1', 'l2', 'ratio'}
 
 def color_norm(finite, vmin=None, vmax=None, center=None, robust=False):
@@ -67,7 +67,7 @@ def with_gaps(values, at, empty):
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #e3ee4806
 def write_reasons(ax, g, turned):
-    "Write into each empty row of a heat map why it is empty. Neighboring rows with the same reason share one text."
+    "Write a text into each empty row of a heat map that says why it is empty. Neighboring rows with the same reason share one text."
     tall,size,low = axes_size(ax)[not turned]/max(len(g.labels), 1),mpl.rcParams['legend.fontsize']-1,-np.inf
     style = {'fontsize': size, 'va': 'center', 'clip_on': True,
         'transform': ax.get_xaxis_transform() if turned else ax.get_yaxis_transform(),
@@ -77,13 +77,13 @@ def write_reasons(ax, g, turned):
         n = len(list(rows))
         middle,empty = i+n/2,not np.isfinite(g.value[i:i+n]).any()
         i += n
-        if reason is None or (middle-low)*tall<size: continue # no text here, because it would overlap the text above
+        if reason is None or (middle-low)*tall<size: continue # a text that would overlap the text above is omitted
         low = middle
         if turned: ax.text(middle, .5, reason, **{**style, 'ha': 'center', 'rotation': 90})
         else: ax.text(.5 if empty else .995, middle, reason, ha='center' if empty else 'right', **style)
 
-def name_rows(ax, labels, every=None, turned=False): # every: n to write only the name of each n-th row
-    "Write the names of the rows beside a heat map, or with `turned` the names of its columns. If not all fit, omit some at regular intervals."
+def name_rows(ax, labels, every=None, turned=False): # every: if n, only each n-th row gets its name
+    "Write the names of the rows beside a heat map, or of its columns if `turned`. If not all names fit, omit some at regular intervals."
     space = axes_size(ax)[not turned]
     every = every or max(1, int(np.ceil(len(labels)*mpl.rcParams['ytick.labelsize']*1.1/space)))
     names = short_names(labels, 30)
@@ -100,10 +100,12 @@ def picture_height(n, most=9.):
 refused = {'mask': 'leave layers out by path=, and steps by inc=', 'ax': 'the picture is a figure of its own',
     'data': 'the picture is made from run'}
 
-def known(): return settable(mpl.collections.QuadMesh) | {'shading', 'alpha', 'edgecolors', 'antialiased'}
+def known():
+    "Return the keyword arguments that matplotlib's `pcolormesh` accepts."
+    return settable(mpl.collections.QuadMesh) | {'shading', 'alpha', 'edgecolors', 'antialiased'}
 
 def label_axes(ax, g, xticklabels, yticklabels, turned):
-    "Write the names of layers at one axis of a heat map. Check the arguments `xticklabels` and `yticklabels`."
+    "Write the names of layers at one axis of a heat map. First check the arguments `xticklabels` and `yticklabels`."
     names,steps,kept = (xticklabels, yticklabels, ax.set_yticks) if turned else (yticklabels, xticklabels,
         ax.set_xticks)
     if not isinstance(steps, bool) and steps!='auto':
@@ -132,11 +134,11 @@ def heat(
     g, # Values to draw, as a `select.Grid`
     label:str='', # Label of the color bar
     vmin=None, vmax=None, # Values at the first and the last color of the scale
-    center=None, # Value at the middle color, for a color scale with two directions
+    center=None, # Value at the middle color, for a color scale with two colors for smaller and larger values
     norm=None, # A norm of matplotlib, instead of `vmin`, `vmax` and `center`
     cmap=None, # A color map of matplotlib, or its name
     robust:bool=False, # True: colors span the 2nd to the 98th percentile of the values, so outliers do not matter
-    zeros:bool=False, # True to draw exact zeros in gray
+    zeros:bool=False, # True to draw values that are exactly zero in gray
     cbar:bool=True, # True to draw a color bar
     cbar_kws:dict|None=None, # Arguments of matplotlib's `colorbar`
     yticklabels=True, xticklabels=True, # True to name rows and columns
@@ -168,7 +170,7 @@ def heat(
         ax.pcolormesh(*lay(np.ma.masked_where(~bad, np.ones(bad.shape))), cmap=red, rasterized=True)
     ax.invert_yaxis()
     for s in ax.spines.values(): s.set_visible(False)
-    ax.set_facecolor((.5, .5, .5, .15)) # gray background: cells without values are transparent and show it
+    ax.set_facecolor((.5, .5, .5, .15)) # gray background, visible in cells without values because these are transparent
     label_axes(ax, g, xticklabels, yticklabels, turned)
     if annot: write_values(ax, g, (edges[at]+edges[at+1])/2, norm, cmap, fmt, annot_kws, turned)
     if square: w = float(np.median(edges[at+1]-edges[at])); ax.set_aspect(1/w if turned else w)
@@ -215,7 +217,7 @@ def scalar_global_heatmap(
     Returns:
         Axes of the picture
     """
-    options = arguments_of(heat)[3:] # all arguments of `heat` except `ax`, `g` and `label`
+    options = arguments_of(heat)[3:] # arguments of `heat` that the user may give: all except `ax`, `g` and `label`
     check_drawn_with(kwargs, known() | {*options}, 'a heat map', refused,
         [*arguments_of(scalar_global_heatmap), *options])
     by,turned = axis_roles(x, y)
@@ -242,7 +244,7 @@ def axis_roles(x, y):
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #fa172d3a
 def heat_map_cells(run, path=None, ttype='output', stat='std', inc=1, x='step', ps=()):
-    "Read the data of a heat map. Return the log rows, the name of the statistic's column, and a `Grid` of its values."
+    "Read the data of a heat map. Return the log rows, the name of the statistic's column, and a `Grid` (matrix) of the values."
     if not isinstance(inc, int) or inc<1:
         raise ValueError(f"inc=n draws every n-th step; it is a whole number, at least 1, got {inc!r}.")
     if not isinstance(stat, str): raise ValueError(f"A heat map shows one statistic, got {stat!r}.")

@@ -51,7 +51,7 @@ def bar_height(ax):
     return mpl.rcParams['legend.fontsize']*1.25/max(axes_size(ax)[1], 40)
 
 def space_for_bars(ax, dtypes):
-    "Return by what factor the y axis must be longer, so that the bars of the number formats fit above the histogram."
+    "Return the factor by which the y axis must be longer, so that the bars of the number formats fit above the histogram."
     return 1/(1-min(bar_height(ax)*(1.35*len(dtypes)+.2), .6)) if dtypes else 1.
 
 def formats_to_draw(dtype_annotation, df):
@@ -90,7 +90,7 @@ def exp_hist(
     ttype='output', # A tensor type, or a list: a panel for each; None for all types
     step:int|None=None, # Step to draw; default the last recorded step
     kind:str='bar', # 'bar', 'line', or 'kde' for a smooth curve
-    dtype_annotation=True, # Number formats to show: a name such as 'float8_e4m3fn', or a list; True: the tensor's dtype; False: none
+    dtype_annotation=True, # Number formats to show: a name such as 'float8_e4m3fn', or a list; True: the dtype of the tensor; False: no format
     dtype_info:tuple=(True, True, True), # Which limits of a number format get a line: its largest, smallest normal, and smallest number
     col_wrap:int|None=None, # Largest number of panels in a row
     figsize:tuple|None=None, # Width and height of the figure in inches
@@ -108,7 +108,7 @@ def exp_hist(
         ttype: A tensor type, or a list: a panel for each; None for all types
         step: Step to draw; default the last recorded step
         kind: 'bar', 'line', or 'kde' for a smooth curve
-        dtype_annotation: Number formats to show: a name such as 'float8_e4m3fn', or a list; True: the tensor's dtype; False: none
+        dtype_annotation: Number formats to show: a name such as 'float8_e4m3fn', or a list; True: the dtype of the tensor; False: no format
         dtype_info: Which limits of a number format get a line: its largest, smallest normal, and smallest number
         col_wrap: Largest number of panels in a row
         figsize: Width and height of the figure in inches
@@ -195,7 +195,8 @@ def draw_histogram(ax, part, kind, dtypes, info, kws, size, rotation):
         ax.bar(np.arange(lo, hi+1), share, align=kws.pop('align', 'edge'), width=kws.pop('width', .94), color=color, **kws)
     elif kind=='line': ax.plot(np.arange(lo, hi+1)+.5, share, color=color, **kws)
     else:
-        for k in ('n', 'log_scale'): kws.pop(k, None) # drop seaborn's options for samples, which have no meaning for counts
+        # Seaborn's options for samples are dropped, because they have no meaning for counts
+        for k in ('n', 'log_scale'): kws.pop(k, None)
         x,y = smooth_counts(share, .3*kws.pop('bw_adjust', 2))
         fill = kws.pop('fill', True)
         ax.plot(x+lo, y, color=color, **kws)
@@ -204,7 +205,8 @@ def draw_histogram(ax, part, kind, dtypes, info, kws, size, rotation):
         ax.bar([lo-1.5, hi+1.5], [below/n, above/n], align='edge', width=.94, color=color, alpha=.45, hatch='//', edgecolor=ax.get_facecolor(), lw=0)
     top = max(share.max(initial=0), below/n, above/n) or 1
     ax.set_ylim(0, top*1.04*space_for_bars(ax, dtypes))
-    ax.yaxis.set_major_locator(mpl.ticker.MaxNLocator(6, steps=[1, 2, 5, 10])) # only tick positions that short labels show exactly
+    # Tick positions are limited to numbers that short labels show exactly
+    ax.yaxis.set_major_locator(mpl.ticker.MaxNLocator(6, steps=[1, 2, 5, 10]))
     ax.yaxis.set_major_formatter(mpl.ticker.PercentFormatter(1, decimals=0 if top>.03 else 1))
     draw_ranges(ax, dtypes, info, lo, hi)
     exponent_axis(ax, lo, hi, size, rotation)

@@ -16,7 +16,7 @@ palettes = {
     False: ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9', '#444444', '#b8a800'),
     # colors for a dark background
     True: ('#56b4e9', '#e69f00', '#2fc99a', '#f0a0cc', '#f0e442', '#8fa8ff', '#dddddd', '#ff8a5c')}
-alarm = {False: '#c1121f', True: '#ff5a5f'} # color of non-finite values; used for nothing else
+alarm = {False: '#c1121f', True: '#ff5a5f'} # color of NaN and infinity, used for nothing else
 zero = '#a6a6a6' # color of values that are exactly zero, in heat maps
 scale = ['#'+c for c in re.findall('.{6}', ''.join(( # colors of matplotlib's scale viridis, for heat maps on HTML pages
     '44015446075a470d6047136548186a481d6f482374482878472d7b46327e453781443b844240864045883e49893d4e8a',
@@ -57,5 +57,5 @@ def name_of_type(ttype):
     return words.get(ttype_of(ttype)[0], ttype)
 
 def make_title(run, *contents):
-    "Join the name of a run and the contents of a picture to a title for the picture. Empty texts are left out."
+    "Join the name of a run and the contents of a picture to a title for the picture. Leave out empty texts."
     return ' · '.join(str(w) for w in (run, *contents) if w)

@@ -56,7 +56,7 @@ def text_at_pointer(ax, lines, x, y):
     return best or ''
 
 def has_lone_point(y):
-    "Return True if a finite value has no finite neighbor. A line through such a point is invisible without a marker."
+    "Return True if a finite value of a line has no finite neighbor. A line through such a point is invisible without a marker."
     ok = np.isfinite(y)
     return bool((ok & ~np.r_[False, ok[:-1]] & ~np.r_[ok[1:], False]).any())
 
@@ -89,7 +89,7 @@ def name_lines(ax, lines:list, colors:list, most:int=9): # most: maximum number 
     if len(lines)<2 or not ends: return
     names = short_names([l[0] for l in lines])
     height,tall = axes_size(ax)[1],mpl.rcParams['legend.fontsize']*1.15
-    # not all names fit: name the lines with the highest and lowest ends, and the line with the largest value
+    # if not all names fit, only the lines with the highest and lowest ends and with the largest value get a name
     if len(ends)>max(most, height//tall):
         ends.sort()
         peak = max(range(len(lines)), key=lambda i: np.nanmax(np.where(np.isfinite(lines[i][2]), lines[i][2], -np.inf),
@@ -105,7 +105,7 @@ def name_lines(ax, lines:list, colors:list, most:int=9): # most: maximum number 
             fontsize=mpl.rcParams['legend.fontsize'])
 
 def space_out(ends, gap):
-    "Return vertical positions for the names of lines: close to the ends of the lines, but at least `gap` apart."
+    "Return vertical positions for the names of lines: near the ends of the lines, but at least `gap` apart so that names do not overlap."
     y = [min(max(v, 0), 1) for v,_ in ends]
     for _ in range(60):
         for i in range(len(y)-1):
@@ -137,29 +137,29 @@ def grid_options(facet_kws, **defaults):
     return out, {k: given[k] for k in ('xlim', 'ylim') if given.get(k) is not None}
 
 # %% ../../nbs/60_show/20_lines.ipynb #49716fc3
-# arguments of seaborn that are refused: name, and the reason for the error message
+# name of an argument of seaborn that is refused -> reason, for the error message
 of_seaborn = {
     **dict.fromkeys(('estimator', 'errorbar', 'ci', 'n_boot', 'seed', 'err_style', 'err_kws', 'units', 'weights'),
         'nothing is estimated here: each value is drawn'),
     **dict.fromkeys(('hue', 'size', 'style', 'row', 'col', 'hue_order', 'hue_norm', 'size_order', 'size_norm', 'sizes', 'style_order', 'row_order', 'col_order',
         'dashes', 'orient'), 'layers and statistics are told apart by path=, ttype= and stat='),
     **dict.fromkeys(('data', 'ax', 'figure'), 'the picture is made from run, in a figure of its own')}
-# arguments of seaborn that are accepted with these values, because the values change nothing
+# arguments of seaborn that are accepted only with these values, because these values change nothing
 harmless = dict(estimator=(None,), errorbar=(None,), ci=(None,), sort=(True,), legend=(True, 'auto', 'brief', 'full'),
     dashes=(True, False), orient=('x', None),
     style=(None,), size=(None,), units=(None,), hue_order=(None,), palette=(None,), markers=(None, False),
     legend_out=(True, False))
 
 def settable(*artists):
-    "Return the names of all settable properties of these matplotlib artists."
+    "Return the names of all properties of these matplotlib artists that can be set."
     found = set()
     for a in artists:
         i = mpl.artist.ArtistInspector(a)
         found |= {*i.get_setters(), *(n for names in i.get_aliases().values() for n in names)}
     return found
 
-def check_drawn_with(given:dict, known, what:str, refused=of_seaborn, own=()): # own: names of arguments to suggest first
-    "Check keyword arguments for matplotlib. Return the arguments with an effect. Raise TypeError for an unknown or refused argument."
+def check_drawn_with(given:dict, known, what:str, refused=of_seaborn, own=()): # own: names of arguments that the error message suggests first
+    "Check keyword arguments for matplotlib. Return the arguments that have an effect. Raise TypeError for an unknown or refused argument."
     given = {k: v for k,v in given.items()
         if not (k in harmless and any(v is h or type(v) is type(h) is str and v==h for h in harmless[k]))}
     for k in given:
@@ -231,7 +231,7 @@ def scalar_line(
         ax.set(**limits)
     for some in [both] if options.get('sharey') else [[b] for b in both]:
         log_if_wide([a for a,_ in some], [l for _,(_,lines) in some for _,l in lines])
-    if named and len(metrics)==1: # with several statistics, a color means a statistic, so lines get no names of tensors
+    if named and len(metrics)==1: # with several statistics, colors mean statistics, so lines get no names of tensors
         for (ax,(_,lines)),c in zip(both, colors, strict=True):
             name_lines(ax, [l for _,l in lines], c, 9 if len(parts)==1 else 5)
     what = ['' if by_type else name_of_type(ttype), path if isinstance(path, str) and path!='*' else '']
@@ -242,13 +242,13 @@ def scalar_line(
 
 # %% ../../nbs/60_show/20_lines.ipynb #c5a1line
 def rows_with_statistics(df, metrics):
-    "Return the rows with the user's statistics, and their tensor type. Raise ValueError if several tensor types have them."
+    "Return the rows with the statistics that the user asked for, and their tensor type. Raise ValueError if several tensor types have them."
     table = rows_to_draw(df, metrics)
     types = table['ttype'].astype(str)
     there = [t for t in types.unique() if all(m in table and table[m][(types==t).to_numpy()].notna().any()
         for m in metrics)]
     if len(there)==1: return table, there[0]
-    # no row has them: `find_stat` raises a ValueError that names the statistic
+    # no row has these statistics, so `find_stat` raises a ValueError that names the missing one
     if not there: [find_stat(table, m) for m in metrics]
     if there and 'output' not in there:
         raise ValueError(f"Several tensor types have {metrics[0]!r}: {', '.join(there)}. Choose one: ttype={there[0]!r}.")
@@ -269,7 +269,7 @@ def split_by_layer(rows):
     return [(t or root_name(rows), rows[where==i]) for i,t in enumerate(short_names(names, 34))]
 
 def draw_panel(ax, lines, metrics, kind, kwargs):
-    "Draw the lines of one panel. A color means a statistic if there are several, else a tensor. Return the colors."
+    "Draw the lines of one panel. A color stands for a statistic if there are several, else for a tensor. Return the colors."
     kwargs,palette = dict(kwargs),kwargs.get('palette')
     kwargs.pop('palette', None)
     colors = [kwargs.pop('color')]*len(lines) if 'color' in kwargs else None
@@ -289,7 +289,7 @@ def add_legend(fig, metrics, loc, bbox_to_anchor, palette=None):
 
 # %% ../../nbs/60_show/20_lines.ipynb #4f962205
 def drawing_options(kind, kwargs, facet_kws):
-    "Split keyword arguments into arguments for matplotlib's lines, and arguments for panels. Return also True if the lines get names."
+    "Split keyword arguments into arguments for matplotlib's lines, and arguments for panels. Also return True if the lines get names."
     artist = settable(mpl.lines.Line2D) if kind=='line' else settable(mpl.collections.PathCollection) | {'s', 'marker'}
     given = check_drawn_with(kwargs, artist | {'height', 'aspect', 'palette', 'legend', 'markers', 'color'},
         'a picture of lines', own=arguments_of(scalar_line))
@@ -300,7 +300,7 @@ def drawing_options(kind, kwargs, facet_kws):
     return given, {**panel, **(facet_kws or {})} if panel else facet_kws, given.pop('legend', True) is not False
 
 def palette_colors(palette, names):
-    "Return a color for each name. `palette`: dict from name to color, list of colors, or name of a color map."
+    "Return a color for each name. `palette`: dict of name -> color, list of colors, or name of a color map."
     if isinstance(palette, dict):
         if lost := [n for n in names if n not in palette]:
             raise ValueError(unknown('color of palette= for', lost[0], palette))

@@ -37,14 +37,14 @@ def zero_counts(rows):
     return round(float((rows['zero_frac']*n).sum()))
 
 def formats_in_range(rows, dtypes):
-    "Return the number formats whose whole range the exponent counts in the log cover."
+    "Return the number formats whose whole range is covered by the exponent counts in the log."
     if 'exponents' not in rows or not len(rows): return []
     counts,lo,*_ = total_counts(rows)
     return [d for d in dtypes if lo<=(r := reach(d))['subnormal'] and r['max']<lo+len(counts)]
 
 # %% ../../nbs/60_show/60_ranges.ipynb #d9b8b28c
 def draw_format(ax, dtype, got, low, high):
-    "Draw the panel of one number format: bars for underflow and overflow. `low`, `high`: limits of the x axis, the same in all panels."
+    "Draw the panel of one number format: bars for underflow and overflow. `low`, `high`: limits of the x axis, equal in all panels."
     blue,orange = palettes[is_dark()][:2]
     y = np.arange(len(got['under']))+.5
     ax.barh(y, -got['under'], height=.8, color=blue)
@@ -102,7 +102,7 @@ def out_of_range(
     title = make_title(name_of_run(rows), name_of_type(ttype), f'step {step:,}')
     small = 'too small' if 'zero_frac' in rows else 'too small, or zero'
     if ax is not None:
-        # no figure title: the user's figure may have one
+        # the title belongs to the axes, because the user's figure may have a title already
         axes[0].set(title=make_title(title, dtypes[0]), xlabel=f'← {small} · too large →')
     else:
         axes[0].figure.suptitle(title, x=.01, ha='left')

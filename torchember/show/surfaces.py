@@ -22,13 +22,15 @@ from .style import drawing_on, drawn, is_dark, panels
 
 # %% ../../nbs/60_show/75_surfaces.ipynb #83eb96c8
 def thin_matrix(h:UnitHistory, most_steps:int, most_units:int) -> tuple:
-    "Reduce a matrix to a drawable size. Return steps, numbers of units, values, and a mask of non-finite values."
+    "Reduce a matrix (steps x units) to a size that can be drawn. Return steps, numbers of units, values, and a mask of non-finite values."
     ok,bounds = np.isfinite(h.value),[np.unique(np.linspace(0, n, min(n, most)+1).astype(int))[:-1]
         for n,most in zip(h.value.shape, (most_steps, most_units), strict=True)]
     steps,units = h.steps[bounds[0]],np.arange(h.value.shape[1])[bounds[1]]
     if len(steps)==len(h.steps) and len(units)==h.value.shape[1]:
         return steps, units, np.where(ok, h.value, np.nan), ~ok
-    def each(values, how): return how.reduceat(how.reduceat(values, bounds[0], 0), bounds[1], 1)
+    def each(values, how):
+        "Reduce the values of each block of steps and units to one value."
+        return how.reduceat(how.reduceat(values, bounds[0], 0), bounds[1], 1)
     fine = ok.all()
     low,high = (each(h.value if fine else np.where(ok, h.value, odd), how)
         for odd,how in ((np.inf, np.minimum), (-np.inf, np.maximum)))
@@ -94,7 +96,7 @@ def draw(found, stat, kind, title, figsize=None, col_wrap=None, kwargs=None):
     names = short_names([h.label for h in found], 34)
     for ax,h,name in zip(axes, found, names, strict=True):
         (draw_heatmap if flat else draw_surface)(ax, h, stat, kwargs or {})
-        # the plot is smaller beside other panels, so that all labels fit
+        # beside other panels, the plot is smaller, so that all labels fit
         if not flat: ax.set_box_aspect((1.25, 1, .7), zoom=1.05 if alone else .88)
         if not alone: ax.set_title(name)
     title = make_title(title, names[0] if alone else '')
@@ -108,7 +110,7 @@ def draw_heatmap(ax, h, stat, kwargs):
     steps,units,value,bad = thin_matrix(h, 300, 256)
     scale = {}
     if stat in shares and not {'norm', 'vmin', 'vmax', 'center', 'robust'} & kwargs.keys():
-        # no tick at 0 in the color bar, because zeros are drawn in gray
+        # the color bar has no tick at 0, because zeros are drawn in gray
         scale = {'norm': mpl.colors.Normalize(0, 1), 'cbar_kws': {'ticks': np.linspace(.2, 1, 5)}}
     labels = [str(u) for u in units]
     heat(ax, Grid(labels, steps, value.T, bad.T, [[l] for l in labels]), meanings.get(stat, stat),

@@ -18,17 +18,17 @@ from .style import canvas, drawn, is_dark, axes_size
 
 # %% ../../nbs/60_show/50_trees.ipynb #5601def5
 class Box:
-    "Rectangle of a module in the drawn tree: its position and size."
+    "Rectangle for a module in the picture of the module tree: its position and size."
     def __init__(self, path:str, depth:int, top:float, height:float): # depth: number of modules around this module
         self.path,self.depth,self.top,self.height = path,depth,top,height
 
 def boxes(paths:list, deepest:int|None=None) -> list:
-    "Return a `Box` for each module, the root first. `deepest`: depth of the innermost drawn modules."
-    around = {'': None} # for each path, the path of the module around it; outer modules first
+    "Return a `Box` for each module, the root first. `deepest`: largest depth of modules to draw."
+    around = {'': None} # for each path, the path of the module that contains it; outer modules first
     for p in paths:
         parts = p.split('.')[:deepest] if p else []
         for i in range(len(parts)): around.setdefault('.'.join(parts[:i+1]), '.'.join(parts[:i]))
-    heights = dict.fromkeys(around, 0) # height of each box: the number of layers inside the module
+    heights = dict.fromkeys(around, 0) # height of each box: number of layers inside the module
     for p,outer in reversed(around.items()):
         heights[p] = heights[p] or 1
         if p: heights[outer] += heights[p]

@@ -15,13 +15,13 @@ from ..ground.needs import needs
 
 # %% ../../nbs/56_sinks/50_trackio.ipynb #58a9110e
 class RunProxy:
-    "Stands in for a trackio run, with a step counter of its own. Attributes are read from the run, but new values are stored in the proxy."
+    "Replaces a trackio run, with a step counter of its own. Attributes are read from the run; new values stay in this object."
     def __init__(self, run): self.run = run
 
     def __getattr__(self, name): return getattr(self.run, name)
 
 def without_print(f):
-    "Return a copy of a function without its printing: trackio prints each alert. The original function is not changed."
+    "Return a copy of a function that prints nothing, because trackio prints each alert. The original function is not changed."
     quiet = FunctionType(f.__code__, {**f.__globals__, 'print': lambda *args, **kwargs: None}, f.__name__,
         f.__defaults__, f.__closure__)
     quiet.__kwdefaults__ = f.__kwdefaults__
@@ -34,14 +34,14 @@ class Trackio(Sink):
     Args:
         run: Run of trackio; by default the open run, or else a new run
         project: Project of a new run
-        **choice: Further arguments, as for `Sink`
+        **choice: Further arguments of `Sink`
     """
     # patience: `flush` waits at most this many seconds until trackio has stored the numbers
     name,patience = 'trackio',10.
     def __init__(self,
         run=None, # Run of trackio; by default the open run, or else a new run
         project:str='torchember', # Project of a new run
-        **choice # Further arguments, as for `Sink`
+        **choice # Further arguments of `Sink`
     ):
         super().__init__(**choice)
         self.given,self.project = run or self.trackio.context_vars.current_run.get(),project
@@ -54,10 +54,11 @@ class Trackio(Sink):
     def begin(self):
         "Reset the state of the sink, so that it can send another run."
         self.run,self.owns_run = self.given,False
-        # pending: for each step, the keys that trackio has not stored yet
+        # pending: step -> names of numbers that trackio has not stored yet
         self.old_keys,self.old_alerts,self.pending = set(),set(),{}
 
     def open(self, run, about):
+        "Open the trackio run, and find out which numbers and alerts it already has."
         if self.run is None: self.run,self.owns_run = self.create_run(run, about),True
         self.proxy = RunProxy(self.run)
         if not self.is_local: return
@@ -76,7 +77,7 @@ class Trackio(Sink):
             url,token = self.trackio.utils.parse_trackio_server_url(server)
             token = token or os.environ.get('TRACKIO_WRITE_TOKEN')
             remote = {'server_base_url': url, 'write_token': token, 'existing_runs': [], 'initial_last_step': 0}
-            # raises an error if the server does not answer; the sink is then tried again at the next step
+            # raises an error if the server does not answer, so that the sink tries again at the next step
             remote['client'] = self.trackio.RemoteClient(url, hf_token=None, write_token=token, verbose=False)
         return self.trackio.Run(**{'url': remote.get('server_base_url'), 'client': None, **remote},
             project=self.project, name=run,
@@ -88,7 +89,7 @@ class Trackio(Sink):
         return self.run.url is None and self.trackio.utils.get_storage_mode()=='sqlite'
 
     def rows(self, first=0):
-        "Return the rows of the run stored by trackio, from step `first` on, as pairs (step, row)."
+        "Return the rows that trackio has stored for the run, from step `first` on, as pairs (step, row)."
         id = self.run.id.replace("'", "''")
         found = self.store.query_project(self.run.project,
             f"SELECT step, metrics FROM metrics WHERE run_id = '{id}' AND step >= {first}", max_rows=10**9)['rows']
@@ -99,19 +100,23 @@ class Trackio(Sink):
         return f'trackio:{self.run.url or self.trackio.utils.TRACKIO_DIR}:{self.run.project}/{self.run.id}'
 
     def log_keys(self, step, data):
-        "Log the data of a step still missing in the trackio run. The step counter of the run does not change."
+        "Log those data of a step that the trackio run does not have. The step counter of the run does not change."
         data = {k: v for k,v in data.items() if (k, step) not in self.old_keys}
         if not data: return
         self.pending.setdefault(step, set()).update(data)
         type(self.run).log(self.proxy, data, step=step)
 
-    def scalars(self, step, numbers): self.log_keys(step, numbers)
+    def scalars(self, step, numbers):
+        "Log the numbers of a step."
+        self.log_keys(step, numbers)
 
     def histograms(self, step, counts):
+        "Log the histograms of a step."
         self.log_keys(step, {f'{k}/exponents': self.trackio.Histogram(np_histogram=(n, edges))
             for k,(edges,n) in counts.items()})
 
     def findings(self, step, found):
+        "Send an alert for each finding of a step."
         for title,text,level in alerts_of(found):
             if (title, step) in self.old_alerts: continue
             without_print(type(self.run).alert)(self.proxy, title, text, self.trackio.AlertLevel[level], step)
@@ -125,6 +130,7 @@ class Trackio(Sink):
         return not self.pending
 
     def flush(self):
+        "Wait until trackio has stored all numbers. Raise TimeoutError after `patience` seconds."
         until = time.monotonic()+self.patience
         while self.pending and not self.is_persisted():
             if time.monotonic()>until:
@@ -133,6 +139,7 @@ class Trackio(Sink):
         self.pending = {}
 
     def close(self):
+        "Wait until all numbers are stored, and end the trackio run if this sink has created it."
         if self.run is None: return
         try: self.flush()
         finally:

@@ -52,6 +52,7 @@ def snapshot_table(title:str, rows:list) -> str: # rows: dicts with the same key
     left = {k for k in cells if all(isinstance(r[k], str) for r in rows)}
     width = {k: max(map(len, [k, *col])) for k,col in cells.items()}
     def line(values):
+        "Return a line of the table: each value padded to the width of its column."
         return '  '.join(f'{v:<{width[k]}}' if k in left else f'{v:>{width[k]}}' for k,v in zip(cells, values, strict=True)).rstrip()
     head = line(cells)
     return '\n'.join([f'[{f" {title} ":=^{max(len(head), len(title)+8)}}]', head,

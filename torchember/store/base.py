@@ -19,7 +19,7 @@ from ..ground.record import plain
 from .anywhere import is_url, located, open_file, write_whole, open_regular
 
 # %% ../../nbs/30_store/00_base.ipynb #3bae564e
-def now(form='%Y-%m-%d %H:%M:%S'): # form: format string for `strftime`
+def now(form='%Y-%m-%d %H:%M:%S'): # form: format of the time, as for `strftime`
     "Return the local time as text, in the format of the column `ts`."
     return datetime.now().strftime(form)
 
@@ -59,7 +59,7 @@ def run_name(kind):
     return f"{kind}_{now('%Y%m%d_%H%M%S')}"
 
 # %% ../../nbs/30_store/00_base.ipynb #9f4c8ce4
-def portable_name(name): # name: a result of `safe_name`
+def portable_name(name): # name: a name that `safe_name` has accepted
     "Return `name` unchanged. Raise ValueError unless every operating system accepts it as a file name."
     why = ('is the name of a device on Windows' if devices.fullmatch(name.partition('.')[0].rstrip()) else
         f'contains {found[0]!r}, which Windows does not allow in file names' if (found := re.search(r'[<>:"|?*]', name)) else
@@ -72,7 +72,7 @@ devices = re.compile(r'(?i)con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9¹²³]
 
 # %% ../../nbs/30_store/00_base.ipynb #ef759c80
 def folder(libname, home=None):
-    "Return the home of a library: the folder or URL with its logs and metadata. This is `home` if given, else `~/.<libname>`."
+    "Return the home of a library: the folder or URL for the logs and metadata of its runs. This is `home` if given, else `~/.<libname>`."
     if home is None and libname=='torchember': home = os.environ.get('TORCHEMBER_HOME') or None
     if home is not None:
         if '\0' in str(home): raise ValueError(f"The home for logs, {str(home)!r}, contains a null character.")
@@ -116,7 +116,7 @@ def check_writable(place):
         raise PermissionError(f"Logs cannot go to {place}: {near} is not writable. Choose another home=.")
 
 def local_only(url):
-    "Return the error message for a run whose home is a URL: runs are first written to a local disk."
+    "Return the error message for a new run whose home is a URL: a run must first be written to a local disk."
     return (f"A run is written to a local disk, but {printable(url)} is a URL. Leave out home=, or give a folder. "
         f"sync(run, {printable(repr(str(url)))}) copies the run to the URL, also during the training.")
 
@@ -135,7 +135,7 @@ def open_without_links(path, flags):
 
 # %% ../../nbs/30_store/00_base.ipynb #5bc325aa
 def replace(path, data):
-    "Write a file atomically: readers never see an incomplete file. A symbolic link of this name is replaced, not followed."
+    "Write a file atomically: readers never see an incomplete file. If the path is a symbolic link, replace the link itself."
     if is_url(path): return write_whole(path, data)
     path.parent.mkdir(parents=True, exist_ok=True)
     temp = path.with_name(f'.torchember-{token_hex(8)}')
@@ -167,12 +167,12 @@ most_meta = 1<<26 # maximum size of a metadata file in bytes
 
 # %% ../../nbs/30_store/00_base.ipynb #84dd1f1f
 def valid_base(base):
-    "Return metadata of the kind 'base' without values of a wrong type. Raise ValueError if the metadata are not a dict."
+    "Check metadata of the kind 'base', read from a file. Return them without values of a wrong type. Raise ValueError if they are not a dict."
     if not isinstance(base, dict): raise ValueError(f"the metadata 'base' must be a JSON object, got {an(base)}.")
     return {k: v for k,v in base.items() if k not in base_types or is_valid_base_value(v, base_types[k])}
 
 def is_valid_base_value(v, kind):
-    "Return True if the value `v` has the type `kind` and a possible size."
+    "Return True if the value `v`, read from a metadata file, has the type `kind` and a possible size."
     if isinstance(v, bool) or not isinstance(v, kind): return False
     return len(v)<=10_000 if kind is str else 0<=v<2**53
 

@@ -7,7 +7,7 @@ __all__ = ['most_losses', 'most_labels', 'texts', 'whole_numbers', 'is_valid_los
 
 # %% ../../nbs/30_store/05_losses.ipynb #30325975
 most_losses = 64 # maximum number of loss terms that are described for a run
-most_labels = 4096 # labels of this number or larger are not counted one by one
+most_labels = 4096 # labels of at least this number are not counted one by one
 
 texts = 'name', 'tname', 'kind', 'takes', 'target_dtype', 'end'
 whole_numbers = ('first_step', 'seen', 'expanded', 'batches', 'single', 'distinct', 'smallest', 'largest',
@@ -28,7 +28,7 @@ def valid_losses(meta) -> list:
     found = meta.get('losses') if isinstance(meta, dict) else None
     return [e for e in found[:most_losses] if is_valid_loss(e)] if isinstance(found, list) else []
 
-def read_loss_entries(t) -> list: # t: `tracker` of the run
-    "Return the entries about the losses of a run from its metadata; [] if the run has none."
+def read_loss_entries(t) -> list: # t: the run, a `tracker`
+    "Return the descriptions of a run's loss terms from its metadata; [] if the run has none."
     try: return valid_losses(t.about.get('losses') or t[f'losses_{t.fname}'])
     except (KeyError, ValueError, OSError): return [] # the file does not exist, or cannot be read

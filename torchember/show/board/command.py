@@ -9,7 +9,7 @@ __all__ = []
 import os, sys
 
 # %% ../../../nbs/62_board/30_command.ipynb #1b81c480
-def board_arguments(p): # p: an `ArgumentParser`, to which `--home` was already added
+def board_arguments(p): # p: an `ArgumentParser` that has the argument `--home` already
     "Add the arguments of `torchember board` to a parser of command lines."
     p.add_argument('runs', nargs='*', metavar='RUN', help='names or globs of runs; default all')
     p.add_argument('--port', type=int, default=8088, help='port, or the next free one; 0 for any; default 8088')

@@ -33,19 +33,21 @@ from ..legend import alarm, meanings, palettes, scale, words, zero
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #693dbb4d
 def pack_array(values, exact:bool=False) -> dict: # exact: True to keep all 24 bits of precision, as counts need
-    "Compress an array for an HTML page: float32, bytes of equal position together, gzip, base64. Return a dict with `shape` and `zip`."
-    # no numpy warnings: a float64 above 3.4e38 becomes infinity on the page
+    """Compress an array for an HTML page: float32, all first bytes together, all second bytes, ...; gzip; base64.
+
+    Return a dict with `shape` and `zip`."""
+    # without a warning of numpy, because a float64 above 3.4e38 may become infinity on the page
     with np.errstate(over='ignore'): v = np.ascontiguousarray(values, '<f4')
     bits = v.view('<u4')
     up = bits+np.uint32(1<<10)
     if not exact:
-        # round to 12 bits, which gzip compresses better; infinities stay infinite
+        # rounded to 12 bits, which gzip compresses better; infinities stay infinite
         bits = np.where(np.isfinite(v) & np.isfinite(up.view('<f4')), up, bits) & np.uint32(0xfffff800)
     bits = np.where(np.isnan(v), np.uint32(0x7fc00000), bits)
     return {'shape': list(v.shape), 'zip': b64encode(gzip.compress(bits.astype('<u4').view('u1').reshape(-1, 4).T.tobytes(), 6, mtime=0)).decode()}
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #89371515
-deepest = 100 # maximum depth of nested modules on a page. The end of a deeper path becomes one name
+deepest = 100 # maximum depth of nested modules on a page. The rest of a deeper path becomes one name
 
 def structure_of_paths(paths, root):
     "Build the tree of modules from their paths alone. Return nested dicts in the form of `torchEmber.mod_tree`."
@@ -73,11 +75,11 @@ def list_modules(structure, paths:list, root:str='model') -> list: # structure: 
 # %% ../../../nbs/60_show/96_page_data.ipynb #096c71ed
 most_values = 3_000_000 # maximum number of statistics in a page; they take about 8 MB
 most_steps = 24 # maximum number of steps whose exponent counts are in a page
-most_counts = 100_000 # maximum for the number of tensors with exponent counts, times the number of their steps
+most_counts = 100_000 # maximum of: number of tensors with exponent counts, times number of their steps
 favourites = 'std', 'rms', 'abs_max', 'mean', 'zero_frac', 'max', 'min', 'abs_mean', 'l2', 'ratio', 'kurtosis'
 
 def stats_of_page(rows, stats):
-    "Return the names of the statistics in a page: the requested ones, or else up to four informative statistics."
+    "Return the names of the statistics in a page: the statistics that the user asked for, or up to four informative ones."
     if stats is not None:
         return list(dict.fromkeys(find_stat(rows, s) for s in ([stats] if isinstance(stats, str) else stats)))
     if not (there := numeric_columns(rows)): return []
@@ -116,7 +118,7 @@ def pack_tensor_type(rows, known:tuple, stats:list, columns:int, why:dict=types.
     return out
 
 def first_positions(code):
-    "Return the index of the first row of each tensor. `code`: for each row the number of its tensor."
+    "Return the index of the first row of each tensor. `code`: for each row, the number of its tensor."
     return np.unique(code, return_index=True)[1]
 
 def tensor_keys(rows, code):
@@ -131,7 +133,7 @@ def pick_steps(steps, also=(), most=None):
     at = np.unique(np.linspace(0, len(steps)-1, min(len(steps), most or most_steps)).round().astype(int)) if len(steps) else []
     return sorted({*steps[at].tolist(), *(s for s in also if s in steps)})
 
-def pack_exponents(rows, keys:dict, n:int) -> dict|None: # keys: key of the tensor at each position; n: number of tensors
+def pack_exponents(rows, keys:dict, n:int) -> dict|None: # keys: key of a tensor -> its position; n: number of tensors
     "Pack the exponent counts of log rows for a page. The first count is of smaller values, the last of larger values."
     rows = rows[with_counts(rows)]
     if not len(rows): return None
@@ -145,7 +147,7 @@ def pack_exponents(rows, keys:dict, n:int) -> dict|None: # keys: key of the tens
     return {'first': exponents[1], 'step': steps.tolist(), 'counts': pack_array(out, exact=True)}
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #f43c6d8d
-# limits of a page: number of findings, consequences of one finding, letters of a text
+# limits of a page: number of findings, number of consequences of one finding, characters of a text
 most_findings,most_followers,most_letters = 100,20,400
 
 def check_health(run, table=None, rows=None) -> dict: # table: rows, if `run` is a table; rows: all rows of the log, if already read
@@ -176,7 +178,9 @@ def short_text(text, most=most_letters):
     return printable(' '.join(str(text).split()), most)
 
 def nest_findings(found):
-    "Put each finding below its cause, for a page. `found`: pairs of a finding and the index of its cause (None: no cause)."
+    """Put each finding into the list of consequences of its cause, for a page.
+
+    `found`: pairs of a finding and the index of its cause (None: no cause)."""
     out,by,n = [],{},0
     for i,(f,cause) in enumerate(found):
         into = out if cause is None else by[cause]['below'] if cause in by else None
@@ -185,7 +189,7 @@ def nest_findings(found):
             continue
         one = {k: short_text(f[k]) for k in ('severity', 'rule', 'text', *(('advice', 'look') if cause is None else ()))
             if f.get(k)}
-        # not shortened, because these values identify the tensor
+        # these values are not shortened, because they identify the tensor
         one |= {k: str(f[k]) for k in ('path', 'ttype', 'pname') if f.get(k)}
         one |= {'first': int(f['first_step']), 'last': int(f['last_step'])}
         into.append(one if cause is not None else by.setdefault(i, {**one, 'below': []}))
@@ -194,8 +198,8 @@ def nest_findings(found):
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #d11a48b2
 def page_of(run, path=None, ttype=None, stats=None) -> dict:
-    "Convert a run, or some of its layers, tensor types and statistics, to a dict for an HTML page. The dict can become JSON."
-    every = None if is_table(run) else read(run_of(run)) # read all rows, because health rules need them
+    "Convert a run, or some of its layers, tensor types and statistics, to a dict for an HTML page. All values of the dict are JSON types."
+    every = None if is_table(run) else read(run_of(run)) # all rows are read, because the health rules need them
     table = (rows_to_draw(run, rows=every) if ttype is None
         else rows_to_draw(run, ttype=[*ttypes_asked(ttype), 'scalar']))
     if not len(table): raise ValueError(no_rows_message(name_of_run(table) or 'The table'))
@@ -218,7 +222,7 @@ def page_of(run, path=None, ttype=None, stats=None) -> dict:
     columns = int(np.clip(most_values//lines, 20, 1000))
     out,keys,ps = [],{},parameters_of_run(run)
     for k,rows in progress(list(of.items()), f'laying out {name_of_run(table)}'):
-        if not wanted[k]: continue # skip columns that contain only texts or booleans
+        if not wanted[k]: continue # columns that contain only texts or booleans are skipped
         why = untrained_reasons(rows, k, ps, path)
         out.append({'ttype': k, 'name': words.get(k, k),
             **pack_tensor_type(rows, placed[k], wanted[k], columns, why, ps)})
@@ -240,7 +244,7 @@ def page_of(run, path=None, ttype=None, stats=None) -> dict:
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #73dd976c
 def add_exponent_columns(table, kinds, keys, tensors, also):
-    "Add exponent counts of a few steps to the page data of each tensor type. `also`: steps to include among these."
+    "Add exponent counts of a few steps to the page data of each tensor type. `also`: steps that must be included."
     if not kinds: return
     n = sum(len(k['tensors']) for k in kinds)
     steps = pick_steps(tensors['step'].to_numpy(), also, int(np.clip(most_counts//n, 2, most_steps)))
@@ -295,6 +299,6 @@ def format_ranges(kinds):
     return {n: [f['subnormal'], f['normal'], f['max']] for n in names for f in [limits(n)]}
 
 def colors():
-    "Return the colors of lines, non-finite values, heat maps and zeros, for light and dark pages."
+    "Return the colors of lines, non-finite values, heat maps and zeros, each for light and for dark pages."
     return {'light': {'lines': palettes[False], 'bad': alarm[False]},
         'dark': {'lines': palettes[True], 'bad': alarm[True]}, 'scale': scale, 'zero': zero}

@@ -41,13 +41,13 @@ def fill_page(text, title, styles, scripts, data=''):
     put = {'title': escape(f'{title} · torchember'), 'head': ''.join(f'<style>{s}</style>\n' for s in styles),
         'body': data+''.join(f'<script>{s}</script>\n' for s in scripts),
         'styles': ' '.join(map(checksum, styles)), 'scripts': ' '.join(map(checksum, scripts))}
-    # replace all placeholders in one pass, because inserted texts may look like placeholders
+    # all placeholders are replaced in one pass, because inserted texts may look like placeholders
     return re.sub(r'\{(\w+)\}', lambda m: put[m[1]], text)
 
 def render_page(page:dict) -> str:
     "Return the HTML text of a report. `page`: data of the run, from `page_of`."
     styles,scripts = read_page_files()
-    # escape '<', so that the name of a layer cannot close the <script> element
+    # '<' is escaped, so that the name of a layer cannot close the <script> element
     data = json.dumps(page, allow_nan=False, separators=(',', ':')).replace('<', r'\u003c')
     data = f'<script type="application/json" id="data">{data}</script>\n'
     return fill_page(read_web_file('report.html'), page['run']['name'], styles, scripts, data)
@@ -83,12 +83,12 @@ def report(
     page = page_of(run, path, ttype, stats)
     try: page['run']['version'] = version('torchember')
     except PackageNotFoundError: pass # torchember runs from a source folder, without an installed version
-    # if the user named a link, replace the file that it points to
+    # if the user named a link, the file that the link points to is replaced
     if target is not None and not target.is_dir(): target = target.resolve()
-    else: target = ((target or Path())/file_name(page['run']['name'])).absolute() # a link with the default name is itself replaced
+    else: target = ((target or Path())/file_name(page['run']['name'])).absolute() # a link with this name is itself replaced
     if os.path.lexists(target) and not (target.is_file() or target.is_symlink()):
         raise FileExistsError(f"{printable(target)} exists and is not a file, so that no report can replace it. Give another path.")
-    replace(target, render_page(page).encode()) # write atomically, so that a browser never loads an incomplete file
+    replace(target, render_page(page).encode()) # atomically, so that a browser never loads an incomplete file
     return target
 
 def is_file(path):
