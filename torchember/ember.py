@@ -69,10 +69,10 @@ class RecordedRun:
             Decorator that returns its function unchanged
         """
         if any(callable(n) for n in ttypes):
-            raise TypeError("how_record needs tensor types: write @te.how_record('output'), or @te.how_record_out.")
+            raise TypeError("how_record needs the tensor types that your function measures: write @te.how_record('output'), or @te.how_record_out.")
         check_ttypes(ttypes, recorded)
         if not ttypes:
-            raise ValueError(f"how_record needs the tensor types that the function is for: {', '.join(recorded)}.")
+            raise ValueError(f"how_record needs the tensor types that your function measures. Choose from: {', '.join(recorded)}.")
         def use(f):
             "Use the function `f` to record these tensor types."
             self.recorder.buffer.use(f if callable(f) else stat_names(f), ttypes, self.recorder.sources.states)
@@ -212,7 +212,7 @@ def disarm_earlier(model):
     earlier = getattr(armed_by(model), 'recorder', None)
     if earlier is None: return
     what = 'The model' if any(st.listener is earlier.events for st in states_of(model)) else 'A part of the model'
-    warn(f"{what} is already recorded as the run {earlier.t.fname}. That run is disarmed now, because only one torchEmber can record a model at a time.")
+    warn(f"{what} is already recorded as the run {earlier.t.fname}. This recording ends now, because only one torchEmber can record a model at a time.")
     earlier.owner().disarm()
 
 def watched_modules(tracks, include, exclude):
@@ -339,7 +339,8 @@ class ArmedModel(RecordedRun):
         r,inner,is_unarmed = self.recorder,self.tracks[0].module,not self.armed
         if is_unarmed:
             if armed_by(inner) is not None:
-                raise RuntimeError("another torchEmber is armed on this model. Call plan() of that torchEmber, or disarm it first.")
+                raise RuntimeError("another torchEmber already records this model. "
+            "Change what it records by its plan(), or stop it first by its disarm().")
             r.sources.armed(arm(self.tracks, r.events, self.watched(self.tracks)))
         try: return plan_of(inner, r, args, kwargs, self.model_name)
         finally:

@@ -65,7 +65,7 @@ def options_in(words, prog='torchember run', usage=None) -> dict: # words: list 
             from torchember.measure.columns import stat_names
             stat_names(found['stats'])
         if not 0<found.get('overhead', 1)<=1:
-            raise ValueError(f"--overhead is a fraction of the training time, such as .02; got {found['overhead']}.")
+            raise ValueError(f"--overhead must be a fraction of the training time, such as .02; got {found['overhead']}.")
         if 'rules' in found:
             from torchember.health.diagnose import choose_rules
             choose_rules(found['rules'])

@@ -900,7 +900,7 @@ def test_what_a_launch_cannot_read_is_not_launched_for(gpu, later):
     y.is_neg,y.resolve_neg,y.detach = lambda: True,lambda: -x,lambda: y
     observe(y, b)
     x.value.untyped_storage().resize_(0)
-    with pytest.raises(Unmeasurable, match='it has no memory'): observe(x, a)
+    with pytest.raises(Unmeasurable, match='the tensor has no memory'): observe(x, a)
     assert [(r[0], r[3]['mean']) for r in rows_of(arena)]==[('b', -2.)]
     fail_on_faults(gpu)
 

@@ -196,7 +196,7 @@ def test_costs_on_a_gpu_are_seen_in_the_time_of_steps():
     ('2%', TypeError), (True, TypeError), ([.02], TypeError)])
 def test_bad_shares(bad, error):
     model = net()
-    with pytest.raises(error, match='overhead= is a fraction of the training time'): torchEmber(model, overhead=bad)
+    with pytest.raises(error, match='overhead= must be a fraction of the training time'): torchEmber(model, overhead=bad)
     assert not any('_torchember' in m.__dict__ for m in model.modules())
 
 

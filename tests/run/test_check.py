@@ -112,7 +112,7 @@ def test_a_program_that_raises_shows_its_traceback(tmp_path):
 
 def test_wrong_use(tmp_path):
     def said(*words): return programs.run(by_fork, 'check', *words, after=libraries, PYTHONPATH=root, cwd=tmp_path)
-    for words,why in {(): 'the program is missing', ('--steps', '0', 'x.py'): 'needs a number from 1 on', ('x.py',): "cannot run x.py",
+    for words,why in {(): 'the program is missing', ('--steps', '0', 'x.py'): 'must be at least 1', ('x.py',): "cannot run x.py",
             ('--rules', 'nope', 'x.py'): "nope"}.items():
         assert said(*words).returncode==2 and why in said(*words).stderr, words
     assert 'exit codes: 0 no error' in said('--help').stdout

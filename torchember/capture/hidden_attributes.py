@@ -9,10 +9,10 @@ __all__ = ['missing', 'ArmedDict', 'install', 'uninstall']
 missing = object() # marks a key that the module does not have
 
 class ArmedDict(dict):
-    "The `__dict__` of an armed module. `d[key]` also finds attributes installed by torchember; iteration shows only the module's own attributes."
+    "The `__dict__` of a recorded module. `d[key]` also finds attributes added by torchember; iteration shows only the module's own attributes."
     def __init__(self, own):
         super().__init__(own)
-        self.own = own # the module's `__dict__` from before arming, restored by `uninstall`
+        self.own = own # the module's `__dict__` from before recording; `uninstall` restores it
         self.installed = {} # key -> (value installed by torchember, value of the module that is hidden until `uninstall`)
 
     def install(self, new):
@@ -29,7 +29,7 @@ class ArmedDict(dict):
             else: self[k] = covered
 
     def unarmed(self):
-        "Return the module's own attributes as a plain dict."
+        "Return the module's own attributes as a plain dict, without attributes added by torchember."
         out = {}
         for k,v in super().items():
             ours,covered = self.installed.get(k, (missing, v))
@@ -46,18 +46,26 @@ class ArmedDict(dict):
     def __ror__(self, other): return other | self.unarmed()
     def __repr__(self): return repr(self.unarmed())
     def __reduce_ex__(self, protocol): return dict, (), None, None, iter(self.unarmed().items())
-    def keys(self): return self.unarmed().keys()
-    def values(self): return self.unarmed().values()
-    def items(self): return self.unarmed().items()
-    def copy(self): return self.unarmed()
+    def keys(self):
+        "Return the names of the module's own attributes."
+        return self.unarmed().keys()
+    def values(self):
+        "Return the values of the module's own attributes."
+        return self.unarmed().values()
+    def items(self):
+        "Return (name, value) pairs of the module's own attributes."
+        return self.unarmed().items()
+    def copy(self):
+        "Return a plain dict of the module's own attributes."
+        return self.unarmed()
 
     def update(self, *args, **more):
-        "Update the dict as `dict.update` does. A hidden value does not replace the installed value, so a saved `__dict__` can be restored."
+        "Update the dict as `dict.update` does. Values added by torchember stay, to allow restoring a saved `__dict__`."
         for k,v in dict(*args, **more).items():
             if k not in self.installed or v is not self.installed[k][1]: self[k] = v
 
     def clear(self):
-        "Remove all own attributes of the module. Installed attributes are kept."
+        "Remove all own attributes of the module. Attributes added by torchember stay."
         for k in [k for k in super().keys() if k not in self.installed]: del self[k]
 
 # %% ../../nbs/10_capture/12_hidden_attributes.ipynb #bee541fe
@@ -70,7 +78,7 @@ def install(module, new:dict):
 def uninstall(module, new:dict):
     "Remove attributes added by `install`. When no installed attribute is left, the module gets its own `__dict__` back."
     d = module.__dict__
-    if not isinstance(d, ArmedDict): return # nothing is removed if the user has set another `__dict__`
+    if not isinstance(d, ArmedDict): return # the user has set another `__dict__`, so nothing is removed
     d.uninstall(new)
     if d.installed: return
     d.own.clear()

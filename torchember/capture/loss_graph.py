@@ -86,7 +86,7 @@ def before_link(node, link, known):
 
 # %% ../../nbs/10_capture/48_loss_graph.ipynb #06f08dea
 class LossTerm(NamedTuple):
-    "One term of a loss: kind, prediction, target and their shapes, as found in the autograd graph."
+    "One term of a loss, such as a cross-entropy: its kind, prediction, target and their shapes, found in the autograd graph."
     kind:str # Kind of loss: 'cross_entropy', 'nll', 'mse', 'l1', 'huber', 'smooth_l1', 'bce', 'bce_with_logits', 'kl_div', 'margin', 'soft_margin'
     takes:str # What the loss expects of the prediction: 'logits', 'log_probabilities', 'probabilities' or 'values'
     prediction:torch.Tensor|None = None # Prediction of the model. None if the autograd graph has not saved the prediction
@@ -123,7 +123,9 @@ node_kinds = {'NllLoss': ('nll', 'log_probabilities'), 'NllLoss2D': ('nll', 'log
     'BinaryCrossEntropy': ('bce', 'probabilities'), 'BinaryCrossEntropyWithLogits': ('bce_with_logits', 'logits'), 'HuberLoss': ('huber', 'values'),
     'SmoothL1Loss': ('smooth_l1', 'values'), 'MultiMarginLoss': ('margin', 'values'), 'SoftMarginLoss': ('soft_margin', 'values')}
 
-def end_of(way) -> str: return '' if way.end is None else node_word(way.end)
+def end_of(way) -> str:
+    "Return the operation at the end of the search for the model's last layer."
+    return '' if way.end is None else node_word(way.end)
 
 def torch_term(node, word):
     "Return the `LossTerm` of the autograd node of one of torch's own losses, such as `MseLossBackward0`."
@@ -170,7 +172,7 @@ def target_of(way, residual, is_first):
 
 # %% ../../nbs/10_capture/48_loss_graph.ipynb #88b6e4e6
 def constant_of(node):
-    "Return the constant by which an operation multiplies or divides its only argument with a gradient, and the autograd node of this argument."
+    "Return the factor or divisor of an operation, and the autograd node of the only argument that gets a gradient."
     below,slot = only_child(node)
     return None if below is None else saved(node, 'self' if slot==1 else 'other'), below
 
@@ -186,7 +188,7 @@ def product_term(node, divergence=False):
     target,below = constant_of(node)
     if not isinstance(target, torch.Tensor) or not target.ndim or tuple(target.shape)!=node_shape(below): return None
     way = way_down(below)
-    if 'select' in way.names: return None # no cross-entropy: only some elements are used, as in a policy gradient
+    if 'select' in way.names: return None # only some elements are used, as in a policy gradient, so the product is no cross-entropy
     shape,top = node_shape(below),way.names[:1]
     if top in (('log_softmax',), ('log',)):
         kind = 'kl_div' if divergence else 'cross_entropy'
@@ -214,7 +216,7 @@ def read_indices(node):
 passed = moves | selections | {'Add', 'Sub', 'Rsub', 'Mul', 'Div', 'Neg', 'Mean', 'Sum', 'Nansum', 'Stack', 'Cat', 'Where', 'MaskedFill', 'Sqrt', 'Detach'}
 
 class LossGraph(NamedTuple):
-    "Result of the search for terms in the autograd graph of a loss."
+    "Result of `find_terms`: the terms of a loss, found in its autograd graph."
     terms:list # A `LossTerm` for each term of the loss
     nodes:int = 0 # Number of autograd nodes that the search has visited
     compiled:bool = False # True if compiled code has computed the loss, so that its graph has no terms
@@ -237,7 +239,7 @@ def is_weight(node, word) -> bool:
     return isinstance(factor, torch.Tensor) and factor.numel()>1
 
 def find_terms(loss, most:int=2000, most_terms:int=8) -> LossGraph:
-    """Return the terms of a loss, found in its autograd graph. Without a known term, the result has no terms, and nothing is raised.
+    """Find the terms of a loss in its autograd graph. If none is known, the result has no terms, and no exception is raised.
 
     `loss`: any object; only a tensor has terms. `most`: largest number of nodes to visit. `most_terms`: largest number of terms to return."""
     root = getattr(loss, 'grad_fn', None) if isinstance(loss, torch.Tensor) else None

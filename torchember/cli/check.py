@@ -22,7 +22,7 @@ fails = dict(error=('error',), warning=('error', 'warning'), never=())
 
 def at_least_one(text):
     "Convert the text of an option to an int of at least 1."
-    if (n := int(text))<1: raise argparse.ArgumentTypeError(f'needs a number from 1 on, got {n}')
+    if (n := int(text))<1: raise argparse.ArgumentTypeError(f'the number of steps must be at least 1, got {n}')
     return n
 
 def add_check_options(p):

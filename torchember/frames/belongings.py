@@ -73,7 +73,7 @@ class Home:
             if place!=self.place:
                 raise ValueError(f"{printable(run)} is a run in {printable(place)}, not in {printable(self.place)}. Give the right home=.")
         if not isinstance(run, str):
-            raise TypeError(f"a run is a name, a pattern, a torchEmber or its te.t, or a list of these, got {an(run)}.")
+            raise TypeError(f"a run must be a name, a pattern, a torchEmber, its tracker te.t, or a list of these, got {an(run)}.")
         if not (some := matching_runs(run, names := sorted(self.names))):
             raise FileNotFoundError(f"{unknown('run', run, without_ranks(names))} Looked in {printable(self.log)}.")
         return some
@@ -130,11 +130,12 @@ def refuse_odd(h, name):
     if os.path.islink(path):
         raise OSError(f"{printable(path)} is a link, not a log of torchember, so nothing was changed. Remove the link yourself.")
     if name in h.older:
-        raise OSError(f"The run {name!r} is of torchember 0.2 and was not changed. Move or remove its folder {printable(path)}.")
+        raise OSError(f"The run {name!r} was written by torchember 0.2, whose format this version cannot change. "
+            f"Nothing was changed. Move or remove its folder {printable(path)} yourself.")
     if os.path.lexists(path) and not path.is_file():
-        raise OSError(f"{printable(path)} is not a file, so it is not a log, and nothing was changed.")
+        raise OSError(f"{printable(path)} is not a file, so it cannot be a log. Nothing was changed.")
     if odd := [p for p in h.files(name)['parts'] if p.is_symlink() or not p.is_file()]:
-        raise OSError(f"{printable(odd[0])} is not a part of a run, so nothing was changed. Remove it from that folder first.")
+        raise OSError(f"{printable(odd[0])} does not belong to a run, so nothing was changed. Remove this file from the folder first.")
 
 def refuse_written(h, name):
     "Raise ValueError if a process is writing the log now, or may continue to write it."
@@ -146,7 +147,7 @@ def refuse_written(h, name):
     if 'end' in base or 'pid' not in base or not file_exists(h.log/name): return
     ago = time.time()-stat_file(h.log/name).st_mtime
     if ago<recent and base.get('host')!=gethostname():
-        raise ValueError(f"{text}, perhaps: it started on {host}, has not recorded its end, and got rows {ago:.0f} s ago. "
+        raise ValueError(f"{text}, probably: it was started on {host}, its end was not recorded, and its last rows came {ago:.0f} s ago. "
             f"End it there, or try again when it has got no rows for {recent//60} minutes.")
 
 def refuse_shared(h, name, names):

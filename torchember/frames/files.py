@@ -63,11 +63,12 @@ def check_bounds(file, name):
         for op,arg,_ in pickletools.genops(Limited(file, start+size)):
             n += op.name in keeps or op.name=='MEMOIZE'
             if op.name=='FRAME' and arg>size:
-                raise OddPickle(f"it announces {arg:,} bytes, which is more than the file contains")
+                raise OddPickle(f"the file announces {arg:,} bytes, which is more than the file contains")
             if op.name in keeps and int(arg)>2*n+1000: raise OddPickle(
                 f"it stores an object at index {int(arg):,} of its memo, but contains only {n:,} objects before")
     except (OddPickle, ValueError, OverflowError, MemoryError) as e:
-        raise pickle.UnpicklingError(f"{name} is not a pickle, is cut off, or announces more data than it contains: {printable(e, 200)}.") from None
+        raise pickle.UnpicklingError(f"{name} is not a pickle file, is truncated, "
+            f"or announces more data than it contains: {printable(e, 200)}.") from None
     file.seek(start)
     return file
 
@@ -85,7 +86,7 @@ class Limited:
     def read(self, n=-1):
         "Read `n` bytes. Raise OddPickle if the file has fewer bytes before its end."
         if n>self.end-self.file.tell():
-            raise OddPickle(f"it announces {n:,} bytes, which is more than the file contains")
+            raise OddPickle(f"the file announces {n:,} bytes, which is more than the file contains")
         return self.file.read(n)
 
 # %% ../../nbs/50_frames/20_files.ipynb #5d4a2313
@@ -137,7 +138,7 @@ def read_parts(file, name): # file: binary file; name: name of the file for mess
         return found
     except pickle.UnpicklingError as e:
         if str(e).startswith(name): raise
-        raise pickle.UnpicklingError(f"{name} is not a pickle, or is cut off: {printable(e, 200)}.") from None
+        raise pickle.UnpicklingError(f"{name} is not a pickle file, or is truncated: {printable(e, 200)}.") from None
     except Exception as e:
         raise pickle.UnpicklingError(f"{name} is broken, or not a pickle: {type(e).__name__}: {printable(e, 200)}.") from None
 
@@ -171,7 +172,7 @@ def to_scalar(x):
     if stands_for(x, 'scalar'): return np.frombuffer(to_bytes(x.args[1]), to_dtype(x.args[0]))[0].item()
     if x is None or isinstance(x, str|int|float|bool): return x
     if isinstance(x, type) and issubclass(x, PicklePart) and x.what=='NA': return None
-    raise OddPickle(f"{x.what if isinstance(x, PicklePart) else an(x)} among the values")
+    raise OddPickle(f"{x.what if isinstance(x, PicklePart) else an(x)} is among the values of the table")
 
 def build_array(x):
     "Convert a `PicklePart` to a numpy array. Raise OddPickle if the shape announces many elements without data."

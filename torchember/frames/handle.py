@@ -157,7 +157,7 @@ def open_log(run, home=None):
             raise FileNotFoundError(f"There is no log {printable(path)}. Give the file or the name of a run.")
         return LogReader(path)
     if not isinstance(t, tracker) and not isinstance(run, str):
-        raise TypeError(f"a run is a name, a file, a torchEmber or its te.t, got {an(run)}. Use a table directly, without reading it.")
+        raise TypeError(f"a run must be a name, a file, a torchEmber or its tracker te.t, got {an(run)}. Use a table directly, without reading it.")
     if not isinstance(t, tracker): t = emberTracker(run, home)
     recover_boxes(t.dir)
     t.barrier() # queued rows of this process are written first; a run of another process has no queue here

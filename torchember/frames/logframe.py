@@ -159,7 +159,7 @@ def to_logframe(
     df = df[df['ttype'].isin(kept)]
     # rows of passes that the training loop discarded are left out, because a LogFrame cannot mark such rows
     if 'phase' in df: df = df[(df['phase']!='refused').to_numpy()]
-    if not len(df): raise ValueError(f"these rows have no tensor type of a LogFrame ({', '.join(types)}). "
+    if not len(df): raise ValueError(f"no row has a tensor type of a LogFrame ({', '.join(types)}). "
         f"They have {printable(', '.join(map(str, there)), 200) or 'no tensor'}; keep= includes other types.")
     tensor,tensors = tensors_in(df)
     names = named_tensors(tensors)
@@ -207,13 +207,13 @@ def validate(
         The same table, or a table with corrected labels of exponents
     """
     pd = needs('pandas', for_='validate')
-    if not isinstance(df, pd.DataFrame): raise SchemaException(f"a LogFrame is a DataFrame, got {an(df)}.")
+    if not isinstance(df, pd.DataFrame): raise SchemaException(f"a LogFrame (a table of tensor statistics) must be a DataFrame, got {an(df)}.")
     if df.columns.nlevels!=2:
         raise SchemaException(f"a LogFrame has columns of two levels, such as ('metadata', 'name'), got {df.columns.nlevels}: "
             f"{printable(', '.join(map(str, df.columns[:8])))}. to_logframe converts rows to a LogFrame.")
     df = with_exponent_labels(df)
     faults = [*faults_of_columns(df), *faults_of_types(df)]
-    if faults: raise SchemaException(f"This is not a LogFrame: {' '.join(faults)}")
+    if faults: raise SchemaException(f"This is not a LogFrame (table of tensor statistics): {' '.join(faults)}")
     return df
 
 # %% ../../nbs/50_frames/10_logframe.ipynb #9ee633c3

@@ -145,7 +145,7 @@ def rows_of_type(df, ttype, stat):
     "Return the rows of one tensor type for which the statistic `stat` was measured."
     types = list(df['ttype'].astype(object)[df[stat].notna().to_numpy()].unique())
     if ttype is None and len(types)>1:
-        raise ValueError(f"several tensor types have {stat!r}: {printable(', '.join(types))}. "
+        raise ValueError(f"several tensor types have the statistic {stat!r}: {printable(', '.join(types))}. "
             f"Choose one: wide(run, ttype={types[0]!r}, stat={stat!r}).")
     if ttype is None: ttype = types[0] if types else df['ttype'].iloc[0] if len(df) else None
     some = df[(df['ttype']==ttype).to_numpy()]

@@ -110,7 +110,7 @@ class Target:
         for _ in range(2):
             self.retry(lambda: self.write(self.path(rel), piece))
             if self.has(rel, piece.fingerprint): return
-        raise StoreError(f"{printable(self.path(rel))} was written twice, but its content differs from what was sent. Check the destination.")
+        raise StoreError(f"{printable(self.path(rel))} was sent twice, but the copy still differs from the sent file. Check the destination.")
 
     def write(self, path, piece):
         "Write a file at the destination."
@@ -440,7 +440,8 @@ def remove_moved(name, home, target):
         wrong = [rel for rel,f in files.items()
             if target.info(rel) is None or target.retry(lambda rel=rel: target.sha(rel))!=f['sha256']]
         if wrong or not files:
-            raise OSError(f"{printable(m)} was not removed, because {printable(wrong[:1] or 'its manifest')} differs from what was sent. Call sync again.")
+            raise OSError(f"{printable(m)} was not removed on this machine, because "
+                f"{printable(wrong[:1] or 'its list of files')} at the destination differs from the file that was sent. Call sync again.")
     rm(name, home)
 
 @contextmanager

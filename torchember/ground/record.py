@@ -65,7 +65,7 @@ def check_ttypes(names, known=ttypes) -> tuple:
     "Return tensor types as a tuple. Raise ValueError for an unknown name. `names`: a tensor type, or a list of tensor types."
     names = (names,) if isinstance(names, str) else names
     if not isinstance(names, list|tuple|set|frozenset):
-        raise TypeError(f"tensor types are names such as 'input', or a list of them, got {names!r:.80}.")
+        raise TypeError(f"tensor types must be a name such as 'input', or a list of names, got {names!r:.80}.")
     for n in names:
         if n not in known: raise ValueError(unknown('tensor type', n, known, called_ttypes))
     return tuple(names)

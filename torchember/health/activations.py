@@ -58,12 +58,12 @@ def find_zeros(h, ss):
     """
     s = ss[0]
     if len(s)<2 or not ('max' in s or 'abs_max' in s) or s.shape is not None and np.prod(s.shape)<=2 or not is_float(s): return None
-    if s.ttype=='input' and s.path in h.graph.first_modules: return None # the rules `same_data` and `constant_batch` report data of zeros
+    if s.ttype=='input' and s.path in h.graph.first_modules: return None # the rules `same_data` and `constant_batch` report zeros in the data
     ats = [lasts_from(o.zero) for o in ss if is_float(o) and len(o)>=len(s)//2]
     return None if None in ats or s.ttype=='input' and not is_fed_below_zero(h, s, max(ats)) else max(ats)
 
 # %% ../../nbs/55_health/40_activations.ipynb #2c7f9ee5
-# classes of activations whose output is zero for many inputs
+# classes of activations that return zero for a whole range of inputs
 rectifiers = 'ReLU', 'ReLU6', 'Threshold', 'Hardtanh', 'Softshrink', 'Hardshrink', 'Hardswish', 'Hardsigmoid', 'SquaredReLU'
 
 def find_nearly_dead(h, share):
@@ -83,7 +83,7 @@ dead_advice = ("Start with biases near zero and the default weights of torch. Lo
     "LeakyReLU and GELU let gradients pass.")
 
 def flag_nonpositive(s):
-    "Return the mask of the steps in which no value is above zero, judged by the maximum, or else by `abs_mean` and `mean`."
+    "Return the mask of the steps in which no value of a tensor is above zero, known from the maximum, or else from `abs_mean` and `mean`."
     if 'max' in s: return s['max']<=0
     return abs(s['abs_mean']+s['mean'])<=1e-6*s['abs_mean'] if 'abs_mean' in s and 'mean' in s else np.zeros(len(s), bool)
 
@@ -168,19 +168,21 @@ def activation_shape(h, s):
 shapes = {**dict.fromkeys(('Tanh', 'Softsign', 'Hardtanh'), 'tanh'), **dict.fromkeys(('Sigmoid', 'Hardsigmoid'), 'sigmoid')}
 
 # The mean slope of y=tanh(x) is 1-E[y²]. The mean slope of a sigmoid is E[y]-E[y²]
-def mean_slopes(s, kind): return (1 if kind=='tanh' else s['mean'])-s.rms**2
+def mean_slopes(s, kind):
+    "Return the mean slope of an activation in each step, from its mean and rms. `kind`: 'tanh' or 'sigmoid'."
+    return (1 if kind=='tanh' else s['mean'])-s.rms**2
 
 full_slope = {'tanh': 1., 'sigmoid': .25} # slope at x=0, which is the largest slope of the activation
 
 class Saturation(NamedTuple):
     "An activation saturated from some step up to the end of the run."
-    s: object # `Series` of the activation
+    s: object # `Series` (statistics over the steps) of the activation
     at: int # index of the first saturated step
     kind: str # 'tanh' or 'sigmoid'
-    slope: float # mean slope from the step with index `at` on
+    slope: float # mean slope of the activation function, from the step with index `at` on
 
 def find_saturation(h, s, slope):
-    "Return a `Saturation` if an activation is saturated up to the end of the run, else None. `slope`: as in the rule `saturated`."
+    "Return a `Saturation` if an activation is saturated up to the end of the run, else None. `slope`: largest mean slope of a saturated activation."
     if len(s)<3 or 'mean' not in s or (kind := activation_shape(h, s)) is None: return None
     if s.ttype=='output' and s.path in h.graph.last_modules and not (kind=='sigmoid' and is_at_one_end(s)): return None
     left = mean_slopes(s, kind)

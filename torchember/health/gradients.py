@@ -21,7 +21,7 @@ def report_gradients(h, where, text, first_step, last_step=None, **more):
         look="scalar_global_heatmap(run, ttype='weight_grad', stat='std')", **more)
 
 def typical_size(s, lo=0., hi=1.):
-    "Return the median rms of a gradient in a part of the training, or NaN. `lo`, `hi`: begin and end of the part, as fractions of the training."
+    "Return the median rms of a gradient between two moments of the training, given as fractions `lo` and `hi` of the training. NaN if unknown."
     n = len(s)
     return median(s.rms[int(lo*n):max(int(hi*n), int(lo*n)+1)])
 
@@ -102,7 +102,7 @@ def vanishing_gradient(h, depth=1e-5, over_time=1e-6, least=4):
 
 # %% ../../nbs/55_health/35_gradients.ipynb #b4561a24
 def total_norms(gs):
-    "Return (numbers of the recorded steps, norm of all gradients together in each step), or None if all gradients are zero or there are none."
+    "Return (step numbers, norm of all gradients together in each of these steps). None without gradients, or if all are zero."
     steps = np.unique(np.concatenate([s.steps for s in gs.values()]))
     square = np.zeros(len(steps))
     for s in gs.values():
@@ -151,7 +151,7 @@ def find_growth_with_depth(h, gs, depth):
 def find_jumps(norm, times):
     "Yield (index, usual norm) for each norm that is far above the usual norm, the median of the 30 norms before, and not far below the first norms."
     floor,least = .1*plain_median(norm[:5]),np.fmin.accumulate(norm)
-    # the median of the norms before cannot be below their minimum, so only norms above `times` the minimum need the slower test
+    # a median is at least the minimum, so only norms above `times` the minimum of the norms before need the slow test
     for i in np.flatnonzero(norm[5:]>times*least[4:-1])+5:
         if norm[i]>times*(usual := plain_median(norm[max(0, i-30):i]))>0 and not norm[i]<floor: yield i, usual
 
@@ -191,7 +191,7 @@ def find_steep_loss(h, gs, steps, norm, steep):
         severity=None if is_harmed(h) else 'warning', confidence=confidence_from(by[k], steep, against=h.progress.is_good))
 
 def find_huge_start(h, gs, steps, norm, huge):
-    "Return a finding about a huge norm of the gradients at the start, if the loss suffers from it. Return None otherwise."
+    "Return a finding if the norm of all gradients is huge at the start and the loss does not fall, else None."
     start = plain_median(norm[:5])
     if start<=huge or not is_harmed(h): return None
     s = max(gs.values(), key=lambda s: typical_size(s, 0, .1))
@@ -200,7 +200,7 @@ def find_huge_start(h, gs, steps, norm, huge):
         advice="Clip the gradients (clip_grad_norm_), start with smaller weights, normalize the data and the targets.")
 
 def find_endless_growth(h, gs, steps, norm, jump):
-    "Return a finding about gradients that grow until the end, if the loss suffers from them. Return None otherwise."
+    "Return a finding if gradients grow until the end and the loss does not fall, else None."
     start = plain_median(norm[:5])
     i = max(find_tail(norm>jump*start), 3)
     if not start>0 or not is_harmed(h) or len(norm)-i<3: return None
@@ -235,7 +235,7 @@ class LoneSpike(NamedTuple):
     step: int
     key: tuple # (path, pname) of the parameter
     size: float # rms of the gradient, divided by its usual rms
-    others: float # median of this ratio over the other layers
+    others: float # for comparison: median of (rms / usual rms) of the gradients of the other layers
 
 def find_lone_spikes(gs, common, times, alone):
     "Return a list of `LoneSpike`: steps in which the gradient of only one layer is far from its usual rms. `common`: steps that all layers have."

@@ -21,7 +21,7 @@ from ..ground.record import computed_in
 from .series import as_tuple, logged_series, split_series
 
 # %% ../../nbs/55_health/10_history.ipynb #caa61268
-loss_patterns = ( # conditions for the name of the loss. The first condition that any logged name fulfills decides
+loss_patterns = ( # conditions for the name of the loss, best first: the first condition that fits a logged name chooses the loss
     lambda n: n=='loss', lambda n: n in ('train_loss', 'training_loss', 'loss_train'), lambda n: 'loss' in n and 'total' in n, lambda n: 'loss' in n,
     lambda n: n in ('nll', 'elbo', 'ce', 'mse', 'bce', 'cost', 'objective', 'cross_entropy'))
 
@@ -31,12 +31,12 @@ def find_loss(logged):
     return next((n for like in loss_patterns for n in train if like(n.name.lower())), None)
 
 # %% ../../nbs/55_health/10_history.ipynb #2b5de1a7
-change_statistics = 'mean', 'std', 'max', 'min', 'rms', 'abs_max' # statistics that usually differ if a tensor has changed
+change_statistics = 'mean', 'std', 'max', 'min', 'rms', 'abs_max' # if a tensor changes, one of these statistics usually changes
 # A training step surely changes these statistics, while the mean of a bias or the largest value can stay the same
 sure_statistics = 'std', 'var', 'rms', 'l2'
 
 def find_changes(s):
-    "Return a mask with one element for each pair of neighbouring steps: True if any statistic of the tensor differs between the two steps."
+    "Return a mask over pairs of neighbouring steps: True if any statistic of the tensor differs between the two steps."
     known = [v[1:]!=v[:-1] for v in (s[c] for c in change_statistics if c in s)]
     known += [(v[1:]!=v[:-1]) & np.isfinite(v[1:]) & np.isfinite(v[:-1]) for v in (s[c] for c in other_statistics(s))]
     return np.any(known, axis=0) if known else np.zeros(max(len(s)-1, 0), bool)
@@ -55,11 +55,11 @@ def never_changes(s):
     return any(c in s for c in change_statistics) and not find_changes(s).any()
 
 def is_repeated(flags):
-    "Return True if at least two flags are True, or all flags. A single change of a weight in a long run may be `load_state_dict`."
+    "Return True if at least two flags (changes of a weight) are True, or all. A single change in a long run may be `load_state_dict`."
     return bool(len(flags)) and bool(flags.sum()>1 or flags.all())
 
 # %% ../../nbs/55_health/10_history.ipynb #dee0d067
-# statistics by which an input and an output are recognized as the same tensor
+# if an input and an output are equal in these statistics, they are taken as the same tensor
 signs = 'mean', 'std', 'max', 'min', 'rms', 'abs_max', 'abs_mean', 'l1', 'l2'
 
 def find_makers(trained, most=20_000) -> dict:
@@ -73,7 +73,7 @@ def find_makers(trained, most=20_000) -> dict:
     flows = [s for s in trained if s.ttype in ('input', 'output') and len(s)]
     known = [c for c in signs if any(c in s for s in flows[:5])]
     if not known: return {}
-    step = int(np.median(np.unique(np.concatenate([s.steps[:3] for s in trained]))[:3])) # a step among the first three of all series
+    step = int(np.median(np.unique(np.concatenate([s.steps[:3] for s in trained]))[:3])) # choose one of the first three steps
     made,out = {},{}
     for s in flows[:most]:
         at = s.at_step(step) or 0
@@ -150,7 +150,7 @@ class ModuleGraph:
 
     @property
     def data_modules(self):
-        "Path of the root, or `first_modules` if the root was not recorded."
+        "Paths of the modules whose inputs are the data: the root, or `first_modules` if the root was not recorded."
         return {''} if any(s.path=='' for s in self.ins) else self.first_modules
 
     @cached_property
@@ -161,7 +161,7 @@ class ModuleGraph:
 
 # %% ../../nbs/55_health/10_history.ipynb #fd806469
 def union_of_steps(series):
-    "Return the numbers of the steps that any of the series has, ascending. Most series have equal steps, so few arrays are merged."
+    "Return the numbers of all steps that at least one series has, ascending. Equal arrays of steps are merged only once, to save time."
     if not series: return np.zeros(0, int)
     longest = max(series, key=len).steps
     return np.unique(np.concatenate([longest, *(s.steps for s in series if not np.array_equal(s.steps, longest))]))
@@ -173,11 +173,11 @@ def group_by_path(series):
     return found
 
 def is_finding_row(row):
-    "Return True if a row of the tensor type 'finding' is complete: it has a rule, a sentence and a step."
+    "Return True if a row that stores a finding is complete: it has a rule, a text and a step."
     return isinstance(row.get('rule'), str) and isinstance(row.get('text'), str) and row.get('step')==row.get('step')
 
 def correct_entry(p, h):
-    "Return the metadata entry of a parameter, corrected by rows of the run. `p`: entry, see `parameter_entry`; `h`: the `History` of the run."
+    "Correct what the metadata says about a parameter by the rows of the run. `p`: metadata entry, see `parameter_entry`; `h`: `History`."
     keys = [(p['path'], p['name']), *(tuple(n.rpartition('.')[::2]) for n in p.get('also', ()))]
     first = lambda found: next((found[k] for k in keys if k in found), None)
     weight,grad,update = first(h.weights),first(h.grads),first(h.updates)
@@ -185,7 +185,7 @@ def correct_entry(p, h):
     if p.get('called') is False and any(path in h.graph.calls for path,_ in keys): more['called'] = True
     if weight is not None and len(weight)>1:
         changes = is_repeated(find_changes(weight)) or update is not None and is_repeated(update.rms>0)
-        # if none of these statistics was recorded, the entry is more reliable, because it is from the version counter of the parameter
+        # without these statistics, the metadata entry is more reliable: it is from the version counter of the parameter
         if changes or any(c in weight for c in sure_statistics): more['changes'] = changes
     return p | more
 
@@ -226,7 +226,7 @@ class History:
         """
         return [s for s in (self.until_bad_evaluated if evaluated else self.until_bad_trained) if s.ttype in ttypes]
 
-    # The series `trained` and `evaluated`. Each series ends where its values become non-finite up to the end
+    # `trained`, `evaluated`: all series of training passes, of evaluations. A series ends where values stay NaN or infinite up to the end
     until_bad_trained = cached_property(lambda self: [s.until_bad() for s in self.trained])
     until_bad_evaluated = cached_property(lambda self: [s.until_bad() for s in self.evaluated])
 
@@ -248,14 +248,14 @@ class History:
         "Return the class of the activation that made an output: the module, or the last function inside a module such as Keras's Dense."
         return self.activations.get(s.path, s.kind)
 
-    # Each dict: (path, pname) of a parameter -> series. `matrices`: gradients of parameters that are matrices
+    # Dicts: (path, pname) of a parameter -> its `Series`. `matrices`: gradients of those parameters that are matrices
     weights = cached_property(lambda self: {(s.path, s.pname): s for s in self.series('weight')})
     updates = cached_property(lambda self: {(s.path, s.pname): s for s in self.series('update')})
     matrices = cached_property(lambda self: {k: s for k,s in self.grads.items() if self.is_matrix(k, s)})
-    kinds = cached_property(lambda self: {s.path: s.kind for s in self.all}) # path -> class of the module
+    kinds = cached_property(lambda self: {s.path: s.kind for s in self.all}) # Path of a module -> its class
     parameters = cached_property(lambda self: [correct_entry(p, self) for p in self.recorded_parameters])
     loss = cached_property(lambda self: find_loss(self.logged)) # `LoggedSeries` of the training loss, or None
-    # List of the learning rates: a `LoggedSeries` for each parameter group
+    # Learning rates: a list with a `LoggedSeries` for each parameter group
     rates = property(lambda self: [n for n in self.logged if n.name in ('lr', 'learning_rate') or n.name.startswith('lr/')])
     progress = cached_property(lambda self: LossProgress(self.loss, [*{s.path for s in self.all}, *(n.name for n in self.logged), self.name]))
 

@@ -40,7 +40,7 @@ def gradients_add_up(h, least=2, share=.5):
     share: least fraction of the checked steps with such a leftover gradient
     """
     counts = left_counts(h)
-    # leave out parameters in no optimizer: a frozen parameter may keep an old gradient, which does no harm
+    # parameters without an optimizer do not count: a frozen parameter may keep an old gradient, which does no harm
     left = [c for c in counts if c[3]>=least and c[3]>=share*c[2] and tuple(c[:2]) not in h.without_optimizer]
     if not left: return
     path,name,checked,n,first = max(left, key=lambda c: (c[3], (c[0], c[1]) in h.matrices))

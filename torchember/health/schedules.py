@@ -13,7 +13,7 @@ from .rules import rule
 
 # %% ../../nbs/55_health/49_schedules.ipynb #71305e09
 def find_minima(v, low):
-    "Return the indices of the minima of a curve, if they are below the fraction `low` of its largest value."
+    "Return the indices of those minima of a curve that are below the fraction `low` of its largest value."
     turns = np.flatnonzero((v[1:-1]<=v[:-2]) & (v[1:-1]<v[2:]))+1
     return turns[v[turns]<low*v.max()]
 
@@ -23,7 +23,7 @@ def is_flat_at(v, at):
     return near<.7*abs(np.diff(v)).max() and abs(np.diff(v)).max()<.55*v.max()
 
 def as_each_step(n, steps):
-    "Return the value of a `LoggedSeries` in each of the steps `steps`. In a log, a learning rate has a row only if it has changed."
+    "Return the value of a logged number in each of `steps`. Between its rows it is constant, because a learning rate is logged when it changes."
     return n.values[np.clip(np.searchsorted(n.steps, steps, 'right')-1, 0, None)]
 
 @rule(severity='warning', needs='scalar')

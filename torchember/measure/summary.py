@@ -32,11 +32,11 @@ class Sum(NamedTuple):
 
 # %% ../../nbs/20_measure/00_summary.ipynb #f44ed90d
 sums = dict(
-    # counts of all elements, finite or not
+    # numbers of elements, finite or not
     count=Sum('basic', degree=0), nan=Sum('basic', degree=0), posinf=Sum('basic', degree=0), neginf=Sum('basic', degree=0),
     # mean of the finite elements, and sum of their squared distances from the mean
     mean=Sum('basic', merge='moments', degree=1), m2=Sum('basic', merge='moments', degree=2),
-    min=Sum('basic', lambda x, xp: x+0., 'min', 1), max=Sum('basic', lambda x, xp: x+0., 'max', 1), # adding 0 converts -0 to 0
+    min=Sum('basic', lambda x, xp: x+0., 'min', 1), max=Sum('basic', lambda x, xp: x+0., 'max', 1), # `x+0.` converts -0 to 0
     l1=Sum('absolute', lambda x, xp: abs(x), degree=1), min_abs=Sum('absolute', lambda x, xp: abs(x), 'min', 1),
     zeros=Sum('absolute', lambda x, xp: x==0, degree=0),
     m3=Sum('higher', merge='moments', degree=3), m4=Sum('higher', merge='moments', degree=4),
@@ -46,18 +46,20 @@ sums = dict(
 fast = ('count', 'mean', 'm2', 'm3', 'm4', 'l1', 'min', 'max', 'min_abs', 'zeros', 'nan', 'posinf', 'neginf', 's4', 's8')
 parts = (*fast, *(p for p in sums if p not in fast)) # names of all entries of a summary vector, in order
 index = {p:i for i,p in enumerate(parts)}
-width = max(16, len(parts)+1) # number of entries of a row, of which at least one is free; a row of 16 float64 has 128 bytes
+width = max(16, len(parts)+1) # number of entries of a row, at least one more than the sums; a row of 16 float64 has 128 bytes
 bins = 256 # number of exponent counts after the sums, if wanted. Bin b counts magnitudes from 2^(b-127) to 2^(b-126)
 wide = width+bins
 
-# names of the sums in each group. In a summary, the sums of groups that are not wanted are NaN
+# name of a group -> names of its sums. In a summary, the sums of groups that are not wanted are NaN
 groups = {g: tuple(p for p,s in sums.items() if s.group==g) for g in dict.fromkeys(s.group for s in sums.values())}
 scalars = tuple(groups)
 groups['exponents'] = 'zeros', # the group 'exponents' includes the number of zeros, because a zero has no exponent
 
 # %% ../../nbs/20_measure/00_summary.ipynb #925daf8d
 # returns the length of a summary vector with the groups of sums `wanted`
-def length(wanted): return wide if 'exponents' in wanted else width
+def length(wanted):
+    "Return the length of a summary vector with the groups of sums `wanted`."
+    return wide if 'exponents' in wanted else width
 
 # %% ../../nbs/20_measure/00_summary.ipynb #0a08bc59
 def no_elements(wanted=scalars):
@@ -115,7 +117,7 @@ def finite(v):
 moments = ('mean', 'm2', 'm3', 'm4')
 
 def merged_moments(n, mean, m2, m3, m4, xp=np) -> tuple:
-    """Merge the means and centred moments of several tensors along the last axis. Return mean, m2, m3 and m4 of all their elements.
+    """Merge the means and centred moments (m2, m3, m4) of several tensors along the last axis. Return the of all their elements.
 
     `n`: number of finite elements of each tensor. `xp`: numpy, torch or jax.numpy, also inside `jax.jit`."""
     total = n.sum(-1)
@@ -141,7 +143,7 @@ def merge(vectors) -> np.ndarray:
 
 # %% ../../nbs/20_measure/00_summary.ipynb #8e2722a2
 class Parts:
-    "Gives each sum of summary vectors as an attribute. Its methods put NaN and infinity into the statistics of tensors with such elements."
+    "Gives access to the sums of summary vectors by attributes. Its methods put NaN and infinity into statistics of tensors with such elements."
     def __init__(self, v):
         self.v,self.n,self.asked = v,finite(v),set()
         self.bad = v[..., index['nan']]>0
@@ -153,17 +155,22 @@ class Parts:
         self.asked.add(name)
         return self.v[..., index[name]]
 
-    def known(self, x): return np.where(self.has_finite, x, np.nan) # puts NaN into a statistic of tensors without finite elements
+    def known(self, x):
+        "Put NaN into a statistic of tensors without finite elements."
+        return np.where(self.has_finite, x, np.nan)
     def spoiled(self, x):
         "Put NaN into a statistic of tensors with NaN or infinity, or without finite elements."
         return np.where(self.bad|self.pos|self.neg|~self.has_finite, np.nan, x)
-    # for sums over elements: 0 for an empty tensor
+    # for sums over elements, which are 0 for an empty tensor
     def added(self, x):
         "Put infinity into a sum of tensors with infinite elements, and NaN into a sum of tensors with NaN."
         return np.where(self.bad, np.nan, np.where(self.pos|self.neg, np.inf, x))
     # for magnitudes such as the rms: as `added`, but NaN for an empty tensor
-    def sized(self, x): return np.where(self.count==0, np.nan, self.added(x))
-    def signed(self, x): # for a mean: infinite elements make it infinite, with their sign
+    def sized(self, x):
+        "Do the same as `added`, but put NaN into a statistic of empty tensors, for magnitudes such as the rms."
+        return np.where(self.count==0, np.nan, self.added(x))
+    def signed(self, x):
+        "Put infinity with the sign of the infinite elements into a statistic, for means."
         x = np.where(self.pos, np.inf, np.where(self.neg, -np.inf, x))
         return np.where(self.bad|(self.pos&self.neg)|(self.count==0), np.nan, x)
     def ends(self, x, first, inf):
@@ -171,22 +178,28 @@ class Parts:
         return np.where(self.bad|(self.count==0), np.nan, np.where(first, inf, np.where(self.has_finite, x, -inf)))
 
 # %% ../../nbs/20_measure/00_summary.ipynb #5a445b73
-def spread(p): return np.where(p.n>1, p.m2/np.maximum(p.n-1, 1), np.nan) # returns the unbiased variance
+def spread(p):
+    "Return the unbiased variance."
+    return np.where(p.n>1, p.m2/np.maximum(p.n-1, 1), np.nan)
 
 # %% ../../nbs/20_measure/00_summary.ipynb #759bc021
-def squares(p): return p.m2 + p.n*p.mean**2 # returns the sum of squares of the finite elements
+def squares(p):
+    "Return the sum of squares of the finite elements."
+    return p.m2 + p.n*p.mean**2
 
 def sums_of_squares(vectors) -> np.ndarray:
     "Return the sum of squares of the elements of each tensor: NaN if an element is NaN, infinite if an element is infinite."
     count,mean,m2,*bad = (vectors[..., index[p]] for p in ('count', 'mean', 'm2', 'nan', 'posinf', 'neginf'))
-    # this special case is three times as fast as the general formula
+    # three times as fast as the general formula
     if not any(b.any() for b in bad): return np.where(count>0, m2+count*mean**2, 0.)
     p = Parts(vectors)
     with np.errstate(invalid='ignore'): known = np.where(p.has_finite, squares(p), 0.)
     return np.where(p.bad, np.nan, np.where(p.pos|p.neg, np.inf, known))
 
 # %% ../../nbs/20_measure/00_summary.ipynb #27dbb192
-def biggest(p): return np.maximum(np.abs(p.min), np.abs(p.max)) # returns the largest magnitude of the finite elements
+def biggest(p):
+    "Return the largest magnitude of the finite elements."
+    return np.maximum(np.abs(p.min), np.abs(p.max))
 
 # %% ../../nbs/20_measure/00_summary.ipynb #b26df368
 derived = dict(
@@ -215,13 +228,13 @@ counts = ('numel',) # statistics that are whole numbers
 also_called = dict(norm='l2', norm2='l2', l2_norm='l2', norm1='l1', l1_norm='l1', linf='abs_max', norm_inf='abs_max', max_abs='abs_max', min_abs='abs_min',
     mean_abs='abs_mean', norm1_mean='abs_mean', average='mean', avg='mean', sd='std', stddev='std', sigma='std', variance='var', minimum='min', maximum='max',
     amin='min', amax='max', skewness='skew', kurt='kurtosis', rm2='rms', root_mean_square='rms', sparsity='zero_frac', zeros='zero_frac', zero='zero_frac',
-    # names of statistics in other libraries, with our names for them, for suggestions in error messages
+    # names of statistics in other libraries -> torchember's names, for suggestions in error messages
     count='numel', size='numel', nelement='numel')
 
 # %% ../../nbs/20_measure/00_summary.ipynb #d28891d1
 @cache
 def groups_behind(name):
-    "Return the groups of sums that a statistic needs besides 'basic'."
+    "Return which groups of sums a statistic needs besides the group 'basic'."
     if name.startswith('exponents'): return 'exponents',
     p = Parts(no_elements())
     with np.errstate(all='ignore'): derived.get(name, lambda p: None)(p)
@@ -283,7 +296,7 @@ class Summary:
         return cls(read_array(x, wanted))
 
     def __add__(self, other): return Summary(merge(np.stack([self.vector, other.vector])))
-    # `sum()` of several summaries begins with 0+summary, so adding 0 must work
+    # adding 0 must work, because `sum()` of several summaries begins with 0+summary
     def __radd__(self, other): return self if other==0 else NotImplemented
     def __getattr__(self, name):
         if name in derived: return float(derive(self.vector, [name])[name])

@@ -30,10 +30,14 @@ class _InputCov(SingleStepQuantity):
     side = 'input',('in_channels', 'in_features', 'num_features', 'num_channels', 'input_size', 'embed_dim')
 
     @classmethod
-    def unfit(cls, module): return too_few_features(module, *cls.side)
+    def unfit(cls, module):
+        "Return the reason why the quantity cannot be computed for a module, None if it can."
+        return too_few_features(module, *cls.side)
 
     @property
-    def spectrum(self): return self.reduced().spectrum
+    def spectrum(self):
+        "Eigenvalues of the covariance matrix."
+        return self.reduced().spectrum
 
 class _OutputGradCov(_InputCov):
     "Base class of quantities computed from the covariance matrix of the gradient of a module's output."
@@ -308,6 +312,7 @@ class WeightEffectiveRank(SingleStepQuantity):
 
     @classmethod
     def unfit(cls, module):
+        "Return the reason why the quantity cannot be computed for a module, None if it can."
         w = read_parameter(module, 'weight')
         if w is None: return 'it has no weight'
         return 'its weight is a vector, which has rank 1' if not nn.parameter.is_lazy(w) and w.dim()<2 else None
@@ -333,7 +338,7 @@ class LinearDeadNeuronNum(SingleStepQuantity):
 def activation_bounds(module):
     "Return the lower and upper bound of an activation function's output; None for other modules."
     known = {nn.Sigmoid: (0., 1.), nn.Tanh: (-1., 1.), nn.Hardsigmoid: (0., 1.), nn.Softsign: (-1., 1.)}
-    if isinstance(module, nn.Hardtanh): return float(module.min_val), float(module.max_val) # includes ReLU6
+    if isinstance(module, nn.Hardtanh): return float(module.min_val), float(module.max_val) # ReLU6 is a subclass of Hardtanh
     return next((b for c,b in known.items() if isinstance(module, c)), None)
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #1db91fb7
@@ -350,6 +355,8 @@ class SaturatedUnits(SingleStepQuantity):
     needs = Need('output', lambda x, axis, module: saturated_share(x, *activation_bounds(module), axis=axis)),
 
     @classmethod
-    def unfit(cls, module): return None if activation_bounds(module) else 'it is not a bounded activation function'
+    def unfit(cls, module):
+        "Return the reason why the quantity cannot be computed for a module, None if it can."
+        return None if activation_bounds(module) else 'it is not a bounded activation function'
 
     def _compute(self, global_step): return self.reduced()

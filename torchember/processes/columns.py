@@ -68,7 +68,7 @@ class Term(NamedTuple):
     rank: int
 
 def mean_of_sum(terms, axes):
-    "Return the mean of a tensor that is a sum of `Term`s. Replicas count once. Terms with different samples or shards are averaged."
+    "Return the mean of a tensor that is a sum of `Term`s. Only one of equal replicas is added. Terms with different samples or shards are averaged."
     sums = defaultdict(dict)
     for t in terms:
         if 'P*' in t.roles.values(): return np.nan
@@ -90,7 +90,7 @@ def shift_exponents(counts, factor):
     return out
 
 def add_exponents(lists, factors):
-    "Return the sum of the exponent counts of shards, after multiplying each shard by its factor. Return None if counts cannot be added."
+    "Return the sum of the exponent counts of several shards, each multiplied by its factor before. None if the counts cannot be added."
     counts = [shift_exponents(c, f) for c,f in zip(lists, factors, strict=True)]
     return sum(counts).tolist() if all(c is not None for c in counts) and len({len(c) for c in counts})==1 else None
 
@@ -115,7 +115,7 @@ def mean_by_group(numbers, group, spoiled):
     return np.where(np.bincount(group, ~known & spoiled)>0, np.nan, mean)
 
 def merge_other_columns(out, df, group, done) -> list: # done: columns that other functions have merged already
-    """Merge all remaining columns of shards into the table `out`: equal values are kept, and the user's scalars are averaged.
+    """Merge all remaining columns of shards into the table `out`: keep equal values, and average the user's logged numbers.
     Return the names of the columns whose values were dropped because they differ"""
     pd = needs('pandas', for_='A table of rows')
     is_scalar,lost = (out['ttype']=='scalar').to_numpy(bool),[]

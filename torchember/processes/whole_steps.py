@@ -23,7 +23,7 @@ from ..store.listeners import Listener, Listeners
 
 # %% ../../nbs/42_processes/30_whole_steps.ipynb #2ef9d723
 class Outbox:
-    "Sends the messages of one rank through a key-value store."
+    "Sends the messages of one rank to the first rank through a key-value store."
     most = 16 # maximum number of messages in the store that the first rank has not read yet
     def __init__(self, store, rank): self.store,self.rank,self.n = store,rank,0 # n: number of messages sent
 
@@ -38,11 +38,11 @@ class Outbox:
         self.n += 1
 
     def key(self, n):
-        "Return the key of message `n` of this rank in the store."
+        "Return the key in the store for message number `n` of this rank."
         return f'{self.rank}/{n}'
 
 class Inbox(Outbox):
-    "Reads the messages of one rank, and removes them from the store."
+    "Reads the messages of one rank from the key-value store, and removes them from the store."
     def get(self) -> bytes|None:
         "Return the next message of the rank, or None if the rank has not sent the next message yet."
         key = self.key(self.n)
@@ -58,16 +58,16 @@ class CompleteStep(NamedTuple):
     step: object
     packets: dict # Rank -> packet of this rank
     without: list # Ranks that sent no packet of the step
-    late: list # Slow ranks, for which the first rank no longer waits from this step on
+    late: list # Slow ranks, for which the first rank does not wait any longer
 
 class Assembly:
     "Collects the packets of all ranks, and returns complete steps."
     patience = 2. # seconds to wait for the packets of a slow rank
 
     def __init__(self, world):
-        # rank -> pairs (step, packet) of its steps that are not complete yet, in order
+        # rank -> pairs (step, packet) that were not returned yet, in order
         self.waiting = {r: deque() for r in range(world)}
-        # ended: ranks whose run has ended; late: ranks that were too slow, so that steps are complete without them
+        # ended: ranks whose run has ended; late: slow ranks, for which steps do not wait
         self.ended,self.late = set(),set()
         # since: time when the first packet of the oldest incomplete step came; reported: last returned step
         self.since,self.reported = None,None
@@ -76,7 +76,7 @@ class Assembly:
 
     def add(self, rank, step, packet):
         "Add the packet that a rank has sent for a step."
-        # a rank that is up to date again is no longer late
+        # a rank whose packet is recent again is no longer late
         if self.reported is None or step>=self.reported: self.late.discard(rank)
         if self.reported is None or step>self.reported: self.waiting[rank].append((step, packet))
         else: self.lost[rank] += 1
@@ -86,7 +86,7 @@ class Assembly:
         self.ended.add(rank)
 
     def missing(self):
-        "Return the ranks whose next packet is still expected: they have neither ended nor are they late."
+        "Return the ranks whose next packet is expected: neither has their run ended, nor are they late."
         return [r for r,steps in self.waiting.items() if not steps and r not in self.ended and r not in self.late]
 
     def next(self, now) -> CompleteStep|None: # now: time in seconds
@@ -105,7 +105,7 @@ class Assembly:
 
 # %% ../../nbs/42_processes/30_whole_steps.ipynb #b9f19142
 class PacketMaker:
-    "Makes packets of the rows of one rank, and adds metadata that have changed."
+    "Makes packets of the rows of one rank, with the metadata that have changed since the last packet."
     # sent: metadata sent last; step: last step; nth: number of the last packet in this step
     def __init__(self): self.sent,self.step,self.nth = {},None,0
 
@@ -122,7 +122,7 @@ class Sender:
     def __init__(self, store, rank): self.packer,self.outbox,self.left_out = Packer(),Outbox(store, rank),0
 
     def add(self, packet):
-        "Send a packet. Return False and drop the packet if too many packets already wait in the store."
+        "Send a packet. If too many packets wait in the store already, drop the packet and return False."
         if self.outbox.is_full: self.left_out += 1; return False
         self.outbox.put(self.packer.pack(packet))
         return True
@@ -137,7 +137,7 @@ class Receiver:
         self.note,self.report,self.queued = note,report,queued
         self.merger,self.assembly = StepMerger(),Assembly(world)
         self.inboxes = {r: (Inbox(store, r), Unpacker()) for r in range(1, world)}
-        self.named = set() # late ranks that were named in a message already
+        self.named = set() # late ranks that were already named in a message
         # left_out: number of steps that were not reported; partial: number of steps that were reported without some rank's rows
         self.left_out,self.partial = 0,0
 
@@ -149,7 +149,7 @@ class Receiver:
         return True
 
     def report_complete(self):
-        "Report all complete steps. Wait for the next step as long as the queue of this rank is less than half full."
+        "Report all complete steps. If the queue of this rank is less than half full, also wait for the next step to be complete."
         while True:
             for rank,(inbox,unpacker) in self.inboxes.items():
                 while (data := inbox.get()) is not None: self.add(unpacker.unpack(data), rank)
@@ -195,8 +195,8 @@ class Sharing:
         kept=None # Object to keep alive as long as rows are shared
     ):
         self.rank,self.about,self.note,self.report,self.kept = rank,about,note,report,kept
-        self.maker,self.stopped = PacketMaker(),None # stopped: reason why sharing has stopped, or None
-        # channel: receiver of the packets of this rank
+        self.maker,self.stopped = PacketMaker(),None # stopped: reason why rows are no longer shared, or None
+        # channel: `Receiver` on the first rank, `Sender` on other ranks
         self.channel = Receiver(store, world, note, report, queued) if rank==0 else Sender(store, rank)
 
     def take(self, lines, **head):
@@ -224,7 +224,7 @@ class Sharing:
         self.drain(all_ranks=True)
 
     def stop(self, reason):
-        "Stop sharing, and release the store. `reason`: sentence for the user."
+        "Stop sharing rows, and release the key-value store. `reason`: sentence for the user."
         self.stopped,self.kept,self.channel = printable(reason, 300),None,None
         if self.rank==0:
             self.note(f"Merged rows of all ranks are no longer reported: {self.stopped}. Training goes on, the log of each rank is complete, "
@@ -246,7 +246,7 @@ def run_job(sharing, job):
         sharing.report_complete()
 
 def notify(listeners, rows, lines=None):
-    "Pass rows to listeners. `lines`: these rows as lines of a log, or None to make the lines from the rows."
+    "Pass rows to listeners. `lines`: the same rows as lines of a log, or None to make the lines from the rows."
     listeners.collect(rows, b''.join(line_of(r)+b'\n' for r in rows) if lines is None else lines)
     listeners.notify()
 
@@ -263,7 +263,7 @@ class WholeSteps:
     ):
         self.rank,self.note,self.pid = rank,note,os.getpid()
         self.queue,self.pending,self.thread = Queue(Receiver.most),[],None # pending: lines of the current step
-        # left_out: number of steps that were dropped because the queue was full. given_up: True if the thread hangs
+        # left_out: number of steps that were dropped because the queue was full. given_up: True if the thread does not answer any more
         self.left_out,self.given_up = 0,False
         # listeners that receive the merged rows
         self.listeners = Listeners(lambda what, e=None: note(what if e is None else f'{what}: {e}'))
@@ -294,7 +294,7 @@ class WholeSteps:
         "Start the thread that shares rows. Return the thread, or None if no thread can be started."
         self.thread = threading.Thread(target=self.run, name='torchember-whole', daemon=True)
         try: self.thread.start()
-        except RuntimeError: self.thread = None # no thread can start, because the interpreter exits or the machine has no more threads
+        except RuntimeError: self.thread = None # the interpreter exits, or the machine has no more threads
         return self.thread
 
     def mark(self):
@@ -335,7 +335,7 @@ class WholeSteps:
             (channel.partial, 'were reported without the rows of some rank')) if n]
         return f"Rows of the whole: {' and '.join(counts)}." if counts else None
 
-    # ---- methods of the thread that shares rows
+    # ---- methods of the thread that sends rows to the first rank
 
     def run(self):
         "Do the jobs of the queue, one after the other, until the run ends."

@@ -17,7 +17,7 @@ class Notices:
     most_places = 5 # number of tensors to name in warnings, for each reason why tensors have no values
 
     def __init__(self, on_error:str='warn', report=None):
-        """Collect warnings. `on_error`: what to do if a tensor cannot be recorded: 'warn' once and continue, or 'raise'.
+        """`on_error`: what to do if a tensor cannot be recorded: 'warn' once and continue, or 'raise' the error.
 
         `report`: function of kind, text and severity that writes a warning into the run.
         """
@@ -68,7 +68,7 @@ class Notices:
 
 # %% ../../nbs/40_recorder/00_notices.ipynb #7455ecd9
 class ChangingMarks:
-    "Finds marks (columns set with `te.mark`) that change with every step, because such a number belongs into `te.log`."
+    "Finds marks (columns set with `te.mark`) that change with every step. Such a number should be logged with `te.log` instead."
     def __init__(self): self.last = {} # name of a mark -> (value, step, number of consecutive steps in which the value changed)
 
     def find(self, marks:dict, step:int) -> tuple|None:
@@ -83,7 +83,7 @@ class ChangingMarks:
             if n>=3: return name, v
 
     def check(self, marks, step, notices):
-        "Warn if one of the marks changes with every step."
+        "Warn if one of the user's marks (columns set with `te.mark`) changes with every step."
         if found := self.find(marks, step): notices.once('mark', mark_warning(*found))
 
 # %% ../../nbs/40_recorder/00_notices.ipynb #7997be0e

@@ -22,12 +22,14 @@ from .parameters import OldGradients, Parameters, grad_of
 
 # %% ../../nbs/40_recorder/75_sources.ipynb #50a7ce01
 def flow_classes(ttypes):
-    "Return the classes that measure tensors of calls, such as `Flows` for inputs and outputs, for these tensor types."
+    "Return the classes that measure the tensors of module calls, such as `Flows` for inputs and outputs. `ttypes`: recorded tensor types."
     names = dict.fromkeys(name for t,name in flowing.items() if t in ttypes)
     return [getattr(import_module(f"torchember.recorder.{module}"), name) for module,name in (n.split('.') for n in names)]
 
 # %% ../../nbs/40_recorder/75_sources.ipynb #55432f28
-def _as_parameter(root, name, x): return root, 0, ('variable', name), x # returns a tuple like the tuples that `Parameters.each` yields
+def _as_parameter(root, name, x): # a tuple like those that `Parameters.each` yields
+    "Return a tensor outside of all modules in the form of a parameter of the root."
+    return root, 0, ('variable', name), x
 
 class FollowedTensors:
     "Measures tensors outside of all modules, and their gradients, at the end of each step."
@@ -35,20 +37,20 @@ class FollowedTensors:
         self.ttypes,self.parameters,self.buffer,self.tensors = ttypes,parameters,buffer,{}
 
     def follow(self, name, x, states):
-        """Measure a tensor at the end of each step from now on.
+        """Measure a tensor outside of all modules at the end of each step from now on.
 
-        `name`: `tname` of the tensor; `x`: the tensor, None to stop; `states`: `ModuleState`s of the armed modules.
+        `name`: `tname` of the tensor; `x`: the tensor, None to stop; `states`: `ModuleState`s of the recorded modules.
         """
         if x is None: self.tensors.pop(name, None)
         else: self.tensors[name] = x
         if x is not None and states: self.parameters.old_gradients.note_existing([_as_parameter(states[0], name, x)])
 
     def as_parameters(self, root):
-        "Return a tuple for each followed tensor, like the tuples that `Parameters.each` yields."
+        "Return a tuple for each tensor outside of modules, like the tuples for parameters that `Parameters.each` yields."
         return [_as_parameter(root, n, x) for n,x in self.tensors.items()]
 
     def measure_all(self, root):
-        "Measure the current values of all followed tensors and of their gradients."
+        "Measure the current values and gradients of all tensors followed outside of modules."
         for n,x in self.tensors.items():
             if 'weight' in self.ttypes: self.buffer.measure(root, 'weight', n, x, n, once=True, replace=True)
             if 'weight_grad' in self.ttypes and (grad := self.parameters.old_gradients.gradient(root, ('variable', n), x)) is not None:
@@ -97,8 +99,8 @@ class Sources:
         metadata of the parameters.
         """
         self.ttypes,self.buffer,self.watch = ttypes,buffer,watch
-        self.states = [] # a `ModuleState` for each armed module, root first
-        self.sampled = [] # weights whose version counters are checked, because the counters change if an unknown optimizer steps
+        self.states = [] # a `ModuleState` for each recorded module, root first
+        self.sampled = [] # some weights. A change of their version counters shows that an unknown optimizer has stepped
         self.parameters = Parameters(buffer, ttypes, note)
         self.optimizers = KnownOptimizers(watch, self.parameters)
         self.gradients = Gradients(ttypes, steps, notify)
@@ -110,8 +112,8 @@ class Sources:
         def among(*some):
             "Return the tensor types among `some` that are recorded."
             return [t for t in some if t in ttypes]
-        # Value of `Steps.manual` -> tensor types to measure when a module returns.
-        # In manual steps no gradients are measured then, because gradients are complete only when the optimizer steps
+        # Value of `Steps.manual` -> types of parameter tensors to measure when a module returns.
+        # With True, gradients are not measured then, because they are complete only when the optimizer steps
         self.parameter_types = {False: among('weight', 'weight_grad'), True: among('weight')}
         self.at_calls = [source(buffer, ttypes) for source in flow_classes(ttypes)] # objects that measure tensors when a module is called
         if self.gradients.ttypes: self.at_calls.append(self.gradients)
@@ -119,18 +121,18 @@ class Sources:
             self.at_calls.append(OutputFacts(steps))
             self.parameters.known.more.append(self.at_calls[-1].facts)
 
-    # ---- methods called when a model is armed or disarmed
+    # ---- methods called when recording of a model starts or stops
 
     def prepare(self, root):
-        "Prepare the measuring of a model, before the model is armed."
+        "Prepare to measure the tensors of a model, before recording starts."
         self.buffer.rows.renew_arena()
         ps = trained_by(self.watch.optimizers) if self.watch else root.parameters()
         self.sampled = evenly_spaced([p for p in ps if p.requires_grad and not is_lazy(p)])
 
     def armed(self, states, again:bool=False):
-        """Measure the tensors of these modules from now on. `states`: `ModuleState`s, root first; empty after disarming.
+        """Measure the tensors of these modules from now on. `states`: `ModuleState`s, root first; empty to stop.
 
-        `again`: True if the same model was armed before, with other modules.
+        `again`: True if the same model was recorded before, with other modules.
         """
         if not states: self.note_parameters(search=True)
         self.states,self.parameters.plan = states,None
@@ -195,4 +197,5 @@ class Sources:
         for source in self.at_step_end: source.measure_all(self.states)
 
     def step_over(self):
+        "Notify all measuring parts of the end of a step."
         for part in (*self.at_calls, self.parameters, self.updates): part.step_over()

@@ -147,7 +147,7 @@ def make_literal(W, name, value, default):
         if not text.strip(): return default
         try: return ast.literal_eval(text.strip())
         except (ValueError, SyntaxError, TypeError, MemoryError):
-            raise ValueError(f"{name} is a Python literal, such as {repr(default) if default is not None else '{...} or 3'}, got {text!r}.") from None
+            raise ValueError(f"{name} must be a Python literal, such as {repr(default) if default is not None else '{...} or 3'}, got {text!r}.") from None
     write = lambda v: '' if v is default else repr(v)
     return Control(W.Text(value=write(value), description=name, placeholder='' if default is None else repr(default), continuous_update=False), read, write)
 

@@ -109,10 +109,10 @@ def label_axes(ax, g, xticklabels, yticklabels, turned):
     names,steps,kept = (xticklabels, yticklabels, ax.set_yticks) if turned else (yticklabels, xticklabels,
         ax.set_xticks)
     if not isinstance(steps, bool) and steps!='auto':
-        raise TypeError(f"A heat map labels steps by their numbers: {'y' if turned else 'x'}ticklabels is True or False, got {steps!r:.60}.")
+        raise TypeError(f"{'y' if turned else 'x'}ticklabels must be True or False, because a heat map labels steps by their numbers; got {steps!r:.60}.")
     if not steps: kept([])
     if isinstance(names, list|tuple) and len(names)!=len(g.labels):
-        raise ValueError(f"{len(names)} names were given for {len(g.labels)} layers.")
+        raise ValueError(f"{len(names)} names were given for {len(g.labels)} layers. Give one name for each layer.")
     every = names if isinstance(names, int) and not isinstance(names, bool) else None
     labels = list(names) if isinstance(names, list|tuple) else g.labels
     if names is False or names is None: (ax.set_xticks if turned else ax.set_yticks)([])
@@ -121,7 +121,8 @@ def label_axes(ax, g, xticklabels, yticklabels, turned):
 def write_values(ax, g, middle, norm, cmap, fmt, kws, turned, most=2500):
     "Write the value into each cell of a heat map, in black or white for contrast."
     if g.value.size>most:
-        raise ValueError(f"annot=True would write {g.value.size:,} numbers, and there is space for {most:,}. Choose layers by path=, and steps by inc=.")
+        raise ValueError(f"annot=True would write {g.value.size:,} numbers, but there is space for only {most:,}. "
+            "Draw fewer layers by path=, or fewer steps by inc=.")
     for i,j in zip(*np.nonzero(np.isfinite(g.value)), strict=True):
         r,gr,b,_ = cmap(norm(g.value[i, j]))
         at = (i+.5, middle[j]) if turned else (middle[j], i+.5)
@@ -246,7 +247,7 @@ def axis_roles(x, y):
 def heat_map_cells(run, path=None, ttype='output', stat='std', inc=1, x='step', ps=()):
     "Read the data of a heat map. Return the log rows, the name of the statistic's column, and a `Grid` (matrix) of the values."
     if not isinstance(inc, int) or inc<1:
-        raise ValueError(f"inc=n draws every n-th step; it is a whole number, at least 1, got {inc!r}.")
+        raise ValueError(f"inc=n draws every n-th step, so n must be a whole number of at least 1, got {inc!r}.")
     if not isinstance(stat, str): raise ValueError(f"A heat map shows one statistic, got {stat!r}.")
     if ttype is None or not isinstance(ttype, str):
         raise ValueError(f"A heat map shows one tensor type, got ttype={ttype!r}.")

@@ -126,7 +126,8 @@ def exp_hist(
     sp_kws = check_drawing_options(kind, dict(sp_kws or {}))
     by_type,by_layer = ttype is None or isinstance(ttype, list|tuple),path is None or is_several(path)
     if by_type and path is not None and by_layer:
-        raise FacetException(f"Panels are for layers or for tensor types, not both: choose one of path={path!r:.60}, or one of ttype={ttype!r}.")
+        raise FacetException("Panels are drawn for layers or for tensor types, not for both: "
+            f"choose one of path={path!r:.60}, or one of ttype={ttype!r}.")
     rows,step = rows_at_step(training(tensors_to_draw(run, path, ttype, ['exponents'])), step)
     parts = split_by_type(rows) if by_type and not (by_layer and rows['path'].nunique()>1) else split_by_tensor(rows)
     if len(parts)>64:

@@ -209,7 +209,8 @@ def scalar_line(
         raise ValueError(f"A statistic is drawn as 'line' or 'scatter', not as {kind!r}.")
     by_type = ttype is None or isinstance(ttype, list|tuple)
     if by_type and (path is not None and is_several(path)):
-        raise FacetException(f"Panels are for layers or for tensor types, not both: choose one of path={path!r:.60}, or one of ttype={ttype!r}.")
+        raise FacetException("Panels are drawn for layers or for tensor types, not for both: "
+            f"choose one of path={path!r:.60}, or one of ttype={ttype!r}.")
     metrics = [stat] if isinstance(stat, str) else list(stat)
     if ttype=='output' and not any(m in derived or m in stats_of for m in metrics):
         run,ttype = rows_with_statistics(run, metrics)
@@ -251,7 +252,7 @@ def rows_with_statistics(df, metrics):
     # no row has these statistics, so `find_stat` raises a ValueError that names the missing one
     if not there: [find_stat(table, m) for m in metrics]
     if there and 'output' not in there:
-        raise ValueError(f"Several tensor types have {metrics[0]!r}: {', '.join(there)}. Choose one: ttype={there[0]!r}.")
+        raise ValueError(f"Several tensor types have the statistic {metrics[0]!r}: {', '.join(there)}. Choose one: ttype={there[0]!r}.")
     return table, 'output'
 
 # %% ../../nbs/60_show/20_lines.ipynb #73ae0f64

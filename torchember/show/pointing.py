@@ -119,12 +119,12 @@ def read_losses(train_stats, table):
     steps = given.pop('steps', None)
     given = {n: y for n,y in given.items() if y is not None}
     if steps is None or not given:
-        raise TypeError(f"train_stats is a TrainingStats(steps, train_loss, val_loss), or a dict with 'steps' and 'train_loss', got {an(train_stats)}"
+        raise TypeError(f"train_stats must be a TrainingStats(steps, train_loss, val_loss), or a dict with 'steps' and 'train_loss', got {an(train_stats)}"
             f"{' without steps' if given else ''}.")
     steps,lines = np.asarray(values_of(steps)),{n: np.asarray(values_of(y), float) for n,y in given.items()}
     for n,y in lines.items():
         if len(y)!=len(steps):
-            raise ValueError(f"train_stats has {len(steps)} steps, but {len(y)} of {n}. Give one for each step, NaN if it is missing.")
+            raise ValueError(f"train_stats has {len(steps)} steps, but {len(y)} values of {n}. Give one value for each step: NaN if it is missing.")
     if not len(steps):
         raise ValueError("train_stats has no steps. Leave it out, or give the loss of at least one step.")
     return Losses(steps, lines)
@@ -575,7 +575,7 @@ def interactive(
     Returns:
         Object with `controls`, `figure` and `show()`. Outside of a notebook, the result of `f`
     """
-    if not callable(f): raise TypeError(f"interactive needs a picture, such as scalar_line, got {an(f)}.")
+    if not callable(f): raise TypeError(f"interactive needs a picture function, such as scalar_line, got {an(f)}.")
     given = dict(kwargs)
     names = list(signature(f).parameters)[:1]
     found = [n for n in (*names, 'df', 'run') if n in given]

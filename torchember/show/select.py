@@ -62,8 +62,8 @@ def run_of(source):
     "Open the run to show in a picture. Raise TypeError if `source` is neither a run nor a table."
     if isinstance(source, str|PathLike|Run) or is_url(source) or hasattr(getattr(source, 't', source), 'log_path'):
         return open_run(source)
-    hint = " To see where runs part: compare([...])." if isinstance(source, list|tuple) else ""
-    raise TypeError(f"A picture needs the name of a run, a torchEmber, its te.t or a table of rows, got {an(source)}.{hint}")
+    hint = " To see where runs begin to differ: compare([...])." if isinstance(source, list|tuple) else ""
+    raise TypeError(f"A picture needs the name of a run, a torchEmber, its tracker te.t or a table of rows, got {an(source)}.{hint}")
 
 def rows_of_source(source, stats, wanted, rows=None):
     "Return the rows of a run as a table, or check and convert a table given by the user. `wanted`: arguments of `read`."
@@ -116,7 +116,7 @@ def check_one_run(df):
     if 'run' not in df or name_of_run(df) and not set(name_of_run(df))&set('*?['): return df
     names = [str(n) for n in df['run'].dropna().unique()]
     if len(names)>1: raise ValueError(f"This table has {len(names)} runs: {printable(', '.join(names[:4]))}{', ...' if len(names)>4 else ''}. "
-        f"A picture draws one run: df[df.run=={names[0]!r}]. To see where runs part: compare({names[:2]!r}).")
+        f"A picture draws one run, so select one: df[df.run=={names[0]!r}]. To see where runs begin to differ: compare({names[:2]!r}).")
     df = df.assign() # a copy is changed, because `attrs` of the user's table must not change
     df.attrs['run'] = names[0] if names else ''
     return df

@@ -148,7 +148,7 @@ def axes_for(n, ax, what, wrap=None, size=None, **kwargs): # what: noun for the 
     "Return `n` Axes: the user's Axes, or those of a new figure. Raise ValueError if the user gave a different number of Axes."
     if ax is None: return panels(n, wrap, size, **kwargs)[1]
     axes = list(np.ravel(np.array(ax, dtype=object)))
-    if len(axes)!=n: raise ValueError(f"{n} {what} need as many axes, got {len(axes)}.")
+    if len(axes)!=n: raise ValueError(f"{n} {what} need {n} axes, got {len(axes)}.")
     return axes
 
 def label_figure(axes, title, x='', y=''):

@@ -166,8 +166,8 @@ def Surface3d(
         Figure of matplotlib
     """
     if not isinstance(data, dict):
-        raise TypeError(f"Surface3d draws a dict of step -> vector, got {an(data)}. Of a run: surface(run, path, stat=...).")
-    if not data: raise ValueError("Surface3d draws a dict of step -> vector, got an empty one.")
+        raise TypeError(f"Surface3d draws a dict from step to vector, got {an(data)}. To draw a run: surface(run, path, stat=...).")
+    if not data: raise ValueError("Surface3d draws a dict from step to vector, got an empty dict.")
     vectors = {s: np.ravel(np.asarray(values_of(v), float)) for s,v in data.items()}
     sizes = {s: len(v) for s,v in vectors.items()}
     first = next(iter(sizes))

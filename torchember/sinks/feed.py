@@ -271,7 +271,8 @@ def replay(
     """
     sink,run = sink_of(sink),open_run(run, home)
     if run.log is None:
-        raise TypeError("replay needs the name of a stored run, got a table. Only a stored run has the list of the steps that were sent.")
+        raise TypeError("replay needs the name of a stored run, got a table. "
+            "Only a stored run knows which of its steps were already sent to the sink.")
     steps = {}
     for r in rows_of(run):
         if is_step(r.get('step')): steps.setdefault(r['step'], []).append(r)

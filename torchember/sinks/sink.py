@@ -150,7 +150,7 @@ class Sink:
     ):
         self.names,self.ttypes,self.when,self.with_histograms = MetricNames(include, exclude),check_ttypes(ttypes),schedule(every),histograms
         if not isinstance(prefix, str):
-            raise TypeError(f"prefix= is the beginning of all metric names, a text such as 'generator/', got {an(prefix)}.")
+            raise TypeError(f"prefix= must be a text such as 'generator/' (the beginning of all metric names), got {an(prefix)}.")
         self.prefix = prefix
         self.stats = (stats,) if isinstance(stats, str) else tuple(stats)
         if bad := [s for s in self.stats if not isinstance(s, str)]:

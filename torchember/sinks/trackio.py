@@ -134,7 +134,8 @@ class Trackio(Sink):
         until = time.monotonic()+self.patience
         while self.pending and not self.is_persisted():
             if time.monotonic()>until:
-                raise TimeoutError(f"trackio has not stored the numbers of {len(self.pending)} steps within {self.patience:g} s")
+                raise TimeoutError(f"trackio did not confirm within {self.patience:g} s that it stored "
+            f"the values of {len(self.pending)} steps: they may be missing in trackio. The log of the run has them")
             time.sleep(.1)
         self.pending = {}
 

@@ -589,10 +589,11 @@ def describe_layers(d, lw, pattern, group, include, exclude, additional):
             x = getattr(d, c)(lw=lw, pattern=pattern)
             values[c] = [to_python(x[k]) for k in selected] if lw else [to_python(x)]
     if additional:
-        if not lw: raise ValueError('additional_info has a number for each layer, so it needs lw=True.')
+        if not lw: raise ValueError('additional_info has a number for each layer, so it needs lw=True (layer by layer).')
         for c,x in additional.items():
             if lost := [k for k in selected if k not in x]:
-                raise ValueError(f"additional_info[{c!r}] has no number for {lost[0]!r}.")
+                raise ValueError(f"additional_info[{c!r}] has no number for {lost[0]!r}. "
+            "Give a number for each layer.")
             values[c] = [to_python(x[k]) for k in selected]
     order = [*columns, *(additional or ())]
     return {k: {c: values[c][i] for c in order} for i,k in enumerate(selected if lw else [''])}
@@ -744,7 +745,8 @@ class PlottableLayers(Layers):
     def drawn(self, pattern):
         "Return the layers to plot. Raise TypeError if the values are numbers, not tensors."
         if self.is_result:
-            raise TypeError(f"{self._name} has only a number for each layer, so there is no distribution to plot. Plot list(sd.values()) instead.")
+            raise TypeError(f"{self._name} has only one number for each layer, "
+            "so there is no distribution in a layer to plot. Plot list(sd.values()) instead.")
         return require_values(select_layers(self, pattern))
 
 # %% ../../nbs/70_state/06_algebra.ipynb #0d5245e5
@@ -787,7 +789,7 @@ class StateDict(Arithmetic, DescribedLayers, PlottableLayers):
             func: Function that takes a tensor and returns a number
             merge: Function from a list of the layers' numbers to the number of the model. Default: apply `func` to one tensor of all values
         """
-        if hasattr(cls, name): raise ValueError(f"StateDict already has an attribute {name!r}. Choose another name.")
+        if hasattr(cls, name): raise ValueError(f"The class StateDict already has an attribute {name!r}. Choose another name.")
         def method(self, *, lw=False, pattern=None):
             "Apply the registered function to each layer if `lw`, else to one tensor of all values."
             if lw or merge is None: return self.apply_reduction(func, lw=lw, pattern=pattern)

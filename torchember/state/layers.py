@@ -161,7 +161,7 @@ def refuse_complex(layers:dict, names):
     if of_real_numbers and k is not None:
         name = of_real_numbers[0]
         raise TypeError(f"{k!r} is complex, so its {name} is not a real number. "
-            f"Ask for norms, or for abs().{name}(), the {name} of the magnitudes.")
+            f"Use a norm, such as norm(), or abs().{name}(), the {name} of the magnitudes.")
 
 def groups_for_reductions(names) -> tuple:
     "Return the groups of sums that a summary must contain to compute these reductions."

@@ -28,7 +28,7 @@ def solve_two_sizes(small, big, small_sq, big_sq) -> tuple: # sizes of two batch
 def fit_line_over_sizes(sizes, squares) -> tuple: # squares: squared gradient norms, shape (..., number of sizes)
     "Fit a line to squared gradient norms over 1 / batch size. Return its intercept (squared norm of the gradient) and slope (trace)."
     sizes = np.asarray(sizes, dtype=float)
-    if len(np.unique(sizes))<2: raise ValueError(f"a line needs two different batch sizes, got {sizes.tolist()}.")
+    if len(np.unique(sizes))<2: raise ValueError(f"fitting a line to gradient norms needs two different batch sizes, got {sizes.tolist()}.")
     x = np.stack([np.ones(len(sizes)), 1/sizes], 1)
     line = np.asarray(squares, dtype=float)@np.linalg.solve(x.T*sizes@x, x.T*sizes).T
     return line[..., 0], line[..., 1]
@@ -243,7 +243,7 @@ def check_chain(micro, sums, lengths):
         raise ValueError("after one micro-batch, p.grad is not the gradient of this micro-batch: p.grad is averaged over ranks, or clipped. "
             "Measure the module inside the DistributedDataParallel, or use NoiseScale while training.")
     if close(micro[np.array(lengths)-1], sums):
-        raise ValueError("gradients do not accumulate. The closure must not call zero_grad.")
+        raise ValueError("the gradients of several calls of the closure did not add up, so the closure must not call zero_grad.")
     return micro, sums
 
 # %% ../../nbs/70_state/20_noise.ipynb #9a33b49c

@@ -111,9 +111,9 @@ def check_writable(place):
     place = near = Path(place)
     while not os.path.lexists(near): near = near.parent
     if not near.is_dir():
-        raise NotADirectoryError(f"Logs cannot go to {place}: {near} is not a folder. Choose another home=; it need not exist yet.")
+        raise NotADirectoryError(f"Logs cannot be written to {place}: {near} is not a folder. Choose another home=; it need not exist yet.")
     if not os.access(near, os.W_OK|os.X_OK):
-        raise PermissionError(f"Logs cannot go to {place}: {near} is not writable. Choose another home=.")
+        raise PermissionError(f"Logs cannot be written to {place}: {near} is not writable. Choose another home=.")
 
 def local_only(url):
     "Return the error message for a new run whose home is a URL: a run must first be written to a local disk."
@@ -149,7 +149,8 @@ def write_meta(path, value): # value: JSON types, tensors and numpy values
     "Write metadata of a run to an indented JSON file. Raise TypeError for values other than JSON types, tensors and numpy values."
     data = (json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)+'\n').encode()
     if len(data)>most_meta:
-        raise ValueError(f"Metadata may have {most_meta>>20} MB, but {path.stem!r} has {len(data)>>20} MB. Store large values in a file of your own.")
+        raise ValueError(f"A metadata file may have at most {most_meta>>20} MB, but {path.stem!r} has {len(data)>>20} MB. "
+            "Store large values in a file of your own.")
     replace(path, data)
 
 def read_meta(path):
@@ -157,8 +158,8 @@ def read_meta(path):
     try:
         with open_file(path) as f: data = f.read(most_meta+1)
     except FileNotFoundError:
-        raise KeyError(f"No metadata {path.stem!r}: the file {printable(path)} does not exist. Write it with t[{path.stem!r}] = {{...}}") from None
-    if len(data)>most_meta: raise ValueError(f"{printable(path)} is too large: metadata may have {most_meta>>20} MB.")
+        raise KeyError(f"There is no metadata {path.stem!r}: the file {printable(path)} does not exist. Write it with t[{path.stem!r}] = {{...}}") from None
+    if len(data)>most_meta: raise ValueError(f"{printable(path)} is too large: a metadata file may have at most {most_meta>>20} MB.")
     try: return json.loads(data)
     except RecursionError: raise ValueError(f"{printable(path)} cannot be read: it is nested too deeply.") from None
     except ValueError as e: raise ValueError(f"{printable(path)} is not valid JSON: {printable(e, 200)}") from None

@@ -269,7 +269,7 @@ class AppendedRun(StoredRun):
         """
         for k in marks:
             if k in unmarkable:
-                raise ValueError(f"{k!r} is a column that torchember writes, so it cannot be the name of a mark. Choose another name.")
+                raise ValueError(f"{k!r} is a column that torchember writes, so it cannot be a mark (a column of your own). Choose another name.")
         # marks are converted now, so that a wrong type raises TypeError here, and not during the training
         marks = load_row(line_of(marks))
         if self.source is not None and any(k not in self.marked or self.marked[k]!=v for k,v in marks.items()):
@@ -286,7 +286,7 @@ class AppendedRun(StoredRun):
         """
         for n in names:
             if n not in self.marked:
-                raise KeyError(f"No mark {n!r}. Marks: {printable(', '.join(self.marked)) or 'none'}.")
+                raise KeyError(f"There is no mark (a column of your own) {n!r}. Marks: {printable(', '.join(self.marked)) or 'none'}.")
         if self.source is not None and self.marked: self.source(False)
         self.marked = {k:v for k,v in self.marked.items() if names and k not in names}
 
@@ -296,7 +296,7 @@ def cannot_append_message(name):
 
 def refuse_constant(word):
     "Raise ValueError for a constant that is not JSON, such as NaN, with advice."
-    raise ValueError(f"{word} is not JSON. t({{'name': float('nan')}}) stores it as JSON.")
+    raise ValueError(f"{word} is not valid JSON. Log it by t({{'name': float('nan')}}), which writes valid JSON.")
 
 # %% ../../nbs/30_store/15_jsonl.ipynb #c942d217
 class tracker(AppendedRun):
@@ -324,7 +324,7 @@ class tracker(AppendedRun):
     ):
         check_store(store)
         if fsync not in ('never', 'barrier', 'step'):
-            raise ValueError(f"fsync is 'never', 'barrier' or 'step', got {fsync!r}.")
+            raise ValueError(f"fsync must be 'never', 'barrier' or 'step', got {fsync!r}.")
         super().__init__(libname, fname, home, fresh=fresh, fsync=fsync, exact=exact, store=store, ranks=ranks)
         self.marked = {}
         # A `WholeSteps` object if this process merges the rows of all ranks during the training, else None

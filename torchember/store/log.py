@@ -181,7 +181,7 @@ class Batches:
     def line(self, row):
         "Convert a row to a JSON line. If this is impossible, add a message for the user, and return None."
         try: line = row if isinstance(row, bytes) else line_of(row)
-        except Exception as e: return self.note("a row is lost, because it cannot be written as JSON", e)
+        except Exception as e: return self.note("a row of the log is lost, because it cannot be written as JSON", e)
         if len(line)<=longest_line: return line
         self.note(f"a row of more than {longest_line>>20} MB is lost. Store such large values in a file of your own")
 

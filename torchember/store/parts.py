@@ -154,7 +154,7 @@ def readable_errors(path):
         raise FileNotFoundError(f"{printable(path)}, a file with rows of the run, was removed meanwhile. Read the run again.") from None
     except StoreError: raise
     except Exception as e:
-        raise ValueError(f"{printable(path)} is not a valid Parquet part, as compact writes it: {printable(e, 200)}") from None
+        raise ValueError(f"{printable(path)} is no valid Parquet file as compact writes it: {printable(e, 200)}") from None
 
 def another_run_message(path, run):
     "Return the error message for a Parquet part that belongs to another run."
@@ -425,7 +425,7 @@ def read_part_list(path):
     try: ok = is_part_list(listing)
     except (LookupError, TypeError): ok = False
     if not ok:
-        raise ValueError(f"{printable(folder_of(path)/'parts.json')} is not a list of parts, as compact writes it. Restore the file.")
+        raise ValueError(f"{printable(folder_of(path)/'parts.json')} is not the list of Parquet files that compact writes. Restore the file.")
     return listing|{'end': listing['parts'][-1]['end'] if listing['parts'] else 0}
 
 def is_part_list(listing):
@@ -461,7 +461,8 @@ def lines_after(path, listing):
     for file,start in files:
         size = file_size(file) if file==aside and listing.get('aside') else size_or_zero(file)
         if size<start:
-            raise ValueError(f"{printable(file)} has {size} bytes, but its parts were made of {start} bytes: it is another log, or was cut. "
+            raise ValueError(f"{printable(file)} has {size} bytes, but its Parquet files were converted from {start} bytes: "
+            "the log was replaced or truncated. "
                 f"Remove {printable(folder_of(path))} if the log is complete.")
     return files
 

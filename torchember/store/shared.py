@@ -205,7 +205,7 @@ def share_logs(lists):
         for p in lists: s.enter_context(lock_folder(folder_of(p)))
         for p,t in lists.items():
             if read_part_list(p)!=t:
-                raise BlockingIOError(f"{printable(folder_of(p))} has changed meanwhile. Call compact again.")
+                raise BlockingIOError(f"{printable(folder_of(p))} was changed by another process. Call compact again.")
         logs = [LogRows(p, t, i) for i,(p,t) in enumerate(lists.items())]
         files = SharedFiles(logs, folder_of(holder), os.listdir(folder_of(holder)))
         files.write(file_rows)

@@ -38,9 +38,9 @@ def agreed_name(kind:str) -> str: # kind: prefix of the run's name, such as 'jax
 trackers = count()
 
 class Agreement:
-    """Checks that all processes of a shared JAX program record the same values in it.
+    """Checks that all processes which share a JAX program record the same values in it.
 
-    Different instrumented programs would wait for each other forever."""
+    Otherwise they would run different programs, and wait for each other forever."""
     patience = 20 # seconds to wait for the settings of the other processes
     # asks: function that returns the settings of this process, a dict of what it records
     def __init__(self, rank:int, world:int, asks, store=None):
@@ -49,7 +49,7 @@ class Agreement:
         self.spread,self.known = Spread(rank, world),{}
 
     def trouble(self, ranks:tuple) -> str:
-        "Return why a program shared by the processes `ranks` cannot be instrumented; '' if it can be instrumented."
+        "Return why values in a JAX program shared by the processes `ranks` cannot be recorded. '' if they can be recorded."
         if ranks not in self.known:
             try: why = self.compare_settings(ranks)
             except Exception as e:
@@ -59,7 +59,7 @@ class Agreement:
         return self.known[ranks]
 
     def compare_settings(self, ranks):
-        "Compare the settings of the processes `ranks`. Return a description of the first difference, '' if there is none."
+        "Compare what the processes `ranks` record. Return a description of the first difference, or '' if there is none."
         if self.store is None: return "the processes have no common key-value store"
         place,end = f"torchember/track/{self.number}/{'-'.join(map(str, ranks))}",time.monotonic()+self.patience
         self.store.key_value_set(f'{place}/{self.rank}', json.dumps(mine := self.asks()), allow_overwrite=True)

@@ -34,33 +34,50 @@ class ObjectModel(models.PrimitiveModel):
     def __init__(self, manager, kind): super().__init__(manager, kind, word)
 
 @unbox(ObjectType)
-def unbox_object(kind, o, c): return NativeValue(c.builder.ptrtoint(o, word))
+def unbox_object(kind, o, c):
+    "Convert a Python object, when it is passed to compiled code, to its address."
+    return NativeValue(c.builder.ptrtoint(o, word))
 
 @intrinsic
 def address(typing, o):
     "Return the address of a Python object."
-    def make(context, b, signature, arguments): return arguments[0]
+    def make(context, b, signature, arguments):
+        "Generate code for the address: the argument itself."
+        return arguments[0]
     return types.int64(python_object), make
 
 # %% ../../../nbs/20_measure/52_objects.ipynb #b958afb4
 def calling(name, returns):
     "Return a function that generates code to call the C function `name` with 64-bit arguments. `returns`: its LLVM type; None for nothing."
     def make(context, b, signature, arguments):
+        "Generate LLVM code to call the C function."
         kind = ir.FunctionType(returns or ir.VoidType(), [word]*len(arguments))
         got = b.call(cgutils.get_or_insert_function(b.module, kind, name), arguments)
         return context.get_dummy_value() if returns is None else b.sext(got, word) if returns is integer else got
     return make
 
-def result_of(returns): return types.void if returns is None else types.int64
+def result_of(returns):
+    "Return the numba type for the result of a C function."
+    return types.void if returns is None else types.int64
 
 def c_function(name, arguments, returns=word):
     "Return a function of Python's C API, for calls from compiled code. `arguments`: number of its 64-bit arguments."
     make,result = calling(name, returns),result_of(returns)
-    def none(typing): return result(), make
-    def one(typing, a): return result(types.int64), make
-    def two(typing, a, b): return result(types.int64, types.int64), make
-    def three(typing, a, b, c): return result(*(types.int64,)*3), make
-    def four(typing, a, b, c, d): return result(*(types.int64,)*4), make
+    def none(typing):
+        "Return the signature without arguments, and the code generator."
+        return result(), make
+    def one(typing, a):
+        "Return the signature with one argument, and the code generator."
+        return result(types.int64), make
+    def two(typing, a, b):
+        "Return the signature with two arguments, and the code generator."
+        return result(types.int64, types.int64), make
+    def three(typing, a, b, c):
+        "Return the signature with three arguments, and the code generator."
+        return result(*(types.int64,)*3), make
+    def four(typing, a, b, c, d):
+        "Return the signature with four arguments, and the code generator."
+        return result(*(types.int64,)*4), make
     return intrinsic((none, one, two, three, four)[arguments])
 
 clear_error = c_function('PyErr_Clear', 0, None)
@@ -86,42 +103,52 @@ LE,EQ = 1,2 # codes of the comparisons <= and == in Python's C API
 @intrinsic
 def load(typing, at):
     "Read the 64-bit number at a memory address."
-    def make(context, b, signature, arguments): return b.load(b.inttoptr(arguments[0], word.as_pointer()))
+    def make(context, b, signature, arguments):
+        "Generate LLVM code to read the number."
+        return b.load(b.inttoptr(arguments[0], word.as_pointer()))
     return types.int64(types.int64), make
 
 @intrinsic
 def store(typing, at, x):
     "Write a 64-bit number to a memory address."
     def make(context, b, signature, arguments):
+        "Generate LLVM code to write the number."
         b.store(arguments[1], b.inttoptr(arguments[0], word.as_pointer()))
         return context.get_dummy_value()
     return types.void(types.int64, types.int64), make
 
-most_tensors,most_depth,frame = 32,8,7 # limits of a call that compiled code handles: tensors, nesting depth; 64-bit words for each open container
+# limits of a module call that compiled code handles: number of tensors, nesting depth; 64-bit words for each container that is being searched
+most_tensors,most_depth,frame = 32,8,7
 room_words = 8+most_depth*frame+most_tensors
 
 @intrinsic
 def room(typing):
-    "Reserve memory on the stack of the compiled function, and return its address: for a `DLTensor`, open containers and found tensors."
-    def make(context, b, signature, arguments): return b.ptrtoint(cgutils.alloca_once(b, ir.ArrayType(word, room_words)), word)
+    """Reserve memory on the stack of the compiled function: for a `DLTensor`, the containers being searched, and found tensors.
+
+    Return its address.
+    """
+    def make(context, b, signature, arguments):
+        "Generate LLVM code to reserve the memory."
+        return b.ptrtoint(cgutils.alloca_once(b, ir.ArrayType(word, room_words)), word)
     return types.int64(), make
 
 @intrinsic
 def call_table(typing, at, x, to):
     "Call the C function at the address `at` with the arguments `x` and `to`. Return its result."
     def make(context, b, signature, arguments):
+        "Generate LLVM code to call the C function."
         f = b.inttoptr(arguments[0], ir.FunctionType(integer, [word, word]).as_pointer())
         return b.sext(b.call(f, arguments[1:]), word)
     return types.int64(types.int64, types.int64, types.int64), make
 
 # %% ../../../nbs/20_measure/52_objects.ipynb #1a753a72
 # indices into the array of 64-bit words that describes a run to compiled code. Objects and functions are given by address
-(ON, # 1 while compiled code may handle calls
+(ON, # 1 while compiled code may handle module calls
  THREAD, BUSY, # thread of the pass; address of a counter that is not 0 while `Arena.take` collects rows
  OUTERMOST, PASS, STACK, LOG, CALLS, HERE, # state of the outermost module; number of the pass; Python objects that note the running calls
  CLOCK, SEEN, MEASURED, # iterator of event numbers; `Arena.seen`; set of the parameters measured in this step (0: none, -1: Python measures them)
  FILLED, SHARED, SPENT, # number of written rows; number of rows copied from another row; time spent in compiled code, in nanoseconds
- BOX, ENTRY, DEEPEST, ALIVE, # address of the black box, or 0; index and length of this thread's entry in it; index of the last sign of life
+ BOX, ENTRY, DEEPEST, ALIVE, # address of the black box, or 0; index and length of this thread's entry in it; index of the time of the last event
  TENSOR, PARAMETER, NONE, FALSE, FROM_PYTHON, DTYPES, TIMER, NOW, # from here on: addresses that are equal in all runs
  COMPILER, EXPORTING, BACKWARD, TRACING, MODES, TRANSFORM,
  VERSION, IS_NEG, TURN, PASS_, NUMBERS, PENDING, COUNTS, CURRENT, CALL, TRUE, REQUIRES, LEAF, GRADIENT, run_words) = range(47)
@@ -154,7 +181,7 @@ def shared_words():
 kept = [] # references that keep the objects alive whose addresses are in `shared_words`
 
 def exchange_function():
-    "Return the address of torch's C function that describes a tensor as a `DLTensor` (the struct of DLPack)."
+    "Return the address of torch's C function that describes a tensor as a `DLTensor` (a struct of DLPack, with address, dtype and shape)."
     find = ctypes.pythonapi.PyCapsule_GetPointer
     find.restype,find.argtypes = ctypes.c_void_p,[ctypes.py_object, ctypes.c_char_p]
     table = find(torch.Tensor.__dlpack_c_exchange_api__, b'dlpack_exchange_api')
@@ -213,7 +240,7 @@ def number_in(o, name):
     return n
 
 # %% ../../../nbs/20_measure/52_objects.ipynb #75eb9710
-# words that describe a tap in a plan: address of its cursor; the tap; its set of groups of sums; memory of a row
+# words that describe a tap (place where tensors are measured) in a plan: address of its cursor, the tap, its groups of sums, memory of a row
 CURSOR,TAPPED,GROUPS,SHARE,tap_words = range(5)
 
 @njit
@@ -263,7 +290,7 @@ def next_event(run):
 def write_row(run, x, tap, call, to):
     """Write the row of the tensor at the address `x`.
 
-    Return False if Python code must write it. `tap`: address of the words of a tap. `to`: memory for a `DLTensor`."""
+    Return False if Python code must write the row. `tap`: address of the words of a tap. `to`: memory for a `DLTensor`."""
     cursor = load(tap+8*CURSOR)
     if cursor==0: return False
     n = describe(run, x, cursor, to)
@@ -302,7 +329,7 @@ def size_of(kind, o):
 def find_tensors(run, p, o, frames, out, n):
     """Collect the tensors in an object that should have the structure at the address `p`. Return their number, -1 if the structure differs.
 
-    `out`: memory for the addresses of tensors; `n`: number of tensors already there; `frames`: memory for open containers."""
+    `out`: memory for the addresses of tensors; `n`: number of tensors found before; `frames`: memory for the containers around."""
     depth = -1
     while True:
         kind,type_of = load(p),load(o+8)
@@ -339,7 +366,7 @@ def find_tensors(run, p, o, frames, out, n):
 # %% ../../../nbs/20_measure/52_objects.ipynb #a502b939
 # indices into the array of 64-bit words that describes the calls of one module to compiled code
 (RUN, STATE, TRACK, ENTERED, EXITED, MODULE, # MODULE: number of the module in the black box
- KNOWN, # address of two numbers: 1 if the taps know the shapes of the inputs, and of the outputs
+ KNOWN, # address of two numbers: 1 if the taps have the shapes of the inputs, and of the outputs
  ARGS, KWARGS, INPUTS, # addresses of the structures of args and kwargs (0: unknown), and of the words of the input taps
  RESULT, OUTPUTS, # addresses of the structure of the result (0: unknown), and of the words of the output taps
  PARAMETERS, WEIGHTS, N_WEIGHTS, # the module's dict of parameters; words for each parameter; number of parameters, -1 if unknown
@@ -399,7 +426,9 @@ def ticks(run):
     return n
 
 @njit
-def add_time(run, since): store(run+8*SPENT, load(run+8*SPENT)+ticks(run)-since)
+def add_time(run, since):
+    "Add the time since `since` to the time of compiled code in this run."
+    store(run+8*SPENT, load(run+8*SPENT)+ticks(run)-since)
 
 @njit
 def set_number(o, name, n):
@@ -443,7 +472,7 @@ def exit_box(run, depth):
 # %% ../../../nbs/20_measure/52_objects.ipynb #638bb6c9
 @njit
 def push(run, plan, call):
-    "Add a call to the stack of running calls. Compiled version of `Calls.enter`."
+    "Push a module call onto the stack of running calls. Compiled version of `Calls.enter`."
     pair,track,number,stack = new_tuple(2),load(plan+8*TRACK),new_number(call),load(run+8*STACK)
     if set_attribute(load(run+8*HERE), load(run+8*CALL), number)!=0: clear_error()
     incref(track)
@@ -456,7 +485,7 @@ def push(run, plan, call):
 
 @njit
 def pop(run, plan):
-    "Remove a call from the stack of running calls. Return its number, -1 if another call is the innermost. Compiled version of `Calls.exit`."
+    "Pop a module call from the stack of running calls. Return its number, -1 if another call is the innermost. Compiled version of `Calls.exit`."
     stack = load(run+8*STACK)
     n = list_size(stack)
     if n<=0: return -1
@@ -482,7 +511,7 @@ def let_go(out, n):
 
 @njit
 def write_rows(run, taps, out, n, k, call, to):
-    "Write the rows of the tensors `k` to `n`-1. Return `DONE`, or `FIRST` plus the number of the first tensor that was not written."
+    "Write the rows of the tensors `k` to `n`-1. Return `DONE`, or `FIRST` plus the number of the first tensor that compiled code could not write."
     while k<n and write_row(run, load(out+8*k), taps+8*tap_words*k, call, to): k += 1
     return DONE if k==n else FIRST+k
 
@@ -516,7 +545,7 @@ def enter_call(plan, args, kwargs, start):
 # %% ../../../nbs/20_measure/52_objects.ipynb #45ad67d6
 @njit
 def write_weights(run, plan, to):
-    "Write the rows of a module's parameters that were not measured in this step. Return False if Python code must do the rest."
+    "Write the rows of the parameters of a module that this step has not measured. Return False if Python code must write the remaining rows."
     n,parameters,w,seen = load(plan+8*N_WEIGHTS),load(plan+8*PARAMETERS),load(plan+8*WEIGHTS),load(run+8*MEASURED)
     if n<0 or dict_size(parameters)!=n: return False
     store(to+48, 0)
@@ -592,8 +621,8 @@ def check_dicts(words, n):
             p += 16
     return 1
 
-# words of a parameter in a `ParameterPlan`: the parameter, its keys in the sets `with_gradient` and `gathered`, its dict and its name there, words
-# of its gradient's tap
+# words of a parameter in a `ParameterPlan`: the parameter, its keys in the sets `with_gradient` and `gathered`, its dict and its name there,
+# words of its gradient's tap
 WITH_GRADIENT,GATHERED,OWNER,OWN_NAME,GRADIENT_TAP,gradient_words = 1,2,3,4,5,5+tap_words
 
 @njit
@@ -625,7 +654,7 @@ def write_own_gradient(run, x, p, with_gradient, gathered, to):
 
 @njit
 def write_gradient(run, p, with_gradient, gathered, to):
-    "Call `write_own_gradient` for the parameter with the words `p`. Return False if its dict has another object now."
+    "Call `write_own_gradient` for the parameter with the words `p`. Return False if the module has another parameter of this name now."
     x = load(p)
     # the plan does not keep the parameter alive, so its memory may be read only while its dict has it
     if dict_item(load(p+8*OWNER), load(p+8*OWN_NAME))!=x or load(x+8)!=load(run+8*PARAMETER): return False
@@ -635,7 +664,7 @@ def write_gradient(run, p, with_gradient, gathered, to):
     return done
 
 def write_gradients(run, parameters, n, with_gradient, gathered, start):
-    """Write the rows of gradients, from number `start` on.
+    """Write the rows of all parameters' gradients, from number `start` on.
 
     Return the number of the first gradient that Python code must measure, `n` if there is none."""
     to = room()
@@ -647,7 +676,7 @@ def write_gradients(run, parameters, n, with_gradient, gathered, start):
 own_checksum = source_checksum(__name__)
 
 def entry(function, *arguments):
-    "Compile a function that returns a whole number. Return its C function, which numba calls without inspecting the types of arguments."
+    "Compile a function that returns a whole number. Return its C function, whose calls are fast, because numba does not inspect the arguments."
     signature = types.int64(*arguments)
     return compile_cached(partial(njit, signature), function, own_checksum).get_overload(signature.args)
 

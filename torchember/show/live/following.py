@@ -57,7 +57,7 @@ class Tail:
         s = os.fstat(self.file.fileno())
         put_aside = not os.path.samestat(s, os.stat(self.path))
         if put_aside and summarize_parts(self.path)['lines']!=self.removed+s.st_size:
-            raise FileNotFoundError(f"{self.path} was replaced by another file.")
+            raise FileNotFoundError(f"The log {self.path} was replaced by another file.")
         self.at,self.size = min(self.at, s.st_size),s.st_size
         self.file.seek(self.at)
         data = self.file.read(min(most, self.size-self.at))

@@ -267,7 +267,7 @@ class Live:
         "Main function of the thread: update the view until the run ends, then end the drawing process."
         try: self.follow()
         except Exception as e:
-            self.warn(f"has stopped: {'its process has ended' if isinstance(e, EOFError|OSError) else f'{type(e).__name__}: {e}'}")
+            self.warn(f"the live picture has stopped: {'its process has ended' if isinstance(e, EOFError|OSError) else f'{type(e).__name__}: {e}'}")
         finally:
             try:
                 if self.reader: self.process_seconds = self.reader.end() or self.process_seconds
@@ -283,8 +283,8 @@ class Live:
             name = self.name()
             got = self.reader.ask(name=name, over=over)
             self.process_seconds,drawing = got['seconds'],drawing+got['took']
-            if 'error' in got: return self.warn(f"has stopped: {got['error']}")
-            if 'gone' in got: return self.warn(f"has ended: the log of {name} was removed")
+            if 'error' in got: return self.warn(f"the live picture has stopped: {got['error']}")
+            if 'gone' in got: return self.warn(f"the live picture has ended: the log of {name} was removed")
             self.show(name, got, over)
             self.thread_seconds = time.thread_time()
             if 'behind' in got: continue
@@ -307,7 +307,7 @@ class Live:
     def warn(self, what):
         "Warn the user that the live view has stopped. The training continues."
         if self.dropped: return
-        try: warn(f"torchember: live {what}. Everything else goes on.")
+        try: warn(f"torchember: {what}. Training and recording continue.")
         except EmberWarning as e: print(e, file=sys.stderr) # printed, because warnings are errors here
 
     def close(self, last:bool=True, patience:float=60.): # last: True to draw the newest rows; patience: seconds to wait
@@ -367,7 +367,7 @@ def live(
         A `Live`: `close()` ends it, `seconds` is the CPU time that it used
     """
     if not isinstance(every, int|float) or isinstance(every, bool) or not every>0:
-        raise ValueError(f"every is a number of seconds above 0, got {every!r}.")
+        raise ValueError(f"every must be a number of seconds above 0, got {every!r}.")
     views = getattr(run, 'views', None)
     if wait and views is not None and run.armed:
         raise ValueError("live(te, wait=True) would wait for a training that begins only after the call. Leave wait out: te.live().")
@@ -378,7 +378,7 @@ def live(
         run = run.logs[run.ranks[0]].t if several else run.t
     t = run.t if hasattr(run, 't') else run if isinstance(run, tracker) else None
     if not isinstance(t, tracker):
-        raise TypeError(f"live shows a torchEmber, its te.t, or a run by its name, not {an(run)}.")
+        raise TypeError(f"live needs a torchEmber, its tracker te.t, or the name of a run, got {an(run)}.")
     if views is None: t.require_exists()
     for v in views or (): v.close(last=False)
     ref,file = weakref.ref(t if views is None else run),t.file

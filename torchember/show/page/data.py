@@ -206,10 +206,10 @@ def page_of(run, path=None, ttype=None, stats=None) -> dict:
     scalar = has_ttype(table, 'scalar')
     tensors = table[~scalar]
     if not len(tensors) and not scalar.any():
-        raise ValueError(f"{name_of_run(table) or 'The table'} has no rows of tensors yet.")
+        raise ValueError(f"{name_of_run(table) or 'The table'} has no rows of tensors yet: they come when the model is called.")
     for name,asked in (('path', path), ('ttype', ttype), ('stats', stats)):
         if isinstance(asked, list|tuple|set) and not asked:
-            raise ValueError(f"{name} is an empty list. Leave it out for all.")
+            raise ValueError(f"{name}= is an empty list. Leave it out to select all.")
     if len(tensors) and (path is not None or ttype is not None): tensors = pick(tensors, path, ttype)
     tensors = training(tensors)
     first = first_trouble(tensors) if len(tensors) else None
