@@ -13,7 +13,6 @@ import json, math
 from enum import Enum
 from uuid import UUID
 
-from .messages import EmberWarning as EmberWarning # imported here for users of older versions
 from .messages import an, unknown
 
 # %% ../../nbs/05_ground/20_record.ipynb #30b5f42b
