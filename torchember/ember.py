@@ -432,7 +432,7 @@ def report_of(recorder, views=(), rules=None, feeds=()) -> Report: # views: live
         errors=r.notices.errors, skipped=r.notices.unmeasurable, remarks=remarks,
         **{k: v for k,v in beside.items() if v},
         **({} if cost.budget is None else {'thinned': cost.budget.thinned-r.pipe.gate.decide.denied,
-        'budget': str(cost.budget)}))
+            'budget': str(cost.budget)}))
 
 # %% ../nbs/57_ember.ipynb #478d3f42
 class torchEmber(ArmedModel):

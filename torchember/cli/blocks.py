@@ -21,10 +21,6 @@ def scale_image(png, width, height=None):
     return image.resize((width, max(round(width*image.height/image.width), 1) if height is None else height),
         Image.Resampling.LANCZOS)
 
-def has_24_bit_color(env):
-    "Return True if the terminal can show 24-bit colors, according to its environment variables."
-    return env.get('COLORTERM') in ('truecolor', '24bit')
-
 def color_code(rgb, is_24_bit):
     "Return the part of an ANSI escape sequence for a color."
     if is_24_bit: return '2;'+';'.join(map(str, rgb))
@@ -44,6 +40,6 @@ def draw_blocks(png, columns, env=None):
         return ''.join(''.join('█▓▒░ '[min(sum(map(sum, pair))//307, 4)] for pair in row)+'\n' for row in pairs)
     def code(rgb):
         "Return the part of an ANSI escape sequence for a color."
-        return color_code(rgb, has_24_bit_color(env))
+        return color_code(rgb, env.get('COLORTERM') in ('truecolor', '24bit'))
     return ''.join(''.join(f'\x1b[38;{code(upper)}m\x1b[48;{code(lower)}m▀' for upper,lower in row)+'\x1b[0m\n'
         for row in pairs)

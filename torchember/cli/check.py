@@ -9,7 +9,8 @@ __all__ = ['check_command']
 import argparse, functools, os, shutil, sys, tempfile, threading
 
 from .commands import command
-from .terminal import colorize, print_lines, to_json
+from .terminal import print_lines, to_json
+from .verdicts import colorize_line
 from ..ground.messages import printable
 from ..run import Recording, comma_list, load_program, run_source, split_arguments, threads_run
 
@@ -215,10 +216,9 @@ def exit_code(checking, fail_on):
 def print_result(checking, error, as_json):
     "Print the tables of all models, or why there is none."
     if os.environ.get('RANK', '0')!='0': return # of several processes, only the first prints
-    color = lambda line: colorize(line, {'ERROR': 'error', 'WARNING': 'warning'}.get(line.partition(' ')[0]))
     if as_json: print_lines(to_json([t.as_dict() for t in checking.tables]))
     else:
-        for t in checking.tables: print_lines('', *map(color, t.lines()))
+        for t in checking.tables: print_lines('', *map(colorize_line, t.lines()))
     if not any(t.table is not None for t in checking.tables):
         why = [] if checking.tables else [f'nothing was checked: {why}' for why in why_no_table(checking)]
         print_lines(*(f'torchember check: {line}' for line in [*why, ended_phrase(error)]), file=sys.stderr)

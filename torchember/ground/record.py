@@ -13,7 +13,7 @@ import json, math
 from enum import Enum
 from uuid import UUID
 
-from .messages import EmberWarning as EmberWarning # older programs import it from this module
+
 from .messages import an, unknown
 
 # %% ../../nbs/05_ground/20_record.ipynb #30b5f42b

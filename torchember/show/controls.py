@@ -365,7 +365,7 @@ control_makers = {
     'cmap': lambda a: a.choose(a.maybe|{m: m for m in maps}),
     'zeros': lambda a: a.choose({'automatic': None, 'gray': True, 'as colours': False}),
     'fig_title': lambda a: Control(a.W.Text(value=a.value or '', description=a.name, continuous_update=False),
-    lambda v: v or None, lambda v: v or '')}
+        lambda v: v or None, lambda v: v or '')}
 main = ('kind', 'ttype', 'stat', 'loss', 'inc', 'x', 'col_wrap', 'deepest', 'step', 'steps', 'path',
     'dtype_annotation', 'dtypes')
 without_control = ('ax', 'y', 'figsize', 'legend_kws')

@@ -14,7 +14,7 @@ from ..ground.messages import printable, unknown
 # %% ../../nbs/70_state/02_tables.ipynb #e6b5a8b5
 columns_group = dict(
     all=['no', 'name', 'shape', 'numel', 'norm1', 'norm1_mean', 'norm2', 'sum', 'mean', 'var', 'std',
-    'skew', 'kurtosis', 'max', 'min', 'abs_min', 'abs_max'],
+        'skew', 'kurtosis', 'max', 'min', 'abs_min', 'abs_max'],
     default=['no', 'name', 'shape', 'numel', 'norm1', 'norm1_mean', 'norm2'],
     custom=[]) # Name of a group -> its columns; `register_reduction` adds columns to `all`
 

@@ -247,7 +247,7 @@ def container_kind(cls):
     nnx = sys.modules['flax.nnx']
     if issubclass(cls, nnx.Module):
         return 'unmarked' if issubclass(cls, Mapping) or any(is_flax_bridge(c) for c in cls.__mro__) else 'module'
-    if issubclass(cls, getattr(nnx, 'Pytree', nnx.Object)): return 'object'
+    if issubclass(cls, nnx.Pytree): return 'object'
     if issubclass(cls, dict): return 'dict'
     return 'list' if issubclass(cls, list|tuple) else ''
 

@@ -53,7 +53,7 @@ class Spread:
     def __init__(self, rank:int|None=None, world:int=1): # rank: number of this process; None for a single process
         self.rank,self.world = rank,world
         # axes: name of a mesh axis in the log -> ranks along this axis
-        self.axes,self.known,self.roles_known = {},{},{}
+        self.axes,self.known = {},{}
         # columns of a row in the log, for an array that only this process has
         self.own = () if rank is None else (('part', 'world:?'),)
 

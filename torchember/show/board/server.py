@@ -132,7 +132,7 @@ class Board:
         hosts=() # Host names besides localhost and IP addresses, such as that of a proxy
     ):
         self.listing,self.token,self.hosts = Listing(home, names),token or secrets.token_urlsafe(18),{*of_localhost, *hosts}
-        self.pages,self.viewers,self.seen = Pages(self.listing),0,0. # seen: time when the log files were last read
+        self.pages,self.seen = Pages(self.listing),0. # seen: time when the log files were last read
         self.page,self.policy = render_board(' '.join(map(str, names)))
 
     async def get_start_page(self, request):
@@ -161,19 +161,16 @@ class Board:
         from starlette.responses import StreamingResponse
         async def stream():
             "Yield the list of runs as text of an event, whenever the list has changed."
-            self.viewers += 1
             version,quiet = None,0
-            try:
-                yield 'retry: 2000\n\n'
-                while not self.ends.is_set():
-                    await self.look()
-                    if version!=self.listing.version:
-                        version,quiet = self.listing.version,0
-                        yield f'event: runs\ndata: {json.dumps(self.listing.rows, allow_nan=False)}\n\n'
-                    elif (quiet := quiet+1)%15==0: yield ': still here\n\n'
-                    try: await asyncio.wait_for(self.ends.wait(), self.every)
-                    except TimeoutError: pass # after this timeout, the files are read again
-            finally: self.viewers -= 1
+            yield 'retry: 2000\n\n'
+            while not self.ends.is_set():
+                await self.look()
+                if version!=self.listing.version:
+                    version,quiet = self.listing.version,0
+                    yield f'event: runs\ndata: {json.dumps(self.listing.rows, allow_nan=False)}\n\n'
+                elif (quiet := quiet+1)%15==0: yield ': still here\n\n'
+                try: await asyncio.wait_for(self.ends.wait(), self.every)
+                except TimeoutError: pass # after this timeout, the files are read again
         return StreamingResponse(stream(), headers={'Cache-Control': 'no-store', 'X-Accel-Buffering': 'no'},
             media_type='text/event-stream')
 
