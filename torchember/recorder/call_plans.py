@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ..capture.module_state import KEY
+from ..capture.private_torch import never_compile
 from ..capture.tensors import inputs, outputs
 from ..measure.blocks import as_cells
 from ..measure.elements import ordinary
@@ -276,3 +277,6 @@ class CallPlan:
         w[k.N_WEIGHTS] = -1
         self.weights = parameter_words(k, self.state)
         if self.weights is not None: w[[k.WEIGHTS, k.N_WEIGHTS]] = address_of(self.weights[0]),len(self.weights[1])
+
+# after a graph break torch.compile calls modules that have plans, and would compile these methods
+for f in (CallPlan.finish_inputs, CallPlan.finish_outputs): never_compile(f)
