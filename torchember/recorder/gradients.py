@@ -21,9 +21,13 @@ class Gradients:
         # Then the hooks of the ended step stay, because its gradients may still arrive
         self.keeps_hooks = False
 
+    def needs(self, ttype):
+        "Return True if `flow` must get the tensors of calls. ttype: 'input' or 'output'."
+        return self.of[ttype] in self.ttypes
+
     def flow(self, state, ttype, named, call, phase):
         "Install gradient hooks on the inputs or outputs of a call, if their gradients are recorded. ttype: 'input' or 'output'."
-        if (grad := self.of[ttype]) in self.ttypes: self.hook_tensors(state, grad, named, call, phase)
+        if self.needs(ttype): self.hook_tensors(state, self.of[ttype], named, call, phase)
 
     def hook_tensors(self, state, ttype, named, call, phase):
         "Install gradient hooks on the tensors of one call. ttype: 'input_grad' or 'output_grad'."

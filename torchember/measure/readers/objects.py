@@ -122,12 +122,13 @@ def call_table(typing, at, x, to):
  THREAD, BUSY, # thread of the pass; address of a counter that is not 0 while `Arena.take` collects rows
  OUTERMOST, PASS, STACK, LOG, CALLS, HERE, # state of the outermost module; number of the pass; Python objects that note the running calls
  CLOCK, SEEN, MEASURED, # iterator of event numbers; `Arena.seen`; set of the parameters measured in this step (0: none, -1: Python measures them)
+ MORE_INPUTS, MORE_OUTPUTS, # 1 if Python code needs the inputs, or the outputs, of each call, too, for example for hooks of gradients
  FILLED, SHARED, SPENT, # number of written rows; number of rows copied from another row; time spent in compiled code, in nanoseconds
  BOX, ENTRY, DEEPEST, ALIVE, # address of the black box, or 0; index and length of this thread's entry in it; index of the last sign of life
  TENSOR, PARAMETER, NONE, FALSE, FROM_PYTHON, DTYPES, TIMER, NOW, # from here on: addresses that are equal in all runs
  COMPILER, EXPORTING, BACKWARD, TRACING, MODES, TRANSFORM,
  VERSION, IS_NEG, TURN, PASS_, NUMBERS, PENDING, COUNTS, CURRENT, CALL, TRUE, REQUIRES, LEAF, GRADIENT,
- CPU_PLAN, NO_PLAN, SIZES, INPUT_SHAPES, OUTPUT_SHAPES, CHANGED, run_words) = range(53) # CHANGED: 1 if a tensor had another shape than the last one of its tap
+ CPU_PLAN, NO_PLAN, SIZES, INPUT_SHAPES, OUTPUT_SHAPES, CHANGED, run_words) = range(55) # CHANGED: 1 if a tensor had another shape than the last one of its tap
 
 names = {VERSION: '_version', IS_NEG: 'is_neg', TURN: 'turn', PASS_: 'pass_', NUMBERS: 'calls', PENDING: 'pending', COUNTS: 'counts',
     CURRENT: 'current', CALL: 'call', EXPORTING: exporting_flag or '', REQUIRES: 'requires_grad', LEAF: 'is_leaf', GRADIENT: 'grad',
@@ -361,8 +362,7 @@ def find_tensors(run, p, o, frames, out, n):
  KNOWN, # address of two numbers: 1 if the `moduleTrack` has the shapes of the last inputs, and of the last outputs
  ARGS, KWARGS, INPUTS, INPUT_NAMES, # addresses of the structures of args and kwargs (0: unknown), of the words of the input taps, of a tuple of names
  RESULT, OUTPUTS, OUTPUT_NAMES, # addresses of the structure of the result (0: unknown), of the words of the output taps, of a tuple of names
- PARAMETERS, WEIGHTS, N_WEIGHTS, # the module's dict of parameters; words for each parameter; number of parameters, -1 if unknown
- MORE_INPUTS, MORE_OUTPUTS, plan_words) = range(20) # MORE_INPUTS, MORE_OUTPUTS: 1 if Python code needs the tensors, too, for example for hooks of gradients
+ PARAMETERS, WEIGHTS, N_WEIGHTS, plan_words) = range(18) # the module's dict of parameters; words for each parameter; number of parameters, -1 if unknown
 # words of a parameter in a plan: address of its name; 0 if the parameter is None; key in `Parameters.seen`; words of its tap
 NAME,IS_SET,PAIR,WEIGHT_TAP,weight_words = 0,1,2,3,3+tap_words
 
@@ -554,7 +554,7 @@ def enter_call(plan, args, kwargs, start):
         done = write_all(run, plan, 0, out, n, start, call, to)
         if done==DONE:
             push(run, plan, call)
-            if load(plan+8*MORE_INPUTS)==1: done = MORE
+            if load(run+8*MORE_INPUTS)==1: done = MORE
     add_time(run, began)
     return done
 
@@ -614,7 +614,7 @@ def leave_call(plan, result, start):
         done = write_all(run, plan, 1, out, n, start, call, to)
         if done==DONE:
             set_current(run, plan)
-            if load(plan+8*MORE_OUTPUTS)==1 or list_size(load(run+8*STACK))==0: done = MORE
+            if load(run+8*MORE_OUTPUTS)==1 or list_size(load(run+8*STACK))==0: done = MORE
     add_time(run, began)
     return done
 
