@@ -10,7 +10,7 @@ from importlib import import_module
 
 from torch.nn.parameter import is_lazy
 
-from ..capture.optimizer import evenly_spaced, parameters_of, count_writes
+from ..capture.optimizer import evenly_spaced, parameters_of, trained_by, count_writes
 from ..capture.private_torch import is_unscaled, loss_scale
 from ..ground.record import flowing
 from .buffers import Buffers
