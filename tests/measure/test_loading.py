@@ -97,10 +97,10 @@ def train(n):
     for _ in range(n): model(torch.randn(4, 8)).square().mean().backward(); opt.step()
     loading.ready()
     return planning.objects() is not None, te.recorder.events.planned.written>0
-print(*train(20), *train(20), *train(5))
+print(*train(20), *train(30)[:1], *train(5))
 te.close()
 ''', TORCHEMBER_PLAN=plan, TORCHEMBER_WAIT='1')
-    assert told==['False', 'False', 'True', 'False', 'True', 'True'] if plan is None else told==['False']*6
+    assert told==(['False', 'False', 'True', 'True', 'True'] if plan is None else ['False']*5)
 
 
 def test_only_formats_of_the_model_are_loaded():
