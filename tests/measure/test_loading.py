@@ -84,6 +84,25 @@ print(te.close()['recorded']>10)
     assert told==['1', 'None', '0.0', 'True']
 
 
+@pytest.mark.parametrize('plan', [None, '0'])
+def test_functions_for_plans_are_compiled_beside_a_long_run(plan):
+    "A first run on a machine does not wait for the compiler. After many calls a background thread compiles, and all modules get plans."
+    told = run('''
+from torchember.measure import planning
+from torchember.recorder.call_plans import PlannedPass
+planning.are_cached,PlannedPass.most_unplanned = lambda: False,100
+opt = torch.optim.SGD(model.parameters(), lr=.01)
+te = torchEmber(model, optimizer=opt)
+def train(n):
+    for _ in range(n): model(torch.randn(4, 8)).square().mean().backward(); opt.step()
+    loading.ready()
+    return planning.objects() is not None, te.recorder.events.planned.written>0
+print(*train(20), *train(30)[:1], *train(5))
+te.close()
+''', TORCHEMBER_PLAN=plan, TORCHEMBER_WAIT='1')
+    assert told==(['False', 'False', 'True', 'True', 'True'] if plan is None else ['False']*5)
+
+
 def test_only_formats_of_the_model_are_loaded():
     told = run('''
 model.bfloat16()

@@ -15,7 +15,7 @@ from torchember.state.factories import from_activation
 
 @pytest.fixture(scope='module', autouse=True)
 def compiled_code():
-    "Load the compiled functions, although plans are off by default. A fixture, because the first call of a machine compiles them, in many seconds."
+    "Load the compiled functions. A fixture, because the first call of a machine compiles them, in many seconds."
     if loaded_objects() is None: pytest.skip('compiled code cannot take Python objects here')
 
 
@@ -248,8 +248,7 @@ scenarios = [evaluates, raises, fails_inside, other_shapes, micro_batches, rearm
 @pytest.mark.parametrize('scenario', scenarios, ids=lambda f: f.__name__)
 @pytest.mark.parametrize('ttypes', [None, alls], ids=['default', 'gradients'])
 def test_what_happens_between_steps(monkeypatch, scenario, ttypes):
-    # passes under a mode alternate with others, so no two planned calls follow each other
-    check(monkeypatch, 'blocks', scenario, scenario is not modes, **({} if ttypes is None else {'ttypes': ttypes}))
+    check(monkeypatch, 'blocks', scenario, **({} if ttypes is None else {'ttypes': ttypes}))
 
 
 def test_two_threads_in_one_pass(monkeypatch):
@@ -375,11 +374,11 @@ def test_forked_process_writes_no_rows(monkeypatch):
 @pytest.mark.parametrize('what', ['inputs', 'outputs'])
 def test_interrupted_learning_leaves_no_address(monkeypatch, what):
     model,loss,_,te = trained(monkeypatch)
-    def interrupt(taps, tensors): raise KeyboardInterrupt
+    def interrupt(*args): raise KeyboardInterrupt
     plan = plan_of(model[2])
     k,words = plan.kinds,plan.words
     assert words[k.ARGS] and words[k.RESULT]
-    monkeypatch.setattr(call_plans, 'fits', interrupt)
+    monkeypatch.setattr(call_plans, 'structure_of', interrupt)
     with pytest.raises(KeyboardInterrupt): plan.finish_inputs(k.OTHER, (floats(),), {}) if what=='inputs' else plan.finish_rows(k.OTHER, [], 0, floats())
     assert not words[k.ARGS if what=='inputs' else k.RESULT]
     te.close()

@@ -8,7 +8,7 @@ __all__ = ['compiling', 'loader', 'load_numba', 'check_loops', 'LoadTimes', 'Loa
 
 # %% ../../nbs/20_measure/07_loading.ipynb #d10a000e
 import atexit, os, threading
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from time import perf_counter
 
@@ -81,35 +81,45 @@ class Loader:
         else: self.load(fmt)
         return fmt in self.loaded
 
-    def request(self, fmt): # fmt: number format such as 'float32'
-        "Let a background thread load the compiled loops for a number format."
-        if fmt in self.requested or self.closed: return
-        self.requested.add(fmt)
-        self.threads.append(threading.Thread(target=self.load_in_thread, args=(fmt,), name='torchember loads', daemon=True))
+    def request(self, what, load=None):
+        """Let a background thread load compiled code. `what`: number format of loops, such as 'float32'.
+
+        `load`: function that loads other compiled code, called with `what`."""
+        if what in self.requested or self.closed: return
+        self.requested.add(what)
+        self.threads.append(threading.Thread(target=self.load_in_thread, args=(load or self.load, what), name='torchember loads', daemon=True))
         self.threads[-1].start()
 
-    def load_in_thread(self, fmt):
-        "Load the compiled loops for a number format. This method runs in a background thread."
-        try: self.load(fmt)
+    def load_in_thread(self, load, what):
+        "Call `load(what)`. This method runs in a background thread."
+        try: load(what)
         finally: self.finished += 1
+
+    @contextmanager
+    def measuring(self):
+        "Return a context manager for loading compiled code: it takes the lock, shows the progress, and adds the seconds to `times`."
+        with self.lock:
+            start,here = perf_counter(),threading.current_thread() in self.threads
+            try:
+                with nullcontext() if here else waiting(compiling): yield
+            finally:
+                seconds = perf_counter()-start
+                self.times.total += seconds
+                if here: self.times.in_thread += seconds
 
     def load(self, fmt):
         "Load and check the compiled loops for one number format. Do nothing if they are loaded, or if loading has failed before."
         with self.lock:
             if fmt in self.loaded or self.failed or self.closed: return
-            start,here = perf_counter(),threading.current_thread() in self.threads
             try:
-                with nullcontext() if here else waiting(compiling):
+                with self.measuring():
                     self.module = load_numba()
                     if self.module is not None: self.module.load(fmt)
-                if self.module is not None and (why := check_loops(self.module, fmt)): raise ArithmeticError(why)
+                    if self.module is not None and (why := check_loops(self.module, fmt)): raise ArithmeticError(why)
                 # the import fails, for example, if numba does not support this version of numpy
             except Exception as e: self.module,self.error = None,f'{type(e).__name__}: {e!s:.200}'
             if self.module is None: self.failed = True
             else: self.loaded.add(fmt)
-            seconds = perf_counter()-start
-            self.times.total += seconds
-            if here: self.times.in_thread += seconds
         if not self.in_thread: self.report_error()
 
     def report_error(self):
@@ -146,13 +156,14 @@ def loops():
     "Return the Python module `measure.readers.numba` with the compiled loops. Return None without numba, or while a thread is loading."
     return loader.module if loader.has('float32') else None
 
-def warm(tensors=()):
+def warm(tensors=(), *more):
     """Load the compiled loops for the dtypes of `tensors`, such as the parameters of a model, so that no training step has to wait.
 
-    With TORCHEMBER_WAIT=0 a background thread loads, and this function returns at once."""
+    With TORCHEMBER_WAIT=0 a background thread loads, and this function returns at once. `more`: functions that load other compiled code."""
     loader.in_thread = os.environ.get('TORCHEMBER_WAIT', '')=='0'
     dtypes,before = {x.dtype: None for x in tensors if x.device.type=='cpu'},loader.times.total-loader.times.in_thread
     for d in dtypes: loader.has(format_for(d))
+    for load in more: load()
     loader.times.arming += loader.times.total-loader.times.in_thread-before
 
 def ready(timeout=None) -> bool:

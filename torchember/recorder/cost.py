@@ -10,6 +10,7 @@ import torch
 
 from .budget import ThreadTimer, call_overhead, clock
 from ..measure.loading import loading, loading_seconds, seconds_beside, seconds_waited, warm
+from ..measure.planning import load_quickly
 from ..measure.arena import Arena
 from ..measure.tap import observe
 
@@ -87,9 +88,9 @@ class Cost:
         if self.local.entered is None: self.spent += clock()-since
 
     def warm(self, tensors=()):
-        "Load the compiled loops for these tensors before the training begins, and count the time as `arming`."
+        "Load the compiled loops for these tensors, and functions for calls, before the training begins. Count the time as `arming`."
         before = seconds_waited()[0]
-        warm(tensors)
+        warm(tensors, load_quickly)
         self.arming += seconds_waited()[0]-before
 
     def warm_up(self):

@@ -21,9 +21,13 @@ class Gradients:
         # Then the hooks stay on tensors of the ended step, because gradients of these tensors may still arrive
         self.keeps_hooks = False
 
+    def needs(self, ttype):
+        "Return True if `flow` must get the tensors of calls. ttype: 'input' or 'output'."
+        return self.of[ttype] in self.ttypes
+
     def flow(self, state, ttype, named, call, phase):
         "Install gradient hooks on the inputs or outputs of a module call, if their gradients are recorded. ttype: 'input' or 'output'."
-        if (grad := self.of[ttype]) in self.ttypes: self.hook_tensors(state, grad, named, call, phase)
+        if self.needs(ttype): self.hook_tensors(state, self.of[ttype], named, call, phase)
 
     def hook_tensors(self, state, ttype, named, call, phase):
         "Install gradient hooks on the tensors of one module call. ttype: 'input_grad' or 'output_grad'."

@@ -126,6 +126,10 @@ class OutputFacts:
         self.number = 1 # number of recorded steps, including the current step
         self.is_due,self.has_failed = True,False
 
+    def needs(self, ttype):
+        "Return True if `flow` must get the tensors of calls in the open step."
+        return self.is_due
+
     def flow(self, state, ttype, named, call, phase=None):
         "Note the state of autocast at the input of a module call, and some rows of the output. Arguments as in `Flows.flow`."
         if not self.is_due or phase is not None or call: return

@@ -608,9 +608,13 @@ def source_checksum(*names):
 # may add to, and of the sources, computed when they are imported, because a file may change between its import and the compilation
 layout_checksum = zlib.crc32(' '.join(parts).encode()) ^ source_checksum(*(f.__module__ for f in (address_of, no_elements)), __name__)
 
+def name_in_cache(function, more=0):
+    "Return the name of a function in numba's cache on disk, which changes with the sources. `more`: checksum of further sources."
+    return f'{function.__name__}_{layout_checksum ^ more:x}'
+
 def compile_cached(compiled, function, more=0):
     "Compile a function by the decorator `compiled`, or load it from numba's cache on disk. `more`: checksum of further sources."
-    function.__qualname__ = f'{function.__name__}_{layout_checksum ^ more:x}'
+    function.__qualname__ = name_in_cache(function, more)
     try: return compiled(cache=True)(function)
     except RuntimeError: return compiled()(function) # numba found no writable folder for its cache
 
