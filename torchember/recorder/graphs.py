@@ -141,6 +141,7 @@ class CapturedEvents(Listener):
     def step_ends(self, optimizer): self.tape.add('step_ends', optimizer, getattr(optimizer, 'found_inf', None))
 
     def clips(self, parameters):
+        if 'unclipped_grad' not in self.events.sources.ttypes: return
         ids = {id(p) for p in parameters}
         for st,tname,n,grad in self.events.sources.parameters.unclipped(ids):
             self.tape.add('clips', st, tname, n, self.tensor(st, 'unclipped_grad', tname, grad))

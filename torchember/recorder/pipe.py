@@ -9,6 +9,7 @@ __all__ = ['Gate', 'PassRemover', 'Pipe', 'begin_pass', 'close_by_pass', 'join_p
 from .black_box import BETWEEN
 from .budget import duration
 from ..ground.choose import at, schedule
+from .early_clips import EarlyClips
 from .left_gradients import LeftGradients
 from .refused import RefusedPasses
 from .row_writer import ProvisionalStep, write_refused
@@ -70,13 +71,14 @@ class PassRemover:
         self.gate,self.tally,self.lock = gate,tally,lock
         self.refused = RefusedPasses(self.note_backward)
         self.left = LeftGradients(sources.watch.optimizers if sources.watch else ())
-        sources.parameters.known.more.append(self.left.facts)
+        self.clips = EarlyClips()
+        sources.parameters.known.more += [self.left.facts, self.clips.facts]
 
     def note_backward(self):
         "Remove refused passes when a backward begins, because the backward changes the gradients by which refused passes are found."
         with self.lock:
             self.remove_refused()
-            self.left.note_backward(self.refused.parameters, self.steps.number)
+            for checks in (self.left, self.clips): checks.note_backward(self.refused.parameters, self.steps.number)
 
     def remove_last(self):
         "Remove the last pass and its rows, because the pass failed."

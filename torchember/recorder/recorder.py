@@ -177,7 +177,7 @@ def make_model(events, optimizer_events, pipe, settings, drain):
     "Create the `ArmedModel` of a recorder. `drain`: function that writes all queued rows before a CUDA graph is captured."
     watch,graphs = pipe.sources.watch,None
     watches = [] if watch is None else [watch]
-    if 'unclipped_grad' in settings.ttypes: watches.append(ClippingWatch(optimizer_events))
+    if {'weight_grad', 'unclipped_grad'} & set(settings.ttypes): watches.append(ClippingWatch(optimizer_events))
     if settings.cuda_graphs: graphs = Graphs(events, optimizer_events, settings.ttypes, lambda *some: model.set_listeners(*some), drain)
     elif devices.accelerator(): graphs = Quiet(drain)
     model = ArmedModel(events, optimizer_events, watches, pipe.sources, pipe.cost, graphs)
