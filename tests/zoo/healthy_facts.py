@@ -69,6 +69,25 @@ def each_layer_learns_on_its_own(arm):
         te.step()
 
 
+@is_healthy
+def learned_weights_of_two_losses(arm):
+    "Two tasks are weighted by their learned uncertainty (Kendall et al. 2018). The loss uses the two weights, and `forward` does not"
+    torch.manual_seed(485)
+    x,y = digits()
+    model = nn.ModuleDict(dict(body=mlp(64, 48, 32), digit=nn.Linear(32, 10), size=nn.Linear(32, 1)))
+    model.log_variances = nn.Parameter(torch.zeros(2))
+    opt = torch.optim.Adam(model.parameters(), 2e-3)
+    te = arm(model, optimizer=opt)
+    for a,b in batches(80, 32, x, y):
+        h = model['body'](a).relu()
+        both = torch.stack([F.cross_entropy(model['digit'](h), b), F.mse_loss(model['size'](h).squeeze(1), a.mean(1))])
+        loss = (both*torch.exp(-model.log_variances)+model.log_variances/2).sum()
+        te.log(loss=loss)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+
+
 # clipping
 
 @is_healthy

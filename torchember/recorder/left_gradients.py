@@ -22,15 +22,18 @@ def is_readable(g):
     return type(g) is torch.Tensor and g.dtype in plain_floats and g.layout is torch.strided and not g.is_meta
 
 def may_be_cleared(p):
-    "Return True if a parameter has no gradient or only zeros in it, or if the gradient cannot be read."
+    "Return True if a parameter has no gradient or only zeros in it, or if the gradient cannot be read. Of a sharded gradient, the local part is read."
     g = grad_of(p)
+    if hasattr(g, 'to_local'): g = g.to_local()
     return g is None or not is_readable(g) or not bool(some_values(g).any())
 
 # %% ../../nbs/40_recorder/46_left_gradients.ipynb #fed28507
 class LeftGradient:
     "Counts for one parameter: intervals between two steps of its optimizer, and intervals in which its gradient was never set to zero."
-    def __init__(self, version):
+    def __init__(self, version, is_late=False):
         self.version = version # version counter of the weight at the last backward
+        # True if the backward is noticed after it has computed this gradient. A weight of the loss, outside of all modules, is such a parameter
+        self.is_late = is_late
         # begun: True once a step was seen; cleared: True if the gradient was zero when a backward began, since the last step
         self.begun = self.cleared = False
         self.backwards = 0 # number of backwards since the last step of the optimizer
@@ -58,7 +61,12 @@ class LeftGradients:
         self.optimizers,self.owners = optimizers,None # owners: id of a parameter -> ids of its optimizers
         self.stepped = set() # ids of the optimizers that stepped since the last backward
         self.counts = {} # id of a parameter -> `LeftGradient`
+        self.at_start = set() # ids of the parameters that had a gradient when the model was armed
         self.backwards = 0
+
+    def prepare(self, parameters):
+        "Store which parameters have a gradient before the first backward."
+        self.at_start = {id(p) for p in parameters if grad_of(p) is not None}
 
     def note_step(self, optimizer): self.stepped.add(id(optimizer))
 
@@ -79,7 +87,8 @@ class LeftGradients:
         if self.owners is None: self.owners = self.find_owners()
         for p in parameters:
             c = self.counts.get(id(p))
-            if c is None: c = self.counts[id(p)] = LeftGradient(p._version)
+            if c is None: c = self.counts[id(p)] = LeftGradient(p._version, id(p) not in self.at_start and not may_be_cleared(p))
+            if c.is_late: continue
             moved = bool(self.owners.get(id(p), set()) & self.stepped) if self.optimizers else p._version!=c.version
             c.version = p._version
             if moved: c.end_interval(step)

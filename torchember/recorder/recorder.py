@@ -114,7 +114,7 @@ class ArmedModel:
         self.owner = owner
         self.use_modules(tracks)
         self.sources.prepare(root)
-        self.events.pipe.remover.refused.choose_parameters(root)
+        self.events.pipe.remover.choose_parameters(root)
         self.sources.armed(arm(tracks, self.events, watched, methods))
         self.containers = Containers(tracks, self.sources.states)
         self.set_listeners(self.events, self.optimizer_events)
@@ -243,6 +243,7 @@ class Recorder:
         "Add the user's numbers to the step of the last pass."
         open_recorders.add(self) # the recorder is added again, because numbers logged after `torchEmber.close` must be written, too
         self.losses.note(numbers)
+        self.pipe.remover.hook_losses(numbers)
         values = loggable(numbers, self.notices)
         if numbers and not values: return
         with self.lock: self.writer.extra.note(values, self.buffer, self.steps, self.pipe.gate.writes)
