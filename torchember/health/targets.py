@@ -238,8 +238,8 @@ def target_range(h, least=.02, part=.25):
         if (found := find_wrong_labels(h, e, part) or find_unreachable(h, e, least, part)) is not None: yield found
 
 # %% ../../nbs/55_health/47_targets.ipynb #bdb7419c
-# Operations at the end of a model whose last layer returns logits
-layers = 'Addmm', 'Mm', 'Add', 'Convolution', 'Bmm', 'MkldnnConvolution', 'SlowConv2D', 'ThnnConv2D'
+# Operations at the end of a model whose last layer returns logits. 'probe': predictions of a JAX training, see `history.probed_losses`
+layers = 'probe', 'Addmm', 'Mm', 'Add', 'Convolution', 'Bmm', 'MkldnnConvolution', 'SlowConv2D', 'ThnnConv2D'
 
 def find_one_class(h, e, least):
     "Return a finding if all labels of a classifier are equal. Return None otherwise. `least`: least number of batches."
