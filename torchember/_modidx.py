@@ -2066,6 +2066,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                     'torchember/health/activations.py'),
                                                'torchember.health.activations.collapse': ( '55_health/activations.html#collapse',
                                                                                            'torchember/health/activations.py'),
+                                               'torchember.health.activations.dead_advice': ( '55_health/activations.html#dead_advice',
+                                                                                              'torchember/health/activations.py'),
                                                'torchember.health.activations.dead_units': ( '55_health/activations.html#dead_units',
                                                                                              'torchember/health/activations.py'),
                                                'torchember.health.activations.feeding_layer': ( '55_health/activations.html#feeding_layer',
