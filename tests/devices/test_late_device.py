@@ -14,6 +14,7 @@ from torch import nn
 from trainings import ALL, adam, cases, data, in_halves, model, optimizers, plain, recorded, same, settings
 
 from torchember import torchEmber
+from torchember.health.diagnose import load_history
 from torchember.measure import devices
 from torchember.measure.arena import Arena, queue_of
 from torchember.measure.blocks import address
@@ -1342,3 +1343,41 @@ def test_what_cannot_be_looked_at_any_more_ends_no_training(gpu, monkeypatch):
         warnings.simplefilter('always')
         assert means(Own())==[]
     assert 'grad_0 of a could not be measured' in str(said[0].message)
+
+
+def labelled(net, to, where, steps=12):
+    "Train a classifier with labels of a device, and return the facts about its loss."
+    opt,te = torch.optim.SGD(net.parameters(), .1),torchEmber(net, home=where, name='run')
+    torch.manual_seed(0)
+    for i in range(steps):
+        y = torch.full((16,), 2) if i==3 else torch.randint(5, (16,))
+        y[0] = -100
+        loss = nn.functional.cross_entropy(net(to(torch.randn(16, 4))), to(y))
+        te.log(loss=loss)
+        loss.backward()
+        te.step()
+        opt.step()
+        opt.zero_grad()
+    te.close()
+    return load_history('run', where).losses
+
+
+def test_labels_are_counted_without_waiting(gpu, monkeypatch, tmp_path):
+    net = nn.Linear(4, 5)
+    want = labelled(copy.deepcopy(net), torch.clone, tmp_path/'cpu')
+    got = labelled(moved_model(net), late, tmp_path/'gpu')
+    fail_on_faults(gpu)
+    assert got==want and (got[0]['smallest'], got[0]['largest'], got[0]['batches'], got[0]['single'], got[0]['distinct'])==(0, 4, 12, 1, 5)
+
+
+def test_labels_of_a_device_that_fails(gpu, monkeypatch, tmp_path):
+    from torchember.recorder.losses import Labels
+    labels = Labels()
+    for _ in range(20): labels.add(late(torch.arange(3)))
+    assert len(labels.pending)==16
+    labels.read_pending()
+    assert len(labels.pending)==16 # nothing has arrived
+    gpu.failed = True
+    labels.read_pending(True)
+    assert not labels.pending and labels.facts()=={}
+    gpu.failed = False

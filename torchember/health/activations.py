@@ -76,11 +76,13 @@ def find_nearly_dead(h, share):
         yield s.finding(at, f"From step {s.steps[at]} on, {zeros:.1%} of the outputs of {s.title} are zero: most of its units are dead.",
             s.path if layer is None else layer, stat='zero_frac', severity='warning', zero_frac=zeros, dead=s.path,
             confidence=confidence_from(1-zeros, 1-share),
-            advice="Start with biases near zero, lower the learning rate, or use LeakyReLU or GELU.")
+            advice=dead_advice(s.steps[at]==h.steps[0]))
         return
 
-dead_advice = ("Start with biases near zero and the default weights of torch. Lower the learning rate if the layer died during the training. "
-    "LeakyReLU and GELU let gradients pass.")
+def dead_advice(is_first):
+    "Return an advice about a layer whose outputs are zero. `is_first`: True if they are zero from the first step on."
+    default,rate = 'Start with biases near zero and the default weights of torch.','Divide the learning rate by 10, because the layer died in the training.'
+    return f"{default if is_first else rate} Or use LeakyReLU or GELU, which let gradients pass for negative inputs."
 
 def flag_nonpositive(s):
     "Return the mask of the steps in which no value of a tensor is above zero, known from the maximum, or else from `abs_mean` and `mean`."
@@ -98,7 +100,7 @@ def find_dead_by_gradient(h):
         if any((i := lasts_from(o.zero)) is None or o.steps[i]>s.steps[at]+1 for o in grads): continue
         return [s.finding(at, f"The activation after {s.title} is dead from step {s.steps[at]} on: all outputs of this layer are below "
             f"zero (mean {fmt(median(s['mean'][at:]))}), and its gradients are exactly zero, so it cannot recover.",
-            look="overview(run)", dead=path, advice=dead_advice)]
+            look="overview(run)", dead=path, advice=dead_advice(s.steps[at]==h.steps[0]))]
     return []
 
 def below_zero_phrase(fed, s, step):
@@ -139,7 +141,7 @@ def dead_units(h, share=.98):
     yield s.finding(at, f"The {s.ttype} of {s.title} is zero for all samples {when}{below_zero_phrase(fed, s, step)}.{recovery_phrase(h, s, layer, alive)}",
         s.path if fed is None else fed.path, ttype='output', severity='warning' if alive or h.progress.is_good else None,
         look="overview(run)",
-        zeros_in=len({z.path for z,_ in zeros}), first_zero=s.path, dead=s.path, advice=dead_advice)
+        zeros_in=len({z.path for z,_ in zeros}), first_zero=s.path, dead=s.path, advice=dead_advice(step==h.steps[0]))
 
 # %% ../../nbs/55_health/40_activations.ipynb #b3d04178
 def is_at_one_end(s):
@@ -206,11 +208,15 @@ def saturated(h, slope=.05):
     what = s.title if s.ttype=='output' else f'The {kind} before {s.title}'
     yield s.finding(at, f"{what} is saturated from step {step} on: its mean slope is {fmt(left)}, where {full_slope[kind]:g} is the most.{cause} "
         "Hardly any gradient passes.", s.path if layer is None else layer, severity='error' if h.progress.is_bad else None, ttype='output',
-        advice="Use smaller weights in the layer before this module (torch.nn.init.xavier_uniform_), normalized inputs, a normalization layer, "
-        "or a lower learning rate.", slope=left, saturated=s.path, layers=len(found),
+        advice=("Divide the learning rate by 10, or normalize before this module (BatchNorm, LayerNorm)." if step!=h.steps[0] else
+        "Start with smaller weights in the layer before this module (torch.nn.init.xavier_uniform_), and normalize the data: (x-mean)/std."),
+        slope=left, saturated=s.path, layers=len(found),
         confidence=confidence_from(left, slope*full_slope[kind], (len(s)-at)/len(s), h.progress.is_good))
 
 # %% ../../nbs/55_health/40_activations.ipynb #0cb0c418
+attention_advice = ("Divide the scores by the square root of the head size: q @ k.transpose(-2, -1) / head_size**0.5. If they are, "
+    "apply LayerNorm to queries and keys")
+
 def is_attention_weights(h, s):
     """Return True if a tensor holds attention weights, and is not the output of the model.
 
@@ -234,7 +240,7 @@ def find_peaked_rows(h, peak):
             confidence=confidence_from(1-size, 1-peak, (len(s)-at)/len(s), h.progress.is_good),
             # 'info' if the training goes well, because the model has then learned to attend to one position
             severity='error' if h.progress.is_bad else 'info' if h.progress.is_good and at>2 else None,
-            advice="Divide the logits by sqrt(head size), normalize queries and keys, or lower the learning rate.")
+            advice=attention_advice+", or lower the learning rate.")
 
 def find_peaked_start(h, early, masked=.8, least=8):
     """Yield findings about attention that prefers few positions in the first step, before the model has learned anything.
@@ -249,7 +255,7 @@ def find_peaked_start(h, early, masked=.8, least=8):
         if not size>(early if s['min'][0]>0 else masked): continue
         yield s.finding(0, f"Before anything was learned, the attention of {s.title} puts most weight on few of {s.shape[-1]} positions: the squared weights "
             f"of a row add up to {fmt(size)}, where {fmt(1/s.shape[-1])} is equal weight. Little gradient passes.", squares=size,
-            advice="Divide the logits by sqrt(head size), start with smaller weights of queries and keys, or normalize both.")
+            advice=attention_advice+", or start with smaller weights of queries and keys.")
 
 # %% ../../nbs/55_health/40_activations.ipynb #893f4d6c
 logit_text = "Queries and keys{of} are so large that the softmax puts nearly all weight on one position: "
@@ -268,7 +274,7 @@ def find_large_weights(h, logit):
         if at is None: continue
         yield w.finding(at, f"{logit_text.format(of=f' of {name_module(path, w.kind)}')}the weights give them an rms of about {fmt(each[at])}, "
             f"so logits are about {fmt(each[at]**2)}, from step {w.steps[at]} on.", severity='error' if h.progress.is_bad else None,
-            advice="Start with smaller weights (torch.nn.init.xavier_uniform_), normalize queries and keys, or lower the learning rate.",
+            advice="Start with smaller weights (torch.nn.init.xavier_uniform_), apply LayerNorm to queries and keys, or lower the learning rate.",
             logits=float(each[at]**2), confidence=confidence_from(each[at]**2, logit, against=h.progress.is_good))
 
 # %% ../../nbs/55_health/40_activations.ipynb #253e2c1e
@@ -302,8 +308,8 @@ def find_large_products(h, logit):
         severity = 'error' if h.progress.is_bad else 'info' if h.progress.is_good else None
         yield q.finding(at, f"{logit_text.format(of='')}{name_module(q.path)} has an rms of {fmt(q.rms[n-1])} and {name_module(k.path)} "
             f"of {fmt(k.rms[n-1])}, so logits are about {fmt(size[n-1])}, from step {q.steps[at]} on.", severity=severity,
-            advice="Divide the logits by sqrt(head size), normalize queries and keys (q_norm, k_norm), start with smaller weights, "
-            "or lower the learning rate.", logits=float(size[n-1]), confidence=confidence_from(size[n-1], logit, (n-at)/n, h.progress.is_good))
+            advice=attention_advice+", start with smaller weights, or lower the learning rate.",
+            logits=float(size[n-1]), confidence=confidence_from(size[n-1], logit, (n-at)/n, h.progress.is_good))
 
 # %% ../../nbs/55_health/40_activations.ipynb #56a72632
 @rule(severity='warning', needs='output', stats=('mean', 'rms'), after=('update_too_large',))
@@ -358,8 +364,8 @@ def find_posterior_collapse(h, least=1e-3):
                 advice="Start with a small weight of the KL divergence and raise it slowly, sum the reconstruction error over all values, "
                 "or use free bits.", nats=float(nats[-1]), confidence=confidence_from(nats[-1], least))
 
-collapse_advice = ("Check what the loss rewards: equal outputs may be its optimum. Add negative samples, stop the gradient on one side, "
-    "or lower the weight decay.")
+collapse_advice = ("If the loss compares two outputs of the model, equal outputs may be its optimum: add negative samples, or detach() one of the two. "
+    "Otherwise divide the learning rate and weight_decay by 10.")
 
 def find_rank_collapse(h):
     "Yield findings about an effective rank that falls from more than 3 to nearly 1. `Monitor` records effective ranks."

@@ -58,8 +58,8 @@ def constant_batch(h, most=.5, least=8):
         value = f"are {fmt(values[0])}" if len(values)==1 else "are equal"
         yield s.finding(at[0], f"In {len(at)} of {len(s)} steps, all values of {s.tname} of {s.title} {value}: "
             f"the batch was lost (step {list_batch_steps(s.steps[at])}).", last=at[-1], stands=True, steps=len(at), of=len(s), value=float(values[0]),
-            advice="Look at the batch of such a step. Wait for transfers (non_blocking=True needs pinned memory that is not reused), "
-            "and check the transforms and the files of these samples.")
+            advice="Print x.min() and x.max() of each batch that the loader returns. If they are equal there, check the transforms and the files of these "
+            "samples. If not, wait for the transfer: .to(device) without non_blocking=True.")
 
 # %% ../../nbs/55_health/48_batches.ipynb #77878e41
 def equal_to_earlier(ins, distance):

@@ -189,6 +189,36 @@ def correct_entry(p, h):
         if changes or any(c in weight for c in sure_statistics): more['changes'] = changes
     return p | more
 
+# %% ../../nbs/55_health/10_history.ipynb #5d1340ab
+def label_range(s):
+    "Return the smallest and the largest label in each step. None if they were not recorded. `s`: series of the labels."
+    if 'max' in s and 'min' in s: return s['min'],s['max']
+    # of labels without a negative value, the absolute values are the labels
+    if all(c in s for c in ('abs_max', 'abs_min', 'abs_mean', 'mean')) and np.isclose(s['abs_mean'], s['mean']).all(): return s['abs_min'],s['abs_max']
+
+def facts_of_labels(s) -> dict:
+    "Return the facts about class labels for an entry of a loss, see `store.losses`. `s`: series of the labels."
+    if (found := label_range(s)) is None or not all(np.isfinite(v).all() for v in found): return {}
+    low,high = found
+    same = low==high
+    # the number of different labels is exact if each batch has labels of one class only, and at least 2 otherwise
+    return dict(smallest=int(low.min()), largest=int(high.max()), batches=len(s), single=int(same.sum()), distinct=len({*low, *high}))
+
+def probed_losses(series) -> list:
+    "Return an entry of each loss whose predictions and targets a JAX training gave to `probe`, as in `store.losses`."
+    of,out = {(s.ttype, s.tname): s for s in series if s.path=='' and str(s.tname).partition('.')[0]=='loss'},[]
+    for (ttype,name),t in of.items():
+        p = of.get(('prediction', name))
+        if ttype!='target' or p is None or t.shape is None or p.shape is None: continue
+        e = dict(kind='probe', name=name, tname=name, takes=None, activations=[], end='probe', first_step=int(t.steps[0]), seen=len(t), shape=list(p.shape),
+            target_shape=list(t.shape), target_dtype=t.dtype)
+        if 'int' in str(t.dtype) and p.shape[:-1]==t.shape and p.shape[-1]>1: e |= dict(kind='cross_entropy', classes=p.shape[-1]) | facts_of_labels(t)
+        elif p.shape!=t.shape:
+            try: e |= dict(expanded=len(t), result_shape=list(np.broadcast_shapes(p.shape, t.shape)))
+            except ValueError: pass # not broadcast, such as targets that are an index
+        out.append(e)
+    return out
+
 # %% ../../nbs/55_health/10_history.ipynb #49f48f26
 class History:
     """The input of all rules: series of each tensor's statistics, order of the modules, logged numbers, and metadata of the parameters.
@@ -218,6 +248,7 @@ class History:
         if in_eval_mode: self.trained,self.evaluated = self.all,[]
         self.steps = union_of_steps(self.trained)
         self.graph = ModuleGraph(self.trained)
+        if not self.losses: self.losses = probed_losses(self.trained)
 
     def series(self, *ttypes:str, evaluated=False) -> list:
         """Return the series of some tensor types, in the order of calls. `evaluated`: True for evaluations instead of training passes.

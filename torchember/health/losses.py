@@ -88,7 +88,8 @@ def find_ascent(h, share, least):
     usual = plain_median(shares)
     return finding('', f"The optimizer maximizes the loss: the weights move along their gradients and not against them, in {usual:.0%} "
         f"of the steps, for {len(shares)} weights.", h.steps[0], h.steps[-1], ttype='weight', stands=True, look="overview(run)",
-        advice="Check for maximize=True, a wrong sign of the loss, a negative learning rate, or a hook that flips gradients.",
+        advice="Check the sign of the number that backward() is called on, maximize=True in the optimizer, a negative learning rate, and hooks that change "
+        "gradients.",
         along=usual, weights=len(shares), severity=None if h.progress.verdict=='rises' else 'warning',
         confidence=confidence_from(1-usual, 1-share, (shares>.6).mean(), h.progress.is_good))
 
@@ -278,7 +279,8 @@ def loss_stalls(h, least=30, close=.03):
     p = h.progress
     if len(p.values)<least: return
     # if the kind of the loss is known, the rule `loss_input` finds a softmax applied twice exactly, so this rule does not guess
-    if not h.losses and (found := find_double_softmax(h, p) or find_double_sigmoid(h, p) or find_relu_logits(h, p)): yield found; return
+    known = any(e.get('end')!='probe' for e in h.losses) # True if the graph of the loss was read
+    if not known and (found := find_double_softmax(h, p) or find_double_sigmoid(h, p) or find_relu_logits(h, p)): yield found; return
     if found := find_fall_to_guess(h, p, 2*least, close): yield found; return
     if p.verdict!='stalls' or abs(p.end)<1e-6 or h.started_low: return
     # no finding if the loss is so noisy that a fall would not be visible
@@ -331,7 +333,8 @@ def loss_spike(h, times=10., part=.5):
     yield finding('', f"At step {step}, the loss jumps to {fmt(v[i])}, where {fmt(usual)} was usual, and "
         f"{f'returns at step {p.steps[end]}' if end else 'does not return'}.{why}", step, p.steps[end-1] if end else p.steps[-1],
         ttype='scalar', severity=severity, look="overview(run)", loss=float(v[i]), usual=usual, confidence=confidence_from(v[i]/usual, times),
-        advice="Check the batch of this step, and clip the gradients (torch.nn.utils.clip_grad_norm_).")
+        advice="Print x.abs().max() and y of the batch of this step. Clipping limits the harm: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.) "
+        "after backward().")
 
 # %% ../../nbs/55_health/45_losses.ipynb #b9084578
 def find_constant_data(s, share=.9):

@@ -70,6 +70,6 @@ def rank_collapse(h, parallel=.9995, apart=.95, start=8., left=1.5):
         yield finding(o.path, f"The outputs of {name_module(o.path, o.kind)} {text}. So the next layers can hardly tell samples apart.", step, int(o.steps[-1]),
             severity='error' if h.progress.is_bad else None, ttype='output', cosine=float(o.cosine[-1]), rank=float(o.rank[-1]), start=float(o.rank[0]),
             look=f"scalar_line(run, {o.path!r}, 'output', 'std')",
-            advice="Check what the loss rewards: equal outputs may be its optimum. Add negative samples or a variance term, stop the gradient on one side, "
-            "add residual connections, or lower the learning rate.")
+            advice="If the loss compares two outputs of the model, equal outputs may be its optimum: add negative samples, or detach() one of the two. "
+            "Otherwise divide the learning rate by 10, or add residual connections.")
         return

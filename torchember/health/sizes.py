@@ -86,7 +86,8 @@ def report_larger_steps(h, moves, late, limit):
         f"{fmt(before)} was usual. {len(late)} of {len(moves)} weights have such updates. {loss_sentence(h.progress)}",
         step, m.s.steps[-1], ttype='weight', look="updates(run)", ratio=float(m.ratio[i]), before=before, weights=len(late),
         confidence=confidence_from(m.ratio[i], limit, len(late)/len(moves)),
-        advice="Clip the gradients (torch.nn.utils.clip_grad_norm_), lower the learning rate, or check the batch of this step.")
+        advice="Print x.abs().max() and y of the batch of this step. If they are as usual, divide the learning rate by 10, or clip the gradients after "
+        "backward(): torch.nn.utils.clip_grad_norm_(model.parameters(), 1.).")
 
 # %% ../../nbs/55_health/30_sizes.ipynb #e63dddfe
 @rule(severity='error', needs=('weight', 'weight_grad'), stats=('rms', 'std'), after=('poor_input_scale',))
@@ -215,7 +216,8 @@ def find_slow_group(h, moves, usual, ratio):
     k = min(slow, key=lambda k: h.graph.position(k[0]))
     w,more = moves[k].s,f" {len(slow)} weights have such updates." if len(slow)>1 else ''
     yield finding(w, f"{w.title} hardly changes: its updates are {fmt(usual[k])} of its size, and those of the other weights {fmt(largest)}."
-        f"{more}", h.steps[0], h.steps[-1], advice="Check the learning rate of the parameter group of this weight.", look="updates(run)",
+        f"{more}", h.steps[0], h.steps[-1],
+        advice="Print optimizer.param_groups: the group of this weight may have another learning rate than the other groups.", look="updates(run)",
         confidence=confidence_from(usual[k], min(ratio/10, largest*1e-3)), ratio=usual[k], usual=largest, weights=list_names([moves[k].s.label for k in slow]))
 
 # %% ../../nbs/55_health/30_sizes.ipynb #21e17a7e

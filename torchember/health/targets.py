@@ -240,8 +240,8 @@ def target_range(h, least=.02, part=.25):
         if (found := find_wrong_labels(h, e, part) or find_unreachable(h, e, least, part)) is not None: yield found
 
 # %% ../../nbs/55_health/47_targets.ipynb #bdb7419c
-# operations after which the output of a last layer still is a logit
-layers = 'Addmm', 'Mm', 'Add', 'Convolution', 'Bmm', 'MkldnnConvolution', 'SlowConv2D', 'ThnnConv2D'
+# operations after which the output of a last layer still is a logit. 'probe': predictions of a JAX training, see `history.probed_losses`
+layers = 'probe', 'Addmm', 'Mm', 'Add', 'Convolution', 'Bmm', 'MkldnnConvolution', 'SlowConv2D', 'ThnnConv2D'
 
 def find_one_class(h, e, least):
     "Return a finding if all labels of a classifier are equal. Return None otherwise. `least`: least number of batches."

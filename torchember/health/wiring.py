@@ -219,7 +219,8 @@ def find_never_moved(h, known, reported, least, tiny, most):
         if s.shape is not None and np.prod(s.shape)<=1 or size<tiny*median(s.rms): continue
         yield s.finding(0, f"{s.title} did not change in {len(s)} steps, although it gets gradients (rms {fmt(size)}) and other weights change.",
             look="updates(run)", steps=len(s),
-            advice="Check the learning rate of the parameter group of this weight (0?), and whether another optimizer has a copy of it.")
+            advice="Print optimizer.param_groups: the learning rate of the group of this weight may be 0. Or the optimizer has a copy of this weight, made "
+            "by copy.deepcopy or .to().")
 
 def gets_gradients(w, grad, least=3):
     """Return True if a gradient was not zero in at least `least` steps before the last row of the weight `w`.
@@ -237,7 +238,7 @@ def report_none_moved(h, still):
     n = 'the only trained weight has' if len(still)==1 else f'all {len(still)} trained weights have'
     return finding('', f"No weight changed in {len(h.steps)} steps, although there are gradients: {n} the same numbers in the first "
         "and the last step.", h.steps[0], h.steps[-1], look="updates(run)", ttype='weight', parameters=len(still),
-        advice="Check that the learning rate is not zero, that optimizer.step() is called, and that the optimizer has the parameters "
+        advice="Print optimizer.param_groups[0]['lr'], which may be 0. Check that optimizer.step() is called, and that the optimizer has the parameters "
         "of this model (it may have been created before the model was final).")
 
 # %% ../../nbs/55_health/25_wiring.ipynb #5d1e0a62

@@ -19,7 +19,7 @@ from ..ground.choose import schedule
 from ..ground.messages import an
 from ..ground.record import identity, of_pieces
 from .capture.modules import Place, current_place
-from .capture.tags import TagRequest, asked, has_numbers, tagged_tree
+from .capture.tags import TagRequest, asked, has_numbers, of_losses, tagged_tree
 from .measure.summaries import summary_row, row_vectors, warm_up
 from .recorder.processes import Agreement, agreed_name, key_value_store
 from .recorder.recorder import JaxRecorder
@@ -73,6 +73,8 @@ def probe(
 ): # The value, unchanged
     """Record a value and its gradient. `probe` may be called anywhere in a step, also inside of jit and grad.
 
+    The names 'prediction' and 'target' are for the two arguments of the loss: they are tensor types, and rules about losses check them.
+
     Args:
         name: Name of the value in the log, in column `tname`
         x: Array, or tree of arrays
@@ -82,6 +84,7 @@ def probe(
     """
     if not isinstance(name, str) or not name: raise TypeError(f"probe('scores', x) needs a name first, got {an(name)}.")
     if asked.value is None: return x
+    if name in of_losses: return tagged_tree(Place('', 'model'), name, 'loss', x)
     return tagged_tree(current_place() or Place('', 'model'), 'probe', name, x)
 
 # %% ../../nbs/88_jaxember/80_tracker.ipynb #95ff8bbe

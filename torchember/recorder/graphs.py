@@ -164,6 +164,7 @@ class CapturedEvents(Listener):
 
     def clips(self, parameters):
         "Add the gradients of these parameters before clipping to the tape."
+        if 'unclipped_grad' not in self.events.sources.ttypes: return
         ids = {id(p) for p in parameters}
         for st,tname,n,grad in self.events.sources.parameters.unclipped(ids):
             self.tape.add('clips', st, tname, n, self.tensor(st, 'unclipped_grad', tname, grad))

@@ -373,6 +373,8 @@ class OptimizerEvents(Listener):
         "Measure the gradients of these parameters before they are clipped."
         with self.lock:
             if not self.pipe.gate.on: return
+            self.pipe.remover.clips.note_clip(parameters, self.pipe.remover.refused.parameters, self.pipe.steps.number)
+            if 'unclipped_grad' not in self.sources.ttypes: return
             self.pipe.steps.note_content()
             ids = {id(p) for p in parameters}
             self.sources.parameters.clips(ids, self.sources.optimizers.scale_of(ids))

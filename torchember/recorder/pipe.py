@@ -6,9 +6,13 @@
 __all__ = ['Gate', 'PassRemover', 'Pipe', 'begin_pass', 'close_by_pass', 'join_passes', 'end_step', 'finish', 'measure_now']
 
 # %% ../../nbs/40_recorder/78_pipe.ipynb #54d115b8
+import torch
+
+from ..capture.private_torch import is_wrapped, running_backward
 from .black_box import BETWEEN
 from .budget import duration
 from ..ground.choose import at, schedule
+from .early_clips import EarlyClips
 from .left_gradients import LeftGradients
 from .refused import RefusedPasses
 from .row_writer import ProvisionalStep, write_refused
@@ -72,13 +76,34 @@ class PassRemover:
         self.gate,self.tally,self.lock = gate,tally,lock
         self.refused = RefusedPasses(self.note_backward)
         self.left = LeftGradients(sources.watch.optimizers if sources.watch else ())
-        sources.parameters.known.more.append(self.left.facts)
+        self.clips = EarlyClips()
+        self.task = -1 # id of the last backward that a logged loss reported
+        sources.parameters.known.more += [self.left.facts, self.clips.facts]
+
+    def choose_parameters(self, model):
+        "Choose the parameters whose gradients are checked, before the model is armed."
+        self.refused.choose_parameters(model)
+        self.left.prepare(self.refused.parameters)
 
     def note_backward(self):
         "When a backward begins, remove earlier passes with discarded gradients, because the backward changes these gradients."
         with self.lock:
             self.remove_refused()
-            self.left.note_backward(self.refused.parameters, self.steps.number)
+            for checks in (self.left, self.clips): checks.note_backward(self.refused.parameters, self.steps.number)
+
+    def hook_losses(self, numbers):
+        "Notice the backward of a logged loss, if the pass is compiled: then its outputs have no hooks. `numbers`: name -> logged number."
+        if not self.refused.passes or self.refused.passes[-1].hooks: return
+        for x in numbers.values():
+            if getattr(x, 'grad_fn', None) is not None and not is_wrapped(x): x.register_hook(self.loss_comes)
+
+    def loss_comes(self, gradient):
+        "Notice a backward, once, when it computes the gradient of a logged loss."
+        task = running_backward()
+        # with create_graph=True, another backward may follow
+        if torch.compiler.is_compiling() or task in (-1, self.task) or torch.is_grad_enabled(): return
+        self.task = task
+        self.note_backward()
 
     def remove_last(self):
         "Remove the last pass and its rows from the current step, because the pass failed."

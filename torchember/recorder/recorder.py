@@ -114,7 +114,7 @@ class ArmedModel:
         self.owner = owner
         self.use_modules(tracks)
         self.sources.prepare(root)
-        self.events.pipe.remover.refused.choose_parameters(root)
+        self.events.pipe.remover.choose_parameters(root)
         self.sources.armed(arm(tracks, self.events, watched, methods))
         self.containers = Containers(tracks, self.sources.states)
         self.set_listeners(self.events, self.optimizer_events)
@@ -180,7 +180,7 @@ def make_model(events, optimizer_events, pipe, settings, drain):
     "Create the `ArmedModel` of a recorder. `drain`: function that writes all queued rows before a CUDA graph is captured."
     watch,graphs = pipe.sources.watch,None
     watches = [] if watch is None else [watch]
-    if 'unclipped_grad' in settings.ttypes: watches.append(ClippingWatch(optimizer_events))
+    if {'weight_grad', 'unclipped_grad'} & set(settings.ttypes): watches.append(ClippingWatch(optimizer_events))
     if settings.cuda_graphs: graphs = Graphs(events, optimizer_events, settings.ttypes, lambda *some: model.set_listeners(*some), drain)
     elif devices.accelerator(): graphs = Quiet(drain)
     model = ArmedModel(events, optimizer_events, watches, pipe.sources, pipe.cost, graphs)
@@ -246,6 +246,7 @@ class Recorder:
         "Add the user's numbers to the step of the last pass."
         open_recorders.add(self) # again, because numbers that are logged after `torchEmber.close` must be written at exit, too
         self.losses.note(numbers)
+        self.pipe.remover.hook_losses(numbers)
         values = loggable(numbers, self.notices)
         if numbers and not values: return
         with self.lock: self.writer.extra.note(values, self.buffer, self.steps, self.pipe.gate.writes)

@@ -229,7 +229,7 @@ def cause_of_death(box):
 def advice_for(cause):
     "Return advice for the user of a process that died. `cause`: result of `cause_of_death`."
     if any(word in cause for word in ('Segmentation', 'Bus', 'Abort', 'Illegal')):
-        return "Run this module alone on the same input (te.probe, torch.save). " \
+        return "Save the input of this module (torch.save in its forward), and call the module alone on it. " \
             "Such a crash comes from an extension, a kernel, or a broken installation."
     return "Check whether memory grows (dmesg, the scheduler's log). " \
         "Try a smaller batch or fewer workers, and look for activations that are kept."

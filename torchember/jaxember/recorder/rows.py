@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..capture.modules import Place
+from ..capture.tags import of_losses
 from .twins import ProgramMeasurements, Loop, tree_from
 from ...measure.head import SHAPE, dtype_number, head_width
 from ...recorder.rows import Measured
@@ -292,5 +293,7 @@ def numbers_of_rows(found, first):
 def tensor_of_tag(s, where, call, backward, more):
     "Return the `Tensor`, which describes a row of the log, of a tagged value. `s`: `TagNote` of the value."
     more = {**more, **dict(s.piece), **({'all_examples': True} if s.tag.all_examples else {})}
-    return Tensor(where.path, 'output_grad' if s.grad else s.key.ttype, s.key.tname, None, call, s.shape,
-        s.dtype, backward, more)
+    ttype,tname = s.key.ttype,s.key.tname
+    # the rows of a prediction are named like those of its target, and its gradient is named 'prediction'
+    if s.grad: ttype,tname = 'output_grad',tname.replace('loss', ttype, 1) if ttype in of_losses else tname
+    return Tensor(where.path, ttype, tname, None, call, s.shape, s.dtype, backward, more)

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ...ground.messages import an
 from ..capture.modules import operation_scope, scopes, unknown
 from ..measure.summaries import summary_row, merged_row, empty_rows
-from ..capture.tags import Tag, has_tags, retagged, slope_p, tap_p, trains
+from ..capture.tags import Tag, of_losses, has_tags, retagged, slope_p, tap_p, trains
 
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #fa8af411
 class Summaries:
@@ -112,6 +112,7 @@ class TagNote:
     def within(self, start):
         "Return a copy of this note for a call of the program by the module of the `Scope` `start` (None: by no module), with its paths."
         key = self.key
+        if key.ttype in of_losses: return self
         if key.ttype=='probe': where = scope.where if (scope := operation_scope(start, self.scopes)) else unknown
         elif self.scopes and scopes[self.scopes[-1]].where==key.where: where = operation_scope(start, self.scopes).where
         else: return self # the module of the value is unknown in this call, so the path of the first trace stays
