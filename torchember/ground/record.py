@@ -23,7 +23,8 @@ SCHEMA = 1 # version of the row format. Code for version n reads all versions up
 flowing = dict(input='flows.Flows', output='flows.Flows')
 ttypes = (*flowing, 'weight', 'weight_grad', 'unclipped_grad', 'input_grad', 'output_grad', 'optimizer', 'update', 'buffer', 'probe',
     'prediction', 'target', # prediction and target of a loss that the user logs
-    *(of_no_tensor := ('scalar', 'finding'))) # scalar: a number that the user logs; finding: the result of a rule
+    # scalar: a number that the user logs; finding: the result of a rule; attention: numbers of a head of attention
+    *(of_no_tensor := ('scalar', 'finding', 'attention')))
 identity = ('module', 'ts', 'ttype', 'tname', 'step', 'call', 'dtype', 'pname', 'micro', 'phase', 'backward', 'skipped', 'unfinished',
     'rank', 'shard') # columns that say which tensor a row describes, and when it was measured
 # values of the column `phase` for passes that do not train: evaluation, pass without gradients, pass whose gradients were discarded
