@@ -143,6 +143,20 @@ class RecordedRun:
         self.recorder.sources.follow(name, tensor)
         return tensor
 
+    def watch_attention(self,
+        steps=True # True for steps that become rarer; or steps like those of `every`; False to stop
+    ): # The ember itself
+        """Record numbers of each attention head from now on, as `torchEmber(model, attention=True)` does.
+
+        Args:
+            steps: True for steps that become rarer; or steps like those of `every`; False to stop
+
+        Returns:
+            The ember itself
+        """
+        self.recorder.model.record_attention(steps)
+        return self
+
     def step(self):
         "End the training step. Call this after `backward` and before `zero_grad`. From the first call on, only `step` ends a step."
         r = self.recorder

@@ -6,7 +6,7 @@
 __all__ = ['MeasuredCall', 'unseen', 'partly_compiled', 'AttentionSteps', 'to_host', 'statistics_of_head', 'local_part',
            'with_four_dimensions', 'is_compiled', 'Attention']
 
-# %% ../../nbs/40_recorder/37_attention.ipynb #02cb7eff
+# %% ../../nbs/40_recorder/37_attention.ipynb #2ebd7bcc
 import math
 from collections import Counter, namedtuple
 
@@ -19,7 +19,7 @@ from ..measure.attention import measure_logits, measure_products
 from ..measure.devices import undisturbed
 from .budget import clock
 
-# %% ../../nbs/40_recorder/37_attention.ipynb #ed3d7623
+# %% ../../nbs/40_recorder/37_attention.ipynb #a21bb578
 class AttentionSteps:
     "Decides at which steps attention is recorded. `when`: True for steps that become rarer, or a schedule of step numbers."
     def __init__(self, when=True):
@@ -38,7 +38,7 @@ class AttentionSteps:
         "Forget the last pass of the module at `path`, because the pass failed and will be repeated."
         self.seen.discard(path)
 
-# %% ../../nbs/40_recorder/37_attention.ipynb #7988ccd9
+# %% ../../nbs/40_recorder/37_attention.ipynb #e64ee28d
 MeasuredCall = namedtuple('MeasuredCall', 'name call dtype sizes numbers') # name: display name of the module; numbers: column -> tensor, as from `measure_products`
 
 def to_host(calls) -> list:
@@ -60,7 +60,7 @@ def statistics_of_head(numbers, i) -> dict:
     if not math.isnan(row['logit_max']): row = {k: v for k,v in row.items() if not math.isnan(v) and v!=-math.inf}
     return {k: int(v) if k=='reach' and math.isfinite(v) else float(f'{v:.7g}') for k,v in row.items()}
 
-# %% ../../nbs/40_recorder/37_attention.ipynb #c5480234
+# %% ../../nbs/40_recorder/37_attention.ipynb #f251ef81
 def local_part(x):
     "Return the shard of a `DTensor` that this rank has; other tensors, and None, unchanged."
     return x.to_local() if hasattr(x, 'placements') else x
@@ -75,7 +75,7 @@ def with_four_dimensions(q, k, mask, heads:int|None) -> tuple:
     if mask is not None: mask = mask.expand(*q.shape[:-2], *mask.shape[-2:]).reshape(*own.shape[:2], *mask.shape[-2:])
     return own, others, mask
 
-# %% ../../nbs/40_recorder/37_attention.ipynb #02dced1f
+# %% ../../nbs/40_recorder/37_attention.ipynb #313ad1bf
 unseen = ("No attention was found in {model}, so the run has no rows of the type 'attention'. torchember finds calls of scaled_dot_product_attention and "
     "softmax by Python code. It does not find attention in code that torch.compile compiled, flex_attention, and packages with kernels of their own, "
     "such as flash-attn. To record attention, run the model without torch.compile, or choose the attention 'sdpa' or 'eager'.")
@@ -97,9 +97,13 @@ class Attention:
 
     # ---- events of passes
 
-    def begin(self, state, phase, writes:bool):
-        "Begin to record if the pass is selected. `state`: `ModuleState` of the outermost module; `writes`: True if the step is recorded."
+    def begin(self, state, phase, writes:bool, eager:bool=True):
+        """Begin to record if the pass is selected.
+
+        `state`: `ModuleState` of the outermost module; `writes`: True if the step is recorded; `eager`: False for a pass of compiled code.
+        """
         if phase is not None or not writes or not self.steps.selects(self.training.number, state.track.path): return
+        if not eager: return self.warn_unseen()
         self.path,self.tracks = state.track.path,{id(st.track.module): st.track for st in self.sources.states}
 
     def fail(self):
@@ -126,9 +130,12 @@ class Attention:
         "Warn once if no attention was found, or if parts of the model are compiled."
         self.found = self.found or bool(self.pending)
         root = self.sources.states[0].track
-        if not self.found and self.path=='': self.buffer.notices.once('attention', unseen.format(model=root.name), 'info')
+        if not self.found and self.path=='': self.warn_unseen()
         elif self.found and any(map(is_compiled, root.module.modules())):
             self.buffer.notices.once('compiled attention', partly_compiled.format(model=root.name), 'info')
+
+    def warn_unseen(self):
+        self.buffer.notices.once('attention', unseen.format(model=self.sources.states[0].track.name), 'info')
 
     # ---- calls, reported by the `AttentionWatch`
 
@@ -154,11 +161,13 @@ class Attention:
         since = clock()
         module,track = next(((m, self.tracks[id(m)]) for m in running_modules() if id(m) in self.tracks), (None, self.buffer.calls.here.outermost.track))
         try:
-            if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.is_meta or not x.numel(): return # fake tensors of a compiler, for example
             if x.is_nested: raise NotImplementedError('sequences in nested tensors are not measured')
+            if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.is_meta or not x.numel(): return # fake tensors of a compiler, for example
             with torch.no_grad(), undisturbed(x.device.type): numbers = measure(heads_of(module))
             if numbers is None: return
             call,self.calls[track.name] = self.calls[track.name],self.calls[track.name]+1
             self.pending.append(MeasuredCall(track.name, call, str(x.dtype).removeprefix('torch.'), dict(zip(('queries', 'keys'), sizes(), strict=True)), numbers))
-        except Exception as e: self.buffer.notices.failed(track.name, 'attention', e)
+        except Exception as e:
+            self.found = True
+            self.buffer.notices.failed(track.name, 'attention', e)
         finally: self.cost.add_work(since)
