@@ -487,8 +487,10 @@ class torchEmber(ArmedModel):
         if not isinstance(model, nn.Module): raise TypeError(not_a_model(model))
         check_arguments(reduce, on_error, ends, first_step)
         inner = unwrap(model)
-        ttypes = check_ttypes(ttypes, recorded)
-        if not ttypes: raise ValueError(nothing_to_record(recorded))
+        asked = check_ttypes(ttypes, (*recorded, 'attention'))
+        ttypes = tuple(t for t in asked if t!='attention')
+        attention = attention or len(ttypes)<len(asked)
+        if not ttypes and not attention: raise ValueError(nothing_to_record(recorded))
         optimizers = check_optimizers(optimizer, scaler, ttypes, [*model.parameters(), *inner.parameters()])
         scaler = scaler_of(optimizers) if scaler is None else scaler
         when,stats = schedule(every),stats if callable(stats) else stat_names(stats)
