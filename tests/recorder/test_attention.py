@@ -24,8 +24,8 @@ def expected(w):
     chosen = count>1
     entropy = -(w*w.clamp_min(1e-300).log()).sum(-1)
     def mean(v, chosen=chosen): return (v*chosen).sum((0, 2))/chosen.sum((0, 2))
-    out = dict(entropy=mean(entropy/count.clamp_min(2).log()), effective_length=mean(entropy.exp()), first_token=mean(w[..., 0], chosen & (w[..., 0]>0)),
-        top_share=((w*chosen[..., None]).sum(2)/chosen.sum(2)[..., None].clamp_min(1)).amax(-1).mean(0))
+    out = dict(entropy=mean(entropy/count.clamp_min(2).log()), effective_length=mean(entropy.exp()),
+        first_token=mean(w[..., 0], chosen & (w[..., 0]>0)), top_share=((w*chosen[..., None]).sum(2)/chosen.sum(2)[..., None].clamp_min(1)).amax(-1).mean(0))
     return out | ({'future': mean(w.triu(1).sum(-1))} if w.shape[-1]==w.shape[-2] else {})
 
 
@@ -44,15 +44,17 @@ sizes = dict(vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_h
 undropped = dict(hidden_dropout_prob=0., attention_probs_dropout_prob=0.)
 grouped = dict(sizes, num_key_value_heads=2)
 models = {
-    'GPT2LMHeadModel': dict(vocab_size=60, n_embd=16, n_layer=2, n_head=4, n_positions=64, attn_pdrop=0., resid_pdrop=0., embd_pdrop=0., bos_token_id=1,
-        eos_token_id=1),
+    'GPT2LMHeadModel': dict(vocab_size=60, n_embd=16, n_layer=2, n_head=4, n_positions=64, attn_pdrop=0., resid_pdrop=0., embd_pdrop=0.,
+        bos_token_id=1, eos_token_id=1),
     'BertForMaskedLM': sizes | undropped, 'LlamaForCausalLM': grouped, 'MixtralForCausalLM': dict(grouped, num_local_experts=4, sliding_window=7),
     'Gemma2ForCausalLM': dict(grouped, head_dim=8, sliding_window=6, attn_logit_softcapping=5.),
     'T5ForConditionalGeneration': dict(vocab_size=60, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4, dropout_rate=0.),
-    'ViTForImageClassification': dict(image_size=28, patch_size=7, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24) | undropped,
+    'ViTForImageClassification': dict(image_size=28, patch_size=7, hidden_size=16, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=24) | undropped,
     'BloomForCausalLM': dict(vocab_size=60, hidden_size=16, n_layer=2, n_head=4), 'FalconForCausalLM': dict(vocab_size=60, hidden_size=16,
         num_hidden_layers=2, num_attention_heads=4, alibi=False),
-    'OPTForCausalLM': dict(vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, ffn_dim=24, dropout=0., word_embed_proj_dim=16)}
+    'OPTForCausalLM': dict(vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, ffn_dim=24, dropout=0.,
+        word_embed_proj_dim=16)}
 without_sdpa = 'Gemma2ForCausalLM', 'BloomForCausalLM'
 
 
@@ -76,7 +78,8 @@ def test_numbers_equal_those_of_explicit_weights(name, implementation):
     model(**inputs)
     te.disarm()
     with torch.no_grad(): o = explicit(**inputs, output_attentions=True)
-    weights = [*o.encoder_attentions, *(w for pair in zip(o.decoder_attentions, o.cross_attentions, strict=True) for w in pair)] if 'T5' in name else o.attentions
+    weights = o.attentions if 'T5' not in name else \
+        [*o.encoder_attentions, *(w for pair in zip(o.decoder_attentions, o.cross_attentions, strict=True) for w in pair)]
     rows = heads(te)
     compare(rows, weights)
     causal = {'BertForMaskedLM': False, 'ViTForImageClassification': False, 'T5ForConditionalGeneration': None}.get(name, True)
@@ -94,8 +97,8 @@ class Attention(nn.Module):
         q,k,v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
         logits = q@k.mT*q.shape[-1]**-.5+torch.full((x.shape[1],)*2, -torch.inf).triu(1)
         ways = {'sdpa': lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), 'method': lambda: logits.softmax(-1)@v,
-            'torch': lambda: torch.softmax(logits, -1)@v, 'imported': lambda: imported_softmax(logits, dim=3)@v, 'F': lambda: F.softmax(logits, dim=-1)@v,
-            'mask': lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=logits[0, 0]>-torch.inf)}
+            'torch': lambda: torch.softmax(logits, -1)@v, 'imported': lambda: imported_softmax(logits, dim=3)@v,
+            'F': lambda: F.softmax(logits, dim=-1)@v, 'mask': lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=logits[0, 0]>-torch.inf)}
         self.weights = torch.exp(logits.detach()-logits.detach().logsumexp(-1, keepdim=True))
         return x+self.out(ways[self.how]().transpose(1, 2).flatten(2))
 
@@ -137,7 +140,8 @@ def test_encoder_layers():
     model(torch.randn(3, 6, 8))
     te.disarm()
     rows = heads(te)
-    assert list(rows.module.unique())==[f'model(TransformerEncoder).layers(ModuleList).{i}(TransformerEncoderLayer).self_attn(MultiheadAttention)' for i in range(2)]
+    of_layer = 'model(TransformerEncoder).layers(ModuleList).{}(TransformerEncoderLayer).self_attn(MultiheadAttention)'
+    assert list(rows.module.unique())==[of_layer.format(i) for i in range(2)]
     assert len(rows)==4 and (rows.reach==5).all()
 
 

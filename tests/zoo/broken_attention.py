@@ -6,7 +6,8 @@ from .heads import Reader, causal, everything
 from .parts import fit, of_tokens, passages
 
 
-def train(arm, model, opt=None, n=120): return fit(arm, model, opt or torch.optim.AdamW(model.parameters(), 3e-3), passages(n, 16), of_tokens, attention=True)
+def train(arm, model, opt=None, n=120):
+    return fit(arm, model, opt or torch.optim.AdamW(model.parameters(), 3e-3), passages(n, 16), of_tokens, attention=True)
 
 
 @is_broken('future_attention', paths='layers.1.attn')

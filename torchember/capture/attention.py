@@ -7,7 +7,7 @@ __all__ = ['names_of_heads', 'fill_table', 'scripted', 'inner', 'kept', 'heads_o
            'running_modules', 'listeners_now', 'with_report', 'report_products', 'report_logits', 'places_of',
            'AttentionWatch']
 
-# %% ../../nbs/10_capture/50_attention.ipynb #ee4d786f
+# %% ../../nbs/10_capture/50_attention.ipynb #832c99e6
 import functools, sys, threading, types, weakref
 
 import torch
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from .private_torch import inside_transform, is_exporting, is_tracing, module_call, private, running_frames
 
-# %% ../../nbs/10_capture/50_attention.ipynb #84b524bc
+# %% ../../nbs/10_capture/50_attention.ipynb #636ae54c
 names_of_heads = 'num_heads', 'n_heads', 'n_head', 'num_attention_heads', 'nhead', 'heads' # attributes of modules of attention
 
 def heads_of(module) -> int|None:
@@ -32,7 +32,8 @@ def split_heads(x, heads:int|None):
     *lead,rows,columns = x.shape
     if len(lead)==1: lead = (lead[0]//heads, heads) if heads and lead[0]%heads==0 else (lead[0], 1)
     if not lead: lead = 1, 1
-    if len(lead)>2 and heads and lead[-1]!=heads and lead[-2]*lead[-1]==heads: lead = *lead[:-2], heads # grouped queries: (sequences, groups, heads of a group)
+    # grouped queries: (sequences, groups, heads of a group)
+    if len(lead)>2 and heads and lead[-1]!=heads and lead[-2]*lead[-1]==heads: lead = *lead[:-2], heads
     return x.reshape(-1, lead[-1], rows, columns)
 
 def is_attention(x, dim, heads) -> bool:
@@ -40,18 +41,20 @@ def is_attention(x, dim, heads) -> bool:
     if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dim()<3 or dim not in (-1, x.dim()-1): return False
     return x.dim()>3 or heads is not None and x.shape[0]%heads==0 or x.shape[-1]==x.shape[-2]
 
-# %% ../../nbs/10_capture/50_attention.ipynb #0cb15a7b
+# %% ../../nbs/10_capture/50_attention.ipynb #2595c8b3
 def running_modules():
     "Yield the running modules of this thread, from the innermost one outwards. A `forward` that is called directly has no module."
     for frame in running_frames():
         if frame.f_code is module_call and not isinstance(m := frame.f_locals['self'], nn.Softmax): yield m
 
-# %% ../../nbs/10_capture/50_attention.ipynb #b4163182
+# %% ../../nbs/10_capture/50_attention.ipynb #1d886f57
 # fills Dynamo's table of torch's functions. Exists in torch 2.1 and later
-fill_table = private('torch._dynamo.trace_rules.get_torch_obj_rule_map', lambda: None, 'attention compiled while it is recorded may run as ordinary Python code')
+fill_table = private('torch._dynamo.trace_rules.get_torch_obj_rule_map', lambda: None,
+    'attention compiled while it is recorded may run as ordinary Python code')
 # table of `torch.jit.script`: id of a function -> operator that scripted code calls. Exists in torch 2.0 and later
 scripted = private('torch.jit._builtins._get_builtin_table', dict, 'torch.jit.script refuses code with attention while attention is recorded')
-inner = threading.local() # `inner.runs`: True while a replaced function runs in this thread. Torch may call a second one inside, and a listener may call some
+# `inner.runs`: True while a replaced function runs in this thread, because torch may call a second one inside
+inner = threading.local()
 
 def listeners_now() -> list:
     "Return the listeners that want attention of the code that runs now. Empty in compiled or traced code, and inside `vmap` and `torch.func.grad`."
@@ -79,7 +82,7 @@ def report_logits(listener, input=None, dim=None, *args, **more):
     "Report the tensor of a softmax to a listener, if it may have logits of attention."
     if is_attention(input, dim, 1): listener.attention_logits(input, dim)
 
-# %% ../../nbs/10_capture/50_attention.ipynb #cd4e38f9
+# %% ../../nbs/10_capture/50_attention.ipynb #2e4af225
 # Python modules of torch that need torch's own functions, or list them
 kept = tuple(f'torch.{n}' for n in ('_C', '_dynamo', '_inductor', '_functorch', '_refs', '_decomp', '_prims', '_subclasses', '_meta', 'fx', 'jit',
     'overrides', 'onnx', 'export'))+('torchember', '__mp_main__')

@@ -6,7 +6,7 @@
 __all__ = ['MeasuredCall', 'unseen', 'partly_compiled', 'AttentionSteps', 'to_host', 'statistics_of_head', 'local_part',
            'with_four_dimensions', 'is_compiled', 'Attention']
 
-# %% ../../nbs/40_recorder/37_attention.ipynb #2ebd7bcc
+# %% ../../nbs/40_recorder/37_attention.ipynb #fceea649
 import math
 from collections import Counter, namedtuple
 
@@ -19,7 +19,7 @@ from ..measure.attention import measure_logits, measure_products
 from ..measure.devices import undisturbed
 from .budget import clock
 
-# %% ../../nbs/40_recorder/37_attention.ipynb #a21bb578
+# %% ../../nbs/40_recorder/37_attention.ipynb #cee1fb33
 class AttentionSteps:
     "Decides at which steps attention is recorded. `when`: True for steps that become rarer, or a schedule of step numbers."
     def __init__(self, when=True):
@@ -38,8 +38,9 @@ class AttentionSteps:
         "Forget the last pass of the module at `path`, because the pass failed and will be repeated."
         self.seen.discard(path)
 
-# %% ../../nbs/40_recorder/37_attention.ipynb #e64ee28d
-MeasuredCall = namedtuple('MeasuredCall', 'name call dtype sizes numbers') # name: display name of the module; numbers: column -> tensor, as from `measure_products`
+# %% ../../nbs/40_recorder/37_attention.ipynb #271e03f1
+# name: display name of the module; sizes: numbers of queries and keys by name; numbers: column -> tensor, as from `measure_products`
+MeasuredCall = namedtuple('MeasuredCall', 'name call dtype sizes numbers')
 
 def to_host(calls) -> list:
     "Return the numbers of each `MeasuredCall` as a dict: column -> list with a number for each head. Reads each device once."
@@ -60,7 +61,7 @@ def statistics_of_head(numbers, i) -> dict:
     if not math.isnan(row['logit_max']): row = {k: v for k,v in row.items() if not math.isnan(v) and v!=-math.inf}
     return {k: int(v) if k=='reach' and math.isfinite(v) else float(f'{v:.7g}') for k,v in row.items()}
 
-# %% ../../nbs/40_recorder/37_attention.ipynb #f251ef81
+# %% ../../nbs/40_recorder/37_attention.ipynb #9045a298
 def local_part(x):
     "Return the shard of a `DTensor` that this rank has; other tensors, and None, unchanged."
     return x.to_local() if hasattr(x, 'placements') else x
@@ -75,10 +76,10 @@ def with_four_dimensions(q, k, mask, heads:int|None) -> tuple:
     if mask is not None: mask = mask.expand(*q.shape[:-2], *mask.shape[-2:]).reshape(*own.shape[:2], *mask.shape[-2:])
     return own, others, mask
 
-# %% ../../nbs/40_recorder/37_attention.ipynb #313ad1bf
-unseen = ("No attention was found in {model}, so the run has no rows of the type 'attention'. torchember finds calls of scaled_dot_product_attention and "
-    "softmax by Python code. It does not find attention in code that torch.compile compiled, flex_attention, and packages with kernels of their own, "
-    "such as flash-attn. To record attention, run the model without torch.compile, or choose the attention 'sdpa' or 'eager'.")
+# %% ../../nbs/40_recorder/37_attention.ipynb #4aef569f
+unseen = ("No attention was found in {model}, so the run has no rows of the type 'attention'. torchember finds calls of "
+    "scaled_dot_product_attention and softmax by Python code. It does not find attention in code that torch.compile compiled, "
+    "flex_attention, and packages with kernels of their own, such as flash-attn. To record attention, run the model without torch.compile, or choose the attention 'sdpa' or 'eager'.")
 partly_compiled = "Parts of {model} are compiled by torch.compile. Attention in compiled code has no rows."
 
 def is_compiled(module) -> bool:
@@ -159,14 +160,16 @@ class Attention:
         the module, or None, and returns numbers as `measure_products`, or None for a softmax that is no attention.
         """
         since = clock()
-        module,track = next(((m, self.tracks[id(m)]) for m in running_modules() if id(m) in self.tracks), (None, self.buffer.calls.here.outermost.track))
+        module = next((m for m in running_modules() if id(m) in self.tracks), None)
+        track = self.buffer.calls.here.outermost.track if module is None else self.tracks[id(module)]
         try:
             if x.is_nested: raise NotImplementedError('sequences in nested tensors are not measured')
             if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.is_meta or not x.numel(): return # fake tensors of a compiler, for example
             with torch.no_grad(), undisturbed(x.device.type): numbers = measure(heads_of(module))
             if numbers is None: return
             call,self.calls[track.name] = self.calls[track.name],self.calls[track.name]+1
-            self.pending.append(MeasuredCall(track.name, call, str(x.dtype).removeprefix('torch.'), dict(zip(('queries', 'keys'), sizes(), strict=True)), numbers))
+            named = dict(zip(('queries', 'keys'), sizes(), strict=True))
+            self.pending.append(MeasuredCall(track.name, call, str(x.dtype).removeprefix('torch.'), named, numbers))
         except Exception as e:
             self.found = True
             self.buffer.notices.failed(track.name, 'attention', e)

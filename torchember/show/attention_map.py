@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['labels_of', 'head_table', 'attention_map']
 
-# %% ../../nbs/60_show/55_attention_map.ipynb #a1fc6667
+# %% ../../nbs/60_show/55_attention_map.ipynb #cd7123a2
 import matplotlib as mpl
 import numpy as np
 
@@ -16,10 +16,10 @@ from .legend import make_title, shorten_middle
 from .select import find_stat, name_of_run, tensors_to_draw
 from .style import canvas, drawn
 
-# %% ../../nbs/60_show/55_attention_map.ipynb #f843c8d7
-labels_of = {'entropy': 'entropy of the weights (1: all keys alike)', 'logit_max': 'largest logit', 'logit_bound': 'bound of the largest logit',
-    'first_token': 'weight of the first key', 'top_share': 'weight of the key that gets most', 'effective_length': 'number of keys that a query looks at',
-    'future': 'weight of later keys', 'reach': 'distance to the last visible key'} # column of rows about attention -> label of its color bar
+# %% ../../nbs/60_show/55_attention_map.ipynb #d92a24c4
+labels_of = {'entropy': 'entropy (1: equal weights)', 'logit_max': 'largest logit', 'logit_bound': 'bound of the logits',
+    'first_token': 'weight of the first key', 'top_share': 'weight of the top key', 'effective_length': 'keys in use', 'future': 'weight of later keys',
+    'reach': 'farthest later key'} # column of rows about attention -> label of its color bar
 
 def head_table(rows, stat):
     "Return a numeric table (layers x heads), the label of each layer, and the number of each head. `rows`: rows of one step."
@@ -32,23 +32,23 @@ def head_table(rows, stat):
     table[[at[p] for p in place], head] = rows[stat].to_numpy(float, na_value=np.nan)
     return table, [f'{path} ({call})' if path in calls else path for path,call in layers]
 
-# %% ../../nbs/60_show/55_attention_map.ipynb #98dcc029
-@earlier_calls('stat', 'step', 'path', 'ax')
+# %% ../../nbs/60_show/55_attention_map.ipynb #1695b972
+@earlier_calls()
 @drawn
 def attention_map(
     run, # Run to draw: its name, a torchEmber, a tracker, or a table of rows
+    path=None, # Modules to draw: a glob, a compiled regex, or a list of paths; default all
     stat:str='entropy', # Number to draw: 'entropy', 'logit_max', 'first_token', 'top_share', 'effective_length', 'future', 'reach'
     step:int|None=None, # Step to draw; default the last step at which attention was recorded
-    path=None, # Modules to draw: a glob, a compiled regex, or a list of paths; default all
     ax=None # Axes to draw into; default a new figure
 ): # Axes of the picture
     """Draw a number of all attention heads at one step, as colors: a row for each layer, a column for each head.
 
     Args:
         run: Run to draw: its name, a torchEmber, a tracker, or a table of rows
+        path: Modules to draw: a glob, a compiled regex, or a list of paths; default all
         stat: Number to draw: 'entropy', 'logit_max', 'first_token', 'top_share', 'effective_length', 'future', 'reach'
         step: Step to draw; default the last step at which attention was recorded
-        path: Modules to draw: a glob, a compiled regex, or a list of paths; default all
         ax: Axes to draw into; default a new figure
 
     Returns:
@@ -57,7 +57,7 @@ def attention_map(
     rows = tensors_to_draw(run, path, 'attention', [stat])
     rows,step = rows_at_step(rows if 'phase' not in rows else rows[rows['phase'].isna().to_numpy()], step)
     table,names = head_table(rows.drop_duplicates(['path', 'call', 'tname'], keep='last'), find_stat(rows, stat))
-    ax = canvas(ax, (min(2.6+.32*table.shape[1], 12), min(max(1.1+.22*len(table), 2.2), 14)))
+    ax = canvas(ax, (min(2.6+.32*table.shape[1], 12), min(max(1.1+.22*len(table), 2.6), 14)))
     finite = table[np.isfinite(table)]
     norm = mpl.colors.Normalize(0, 1) if stat in ('entropy', 'first_token', 'top_share', 'future') else color_norm(finite)
     image = ax.pcolormesh(np.ma.masked_invalid(table), cmap='viridis', norm=norm, edgecolors='face', linewidth=.4)
