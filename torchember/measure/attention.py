@@ -7,10 +7,10 @@ __all__ = ['most_sequences', 'most_queries', 'most_logits', 'hidden_below', 'spa
            'query_logits', 'visible_in', 'mean_over', 'weights_and_entropy', 'beyond_the_diagonal', 'attention_numbers',
            'logit_bound', 'spaced_sequences', 'measure_products', 'measure_logits']
 
-# %% ../../nbs/20_measure/57_attention.ipynb #ae507eab
+# %% ../../nbs/20_measure/57_attention.ipynb #e71a2be3
 import torch
 
-# %% ../../nbs/20_measure/57_attention.ipynb #4b4ef2af
+# %% ../../nbs/20_measure/57_attention.ipynb #7878df32
 most_sequences,most_queries = 8,32 # largest number of sequences, and of queries of each kind in each sequence and head
 most_logits = 1<<23 # largest number of sampled logits of one call, which take 32 MB
 
@@ -31,7 +31,7 @@ def choose_queries(q, n=most_queries):
     largest = torch.linalg.vector_norm(q, dim=-1, dtype=torch.float32).topk(n, -1).indices
     return torch.cat([spaced, largest], -1), n
 
-# %% ../../nbs/20_measure/57_attention.ipynb #358d72c8
+# %% ../../nbs/20_measure/57_attention.ipynb #5c5cb53d
 hidden_below = -9000. # keys with smaller logits are hidden by a mask
 
 def take_queries(x, rows):
@@ -62,7 +62,7 @@ def visible_in(logits):
     "Return a boolean tensor of the visible keys, if a mask was added to the logits before."
     return logits>hidden_below
 
-# %% ../../nbs/20_measure/57_attention.ipynb #f8de4ae4
+# %% ../../nbs/20_measure/57_attention.ipynb #cab206e5
 def mean_over(values, chosen):
     "Return the mean of some values for each head. `values`, `chosen`: (sequences, heads, n). Without a chosen value the mean is NaN."
     return values.where(chosen, 0).sum((0, 2))/chosen.sum((0, 2))
@@ -93,7 +93,8 @@ def attention_numbers(logits, visible, rows, n, queries) -> dict:
     chosen = count>1
     share = (w*chosen[..., None]).sum(2)/chosen.sum(2).clamp_min(1)[..., None] # (sequences, heads, keys)
     out = {'logit_max': largest, 'entropy': mean_over(entropy/count.clamp_min(2).log(), chosen),
-        'effective_length': mean_over(entropy.exp(), chosen), 'first_token': mean_over(w[..., 0], chosen & seen[..., 0]), 'top_share': share.amax(-1).mean(0).where(chosen.any(2).any(0), torch.nan)}
+        'effective_length': mean_over(entropy.exp(), chosen), 'first_token': mean_over(w[..., 0], chosen & seen[..., 0]),
+        'top_share': share.amax(-1).mean(0).where(chosen.any(2).any(0), torch.nan)}
     return out | (beyond_the_diagonal(weights, visible, rows, chosen) if queries==logits.shape[-1] else {})
 
 def logit_bound(q, k, scale=None):
@@ -101,7 +102,7 @@ def logit_bound(q, k, scale=None):
     norm = lambda x: torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax((0, 2))
     return norm(q)*norm(k).repeat_interleave(q.shape[1]//k.shape[1])*abs(q.shape[-1]**-.5 if scale is None else scale)
 
-# %% ../../nbs/20_measure/57_attention.ipynb #7203c372
+# %% ../../nbs/20_measure/57_attention.ipynb #12d3bb3b
 def spaced_sequences(x, heads, rows, keys):
     "Return a tensor (sequences, ...) with fewer sequences, evenly spaced, so that the sample has at most `most_logits` logits if possible."
     most = max(1, min(most_sequences, most_logits//max(heads*rows*keys, 1)))
