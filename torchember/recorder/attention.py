@@ -6,20 +6,19 @@
 __all__ = ['MeasuredCall', 'unseen', 'partly_compiled', 'AttentionSteps', 'to_host', 'statistics_of_head', 'local_part',
            'with_four_dimensions', 'is_compiled', 'Attention']
 
-# %% ../../nbs/40_recorder/37_attention.ipynb #961b2258
+# %% ../../nbs/40_recorder/37_attention.ipynb #c0bb779e
 import math
 from collections import Counter, namedtuple
 
 import torch
 
 from ..capture.attention import AttentionWatch, heads_of, is_attention, running_modules, split_heads
-from ..capture.private_torch import running_backward
 from ..ground.choose import log_spaced, schedule
 from ..measure.attention import measure_logits, measure_products
 from ..measure.devices import undisturbed
 from .budget import clock
 
-# %% ../../nbs/40_recorder/37_attention.ipynb #25fde7d7
+# %% ../../nbs/40_recorder/37_attention.ipynb #346c9b55
 class AttentionSteps:
     "Decides at which steps attention is recorded. `when`: True for steps that become rarer, or a schedule of step numbers."
     def __init__(self, when=True):
@@ -38,7 +37,7 @@ class AttentionSteps:
         "Forget the last pass of the module at `path`, because the pass failed and will be repeated."
         self.seen.discard(path)
 
-# %% ../../nbs/40_recorder/37_attention.ipynb #a24c0a49
+# %% ../../nbs/40_recorder/37_attention.ipynb #54366a96
 # name: display name of the module; sizes: numbers of queries and keys by name; numbers: column -> tensor, as from `measure_products`
 MeasuredCall = namedtuple('MeasuredCall', 'name call dtype sizes numbers')
 
@@ -61,7 +60,7 @@ def statistics_of_head(numbers, i) -> dict:
     if not math.isnan(row['logit_max']): row = {k: v for k,v in row.items() if not math.isnan(v) and v!=-math.inf}
     return {k: int(v) if k=='reach' and math.isfinite(v) else float(f'{v:.7g}') for k,v in row.items()}
 
-# %% ../../nbs/40_recorder/37_attention.ipynb #20090378
+# %% ../../nbs/40_recorder/37_attention.ipynb #a396b3c3
 def local_part(x):
     "Return the shard of a `DTensor` that this rank has; other tensors, and None, unchanged."
     return x.to_local() if hasattr(x, 'placements') else x
@@ -76,7 +75,7 @@ def with_four_dimensions(q, k, mask, heads:int|None) -> tuple:
     if mask is not None: mask = mask.expand(*q.shape[:-2], *mask.shape[-2:]).reshape(*own.shape[:2], *mask.shape[-2:])
     return own, others, mask
 
-# %% ../../nbs/40_recorder/37_attention.ipynb #bb8eff63
+# %% ../../nbs/40_recorder/37_attention.ipynb #26c575bf
 unseen = ("No attention was found in {model}, so the run has no rows of the type 'attention'. torchember finds calls of "
     "scaled_dot_product_attention and softmax by Python code. It does not find attention in code that torch.compile compiled, "
     "flex_attention, and packages with kernels of their own, such as flash-attn. "
@@ -142,9 +141,9 @@ class Attention:
     # ---- calls, reported by the `AttentionWatch`
 
     def records_attention(self) -> bool:
-        "Return True in a recorded pass of this thread, outside of users' functions and of a backward, where checkpoints compute a forward again."
+        "Return True in a recorded pass of this thread, outside of users' functions. What a checkpoint computes again in a backward is in no pass."
         here = self.buffer.calls.here
-        return self.path is not None and here.depth>0 and not here.measuring and not here.skipped and running_backward()==-1
+        return self.path is not None and here.depth>0 and not here.measuring and not here.skipped
 
     def attention_products(self, q, k, mask, causal, scale):
         q,k,mask = map(local_part, (q, k, mask))
