@@ -7,7 +7,7 @@ __all__ = ['names_of_heads', 'fill_table', 'scripted', 'inner', 'kept', 'heads_o
            'running_modules', 'listeners_now', 'with_report', 'report_products', 'report_logits', 'places_of',
            'AttentionWatch']
 
-# %% ../../nbs/10_capture/50_attention.ipynb #93531ebd
+# %% ../../nbs/10_capture/50_attention.ipynb #587aa287
 import functools, sys, threading, types, weakref
 
 import torch
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from .private_torch import inside_transform, is_exporting, is_tracing, module_call, private, running_frames
 
-# %% ../../nbs/10_capture/50_attention.ipynb #dde752e5
+# %% ../../nbs/10_capture/50_attention.ipynb #a8048116
 names_of_heads = 'num_heads', 'n_heads', 'n_head', 'num_attention_heads', 'nhead', 'heads' # attributes of modules of attention
 
 def heads_of(module) -> int|None:
@@ -41,13 +41,13 @@ def is_attention(x, dim, heads) -> bool:
     if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dim()<3 or dim not in (-1, x.dim()-1): return False
     return x.dim()>3 or heads is not None and x.shape[0]%heads==0 or x.shape[-1]==x.shape[-2]
 
-# %% ../../nbs/10_capture/50_attention.ipynb #dd02aab6
+# %% ../../nbs/10_capture/50_attention.ipynb #25155eef
 def running_modules():
     "Yield the running modules of this thread, from the innermost one outwards. A `forward` that is called directly has no module."
     for frame in running_frames():
         if frame.f_code is module_call and not isinstance(m := frame.f_locals['self'], nn.Softmax): yield m
 
-# %% ../../nbs/10_capture/50_attention.ipynb #2687db73
+# %% ../../nbs/10_capture/50_attention.ipynb #45cf5b4b
 # fills Dynamo's table of torch's functions. Exists in torch 2.1 and later
 fill_table = private('torch._dynamo.trace_rules.get_torch_obj_rule_map', lambda: None,
     'attention compiled while it is recorded may run as ordinary Python code')
@@ -82,7 +82,7 @@ def report_logits(listener, input=None, dim=None, *args, **more):
     "Report the tensor of a softmax to a listener, if it may have logits of attention."
     if is_attention(input, dim, 1): listener.attention_logits(input, dim)
 
-# %% ../../nbs/10_capture/50_attention.ipynb #a73573cc
+# %% ../../nbs/10_capture/50_attention.ipynb #70de1df0
 # Python modules of torch that need torch's own functions, or list them
 kept = tuple(f'torch.{n}' for n in ('_C', '_dynamo', '_inductor', '_functorch', '_refs', '_decomp', '_prims', '_subclasses', '_meta', 'fx', 'jit',
     'overrides', 'onnx', 'export'))+('torchember', '__mp_main__')

@@ -6,7 +6,7 @@
 __all__ = ['too_large_steps', 'Heads', 'layers_of', 'group_name', 'sees_later_keys', 'future_attention', 'peaked_attention',
            'attention_collapse', 'attention_logits', 'uniform_heads']
 
-# %% ../../nbs/55_health/41_heads.ipynb #56cebefc
+# %% ../../nbs/55_health/41_heads.ipynb #370c1dbc
 import re
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from .finding import confidence_from, finding, fmt, list_names, name_module
 from .rules import rule
 
-# %% ../../nbs/55_health/41_heads.ipynb #2e9acc1c
+# %% ../../nbs/55_health/41_heads.ipynb #49b37c98
 class Heads:
     "Numbers of the heads of one layer. `heads['entropy']`: array (steps, heads), with NaN where a row has no such number."
     def __init__(self, path, call, kind, rows): # rows: rows of one path and one call
@@ -49,7 +49,7 @@ def layers_of(h) -> list:
     def kind(rows): return re.sub(r'.*\(|\)$', '', str(rows['module'].iloc[0])) if 'module' in rows else None
     return [Heads(path, int(call), kind(rows), rows) for (path,call),rows in df.groupby(['path', 'call'], sort=False)]
 
-# %% ../../nbs/55_health/41_heads.ipynb #f27d6a2c
+# %% ../../nbs/55_health/41_heads.ipynb #7d719453
 def group_name(layer): # layers of one group differ only in numbers of their paths, such as 'h.0.attn' and 'h.1.attn'
     "Return the name of the group of alike layers to which a layer belongs."
     return re.sub(r'\d+', '*', layer.path), layer.call
@@ -82,7 +82,7 @@ def future_attention(h, least=1e-6, keys=8):
                 "A model that sees the answer has a low loss in training, and fails when it generates.")
         return
 
-# %% ../../nbs/55_health/41_heads.ipynb #f47f1795
+# %% ../../nbs/55_health/41_heads.ipynb #1690dce9
 @rule(severity='warning', needs='attention')
 def peaked_attention(h, early=.5, sink=.3, keys=8):
     """Attention to few keys in the first step, before anything was learned
@@ -101,7 +101,7 @@ def peaked_attention(h, early=.5, sink=.3, keys=8):
             advice="Divide the logits by sqrt(head size), start with smaller weights of queries and keys, or normalize both (qk_norm).")
         return
 
-# %% ../../nbs/55_health/41_heads.ipynb #0c2215e0
+# %% ../../nbs/55_health/41_heads.ipynb #6159e1da
 too_large_steps = 'update_too_large', 'first_step', 'exploding_gradient', 'poor_input_scale' # rules whose findings can be the cause of large logits
 
 @rule(severity='warning', needs='attention', after=(*too_large_steps, 'not_finite', 'attention_logits'))
@@ -130,7 +130,7 @@ def attention_collapse(h, start=.3, low=.02, share=.5, keys=8):
             advice="Lower the learning rate, warm it up, normalize queries and keys (qk_norm), or clip the logits.")
         return
 
-# %% ../../nbs/55_health/41_heads.ipynb #8aa5c923
+# %% ../../nbs/55_health/41_heads.ipynb #e1f8f3db
 @rule(severity='warning', needs='attention', after=too_large_steps)
 def attention_logits(h, large=100., times=5., records=4):
     """Logits of attention that grow without end
@@ -152,7 +152,7 @@ def attention_logits(h, large=100., times=5., records=4):
             advice="Normalize queries and keys (qk_norm), add weight decay to their weights, lower the learning rate, or cap the logits.")
         return
 
-# %% ../../nbs/55_health/41_heads.ipynb #0cf20e1c
+# %% ../../nbs/55_health/41_heads.ipynb #2b8178d7
 @rule(severity='info', needs='attention')
 def uniform_heads(h, equal=.999, records=8, keys=8):
     """Heads of attention that give all keys the same weight, from the first to the last record

@@ -6,7 +6,7 @@
 __all__ = ['MeasuredCall', 'unseen', 'partly_compiled', 'AttentionSteps', 'to_host', 'statistics_of_head', 'local_part',
            'with_four_dimensions', 'is_compiled', 'Attention']
 
-# %% ../../nbs/40_recorder/37_attention.ipynb #a9ddd7ac
+# %% ../../nbs/40_recorder/37_attention.ipynb #207c327f
 import math
 from collections import Counter, namedtuple
 
@@ -18,7 +18,7 @@ from ..measure.attention import measure_logits, measure_products
 from ..measure.devices import being_captured, undisturbed
 from .budget import clock
 
-# %% ../../nbs/40_recorder/37_attention.ipynb #24d1c9c1
+# %% ../../nbs/40_recorder/37_attention.ipynb #7956f92e
 class AttentionSteps:
     "Decides at which steps attention is recorded. `when`: True for steps that become rarer, or a schedule of step numbers."
     def __init__(self, when=True):
@@ -37,7 +37,7 @@ class AttentionSteps:
         "Forget the last pass of the module at `path`, because the pass failed and will be repeated."
         self.seen.discard(path)
 
-# %% ../../nbs/40_recorder/37_attention.ipynb #155573cb
+# %% ../../nbs/40_recorder/37_attention.ipynb #a895d0fe
 # name: display name of the module; sizes: numbers of queries and keys by name; numbers: column -> tensor, as from `measure_products`
 MeasuredCall = namedtuple('MeasuredCall', 'name call dtype sizes numbers')
 
@@ -60,7 +60,7 @@ def statistics_of_head(numbers, i) -> dict:
     if not math.isnan(row['logit_max']): row = {k: v for k,v in row.items() if not math.isnan(v) and v!=-math.inf}
     return {k: int(v) if k=='reach' and math.isfinite(v) else float(f'{v:.7g}') for k,v in row.items()}
 
-# %% ../../nbs/40_recorder/37_attention.ipynb #d2e749e7
+# %% ../../nbs/40_recorder/37_attention.ipynb #d7bfcf76
 def local_part(x):
     "Return the shard of a `DTensor` that this rank has; other tensors, and None, unchanged."
     return x.to_local() if hasattr(x, 'placements') else x
@@ -75,7 +75,7 @@ def with_four_dimensions(q, k, mask, heads:int|None) -> tuple:
     if mask is not None: mask = mask.expand(*q.shape[:-2], *mask.shape[-2:]).reshape(*own.shape[:2], *mask.shape[-2:])
     return own, others, mask
 
-# %% ../../nbs/40_recorder/37_attention.ipynb #e255542f
+# %% ../../nbs/40_recorder/37_attention.ipynb #6fe506f2
 unseen = ("No attention was found in {model}, so the run has no rows of the type 'attention'. torchember finds calls of "
     "scaled_dot_product_attention and softmax by Python code. It does not find attention in code that torch.compile compiled, "
     "flex_attention, and packages with kernels of their own, such as flash-attn. "

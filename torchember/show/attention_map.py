@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['labels_of', 'head_table', 'attention_map']
 
-# %% ../../nbs/60_show/55_attention_map.ipynb #85238b83
+# %% ../../nbs/60_show/55_attention_map.ipynb #e38f7fe2
 import matplotlib as mpl
 import numpy as np
 
@@ -16,7 +16,7 @@ from .legend import make_title, shorten_middle
 from .select import find_stat, name_of_run, tensors_to_draw
 from .style import canvas, drawn
 
-# %% ../../nbs/60_show/55_attention_map.ipynb #623ba011
+# %% ../../nbs/60_show/55_attention_map.ipynb #295f34fc
 labels_of = {'entropy': 'entropy (1: equal weights)', 'logit_max': 'largest logit', 'logit_bound': 'bound of the logits',
     'first_token': 'weight of the first key', 'top_share': 'weight of the top key', 'effective_length': 'keys in use',
     'future': 'weight of later keys', 'reach': 'farthest later key'} # column of rows about attention -> label of its color bar
@@ -32,7 +32,7 @@ def head_table(rows, stat):
     table[[at[p] for p in place], head] = rows[stat].to_numpy(float, na_value=np.nan)
     return table, [f'{path} ({call})' if path in calls else path for path,call in layers]
 
-# %% ../../nbs/60_show/55_attention_map.ipynb #49b5f997
+# %% ../../nbs/60_show/55_attention_map.ipynb #8fc034a1
 @earlier_calls()
 @drawn
 def attention_map(
