@@ -147,6 +147,20 @@ class RecordedRun:
         self.recorder.sources.follow(name, tensor)
         return tensor
 
+    def watch_attention(self,
+        steps=True # True for steps that become rarer; or steps like those of `every`; False to stop
+    ): # The ember itself
+        """Record numbers of each attention head from now on, as `torchEmber(model, attention=True)` does.
+
+        Args:
+            steps: True for steps that become rarer; or steps like those of `every`; False to stop
+
+        Returns:
+            The ember itself
+        """
+        self.recorder.model.record_attention(steps)
+        return self
+
     def step(self):
         "End the training step. Call this after `backward` and before `zero_grad`. From the first call on, only calls of `step` end a step."
         r = self.recorder
@@ -458,6 +472,7 @@ class torchEmber(ArmedModel):
         on_finding: What to do with a finding of these rules: 'warn', 'stop' (raise an error in the training), or a function that gets the finding
         blackbox: Black box, a file of recent steps that survives a crash. None: if possible; False: none; 20: also 20 steps that `every` skips
         cuda_graphs: True to also record each replay of CUDA graphs that the program captures
+        attention: True to record numbers of each attention head, at steps that become rarer; or steps like those of `every`
         sinks: Where to send the statistics of each step: 'wandb', 'tensorboard', a function of a step and its numbers, a `Sink`, or a list of these
         reduce: 'step': listeners on rank 0 get the merged rows of all processes. No process waits for another
         first_step: Number of the first step, to continue from a checkpoint. Default: 0, or the step after the last step of a resumed run
@@ -485,6 +500,7 @@ class torchEmber(ArmedModel):
         on_finding='warn', # What to do with a finding of these rules: 'warn', 'stop' (raise an error in the training), or a function that gets the finding
         blackbox:int|None=None, # Black box, a file of recent steps that survives a crash. None: if possible; False: none; 20: also 20 steps that `every` skips
         cuda_graphs:bool=False, # True to also record each replay of CUDA graphs that the program captures
+        attention=False, # True to record numbers of each attention head, at steps that become rarer; or steps like those of `every`
         sinks=(), # Where to send the statistics of each step: 'wandb', 'tensorboard', a function of a step and its numbers, a `Sink`, or a list of these
         reduce:str|None=None, # 'step': listeners on rank 0 get the merged rows of all processes. No process waits for another
         first_step:int|None=None, # Number of the first step, to continue from a checkpoint. Default: 0, or the step after the last step of a resumed run
@@ -493,8 +509,10 @@ class torchEmber(ArmedModel):
         if not isinstance(model, nn.Module): raise TypeError(not_a_model(model))
         check_arguments(reduce, on_error, ends, first_step)
         inner = unwrap(model)
-        ttypes = check_ttypes(ttypes, recorded)
-        if not ttypes: raise ValueError(nothing_to_record(recorded))
+        asked = check_ttypes(ttypes, (*recorded, 'attention'))
+        ttypes = tuple(t for t in asked if t!='attention')
+        attention = attention or len(ttypes)<len(asked)
+        if not ttypes and not attention: raise ValueError(nothing_to_record(recorded))
         optimizers = check_optimizers(optimizer, scaler, ttypes, [*model.parameters(), *inner.parameters()])
         scaler = scaler_of(optimizers) if scaler is None else scaler
         when,stats = schedule(every),stats if callable(stats) else stat_names(stats)
@@ -510,7 +528,7 @@ class torchEmber(ArmedModel):
         if ranks and not callable(stats) and not {'shape', 'numel'}.intersection(stats): stats = (*stats, 'numel')
         super().__init__(t, Recorder(t, Settings(ttypes, stats, when, only_training, on_error, first, rank,
             ranks, None if overhead is None else Budget(overhead), optimizers, scaler, ends, ts[0].name,
-            blackbox, lambda meta: t.amend('parameters', meta), cuda_graphs)), model, ts, include, exclude)
+            blackbox, lambda meta: t.amend('parameters', meta), cuda_graphs, attention)), model, ts, include, exclude)
         self.views = [] # live views that show the run; `close` ends them
         known,is_on = self.recorder.sources.parameters.known,not disabled()
         if resume: known.resume_from(read_parameters(t))

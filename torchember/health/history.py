@@ -12,12 +12,11 @@ from itertools import pairwise
 import numpy as np
 
 from ..frames.tables import clean_types
-from ..ground.record import beside_training
+from ..ground.record import beside_training, computed_in, of_no_tensor
 from ..measure.summary import derived
 from .finding import median
 from .moves import relative_updates
 from .progress import LossProgress, guessing_losses, may_be_cross_entropy
-from ..ground.record import computed_in
 from .series import as_tuple, logged_series, split_series
 
 # %% ../../nbs/55_health/10_history.ipynb #caa61268
@@ -235,11 +234,11 @@ class History:
         df = clean_types(df)
         self.name,self.recorded_parameters,self.activations = name,list(parameters),activations or {}
         self.losses,self.facts = list(losses),facts or {}
-        self.modes = self.facts.get('modes') or {} # facts about training and evaluation mode, see `store.parameters.facts_in`
         ttype = df['ttype'].astype(object).to_numpy() if len(df) else np.zeros(0, object)
         self.logged = list(logged_series(df[ttype=='scalar'])) if 'scalar' in ttype else []
         self.reported = [r for r in df[ttype=='finding'].to_dict('records') if is_finding_row(r)] if 'finding' in ttype else []
-        self.df = df[(ttype!='scalar') & (ttype!='finding')].reset_index(drop=True)
+        self.attention = df[ttype=='attention'].reset_index(drop=True) # rows about heads of attention, see `measure.attention`
+        self.df = df[~np.isin(ttype, of_no_tensor)].reset_index(drop=True)
         self.all = list(split_series(self.df)) if len(self.df) else []
         self.evaluated = [s for s in self.all if s.phase=='eval']
         self.trained = [s for s in self.all if s.phase not in beside_training]
@@ -260,6 +259,9 @@ class History:
     # `trained`, `evaluated`: all series of training passes, of evaluations. A series ends where values stay NaN or infinite up to the end
     until_bad_trained = cached_property(lambda self: [s.until_bad() for s in self.trained])
     until_bad_evaluated = cached_property(lambda self: [s.until_bad() for s in self.evaluated])
+
+    # facts about training and evaluation mode, see `store.parameters.facts_in`
+    modes = property(lambda self: self.facts.get('modes') or {})
 
     # `inputs`: path of a module -> list of the `Series` of its inputs. `outputs`: path of a module -> `Series` of the first output of its first call
     inputs = cached_property(lambda self: group_by_path(self.series('input')))

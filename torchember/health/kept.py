@@ -19,7 +19,7 @@ dropped_columns = ('ts', 'exponents', 'var', 'abs_min', 'skew', 'kurtosis', 'rm4
 def kept_columns(df):
     "Return the table of a run with only the rows and columns that `diff` compares."
     kept = [c for c in df.columns if c not in dropped_columns and (c in text_columns or c=='shape' or df[c].dtype.kind in 'iufb') and df[c].notna().any()]
-    return df[df['ttype']!='finding'][kept].reset_index(drop=True)
+    return df[~df['ttype'].isin(('finding', 'attention'))][kept].reset_index(drop=True)
 
 def is_kept_file(run): return isinstance(run, str|os.PathLike) and str(run).endswith('.parquet')
 

@@ -23,6 +23,8 @@ cited = {
     'poor_scale': 'He et al. 2015, https://arxiv.org/abs/1502.01852',
     'saturated': 'Glorot and Bengio 2010, https://proceedings.mlr.press/v9/glorot10a.html',
     'attention': 'Dehghani et al. 2023, https://arxiv.org/abs/2302.05442; Wortsman et al. 2023, https://arxiv.org/abs/2309.14322',
+    'attention_logits': 'Dehghani et al. 2023, https://arxiv.org/abs/2302.05442; Wortsman et al. 2023, https://arxiv.org/abs/2309.14322',
+    'attention_collapse': 'Zhai et al. 2023, https://arxiv.org/abs/2303.06296',
     'underflow': 'Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740',
     'batch_norm': 'https://docs.pytorch.org/docs/stable/generated/torch.nn.BatchNorm1d.html',
     'scaler_skips': 'https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler'}

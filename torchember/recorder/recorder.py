@@ -17,6 +17,7 @@ from ..capture.clipping import ClippingWatch
 from ..capture.optimizer import OptimizerWatch
 from ..ground.messages import printable
 from ..ground.record import line_of, of_no_tensor, ttypes
+from .attention import Attention
 from .black_box import RunBox, held_steps
 from .calls import Calls
 from .cost import Cost
@@ -64,6 +65,7 @@ class Settings:
     blackbox:int|None = False
     note:object = None # Function that is called with the metadata about the parameters whenever they change
     cuda_graphs:bool = False # True to record the replays of CUDA graphs
+    attention:object = False # Steps at which attention is recorded: argument of `AttentionSteps`; False for none
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #009b21b1
 def statistics_of_types(stats) -> dict:
@@ -119,7 +121,17 @@ class ArmedModel:
         self.containers = Containers(tracks, self.sources.states)
         self.set_listeners(self.events, self.optimizer_events)
         for w in self.watches: w.attach()
+        if self.attention is not None: self.attention.watch.attach()
         if self.graphs is not None: self.graphs.watch.attach()
+
+    attention = property(lambda self: self.events.pass_events.attention, doc="The `Attention` that records attention, or None")
+
+    def record_attention(self, when):
+        "Start to record attention, or stop if `when` is False. `when`: argument of `AttentionSteps`."
+        events,armed = self.events.pass_events,bool(self.sources.states)
+        if self.attention is not None: self.attention.watch.detach()
+        events.attention = None if when is False or when is None else Attention(when, events.pipe)
+        if self.attention is not None and armed: self.attention.watch.attach()
 
     def use_modules(self, tracks):
         "Store the modules of the model, because they have changed."
@@ -168,6 +180,7 @@ class ArmedModel:
         if self.graphs is not None: self.graphs.abandon()
         disarm(self.tracks, self.events)
         for w in self.watches: w.detach()
+        if self.attention is not None: self.attention.watch.detach()
 
     def forget(self):
         "Forget the modules of the model, and stop the clock of the training until recording starts again."
@@ -211,6 +224,7 @@ class Recorder:
         self.events = ModelEvents(self, self.pipe, self.lock, settings.only_training)
         self.optimizer_events = OptimizerEvents(self.pipe, self.lock)
         self.model = make_model(self.events, self.optimizer_events, self.pipe, settings, lambda: t.file.drain())
+        self.model.record_attention(settings.attention)
         self.losses = LossReader(self.pipe, self.lock, lambda meta: t.amend('losses', meta))
         if settings.budget: self.cost.warm_up()
         self.pipe.gate.decide_step()

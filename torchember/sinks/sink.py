@@ -12,7 +12,7 @@ from zlib import crc32
 
 from ..ground.choose import NamedLayer, chosen, schedule
 from ..ground.messages import an, printable
-from ..ground.record import beside_training, check_ttypes, identity, of_pieces, optional
+from ..ground.record import beside_training, check_ttypes, identity, of_no_tensor, of_pieces, optional
 from ..store.reading import path_of, without_superseded
 
 # %% ../../nbs/56_sinks/10_sink.ipynb #5c42374b
@@ -211,7 +211,7 @@ class Sink:
         for r in rows:
             if r.get('ttype')=='scalar':
                 scalars |= {f'scalar/{k}': v for k,v in logged_numbers(r, built_in_columns).items()}
-            if r.get('ttype') in (None, 'scalar', 'finding') or not isinstance(r.get('module'), str): continue
+            if r.get('ttype') in (None, *of_no_tensor) or not isinstance(r.get('module'), str): continue
             bad += sum(int(r.get(c) or 0) for c in bad_counts)
             if r['ttype'] not in self.ttypes or not self.names.is_sent(r): continue
             key = self.names.key(r, first)
