@@ -6,7 +6,6 @@
 __all__ = ['ClippedParameter', 'EarlyClips']
 
 # %% ../../nbs/40_recorder/47_early_clips.ipynb #07471ade
-from .left_gradients import is_readable, some_values
 from .parameters import grad_of
 
 # %% ../../nbs/40_recorder/47_early_clips.ipynb #3787fd93
@@ -18,7 +17,6 @@ class ClippedParameter:
         # since the last update: `idle` is True after a clipping of no gradient or an old one, `early` is True if a backward followed it,
         # and `in_time` is True after a clipping of a new gradient
         self.idle = self.early = self.in_time = False
-        self.had_gradient = False # True if there was a gradient when the last backward began: then `zero_grad` may write zeros instead of None
         self.checked = self.wrong = 0
         self.first = None # number of the first training step with a clipping that was too early
 
@@ -33,15 +31,12 @@ class ClippedParameter:
 
     def note_clip(self, p):
         "Note that the gradient of the parameter `p` is about to be clipped."
-        g = grad_of(p)
-        idle = g is None or self.backward not in (None, p._version)
-        # values are read on the CPU only, because reading waits for a GPU
-        if not idle and self.had_gradient and g.is_cpu: idle = is_readable(g) and not some_values(g).any()
-        self.idle,self.in_time = self.idle or idle,self.in_time or not idle and self.backward is not None
+        self.idle = grad_of(p) is None or self.backward not in (None, p._version)
+        self.in_time = self.in_time or not self.idle and self.backward is not None
 
     def note_backward(self, p):
         "Note that a backward begins, which will change the gradient of the parameter `p`."
-        self.early,self.idle,self.backward,self.had_gradient = self.early or self.idle,False,p._version,grad_of(p) is not None
+        self.early,self.idle,self.backward = self.early or self.idle,False,p._version
 
 # %% ../../nbs/40_recorder/47_early_clips.ipynb #fffaa525
 class EarlyClips:
