@@ -252,7 +252,8 @@ def a_wrapper(te, model, loss, i):
     y = checkpoint(model[0], checkpoint(model[1], x, use_reentrant=bool(i%2)), use_reentrant=False)
     model[2](y).sum().backward()
 
-scenarios = [evaluates, raises, fails_inside, other_shapes, shapes_in_turns, micro_batches, rearms, disarms, disarms_in_the_middle, flushes_in_the_middle, adds_modules, copies,
+scenarios = [evaluates, raises, fails_inside, other_shapes, shapes_in_turns, micro_batches,
+    rearms, disarms, disarms_in_the_middle, flushes_in_the_middle, adds_modules, copies,
     another_listener, transforms, modes, parts, in_a_thread, probes, changes_statistics, writes_data, hidden_gradients, a_wrapper]
 
 @pytest.mark.parametrize('scenario', scenarios, ids=lambda f: f.__name__)
