@@ -1,5 +1,6 @@
 "Compiled plans of calls: all rows are those of the general way, to the bit and in the same order"
 import copy, gc, json, os, threading, weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -168,6 +169,15 @@ def fails_inside(te, model, loss, i):
 
 def other_shapes(te, model, loss, i): return model(floats(3+i%2)).sum().item()
 
+def shapes_in_turns(te, model, loss, i):
+    "Other shapes in planned calls, and in calls that Python code records: outermost calls, and calls under a mode"
+    out = []
+    for n,way in ((5, 'outermost'), (3, ''), (5, 'outermost'), (4, ''), (3, 'mode'), (4, 'outermost'), (3, '')):
+        called = model[0] if way=='outermost' else model
+        with torch.device('cpu') if way=='mode' else nullcontext(): out.append(called(floats(n)).sum().item())
+        out.append([(t.name, t.input_dt, t.output_dt) for t in te.tracks])
+    return repr(out)
+
 def micro_batches(te, model, loss, i): loss(model).backward(); loss(model).backward()
 
 def rearms(te, model, loss, i):
@@ -242,7 +252,8 @@ def a_wrapper(te, model, loss, i):
     y = checkpoint(model[0], checkpoint(model[1], x, use_reentrant=bool(i%2)), use_reentrant=False)
     model[2](y).sum().backward()
 
-scenarios = [evaluates, raises, fails_inside, other_shapes, micro_batches, rearms, disarms, disarms_in_the_middle, flushes_in_the_middle, adds_modules, copies,
+scenarios = [evaluates, raises, fails_inside, other_shapes, shapes_in_turns, micro_batches,
+    rearms, disarms, disarms_in_the_middle, flushes_in_the_middle, adds_modules, copies,
     another_listener, transforms, modes, parts, in_a_thread, probes, changes_statistics, writes_data, hidden_gradients, a_wrapper]
 
 @pytest.mark.parametrize('scenario', scenarios, ids=lambda f: f.__name__)
