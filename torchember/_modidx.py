@@ -7213,8 +7213,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                     'torchember/recorder/left_gradients.py'),
                                                     'torchember.recorder.left_gradients.LeftGradients.prepare': ( '40_recorder/left_gradients.html#leftgradients.prepare',
                                                                                                                   'torchember/recorder/left_gradients.py'),
-                                                    'torchember.recorder.left_gradients.is_readable': ( '40_recorder/left_gradients.html#is_readable',
-                                                                                                        'torchember/recorder/left_gradients.py'),
                                                     'torchember.recorder.left_gradients.may_be_cleared': ( '40_recorder/left_gradients.html#may_be_cleared',
                                                                                                            'torchember/recorder/left_gradients.py'),
                                                     'torchember.recorder.left_gradients.some_values': ( '40_recorder/left_gradients.html#some_values',
