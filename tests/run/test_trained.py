@@ -473,7 +473,7 @@ def test_model_that_cannot_be_armed_trains(monkeypatch):
     model,plain = seeded(),seeded()
     w = armed(lambda: by_hand(model, momentum(model), batches()))
     by_hand(plain, momentum(plain), batches())
-    assert w.said==['Net could not be armed: RuntimeError: no']
+    assert w.said==['Net could not be recorded: RuntimeError: no']
     assert all(torch.equal(v, weights(plain)[k]) for k,v in weights(model).items())
 
 
