@@ -203,7 +203,7 @@ def go():
     return te.close(), armed, loading.loader.times.total-armed
 r,armed,later = go()
 print(abs(r['arming']-armed)<1e-6, armed>1.2, abs(r['compiling']-later)<1e-6, later>1.2, r['compiling']<=r['seconds'])
-print(' (of which compiling loops: ' in repr(r), '; arming waited ' in repr(r))
+print(' (of which compiling loops: ' in repr(r), '; the start of recording waited ' in repr(r))
 again = go()[0]
 print('arming' in again, 'compiling' in again)
 ''', TORCHEMBER_WAIT='')
