@@ -72,7 +72,8 @@ class RecordedRun:
             raise TypeError("how_record needs the tensor types that your function measures: write @te.how_record('output'), or @te.how_record_out.")
         check_ttypes(ttypes, recorded)
         if not ttypes:
-            raise ValueError(f"how_record needs the tensor types that your function measures. Choose from: {', '.join(recorded)}.")
+            raise ValueError("how_record needs the tensor types that your function measures, such as how_record('output'). "
+                f"Choose from: {', '.join(recorded)}.")
         def use(f):
             "Use the function `f` to record these tensor types."
             self.recorder.buffer.use(f if callable(f) else stat_names(f), ttypes, self.recorder.sources.states)
@@ -414,7 +415,7 @@ def number_of_first(t, resume, first_step):
 
 # %% ../nbs/57_ember.ipynb #835bba49
 def merge_ranks(t, rank, world, tree):
-    "Return a `WholeSteps`, which merges the rows of all ranks for the listeners on rank 0. Return None without a process group."
+    "Return a `WholeSteps`, which merges the rows of all ranks for the listeners on rank 0. Return None if torch.distributed is not initialized."
     part,store = store_for(t.fname.removesuffix(f'.rank{rank}'))
     if part is None:
         warn("reduce='step' needs a process group with a store, but there is none, so listeners get only the rows of this process. "

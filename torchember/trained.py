@@ -231,7 +231,7 @@ class ModelArmer:
             self.arm_model(model, used, is_late)
             self.pending.settle([*used, *(w for o in used for w in innermost_optimizers(o))])
         if not models:
-            self.refuse(f"{names_of(optimizers)} trains parameters that belong to no module, but only modules can be armed.")
+            self.refuse(f"{names_of(optimizers)} trains parameters that belong to no module, but only modules can be recorded.")
             self.pending.settle(optimizers)
 
     def arm_model(self, model, optimizers, is_late=False):
@@ -248,7 +248,7 @@ class ModelArmer:
             if other is not None:
                 return self.refuse(f"{kind} is not recorded again, because the program itself records it as the run {other.recorder.t.fname}.")
             te = torchEmber(model, optimizers or None, **{**self.options, 'name': self.next_name()})
-        except Exception as e: return self.refuse(f"{kind} could not be armed: {type(e).__name__}: {e}")
+        except Exception as e: return self.refuse(f"{kind} could not be recorded: {type(e).__name__}: {e}")
         self.trainings.append(Training(te, optimizers))
         self.on_armed(self.trainings[-1])
         by = f", trained by {names_of(optimizers)}" if optimizers else ''
@@ -430,7 +430,7 @@ class Trainings:
         "Stop looking for models after an error of torchember. Continue to record the models found before."
         self.has_failed,self.armer.models = True,[]
         self.pending.drop(self.pending.live())
-        self.armer.refuse(f'The models of the program could not be found: {type(e).__name__}: {e}. No more models are armed. '
+        self.armer.refuse(f'The models of the program could not be found: {type(e).__name__}: {e}. No more models are recorded. '
             'Call torchEmber(model) in the program instead.')
         self.update_patches()
 

@@ -137,7 +137,7 @@ def running_frames():
         frame = frame.f_back
 
 def enclosing_call():
-    "Return an identifier of the autograd Function whose forward is running in this thread; True in a backward, None without such a Function."
+    "Return an identifier of the autograd Function whose forward is running in this thread; True in a backward, None if no such Function is running."
     if running_backward()!=-1: return True
     if torch.is_grad_enabled(): return None
     return next((found for frame in running_frames() if (found := function_call_in(frame)) is not None), None)
@@ -153,7 +153,7 @@ def in_training_function():
     return False
 
 def is_same_call(now, before):
-    "Return True if two results of `enclosing_call` identify the same call, or if `now` is from a backward."
+    "Return True if two results of `enclosing_call` identify the same autograd Function, or if `now` was returned in a backward."
     if now is None or now is True or before is None or before is True: return now is True
     return len(now)==len(before) and all(a() is not None and a() is b() for a,b in zip(now, before, strict=True))
 
@@ -290,7 +290,7 @@ def is_dynamo_frame(frame) -> bool:
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch20
 # Returns True while `torch.jit.trace` runs. Exists in all versions of torch. The public function is slower: it calls two more functions
-is_tracing = private('torch._C._is_tracing', torch.jit.is_tracing, 'a call of an armed module takes a little longer')
+is_tracing = private('torch._C._is_tracing', torch.jit.is_tracing, 'a call of a recorded module takes a little longer')
 
 # name of the flag in `torch.compiler` that says whether torch exports a model, None if there is none. Exists in torch 2.7 and later
 exporting_flag = '_is_exporting_flag' if hasattr(torch.compiler, '_is_exporting_flag') else None

@@ -87,8 +87,8 @@ class TorchTracker(Tracker):
             r.notices.once('stalled', "tracker.step() was never called, so all rows are in one step. Call it after optimizer.step().", 'warning')
             self.te.t.barrier()
         elif trained and 'weight_grad' in r.ttypes and r.watch is None and (n := r.sources.parameters.hint.steps_without):
-            warn(f"{n:,} of {r.tally.recorded:,} steps have no weight gradients, because zero_grad() was called before tracker.step(). Call it later, or "
-                "pass optimizer= to track.")
+            warn(f"{n:,} of {r.tally.recorded:,} steps have no weight gradients, because zero_grad() was called before tracker.step(). "
+                "Call zero_grad() after tracker.step(), or pass optimizer= to track.")
 
 # %% ../../nbs/80_compat/30_tandv.ipynb #fcc2f0ee
 def track(

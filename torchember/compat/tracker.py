@@ -45,7 +45,7 @@ libraries = {} # class of a tensor -> `Library`; the Python modules for torch an
 def find_library(tensor) -> Library:
     "Return the `Library` for a tensor. Values of other classes, such as lists, are measured by the first library."
     if not libraries:
-        raise RuntimeError("the stash functions do not know a tensor library yet: import them from torchember, or for JAX from torchember.jaxember.")
+        raise RuntimeError("the stash functions need a tensor library. Import them from torchember (torch) or torchember.jaxember (JAX).")
     return next((lib for c,lib in libraries.items() if isinstance(tensor, c)), next(iter(libraries.values())))
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #34dd7322

@@ -165,7 +165,7 @@ def inspect_lines(data, path, at, expected):
     return [segment], kinds, expected.layouts
 
 def kind_of_lines(values, types):
-    """Return the kind of a column from its values; None without values.
+    """Return the kind of a column from its values, or None if there are no values.
 
     A mixture of whole numbers and floats becomes floats, as in the table from `read`."""
     return 'double' if types=={int, float} else column_kind(values, types) if types else None

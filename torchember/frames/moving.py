@@ -204,7 +204,7 @@ def count_to_merge(parts, first):
 
 # %% ../../nbs/50_frames/08_moving.ipynb #f2031573
 class SyncState:
-    "Settings of a `sync`, and caches that save time when `sync` is repeated."
+    "Settings of a call of `sync`, and caches that save time when `sync` is called again."
     def __init__(self, home, target, parquet=True, deep=True): # deep: True to read and verify all files again, even unchanged files
         self.home,self.target,self.parquet,self.deep = home,target,parquet and find_spec('pyarrow') is not None,deep
         # hashes: file -> (size and time, content); checked: Parquet parts whose lines were compared with the local lines
@@ -426,7 +426,7 @@ def sync_runs(run, moving):
             try: out.append(moving.sync_log(h, name))
             except OSError as e:
                 raise type(e)(f"{printable(name)} could not be copied to {printable(moving.target.home)}: {printable(e)} "
-                    f"Files that were copied stay there, and the next sync continues. The local run was not changed.") from None
+                    f"Files that were copied stay there, and the next call of sync continues. The local run was not changed.") from None
     return out
 
 def remove_moved(name, home, target):

@@ -71,7 +71,7 @@ def tidy(df, run=None):
 typed_columns = (*name_columns, 'ts', 'shape')
 
 def table_of_blocks(blocks, file=None, keep=None, only=None, expected=None): # arguments: as in `columns_of_lines`
-    "Read the blocks of a log as a table, without rows that later rows replace."
+    "Read blocks of log lines as a table. Leave out rows that later rows replace (column `supersedes`)."
     columns,layouts,n,*_ = columns_of_lines(blocks, file, typed_columns, keep, only, expected)
     return without_superseded(table_of_columns(columns, layouts, n))
 

@@ -124,7 +124,7 @@ def recovery_phrase(h, s, layer, alive):
 @rule(severity='error', needs=('input', 'output'), stats='abs_max',
     after=('poor_scale', 'update_too_large', 'equal_units', 'poor_input_scale', 'gradient_spike', 'exploding_gradient', 'loss_spike'))
 def dead_units(h, share=.98):
-    """A layer whose output is zero for the whole batch up to the end: after a ReLU no gradient passes, so the layer cannot recover
+    """A layer whose output is zero for all samples until the end of the run: a ReLU then passes no gradient, so the layer cannot recover
 
     share: least fraction of zeros in the output of a layer, if zero_frac is recorded"""
     tensors = {}
@@ -254,7 +254,7 @@ def find_peaked_start(h, early, masked=.8, least=8):
         size = float(s.rms[0]**2*s.shape[-1])
         if not size>(early if s['min'][0]>0 else masked): continue
         yield s.finding(0, f"Before anything was learned, the attention of {s.title} puts most weight on few of {s.shape[-1]} positions: the squared weights "
-            f"of a row add up to {fmt(size)}, where {fmt(1/s.shape[-1])} is equal weight. Little gradient passes.", squares=size,
+            f"of a row add up to {fmt(size)}, where equal weights give {fmt(1/s.shape[-1])}. Little gradient passes.", squares=size,
             advice=attention_advice+", or start with smaller weights of queries and keys.")
 
 # %% ../../nbs/55_health/40_activations.ipynb #893f4d6c

@@ -105,7 +105,7 @@ def layer_table(h):
     return ['| layer | class | output | gradient | step/weight | unusual |', '|---|---|---|---|---|---|', *lines]
 
 def describe_curve(n):
-    "Return lines about a logged number: a curve of at most twenty values. `n`: a `LoggedSeries`, or None without a loss."
+    "Return lines about a logged number: a curve of at most twenty values. `n`: a `LoggedSeries`, or None if no loss was logged."
     if n is None: return ['No loss was recorded. In the next run: te.log(loss=loss).']
     bad = np.flatnonzero(~np.isfinite(n.values))
     lines = [f"{quote_name(n.name)} (step: median up to the next): "+', '.join(f'{s}: {format_value(v)}' for s,v in thin_curve(n.steps, n.values))]

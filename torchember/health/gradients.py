@@ -102,7 +102,7 @@ def vanishing_gradient(h, depth=1e-5, over_time=1e-6, least=4):
 
 # %% ../../nbs/55_health/35_gradients.ipynb #b4561a24
 def total_norms(gs):
-    "Return (step numbers, norm of all gradients together in each of these steps). None without gradients, or if all are zero."
+    "Return (step numbers, norm of all gradients together in each of these steps). Return None if there are no gradients, or if all are zero."
     steps = np.unique(np.concatenate([s.steps for s in gs.values()]))
     square = np.zeros(len(steps))
     for s in gs.values():

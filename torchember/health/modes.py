@@ -279,4 +279,4 @@ def random_eval(h):
         f"which drops {c['p']:.0%} of its values.{why}{more}", first, h.steps[-1],
         ttype='output', severity=None if wrong else 'info', stands=True, look=f"scalar_line(run, {path!r}, 'output', 'std')",
         advice=f"Pass {argument}, or use the module torch.nn.Dropout." if wrong else
-            "Nothing, if this is intended. Otherwise call model.eval() on the whole model.", share=c['p'], modules=len(wrong or calls))
+            "If this is intended, change nothing. Otherwise call model.eval() on the whole model.", share=c['p'], modules=len(wrong or calls))

@@ -52,7 +52,7 @@ def autocast(h):
         s.steps[0], s.steps[-1], severity='info' if last and cast else None, ttype='output',
         look="read(run, ttype='output')[['path', 'dtype']]", layers=len(full), of=len(layers),
         advice="Look in the forward of this layer for autocast(enabled=False), .float(), or an operation that autocast does not know, "
-        "such as a kernel of your own (torch.amp.custom_fwd). Nothing, if full precision is intended here.")
+        "such as a kernel of your own (torch.amp.custom_fwd). If full precision is intended here, change nothing.")
 
 # %% ../../nbs/55_health/37_precision.ipynb #31c8aa55
 def zero_shares(h, least):

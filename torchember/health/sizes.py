@@ -15,8 +15,8 @@ from .rules import rule
 
 # %% ../../nbs/55_health/30_sizes.ipynb #661033d2
 # Verdict of `LossProgress` ('falls', ...) -> sentence in a finding. The two {} are the loss at the start and at the end
-loss_sentences = {'none': "The loss was not recorded (te.log(loss=loss)).", 'short': "The loss has too few values to judge.",
-    'means nothing': "The loss does not show whether this harms.", 'stalls': "The loss does not fall ({} to {})."}
+loss_sentences = {'none': "The loss was not recorded (te.log(loss=loss)).", 'short': "Too few losses were recorded to say whether the loss falls.",
+    'means nothing': "The values of this loss do not show whether the training suffers.", 'stalls': "The loss does not fall ({} to {})."}
 
 def loss_sentence(p):
     "Return a sentence about the progress of the loss, for the text of a finding. `p`: a `LossProgress`."
@@ -147,7 +147,7 @@ def explain_small_steps(h, step, drop):
     """
     falls = [(n.name, at[-1], finite_max(n.values)) for n in h.rates if len(at := n.values[n.steps<=step])]
     if fell := [f for f in falls if f[1]<100*drop*f[2]]: return (
-        f"The schedule of the learning rate ended the training: {fell[0][0]} is {fmt(fell[0][1])}, after {fmt(fell[0][2])}.",
+        f"The schedule lowered the learning rate too early: {fell[0][0]} is {fmt(fell[0][1])}, and was {fmt(fell[0][2])} before.",
         "Let the schedule end at the last step: count T_max, step_size and milestones in the unit in which you call scheduler.step() (steps or epochs).")
     if bad := [f for f in falls if not np.isfinite(f[1])]: return (f"The learning rate {bad[0][0]} is {bad[0][1]}.", "Check the code that sets it.")
     if falls: return "The learning rate has not fallen as much, so something else makes the updates small.", ("Print the gradients before "
@@ -191,10 +191,11 @@ def find_early_end(h, moves, drop, many=.7):
     # if other weights still change, no schedule is the reason: the rule `not_trained` reports this fault
     if any_weight_changes(h, step, rare): return
     smaller = f"{fmt_times(peak/now)} smaller than before" if now>0 else "zero"
-    gradients = ", while the gradients are not" if k in h.grads else ''
+    gradients = ", while the gradients stay about as large" if k in h.grads else ''
     why,advice = explain_small_steps(h, step, drop)
     yield finding('', f"From step {step} on, the updates are {smaller} ({fmt(now)} in {moves[k].s.title}, {fmt(peak)} before){gradients}. "
-        f"{(h.steps>=step).sum():,} of {len(h.steps):,} steps were left. {why} {loss_sentence(p)}", step, h.steps[-1], ttype='weight',
+        f"The last {(h.steps>=step).sum():,} of {len(h.steps):,} steps hardly change the weights. "
+        f"{why} {loss_sentence(p)}", step, h.steps[-1], ttype='weight',
         look="updates(run)", advice=advice, before=peak, now=now,
         confidence=confidence_from(now/peak, drop, len(ends)/len(moves), h.progress.is_good))
 

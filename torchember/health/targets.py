@@ -34,7 +34,7 @@ def names_of_term(e):
 classes_of = {'softmax': ('Softmax',), 'log_softmax': ('LogSoftmax',), 'sigmoid': ('Sigmoid',), 'relu': ('ReLU',), 'tanh': ('Tanh',)}
 
 def place_of_term(h, *activations):
-    "Return the path of the last module that applies one of `activations`, such as 'softmax'; without such a module, that of the last module."
+    "Return the path of the last module that applies one of `activations`, such as 'softmax'. If there is none, return the path of the last module."
     wanted = {c for a in activations for c in classes_of.get(a, ())}
     leaves = [p for p in h.graph.leaves if p in h.outputs]
     return next((p for p in reversed(leaves) if h.activation(h.outputs[p]) in wanted), leaves[-1] if leaves else '')
@@ -273,7 +273,7 @@ def find_constant_targets(h, e, least):
     if len(terms)!=1 or e['kind'] not in ('bce', 'bce_with_logits') or s is None or len(s)<least or out is None or out.shape is None: return None
     if tuple(e.get('shape') or ())!=out.shape or not (s['max']==s['min']).all() or len(np.unique(s['max']))!=1: return None
     return report_term(h, e, f"All targets are {fmt(s['max'][0])}, in all {len(s):,} steps.", severity='info', target=float(s['max'][0]),
-        advice="Nothing, if the model is trained on one class on purpose. Otherwise print the targets: y.unique(return_counts=True).")
+        advice="If you train on one class on purpose, change nothing. Otherwise print the targets: y.unique(return_counts=True).")
 
 # %% ../../nbs/55_health/47_targets.ipynb #8e7e76fd
 @rule(severity='warning', needs='target')

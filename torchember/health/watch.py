@@ -131,7 +131,7 @@ class Pace:
 class KnownFindings:
     "Findings that were reported, and that still hold."
     patience = 2 # a finding is over if this many looks (runs of all rules) in a row did not find it
-    # open: key of a finding that still holds -> the finding; missed: key -> number of last looks that did not find it
+    # open: key of a finding that still holds -> the finding; missed: key -> number of checks since the finding was found last
     def __init__(self): self.open,self.missed = {},{}
 
     def compare(self, found):

@@ -128,7 +128,7 @@ def explain_forgotten(h, known, part, own, held):
     named = all(any(w in p['path'].lower() for w in untrained_names) for p in own)
     if named or is_intended(h, known, held): return (
         f"{what} is not in the optimizer, so it {effect}. It is {known.share(own):.0%} of the model.", 'info',
-        "Nothing, if you train only a part of the model. Then requires_grad_(False) saves the time for its gradients.")
+        "If you train only a part of the model, this is right. Then requires_grad_(False) saves the time for its gradients.")
     return (f"{what} is not in the optimizer, so it {effect}{', although it gets gradients' if has_gradient else ''}.", severity,
         "Give it to the optimizer: torch.optim.Adam(model.parameters()), or optimizer.add_param_group({'params': ...}) for new parameters. "
         "To keep it fixed, call requires_grad_(False).")
@@ -175,7 +175,7 @@ def explain_frozen(h, known, part, own, most):
     if is_unexpected(h, known, own, most): return (f"{what} is frozen, while the layers before and after it are trained.", 'warning',
         "Call requires_grad_(True) if this is a leftover of an earlier fine-tuning. Nothing to do if it is intended.")
     return (f"{what} is frozen. It is {known.share(own):.0%} of the model.", 'info',
-        "Nothing, if this is intended. Otherwise call requires_grad_(True) before you create the optimizer.")
+        "If this is intended, change nothing. Otherwise call requires_grad_(True) before you create the optimizer.")
 
 # %% ../../nbs/55_health/25_wiring.ipynb #6e0f5c1a
 # reason in findings whose advice is to pass a further optimizer to torchEmber
@@ -377,14 +377,14 @@ def explain_stopped(h, part, own, s, by_mistake=False):
     what = f"{describe_part(part, own)} was trained at first and"
     if not s.frozen: return (
         f"{what} does not change from step {s.step} on, while other weights do. {stop_reasons[s.gradient]}", 'info',
-        "Nothing, if this is intended. Otherwise search for requires_grad_(False), detach() or a mask, check the learning rate of its group, "
+        "If this is intended, change nothing. Otherwise search for requires_grad_(False), detach() or a mask, check the learning rate of its group, "
         "and check that it is called.")
     moves,goes_on = "Its values stay the same.",h.loss is not None and h.loss.steps[-1]>s.step
     if s.still_moves: moves = "It still changes: momentum or weight decay moves it, as its gradient is zero and not None."
     held = " The optimizer still has it."*(s.p.get('optimizer') is True)
     severity = 'warning' if goes_on and (not part or by_mistake) else 'info'
     return (f"{what} is frozen from step {s.step} on (requires_grad is False). {moves}{held}", severity,
-        "Nothing, if this is intended. Otherwise search for requires_grad_(False) in code that runs after the start, such as train() of the model, "
+        "If this is intended, change nothing. Otherwise search for requires_grad_(False) in code that runs after the start, such as train(), "
         "and call requires_grad_(True) for each part to train.")
 
 def is_late_freeze(h, known, groups, most=.5, longer=1.5):

@@ -16,7 +16,7 @@ def optimizers_of(accelerator) -> list:
 
 # %% ../../nbs/90_integrations/05_private_trainers.ipynb #d9308437
 def replace_method(o, name, call):
-    "Replace a method of a trainer by the function `call`. Return the `MethodPatch`, which can restore the method, or None without such a method."
+    "Replace a method of a trainer by the function `call`. Return a `MethodPatch`, which can restore it, or None if the trainer has no such method."
     return MethodPatch(o, name, call) if hasattr(o, name) else None
 
 # %% ../../nbs/90_integrations/05_private_trainers.ipynb #e9c4b105

@@ -247,7 +247,7 @@ class Arena:
         self.micro = 0 # number of the current micro-batch in its step
         # approximate number of used rows; number of tensors not measured because another row had their summary; number of calls of `take`
         self.filled,self.shared,self.turn = 0,0,0
-        # black box (`recorder.black_box.BlackBox`) that provides memory for rows and is notified of each new tap. None without a black box
+        # black box (`recorder.black_box.BlackBox`) that provides memory for rows and is notified of each new tap. None if the run has no black box
         self.box = None
         # (device, dtype, groups of sums) of tensors that kernels have read before. The first read of each cannot happen inside a CUDA graph
         self.was_read = set()

@@ -136,7 +136,8 @@ def has_arrived(host):
 
 class Pending:
     "A copy from a device to the host, perhaps not finished yet. `numpy.asarray` waits for the copy, and returns it."
-    def __init__(self, host, done, memory=None): # memory: pinned memory that contains `host`; it returns to the pool after the copy is read
+    # host: the copy, in CPU memory; memory: the pinned memory of `host`, which is reused after the copy is read
+    def __init__(self, host, done, memory=None):
         self.host,self.done,self.memory,self.which = host,done,memory,None
         self.shape,self.numbers,self.lock = tuple(host.shape),None,threading.Lock()
 

@@ -153,7 +153,7 @@ atexit.register(lambda: loader.close())
 
 # %% ../../nbs/20_measure/07_loading.ipynb #8d1f0d01
 def loops():
-    "Return the Python module `measure.readers.numba` with the compiled loops. Return None without numba, or while a thread is loading."
+    "Return the Python module `measure.readers.numba` with the compiled loops. Return None if numba is not installed, or while a thread is loading."
     return loader.module if loader.has('float32') else None
 
 def warm(tensors=(), *more):

@@ -25,7 +25,7 @@ class SpectrumError(ValueError):
 def features_at(x, axis):
     """Return which dimension of `x` contains the features, as a number from 0.
 
-    `axis`: as in `samples`. Raises SpectrumError without such a dimension."""
+    `axis`: as in `samples`. Raises SpectrumError if the tensor has no such dimension."""
     if not isinstance(x, torch.Tensor): raise TypeError(f"a spectrum needs a tensor, got {an(x)}. torch.as_tensor converts an array.")
     if x.is_complex(): raise SpectrumError(f"a spectrum needs real numbers, got {x.dtype}. Give the real and the imaginary part as features.")
     if x.dim()==0: raise SpectrumError("a spectrum needs a dimension of features, got a single number.")
@@ -140,7 +140,8 @@ class Spectrum:
         """Return the condition number: the largest eigenvalue divided by a smaller one.
 
         For a large spectrum that is not exact the result is within 25 percent. Raises SpectrumError if that is not possible."""
-        if at is not None and not 0<=at<1: raise ValueError(f"condition needs the fraction of larger eigenvalues, from 0 to below 1, got at={at}.")
+        if at is not None and not 0<=at<1:
+            raise ValueError(f"at= of condition is the fraction of larger eigenvalues: a number from 0 to below 1, got at={at}.")
         i = self.features-1 if at is None else math.floor(round(self.features*at, 9))
         if not self.largest>0: return math.nan
         # all other eigenvalues are 0, because n centred samples span at most n-1 dimensions
@@ -149,8 +150,8 @@ class Spectrum:
         if i==0: return 1.
         low,near,high = bracket(self.nodes, i, min(self.features, self.count), self.largest/(1-self.error))
         if low<1e-5*self.largest or high>1.25*near or near>1.25*low:
-            raise SpectrumError(f"eigenvalue {i} of {self.features} is only known to be between {low/self.largest:.2g} and "
-            f"{high/self.largest:.2g} of the largest. covariance(x, exact=True) computes all eigenvalues.")
+            raise SpectrumError(f"eigenvalue {i} (of {self.features}) is known only roughly: between {low/self.largest:.2g} and "
+            f"{high/self.largest:.2g} times the largest eigenvalue. covariance(x, exact=True) computes all eigenvalues exactly.")
         return self.largest/near
 
     def __repr__(self):

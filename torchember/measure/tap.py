@@ -25,7 +25,7 @@ from .summary import parts_in, sums
 def divide_early(x, wanted, scale) -> tuple:
     """Divide a tensor by a factor `scale` (number, tensor or None), unless it can be divided out of the tensor's summary later.
 
-    Return the tensor to measure, and the factor to store in its row (None without a factor, or if the tensor was divided)."""
+    Return the tensor to measure, and the factor to store in its row (None if there is no factor, or if the tensor was divided)."""
     powers = scale is None or 'exponents' not in wanted or not isinstance(scale, torch.Tensor) and math.frexp(scale)[0]==.5
     if scale is None or powers and divides_out(wanted): return x, scale
     return (x if x.dtype in (torch.float32, torch.float64) or x.is_complex() else x.float())/scale, None

@@ -128,7 +128,7 @@ def saturated_share(x, low, high, within=.01, axis=None) -> float:
     `low`, `high`: the bounds, such as -1 and 1 for tanh. `within`: tolerance, as a fraction of the distance of the bounds. `axis`: as in `by_unit`.
     A unit with a NaN is not saturated."""
     if not (high>low and 0<=within<=.5):
-        raise ValueError(f"saturated_share needs low < high and within from 0 to .5, got low={low!r}, high={high!r} and within={within!r}.")
+        raise ValueError(f"saturated_share needs low < high, and within= from 0 to 0.5, got low={low!r}, high={high!r} and within={within!r}.")
     x = by_unit(x, axis)
     if not x.numel(): return math.nan
     middle,far,least = (low+high)/2,(high-low)*(.5-within),None
@@ -170,7 +170,7 @@ class Sketch:
 
     An even size is reduced by one, because no rotation of the rows may be its own inverse. `seed`: seed of the random signs and rotations."""
     def __init__(self, numel, size=4096, seed=0):
-        if size<3: raise ValueError(f"a sketch of signs needs a size of at least 3, got size={size!r}.")
+        if size<3: raise ValueError(f"a Sketch (random projection of a tensor) needs a size of at least 3, got size={size!r}.")
         self.numel,self.size = numel,numel if numel<=size else size-1+size%2
         g = torch.Generator().manual_seed(seed*1_000_003+numel)
         rows = 0 if self.exact else -(-numel//self.size)
@@ -187,7 +187,8 @@ class Sketch:
     @torch.no_grad()
     def __call__(self, x):
         "Return the projection of a tensor with `numel` numbers, of any shape: a float64 vector for float64, else a float32 vector."
-        if x.numel()!=self.numel: raise ValueError(f"this sketch was made for tensors of {self.numel:,} elements, got {x.numel():,} elements.")
+        if x.numel()!=self.numel:
+            raise ValueError(f"this Sketch (random projection) was made for tensors of {self.numel:,} elements, got a tensor of {x.numel():,}.")
         x = x.detach().reshape(-1)
         to = torch.float64 if x.dtype==torch.float64 else torch.float32
         if self.exact: return x.to(to, copy=True)
@@ -262,7 +263,7 @@ class Signs:
     def flipped(self, other):
         "Return an int64 vector with one bit for each number: 1 if the number has the opposite sign in `other`, the `Signs` of the tensor at another time."
         if other.numel!=self.numel:
-            raise ValueError(f"only tensors of the same size can be compared, got the signs of {self.numel:,} and of {other.numel:,} elements.")
+            raise ValueError(f"the signs of two tensors can be compared only if both have the same number of elements, got {self.numel:,} and {other.numel:,}.")
         return self.above & other.below | self.below & other.above
 
 def packed_bits(mask):

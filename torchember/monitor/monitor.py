@@ -252,7 +252,7 @@ class Monitor:
     Args:
         model: The model. It may be wrapped by `torch.compile` or `DistributedDataParallel`
         config: Dict: module (path, glob, class, class name) -> list of quantities (name, class, function) or [quantity, schedule]
-        name: Name of the run. Default: the run of the ember armed on the model, or `<ModelClass>_<YYYYmmdd_HHMMSS>`
+        name: Name of the run. Default: the run of the torchEmber that records the model, or `<ModelClass>_<YYYYmmdd_HHMMSS>`
         resume: Continue the existing run `name`
         home: Folder for logs, instead of `~/.torchember`
         store: Format of the monitor's own run: 'jsonl', or 'parquet' for much smaller files
@@ -263,7 +263,7 @@ class Monitor:
         model:nn.Module, # The model. It may be wrapped by `torch.compile` or `DistributedDataParallel`
         config:dict=None, # Dict: module (path, glob, class, class name) -> list of quantities (name, class, function) or [quantity, schedule]
         *,
-        name:str|None=None, # Name of the run. Default: the run of the ember armed on the model, or `<ModelClass>_<YYYYmmdd_HHMMSS>`
+        name:str|None=None, # Name of the run. Default: the run of the torchEmber that records the model, or `<ModelClass>_<YYYYmmdd_HHMMSS>`
         resume:bool=False, # Continue the existing run `name`
         home=None, # Folder for logs, instead of `~/.torchember`
         store:str='jsonl', # Format of the monitor's own run: 'jsonl', or 'parquet' for much smaller files

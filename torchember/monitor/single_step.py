@@ -326,7 +326,7 @@ class LinearDeadNeuronNum(SingleStepQuantity):
     A unit is a feature of a linear layer, or a channel of a convolution. It is dead if its output is at most 0 for each sample and position of the
     batch: a ReLU then returns only zeros. A unit with a NaN does not count as dead. A number between 0 and 1.
 
-    Source: Lu et al. 2019, Dying ReLU (arXiv 1903.06733). The name is that of Taiyi, which compares with -2.
+    Source: Lu et al. 2019, Dying ReLU (arXiv 1903.06733). The name comes from the library Taiyi, which compares with -2.
 
     Look for: a growing share usually means that the learning rate is too high. One batch may miss the samples that activate a unit. `UnitActivity` and
     `dead_units` consider all batches, and name the units and the steps.

@@ -139,7 +139,7 @@ class ModelPasses(Listener):
         for q in watch.quantities: self.groups.add(q)
 
     def scale(self):
-        "Return the loss scale of the `GradScaler`; None without an enabled scaler."
+        "Return the loss scale of the `GradScaler`. Return None if there is no enabled scaler."
         return loss_scale(self.scaler) if self.scaler is not None and self.scaler.is_enabled() else None
 
     def due_watches(self, step) -> list: # (watch, quantities) pairs

@@ -99,7 +99,7 @@ class DriftWatch:
 
 # %% ../../nbs/42_processes/09_checks.ipynb #9eeca408
 def find_drift(rows):
-    "Return a message about replicas that differ until the end of the run, None without such replicas. `rows`: rows of all ranks, as `RankRows`."
+    "Return a message about replicas that differ until the end of the run, or None if there are none. `rows`: rows of all ranks, as `RankRows`."
     df = rows.df
     at,may = rows.shards.replicas(df['ttype'])
     different = differs_from(df, at) & may

@@ -80,7 +80,7 @@ def mean_of_sum(terms, axes):
 
 # %% ../../nbs/42_processes/06_columns.ipynb #2fcdcb0f
 def shift_exponents(counts, factor):
-    "Return the exponent counts of a tensor after a multiplication by `factor`. Return None without counts, or if `factor` is no power of two."
+    "Return the exponent counts of a tensor after a multiplication by `factor`, or None if `factor` is not a power of two or counts are missing."
     if not isinstance(counts, list|tuple|np.ndarray): return None
     counts,shift = np.asarray(counts),np.log2(factor)
     if shift==0: return counts

@@ -93,9 +93,9 @@ class BoxFile:
     least = 1<<21 # minimum number of bytes by which the file grows
 
     def __init__(self, folder, name:str): # folder: folder for the black boxes of all runs; name: file name without its suffix
-        if fcntl is None: raise BoxUnavailable("a black box needs file locks that end with the process, which this system lacks")
+        if fcntl is None: raise BoxUnavailable("it needs file locks that end with the process, which this operating system lacks")
         if (kind := filesystem_of(folder)) in network_filesystems:
-            raise BoxUnavailable(f"a black box does not work on a network file system ({kind})")
+            raise BoxUnavailable(f"the logs are on a network file system ({kind}), where file locks are unreliable. Use a local folder (home=)")
         os.makedirs(folder, exist_ok=True)
         self.path,self.end,self.fd,self.side = os.path.join(folder, name),0,-1,-1 # end: offset of the first byte that is not allocated
         self.mapped,self.left = None,0 # mapped: memory that was mapped last; left: number of bytes in it that are still free
@@ -130,7 +130,7 @@ class BoxFile:
 
     def append_line(self, line):
         "Append a line to the text file of the box. Raise OSError if the disk is full."
-        if os.write(self.side, line+b'\n')<=len(line): raise OSError('the black box has no space for one more line')
+        if os.write(self.side, line+b'\n')<=len(line): raise OSError('the disk has no space for one more line of the black box')
 
     def remove(self):
         "Delete the files of the black box. Memory mapped already stays valid."
@@ -461,7 +461,8 @@ class RunBox:
         except OSError as e:
             self.why = str(e)
             if self.is_asked_for:
-                self.buffer.notices.once('box', f"This run has no black box: {e}. If the process is killed, its last steps may be lost.")
+                self.buffer.notices.once('box', f"This run has no black box (a file that keeps the last steps if the process is killed): {e}. "
+                    "If the process is killed, its last steps may be lost.")
             return
         self.buffer.use_box(self.box)
 
@@ -478,7 +479,7 @@ class RunBox:
         box.end()
 
     def exit_finding(self, error):
-        "Return a finding about the exception that ended the process. None without a box."
+        "Return a finding about the exception that ended the process. Return None if the run has no black box."
         return None if self.box is None else exit_row(self.box.position, error, self.root)
 
     def leave(self):

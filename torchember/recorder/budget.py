@@ -98,7 +98,7 @@ class Report(dict):
         parts = [f'{what}: {duration(self[k])}, {how}' for k,what,how in parts if self.get(k)]
         if parts: took += f" (of which {'; '.join(parts)})"
         loaded = [f"compiled loops loaded in {duration(self['beside'])}, in the background"] if self.get('beside') else []
-        if self.get('arming', 0)>=1: loaded.append(f"arming waited {duration(self['arming'])} for compiled loops")
+        if self.get('arming', 0)>=1: loaded.append(f"the start of recording waited {duration(self['arming'])} for compiled loops")
         return '\n'.join(map(printable, ['; '.join([done, took, *loaded, *([self['budget']] if 'budget' in self else []), *bad]), *self.get('remarks', ())]))
 
 # %% ../../nbs/40_recorder/02_budget.ipynb #c36c3f6c
@@ -131,7 +131,8 @@ class StepTimes:
     def __init__(self):
         # bare: seconds of each step without the cost of recording; off: seconds of each unrecorded step; idle: cost of each unrecorded step
         self.bare,self.off,self.idle = (deque(maxlen=25) for _ in range(3))
-        self.on,self.costs = deque(maxlen=5),deque(maxlen=5) # on: seconds of each recorded step; costs: seconds of recording in each recorded step
+        # For each of the last five recorded steps: seconds of the step, and seconds of recording in the step
+        self.on,self.costs = deque(maxlen=5),deque(maxlen=5)
         self.recorded,self.late = 0,0. # recorded: number of recorded steps; late: seconds that the writer thread worked for these steps
         # time: median seconds of a step minus recording; cost, idle_cost: median cost of recorded and unrecorded steps; None if unknown
         self.time,self.cost,self.idle_cost = 0.,None,0.

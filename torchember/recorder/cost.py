@@ -18,7 +18,7 @@ from ..measure.tap import observe
 class Cost:
     "Measures the time of recording and the time of the training, in seconds."
     def __init__(self, budget=None):
-        self.budget = budget # `Budget` that gets the times of each step; None without a time budget
+        self.budget = budget # `Budget` that gets the times of each step; None if the user gave no time budget
         self.local = ThreadTimer()
         self.spent = 0. # seconds in methods with the decorator `timed`, without the writer thread
         # Number of calls of modules with torchember's hooks: in recorded steps (key True) and in unrecorded steps (key False)

@@ -14,14 +14,14 @@ class ClippedParameter:
     def __init__(self, version):
         # version: version counter of the weight at the last event; backward: this counter at the last backward, None before the first backward
         self.version,self.backward = version,None
-        # since the last update: `idle` is True after a clipping of no gradient or an old one, `early` is True if a backward followed it,
-        # and `in_time` is True after a clipping of a new gradient
+        # since the last update: `idle` is True after clipping without effect (no gradient, or a gradient that was used already),
+        # `early` is True if a backward began after clipping without effect, and `in_time` is True after a new gradient was clipped
         self.idle = self.early = self.in_time = False
         self.checked = self.wrong = 0
-        self.first = None # number of the first training step with a clipping that was too early
+        self.first = None # number of the first training step in which clipping was too early
 
     def note_weight(self, version, step):
-        "Count an update, if the weight has changed. `version`: version counter of the weight; `step`: number of the open training step."
+        "Count an update if the weight has changed. `version`: version counter of the weight; `step`: number of the open training step."
         if version==self.version: return
         if self.early or self.in_time:
             self.checked += 1
@@ -41,7 +41,7 @@ class ClippedParameter:
 # %% ../../nbs/40_recorder/47_early_clips.ipynb #fffaa525
 class EarlyClips:
     "Checks for some parameters whether their gradients are clipped only before the backward."
-    most,some = 256,4 # number of clippings to check; one of so many of the given parameters is checked, to save time
+    most,some = 256,4 # most: number of clipping calls to check; some: every 4th parameter is checked, to save time
 
     def __init__(self):
         self.counts = {} # id of a parameter -> `ClippedParameter`

@@ -47,7 +47,7 @@ class Tape:
     def __init__(self, rows, arena): self.rows,self.arena,self.events = rows,arena,[] # events: list of tuples (name, *arguments)
 
     def add(self, *event):
-        "Add an event to the tape. `event`: name of the event, then its arguments."
+        "Add an event to the `Tape` of the captured CUDA graph. `event`: name of the event, then its arguments."
         self.events.append(event)
 
     @functools.cached_property # the number is stored, because it is used only after the capture, and does not change then
@@ -94,7 +94,7 @@ class CapturedEvents(Listener):
         return self.depth>0
 
     def pass_begins(self, state, grad=None):
-        "Add the begin of a pass to the tape, unless a pass is running already."
+        "Add the begin of a pass to the `Tape` of the captured CUDA graph, unless a pass is running already."
         if not self.depth:
             self.pass_,self.stack = object(),[]
             self.tape.add('pass_begins', state, torch.is_grad_enabled() if grad is None else grad)
@@ -102,12 +102,12 @@ class CapturedEvents(Listener):
         return True
 
     def pass_ends(self, state, compiled):
-        "Add the end of a pass to the tape."
+        "Add the end of a pass to the `Tape` of the captured CUDA graph."
         self.depth -= 1
         if not self.depth: self.tape.add('pass_ends', state)
 
     def call_begins(self, state, inputs, compiled=False):
-        "Add the begin of a module call and its inputs to the tape."
+        "Add the begin of a module call and its inputs to the `Tape` of the captured CUDA graph."
         state.number(self.pass_)
         call = Call(state)
         self.stack.append(call)
@@ -116,30 +116,30 @@ class CapturedEvents(Listener):
         return call, None
 
     def call_ends(self, state, outputs, compiled=False):
-        "Add the end of a module call and its outputs to the tape."
+        "Add the end of a module call and its outputs to the `Tape` of the captured CUDA graph."
         call = self.stack.pop()
         self.tape.add('call_ends', call, self.tensors(state, 'output', outputs))
         self.gradients.flow(state, 'output', outputs, call, None)
         return call, None
 
     def call_fails(self, state):
-        "Add the exception of a module call to the tape."
+        "Add the exception of a module call to the `Tape` of the captured CUDA graph."
         self.tape.add('call_fails', self.stack.pop())
 
     def returned(self, state, outputs, call, phase=None):
-        "Add the outputs of a tensor-parallel module to the tape, after their sum over ranks."
+        "Add the outputs of a tensor-parallel module, summed over the ranks, to the `Tape` of the captured CUDA graph."
         self.tape.add('returned', call, self.tensors(state, 'output', outputs))
 
     def probe(self, state, name, x):
-        "Add a tensor of `te.probe` to the tape."
+        "Add a tensor of `te.probe` to the `Tape` of the captured CUDA graph."
         self.tape.add('probe', state, name, self.tensor(state, 'probe', name, x))
 
     def probe_here(self, name, x):
-        "Add a tensor of `te.probe` to the tape, for the running module."
+        "Add a tensor of `te.probe`, for the running module, to the `Tape` of the captured CUDA graph."
         self.probe(self.stack[-1].state if self.stack else self.events.sources.states[0], name, x)
 
     def gradient(self, state, ttype, tname, grad, call, phase=None, backward=0):
-        "Add the gradient of an input or output to the tape."
+        "Add the gradient of an input or output to the `Tape` of the captured CUDA graph."
         if self.tape is None: return # ignored after the capture, when hooks on leaf tensors may still run
         self.tape.add('gradient', state, ttype, tname, self.tensor(state, ttype, tname, grad, self.events.sources.optimizers.scale()), call, backward)
 
@@ -150,20 +150,20 @@ class CapturedEvents(Listener):
     # ---- events of optimizers
 
     def step_begins(self, optimizer):
-        "Add the begin of an optimizer's step to the tape."
+        "Add the begin of an optimizer's step to the `Tape` of the captured CUDA graph."
         self.tape.add('step_begins', optimizer)
 
     def gradients_ready(self, optimizer, scale, unchanged):
-        "Add to the tape: all gradients for an optimizer's step are computed."
+        "Note in the `Tape` of the captured CUDA graph that all gradients for an optimizer's step are computed."
         if unchanged: self.step_begins(optimizer)
         self.tape.add('gradients_ready', optimizer, scale)
 
     def step_ends(self, optimizer):
-        "Add the end of an optimizer's step to the tape."
+        "Add the end of an optimizer's step to the `Tape` of the captured CUDA graph."
         self.tape.add('step_ends', optimizer, getattr(optimizer, 'found_inf', None))
 
     def clips(self, parameters):
-        "Add the gradients of these parameters before clipping to the tape."
+        "Add the gradients of some parameters, before clipping, to the `Tape` of the captured CUDA graph."
         if 'unclipped_grad' not in self.events.sources.ttypes: return
         ids = {id(p) for p in parameters}
         for st,tname,n,grad in self.events.sources.parameters.unclipped(ids):
@@ -274,7 +274,7 @@ class Graphs(CapturedEvents):
         self.set_listeners(self, self)
 
     def graph_ends(self, graph, whole):
-        "Send the events to the recorder again, and store the tape if the capture succeeded."
+        "Send the events to the recorder again, and store the `Tape` if the capture succeeded."
         if self.tape is None or self.tape.rows.graph() is not graph: return
         tape = self.end_capture()
         if whole and tape.events: self.tapes[graph] = tape
@@ -293,7 +293,8 @@ class Graphs(CapturedEvents):
         tape = self.tapes.get(graph)
         if tape is None or not self.events.sources.states: return None
         if tape.arena is self.events.buffer.rows.arena: return tape
-        self.events.buffer.notices.once('graph', "A CUDA graph was captured before the model was armed again, so its replays are not recorded. "
+        self.events.buffer.notices.once('graph', "A CUDA graph was captured before recording of the model began again, "
+            "so its replays are not recorded. "
             "To record them, capture the graph again.", 'info')
 
     def replay_begins(self, graph):

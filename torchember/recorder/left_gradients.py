@@ -60,7 +60,7 @@ class LeftGradients:
         self.optimizers,self.owners = optimizers,None # owners: id of a parameter -> ids of its optimizers
         self.stepped = set() # ids of the optimizers that stepped since the last backward
         self.counts = {} # id of a parameter -> `LeftGradient`
-        self.at_start = set() # ids of the parameters that had a gradient when the model was armed
+        self.at_start = set() # ids of the parameters that had a gradient when recording of the model began
         self.backwards = 0
 
     def prepare(self, parameters):
@@ -68,7 +68,7 @@ class LeftGradients:
         self.at_start = {id(p) for p in parameters if grad_of(p) is not None}
 
     def note_step(self, optimizer):
-        "Note a step of an optimizer."
+        "Note that an optimizer has made a step, which used the gradients of its parameters."
         self.stepped.add(id(optimizer))
 
     def find_owners(self):

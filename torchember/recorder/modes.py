@@ -81,7 +81,7 @@ class ModeFacts:
         self.trained,self.in_eval = set(),set()
         self.random = {} # calls of Dropout in an evaluation: `DropoutCalls.found`. Empty if no evaluation applied Dropout
         self.passes = {True: 0, False: 0} # number of passes with gradients (key True), and of evaluations (key False)
-        self.searches = 0 # 0 until an evaluation has drawn random numbers; then 1, plus the number of evaluations searched for Dropout
+        self.searches = 0 # 0: no evaluation has drawn random numbers yet. Later: 1 + number of evaluations that were searched for active Dropout
         self.before,self.mode = None,None # before: states of the random generators before the running evaluation; mode: its `DropoutCalls`
         self.thread = None # thread of the running evaluation, because a torch function mode belongs to one thread
 

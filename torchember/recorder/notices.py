@@ -23,7 +23,7 @@ class Notices:
         """
         self.on_error,self.report = on_error,report
         self.said = set() # kinds of the warnings that were given
-        self.errors = 0 # number of errors in users' functions and in measuring
+        self.errors = 0 # number of exceptions in functions of the user and in measuring
         self.unmeasurable = 0 # number of tensors without values, or with values that torch cannot read
         # Reason why tensors have no values -> set of (module, name) of the tensors that warnings named
         self.places = {}
@@ -72,7 +72,7 @@ class ChangingMarks:
     def __init__(self): self.last = {} # name of a mark -> (value, step, number of consecutive steps in which the value changed)
 
     def find(self, marks:dict, step:int) -> tuple|None:
-        "Return name and value of a mark that changed in the last three steps. None without such a mark."
+        "Return name and value of a mark that changed in the last three steps. Return None if no mark changed."
         for name,v in marks.items():
             if isinstance(v, torch.Tensor) and v.numel()==1: v = v.item()
             if type(v) is not float: continue

@@ -81,7 +81,7 @@ class PassRemover:
         sources.parameters.known.more += [self.left.facts, self.clips.facts]
 
     def choose_parameters(self, model):
-        "Choose the parameters whose gradients are checked, before the model is armed."
+        "Choose the parameters whose gradients are checked. Called before recording of the model begins."
         self.refused.choose_parameters(model)
         self.left.prepare(self.refused.parameters)
 

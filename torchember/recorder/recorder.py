@@ -144,7 +144,7 @@ class ArmedModel:
         if not (with_other_children(self.sources.states) or self.containers.changed()) or self.owner is None: return self.note_modules()
         try: self.arm_new_modules(self.owner())
         except Exception as e:
-            self.sources.buffer.notices.once('changed', f"{self.tracks[0].name} has new modules, which could not be armed "
+            self.sources.buffer.notices.once('changed', f"{self.tracks[0].name} has new modules, which torchember could not begin to record "
                 f"({type(e).__name__}: {printable(e, 200)}). Fix the cause, then call te.rearm(). This warning is given once.")
 
     def note_modules(self):

@@ -17,7 +17,7 @@ from .parameters import grad_of, plain_floats
 def gradient_state(parameters) -> list:
     """Return a value that differs once a gradient is computed, changed in place, or removed.
 
-    The value has an entry for each parameter: None without a gradient, else id and version counter of the gradient.
+    The value has an entry for each parameter: None if it has no gradient, otherwise id and version counter of the gradient.
     """
     grads = [grad_of(p) for p in parameters]
     return [None if g is None else (id(g), 0 if g.is_inference() else g._version) for g in grads]

@@ -46,7 +46,7 @@ def wait_for_number(v):
 
 # %% ../../nbs/40_recorder/55_row.ipynb #9eeccf0c
 def describe_trouble(row):
-    "Return a phrase about NaN and infinities in a row, with step, tensor and module. None without any, or if no warning is needed."
+    "Return a phrase about NaN and infinities in a row, with step, tensor and module. Return None if all are finite, or if no warning is needed."
     if not is_alarming(row): return None
     if row['ttype']=='scalar':
         return next(f"step {row['step']}, {k} is {v}" for k,v in row.items() if isinstance(v, float) and not math.isfinite(v))
@@ -68,7 +68,7 @@ class FirstBad:
             self.file.note(f"{self.found}: the first value of this run that is not finite. Training continues. This warning is given once.")
 
     def remark(self):
-        "Return a sentence about the first value of the run that is not finite; None without such a value."
+        "Return a sentence about the first value of the run that is not finite. Return None if all values are finite."
         return f"First value that is not finite: {self.found}." if self.found else None
 
 def watch_first_bad(log):

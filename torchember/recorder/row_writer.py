@@ -37,7 +37,7 @@ class StepLog:
         self.put_beside(lambda: [line])
 
     def put_late(self, rows, **by):
-        "Add rows to the last step in the log, which has ended already."
+        "Add rows to the step that was written last, although this step has ended. Used for rows that arrive late."
         self.t.file.put(rows, joins=True if self.was_on else None, **by)
 
     @property
@@ -150,7 +150,7 @@ class RowWriter:
         """
         self.lines,self.log,self.held = LineMaker(),StepLog(t, rank),HeldSteps(held)
         self.extra = ExtraRows(self.log, self.lines.scalars, root_name)
-        self.ts = None # local time of the current step's first row, None without rows
+        self.ts = None # local time of the first row of the current step; None if the step has no rows yet
         self.skipped = False # True if a scaler skipped the optimizer's step
         self.last = None # `Measured` that was queued last; None if the last step had no rows
         self.custom,self.ended = [],[] # custom: rows of users' functions and logged numbers of the current step; ended: same of the previous step

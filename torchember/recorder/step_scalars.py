@@ -83,7 +83,7 @@ class StepScalars:
         return {} if gradients is None else {'norms': [root_name, *gradients, *map(self.name, norm_names)]}
 
     def row(self, measured) -> dict|None:
-        "Return the log row with the gradient norms of a `Measured` step, None without norms."
+        "Return the log row with the gradient norms of a `Measured` step. Return None if no norms were computed."
         if not measured.norms: return None
         root,n,unclipped,*names = measured.norms
         values = dict(zip(names, self.norms(measured.snapshot, n, unclipped), strict=False))

@@ -146,7 +146,7 @@ class Steps:
         self.optimizers,self.phases,self.state = SteppedOptimizers(awaited),Phases(),StepState()
         self.closed = None # number of the step that ended last
         self.trained = False # True if the step that ended last had training passes
-        # number of the last step with an evaluation. If it has a second evaluation, the new rows replace the old ones
+        # number of the last step with an evaluation. If this step has a second evaluation, its rows replace the rows of the first
         self.evaluated = None
         self.pass_ = 0 # number of the pass in the run, because calls of a module are numbered from 0 in each pass
 
@@ -316,7 +316,8 @@ class Decision:
         except Exception as e:
             if self.notices.on_error=='raise': raise
             self.notices.errors += 1
-            self.notices.once('schedule', f"The schedule {self.schedule} raised at step {step}: {type(e).__name__}: {e}. Such steps are not recorded.",
+            self.notices.once('schedule', f"The schedule {self.schedule} raised at step {step}: {type(e).__name__}: {e}. "
+                "Steps at which the schedule raises an exception are not recorded.",
                 'info')
             return False
 

@@ -20,7 +20,7 @@ class Tally:
         # failed: number of passes that raised an exception; refused: number of passes whose gradients no optimizer used
         self.failed = self.refused = 0
         self.called = False # True once a pass began
-        self.long_wait = None # sentence about a step that waited long for an optimizer to step; None without such a step
+        self.long_wait = None # sentence about a step that waited long for an optimizer to step; None if no step waited
 
     def step_over(self, recorded:bool):
         "Count a finished step."
@@ -46,7 +46,7 @@ class Tally:
         """
         out,watch,hint,known = [],sources.watch,sources.parameters.hint,sources.parameters.known
         if self.steps and watch and not self.called: out.append(not_called)
-        if not self.steps: out.append("No pass was recorded, because the model was never called while it was armed.")
+        if not self.steps: out.append("No pass was recorded, because the model was never called while torchember recorded it.")
         for o in watch.optimizers if watch and self.steps else ():
             if id(o) not in watch.stepped: out.append(f"The optimizer {optimizer_names([o])} never stepped.")
         if 'weight_grad' in sources.ttypes and hint.trains and hint.steps_without and (manual or hint.given):

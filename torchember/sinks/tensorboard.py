@@ -43,7 +43,7 @@ owner_file = 'torchember.json' # file in a folder of TensorBoard that names the 
 
 # %% ../../nbs/56_sinks/30_tensorboard.ipynb #8b5e8906
 class TensorBoard(Sink):
-    """Sends to TensorBoard, through a given `SummaryWriter` or a new one.
+    """Sends the statistics of a run to TensorBoard, through a given `SummaryWriter` or a new one.
 
     Args:
         writer: `SummaryWriter` to use; by default a new one

@@ -107,7 +107,7 @@ class Trackio(Sink):
         type(self.run).log(self.proxy, data, step=step)
 
     def scalars(self, step, numbers):
-        "Log the numbers of a step."
+        "Send the numbers of a step to trackio."
         self.log_keys(step, numbers)
 
     def histograms(self, step, counts):

@@ -366,12 +366,12 @@ class tracker(AppendedRun):
         self.file.write_metadata_with(self.about.write)
 
     def end(self,
-        **more # More facts about the run, for the metadata 'base'
+        **more # further values to write into the metadata 'base' of the run
     ):
         """Write all queued rows, and record in the metadata that the run is over
 
         Args:
-            **more: More facts about the run, for the metadata 'base'
+            **more: further values to write into the metadata 'base' of the run
         """
         self.close()
         self.file.finish()

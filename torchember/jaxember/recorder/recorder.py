@@ -149,7 +149,8 @@ class RunReporter:
         "Warn that the arrays given to `step` have other names than the arrays given to `track`."
         self.warn(f"The arrays given to step have other names than the arrays given to track: {'; '.join(odd)}. "
             "They are recorded nevertheless. Check the order of the arguments, "
-            "and pass gradients without the loss: tracker.step(model_state=params, optimizer_state=state, gradients=grads).")
+            "and of the result (loss, gradients) of jax.value_and_grad pass only the gradients: "
+            "tracker.step(model_state=params, optimizer_state=state, gradients=grads).")
 
     def begin(self, states):
         "Check `include` and `exclude`, and write the metadata of the run. This happens after the first step, when the modules are known."

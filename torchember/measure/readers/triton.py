@@ -621,7 +621,8 @@ def kernel_key(dtype, device, wanted, n, aligned):
 # %% ../../../nbs/20_measure/04_triton.ipynb #d23f0824
 def check_row_length(wanted, out):
     "Raise an error if the row `out` does not have the length of rows with these groups of sums."
-    if out.shape[-1]<length(wanted): raise ValueError(f"a row for {', '.join(wanted)} has {length(wanted)} columns, got a row of {out.shape[-1]}.")
+    if out.shape[-1]<length(wanted):
+        raise ValueError(f"the sums {', '.join(wanted)} need a row of {length(wanted)} numbers, got an array whose rows have {out.shape[-1]}.")
 
 def chosen_stream(device):
     "Return the current stream of a device, as a number."
@@ -678,7 +679,7 @@ class TensorLaunch:
 
 @cache
 def driver():
-    "Return Triton's driver for the device. Return None without Triton, or if Triton interprets its kernels."
+    "Return Triton's driver for the device. Return None if Triton is not installed, or if it interprets its kernels."
     return None if interpreted or triton is None else triton.runtime.driver.active
 
 @lru_cache(maxsize=4096)

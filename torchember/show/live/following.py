@@ -295,7 +295,7 @@ class FollowedLog:
 
     @property
     def loss(self):
-        "Loss curve of the run, as (name, `Spark`). If no name contains 'loss', it is the first logged number. None without logged numbers."
+        "Loss curve of the run, as (name, `Spark`). If no name contains 'loss', it is the first logged number. None if no numbers were logged."
         names = [k for k in self.numbers if not computed_in(k)]
         name = next((k for k in names if 'loss' in k.lower()), next(iter(names), None))
         return name and (name, self.numbers[name])

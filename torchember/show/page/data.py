@@ -41,7 +41,7 @@ def pack_array(values, exact:bool=False) -> dict: # exact: True to keep all 24 b
     bits = v.view('<u4')
     up = bits+np.uint32(1<<10)
     if not exact:
-        # rounded to 12 bits, which gzip compresses better; infinities stay infinite
+        # the numbers are rounded to 12 bits, because gzip compresses rounded numbers better. Infinities stay infinite
         bits = np.where(np.isfinite(v) & np.isfinite(up.view('<f4')), up, bits) & np.uint32(0xfffff800)
     bits = np.where(np.isnan(v), np.uint32(0x7fc00000), bits)
     return {'shape': list(v.shape), 'zip': b64encode(gzip.compress(bits.astype('<u4').view('u1').reshape(-1, 4).T.tobytes(), 6, mtime=0)).decode()}
