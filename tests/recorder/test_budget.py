@@ -379,7 +379,8 @@ def test_the_text_of_a_report():
     assert repr(budget.Report(told))==plain
     assert repr(budget.Report(told, arming=.9))==plain and repr(budget.Report(told, arming=1.))==plain+'; the start of recording waited 1 s for compiled loops'
     both = budget.Report(told, live=2., compiling=.1, arming=3.)
-    assert repr(both)==plain+' (of which live plots: 2 s, in a separate process; compiling loops: 100 ms, once); the start of recording waited 3 s for compiled loops'
+    assert repr(both)==plain+(' (of which live plots: 2 s, in a separate process; compiling loops: 100 ms, once)'
+        '; the start of recording waited 3 s for compiled loops')
     more = budget.Report(told, live=2., beside=3., budget='thin', errors=1, skipped=0, remarks=['One.', 'Two.'])
     assert repr(more)==plain+' (of which live plots: 2 s, in a separate process); compiled loops loaded in 3 s, in the background; thin; 1 errors\nOne.\nTwo.'
 

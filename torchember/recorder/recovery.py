@@ -275,8 +275,8 @@ def recover(path) -> str|None:
         with suppress(FileNotFoundError), open(f'{path}.fault', errors='replace') as f: box.fault = f.read(8000)
         end = line_of(death_row(box, step, [*done, *rest]))
     except Exception as e: # only a warning is given, because the run can be read without its black box
-        warn_once(path, f"The black box {printable(path)}.box cannot be read ({type(e).__name__}: {printable(e, 200)}), so the run contains only the rows of its log. "
-            "Delete this file and its .told file if you do not need them.")
+        warn_once(path, f"The black box {printable(path)}.box cannot be read ({type(e).__name__}: {printable(e, 200)}), "
+            "so the run contains only the rows of its log. Delete this file and its .told file if you do not need them.")
         return None
     log = os.path.join(os.path.dirname(os.path.dirname(path)), 'log', box.about['run'])
     # only missing lines are appended, because another process may have been killed while it recovered this black box
@@ -315,7 +315,8 @@ def take_in(folder) -> list:
             except OSError: continue # the process of this black box is alive, or another process is recovering the box
             if os.path.exists(f'{path}.box') and (run := recover(path)): found.append(run)
         except OSError as e:
-            warn_once(path, f"The rows of the black box {printable(path)}.box cannot be added to the log: {printable(e, 200)}. This will be tried again when the runs are read next.")
+            warn_once(path, f"The rows of the black box {printable(path)}.box cannot be added to the log: {printable(e, 200)}. "
+                "This will be tried again when the runs are read next.")
         finally: os.close(fd)
     with suppress(OSError): os.rmdir(boxes) # removing the folder fails while it contains boxes
     return found

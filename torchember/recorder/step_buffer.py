@@ -349,8 +349,9 @@ class StepRows:
             "Copy the rows into the black box. Return the number of the copy, 0 after an error."
             try: return box.keep(parts, custom=custom, over=over, earlier=[s.number for s in earlier], **metadata)
             except Exception as e:
-                self.notices.once('box', f"A step could not be copied into the black box, a file that survives a crash ({type(e).__name__}: {printable(e, 200)}). If this process is "
-                    "killed before the step is written, the step is lost. This warning is given once.")
+                self.notices.once('box', "A step could not be copied into the black box, a file that survives a crash "
+                    f"({type(e).__name__}: {printable(e, 200)}). If this process is killed before the step is written, "
+                    "the step is lost. This warning is given once.")
                 return 0
         try: return self.snapshots.take(self.arena, over, None if box is None else keep), custom
         except RuntimeError as e: return self.report_device(e), custom
