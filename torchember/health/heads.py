@@ -75,7 +75,7 @@ def future_attention(h, least=1e-6, keys=8):
         at = int(np.flatnonzero((np.nan_to_num(l['reach'])>0).any(1))[0])
         weight = float(np.nanmax(l['future']))
         how = "each query sees the key of the next token, which the model has to predict" if by_one else \
-            f"queries of {list_names(heads)} see later tokens, but those of {np.count_nonzero(~group)} of {len(group)} heads of such layers do not"
+            f"queries of {list_names(heads)} see later tokens, but {np.count_nonzero(~group)} of {len(group)} heads in layers of this kind do not"
         yield finding(l.path, f"The mask of {l.title} does not hide later tokens: {how}. Later tokens get up to {fmt(weight)} of the weight.",
             int(l.steps[at]), int(l.steps[-1]), ttype='attention', weight=weight, heads=heads, look="attention_map(run, stat='future')",
             advice="Mask with torch.ones(n, n).triu(1), where True hides a key, or pass is_causal=True to scaled_dot_product_attention. "
