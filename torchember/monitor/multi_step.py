@@ -115,7 +115,7 @@ class GradSNR(MultiStepQuantity):
     """Signal-to-noise ratio of the gradient of the weight
 
     ‖ḡ‖ / sqrt(Σᵢ sᵢ²) over the k tracked steps since the last due step: the norm of the mean gradient, divided by the root of the sum of the unbiased
-    variances of its elements. A number, at least 0; NaN with fewer than two steps. For a weight with more than 4096 elements, a random linear sketch of
+    variances of its elements. A number, at least 0; NaN with fewer than two steps. For a weight with more than 4096 elements, a random projection to
     4096 numbers replaces the gradient. Its squared norms are unbiased, with a relative standard deviation of 2.2 %.
 
     Source: Roberts and Tedrake 2009. Its inverse square is the simple noise scale of McCandlish et al. 2018 (arXiv 1812.06162), see `noise_scale`.

@@ -61,7 +61,7 @@ class EarlyClips:
             c.note_clip(p)
 
     def note_backward(self, parameters, step):
-        "Note that a backward begins. Same arguments as `note_clip`."
+        "Note that a backward begins. `parameters`: parameters to check; `step`: number of the open training step."
         if not self.counts or self.clips>self.most: return
         for p in parameters[::self.some]:
             if (c := self.counts.get(id(p))) is None: continue
