@@ -281,8 +281,7 @@ class Arena:
         if not (n := tap.switch_rows(key, self.turn)): return
         block = next((b for b in self.blocks if b.key==key and b.length==tap.format.length and len(b.head)-b.used>=n), None)
         if block is None:
-            block = Block(max(self.size, n), device, tap.format.length, self.box)
-            self.blocks.append(block)
+            self.blocks.append(block := Block(max(self.size, n), device, tap.format.length, self.box))
         tap.use_rows(RowRange(block, block.reserve(n), n))
 
     def in_graph(self):

@@ -315,6 +315,7 @@ def format_control(a):
     c.write = lambda v: [] if v in (None, False) else write(v)
     return c
 
+# %% ../../nbs/60_show/82_controls.ipynb #036eef95
 own_format = "the tensor's own"
 floats = ['float32', 'bfloat16', 'float16', 'float8_e5m2', 'float8_e4m3fn', 'float6_e3m2fn', 'float6_e2m3fn',
     'float4_e2m1fn']

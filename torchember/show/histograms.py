@@ -177,6 +177,7 @@ def crop_counts(counts, lo):
     at = np.flatnonzero(counts)
     return (counts[at[0]:at[-1]+1], lo+int(at[0])) if len(at) else (counts, lo)
 
+# %% ../../nbs/60_show/30_histograms.ipynb #e9d0b6dc
 def write_note(ax, lo, n, below, above):
     "Write a text into empty axes: all numbers of the tensor are below the counted range of exponents, or all are above it."
     where = f'smaller than {base2([lo])[0]}, or zero' if not above else f'{base2([lo+n])[0]} or larger'

@@ -464,7 +464,6 @@ class Interactive:
     def locked(self, f):
         "Wrap a function that is called when a control changes: only one runs at a time, and exceptions are shown as messages in the notebook."
         def g(*args):
-            "Call the function while the lock is held. Show an exception as a message."
             with self.lock:
                 try: f(*args)
                 except Exception as e: self.layout.show_message(error_text(e))
@@ -493,7 +492,6 @@ class Interactive:
         return ' '.join(out)
 
     def draw(self, arguments, values):
-        "Draw the picture with some values of its arguments."
         self.picture.draw(arguments, values, self.cursor and self.cursor.pinned)
         if self.patches and arguments is self.stack[0]: self.patches.drawn_with(values)
 
