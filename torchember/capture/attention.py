@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from .private_torch import inside_transform, is_exporting, is_tracing, module_call, private, running_frames
 
 # %% ../../nbs/10_capture/50_attention.ipynb #a8048116
-names_of_heads = 'num_heads', 'n_heads', 'n_head', 'num_attention_heads', 'nhead', 'heads' # attributes of modules of attention
+# attributes of modules of attention
+names_of_heads = 'num_heads', 'n_heads', 'n_head', 'num_attention_heads', 'nhead', 'heads'
 
 def heads_of(module) -> int|None:
     "Return the number of heads of a module of attention, from an attribute such as `num_heads`. None without such an attribute."
@@ -97,7 +98,8 @@ def places_of(functions) -> list:
 
 class AttentionWatch:
     "Reports attention to a listener, anywhere in this process and outside of compiled code."
-    attached = weakref.WeakSet() # all instances that report now: `attach` adds an instance, `detach` removes the instance
+    # all instances that report now: `attach` adds an instance, `detach` removes the instance
+    attached = weakref.WeakSet()
     replaced = {} # function of torch -> its replacement, while an instance is attached
     method = None # replacement of the method `Tensor.softmax`
 

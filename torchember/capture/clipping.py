@@ -57,7 +57,7 @@ class ClippingWatch:
         self.attached.add(self)
 
     def detach(self):
-        "Stop reporting. The last `detach` in this process restores torch's clipping functions, except those that other code has wrapped."
+        "Stop reporting. The last `detach` in this process restores torch's clipping functions, except functions wrapped by other code."
         self.attached.discard(self)
         if self.attached: return
         for p,n,clip,run in self.replaced:

@@ -107,7 +107,7 @@ class DeviceReadPlan:
 
 # %% ../../nbs/20_measure/48_arena.ipynb #a4e90015
 class ParkedRows(NamedTuple):
-    "Rows of a tap that are not used now, because the tap's tensors have moved to another stream or device."
+    "Unused rows of a tap, because the tap's tensors have moved to a different stream or device."
     rows:RowRange
     next:int # Index of the next free row in these rows
     turn:int # Number of calls of `Arena.take` when the rows were last used. If there were further calls, the rows are free again

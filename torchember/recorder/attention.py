@@ -22,9 +22,11 @@ from .budget import clock
 class AttentionSteps:
     "Decides at which steps attention is recorded. `when`: True for steps that become rarer, or a schedule of step numbers."
     def __init__(self, when=True):
-        self.by_number = when is not True # True if `when` selects numbers of steps, False if it selects recorded steps by their order
+        # True if `when` selects numbers of steps, False if it selects recorded steps by their order
+        self.by_number = when is not True
         self.when = log_spaced(5) if when is True else schedule(when)
-        self.recorded,self.step,self.seen = 0,None,set() # recorded: number of recorded steps so far; seen: paths that were called in the step
+        # recorded: number of recorded steps so far; seen: paths that were called in the step
+        self.recorded,self.step,self.seen = 0,None,set()
 
     def selects(self, step:int, path:str) -> bool:
         "Return True if attention is recorded in a training pass that begins. Only the first pass of each outermost module in a step is."
@@ -93,7 +95,8 @@ class Attention:
         self.watch = AttentionWatch(self)
         self.path = None # path of the outermost module while its pass is recorded, else None
         self.tracks = {} # id of a module -> its `moduleTrack`, in a recorded pass
-        self.pending,self.calls = [],Counter() # pending: `MeasuredCall`s of the pass; calls: display name -> number of calls in the pass
+        # pending: `MeasuredCall`s of the pass; calls: display name -> number of calls in the pass
+        self.pending,self.calls = [],Counter()
         self.found = False # True once attention was found
 
     # ---- events of passes
@@ -164,8 +167,10 @@ class Attention:
         track = self.buffer.calls.here.outermost.track if module is None else self.tracks[id(module)]
         try:
             if x.is_nested: raise NotImplementedError('sequences in nested tensors are not measured')
-            if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.is_meta or not x.numel(): return # fake tensors of a compiler, for example
-            if being_captured(x.device.type): return # a CUDA graph would repeat the measuring, and its numbers cannot be read
+            # fake tensors of a compiler, for example
+            if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.is_meta or not x.numel(): return
+            # a CUDA graph would repeat the measuring, and its numbers cannot be read
+            if being_captured(x.device.type): return
             with torch.no_grad(), undisturbed(x.device.type): numbers = measure(heads_of(module))
             if numbers is None: return
             call,self.calls[track.name] = self.calls[track.name],self.calls[track.name]+1

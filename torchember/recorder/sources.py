@@ -58,7 +58,9 @@ class FollowedTensors:
                 self.buffer.measure(root, 'weight_grad', n, grad, n, once=True, replace=True)
 
 # %% ../../nbs/40_recorder/75_sources.ipynb #c11b9ed1
-def parameter_ids(optimizers) -> set: return {id(p) for o in optimizers for g in o.param_groups for p in g['params']} # ids of all parameters of these optimizers
+def parameter_ids(optimizers) -> set:
+    "Return the ids of all parameters of some optimizers."
+    return {id(p) for o in optimizers for g in o.param_groups for p in g['params']}
 
 class KnownOptimizers:
     "Optimizers that the user passed to `torchEmber`. Returns the gradients of their parameters, and the loss scale."
@@ -86,7 +88,7 @@ class KnownOptimizers:
         return {id(p) for _,_,_,p in self.parameters.each() if id(p) not in trained and grad_of(p) is not None}
 
     def unmeasured(self, stepped) -> set|None:
-        "Return the ids of parameters whose gradients are not measured yet, None for all. `stepped`: ids of optimizers that have stepped."
+        "Return the ids of parameters without a measured gradient so far, None for all. `stepped`: ids of optimizers after their step."
         if not stepped: return None
         measured = {id(p) for o in self.watch.optimizers if id(o) in stepped for p in parameters_of(o)} | self.unused_gradients()
         return {id(p) for _,_,_,p in self.parameters.each() if id(p) not in measured}

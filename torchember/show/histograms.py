@@ -51,7 +51,7 @@ def bar_height(ax):
     return mpl.rcParams['legend.fontsize']*1.25/max(axes_size(ax)[1], 40)
 
 def space_for_bars(ax, dtypes):
-    "Return the factor by which the y axis must be longer, so that the bars of the number formats fit above the histogram."
+    "Return the factor for extending the y axis, to get space for the bars of the number formats above the histogram."
     return 1/(1-min(bar_height(ax)*(1.35*len(dtypes)+.2), .6)) if dtypes else 1.
 
 def formats_to_draw(dtype_annotation, df):

@@ -37,7 +37,7 @@ class Wandb(Sink):
     wandb = property(lambda self: needs('wandb', for_='The sink wandb')) # a property, because a library cannot be pickled
 
     def begin(self):
-        "Reset the state of the sink, so that it can send another run."
+        "Reset the state of the sink, to send the next run."
         self.run,self.commit,self.owns_run,self.axes = self.given,self.commits,False,set()
         # open_row: x axis -> (step, keys) of the row that W&B has not committed yet
         self.row,self.open_row,self.ended_steps = None,{},set()

@@ -122,7 +122,7 @@ def first_positions(code):
     return np.unique(code, return_index=True)[1]
 
 def tensor_keys(rows, code):
-    "Return a key for each tensor, by which other tables of the run name the tensor. `code`: for each row of the table, the number of its tensor."
+    "Return a key for each tensor, used as its name in further tables of the run. `code`: for each row of the table, the number of its tensor."
     one = rows[[c for c in ('path', 'tname', 'pname', 'call') if c in rows]].iloc[first_positions(code)]
     return list(zip(*(one[c].astype(str) for c in one), strict=True))
 
