@@ -34,7 +34,7 @@ def named_in(code, names) -> dict: # code: syntax tree of the cell; names: the n
 
 # %% ../nbs/93_magics.ipynb #3fb6e16a
 def models_of_cell(values):
-    "Return the modules among `values` that have trainable parameters. Leave out a module inside another of these modules."
+    "Return the modules with trainable parameters among `values`. Leave out modules inside of these modules."
     from torch import nn
     some = [v for v in values if issubclass(type(v), nn.Module) and any(p.requires_grad for p in v.parameters())]
     some = list({id(m): m for m in some}.values())

@@ -114,7 +114,7 @@ def as_module(name):
 
 # %% ../nbs/92_run.ipynb #af61adb3
 def own_part(tb, file):
-    "Return a traceback that begins at the program: without the frames of torchember that called the program."
+    "Return a traceback from the program on, without the frames of torchember above the program."
     while tb is not None and tb.tb_frame.f_code.co_filename!=file: tb = tb.tb_next
     return tb
 

@@ -149,7 +149,7 @@ def backward_reaches(outputs, ids) -> bool: # outputs: a tensor, or a list of te
 
 # %% ../nbs/91_trained.ipynb #b03661f1
 class Training:
-    "A model that is being recorded, its optimizers and its gradient scaler. All references are weak, so that none of them is kept in memory."
+    "A recorded model, its optimizers and its gradient scaler. All references are weak, to keep none of them in memory."
     def __init__(self, te, optimizers):
         self.te,self.optimizers = weakref.ref(te),[weakref.ref(o) for o in optimizers]
         self.t,self.may_get_scaler = te.t,bool(optimizers)
@@ -202,7 +202,7 @@ class PendingOptimizers:
         return [o for o in self.live() if ids & ids_of(parameters_of(o))]
 
     def settle(self, optimizers):
-        "Note that the models of these optimizers were found, so that the optimizers are no longer pending."
+        "Remove optimizers from the pending ones, because their models were found."
         self.settled |= {id(o) for o in optimizers}
         self.drop(optimizers)
 
@@ -257,7 +257,7 @@ class ModelArmer:
             self.say(f"{te.fname}: step 0 has only weights and their gradients, because the optimizer stepped before a call of the model was observed.")
 
     def end_overlapping(self, model, optimizers):
-        "End other trainings of a model. Return `optimizers`, and those optimizers of the ended trainings that update other parameters of the model."
+        "End other trainings of a model. Return `optimizers`, and from the ended trainings each optimizer of different parameters."
         for t in [t for t in self.trainings if t.overlaps(model)]:
             others,ids = t.live_optimizers(),ids_of(trained_by(optimizers))
             self.end(t)
@@ -287,7 +287,7 @@ class ModelArmer:
 
 # %% ../nbs/91_trained.ipynb #7be2c91d
 def never_raises(f):
-    "Decorator for methods of `Trainings` that catches an error of torchember, so that the user's training continues."
+    "Decorator for methods of `Trainings`: catches errors of torchember, so that the user's training continues."
     @functools.wraps(f)
     def guarded(self, *args, **kwargs):
         "Call the method. After an error, stop looking for models."

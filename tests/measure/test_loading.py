@@ -90,7 +90,7 @@ def test_functions_for_plans_are_compiled_beside_a_long_run(plan):
     told = run('''
 from torchember.measure import planning
 from torchember.recorder.call_plans import PlannedPass
-planning.are_cached,PlannedPass.most_unplanned = lambda: False,100
+planning.objects_are_cached,PlannedPass.most_unplanned = lambda: False,100
 opt = torch.optim.SGD(model.parameters(), lr=.01)
 te = torchEmber(model, optimizer=opt)
 def train(n):

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from .private_torch import inside_transform, is_exporting, is_tracing, module_call, private, running_frames
 
 # %% ../../nbs/10_capture/50_attention.ipynb #a8048116
-names_of_heads = 'num_heads', 'n_heads', 'n_head', 'num_attention_heads', 'nhead', 'heads' # attributes with the number of heads
+# attributes of modules that contain the number of attention heads
+names_of_heads = 'num_heads', 'n_heads', 'n_head', 'num_attention_heads', 'nhead', 'heads'
 
 def heads_of(module) -> int|None:
     "Return the number of heads of an attention module, from an attribute such as `num_heads`. None if the module has no such attribute."

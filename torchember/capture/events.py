@@ -28,7 +28,8 @@ class Wants:
         self.compiled = compiled
         for u in list(self.unions): u.update()
 
-always = functools.cache(Wants) # shared `Wants` objects for listeners that never call `switch`; equal arguments return the same object
+# shared `Wants` objects for listeners that never call `switch`; equal arguments return the same object
+always = functools.cache(Wants)
 
 # %% ../../nbs/10_capture/18_events.ipynb #3f1c7a22
 class WantsUnion:
@@ -42,7 +43,8 @@ class WantsUnion:
         "Compute again which tensor types any listener wants, after a `Wants` has changed."
         for f in ('inputs', 'outputs', 'input_grad', 'output_grad'): setattr(self, f, any(w.compiled and getattr(w, f) for w in self.parts))
 
-unions = weakref.WeakValueDictionary() # set of `Wants` -> the `WantsUnion` of this set, shared by modules with equal listeners
+# set of `Wants` -> the `WantsUnion` of this set, shared by modules with equal listeners
+unions = weakref.WeakValueDictionary()
 
 def union_of_wants(parts:frozenset):
     "Return the union of a set of `Wants`. Equal sets share one object, so `Wants.switch` has few objects to update."
@@ -61,7 +63,8 @@ class Listener(Protocol):
     exclusive = False
     # True if the outputs of tensor-parallel modules are reported by `returned`, after the modules' own hooks have summed these outputs over ranks
     sums_after_hooks = False
-    step,lasting = 0,0 # step: number of the training step; lasting: number of later steps in which gradients of a call may still arrive
+    # step: number of the training step; lasting: number of later steps in which gradients of a call may still arrive
+    step,lasting = 0,0
 
     def __init_subclass__(cls, **more):
         super().__init_subclass__(**more)

@@ -149,7 +149,8 @@ def in_training_function():
         ctx = function_context_in(frame)
         # gradients were off outside the Function if `next_functions` is empty
         if getattr(type(ctx), '_forward_cls', None) is not None: return len(ctx.next_functions)>0
-        if frame.f_code is apply_code: return True # an autograd Function whose forward has no context argument, so that `ctx` was not found
+        # an autograd Function whose forward has no context argument, so that `ctx` was not found
+        if frame.f_code is apply_code: return True
     return False
 
 def is_same_call(now, before):
@@ -234,12 +235,14 @@ def saved(node, name):
     """Return a value that an autograd node has saved under a name, such as 'target'. Tensors have no graph. None if the value is missing or freed.
 
     A tensor is not unpacked if it was packed by hooks, because then unpacking may compute a forward again, as in checkpoints."""
-    raw = getattr(node, f'_raw_saved_{name}', None) # exists in torch 1.9 and later, its `unpack_hook` in torch 2.8 and later
+    # exists in torch 1.9 and later, its `unpack_hook` in torch 2.8 and later
+    raw = getattr(node, f'_raw_saved_{name}', None)
     if getattr(raw, 'unpack_hook', None) is not None: return None
     try: value = getattr(node, f'_saved_{name}', None)
     except RuntimeError: return None # the backward has freed the tensor, or the tensor was changed in place
     if isinstance(value, torch.Tensor): return value.detach()
-    return value-2**64 if isinstance(value, int) and value>=2**63 else value # torch returns negative integers as unsigned 64-bit integers
+    # torch returns negative integers as unsigned 64-bit integers
+    return value-2**64 if isinstance(value, int) and value>=2**63 else value
 
 def is_freed_node(node) -> bool:
     "Return True if a backward has freed the tensors of an autograd node."
@@ -473,4 +476,5 @@ def hook_callers(module, ours):
         inside,frame = inside or frame.f_code.co_varnames==ours,frame.f_back
     known = frame is not None and frame.f_code.co_filename==torch.nn.Module.register_forward_hook.__code__.co_filename
     if not known or frame.f_locals.get('self') is not module: return ()
-    return id(frame), id(frame.f_back) # both frames are needed, because the outer frame calls hooks with `always_call` after an exception
+    # both frames are needed, because the outer frame calls hooks with `always_call` after an exception
+    return id(frame), id(frame.f_back)

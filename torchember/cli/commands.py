@@ -82,7 +82,7 @@ def command_named(name):
 
 # %% ../../nbs/95_cli/10_commands.ipynb #7a56846c
 class LazyParser(argparse.ArgumentParser):
-    "Parser that adds its arguments when it is first used, so that a command does not import the Python modules of other commands."
+    "Parser that adds its arguments at the first use. So a command imports no Python modules of unused commands."
     def __init__(self, *args, fill=None, **kwargs):
         # positionals: arguments without a dash; options: other arguments, by their text such as '--home'
         self.positionals,self.options = [],{}

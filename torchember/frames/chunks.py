@@ -235,7 +235,7 @@ def split_steps(segments, most):
 # %% ../../nbs/50_frames/07_chunks.ipynb #0a0fd86a
 @dataclass(frozen=True)
 class Chunk:
-    "Description of some rows of a run, which are read together. A chunk can be sent to another process, which reads these rows."
+    "Description of some rows of a run to read together. A chunk can be sent to a second process for reading."
     run: str
     # True if several runs are read, so that the table has a column with the name of the run
     labelled: bool = field(default=False, kw_only=True)

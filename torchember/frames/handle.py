@@ -283,6 +283,7 @@ class Run:
             kept &= values.isin(choice.select(name, known, last)).to_numpy()
         return df[kept].reset_index(drop=True)
 
+# %% ../../nbs/50_frames/04_handle.ipynb #515361e0
 def add_rank_to_findings(df):
     "Write the rank into the text of each finding that reports the death of a process (rule 'died')."
     if not {'rule', 'text'}<=set(df.columns): return df

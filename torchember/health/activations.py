@@ -58,7 +58,8 @@ def find_zeros(h, ss):
     """
     s = ss[0]
     if len(s)<2 or not ('max' in s or 'abs_max' in s) or s.shape is not None and np.prod(s.shape)<=2 or not is_float(s): return None
-    if s.ttype=='input' and s.path in h.graph.first_modules: return None # the rules `same_data` and `constant_batch` report zeros in the data
+    # the rules `same_data` and `constant_batch` report zeros in the data
+    if s.ttype=='input' and s.path in h.graph.first_modules: return None
     ats = [lasts_from(o.zero) for o in ss if is_float(o) and len(o)>=len(s)//2]
     return None if None in ats or s.ttype=='input' and not is_fed_below_zero(h, s, max(ats)) else max(ats)
 
@@ -155,7 +156,8 @@ def activation_shape(h, s):
     The class of the activation decides for an output. The range of values decides for an input, if the output of the
     module before has larger values.
     """
-    if s.kind in ('RNN', 'RNNCell') and s.ttype=='output': # the activation of an RNN is tanh, or ReLU with values of at least 0
+    # the activation of an RNN is tanh, or ReLU with values of at least 0
+    if s.kind in ('RNN', 'RNNCell') and s.ttype=='output':
         return 'tanh' if 'max' in s and finite_max(s.abs_max)<=1 and finite_max(-s['min'])>.5 else None
     if s.ttype=='output': # values above 1 show that other operations follow the activation in the module
         return shapes.get(h.activation(s)) if s.path not in h.activations or finite_max(s.abs_max)<=1 else None

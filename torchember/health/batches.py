@@ -15,7 +15,8 @@ from .finding import fmt, plain_median
 from .rules import rule
 
 # %% ../../nbs/55_health/48_batches.ipynb #aefb4a99
-of_tensor = ('mean', 'std', 'max', 'min') # statistics by which two tensors are compared. Equal tensors have equal statistics
+# statistics by which two tensors are compared. Equal tensors have equal statistics
+of_tensor = ('mean', 'std', 'max', 'min')
 
 def data_inputs(h, least=1):
     "Return a `Series` for each input of the model in training passes, in the order of its arguments, if it has at least `least` recorded steps."
@@ -95,7 +96,8 @@ def repeated_data(h, longest=4, groups=16, least=12):
     ins = data_inputs(h, least)
     if not ins or len({len(s) for s in ins})>1 or not all(set(of_tensor)<=set(s.rows.columns) for s in ins): return
     s = ins[0]
-    if equal_to_earlier(ins, 1).all() or all(count_batch_elements(i)<=16 for i in ins): return # `same_data` reports a single batch
+    # `same_data` reports a single batch
+    if equal_to_earlier(ins, 1).all() or all(count_batch_elements(i)<=16 for i in ins): return
     if n := find_groups(ins, groups): yield report_groups(h, s, n)
     elif n := find_cycle(ins, longest): yield s.finding(0, f"The training repeats {n} batches: {s.tname} of {s.title} has the same statistics "
         f"in every {n}{'nd' if n==2 else 'rd' if n==3 else 'th'} step.", severity='info', stat='mean', batches=n,

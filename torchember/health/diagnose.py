@@ -111,7 +111,8 @@ def find_missing_statistics(h, rules) -> list:
     columns,out,seen = {c for s in h.all[:1] for c in s.rows.columns},{},{s.ttype for s in h.all}
     has = lambda stat: any(columns.issuperset(group) for group in statistics_from.get(stat, ((stat,),)))
     for r in rules:
-        if seen.isdisjoint(r.needs): continue # if the tensor types of the rule are missing, too, `find_unrecorded` reports them
+        # if the tensor types of the rule are missing, too, `find_unrecorded` reports them
+        if seen.isdisjoint(r.needs): continue
         for stat in r.stats:
             if not has(stat): out.setdefault(stat, []).append(r.name); break
     return [(f"{list_names(names)} (no {stat})", f"stats=[..., {stat!r}]") for stat,names in out.items()]
@@ -177,7 +178,8 @@ def findings_class():
 
         def lines(self):
             "Return the report as lines of text, or None if the table lacks a column of findings."
-            if not set(columns)<=set(self.columns): return None # without all columns of findings, the table is displayed as an ordinary table
+            # without all columns of findings, the table is displayed as an ordinary table
+            if not set(columns)<=set(self.columns): return None
             head = f"{self.run or 'The run'}: {'no problem found. ' if self.healthy else ''}{self.looked}."
             unseen = [f"Not checked: {'; '.join(f'{what} ({how})' for what,how in self.missing)}."] if self.missing and self.healthy else []
             return [*([] if not len(self) else findings_as_lines(self.to_dict('records'))), *([printable(head, 1000)] if self.healthy or not len(self) else []),

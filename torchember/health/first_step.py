@@ -58,7 +58,8 @@ def finished_steps(h):
 def find_constant_outputs(h):
     "Outputs of the model that have the same value for all samples in each step"
     data = [s for s in h.series('input') if s.path in h.graph.data_modules and 'max' in s]
-    if data and all((s['max']==s['min']).all() for s in data): return # if the data are constant, constant outputs are no fault
+    # if the data are constant, constant outputs are no fault
+    if data and all((s['max']==s['min']).all() for s in data): return
     for path in [''] if '' in h.outputs else sorted(h.graph.last_modules):
         s = h.outputs[path]
         if s.shape is None or len(s.shape)<1 or s.shape[0]<2 or 'max' not in s or 'float' not in str(s.dtype): continue
@@ -401,7 +402,8 @@ def add_current_weights(df, current, step):
     """
     if not {'step', 'ttype', 'path', 'pname'}<=set(df.columns): return df
     own = df[(df['ttype']=='weight').to_numpy()]
-    if not len(own) or own['step'].max()>=step: return df # the next step has begun: its rows are the weights after this step
+    # the next step has begun: its rows are the weights after this step
+    if not len(own) or own['step'].max()>=step: return df
     own = own.drop_duplicates(['path', 'pname'], keep='last')
     stats,new = [c for c in derived if c in df],[]
     for row in own.dropna(axis='columns', how='all').to_dict('records'):

@@ -103,7 +103,8 @@ def peaked_attention(h, early=.5, sink=.3, keys=8):
         return
 
 # %% ../../nbs/55_health/41_heads.ipynb #6159e1da
-too_large_steps = 'update_too_large', 'first_step', 'exploding_gradient', 'poor_input_scale' # rules whose findings can be the cause of large logits
+# rules whose findings can be the cause of large logits
+too_large_steps = 'update_too_large', 'first_step', 'exploding_gradient', 'poor_input_scale'
 
 @rule(severity='warning', needs='attention', after=(*too_large_steps, 'not_finite', 'attention_logits'))
 def attention_collapse(h, start=.3, low=.02, share=.5, keys=8):
@@ -165,7 +166,8 @@ def uniform_heads(h, equal=.999, records=8, keys=8):
     layers = [l for l in layers_of(h) if l.least_keys>=keys and len(l.steps)>=records]
     found = [(l, [n for n,s in zip(l.names, (l['entropy']>equal).all(0), strict=True) if s]) for l in layers]
     some = [(l, names) for l,names in found if names]
-    if not some or all(len(names)==len(l.names) for l,names in found): return # if no head learns, the training has another fault
+    # if no head learns, the training has another fault
+    if not some or all(len(names)==len(l.names) for l,names in found): return
     l,names = max(some, key=lambda s: len(s[1]))
     n = sum(len(names) for _,names in some)
     yield finding(l.path, f"{n} heads of attention give all keys the same weight at all {len(l.steps)} recorded steps, such as {list_names(names)} "

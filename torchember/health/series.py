@@ -32,7 +32,8 @@ def elements_of_row(shape):
 def count_shape_elements(shapes):
     "Return the number of elements of each tensor from its shape. A run has many rows and few different shapes, so results are cached."
     of_shape = cache(elements_of_row)
-    try: return np.fromiter(map(of_shape, shapes), float, len(shapes)) # `read` returns shapes as tuples, which can be keys of a cache
+    # `read` returns shapes as tuples, which can be keys of a cache
+    try: return np.fromiter(map(of_shape, shapes), float, len(shapes))
     except TypeError: return np.fromiter((of_shape(as_tuple(s)) for s in shapes), float, len(shapes)) # lists and arrays cannot be keys of a cache
 
 def as_tuple(shape): return tuple(shape) if isinstance(shape, list|tuple|np.ndarray) else None
@@ -245,7 +246,8 @@ def find_lost_values(df, values):
     if 'nan' not in df: return lost
     steps,calls = df['step'].to_numpy(),np.nan_to_num(to_floats(df['call'])) if 'call' in df else np.zeros(len(df))
     has = {c: np.isfinite(v) for c,v in values.items()}
-    known = {c: set(steps[h].tolist()) for c,h in has.items()} # Name of a logged number -> steps in which the number is finite
+    # Name of a logged number -> steps in which the number is finite
+    known = {c: set(steps[h].tolist()) for c,h in has.items()}
     often = {call: {c: int(h[calls==call].sum()) for c,h in has.items()} for call in set(calls.tolist())}
     tnames = df['tname'].astype(object).to_numpy() if 'tname' in df else np.full(len(df), 'log', object)
     by_user = {c for c,h in has.items() if not computed_in(c) or h[~np.isin(tnames, computed)].any()}

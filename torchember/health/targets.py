@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['classes_of', 'function_of', 'own_activation', 'find_input_faults', 'reach', 'layers', 'series_of', 'names_of_term',
-           'place_of_term', 'label_loss', 'last_step_of', 'report_term', 'finding_at', 'find_single_unit',
+           'place_of_term', 'label_loss', 'last_recorded_step', 'report_term', 'finding_at', 'find_single_unit',
            'find_wrong_dimension', 'find_second_activation', 'share_outside', 'find_scale_out_of_reach',
            'find_no_distribution', 'loss_input', 'find_regression_of_classes', 'broadcast', 'normal_share',
            'share_out_of_reach', 'find_unreachable', 'find_wrong_labels', 'target_range', 'find_one_class',
@@ -46,13 +46,13 @@ def label_loss(e):
 function_of = {'bce': 'binary_cross_entropy', 'bce_with_logits': 'binary_cross_entropy_with_logits', 'mse': 'the mean squared error',
     'l1': 'the mean absolute error', 'nll': 'nll_loss', 'huber': 'huber_loss', 'smooth_l1': 'smooth_l1_loss', 'margin': 'multi_margin_loss'}
 
-def last_step_of(h):
+def last_recorded_step(h):
     "Return the number of the last recorded step of a run, or 0 if no step was recorded."
     return h.steps[-1] if len(h.steps) else 0
 
 def report_term(h, e, text, *activations, **more):
     "Return a finding about a term of the loss, with the path of the module that applies one of `activations`. `e`: dict that describes the term."
-    return finding_at(place_of_term(h, *activations), text, e.get('first_step') or 0, last_step_of(h), e, **more)
+    return finding_at(place_of_term(h, *activations), text, e.get('first_step') or 0, last_recorded_step(h), e, **more)
 
 # %% ../../nbs/55_health/47_targets.ipynb #07a97fc9
 def finding_at(path, text, first, last, e, **more):

@@ -26,7 +26,8 @@ from ..store.table import activations_in, tree_in
 
 # %% ../../nbs/55_health/60_watch.ipynb #53f5be7d
 scalar_mark = b'"ttype":"scalar"'
-not_finite = b'"nan":', b'"posinf":', b'"neginf":' # columns of a log line (as bytes) that it has only if the tensor has NaN or infinities
+# columns of a log line (as bytes) that it has only if the tensor has NaN or infinities
+not_finite = b'"nan":', b'"posinf":', b'"neginf":'
 kind_columns = re.compile(rb'"(ttype|rank|phase|skipped)":("?[\w.]+)')
 
 def kinds_of_trouble(lines):
@@ -55,7 +56,8 @@ class KeptSteps:
     def __init__(self):
         # lines: step -> list of blocks of its log lines; logged: step -> (lines of logged numbers, number of blocks they were read from)
         self.lines,self.logged = {},{}
-        self.size,self.count = 0,0 # size: bytes of all lines; count: number of steps that were added, including an unfinished step
+        # size: bytes of all lines; count: number of steps that were added, including an unfinished step
+        self.size,self.count = 0,0
         self.reports = [] # log lines with warnings of the recorder
         self.first_bad = {} # Kind of NaN or infinities (see `kinds_of_trouble`) -> first step with this kind
 
@@ -135,7 +137,7 @@ class KnownFindings:
     def __init__(self): self.open,self.missed = {},{}
 
     def compare(self, found):
-        "Compare what the rules find now with the reported findings. Return the new findings, and those that no longer hold."
+        "Compare what the rules find now with the reported findings. Return the new findings, and the reported findings that no longer hold."
         now_found = {identity_of(f): f for f in found}
         new = [f for k,f in now_found.items() if k not in self.open]
         for k in self.open: self.missed[k] = 0 if k in now_found else self.missed.get(k, 0)+1
@@ -251,7 +253,8 @@ class RuleWatch:
         if not self.had_trouble and any(w in lines for w in not_finite):
             self.had_trouble = True
             return True
-        if self.is_asked or not self.pace.due(self.kept.count-1, seconds): return False # -1, because the last step is unfinished
+        # -1, because the last step is unfinished
+        if self.is_asked or not self.pace.due(self.kept.count-1, seconds): return False
         self.is_asked = True
         return True
 

@@ -246,7 +246,8 @@ def find_only_frozen(h, known):
     "Yield a finding if all parameters of the optimizer are frozen."
     held = [p for p in known.ps if p.get('optimizer') is True]
     if not held or any(p['requires_grad'] is not False or p.get('gradient') or p.get('changes') for p in held) or not len(h.steps): return
-    others = any(p.get('changes') for p in known.ps) # True if some parameters are trained by an optimizer that torchEmber does not know
+    # True if some parameters are trained by an optimizer that torchEmber does not know
+    others = any(p.get('changes') for p in known.ps)
     names = list_names([part or 'the model' for part,_ in known.parts(held)])
     yield finding('', f"The optimizer trains nothing: it has only {names}, and {'this is' if len(held)==1 else 'all of this is'} frozen "
         "(requires_grad is False).", h.steps[0], h.steps[-1], severity='info' if others else 'error', ttype='weight', look="updates(run)",
@@ -297,7 +298,8 @@ def find_unreached(h, known, least):
     if not held or h.grads or any(p.get('gradient') or p.get('changes') or p.get('elsewhere') for p in known.ps): return
     weights = [w for w in h.weights.values() if len(w)>=least and not w.skipped.any()]
     if not weights or not all(map(never_changes, weights)) or any(map(has_values, h.updates.values())): return
-    if all(s.phase=='eval' for s in h.trained if s.ttype=='output'): return # no finding if the run only evaluates the model
+    # no finding if the run only evaluates the model
+    if all(s.phase=='eval' for s in h.trained if s.ttype=='output'): return
     yield finding('', f"No weight changed in {len(h.steps)} steps, and the run has no gradient of any weight: {explain_unreached(h)}.",
         h.steps[0], h.steps[-1], look="updates(run)", ttype='weight', parameters=len(held), severity='error' if h.loss is not None or h.losses else 'warning',
         advice="Search for .detach(), .data, .item(), .numpy(), torch.tensor(...), torch.no_grad() or argmax between the model and the loss. "

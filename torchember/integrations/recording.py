@@ -136,7 +136,7 @@ class TrainingRecorder:
             f"So the training is recorded as {name!r}, from step {first_step} on. To choose the name yourself, give another name=.")
 
     def log_scalars(self, numbers): # numbers: dict that the trainer logs
-        "Record the numbers that a trainer logs as scalars of the step that has just ended. Other values are ignored."
+        "Record the numbers logged by a trainer as scalars of the step that has just ended. Ignore values of a different type."
         if self.te is not None and (found := loggable_scalars(numbers, self.te.t.marked)): self.te.log(**found)
 
     def note_loss(self, loss): # loss: tensor with its graph, before the backward

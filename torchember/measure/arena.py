@@ -107,7 +107,7 @@ class DeviceReadPlan:
 
 # %% ../../nbs/20_measure/48_arena.ipynb #a4e90015
 class ParkedRows(NamedTuple):
-    "Rows of a tap that are not used now, because the tap's tensors have moved to another stream or device."
+    "Unused rows of a tap, because the tap's tensors have moved to a different stream or device."
     rows:RowRange
     next:int # Index of the next free row in these rows
     turn:int # Number of calls of `Arena.take` when the rows were last used. If there were further calls, the rows are free again
@@ -281,8 +281,7 @@ class Arena:
         if not (n := tap.switch_rows(key, self.turn)): return
         block = next((b for b in self.blocks if b.key==key and b.length==tap.format.length and len(b.head)-b.used>=n), None)
         if block is None:
-            block = Block(max(self.size, n), device, tap.format.length, self.box)
-            self.blocks.append(block)
+            self.blocks.append(block := Block(max(self.size, n), device, tap.format.length, self.box))
         tap.use_rows(RowRange(block, block.reserve(n), n))
 
     def in_graph(self):
@@ -347,4 +346,3 @@ class Arena:
             self.seen.clear()
         if error is not None: raise error
         return Snapshot(parts, self.taps, earlier or [])
-

@@ -38,7 +38,8 @@ class GraphTensor:
     def __init__(self, x, groups=frozenset(), block=None, row=0):
         self.shape = x.shape
         self.groups,self.block,self.row = groups,block,row
-        self.head = np.zeros(head_width, np.int64) # head of the row: integer columns. Each replay sets tap, call, pass and event number
+        # head of the row: integer columns. Each replay sets tap, call, pass and event number
+        self.head = np.zeros(head_width, np.int64)
         if block is not None: write_dtype_and_shape(x, self.head)
 
 # %% ../../nbs/20_measure/55_graph_rows.ipynb #3dc67518
@@ -92,7 +93,8 @@ class GraphRows:
 
     def row_of(self, x, wanted, scale, block, row):
         "Return the number of the row with the summary of a tensor. If there is none, add a kernel launch to the graph that writes it into `row`."
-        was = None if x.is_inference() else (x._version, address(x)) # an inference tensor has no version counter, so changes of it are not noticed
+        # an inference tensor has no version counter, so changes of it are not noticed
+        was = None if x.is_inference() else (x._version, address(x))
         same,then,groups,where,its = self.seen.get(id(x), (lambda: None, None, (), None, 0))
         if was is not None and same() is x and then==was and where is block and groups>=set(wanted): return its
         y,scaled = divide_early(x, wanted, scale)
@@ -125,7 +127,8 @@ def move_used_rows(arena, b):
             other = Block(len(b.head), b.device, b.length, for_taps=False)
             other.reserve(len(b.head))
             arena.blocks.append(other)
-        with after(other.stream, b.device): other.rows.data.copy_(b.rows.data) # no wait for the previous replay: the caller has waited
+        # no wait for the previous replay: the caller has waited
+        with after(other.stream, b.device): other.rows.data.copy_(b.rows.data)
     other.head[:],other.source[:] = b.head,b.source
     b.head[:, EVENT] = 0
 

@@ -62,9 +62,11 @@ def read_in_one_launch(block, wanted, scale, xs, rows):
 class UnreadTensors:
     "Tensors measured later, in one kernel launch; their values must not change until then. Callers must hold the lock of the arena."
     def __init__(self):
-        self.queued = {} # tap -> its queued tensor: (tensor, event number, True if the tensor replaces the last tensor of the tap)
+        # tap -> its queued tensor: (tensor, event number, True if the tensor replaces the last tensor of the tap)
+        self.queued = {}
         self.lists = [] # pairs: a `ListPlan`, and the tensors for its rows
-        self.by_row = {} # (block, number of a row) -> its tensor: (tensor, names of the groups of sums to compute, scale factor)
+        # (block, number of a row) -> its tensor: (tensor, names of the groups of sums to compute, scale factor)
+        self.by_row = {}
         self.plans = {} # tuple of taps -> its `ListPlan`, for reuse in the next step
 
     def __bool__(self): return bool(self.by_row or self.lists)

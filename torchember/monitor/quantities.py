@@ -30,7 +30,7 @@ captured_ttypes = ('input', 'output', 'input_grad', 'output_grad')
 parameter_ttypes = ('weight', 'bias', 'weight_grad', 'bias_grad')
 
 class Need(NamedTuple):
-    "A tensor that a quantity needs, and the function that reduces it to a smaller value, such as its mean."
+    "A tensor needed by a quantity, and the function that reduces the tensor to a smaller value, such as the mean."
     ttype:str # Tensor type: one of `captured_ttypes` or `parameter_ttypes`
     # Called as `reduce(tensor, axis of features, module)`; returns the value to store. None stores the tensor itself
     reduce:object

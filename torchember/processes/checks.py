@@ -25,7 +25,7 @@ def steps_of_ranks(rows):
     return {int(r): (int(first), int(last)) for r,first,last in steps.itertuples()}
 
 def missing_ranks(steps, metadata, world): # steps: rank -> (first step, last step), or None if unknown
-    "Yield a message about each rank that has no rows, or whose rows begin later or end earlier than those of other ranks."
+    "Yield a message about each rank without rows, or with rows that begin later or end earlier than the rest."
     missing,known = [r for r in range(world) if r not in steps],{r: s for r,s in sorted(steps.items()) if s is not None}
     if missing: yield f"Of {world} ranks {join_ranks(missing)} left no rows: their shards are missing."
     worlds = defaultdict(list)

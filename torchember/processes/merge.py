@@ -172,7 +172,7 @@ class Merge:
         return whole
 
     def merge_sums(self):
-        "Write the mean of each tensor that is a sum over ranks. Remove its other statistics, because other statistics of summands cannot be merged."
+        "Write the mean of each tensor that is a sum over ranks. Remove all further statistics, because only the mean of summands can be merged."
         plan,out = self.plan,self.table
         groups,sums = rows_by_group(plan.whole),np.unique(plan.whole[plan.partial])
         out.loc[sums, [c for c in self.rows.columns if c in derived]] = np.nan

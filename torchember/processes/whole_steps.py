@@ -54,7 +54,7 @@ class Inbox(Outbox):
 
 # %% ../../nbs/42_processes/30_whole_steps.ipynb #1b43cf09
 class CompleteStep(NamedTuple):
-    "Packets of one step from all ranks, or from those ranks that sent a packet in time."
+    "Packets of one step from all ranks, or from all ranks with a packet in time."
     step: object
     packets: dict # Rank -> packet of this rank
     without: list # Ranks that sent no packet of the step
@@ -82,7 +82,7 @@ class Assembly:
         else: self.lost[rank] += 1
 
     def end(self, rank):
-        "Note that the run of a rank has ended, so that no step waits for this rank."
+        "Note the end of a rank's run. From now on no step waits for this rank."
         self.ended.add(rank)
 
     def missing(self):

@@ -33,7 +33,8 @@ BLOCKS,SLOTS,NOTED,LATE,THREADS = range(8, 13)
 most_blocks,most_slots,most_threads,most_depth,most_text = 256,256,16,126,1<<18
 # Index where the table of row blocks begins. Each entry: offset of rows, offset of row headers, number of rows, length of a row
 BLOCK = 64
-SLOT = BLOCK+4*most_blocks # index where the table of slots (copies of steps) begins; an entry has the offset and size of a slot in bytes
+# index where the table of slots (copies of steps) begins; an entry has the offset and size of a slot in bytes
+SLOT = BLOCK+4*most_blocks
 # Index where the table of threads begins. Each entry: id of the thread, number of its running modules, number of each running module
 THREAD = SLOT+2*most_slots
 thread_width = 2+most_depth
@@ -97,8 +98,10 @@ class BoxFile:
         if (kind := filesystem_of(folder)) in network_filesystems:
             raise BoxUnavailable(f"the logs are on a network file system ({kind}), where file locks are unreliable. Use a local folder (home=)")
         os.makedirs(folder, exist_ok=True)
-        self.path,self.end,self.fd,self.side = os.path.join(folder, name),0,-1,-1 # end: offset of the first byte that is not allocated
-        self.mapped,self.left = None,0 # mapped: memory that was mapped last; left: number of bytes in it that are still free
+        # end: offset of the first byte that is not allocated
+        self.path,self.end,self.fd,self.side = os.path.join(folder, name),0,-1,-1
+        # mapped: memory that was mapped last; left: number of bytes in it that are still free
+        self.mapped,self.left = None,0
         self.name = name
         own_boxes.add(name)
         try:
@@ -110,7 +113,7 @@ class BoxFile:
             raise
 
     def publish(self):
-        "Rename the file of the black box, so that other processes can find it. Called when the file is complete and locked."
+        "Rename the file of the black box, to make it visible to all processes. Called when the file is complete and locked."
         os.rename(f'{self.path}.new', f'{self.path}.box')
 
     def allocate(self, size:int) -> tuple:
@@ -140,13 +143,15 @@ class BoxFile:
             if fd>=0: os.close(fd)
         self.fd = self.side = -1
         own_boxes.discard(self.name)
-        with suppress(OSError): os.rmdir(os.path.dirname(self.path)) # removing the folder fails while it contains the black boxes of other processes
+        # removing the folder fails while it contains the black boxes of other processes
+        with suppress(OSError): os.rmdir(os.path.dirname(self.path))
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #0b435d67
 class BoxHeader:
     "Start of the memory-mapped file of a black box: a table of integers, then two texts of log lines."
     def __init__(self, file):
-        self.file = file # the `BoxFile`; None after the box was deleted, and in a forked process, which does not own the box
+        # the `BoxFile`; None after the box was deleted, and in a forked process, which does not own the box
+        self.file = file
         self.memory = file.allocate(NOTES+2*most_text)[1]
         self.words = self.memory.cast('q')
 
@@ -167,7 +172,8 @@ class BoxHeader:
         n = self.words[used]
         if n+len(line)>most_text: return
         self.memory[at+n:at+n+len(line)] = line
-        self.words[used] = n+len(line) # the number of bytes is written last, so that another process never reads half a line
+        # the number of bytes is written last, so that another process never reads half a line
+        self.words[used] = n+len(line)
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #32cffa37
 class Position:
@@ -175,7 +181,8 @@ class Position:
     def __init__(self, header):
         self.header,self.words,self.lock = header,header.words,threading.RLock()
         self.modules = {} # display name of a module -> its number in the black box, counted from 1
-        self.token = object() # identifies this black box in `ThreadContext.box`, without a reference that would keep the box alive
+        # identifies this black box in `ThreadContext.box`, without a reference that would keep the box alive
+        self.token = object()
 
     def begin_step(self, step):
         "Write into the black box that a pass of this step began."
@@ -205,7 +212,8 @@ class Position:
             places = range(THREAD, THREAD+most_threads*thread_width, thread_width)
             def is_free(i, at):
                 "Return True if an entry of the table of threads is unused."
-                return i>=self.words[THREADS] or self.words[at] not in alive # an entry is free if it was never used, or if its thread has ended
+                # an entry is free if it was never used, or if its thread has ended
+                return i>=self.words[THREADS] or self.words[at] not in alive
             at = next((at for i,at in enumerate(places) if is_free(i, at)), 0)
             if at:
                 self.words[at+1],self.words[at] = 0,threading.get_ident()
@@ -345,7 +353,8 @@ class BlackBox:
         rows = np.frombuffer(memory, np.float64, n*length).reshape(n, length)
         heads = np.frombuffer(memory, np.int64, n*head_width, 8*n*length).reshape(n, head_width)
         for i,v in enumerate((at, at+8*n*length, n, length)): header.words[BLOCK+4*k+i] = v
-        header.words[BLOCKS] = k+1 # the number of blocks is written last, so that another process never reads half an entry
+        # the number of blocks is written last, so that another process never reads half an entry
+        header.words[BLOCKS] = k+1
         return rows, heads
 
     def tap(self, t):
@@ -443,7 +452,8 @@ class RunBox:
     def __init__(self, t, root:str, writer, buffer, blackbox=None): # blackbox: argument of `torchEmber`; None if the user did not give it
         self.t,self.root,self.writer,self.buffer = t,root,writer,buffer
         self.is_asked_for,self.n_held = blackbox is not None,held_steps(blackbox)
-        self.box,self.is_tried,self.why = None,False,None # box: the `BlackBox` or None; why: reason why no box could be created, or None
+        # box: the `BlackBox` or None; why: reason why no box could be created, or None
+        self.box,self.is_tried,self.why = None,False,None
 
     def begin_pass(self, step:int, on):
         "Write into the black box that a pass of this step began. `on`: True if the pass is recorded."

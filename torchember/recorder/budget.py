@@ -22,7 +22,8 @@ from ..ground.messages import printable
 # %% ../../nbs/40_recorder/02_budget.ipynb #961a21a7
 class ThreadTimer(threading.local):
     "Time when the outermost method with the decorator `timed` began, in each thread."
-    entered = None # `clock()` when the outermost method with the decorator `timed` began; None if no such method is running
+    # `clock()` when the outermost method with the decorator `timed` began; None if no such method is running
+    entered = None
 
 def timed(f):
     "Decorate a method: add its run time to `self.cost.spent`. Needs `self.cost.local`, a `ThreadTimer`."
@@ -41,7 +42,7 @@ def timed(f):
 
 # %% ../../nbs/40_recorder/02_budget.ipynb #4b9a6664
 class SilentListener(Listener):
-    "Listener that does nothing, to measure the time that notifying a listener takes."
+    "Listener that does nothing, to measure the time for notifying a listener."
     running = 1
     def __init__(self, on): self.on = on
 
@@ -133,7 +134,8 @@ class StepTimes:
         self.bare,self.off,self.idle = (deque(maxlen=25) for _ in range(3))
         # For each of the last five recorded steps: seconds of the step, and seconds of recording in the step
         self.on,self.costs = deque(maxlen=5),deque(maxlen=5)
-        self.recorded,self.late = 0,0. # recorded: number of recorded steps; late: seconds that the writer thread worked for these steps
+        # recorded: number of recorded steps; late: seconds that the writer thread worked for these steps
+        self.recorded,self.late = 0,0.
         # time: median seconds of a step minus recording; cost, idle_cost: median cost of recorded and unrecorded steps; None if unknown
         self.time,self.cost,self.idle_cost = 0.,None,0.
 
@@ -159,7 +161,8 @@ class StepTimes:
 # %% ../../nbs/40_recorder/02_budget.ipynb #56deb09d
 class Budget:
     "Decides which of the selected steps can be recorded within a share of the training time. Reads no clock: `add_step` gets the times."
-    patience = 100 # the first recorded step, which is slow, costs the budget at most the time that recording may take in this number of steps
+    # the first recorded step, which is slow, costs the budget at most the time that recording may take in this number of steps
+    patience = 100
     rarest = 1000 # at least one step in this number of steps is recorded, even if this exceeds the budget
 
     def __init__(self, share:float): # share: fraction of the training time that recording may take, above 0 and at most 1
@@ -168,7 +171,8 @@ class Budget:
         self.balance,self.owed = 0.,0.
         # credit: maximum of seconds by which the first recorded step reduces `balance`; floor: minimum of `balance`, in seconds
         self.credit,self.floor = 0.,0.
-        self.thinned,self.since = 0,0 # thinned: number of steps that the budget skipped; since: number of steps since the last recorded step
+        # thinned: number of steps that the budget skipped; since: number of steps since the last recorded step
+        self.thinned,self.since = 0,0
         self.hopeless = False # True if recording exceeds `share` even with only one recorded step in `rarest` steps
         self.hidden = False # True on a GPU, where the clock of the process does not measure all costs
         # True if compiled code was loaded during a recorded step. Then the cost of a recorded step is unknown

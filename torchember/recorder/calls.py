@@ -42,7 +42,7 @@ class Calls:
         here.stack = []
 
     def start_log(self, pass_:int, again:bool=False) -> list:
-        """Return the list in which this thread notes the modules that a pass enters and leaves. A new pass gets a new list.
+        """Return this thread's list of the modules entered and left by a pass. A new pass gets a new list.
 
         `again`: True if the thread calls the model again, in a pass shared by two threads.
         """
@@ -57,7 +57,7 @@ class Calls:
         self.recorded += 1
 
     def end_recorded(self) -> bool:
-        "Note that a recorded pass ends. Return True if no other recorded pass is running."
+        "Note the end of a recorded pass. Return True if no recorded pass is still running."
         self.recorded -= 1
         return not self.recorded
 

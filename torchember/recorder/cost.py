@@ -23,9 +23,11 @@ class Cost:
         self.spent = 0. # seconds in methods with the decorator `timed`, without the writer thread
         # Number of calls of modules with torchember's hooks: in recorded steps (key True) and in unrecorded steps (key False)
         self.calls = {False: 0, True: 0}
-        self.first = self.last = None # first: time when the first pass began; last: time when the last pass or step ended
+        # first: time when the first pass began; last: time when the last pass or step ended
+        self.first = self.last = None
         self.step_began = None # time when the current step began
-        self.paid = self.late = 0. # paid: `total()` at the end of the previous step; late: seconds of the writer thread until then
+        # paid: `total()` at the end of the previous step; late: seconds of the writer thread until then
+        self.paid = self.late = 0.
         self.loaded_before = loading_seconds() # seconds of loading compiled loops until the end of the previous step
         # Seconds of loading compiled loops before this run, to be subtracted: in the background (`loaded`), and while steps waited (`waited`)
         self.loaded,self.waited = seconds_beside(),seconds_waited()[1]
@@ -94,7 +96,7 @@ class Cost:
         self.arming += seconds_waited()[0]-before
 
     def warm_up(self):
-        "Run torch operations that are slow at their first use, so that no step is charged for this time."
+        "Run torch operations with a slow first use, to charge no step for this time."
         self.warm()
         call_overhead(False)
         observe(torch.zeros(1), Arena().tap(None))

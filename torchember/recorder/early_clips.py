@@ -35,7 +35,7 @@ class ClippedParameter:
         self.in_time = self.in_time or not self.idle and self.backward is not None
 
     def note_backward(self, p):
-        "Note that a backward begins, which will change the gradient of the parameter `p`."
+        "Note the start of a backward, which changes the gradient of the parameter `p`."
         self.early,self.idle,self.backward = self.early or self.idle,False,p._version
 
 # %% ../../nbs/40_recorder/47_early_clips.ipynb #fffaa525

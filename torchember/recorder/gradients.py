@@ -31,12 +31,14 @@ class Gradients:
 
     def hook_tensors(self, state, ttype, named, call, phase):
         "Install gradient hooks on the tensors of one module call. ttype: 'input_grad' or 'output_grad'."
-        backwards,pass_ = {},self.steps.pass_ # backwards: name of a tensor -> number of the last backward that computed its gradient
+        # backwards: name of a tensor -> number of the last backward that computed its gradient
+        backwards,pass_ = {},self.steps.pass_
         leaves = {n: id(x) for n,x in named if x.is_leaf}
         self.given.update(dict.fromkeys(leaves.values(), pass_))
         def report(n, g):
             "Report the gradient of the tensor with this name. The hook is called by autograd."
-            if n in backwards and n in leaves and self.given.get(leaves[n])!=pass_: return # ignored, because a later pass has its own hook on this leaf tensor
+            # ignored, because a later pass has its own hook on this leaf tensor
+            if n in backwards and n in leaves and self.given.get(leaves[n])!=pass_: return
             backwards[n] = backwards.get(n, -1)+1
             self.notify(state, ttype, n, g, call, phase, backwards[n])
         self.handles += hook_gradients(named, report, (id(state), ttype), False, state.key, ttype)

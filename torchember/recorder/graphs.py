@@ -69,7 +69,8 @@ class CapturedEvents(Listener):
     def __init__(self, events, ttypes): # events: `ModelEvents` of the recorder
         self.events,self.ttypes = events,ttypes
         self.tape = None # `Tape` of the running capture; None outside of captures
-        self.depth,self.stack = 0,[] # depth: number of nested running calls of the outermost module; stack: running `Call` objects
+        # depth: number of nested running calls of the outermost module; stack: running `Call` objects
+        self.depth,self.stack = 0,[]
         self.pass_ = None # object that identifies the current pass
         self.gradients = Gradients(ttypes, self, self.gradient)
 
@@ -270,7 +271,8 @@ class Graphs(CapturedEvents):
         self.gradients.step_over()
         self.depth,self.stack = 0,[]
         self.tape = Tape(GraphRows(graph, devices.chosen_device()), self.events.buffer.rows.arena)
-        self.was_on,self.events.on = self.events.on,False # False, so that hooks of earlier passes do not measure during the capture
+        # False, so that hooks of earlier passes do not measure during the capture
+        self.was_on,self.events.on = self.events.on,False
         self.set_listeners(self, self)
 
     def graph_ends(self, graph, whole):
@@ -300,7 +302,8 @@ class Graphs(CapturedEvents):
     def replay_begins(self, graph):
         "Repeat the captured events due before the replay of a CUDA graph."
         if (tape := self.tape_of(graph)) is None: return
-        first = tape.events[0][0]=='pass_begins' # a 'pass_begins' event is repeated before the replay, because it may end the previous step
+        # a 'pass_begins' event is repeated before the replay, because it may end the previous step
+        first = tape.events[0][0]=='pass_begins'
         self.player.play(tape.events[:first])
         prepare_replay(tape.arena, tape.rows)
         self.player.play(tape.events[first:tape.before])

@@ -54,7 +54,7 @@ def rate_version(rate):
 
 # %% ../../nbs/40_recorder/72_learning_rates.ipynb #a1320c00
 class LearningRates:
-    "Collects learning rates that changed since their last row, so that unchanged rates are not logged again."
+    "Collects learning rates with a change since their last row, to log unchanged rates only once."
     def __init__(self, optimizers):
         self.optimizers = list(optimizers)
         self.last,self.found = {},{} # last: name -> `rate_version` in the last row; found: name -> changed learning rate of this step

@@ -89,7 +89,7 @@ class TermFacts:
         if (labels := labels_of(term)) is not None: self.labels.add(labels, term.ignore_index)
 
     def state(self):
-        "Return a value that differs if any fact has changed, except facts that are counts."
+        "Return a value that changes with each fact, except with counts."
         labels = self.labels
         return self.known.get('kind'),bool(self.broadcast),labels.smallest,labels.largest,labels.batches==labels.single
 
@@ -160,8 +160,10 @@ class LossReader:
         self.facts,self.states,self.due = {},{},1
         # pass_: pass that calls and numbers refer to; calls: `tname` -> number of measured losses; numbers: numbers of graph nodes that were read
         self.pass_,self.calls,self.numbers = None,Counter(),set()
-        self.compiled = self.freed = False # True if compiled code computed a loss; True if a backward had freed its tensors
-        self.selected = SparseSteps() # losses are not read in every step, because this takes as long as several rows, and targets change little
+        # True if compiled code computed a loss; True if a backward had freed its tensors
+        self.compiled = self.freed = False
+        # losses are not read in every step, because this takes as long as several rows, and targets change little
+        self.selected = SparseSteps()
 
     def note(self, numbers:dict):
         """Read the autograd graphs of the losses among the logged numbers, if the current step is recorded.

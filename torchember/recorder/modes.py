@@ -31,7 +31,7 @@ def depends_on_mode(module) -> bool:
 dropouts = {torch.dropout, torch.alpha_dropout, F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 
 def dropped_share(func, args, kwargs):
-    "Return the fraction of values that a call of a torch function drops. 0 for functions other than Dropout."
+    "Return the fraction of values dropped by a call of a torch function. 0 for every function except Dropout."
     def given(i, name, default):
         "Return an argument of the torch function: by keyword, else by position `i`, else the default."
         return kwargs.get(name, args[i] if len(args)>i else default)
@@ -79,10 +79,13 @@ class ModeFacts:
         self.innermost,self.notify = innermost,notify
         # paths of modules that were in training mode (`trained`) or evaluation mode (`in_eval`) in a pass with gradients; '' is the model
         self.trained,self.in_eval = set(),set()
-        self.random = {} # calls of Dropout in an evaluation: `DropoutCalls.found`. Empty if no evaluation applied Dropout
+        # calls of Dropout in an evaluation: `DropoutCalls.found`. Empty if no evaluation applied Dropout
+        self.random = {}
         self.passes = {True: 0, False: 0} # number of passes with gradients (key True), and of evaluations (key False)
-        self.searches = 0 # 0: no evaluation has drawn random numbers yet. Later: 1 + number of evaluations that were searched for active Dropout
-        self.before,self.mode = None,None # before: states of the random generators before the running evaluation; mode: its `DropoutCalls`
+        # 0: no evaluation has drawn random numbers yet. Later: 1 + number of evaluations that were searched for active Dropout
+        self.searches = 0
+        # before: states of the random generators before the running evaluation; mode: its `DropoutCalls`
+        self.before,self.mode = None,None
         self.thread = None # thread of the running evaluation, because a torch function mode belongs to one thread
 
     def begin(self, states, phase, grad, eager=True):

@@ -72,6 +72,6 @@ class ParameterPlan:
         return run[k.FILLED]>0
 
     def measure_one(self, parameters, state, i, name):
-        "Measure one gradient that compiled code cannot measure, unless another thread has removed the parameter."
+        "Measure one gradient not measurable by compiled code, unless a concurrent thread has removed the parameter."
         p = state.track.parameters.get(name)
         if p is not None: parameters.measure([(state, i, name, p)], ('weight_grad',), True)

@@ -56,7 +56,7 @@ class Gate:
         return self.measure_all or self.is_recorded(step)
 
     def note_content(self):
-        "Note that the current step has content, so that it counts as a step."
+        "Mark the current step as not empty, to count it as a step."
         self.has_content = True
 
     def step_over(self):

@@ -80,7 +80,8 @@ class Rehearsal(Listener):
 
     def __init__(self, ttypes, states):
         self.ttypes,self.states = ttypes,states
-        self.places,self.ended = [],[] # places: list of `PlannedTensor`; ended: `ModuleState`s in the order in which their calls ended
+        # places: list of `PlannedTensor`; ended: `ModuleState`s in the order in which their calls ended
+        self.places,self.ended = [],[]
         # seen: id of a tensor -> weak reference and version counter; calls: `ModuleState` -> number of calls; stack: running calls
         self.seen,self.calls,self.stack = {},Counter(),[]
 
@@ -192,7 +193,8 @@ def time_reading(stats, dtype, device, most) -> tuple: # the measured numbers of
             observe(x, tap)
             wait_for(x.device)
             times.append(clock()-start)
-        xs.append(n); ys.append(min(times)) # the minimum is used, because other programs on the machine can only add time
+        # the minimum is used, because other programs on the machine can only add time
+        xs.append(n); ys.append(min(times))
         if n>=most: break
     return xs, ys
 

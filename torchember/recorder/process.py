@@ -74,7 +74,8 @@ def rank_and_size() -> tuple:
     if d.is_available() and d.is_initialized(): return d.get_rank(), d.get_world_size()
     rank,size = (os.environ.get(k, default) for k,default in (('RANK', '0'), ('WORLD_SIZE', '1')))
     if all(re.fullmatch('[0-9]{1,9}', n) for n in (rank, size)) and int(rank)<int(size): return int(rank), int(size)
-    if 'WORLD_SIZE' in os.environ: # if only RANK is set, there is no warning, because another program may use this variable
+    # if only RANK is set, there is no warning, because another program may use this variable
+    if 'WORLD_SIZE' in os.environ:
         warn(f"RANK={rank!r:.40} and WORLD_SIZE={size!r:.40} in the environment are no valid rank and number of processes, "
             "so this run is recorded as the run of a single process.")
     return 0, 1
@@ -87,7 +88,8 @@ def shared_name(kind:str) -> str: # kind: class name of the model
     if store is not None:
         name = store.compare_set(f'torchember/{next(shared_names)}', '', name).decode()
     given[name] += 1
-    return name if given[name]==1 else f'{name}_{given[name]}' # numbered, because two models may get a run in the same second
+    # numbered, because two models may get a run in the same second
+    return name if given[name]==1 else f'{name}_{given[name]}'
 
 # %% ../../nbs/40_recorder/70_process.ipynb #0cf7fd1f
 def store_for(run:str) -> tuple:

@@ -32,7 +32,7 @@ from ..store.reading import path_of
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #f01ba6ea
 class BoxError(Exception):
-    "Raised for a black box that is damaged or has another version."
+    "Raised for a black box with damage or of a different version."
 
 class BoxContent:
     "Content of the files of a black box: copied steps, the last step, and the modules running at the end of the process."

@@ -134,7 +134,7 @@ class RefusedPasses:
         return [p for p in self.passes if p.weights==weights and p.is_removed(self.parameters, now)]
 
     def unreached(self) -> list:
-        "Return the passes that no backward reached. Return none unless a backward reached another pass of the step."
+        "Return the passes reached by no backward. Return none unless a backward reached at least one pass of the step."
         if not any(p.reached for p in self.passes): return []
         return [p for p in self.passes if p.hooks and p.complete and not p.reached]
 

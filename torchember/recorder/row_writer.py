@@ -28,7 +28,7 @@ class StepLog:
         return {**({} if self.rank is None else {'rank': self.rank}), **self.t.marked}
 
     def put_beside(self, rows):
-        "Add rows that belong to no step in the file. `rows`: function that returns the rows."
+        "Add rows of no step to the file. `rows`: function without arguments that returns the rows."
         self.t.file.put(rows, joins=None)
 
     def report(self, kind, text, severity, name, step):
@@ -153,9 +153,11 @@ class RowWriter:
         self.ts = None # local time of the first row of the current step; None if the step has no rows yet
         self.skipped = False # True if a scaler skipped the optimizer's step
         self.last = None # `Measured` that was queued last; None if the last step had no rows
-        self.custom,self.ended = [],[] # custom: rows of users' functions and logged numbers of the current step; ended: same of the previous step
+        # custom: rows of users' functions and logged numbers of the current step; ended: same of the previous step
+        self.custom,self.ended = [],[]
         self.marks = None # rank and marks of the rows that were queued last
-        self.waiting = [] # list of `Measured` of steps that are written later, because they may turn out to be micro-batches
+        # list of `Measured` of steps that are written later, because they may turn out to be micro-batches
+        self.waiting = []
         # number of the step whose rows contain refused passes, and number of these passes
         self.refused = None,0
 

@@ -37,7 +37,7 @@ def template(names, key, dtype:str, parts, marks) -> bytes|None:
 # %% ../../nbs/40_recorder/60_rows.ipynb #9918efd3
 @dataclass
 class Measured:
-    "Measurements of a step that were taken out of the buffer at one time, with the values that all rows of the step share."
+    "Measurements of a step, taken out of the buffer at one time, with the values shared by all rows of the step."
     snapshot:object # `Snapshot` of the arena: summaries of the step's tensors
     custom:list # Rows of users' functions, and logged numbers: event number, and the first five arguments of `one_row`
     step:int # Number of the step
@@ -76,7 +76,8 @@ def group_by_columns(columns):
         if 'before' not in ttypes and not ratio: yield from add_numel(c, {}); continue
         got = [ratio.get(p) for p in zip(c.owner.tolist(), c.events.tolist(), strict=True)]
         rated = [i for i,r in enumerate(got) if r is not None]
-        rest = [i for i,r in enumerate(got) if r is None and c.taps[i].key[1]!='before'] # rows of type 'before' are not written
+        # rows of type 'before' are not written
+        rest = [i for i,r in enumerate(got) if r is None and c.taps[i].key[1]!='before']
         if rated: yield from add_numel(c[rated], {'ratio': np.array([got[i] for i in rated])})
         if rest: yield from add_numel(c[rest], {})
 
@@ -160,7 +161,8 @@ class LineMaker:
         "Return the rows of `Measured`s with the same taps, shards and marks, which share templates."
         if self.made_for!=made_for: self.made_for,self.templates = made_for,{}
         custom = [(i, event, m.row(*row)) for i,m in enumerate(measured) for event,*row in m.custom]
-        done = [tuple(zip(*custom, strict=True))] if custom else [] # tuples (indices of `Measured`s, events, rows), one tuple for each group of rows
+        # tuples (indices of `Measured`s, events, rows), one tuple for each group of rows
+        done = [tuple(zip(*custom, strict=True))] if custom else []
         for c,more in group_by_columns(columns_of([m.snapshot for m in measured])): done += self.rows_of_group(c, more, measured)
         if norms := [(i, last, row) for i,m in enumerate(measured) if (row := self.scalars.row(m)) is not None]: done.append(tuple(zip(*norms, strict=True)))
         self.scalars.remember(row for *_,row in custom)

@@ -185,7 +185,7 @@ class CustomRows:
     def __len__(self): return len(self.rows)
 
     def clear_taken(self):
-        "Forget which rows were taken for the log, so that new rows do not supersede these rows."
+        "Forget the rows taken for the log. New rows no longer supersede these rows."
         # taken: (key, call, micro) of rows taken before; discarded: (key, call, micro) of taken rows whose pass failed or was refused
         self.taken,self.discarded = set(),set()
 
@@ -263,7 +263,7 @@ class SelectedRows:
     def __array__(self, dtype=None, copy=None): return np.asarray(self.vectors)[self.at]
 
 def split_parts(parts:list, which) -> tuple:
-    "Split pairs (headers, summaries) into chosen rows and other rows. `which`: function that maps headers to booleans."
+    "Split pairs (headers, summaries) into chosen and remaining rows. `which`: function from headers to booleans, True for chosen rows."
     def select(choose):
         "Return the pairs with the rows chosen by `choose`."
         some = [(h, v, np.flatnonzero(choose(which(h)))) for h,v in parts]
@@ -325,7 +325,7 @@ class StepRows:
     size = property(lambda self: self.arena.filled+len(self.custom)+len(self.snapshots.joined), doc="Number of rows, approximately")
 
     def forget_seen(self):
-        "Forget which tensors were read in this pass, so that they are read again, because their values may have changed."
+        "Forget the tensors read in this pass. They are read again, because their values may have changed."
         self.arena.seen.clear()
 
     def take_back(self, number, micro):
@@ -372,7 +372,7 @@ class StepRows:
         return Snapshot([], self.arena.taps, [])
 
     def clear_taken(self):
-        "Forget which rows are in the log, so that the next rows do not supersede them."
+        "Forget the rows in the log. The next rows no longer supersede these rows."
         if self.snapshots.taken: self.snapshots.taken = []
         if self.custom.taken: self.custom.clear_taken()
 

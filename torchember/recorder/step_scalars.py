@@ -66,7 +66,7 @@ class GradientNorms:
 
 # %% ../../nbs/40_recorder/57_step_scalars.ipynb #9222cf0e
 class StepScalars:
-    "Makes the scalar rows that torchember adds to each step. Avoids names that the user logs with `te.log`."
+    "Makes the scalar rows added to each step by torchember. Avoids names logged by the user with `te.log`."
     def __init__(self):
         self.norms,self.taken = GradientNorms(),set() # taken: names that the user logs with `te.log`
         self.rows = {} # `tname` -> last scalar row with this name, 'lr' or 'grad_norm'

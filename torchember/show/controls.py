@@ -294,7 +294,7 @@ def stat_control(a):
     "Return a control to choose one statistic, or several."
     t,stats = tensor_rows(a.table),statistics_of(a.table)
     def means(s):
-        "Return the column of a statistic that has another name in Track & Visualize."
+        "Return the column of a statistic with a different name in Track & Visualize."
         try: return s if s is None or s in stats else find_stat(t, s)
         except ValueError: return s
     labels = {s: s for s in stats}
@@ -315,6 +315,7 @@ def format_control(a):
     c.write = lambda v: [] if v in (None, False) else write(v)
     return c
 
+# %% ../../nbs/60_show/82_controls.ipynb #036eef95
 own_format = "the tensor's own"
 floats = ['float32', 'bfloat16', 'float16', 'float8_e5m2', 'float8_e4m3fn', 'float6_e3m2fn', 'float6_e2m3fn',
     'float4_e2m1fn']
@@ -413,7 +414,7 @@ def argument_help(f):
     return dict(re.findall(r'^ +\*{0,2}(\w+): (.*)$', f.__doc__ or '', re.M))
 
 def arrange_controls(W, controls):
-    "Return a box with all controls of a picture: the common controls, and a section 'More' with the others that opens on a click."
+    "Return a box with all controls of a picture: the common controls, and a section 'More' for the rest, opened by a click."
     rank = {n: i for i,m in enumerate(main) for n in (m, *(t for t,ours in words_before.items() if ours==m))}
     names = sorted(controls, key=lambda n: rank.get(n, len(main)))
     for n in names: set_layout(controls[n])

@@ -31,7 +31,7 @@ class OpenFindings:
 
     @property
     def causes(self):
-        "Open findings that are causes, as dicts, the worst first. No other open finding explains them."
+        "Open findings not explained by an open finding, as dicts, the worst first."
         return [f for f,cause in order_findings(list(self.open.values()), table.values(), self.step) if cause is None]
 
     @property
@@ -71,7 +71,7 @@ def title_text(finding):
 
 # last: last step of the run. A finding 'died' (death of the process) before it is omitted, because the run was continued
 def open_findings(df, last=None):
-    "Return the open findings in a table of rows, the worst first. Omit findings that other findings explain."
+    "Return the open findings in a table of rows, the worst first. Omit findings explained by a different finding."
     is_finding = has_ttype(df, 'finding')
     if not is_finding.any(): return []
     rows = df[is_finding].to_dict('records')

@@ -18,7 +18,7 @@ from .legend import alarm, meanings, name_of_type, palettes, make_title
 from .lines import draw_lines
 from .missing import parameters_of_run, grid_with_missing, drop_missing
 from .run_summary import (default_ttypes, first_trouble, logged_names, loss_curve, no_tensors,
-    pick_stat, rows_of_type, trouble_sentence, types_to_draw)
+    pick_stat, rows_with_type, trouble_sentence, types_to_draw)
 from .run_summary import summary # noqa: F401 (it was here)
 from .select import has_ttype, name_of_run, pick, table_and_findings, training, with_statistics
 from .style import drawn, figure, is_dark
@@ -168,7 +168,7 @@ def overview(
     if ax is not None: kinds = kinds[:1]
     parts,ps = [],parameters_of_run(run)
     for kind in kinds:
-        rows = training(pick(tensors, drop_missing(rows_of_type(tensors, kind), path, ps), kind))
+        rows = training(pick(tensors, drop_missing(rows_with_type(tensors, kind), path, ps), kind))
         if ttype_of(kind)[0]=='output': rows = drop_scalars(rows)
         col = pick_stat(rows, stat)
         parts.append((kind, col, rows, grid_with_missing(rows, col, kind, ps, path)))

@@ -51,7 +51,7 @@ def bar_height(ax):
     return mpl.rcParams['legend.fontsize']*1.25/max(axes_size(ax)[1], 40)
 
 def space_for_bars(ax, dtypes):
-    "Return the factor by which the y axis must be longer, so that the bars of the number formats fit above the histogram."
+    "Return the factor for extending the y axis, to get space for the bars of the number formats above the histogram."
     return 1/(1-min(bar_height(ax)*(1.35*len(dtypes)+.2), .6)) if dtypes else 1.
 
 def formats_to_draw(dtype_annotation, df):
@@ -177,6 +177,7 @@ def crop_counts(counts, lo):
     at = np.flatnonzero(counts)
     return (counts[at[0]:at[-1]+1], lo+int(at[0])) if len(at) else (counts, lo)
 
+# %% ../../nbs/60_show/30_histograms.ipynb #e9d0b6dc
 def write_note(ax, lo, n, below, above):
     "Write a text into empty axes: all numbers of the tensor are below the counted range of exponents, or all are above it."
     where = f'smaller than {base2([lo])[0]}, or zero' if not above else f'{base2([lo+n])[0]} or larger'

@@ -193,7 +193,7 @@ class Throttle:
 
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a007
 class Picture:
-    "A picture that is redrawn when its arguments change, with a vertical line at a step. `good`: the last arguments that raised no error."
+    "A picture with a vertical line at a step, redrawn after each change of its arguments. `good`: the last arguments without an error."
     def __init__(self, surface):
         self.surface,self.lines,self.good = surface,[],None
         self.style = {k: mpl.rcParams[k] for k in mpl.rcParams
@@ -272,7 +272,7 @@ class StepCursor:
         self.point(self.pinned)
 
 def slider_under(W, loss, go):
-    "Return a slider over the steps of the loss curves, for figures that are shown as images, which cannot report the mouse pointer."
+    "Return a slider over the steps of the loss curves, for figures shown as images. Images cannot report the mouse pointer."
     s = StepSlider(W, 'step', loss.losses.steps, None)
     s.observe(lambda: go(s.value))
     s.widget.layout.width,s.box.layout.width,s.widget.description = f'{max(loss.surface.width-90, 110)}px','80px',''
@@ -360,7 +360,7 @@ class HeatmapCells:
             self.on_change)
 
 def read_rows_for(f, source, ttype=None):
-    "Return a table with all rows that a drawing function may need, so that no file is read when the user moves a control."
+    "Return a table with all rows a drawing function may need, to read no file when the user moves a control."
     # exponent counts are read only for pictures that show ranges of number formats
     stats = ['exponents'] if any(n.startswith('dtype') for n in signature(f).parameters) else None
     if isinstance(source, list|tuple): return [rows_to_draw(s, stats) for s in source]
@@ -368,7 +368,7 @@ def read_rows_for(f, source, ttype=None):
 
 # %% ../../nbs/60_show/94_pointing.ipynb #f8a22577
 class TensorChooser:
-    "Controls below a heat map that does not react to clicks: a tensor, a step, and a button that opens the histogram."
+    "Controls below a heat map without mouse clicks: a tensor, a step, and a button for the histogram."
     def __init__(self, W, patches, enter):
         self.patches,self.names = patches,[]
         self.which,self.when = LayerPicker(W, 'tensor', [], None, one=True),StepSlider(W, 'step', np.array([0]), None)
@@ -380,7 +380,7 @@ class TensorChooser:
         self.shown = W.HBox([self.which.shown, self.when.shown, self.button], layout=row)
 
     def offer(self):
-        "Update the tensors and steps that the controls show to those of the current heat map."
+        "Show the tensors and steps of the current heat map in the controls."
         first,self.names = not self.names,self.patches.labels()
         if self.which.value not in self.names: self.which.chosen = self.names[:1]
         self.which.offer(self.names)
@@ -464,7 +464,6 @@ class Interactive:
     def locked(self, f):
         "Wrap a function that is called when a control changes: only one runs at a time, and exceptions are shown as messages in the notebook."
         def g(*args):
-            "Call the function while the lock is held. Show an exception as a message."
             with self.lock:
                 try: f(*args)
                 except Exception as e: self.layout.show_message(error_text(e))
@@ -493,7 +492,6 @@ class Interactive:
         return ' '.join(out)
 
     def draw(self, arguments, values):
-        "Draw the picture with some values of its arguments."
         self.picture.draw(arguments, values, self.cursor and self.cursor.pinned)
         if self.patches and arguments is self.stack[0]: self.patches.drawn_with(values)
 

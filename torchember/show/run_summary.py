@@ -51,7 +51,7 @@ def types_to_draw(tensors, ttype):
     kinds = list(dict.fromkeys(tensors['ttype'].astype(str)))
     return [t for t in default_ttypes if t in kinds] or kinds[:1]
 
-def rows_of_type(tensors, kind):
+def rows_with_type(tensors, kind):
     "Return the rows of one tensor type."
     return tensors[has_ttype(tensors, ttype_of(kind)[0])]
 
@@ -142,7 +142,7 @@ def summary(
     tensors = with_statistics(tensors, [s for s in stats if s in tensors and s not in usual])
     kind = ttype or types_to_draw(tensors, None)[0]
     ps = parameters_of_run(run)
-    rows = training(pick(tensors, drop_missing(rows_of_type(tensors, kind), path, ps), kind))
+    rows = training(pick(tensors, drop_missing(rows_with_type(tensors, kind), path, ps), kind))
     there = [s for s in stats if s in rows and rows[s].notna().any()] or [pick_stat(rows, None)]
     found = {c: list(series(rows, c)) for c in there}
     lines = {}

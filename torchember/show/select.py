@@ -87,6 +87,7 @@ def is_drawn(column, stats):
     if column=='exponents': return False
     return stats is None or column not in derived or column in stats or stats_of.get(column) in stats
 
+# %% ../../nbs/60_show/10_select.ipynb #5ca81bfc
 def to_table(df):
     "Return a table of log rows with a column of module paths. Convert a LogFrame (table of Track & Visualize), whose columns have two levels."
     if df.columns.nlevels==2:

@@ -64,7 +64,7 @@ class Printable:
     def __call__(self, x, pos=None): return printable_lines(str(self.f(x, pos)))
 
 def all_children(ax):
-    "Return all axes that are placed inside of other axes, at any depth."
+    "Return all axes placed inside of axes, at any depth."
     return [c for a in ax.child_axes for c in (a, *all_children(a))]
 
 def draw_as_letters(fig, users): # users: texts that the user drew before, which do not change
@@ -122,7 +122,7 @@ given = ContextVar('given', default=(None, None))
 
 @contextmanager
 def drawing_on(fig, wanted=None):
-    "Draw each picture of the `with` block into one figure, which is cleared before. `wanted`: function that gets the size in inches."
+    "Draw each picture of the `with` block into one figure, after clearing the figure. `wanted`: function called with the size in inches."
     was = given.set((fig, wanted))
     try: yield fig
     finally: given.reset(was)
@@ -161,7 +161,7 @@ def label_figure(axes, title, x='', y=''):
 
 # %% ../../nbs/60_show/00_style.ipynb #9a3e0002
 class Panels(np.ndarray):
-    "Array of the Axes of several panels. Its other attributes, such as `savefig`, are those of the figure."
+    "Array of the Axes of several panels. Has the attributes of the figure too, such as `savefig`."
     def __new__(cls, axes):
         out = np.empty(len(axes), object)
         out[:] = axes

@@ -91,7 +91,7 @@ def find_unmoved(table, rows, path, known):
 
 # %% ../../nbs/60_show/70_update_ratios.ipynb #accf216f
 def standstill_text(never, still:dict, why:dict, most:int=4) -> str: # still: result of `count_standstills`
-    "Return a text with the weights that never changed, and the weights that did not change at some steps."
+    "Return a text with the weights without any change, and the weights without a change at some steps."
     names = lambda listed: ', '.join(listed[:most])+(f' and {len(listed)-most} more' if len(listed)>most else '')
     short = dict(zip(never, short_names(list(never)), strict=True))
     now_and_then = [f'{l} ({z:,} of {n:,} steps)' for l,(z,n) in still.items() if 0<z<n]

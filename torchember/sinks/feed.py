@@ -43,7 +43,7 @@ class Function(Sink):
         return None if '<' in self.name else f'{self.f.__module__}.{self.name}'
 
 def hidden_plugin(plugin):
-    "Return a warning for a sink of another package that cannot be used, because a built-in sink has the same name."
+    "Return a warning for an unusable sink of a plugin package: a built-in sink has the same name."
     return (f"The package {plugin.dist.name!r} has a sink {plugin.name!r}, but torchember uses its own sink of this name. "
         f"To use that of the package, pass the object itself: sinks={plugin.value.partition(':')[2]}, from {plugin.value.partition(':')[0]}.")
 
@@ -138,7 +138,7 @@ class StepSender:
         if time.monotonic()-self.last_flush>self.patience: self.flush()
 
     def findings(self, step, rows):
-        "Send the findings of a step to the sink: findings that are new, and findings that end in this step."
+        "Send the findings of a step to the sink: new findings, and findings that end in this step."
         self.open()
         self.sink.findings(step, rows)
 

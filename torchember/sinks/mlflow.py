@@ -113,7 +113,7 @@ class MLflow(Sink):
         return f'mlflow:{self.id}'
 
     def queue_numbers(self, step, numbers):
-        "Queue those numbers of a step that the MLflow run does not have. When enough for a request are queued, send them."
+        "Queue the numbers of a step, except numbers already in the MLflow run. When enough for a request are queued, send them."
         now = int(time.time()*1000)
         for k,v in numbers.items():
             name = metric_name(k)

@@ -116,7 +116,7 @@ def stable_id(run, about) -> str: # about: metadata of the run
     return f"{re.sub(r'[^A-Za-z0-9_-]', '_', run)[:110]}-{crc32(began.encode()):08x}"
 
 def simple_metadata(about):
-    "Return those metadata of a run that are texts or numbers, because trackers accept no others."
+    "Return the metadata of a run with a text or a number as value, because trackers accept only these."
     return {k: v for k,v in about.items() if isinstance(v, str|int|float)}
 
 def alerts_of(found):
@@ -167,7 +167,7 @@ class Sink:
         "Send the histograms of a step to the tracker. `counts`: metric name -> (edges, counts)."
 
     def findings(self, step:int, found:list):
-        "Send findings to the tracker: findings that appeared in a step, and findings that have ended in it."
+        "Send the findings of a step to the tracker: new findings, and findings that end in this step."
 
     def flush(self):
         "Write all sent steps to disk or to the server, so that the end of the process loses none."
@@ -175,7 +175,7 @@ class Sink:
     def persisted_steps(self,
         steps:list # Steps sent since the last flush
     ) -> list:
-        """Return the steps that the tracker has stored. `replay` sends all other steps again.
+        """Return the steps stored by the tracker. `replay` sends all missing steps again.
 
         Args:
             steps: Steps sent since the last flush

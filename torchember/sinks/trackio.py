@@ -52,7 +52,7 @@ class Trackio(Sink):
     store = property(lambda self: self.trackio.SQLiteStorage, doc="The database of runs on this machine.")
 
     def begin(self):
-        "Reset the state of the sink, so that it can send another run."
+        "Reset the state of the sink, to send the next run."
         self.run,self.owns_run = self.given,False
         # pending: step -> names of numbers that trackio has not stored yet
         self.old_keys,self.old_alerts,self.pending = set(),set(),{}
@@ -100,7 +100,7 @@ class Trackio(Sink):
         return f'trackio:{self.run.url or self.trackio.utils.TRACKIO_DIR}:{self.run.project}/{self.run.id}'
 
     def log_keys(self, step, data):
-        "Log those data of a step that the trackio run does not have. The step counter of the run does not change."
+        "Log the data of a step, except data already in the trackio run. The step counter of the run does not change."
         data = {k: v for k,v in data.items() if (k, step) not in self.old_keys}
         if not data: return
         self.pending.setdefault(step, set()).update(data)

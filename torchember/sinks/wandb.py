@@ -34,11 +34,10 @@ class Wandb(Sink):
         self.given,self.project,self.commits = run or self.wandb.run,project,commit
         self.begin()
 
-    wandb = property(lambda self: needs('wandb', for_='The sink wandb'),
-        doc="The library, a property because a library cannot be pickled.")
+    wandb = property(lambda self: needs('wandb', for_='The sink wandb')) # a property, because a library cannot be pickled
 
     def begin(self):
-        "Reset the state of the sink, so that it can send another run."
+        "Reset the state of the sink, to send the next run."
         self.run,self.commit,self.owns_run,self.axes = self.given,self.commits,False,set()
         # open_row: x axis -> (step, keys) of the row that W&B has not committed yet
         self.row,self.open_row,self.ended_steps = None,{},set()
@@ -66,8 +65,8 @@ class Wandb(Sink):
 
     def detect_new_row(self):
         "Detect whether W&B has begun a new row since the last call. If so, mark the steps of the earlier row as ended."
-        row = (None if getattr(getattr(self.run, 'settings', None), 'mode', '')=='shared'
-            else getattr(self.run, 'step', None))
+        is_shared = getattr(getattr(self.run, 'settings', None), 'mode', '')=='shared'
+        row = None if is_shared else getattr(self.run, 'step', None)
         if row==self.row: return
         self.ended_steps.update(step for step,_ in self.open_row.values())
         self.row,self.open_row = row,{}
@@ -98,14 +97,11 @@ class Wandb(Sink):
             self.open_row[axis] = step,present|keys
         self.run.log({**outdated, **data, **dict.fromkeys(keys_of_axis, step)}, commit=False)
 
-    def scalars(self, step, numbers):
-        "Add the numbers of a step to the current row of W&B."
-        self.put(step, numbers)
+    def scalars(self, step, numbers): self.put(step, numbers)
 
     def histograms(self, step, counts):
         "Add the histograms of a step to the current row of W&B."
-        self.put(step, {f'{k}/exponents': self.wandb.Histogram(np_histogram=(n, edges))
-            for k,(edges,n) in counts.items()})
+        self.put(step, {f'{k}/exponents': self.wandb.Histogram(np_histogram=(n, edges)) for k,(edges,n) in counts.items()})
 
     def findings(self, step, found):
         "Send an alert for each finding of a step."

@@ -98,7 +98,7 @@ class NamedValues(OrderedDict):
         return dict(self)
 
     def take(self, new):
-        "Replace all names and values by those of another StateDict. Return this StateDict, which has changed."
+        "Replace all names and values by the names and values of a second StateDict. Return this changed StateDict."
         new = dict(new)
         self.clear()
         self.update(new)
@@ -164,7 +164,7 @@ class Layers(NamedValues):
         *, include=None, # Modules, as `select` accepts them: 'features.*', nn.Linear, ...
         exclude=None # Modules to leave out
     ): # New StateDict of the selected layers
-        """Return the layers whose names match the pattern, and that belong to the included modules.
+        """Return the layers of the included modules with names that match the pattern.
 
         Args:
             pattern: Regular expression for layer names, matched from the start
@@ -445,7 +445,7 @@ def reduction_result(d, layers, values, lw, dtype, name=''):
     return scalar_tensor(float(values), [x.dtype for x in layers.values()], name)
 
 def correction_factor(n, correction):
-    "Return the factor that changes an unbiased variance into a variance with another `correction` (see `torch.var`)."
+    "Return the factor from an unbiased variance to a variance with the given `correction` (see `torch.var`)."
     with np.errstate(all='ignore'): return np.where(n>correction, (n-1)/(n-correction), np.nan)
 
 def correct_bias(name, value, n):

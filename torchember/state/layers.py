@@ -27,7 +27,7 @@ def select_layers(
     include=None, # Modules, as `select` accepts them: 'features.*', nn.Linear, ...
     exclude=None # Modules to leave out
 ) -> dict:
-    "Return the layers whose names match the pattern, and that belong to the included modules."
+    "Return the layers of the included modules with names that match the pattern."
     if pattern is not None and not isinstance(pattern, str|re.Pattern):
         pattern,include = None,pattern if include is None else select(pattern) & include
     try: match = re.compile(pattern or '').match

@@ -205,7 +205,7 @@ class StoredRun:
 
 # %% ../../nbs/30_store/15_jsonl.ipynb #7d923484
 def last_step(rows):
-    "Return those of the `rows` that belong to the latest step. Return all rows if no row has a step."
+    "Select the `rows` of the latest step. Return all rows if no row has a step."
     last = max((r['step'] for r in rows if is_step(r.get('step'))), default=None)
     return rows if last is None else [r for r in rows if r.get('step')==last]
 
@@ -291,7 +291,7 @@ class AppendedRun(StoredRun):
         self.marked = {k:v for k,v in self.marked.items() if names and k not in names}
 
 def cannot_append_message(name):
-    "Return the error message for rows that are appended to a run of torchember 0.2, which this version can only read."
+    "Return the error message for appending rows to a run of torchember 0.2. This version can only read such runs."
     return f"The run {name!r} was recorded by torchember 0.2, as a folder. It can be read, but no rows can be added. Choose another name."
 
 def refuse_constant(word):

@@ -232,7 +232,7 @@ class Listeners:
         if self.all: self.pieces.append((rows, lines, sources))
 
     def end_step(self):
-        "Note that the last added block completes a step, so that the next `notify` reports this to the listeners."
+        "Mark the last added block as the end of a step. The next `notify` reports the end to the listeners."
         if self.all: self.pieces.append(None)
 
     def notify(self):

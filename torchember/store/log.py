@@ -275,25 +275,10 @@ class Log:
         self.queued,self.busy = False,False
         self.seconds = 0. # CPU time of writing, in seconds
 
-    @property
-    def is_ours(self):
-        "True in the process that created the log, False in a forked process."
-        return self.disk.is_ours
-
-    @property
-    def path(self):
-        "Path of the file with all rows."
-        return self.disk.path
-
-    @property
-    def latest(self):
-        "Path of the file with the rows of the latest step."
-        return self.files.latest
-
-    @property
-    def step(self):
-        "`LatestStep`: the lines of the latest step."
-        return self.files.step
+    is_ours = property(lambda self: self.disk.is_ours, doc="True in the process that created the log, False in a forked process.")
+    path = property(lambda self: self.disk.path, doc="Path of the file with all rows.")
+    latest = property(lambda self: self.files.latest, doc="Path of the file with the rows of the latest step.")
+    step = property(lambda self: self.files.step, doc="`LatestStep`: the lines of the latest step.")
 
     def hold(self, needed):
         "If `needed` is True, let the writer thread write this log again later; else cancel this."

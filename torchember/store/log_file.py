@@ -45,7 +45,7 @@ def append_lines(path, data:bytes, sync=False):
 
 # %% ../../nbs/30_store/11_log_file.ipynb #90c3a721
 class LatestStep:
-    "JSON lines of the latest step, and the file with these lines, which other processes read."
+    "JSON lines of the latest step, and the file with these lines, for readers in separate processes."
     pause = .2 # seconds between two writes of the file, because replacing a file costs 10 times as much as an append
     def __init__(self, most=16_000_000): # most: maximum number of bytes in memory; of a longer step, this file lacks the first lines
         self.most,self.lines,self.size = most,deque(),0

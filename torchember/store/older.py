@@ -66,7 +66,7 @@ def convert_row(row, marks, seen):
 most = 64_000_000 # maximum number of characters of one JSON row in a file
 
 def json_rows(f, size=1<<22):
-    """Yield the JSON rows of a file that has a comma before each row. A row that cannot be parsed is yielded as text.
+    """Yield the JSON rows of a file with a comma before each row. Yield the text of invalid rows.
 
     `size`: number of characters to read at once.
     """

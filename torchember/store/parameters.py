@@ -45,7 +45,7 @@ def why_not(p): # p: description of a parameter by `parameter_entry`
 
 # %% ../../nbs/30_store/05_parameters.ipynb #28f84829
 def parts_alike(ps, which):
-    """Return the largest modules that contain only parameters of the set `which`: (name, number of parameters). The name '' is the whole model.
+    """Return the largest modules with only parameters of the set `which`, as pairs (name, number of parameters). The name '' is the whole model.
 
     `which`: set of ids of entries in `ps`.
     """

@@ -219,6 +219,7 @@ def shared_footer(path, size):
     footers[str(path)] = mark,found
     return found
 
+# %% ../../nbs/30_store/09_parts.ipynb #54736fc7
 class Part:
     "Parquet file, open for reading the rows of one log or of some logs."
     # entries: id of a log -> its entry for this file in the list of Parquet parts; steps: (first, last) step to read

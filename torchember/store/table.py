@@ -50,7 +50,7 @@ def valid_tree(value, most=1_000_000): # value: metadata of the kind 'structure'
     return root
 
 def valid_node(value):
-    "Return a node of the module tree with those values of `value` that have the right types, without child nodes."
+    "Return a node of the module tree with the values in `value` of the right types, without child nodes."
     name,short,path = (v if isinstance(v := value.get(k), str) else '' for k in ('name', 'short', 'path'))
     aliases = [a for a in value['aliases'] if isinstance(a, str)] if isinstance(value.get('aliases'), list) else []
     more = {'aliases': aliases, 'activation': a if isinstance(a := value.get('activation'), str) else None}

@@ -418,7 +418,7 @@ class MethodPatches:
         return restore_init_subclass
 
     def stop(self):
-        "Count a thread that stops recording. The last such thread restores the original methods, except methods that other code has replaced since."
+        "Count a thread that stops recording. The last such thread restores the original methods, except methods replaced by other code since."
         with lock:
             self.users -= 1
             if self.users: return

@@ -29,7 +29,8 @@ class TagRequest(namedtuple('TagRequest', 'include exclude gradients loose', def
         return (self.include is None or self.include.search(path)) and not (self.exclude is not None
             and self.exclude.search(path))
 
-asked = jax.make_user_context(None) # `TagRequest` of this thread: which values to record. While it is None, values are not tagged
+# `TagRequest` of this thread: which values to record. While it is None, values are not tagged
+asked = jax.make_user_context(None)
 
 def discardable_tags():
     "Return a context manager for tracing: JAX may remove a value tagged inside it (so it is not recorded) if the program does not use the value."
@@ -43,9 +44,12 @@ class Tag(NamedTuple):
     key:Key
     number:int # Number of the tag, unique in this process. The gradient of a value has the number of the value
     grad:bool=False # True if the tagged value is the gradient of another tagged value
-    order:int=0 # For a value: how often the program differentiates it. For a gradient: 1 for the first derivative, 2 for the second
-    again:bool=False # True if the tagged value is not recorded: it is computed again, or it is a gradient that the user did not ask for
-    all_examples:bool=False # True in a branch of `cond` under `vmap`: JAX computes the branch for all examples, although only some choose it
+    # For a value: how often the program differentiates it. For a gradient: 1 for the first derivative, 2 for the second
+    order:int=0
+    # True if the tagged value is not recorded: it is computed again, or it is a gradient that the user did not ask for
+    again:bool=False
+    # True in a branch of `cond` under `vmap`: JAX computes the branch for all examples, although only some choose it
+    all_examples:bool=False
     loose:bool=False # True if JAX may remove the tagged value when the program does not use it
 
 tap_p,slope_p = Primitive('torchember_tag'),Primitive('torchember_slope')
@@ -213,7 +217,8 @@ def has_numbers(x) -> bool:
     "Return True if `x` is a JAX array of numbers or booleans, traced or not."
     return isinstance(x, jax.Array) and (jnp.issubdtype(x.dtype, jnp.number) or x.dtype==bool)
 
-of_losses = 'prediction','target' # names of `probe` for the arguments of a loss. They are tensor types, whose rows belong to the whole model
+# names of `probe` for the arguments of a loss. They are tensor types, whose rows belong to the whole model
+of_losses = 'prediction','target'
 
 def tagged_tree(where, ttype, label, tree): # label: prefix of the names in the log, such as 'output'
     "Tag each array in an output of a module, so that the array is recorded. Return the output. `where`: `Place` (path) of the module."

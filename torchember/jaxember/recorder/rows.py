@@ -104,7 +104,7 @@ class ModulePlaces:
         return not any(q==p and o.cls!=m.cls and o.cls for o,q in self.at.items())
 
     def free(self, m):
-        "Return a path that no other model has: '' if possible, else the class of the model, with a number if needed."
+        "Return a path used by no model so far: '' if possible, else the class of the model, with a number if needed."
         taken = {*self.at.values()}
         if '' not in taken and (not self.own or not m.leaves or any(name in self.own for name,_ in m.leaves)): return ''
         return next(n for i in range(1, len(taken)+2) if (n := f"{m.cls or 'model'}{i if i>1 else ''}") not in taken)

@@ -55,7 +55,7 @@ class UserStatistic:
         return self.failed(e)
 
     def failed(self, e):
-        "Warn that the user's statistic has failed. Return a dict with the error, which becomes the row of the log."
+        "Warn about an error in the user's statistic. Return a dict with the error as the row of the log."
         error = f'{type(e).__name__}: {e}'
         self.say(f"stash_value={self.__name__} failed: {error}. Its rows contain the error in column 'error'. Training continues.")
         return {'error': error}
@@ -98,8 +98,10 @@ class TagNote:
     shape:tuple # Shape of the tagged value
     dtype:str # Dtype of the tagged value
     at:tuple # Indices of the value's measurements in the list of all measurement arrays of the program
-    form:object=None # Structure of the dict returned by a user's statistic. None if torchember's own statistics were measured
-    axes:tuple=() # Meaning of the leading axes of the measurement arrays, outermost first: a `Loop`, or tuples (name, size) of mesh axes
+    # Structure of the dict returned by a user's statistic. None if torchember's own statistics were measured
+    form:object=None
+    # Meaning of the leading axes of the measurement arrays, outermost first: a `Loop`, or tuples (name, size) of mesh axes
+    axes:tuple=()
     # Pairs (index of an array of counts, n): the value was measured if the count is n. If n is None: if the count is above 0
     when:tuple=()
     scopes:tuple=() # Numbers of the `Scope`s (running modules) around the tag in the program, outermost first
@@ -201,7 +203,7 @@ class Evaluation:
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #4675f785
 @cache
 def unspecified():
-    "Return the two constants by which JAX's `jit` marks an output whose sharding and layout the user has not specified."
+    "Return the two constants by which JAX's `jit` marks an output without a sharding and layout specified by the user."
     e, = jax.make_jaxpr(jax.jit(lambda x: x))(0.).eqns
     return e.params['out_shardings'][0], e.params['out_layouts'][0]
 
@@ -407,7 +409,8 @@ class ProgramMeasurements:
     "Measurements of one run of a JAX program. The device may still be computing them, or copying them to the host."
     notes:tuple # A `TagNote` for each tag of the program: it describes the value and the position of its measurements
     shapes:tuple # Shapes of the measurement arrays
-    kinds:tuple # Kind of each measurement array: 'row' (summary row), 'count', or None for the result of a user's function
+    # Kind of each measurement array: 'row' (summary row), 'count', or None for the result of a user's function
+    kinds:tuple
     # Packed measurements: a matrix of all summary rows, an array of all counts, then results of a user's function
     arrays:list
 

@@ -215,18 +215,15 @@ class Watching(Trace):
         with set_current_trace(self): return f.call_wrapped(*args)
 
     def process_custom_jvp_call(self, primitive, fun, jvp, args, /, **params):
-        "Run a function with the decorator `custom_jvp`, and measure the values tagged in it."
         with set_current_trace(self): return fun.call_wrapped(*args)
 
     def process_custom_vjp_call(self, primitive, fun, fwd, bwd, args, /, **params):
-        "Run a function with the decorator `custom_vjp`, and measure the values tagged in it."
         with set_current_trace(self): return fun.call_wrapped(*args)
 
     def process_shard_map(self, primitive, fun, args, /, **params):
         "Run a `shard_map` outside of jit as if the user had jitted it, and measure the values tagged in it."
         form = []
         def bind_shard_map(*xs):
-            "Run the `shard_map` operation on a flat list of arrays. Return the flat list of its results."
             with take_current_trace() as t: form[:] = [t.process_shard_map(primitive, fun, xs, **params)]
             return [*form[0]]
         out = self.compiled(None, bind_shard_map, args, True)

@@ -23,7 +23,8 @@ from ..head import CALL, CALLS, CODE, EVENT, HEADS, HOW, LIKE, NEXT, ROWS, LAID,
 from ..summary import bins, fast, index, merge, no_elements, parts, wide, width
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #592ba82c
-ABSOLUTE,HIGHER,POWERS,EXPONENTS = flags = 1,2,4,8 # flags of the groups of sums to compute, besides minimum, maximum, mean and variance
+# flags of the groups of sums to compute, besides minimum, maximum, mean and variance
+ABSOLUTE,HIGHER,POWERS,EXPONENTS = flags = 1,2,4,8
 # positions of the sums of a block in the loop's result. D1 to D4: sums of the first to fourth powers of the distances from the number BASE
 LO,HI,D1,D2,D3,D4,SIZE,LEAST,P4,P8,BASE = range(11)
 block = 65536 # number of elements read at once: 256 KB of float32, which fit the L2 cache
@@ -34,12 +35,14 @@ byte,integer,word,single,double = ir.IntType(8),ir.IntType(32),ir.IntType(64),ir
 
 def cpu_has(feature):
     "Return True if numba compiles for a processor with a feature such as 'avx512f'."
-    chosen = config.CPU_FEATURES # processor features that a user has selected by the environment variable NUMBA_CPU_FEATURES; or None
+    # processor features that a user has selected by the environment variable NUMBA_CPU_FEATURES; or None
+    chosen = config.CPU_FEATURES
     return bool(get_host_cpu_features().get(feature)) if chosen is None else f'+{feature}' in chosen.split(',')
 
 lanes = 16 if cpu_has('avx512f') else 8
 integers,doubles = ir.VectorType(integer, lanes),ir.VectorType(double, lanes)
-digits = (block//lanes).bit_length() # counts of exponents in a block are stored as bit planes (one per binary digit); this is the number of digits
+# counts of exponents in a block are stored as bit planes (one per binary digit); this is the number of digits
+digits = (block//lanes).bit_length()
 
 def constant(kind, x):
     "Return an LLVM vector of the type `kind` with the constant `x` in all lanes."
@@ -280,7 +283,8 @@ def outside(typing, address, first):
 def count(e, n, tables, recent):
     "Count how often each of the 256 byte values occurs among the first `n` bytes of `e`. Write the counts into `recent`; `tables` is work memory."
     recent[:] = 0
-    whole = n//8 if n>=512 else 0 # 8 tables at once are faster; but for fewer than 512 bytes, clearing the tables would take longer
+    # 8 tables at once are faster; but for fewer than 512 bytes, clearing the tables would take longer
+    whole = n//8 if n>=512 else 0
     if whole:
         tables[:] = 0
         w = e.view(np.uint64)
@@ -438,7 +442,8 @@ def on_blocks(of, infinity, find, counters):
         planes,first = counting[3],np.int32(counting[5][0])
         if out[FINITE]==0: found[BASE] = quick_mean(v)
         done = find(v, end, found[BASE], how, found, first, planes)
-        if not math.isfinite(found[D2]): # a sum of squares that is not finite: the block has NaN or infinity, or its squares overflow float64
+        # a sum of squares that is not finite: the block has NaN or infinity, or its squares overflow float64
+        if not math.isfinite(found[D2]):
             n,m = k.size,copy_finite(k, room.view(k.dtype), out)
             if m==0: return
             if m<n:
@@ -448,7 +453,8 @@ def on_blocks(of, infinity, find, counters):
                 end = end_address(room)
                 done = find(v, end, found[BASE], how, found, first, planes)
         e,q = found[D1],found[D2]
-        if found[LO]==found[HI]: # all elements are equal, so take one of them as mean, because a computed mean is rounded
+        # all elements are equal, so take one of them as mean, because a computed mean is rounded
+        if found[LO]==found[HI]:
             found[BASE] = found[LO]
             found[D1] = found[D2] = found[D3] = found[D4] = 0.
             # if the base is far from the mean, 4 or more of 16 digits cancel. Then read the block again with a better base
@@ -577,7 +583,8 @@ def converting(blocks, work, name):
             for i in range(v.size): v[i] = work(x[start+i])
             add_block(v, v.view(bits), end_address(room), room, found, counting, how, out)
         finish(n, how, out)
-    read_integers.__qualname__ += f'_{name}' # unique, because numba's cache confuses functions with the same name and signature
+    # unique, because numba's cache confuses functions with the same name and signature
+    read_integers.__qualname__ += f'_{name}'
     inner = njit(nogil=True)(read_integers)
     def read_converted(x, n, dims, sizes, strides, how, out, desk): inner(x, n, dims, sizes, strides, how, out, desk)
     read_converted.__name__ += f'_{name}'

@@ -27,9 +27,11 @@ def read_float64(x, wanted) -> np.ndarray:
     m = len(x)
     # all elements are equal, so take one of them as mean, because a computed mean is rounded
     mean = lo if lo==hi else np.add.reduce(x)/m if m else 0.
-    if not math.isfinite(mean): mean = np.add.reduce(x/m) # the sum has overflowed, so add the elements divided by their number
+    # the sum has overflowed, so add the elements divided by their number
+    if not math.isfinite(mean): mean = np.add.reduce(x/m)
     d = x-mean
-    rest = np.add.reduce(d)/m if m else 0. # mean distance from the computed mean; it is the rounding error by which mean and m2 are corrected
+    # mean distance from the computed mean; it is the rounding error by which mean and m2 are corrected
+    rest = np.add.reduce(d)/m if m else 0.
     v = basic_vector(n, mean+rest, max(d.dot(d)-m*rest*rest, 0.), lo, hi, *bad)
     if 'absolute' in wanted:
         a = np.abs(x)
@@ -55,9 +57,11 @@ nan,others = math.nan,(math.nan,)*(width-15)
 np.testing.assert_array_equal(basic_vector(0, 0, 0, math.inf, -math.inf), no_elements(('basic',)))
 
 # %% ../../../nbs/20_measure/06_torch.ipynb #d10a0019
-row = 1024 # number of elements that are summed in float32. Their sums are then added in float64, which limits rounding errors
+# number of elements that are summed in float32. Their sums are then added in float64, which limits rounding errors
+row = 1024
 ones = np.ones(row, dtype=np.float32)
-rowdot = getattr(np, 'vecdot', None) or (lambda a,b: np.einsum('...j,...j->...', a, b)) # numpy 1 lacks `vecdot`, the dot product over the last axis
+# numpy 1 lacks `vecdot`, the dot product over the last axis
+rowdot = getattr(np, 'vecdot', None) or (lambda a,b: np.einsum('...j,...j->...', a, b))
 
 def read_float32(x, centred=False):
     """Return the summary vector of a flat float32 array, with the sums of the group 'basic', by fast float32 sums. None if float32 is too imprecise.
@@ -67,7 +71,8 @@ def read_float32(x, centred=False):
     rows,rest = x[:filled].reshape(-1, row),x[filled:].astype(np.float64)
     lo,hi = float32_min_and_max(x)
     if lo==hi and math.isfinite(lo): return basic_vector(n, lo, 0., lo, hi)
-    if not 1e-15<max(-lo, hi)<1e15: return None # squares and sums of other magnitudes would underflow or overflow float32
+    # squares and sums of other magnitudes would underflow or overflow float32
+    if not 1e-15<max(-lo, hi)<1e15: return None
     s = np.add.reduce(rowdot(rows, ones), dtype=np.float64)+np.add.reduce(rest)
     q = np.add.reduce(rowdot(rows, rows), dtype=np.float64)+rest.dot(rest)
     m2 = q-s*s/n

@@ -494,7 +494,8 @@ def available(device) -> bool:
 
 def device_type(driver):
     "Return the device type of a Triton driver, such as 'cuda'."
-    return driver.get_active_torch_device().type if hasattr(driver, 'get_active_torch_device') else 'cuda' # Triton before 3.2 lacks this
+    # Triton before 3.2 lacks this
+    return driver.get_active_torch_device().type if hasattr(driver, 'get_active_torch_device') else 'cuda'
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #8d8d6ca4
 def flags(wanted):
@@ -587,7 +588,8 @@ class Handle:
 
     def __call__(self, programs, stream, *args): self.run(programs, 1, 1, stream, *self.about, *args, *self.constants)
 
-handles = {} # `kernel_key` of a compiled kernel -> its `Handle`; None if this version of Triton does not support handles
+# `kernel_key` of a compiled kernel -> its `Handle`; None if this version of Triton does not support handles
+handles = {}
 
 def launch_argument(x):
     "Return the address of a tensor, because a compiled kernel takes addresses. Return other arguments unchanged."
@@ -651,7 +653,8 @@ class TensorLaunch:
         self.blocks,self.programs,self.groups = (int(a) for a in cut_tensors(k*blocks[dtype], blocks[dtype], self.span, self.per))
         self.keys = [kernel_key(dtype, device, wanted, n, aligned) for aligned in (False, True)]
         self.given = {} # for each stream: (`MemoryVersion.number`, kernel arguments after the first two, as numbers)
-        self.handles = [None, None] # the `Handle` for tensors at any address, and the one for addresses that are multiples of 16; or None
+        # the `Handle` for tensors at any address, and the one for addresses that are multiples of 16; or None
+        self.handles = [None, None]
 
     def stream(self):
         "Return the current stream of the device. Return None if another device is the current one, or if there is no driver."
@@ -671,7 +674,8 @@ class TensorLaunch:
         memory = memory_of(self.device, stream)
         with undisturbed(self.device.type):
             args = *memory.arguments(self.dtype, self.wanted, self.blocks, self.groups), self.span, self.per
-            jobs = memory.get('jobs', 1, torch.int64) # a placeholder: the kernel does not use this argument for a single tensor
+            # a placeholder: the kernel does not use this argument for a single tensor
+            jobs = memory.get('jobs', 1, torch.int64)
             since = memory_version.number
             launch(x, rows[i], jobs, 0, self.programs, stream, args, self.n, 0, self.wanted, aligned)
         self.given[stream] = since,(jobs.data_ptr(), self.n, 0, 0, *map(launch_argument, args))

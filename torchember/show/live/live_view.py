@@ -119,7 +119,7 @@ def answer_questions():
         answers.flush()
 
 def changed_settings():
-    "Return the matplotlib settings (rcParams) that the user has changed, so that the process that draws live views can use them."
+    "Return the matplotlib settings (rcParams) changed by the user, for use in the process that draws live views."
     mpl = sys.modules.get('matplotlib')
     if mpl is None or not hasattr(mpl, 'rcParams'): return {}
     changed = {k: v for k,v in dict.items(mpl.rcParams)

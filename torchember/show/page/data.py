@@ -122,7 +122,7 @@ def first_positions(code):
     return np.unique(code, return_index=True)[1]
 
 def tensor_keys(rows, code):
-    "Return a key for each tensor, by which other tables of the run name the tensor. `code`: for each row of the table, the number of its tensor."
+    "Return a key for each tensor, used as its name in further tables of the run. `code`: for each row of the table, the number of its tensor."
     one = rows[[c for c in ('path', 'tname', 'pname', 'call') if c in rows]].iloc[first_positions(code)]
     return list(zip(*(one[c].astype(str) for c in one), strict=True))
 
@@ -237,7 +237,7 @@ def page_of(run, path=None, ttype=None, stats=None) -> dict:
         **({'missing': ' '.join(notes)} if notes else {})},
         'trouble': None if first is None else {'step': int(first['step']), 'path': str(first['path'] or ''), 'ttype': str(first['ttype']),
             'text': trouble_sentence(first)},
-        'health': check_health(run, table, every), 'numbers': logged_numbers(table),
+        'health': check_health(run, table, every), 'numbers': logged_curves(table),
         'tree': list_modules(structure, list(dict.fromkeys(tensors['path'].astype(str))), root_name(tensors)),
         'kinds': out, 'formats': format_ranges(out),
         'meanings': {s: meanings.get(s, s) for k in out for s in k['stats']}, 'colors': colors()}
@@ -256,7 +256,7 @@ def add_exponent_columns(table, kinds, keys, tensors, also):
         found = pack_exponents(rows, keys[k['ttype']], len(k['tensors'])) if len(rows) else None
         if found: k['exponents'] = found
 
-def logged_numbers(table):
+def logged_curves(table):
     "Return the packed curve of each logged number, such as the loss, for a page."
     out = []
     for n in sorted(logged_names(table), key=lambda n: (bool(computed_in(n)), 'loss' not in n)):
