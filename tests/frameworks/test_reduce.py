@@ -59,7 +59,7 @@ def compare(told, run, folder):
 def test_told_is_what_is_read(tmp_path, n, cases): check(tmp_path, n, cases)
 
 
-@pytest.mark.slow
+@pytest.mark.release # slow
 def test_told_is_what_is_read_of_the_usual_cases(tmp_path): check(tmp_path, 2, 'replicated sharded tensor_parallel pipeline')
 
 

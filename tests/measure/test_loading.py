@@ -227,7 +227,7 @@ print(hash(tuple(kept[:9])))
 '''
 
 
-@pytest.mark.slow
+@pytest.mark.release # slow
 def test_equal_weights_have_equal_digits_in_each_step_and_process():
     "Unchanged weights have the same digits at each step, in each of two processes, also at the first steps."
     a,b = (run(still, TORCHEMBER_WAIT='', PYTHONHASHSEED='0') for _ in range(2))

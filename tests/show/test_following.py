@@ -326,7 +326,7 @@ def test_an_ember_has_one_view(tmp_path, monkeypatch):
     assert not second.is_wanted() and over.is_wanted() # it ends by the state of the run
     for every in (0, True, '2', -1, None, float('nan')):
         with pytest.raises(ValueError, match='every must be a number'): live(t, every=every)
-    with pytest.raises(TypeError, match='not an int'): live(3)
+    with pytest.raises(TypeError, match='got an int'): live(3)
     t.close()
 
 

@@ -276,7 +276,7 @@ dist.destroy_process_group()
 '''
 
 
-@pytest.mark.slow
+@pytest.mark.release # slow
 def test_merged_run_of_two_processes_is_sent_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path/'program.py').write_text(ranked)

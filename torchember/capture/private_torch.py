@@ -7,15 +7,16 @@ __all__ = ['newest', 'missing', 'count_dispatch_modes', 'count_function_modes', 
            'without_function_modes', 'without_transforms', 'is_wrapped', 'unwrap', 'running_backward', 'running_node',
            'saving_hooks', 'recomputing_words', 'apply_code', 'metadata_passes', 'check_trace', 'check_trace_code',
            'module_call', 'variable_class', 'will_execute', 'next_number', 'engine', 'norm_base', 'DispatchMode',
-           'reads_number', 'Arguments', 'is_tracing', 'exporting_flag', 'hooks_in_graphs', 'norm_clipper', 'private',
-           'noting_failure', 'warn_missing', 'recomputes', 'recomputing', 'function_call_in', 'function_context_in',
-           'running_frames', 'enclosing_call', 'in_training_function', 'is_same_call', 'is_metadata_pass',
-           'is_trace_check', 'is_graph', 'calling_module', 'call_after_backward', 'leaves_below', 'writes_gradients',
-           'node_number', 'is_engine_code', 'node_word', 'saved', 'is_freed_node', 'node_shape', 'has_spectral_norm',
-           'operation_arguments', 'is_dynamo_frame', 'never_compile', 'warn_no_hooks', 'thread_token', 'never_merge',
-           'keep_in_order', 'has_step_hooks', 'loss_scale', 'is_unscaled', 'has_unscaled', 'shared_store', 'fsdp_of',
-           'group_between_shards', 'may_free_parameters', 'is_fsdp', 'running_ddp', 'pipeline_stages',
-           'lists_parameters_as_torch', 'hook_callers']
+           'reads_number', 'Arguments', 'is_tracing', 'exporting_flag', 'hooks_in_graphs', 'norm_clipper',
+           'fill_function_table', 'script_table', 'modules_of_compilers', 'private', 'noting_failure', 'warn_missing',
+           'recomputes', 'recomputing', 'function_call_in', 'function_context_in', 'running_frames', 'enclosing_call',
+           'in_training_function', 'is_same_call', 'is_metadata_pass', 'is_trace_check', 'is_graph', 'calling_module',
+           'call_after_backward', 'leaves_below', 'writes_gradients', 'node_number', 'is_engine_code', 'node_word',
+           'saved', 'is_freed_node', 'node_shape', 'has_spectral_norm', 'operation_arguments', 'is_dynamo_frame',
+           'never_compile', 'warn_no_hooks', 'thread_token', 'never_merge', 'keep_in_order', 'has_step_hooks',
+           'loss_scale', 'is_unscaled', 'has_unscaled', 'shared_store', 'fsdp_of', 'group_between_shards',
+           'may_free_parameters', 'is_fsdp', 'running_ddp', 'pipeline_stages', 'lists_parameters_as_torch',
+           'hook_callers']
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch02
 import functools, gc, inspect, sys, weakref
@@ -478,3 +479,13 @@ def hook_callers(module, ours):
     if not known or frame.f_locals.get('self') is not module: return ()
     # both frames are needed, because the outer frame calls hooks with `always_call` after an exception
     return id(frame), id(frame.f_back)
+
+# %% ../../nbs/10_capture/05_private_torch.ipynb #a77e0002
+# Fills Dynamo's table of torch's functions. This function exists in torch 2.1 and later
+fill_function_table = private('torch._dynamo.trace_rules.get_torch_obj_rule_map', lambda: None,
+    'attention compiled while it is recorded may run as ordinary Python code')
+# Returns the table of `torch.jit.script`: id of a function -> operator that scripted code calls. Exists in torch 2.0 and later
+script_table = private('torch.jit._builtins._get_builtin_table', dict, 'torch.jit.script refuses code with attention while attention is recorded')
+# Python modules that compile, trace or list torch's own functions, so that functions in them must not be replaced
+modules_of_compilers = tuple(f'torch.{n}' for n in ('_C', '_dynamo', '_inductor', '_functorch', '_refs', '_decomp', '_prims', '_subclasses', '_meta',
+    'fx', 'jit', 'overrides', 'onnx', 'export'))
