@@ -18,7 +18,9 @@ numbers,holders = itertools.count(),weakref.WeakValueDictionary()
 
 # %% ../../nbs/10_capture/15_compiled.ipynb #7a82081c
 def new_key(holder) -> torch.Tensor:
-    """Return a tensor with a new number, which stands for `holder` in a compiled graph. Operators find the object by it.
+    """Return a tensor with a new number, which stands for `holder` in a compiled graph.
+
+    The custom operators in the graph find `holder` by this number.
 
     Only a weak reference is stored.
     """

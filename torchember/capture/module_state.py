@@ -42,7 +42,8 @@ class PendingCalls:
 class PendingGradients:
     "Calls of a module with pending gradients, for each of its input and output tensors."
     def __init__(self):
-        self.calls,self.step = {},None # calls: (tensor type, tensor name) -> `PendingCalls`; step: step of the newest expected call
+        # calls: (tensor type, tensor name) -> `PendingCalls`; step: step of the newest call with pending gradients
+        self.calls,self.step = {},None
         self.counts = {} # (tensor type, tensor name) -> how many gradients of the tensor have arrived in this pass, minus 1
 
     def expect(self, ttype, names, call, listener):

@@ -155,7 +155,7 @@ def in_training_function():
     return False
 
 def is_same_call(now, before):
-    "Return True if two results of `enclosing_call` identify the same autograd Function, or if `now` was returned in a backward."
+    "Return True if two results of `enclosing_call` are the same autograd Function, or if `now` is from a backward."
     if now is None or now is True or before is None or before is True: return now is True
     return len(now)==len(before) and all(a() is not None and a() is b() for a,b in zip(now, before, strict=True))
 

@@ -52,7 +52,7 @@ types = {'output': 'Activation', 'output_grad': 'Gradient', 'weight': 'Weights',
     'optimizer': 'Optimiser_State'}
 back = {t: o for o,t in types.items()} | {'Weight': 'weight', 'Weight_Gradient': 'weight_grad',
     'Optimizer_State': 'optimizer'}
-# name of a statistic in torchember -> different name in Track & Visualize
+# Name of a statistic in torchember -> its different name in the library Track & Visualize (tandv)
 stat_names = {'abs_mean': 'mean_abs', 'abs_max': 'max_abs', 'abs_min': 'min_abs', 'rms': 'rm2'}
 ours = {t: o for o,t in stat_names.items()}
 of_parameters = ('weight', 'weight_grad', 'optimizer', 'update')

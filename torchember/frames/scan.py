@@ -53,7 +53,7 @@ def warn_missing_ranks(name, about, steps):
     for m in (*messages, *missing_ranks(steps, about, RankAxes(about, steps).world)): warn(f"{printable(name)}: {m}")
 
 def merge_columns(each, marks, several):
-    "Return the columns of a common table of several runs: column -> kind. `each`: a dict column -> kind for each run."
+    "Return the columns of a common table of several runs: column -> kind of values. `each`: such a dict of each run."
     names = dict.fromkeys([*(['run']*several), *chain.from_iterable(each)])
     kinds = {k: 'text' if k=='run' and several else common_kind(f[k] for f in each if k in f) for k in names}
     return {k: kinds[k] for k in column_order(kinds, marks)}

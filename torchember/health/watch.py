@@ -31,7 +31,7 @@ not_finite = b'"nan":', b'"posinf":', b'"neginf":'
 kind_columns = re.compile(rb'"(ttype|rank|phase|skipped)":("?[\w.]+)')
 
 def kinds_of_trouble(lines):
-    """Return which kinds of NaN or infinities are in some log lines.
+    """Return the kinds of NaN and infinities in the given log lines, each as a tuple.
 
     A kind is a tuple: NaN, inf or -inf; tensor type, rank, phase, skipped; names of logged numbers.
     `KeptSteps` keeps the first step of each kind. So a mask of -inf in each step, or a step that a loss scaler skips,

@@ -251,7 +251,7 @@ class MultiStepQuantity(Quantity):
     def _compute_ones(self, global_step):
         "Return the result of this step for `cache`, from which `_compute` computes the value later. Subclasses must define this method."
         raise NotImplementedError(f"{type(self).__name__} needs a method _compute_ones(global_step) that returns "
-            "the value of a step that is added to `cache`.")
+            "the value of one step. This value is added to `cache`.")
 
     def _keep(self, one):
         "Add the result of `_compute_ones` for a step to the cache."

@@ -229,7 +229,7 @@ class CapturedTensors:
         self.versions = {}
         self.copied = set() # tensor types that are copied, because an earlier step changed the tensor in place
 
-    def request(self, is_due) -> bool: # is_due: function that returns True for a due quantity
+    def request(self, is_due) -> bool: # is_due: function of a quantity, True if its schedule selects this step
         "Request the tensors of the quantities due in the coming pass. Return True if there are any."
         for ttype,pairs in self.needed.items():
             # a reduction whose result includes another reduction comes first, so that the other reduction is not computed again

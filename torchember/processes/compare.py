@@ -69,7 +69,7 @@ class Comparison:
         self.differs = self.find_different(df, without_statistics(df, len(group)))
 
     def find_different(self, df, no_statistics):
-        "Return a boolean mask of the groups in which a row differs from the row that it is compared with, or has no statistics."
+        "Return a mask of the groups (rows of a tensor) in which a compared row differs or has no statistics."
         out = np.zeros(self.group.max()+1, bool)
         out[self.group[(differs_from(df, self.at) | no_statistics) & self.where]] = True
         return out

@@ -217,7 +217,7 @@ class Player:
         if call.at is not None: self.events.call_fails(call.state)
 
     def returned(self, call, named):
-        "Notify the recorder of the outputs of a tensor-parallel module, after their sum over ranks."
+        "Notify the recorder of the outputs of a tensor-parallel module, which were summed over the ranks."
         if call.at is not None: self.events.returned(call.state, named, *call.at)
 
     def probe(self, state, name, x):

@@ -347,7 +347,7 @@ class VersionChanges:
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #43301eef
 class ParameterFacts:
-    "Collects facts about each parameter for the metadata: whether it has an optimizer, a gradient, a call. A fact never becomes false again."
+    "Facts about each parameter for the metadata: has it an optimizer, had it a gradient, was its module called."
     most = most_entries
 
     def __init__(self, ttypes, notify=None): # notify: function that is called with changed metadata of the parameters

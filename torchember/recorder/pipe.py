@@ -187,7 +187,7 @@ class Pipe:
     # ---- methods that end the step
 
     def close_step(self, boundary=False, by_pass=False, wait=False):
-        """End the current step, and begin the next step. A step without content is not ended.
+        """End the current step, and begin the next step. A step in which nothing happened yet is not ended.
 
         `boundary`: True if the user ends the step. `by_pass`: True if the begin of the next pass ends the step. `wait`:
         argument of `flush`.

@@ -48,7 +48,7 @@ class BoxContent:
         # checked, so that a foreign file cannot cause writes outside of the folder of runs
         safe_name(self.about['run'], 'run')
         if w[VERSION]!=version or (self.about['sums'], self.about['width'], self.about['head'])!=(sum_names, width, head_width):
-            raise BoxError("another version of torchember wrote it. Read the run with that version")
+            raise BoxError("another version of torchember wrote the file. Read the run with that version")
         self.taps = [SimpleNamespace(**{**t, 'key': tuple(t['key']), 'names': tuple(t['names'])}) for t in lines if 'tap' in t]
         self.modules = [line['module'] for line in lines if 'module' in line]
         self.marks = next((line['marks'] for line in reversed(lines) if 'marks' in line), {})

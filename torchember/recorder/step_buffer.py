@@ -312,7 +312,7 @@ class StepRows:
         self.renew_arena()
 
     def renew_arena(self):
-        "Begin with an empty arena when recording of a model starts. New rows do not supersede earlier rows."
+        "Begin with an empty arena when recording of a model starts, so that new rows do not supersede earlier rows."
         self.arena,self.snapshots.taken = Arena(),[]
         self.custom.clear_taken()
 

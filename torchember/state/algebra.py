@@ -38,7 +38,7 @@ class NamedValues(OrderedDict):
     def __setitem__(self, key, value):
         is_tensor = isinstance(value, torch.Tensor)
         if not is_tensor and not isinstance(value, Number|str|tuple|list):
-            raise TypeError(f"{key!r} is {an(value)}. A StateDict contains tensors, or a number for each name.")
+            raise TypeError(f"{key!r} is {an(value)}. A StateDict contains only tensors, or only numbers.")
         if self and is_tensor==self.is_result and not (len(self)==1 and key in self):
             raise TypeError(f"{key!r} is {an(value)}, but {self._name} contains {'numbers' if self.is_result else 'tensors'}.")
         if isinstance(value, np.number): value = value.item()

@@ -296,7 +296,7 @@ def cannot_append_message(name):
 
 def refuse_constant(word):
     "Raise ValueError for a constant that is not JSON, such as NaN, with advice."
-    raise ValueError(f"{word} is not valid JSON. Log it by t({{'name': float('nan')}}), which writes valid JSON.")
+    raise ValueError(f"{word} is not valid JSON. An ember t can log it: t({{'name': float('nan')}}) writes valid JSON.")
 
 # %% ../../nbs/30_store/15_jsonl.ipynb #c942d217
 class tracker(AppendedRun):

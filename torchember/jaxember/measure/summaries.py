@@ -241,7 +241,7 @@ def is_compiled():
 broken = [] # Exceptions raised by the compiled loops. After the first exception, JAX operations measure the arrays instead
 
 def report_broken_loops(e):
-    "Store an exception of the compiled loops, and warn once. From then on, JAX operations measure arrays in place of the compiled loops."
+    "Store an exception of the numba loops, and warn once. From then on, JAX operations measure the arrays."
     if not broken: warn(f"torchember: the compiled loops that measure arrays cannot be used ({type(e).__name__}: {e}). "
         "JAX operations measure the arrays instead, which takes longer.")
     broken.append(e)

@@ -77,7 +77,7 @@ class StateRows:
         namers = dict(model_state=named_parameters, optimizer_state=named_optimizer_states, gradients=named_parameters)
         self.named = {k: CachedNames(f) for k,f in namers.items()}
         self.known = () # a `Named` (path and name) for each array of the model
-        # 'states' or 'gradients' -> (all names, names of the selected arrays, [(index, `Key`) of each selected array])
+        # 'states' or 'gradients' -> (all names, selected names, [(index in all names, `Key`) of each selected array])
         self.chosen = {}
         self.first,self.last = [],[] # measurements made at the beginning of the step, and at the end of the step
         # (names in the optimizer state, {name of a learning rate: its position in these names})
