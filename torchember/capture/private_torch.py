@@ -16,7 +16,7 @@ __all__ = ['newest', 'missing', 'count_dispatch_modes', 'count_function_modes', 
            'never_compile', 'warn_no_hooks', 'thread_token', 'never_merge', 'keep_in_order', 'has_step_hooks',
            'loss_scale', 'is_unscaled', 'has_unscaled', 'shared_store', 'fsdp_of', 'group_between_shards',
            'may_free_parameters', 'is_fsdp', 'running_ddp', 'pipeline_stages', 'lists_parameters_as_torch',
-           'hook_callers']
+           'hook_callers', 'is_torch_compiled']
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch02
 import functools, gc, inspect, sys, weakref
@@ -489,3 +489,8 @@ script_table = private('torch.jit._builtins._get_builtin_table', dict, 'torch.ji
 # Python modules that compile, trace or list torch's own functions, so that functions in them must not be replaced
 modules_of_compilers = tuple(f'torch.{n}' for n in ('_C', '_dynamo', '_inductor', '_functorch', '_refs', '_decomp', '_prims', '_subclasses', '_meta',
     'fx', 'jit', 'overrides', 'onnx', 'export'))
+
+# %% ../../nbs/10_capture/05_private_torch.ipynb #a77e0004
+def is_torch_compiled(module) -> bool:
+    "Return True if `torch.compile` or `Module.compile` was applied to a module."
+    return hasattr(module, '_orig_mod') or getattr(module, '_compiled_call_impl', None) is not None

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MeasuredCall', 'unseen', 'partly_compiled', 'AttentionSteps', 'numbers_on_host', 'statistics_of_head', 'local_part',
-           'with_four_dimensions', 'is_torch_compiled', 'Attention']
+           'with_four_dimensions', 'Attention']
 
 # %% ../../nbs/40_recorder/37_attention.ipynb #207c327f
 import math
@@ -13,6 +13,7 @@ from collections import Counter, namedtuple
 import torch
 
 from ..capture.attention import AttentionWatch, heads_of, is_attention, running_modules, split_heads
+from ..capture.private_torch import is_torch_compiled
 from ..ground.choose import log_spaced, schedule
 from ..measure.attention import measure_logits, measure_products
 from ..measure.devices import being_captured, undisturbed
@@ -83,10 +84,6 @@ unseen = ("No attention was found in {model}, so the run has no rows of the type
     "flex_attention, and in packages with kernels of their own, such as flash-attn. "
     "To record attention, run the model without torch.compile, or, in models of Hugging Face, set attn_implementation='sdpa' or 'eager'.")
 partly_compiled = "Parts of {model} are compiled by torch.compile. torchember does not record attention in compiled code."
-
-def is_torch_compiled(module) -> bool:
-    "Return True if `torch.compile` or `Module.compile` was applied to a module."
-    return hasattr(module, '_orig_mod') or getattr(module, '_compiled_call_impl', None) is not None
 
 class Attention:
     "Records attention during some training passes. `PassEvents` notifies it of passes, and an `AttentionWatch` of calls of attention."
