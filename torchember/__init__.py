@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from .show.histograms import exp_hist as exp_hist, ridge as ridge
     from .show.heatmaps import scalar_global_heatmap as scalar_global_heatmap
     from .show.ranges import out_of_range as out_of_range
+    from .show.attention_map import attention_map as attention_map
     from .show.surfaces import surface as surface, Surface3d as Surface3d
     from .show.differences import differences as differences
     from .state.factories import (from_weight as from_weight, from_grad as from_grad,
@@ -98,7 +99,7 @@ other_names = {
     'frames.logframe': 'to_logframe from_logframe validate LogFrame TrainingStats SchemaException',
     'frames.files': 'read_pickle read_csv read_parquet write_parquet',
     'show.lines': 'FacetException', 'show.histograms': 'exp_hist ridge', 'show.heatmaps': 'scalar_global_heatmap', 'show.ranges': 'out_of_range',
-    'show.surfaces': 'surface Surface3d', 'show.differences': 'differences',
+    'show.attention_map': 'attention_map', 'show.surfaces': 'surface Surface3d', 'show.differences': 'differences',
     'state.factories': 'from_weight from_grad from_state_dict from_optimizer_state from_together from_activation from_activation_grad load',
     'state.ratios': 'trust_ratio', 'state.noise': 'noise_scale NoiseScale',
     'monitor.quantities': 'MultiStepQuantity SingleStepQuantity',

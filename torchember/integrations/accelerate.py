@@ -22,7 +22,7 @@ library = needs('accelerate', for_='torchember.integrations.accelerate')
 Accelerator,Tracker = library.Accelerator,library.tracking.GeneralTracker
 
 # %% ../../nbs/90_integrations/30_accelerate.ipynb #89cadc70
-unconnected = weakref.WeakSet() # `EmberCallback`s that were not passed to an Accelerator yet
+unconnected = weakref.WeakSet() # instances of `EmberCallback` that were not passed to an Accelerator yet
 
 def connect_when_created(tracker):
     "Patch `Accelerator.__init__`, so that an Accelerator created with `log_with=tracker` calls `tracker.connect(accelerator)`."

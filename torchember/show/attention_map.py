@@ -42,7 +42,18 @@ def attention_map(
     step:int|None=None, # Step to draw; default the last step at which attention was recorded
     ax=None # Axes to draw into; default a new figure
 ): # Axes of the picture
-    "Draw one statistic of all attention heads at one step, as colors: a row of cells for each layer, a column for each head."
+    """Draw one statistic of all attention heads at one step, as colors: a row of cells for each layer, a column for each head.
+
+    Args:
+        run: Run to draw: its name, a torchEmber, a tracker, or a table of rows
+        path: Modules to draw: a glob, a compiled regex, or a list of paths; default all
+        stat: Statistic to draw: 'entropy', 'logit_max', 'first_token', 'top_share', 'effective_length', 'future', 'reach'
+        step: Step to draw; default the last step at which attention was recorded
+        ax: Axes to draw into; default a new figure
+
+    Returns:
+        Axes of the picture
+    """
     rows = tensors_to_draw(run, path, 'attention', [stat])
     rows,step = rows_at_step(rows if 'phase' not in rows else rows[rows['phase'].isna().to_numpy()], step)
     table,names = head_table(rows.drop_duplicates(['path', 'call', 'tname'], keep='last'), find_stat(rows, stat))
