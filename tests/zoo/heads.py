@@ -1,6 +1,4 @@
 "A transformer with several attention heads, shared by trainings that record attention"
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -50,6 +48,3 @@ class Reader(nn.Module):
         x = self.embed(x)+self.place(torch.arange(x.shape[1]))
         for layer in self.layers: x = layer(x)
         return self.head(self.norm(x))
-
-
-def uniform_loss(): return math.log(len(letters))
