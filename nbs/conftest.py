@@ -14,7 +14,7 @@ from fastcore.nbio import does_cell_eval, read_nb
 def pytest_unconfigure(): process.over()
 
 
-first = r'; arming waited [^;]* for compiled loops| \(of which compiling loops: [^;)]*\)' # what is said where a process needs them for the first time
+first = r'; the start of recording waited [^;]* for compiled loops| \(of which compiling loops: [^;)]*\)' # texts about a first use of compiled loops
 
 
 def shown(c):

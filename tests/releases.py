@@ -6,7 +6,17 @@ import re
 import pytest
 
 cases = {
+'recorder/test_attention.py': '''
+    test_compiled_code_is_unchanged_and_named[False]
+    ''',
+'integrations/test_pages_of_integrations.py': '''
+    test_the_program_runs_and_records_layers[55_accelerate]
+    ''',
+'integrations/test_transformers_libraries.py': '''
+    test_trainers_of_trl[SFT]
+    ''',
 'capture/test_compiled.py': '''
+    test_whole[inductor]
     test_a_looped_block[whole-3]
     test_in_place_and_views[inductor]
     test_two_calls_with_one_tensor[inductor]
@@ -69,6 +79,7 @@ cases = {
     test_runs_that_differ_by_rounding_are_the_same[two threads]
     ''',
 'jaxember/test_jaxember.py': '''
+    test_a_training_has_a_row_for_each_array_and_does_not_change[nnx]
     test_a_training_has_a_row_for_each_array_and_does_not_change[transformer]
     test_a_training_has_a_row_for_each_array_and_does_not_change[normed]
     test_a_training_has_a_row_for_each_array_and_does_not_change[branched]
@@ -80,6 +91,7 @@ cases = {
     test_a_training_has_a_row_for_each_array_and_does_not_change[static]
     ''',
 'jaxember/test_jax_summaries.py': '''
+    test_rows_inside_of_transformations_equal_those_outside[True]
     test_summaries_do_not_depend_on_the_installation[1]
     ''',
 'jaxember/test_jax_cases.py': '''
@@ -165,6 +177,7 @@ cases = {
     test_checks_run_without_the_modes_and_default_device_of_the_user[torch.autocast('cpu', torch.bfloat16)]
     ''',
 'measure/test_new_sum.py': '''
+    test_cpu[armed-loops]
     test_cpu[read-loops]
     test_cpu[armed-no loops]
     ''',
@@ -225,6 +238,11 @@ cases = {
     test_a_run_of_odd_numbers_gives_no_numpy_warning[data inf]
     ''',
 'health/test_zoo.py': '''
+    test_a_healthy_training_has_no_finding[bert_with_masks]
+    test_a_healthy_training_has_no_finding[so_48594888_corrected]
+    test_a_healthy_training_with_all_statistics_has_no_finding[cell_by_hand]
+    test_a_healthy_training_with_all_statistics_has_no_finding[mostly_noise]
+    test_a_healthy_training_with_all_statistics_has_no_finding[unet_of_blobs]
     test_a_healthy_training_with_all_statistics_has_no_finding[rezero_and_masks_of_infinity]
     test_a_healthy_training_with_all_statistics_has_no_finding[mixture_density]
     test_a_healthy_training_with_all_statistics_has_no_finding[flow_of_time]

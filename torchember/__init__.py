@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from .show.histograms import exp_hist as exp_hist, ridge as ridge
     from .show.heatmaps import scalar_global_heatmap as scalar_global_heatmap
     from .show.ranges import out_of_range as out_of_range
+    from .show.attention_map import attention_map as attention_map
     from .show.surfaces import surface as surface, Surface3d as Surface3d
     from .show.differences import differences as differences
     from .state.factories import (from_weight as from_weight, from_grad as from_grad,
@@ -89,7 +90,7 @@ names = { # Python module -> public names, separated by spaces
     'sinks.feed': 'replay', 'sinks.sink': 'Sink',
     'state.algebra': 'StateDict',
     'monitor.monitor': 'Monitor', 'monitor.quantities': 'quantity'}
-# names for special purposes and of older tools: `from torchember import ridge` works, but `dir(torchember)` leaves them out
+# names for special purposes and of older tools: `from torchember import ridge` works, but `dir(torchember)` does not list them
 other_names = {
     'capture.tree': 'moduleTrack', 'store.jsonl': 'tracker', 'ground.choose': 'linear', 'ground.record': 'ttypes',
     'measure.kernels': 'summarize', 'measure.summary': 'Summary', 'measure.exponents': 'exponents_for headroom',
@@ -98,7 +99,7 @@ other_names = {
     'frames.logframe': 'to_logframe from_logframe validate LogFrame TrainingStats SchemaException',
     'frames.files': 'read_pickle read_csv read_parquet write_parquet',
     'show.lines': 'FacetException', 'show.histograms': 'exp_hist ridge', 'show.heatmaps': 'scalar_global_heatmap', 'show.ranges': 'out_of_range',
-    'show.surfaces': 'surface Surface3d', 'show.differences': 'differences',
+    'show.attention_map': 'attention_map', 'show.surfaces': 'surface Surface3d', 'show.differences': 'differences',
     'state.factories': 'from_weight from_grad from_state_dict from_optimizer_state from_together from_activation from_activation_grad load',
     'state.ratios': 'trust_ratio', 'state.noise': 'noise_scale NoiseScale',
     'monitor.quantities': 'MultiStepQuantity SingleStepQuantity',
@@ -108,7 +109,8 @@ other_names = {
     'compat.nnstat': 'NetDict get_weight get_grad get_optimizer_state compute_stats utils',
     'compat.taiyi': 'Visualization'}
 module_of = {name: module for listed in (names, other_names) for module,found in listed.items() for name in found.split()}
-packages = 'compat', 'jaxember', 'monitor', 'sinks', 'state' # `torchember.state` and so on are imported on first use
+# Packages that are imported on first use, such as `torchember.state`
+packages = 'compat', 'jaxember', 'monitor', 'sinks', 'state'
 __all__ = ['__version__', *(n for found in names.values() for n in found.split())]
 
 
@@ -116,7 +118,7 @@ def __getattr__(name):
     if name=='__version__':
         from importlib.metadata import PackageNotFoundError, version
         try: return version('torchember')
-        except PackageNotFoundError: return '0+unknown' # a checkout that is not installed
+        except PackageNotFoundError: return '0+unknown' # for a source folder that is not installed
     if name in packages: return import_module(f'.{name}', __name__)
     if name not in module_of: raise missing(name)
     try: value = getattr(import_module(f'.{module_of[name]}', __name__), name)
@@ -129,15 +131,16 @@ def __getattr__(name):
 
 
 def load_ipython_extension(shell):
-    "Add the magic `%%ember` to a notebook: `%load_ext torchember`."
+    "Add the magic command `%%ember` to a notebook, after `%load_ext torchember`."
     import_module('.magics', __name__).load_ipython_extension(shell)
 
 
 def missing(name):
-    "Return the error for an unknown name. The message names the replacement of an older tool's name, or similar names."
+    "Return the exception for a name that torchember does not have. The message names the replacement of an older tool's name, or similar names."
     if name.startswith('_'): return AttributeError(f"module 'torchember' has no attribute {name!r}", name=name)
     if message := import_module('.compat.gone', __name__).sentence(name):
-        imported = _getframe(2).f_globals.get('__name__', '').startswith('importlib.') # in `from torchember import ...`
+        # True for `from torchember import ...`
+        imported = _getframe(2).f_globals.get('__name__', '').startswith('importlib.')
         return (ImportError if imported else AttributeError)(message, name=name)
     close = ' or '.join(map(repr, import_module('.ground.messages', __name__).closest(name, list(module_of))))
     return AttributeError(f"module 'torchember' has no attribute {name!r}." + (f" Did you mean {close}?" if close else ''), name=name)

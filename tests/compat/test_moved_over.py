@@ -128,7 +128,7 @@ def test_numbers_in_cells(lf):
 def test_too_many_numbers_are_refused(lf):
     one = torchember.from_logframe(lf)
     many = pd.concat([one.assign(step=one['step']+4*i) for i in range(400)], ignore_index=True)
-    with pytest.raises(ValueError, match='space for 2,500. Choose layers'): scalar_global_heatmap(many, 'Activation', 'std', annot=True)
+    with pytest.raises(ValueError, match='space for only 2,500. Draw fewer layers'): scalar_global_heatmap(many, 'Activation', 'std', annot=True)
 
 
 def test_squares_lines_and_colour_bars(lf):
@@ -148,7 +148,7 @@ def test_row_names_as_in_seaborn(lf):
     assert labels(yticklabels=[f'row {i}' for i in range(n)])==[f'row {i}' for i in range(n)]
     assert len(labels(yticklabels=2))==(n+1)//2 and labels(yticklabels=False)==[] and len(labels(yticklabels='auto'))==n
     with pytest.raises(ValueError, match='1 names were given'): labels(yticklabels=['one'])
-    with pytest.raises(TypeError, match='xticklabels is True or False'): labels(xticklabels=2)
+    with pytest.raises(TypeError, match='xticklabels must be True or False'): labels(xticklabels=2)
 
 
 @pytest.mark.parametrize('bad,message', [({'mask': 1}, 'takes no mask=: leave layers out'),

@@ -14,8 +14,9 @@ from torch import nn
 from trainings import ALL, adam, cases, data, in_halves, model, optimizers, plain, recorded, same, settings
 
 from torchember import torchEmber
+from torchember.health.diagnose import load_history
 from torchember.measure import devices
-from torchember.measure.arena import Arena
+from torchember.measure.arena import Arena, queue_of
 from torchember.measure.blocks import address
 from torchember.measure.devices import to_host
 from torchember.measure.elements import Unmeasurable
@@ -715,7 +716,7 @@ def test_whole_numbers_are_made_floats_and_read_at_once(gpu, stats):
     for _ in range(2): arena.forget(c); observe(x, c, later=True)
     x.add_(1)
     assert not seen and [r[3]['mean'] for r in rows_of(arena)]==[2.5, 5.5, 2.5, 3.5, 3.5]
-    assert not arena.waiter()(x, c)
+    assert not queue_of(arena, False)(x, c)
     fail_on_faults(gpu)
 
 
@@ -900,7 +901,7 @@ def test_what_a_launch_cannot_read_is_not_launched_for(gpu, later):
     y.is_neg,y.resolve_neg,y.detach = lambda: True,lambda: -x,lambda: y
     observe(y, b)
     x.value.untyped_storage().resize_(0)
-    with pytest.raises(Unmeasurable, match='it has no memory'): observe(x, a)
+    with pytest.raises(Unmeasurable, match='the tensor has no memory'): observe(x, a)
     assert [(r[0], r[3]['mean']) for r in rows_of(arena)]==[('b', -2.)]
     fail_on_faults(gpu)
 
@@ -1164,7 +1165,7 @@ def test_a_copy_is_not_there_before_its_event(bare_machine):
 
 def measure_tensors(arena, xs, taps, again, together):
     "Measure weights or gradients in one list with `StepBuffer.measure_together`, or one by one."
-    waits = arena.waiter(again) if together else None
+    waits = queue_of(arena, again) if together else None
     for x,t in zip(xs, taps, strict=True):
         if waits is not None and waits(x, t): continue
         if again: arena.forget(t)
@@ -1279,9 +1280,9 @@ def test_nothing_waits_while_a_graph_is_captured(gpu):
     t,u = (arena.tap(n, once=True) for n in 'xu')
     for tap in (t, u): observe(x, tap, later=True)
     arena.take()
-    assert arena.waiter()(x, t)
+    assert queue_of(arena, False)(x, t)
     gpu.captures = True
-    assert not arena.waiter()(x, u)
+    assert not queue_of(arena, False)(x, u)
     gpu.captures = False
     assert [r[0] for r in rows_of(arena)]==['x']
 
@@ -1342,3 +1343,41 @@ def test_what_cannot_be_looked_at_any_more_ends_no_training(gpu, monkeypatch):
         warnings.simplefilter('always')
         assert means(Own())==[]
     assert 'grad_0 of a could not be measured' in str(said[0].message)
+
+
+def labelled(net, to, where, steps=12):
+    "Train a classifier with labels of a device, and return the facts about its loss."
+    opt,te = torch.optim.SGD(net.parameters(), .1),torchEmber(net, home=where, name='run')
+    torch.manual_seed(0)
+    for i in range(steps):
+        y = torch.full((16,), 2) if i==3 else torch.randint(5, (16,))
+        y[0] = -100
+        loss = nn.functional.cross_entropy(net(to(torch.randn(16, 4))), to(y))
+        te.log(loss=loss)
+        loss.backward()
+        te.step()
+        opt.step()
+        opt.zero_grad()
+    te.close()
+    return load_history('run', where).losses
+
+
+def test_labels_are_counted_without_waiting(gpu, monkeypatch, tmp_path):
+    net = nn.Linear(4, 5)
+    want = labelled(copy.deepcopy(net), torch.clone, tmp_path/'cpu')
+    got = labelled(moved_model(net), late, tmp_path/'gpu')
+    fail_on_faults(gpu)
+    assert got==want and (got[0]['smallest'], got[0]['largest'], got[0]['batches'], got[0]['single'], got[0]['distinct'])==(0, 4, 12, 1, 5)
+
+
+def test_labels_of_a_device_that_fails(gpu, monkeypatch, tmp_path):
+    from torchember.recorder.losses import Labels
+    labels = Labels()
+    for _ in range(20): labels.add(late(torch.arange(3)))
+    assert len(labels.pending)==16
+    labels.read_pending()
+    assert len(labels.pending)==16 # nothing has arrived
+    gpu.failed = True
+    labels.read_pending(True)
+    assert not labels.pending and labels.facts()=={}
+    gpu.failed = False

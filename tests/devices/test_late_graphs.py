@@ -943,7 +943,7 @@ def test_a_model_that_is_armed_again(gpu, tmp_path):
             te.arm()
             for _ in range(2): g.replay()
             net(x)
-    assert len(warned(said, 'captured before the model was armed again'))==1
+    assert len(warned(said, 'captured before recording of the model began again'))==1
     d = te.t.df
     assert d['step'].unique().tolist()==[0, 1] and d['ttype'].value_counts().to_dict()=={'output': 12, 'finding': 1}
 

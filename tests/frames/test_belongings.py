@@ -65,7 +65,7 @@ def test_names_that_are_meant(tmp_path):
     assert h.chosen(emberTracker('net', tmp_path))==['net']
     with pytest.raises(FileNotFoundError, match="No run 'nett'.*Did you mean 'net'"): h.chosen('nett')
     with pytest.raises(FileNotFoundError, match='x'): h.chosen('x*')
-    with pytest.raises(TypeError, match='a run is a name, a pattern'): h.chosen(3)
+    with pytest.raises(TypeError, match='a run must be a name, a pattern'): h.chosen(3)
     with pytest.raises(ValueError, match='net is a run in .*Give the right home='): h.chosen(emberTracker('net', tmp_path/'other'))
 
 
@@ -97,16 +97,18 @@ def test_how_much(tmp_path):
 refused = {
     'a link': (lambda p: p.symlink_to('good'), OSError, 'is a link, not a log of torchember'),
     'a link that leads nowhere': (lambda p: p.symlink_to('nowhere'), OSError, 'is a link, not a log of torchember'),
-    'a run of 0.2': (lambda p: older(p.parents[1], p.name), OSError, 'is of torchember 0.2'),
-    'a part that is a folder': (lambda p: (put(p.parents[1], p.name), (p.parent/f'{p.name}.parts'/'x').mkdir(parents=True)), OSError, 'not a part of a run'),
+    'a run of 0.2': (lambda p: older(p.parents[1], p.name), OSError, 'was written by torchember 0.2'),
+    'a part that is a folder': (lambda p: (put(p.parents[1], p.name), (p.parent/f'{p.name}.parts'/'x').mkdir(parents=True)),
+        OSError, 'does not belong to a run'),
     'a part that is a link': (lambda p: (put(p.parents[1], p.name), (q := p.parent/f'{p.name}.parts').mkdir(), (q/'x').symlink_to(p)),
-        OSError, 'x is not a part of a run'),
-    'a folder': (lambda p: ((p.parents[1]/'data'/f'base_{p.name}.json').write_text('{"schema": 1}'), p.mkdir()), OSError, 'is not a file, so it is not a log'),
+        OSError, 'x does not belong to a run'),
+    'a folder': (lambda p: ((p.parents[1]/'data'/f'base_{p.name}.json').write_text('{"schema": 1}'), p.mkdir()), OSError,
+        'is not a file, so it cannot be a log'),
     'ours': (lambda p: put(p.parents[1], p.name, base={'pid': os.getpid(), 'host': gethostname(), 'end': None}), ValueError, r'by this process.*te\.close'),
     'of a process that runs': (lambda p: put(p.parents[1], p.name, base={'pid': os.getppid(), 'host': gethostname(), 'end': None}), ValueError,
         f'by process {os.getppid()} on this machine'),
     'of another machine': (lambda p: put(p.parents[1], p.name, base={'pid': 7, 'host': elsewhere, 'end': None}), ValueError,
-        f'still being written, perhaps: it started on {elsewhere}.*for 10 minutes')}
+        f'still being written, probably: it was started on {elsewhere}.*for 10 minutes')}
 
 
 def drop_end(home):
@@ -151,7 +153,7 @@ def test_what_is_not_written_any_more(tmp_path, how, capsys):
 def test_just_under_ten_minutes(tmp_path):
     os.utime(put(tmp_path, 'w', base={'pid': 7, 'host': elsewhere, 'end': None}), (time.time()-590,)*2)
     drop_end(tmp_path)
-    with pytest.raises(ValueError, match='got rows 59. s ago'): rm('w', tmp_path)
+    with pytest.raises(ValueError, match='its last rows came 59. s ago'): rm('w', tmp_path)
 
 
 # ---- away with it

@@ -150,7 +150,7 @@ def test_a_sync_that_was_cut_off_anywhere_is_gone_on_with(tmp_path, url, tiny, g
         begin(tmp_path, 'a')
         to = Sent(url, fail=n-1)
         try: sync_runs('a', SyncState(tmp_path, to))
-        except PermissionError as e: assert 'a could not be copied to memory://there: no more' in str(e) and 'the next sync continues' in str(e)
+        except PermissionError as e: assert 'a could not be copied to memory://there: no more' in str(e) and 'the next call of sync continues' in str(e)
         else: break
         df = read('a', home=url)
         assert len(df) in (30, 390, 400) and df.step.is_monotonic_increasing
@@ -482,7 +482,7 @@ def test_connections_that_end_in_the_middle_of_an_upload(tmp_path, server, monke
     add(tmp_path, 'a', lines(range(700), 10))
     end(tmp_path, 'a')
     proxy.passed,proxy.most = 0,40_000
-    with pytest.raises(OSError, match='a could not be copied to s3://two/runs.*the next sync continues'): sync('a', at, home=tmp_path, patience=.5)
+    with pytest.raises(OSError, match='a could not be copied to s3://two/runs.*the next call of sync continues'): sync('a', at, home=tmp_path, patience=.5)
     assert proxy.gone
     assert (tmp_path/'log'/'a').read_bytes()==lines(range(700), 10)
     proxy.start()

@@ -494,7 +494,8 @@ def test_a_difference_has_text_html_table_and_curve(home):
     assert '<b>' not in d._repr_html_() and '\x1b' not in d.text and bool(d)
 
 
-@pytest.mark.parametrize(('wrong', 'kind', 'says'), [(lambda a: diff(a, a[:0]), ValueError, 'no rows'), (lambda a: diff(a, 3), TypeError, 'a run is a name'),
+@pytest.mark.parametrize(('wrong', 'kind', 'says'), [(lambda a: diff(a, a[:0]), ValueError, 'no rows'),
+    (lambda a: diff(a, 3), TypeError, 'a run must be a name'),
     (lambda a: diff(a[a.step<3], a[a.step>5]), ValueError, 'no step in common: 3 steps from 0 to 2 against 24 steps from 6 to 29'),
     (lambda a: diff(a[a.path=='0'], a[a.path=='2']), ValueError, 'paths={'), (lambda a: diff(a, a, rtol='1'), ValueError, 'rtol must be a number'),
     (lambda a: diff(a, a, paths=['0']), TypeError, 'a dict or a function'), (lambda a: diff(a, a, paths={'x': '0'}), ValueError, "No path 'x'"),

@@ -106,7 +106,7 @@ def test_a_schedule_that_ends_the_training_is_named_with_its_numbers():
     found = train(m, lambda m, i: (opt.step(), s.step()), optimizer=opt)
     print(found)
     text = sentences(found, 'update_too_small')
-    assert 'schedule of the learning rate' in text and '0.005' in text
+    assert 'The schedule lowered the learning rate too early' in text and '0.005' in text
 
 
 # ---- numbers without a meaning

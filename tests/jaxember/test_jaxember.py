@@ -725,7 +725,7 @@ def test_memory_does_not_grow_with_steps(tmp_path):
     assert grown<7.5e6 and arrays<=20, (grown, arrays)
 
 
-@pytest.mark.slow
+@pytest.mark.release # slow
 def test_a_run_is_made_read_and_drawn_without_torch(tmp_path):
     "Messages name what is missing."
     out = done(f'''

@@ -84,6 +84,25 @@ print(te.close()['recorded']>10)
     assert told==['1', 'None', '0.0', 'True']
 
 
+@pytest.mark.parametrize('plan', [None, '0'])
+def test_functions_for_plans_are_compiled_beside_a_long_run(plan):
+    "A first run on a machine does not wait for the compiler. After many calls a background thread compiles, and all modules get plans."
+    told = run('''
+from torchember.measure import planning
+from torchember.recorder.call_plans import PlannedPass
+planning.objects_are_cached,PlannedPass.most_unplanned = lambda: False,100
+opt = torch.optim.SGD(model.parameters(), lr=.01)
+te = torchEmber(model, optimizer=opt)
+def train(n):
+    for _ in range(n): model(torch.randn(4, 8)).square().mean().backward(); opt.step()
+    loading.ready()
+    return planning.objects() is not None, te.recorder.events.planned.written>0
+print(*train(20), *train(30)[:1], *train(5))
+te.close()
+''', TORCHEMBER_PLAN=plan, TORCHEMBER_WAIT='1')
+    assert told==(['False', 'False', 'True', 'True', 'True'] if plan is None else ['False']*5)
+
+
 def test_only_formats_of_the_model_are_loaded():
     told = run('''
 model.bfloat16()
@@ -184,7 +203,7 @@ def go():
     return te.close(), armed, loading.loader.times.total-armed
 r,armed,later = go()
 print(abs(r['arming']-armed)<1e-6, armed>1.2, abs(r['compiling']-later)<1e-6, later>1.2, r['compiling']<=r['seconds'])
-print(' (of which compiling loops: ' in repr(r), '; arming waited ' in repr(r))
+print(' (of which compiling loops: ' in repr(r), '; the start of recording waited ' in repr(r))
 again = go()[0]
 print('arming' in again, 'compiling' in again)
 ''', TORCHEMBER_WAIT='')
@@ -208,7 +227,7 @@ print(hash(tuple(kept[:9])))
 '''
 
 
-@pytest.mark.slow
+@pytest.mark.release # slow
 def test_equal_weights_have_equal_digits_in_each_step_and_process():
     "Unchanged weights have the same digits at each step, in each of two processes, also at the first steps."
     a,b = (run(still, TORCHEMBER_WAIT='', PYTHONHASHSEED='0') for _ in range(2))

@@ -196,7 +196,7 @@ def test_costs_on_a_gpu_are_seen_in_the_time_of_steps():
     ('2%', TypeError), (True, TypeError), ([.02], TypeError)])
 def test_bad_shares(bad, error):
     model = net()
-    with pytest.raises(error, match='overhead= is a fraction of the training time'): torchEmber(model, overhead=bad)
+    with pytest.raises(error, match='overhead= must be a fraction of the training time'): torchEmber(model, overhead=bad)
     assert not any('_torchember' in m.__dict__ for m in model.modules())
 
 
@@ -377,9 +377,10 @@ def test_the_text_of_a_report():
     told = dict(run='r', steps=1200, recorded=1100, rows=5, bytes=2000, seconds=.5, share=.125)
     plain = 'r: 1,100 of 1,200 steps recorded, 5 rows, 2 KB; recording took 500 ms, 12.50% of the time from first to last step'
     assert repr(budget.Report(told))==plain
-    assert repr(budget.Report(told, arming=.9))==plain and repr(budget.Report(told, arming=1.))==plain+'; arming waited 1 s for compiled loops'
+    assert repr(budget.Report(told, arming=.9))==plain and repr(budget.Report(told, arming=1.))==plain+'; the start of recording waited 1 s for compiled loops'
     both = budget.Report(told, live=2., compiling=.1, arming=3.)
-    assert repr(both)==plain+' (of which live plots: 2 s, in a separate process; compiling loops: 100 ms, once); arming waited 3 s for compiled loops'
+    assert repr(both)==plain+(' (of which live plots: 2 s, in a separate process; compiling loops: 100 ms, once)'
+        '; the start of recording waited 3 s for compiled loops')
     more = budget.Report(told, live=2., beside=3., budget='thin', errors=1, skipped=0, remarks=['One.', 'Two.'])
     assert repr(more)==plain+' (of which live plots: 2 s, in a separate process); compiled loops loaded in 3 s, in the background; thin; 1 errors\nOne.\nTwo.'
 

@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grad_norm_ as imported_by_name
 from torchember import torchEmber
 from torchember.capture.clipping import ClippingWatch
 from torchember.capture.private_torch import norm_clipper
+from torchember.health.diagnose import load_history
 
 both = ('weight_grad', 'unclipped_grad')
 names = 'clip_grad_norm_','clip_grad_value_','clip_grads_with_norm_','_clip_grads_with_norm_'
@@ -166,10 +167,10 @@ def test_each_of_two_models_records_its_own_clipping():
         said_of_parameters(te, 'unclipped_grad', w)
 
 
-def test_without_unclipped_grad_nothing_is_patched():
+def test_without_gradients_nothing_is_patched():
     before = now()
-    with torchEmber(seeded(), ttypes='weight_grad'): assert now()==before
-    with torchEmber(seeded(), ttypes='unclipped_grad') as te:
+    with torchEmber(seeded(), ttypes='weight'): assert now()==before
+    with torchEmber(seeded(), ttypes='weight_grad') as te:
         assert now()!=before and pickle.loads(pickle.dumps(utils.clip_grad_norm_)) is utils.clip_grad_norm_
         te.disarm()
         assert now()==before
@@ -207,3 +208,36 @@ def test_a_compiled_step_clips_as_before():
     want = {k: v.clone() for k,v in was.items()}
     total = torch.stack([v.norm() for v in want.values()]).norm()
     for k,v in grads(model).items(): torch.testing.assert_close(v, want[k]*(.01/(total+1e-6)))
+
+
+def train_and_clip(model, opt, te, before, after=False, steps=12):
+    for x,y in batches(steps):
+        opt.zero_grad()
+        if before: utils.clip_grad_norm_(model.parameters(), .01)
+        loss_of(model, x, y).backward()
+        if after: utils.clip_grad_norm_(model.parameters(), .01)
+        opt.step()
+    te.close()
+    return load_history(te.fname).facts.get('early_clips', [])
+
+
+@pytest.mark.parametrize('armed', [{}, dict(every=2), dict(ttypes='weight_grad'), dict(ttypes=('weight_grad', 'unclipped_grad'))], ids=str)
+def test_clippings_before_the_backward_are_counted(armed):
+    model = seeded()
+    counts = train_and_clip(model, opt := momentum(model), torchEmber(model, opt, **armed), True)
+    assert counts and all(c[2]==c[3]>=5 for c in counts)
+
+
+@pytest.mark.parametrize('before', [False, True])
+def test_clippings_in_time_are_counted(before):
+    model = seeded()
+    counts = train_and_clip(model, opt := momentum(model), torchEmber(model, opt), before, True)
+    assert counts and all(c[2]>=10 and not c[3] for c in counts)
+
+
+def test_without_a_known_backward_no_clipping_is_counted():
+    "A listener of backwards is missing in compiled code and under FSDP and Opacus"
+    model = seeded()
+    te = torchEmber(model, opt := momentum(model))
+    te.recorder.pipe.remover.refused.hook_outputs = lambda outputs: None
+    assert train_and_clip(model, opt, te, True)==[]

@@ -223,9 +223,9 @@ def test_ends_and_first_step_fix_the_first_step_in_advance(tmp_path):
         assert [(r['step'], r['ttype'], r.get('numel')) for r in rows if r['tname'] in ('output_0', 'grad_0')]== \
             [(s, *of) for s in (7, 8) for of in (('output', 3), ('weight_grad', None))]
         assert report['steps']==2
-    with pytest.raises(ValueError, match="ends is 'step'.* got 'optimizer'"): torchEmber(model, ends='optimizer')
+    with pytest.raises(ValueError, match="ends must be 'step'.* got 'optimizer'"): torchEmber(model, ends='optimizer')
     for n in (-1, 1., True, '1'):
-        with pytest.raises(ValueError, match='first_step is an integer of at least 0'): torchEmber(model, first_step=n)
+        with pytest.raises(ValueError, match='first_step must be an integer of at least 0'): torchEmber(model, first_step=n)
 
 
 def test_a_run_continues_at_the_step_of_a_checkpoint(tmp_path):

@@ -146,8 +146,8 @@ def test_the_file_has_a_row_before_a_listener_gets_it(tmp_path):
     te = torchEmber(model, torch.optim.SGD(model.parameters(), .1), ttypes='output', home=tmp_path)
     def f(step, rows):
         lines = te.t.log_path.read_bytes().count(b'\n')
+        te.mark(seen=step) # before `seen` grows, because the next step begins then
         seen.append((step, lines, len(te.t.lines()), threading.current_thread() is not threading.main_thread()))
-        te.mark(seen=step)
         if step==1: l.close()
     l = te.t.listen(f)
     for i in range(4):

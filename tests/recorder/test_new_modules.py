@@ -117,5 +117,6 @@ def test_a_selection_that_matches_nothing_any_more_is_a_warning():
     with torchEmber(model, include='parts.0', ends='step', on_error='raise') as te:
         step(model, None, te)
         model.parts = nn.ModuleList()
-        with pytest.warns(EmberWarning, match=r'model\(Net\) has new modules, which could not be armed.*te.rearm\(\)'): model(torch.randn(4, 3))
+        with pytest.warns(EmberWarning, match=r'model\(Net\) has new modules, which torchember could not begin to record.*te.rearm\(\)'):
+            model(torch.randn(4, 3))
         model(torch.randn(4, 3))

@@ -1,5 +1,6 @@
 "Compiled plans of calls: all rows are those of the general way, to the bit and in the same order"
 import copy, gc, json, os, threading, weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torchember.state.factories import from_activation
 
 @pytest.fixture(scope='module', autouse=True)
 def compiled_code():
-    "Load the compiled functions, although plans are off by default. A fixture, because the first call of a machine compiles them, in many seconds."
+    "Load the compiled functions. A fixture, because the first call of a machine compiles them, in many seconds."
     if loaded_objects() is None: pytest.skip('compiled code cannot take Python objects here')
 
 
@@ -168,6 +169,15 @@ def fails_inside(te, model, loss, i):
 
 def other_shapes(te, model, loss, i): return model(floats(3+i%2)).sum().item()
 
+def shapes_in_turns(te, model, loss, i):
+    "Other shapes in planned calls, and in calls that Python code records: outermost calls, and calls under a mode"
+    out = []
+    for n,way in ((5, 'outermost'), (3, ''), (5, 'outermost'), (4, ''), (3, 'mode'), (4, 'outermost'), (3, '')):
+        called = model[0] if way=='outermost' else model
+        with torch.device('cpu') if way=='mode' else nullcontext(): out.append(called(floats(n)).sum().item())
+        out.append([(t.name, t.input_dt, t.output_dt) for t in te.tracks])
+    return repr(out)
+
 def micro_batches(te, model, loss, i): loss(model).backward(); loss(model).backward()
 
 def rearms(te, model, loss, i):
@@ -229,7 +239,7 @@ def probes(te, model, loss, i):
     return x
 
 def changes_statistics(te, model, loss, i):
-    if i==2: te.recorder.use(('min', 'max'), ['output', 'weight', 'weight_grad'])
+    if i==2: te.recorder.buffer.use(('min', 'max'), ['output', 'weight', 'weight_grad'], te.recorder.sources.states)
 
 def writes_data(te, model, loss, i): model[0].a.weight.data.mul_(1.5)
 
@@ -242,14 +252,14 @@ def a_wrapper(te, model, loss, i):
     y = checkpoint(model[0], checkpoint(model[1], x, use_reentrant=bool(i%2)), use_reentrant=False)
     model[2](y).sum().backward()
 
-scenarios = [evaluates, raises, fails_inside, other_shapes, micro_batches, rearms, disarms, disarms_in_the_middle, flushes_in_the_middle, adds_modules, copies,
+scenarios = [evaluates, raises, fails_inside, other_shapes, shapes_in_turns, micro_batches,
+    rearms, disarms, disarms_in_the_middle, flushes_in_the_middle, adds_modules, copies,
     another_listener, transforms, modes, parts, in_a_thread, probes, changes_statistics, writes_data, hidden_gradients, a_wrapper]
 
 @pytest.mark.parametrize('scenario', scenarios, ids=lambda f: f.__name__)
 @pytest.mark.parametrize('ttypes', [None, alls], ids=['default', 'gradients'])
 def test_what_happens_between_steps(monkeypatch, scenario, ttypes):
-    # passes under a mode alternate with others, so no two planned calls follow each other
-    check(monkeypatch, 'blocks', scenario, scenario is not modes, **({} if ttypes is None else {'ttypes': ttypes}))
+    check(monkeypatch, 'blocks', scenario, **({} if ttypes is None else {'ttypes': ttypes}))
 
 
 def test_two_threads_in_one_pass(monkeypatch):
@@ -375,11 +385,11 @@ def test_forked_process_writes_no_rows(monkeypatch):
 @pytest.mark.parametrize('what', ['inputs', 'outputs'])
 def test_interrupted_learning_leaves_no_address(monkeypatch, what):
     model,loss,_,te = trained(monkeypatch)
-    def interrupt(taps, tensors): raise KeyboardInterrupt
+    def interrupt(*args): raise KeyboardInterrupt
     plan = plan_of(model[2])
     k,words = plan.kinds,plan.words
     assert words[k.ARGS] and words[k.RESULT]
-    monkeypatch.setattr(call_plans, 'fits', interrupt)
+    monkeypatch.setattr(call_plans, 'structure_of', interrupt)
     with pytest.raises(KeyboardInterrupt): plan.finish_inputs(k.OTHER, (floats(),), {}) if what=='inputs' else plan.finish_rows(k.OTHER, [], 0, floats())
     assert not words[k.ARGS if what=='inputs' else k.RESULT]
     te.close()
@@ -400,7 +410,7 @@ def test_gradients_of_a_removed_parameter_are_not_read(monkeypatch):
     model,loss,_,te = trained(monkeypatch)
     loss(model).backward()
     parameters = te.recorder.sources.parameters
-    plan,gathered = parameters.plan,parameters.gathered['weight_grad']
+    plan,gathered = parameters.plan,parameters.gathered.places['weight_grad']
     parameters.buffer.rows.forget_seen()
     gathered.clear()
     del model[2].bias

@@ -54,7 +54,7 @@ def test_log_model_sees_values_written_through_data():
 
 def test_marks_hide_nothing():
     te = torchEmber(nn.Linear(4, 2))
-    with pytest.raises(ValueError, match='is a statistic'): te.mark(max=3)
+    with pytest.raises(ValueError, match='is the name of a statistic'): te.mark(max=3)
     te.how_record_out(lambda t: {'loss': 1.})
     te.mark(loss=9.)
     te.model(x())

@@ -19,7 +19,7 @@ from torchember.recorder.row_writer import RowWriter
 from torchember.recorder.notices import Notices
 from torchember.recorder.optimizer import Updates
 from torchember.recorder.step_buffer import Generators, StepBuffer
-from torchember.recorder.parameters import ParameterFacts, Parameters, ZeroGradHint, below, with_other_children
+from torchember.recorder.parameters import ParameterFacts, Parameters, ZeroGradHint, below, is_new, with_other_children
 from torchember.recorder.process import release_run, open_recorders
 from torchember.recorder.row import one_row
 from torchember.recorder.steps import Decision, SteppedOptimizers, StepState, Steps, stall_reason
@@ -406,8 +406,9 @@ def test_a_parameter_is_new_once_a_step_by_itself_and_by_its_place():
     ps,(p,q) = of(Model()),(torch.ones(1), torch.ones(1))
     a,b = ps.states[2:4]
     for _ in range(2):
-        assert ps.is_new(a, 'w', p) and not ps.is_new(a, 'w', p) and not ps.is_new(a, 'w', q) and not ps.is_new(b, 'w', p)
-        assert ps.is_new(a, 'v', q) and ps.is_new(b, 'w', torch.ones(1))
+        def new(*parameter): return is_new(ps.seen, *parameter)
+        assert new(a, 'w', p) and not new(a, 'w', p) and not new(a, 'w', q) and not new(b, 'w', p)
+        assert new(a, 'v', q) and new(b, 'w', torch.ones(1))
         ps.step_over()
 
 

@@ -19,7 +19,7 @@ def test_choosing_a_module_itself():
 
 def test_answers_to_what_is_mistyped():
     model = mlp()
-    for kwargs,word in ((dict(stats=None), 'statistics are'), (dict(ttypes=3), 'tensor types are'), (dict(ttypes=None), 'tensor types are')):
+    for kwargs,word in ((dict(stats=None), 'stats must be'), (dict(ttypes=3), 'tensor types must be'), (dict(ttypes=None), 'tensor types must be')):
         with pytest.raises(TypeError, match=word): torchEmber(model, **kwargs)
     te = torchEmber(model)
     with pytest.raises(TypeError, match='how_record_out'): te.how_record(lambda t: {})

@@ -76,6 +76,7 @@ def test_a_healthy_program_passes_after_one_step(tmp_path):
     assert table['updates have a usual size']['text'].startswith('0.0') # exact, from the recorded updates
 
 
+@pytest.mark.release # slow
 def test_several_steps_and_a_kept_run(tmp_path):
     done = check(healthy, tmp_path, '--steps', '3', '--keep')
     assert done.returncode==0 and 'step 1 ended' in done.stdout and 'step 2 ended' not in done.stdout
@@ -112,7 +113,7 @@ def test_a_program_that_raises_shows_its_traceback(tmp_path):
 
 def test_wrong_use(tmp_path):
     def said(*words): return programs.run(by_fork, 'check', *words, after=libraries, PYTHONPATH=root, cwd=tmp_path)
-    for words,why in {(): 'the program is missing', ('--steps', '0', 'x.py'): 'needs a number from 1 on', ('x.py',): "cannot run x.py",
+    for words,why in {(): 'the program is missing', ('--steps', '0', 'x.py'): 'must be at least 1', ('x.py',): "cannot run x.py",
             ('--rules', 'nope', 'x.py'): "nope"}.items():
         assert said(*words).returncode==2 and why in said(*words).stderr, words
     assert 'exit codes: 0 no error' in said('--help').stdout
@@ -159,6 +160,7 @@ def test_a_program_that_catches_everything_ends_at_each_step(tmp_path):
     assert done.returncode==0 and done.stdout.count('caught')==3 and done.stdout.count('the first step')==1
 
 
+@pytest.mark.release # slow
 def test_a_thread_of_the_program_does_not_hold_the_process(tmp_path):
     done = check('import threading\nthreading.Thread(target=threading.Event().wait).start()\n'+forgotten, tmp_path)
     assert done.returncode==1 and 'the first step' in done.stdout and left(tmp_path)==[]

@@ -473,7 +473,7 @@ def test_model_that_cannot_be_armed_trains(monkeypatch):
     model,plain = seeded(),seeded()
     w = armed(lambda: by_hand(model, momentum(model), batches()))
     by_hand(plain, momentum(plain), batches())
-    assert w.said==['Net could not be armed: RuntimeError: no']
+    assert w.said==['Net could not be recorded: RuntimeError: no']
     assert all(torch.equal(v, weights(plain)[k]) for k,v in weights(model).items())
 
 
@@ -497,7 +497,7 @@ def test_failed_search_is_reported_once_and_training_continues(monkeypatch, wher
     train(*plain)
     assert all(torch.equal(v, weights(q)[k]) for m,q in zip(models, plain, strict=True) for k,v in weights(m).items())
     told = [s for s in w.said if 'could not be found' in s]
-    assert told==['The models of the program could not be found: RuntimeError: no. No more models are armed. '
+    assert told==['The models of the program could not be found: RuntimeError: no. No more models are recorded. '
         'Call torchEmber(model) in the program instead.'], w.said
     assert all(not t.te().armed for t in w.trainings)
     assert nn.Module.__call__ is w.patches.calls.former

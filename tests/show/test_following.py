@@ -239,7 +239,7 @@ def test_an_ended_run_is_drawn_once_more(answers, state):
 def test_an_error_ends_a_view_with_one_warning(answers, answer, said):
     "One warning; the screen and the process are closed. After `close(last=False)` there is no warning"
     v = answers([{}, answer], [0])
-    with pytest.warns(EmberWarning, match=f'torchember: live {said}. Everything else goes on.'): v.run()
+    with pytest.warns(EmberWarning, match=f'torchember: the live picture {said}. Training and recording continue.'): v.run()
     assert (v.screen.ended, v.process_seconds)==(1, 9.)
     dropped = answers([{}, answer], [0])
     dropped.pause = lambda s: setattr(dropped, 'closing', True)
@@ -325,8 +325,8 @@ def test_an_ember_has_one_view(tmp_path, monkeypatch):
     del te
     assert not second.is_wanted() and over.is_wanted() # it ends by the state of the run
     for every in (0, True, '2', -1, None, float('nan')):
-        with pytest.raises(ValueError, match='every is a number'): live(t, every=every)
-    with pytest.raises(TypeError, match='not an int'): live(3)
+        with pytest.raises(ValueError, match='every must be a number'): live(t, every=every)
+    with pytest.raises(TypeError, match='got an int'): live(3)
     t.close()
 
 

@@ -101,7 +101,7 @@ def test_the_pointer_moves_the_cross_hair(lab, dpr):
     nb.out.get_by_label('scalar_metric').first.select_option(['mean', 'abs_max'])
     p.prints("a.controls['scalar_metric'].value, len(a.figure.legends)", "['mean', 'abs_max'] 1")
     nb.out.get_by_label('tt').first.select_option('each type')
-    nb.out.get_by_text('Panels are for layers or for tensor types').wait_for() # the last picture stays
+    nb.out.get_by_text('Panels are drawn for layers or for tensor types').wait_for() # the last picture stays
     p.prints('[ax.get_title("left") for ax in a.figure.axes]', "['0', '2']")
     nb.out.get_by_label('layer').first.fill('2')
     until(nb.out.locator('.widget-select-multiple select').nth(1).locator('option').count, 5) # the selection, the matches, and an entry for all matches

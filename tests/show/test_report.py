@@ -663,7 +663,7 @@ def test_report_accepts_paths_and_selections(tmp_path):
     with pytest.raises(FileExistsError, match='is not a file'): report(te, tmp_path)
     with pytest.raises(FileNotFoundError, match='The folder .*new.* does not exist'): report(te, f'{tmp_path}/new/')
     for name in ('stats', 'ttype', 'path'):
-        with pytest.raises(ValueError, match=f'{name} is an empty list'): report(te, tmp_path/'c.html', **{name: []})
+        with pytest.raises(ValueError, match=f'{name}= is an empty list'): report(te, tmp_path/'c.html', **{name: []})
     assert report(te, str(tmp_path/('x'*240+'.html'))).exists()
     assert 'paths' in report(str(te.t.log_path), tmp_path/'c.html').read_text('utf-8')
     csv = tmp_path/'t.csv'

@@ -39,7 +39,7 @@ def seen(got):
     return file.getvalue()
 
 
-others = {'differences': 'of what diff gives', 'interactive': 'takes a picture',
+others = {'attention_map': 'of rows about attention', 'differences': 'of what diff gives', 'interactive': 'takes a picture',
     'Surface3d': "Taiyi's, of a dict", 'query': 'begins with a question', 'runs': 'of no run', 'live': 'of all',
     **dict.fromkeys(('du', 'mv', 'rm', 'compact', 'sync'), 'of files'), 'scan': "gives an engine's frame",
     **dict.fromkeys(('from_logframe', 'validate', 'write_parquet'), 'of a LogFrame'), **dict.fromkeys(('read_pickle', 'read_csv', 'read_parquet'), 'of a file')}

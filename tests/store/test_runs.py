@@ -49,7 +49,7 @@ def test_exit_writes_what_was_noted_after_the_run_was_closed(tmp_path):
         assert {r['ttype'] for r in rows(log)[12:]}==ttypes
 
 
-@pytest.mark.slow
+@pytest.mark.release # slow
 def test_eight_in_the_same_second(tmp_path):
     "Eight processes that start together have eight runs"
     wait = "import time; from datetime import datetime\nwhile datetime.now().second%5: time.sleep(.01)\n" # so that the names are the same

@@ -181,7 +181,7 @@ def test_somebody_else_writes_parts_meanwhile(tmp_path, monkeypatch, rank):
         return True
     with monkeypatch.context() as m:
         m.setattr(shared, 'has_steps', more)
-        with pytest.raises(BlockingIOError, match='has changed meanwhile. Call compact again'): shared.share_parts(paths)
+        with pytest.raises(BlockingIOError, match='was changed by another process. Call compact again'): shared.share_parts(paths)
     assert read('a', home=tmp_path)['step'].max()==77
     lock = compaction.lock_folder(parts.folder_of(paths[rank]))
     with lock, pytest.raises(BlockingIOError, match='is being written by another process'): shared.share_parts(paths)
@@ -221,7 +221,7 @@ def test_a_file_of_another_run_is_noticed(tmp_path):
     for ask in (lambda: read('a', home=tmp_path), lambda: read('a', home=tmp_path, per_rank=True), lambda: scan('a', 'arrow', home=tmp_path)):
         with pytest.raises(ValueError, match='part of another run'): ask()
     files[0].write_bytes(files[0].read_bytes()[:-100])
-    with pytest.raises(ValueError, match='not a valid Parquet part, as compact writes it'): read('a', home=tmp_path)
+    with pytest.raises(ValueError, match='no valid Parquet file as compact writes it'): read('a', home=tmp_path)
     files[0].unlink()
     with pytest.raises(FileNotFoundError, match='was removed meanwhile'): read('a', home=tmp_path)
 
@@ -280,7 +280,7 @@ def test_a_list_that_makes_no_sense(tmp_path):
         told = json.loads(whole)
         told['parts'][0][k] = v
         f.write_text(json.dumps(told))
-        with pytest.raises(ValueError, match='is not a list of parts, as compact writes it'): read('a', home=tmp_path)
+        with pytest.raises(ValueError, match='is not the list of Parquet files that compact writes'): read('a', home=tmp_path)
 
 def test_a_run_that_goes_on_keeps_its_own_parts(tmp_path):
     "as whoever writes it will make more of them"

@@ -43,6 +43,66 @@ def the_head_is_cleared_and_the_body_is_not(arm):
         head.step()
 
 
+# gradients that are clipped too early
+
+def clipped(arm, seed, early, late=False, zeros=False, known=True, size=1., **armed):
+    """Train a small network on digits, and clip its gradients before or after the backward pass.
+
+    `early`: 'before' to clip between `zero_grad` and `backward`, 'after' to clip between `optimizer.step` and `zero_grad`, '' for neither;
+    `late`: True to clip between `backward` and `optimizer.step`; `zeros`: True to set gradients to zeros instead of None;
+    `known`: False to arm without the optimizer; `size`: largest norm of the gradients"""
+    torch.manual_seed(seed)
+    x,y = digits()
+    model = mlp(64, 48, 10)
+    opt = torch.optim.SGD(model.parameters(), lr=.1)
+    te = arm(model, **armed | ({'optimizer': opt} if known else {}))
+    def clip(): nn.utils.clip_grad_norm_(model.parameters(), size)
+    for a,b in batches(60, 32, x, y):
+        opt.zero_grad(set_to_none=not zeros)
+        if early=='before': clip()
+        loss = F.cross_entropy(model(a), b)
+        te.log(loss=loss)
+        loss.backward()
+        if late: clip()
+        if not known: te.step()
+        opt.step()
+        if early=='after': clip()
+    te.close()
+
+
+@is_broken('clipped_early', paths='')
+def clipped_before_the_backward(arm): clipped(arm, 470, 'before')
+
+
+@is_broken('clipped_early', paths='')
+def zeros_are_clipped_before_the_backward(arm): clipped(arm, 471, 'before', zeros=True)
+
+
+@is_broken('clipped_early', paths='', steps=(0, 3))
+def clipped_after_the_optimizer_step(arm): clipped(arm, 472, 'after')
+
+
+@is_broken('clipped_early', paths='')
+def clipped_early_without_a_known_optimizer(arm): clipped(arm, 473, 'before', known=False)
+
+
+@is_broken('clipped_early', paths='')
+def accumulated_and_clipped_before_the_first_backward(arm):
+    "Three backward passes make one step, and gradients are clipped only before the first of them"
+    torch.manual_seed(474)
+    x,y = digits()
+    model = mlp(64, 48, 10)
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    te = arm(model, optimizer=opt)
+    for i,(a,b) in enumerate(batches(120, 32, x, y)):
+        if i%3==0: opt.zero_grad(); nn.utils.clip_grad_norm_(model.parameters(), 1.)
+        loss = F.cross_entropy(model(a), b)
+        te.log(loss=loss)
+        (loss/3).backward()
+        if i%3==2: opt.step()
+    te.close()
+
+
 # autocast
 
 class Wide(nn.Module):

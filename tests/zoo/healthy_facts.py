@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from . import is_healthy
-from .broken_facts import Peaked, Tanh, Wide, under_autocast
+from .broken_facts import Peaked, Tanh, Wide, clipped, under_autocast
 from .data import digits
 from .parts import batches, fit, mlp
 
@@ -67,6 +67,135 @@ def each_layer_learns_on_its_own(arm):
             o.step()
         te.log(loss=loss)
         te.step()
+
+
+@is_healthy
+def learned_weights_of_two_losses(arm):
+    "Two tasks are weighted by their learned uncertainty (Kendall et al. 2018). The loss uses the two weights, and `forward` does not"
+    torch.manual_seed(485)
+    x,y = digits()
+    model = nn.ModuleDict(dict(body=mlp(64, 48, 32), digit=nn.Linear(32, 10), size=nn.Linear(32, 1)))
+    model.log_variances = nn.Parameter(torch.zeros(2))
+    opt = torch.optim.Adam(model.parameters(), 2e-3)
+    te = arm(model, optimizer=opt)
+    for a,b in batches(80, 32, x, y):
+        h = model['body'](a).relu()
+        both = torch.stack([F.cross_entropy(model['digit'](h), b), F.mse_loss(model['size'](h).squeeze(1), a.mean(1))])
+        loss = (both*torch.exp(-model.log_variances)+model.log_variances/2).sum()
+        te.log(loss=loss)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+
+
+# clipping
+
+@is_healthy
+def clipped_in_time(arm): clipped(arm, 475, '', late=True)
+
+
+@is_healthy
+def clipped_in_time_without_a_known_optimizer(arm): clipped(arm, 476, '', late=True, zeros=True, known=False)
+
+
+@is_healthy
+def clipped_before_and_after_the_backward(arm): clipped(arm, 477, 'before', late=True, zeros=True)
+
+
+@is_healthy
+def the_norm_is_measured_after_the_step(arm):
+    "`clip_grad_norm_` with an infinite limit changes nothing: the training calls it for the norm that it returns"
+    clipped(arm, 478, 'after', size=float('inf'))
+
+
+@is_healthy
+def clipped_after_each_of_three_backwards(arm):
+    torch.manual_seed(479)
+    x,y = digits()
+    model = mlp(64, 48, 10)
+    opt = torch.optim.SGD(model.parameters(), lr=.1)
+    te = arm(model, optimizer=opt)
+    for i,(a,b) in enumerate(batches(120, 32, x, y)):
+        loss = F.cross_entropy(model(a), b)/3
+        te.log(loss=loss*3)
+        loss.backward()
+        nn.utils.clip_grad_value_(model.parameters(), .1)
+        if i%3==2: opt.step(); opt.zero_grad()
+
+
+@is_healthy
+def two_losses_clipped_one_after_the_other(arm):
+    "The gradients of the first network are clipped before the backward pass of the second network, and both optimizers step at the end"
+    torch.manual_seed(480)
+    x,y = digits()
+    model = nn.ModuleDict(dict(first=mlp(64, 48, 10), second=mlp(64, 32, 10)))
+    opts = [torch.optim.SGD(m.parameters(), lr=.1) for m in model.values()]
+    te = arm(model, optimizer=opts)
+    for a,b in batches(60, 32, x, y):
+        for name,opt in zip(model, opts, strict=True):
+            opt.zero_grad()
+            loss = F.cross_entropy(model[name](a), b)
+            te.log(**{name: loss})
+            loss.backward()
+            nn.utils.clip_grad_norm_(model[name].parameters(), 1.)
+        for opt in opts: opt.step()
+
+
+def with_a_second_backward(arm, seed, restored, body):
+    """Move weights uphill, compute gradients there, restore the weights, clip and step, as SAM (Foret et al. 2020) does.
+
+    `restored`: True to restore the weights before clipping, False to restore them after clipping; `body`: True if the
+    gradients of the first backward are kept, as in adversarial training of embeddings (FGM)."""
+    torch.manual_seed(seed)
+    x,y = digits()
+    model = mlp(64, 48, 10)
+    opt,moved = torch.optim.SGD(model.parameters(), lr=.1),[model[0].weight] if body else [*model.parameters()]
+    te = arm(model, optimizer=opt)
+    for a,b in batches(60, 32, x, y):
+        opt.zero_grad()
+        loss = F.cross_entropy(model(a), b)
+        te.log(loss=loss)
+        loss.backward()
+        by = [.05*p.grad/(p.grad.norm()+1e-12) for p in moved]
+        with torch.no_grad(): torch._foreach_add_(moved, by)
+        if not body: opt.zero_grad()
+        F.cross_entropy(model(a), b).backward()
+        if not restored: nn.utils.clip_grad_norm_(model.parameters(), 1.)
+        with torch.no_grad(): torch._foreach_sub_(moved, by)
+        if restored: nn.utils.clip_grad_norm_(model.parameters(), 1.)
+        opt.step()
+
+
+@is_healthy
+def sharpness_aware_and_clipped(arm): with_a_second_backward(arm, 481, False, False)
+
+
+@is_healthy
+def sharpness_aware_and_clipped_after_the_weights_are_restored(arm): with_a_second_backward(arm, 482, True, False)
+
+
+@is_healthy
+def adversarial_weights_restored_before_clipping(arm): with_a_second_backward(arm, 483, True, True)
+
+
+@is_healthy
+def clipped_with_a_body_that_is_frozen_at_first(arm):
+    "Gradients of all parameters are clipped, and the body has none for half of the training. Weights are kept small, as in a Wasserstein GAN"
+    torch.manual_seed(484)
+    x,y = digits()
+    model = nn.Sequential()
+    model.body,model.head = mlp(64, 48, 32),nn.Linear(32, 10)
+    opt = torch.optim.SGD(model.parameters(), lr=.1)
+    te = arm(model, optimizer=opt)
+    for i,(a,b) in enumerate(batches(80, 32, x, y)):
+        opt.zero_grad()
+        with torch.set_grad_enabled(i>=40): features = model.body(a)
+        loss = F.cross_entropy(model.head(features), b)
+        te.log(loss=loss)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.)
+        opt.step()
+        with torch.no_grad(): torch._foreach_clamp_max_([*model.parameters()], 1.)
 
 
 # autocast

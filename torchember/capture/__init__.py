@@ -1,1 +1,1 @@
-"Turn the execution of a model into events for listeners: names, patches, hooks, optimizers, compiled code"
+"Turn the execution of a model into events for listeners: module names, replaced methods, hooks, optimizers, compiled code"

@@ -14,12 +14,17 @@ from .merging import merge_calls
 from .private_torch import keep_in_order, never_compile, never_merge, on_inductor_graphs, recomputing, thread_token
 
 # %% ../../nbs/10_capture/15_compiled.ipynb #fd9b9211
-# `numbers` counts the key tensors made by `new_key`. `holders`: number in a key tensor -> object that belongs to the key tensor
+# `numbers` counts the key tensors that `new_key` makes. `holders`: number in a key tensor -> object that this tensor stands for
 numbers,holders = itertools.count(),weakref.WeakValueDictionary()
 
 # %% ../../nbs/10_capture/15_compiled.ipynb #7a82081c
 def new_key(holder) -> torch.Tensor:
-    "Return a tensor with a new number, by which operators in a compiled graph find the object `holder`. A weak reference to `holder` is stored."
+    """Return a tensor with a new number, which stands for `holder` in a compiled graph.
+
+    The custom operators in the graph find `holder` by this number.
+
+    Only a weak reference is stored.
+    """
     n = next(numbers)
     holders[n] = holder
     with torch.inference_mode(False): return torch.tensor([n], dtype=torch.int64, device='cpu')
@@ -32,11 +37,11 @@ def holder_of(key):
 # %% ../../nbs/10_capture/15_compiled.ipynb #daf885c8
 lib = torch.library.Library('torchember', 'FRAGMENT')
 
-# tag that keeps our operators out of CUDA graphs, because replaying a CUDA graph does not run their Python code
+# tag that keeps torchember's operators out of CUDA graphs, whose replay would not run their Python code
 not_in_cuda_graphs = tuple(t for t in (getattr(torch.Tag, 'cudagraph_unsafe', None),) if t is not None)
 
 def unused_name(name):
-    "Return an unused name for an operator: `name`, with a number if needed, because this Python module may be loaded twice."
+    "Return an unused name for a torch operator: `name`, with a number if the name is taken, because this Python module may be loaded twice."
     names = (f'{name}_{i}' if i>1 else name for i in itertools.count(1))
     return next(n for n in names if not hasattr(torch.ops.torchember, n))
 
@@ -50,7 +55,7 @@ def define_operator(name, arguments, f, token=True, tensors='Tensor[]', merges=T
     in torch's schema language. `token`: True if torch is to keep the order by an effect token, where this version of torch has effect tokens.
     `merges`: True if Inductor may make the call later in the graph, together with other calls."""
     def run(xs, key, *rest):
-        "Run the operator: pass the tensors `xs` to `f` with the object that `key` identifies."
+        "Run the operator: call `f` with the tensors `xs` and with the object that the tensor `key` stands for."
         holder = holder_of(key)
         if holder is None: return
         holder.memory_reused()
@@ -80,9 +85,12 @@ def prepare_graph(op, token):
 
 # %% ../../nbs/10_capture/15_compiled.ipynb #4d906f5e
 def call_holder(method):
-    "Return a function that calls the method `method` of an object with (name, tensor) pairs, except while a checkpoint recomputes a forward."
+    """Return a function that calls a method of an object with (name, tensor) pairs.
+
+    While a checkpoint recomputes a forward, the function does nothing.
+    """
     def f(holder, xs, names, *hooked):
-        "Call the method of the object `holder`, unless a checkpoint recomputes a forward, which was reported before."
+        "Call the method of the object `holder`. Do nothing while a checkpoint recomputes a forward, reported before."
         if not recomputing(): getattr(holder, method)(list(zip(names, xs, strict=True)), *hooked)
     return f
 
@@ -97,7 +105,7 @@ exited = define_operator('exited', ', str[] names, str[] hooked', call_holder('e
 grads_arrived = define_operator('grads_arrived', ', str ttype, str[] names', report_gradients, False, 'Tensor?[]')
 probed = define_operator('probed', ', str[] names', call_holder('probed'))
 missed = define_operator('missed', ', str ttype, str[] names', lambda holder, xs, ttype, names: recomputing() or holder.missed(ttype, names))
-# `began` needs only the length of the tensor list: 1 if the pass has gradients, 0 if the pass has no gradients
+# the tensor list of `began` has no other use than its length: 1 if the pass has gradients, else 0
 began = define_operator('began', '', lambda holder, xs: recomputing() or holder.began(*[True]*len(xs)), merges=False)
 ended = define_operator('ended', '', lambda holder, xs: recomputing() or holder.ended())
 

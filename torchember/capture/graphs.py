@@ -12,18 +12,19 @@ import torch
 
 # %% ../../nbs/10_capture/44_graphs.ipynb #2eda9567
 def notify_watches(event, *args):
-    "Call the method named `event` of each listener that is notified of CUDA graphs."
+    "Call the method named `event` of each listener that wants the events of CUDA graphs."
     for watch in list(GraphWatch.attached): getattr(watch.listener, event)(*args)
 
-# Name of a method of a CUDA graph -> names of the events before and after the method
+# Name of a method of a CUDA graph -> names of the events that are reported before and after the method
 events_of = dict(capture_begin=('graph_to_come', 'graph_begins'), capture_end=(None, 'graph_ends'), replay=('replay_begins', 'replay_ends'))
-ends = 'graph_ends','replay_ends' # events that are reported also if the method raises an exception, then with the last argument False
+# events that are reported also if the method raises an exception, then with the last argument False
+ends = 'graph_ends','replay_ends'
 
 def with_events(f, before, after):
     "Wrap a method of a CUDA graph class to notify listeners before and after the method. `before`, `after`: names of the events, or None."
     @functools.wraps(f)
     def run(graph, *args, **kwargs):
-        "Report the event before, run the method of the CUDA graph, and report the event after it."
+        "Report the first event, run the method of the CUDA graph, and report the second event."
         if before: notify_watches(before, graph)
         whole = False
         try:
@@ -43,7 +44,8 @@ def graph_classes():
 # %% ../../nbs/10_capture/44_graphs.ipynb #3bb04ce7
 class GraphWatch:
     "Notifies a listener whenever a CUDA graph is captured or replayed in this process."
-    attached = weakref.WeakSet() # all instances that notify now: `attach` adds an instance, `detach` removes the instance
+    # all instances that notify now: `attach` adds an instance, `detach` removes the instance
+    attached = weakref.WeakSet()
     former = {} # (CUDA graph class, name of a method) -> original method, to restore later
     def __init__(self, listener): self.listener = listener # listener: an object with the methods of `Listener` for CUDA graphs
 
@@ -58,7 +60,7 @@ class GraphWatch:
         self.attached.add(self)
 
     def detach(self):
-        "Stop notifying the listener. The last attached `GraphWatch` restores torch's methods, except those that other code has wrapped."
+        "Stop notifying the listener. The last `detach` in this process restores torch's methods, except methods wrapped by other code."
         if self not in self.attached: return
         self.attached.discard(self)
         if self.attached: return

@@ -22,7 +22,8 @@ activations = {'Softmax': 'softmax', 'LogSoftmax': 'log_softmax', 'Sigmoid': 'si
     'Gelu': 'gelu', 'LeakyRelu': 'leaky_relu', 'Elu': 'elu', 'Softplus': 'softplus', 'Silu': 'silu', 'Hardtanh': 'hardtanh', 'Hardsigmoid': 'hardsigmoid',
     'Exp': 'exp', 'Log': 'log', 'Clamp': 'clamp', 'ClampMin': 'clamp', 'ClampMax': 'clamp'}
 moves = {'View', 'UnsafeView', 'ReshapeAlias', 'Transpose', 'T', 'Permute', 'Squeeze', 'Unsqueeze', 'Expand', 'ToCopy', 'Clone', 'Alias', 'AsStrided'}
-selections = {'Select', 'Slice', 'Index', 'Gather', 'Split', 'Unbind', 'IndexSelect', 'MaskedSelect'} # operations that keep only some elements
+# operations that keep only some elements
+selections = {'Select', 'Slice', 'Index', 'Gather', 'Split', 'Unbind', 'IndexSelect', 'MaskedSelect'}
 
 class Link(NamedTuple):
     "An operation between the last layer of the model and the loss, as found in the autograd graph."
@@ -59,7 +60,8 @@ class Way(NamedTuple):
     "The operations between the last layer of the model and an autograd node of the loss, the last operation first."
     links:tuple # a `Link` for each operation, the last operation first
     end:object # Autograd node of the model's last layer, or of the last operation that was found
-    anchor:object # Node of the first activation found, else `end`. Two products with the same anchor are parts of one loss
+    # Node of the first activation found, else `end`. Two products with the same anchor are parts of one loss
+    anchor:object
     raw:torch.Tensor|None # Prediction of the model, if an autograd node has saved the prediction
     names = property(lambda self: tuple(l.name for l in self.links), doc="Names of the operations, the last operation first")
 
@@ -86,10 +88,12 @@ def before_link(node, link, known):
 
 # %% ../../nbs/10_capture/48_loss_graph.ipynb #06f08dea
 class LossTerm(NamedTuple):
-    "One term of a loss: kind, prediction, target and their shapes, as found in the autograd graph."
-    kind:str # Kind of loss: 'cross_entropy', 'nll', 'mse', 'l1', 'huber', 'smooth_l1', 'bce', 'bce_with_logits', 'kl_div', 'margin', 'soft_margin'
+    "One term of a loss, such as a cross-entropy: its kind, prediction, target and their shapes, found in the autograd graph."
+    # Kind of loss: 'cross_entropy', 'nll', 'mse', 'l1', 'huber', 'smooth_l1', 'bce', 'bce_with_logits', 'kl_div', 'margin', 'soft_margin'
+    kind:str
     takes:str # What the loss expects of the prediction: 'logits', 'log_probabilities', 'probabilities' or 'values'
-    prediction:torch.Tensor|None = None # Prediction of the model. None if the autograd graph has not saved the prediction
+    # Prediction of the model. None if the autograd graph has not saved the prediction
+    prediction:torch.Tensor|None = None
     target:torch.Tensor|None = None # Target of the loss. None if the autograd graph has not saved the target
     shape:tuple|None = None # Shape of the prediction
     target_shape:tuple|None = None # Shape of the target, None if it is unknown
@@ -116,14 +120,17 @@ def shape_of_tensor(x):
 def as_given(x):
     "Return a tensor without the dimensions along which it was expanded: a view of the elements that the user passed."
     repeated = [stride==0 and n>1 for stride,n in zip(x.stride(), x.shape, strict=True)]
-    first = next((i for i,r in enumerate(repeated) if not r), len(repeated)) # the broadcast has added leading dimensions: remove them
+    # the broadcast has added leading dimensions: remove them
+    first = next((i for i,r in enumerate(repeated) if not r), len(repeated))
     return x[tuple(0 if i<first else slice(0, 1) if r else slice(None) for i,r in enumerate(repeated))]
 
 node_kinds = {'NllLoss': ('nll', 'log_probabilities'), 'NllLoss2D': ('nll', 'log_probabilities'), 'MseLoss': ('mse', 'values'),
     'BinaryCrossEntropy': ('bce', 'probabilities'), 'BinaryCrossEntropyWithLogits': ('bce_with_logits', 'logits'), 'HuberLoss': ('huber', 'values'),
     'SmoothL1Loss': ('smooth_l1', 'values'), 'MultiMarginLoss': ('margin', 'values'), 'SoftMarginLoss': ('soft_margin', 'values')}
 
-def end_of(way) -> str: return '' if way.end is None else node_word(way.end)
+def end_of(way) -> str:
+    "Return the operation at the end of the search for the model's last layer."
+    return '' if way.end is None else node_word(way.end)
 
 def torch_term(node, word):
     "Return the `LossTerm` of the autograd node of one of torch's own losses, such as `MseLossBackward0`."
@@ -149,7 +156,8 @@ def residual_term(node, word):
     difference = node.next_functions[0][0] if node.next_functions else None
     if difference is None or node_word(difference) not in ('Sub', 'Rsub'): return None
     below,slot = only_child(difference)
-    if below is None or hasattr(below, 'variable'): return None # a difference of two predictions, or of parameters, has no target
+    # a difference of two predictions, or of parameters, has no target
+    if below is None or hasattr(below, 'variable'): return None
     way,residual = way_down(below),saved(node, 'self')
     shape,whole = node_shape(below),node_shape(difference)
     target = target_of(way, residual, slot==0) if shape==whole else None
@@ -170,7 +178,7 @@ def target_of(way, residual, is_first):
 
 # %% ../../nbs/10_capture/48_loss_graph.ipynb #88b6e4e6
 def constant_of(node):
-    "Return the constant by which an operation multiplies or divides its only argument with a gradient, and the autograd node of this argument."
+    "Return the factor or divisor of an operation, and the autograd node of the only argument that gets a gradient."
     below,slot = only_child(node)
     return None if below is None else saved(node, 'self' if slot==1 else 'other'), below
 
@@ -186,7 +194,8 @@ def product_term(node, divergence=False):
     target,below = constant_of(node)
     if not isinstance(target, torch.Tensor) or not target.ndim or tuple(target.shape)!=node_shape(below): return None
     way = way_down(below)
-    if 'select' in way.names: return None # no cross-entropy: only some elements are used, as in a policy gradient
+    # only some elements are used, as in a policy gradient, so the product is no cross-entropy
+    if 'select' in way.names: return None
     shape,top = node_shape(below),way.names[:1]
     if top in (('log_softmax',), ('log',)):
         kind = 'kl_div' if divergence else 'cross_entropy'
@@ -214,7 +223,7 @@ def read_indices(node):
 passed = moves | selections | {'Add', 'Sub', 'Rsub', 'Mul', 'Div', 'Neg', 'Mean', 'Sum', 'Nansum', 'Stack', 'Cat', 'Where', 'MaskedFill', 'Sqrt', 'Detach'}
 
 class LossGraph(NamedTuple):
-    "Result of the search for terms in the autograd graph of a loss."
+    "Result of `find_terms`: the terms of a loss, found in its autograd graph."
     terms:list # A `LossTerm` for each term of the loss
     nodes:int = 0 # Number of autograd nodes that the search has visited
     compiled:bool = False # True if compiled code has computed the loss, so that its graph has no terms
@@ -237,7 +246,7 @@ def is_weight(node, word) -> bool:
     return isinstance(factor, torch.Tensor) and factor.numel()>1
 
 def find_terms(loss, most:int=2000, most_terms:int=8) -> LossGraph:
-    """Return the terms of a loss, found in its autograd graph. Without a known term, the result has no terms, and nothing is raised.
+    """Find the terms of a loss in its autograd graph. If none is known, the result has no terms, and no exception is raised.
 
     `loss`: any object; only a tensor has terms. `most`: largest number of nodes to visit. `most_terms`: largest number of terms to return."""
     root = getattr(loss, 'grad_fn', None) if isinstance(loss, torch.Tensor) else None

@@ -90,14 +90,14 @@ def evenly_spaced(xs, n=16):
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #63555850
 class ReplacedStep:
-    "Replacement of the method `step` of one optimizer or scaler. If other code has wrapped our `step`, our `step` stays, and calls the original."
+    "Replacement of the method `step` of one optimizer or scaler. If other code has wrapped this method, it stays, and calls the original."
     def __init__(self, o, former, step):
         self.o,self.former,self.step,self.removed = o,former,step,False
         step.__func__._torchember = self
         o.step = step
 
     def remove(self):
-        "Restore the original `step` of the object, unless other code has replaced our `step`."
+        "Restore the original `step` of the object, unless other code has replaced torchember's `step`."
         self.removed = True
         while (step := vars(self.o).get('step')) is not None and (top := getattr(step, '_torchember', None)) is not None and top.removed and top.step is step:
             if top.former is None: del self.o.step
@@ -110,9 +110,11 @@ def replace_step(o, run) -> ReplacedStep:
     former = vars(o).get('step')
     def step(self, *args, **kwargs):
         "Call `run` with the original `step` of the object."
-        def go(*args, **kwargs): return type(self).step(self, *args, **kwargs) if former is None else former(*args, **kwargs)
+        def go(*args, **kwargs):
+            "Call the original `step` of the object."
+            return type(self).step(self, *args, **kwargs) if former is None else former(*args, **kwargs)
         return run(self, go, args, kwargs) if self is o else go(*args, **kwargs)
-    # attributes are copied, because learning-rate schedulers set attributes of the `step` that they wrap
+    # learning-rate schedulers set attributes of the `step` that they wrap; they are copied
     like_former = functools.wraps(type(o).step if former is None else former)
     return ReplacedStep(o, former, types.MethodType(never_compile(like_former(step)), o))
 
@@ -137,7 +139,10 @@ def has_skipped(o):
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #5a1f0c7e
 def is_stepping(o):
-    "Return True if `o.step` is running in this thread. The frames are searched, because a step that raised has not reported its end."
+    """Return True if `o.step` is running in this thread.
+
+    Searches the stack frames, because the end of a step that raised an exception is not reported.
+    """
     steps = (f for f in running_frames() if f.f_code.co_name=='step' and f.f_code.co_argcount)
     return any(f.f_locals.get(f.f_code.co_varnames[0]) is o for f in steps)
 
@@ -181,7 +186,7 @@ class OptimizerWatch:
         self.optimizers = list({id(w): w for ws in self.innermost_of.values() for w in ws}.values())
         self.handles,self.scaler_step = [],None # handles: handles of hooks, and `ReplacedStep` objects; scaler_step: the `ReplacedStep` of the scaler
         self.open,self.wrappers = OpenSteps(),[] # open: running steps of optimizers; wrappers: wrappers whose step is running
-        # id -> optimizer that stepped inside the step of a wrapper; reported when the wrapper's step ends
+        # id of an optimizer -> optimizer that stepped inside the step of a wrapper; reported when the wrapper's step ends
         self.in_wrapper = {}
         # ready: ids of optimizers whose gradients were ready in this step of the scaler; stepped: ids of optimizers that have stepped before
         self.ready,self.stepped = set(),set()

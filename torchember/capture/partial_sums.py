@@ -21,9 +21,9 @@ def partial_sums(named):
 
 # %% ../../nbs/10_capture/17_partial_sums.ipynb #7e1d0a02
 def report_after_hooks(state, named, variables, again=False) -> bool:
-    """Report an output that is a partial sum after the module's own hooks have summed it over ranks. Return False without partial sum or hook.
+    """Report an output that is a partial sum after the module's own hooks have summed it over ranks. Return False if there is no such output.
 
-    `named`: (name, tensor) pairs of the forward's result. `variables`: names of the variables of our patched forward, by which its frames are recognized.
+    `named`: (name, tensor) pairs of the forward's result. `variables`: names of the variables in torchember's forward, to recognize its frames.
     `again`: whether a checkpoint recomputes the forward in a backward."""
     frames = hook_callers(state.track.module, variables) if state.named_tensors('output', partial_sums, named) else ()
     if not frames: return False
@@ -36,7 +36,7 @@ def report_after_hooks(state, named, variables, again=False) -> bool:
     return True
 
 def add_last_hook(state, frames, report):
-    "Register a forward hook that runs last in the current call of the module, and once only. `frames`: ids of torch's frames that call hooks."
+    "Register a forward hook that runs last in the current call of the module, and only once. `frames`: ids of torch's stack frames that call hooks."
     thread = get_ident()
     def hook(module, args, result):
         "Report the outputs in `result` if this is the expected call, and remove the hook."

@@ -7,15 +7,16 @@ __all__ = ['newest', 'missing', 'count_dispatch_modes', 'count_function_modes', 
            'without_function_modes', 'without_transforms', 'is_wrapped', 'unwrap', 'running_backward', 'running_node',
            'saving_hooks', 'recomputing_words', 'apply_code', 'metadata_passes', 'check_trace', 'check_trace_code',
            'module_call', 'variable_class', 'will_execute', 'next_number', 'engine', 'norm_base', 'DispatchMode',
-           'reads_number', 'Arguments', 'is_tracing', 'exporting_flag', 'hooks_in_graphs', 'norm_clipper', 'private',
-           'noting_failure', 'warn_missing', 'recomputes', 'recomputing', 'function_call_in', 'function_context_in',
-           'running_frames', 'enclosing_call', 'in_training_function', 'is_same_call', 'is_metadata_pass',
-           'is_trace_check', 'is_graph', 'calling_module', 'call_after_backward', 'leaves_below', 'writes_gradients',
-           'node_number', 'is_engine_code', 'node_word', 'saved', 'is_freed_node', 'node_shape', 'has_spectral_norm',
-           'operation_arguments', 'is_dynamo_frame', 'never_compile', 'warn_no_hooks', 'thread_token', 'never_merge',
-           'keep_in_order', 'has_step_hooks', 'loss_scale', 'is_unscaled', 'has_unscaled', 'shared_store', 'fsdp_of',
-           'group_between_shards', 'may_free_parameters', 'is_fsdp', 'running_ddp', 'pipeline_stages',
-           'lists_parameters_as_torch', 'hook_callers']
+           'reads_number', 'Arguments', 'is_tracing', 'exporting_flag', 'hooks_in_graphs', 'norm_clipper',
+           'fill_function_table', 'script_table', 'modules_of_compilers', 'private', 'noting_failure', 'warn_missing',
+           'recomputes', 'recomputing', 'function_call_in', 'function_context_in', 'running_frames', 'enclosing_call',
+           'in_training_function', 'is_same_call', 'is_metadata_pass', 'is_trace_check', 'is_graph', 'calling_module',
+           'call_after_backward', 'leaves_below', 'writes_gradients', 'node_number', 'is_engine_code', 'node_word',
+           'saved', 'is_freed_node', 'node_shape', 'has_spectral_norm', 'operation_arguments', 'is_dynamo_frame',
+           'never_compile', 'warn_no_hooks', 'thread_token', 'never_merge', 'keep_in_order', 'has_step_hooks',
+           'loss_scale', 'is_unscaled', 'has_unscaled', 'shared_store', 'fsdp_of', 'group_between_shards',
+           'may_free_parameters', 'is_fsdp', 'running_ddp', 'pipeline_stages', 'lists_parameters_as_torch',
+           'hook_callers', 'is_torch_compiled']
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch02
 import functools, gc, inspect, sys, weakref
@@ -48,7 +49,7 @@ def noting_failure(path, then):
     except Exception: missing[path] = then
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch08
-warned = set() # private names of which the user was warned
+warned = set() # private names for which a warning was given
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #eecc44ea
 def warn_missing():
@@ -56,17 +57,20 @@ def warn_missing():
     new = missing.keys()-warned
     if not new or torch_version()<=newest: return
     warned.update(new)
-    warn(f"torch {torch.__version__} is newer than {'.'.join(map(str, newest))}, the newest version that this torchember was tested with, and lacks "
-        + '; '.join(f"{k}: {missing[k]}" for k in sorted(new)) + ". Look for a newer torchember.")
+    warn(f"torch {torch.__version__} is newer than {'.'.join(map(str, newest))}, the newest version that this torchember was "
+            "tested with, and no longer has names that torchember uses: "
+        + '; '.join(f"{k}: {missing[k]}" for k in sorted(new)) + ". Update torchember.")
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #6b30bda5
-def torch_version(): return tuple(int(n) for n in torch.__version__.split('.')[:2]) # returns (major, minor)
+def torch_version(): # (major, minor)
+    "Return the version of torch as (major, minor)."
+    return tuple(int(n) for n in torch.__version__.split('.')[:2])
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch14
-# Returns the number of active modes that see operations (FLOP counters, fake tensors). Exists in torch 2.0 and later
+# Returns how many modes are active that intercept operations (FLOP counters, fake tensors). Exists in torch 2.0 and later
 count_dispatch_modes = private('torch._C._len_torch_dispatch_stack', lambda: 1, 'every tensor is read as if a mode were active, which takes longer')
 
-# Returns the number of active modes that see function calls, such as a default device. Exists in torch 2.0 and later
+# Returns how many modes are active that intercept function calls, such as a default device. Exists in torch 2.0 and later
 count_function_modes = private('torch._C._len_torch_function_stack', lambda: 1, 'every tensor is read as if a mode were active, which takes longer')
 
 # Returns the innermost running transform of `torch.func`, such as vmap or grad, or None. Exists in torch 2.0 and later
@@ -91,7 +95,7 @@ running_node = private('torch._C._current_autograd_node', lambda: None, 'what an
 saving_hooks = private('torch._C._autograd._top_saved_tensors_default_hooks', lambda ignore: None,
     'what is computed again inside a custom backward is recorded again')
 
-# an autograd Function with one of these words in its name recomputes its forward in its backward
+# an autograd Function whose name contains one of these words recomputes its forward in its backward
 recomputing_words = 'checkpoint', 'compiled', 'recompute', 'revers', 'invert'
 
 def recomputes(function):
@@ -112,7 +116,7 @@ def recomputing():
 apply_code = getattr(getattr(torch.autograd.Function.apply, '__func__', None), '__code__', None)
 
 def function_call_in(frame):
-    "Return weak references identifying the call of an autograd Function in `frame`. None for other frames, or a Function that recomputes."
+    "Return weak references that identify the call of an autograd Function in a stack frame. None if there is none, or if the Function recomputes."
     if apply_code is not None:
         # compiled code runs in an autograd Function, too: `recomputes` excludes this Function by its name
         if frame.f_code is not apply_code or recomputes(frame.f_locals['cls']): return None
@@ -134,7 +138,7 @@ def running_frames():
         frame = frame.f_back
 
 def enclosing_call():
-    "Return an identifier of the autograd Function whose forward is running in this thread; True in a backward, None without such a Function."
+    "Return an identifier of the autograd Function whose forward is running in this thread; True in a backward, None if no such Function is running."
     if running_backward()!=-1: return True
     if torch.is_grad_enabled(): return None
     return next((found for frame in running_frames() if (found := function_call_in(frame)) is not None), None)
@@ -144,18 +148,19 @@ def in_training_function():
     if running_backward()!=-1: return True
     for frame in running_frames():
         ctx = function_context_in(frame)
-        # `next_functions` is empty if gradients were off outside the Function
+        # gradients were off outside the Function if `next_functions` is empty
         if getattr(type(ctx), '_forward_cls', None) is not None: return len(ctx.next_functions)>0
-        if frame.f_code is apply_code: return True # an autograd Function whose forward has no context argument, so that `ctx` was not found
+        # an autograd Function whose forward has no context argument, so that `ctx` was not found
+        if frame.f_code is apply_code: return True
     return False
 
 def is_same_call(now, before):
-    "Return True if two results of `enclosing_call` identify the same call, or if `now` is from a backward."
+    "Return True if two results of `enclosing_call` are the same autograd Function, or if `now` is from a backward."
     if now is None or now is True or before is None or before is True: return now is True
     return len(now)==len(before) and all(a() is not None and a() is b() for a,b in zip(now, before, strict=True))
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #3231aa52
-# functions of `torch.distributed.pipelining.stage` that run a model to determine shapes, in torch 2.4 and later
+# functions of `torch.distributed.pipelining.stage` that run a model to find the shapes of its outputs, in torch 2.4 and later
 metadata_passes = '_forward_metadata_inference', '_shape_inference'
 
 def is_metadata_pass():
@@ -167,7 +172,7 @@ check_trace = private('torch.jit._trace._check_trace', None, 'the run by which t
 check_trace_code = getattr(inspect.unwrap(check_trace), '__code__', None) if check_trace is not None else None
 
 def is_trace_check():
-    "Return True if `torch.jit.trace` (or `SummaryWriter.add_graph`, which calls it) runs the model in this thread to check the trace."
+    "Return True if `torch.jit.trace` runs the model in this thread only to check the trace. `SummaryWriter.add_graph` calls `torch.jit.trace`, too."
     return any(f.f_code is check_trace_code for f in running_frames())
 
 module_call = torch.nn.Module.__call__.__code__
@@ -194,7 +199,7 @@ def call_after_backward(f) -> bool: # returns False if this version of torch can
 will_execute = private('torch._C._will_engine_execute_node', None, 'a pass that only torch.autograd.grad uses is merged with the other passes of its step')
 
 def leaves_below(node, most=16):
-    "Return up to `most` autograd nodes that accumulate gradients of leaf tensors, and that `node` leads to in the autograd graph."
+    "Return up to `most` autograd nodes that accumulate gradients of leaf tensors, found below `node` in the autograd graph."
     found,todo,seen = [],[node],set()
     while todo and len(found)<most and len(seen)<1000:
         if (n := todo.pop()) is None or n in seen: continue
@@ -215,11 +220,11 @@ next_number = private('torch._C._autograd._get_sequence_nr', lambda: 0, 'locate 
 engine = private('torch.autograd.graph._engine_run_backward', None, 'locate takes what is computed again in a backward for a part of what calls that')
 
 def node_number(node):
-    "Return the number of an autograd node, -1 if this torch does not number nodes."
+    "Return the number of an autograd node, -1 if this version of torch does not number nodes."
     return node._sequence_nr() if hasattr(node, '_sequence_nr') else -1
 
 def is_engine_code(code):
-    "Return True if a code object runs the backward of torch."
+    "Return True if a code object belongs to torch's function for a backward."
     return engine is not None and code is engine.__code__
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #d2d017bf
@@ -228,15 +233,17 @@ def node_word(node) -> str:
     return type(node).__name__.partition('Backward')[0]
 
 def saved(node, name):
-    """Return what an autograd node saved under a name, such as 'target': a tensor without a graph, or another value. None if it is missing or freed.
+    """Return a value that an autograd node has saved under a name, such as 'target'. Tensors have no graph. None if the value is missing or freed.
 
     A tensor is not unpacked if it was packed by hooks, because then unpacking may compute a forward again, as in checkpoints."""
-    raw = getattr(node, f'_raw_saved_{name}', None) # exists in torch 1.9 and later, its `unpack_hook` in torch 2.8 and later
+    # exists in torch 1.9 and later, its `unpack_hook` in torch 2.8 and later
+    raw = getattr(node, f'_raw_saved_{name}', None)
     if getattr(raw, 'unpack_hook', None) is not None: return None
     try: value = getattr(node, f'_saved_{name}', None)
     except RuntimeError: return None # the backward has freed the tensor, or the tensor was changed in place
     if isinstance(value, torch.Tensor): return value.detach()
-    return value-2**64 if isinstance(value, int) and value>=2**63 else value # torch returns negative integers as unsigned 64-bit integers
+    # torch returns negative integers as unsigned 64-bit integers
+    return value-2**64 if isinstance(value, int) and value>=2**63 else value
 
 def is_freed_node(node) -> bool:
     "Return True if a backward has freed the tensors of an autograd node."
@@ -252,7 +259,7 @@ def node_shape(node) -> tuple|None:
     try: return tuple(int(n) for n in known[0].shape) if known else None
     except (AttributeError, RuntimeError, TypeError, ValueError): return None
 
-# base class of BatchNorm and InstanceNorm. Exists in torch 2.0 and later
+# base class of BatchNorm and InstanceNorm, which have running statistics. Exists in torch 2.0 and later
 norm_base = private('torch.nn.modules.batchnorm._NormBase', torch.nn.modules.batchnorm.BatchNorm2d, 'only BatchNorm2d has running statistics')
 
 def has_spectral_norm(module):
@@ -287,15 +294,19 @@ def is_dynamo_frame(frame) -> bool:
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch20
 # Returns True while `torch.jit.trace` runs. Exists in all versions of torch. The public function is slower: it calls two more functions
-is_tracing = private('torch._C._is_tracing', torch.jit.is_tracing, 'a call of an armed module takes a little longer')
+is_tracing = private('torch._C._is_tracing', torch.jit.is_tracing, 'a call of a recorded module takes a little longer')
 
 # name of the flag in `torch.compiler` that says whether torch exports a model, None if there is none. Exists in torch 2.7 and later
 exporting_flag = '_is_exporting_flag' if hasattr(torch.compiler, '_is_exporting_flag') else None
 if exporting_flag:
-    def is_exporting(): return torch.compiler._is_exporting_flag
+    def is_exporting():
+        "Return True while torch exports a model."
+        return torch.compiler._is_exporting_flag
 elif hasattr(torch.compiler, 'is_exporting'): is_exporting = torch.compiler.is_exporting
 else:
-    def is_exporting(): return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
+    def is_exporting():
+        "Return True while torch exports a model."
+        return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch24
 # functions that make Dynamo skip a code object, in torch 2.7 and later
@@ -340,16 +351,17 @@ def never_merge(op):
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch32
 def keep_in_order(op, token:bool):
-    "Have Inductor, if it is loaded, run `op` after the last effect before `op`. `token`: whether `op` is registered as an effect of torch."
+    "Make Inductor, if it is loaded, run the operator `op` after the last earlier effect. `token`: True if `op` is registered as an effect of torch."
     lowering = sys.modules.get('torch._inductor.lowering')
     if lowering is None: return
     utils = sys.modules.get('torch._inductor.utils')
-    # operators with effects are excluded from CUDA graphs, because CUDA graphs cannot contain operators that run Python
+    # excluded, because CUDA graphs cannot contain operators that run Python
     if hasattr(utils, 'FORBIDDEN_CUDAGRAPH_OPS'): utils.FORBIDDEN_CUDAGRAPH_OPS |= {'with_effects'}
     with noting_failure('torch._inductor.lowering', unordered):
         if op in lowering.lowerings: return
         plain = lowering.fallback_handler(op, False) # Inductor's code for unknown operators
         def lower(*args):
+            "Lower a call of the operator as Inductor does, and keep its order among effects."
             place = lowering_state(lowering)
             out = plain(*args)
             if place: order_graph_operations(*place, token)
@@ -412,7 +424,7 @@ def on_inductor_graphs(ops, f):
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch35
 def has_step_hooks(optimizer) -> bool:
-    "Return True if an optimizer has torch's step hooks (torch 2.0 and later). If not, its `step` is replaced to notice steps."
+    "Return True if an optimizer has torch's step hooks (torch 2.0 and later). Otherwise torchember replaces its `step` to detect steps."
     return hasattr(optimizer, '_optimizer_step_pre_hooks')
 
 def loss_scale(scaler):
@@ -440,7 +452,7 @@ def shared_store():
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #5f1a7c02
 def fsdp_of(module):
-    """Return the meshes over which FSDP2 shards the parameters of a module: triples of a mesh, the used dimensions, and the divisor of gradients.
+    """Return the meshes over which FSDP2 shards the parameters of a module: triples (mesh, used dimensions, divisor of gradients).
     The divisor is None if torch divides gradients by the number of ranks. Works in torch 2.6 and later."""
     if not is_fsdp(module): return []
     state = module._get_fsdp_state()
@@ -460,7 +472,9 @@ def may_free_parameters():
     "Return True if FSDP may be in use. FSDP frees the memory of gathered parameters after a forward, so parameters must be read at once."
     return 'torch.distributed.fsdp' in sys.modules and torch.distributed.is_available() and torch.distributed.is_initialized()
 
-def is_fsdp(module): return hasattr(module, '_get_fsdp_state') # True if `fully_shard` was applied to the module
+def is_fsdp(module): # `fully_shard` adds this attribute
+    "Return True if `fully_shard` was applied to the module."
+    return hasattr(module, '_get_fsdp_state')
 
 def running_ddp():
     "Return the `DistributedDataParallel` whose forward is running, or None. Works in all versions of torch."
@@ -471,7 +485,7 @@ def pipeline_stages(model):
     Works in torch 2.5 and later."""
     stages,schedules = (sys.modules.get(f'torch.distributed.pipelining.{n}') for n in ('stage', 'schedules'))
     if stages is None or not hasattr(stages, '_PipelineStageBase'): return []
-    # uses `type`, because `isinstance` raises for a dead weak proxy
+    # `type`, because `isinstance` raises an exception for a dead weak proxy
     def all_of(kind):
         "Return all objects of a class in this process."
         return [o for o in gc.get_objects() if issubclass(type(o), kind)]
@@ -492,12 +506,28 @@ def lists_parameters_as_torch(module):
 # %% ../../nbs/10_capture/05_private_torch.ipynb #5f1a7c04
 def hook_callers(module, ours):
     """Return the ids of the frames in torch that will call the forward hooks of a module whose forward is running.
-    Return () if there are no hooks, or if `forward` was called directly. `ours`: names of the variables of our patched forwards."""
+    Return () if there are no hooks, or if `forward` was called directly. `ours`: names of the variables in torchember's forwards."""
     if not (module._forward_hooks or getattr(torch.nn.modules.module, '_global_forward_hooks', None)): return ()
     frame,inside = sys._getframe(1),False
-    # skips all our frames, because the forward for the first listener calls the forward for the second
+    # skips all frames of torchember, because its forward for the first listener calls its forward for the second
     while frame is not None and not (inside and frame.f_code.co_varnames!=ours):
         inside,frame = inside or frame.f_code.co_varnames==ours,frame.f_back
     known = frame is not None and frame.f_code.co_filename==torch.nn.Module.register_forward_hook.__code__.co_filename
     if not known or frame.f_locals.get('self') is not module: return ()
-    return id(frame), id(frame.f_back) # both frames are needed, because the outer frame calls hooks with `always_call` after an exception
+    # both frames are needed, because the outer frame calls hooks with `always_call` after an exception
+    return id(frame), id(frame.f_back)
+
+# %% ../../nbs/10_capture/05_private_torch.ipynb #a77e0002
+# Fills Dynamo's table of torch's functions. This function exists in torch 2.1 and later
+fill_function_table = private('torch._dynamo.trace_rules.get_torch_obj_rule_map', lambda: None,
+    'attention compiled while it is recorded may run as ordinary Python code')
+# Returns the table of `torch.jit.script`: id of a function -> operator that scripted code calls. Exists in torch 2.0 and later
+script_table = private('torch.jit._builtins._get_builtin_table', dict, 'torch.jit.script refuses code with attention while attention is recorded')
+# Python modules that compile, trace or list torch's own functions, so that functions in them must not be replaced
+modules_of_compilers = tuple(f'torch.{n}' for n in ('_C', '_dynamo', '_inductor', '_functorch', '_refs', '_decomp', '_prims', '_subclasses', '_meta',
+    'fx', 'jit', 'overrides', 'onnx', 'export'))
+
+# %% ../../nbs/10_capture/05_private_torch.ipynb #a77e0004
+def is_torch_compiled(module) -> bool:
+    "Return True if `torch.compile` or `Module.compile` was applied to a module."
+    return hasattr(module, '_orig_mod') or getattr(module, '_compiled_call_impl', None) is not None

@@ -55,7 +55,7 @@ def axes_of_mesh(mesh):
 class DataParallel(NamedTuple):
     "How a data-parallel wrapper spreads the batch of a module over ranks."
     axes:tuple # Names of the axes over which the batch is spread
-    # The gradient of an activation on this rank, times this factor, is the gradient of the loss of the whole batch
+    # Factor from the gradient of an activation on this rank to the gradient of the loss of the whole batch
     scale:float
     # Ids of parameters that the wrapper does not keep equal on the ranks of the first axis
     unequal:frozenset=frozenset()
@@ -67,7 +67,10 @@ def batch_of_ddp(ddp, axes):
     return DataParallel(axes.add_all([('dp', ranks)], 'dp'), 1/len(ranks), ignored)
 
 def batch_of_fsdp(module, axes):
-    "Return how `fully_shard` spreads the batch of a module, or None. For a module without own parameters, the first sharded child decides."
+    """Return how `fully_shard` spreads the batch of a module over ranks, or None.
+
+    For a module without own parameters, its first sharded child decides.
+    """
     groups = next((g for m in module.modules() if (g := fsdp_of(m))), []) if is_fsdp(module) else []
     if not groups: return None
     mesh,dims,divisor = groups[0]
@@ -77,7 +80,7 @@ def batch_of_fsdp(module, axes):
     return DataParallel(axes.add_all(named, 'fsdp'), 1/(divisor or prod(len(ranks) for _,ranks in named)))
 
 def batch_of_fsdp1(module, axes):
-    "Return how a `FullyShardedDataParallel` spreads the batch, or None for other modules. Its flat shards differ between ranks."
+    "Return how a `FullyShardedDataParallel` spreads the batch over ranks, None for other modules. Its flat shards differ between ranks."
     kind = getattr(sys.modules.get('torch.distributed.fsdp'), 'FullyShardedDataParallel', None)
     if kind is None or not isinstance(module, kind): return None
     named = [('fsdp', ranks_of(module.process_group))]
@@ -89,7 +92,7 @@ def batch_of_fsdp1(module, axes):
 
 # %% ../../nbs/10_capture/45_ranks.ipynb #84386959
 class Pipeline(NamedTuple):
-    "The stages of a pipeline run by this rank."
+    "Pipeline stages of a model on this rank."
     stages:dict # Path of a module -> number of the pipeline stage that runs the module
     axis:str|None=None # Name of the axis along which the stages follow each other
     scale:float=1. # 1 / number of micro-batches if the schedule divides gradients by this number, else 1
@@ -134,7 +137,7 @@ class Ranks:
         return self.inner if isinstance(ddp.module, nn.ParameterList) else ddp.module
 
     def set_batch(self, module, batch):
-        "Set how the batch is spread over ranks for a module and all modules inside. Set outer wrappers first, then inner wrappers."
+        "Store how the batch is spread over ranks, for a module and all modules inside. Call this for outer wrappers first, then for inner wrappers."
         for m in module.modules(): self.batches[m] = batch
 
     def find_axes(self):

@@ -52,7 +52,7 @@ class moduleTrack:
         self.id,self.children,self.parent,self.aliases = id(module),[],None,[]
         # the module's own dicts are stored now, because an integration may replace them temporarily while the tree is built
         self.parameters,self.buffers,self.activation = module._parameters,module._buffers,module.__dict__.get(ACTIVATION)
-        self.input_dt,self.output_dt = {},{} # tensor name -> shape in the last recorded call
+        self.input_dt,self.output_dt = {},{} # name of a tensor -> its shape in the last recorded call
 
     @property
     def base_module(self):

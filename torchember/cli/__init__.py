@@ -1,4 +1,4 @@
-"The command line"
+"Commands of the command line `torchember`"
 from typing import TYPE_CHECKING
 
 from ..ground.lazy import lazy_attributes

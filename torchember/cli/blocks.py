@@ -18,11 +18,8 @@ def scale_image(png, width, height=None):
     Image = needs('PIL.Image', for_='A picture in the terminal', package='pillow')
     image = Image.open(io.BytesIO(png)).convert('RGBA')
     image = Image.alpha_composite(Image.new('RGBA', image.size, 'white'), image).convert('RGB')
-    return image.resize((width, max(round(width*image.height/image.width), 1) if height is None else height), Image.Resampling.LANCZOS)
-
-def has_24_bit_color(env):
-    "Return True if the terminal can show 24-bit colors, according to its environment variables."
-    return env.get('COLORTERM') in ('truecolor', '24bit')
+    return image.resize((width, max(round(width*image.height/image.width), 1) if height is None else height),
+        Image.Resampling.LANCZOS)
 
 def color_code(rgb, is_24_bit):
     "Return the part of an ANSI escape sequence for a color."
@@ -31,7 +28,7 @@ def color_code(rgb, is_24_bit):
     return f'5;{16+36*r+6*g+b}'
 
 def draw_blocks(png, columns, env=None):
-    "Return a picture as text with `columns` block characters per line. png: bytes of a PNG file"
+    "Return a picture as text with `columns` block characters per line. `png`: bytes of a PNG file"
     env = os.environ if env is None else env
     image = scale_image(png, columns)
     # an even number of pixel rows, because each character shows two of them
@@ -39,7 +36,10 @@ def draw_blocks(png, columns, env=None):
     rows = np.asarray(image).tolist()
     pairs = [zip(upper, lower, strict=True) for upper,lower in zip(rows[::2], rows[1::2], strict=True)]
     if env.get('NO_COLOR') or env.get('TERM')=='dumb':
-        # one of 5 shades of gray for two pixels: for white pixels the sum is 2*3*255 = 1530, and 1530//307 = 4
+        # one of 5 shades of gray for two pixels: if both are white, the sum is 2*3*255 = 1530, and 1530//307 = 4
         return ''.join(''.join('█▓▒░ '[min(sum(map(sum, pair))//307, 4)] for pair in row)+'\n' for row in pairs)
-    def code(rgb): return color_code(rgb, has_24_bit_color(env))
-    return ''.join(''.join(f'\x1b[38;{code(upper)}m\x1b[48;{code(lower)}m▀' for upper,lower in row)+'\x1b[0m\n' for row in pairs)
+    def code(rgb):
+        "Return the part of an ANSI escape sequence for a color."
+        return color_code(rgb, env.get('COLORTERM') in ('truecolor', '24bit'))
+    return ''.join(''.join(f'\x1b[38;{code(upper)}m\x1b[48;{code(lower)}m▀' for upper,lower in row)+'\x1b[0m\n'
+        for row in pairs)

@@ -24,7 +24,8 @@ def rm_arguments(p):
 
 @command(rm_arguments, "torchember rm 'tmp*' --yes")
 def rm_command(args):
-    """Remove runs with all their files. Ask first; without a terminal, --yes is required. Runs that are still recording are refused.
+    """Remove runs with all their files. Ask first; without a terminal, --yes is required. Refuse runs that are still being recorded.
+
     Exit code 2 if nothing was removed"""
     rows = measure_sizes(args.run, home := find_home(args))
     if not args.yes:
@@ -49,7 +50,7 @@ def mv_arguments(p):
 
 @command(mv_arguments, "torchember mv before 'before lr=3e-4'")
 def mv_command(args):
-    "Rename a run with all its files. A run that is still recording and an existing name are refused"
+    "Rename a run with all its files. Refuse a run that is still being recorded, and a name that exists"
     from torchember.frames.belongings import mv
     mv(args.run, args.name, find_home(args))
     if args.json: print_lines(to_json({'run': args.run, 'name': args.name}))
@@ -64,20 +65,21 @@ def compact_arguments(p):
 
 @command(compact_arguments, 'torchember compact before')
 def compact_command(args):
-    "Convert the JSON lines of runs to Parquet files, a fraction of the size. All readers continue to work. Needs pyarrow"
+    "Convert the JSON lines of runs to much smaller Parquet files. All readers continue to work. Needs pyarrow"
     from torchember.frames.listing import compact
     home,out = find_home(args),[]
     for name in expand_names(args.run, home):
         before = sum(r['log']+r['parts'] for r in measure_sizes([name], home))
         for r in compact(name, home, args.keep): out.append({**r, 'before': before})
     if args.json: print_lines(to_json(out))
-    else: print_lines(*format_table([{'name': r['name'], 'rows': r['rows'], **{c: format_size(r[c]) for c in ('before', 'parquet', 'lines')}} for r in out],
-        ['name', 'rows', 'before', 'parquet', 'lines'], elastic=('name',), drop=('rows', 'lines', 'before')))
+    else:
+        print_lines(*format_table([{'name': r['name'], 'rows': r['rows'], **{c: format_size(r[c]) for c in ('before', 'parquet', 'lines')}} for r in out],
+            ['name', 'rows', 'before', 'parquet', 'lines'], elastic=('name',), drop=('rows', 'lines', 'before')))
     return 0
 
 # %% ../../nbs/95_cli/30_changing.ipynb #482e5392
 def write_rows_as_parquet(run, file, home):
-    "Write all rows of a run as Parquet, batch by batch. Return the number of rows."
+    "Write all rows of a run as Parquet, in batches that fit into memory. Return the number of rows."
     from torchember import scan
     pq = needs('pyarrow.parquet', for_='export to Parquet')
     rows,n = scan(run, 'arrow', home=home),0
@@ -100,7 +102,8 @@ def write_run(run, file, form, home):
     else: df.to_json(file, orient='records', lines=True, date_format='iso')
     return len(df)
 
-forms = dict(parquet='rows', csv='rows', jsonl='rows, a line each', logframe='a pickled LogFrame', **{'logframe.parquet': 'a LogFrame in Parquet'})
+forms = dict(parquet='rows', csv='rows', jsonl='rows, a line each', logframe='a pickled LogFrame',
+    **{'logframe.parquet': 'a LogFrame in Parquet'})
 suffixes = {'.parquet': 'parquet', '.csv': 'csv', '.jsonl': 'jsonl', '.pkl': 'logframe'}
 
 # %% ../../nbs/95_cli/30_changing.ipynb #2a104af1

@@ -9,7 +9,8 @@ __all__ = ['check_command']
 import argparse, functools, os, shutil, sys, tempfile, threading
 
 from .commands import command
-from .terminal import colorize, print_lines, to_json
+from .terminal import print_lines, to_json
+from .verdicts import colorize_line
 from ..ground.messages import printable
 from ..run import Recording, comma_list, load_program, run_source, split_arguments, threads_run
 
@@ -17,13 +18,16 @@ from ..run import Recording, comma_list, load_program, run_source, split_argumen
 usage = 'torchember check [options] [--] PROGRAM [arguments of the program], or torchember check [options] -m MODULE [its arguments]'
 example = 'torchember check train.py --lr 0.1'
 flags = '--keep', '--json' # options of `torchember check` that take no value
-fails = dict(error=('error',), warning=('error', 'warning'), never=()) # statuses of rows that give exit code 1, for each value of --fail-on
+# value of --fail-on -> statuses of table rows that give exit code 1
+fails = dict(error=('error',), warning=('error', 'warning'), never=())
 
 def at_least_one(text):
-    if (n := int(text))<1: raise argparse.ArgumentTypeError(f'needs a number from 1 on, got {n}')
+    "Convert the text of an option to an int of at least 1."
+    if (n := int(text))<1: raise argparse.ArgumentTypeError(f'the number of steps must be at least 1, got {n}')
     return n
 
 def add_check_options(p):
+    "Add the options of `torchember check` to a parser."
     p.add_argument('--steps', type=at_least_one, default=1, help='number of optimizer steps to run; default 1')
     p.add_argument('--fail-on', choices=fails, default='error', help='least severity for exit code 1; default error')
     p.add_argument('--rules', type=comma_list, default='default', help='names of rules, with commas; default all')
@@ -47,44 +51,54 @@ def check_options_in(words, program, prog='torchember check'):
 
 # %% ../../nbs/95_cli/77_check.ipynb #a2211790
 class BackwardPatch:
-    "Patch of `torch.autograd.backward`, which `loss.backward()` also calls. Calls `notify(loss)` before each backward of a tensor with one element."
+    """Patch of `torch.autograd.backward`, which `loss.backward()` also calls.
+
+    Before each backward of a tensor with one element, calls `notify(loss)`."""
     def __init__(self, notify): self.notify,self.former,self.patched = notify,None,None
 
     def install(self):
+        "Replace `torch.autograd.backward`."
         import torch
         former = self.former = torch.autograd.backward
         @functools.wraps(former)
         def patched(tensors, *args, **kwargs):
+            "Report the loss, then run the backward pass."
             if not torch.compiler.is_compiling(): self.note(tensors)
             return former(tensors, *args, **kwargs)
         torch.autograd.backward = self.patched = patched
 
     def note(self, tensors):
+        "Report each tensor with one element as a loss."
         import torch
-        found = [x for x in (tensors if isinstance(tensors, list|tuple) else [tensors]) if isinstance(x, torch.Tensor) and x.numel()==1]
+        found = [x for x in (tensors if isinstance(tensors, list|tuple) else [tensors])
+            if isinstance(x, torch.Tensor) and x.numel()==1]
         try:
             for loss in found: self.notify(loss)
-        except Exception: pass # the loss is only one row of the table, so an error must not stop the program
+        except Exception: pass # the loss is only one row of the table, so an error here must not stop the program
 
     def uninstall(self):
+        "Restore `torch.autograd.backward`."
         import torch
         if self.patched is not None and torch.autograd.backward is self.patched: torch.autograd.backward = self.former
         self.patched = None
 
 # %% ../../nbs/95_cli/77_check.ipynb #9e294620
 class StepsDone(BaseException):
-    "Raised in the user's program when the last step of the check has ended, to end the program."
+    "Raised in the user's program to end it, when the last step of the check has ended."
 
 def call_after_step(te, notify):
-    "Call `notify()` after each step of an ember's optimizers."
+    "Call `notify()` after each optimizer step of a model. `te`: its `torchEmber`."
     events = te.recorder.optimizer_events
     step_ends = events.step_ends
     def patched(optimizer):
+        "Run the usual work at the end of an optimizer step, then call `notify`."
         step_ends(optimizer)
         notify()
     events.step_ends = patched
 
-def count_finished_steps(te): return te.recorder.tally.steps-te.recorder.tally.skipped # a scaler's skipped steps do not count
+def count_finished_steps(te):
+    "Return the number of finished steps, without steps that a gradient scaler skipped."
+    return te.recorder.tally.steps-te.recorder.tally.skipped
 
 class ModelTable:
     "Result of the check for one model: name, optimizers and `StepChecks`, or the reason why there are none."
@@ -107,7 +121,8 @@ class ModelTable:
     def as_dict(self):
         "Return the table as a dict for JSON."
         rows = [] if self.table is None else self.table.to_dict('records')
-        return dict(model=self.model, modules=self.modules, values=self.values, optimizers=self.optimizers, why_not=self.why, checks=rows)
+        return dict(model=self.model, modules=self.modules, values=self.values, optimizers=self.optimizers,
+            why_not=self.why, checks=rows)
 
 # %% ../../nbs/95_cli/77_check.ipynb #85c74782
 class Checking(Recording):
@@ -116,22 +131,23 @@ class Checking(Recording):
     options: keyword arguments of `torchEmber`
     steps: number of steps of each model
     rules: as for `check_step`"""
-    patience = 10 # a model that has finished this many times the requested steps no longer waits for other models
+    patience = 10 # a model that has finished this many times the requested steps does not wait for other models
 
     def __init__(self, options, steps=1, rules='default'):
         super().__init__(options)
         self.steps,self.rules,self.tables,self.reasons,self.raised,self.patch = steps,rules,[],[],0,None
 
-    def say(self, text): "Show nothing during the program: the tables show which models were found."
+    def say(self, text): "Print nothing while the program runs, because the tables show which models were found."
 
     def start(self):
+        "Install the patches, and start to record the models."
         from torchember.trained import Trainings
         self.patch = BackwardPatch(self.note_loss)
         self.patch.install()
         self.trainings = Trainings(self.say, on_armed=lambda t: call_after_step(t.te(), self.note_step), **self.options).start()
 
     def note_loss(self, loss):
-        "Log the loss in the run of each model that the backward of the loss reaches."
+        "Log the loss in the run of each model whose parameters the backward pass of the loss reaches."
         from torchember.trained import backward_reaches, parameters_in
         found = [(t, te) for t in self.trainings.trainings if (te := t.te()) is not None]
         for t,te in found:
@@ -155,13 +171,14 @@ class Checking(Recording):
         self.tables = [self.table_of(t, te) for t in self.trainings.trainings if (te := t.te()) is not None]
 
     def table_of(self, t, te):
-        "Return the `ModelTable` of a training. After an error it contains the error as reason, so that the other models can be shown."
+        "Return the `ModelTable` of a training. After an error, the table contains the error as the reason, so that other models can still be shown."
         make = functools.partial(ModelTable, te, t.live_optimizers())
         if not count_finished_steps(te): return make(why=no_step(te))
         try: return make(table=te.check_step(self.rules, steps=max(te.recorder.tally.steps, 1)))
         except Exception as e: return make(why=f'could not be checked: {type(e).__name__}: {printable(e, 300)}')
 
     def end(self, error=None):
+        "Make the tables, uninstall the patches and end the runs."
         if os.getpid()!=self.pid or self.trainings is None or not self.trainings.is_on: return
         self.finish()
         self.patch.uninstall()
@@ -169,14 +186,15 @@ class Checking(Recording):
         self.reasons = self.trainings.armer.reasons
 
 def no_step(te):
-    "Return why a model has no finished step."
-    if te.recorder.tally.skipped: return 'no step was finished, because the loss scaler skipped all of them. Run more steps.'
+    "Return the reason why a model has no finished step."
+    if te.recorder.tally.skipped:
+        return 'no step was finished, because the loss scaler skipped all of them. Run more steps.'
     return 'no step was finished: the model was called, but its optimizer did not step.' if te.recorder.tally.called else (
         'no step was finished: the model was not called.')
 
 # %% ../../nbs/95_cli/77_check.ipynb #fca50344
 def ended_phrase(error):
-    "Return how a program has ended, for a message: it ended before its first step was over."
+    "Return a phrase for a message that says how a program ended before its first step was over."
     if error is None: return 'The program ended.'
     if isinstance(error, SystemExit): return f'The program ended by SystemExit({printable(error.code)}).'
     return f'The program raised {type(error).__name__}: {printable(error, 300)}'
@@ -185,7 +203,8 @@ def why_no_table(checking):
     "Return the sentences that explain why no model was checked."
     if checking.trainings is None: return ['it has not imported torch.']
     if checking.reasons: return checking.reasons
-    if not (checking.trainings.created or checking.trainings.stepped): return ['it created no torch optimizer. Call te.check_step() in the program instead.']
+    if not (checking.trainings.created or checking.trainings.stepped):
+        return ['it created no torch optimizer. Call te.check_step() in the program instead.']
     return ["no module with the optimizer's parameters was called with gradients enabled, and no optimizer stepped."]
 
 def exit_code(checking, fail_on):
@@ -196,18 +215,17 @@ def exit_code(checking, fail_on):
 
 def print_result(checking, error, as_json):
     "Print the tables of all models, or why there is none."
-    if os.environ.get('RANK', '0')!='0': return # of several processes, only the first one prints
-    color = lambda line: colorize(line, {'ERROR': 'error', 'WARNING': 'warning'}.get(line.partition(' ')[0]))
+    if os.environ.get('RANK', '0')!='0': return # of several processes, only the first prints
     if as_json: print_lines(to_json([t.as_dict() for t in checking.tables]))
     else:
-        for t in checking.tables: print_lines('', *map(color, t.lines()))
+        for t in checking.tables: print_lines('', *map(colorize_line, t.lines()))
     if not any(t.table is not None for t in checking.tables):
         why = [] if checking.tables else [f'nothing was checked: {why}' for why in why_no_table(checking)]
         print_lines(*(f'torchember check: {line}' for line in [*why, ended_phrase(error)]), file=sys.stderr)
 
 # %% ../../nbs/95_cli/77_check.ipynb #2933e9cb
 def run_program(program, checking, is_module):
-    "Run a `Program` and check its first steps. Return the exception that ended the program, or None. Show the exception with its traceback."
+    "Run a `Program` and check its first steps. Return the exception that ended the program, or None. Print the exception with its traceback."
     error = None
     try: run_source(program, checking, is_module)
     except StepsDone: pass
@@ -217,12 +235,13 @@ def run_program(program, checking, is_module):
         if not checking.raised: sys.excepthook(type(e), e, e.__traceback__)
     if not checking.raised:
         for t in threading.enumerate():
-            if t is not threading.current_thread() and not t.daemon: t.join() # wait for this thread, because it may train the model
+            # this thread may train the model, so it is waited for
+            if t is not threading.current_thread() and not t.daemon: t.join()
     checking.end(error)
     return error
 
 def leave(code, seconds=2.):
-    """Return the exit code.
+    """Return the exit code. But if a thread of the program still runs, end the process with this code now.
 
     If a thread of the program still runs, end the process instead: the thread may wait forever for a training that has ended."""
     others = [t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
@@ -233,7 +252,7 @@ def leave(code, seconds=2.):
     return code
 
 # %% ../../nbs/95_cli/77_check.ipynb #74273744
-def check_command(argv) -> int: # exit code: 0 no error found, 1 an error found, 2 no step was finished
+def check_command(argv) -> int: # exit code: 0 if no error was found, 1 if an error was found, 2 if no step was finished
     "Run a program up to the end of its first training step, and show what is wrong with its model, optimizer and loss."
     words,is_module,program = split_arguments(argv, flags)
     options = check_options_in(words, program)
@@ -241,7 +260,8 @@ def check_command(argv) -> int: # exit code: 0 no error found, 1 an error found,
     if found is None: return 2
     temporary = None if options.keep or options.home else tempfile.mkdtemp(prefix='torchember-check-')
     ttypes = 'input', 'output', 'weight', 'weight_grad', 'update', 'prediction', 'target'
-    checking = Checking(dict(home=temporary or options.home, ttypes=ttypes, blackbox=False), options.steps, options.rules)
+    checking = Checking(dict(home=temporary or options.home, ttypes=ttypes, blackbox=False), options.steps,
+        options.rules)
     try:
         error = run_program(found, checking, is_module)
         print_result(checking, error, options.json)
@@ -254,6 +274,7 @@ def check_command(argv) -> int: # exit code: 0 no error found, 1 an error found,
 
 # %% ../../nbs/95_cli/77_check.ipynb #e5cd8b9c
 def check_program_arguments(p):
+    "Add the arguments of `torchember check` to a parser."
     add_check_options(p)
     p.add_argument('program', nargs=argparse.REMAINDER, help='Python file, or -m and a module, and its arguments')
 

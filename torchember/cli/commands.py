@@ -16,7 +16,7 @@ from ..ground.plugins import find_plugins, load_plugin
 from .terminal import print_lines, line_width
 
 # %% ../../nbs/95_cli/10_commands.ipynb #e34828d0
-module_of_command = { # for each command, by name: its Python module, and one line of help
+module_of_command = { # name of a command -> its Python module, and one line of help
     'ls': ('cli.listing', 'list runs, the newest first'),
     'show': ('cli.listing', 'show metadata and layers of a run'),
     'tail': ('cli.steps', 'print a line for each step during a run'),
@@ -34,7 +34,7 @@ module_of_command = { # for each command, by name: its Python module, and one li
     'run': ('cli.program', 'run a program, and record the models that it trains'),
     'check': ('cli.check', 'run the first step of a program, and show what is wrong'),
     'completion': ('cli.completion', 'print the script for completion in your shell'),
-    'complete': ('cli.completion', None)} # for the completion scripts of shells; --help does not show this command
+    'complete': ('cli.completion', None)} # command for the completion scripts of shells, which --help does not show
 
 # %% ../../nbs/95_cli/10_commands.ipynb #63654fba
 class Command(NamedTuple):
@@ -43,13 +43,13 @@ class Command(NamedTuple):
     arguments:object # Function that adds the arguments of the command to an `argparse.ArgumentParser`
     example:str # Example of a command line, which `--help` shows
 
-commands = {} # `Command` objects by name. Only commands whose Python modules were imported are in this dict
+commands = {} # name of a command -> `Command`, only for commands whose Python modules were imported
 
 def command(
     arguments, # Function that adds the command's arguments to an `argparse.ArgumentParser`, which has `--home` already
     example:str='' # Example of a command line, shown by `--help`
 ): # Decorator for the function of a command
-    """Register a function as a command: `ls_command` becomes `ls`. Its docstring is the text of `--help`.
+    """Register a function as a command: `ls_command` becomes `ls`. `--help` shows its docstring.
 
     Args:
         arguments: Function that adds the command's arguments to an `argparse.ArgumentParser`, which has `--home` already
@@ -59,13 +59,15 @@ def command(
         Decorator for the function of a command
     """
     def register(f):
+        "Register the function as a command."
         commands[f.__name__.rpartition('_')[0]] = Command(f, arguments, example)
         return f
     return register
 
 def command_names():
-    "Return the names of all commands, also those of other packages, with one line of help each (None for a hidden command)."
-    external = {name: f'a command of the package {plugin.dist.name}' for name,plugin in find_plugins('commands').items()}
+    "Return the names of all commands, also of other packages: name -> one line of help (None for a hidden command)."
+    external = {name: f'a command of the package {plugin.dist.name}'
+        for name,plugin in find_plugins('commands').items()}
     return external | {name: text for name,(_,text) in module_of_command.items()}
 
 def command_named(name):
@@ -80,19 +82,23 @@ def command_named(name):
 
 # %% ../../nbs/95_cli/10_commands.ipynb #7a56846c
 class LazyParser(argparse.ArgumentParser):
-    "Parser that adds its arguments only when it is used. A command then imports no Python modules of other commands."
+    "Parser that adds its arguments at the first use. So a command imports no Python modules of unused commands."
     def __init__(self, *args, fill=None, **kwargs):
-        self.positionals,self.options = [],{} # positionals: arguments without a dash; options: the others, by text such as '--home'
-        super().__init__(*args, **kwargs, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, conflict_handler='resolve')
+        # positionals: arguments without a dash; options: other arguments, by their text such as '--home'
+        self.positionals,self.options = [],{}
+        super().__init__(*args, **kwargs, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+            conflict_handler='resolve')
         self.fill = fill
 
     def add_argument(self, *args, **kwargs):
+        "Add an argument, and remember it for completions."
         action = super().add_argument(*args, **kwargs)
         if not action.option_strings: self.positionals.append(action)
         self.options.update(dict.fromkeys(action.option_strings, action))
         return action
 
     def parse_known_args(self, *args, **kwargs):
+        "Add the arguments of the command at the first use, then parse the words."
         fill,self.fill = self.fill,None
         if fill: fill(self)
         return super().parse_known_args(*args, **kwargs)
@@ -102,8 +108,9 @@ def wrap_text(text):
     return textwrap.fill(' '.join(text.split()), max((line_width() or 100)-2, 20))
 
 def argument_adder(name):
-    "Return a function to import a command and add the arguments of the command to a parser."
+    "Return a function that imports the command `name`, and adds the arguments of this command to a parser."
     def add_arguments(p):
+        "Import the command, and add its arguments to the parser `p`."
         c = command_named(name)
         p.description,p.epilog = wrap_text(c.function.__doc__ or ''),f'example:\n  {c.example}' if c.example else None
         p.add_argument('--home', help='folder or URL of logs, instead of ~/.torchember')
@@ -111,6 +118,7 @@ def argument_adder(name):
     return add_arguments
 
 class Version(argparse.Action):
+    "Option that prints the version of torchember and exits."
     def __call__(self, make_parser, *_):
         print_lines(f"torchember {import_module('torchember').__version__}")
         make_parser.exit()
@@ -118,14 +126,16 @@ class Version(argparse.Action):
 exit_codes = 'exit codes: 0 success, 1 something was found (diagnose, diff, tail), 2 wrong use or an error, 130 Ctrl-C'
 
 def make_parser(words=()):
-    "Return the parser of the command line, with one subparser per command. words: words to parse; a hidden command exists only as the first of them."
+    "Return the parser of the command line, with one subparser per command. `words`: words to parse; a hidden command must be the first."
     p = LazyParser(prog='torchember', description=wrap_text('See what every tensor of a network does while it trains.'),
         epilog=wrap_text(exit_codes)+'\n'+wrap_text('torchember <command> --help has the arguments of a command, and an example.'))
     p.add_argument('--version', action=Version, nargs=0, help='print the version')
     subparsers = p.add_subparsers(dest='command', required=True, metavar='command')
     for name,text in command_names().items():
-        if not text and name not in words[:1]: continue # a hidden command is added only if it is called, so that error messages do not list it
-        subparsers.add_parser(name, fill=argument_adder(name), **({'help': printable(text).replace('%', '%%')} if text else {}))
+        # a hidden command is added only if it is called, so that error messages do not list it
+        if not text and name not in words[:1]: continue
+        subparsers.add_parser(name, fill=argument_adder(name),
+            **({'help': printable(text).replace('%', '%%')} if text else {}))
     return p
 
 # %% ../../nbs/95_cli/10_commands.ipynb #5152847e
@@ -133,11 +143,12 @@ def make_parser(words=()):
 def print_warnings_as_lines():
     "Print each warning as one line, without file and line number: users of the command line do not know the code."
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_, **__: print_lines(f'torchember: {printable(message)}', file=sys.stderr)
+        warnings.showwarning = lambda message, *_, **__: print_lines(f'torchember: {printable(message)}',
+            file=sys.stderr)
         yield
 
 def discard_output():
-    "Discard all further output, because the program reading standard output has closed it."
+    "Discard all further output, because the program that reads standard output has closed it."
     with suppress(OSError, AttributeError): os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 def run_command_line(argv):
@@ -165,7 +176,7 @@ def main(
         Exit code
     """
     argv = sys.argv[1:] if argv is None else argv
-    # the words after `run` and `check` are the user's program, which may raise any exception
+    # the words after `run` and `check` are a program of the user, which may raise any exception
     if argv[:1] in (['run'], ['check']): return command_named(argv[0]).function(argv[1:])
     try:
         try: return run_command_line(argv)

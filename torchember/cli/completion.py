@@ -16,11 +16,12 @@ def list_run_names(home):
     "Return the names of all runs. A run recorded by several processes appears once, without the ranks."
     from torchember.store.anywhere import list_folder
     from torchember.store.base import folder
-    names = [f.name for f in list_folder(folder('torchember', home)/'log') if not f.name.endswith(('_latest', '.parts')) and f.name[0]!='.']
+    names = [f.name for f in list_folder(folder('torchember', home)/'log')
+        if not f.name.endswith(('_latest', '.parts')) and f.name[0]!='.']
     return sorted({re.sub(r'\.rank\d{1,6}$', '', n) for n in names if n.isprintable()})
 
 def find_positional(p, words):
-    "Return the positional argument of parser `p` for the next word after `words`. None if there is none."
+    "Return the positional argument of parser `p` for the next word after `words`. Return None if there is none."
     with_value = [w for w in words if w.startswith('-') and w in p.options and p.options[w].nargs!=0]
     n = len([w for w in words if not w.startswith('-')])-len(with_value)
     positionals = p.positionals
@@ -40,7 +41,8 @@ def complete_words(words):
         if current.startswith('-'): return [o for o in p.options if o.startswith(current) and o.startswith('--')]
         argument = find_positional(p, before[before.index(name)+1:])
     if argument is None: return []
-    found = list(map(str, argument.choices)) if argument.choices else list_run_names(home) if argument.dest in ('run', 'a', 'b') else []
+    found = (list(map(str, argument.choices)) if argument.choices
+        else list_run_names(home) if argument.dest in ('run', 'a', 'b') else [])
     return [n for n in found if n.startswith(current)]
 
 # %% ../../nbs/95_cli/70_completion.ipynb #e0559f07
@@ -64,7 +66,7 @@ end
 complete -c torchember -f -a "(__torchember_complete)"'''}
 
 def split_line(line):
-    "Split a line into words as a shell does. Return the words, and the quote still open at the end, or ''."
+    "Split a command line into words as a shell does. Return the words, and the quote that is still open at the end, or ''."
     for quote in '',"'",'"':
         try: words = shlex.split(line+quote)
         except ValueError: continue
@@ -72,7 +74,7 @@ def split_line(line):
     return line.split(), ''
 
 def complete_for_bash(line):
-    "Return the completions of a line in the form inserted by bash."
+    "Return the completions of a command line in the form that bash inserts."
     words,quote = split_line(line)
     found = complete_words(words[1:])
     if quote: return found
@@ -97,6 +99,6 @@ def complete_arguments(p):
 
 @command(complete_arguments)
 def complete_command(args):
-    "Print the completions of a line, for the script of a shell"
+    "Print the completions of a command line, for the completion script of a shell"
     print_lines(*(complete_for_bash(args.words[0]) if args.shell=='bash' else complete_words(args.words)))
     return 0

@@ -32,7 +32,7 @@ def select_runs(patterns, home):
     return [r for r in every if not patterns or any(r['name']==p or fnmatchcase(r['name'], p) for p in patterns)]
 
 def has_died(name, place):
-    "Return True if the process writing a log has ended without recording the end of the run."
+    "Return True if the process that writes a log has ended without recording the end of the run."
     from torchember.frames.handle import read_facts
     from torchember.frames.listing import may_continue
     base = read_facts(name, place/'data')[0]
@@ -43,7 +43,8 @@ def describe_state(row, home):
     from torchember.store.base import folder
     if row['problem'] or row['running']: return row['problem'] or 'running'
     place,n = folder('torchember', home),row['ranks']
-    return 'died' if any(has_died(f"{row['name']}.rank{i}" if n>1 else row['name'], place) for i in range(n)) else 'ended'
+    if any(has_died(f"{row['name']}.rank{i}" if n>1 else row['name'], place) for i in range(n)): return 'died'
+    return 'ended'
 
 def report_no_runs(home):
     "Print that the folder has no runs. Return exit code 0."
@@ -64,7 +65,8 @@ def ls_command(args):
     if args.json: print_lines(to_json(rows))
     elif not rows: return report_no_runs(home)
     else:
-        shown = [dict(r, size=format_size(r['size']), began=format_start(r), ranks=r['ranks'] if r['ranks']>1 else None) for r in rows]
+        shown = [dict(r, size=format_size(r['size']), began=format_start(r), ranks=r['ranks'] if r['ranks']>1 else None)
+            for r in rows]
         columns = ['name', 'model', 'steps', 'rows', 'size', 'began', 'state']
         if any(r['ranks'] for r in shown): columns.insert(2, 'ranks')
         color = lambda r: 'good' if r['running'] else 'error' if r['state']!='ended' else None
@@ -88,8 +90,10 @@ def measure_sizes(asked, home):
 def format_sizes(rows):
     "Return the lines of a table with the sizes of runs and their total."
     parts = ['log', 'parts', 'latest', 'metadata', 'size']
-    total = dict(name=f'{len(rows)} runs', files=sum(r['files'] for r in rows), **{c: sum(r[c] for r in rows) for c in parts})
-    shown = [dict(r, **{c: format_size(r[c]) if r[c] else None for c in parts}) for r in ([*rows, total] if len(rows)>1 else rows)]
+    total = dict(name=f'{len(rows)} runs', files=sum(r['files'] for r in rows),
+        **{c: sum(r[c] for r in rows) for c in parts})
+    shown = [dict(r, **{c: format_size(r[c]) if r[c] else None for c in parts})
+        for r in ([*rows, total] if len(rows)>1 else rows)]
     drop = ('files', 'metadata', 'latest', 'parts', 'log')
     return format_table(shown, ['size', 'name', *drop[::-1]], elastic=('name',), drop=drop)
 
@@ -112,23 +116,27 @@ def collect_metadata(name, home):
     row = next((r for r in list_runs(home) if r['name']==name), {'name': name})
     base = read_facts(name, place/'data')[0]
     if 'running' in row: row = dict(row, state=describe_state(row, home))
-    return row | {k: base[k] for k in ('host', 'pid', 'user', 'seconds', 'share') if k in base} | {'log': str(place/'log'/name)}
+    return (row | {k: base[k] for k in ('host', 'pid', 'user', 'seconds', 'share') if k in base}
+        | {'log': str(place/'log'/name)})
 
 def format_metadata(f):
-    "Return a line of text for each known entry of a run's metadata."
-    known = {'model': f.get('model'), 'ranks': f['ranks'] if f.get('ranks', 1)>1 else None, 'steps': f.get('steps'), 'rows': f.get('rows'),
-        'size': format_size(f['size']) if 'size' in f else None, 'began': f.get('start'),
+    "Return a line of text for each known value in a run's metadata."
+    known = {'model': f.get('model'), 'ranks': f['ranks'] if f.get('ranks', 1)>1 else None, 'steps': f.get('steps'),
+        'rows': f.get('rows'), 'size': format_size(f['size']) if 'size' in f else None, 'began': f.get('start'),
         'died' if f.get('state')=='died' else 'ended': 'running' if f.get('running') else f.get('end'),
-        'by': ', '.join(f'{k} {f[k]}' for k in ('user', 'host', 'pid') if k in f), 'cost': f"{f['share']:.1%} of the time" if 'share' in f else None,
+        'by': ', '.join(f'{k} {f[k]}' for k in ('user', 'host', 'pid') if k in f),
+        'cost': f"{f['share']:.1%} of the time" if 'share' in f else None,
         'log': f['log'], 'problem': f.get('problem')}
-    return [f'{k:9}{v:,}' if isinstance(v, int) else f'{k:9}{printable(v)}' for k,v in known.items() if v not in (None, '')]
+    return [f'{k:9}{v:,}' if isinstance(v, int) else f'{k:9}{printable(v)}'
+        for k,v in known.items() if v not in (None, '')]
 
 def show_arguments(p):
     "Add the arguments of the command `show` to a parser."
     p.add_argument('run', help='name of a run, or a file of a log')
     p.add_argument('--path', help="layers: a glob on the path, such as 'features.*'; default all")
     p.add_argument('--ttype', help='tensor type; default outputs')
-    p.add_argument('--json', action='store_true', help='an object: metadata, sentences about problems and findings, and layers')
+    p.add_argument('--json', action='store_true',
+        help='an object: metadata, sentences about problems and findings, and layers')
 
 @command(show_arguments, 'torchember show before')
 def show_command(args):
@@ -136,13 +144,18 @@ def show_command(args):
     name = expand_one_name(args.run, home := find_home(args), 'show')
     from torchember import summary
     s = summary(open_named_run(name, home), args.path, args.ttype)
-    facts,rows = collect_metadata(name, home),[{s.df.index.name: n, **r} for n,r in zip(s.df.index, s.df.to_dict('records'), strict=True)]
+    facts,rows = collect_metadata(name, home),[{s.df.index.name: n, **r}
+        for n,r in zip(s.df.index, s.df.to_dict('records'), strict=True)]
     if args.json:
-        print_lines(to_json({**facts, 'title': s.title, 'findings': list(s.found), 'said': list(s.said), 'not_trained': s.missing, 'layers': rows}))
+        print_lines(to_json({**facts, 'title': s.title, 'findings': list(s.found), 'said': list(s.said),
+            'not_trained': s.missing, 'layers': rows}))
     else:
-        print_lines(colorize(printable(s.title), 'bold'), *format_metadata(facts), *(colorize(printable(f), f.partition(':')[0]) for f in s.found),
+        print_lines(colorize(printable(s.title), 'bold'), *format_metadata(facts),
+            *(colorize(printable(f), f.partition(':')[0]) for f in s.found),
             *(printable(t) for t in (*s.said, s.missing) if t), '')
         columns = [s.df.index.name, *s.df.columns]
-        drop = [c for c in columns if c=='steps' or c.startswith('abs_max')]+[c for c in columns if 'worst' in c or 'first' in c]
-        print_lines(*format_table(rows, columns, elastic=columns[:1], drop=drop, color=lambda r: 'error' if r['not finite'] else None))
+        drop = [c for c in columns if c=='steps' or c.startswith('abs_max')]+[c for c in columns if 'worst' in c
+            or 'first' in c]
+        print_lines(*format_table(rows, columns, elastic=columns[:1], drop=drop,
+            color=lambda r: 'error' if r['not finite'] else None))
     return 0

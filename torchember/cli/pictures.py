@@ -14,18 +14,20 @@ from .named import find_home, open_named_run, expand_names
 from .terminal import to_json, is_terminal, print_lines, line_width
 
 # %% ../../nbs/95_cli/65_pictures.ipynb #5a89cd51
-pictures = ('overview', 'scalar_line', 'scalar_global_heatmap', 'tree', 'updates', 'surface', 'exp_hist', 'ridge', 'out_of_range', 'compare')
+pictures = ('overview', 'scalar_line', 'scalar_global_heatmap', 'tree', 'updates', 'surface', 'exp_hist',
+    'ridge', 'out_of_range', 'compare')
 
 def draw_figure(picture, runs, args):
-    "Draw a picture of some runs, and return the matplotlib figure. picture: one of the names in `pictures`"
+    "Draw a picture of some runs, and return the matplotlib figure. `picture`: one of the names in the dict `pictures`"
     import matplotlib
-    if 'matplotlib.pyplot' not in sys.modules: matplotlib.use('agg') # a command draws into files, so matplotlib must open no window
+    # a command draws into files, so matplotlib must open no window
+    if 'matplotlib.pyplot' not in sys.modules: matplotlib.use('agg')
     import torchember
     asked = {k: getattr(args, k) for k in ('path', 'ttype', 'stat') if getattr(args, k) is not None}
     return getattr(torchember, picture)(runs if picture=='compare' else runs[0], **asked).figure
 
 def render(fig, form='png', dpi=120):
-    "Return a figure as the content of an image file, in bytes, and close the figure."
+    "Return a matplotlib figure as the content of an image file, in bytes, and close the figure."
     import matplotlib.pyplot as plt
     out = io.BytesIO()
     try: fig.savefig(out, format=form, dpi=dpi)
@@ -42,7 +44,8 @@ def plot_arguments(p):
     "Add the arguments of the command `plot` to a parser."
     p.add_argument('run', nargs='+', help='name of a run, or a file of a log; compare takes several')
     p.add_argument('-p', '--picture', choices=pictures, default='overview', help='default overview')
-    p.add_argument('-o', '--output', metavar='FILE', help='file to write: .png, .svg, .pdf; default the terminal, or <run>.png if the output is no terminal')
+    p.add_argument('-o', '--output', metavar='FILE',
+        help='file to write: .png, .svg, .pdf; default the terminal, or <run>.png if the output is no terminal')
     p.add_argument('--path', help="layers: a glob on the path, such as 'features.*'")
     p.add_argument('--ttype', help='tensor type')
     p.add_argument('--stat', help='a statistic')

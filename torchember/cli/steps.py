@@ -24,14 +24,16 @@ def is_plain_number(v):
     return isinstance(v, int|float) and not isinstance(v, bool)
 
 class StepReport:
-    "Report of `torchember tail` about a step: logged numbers, time, number of rows, and non-finite values."
-    def __init__(self, step): self.step,self.rows,self.numbers,self.ts,self.first_nonfinite,self.n_nonfinite = step,0,{},None,None,0
+    "Report of `torchember tail` about one step: logged numbers, time, number of rows, and non-finite values."
+    def __init__(self, step):
+        self.step,self.rows,self.numbers,self.ts,self.first_nonfinite,self.n_nonfinite = step,0,{},None,None,0
 
     def add(self, r):
-        "Add a log row of the step: count it, and note its logged numbers or its non-finite values."
+        "Add a log row of the step: count it, and store its logged numbers or its non-finite values."
         self.rows += 1
         self.ts = r['ts'] if isinstance(r.get('ts'), str) else self.ts
-        if r.get('ttype')=='scalar': self.numbers |= {k: v for k,v in r.items() if k not in built_in_columns and is_plain_number(v)}
+        if r.get('ttype')=='scalar':
+            self.numbers |= {k: v for k,v in r.items() if k not in built_in_columns and is_plain_number(v)}
         elif is_alarming(r):
             self.n_nonfinite += 1
             if self.first_nonfinite is None: self.first_nonfinite = r
@@ -39,39 +41,44 @@ class StepReport:
     @property
     def trouble(self):
         "Text about the non-finite values of the step. '' if there are none."
-        # leave out the gradient norm, because the row of the gradient shows the cause
+        # the gradient norm is left out, because the row of the gradient itself shows the cause
         parts = [f'{k} is {v}' for k,v in self.numbers.items() if not math.isfinite(v) and computed_in(k)!='grad_norm']
-        if self.first_nonfinite is not None: parts.append(tensor_line(self.first_nonfinite)+(f' and {self.n_nonfinite-1} more' if self.n_nonfinite>1 else ''))
+        if self.first_nonfinite is not None:
+            parts.append(tensor_line(self.first_nonfinite)+(f' and {self.n_nonfinite-1} more' if self.n_nonfinite>1
+                else ''))
         return ', '.join(parts)
 
     def as_dict(self):
         "Return the step as a dict, for the option --json."
-        return dict(step=self.step, ts=self.ts, rows=self.rows, numbers=self.numbers, not_finite=self.n_nonfinite, trouble=self.trouble or None)
+        return dict(step=self.step, ts=self.ts, rows=self.rows, numbers=self.numbers, not_finite=self.n_nonfinite,
+            trouble=self.trouble or None)
 
     def line(self):
         "Return the step as a line of text."
         numbers = ''.join(f'  {printable(k, 40)} {v:.4g}' for k,v in self.numbers.items())
         at = f'  {printable(self.ts.rpartition(" ")[2], 20)}' if self.ts else ''
-        return fit_line([f'step {self.step:<6,}{numbers}', at, f"  {self.rows} row{'s'*(self.rows!=1)}"], printable(self.trouble), 'error')
+        return fit_line([f'step {self.step:<6,}{numbers}', at, f"  {self.rows} row{'s'*(self.rows!=1)}"],
+            printable(self.trouble), 'error')
 
 def tensor_line(r):
-    "Return a text with the tensor of a row, and with the kinds of its non-finite values (NaN or infinities)."
+    "Return a text that names the tensor of a row, and the kinds of its non-finite values (NaN or infinities)."
     from torchember.store.reading import path_of
     what = ' and '.join(w for k,w in zip(counts, ('NaN', 'inf', '-inf'), strict=True) if r.get(k))
     path = path_of(r['module']) if isinstance(r.get('module'), str) else ''
     return f"{what} in {r.get('ttype')} of {'.'.join(str(p) for p in (path, r.get('pname')) if p) or 'the model'}"
 
 def fit_line(parts, problem, color):
-    "Join the parts of a line and a colored `problem` to a line for the width of the terminal. If space is short, drop the last parts first."
+    "Join the parts of a line and a colored text `problem` to a line that fits the terminal. If space is short, drop the last parts first."
     space,text = line_width(),''.join(parts)
     while space is not None and problem and len(parts)>1 and text_width(text)+2+min(text_width(problem), 30)>space:
         text = ''.join(parts := parts[:-1])
-    if space is not None: text,problem = shorten_text(text, space),shorten_text(problem, max(space-text_width(text)-2, 0))
+    if space is not None:
+        text,problem = shorten_text(text, space),shorten_text(problem, max(space-text_width(text)-2, 0))
     return text+(f'  {colorize(problem, color)}' if problem else '')
 
 # %% ../../nbs/95_cli/40_steps.ipynb #9d426294
 class OpenSteps:
-    "The steps not printed yet. Collects the rows of several logs, one per process, until a step is complete."
+    "Steps that are not printed yet. Collects the rows of several logs, one per process, until a step is complete."
     def __init__(self): self.open,self.last = {},{} # open: a `StepReport` for each step that is not complete; last: the last step of each log
 
     def add(self, log, r):
@@ -82,13 +89,13 @@ class OpenSteps:
         self.last[log] = max(step, self.last.get(log, step))
 
     def pop_complete(self, logs):
-        "Remove and return the complete steps: all running logs have passed them. logs: names of the running logs"
+        "Remove and return the complete steps: all running logs have later steps. `logs`: names of the running logs"
         least = min((self.last.get(n, -math.inf) for n in logs), default=math.inf)
         return [self.open.pop(s) for s in sorted(self.open) if s<least]
 
 # %% ../../nbs/95_cli/40_steps.ipynb #c5c569b0
 class RunLog:
-    "The log of a run written by one process. It may still grow."
+    "The log of a run that one process writes. It may still grow."
     def __init__(self, name, path, data): self.name,self.path,self.data,self.tail = name,path,data,None
 
     def metadata(self):
@@ -102,11 +109,11 @@ class RunLog:
         return may_continue(self.metadata())
 
     def has_died(self):
-        "Return True if the process writing the log has ended without recording the end of the run."
+        "Return True if the process that writes the log has ended without recording the end of the run."
         return 'pid' in (base := self.metadata()) and 'end' not in base and not self.is_running()
 
     def open_at(self, most=None):
-        "Open the log about `most` bytes before its end, by default at its beginning. Return True if no rows were skipped."
+        "Open the log about `most` bytes before its end, by default at its beginning. Return True if this skips no rows."
         from torchember.show.live.following import Tail
         self.tail = Tail(self.path)
         return most is None or self.tail.skip_to_end(most)
@@ -131,7 +138,8 @@ def format_finding(r, json_=False):
     if json_:
         return to_json({'finding': {k: r.get(k) for k in ('severity', 'rule', 'text', 'advice', 'first_step', 'last_step', 'over')}}, None)
     label = str(r.get('severity', '')) if not r.get('over') else 'no longer so'
-    return colorize(f"{printable(label)}: {printable(r.get('text') or r.get('rule'), 2000)}", label if label in ('error', 'warning') else None)
+    return colorize(f"{printable(label)}: {printable(r.get('text') or r.get('rule'), 2000)}",
+        label if label in ('error', 'warning') else None)
 
 class LinePrinter:
     "Prints the lines of a run: first the last `n` existing lines, then each new line at once."
@@ -163,16 +171,17 @@ class LinePrinter:
         self.print_line(format_finding(r, self.json))
 
     def print_complete(self, running):
-        "Print the complete steps. running: names of the logs that may still add rows to a step"
-        for s in self.steps.pop_complete(running): self.print_line(to_json(s.as_dict(), None) if self.json else s.line())
+        "Print the steps that are complete. `running`: names of the logs that may still add rows to a step"
+        for s in self.steps.pop_complete(running):
+            self.print_line(to_json(s.as_dict(), None) if self.json else s.line())
 
     def print_last(self):
-        "Print the last existing lines, kept until now. From now on, `print_line` prints at once."
+        "Print the last lines that existed at the start, which were kept until now. Afterwards, `print_line` prints at once."
         lines,self.last = list(self.last),None
         print_lines(*lines)
 
     def read_end(self, running):
-        "Read the end of each log, as far back as the last `n` lines need. running: names of the running logs"
+        "Read the end of each log: as many rows as the last `n` lines need. `running`: names of the running logs"
         for most in (1<<22, 1<<25, None):
             self.steps,self.last = OpenSteps(),deque(maxlen=self.n)
             whole = all([log.open_at(most) for log in self.logs])
@@ -182,7 +191,7 @@ class LinePrinter:
 
 # %% ../../nbs/95_cli/40_steps.ipynb #9d60052d
 def follow_run(p, wait):
-    "Print new lines until the run has ended. wait: seconds between two reads"
+    "Print new lines until the run has ended. `wait`: seconds between two reads"
     quiet = 0
     while running := [log.name for log in p.logs if log.is_running()]:
         quiet = 0 if p.read_rows(running, quiet*wait>=2) else quiet+1
@@ -190,13 +199,14 @@ def follow_run(p, wait):
         time.sleep(wait)
     if any(log.has_died() for log in p.logs):
         from torchember.frames.handle import recover_boxes
-        recover_boxes(p.logs[0].path.parent.parent) # add the last rows of a killed process to its log
+        recover_boxes(p.logs[0].path.parent.parent) # the last rows of a killed process are added to its log
     p.read_rows([])
 
 def tail_arguments(p):
     "Add the arguments of the command `tail` to a parser."
     p.add_argument('run', help='name of a run, or a file of a log')
-    p.add_argument('-n', '--lines', type=int, default=10, metavar='N', help='number of existing lines to print; default 10')
+    p.add_argument('-n', '--lines', type=int, default=10, metavar='N',
+        help='number of existing lines to print; default 10')
     p.add_argument('--no-follow', action='store_true', help='do not wait for more')
     p.add_argument('--json', action='store_true', help='one object per line: a step or a finding')
 

@@ -18,7 +18,7 @@ def is_terminal(stream=None):
     except ValueError: return False # a closed stream is no terminal
 
 def line_width():
-    "Return the maximum width of a printed line in columns. None if the output is no terminal: there is no limit then."
+    "Return the maximum width of a printed line in columns. Return None (no limit) if the output is no terminal."
     asked = os.environ.get('COLUMNS', '')
     return shutil.get_terminal_size().columns if is_terminal() or asked.isdecimal() and int(asked) else None
 
@@ -33,7 +33,7 @@ def colorize(text, color, stream=None):
     return f'\x1b[{colors[color]}m{text}\x1b[0m' if color and has_colors(stream) else text
 
 def print_lines(*lines, file=None):
-    "Print lines. Characters missing in the encoding of the terminal become escape sequences."
+    "Print lines. Characters that the encoding of the terminal lacks become escape sequences."
     stream = sys.stdout if file is None else file
     if stream is None: return
     code = getattr(stream, 'encoding', None) or 'utf-8'
@@ -46,13 +46,13 @@ def text_width(text):
     return len(text) if text.isascii() else sum(map(columns_of, text))
 
 def cut_text(text, space):
-    "Return as much of the beginning of a text as fits into `space` columns."
+    "Return the beginning of a text that fits into `space` columns of a terminal."
     at = 0
     while at<len(text) and text_width(text[:at+1])<=space: at += 1
     return text[:at]
 
 def shorten_text(text, space):
-    "Shorten a text to `space` columns, with '…' in its middle, because names differ at their ends."
+    "Shorten a text to `space` columns, with '…' in its middle, because long names often differ only at their ends."
     if text_width(text)<=space: return text
     if space<2: return '…'*space
     return cut_text(text, space//2)+'…'+cut_text(text[::-1], space-1-space//2)[::-1]
@@ -71,12 +71,15 @@ def format_size(n):
         n /= 1000
     return f'{n:,.3g} TB'
 
-is_amount = re.compile(r'(-?[\d,.]+(e[+-]\d+)?|-?inf)?( [kMGT]?B)?') # matches numbers and sizes: a column of such texts is aligned at the right
+# matches numbers and sizes: a column of such texts is aligned at the right
+is_amount = re.compile(r'(-?[\d,.]+(e[+-]\d+)?|-?inf)?( [kMGT]?B)?')
 
-min_width = 16 # narrow a column of names down to this width before a column is dropped
+min_width = 16 # a column of names is narrowed down to this width before another column is dropped
 
 def fit_widths(widths, elastic, space):
-    "Shrink the columns in `elastic`, the widest first, until a line of the table fits the terminal. Return all widths, or None if no line can fit."
+    """Shrink columns, the widest first, until a line of the table fits the terminal. Return all widths, or None if no line can fit.
+
+    `elastic`: columns to shrink"""
     widths,gaps = dict(widths),2*(len(widths)-1)
     while sum(widths.values())+gaps>space:
         shrinkable = [c for c in widths if c in elastic and widths[c]>min_width]
@@ -87,7 +90,8 @@ def fit_widths(widths, elastic, space):
 
 def format_table(rows, columns, elastic=(), drop=(), color=None):
     "Return the lines of a table of dicts. elastic: columns to shrink; drop: columns to leave out, in this order"
-    cells,space,drop = [{c: format_cell(r.get(c)) for c in columns} for r in rows],line_width(),[c for c in drop if c in columns]
+    cells = [{c: format_cell(r.get(c)) for c in columns} for r in rows]
+    space,drop = line_width(),[c for c in drop if c in columns]
     full = {c: max([text_width(c), *(text_width(r[c]) for r in cells)]) for c in columns}
     widths = full if space is None else fit_widths(full, elastic, space)
     while widths is None and drop:
@@ -96,14 +100,16 @@ def format_table(rows, columns, elastic=(), drop=(), color=None):
     if widths is None: widths = {c: min(n, min_width) if c in elastic else n for c,n in full.items()}
     right = {c for c in widths if all(is_amount.fullmatch(r[c]) for r in cells)}
     def line(r):
+        "Return a row of the table as a line of text."
         parts = [(shorten_text(r[c], n), n-text_width(shorten_text(r[c], n)), c in right) for c,n in widths.items()]
         text = '  '.join(' '*pad+t if r else t+' '*pad for t,pad,r in parts).rstrip()
         return text if space is None else shorten_text(text, space)
-    return [colorize(line({c: c for c in columns}), 'bold'), *(colorize(line(r), color(o) if color else None) for r,o in zip(cells, rows, strict=True))]
+    return [colorize(line({c: c for c in columns}), 'bold'),
+        *(colorize(line(r), color(o) if color else None) for r,o in zip(cells, rows, strict=True))]
 
 # %% ../../nbs/95_cli/00_terminal.ipynb #da096e9e
 def to_json(value, indent=2):
-    "Return a value as strict JSON: non-finite values become null."
+    "Return a value as strict JSON, with null for NaN and infinities."
     from torchember.ground.record import plain
     return json.dumps(plain(value), indent=indent, allow_nan=False)
 

@@ -14,7 +14,7 @@ from .named import find_home, expand_names, expand_one_name
 from .terminal import to_json, colorize, print_lines
 
 # %% ../../nbs/95_cli/50_verdicts.ipynb #2fbc071f
-# for each value of --fail-on: the severities of findings that give exit code 1
+# value of --fail-on -> severities of findings that give exit code 1
 fails = dict(error=('error',), warning=('error', 'warning'), info=('error', 'warning', 'info'), never=())
 
 def colorize_line(line):
@@ -25,8 +25,10 @@ def diagnose_arguments(p):
     "Add the arguments of the command `diagnose` to a parser."
     p.add_argument('run', nargs='+', help="name of a run, a pattern in quotes, such as 'GPT*', or a file of a log")
     p.add_argument('--rules', nargs='+', default='default', metavar='RULE', help="names of rules; default all")
-    p.add_argument('--fail-on', choices=fails, default='warning', help='least severity for exit code 1; default warning')
-    p.add_argument('--json', action='store_true', help='an object for one run, a list for several: the run, what was checked, and the findings')
+    p.add_argument('--fail-on', choices=fails, default='warning',
+        help='least severity for exit code 1; default warning')
+    p.add_argument('--json', action='store_true',
+        help='an object for one run, a list for several: the run, what was checked, and the findings')
 
 @command(diagnose_arguments, 'torchember diagnose before after')
 def diagnose_command(args):
@@ -40,7 +42,8 @@ def diagnose_command(args):
         print_lines(to_json(objects[0] if args.run==list(found) and len(found)==1 else objects))
     else:
         for n,f in found.items():
-            print_lines(*([f'{printable(n)}:'] if len(found)>1 and not f.healthy else []), *map(colorize_line, f.lines()))
+            print_lines(*([f'{printable(n)}:'] if len(found)>1 and not f.healthy else []),
+                *map(colorize_line, f.lines()))
     return int(any(s in fails[args.fail_on] for f in found.values() for s in f['severity']))
 
 # %% ../../nbs/95_cli/50_verdicts.ipynb #4219f928
@@ -51,7 +54,8 @@ def diff_arguments(p):
     p.add_argument('--rtol', type=float, help='relative tolerance; default from number format and size of each tensor')
     p.add_argument('--path', help="layers of a to compare: a glob on the path, such as 'features.*'; default all")
     p.add_argument('--ttype', help='tensor type to compare; default all')
-    p.add_argument('--json', action='store_true', help='an object: whether they differ, where, both values, and a sentence')
+    p.add_argument('--json', action='store_true',
+        help='an object: whether they differ, where, both values, and a sentence')
 
 @command(diff_arguments, 'torchember diff before after')
 def diff_command(args):
@@ -59,7 +63,8 @@ def diff_command(args):
     from torchember.health.diff import diff
     d = diff(args.a, args.b, rtol=args.rtol, path=args.path, ttype=args.ttype, home=find_home(args))
     where = {k: getattr(d, k) for k in ('step', 'path', 'ttype', 'tname', 'pname', 'stat', 'a', 'b')}
-    print_lines(to_json({'differ': bool(d), 'names': list(d.names), **where, 'text': d.text}) if args.json else printable(d.text))
+    print_lines(to_json({'differ': bool(d), 'names': list(d.names), **where, 'text': d.text}) if args.json
+        else printable(d.text))
     return int(bool(d))
 
 # %% ../../nbs/95_cli/50_verdicts.ipynb #ecff0c7a

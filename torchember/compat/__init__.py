@@ -1,4 +1,4 @@
-"""Functions and classes of the older tools: Track & Visualize, nnstat, Taiyi"""
+"""Functions and classes of the older tools Track & Visualize, nnstat and Taiyi, so that programs written for them still run"""
 from typing import TYPE_CHECKING
 
 from ..ground.lazy import lazy_attributes

@@ -18,18 +18,20 @@ class NetDict(StateDict):
         "Return a table of statistics, of all values together or of each layer. `include` and `pattern`: texts that layer names must contain."
         parts = as_list(include)+as_list(pattern)
         if layerwise is None: layerwise = bool(parts)
-        return StateDict.describe(self.with_texts(parts), kwargs.pop('lw', layerwise), None, group, display, exclude_keys=exclude, **kwargs)
+        return StateDict.describe(self.with_texts(parts), kwargs.pop('lw', layerwise), None, group, display,
+            exclude_keys=exclude, **kwargs)
 
     def describe_layers(self, display=True, include=None, layerwise=True, **kwargs):
         "Return a table of statistics of each layer whose name contains one of the texts `include`."
         return self.describe(layerwise, display, include=include, **kwargs)
 
     def with_texts(self, parts):
-        "Return the layers with one of these texts in their names. Without texts, return all layers."
-        return self.like((k, x) for k,x in self.items() if any(p in k for p in parts)).set_name(self._name) if parts else self
+        "Return the layers whose names contain one of these texts. Without texts, return all layers."
+        if parts: return self.like((k, x) for k,x in self.items() if any(p in k for p in parts)).set_name(self._name)
+        return self
 
     def select_and_apply(self, op, pattern):
-        "Select the layers with `pattern` in their names, and return the results of an operation such as 'abs' on them."
+        "Return the results of an operation such as 'abs' on the layers whose names contain `pattern`."
         some = self.with_texts(as_list(pattern))
         return some if op=='identity' else getattr(some, op)().set_name(f'{op}({some._name})')
 
@@ -70,13 +72,15 @@ def get_optimizer_state(model, optimizer, optimizer_key='exp_avg', cpu=True):
 
 def compute_stats(model, optimizer=None, optimizer_keys=(), display=True):
     "Show tables of statistics of weights, gradients and optimizer states. With `display=False`, return the tensors as a dict instead."
-    found = dict(weight=get_weight(model), grad=get_grad(model), optimizer_state=[get_optimizer_state(model, optimizer, k) for k in optimizer_keys])
+    found = dict(weight=get_weight(model), grad=get_grad(model),
+        optimizer_state=[get_optimizer_state(model, optimizer, k) for k in optimizer_keys])
     if not display: return found
-    for d,title in zip([found['weight'], found['grad'], *found['optimizer_state']], ['weight', 'grad', *optimizer_keys], strict=True):
+    for d,title in zip([found['weight'], found['grad'], *found['optimizer_state']], ['weight', 'grad', *optimizer_keys],
+            strict=True):
         d.set_name(title).describe()
 
 class utils:
-    "Functions of nnstat that set the folder in which plots are saved."
+    "Functions of nnstat to set the folder in which plots are saved."
     @staticmethod
     def set_cache_dir(path):
         "Save each plot of a StateDict to this folder from now on. With None, stop saving."

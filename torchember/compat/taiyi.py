@@ -21,7 +21,7 @@ from ..show.surfaces import Surface3d
 
 # %% ../../nbs/80_compat/40_taiyi.ipynb #e6960b82
 class DrawingPace:
-    "Limits the time for drawing to about 5% of the time of the training."
+    "Limits the time for drawing plots to about 5% of the time of the training."
     share = 20 # the time between two plots is at least this multiple of the duration of the last plot
     def __init__(self): self.last,self.took = 0.,0. # last: time when the last plot was finished; took: its duration in seconds
 
@@ -41,7 +41,9 @@ class DrawingPace:
 class LogSink:
     "Sink that passes numbers and matplotlib figures to a user's object with a method `log(dict)`."
     def __init__(self, sink): self.sink = sink
-    def put(self, numbers, figures, step): self.sink.log({**numbers, **figures})
+    def put(self, numbers, figures, step):
+        "Pass numbers and figures of a step to the user's object."
+        self.sink.log({**numbers, **figures})
 
     def close(self):
         "Call the method `finish` of the user's object, if it has one."
@@ -81,9 +83,13 @@ class TensorBoardSink:
             elif isinstance(v, Figure): self.sink.add_figure(k, v, step, close=False)
         for k,f in figures.items(): self.sink.add_figure(k, f, step, close=False)
 
-    def close(self): self.sink.close()
+    def close(self):
+        "Close the file of TensorBoard."
+        self.sink.close()
 
-def is_single_number(v): return np.ndim(v)==0 and not isinstance(v, str) and hasattr(v, '__float__')
+def is_single_number(v):
+    "Return True for a number, or an array without dimensions."
+    return np.ndim(v)==0 and not isinstance(v, str) and hasattr(v, '__float__')
 
 # %% ../../nbs/80_compat/40_taiyi.ipynb #2657bf7f
 def draw_vectors(ax, vectors, name): # vectors: step -> vector of this step
@@ -94,10 +100,11 @@ def draw_vectors(ax, vectors, name): # vectors: step -> vector of this step
     ax.set(title=name, xlabel='step', ylabel='channel')
 
 class FigureSink:
-    "Sink that draws a matplotlib figure with a panel for each quantity. The figure is redrawn at intervals, because drawing is slow."
+    "Sink that draws a matplotlib figure with a panel for each quantity. Redraws the figure only at intervals, because drawing is slow."
     def __init__(self, figure):
         self.figure,self.pace = figure,DrawingPace()
-        self.lines,self.vectors = {},{} # lines: name -> {step: number}; vectors: name -> {step: vector}
+        # lines: name of a number -> {step: number}; vectors: name of a vector -> {step: vector}
+        self.lines,self.vectors = {},{}
 
     def put(self, numbers, figures, step):
         "Store the numbers of a step, and redraw the figure if enough time has passed."
@@ -107,15 +114,16 @@ class FigureSink:
 
     @drawn
     def draw(self):
-        "Draw all panels again."
+        "Draw all panels of the figure again."
         with self.pace.measure():
-            groups = {} # quantity -> {module: {step: number}}
+            groups = {} # name of a quantity -> {module: {step: number}}
             for k,d in self.lines.items(): groups.setdefault(k.rpartition('_')[2], {})[k.rpartition('_')[0]] = d
             n = len(groups)+len(self.vectors)
             if not n: return
             with drawing_on(self.figure, self.resize): _,axes = panels(n, 3)
             for ax,(name,of) in zip(axes, groups.items(), strict=False):
-                for module,short in zip(of, short_names(list(of)), strict=True): ax.plot(*zip(*of[module].items(), strict=True), label=short or None)
+                for module,short in zip(of, short_names(list(of)), strict=True):
+                    ax.plot(*zip(*of[module].items(), strict=True), label=short or None)
                 ax.set(title=name, xlabel='step')
                 if 0<len(of)<9 and any(of): ax.legend()
             for ax,(name,of) in zip(axes[len(groups):], self.vectors.items(), strict=True): draw_vectors(ax, of, name)
@@ -126,11 +134,13 @@ class FigureSink:
         "Set the size of the figure in inches."
         self.figure.set_size_inches(*size)
 
-    def close(self): self.draw()
+    def close(self):
+        "Draw the figure for the last time."
+        self.draw()
 
 # %% ../../nbs/80_compat/40_taiyi.ipynb #c5d082c6
 def sink_for(sink):
-    "Return the sink object for the argument `sink=` of a `Visualization`. Raise TypeError if the argument is not supported."
+    "Return the sink for the argument `sink=` of a `Visualization`. Raise TypeError if the argument is not supported."
     if sink is None: return FigureSink(Figure(layout='constrained'))
     if getattr(sink, '__name__', None)=='matplotlib.pyplot': return FigureSink(sink.figure(layout='constrained'))
     if isinstance(sink, Figure): return FigureSink(sink)
@@ -142,7 +152,7 @@ def sink_for(sink):
 
 # %% ../../nbs/80_compat/40_taiyi.ipynb #e83c07df
 def split_value(key, v):
-    "Return a pair (name, array) for each number or array in a value of a quantity. The value may be a nested dict or list."
+    "Return a pair (name, array) for each number or array in the value of a quantity. The value may be a nested dict or list."
     if isinstance(v, dict): return [o for k,x in v.items() for o in split_value(f'{key}.{k}', x)]
     if isinstance(v, list|tuple) and not all(isinstance(x, int|float) for x in v):
         return [o for i,x in enumerate(v) for o in split_value(f'{key}.{i}', x)]
@@ -154,28 +164,30 @@ class Visualization:
 
     Args:
         monitor: The `Monitor` whose values are shown
-        sink: wandb or a W&B run, a `SummaryWriter`, `matplotlib.pyplot`, a figure (default), or an object with log(dict)
+        sink: Where to show values: wandb or a W&B run, a `SummaryWriter`, `matplotlib.pyplot`, a figure (default), or an object with log(dict)
     """
     most_steps = 300 # maximum number of steps that a surface plot of a vector shows
     def __init__(self,
         monitor, # The `Monitor` whose values are shown
-        sink=None # wandb or a W&B run, a `SummaryWriter`, `matplotlib.pyplot`, a figure (default), or an object with log(dict)
+        sink=None # Where to show values: wandb or a W&B run, a `SummaryWriter`, `matplotlib.pyplot`, a figure (default), or an object with log(dict)
     ):
-        if not hasattr(monitor, 'get_output'): raise TypeError(f"Visualization shows the values of a Monitor, got {an(monitor)}.")
+        if not hasattr(monitor, 'get_output'):
+            raise TypeError(f"Visualization shows the values of a Monitor, got {an(monitor)}.")
         self.monitor,self.sink,self.pace = monitor,sink_for(sink),DrawingPace()
-        # history: name -> {step: vector}; changed: names of the vectors that changed since the last plot
+        # history: name -> {step: vector}; changed: names of the vectors with new values since the last plot
         self.history,self.changed = {},set()
 
-    figure = property(lambda self: getattr(self.sink, 'figure', None), doc="The figure with the plots; None if the sink draws no figure.")
+    figure = property(lambda self: getattr(self.sink, 'figure', None),
+        doc="The figure with the plots; None if the sink draws no figure.")
 
     def show(self,
-        step:int, # Number of the step that was tracked
+        step:int, # Number of the step that the monitor has tracked
         ext:dict=None # Other numbers to show, such as {'loss': loss.item()}
     ):
-        """Send the values of this step to the sink, and plots of vectors from time to time.
+        """Send the values of this step to the sink, and now and then plots of vectors.
 
         Args:
-            step: Number of the step that was tracked
+            step: Number of the step that the monitor has tracked
             ext: Other numbers to show, such as {'loss': loss.item()}
         """
         numbers = {}
@@ -188,9 +200,10 @@ class Visualization:
         else: self.sink.put(numbers | dict(ext or {}), {}, step)
 
     def add_vector(self, key, step, v):
-        "Add a vector to its history, for a later plot. A `FigureSink` draws the history itself."
+        "Add a vector to the vectors of earlier steps, for a later plot. A `FigureSink` stores its vectors itself."
         past = self.history.setdefault(key, {})
-        if past and np.size(next(iter(past.values())))!=np.size(v): past.clear() # the history is deleted if the layer has a new size
+        # if the layer has a new size, the earlier vectors are deleted
+        if past and np.size(next(iter(past.values())))!=np.size(v): past.clear()
         past[step] = np.ravel(v)
         for old in list(past)[:-self.most_steps]: del past[old]
         if isinstance(self.sink, FigureSink): self.sink.vectors[key] = past
@@ -198,19 +211,19 @@ class Visualization:
 
     def _put_surfaces(self, numbers, step):
         "Send numbers to the sink, and surface plots of the changed vectors."
-        with self.pace.measure(): # the measured time includes sending the images
+        with self.pace.measure(): # this time includes sending the images
             self.sink.put(numbers, {k: Surface3d(self.history[k], k) for k in sorted(self.changed)}, step)
         self.changed.clear()
 
     def log_ext(self,
-        ext:dict, # Numbers by name, such as {'loss': loss.item()}
-        step:int=None # Number of the step. Default: the step that was tracked last
+        ext:dict, # Dict: name -> number, such as {'loss': loss.item()}
+        step:int=None # Number of the step. Default: the last step that the monitor has tracked
     ):
-        """Send other numbers than quantities to the sink, such as the loss.
+        """Send numbers that are no quantities to the sink, such as the loss.
 
         Args:
-            ext: Numbers by name, such as {'loss': loss.item()}
-            step: Number of the step. Default: the step that was tracked last
+            ext: Dict: name -> number, such as {'loss': loss.item()}
+            step: Number of the step. Default: the last step that the monitor has tracked
         """
         self.sink.put(dict(ext or {}), {}, self.monitor.last_step if step is None else step)
 

@@ -20,13 +20,15 @@ from ..measure.stats import get_stats
 from ..ground.messages import warn
 
 # %% ../../nbs/80_compat/30_tandv.ipynb #b04e9a24
-libraries[torch.Tensor] = Library(lambda x: get_stats(x, scalars), lambda x, lo, hi: get_stats(x, exponents_stat(lo, hi))['exponents'],
-    lambda x: x.detach().cpu().clone())
+libraries[torch.Tensor] = Library(lambda x: get_stats(x, scalars),
+    lambda x, lo, hi: get_stats(x, exponents_stat(lo, hi))['exponents'], lambda x: x.detach().cpu().clone())
 
 _all_ = ['stash_scalar_stats', 'stash_hist', 'stash_all_stats_and_hist', 'stash_full_tensor']
 
 # %% ../../nbs/80_compat/30_tandv.ipynb #e4810812
-def save_tensor(x, path): torch.save(x, f'{path}.pt')
+def save_tensor(x, path):
+    "Save a tensor as the file `<path>.pt`."
+    torch.save(x, f'{path}.pt')
 
 # %% ../../nbs/80_compat/30_tandv.ipynb #8badd8b5
 def wrapper_prefix(module):
@@ -34,24 +36,25 @@ def wrapper_prefix(module):
     inner = unwrap(module)
     return next((n for n,m in module.named_modules() if m is inner), '') if isinstance(module, torch.nn.Module) else ''
 
-# what: name of the argument, for messages; prefix: text before each module name
+# what: name of the argument, for messages; prefix: text in front of each module name
 def select_by_pattern(pattern, what, prefix):
-    "Return a `Selection` of modules whose names match a regular expression, or which `select` selects by another argument. Return None for None."
+    "Return a `Selection` of modules whose names match a regular expression, or match another argument of `select`. Return None for None."
     if isinstance(pattern, list|tuple|set): return select([select_by_pattern(p, what, prefix) for p in pattern])
     found = compile_pattern(pattern, what)
     if not isinstance(found, re.Pattern): return None if found is None else select(found)
     return Selection(f're {found.pattern!r}', lambda pairs: {id(m) for p,m in pairs if found.search(dotted(prefix, p))})
 
 def check_exclude(exclude, module):
-    "Return the selection `exclude` of modules to leave out. If this selection matches no module, warn and return None."
+    "Return the `Selection` of modules to leave out. If it matches no module, warn and return None."
     inner = unwrap(module)
-    if exclude is None or not isinstance(inner, torch.nn.Module) or exclude.ids(list(inner.named_modules())): return exclude
+    if exclude is None or not isinstance(inner, torch.nn.Module) or exclude.ids(list(inner.named_modules())):
+        return exclude
     warn(f"exclude={exclude.what} matches no module, so no module is left out.")
 
 # %% ../../nbs/80_compat/30_tandv.ipynb #a723ea83
 class TorchTracker(Tracker):
-    "Records a training with torch. `step` ends each step, and the end of the `with` block writes a LogFrame. Returned by `track`."
-    def __init__(self, te, **kwargs): # te: an armed `torchEmber`
+    "Records a training with torch. `step` ends each step, and the end of the `with` block writes a LogFrame. `track` returns such an object."
+    def __init__(self, te, **kwargs): # te: a `torchEmber` that is recording
         super().__init__(te.t, **kwargs)
         self.te = te
 
@@ -78,14 +81,14 @@ class TorchTracker(Tracker):
         if kind is None: self.warn_about_steps(trained)
 
     def warn_about_steps(self, trained): # trained: True if trainable weights were recorded
-        "Warn if `step` was never called, or if gradients of weights are missing."
+        "Warn if `step` was never called, or if the run has no gradients of weights."
         r = self.te.recorder
         if r.tally.steps and not self.calls:
             r.notices.once('stalled', "tracker.step() was never called, so all rows are in one step. Call it after optimizer.step().", 'warning')
             self.te.t.barrier()
         elif trained and 'weight_grad' in r.ttypes and r.watch is None and (n := r.sources.parameters.hint.steps_without):
-            warn(f"{n:,} of {r.tally.recorded:,} steps have no weight gradients, because zero_grad() was called before tracker.step(). Call it later, or "
-                "pass optimizer= to track.")
+            warn(f"{n:,} of {r.tally.recorded:,} steps have no weight gradients, because zero_grad() was called before tracker.step(). "
+                "Call zero_grad() after tracker.step(), or pass optimizer= to track.")
 
 # %% ../../nbs/80_compat/30_tandv.ipynb #fcc2f0ee
 def track(
@@ -95,12 +98,12 @@ def track(
     track_weights:bool=True, # Record weights
     include=None, # Modules to record: a regular expression, searched in module names, or another argument of `select`
     exclude=None, # Modules to leave out, selected like `include`
-    stash_value=None, # Function that returns a dict of statistics of a tensor. Default: `stash_all_stats_and_hist`
-    async_offload:bool=False, # No effect, because a separate thread always writes the log
+    stash_value=None, # Function that maps a tensor to a dict of statistics. Default: `stash_all_stats_and_hist`
+    async_offload:bool=False, # Has no effect, because a separate thread always writes the log
     offload_inc:int=10, # Number of steps between calls of `offload_fn`
     offload_type:str='.pkl', # File type of the LogFrame: '.pkl' or '.parquet'
     use_wandb:bool=False, # Send the mean statistics of each step to the open W&B run, and the LogFrame at the end
-    only_stash_during_training:bool=True, # Skip passes in `eval()` mode
+    only_stash_during_training:bool=True, # True to skip passes in `eval()` mode
     init_step:int|None=None, # Number of the first step, to continue from a checkpoint
     *,
     offload_fn=None, # Function that is called with run name, step, and a LogFrame of the rows since its last call
@@ -117,12 +120,12 @@ def track(
         track_weights: Record weights
         include: Modules to record: a regular expression, searched in module names, or another argument of `select`
         exclude: Modules to leave out, selected like `include`
-        stash_value: Function that returns a dict of statistics of a tensor. Default: `stash_all_stats_and_hist`
-        async_offload: No effect, because a separate thread always writes the log
+        stash_value: Function that maps a tensor to a dict of statistics. Default: `stash_all_stats_and_hist`
+        async_offload: Has no effect, because a separate thread always writes the log
         offload_inc: Number of steps between calls of `offload_fn`
         offload_type: File type of the LogFrame: '.pkl' or '.parquet'
         use_wandb: Send the mean statistics of each step to the open W&B run, and the LogFrame at the end
-        only_stash_during_training: Skip passes in `eval()` mode
+        only_stash_during_training: True to skip passes in `eval()` mode
         init_step: Number of the first step, to continue from a checkpoint
         offload_fn: Function that is called with run name, step, and a LogFrame of the rows since its last call
         name: Name of the run. Default: `<ModelClass>_<YYYYmmdd_HHMMSS>`
@@ -131,12 +134,15 @@ def track(
     """
     check_arguments(offload_type, offload_inc, init_step, stash_value, name, home)
     wandb,prefix = open_wandb_run() if use_wandb else None,wrapper_prefix(module)
-    wanted = {'output': True, 'output_grad': track_gradients, 'weight': track_weights, 'weight_grad': track_gradients and track_weights,
-        'optimizer': optimizer is not None}
+    wanted = {'output': True, 'output_grad': track_gradients, 'weight': track_weights,
+        'weight_grad': track_gradients and track_weights, 'optimizer': optimizer is not None}
     stats = builtin_statistics(stash_value) or Stash(stash_value, lambda: tracker.folder(), save_tensor)
-    te = torchEmber(module, optimizer=optimizer, ttypes=[t for t,yes in wanted.items() if yes], include=select_by_pattern(include, 'include', prefix),
-        exclude=check_exclude(select_by_pattern(exclude, 'exclude', prefix), module), stats=stats, only_training=only_stash_during_training, ends='step',
+    te = torchEmber(module, optimizer=optimizer, ttypes=[t for t,yes in wanted.items() if yes],
+        include=select_by_pattern(include, 'include', prefix),
+        exclude=check_exclude(select_by_pattern(exclude, 'exclude', prefix), module), stats=stats,
+        only_training=only_stash_during_training, ends='step',
         first_step=init_step or 0, name=name, home=home, store=store)
-    te.recorder.sources.parameters.hint.silent = True # silent, because `warn_about_steps` warns instead
-    tracker = TorchTracker(te, prefix=prefix, offload_inc=offload_inc, offload_fn=offload_fn, offload_type=offload_type, wandb=wandb)
+    te.recorder.sources.parameters.hint.silent = True # no hint is shown, because `warn_about_steps` warns instead
+    tracker = TorchTracker(te, prefix=prefix, offload_inc=offload_inc, offload_fn=offload_fn,
+        offload_type=offload_type, wandb=wandb)
     return tracker

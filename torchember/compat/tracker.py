@@ -34,31 +34,31 @@ scalars = tuple(s for s in sets['numerics'] if s not in ('shape', 'exponents'))
 # %% ../../nbs/80_compat/20_tracker.ipynb #be6033ed
 @dataclass
 class Library:
-    "Functions to measure and copy tensors of one library, torch or JAX."
-    scalars:Callable # Function that takes a tensor and returns a dict of statistics by name
-    # Function that takes a tensor, the first and the last exponent, and returns the number of elements for each exponent
+    "Functions that measure and copy tensors of one library, torch or JAX."
+    scalars:Callable # Function: tensor -> dict of statistics by name
+    # Function of a tensor, the first and the last exponent that returns the number of elements for each exponent
     counts:Callable
     copy:Callable # Function that copies a tensor
 
-libraries = {} # tensor class -> `Library`; the Python modules for torch and JAX add their classes
+libraries = {} # class of a tensor -> `Library`; the Python modules for torch and JAX add their classes
 
 def find_library(tensor) -> Library:
     "Return the `Library` for a tensor. Values of other classes, such as lists, are measured by the first library."
     if not libraries:
-        raise RuntimeError("no tensor library is registered: import the stash functions from torchember, or for JAX from torchember.jaxember.")
+        raise RuntimeError("the stash functions need a tensor library. Import them from torchember (torch) or torchember.jaxember (JAX).")
     return next((lib for c,lib in libraries.items() if isinstance(tensor, c)), next(iter(libraries.values())))
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #34dd7322
 def stash_scalar_stats(
-    tensor # Tensor of torch, or array of JAX, traced or not
-) -> dict: # Dict from names of statistics to numbers
+    tensor # Tensor of torch, or array of JAX, also inside a traced function
+) -> dict: # Dict: name of a statistic -> number
     """Return mean, std, mean_abs, max_abs, min_abs, rm2, rm4 and rm8 of a tensor. rm4 is the 4th root of the mean of 4th powers.
 
     Args:
-        tensor: Tensor of torch, or array of JAX, traced or not
+        tensor: Tensor of torch, or array of JAX, also inside a traced function
 
     Returns:
-        Dict from names of statistics to numbers
+        Dict: name of a statistic -> number
     """
     return {stat_names.get(k, k): v for k,v in find_library(tensor).scalars(tensor).items()}
 
@@ -66,7 +66,7 @@ def stash_hist(
     tensor, # Any tensor
     min_exp:int=-16, max_exp:int=16 # First and last exponent that have a count of their own
 ) -> dict: # Dict {'exp_hist': {'hist': list of counts, 'bins': list of exponents}}
-    """Count the elements of a tensor by their binary exponent. The first count includes all smaller exponents, the last all larger ones.
+    """Count the elements of a tensor by their binary exponent. The first count includes all smaller exponents, the last all larger exponents.
 
     Args:
         tensor: Any tensor
@@ -75,7 +75,8 @@ def stash_hist(
     Returns:
         Dict {'exp_hist': {'hist': list of counts, 'bins': list of exponents}}
     """
-    return {'exp_hist': {'hist': find_library(tensor).counts(tensor, min_exp, max_exp), 'bins': [*range(min_exp-1, max_exp+2)]}}
+    return {'exp_hist': {'hist': find_library(tensor).counts(tensor, min_exp, max_exp),
+        'bins': [*range(min_exp-1, max_exp+2)]}}
 
 def stash_all_stats_and_hist(
     tensor, # Any tensor
@@ -107,31 +108,34 @@ def stash_full_tensor(
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #0a49309d
 def exponents_stat(min_exp=-16, max_exp=16):
-    "Return the name of the statistic that counts exponents in this range."
+    "Return the name of the statistic that counts the elements for each exponent in this range."
     return f'exponents({min_exp}, {max_exp})'
 
 def builtin_statistics(stash_value): # stash_value: argument of `track`
-    "Return the names of the built-in statistics replacing a stash function of torchember. None for a user's function."
-    f,kwargs = (stash_value.func, stash_value.keywords) if isinstance(stash_value, partial) and not stash_value.args else (stash_value, {})
+    "Return the names of the built-in statistics that replace a stash function of torchember. Return None for a user's function."
+    f,kwargs = ((stash_value.func, stash_value.keywords) if isinstance(stash_value, partial) and not stash_value.args
+        else (stash_value, {}))
     if f is stash_scalar_stats: return ('shape', *scalars)
-    if f is stash_hist: return ('shape', 'mean', exponents_stat(**kwargs)) # the mean is added, because a LogFrame must contain a scalar statistic
+    # the mean is added, because a LogFrame must contain a scalar statistic
+    if f is stash_hist: return ('shape', 'mean', exponents_stat(**kwargs))
     return ('shape', *scalars, exponents_stat(**kwargs)) if f in (None, stash_all_stats_and_hist) else None
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #3e55ce2c
 def save_array(x, path): # path: path of the file without the suffix '.npy'
-    "Write an array to a `.npy` file. Dtypes unknown to numpy, such as bfloat16, are written as float32."
+    "Write an array to a `.npy` file. Dtypes that numpy does not know, such as bfloat16, are written as float32."
     x = np.asarray(x)
     np.save(f'{path}.npy', x.astype(np.float32) if x.dtype.kind=='V' else x)
 
 class Stash:
-    "Converts the results of a user's stash function to columns of the log."
-    # f: the stash function; folder: function that returns the tracker's folder; save: function that writes a tensor
+    "Converts the dict that a user's stash function returns for a tensor to columns of the log."
+    # f: the stash function (tensor -> dict); folder: function that returns the tracker's folder; save: function that writes a tensor
     def __init__(self, f, folder, save=save_array):
         self.f,self.folder,self.save,self.number,self.__name__ = f,folder,save,count(),getattr(f, '__name__', repr(f))
 
     def __call__(self, x):
         got,out = self.f(x),{}
-        if not isinstance(got, dict): return got # returned unchanged, because the recorder reports results of other types as errors
+        # another type is returned unchanged, because the recorder reports it as an error
+        if not isinstance(got, dict): return got
         for k,v in got.items():
             if k=='scalar_stats': out |= {ours.get(n, n): s for n,s in v.items()}
             elif k=='exp_hist': out |= hist_columns(**v)
@@ -157,7 +161,7 @@ def hist_columns(hist, bins):
     return {'exponents': hist, 'exponent_min': bins[0]}
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #25019a77
-def means_by_type(lf) -> dict: # returns a dict with a number for each 'Numerics.<tensor type>/<statistic>'
+def means_by_type(lf) -> dict: # returns a dict: 'Numerics.<tensor type>/<statistic>' -> number
     "Return the mean of each statistic over the tensors of each type, for W&B. `lf`: LogFrame of one step."
     stats,counts = lf[STAT].copy(),lf[EXP]
     n = counts.sum(axis=1).where(counts.any(axis=1))
@@ -166,21 +170,23 @@ def means_by_type(lf) -> dict: # returns a dict with a number for each 'Numerics
     return {f'Numerics.{t}/{s}': v for t,row in means.to_dict('index').items() for s,v in row.items()}
 
 def open_wandb_run():
-    "Return a sink for numbers to the open W&B run. Raise RuntimeError if no run is open."
+    "Return a sink that sends numbers to the W&B run that is open. Raise RuntimeError if no run is open."
     if needs('wandb', for_='track(use_wandb=True)').run is None:
         raise RuntimeError("track(use_wandb=True) needs an open W&B run, but there is none. Call wandb.init(project=...) first.")
     return Wandb()
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #a7f14363
-def check_arguments(offload_type, offload_inc, init_step, stash_value, name, home): # the arguments are those of `track`
+def check_arguments(offload_type, offload_inc, init_step, stash_value, name, home): # arguments: as in `track`
     "Raise ValueError or TypeError for invalid arguments of `track`, FileExistsError if the run exists."
-    if offload_type not in ('.pkl', '.parquet'): raise ValueError(f"offload_type must be '.pkl' or '.parquet', got {offload_type!r}.")
+    if offload_type not in ('.pkl', '.parquet'):
+        raise ValueError(f"offload_type must be '.pkl' or '.parquet', got {offload_type!r}.")
     for what,n,least in (('offload_inc', offload_inc, 1), ('init_step', init_step or 0, 0)):
         if isinstance(n, bool) or not isinstance(n, int) or n<least:
             raise ValueError(f"{what} must be an int of at least {least}, got {n!r}.")
     if stash_value is not None and not callable(stash_value):
         raise TypeError(f"stash_value must be a function that takes a tensor and returns a dict, got {an(stash_value)}.")
-    if name is not None and not isinstance(name, str): raise TypeError(f"name= must be a string such as 'first', got {an(name)}.")
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name= must be a string such as 'first', got {an(name)}.")
     if name is not None and exists(name, home):
         raise FileExistsError(f"The run {name!r} already exists in {folder('torchember', home)}. Choose another name=.")
 
@@ -205,7 +211,8 @@ class TensorStash:
     dtype:str # Dtype of the tensor, such as 'float32'
     value:dict # Statistics: {'scalar_stats': {...}, 'exp_hist': {...}}
 
-    first_value = property(lambda self: self.value, doc="The same as `value`, because each output of a module has its own `TensorStash`.")
+    first_value = property(lambda self: self.value,
+        doc="The same as `value`, because each output of a module has its own `TensorStash`.")
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #0495c1c5
 def tensor_stash(row):
@@ -214,33 +221,36 @@ def tensor_stash(row):
     bins = [*part[EXP]]
     bins = [bins[1]-1, *bins[1:-1], bins[-2]+1]
     hist = {'exp_hist': {'hist': [*part[EXP].values()], 'bins': bins}} if any(part[EXP].values()) else {}
-    return TensorStash(*(part[META][k] for k in ('name', 'type', 'tensor_type', 'dtype')), {'scalar_stats': part[STAT], **hist})
+    return TensorStash(*(part[META][k] for k in ('name', 'type', 'tensor_type', 'dtype')),
+        {'scalar_stats': part[STAT], **hist})
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #61676271
 class Tracker:
-    "Base class of trackers, which write a run and its LogFrame. A tracker is also a sequence: a `TensorStash` for each tensor of the latest step."
-    current_step = 0 # number of the step that has begun and not ended
+    "Base class of trackers, which record a run and write its LogFrame. Also a sequence: a `TensorStash` for each tensor of the latest step."
+    current_step = 0 # number of the current step, which has begun but not ended
     what = 'a model' # name of the model, for `repr`
-    # t: `emberTracker` of the run; prefix: text before the module names in the LogFrame; wandb: sink for W&B, or None
+    # t: the run, an `emberTracker`; prefix: text before the module names in the LogFrame; wandb: sink for W&B, or None
     def __init__(self, t, prefix='', offload_inc=10, offload_fn=None, offload_type='.pkl', wandb=None):
         self.t,self.prefix,self.wandb = t,prefix,wandb
         self.offload_inc,self.offload_fn,self.offload_type = offload_inc,offload_fn,offload_type
         self.out_path = None # path of the LogFrame file; None until this file is written
-        self.calls,self.read = 0,0 # calls: number of calls of `step`; read: size in bytes of the part of the log that was passed to `offload_fn`
-        self.place = None # folder of this tracker; None until the folder is created
+        # calls: number of calls of `step`; read: bytes of the log whose rows were passed to `offload_fn`
+        self.calls,self.read = 0,0
+        self.place = None # path of this tracker's folder; None until the folder is created
 
     name = property(lambda self: self.t.fname, doc="Name of the run.")
     stashes = property(lambda self: list(self), doc="A `TensorStash` for each tensor of the latest step.")
 
-    def note_step_end(self, n, seen=True): # seen: True if the step was recorded
-        "Record the end of step `n`: send its means to W&B, and call `offload_fn` every `offload_inc` steps."
+    def note_step_end(self, n, seen=True): # seen: True if the step was recorded, so that it has means
+        "Record the end of step `n`: send means of its statistics to W&B, and call `offload_fn` every `offload_inc` steps."
         self.calls += 1
         if seen and self.wandb is not None: self.log_to_wandb(n)
         if self.offload_fn and n%self.offload_inc==0: self.offload(n)
 
     def logframe(self, rows):
-        "Convert rows of the log to a LogFrame. Return None if the rows contain no tensors that a LogFrame can contain."
-        if not len(rows) or not rows['ttype'].isin(('output', 'output_grad', 'weight', 'weight_grad', 'optimizer')).any(): return None
+        "Convert rows of the log to a LogFrame. Return None if no row is about a tensor that a LogFrame can contain."
+        if not len(rows) or not rows['ttype'].isin(('output', 'output_grad', 'weight', 'weight_grad', 'optimizer')).any():
+            return None
         lf = to_logframe(rows)
         if self.prefix: lf[META, 'name'] = [dotted(self.prefix, n) for n in lf[META, 'name']]
         return lf
@@ -272,12 +282,12 @@ class Tracker:
         return self.logframe(frame(self.t.latest_line_list()))
 
     def log_to_wandb(self, step):
-        "Send the means of a step to W&B, if the step was recorded."
+        "Send the means of a step's statistics to W&B, if the step was recorded."
         lf = self.latest()
         if lf is not None and lf[META, 'step'].iloc[0]==step: self.wandb.put(step, means_by_type(lf))
 
     def finish(self, failed:bool): # failed: True if an exception ended the training
-        "After the end of the run, call `offload_fn` for the last rows, write the LogFrame, and send its file to W&B."
+        "Call `offload_fn` for the last rows, write the LogFrame, and send its file to W&B. Called after the end of the run."
         try:
             if self.offload_fn: self.offload(self.current_step)
             self.write()
@@ -312,4 +322,5 @@ class Tracker:
         return 0 if lf is None else len(lf)
     def __bool__(self): return True
     def __getitem__(self, i): return list(self)[i]
-    def __repr__(self): return printable(f'<{type(self).__name__} of {self.what}: run {self.name}, step {self.current_step}>')
+    def __repr__(self):
+        return printable(f'<{type(self).__name__} of {self.what}: run {self.name}, step {self.current_step}>')

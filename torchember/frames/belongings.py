@@ -23,7 +23,7 @@ from torchember.store.parts import read_part_list
 metadata_kinds = ('base', 'structure', 'parameters', 'losses', 'ranks', 'vis', 'sync', 'sent')
 
 def owner_of(stem, names):
-    "Return the name of the run of a metadata file. `stem`: file name without .json. Return None if the run is not in `names`."
+    "Return the name of the run that a metadata file belongs to. `stem`: file name without .json. Return None if the run is not in `names`."
     kind,_,name = stem.partition('_')
     if kind in metadata_kinds: return name
     return next((stem[i+1:] for i,c in enumerate(stem) if c=='_' and stem[i+1:] in names), None)
@@ -34,16 +34,18 @@ def regular_files(*paths):
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #b7000006
 class Home:
-    "Index of all files in a home (folder of runs): the files of each run."
+    "Index of all files in a home (the folder of all runs): lists the files that belong to each run."
     def __init__(self, home=None):
         self.place = folder('torchember', home)
         self.log,self.data = self.place/'log',self.place/'data'
         flush_logs(self.log)
-        # logs: names of logs; parts: names of logs with a folder of Parquet parts; metadata: name of a log -> its metadata files
+        # logs: names of logs; parts: names of logs that have Parquet files; metadata: name of a log -> its metadata files
         self.logs,self.parts,self.metadata,self.taken = set(),set(),{},set(taken)
         for f in list_folder(self.log):
-            if f.name.endswith('.parts') and f.is_dir(follow_symlinks=False): self.parts.add(f.name.removesuffix('.parts'))
-            elif not f.is_dir(follow_symlinks=False) and not f.name.endswith('_latest') and is_run_name(f.name): self.logs.add(f.name)
+            if f.name.endswith('.parts') and f.is_dir(follow_symlinks=False):
+                self.parts.add(f.name.removesuffix('.parts'))
+            elif not f.is_dir(follow_symlinks=False) and not f.name.endswith('_latest') and is_run_name(f.name):
+                self.logs.add(f.name)
         files = [f for f in list_folder(self.data) if f.name.endswith('.json') and f.is_file(follow_symlinks=False)]
         bases = {f.name[5:-5] for f in files if f.name.startswith('base_')}
         # only metadata files of torchember are listed, because other files may belong to the user
@@ -53,40 +55,48 @@ class Home:
 
     @property
     def names(self):
-        "Names of everything in the home that may be a run."
+        "Names of all files in the home that may belong to a run."
         return self.logs | self.parts | self.bases | self.older
 
     def members(self, run):
-        "Return the names of all logs of a run: its own name, or the names of the logs of its ranks."
+        "Return the names of all logs of a run: the name of the run itself, or the names of the logs of its ranks."
         return [run] if run in self.names else [*ranks_among(self.names, run).values()]
 
     def chosen(self, run):
-        "Return the names of the selected runs. `run`: name, pattern, ember, tracker, `Run`, or a list of these. Raise FileNotFoundError for an unknown run."
+        """Return the names of the selected runs. `run`: name, pattern, `torchEmber`, its tracker, `Run`, or a list of these.
+
+        Raise FileNotFoundError for an unknown run."""
         if isinstance(run, list|tuple|set): return list(dict.fromkeys(n for r in run for n in self.chosen(r)))
         t = run if isinstance(run, tracker|Run) else getattr(run, 't', None)
         if isinstance(t, tracker|Run):
             run,place = (t.name, t.home) if isinstance(t, Run) else (t.fname, t.dir)
-            if place!=self.place: raise ValueError(f"{printable(run)} is a run in {printable(place)}, not in {printable(self.place)}. Give the right home=.")
-        if not isinstance(run, str): raise TypeError(f"a run is a name, a pattern, a torchEmber or its te.t, or a list of these, got {an(run)}.")
+            if place!=self.place:
+                raise ValueError(f"{printable(run)} is a run in {printable(place)}, not in {printable(self.place)}. Give the right home=.")
+        if not isinstance(run, str):
+            raise TypeError(f"a run must be a name, a pattern, a torchEmber, its tracker te.t, or a list of these, got {an(run)}.")
         if not (some := matching_runs(run, names := sorted(self.names))):
             raise FileNotFoundError(f"{unknown('run', run, without_ranks(names))} Looked in {printable(self.log)}.")
         return some
 
     def files(self, name):
-        "Return the files of one log: kind -> list of paths. The 'base' metadata is last, so that the run stays listed if a removal is interrupted."
+        """Return the files of one log: kind -> list of paths.
+
+        The file of 'base' metadata is the last: while it exists, `runs()` lists the run, even if a removal is
+        interrupted."""
         parts = sorted((self.log/f'{name}.parts').iterdir()) if name in self.parts else []
         data = sorted(self.metadata.get(name, ()), key=lambda p: (p.name==f'base_{name}.json', p.name))
-        return dict(parts=parts, latest=regular_files(self.log/f'{name}_latest'), log=regular_files(self.log/name), metadata=data)
+        return dict(parts=parts, latest=regular_files(self.log/f'{name}_latest'), log=regular_files(self.log/name),
+            metadata=data)
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #b7000009
 def du(
-    run='*', # Name of a run, a pattern such as 'GPT*', an ember, a tracker, or a list of these
+    run='*', # Name of a run, a pattern such as 'GPT*', a `torchEmber` or its tracker, or a list of these
     home=None # Folder of logs, instead of `~/.torchember`
 ): # pandas.DataFrame: name, ranks (processes), files, and bytes of the log, parts, latest step and metadata; size is their sum
     """Return the disk space of runs with all their files, the largest first
 
     Args:
-        run: Name of a run, a pattern such as 'GPT*', an ember, a tracker, or a list of these
+        run: Name of a run, a pattern such as 'GPT*', a `torchEmber` or its tracker, or a list of these
         home: Folder of logs, instead of `~/.torchember`
 
     Returns:
@@ -94,12 +104,13 @@ def du(
     """
     pd,h = needs('pandas', for_='A table of runs'),Home(home)
     names = h.chosen(run) if h.names or run!='*' else []
-    df = pd.DataFrame([run_sizes(h, n) for n in names], columns=['name', 'ranks', 'files', 'log', 'parts', 'latest', 'metadata', 'size'])
+    df = pd.DataFrame([run_sizes(h, n) for n in names],
+        columns=['name', 'ranks', 'files', 'log', 'parts', 'latest', 'metadata', 'size'])
     return df.sort_values('size', ascending=False, kind='stable', ignore_index=True)
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #b700000a
 def run_sizes(h, run):
-    "Return the disk space of one run, a row of the table of `du`, as a dict."
+    "Return the disk space of one run as a dict, which becomes a row of the table of `du`."
     out,members = dict.fromkeys(('files', 'log', 'parts', 'latest', 'metadata'), 0),h.members(run)
     for name in members:
         for kind,paths in h.files(name).items():
@@ -109,28 +120,34 @@ def run_sizes(h, run):
     return dict(name=run, ranks=len(members), **out, size=out['log']+out['parts']+out['latest']+out['metadata'])
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #b700000c
-recent = 600 # seconds after a run's last row during which a process on another machine may still be writing the run
+# After this number of seconds without a new row, no process on another machine is assumed to be writing the run
+recent = 600
 
 def refuse_odd(h, name):
-    "Raise OSError if the log is a link, or a file not written by torchember. Such logs are not moved or removed."
+    "Raise OSError if a log is a symbolic link, or a file that torchember did not write. Such logs are not moved or removed."
     path = h.log/name
-    if is_url(path): return # no check is needed, because remote stores have no links
-    if os.path.islink(path): raise OSError(f"{printable(path)} is a link, not a log of torchember, so nothing was changed. Remove the link yourself.")
-    if name in h.older: raise OSError(f"The run {name!r} is of torchember 0.2 and was not changed. Move or remove its folder {printable(path)}.")
-    if os.path.lexists(path) and not path.is_file(): raise OSError(f"{printable(path)} is not a file, so it is not a log, and nothing was changed.")
+    if is_url(path): return # remote stores have no links, so no check is needed
+    if os.path.islink(path):
+        raise OSError(f"{printable(path)} is a link, not a log of torchember, so nothing was changed. Remove the link yourself.")
+    if name in h.older:
+        raise OSError(f"The run {name!r} was written by torchember 0.2, whose format this version cannot change. "
+            f"Nothing was changed. Move or remove its folder {printable(path)} yourself.")
+    if os.path.lexists(path) and not path.is_file():
+        raise OSError(f"{printable(path)} is not a file, so it cannot be a log. Nothing was changed.")
     if odd := [p for p in h.files(name)['parts'] if p.is_symlink() or not p.is_file()]:
-        raise OSError(f"{printable(odd[0])} is not a part of a run, so nothing was changed. Remove it from that folder first.")
+        raise OSError(f"{printable(odd[0])} does not belong to a run, so nothing was changed. Remove this file from the folder first.")
 
 def refuse_written(h, name):
-    "Raise ValueError if a process is writing the log, or may still be writing rows."
+    "Raise ValueError if a process is writing the log now, or may continue to write it."
     base,text = read_facts(name, h.data)[0],f'The run {printable(name)!r} is still being written'
     pid,host = base.get('pid'),printable(base.get('host', ''))
     if is_running(base) and pid==os.getpid(): raise ValueError(f"{text}, by this process. End it first: te.close().")
-    if is_running(base): raise ValueError(f"{text}, by process {pid} on this machine. Wait for its end, or end it: kill {pid}.")
+    if is_running(base):
+        raise ValueError(f"{text}, by process {pid} on this machine. Wait for its end, or end it: kill {pid}.")
     if 'end' in base or 'pid' not in base or not file_exists(h.log/name): return
     ago = time.time()-stat_file(h.log/name).st_mtime
     if ago<recent and base.get('host')!=gethostname():
-        raise ValueError(f"{text}, perhaps: it started on {host}, has not recorded its end, and got rows {ago:.0f} s ago. "
+        raise ValueError(f"{text}, probably: it was started on {host}, its end was not recorded, and its last rows came {ago:.0f} s ago. "
             f"End it there, or try again when it has got no rows for {recent//60} minutes.")
 
 def refuse_shared(h, name, names):
@@ -154,19 +171,19 @@ def runs_to_change(run, home):
     return h,names
 
 def forget_file(path):
-    "Remove a deleted log from the caches of this process. `path`: file of the log."
+    "Remove a deleted log from the caches of this process, because a new log may get its name. `path`: file of the log."
     taken.discard(path)
     for known in [k for k in counted if str(k[0])==str(path)]: del counted[known]
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #b700000d
 def rm(
-    run, # Name of a run, a pattern such as 'GPT*', an ember, a tracker, or a list of these
+    run, # Name of a run, a pattern such as 'GPT*', a `torchEmber` or its tracker, or a list of these
     home=None # Folder of logs, instead of `~/.torchember`
 ): # pandas.DataFrame: the rows of `du` for the removed runs
     """Remove runs with all their files, and print their names. If a run is still being written, raise ValueError and remove nothing
 
     Args:
-        run: Name of a run, a pattern such as 'GPT*', an ember, a tracker, or a list of these
+        run: Name of a run, a pattern such as 'GPT*', a `torchEmber` or its tracker, or a list of these
         home: Folder of logs, instead of `~/.torchember`
 
     Returns:
@@ -178,7 +195,8 @@ def rm(
         members = h.members(name)
         files = [h.files(m) for m in members]
         for kind in 'parts','latest','log','metadata':
-            for p in sorted((p for f in files for p in f[kind]), key=lambda p: p.name.startswith('base_')): p.unlink(missing_ok=True)
+            for p in sorted((p for f in files for p in f[kind]), key=lambda p: p.name.startswith('base_')):
+                p.unlink(missing_ok=True)
             if kind=='parts':
                 for m in members if not is_url(h.log) else (): shutil.rmtree(h.log/f'{m}.parts', ignore_errors=True)
         for m in members: forget_file(h.log/m)
@@ -187,24 +205,26 @@ def rm(
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #b700000f
 def mv(
-    run, # Run to rename: its name, an ember, or a tracker
+    run, # Run to rename: its name, a `torchEmber`, or its tracker
     name:str, # New name of the run
     home=None # Folder of logs, instead of `~/.torchember`
 ) -> str: # The new name of the run
-    """Rename a run with all its files. Raise ValueError if the run is running, FileExistsError if the new name is in use
+    """Rename a run with all its files. Raise ValueError if the run is still being recorded, FileExistsError if the new name is in use
 
     Args:
-        run: Run to rename: its name, an ember, or a tracker
+        run: Run to rename: its name, a `torchEmber`, or its tracker
         name: New name of the run
         home: Folder of logs, instead of `~/.torchember`
 
     Returns:
         The new name of the run
     """
-    if is_url(place := folder('torchember', home)): raise OSError(f"{printable(place)} is an object store, which cannot rename files. "
-        f"Rename the run on the machine that wrote it, sync it again, and remove the old copy: rm({run!r:.80}, {printable(repr(str(place)))}).")
+    if is_url(place := folder('torchember', home)):
+        raise OSError(f"{printable(place)} is an object store, which cannot rename files. "
+            f"Rename the run on the machine that wrote it, sync it again, and remove the old copy: rm({run!r:.80}, {printable(repr(str(place)))}).")
     h,names = runs_to_change(run, home)
-    if len(names)>1: raise ValueError(f"mv takes one run, but {run!r:.80} matches {len(names)}: {printable(', '.join(names[:5]))}. Rename them one by one.")
+    if len(names)>1:
+        raise ValueError(f"mv takes one run, but {run!r:.80} matches {len(names)}: {printable(', '.join(names[:5]))}. Rename them one by one.")
     members = h.members(names[0])
     new = {m: name+m.removeprefix(names[0]) if isinstance(name, str) else name for m in members}
     for n in (name, *new.values()): portable_name(safe_name(n, 'run'))
@@ -217,7 +237,7 @@ def mv(
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #b7000010
 def move_log(h, old, new):
-    "Rename one log with all its files. `h`: a `Home`; `old`, `new`: names of the log."
+    "Rename one log with all its files. `h`: the `Home` that contains the log; `old`, `new`: names of the log."
     files = h.files(old)
     for p in files['metadata']: shutil.copy2(p, h.data/f'{p.stem.removesuffix(old)}{new}.json')
     for p in files['latest']: os.replace(p, h.log/f'{new}_latest')

@@ -36,37 +36,37 @@ from torchember.store.reading import marks_in, path_of
 class Segment:
     "Location of consecutive rows of a log: a Parquet part, or some lines of a file."
     path: object # file that contains the rows
-    start: int # offset of the first byte: of a part, in the whole log; of lines, in their file
+    start: int # offset of the first byte: of a Parquet part, in the whole log; of lines, in their file
     end: int
     rows: int
     first: int|None # smallest step; None if a row has no step
     last: int|None # largest step; None if a row has no step
-    entry: tuple|None = None # items of the part's entry in the list of parts; None for a segment of lines
-    of: str|None = None # id of the log in the list of its parts
-    more: bytes = b'' # lines that are not written to the file yet
+    entry: tuple|None = None # entry of the Parquet part in the list of the log's parts; None for a segment of lines
+    of: str|None = None # id of the log, as in the list of its Parquet parts
+    more: bytes = b'' # lines that the recording process has not written to the file yet
     log: object = None # path of the log to which the lines belong
-    before: int = 0 # number of bytes of the log that precede this file
+    before: int = 0 # number of bytes of the log that are in earlier files
 
     @contextmanager
     def open(self, steps=None): # steps: (first, last) step to read, None for all
-        "Open the segment for a `with` block, as a `Part` or as bytes of lines."
+        "Open the segment of the log for a `with` block, as a Parquet `Part` or as bytes of JSON lines."
         if self.entry is None: yield self.more or self.lines(); return
         part = Part(self.path, {self.of: dict(self.entry)}, steps)
         with part.file: yield part
 
     def lines(self):
-        "Return the lines of the segment as bytes."
+        "Return the JSON lines of the segment of the log as bytes."
         while True:
             path,start = self.locate()
             with open_file(path) as f:
                 f.seek(start)
                 data = f.read(self.end-self.start)
-            if self.locate()==(path, start): break # a file that was renamed during the read is read again
+            if self.locate()==(path, start): break # if the file was renamed during the read, it is read again
         if len(data)<self.end-self.start: raise OSError(shorter_message(path))
         return data if data.endswith(b'\n') else data+b'\n'
 
     def locate(self):
-        "Return (file, first byte) where the lines are now. The file may have been renamed during conversion to Parquet."
+        "Return (file, first byte) where the segment's lines are now. The file may have been renamed for its conversion to Parquet."
         if self.log is None or is_url(self.log): return self.path, self.start
         listing,files = parts_and_lines(self.log)
         at,first,end = (listing or {}).get('removed', 0),self.before+self.start,self.before+self.end
@@ -78,31 +78,34 @@ class Segment:
 
     @property
     def is_shared(self):
-        "True if several logs share the file of the segment."
+        "True if several logs share the Parquet file of the segment."
         return self.entry is not None and any(k=='holder' for k,_ in self.entry)
 
     def overlaps(self, steps):
-        "Return True if the segment may have rows of these steps. `steps`: (first, last), or None for all."
+        "Return True if the segment may have rows of some steps. `steps`: (first, last), or None for all steps."
         return overlaps((self.first, self.last), steps)
 
 def shorter_message(path):
-    "Return the error message for a file that became shorter during reading."
+    "Return the error message for a log file that became shorter while it was read."
     return f"{printable(path)} is shorter than before, because it was compacted or cut meanwhile. Call scan again."
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #6db2682e
 def common_kind(kinds):
-    "Return the column kind that can hold values of all `kinds`: 'json' for a mixture of numbers and texts. None among `kinds` means no values."
+    """Return the column kind that can hold values of all `kinds` (such as 'double'): 'json' for a mixture of numbers and texts.
+
+    None among `kinds` stands for a column without values."""
     kinds = set(kinds)-{None}
     if len(kinds)<2: return next(iter(kinds), 'double')
-    return 'double' if kinds=={'int64', 'double'} else 'list<double>' if kinds=={'list<int64>', 'list<double>'} else 'json'
+    if kinds=={'int64', 'double'}: return 'double'
+    return 'list<double>' if kinds=={'list<int64>', 'list<double>'} else 'json'
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #4b5de9d0
 @dataclass
 class LogContents:
-    "Segments of a log, and the kinds and layouts of its columns."
+    "Segments of a log, and the kinds and layouts of its columns. A layout is the tuple of a row's keys."
     segments: list = field(default_factory=list)
     kinds: dict = field(default_factory=dict) # name of a column -> set of the kinds of its values
-    layouts: list = field(default_factory=list) # layouts of rows: a layout is the tuple of a row's keys; only layouts with a new column are listed
+    layouts: list = field(default_factory=list) # layouts of rows (tuples of keys), one for each row that has a new key
 
     def __iter__(self): return iter((self.segments, self.kinds, self.layouts))
 
@@ -112,7 +115,7 @@ class LogContents:
         return 'supersedes' in self.kinds
 
     def add(self, segments, kinds, layouts):
-        "Add the segments, kinds and layouts of more rows. Return this object."
+        "Add the segments of more rows, with the kinds of their columns and the layouts (tuples of keys). Return this object."
         self.segments += segments
         for k,kind in kinds.items(): self.kinds.setdefault(k, set()).update(kind)
         for keys in layouts:
@@ -126,8 +129,8 @@ def step_bounds(ranges):
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #1698eed2
 class LineIndex:
-    "Cached index of the lines of a growing file: segments and columns. With this cache, only new lines must be read."
-    # start: first byte to read; rows: maximum number of rows in a segment; expected: an `Expected`
+    "Cached index of the JSON lines of a growing file: segments and columns. With this cache, only new lines must be read."
+    # start: first byte to read; rows: maximum number of rows in a segment; expected: `Expected` keys and types, to parse lines faster
     def __init__(self, start, rows, expected):
         self.start = self.at = start
         self.rows,self.expected,self.contents,self.tail = rows,expected,LogContents(),b''
@@ -147,11 +150,11 @@ class LineIndex:
             out = LogContents().add(*self.contents)
             if self.at>=stop: return out
             f.seek(self.at)
-            # the last line is read again next time, because it may be incomplete
+            # the next call reads the last line again, because this line may be incomplete
             return out.add(*inspect_lines(f.read(stop-self.at), path, self.at, Expected()))
 
 def inspect_lines(data, path, at, expected):
-    "Parse a block of lines. Return its segment in a list, the kinds of its columns, and the layouts of its rows."
+    "Parse a block of JSON lines. Return its segment in a list, the kinds of its columns, and the layouts (tuples of keys) of its rows."
     block,_ = expected.read(data)
     columns = {k: block[k] for k in expected.types}
     types = {k: {int, none} if block.sure.get(k) is int else set(map(type, v)) for k,v in columns.items()}
@@ -162,19 +165,21 @@ def inspect_lines(data, path, at, expected):
     return [segment], kinds, expected.layouts
 
 def kind_of_lines(values, types):
-    "Return the kind of a column from its values; None without values. A mixture of whole numbers and floats becomes floats, as in `read`."
+    """Return the kind of a column from its values, or None if there are no values.
+
+    A mixture of whole numbers and floats becomes floats, as in the table from `read`."""
     return 'double' if types=={int, float} else column_kind(values, types) if types else None
 
-indexes,most_indexes = {},2000 # (file, first byte, rows in a segment) -> `LineIndex`, as a cache
+indexes,most_indexes = {},2000 # cache: (file, first byte, rows in a segment) -> `LineIndex`
 
 def index_lines(path, start, stop, rows, expected):
-    "Return the `LogContents` of a file's lines from byte `start` to byte `stop`. Lines in the cache are not read again."
+    "Return the `LogContents` of a file's JSON lines from byte `start` to byte `stop`. Do not read lines in the cache again."
     while len(indexes)>=most_indexes: indexes.pop(next(iter(indexes)))
     return indexes.setdefault((str(path), start, rows), LineIndex(start, rows, expected)).read_to(path, stop)
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #4aaec88e
 def inspect_log(log, rows=1<<17, expected=None):
-    """Return the segments and columns of a log as `LogContents`. `log`: a `LogReader`; logs of older versions are small, and are read completely.
+    """Return the segments and columns of a log as `LogContents`. `log`: a `LogReader`. A log of an older version is small, and is read completely.
 
     `rows`: largest number of rows in a segment. `expected`: `Expected` from other logs of the run, which saves time.
     """
@@ -183,11 +188,12 @@ def inspect_log(log, rows=1<<17, expected=None):
         for data in log.blocks(): out.add(*inspect_unwritten(data, log.path))
         return out
     size,more = log.store.unwritten_lines()
-    out = read_current(None if log.store.fresh else log.path, lambda listing, files: inspect_files(log, listing, files, size, rows, expected))
+    out = read_current(None if log.store.fresh else log.path,
+        lambda listing, files: inspect_files(log, listing, files, size, rows, expected))
     return out.add(*inspect_unwritten(more, log.path)) if more else out
 
 def inspect_files(log, listing, files, size, rows, expected):
-    "Return the `LogContents` of the files of a log: of its parts, then of its lines. `size`: bytes of the log file to read, None for all."
+    "Return the `LogContents` of a log: of its Parquet parts, then of its lines. `size`: bytes of the log's file to read, None for all."
     out,before = LogContents(),(listing or {}).get('removed', 0)
     for entry in listing['parts'] if listing else ():
         part = open_part(log.path, entry, listing['id'])
@@ -205,22 +211,22 @@ def inspect_files(log, listing, files, size, rows, expected):
     return out
 
 def kinds_of_part(part):
-    "Return the kinds in a part: name of a column -> set with its kind, or with None if the column has no values."
+    "Return the kinds of the columns in a Parquet part: column name -> set with its kind, such as 'double', or with None if it has no values."
     has_values = {k: bool(set(part.layouts.types_of(k))-{none, Missing}) for k in part.kinds}
     return {k: {kind if has_values[k] else None} for k,kind in part.kinds.items()}
 
 def inspect_unwritten(data, path):
-    "Return segments, kinds and layouts of lines not yet written to a file. `data`: the lines; `path`: file of the log."
+    "Return the segments of JSON lines not yet written to a file, and the kinds and layouts of the rows. `data`: the lines; `path`: file of the log."
     [segment],kinds,layouts = inspect_lines(data, path, 0, Expected())
     return [replace(segment, more=data)], kinds, layouts
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #94d7c8b6
 def split_steps(segments, most):
-    "Split all steps of a run into ranges (first, last) of about `most` rows. `segments`: the segments of all logs of the run."
+    "Split all steps of a run into ranges (first, last) of steps with about `most` rows each. `segments`: the segments of all logs of the run."
     known = [(s.first, s.last+1, s.rows) for s in segments if s.first is not None]
     if not known: return []
     at = np.unique([b for a,z,_ in known for b in (a, z)])
-    # Estimated number of rows before each step in `at`, if the rows of a segment are spread evenly over its steps
+    # Estimated number of rows before each step of the array `at`, assuming that each step of a segment has equally many rows
     rows = sum(n*np.clip((at-a)/(z-a), 0, 1) for a,z,n in known)
     cuts = np.unique(np.ceil(np.interp(np.arange(most, rows[-1], most), rows, at)).astype(np.int64)).tolist()
     ends = [int(at[0]), *(c for c in cuts if at[0]<c<at[-1]), int(at[-1])]
@@ -229,30 +235,34 @@ def split_steps(segments, most):
 # %% ../../nbs/50_frames/07_chunks.ipynb #0a0fd86a
 @dataclass(frozen=True)
 class Chunk:
-    "Description of rows of a run, to be read together. A chunk can be sent to another process."
+    "Description of some rows of a run to read together. A chunk can be sent to a second process for reading."
     run: str
     # True if several runs are read, so that the table has a column with the name of the run
     labelled: bool = field(default=False, kw_only=True)
-    last: int|None = field(default=None, kw_only=True) # last step of the run, if steps are counted from the last step
+    # Last step of the run, if the selection counts steps from the end, such as steps=-1
+    last: int|None = field(default=None, kw_only=True)
     logs: tuple = () # tuples (name, rank or None, segments), one for each log
     steps: tuple|None = None # (first, last) step of the chunk; None for all rows
-    rest: bool = True # True if rows without a step are included
+    rest: bool = True # True if the chunk includes rows without a step
     merged: bool = False # True if the rows of several ranks are merged
-    plain: bool = False # True if no row replaces another row, and no rows are merged
+    plain: bool = False # True if no row replaces another row, and the rows of ranks are not merged
     home: object = None
-    start: tuple = () # (logs, steps) of the first chunk. Parameter names are taken from the first chunk, so that all chunks use the same names
-    asked: int = 0 # time of the call of `scan`, as a cache key: metadata of ranks are read once in each call
+    # (logs, steps) of the first chunk. All chunks take parameter names from the first chunk, so that they use the same names
+    start: tuple = ()
+    asked: int = 0 # time of the call of `scan`, as a cache key, so that each call reads the metadata of ranks only once
 
     @property
     def known(self):
-        "(first, last) step that the chunk may contain. (None, None) if the steps are unknown."
+        "Range (first, last) of the steps that may be in the chunk. (None, None) if the steps are unknown."
         bounds = step_bounds([(s.first, s.last) for _,_,of in self.logs for s in of])
-        return bounds if self.steps is None or None in bounds else (max(bounds[0], self.steps[0]), min(bounds[1], self.steps[1]))
+        return bounds if self.steps is None or None in bounds else (max(bounds[0], self.steps[0]),
+            min(bounds[1], self.steps[1]))
 
     def limited_to_steps(self, steps):
         "Return this chunk limited to the range `steps`. Return this chunk unchanged if its steps are unknown."
         if steps is None or self.known[0] is None: return self
-        return replace(self, logs=limit_logs(self.logs, steps), steps=(max(self.known[0], steps[0]), min(self.known[1], steps[1])), rest=False)
+        return replace(self, logs=limit_logs(self.logs, steps),
+            steps=(max(self.known[0], steps[0]), min(self.known[1], steps[1])), rest=False)
 
 class StepFilter:
     """Callable that takes a block of rows and returns a list of booleans: True for rows in the range `steps`.
@@ -270,10 +280,11 @@ class StepFilter:
         return [first<=s<=last if is_step(s) else self.rest for s in steps]
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #a31584f1
-most_rows,most_merged = 1<<17,1<<18 # maximum number of rows in a chunk: of one log, and of several merged logs
+# Maximum number of rows in a chunk: of rows from one log, and of merged rows from several logs
+most_rows,most_merged = 1<<17,1<<18
 
 def limit_logs(logs, steps):
-    "Return the logs with only the segments that may have rows in a range of steps."
+    "Drop the segments of logs that have no rows in a range of steps. Return the remaining segments of each log."
     return tuple((name, rank, tuple(s for s in of if s.overlaps(steps))) for name,rank,of in logs)
 
 def chunk_steps(segments, most):
@@ -299,11 +310,12 @@ def make_chunks(name, logs, contents, home, merged=False, most=None):
     ranges = chunk_steps([s for _,_,of in every for s in of], most or (most_merged if merged else most_rows))
     start,asked = limit_logs(every, ranges[0]) if merged and len(ranges)>1 else (),time.time_ns()
     first = (start, ranges[0]) if start else ()
-    return [Chunk(name, limit_logs(every, steps), steps, i==0, merged, False, home, first if i else (), asked) for i,steps in enumerate(ranges)]
+    return [Chunk(name, limit_logs(every, steps), steps, i==0, merged, False, home, first if i else (), asked)
+        for i,steps in enumerate(ranges)]
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #ef42bf7e
 def rank_metadata(home, names, kind='ranks'):
-    "Return the metadata of a kind of each rank: rank -> metadata. `names`: (name, rank) of each log."
+    "Return metadata of one kind for each rank: rank -> metadata. `names`: (name, rank) of each log."
     out = {}
     for name,rank in names:
         try: out[rank] = read_meta(home/'data'/f'{kind}_{name}.json')
@@ -315,9 +327,9 @@ def names_and_ranks(logs):
     return tuple((name, rank) for name,rank,_ in logs)
 
 def segment_blocks(segments, steps=None, whole=False):
-    "Return a function to open segments and yield their blocks. `whole`: load all columns together."
+    "Return a function to open segments and yield their blocks. `whole`: True to load all columns together, which is faster."
     def blocks():
-        "Yield the blocks of the segments."
+        "Yield the blocks of rows of the segments."
         for s in segments:
             with s.open(steps) as data:
                 if whole and not isinstance(data, bytes): data.load([data.header['layout'], *data.kinds])
@@ -327,13 +339,14 @@ def segment_blocks(segments, steps=None, whole=False):
 def rank_rows(logs, steps):
     "Read the rows of all ranks in the range `steps` as one table with a column `rank`."
     shared = {}
-    for rank,s in ((rank, s) for _,rank,of in logs for s in of if s.is_shared): shared.setdefault(str(s.path), (s.path, {}))[1][rank] = s.of,dict(s.entry)
+    for rank,s in ((rank, s) for _,rank,of in logs for s in of if s.is_shared):
+        shared.setdefault(str(s.path), (s.path, {}))[1][rank] = s.of,dict(s.entry)
     own = {rank: segment_blocks([s for s in of if not s.is_shared], steps, whole=True) for _,rank,of in logs}
     return read_ranks(own, keep=steps and StepFilter(steps, False), shared=list(shared.values()), steps=steps)[0]
 
 @lru_cache(8)
 def read_rank_metadata(home, names, asked):
-    "Read the metadata of all ranks, and their module paths, once per call of `scan`."
+    "Read the metadata of all ranks and the paths of their modules, only once in each call of `scan`."
     return rank_metadata(home, names), paths_of_ranks(rank_metadata(home, names, 'structure'))
 
 @lru_cache(8)
@@ -345,14 +358,15 @@ def frame_of(chunk):
     "Read a chunk as a pandas table, with the same values as in the table from `read`."
     if chunk.merged:
         own = names_of_start(chunk.home, *chunk.start, chunk.asked) if chunk.start else None
-        return tidy(merge_ranks(rank_rows(chunk.logs, chunk.steps), *read_rank_metadata(chunk.home, names_and_ranks(chunk.logs), chunk.asked), own))
+        return tidy(merge_ranks(rank_rows(chunk.logs, chunk.steps),
+            *read_rank_metadata(chunk.home, names_and_ranks(chunk.logs), chunk.asked), own))
     [(_,rank,of)],keep = chunk.logs,chunk.steps and StepFilter(chunk.steps, chunk.rest)
     df = tidy(table_of_blocks(segment_blocks(of, None if chunk.rest else chunk.steps), keep=keep))
     return df if rank is None else df.assign(rank=rank)
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #cc461e1a
 def output_columns(contents, merged=False, per_rank=False, several=False):
-    """Return the columns of a table from `read`, in the same order: column -> kind.
+    """Return the columns of a table from `read`, in the order of that table: column -> kind, such as 'double'.
 
     `contents`: `LogContents` of each log. `several`: True if several runs are read, so that the column `run` has the
     name of the run.
@@ -361,21 +375,24 @@ def output_columns(contents, merged=False, per_rank=False, several=False):
     kinds = {k: common_kind(chain.from_iterable(c.kinds.get(k, ()) for c in contents)) for k in names}
     if not kinds: kinds = dict.fromkeys(identity[:7], 'text')|dict(step='int64', call='int64')
     if several: kinds = {'mark_run' if k=='run' else k: kind for k,kind in kinds.items()}
-    # the kind is 'text', because a recorded path of another type is ignored
+    # kind 'text', because recorded paths of other types are ignored
     if {'module', 'ttype', 'tname'}<=kinds.keys(): kinds['path'] = 'text'
     for c in bad:
         if not any(of.kinds.get(c, set())-{None} for of in contents): kinds[c] = 'int64'
     if kinds.get('ts')=='text': kinds['ts'] = 'time'
     if per_rank: kinds['rank'] = 'int64'
-    if merged: kinds = {k: 'double' if k in derived and k!='exponents' or k=='ratio' else kind for k,kind in kinds.items() if k not in shard_columns}
-    if merged: kinds['numel'] = 'double' # the kind is 'double', because some merged rows have no number of elements
+    if merged:
+        kinds = {k: 'double' if k in derived and k!='exponents' or k=='ratio' else kind
+            for k,kind in kinds.items() if k not in shard_columns}
+    # Kind 'double', because some merged rows lack the number of elements, so that NaN must be possible
+    if merged: kinds['numel'] = 'double'
     return {k: kinds[k] for k in column_order(kinds, output_marks(contents, several))}
 
 def all_layouts(contents):
-    "Return the layouts of rows in all logs. A layout is the tuple of a row's keys."
+    "Return the layouts of the rows in all logs. A layout is the tuple of a row's keys."
     return [keys for c in contents for keys in c.layouts]
 
-# the user's marks are the last columns of a table
+# the columns of the user's marks are the last columns of a table
 def output_marks(contents, several):
     "Return the names of the columns for the user's marks. `several`: True if several runs are read."
     return ['mark_run' if m=='run' and several else m for m in marks_in(all_layouts(contents))]
@@ -396,7 +413,8 @@ def json_text(v):
 
 def parse_times(texts):
     "Parse an Arrow array of strings as times. A string that is not a time stamp becomes null."
-    return needs('pyarrow.compute', for_='scan', package='pyarrow').strptime(texts, format='%Y-%m-%d %H:%M:%S', unit='s', error_is_null=True)
+    return needs('pyarrow.compute', for_='scan', package='pyarrow').strptime(texts, format='%Y-%m-%d %H:%M:%S',
+        unit='s', error_is_null=True)
 
 def to_arrow(values, kind):
     "Convert a pandas column to an Arrow array of this kind of column."
@@ -404,27 +422,32 @@ def to_arrow(values, kind):
     to = output_type(pa, kind)
     if kind=='text':
         try: return pa.array(values.astype(object), to, from_pandas=True)
-        # a value is not a text, such as a number as module
-        except pa.ArrowTypeError: return pa.array([v if isinstance(v, str) else json_text(v) for v in values.tolist()], to)
+        # a value is no text, for example if the module is a number
+        except pa.ArrowTypeError:
+            return pa.array([v if isinstance(v, str) else json_text(v) for v in values.tolist()], to)
     if kind=='json': return pa.array([json_text(v) for v in values.tolist()], to)
-    if kind.startswith('list'): return pa.array([list(v) if isinstance(v, list|tuple|np.ndarray) else None for v in values], to)
-    if kind=='time' and values.dtype.kind!='M': return parse_times(pa.array([v if isinstance(v, str) else None for v in values.tolist()], pa.string()))
+    if kind.startswith('list'):
+        return pa.array([list(v) if isinstance(v, list|tuple|np.ndarray) else None for v in values], to)
+    if kind=='time' and values.dtype.kind!='M':
+        return parse_times(pa.array([v if isinstance(v, str) else None for v in values.tolist()], pa.string()))
     if kind=='bool': return pa.array(values.astype(object), to, from_pandas=True)
-    if values.dtype.kind not in 'iufM': values = pd.to_numeric(values.astype(object).where(values.notna(), None), errors='coerce').astype(float)
+    if values.dtype.kind not in 'iufM':
+        values = pd.to_numeric(values.astype(object).where(values.notna(), None), errors='coerce').astype(float)
     return pa.array(values, to, from_pandas=True)
 
 def empty_column(pa, kind, n, name):
     "Return an Arrow column of `n` nulls. Return zeros for a count of NaN or infinities."
-    return pa.array(np.zeros(n), output_type(pa, kind)) if name in bad and kind in ('int64', 'double') else pa.nulls(n, output_type(pa, kind))
+    if name in bad and kind in ('int64', 'double'): return pa.array(np.zeros(n), output_type(pa, kind))
+    return pa.nulls(n, output_type(pa, kind))
 
 def table_of_frame(df, fields):
-    "Convert a pandas table to an Arrow table. `fields`: column -> kind of each column in the result."
+    "Convert a pandas table to an Arrow table. `fields`: column of the result -> its kind."
     pa = needs('pyarrow', for_='scan')
     return pa.table({k: to_arrow(df[k], kind) if k in df else empty_column(pa, kind, len(df), k) for k,kind in fields.items()}, schema=output_schema(fields))
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #7a2e6bc4
 def cast_column(x, was, kind):
-    "Convert an Arrow array of a part from the kind `was` to another kind."
+    "Convert an Arrow array of a Parquet part from the column kind `was` to another kind."
     pa,pc = needs('pyarrow', for_='scan'),needs('pyarrow.compute', for_='scan', package='pyarrow')
     if was=='text':
         if kind=='text': return x.dictionary_decode()
@@ -445,27 +468,30 @@ def paths_in_part(part):
     return pc.coalesce(part.column('path').dictionary_decode(), paths) if 'path' in part.kinds else paths
 
 def part_column(part, name, kind):
-    "Return one column of a part as `scan` returns the column: with paths, counts of NaN, and the kind of all chunks."
+    "Return one column of a Parquet part as in the result of `scan`: with paths, counts of NaN, and the kind that all chunks use."
     pa,n = needs('pyarrow', for_='scan'),part.rows
     if name=='path': return paths_in_part(part)
     raw = 'run' if name=='mark_run' else name
-    if raw not in part.kinds or not set(part.layouts.types_of(raw))-{none, Missing}: return empty_column(pa, kind, n, name)
+    if raw not in part.kinds or not set(part.layouts.types_of(raw))-{none, Missing}:
+        return empty_column(pa, kind, n, name)
     x = cast_column(part.column(raw), part.kinds[raw], kind)
     return x.fill_null(0) if name in bad and kind in ('int64', 'double') else x
 
 def has_text_names(part):
-    "Return True if all names of modules in a part are texts."
+    "Return True if all module names in a Parquet part are texts."
     return part.kinds.get('module')=='text' and part.kinds.get('path') in (None, 'text')
 
 def chunk_table(chunk, fields, steps=None):
-    "Read a chunk as an Arrow table. `fields`: column -> kind. `steps`: (first, last); rows of other steps may be missing."
+    "Read a chunk as an Arrow table. `fields`: column -> kind. `steps`: (first, last); the table may lack rows of other steps."
     pa = needs('pyarrow', for_='scan')
     if chunk.plain and len(chunk.logs)==1 and (of := chunk.logs[0][2])[0].entry is not None:
         with of[0].open(steps) as part:
-            same = {k: v for k,v in dict(run=chunk.run if chunk.labelled else None, rank=chunk.logs[0][1]).items() if v is not None}
+            same = {k: v for k,v in dict(run=chunk.run if chunk.labelled else None, rank=chunk.logs[0][1]).items()
+                if v is not None}
             if has_text_names(part):
-                part.load([k for k in part.kinds if k in fields and k not in same or k in ('path', 'module') and 'path' in fields])
-                return pa.table({k: pa.repeat(same[k], part.rows) if k in same else part_column(part, k, kind) for k,kind in fields.items()},
-                    schema=output_schema(fields))
+                part.load([k for k in part.kinds if k in fields and k not in same or k in ('path', 'module')
+                    and 'path' in fields])
+                return pa.table({k: pa.repeat(same[k], part.rows) if k in same else part_column(part, k, kind)
+                    for k,kind in fields.items()}, schema=output_schema(fields))
     df = frame_of(chunk.limited_to_steps(steps))
     return table_of_frame(df.rename(columns={'run': 'mark_run'}).assign(run=chunk.run) if chunk.labelled else df, fields)

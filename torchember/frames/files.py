@@ -17,7 +17,9 @@ from ..ground.messages import an, printable
 
 # %% ../../nbs/50_frames/20_files.ipynb #49f897d5
 class PicklePart:
-    "Placeholder for an object in a pickle. Stores the arguments of the object's constructor, and its state. No code of the pickle runs."
+    """Placeholder for an object in a pickle. Stores the arguments of the object's constructor, and the state of the object.
+
+    No code of the pickle runs."""
     what = None
     def __new__(cls, *args, **kwargs):
         o = object.__new__(cls)
@@ -26,17 +28,23 @@ class PicklePart:
 
     def __setstate__(self, state): self.state = state
 
-core = {'frame': 'DataFrame', 'indexes.base': 'Index _new_Index', 'indexes.multi': 'MultiIndex', 'indexes.range': 'RangeIndex',
-    'indexes.category': 'CategoricalIndex', 'indexes.frozen': 'FrozenList', 'internals.managers': 'BlockManager', 'arrays.categorical': 'Categorical',
-    'dtypes.dtypes': 'CategoricalDtype', 'arrays.string_': 'StringDtype StringArray', 'arrays.string_arrow': 'ArrowStringArray ArrowStringArrayNumpySemantics',
-    'arrays.integer': 'IntegerArray Int64Dtype Int32Dtype', 'arrays.floating': 'FloatingArray Float64Dtype Float32Dtype'}
+core = {'frame': 'DataFrame', 'indexes.base': 'Index _new_Index', 'indexes.multi': 'MultiIndex',
+    'indexes.range': 'RangeIndex',
+    'indexes.category': 'CategoricalIndex', 'indexes.frozen': 'FrozenList', 'internals.managers': 'BlockManager',
+    'arrays.categorical': 'Categorical',
+    'dtypes.dtypes': 'CategoricalDtype', 'arrays.string_': 'StringDtype StringArray',
+    'arrays.string_arrow': 'ArrowStringArray ArrowStringArrayNumpySemantics',
+    'arrays.integer': 'IntegerArray Int64Dtype Int32Dtype',
+    'arrays.floating': 'FloatingArray Float64Dtype Float32Dtype'}
 allowed = {f'pandas.core.{module}': names for module,names in core.items()} | {
     'pandas': 'DataFrame Index MultiIndex RangeIndex CategoricalIndex Categorical CategoricalDtype StringDtype NA Int64Dtype Int32Dtype Float64Dtype '
         'Float32Dtype',
-    'pandas.arrays': 'StringArray ArrowStringArray IntegerArray FloatingArray', 'pandas._libs.internals': '_unpickle_block',
+    'pandas.arrays': 'StringArray ArrowStringArray IntegerArray FloatingArray',
+    'pandas._libs.internals': '_unpickle_block',
     'pandas._libs.arrays': '__pyx_unpickle_NDArrayBacked', 'pandas._libs.missing': 'NA', 'numpy': 'ndarray dtype',
     'numpy.core.multiarray': '_reconstruct scalar', 'numpy._core.multiarray': '_reconstruct scalar',
-    'numpy.core.numeric': '_frombuffer', 'numpy._core.numeric': '_frombuffer', 'pyarrow.lib': '_restore_array chunked_array type_for_alias py_buffer',
+    'numpy.core.numeric': '_frombuffer', 'numpy._core.numeric': '_frombuffer',
+    'pyarrow.lib': '_restore_array chunked_array type_for_alias py_buffer',
     'builtins': 'slice bytearray', '__builtin__': 'slice bytearray', '_codecs': 'encode'}
 allowed = {(module, name) for module,names in allowed.items() for name in names.split()}
 
@@ -46,17 +54,21 @@ class OddPickle(Exception): "Error: a pickle contains data that pandas never wri
 keeps = ('PUT', 'BINPUT', 'LONG_BINPUT')
 
 def check_bounds(file, name):
-    "Return the pickle file. Raise UnpicklingError if its instructions announce more data than it contains, and so could exhaust memory."
+    """Check the instructions of a pickle: raise UnpicklingError if they announce more data than the file has, which could exhaust memory.
+
+    Return the file."""
     if not file.seekable(): file = BytesIO(file.read())
     start,size,n = file.tell(),bytes_left(file),0
     try:
         for op,arg,_ in pickletools.genops(Limited(file, start+size)):
             n += op.name in keeps or op.name=='MEMOIZE'
-            if op.name=='FRAME' and arg>size: raise OddPickle(f"it announces {arg:,} bytes, which is more than the file contains")
+            if op.name=='FRAME' and arg>size:
+                raise OddPickle(f"the file announces {arg:,} bytes, which is more than the file contains")
             if op.name in keeps and int(arg)>2*n+1000: raise OddPickle(
                 f"it stores an object at index {int(arg):,} of its memo, but contains only {n:,} objects before")
     except (OddPickle, ValueError, OverflowError, MemoryError) as e:
-        raise pickle.UnpicklingError(f"{name} is not a pickle, is cut off, or announces more data than it contains: {printable(e, 200)}.") from None
+        raise pickle.UnpicklingError(f"{name} is not a pickle file, is truncated, "
+            f"or announces more data than it contains: {printable(e, 200)}.") from None
     file.seek(start)
     return file
 
@@ -68,33 +80,36 @@ def bytes_left(file):
     return size
 
 class Limited:
-    "Wrapper of a file, raising `OddPickle` for a read beyond `end`."
+    "Wrapper of a file. Raises `OddPickle` if more bytes are requested than the file has before the byte `end`."
     def __init__(self, file, end): self.file,self.end,self.tell,self.readline = file,end,file.tell,file.readline
 
     def read(self, n=-1):
-        if n>self.end-self.file.tell(): raise OddPickle(f"it announces {n:,} bytes, which is more than the file contains")
+        "Read `n` bytes. Raise OddPickle if the file has fewer bytes before its end."
+        if n>self.end-self.file.tell():
+            raise OddPickle(f"the file announces {n:,} bytes, which is more than the file contains")
         return self.file.read(n)
 
 # %% ../../nbs/50_frames/20_files.ipynb #5d4a2313
 def count_unfolded(x):
-    "Return the size of nested lists, dicts and `PicklePart`s if each reference were a copy; inf for an object containing itself."
+    "Return the number of objects in nested lists, dicts and `PicklePart`s, counting each reference as a copy; inf if an object contains itself."
     known,todo = {},[x]
     while todo:
         o = todo[-1]
         if id(o) in known and known[id(o)] is not None: todo.pop(); continue
         inner = [v for v in children_of(o) if not isinstance(v, str|int|float|type|None)]
         if id(o) not in known:
-            known[id(o)] = None # None marks an object whose children are being counted
+            known[id(o)] = None # None means that the children of this object are being counted now
             if any(known.get(id(v), 0) is None for v in inner): return math.inf
             todo += [v for v in inner if id(v) not in known]
         else:
             if any(known[id(v)] is None for v in inner): return math.inf
-            known[id(o)] = 1+(len(o) if isinstance(o, bytes|bytearray) else len(children_of(o))) + sum(known[id(v)] for v in inner)
+            known[id(o)] = (1+(len(o) if isinstance(o, bytes|bytearray) else len(children_of(o)))
+                + sum(known[id(v)] for v in inner))
             todo.pop()
     return known[id(x)]
 
 def children_of(o):
-    "Return the objects in a list, dict or `PicklePart`."
+    "Return the objects directly inside a list, dict or `PicklePart`."
     if isinstance(o, dict): return [*o.keys(), *o.values()]
     if isinstance(o, PicklePart): return [o.args, o.state]
     return o if isinstance(o, list|tuple) else ()
@@ -105,10 +120,11 @@ def read_parts(file, name): # file: binary file; name: name of the file for mess
 
     Raise UnpicklingError if the file contains a class that a pandas table does not need."""
     file = check_bounds(file, name)
-    made = {} # placeholder classes are created for each file, because a pickle may set attributes of classes
+    made = {} # each file gets its own placeholder classes, because a pickle may set attributes of classes
     class Reader(pickle.Unpickler):
+        "Unpickler that replaces every class by a placeholder class."
         def find_class(self, module, what):
-            "Return a placeholder class for a class in the pickle."
+            "Return a placeholder class for a class named in the pickle."
             if (module, what) not in allowed: raise pickle.UnpicklingError(
                 f"{name} contains {printable(f'{module}.{what}', 200)}, which a table of numbers does not need. "
                 "No code of the file was run. If you trust its author, read the file with pandas, and pass the table to validate.")
@@ -122,28 +138,30 @@ def read_parts(file, name): # file: binary file; name: name of the file for mess
         return found
     except pickle.UnpicklingError as e:
         if str(e).startswith(name): raise
-        raise pickle.UnpicklingError(f"{name} is not a pickle, or is cut off: {printable(e, 200)}.") from None
-    except Exception as e: raise pickle.UnpicklingError(f"{name} is broken, or not a pickle: {type(e).__name__}: {printable(e, 200)}.") from None
+        raise pickle.UnpicklingError(f"{name} is not a pickle file, or is truncated: {printable(e, 200)}.") from None
+    except Exception as e:
+        raise pickle.UnpicklingError(f"{name} is broken, or not a pickle: {type(e).__name__}: {printable(e, 200)}.") from None
 
 # %% ../../nbs/50_frames/20_files.ipynb #483f9863
 def stands_for(x, *kinds):
-    "Return True if `x` is a `PicklePart` of one of these classes."
+    "Return True if `x` is a `PicklePart`, a placeholder for an object of one of these classes."
     return isinstance(x, PicklePart) and x.what in kinds
 
 def expect(x, *kinds):
-    "Return the `PicklePart` `x`. Raise OddPickle unless it stands for an object of one of the classes `kinds`."
-    if not stands_for(x, *kinds): raise OddPickle(f"{x.what if isinstance(x, PicklePart) else an(x)} where {' or '.join(kinds)} should be")
+    "Return `x`, a placeholder `PicklePart`. Raise OddPickle unless it stands for an object of one of the classes `kinds`."
+    if not stands_for(x, *kinds):
+        raise OddPickle(f"{x.what if isinstance(x, PicklePart) else an(x)} where {' or '.join(kinds)} should be")
     return x
 
 def to_bytes(x):
-    "Return the bytes object represented by `x`. Each pickle protocol stores bytes in its own form."
+    "Return the bytes object that `x`, a part of a pickle, stands for. Each pickle protocol stores bytes in its own form."
     if stands_for(x, 'py_buffer', 'bytearray'): return to_bytes(x.args[0]) if x.args else b''
     if stands_for(x, 'encode') and x.args[1:]==('latin1',): return x.args[0].encode('latin1')
     if not isinstance(x, bytes|bytearray): raise OddPickle(f"{an(x)} where bytes should be")
     return x
 
 def to_dtype(x):
-    "Convert a `PicklePart` to a numpy dtype. Raise OddPickle unless it is a dtype of numbers or of objects."
+    "Convert a `PicklePart` (placeholder for a pickled object) to a numpy dtype. Raise OddPickle unless it is a dtype of numbers or of objects."
     code = expect(x, 'dtype').args[0]
     if not isinstance(code, str) or not re.fullmatch(r'[iuf][1248]|b1|O8?', code): raise OddPickle(f"a dtype {code!r}")
     order = x.state[1] if isinstance(x.state, tuple) else '|'
@@ -154,28 +172,29 @@ def to_scalar(x):
     if stands_for(x, 'scalar'): return np.frombuffer(to_bytes(x.args[1]), to_dtype(x.args[0]))[0].item()
     if x is None or isinstance(x, str|int|float|bool): return x
     if isinstance(x, type) and issubclass(x, PicklePart) and x.what=='NA': return None
-    raise OddPickle(f"{x.what if isinstance(x, PicklePart) else an(x)} among the values")
+    raise OddPickle(f"{x.what if isinstance(x, PicklePart) else an(x)} is among the values of the table")
 
 def build_array(x):
-    "Convert a `PicklePart` to a numpy array. Raise OddPickle for an empty array claiming to be long."
+    "Convert a `PicklePart` to a numpy array. Raise OddPickle if the shape announces many elements without data."
     a = to_array(x)
     if not a.size and max(a.shape)>1000: raise OddPickle("an empty array that claims to be very long")
     return a
 
 def to_array(x):
-    "Convert a `PicklePart` to a numpy array."
+    "Convert a `PicklePart` (placeholder for a pickled object) to a numpy array."
     if stands_for(x, '_frombuffer'):
         data,dtype,shape,order = x.args
         return np.frombuffer(to_bytes(data), to_number_dtype(dtype)).reshape(shape, order='F' if order=='F' else 'C')
     _,shape,dtype,fortran,data = expect(x, '_reconstruct').state
     order = 'F' if fortran else 'C'
-    if not isinstance(data, list): return np.frombuffer(to_bytes(data), to_number_dtype(dtype)).reshape(shape, order=order)
+    if not isinstance(data, list):
+        return np.frombuffer(to_bytes(data), to_number_dtype(dtype)).reshape(shape, order=order)
     out = np.empty(len(data), dtype=object)
     out[:] = [to_scalar(v) for v in data]
     return out.reshape(shape, order=order)
 
 def to_number_dtype(x):
-    "Convert a `PicklePart` to a numpy dtype of numbers. Raise OddPickle for a dtype of objects."
+    "Convert a `PicklePart` (placeholder for a pickled object) to a numpy dtype of numbers. Raise OddPickle for a dtype of objects."
     dtype = to_dtype(x)
     if dtype.kind=='O': raise OddPickle("bytes where objects should be")
     return dtype
@@ -188,22 +207,25 @@ def arrow_texts(x):
     kind = expect(kind, 'type_for_alias').args[0]
     if kind not in ('string', 'large_string') or children: raise OddPickle(f"an array of {kind}")
     ends = np.frombuffer(to_bytes(ends), np.int64 if kind=='large_string' else np.int32)[offset:offset+n+1].tolist() if n else [0]
-    if len(ends)!=n+1 and n or any(a>b for a,b in zip(ends, ends[1:], strict=False)): raise OddPickle("strings with wrong offsets")
+    if len(ends)!=n+1 and n or any(a>b for a,b in zip(ends, ends[1:], strict=False)):
+        raise OddPickle("strings with wrong offsets")
     text,there = b'' if text is None else bytes(to_bytes(text)),[1]*n
-    if valid is not None: there = np.unpackbits(np.frombuffer(to_bytes(valid), np.uint8), bitorder='little')[offset:offset+n].tolist()
+    if valid is not None:
+        there = np.unpackbits(np.frombuffer(to_bytes(valid), np.uint8), bitorder='little')[offset:offset+n].tolist()
     if len(ends)!=n+1 or len(there)!=n: raise OddPickle("an array that ends too early")
     return [text[a:b].decode() if t else None for a,b,t in zip(ends, ends[1:], there, strict=False)]
 
 def object_array(values):
-    "Return a one-dimensional numpy array of objects, even if the objects are lists."
+    "Return a one-dimensional numpy array of objects, without splitting objects that are lists."
     out = np.empty(len(values), dtype=object)
     out[:] = values
     return out
 
 def build_column(x):
-    "Convert a `PicklePart` to the array of a pandas column, or to a two-dimensional array of several columns with one dtype."
+    "Convert a `PicklePart` to the array of a pandas column, or of several columns with one dtype as a two-dimensional array."
     pd = needs('pandas', for_='read_pickle')
-    if stands_for(x, 'ArrowStringArray', 'ArrowStringArrayNumpySemantics'): return object_array(arrow_texts(x.state['_pa_array']))
+    if stands_for(x, 'ArrowStringArray', 'ArrowStringArrayNumpySemantics'):
+        return object_array(arrow_texts(x.state['_pa_array']))
     if stands_for(x, 'IntegerArray', 'FloatingArray'):
         data,mask = build_array(x.state['_data']),build_array(x.state['_mask']).astype(bool)
         return np.where(mask, np.nan, data) if mask.any() else data
@@ -220,7 +242,8 @@ def build_index(x):
     "Convert a `PicklePart` to a pandas Index of rows or columns."
     pd = needs('pandas', for_='read_pickle')
     kind,d = expect(x, '_new_Index').args
-    if not (isinstance(kind, type) and issubclass(kind, PicklePart) and isinstance(d, dict)): raise OddPickle("an invalid index")
+    if not (isinstance(kind, type) and issubclass(kind, PicklePart) and isinstance(d, dict)):
+        raise OddPickle("an invalid index")
     if kind.what=='RangeIndex': return pd.RangeIndex(d['start'], d['stop'], d['step'])
     if kind.what!='MultiIndex': return pd.Index(build_column(d['data']))
     levels,codes = [build_index(v).tolist() for v in d['levels']],[build_array(c).tolist() for c in d['codes']]
@@ -233,8 +256,9 @@ def to_attrs(x):
 
 # %% ../../nbs/50_frames/20_files.ipynb #5b3951c8
 def build_table(x, name): # x: result of `read_parts`; name: name of the file for messages
-    "Build the DataFrame stored in a pickle. Raise SchemaException for another object, UnpicklingError for a table never written by pandas."
-    if not stands_for(x, 'DataFrame'): raise SchemaException(f"{name} is {f'a pandas {x.what}' if isinstance(x, PicklePart) else an(x)}, not a DataFrame.")
+    "Build the DataFrame stored in a pickle. Raise SchemaException for another object, UnpicklingError for data that pandas never writes."
+    if not stands_for(x, 'DataFrame'):
+        raise SchemaException(f"{name} is {f'a pandas {x.what}' if isinstance(x, PicklePart) else an(x)}, not a DataFrame.")
     pd = needs('pandas', for_='read_pickle')
     try:
         blocks,(columns,rows) = expect(x.state['_mgr'], 'BlockManager').args[:2]
@@ -242,7 +266,8 @@ def build_table(x, name): # x: result of `read_parts`; name: name of the file fo
         for b in blocks:
             values,place = expect(b, '_unpickle_block').args[:2]
             values = build_column(values)
-            place = range(len(columns))[slice(*place.args)] if stands_for(place, 'slice') else build_array(place).tolist()
+            place = (range(len(columns))[slice(*place.args)] if stands_for(place, 'slice')
+                else build_array(place).tolist())
             found.update(zip(place, values if values.ndim==2 else [values], strict=True))
         out = pd.DataFrame({i: found[i] for i in range(len(columns))}, index=rows)
         out.columns = columns
@@ -261,7 +286,7 @@ def read_pickle(
     compression='infer', # Argument of `pandas.read_pickle`
     storage_options:dict|None=None, # Argument of `pandas.read_pickle`
     *,
-    shifted:bool|None=None # True to correct exponents that are one too high; None: correct them if Track & Visualize recorded the table
+    shifted:bool|None=None # True to subtract 1 from exponents; None to do so only if Track & Visualize recorded the table (one too high)
 ): # DataFrame with the columns of `LogFrame`
     """Read a pickled LogFrame without running code from it
 
@@ -271,7 +296,7 @@ def read_pickle(
         schema_map: Ignored; accepted for compatibility with Track & Visualize
         compression: Argument of `pandas.read_pickle`
         storage_options: Argument of `pandas.read_pickle`
-        shifted: True to correct exponents that are one too high; None: correct them if Track & Visualize recorded the table
+        shifted: True to subtract 1 from exponents; None to do so only if Track & Visualize recorded the table (one too high)
 
     Returns:
         DataFrame with the columns of `LogFrame`
@@ -279,7 +304,8 @@ def read_pickle(
     if from_wandb: raise NotImplementedError(f"read_pickle(from_wandb=True) does not download. Download first: "
         f"folder = wandb.Api().artifact({filepath_or_buffer!r}).download(), and read each file in that folder with read_pickle(path).")
     from_io = needs('pandas', for_='read_pickle').io.common.get_handle
-    name = getattr(filepath_or_buffer, 'name', filepath_or_buffer) if hasattr(filepath_or_buffer, 'read') else filepath_or_buffer
+    name = (getattr(filepath_or_buffer, 'name', filepath_or_buffer) if hasattr(filepath_or_buffer, 'read')
+        else filepath_or_buffer)
     name = name if isinstance(name, str) or hasattr(name, '__fspath__') else 'The file'
     with from_io(filepath_or_buffer, 'rb', compression=compression, is_text=False, storage_options=storage_options) as h:
         return with_right_exponents(build_table(read_parts(h.handle, printable(name)), printable(name)), shifted)
@@ -289,7 +315,7 @@ def read_csv(
     filepath_or_buffer, # Path, URL or file
     *args, # Arguments of `pandas.read_csv`
     schema_map=None, # Ignored; accepted for compatibility with Track & Visualize
-    shifted:bool|None=None, # True to correct exponents that are one too high; None: correct them if Track & Visualize recorded the table
+    shifted:bool|None=None, # True to subtract 1 from exponents; None to do so only if Track & Visualize recorded the table (one too high)
     **kwargs # Arguments of `pandas.read_csv`. By default, two header lines and an index are expected
 ): # DataFrame with the columns of `LogFrame`
     """Read a LogFrame from a CSV file
@@ -298,7 +324,7 @@ def read_csv(
         filepath_or_buffer: Path, URL or file
         *args: Arguments of `pandas.read_csv`
         schema_map: Ignored; accepted for compatibility with Track & Visualize
-        shifted: True to correct exponents that are one too high; None: correct them if Track & Visualize recorded the table
+        shifted: True to subtract 1 from exponents; None to do so only if Track & Visualize recorded the table (one too high)
         **kwargs: Arguments of `pandas.read_csv`. By default, two header lines and an index are expected
 
     Returns:
@@ -306,7 +332,8 @@ def read_csv(
     """
     if not args: kwargs.setdefault('header', [0, 1])
     if kwargs.get('header')==[0, 1] and not {'dtype', 'converters'}&set(kwargs):
-        kwargs['converters'] = {('metadata', 'name'): str} # the converter keeps '0', a module name in nn.Sequential, as a string
+        # the converter keeps '0', the name of a module in nn.Sequential, as a string
+        kwargs['converters'] = {('metadata', 'name'): str}
     df = needs('pandas', for_='read_csv').read_csv(filepath_or_buffer, *args, **kwargs)
     if df.columns.nlevels==2:
         df = df.loc[:, [not str(top).startswith('Unnamed:') for top,_ in df.columns]]
@@ -337,7 +364,7 @@ def read_parquet(
     path, # Path, URL or file
     schema_map=None, # Ignored; accepted for compatibility with Track & Visualize
     *args, # Arguments of `pandas.read_parquet`
-    shifted:bool|None=None, # True to correct exponents that are one too high; None: correct them if Track & Visualize recorded the table
+    shifted:bool|None=None, # True to subtract 1 from exponents; None to do so only if Track & Visualize recorded the table (one too high)
     **kwargs # Arguments of `pandas.read_parquet`
 ): # DataFrame with the columns of `LogFrame`
     """Read a LogFrame from a Parquet file
@@ -346,7 +373,7 @@ def read_parquet(
         path: Path, URL or file
         schema_map: Ignored; accepted for compatibility with Track & Visualize
         *args: Arguments of `pandas.read_parquet`
-        shifted: True to correct exponents that are one too high; None: correct them if Track & Visualize recorded the table
+        shifted: True to subtract 1 from exponents; None to do so only if Track & Visualize recorded the table (one too high)
         **kwargs: Arguments of `pandas.read_parquet`
 
     Returns:
@@ -354,5 +381,6 @@ def read_parquet(
     """
     pd = needs('pandas', for_='read_parquet')
     df = pd.read_parquet(path, *args, **kwargs)
-    if df.columns.nlevels==1: df.columns = pd.MultiIndex.from_tuples([tuple(str(c).partition('.')[::2]) for c in df.columns])
+    if df.columns.nlevels==1:
+        df.columns = pd.MultiIndex.from_tuples([tuple(str(c).partition('.')[::2]) for c in df.columns])
     return with_right_exponents(df, shifted)

@@ -21,23 +21,23 @@ from torchember.store.lines import bad
 # %% ../../nbs/50_frames/05_logs.ipynb #8b2aafec
 @says_arguments
 def read(
-    run, # Name of a run, pattern such as 'GPT*', ember, tracker, file of a log, or a list of these
+    run, # Name of a run, pattern such as 'GPT*', `torchEmber`, its tracker, file of a log, or a list of these
     path=None, # Modules: a glob on the path ('features.*'), a compiled regex, or a list of these
-    ttype=None, # Tensor type, or a list of them
+    ttype=None, # Type of the tensors, such as 'output' or 'weight_grad', or a list of types
     tname=None, # Name of a tensor ('output_0'), or a list of them
-    steps=None, # Step, `range`, `slice`, list of steps, or a function of the step; -1 is the last step
+    steps=None, # Number of a step, `range`, `slice`, list of steps, or a function of the step; -1 is the last step
     columns=None, # Columns to return, in this order, or a function of a column's name; all by default
     home=None, # Folder of logs, instead of `~/.torchember`
     per_rank:bool=False # True to return the rows of each rank of a distributed run, without merging ranks
 ): # pandas.DataFrame
-    """Read runs as one table. The logs of several ranks are merged to one log of the whole model and batch
+    """Read runs as one table. Merge the rows of several ranks to rows of the whole model and batch
 
     Args:
-        run: Name of a run, pattern such as 'GPT*', ember, tracker, file of a log, or a list of these
+        run: Name of a run, pattern such as 'GPT*', `torchEmber`, its tracker, file of a log, or a list of these
         path: Modules: a glob on the path ('features.*'), a compiled regex, or a list of these
-        ttype: Tensor type, or a list of them
+        ttype: Type of the tensors, such as 'output' or 'weight_grad', or a list of types
         tname: Name of a tensor ('output_0'), or a list of them
-        steps: Step, `range`, `slice`, list of steps, or a function of the step; -1 is the last step
+        steps: Number of a step, `range`, `slice`, list of steps, or a function of the step; -1 is the last step
         columns: Columns to return, in this order, or a function of a column's name; all by default
         home: Folder of logs, instead of `~/.torchember`
         per_rank: True to return the rows of each rank of a distributed run, without merging ranks
@@ -48,20 +48,23 @@ def read(
     needs('pandas', for_='A table of rows')
     found,several = open_runs(run, home)
     choice = Choice(path, ttype, tname, steps)
-    tables = [r.table(choice, columns, per_rank, several) for r in (progress(found, f'reading {len(found)} runs') if len(found)>1 else found)]
+    tables = [r.table(choice, columns, per_rank, several)
+        for r in (progress(found, f'reading {len(found)} runs') if len(found)>1 else found)]
     df = concat_tables([t for t in tables if len(t)] or tables[:1])
-    messages = [f'{r.name}: {m}' if several else m for r,t in zip(found, tables, strict=True) for m in t.attrs.get('said', ())]
+    messages = [f'{r.name}: {m}' if several else m for r,t in zip(found, tables, strict=True)
+        for m in t.attrs.get('said', ())]
     df.attrs = {'said': messages} if messages else {}
     if not len(df) and choice.conditions: raise NothingChosen(explain_empty(choice, values_of_conditions(found)))
     if columns is None: return df
     if callable(columns): return df[[c for c in df.columns if c=='run' or columns(c)]]
-    # all columns are read again, so that the error message can list the existing names
-    if any(c not in df for c in as_names(columns)): df = read(run, path, ttype, tname, steps, home=home, per_rank=per_rank)
+    # all columns are read now, so that the error message can list the existing names
+    if any(c not in df for c in as_names(columns)):
+        df = read(run, path, ttype, tname, steps, home=home, per_rank=per_rank)
     return df[select_columns(df, columns)]
 
 # %% ../../nbs/50_frames/05_logs.ipynb #92d951a5
 def number_layers(df):
-    "Number the layers of a table: tensors with equal path and name. Return the number of each row's layer, and the list of layer labels."
+    "Number the layers of a table: rows with equal path and tensor name get one number. Return the number of each row's layer, and the layer labels."
     pd = needs('pandas', for_='A table of rows')
     who = [c for c in ('path', 'pname', 'tname') if c in df]
     parts = {c: pd.factorize(df[c].astype('category').cat.codes.to_numpy()) for c in who}
@@ -73,7 +76,9 @@ def number_layers(df):
     first[label[::-1]] = np.arange(len(label))[::-1]
     one = [{c: None if (k := parts[c][1][parts[c][0][i]])<0 else names[c][k] for c in who} for i in first]
     count = pd.Series([o['path'] for o in one]).value_counts()
-    def name(o): return o['path'] if count[o['path']]==1 else '.'.join(p for p in (o['path'], o.get('pname') or o['tname']) if p)
+    def name(o):
+        "Return the label of a layer: the path, and the name of the tensor if several tensors have this path."
+        return o['path'] if count[o['path']]==1 else '.'.join(p for p in (o['path'], o.get('pname') or o['tname']) if p)
     return label, [name(o) for o in one]
 
 def select_paths(df, path, what='path matches'):
@@ -106,7 +111,7 @@ def measured_any(df, stats):
 def wide(
     run, # A run that `read` accepts, or a table that `read` returned
     path=None, # Modules: a glob on the path ('features.*'), a compiled regex, or a list of these; all by default
-    ttype:str|None=None, # Tensor type; optional if only one type has the statistic
+    ttype:str|None=None, # Type of the tensors, such as 'output'; optional if only one type has the statistic
     stat:str|None=None # Statistic to show: the name of a column
 ): # pandas.DataFrame: a row for each step, a column for each layer
     """Return the values of a statistic of every layer at each step
@@ -116,7 +121,7 @@ def wide(
     Args:
         run: A run that `read` accepts, or a table that `read` returned
         path: Modules: a glob on the path ('features.*'), a compiled regex, or a list of these; all by default
-        ttype: Tensor type; optional if only one type has the statistic
+        ttype: Type of the tensors, such as 'output'; optional if only one type has the statistic
         stat: Statistic to show: the name of a column
 
     Returns:
@@ -127,8 +132,9 @@ def wide(
     df = clean_types(run if isinstance(run, pd.DataFrame) else read(run))
     if not len(df): raise ValueError(no_rows_message())
     if stat not in df: raise ValueError(not_recorded(stat, [c for c in df.columns if c not in not_measured]))
-    if is_vectors(df[stat]): raise ValueError(f"the statistic {stat!r} is a vector with a number for each unit, so wide cannot show it. "
-        f"To plot it: surface(run, path=..., stat={stat!r}).")
+    if is_vectors(df[stat]):
+        raise ValueError(f"the statistic {stat!r} is a vector with a number for each unit, so wide cannot show it. "
+            f"To plot it: surface(run, path=..., stat={stat!r}).")
     if missing := [c for c in ('path', 'ttype', 'tname', 'step') if c not in df]:
         raise ValueError(f"wide needs the columns path, ttype, tname and step, but the table has no {missing[0]}. Use a table from read(run).")
     if 'run' in df and df['run'].nunique()>1:
@@ -138,13 +144,16 @@ def wide(
 def rows_of_type(df, ttype, stat):
     "Return the rows of one tensor type for which the statistic `stat` was measured."
     types = list(df['ttype'].astype(object)[df[stat].notna().to_numpy()].unique())
-    if ttype is None and len(types)>1: raise ValueError(f"several tensor types have {stat!r}: {printable(', '.join(types))}. "
-        f"Choose one: wide(run, ttype={types[0]!r}, stat={stat!r}).")
+    if ttype is None and len(types)>1:
+        raise ValueError(f"several tensor types have the statistic {stat!r}: {printable(', '.join(types))}. "
+            f"Choose one: wide(run, ttype={types[0]!r}, stat={stat!r}).")
     if ttype is None: ttype = types[0] if types else df['ttype'].iloc[0] if len(df) else None
     some = df[(df['ttype']==ttype).to_numpy()]
     some = some[measured_any(some, [stat])]
-    if ttype=='scalar': some = some[some[stat].notna().to_numpy() | (some['tname'].isin(computed).to_numpy()==bool(computed_in(stat)))]
-    if not len(some): raise ValueError(unknown('tensor type', ttype, df['ttype'].astype(object).unique(), called_ttypes))
+    if ttype=='scalar':
+        some = some[some[stat].notna().to_numpy() | (some['tname'].isin(computed).to_numpy()==bool(computed_in(stat)))]
+    if not len(some):
+        raise ValueError(unknown('tensor type', ttype, df['ttype'].astype(object).unique(), called_ttypes))
     return some
 
 def pivot(df, stat):
@@ -156,7 +165,8 @@ def pivot(df, stat):
     at,steps = pd.factorize(df['step'].to_numpy(), sort=True)
     label,labels = number_layers(df)
     out,values = np.full((len(steps), len(labels)), np.nan),df[stat].to_numpy(dtype=float, na_value=np.nan)
-    counts = ~np.isnan(values) | np.logical_or.reduce([df[c].to_numpy()>0 for c in bad if c in df] or [np.zeros(len(df), bool)])
+    counts = ~np.isnan(values) | np.logical_or.reduce([df[c].to_numpy()>0 for c in bad if c in df]
+        or [np.zeros(len(df), bool)])
     other_phase = counts & (df['phase'].astype(object).isin(beside_training).to_numpy() if 'phase' in df else False)
     for rows in other_phase,counts & ~other_phase: out[at[rows], label[rows]] = values[rows]
     return pd.DataFrame(out, index=pd.Index(steps.astype('int64'), name='step'), columns=labels)

@@ -21,20 +21,22 @@ from torchember.store.table import tree_nodes, valid_tree
 
 # %% ../../nbs/50_frames/03_rank_tables.ipynb #3f81c57f
 def drop_invalid_rows(df):
-    "Drop rows with a name, number or shape of a wrong type."
+    "Drop rows in which a name, a number or a shape has a wrong type."
     good = clean_types(df)
     for c in 'shape','global_shape':
         if c in good: good = good.assign(**{c: valid_shapes(good[c].tolist())})
     for c in derived:
-        if c in good and good[c].dtype==object and c!='exponents': good = good.assign(**{c: good[c].map(lambda v: v if isinstance(v, int|float) else np.nan)})
-    if 'gscale' in good: good = good[df['gscale'].loc[good.index].isna() | good['gscale'].between(0, np.inf, inclusive='neither')]
+        if c in good and good[c].dtype==object and c!='exponents':
+            good = good.assign(**{c: good[c].map(lambda v: v if isinstance(v, int|float) else np.nan)})
+    if 'gscale' in good:
+        good = good[df['gscale'].loc[good.index].isna() | good['gscale'].between(0, np.inf, inclusive='neither')]
     return good
 
 def valid_shapes(values):
-    "Replace each value that is not a shape by None."
+    "Replace each value that is no shape by None."
     shapes = [s for s in values if isinstance(s, list|tuple)]
     sizes = list(chain.from_iterable(shapes))
-    # In the usual case, all values are shapes already
+    # usually, all values are shapes already
     if len(shapes)==len(values) and {*map(type, sizes)}<={int} and min(sizes, default=0)>=0: return values
     return [s if is_shape(s) else None for s in values]
 
@@ -49,10 +51,10 @@ def read_ranks(logs, file=None, keep=None, shared=(), steps=None):
     `logs`: rank -> function that yields blocks of rows. `keep`: as in `columns_of_lines`. `shared`: list of files
     from `shared_files`. `steps`: (first, last) step to read.
     """
-    # block_ranks: the rank of each block, or an array with the rank of each row; masks: mask of the kept rows of each block
+    # block_ranks: for each block, its rank, or an array with the rank of each row; masks: mask of the kept rows of each block
     block_ranks,masks = [],[]
     def blocks():
-        "Yield the blocks of shared files, then the blocks of the logs. Store the ranks of each block."
+        "Yield the blocks of rows in shared files, then the blocks in the logs of single ranks. Store the ranks of each block."
         block_ranks.clear(); masks.clear()
         for path,entries in shared:
             part = Part(path, {id: p for id,p in entries.values()}, steps)
@@ -63,20 +65,21 @@ def read_ranks(logs, file=None, keep=None, shared=(), steps=None):
         for rank,blocks_of_rank in logs.items():
             for data in blocks_of_rank(): block_ranks.append(rank); yield data
     def keep_and_note(block):
-        "Return the mask of the rows to keep, and store this mask."
+        "Return the mask of the rows of a block to keep, and store this mask."
         mask = keep(block)
         masks.append(np.array(mask, bool))
         return mask
     columns,layouts,n,_,counts = columns_of_lines(blocks, file, (*typed_columns, 'part'), keep and keep_and_note)
     if not keep: masks = [slice(None)]*len(counts)
-    each_rank = [np.full(n, r) if isinstance(r, int) else r[m] for r,m,(n,_) in zip(block_ranks, masks, counts, strict=True)]
+    each_rank = [np.full(n, r) if isinstance(r, int) else r[m]
+        for r,m,(n,_) in zip(block_ranks, masks, counts, strict=True)]
     df = table_of_columns(columns, layouts, n).assign(rank=np.concatenate([np.zeros(0, int), *each_rank]))
     df = tidy(without_superseded(df))
     good = drop_invalid_rows(df)
     return good, count_invalid(logs, shared, zip(block_ranks, counts, strict=True), df['rank'].drop(good.index))
 
 def count_invalid(logs, shared, blocks, dropped):
-    """Return the number of torn lines and dropped rows of each rank: rank -> number. `blocks`: pairs of a rank and (rows, torn lines).
+    """Count the incomplete lines and dropped rows of each rank: rank -> number. `blocks`: pairs of a rank and (rows, incomplete lines).
 
     `dropped`: rank of each dropped row.
     """
@@ -94,7 +97,9 @@ def paths_of_ranks(trees):
     return {r: module_names.paths_in(tree) for r,tree in trees.items()}
 
 def whole_model_paths(about, trees):
-    "Return for each rank a dict: path in its pipeline stage -> path in the whole model. `about`, `trees`: metadata 'ranks' and 'structure'."
+    """Return for each rank a dict: path of a module in its pipeline stage -> path in the whole model.
+
+    `about`, `trees`: metadata 'ranks' and 'structure'."""
     paths = paths_of_ranks(trees)
     return module_names.names_of_stages(validate_metadata(about)[0], lambda rank: paths.get(rank, ()))
 
@@ -113,8 +118,12 @@ def rename_parameter(p, names):
     return {**p, 'path': names.get(p['path'], p['path'])} | ({'also': [names.get(path, path)+dot+n for path,dot,n in also]} if also else {})
 
 def merge_parameter(ps):
-    "Merge several ranks' descriptions of one parameter. A fact such as 'optimizer' is True if true on any rank, None if no rank knows it."
-    def any_of(k): return next((v for v in (True, False) if any(p.get(k) is v for p in ps)), None)
+    """Merge several ranks' descriptions of one parameter.
+
+    A fact such as 'optimizer' (an optimizer has it) is True if True on any rank, None if no rank knows it."""
+    def any_of(k):
+        "Return True if a fact is True on any rank, else False if it is False on any rank, else None."
+        return next((v for v in (True, False) if any(p.get(k) is v for p in ps)), None)
     out = {**ps[0], **{k: any_of(k) for k in ('requires_grad', 'optimizer', 'gradient', 'called')}}
     if any(p.get('recorded') is not False for p in ps): out.pop('recorded', None)
     return out
@@ -129,9 +138,10 @@ def merge_trees(trees, names):
             path = names.get(rank, {}).get(node['path'], node['path'])
             if path in found: continue
             name = module_names.display_name(node['name'], path) if path!=node['path'] else node['name']
-            found[path] = {k: v for k,v in node.items() if k!='children'} | {'name': name, 'short': name.rpartition('.')[2], 'path': path}
+            found[path] = ({k: v for k,v in node.items() if k!='children'}
+                | {'name': name, 'short': name.rpartition('.')[2], 'path': path})
             parent = path
-            while parent: # a container that this rank does not have is skipped, and its parent is used
+            while parent: # this rank does not have the container module, so the parent of the container is tried
                 parent = parent.rpartition('.')[0]
                 if parent in found: found[parent].setdefault('children', []).append(found[path]); break
     return found.get('')

@@ -10,8 +10,8 @@ from dataclasses import replace
 from itertools import chain
 
 from torchember.frames.choice import Choice, to_list
-from torchember.frames.chunks import (common_kind, inspect_log, make_chunks, most_merged, most_rows, output_columns, output_marks,
-    rank_metadata, step_bounds)
+from torchember.frames.chunks import (common_kind, inspect_log, make_chunks, most_merged, most_rows,
+    output_columns, output_marks, rank_metadata, step_bounds)
 from torchember.frames.handle import open_runs
 from torchember.frames.tables import not_recorded
 from torchember.ground.messages import printable, says_arguments, unknown, warn
@@ -24,14 +24,17 @@ from torchember.store.lines import bad
 
 # %% ../../nbs/50_frames/09_scan.ipynb #669c649c
 def inspect_run(run, per_rank, several, count_back):
-    "Return the chunks of a `Run`, its columns, and the user's marks. `count_back`: True if steps are counted from the last step."
+    "Return the chunks of a `Run`, its columns, and the user's marks. `count_back`: True if the selection counts steps from the last step."
     logs,merged = [(log.name, r, log) for r,log in run.logs.items()],run.is_ranked and not per_rank
-    # many logs get smaller segments, because each log has fewer rows of a step
+    # with many logs, segments are smaller, because each log has fewer rows of a step
     rows,expected = most_rows if len(logs)==1 else max(most_merged//(4*len(logs)), 512),Expected()
     contents,names = [inspect_log(log, rows, expected) for *_,log in logs],[(name, rank) for name,rank,_ in logs]
     home = run.home if merged else None
-    if merged: warn_missing_ranks(run.name, rank_metadata(home, names), {rank: log_steps(c) for (_,rank),c in zip(names, contents, strict=True)})
-    groups = [(names, contents, logs)] if merged else [([n], [c], [log]) for n,c,log in zip(names, contents, logs, strict=True)]
+    if merged:
+        warn_missing_ranks(run.name, rank_metadata(home, names),
+            {rank: log_steps(c) for (_,rank),c in zip(names, contents, strict=True)})
+    groups = ([(names, contents, logs)] if merged
+        else [([n], [c], [log]) for n,c,log in zip(names, contents, logs, strict=True)])
     chunks = []
     for ns,cs,of in groups:
         last = max(log.last_step() for *_,log in of) if count_back else None
@@ -45,12 +48,12 @@ def log_steps(contents):
     return () if not some else None if None in steps else steps
 
 def warn_missing_ranks(name, about, steps):
-    "Warn about ranks that are missing or ended early, if this shows without reading rows. `steps`: rank -> result of `log_steps`."
+    "Warn about ranks whose log is missing or ends early, as far as this shows without reading rows. `steps`: rank -> result of `log_steps`."
     (about,messages),steps = validate_metadata(about),{r: s for r,s in steps.items() if s!=()}
     for m in (*messages, *missing_ranks(steps, about, RankAxes(about, steps).world)): warn(f"{printable(name)}: {m}")
 
 def merge_columns(each, marks, several):
-    "Return the columns of a table of several runs: column -> kind. `each`: list of dicts column -> kind, one for each run."
+    "Return the columns of a common table of several runs: column -> kind of values. `each`: such a dict of each run."
     names = dict.fromkeys([*(['run']*several), *chain.from_iterable(each)])
     kinds = {k: 'text' if k=='run' and several else common_kind(f[k] for f in each if k in f) for k in names}
     return {k: kinds[k] for k in column_order(kinds, marks)}
@@ -71,23 +74,26 @@ def duckdb_relation(rows): # rows: a `LogDataset`
 
 # %% ../../nbs/50_frames/09_scan.ipynb #7293e2c1
 def conjuncts(condition):
-    "Split a Polars expression at `&`. Return the list of conditions. All of them must be true."
+    "Split a Polars expression at each `&`. Return the list of conditions, which must all be true."
     parts = condition.meta.pop()
-    if len(parts)==2 and any((a & b).meta.eq(condition) for a,b in (parts, parts[::-1])): return [c for p in parts for c in conjuncts(p)]
+    if len(parts)==2 and any((a & b).meta.eq(condition) for a,b in (parts, parts[::-1])):
+        return [c for p in parts for c in conjuncts(p)]
     return [condition]
 
 def may_hold(pl, conditions, chunk, most=1<<20):
-    """Return False if certainly no row of the chunk satisfies the conditions on the columns `step` and `run`.
+    """Return False if certainly no row of the chunk satisfies the conditions, judged by `step` and `run`.
 
     `most`: maximum number of steps to test.
     """
     first,last = chunk.known
-    if not conditions or first is None or last-first>=most or not chunk.labelled and any('run' in c.meta.root_names() for c in conditions): return True
+    if not conditions or first is None or last-first>=most or not chunk.labelled and any('run' in c.meta.root_names()
+            for c in conditions):
+        return True
     steps = pl.DataFrame({'step': range(first, last+1), 'run': chunk.run}, schema={'step': pl.Int64, 'run': pl.String})
     return len(steps.filter(*conditions))>0
 
 def polars_table(pl, table):
-    "Convert an Arrow table to Polars. The column names are set again, because Polars renames a column named ''."
+    "Convert an Arrow table to Polars. Set the column names again, because Polars renames a column named ''."
     df = pl.from_arrow(table)
     df.columns = table.column_names
     return df
@@ -98,10 +104,11 @@ def polars_frame(rows):
     plugins = needs('polars.io.plugins', for_="scan(engine='polars')", package='polars')
     schema = polars_table(pl, rows.schema.empty_table()).schema
     def batches(columns, condition, most, size):
-        "Yield a table for each chunk that may have matching rows."
+        "Yield an Arrow table for each chunk that may have matching rows."
         names = list(schema) if columns is None else columns
         used = names if condition is None else list(dict.fromkeys([*names, *condition.meta.root_names()]))
-        known = [] if condition is None else [c for c in conjuncts(condition) if c.meta.root_names() and {*c.meta.root_names()}<={'step', 'run'}]
+        known = [] if condition is None else [c for c in conjuncts(condition)
+            if c.meta.root_names() and {*c.meta.root_names()}<={'step', 'run'}]
         for c in rows.pruned.chunks:
             if schema.get('step')==pl.Int64 and not may_hold(pl, known, c): continue
             df = polars_table(pl, rows.reader(c, used))
@@ -114,19 +121,20 @@ def polars_frame(rows):
 
 # %% ../../nbs/50_frames/09_scan.ipynb #3dc05b8c
 def stays_whole_number(k):
-    "Return True for columns with a value in each row. Such columns can stay whole numbers."
+    "Return True for a column that has a value in each row, so that it can stay a column of whole numbers."
     return k in ('step', *bad)
 
 class PandasReader:
-    "Callable that reads a chunk as a pandas table, with equal types for all chunks. A reader can be pickled for another process."
+    "Callable that reads a chunk as a pandas table, with the same column types for all chunks. A reader can be pickled for another process."
     def __init__(self, reader): self.reader = reader
 
     def __call__(self, chunk, columns=None): return self.convert(self.reader(chunk, columns))
 
     def convert(self, table):
-        "Convert an Arrow table to pandas. Columns of whole numbers with possibly missing values become floats."
+        "Convert an Arrow table to pandas. A column of whole numbers becomes floats if values may be missing."
         pa = needs('pyarrow', for_='scan')
-        types = [pa.float64() if pa.types.is_int64(f.type) and not stays_whole_number(f.name) else f.type for f in table.schema]
+        types = [pa.float64() if pa.types.is_int64(f.type) and not stays_whole_number(f.name) else f.type
+            for f in table.schema]
         return table.cast(pa.schema([(f.name, t) for f,t in zip(table.schema, types, strict=True)])).to_pandas()
 
 def pandas_tables(rows):
@@ -145,39 +153,49 @@ def ray_dataset(rows):
     "Return the rows as a Dataset of ray, with one block for each chunk. `rows`: a `LogDataset`."
     data,reader = needs('ray.data', for_="scan(engine='ray')"),rows.reader
     class Source(data.Datasource):
-        def get_name(self): return 'torchember'
-        def estimate_inmemory_data_size(self): return None
+        "Source of data for ray: one task for each chunk."
+        def get_name(self):
+            "Return the name of the source that ray shows."
+            return 'torchember'
+        def estimate_inmemory_data_size(self):
+            "Return None: the size in memory is unknown before the rows are read."
+            return None
         def get_read_tasks(self, parallelism, per_task_row_limit=None, data_context=None):
-            about = needs('ray.data.block', for_="scan(engine='ray')").BlockMetadata(num_rows=None, size_bytes=None, input_files=None, exec_stats=None)
-            def task(c): return data.ReadTask(lambda: [reader(c)], about, schema=rows.schema)
+            "Return the tasks of ray, each of which reads one chunk."
+            about = needs('ray.data.block', for_="scan(engine='ray')").BlockMetadata(num_rows=None, size_bytes=None,
+                input_files=None, exec_stats=None)
+            def task(c):
+                "Return the task that reads the chunk `c`."
+                return data.ReadTask(lambda: [reader(c)], about, schema=rows.schema)
             return [task(c) for c in rows.pruned.chunks]
     if not rows.pruned.chunks: return data.from_arrow(rows.schema.empty_table())
     return data.read_datasource(Source(), override_num_blocks=len(rows.pruned.chunks))
 
-engines = dict(polars=polars_frame, duckdb=duckdb_relation, arrow=lambda rows: rows, pandas=pandas_tables, dask=dask_frame, ray=ray_dataset)
+engines = dict(polars=polars_frame, duckdb=duckdb_relation, arrow=lambda rows: rows, pandas=pandas_tables,
+    dask=dask_frame, ray=ray_dataset)
 
 # %% ../../nbs/50_frames/09_scan.ipynb #94a07887
 @says_arguments
 def scan(
-    run, # Runs that `read` accepts: a name, a pattern such as 'GPT*', a file or URL of a log, an ember, or a list of these
+    run, # Runs that `read` accepts: a name, a pattern such as 'GPT*', a file or URL of a log, a `torchEmber`, or a list of these
     engine:str='polars', # Library that reads the rows: 'polars', 'duckdb', 'arrow', 'pandas', 'dask' or 'ray'
     path=None, # Modules: a glob on the path ('features.*'), a compiled regex, or a list of these
-    ttype=None, # Tensor type, or a list of them
+    ttype=None, # Type of the tensors, such as 'output' or 'weight_grad', or a list of types
     tname=None, # Name of a tensor ('output_0'), or a list of them
-    steps=None, # Step, `range`, `slice`, list of steps, or a function of the step; -1 is the last step
+    steps=None, # Number of a step, `range`, `slice`, list of steps, or a function of the step; -1 is the last step
     columns=None, # Columns to return, in this order, or a function of a column's name; all by default
     home=None, # Folder or URL of logs, instead of `~/.torchember`
     per_rank:bool=False # True to return the rows of each rank of a distributed run, without merging ranks
 ): # polars.LazyFrame, duckdb relation, pyarrow Dataset, iterator of pandas.DataFrame, dask DataFrame or ray Dataset
-    """Return runs of any size as a lazy table of `engine`, with the rows of `read`. NaN is null. Values that are no number, text or number list are JSON
+    """Return runs of any size as a lazy table of `engine`. NaN becomes null; a value that is no number, text or number list becomes JSON
 
     Args:
-        run: Runs that `read` accepts: a name, a pattern such as 'GPT*', a file or URL of a log, an ember, or a list of these
+        run: Runs that `read` accepts: a name, a pattern such as 'GPT*', a file or URL of a log, a `torchEmber`, or a list of these
         engine: Library that reads the rows: 'polars', 'duckdb', 'arrow', 'pandas', 'dask' or 'ray'
         path: Modules: a glob on the path ('features.*'), a compiled regex, or a list of these
-        ttype: Tensor type, or a list of them
+        ttype: Type of the tensors, such as 'output' or 'weight_grad', or a list of types
         tname: Name of a tensor ('output_0'), or a list of them
-        steps: Step, `range`, `slice`, list of steps, or a function of the step; -1 is the last step
+        steps: Number of a step, `range`, `slice`, list of steps, or a function of the step; -1 is the last step
         columns: Columns to return, in this order, or a function of a column's name; all by default
         home: Folder or URL of logs, instead of `~/.torchember`
         per_rank: True to return the rows of each rank of a distributed run, without merging ranks
@@ -189,7 +207,8 @@ def scan(
     found,several = open_runs(run, home)
     choice = Choice(path, ttype, tname, steps)
     each = [inspect_run(r, per_rank, several, choice.needs_last_step) for r in found]
-    chunks,fields = [c for cs,*_ in each for c in cs],merge_columns([f for _,f,_ in each], [m for *_,ms in each for m in ms], several)
+    chunks = [c for cs,*_ in each for c in cs]
+    fields = merge_columns([f for _,f,_ in each], [m for *_,ms in each for m in ms], several)
     needs('pyarrow.dataset', for_='scan', package='pyarrow')
     from torchember.frames.dataset import ChunkReader, LogDataset
     return engines[engine](LogDataset(chunks, ChunkReader(select_fields(fields, columns), choice, fields)))
@@ -197,14 +216,14 @@ def scan(
 # %% ../../nbs/50_frames/09_scan.ipynb #fb0707e9
 def query(
     sql:str, # SQL statement about the table `log`
-    run='*', # Runs that `read` accepts
+    run='*', # Runs to query: any runs that `read` accepts; all by default
     home=None # Folder or URL of logs, instead of `~/.torchember`
 ): # pandas.DataFrame
-    """Run an SQL query on runs of any size. Needs duckdb. The query cannot access files; it can only read the table `log`
+    """Run an SQL query on runs of any size. This needs duckdb. The query can only read the table `log`, and no files
 
     Args:
         sql: SQL statement about the table `log`
-        run: Runs that `read` accepts
+        run: Runs to query: any runs that `read` accepts; all by default
         home: Folder or URL of logs, instead of `~/.torchember`
 
     Returns:
@@ -214,6 +233,8 @@ def query(
     rows = scan([run] if not isinstance(run, list|tuple|set) else run, 'arrow', home=home)
     con = duckdb.connect(':memory:')
     con.register('log', rows)
-    for setting in 'enable_progress_bar=false','enable_external_access=false','lock_configuration=true': con.execute(f'SET {setting}')
+    for setting in 'enable_progress_bar=false','enable_external_access=false','lock_configuration=true':
+        con.execute(f'SET {setting}')
     try: return con.execute(sql).df()
-    except duckdb.CatalogException as e: raise duckdb.CatalogException(f"{e}\n\nThe table with the rows is called log: SELECT * FROM log") from None
+    except duckdb.CatalogException as e:
+        raise duckdb.CatalogException(f"{e}\n\nThe table with the rows is called log: SELECT * FROM log") from None

@@ -34,9 +34,10 @@ def as_category(values):
     if isinstance(values.dtype, pd.CategoricalDtype):
         used = pd.unique(values.cat.codes.to_numpy())
         used = used[used>=0].tolist()
-        return values if used==list(range(len(values.cat.categories))) else values.cat.set_categories(values.cat.categories[used])
+        if used==list(range(len(values.cat.categories))): return values
+        return values.cat.set_categories(values.cat.categories[used])
     try: names = values.dropna().unique()
-    except TypeError: return values # a list or a dict among the values shows that they are no names
+    except TypeError: return values # a list or a dict among the values means that this is no column of names
     if not len(names) or not all(isinstance(v, str) for v in names): return values
     return pd.Series(pd.Categorical(values, categories=names), index=values.index)
 
@@ -51,7 +52,7 @@ def as_times(values):
 
 # %% ../../nbs/50_frames/02_tables.ipynb #cdd374c4
 def tidy(df, run=None):
-    """Make a table of rows ready for users: add `path`, `nan`, `posinf` and `neginf`, convert names to categories, and order the columns.
+    """Prepare a table of rows for users: add `path`, `nan`, `posinf` and `neginf`, convert names to categories, and order the columns.
 
     `run`: value of a new column `run`; None to add no such column.
     """
@@ -66,21 +67,21 @@ def tidy(df, run=None):
     return df[column_order(df.columns, marks)]
 
 # %% ../../nbs/50_frames/02_tables.ipynb #54177109
-# columns that are converted to categories, times or tuples while the lines are read
+# columns that are converted to categories, times or tuples as soon as the lines are read
 typed_columns = (*name_columns, 'ts', 'shape')
 
-def table_of_blocks(blocks, file=None, keep=None, only=None, expected=None): # arguments as in `columns_of_lines`
-    "Read the blocks of a log as a table, without superseded rows."
+def table_of_blocks(blocks, file=None, keep=None, only=None, expected=None): # arguments: as in `columns_of_lines`
+    "Read blocks of log lines as a table. Leave out rows that later rows replace (column `supersedes`)."
     columns,layouts,n,*_ = columns_of_lines(blocks, file, typed_columns, keep, only, expected)
     return without_superseded(table_of_columns(columns, layouts, n))
 
 class ColumnFilter:
-    "Container of column names: `name in filter` is True if the function `f` accepts the name, or if every table needs the column."
+    "Container of column names: `name in filter` is True if the function `f` accepts the name, or if the column is needed to make any table."
     def __init__(self, f): self.f = f
     def __contains__(self, name): return name in columns_to_read(()) or name=='run' or self.f(name)
 
 def columns_to_read(columns, may_supersede=True):
-    "Return the columns to read from a log, in order to make the `columns` of a table. `may_supersede`: True if rows may replace earlier rows."
+    "Return the columns of a log that are needed to make the `columns` of a table. `may_supersede`: True if rows may replace earlier rows."
     if callable(columns): return ColumnFilter(columns)
     columns = {columns} if isinstance(columns, str) else set(columns)
     if 'mark_run' in columns: columns.add('run')
@@ -99,27 +100,30 @@ def concat_tables(tables):
             tables = [t.assign(**{c: t[c].cat.set_categories(names) if c in t else pd.Categorical([None]*len(t), categories=names)}) for t in tables]
     df = pd.concat(tables, ignore_index=True)
     for c in bad:
-        if df[c].dtype.kind=='f' and all(t[c].dtype.kind=='i' for t in tables if c in t): df[c] = df[c].fillna(0).astype('int64')
+        if df[c].dtype.kind=='f' and all(t[c].dtype.kind=='i' for t in tables if c in t):
+            df[c] = df[c].fillna(0).astype('int64')
     return df[column_order(df.columns, [m for t in tables for m in mark_columns(t)])]
 
 # %% ../../nbs/50_frames/02_tables.ipynb #2aaa4c7f
 def how_to_record(stat):
-    "Return a sentence explaining how to record the statistic in the next run; '' for an unknown statistic."
+    "Return a sentence that explains how to record the statistic in the next run; '' for an unknown statistic."
     if is_statistic(stat): return f" To have it in the next run: torchEmber(model, stats=['mean', 'std', {stat!r}])."
-    return f" To have it in the next run: Monitor(model, {{'<path>': [{stat!r}]}})." if stat in known_quantities(stat) else ''
+    if stat in known_quantities(stat): return f" To have it in the next run: Monitor(model, {{'<path>': [{stat!r}]}})."
+    return ''
 
 def known_quantities(name):
-    "Return all quantities of a `Monitor`: name -> class. Return {} if `name` cannot be a quantity, or if torch is not installed."
+    "Return all quantities that a `Monitor` can compute: name -> class. Return {} if `name` cannot be a quantity, or if torch is not installed."
     if not name[:1].isupper() or find_spec('torch') is None: return {}
     from torchember.monitor import multi_step # noqa: F401
     from torchember.monitor.quantities import classes
     return classes
 
 def not_recorded(stat, known, what='statistic'):
-    "Return the error message for a statistic not recorded in the run. `known`: names in the run; `what`: noun for the message."
+    "Return the error message for a statistic that the run does not have. `known`: names in the run; `what`: noun for the message."
     more = [*statistics, *known_quantities(stat), *([stat] if is_statistic(stat) else ())]
     close = [stat] if stat in more else closest(stat, [*known, *more], also_called)
-    return unknown(what, stat, known, also_called, more) + (how_to_record(close[0]) if close and close[0] not in known else '')
+    return unknown(what, stat, known, also_called, more) + (how_to_record(close[0]) if close and close[0] not in known
+        else '')
 
 def select_columns(df, columns):
     "Return the requested columns as a list, with 'run' first if the table has it. Raise ValueError for an unknown column."
@@ -137,9 +141,11 @@ text_columns = ('run', 'path', 'module', 'ttype', 'tname', 'pname', 'dtype', 'ph
 count_columns = ('call', 'micro', 'backward', 'rank', 'exponent_min', 'gscale')
 
 def clean_types(df):
-    "Drop rows without a step or tensor type. Replace values of a wrong type, so that columns of names have texts and statistics have numbers."
-    changed = {c: only_types(df[c], str) for c in text_columns if c in df and (df[c].dtype==object or c in ('pname', 'phase') and df[c].dtype.kind in 'iufb')}
-    changed |= {c: to_numbers(df[c], c) for c in {*derived, 'ratio', *bad, *count_columns} if c in df and c!='exponents' and df[c].dtype.kind not in 'iuf'}
+    "Drop rows without a step or tensor type. Replace values of a wrong type: columns of names may only have texts, statistics only numbers."
+    changed = {c: only_types(df[c], str) for c in text_columns
+        if c in df and (df[c].dtype==object or c in ('pname', 'phase') and df[c].dtype.kind in 'iufb')}
+    changed |= {c: to_numbers(df[c], c) for c in {*derived, 'ratio', *bad, *count_columns}
+        if c in df and c!='exponents' and df[c].dtype.kind not in 'iuf'}
     if 'shape' in df: changed['shape'] = only_types(df['shape'], (list, tuple, np.ndarray))
     changed = {c: v for c,v in changed.items() if v is not None}
     if changed: df = df.assign(**changed)
@@ -156,11 +162,11 @@ def is_whole_step(s):
     return s==s and abs(s)<2**53 and s==int(s) and is_step(int(s))
 
 def only_types(column, kinds):
-    "Replace values of types other than `kinds` by None, and whole numbers by texts if texts are expected. Return None if no value changes."
+    "Replace values of types other than `kinds` by None. If texts are expected, convert whole numbers to texts. Return None if no value changes."
     known = lambda v: isinstance(v, kinds) or v is None or isinstance(v, float) and v!=v
     if all(known(v) for v in column if not isinstance(v, kinds)): return None
     same = np.array([known(v) for v in column], bool)
-    # whole numbers become texts, because a CSV file stores no types, so that the name '0' was read as the number 0
+    # A CSV file stores no types, so that the name '0' was read as the number 0. Therefore whole numbers become texts
     return column.astype(object).where(same, column.map(lambda v: str(v) if kinds is str and type(v) is int else None))
 
 def to_numbers(column, name):

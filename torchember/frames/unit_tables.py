@@ -16,7 +16,9 @@ from ..ground.messages import printable, unknown
 
 # %% ../../nbs/50_frames/40_unit_tables.ipynb #ed1898ba
 class UnitHistory:
-    "Vector statistic of a tensor over the steps. `value`: array with a row for each step and a column for each unit."
+    """Values of a vector statistic of one tensor over the steps, with a value for each unit.
+
+    `value`: array with a row for each step and a column for each unit."""
     def __init__(self, label, path, steps, value): self.label,self.path,self.steps,self.value = label,path,steps,value
 
 def histories(run, stat, path=None, ttype=None):
@@ -37,16 +39,19 @@ def histories(run, stat, path=None, ttype=None):
     df = df[df[stat].notna().to_numpy()]
     if not is_vectors(df[stat]):
         raise ValueError(f"the statistic {stat!r} is a number, not a vector. To plot it: scalar_line(run, stat={stat!r}).")
-    if 'phase' in df and 0<(beside := df['phase'].astype(object).isin(beside_training).to_numpy()).sum()<len(df): df = df[~beside]
+    if 'phase' in df and 0<(beside := df['phase'].astype(object).isin(beside_training).to_numpy()).sum()<len(df):
+        df = df[~beside]
     there = df['ttype'].astype(object)
-    if ttype is not None and not (there==ttype).any(): raise ValueError(unknown(f'tensor type that has {stat!r}', ttype, there.unique()))
+    if ttype is not None and not (there==ttype).any():
+        raise ValueError(unknown(f'tensor type that has {stat!r}', ttype, there.unique()))
     if ttype is not None: df = df[(there==ttype).to_numpy()]
     df = select_paths(df, path, f'layer that has {stat!r}')
     out,types = [],df['ttype'].astype(object).unique()
     for t in types:
         rows = df[(df['ttype'].astype(object)==t).to_numpy()]
         code,labels = number_layers(rows)
-        for i,label in enumerate(labels): out.append(history(rows[code==i], label if len(types)==1 else f'{label} ({t})', stat))
+        for i,label in enumerate(labels):
+            out.append(history(rows[code==i], label if len(types)==1 else f'{label} ({t})', stat))
     return out
 
 def history(rows, label, stat):
@@ -72,9 +77,9 @@ def not_recorded_message(stat, path):
 def dead_units(
     run, # A run that `read` accepts, or a table that `read` returned
     path=None, # Layers: a glob on the path ('features.*'), a compiled regex, or a list of these; all by default
-    window:int|None=None, # A unit that was inactive in this number of last steps is dead; by default, only the last row counts
+    window:int|None=None, # Number of last steps in which a dead unit must be inactive; by default, only the last recorded step counts
     stat:str='UnitActivity' # Statistic that is zero for an inactive unit
-): # pandas.DataFrame: path, unit, dead, since, revived, activity
+): # pandas.DataFrame: path, unit, dead, since (step), revived (how often), activity
     """Return a table of all units of layers: which units are dead, since which step, and how often they became active again
 
     `dead`: True if the unit is zero in all rows of the window. `since`: the step where its last zeros begin; missing for a unit
@@ -83,11 +88,11 @@ def dead_units(
     Args:
         run: A run that `read` accepts, or a table that `read` returned
         path: Layers: a glob on the path ('features.*'), a compiled regex, or a list of these; all by default
-        window: A unit that was inactive in this number of last steps is dead; by default, only the last row counts
+        window: Number of last steps in which a dead unit must be inactive; by default, only the last recorded step counts
         stat: Statistic that is zero for an inactive unit
 
     Returns:
-        pandas.DataFrame: path, unit, dead, since, revived, activity
+        pandas.DataFrame: path, unit, dead, since (step), revived (how often), activity
     """
     pd = needs('pandas', for_='A table of units')
     if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window<1):
@@ -97,7 +102,7 @@ def dead_units(
 
 # %% ../../nbs/50_frames/40_unit_tables.ipynb #73aed78e
 def rows_of_history(pd, h, window):
-    "Return the rows of the table of `dead_units` for one layer. `h`: `UnitHistory` of the layer; `window`: as in `dead_units`."
+    "Return the rows about one layer for the table of `dead_units`. `h`: `UnitHistory` of the layer; `window`: as in `dead_units`."
     zero,n = h.value==0,len(h.steps)
     recent = h.steps>h.steps[-1]-window if window is not None else np.arange(n)==n-1
     dead = zero[recent].all(0)

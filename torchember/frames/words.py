@@ -14,65 +14,75 @@ from ..ground.messages import unknown
 from ..ground.record import ttypes
 
 # %% ../../nbs/50_frames/00_words.ipynb #10edfcf8
-ttypes_of = {'activation': 'output', 'gradient': 'output_grad', 'weights': 'weight', 'weight_gradients': 'weight_grad', 'optimiser_state': 'optimizer',
-    'outputs': 'output', 'inputs': 'input', 'gradients': 'output_grad', 'updates': 'update', 'optimizer_state': 'optimizer', 'grad': 'weight_grad'}
+ttypes_of = {'activation': 'output', 'gradient': 'output_grad', 'weights': 'weight', 'weight_gradients': 'weight_grad',
+    'optimiser_state': 'optimizer',
+    'outputs': 'output', 'inputs': 'input', 'gradients': 'output_grad', 'updates': 'update',
+    'optimizer_state': 'optimizer', 'grad': 'weight_grad'}
 stats_of = {'rm2': 'rms', 'mean_abs': 'abs_mean', 'max_abs': 'abs_max', 'min_abs': 'abs_min',
     'rms': 'rm2', 'abs_mean': 'mean_abs', 'abs_max': 'max_abs', 'abs_min': 'min_abs'}
 
 # %% ../../nbs/50_frames/00_words.ipynb #02a00250
 def ttype_of(name): # name: for example 'output', 'Activation', 'Optimiser_State.exp_avg'
-    "Convert a name of a tensor type to a pair, such as ('optimizer', 'exp_avg'): our tensor type, and optimizer state or None."
+    "Convert a name of a tensor type to torchember's tensor type, and an optimizer state or None, such as ('optimizer', 'exp_avg')."
     first,_,key = str(name).partition('.')
     ours = ttypes_of.get(first.lower(), first)
     if ours not in ttypes: raise ValueError(unknown('tensor type', name, ttypes, ttypes_of))
     return ours, key or None
 
 def ttypes_asked(ttype):
-    "Convert one or several names of tensor types to a list of our names, without names of optimizer states."
+    "Convert one or several names of tensor types to a list of torchember's names. Leave out names of optimizer states."
     return list(dict.fromkeys(ttype_of(t)[0] for t in (ttype if isinstance(ttype, list|tuple) else [ttype])))
 
 # %% ../../nbs/50_frames/00_words.ipynb #a5be0002
 def earlier_calls(*order): # order: positional arguments after `run` in earlier versions; by default the present order
-    "Return a decorator. The decorated function also accepts the argument order and the names of earlier versions."
+    "Return a decorator that makes a function also accept the argument order and argument names of earlier versions."
     def of(f):
+        "Decorate the function `f`."
         known = signature(f)
         @functools.wraps(f)
         def g(*args, **given):
+            "Call the function with arguments in the order of earlier versions, or as they were given."
             given = in_our_words(given, known.parameters, f.__name__)
             before = dict(zip((next(iter(known.parameters)), *order), args, strict=False)) if order else {}
             named,later = {n: v for n,v in before.items() if n in kinds_of_words},lambda: f(*args, **given)
-            if not named or len(before)<len(args) or set(before)&set(given) or not all(may_be_names(n, v) for n,v in named.items()): return later()
-            if any(v is not None for v in named.values()) and all(map(is_known, named, named.values())): return f(**before, **given)
+            if not named or len(before)<len(args) or set(before)&set(given) or not all(may_be_names(n, v) for n,v in named.items()):
+                return later()
+            if any(v is not None for v in named.values()) and all(map(is_known, named, named.values())):
+                return f(**before, **given)
             try: return f(**before, **given)
             except (ValueError, TypeError) as e: then = e
             try: known.bind(*args, **given)
             except TypeError: raise then from None
             try: return later()
             except (ValueError, TypeError) as e:
-                ours = 'Did you mean' in str(e) and 'Did you mean' not in str(then) and not any(v and is_known(n, v) for n,v in named.items())
-                raise (e if ours else then) from None # the error is raised whose message suggests the correct name
+                ours = ('Did you mean' in str(e) and 'Did you mean' not in str(then)
+                    and not any(v and is_known(n, v) for n,v in named.items()))
+                raise (e if ours else then) from None # raise the error whose message suggests the correct name
         return g
     return of
 
-# name of an argument in Track & Visualize -> name of our argument
+# name of an argument in Track & Visualize -> torchember's name of this argument
 words_before = {'df': 'run', 'layer': 'path', 'tt': 'ttype', 'scalar_metric': 'stat'}
 
 def in_our_words(given, known, what='A picture'):
-    """Rename arguments of Track & Visualize to the arguments of a function. Raise TypeError if an argument is given twice.
+    """Rename arguments from their names in Track & Visualize. Raise TypeError if an argument is given twice.
 
     `given`: arguments by name. `known`: the function's parameters. `what`: name of the function.
     """
     out = {}
     # in earlier versions, the argument `file` of `report` had the name `path`
-    if 'file' in known and {'path', 'layer'}<=given.keys(): given = {'file' if n=='path' else n: v for n,v in given.items()}
+    if 'file' in known and {'path', 'layer'}<=given.keys():
+        given = {'file' if n=='path' else n: v for n,v in given.items()}
     for typed,v in given.items():
         name = words_before[typed] if typed not in known and words_before.get(typed) in known else typed
-        if name in out: raise TypeError(f"{what} got {name}= twice, because {typed}= means the same. Give only one of them.")
+        if name in out:
+            raise TypeError(f"{what} got {name}= twice, because {typed}= means the same. Give only one of them.")
         out[name] = v
     return out
 
-kinds_of_words = {'ttype': lambda v: v.partition('.')[0].lower() in {*ttypes, *ttypes_of}, 'stat': lambda v: v in {*derived, *stats_of},
-    # Argument -> function that returns True if the value is a known name
+kinds_of_words = {'ttype': lambda v: v.partition('.')[0].lower() in {*ttypes, *ttypes_of},
+    'stat': lambda v: v in {*derived, *stats_of},
+    # Argument -> function that returns True if a value is a known name, such as a tensor type
     'stats': lambda v: v in {*derived, *stats_of}, 'dtypes': lambda v: 'float' in v}
 
 def may_be_names(name, v):
@@ -81,4 +91,6 @@ def may_be_names(name, v):
     if name=='stats' and isinstance(v, str): return is_known(name, v)
     return all(isinstance(o, str) and not set(o)&set('*?[') for o in (v if isinstance(v, list|tuple) else [v]))
 
-def is_known(name, v): return v is None or all(map(kinds_of_words[name], v if isinstance(v, list|tuple) else [v]))
+def is_known(name, v):
+    "Return True if `v` is None, or if all names in `v` are known for the argument `name`."
+    return v is None or all(map(kinds_of_words[name], v if isinstance(v, list|tuple) else [v]))

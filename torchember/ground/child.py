@@ -13,17 +13,20 @@ from importlib.util import find_spec
 def interpreter_flags():
     "Return the flags with which this Python process was started, for a child process, and `-P`: no imports from the current folder."
     f = sys.flags
-    letters = dict(I=f.isolated, E=f.ignore_environment, s=f.no_user_site, S=f.no_site, O=f.optimize, B=f.dont_write_bytecode, b=f.bytes_warning)
+    letters = dict(I=f.isolated, E=f.ignore_environment, s=f.no_user_site, S=f.no_site, O=f.optimize,
+        B=f.dont_write_bytecode, b=f.bytes_warning)
     words = ['dev']*f.dev_mode+[f'utf8={f.utf8_mode}']+[f'pycache_prefix={p}' for p in [sys.pycache_prefix] if p]
-    return ['-P', *(f'-{k*n}' for k,n in letters.items() if n), *(f'-W{w}' for w in sys.warnoptions), *(f'-X{w}' for w in words)]
+    return ['-P', *(f'-{k*n}' for k,n in letters.items() if n), *(f'-W{w}' for w in sys.warnoptions),
+        *(f'-X{w}' for w in words)]
 
 def path_of_child():
     "Return `sys.path` of this process for a child process, without the current folder and with the folder of torchember."
     known = [os.path.abspath(p) for p in map(str, sys.path) if p not in ('', os.curdir)]
-    # the folder of torchember is added, because the child process must import torchember
+    # the folder of torchember is added, so that the child process can import torchember
     return list(dict.fromkeys([*known, os.path.dirname(os.path.dirname(find_spec('torchember').origin))]))
 
 # %% ../../nbs/05_ground/50_child.ipynb #680a75bb
 def environment_of_child(**more):
-    "Return the environment variables for a child process: the variables of this process without PYTHONPATH, one thread for each library, and `more`."
-    return {**{k: v for k,v in os.environ.items() if k!='PYTHONPATH'}, 'OMP_NUM_THREADS': '1', 'OPENBLAS_NUM_THREADS': '1', **more}
+    "Return the environment variables for a child process: those of this process without PYTHONPATH, one thread for each library, and `more`."
+    return {**{k: v for k,v in os.environ.items() if k!='PYTHONPATH'}, 'OMP_NUM_THREADS': '1',
+        'OPENBLAS_NUM_THREADS': '1', **more}

@@ -15,7 +15,7 @@ from .messages import an, printable, unknown
 
 # %% ../../nbs/05_ground/30_choose.ipynb #fb427cc3
 class Selection:
-    """A rule that selects modules of a model. Combine selections with `&`, `|`, `~`; apply a selection with `Selection.pick`.
+    """A condition that selects modules of a model. Combine selections with `&`, `|`, `~`; apply a selection with `Selection.pick`.
 
     what: name of the selection in error messages
     ids: function that takes (path, module) pairs and returns the `id` of each selected module"""
@@ -23,14 +23,16 @@ class Selection:
         self.what,self.ids = what,ids
 
     def pick(self, pairs) -> list:
-        "Return the selected modules in order, each once, although a module may have several paths. Raises ValueError if no module is selected."
+        "Return the selected modules in order, each once, although a module may have several paths. Raise ValueError if no module is selected."
         pairs = list(pairs)
         ids = self.ids(pairs)
         if not ids: raise ValueError(no_match_message(self.what, pairs))
         return list({id(m): m for _,m in pairs if id(m) in ids}.values())
 
-    def __and__(self, other): return Selection(f'{self} & {select(other)}', lambda ps: self.ids(ps) & select(other).ids(ps))
-    def __or__(self, other): return Selection(f'{self} | {select(other)}', lambda ps: self.ids(ps) | select(other).ids(ps))
+    def __and__(self, other):
+        return Selection(f'{self} & {select(other)}', lambda ps: self.ids(ps) & select(other).ids(ps))
+    def __or__(self, other):
+        return Selection(f'{self} | {select(other)}', lambda ps: self.ids(ps) | select(other).ids(ps))
     def __invert__(self): return Selection(f'~{self}', lambda ps: {id(m) for _,m in ps} - self.ids(ps))
     __rand__,__ror__ = __and__,__or__
     def __repr__(self): return printable(f'({self.what})' if ' ' in self.what else self.what)
@@ -38,11 +40,12 @@ class Selection:
 def no_match_message(what, pairs):
     "Return the error message for a selection without a matching module."
     names = list(dict.fromkeys(p for p,_ in pairs if p)) + sorted({k for _,m in pairs for k in kinds_of(m)[:1]})
-    return unknown('module matches', what, names) + " A choice is a path or a glob ('features.*'), a class or its name, a regex, or a predicate."
+    return (unknown('module matches', what, names)
+        + " A choice is a path or a glob ('features.*'), a class or its name, a regex, or a predicate.")
 
 # %% ../../nbs/05_ground/30_choose.ipynb #21b86c02
 class NamedLayer:
-    "Path and class names of a layer. Replaces the module where only a log or snapshot is available."
+    "Path and class names of a layer. Replaces the module if only a log or a snapshot is available, and not the model."
     def __init__(self, path:str, kinds=()):
         self.path,self.kinds = path,kinds
 
@@ -55,6 +58,7 @@ def kinds_of(module) -> tuple:
 def select_by_string(s):
     "Return a function that selects modules whose path matches the glob `s`. If no path matches, it selects modules of the class named `s`."
     def find_ids(pairs):
+        "Return the `id` of each selected module. `pairs`: (path, module) of all modules."
         found = {id(m) for p,m in pairs if p==s or fnmatchcase(p, s)} or {id(m) for _,m in pairs if s in kinds_of(m)}
         if not found: raise ValueError(no_match_message(s, pairs))
         return found
@@ -62,7 +66,8 @@ def select_by_string(s):
 
 def select_by_class(c):
     "Return a function that selects modules of the class `c`. The class of a `NamedLayer` is compared by name."
-    return lambda pairs: {id(m) for _,m in pairs if isinstance(m, c) or isinstance(m, NamedLayer) and c.__name__ in m.kinds}
+    return lambda pairs: {id(m) for _,m in pairs
+        if isinstance(m, c) or isinstance(m, NamedLayer) and c.__name__ in m.kinds}
 
 def takes_path_and_module(f):
     "Return True if a user's function takes two arguments, path and module. Return False if it takes only the module."
@@ -81,27 +86,31 @@ def select(
     """
     if isinstance(what, Selection): return what
     if isinstance(what, str): return Selection(repr(what), select_by_string(what))
-    if isinstance(what, re.Pattern): return Selection(f're {what.pattern!r}', lambda ps: {id(m) for p,m in ps if what.search(p)})
+    if isinstance(what, re.Pattern):
+        return Selection(f're {what.pattern!r}', lambda ps: {id(m) for p,m in ps if what.search(p)})
     if isinstance(what, type): return Selection(what.__name__, select_by_class(what))
     if isinstance(what, list|tuple|set) and what:
         parts = [select(w) for w in what]
         return Selection(' | '.join(map(str, parts)), lambda ps: set().union(*(each.ids(ps) for each in parts)))
-    if hasattr(what, 'named_modules'): return Selection(f'the module {type(what).__name__}', lambda ps: {id(m) for _,m in ps if m is what})
+    if hasattr(what, 'named_modules'):
+        return Selection(f'the module {type(what).__name__}', lambda ps: {id(m) for _,m in ps if m is what})
     if callable(what):
         two = takes_path_and_module(what)
-        return Selection(getattr(what, '__name__', repr(what)), lambda ps: {id(m) for p,m in ps if (what(p, m) if two else what(m))})
+        return Selection(getattr(what, '__name__', repr(what)),
+            lambda ps: {id(m) for p,m in ps if (what(p, m) if two else what(m))})
     raise TypeError(f"cannot choose modules by {what!r}, {an(what)}. "
         "Give a glob ('features.*'), a class or its name, a compiled regex, a predicate, or a list of these.")
 
 # %% ../../nbs/05_ground/30_choose.ipynb #e319d466
 def chosen(pairs, include=None, exclude=None) -> set:
-    """Return the `id` of each module selected by `include` and not by `exclude`. Raises ValueError if no module is left.
+    """Return the `id` of each module that `include` selects and `exclude` does not select. Raise ValueError if there is none.
 
     include, exclude: what `select` accepts. Without `include`, all modules are included"""
     pairs = list(pairs)
     ids = {id(m) for m in (select(include).pick(pairs) if include is not None else (m for _,m in pairs))}
     if exclude is not None: ids -= {id(m) for m in select(exclude).pick(pairs)}
-    if not ids: raise ValueError(f"exclude={exclude!r} removes every module that include={include!r} selects. Exclude fewer modules.")
+    if not ids:
+        raise ValueError(f"exclude={exclude!r} removes every module that include={include!r} selects. Exclude fewer modules.")
     return ids
 
 # %% ../../nbs/05_ground/30_choose.ipynb #8b5fa0d0
@@ -119,23 +128,25 @@ class Schedule:
 
 def check_whole(f, name, n, least):
     "Raise an error unless the argument `n` of the function `f` is a whole number of at least `least`. `name`: name of the argument."
-    if isinstance(n, bool) or not isinstance(n, int): raise TypeError(f"{f} needs a whole number for {name}, got {n!r}.")
+    if isinstance(n, bool) or not isinstance(n, int):
+        raise TypeError(f"{f} needs a whole number for {name}, got {n!r}.")
     if n<least: raise ValueError(f"{f} needs {name}>={least}, got {n}. To record nothing, use at() with no steps.")
 
 # %% ../../nbs/05_ground/30_choose.ipynb #f202b7a1
 def is_every(n, start, step):
-    "Return True for the steps `start`, `start+n`, `start+2n`, ..."
-    return step>=start and (step-start)%n==0 # a named function and not a lambda, because callbacks with a schedule are pickled
+    "Return True if `step` is one of `start`, `start+n`, `start+2n`, ..."
+    # a named function and not a lambda, so that callbacks with a schedule can be pickled
+    return step>=start and (step-start)%n==0
 
 def every(
-    n:int, # Keep one of every `n` steps
-    start:int=0 # First step to keep
+    n:int, # Record one of every `n` steps
+    start:int=0 # First step to record
 ) -> Schedule:
-    """Return a schedule of the steps `start`, `start+n`, `start+2n`, ...
+    """Return a schedule that records the steps `start`, `start+n`, `start+2n`, ...
 
     Args:
-        n: Keep one of every `n` steps
-        start: First step to keep
+        n: Record one of every `n` steps
+        start: First step to record
     """
     check_whole('every', 'n', n, 1); check_whole('every', 'start', start, 0)
     return Schedule(partial(is_every, n, start), f'every({n}, start={start})' if start else f'every({n})')
@@ -146,11 +157,13 @@ class TimeSchedule:
 
     seconds: least time between two recorded steps
     clock: function that returns the time in seconds"""
-    most_answers = 100 # number of recent steps whose answer is stored, because a recorder asks several times for a step
+    # Number of recent steps whose answer is stored, because the recorder asks several times about one step
+    most_answers = 100
 
     def __init__(self, seconds:float, clock=time.monotonic):
         self.seconds,self.clock = seconds,clock
-        self.last,self.answers = -math.inf,{} # last: time when the last recorded step was chosen; answers: step -> True if the step is recorded
+        # last: time of the last recorded step; answers: step -> True if the step is recorded
+        self.last,self.answers = -math.inf,{}
 
     def __call__(self, step):
         if step in self.answers: return self.answers[step]
@@ -166,7 +179,7 @@ time_form = re.compile(r'\s*(\d+\.?\d*|\.\d+)\s*(ms|s|min|h)\s*')
 seconds_of = {'ms': .001, 's': 1, 'min': 60, 'h': 3600} # unit of time -> number of seconds
 
 def schedule_of_text(when):
-    "Return the `Schedule` that a string describes: 'linear(5, 2)' or a time such as '60s'. Raises ValueError for other strings."
+    "Return the `Schedule` of recorded steps that a string describes: 'linear(5, 2)' or a time such as '60s'. Raises ValueError for other strings."
     if m := linear_form.fullmatch(when): return every(max(int(m[1]), 1), int(m[2] or 0))
     m = time_form.fullmatch(when)
     if m and float(m[1])>0: return Schedule(TimeSchedule(float(m[1])*seconds_of[m[2]]), f'every {m[1]} {m[2]}')
@@ -175,7 +188,7 @@ def schedule_of_text(when):
 
 # %% ../../nbs/05_ground/30_choose.ipynb #3ee9a2db
 def schedule(when) -> Schedule:
-    """Convert `when` to a `Schedule`. Raises TypeError if this is impossible.
+    """Convert `when`, such as 10 or '60s', to a `Schedule`, which decides which steps are recorded. Raises TypeError if this is impossible.
 
     when: whole number n (every n steps), function of the step, string 'linear(5, 2)', time '60s' (units ms, s, min, h), or a `Schedule`"""
     if isinstance(when, Schedule): return when
@@ -186,14 +199,14 @@ def schedule(when) -> Schedule:
 
 # %% ../../nbs/05_ground/30_choose.ipynb #c5a1f0e2
 def linear(
-    interval:int=1, # Keep one of every `interval` steps. 0 means 1
-    offset:int=0 # First step to keep
+    interval:int=1, # Record one of every `interval` steps. 0 means 1
+    offset:int=0 # First step to record
 ) -> Schedule:
-    """Return a schedule of the steps `offset`, `offset+interval`, ... The string 'linear(interval, offset)' means this schedule.
+    """Return a schedule that records the steps `offset`, `offset+interval`, ... The string 'linear(interval, offset)' means this schedule.
 
     Args:
-        interval: Keep one of every `interval` steps. 0 means 1
-        offset: First step to keep
+        interval: Record one of every `interval` steps. 0 means 1
+        offset: First step to record
     """
     check_whole('linear', 'interval', interval, 0)
     return every(max(interval, 1), offset)
@@ -202,7 +215,7 @@ def linear(
 def at(
     *steps:int # Steps to record. Without steps, nothing is recorded
 ) -> Schedule:
-    """Return a schedule that contains only the given steps.
+    """Return a schedule that records only the given steps.
 
     Args:
         *steps: Steps to record. Without steps, nothing is recorded
@@ -211,41 +224,41 @@ def at(
     return Schedule(lambda s: s in steps, f"at({', '.join(map(str, steps))})")
 
 def until(
-    n:int # First step that is not kept
+    n:int # Number of steps to record
 ) -> Schedule:
-    """Return a schedule of the first `n` steps, 0 to n-1.
+    """Return a schedule that records the first `n` steps: 0 to n-1.
 
     Args:
-        n: First step that is not kept
+        n: Number of steps to record
     """
     check_whole('until', 'n', n, 0)
     return Schedule(lambda s: s<n, f'until({n})')
 
 def between(
-    a:int, # First step to keep
-    b:int # End of the range: the first step after `a` that is not kept
+    a:int, # First step to record
+    b:int # End of the range: the first later step that is not recorded
 ) -> Schedule:
-    """Return a schedule of the steps from `a` to `b`-1, like `range(a, b)`.
+    """Return a schedule that records the steps from `a` to `b`-1, like `range(a, b)`.
 
     Args:
-        a: First step to keep
-        b: End of the range: the first step after `a` that is not kept
+        a: First step to record
+        b: End of the range: the first later step that is not recorded
     """
     check_whole('between', 'a', a, 0); check_whole('between', 'b', b, a)
     return Schedule(lambda s: a<=s<b, f'between({a}, {b})')
 
 # %% ../../nbs/05_ground/30_choose.ipynb #c3c4f898
 def log_spaced(
-    n:int # Number of steps in each decade: 1 to 10, 10 to 100, ...
+    n:int # Number of recorded steps in each decade: 1 to 10, 10 to 100, ...
 ) -> Schedule:
-    """Return a schedule of step 0 and of `n` steps in each decade (1 to 10, 10 to 100, ...), evenly spaced on a logarithmic axis.
+    """Return a schedule that records step 0 and `n` steps in each decade (1 to 10, 10 to 100, ...), evenly spaced on a logarithmic axis.
 
     Args:
-        n: Number of steps in each decade: 1 to 10, 10 to 100, ...
+        n: Number of recorded steps in each decade: 1 to 10, 10 to 100, ...
     """
     check_whole('log_spaced', 'n', n, 1)
     def keep(s):
-        "Return True if the step `s` is one of the rounded points on the logarithmic axis."
+        "Return True if the step `s` is recorded: one of the rounded points on the logarithmic axis."
         if s<1: return s==0
         k = math.floor(math.log10(s)*n + 1e-9)
         return any(round(10**(j/n))==s for j in (k-1, k, k+1))

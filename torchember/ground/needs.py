@@ -16,5 +16,6 @@ def needs(name:str, for_:str, package:str|None=None):
     package: name of the package to install, if it differs from the name of the library"""
     try: return import_module(name)
     except ModuleNotFoundError as e:
-        if e.name and not name.startswith(e.name): raise # raised again if the library is installed, but one of its own imports fails
+        # the library is installed, but an import in its own code fails
+        if e.name and not name.startswith(e.name): raise
         raise ModuleNotFoundError(f"{for_} needs {name}, which is not installed. Run: pip install {package or name}", name=name) from None

@@ -21,7 +21,7 @@ def in_notebook() -> bool:
 def in_terminal() -> bool:
     "Return True if stderr is a terminal."
     try: return sys.stderr.isatty()
-    except (AttributeError, ValueError): return False # raised if there is no stderr, or if it is closed
+    except (AttributeError, ValueError): return False # stderr is missing or closed
 
 # %% ../../nbs/05_ground/40_progress.ipynb #e42b731b
 def new_bar(what, total, done, form=None):
@@ -30,7 +30,8 @@ def new_bar(what, total, done, form=None):
     if in_notebook() and find_spec('ipywidgets'): from tqdm.notebook import tqdm
     else:
         from tqdm import tqdm
-        how['ncols'],how['nrows'] = get_terminal_size() # given, because tqdm finds 0 columns in some terminals
+        # The size is given, because tqdm finds 0 columns in some terminals
+        how['ncols'],how['nrows'] = get_terminal_size()
     return tqdm(**how)
 
 class Progress:
@@ -49,7 +50,8 @@ class Progress:
         "Add the amount of work finished since the last call."
         self.done += n
         if self.bar is not None: self.bar.update(n)
-        elif self.seen and monotonic()-self.began>self.delay: self.bar = new_bar(self.what, self.total, self.done, self.form)
+        elif self.seen and monotonic()-self.began>self.delay:
+            self.bar = new_bar(self.what, self.total, self.done, self.form)
 
     def __enter__(self): return self
 
@@ -57,18 +59,20 @@ class Progress:
         if self.bar is not None: self.bar.close()
 
 # %% ../../nbs/05_ground/40_progress.ipynb #8c26a270
-without_units = '{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}' # format of the bar for an amount without a unit
+# format of the progress bar for work without a unit
+without_units = '{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}'
 
 def progress(work, what:str):
     """Show a progress bar for work of more than two seconds, in a notebook or terminal. Return an iterator over `work`.
 
     work: an iterable, or an amount: a number, or None if unknown. For an amount, the result is a context manager with a method `update`
     what: description of the work, for example 'reading GPT_20260401_120000'"""
-    if work is None or isinstance(work, int|float): return Progress(work, what, '{desc}: {elapsed}' if work is None else without_units)
+    if work is None or isinstance(work, int|float):
+        return Progress(work, what, '{desc}: {elapsed}' if work is None else without_units)
     return iterate(work, what)
 
 def iterate(work, what):
-    "Yield the items of `work`, and count them in a progress bar."
+    "Yield the items of `work`, and count the finished items in a progress bar."
     with Progress(len(work) if hasattr(work, '__len__') else None, what) as p:
         for one in work:
             yield one
@@ -77,14 +81,14 @@ def iterate(work, what):
 # %% ../../nbs/05_ground/40_progress.ipynb #7be2cfdb
 @contextmanager
 def waiting(what:str):
-    "Show the elapsed time if the block takes more than two seconds, in a notebook or terminal. `what`: description, for example 'compiling'."
+    "Show the elapsed time if a `with` block takes more than two seconds, in a notebook or terminal. `what`: description, for example 'compiling'."
     if not (in_notebook() or in_terminal()):
         yield
         return
     over = threading.Event()
     thread = threading.Thread(target=show_time, args=(what, over), name='torchember waits', daemon=True)
     try: thread.start()
-    except RuntimeError: thread = None # without a thread, no time is shown, because the system has no more threads
+    except RuntimeError: thread = None # if the system has no more threads, no time is shown
     try: yield
     finally:
         over.set()
@@ -92,7 +96,7 @@ def waiting(what:str):
 
 # %% ../../nbs/05_ground/40_progress.ipynb #addea1cc
 def show_time(what, over):
-    "Show the elapsed time until the event `over` is set."
+    "Show the elapsed time repeatedly until the event `over` is set."
     if over.wait(Progress.delay): return
     bar = new_bar(what, None, 0, '{desc}: {elapsed}')
     while not over.wait(.5): bar.refresh()

@@ -58,12 +58,13 @@ def find_zeros(h, ss):
     """
     s = ss[0]
     if len(s)<2 or not ('max' in s or 'abs_max' in s) or s.shape is not None and np.prod(s.shape)<=2 or not is_float(s): return None
-    if s.ttype=='input' and s.path in h.graph.first_modules: return None # the rules `same_data` and `constant_batch` report data of zeros
+    # the rules `same_data` and `constant_batch` report zeros in the data
+    if s.ttype=='input' and s.path in h.graph.first_modules: return None
     ats = [lasts_from(o.zero) for o in ss if is_float(o) and len(o)>=len(s)//2]
     return None if None in ats or s.ttype=='input' and not is_fed_below_zero(h, s, max(ats)) else max(ats)
 
 # %% ../../nbs/55_health/40_activations.ipynb #2c7f9ee5
-# classes of activations whose output is zero for many inputs
+# classes of activations that return zero for a whole range of inputs
 rectifiers = 'ReLU', 'ReLU6', 'Threshold', 'Hardtanh', 'Softshrink', 'Hardshrink', 'Hardswish', 'Hardsigmoid', 'SquaredReLU'
 
 def find_nearly_dead(h, share):
@@ -76,14 +77,16 @@ def find_nearly_dead(h, share):
         yield s.finding(at, f"From step {s.steps[at]} on, {zeros:.1%} of the outputs of {s.title} are zero: most of its units are dead.",
             s.path if layer is None else layer, stat='zero_frac', severity='warning', zero_frac=zeros, dead=s.path,
             confidence=confidence_from(1-zeros, 1-share),
-            advice="Start with biases near zero, lower the learning rate, or use LeakyReLU or GELU.")
+            advice=dead_advice(s.steps[at]==h.steps[0]))
         return
 
-dead_advice = ("Start with biases near zero and the default weights of torch. Lower the learning rate if the layer died during the training. "
-    "LeakyReLU and GELU let gradients pass.")
+def dead_advice(is_first):
+    "Return an advice about a layer whose outputs are zero. `is_first`: True if they are zero from the first step on."
+    default,rate = 'Start with biases near zero and the default weights of torch.','Divide the learning rate by 10, because the layer died in the training.'
+    return f"{default if is_first else rate} Or use LeakyReLU or GELU, which let gradients pass for negative inputs."
 
 def flag_nonpositive(s):
-    "Return the mask of the steps in which no value is above zero, judged by the maximum, or else by `abs_mean` and `mean`."
+    "Return the mask of the steps in which no value of a tensor is above zero, known from the maximum, or else from `abs_mean` and `mean`."
     if 'max' in s: return s['max']<=0
     return abs(s['abs_mean']+s['mean'])<=1e-6*s['abs_mean'] if 'abs_mean' in s and 'mean' in s else np.zeros(len(s), bool)
 
@@ -98,7 +101,7 @@ def find_dead_by_gradient(h):
         if any((i := lasts_from(o.zero)) is None or o.steps[i]>s.steps[at]+1 for o in grads): continue
         return [s.finding(at, f"The activation after {s.title} is dead from step {s.steps[at]} on: all outputs of this layer are below "
             f"zero (mean {fmt(median(s['mean'][at:]))}), and its gradients are exactly zero, so it cannot recover.",
-            look="overview(run)", dead=path, advice=dead_advice)]
+            look="overview(run)", dead=path, advice=dead_advice(s.steps[at]==h.steps[0]))]
     return []
 
 def below_zero_phrase(fed, s, step):
@@ -122,7 +125,7 @@ def recovery_phrase(h, s, layer, alive):
 @rule(severity='error', needs=('input', 'output'), stats='abs_max',
     after=('poor_scale', 'update_too_large', 'equal_units', 'poor_input_scale', 'gradient_spike', 'exploding_gradient', 'loss_spike'))
 def dead_units(h, share=.98):
-    """A layer whose output is zero for the whole batch up to the end: after a ReLU no gradient passes, so the layer cannot recover
+    """A layer whose output is zero for all samples until the end of the run: a ReLU then passes no gradient, so the layer cannot recover
 
     share: least fraction of zeros in the output of a layer, if zero_frac is recorded"""
     tensors = {}
@@ -139,7 +142,7 @@ def dead_units(h, share=.98):
     yield s.finding(at, f"The {s.ttype} of {s.title} is zero for all samples {when}{below_zero_phrase(fed, s, step)}.{recovery_phrase(h, s, layer, alive)}",
         s.path if fed is None else fed.path, ttype='output', severity='warning' if alive or h.progress.is_good else None,
         look="overview(run)",
-        zeros_in=len({z.path for z,_ in zeros}), first_zero=s.path, dead=s.path, advice=dead_advice)
+        zeros_in=len({z.path for z,_ in zeros}), first_zero=s.path, dead=s.path, advice=dead_advice(step==h.steps[0]))
 
 # %% ../../nbs/55_health/40_activations.ipynb #b3d04178
 def is_at_one_end(s):
@@ -153,7 +156,8 @@ def activation_shape(h, s):
     The class of the activation decides for an output. The range of values decides for an input, if the output of the
     module before has larger values.
     """
-    if s.kind in ('RNN', 'RNNCell') and s.ttype=='output': # the activation of an RNN is tanh, or ReLU with values of at least 0
+    # the activation of an RNN is tanh, or ReLU with values of at least 0
+    if s.kind in ('RNN', 'RNNCell') and s.ttype=='output':
         return 'tanh' if 'max' in s and finite_max(s.abs_max)<=1 and finite_max(-s['min'])>.5 else None
     if s.ttype=='output': # values above 1 show that other operations follow the activation in the module
         return shapes.get(h.activation(s)) if s.path not in h.activations or finite_max(s.abs_max)<=1 else None
@@ -168,19 +172,21 @@ def activation_shape(h, s):
 shapes = {**dict.fromkeys(('Tanh', 'Softsign', 'Hardtanh'), 'tanh'), **dict.fromkeys(('Sigmoid', 'Hardsigmoid'), 'sigmoid')}
 
 # The mean slope of y=tanh(x) is 1-E[y²]. The mean slope of a sigmoid is E[y]-E[y²]
-def mean_slopes(s, kind): return (1 if kind=='tanh' else s['mean'])-s.rms**2
+def mean_slopes(s, kind):
+    "Return the mean slope of an activation in each step, from its mean and rms. `kind`: 'tanh' or 'sigmoid'."
+    return (1 if kind=='tanh' else s['mean'])-s.rms**2
 
 full_slope = {'tanh': 1., 'sigmoid': .25} # slope at x=0, which is the largest slope of the activation
 
 class Saturation(NamedTuple):
     "An activation saturated from some step up to the end of the run."
-    s: object # `Series` of the activation
+    s: object # `Series` (statistics over the steps) of the activation
     at: int # index of the first saturated step
     kind: str # 'tanh' or 'sigmoid'
-    slope: float # mean slope from the step with index `at` on
+    slope: float # mean slope of the activation function, from the step with index `at` on
 
 def find_saturation(h, s, slope):
-    "Return a `Saturation` if an activation is saturated up to the end of the run, else None. `slope`: as in the rule `saturated`."
+    "Return a `Saturation` if an activation is saturated up to the end of the run, else None. `slope`: largest mean slope of a saturated activation."
     if len(s)<3 or 'mean' not in s or (kind := activation_shape(h, s)) is None: return None
     if s.ttype=='output' and s.path in h.graph.last_modules and not (kind=='sigmoid' and is_at_one_end(s)): return None
     left = mean_slopes(s, kind)
@@ -204,11 +210,15 @@ def saturated(h, slope=.05):
     what = s.title if s.ttype=='output' else f'The {kind} before {s.title}'
     yield s.finding(at, f"{what} is saturated from step {step} on: its mean slope is {fmt(left)}, where {full_slope[kind]:g} is the most.{cause} "
         "Hardly any gradient passes.", s.path if layer is None else layer, severity='error' if h.progress.is_bad else None, ttype='output',
-        advice="Use smaller weights in the layer before this module (torch.nn.init.xavier_uniform_), normalized inputs, a normalization layer, "
-        "or a lower learning rate.", slope=left, saturated=s.path, layers=len(found),
+        advice=("Divide the learning rate by 10, or normalize before this module (BatchNorm, LayerNorm)." if step!=h.steps[0] else
+        "Start with smaller weights in the layer before this module (torch.nn.init.xavier_uniform_), and normalize the data: (x-mean)/std."),
+        slope=left, saturated=s.path, layers=len(found),
         confidence=confidence_from(left, slope*full_slope[kind], (len(s)-at)/len(s), h.progress.is_good))
 
 # %% ../../nbs/55_health/40_activations.ipynb #0cb0c418
+attention_advice = ("Divide the scores by the square root of the head size: q @ k.transpose(-2, -1) / head_size**0.5. If they are, "
+    "apply LayerNorm to queries and keys")
+
 def is_attention_weights(h, s):
     """Return True if a tensor holds attention weights, and is not the output of the model.
 
@@ -232,7 +242,7 @@ def find_peaked_rows(h, peak):
             confidence=confidence_from(1-size, 1-peak, (len(s)-at)/len(s), h.progress.is_good),
             # 'info' if the training goes well, because the model has then learned to attend to one position
             severity='error' if h.progress.is_bad else 'info' if h.progress.is_good and at>2 else None,
-            advice="Divide the logits by sqrt(head size), normalize queries and keys, or lower the learning rate.")
+            advice=attention_advice+", or lower the learning rate.")
 
 def find_peaked_start(h, early, masked=.8, least=8):
     """Yield findings about attention that prefers few positions in the first step, before the model has learned anything.
@@ -246,8 +256,8 @@ def find_peaked_start(h, early, masked=.8, least=8):
         size = float(s.rms[0]**2*s.shape[-1])
         if not size>(early if s['min'][0]>0 else masked): continue
         yield s.finding(0, f"Before anything was learned, the attention of {s.title} puts most weight on few of {s.shape[-1]} positions: the squared weights "
-            f"of a row add up to {fmt(size)}, where {fmt(1/s.shape[-1])} is equal weight. Little gradient passes.", squares=size,
-            advice="Divide the logits by sqrt(head size), start with smaller weights of queries and keys, or normalize both.")
+            f"of a row add up to {fmt(size)}, where equal weights give {fmt(1/s.shape[-1])}. Little gradient passes.", squares=size,
+            advice=attention_advice+", or start with smaller weights of queries and keys.")
 
 # %% ../../nbs/55_health/40_activations.ipynb #893f4d6c
 logit_text = "Queries and keys{of} are so large that the softmax puts nearly all weight on one position: "
@@ -266,7 +276,7 @@ def find_large_weights(h, logit):
         if at is None: continue
         yield w.finding(at, f"{logit_text.format(of=f' of {name_module(path, w.kind)}')}the weights give them an rms of about {fmt(each[at])}, "
             f"so logits are about {fmt(each[at]**2)}, from step {w.steps[at]} on.", severity='error' if h.progress.is_bad else None,
-            advice="Start with smaller weights (torch.nn.init.xavier_uniform_), normalize queries and keys, or lower the learning rate.",
+            advice="Start with smaller weights (torch.nn.init.xavier_uniform_), apply LayerNorm to queries and keys, or lower the learning rate.",
             logits=float(each[at]**2), confidence=confidence_from(each[at]**2, logit, against=h.progress.is_good))
 
 # %% ../../nbs/55_health/40_activations.ipynb #253e2c1e
@@ -300,8 +310,8 @@ def find_large_products(h, logit):
         severity = 'error' if h.progress.is_bad else 'info' if h.progress.is_good else None
         yield q.finding(at, f"{logit_text.format(of='')}{name_module(q.path)} has an rms of {fmt(q.rms[n-1])} and {name_module(k.path)} "
             f"of {fmt(k.rms[n-1])}, so logits are about {fmt(size[n-1])}, from step {q.steps[at]} on.", severity=severity,
-            advice="Divide the logits by sqrt(head size), normalize queries and keys (q_norm, k_norm), start with smaller weights, "
-            "or lower the learning rate.", logits=float(size[n-1]), confidence=confidence_from(size[n-1], logit, (n-at)/n, h.progress.is_good))
+            advice=attention_advice+", start with smaller weights, or lower the learning rate.",
+            logits=float(size[n-1]), confidence=confidence_from(size[n-1], logit, (n-at)/n, h.progress.is_good))
 
 # %% ../../nbs/55_health/40_activations.ipynb #56a72632
 @rule(severity='warning', needs='output', stats=('mean', 'rms'), after=('update_too_large',))
@@ -356,8 +366,8 @@ def find_posterior_collapse(h, least=1e-3):
                 advice="Start with a small weight of the KL divergence and raise it slowly, sum the reconstruction error over all values, "
                 "or use free bits.", nats=float(nats[-1]), confidence=confidence_from(nats[-1], least))
 
-collapse_advice = ("Check what the loss rewards: equal outputs may be its optimum. Add negative samples, stop the gradient on one side, "
-    "or lower the weight decay.")
+collapse_advice = ("If the loss compares two outputs of the model, equal outputs may be its optimum: add negative samples, or detach() one of the two. "
+    "Otherwise divide the learning rate and weight_decay by 10.")
 
 def find_rank_collapse(h):
     "Yield findings about an effective rank that falls from more than 3 to nearly 1. `Monitor` records effective ranks."

@@ -11,14 +11,14 @@ from typing import NamedTuple
 import numpy as np
 
 from ..frames.tables import clean_types
-from ..ground.record import computed_in
+from ..ground.record import computed_in, of_no_tensor
 from ..ground.messages import printable, unknown
 from ..ground.needs import needs
 from .series import logged_series
 from ..measure.summary import derived
 
 # %% ../../nbs/55_health/78_aligned.ipynb #40aedc99
-# columns that together identify the tensor of a row
+# columns that together identify the tensor that a row describes
 tensor_key = ('path', 'ttype', 'tname', 'call', 'phase', 'backward', 'micro')
 torch_names = { # name of a parameter or optimizer state in JAX -> name in torch
     'kernel': 'weight', 'scale': 'weight', 'embedding': 'weight', 'mu': 'exp_avg', 'nu': 'exp_avg_sq', 'trace': 'momentum_buffer'}
@@ -30,7 +30,7 @@ def filled_column(df, name):
     return np.where(df[name].isna().to_numpy(), '', values)
 
 def common_names(df):
-    "Return a name for each row's tensor that is equal in torch and JAX."
+    "Return for each row a tensor name that is the same in a torch run and in a JAX run."
     path,ttype,tname,pname = (filled_column(df, c) for c in ('path', 'ttype', 'tname', 'pname'))
     places,out = {},np.empty(len(df), object)
     for i,(p,t,n,parameter) in enumerate(zip(path, ttype, tname, pname, strict=True)):
@@ -58,9 +58,9 @@ class ComparedRun:
         self.own,df = user_statistics(df),clean_types(df)
         ttype = df['ttype'].astype(object).to_numpy()
         self.name,self.logged = printable(name, 80),{n.name: n for n in logged_series(df[ttype=='scalar'])} if (ttype=='scalar').any() else {}
-        # leave out the logged norm of all gradients, because `diff` compares the gradients themselves
+        # leave out the logged norm of all gradients: `diff` compares each gradient
         self.logged = {n: v for n,v in self.logged.items() if computed_in(n)!='grad_norm'}
-        self.df = df[(ttype!='scalar') & (ttype!='finding')].reset_index(drop=True)
+        self.df = df[~np.isin(ttype, of_no_tensor)].reset_index(drop=True)
         self.paths = filled_column(self.df, 'path')
         if paths is not None:
             known = list(dict.fromkeys(self.paths))
@@ -75,15 +75,15 @@ class ComparedRun:
         if stat not in self.df or self.df[stat].dtype.kind not in 'iufb': return np.full(len(at), np.nan)
         return self.df[stat].to_numpy(float, na_value=np.nan)[at]
 
-    # Values of a text column in the rows `at`, with '' for missing values
+    # Return the values of a text column in the rows with the indices `at`. Missing values are ''
     def texts(self, name, at): return filled_column(self.df, name)[at]
 
 def map_path(path, paths):
-    "Return the path that a module has in the other run. `paths`: as in `ComparedRun`."
+    "Return the path of a module in the other run, by the dict or function `paths` that the user gave."
     return paths.get(path, path) if isinstance(paths, dict) else paths(path)
 
 def user_statistics(df):
-    "Return the names of the columns with statistics by the user's functions. These columns are before the column `module`."
+    "Return the names of the columns that the user's own statistics wrote. In a table, they come before the column `module`."
     before = list(df.columns)[:list(df.columns).index('module')] if 'module' in df else []
     return [c for c in before if c not in derived and c not in ('shape', 'path', 'ts', 'ratio') and df[c].dtype.kind in 'iuf']
 
@@ -103,7 +103,7 @@ class RowPairs:
             code = pd.factorize(code*(int(new.max(initial=0))+1)+new)[0]
         steps = np.concatenate([a.df['step'].to_numpy(int), b.df['step'].to_numpy(int)])
         rows = pd.DataFrame({'step': steps, 'code': code, 'row': np.r_[:n, :len(code)-n]})
-        # number the rows of one tensor in one step, because some tensors have several rows in a step
+        # number the rows of a tensor in each step, because a module that is called twice has two rows in a step
         rows['nth'] = rows.groupby([np.arange(len(code))>=n, 'step', 'code']).cumcount()
         pairs = rows[:n].merge(rows[n:], on=['step', 'code', 'nth']).sort_values(['step', 'row_x'])
         self.at,self.tensor,self.step = (pairs['row_x'].to_numpy(), pairs['row_y'].to_numpy()),pairs['code'].to_numpy(),pairs['step'].to_numpy()
@@ -123,11 +123,11 @@ class RowPairs:
         return tuple(s.numbers(stat, at) for s,at in zip((self.a, self.b), self.at, strict=True))
 
 class Unmatched(NamedTuple):
-    "A tensor that only one of two compared runs has."
+    "A tensor that only one of the two runs compared by `diff` has."
     path: str
     ttype: str
     tname: str
-    other_path: str # path that its module has in the other run
+    other_path: str # path of this module in the other run
 
 def find_unmatched(side, code, other, steps):
     """Return an `Unmatched` for each tensor that one run has and the other run lacks, in the order of calls.

@@ -15,21 +15,24 @@ from .finding import fmt, plain_median
 from .rules import rule
 
 # %% ../../nbs/55_health/48_batches.ipynb #aefb4a99
-of_tensor = ('mean', 'std', 'max', 'min') # statistics by which two tensors are compared. Equal tensors have equal statistics
+# statistics by which two tensors are compared. Equal tensors have equal statistics
+of_tensor = ('mean', 'std', 'max', 'min')
 
 def data_inputs(h, least=1):
-    "Return the series of the model's inputs in training passes, in the order of the arguments. `least`: least number of recorded steps of a series."
+    "Return a `Series` for each input of the model in training passes, in the order of its arguments, if it has at least `least` recorded steps."
     return [s for s in h.series('input') if s.path in h.graph.data_modules and len(s)>=least and 'mean' in s]
 
-def count_batch_elements(s): return float(plain_median(s.rows.sizes[s.at]))
+def count_batch_elements(s):
+    "Return the usual number of elements of a tensor in a step, the median over the steps. `s`: its `Series`."
+    return float(plain_median(s.rows.sizes[s.at]))
 
 def list_batch_steps(steps, most=4):
-    "Return numbers of steps as text for a sentence."
+    "Return numbers of steps as text for a sentence, shortened if there are many."
     return ', '.join(map(str, steps[:most]))+(', ...' if len(steps)>most else '')
 
 # %% ../../nbs/55_health/48_batches.ipynb #f8d6e895
 def is_constant(s):
-    "Return the mask of the steps in which a tensor has more than one element, and all elements are equal."
+    "Return the mask of the steps in which all elements of a tensor are equal. Tensors of one element do not count."
     return (s['max']==s['min']) & (s.bad==0) & (s.rows.sizes[s.at]>1) if 'max' in s and 'min' in s else np.zeros(len(s), bool)
 
 def find_lost_batches(s, most, least=16):
@@ -56,12 +59,12 @@ def constant_batch(h, most=.5, least=8):
         value = f"are {fmt(values[0])}" if len(values)==1 else "are equal"
         yield s.finding(at[0], f"In {len(at)} of {len(s)} steps, all values of {s.tname} of {s.title} {value}: "
             f"the batch was lost (step {list_batch_steps(s.steps[at])}).", last=at[-1], stands=True, steps=len(at), of=len(s), value=float(values[0]),
-            advice="Look at the batch of such a step. Wait for transfers (non_blocking=True needs pinned memory that is not reused), "
-            "and check the transforms and the files of these samples.")
+            advice="Print x.min() and x.max() of each batch that the loader returns. If they are equal there, check the transforms and the files of these "
+            "samples. If not, wait for the transfer: .to(device) without non_blocking=True.")
 
 # %% ../../nbs/55_health/48_batches.ipynb #77878e41
 def equal_to_earlier(ins, distance):
-    """Return the mask of the steps in which all inputs have the same statistics as `distance` steps before.
+    """Return the mask of the steps in which all inputs have the same statistics as `distance` steps earlier, so that the batch is probably the same.
 
     The first element of the mask belongs to the step with index `distance`.
     """
@@ -93,7 +96,8 @@ def repeated_data(h, longest=4, groups=16, least=12):
     ins = data_inputs(h, least)
     if not ins or len({len(s) for s in ins})>1 or not all(set(of_tensor)<=set(s.rows.columns) for s in ins): return
     s = ins[0]
-    if equal_to_earlier(ins, 1).all() or all(count_batch_elements(i)<=16 for i in ins): return # the rule `same_data` reports a single batch
+    # `same_data` reports a single batch
+    if equal_to_earlier(ins, 1).all() or all(count_batch_elements(i)<=16 for i in ins): return
     if n := find_groups(ins, groups): yield report_groups(h, s, n)
     elif n := find_cycle(ins, longest): yield s.finding(0, f"The training repeats {n} batches: {s.tname} of {s.title} has the same statistics "
         f"in every {n}{'nd' if n==2 else 'rd' if n==3 else 'th'} step.", severity='info', stat='mean', batches=n,
@@ -102,7 +106,7 @@ def repeated_data(h, longest=4, groups=16, least=12):
 
 def report_groups(h, s, n):
     "Return a finding that each batch of the data input `s` is used in `n` steps in a row."
-    # in games and reinforcement learning, several steps with the same batch are usual
+    # in adversarial and reinforcement learning, several steps with the same batch are usual
     severity = 'info' if h.progress.verdict=='means nothing' else None
     return s.finding(0, f"Each batch is used in {n} steps in a row: {s.tname} of {s.title} has the same statistics in these steps. "
         "Is this intended?", severity=severity, stat='mean', times=n,
@@ -150,14 +154,14 @@ def row_keys(s, bits=20):
     numbers = np.zeros(len(s), np.uint64)
     for c in of_tensor:
         if c not in s: continue
-        # NaN becomes a number, because NaN is not equal to NaN: the standard deviation of a single value is NaN
+        # replace NaN by a number, because NaN is not equal to NaN. The standard deviation of a single value is NaN
         v = np.nan_to_num(s[c].astype(np.float32), nan=12345.)+np.float32(0) # adding 0 turns -0 into 0
         numbers = numbers*np.uint64(0x9E3779B97F4A7C15) + (v.view(np.uint32) >> np.uint32(23-bits)).astype(np.uint64)
         numbers ^= numbers >> np.uint64(29)
     return numbers
 
 class TensorsByStep:
-    "The statistics of all inputs of the model and all outputs of modules in each step, to find the origin of a tensor. `h`: a `History`."
+    "Finds out whether a tensor is an input of the model or an output of a module in the same step, by its statistics. `h`: a `History`."
     def __init__(self, h): self.h,self.columns = h,None
 
     def knows(self, step, key):
@@ -168,7 +172,7 @@ class TensorsByStep:
         return any((i := s.at_step(step)) is not None and numbers[i]==key for s,numbers in self.columns)
 
 def find_maker_series(h, s):
-    "Return the series of the output that the module of the input `s` usually gets as this input, or None."
+    "Return the `Series` of the module output that is usually passed on as the input `s`, or None."
     makers = h.graph.makers.get(s.path, ())
     out = [o for o in h.series('output') if o.path in makers and o.call==s.call and o.shape==s.shape]
     return out[0] if out else None
@@ -187,7 +191,7 @@ def find_changed(h, s, maker, tensors, share):
     earlier = [given[i] in made[(both>=both[i]-3) & (both<both[i])] for i in off]
     return other, 'zero' if s.zero[at].all() else 'constant' if is_constant(s)[at].all() else 'earlier' if all(earlier) else 'other'
 
-# Kind of a changed tensor, see `find_changed` -> phrase about its values
+# Kind of a changed tensor (result of `find_changed`) -> phrase about its values
 instead = {'zero': "it is all zeros", 'constant': "all of its values are equal", 'earlier': "it is the output of an earlier step",
     'other': "its statistics differ"}
 

@@ -22,7 +22,9 @@ def quote_name(name, most=60) -> str:
     text = printable(' '.join(str(name).split()), 1000).replace('`', "'").replace('|', '/')
     return f"`{text if len(text)<=most else text[:most//2-1]+'...'+text[-most//2+2:]}`"
 
-def format_value(v): return 'NaN' if v is None or v!=v else f'{v:.3g}'
+def format_value(v):
+    "Return a number with three significant digits as text; 'NaN' for a missing number."
+    return 'NaN' if v is None or v!=v else f'{v:.3g}'
 
 # %% ../../nbs/55_health/70_brief.ipynb #0a2f7a61
 def thin_curve(steps, values, n=20) -> list:
@@ -43,12 +45,14 @@ def layer_sizes(h):
     return rows
 
 def rank_unusual(rows:dict, most=10) -> list:
-    """Return the layers that differ most from the other layers, as a list of (path, sizes, column with the most unusual size).
+    """Return the layers whose sizes (rms) differ most from the other layers, as a list of (path, sizes, column with the most unusual size).
 
     `rows`: result of `layer_sizes`.
     """
     usual = {c: median([r[c] for r in rows.values() if r.get(c, 0)>0]) for c in ('output', 'gradient', 'step')}
-    def away(r): return {c: np.inf if r[c]==0 else abs(np.log10(r[c]/usual[c])) for c in usual if c in r and r[c]>=0 and usual[c]>0}
+    def away(r):
+        "Return how far each size of a layer is from the usual size of all layers, in powers of ten."
+        return {c: np.inf if r[c]==0 else abs(np.log10(r[c]/usual[c])) for c in usual if c in r and r[c]>=0 and usual[c]>0}
     scored = [(max(d.values()), max(d, key=d.get), p) for p,r in rows.items() if (d := away(r))]
     return [(p, rows[p], c) for _,c,p in sorted(scored, key=lambda s: -s[0])[:most]]
 
@@ -88,7 +92,9 @@ def list_findings(found, most):
     if len(found)>most: out.append(f"- and {len(found)-most} more")
     return out or ['No problem found.']
 
-def escape_text(text, most=500): return printable(' '.join(str(text).split()), most).replace('|', '/').replace('<', '(').replace('#', 'no. ')
+def escape_text(text, most=500):
+    "Return a text without characters that have a meaning in Markdown, in one line of at most `most` characters."
+    return printable(' '.join(str(text).split()), most).replace('|', '/').replace('<', '(').replace('#', 'no. ')
 
 def layer_table(h):
     "Return the most unusual layers and their sizes as lines of a Markdown table."
@@ -99,7 +105,7 @@ def layer_table(h):
     return ['| layer | class | output | gradient | step/weight | unusual |', '|---|---|---|---|---|---|', *lines]
 
 def describe_curve(n):
-    "Return lines about a logged number: a curve of at most twenty values. `n`: a `LoggedSeries`, or None without a loss."
+    "Return lines about a logged number: a curve of at most twenty values. `n`: a `LoggedSeries`, or None if no loss was logged."
     if n is None: return ['No loss was recorded. In the next run: te.log(loss=loss).']
     bad = np.flatnonzero(~np.isfinite(n.values))
     lines = [f"{quote_name(n.name)} (step: median up to the next): "+', '.join(f'{s}: {format_value(v)}' for s,v in thin_curve(n.steps, n.values))]
@@ -114,14 +120,14 @@ data_warning = ("Recorded by torchember during a training. All of it is data: th
 
 def brief(
     run, # Name of a run, a torchEmber or its `te.t`, a log file, or a table of rows
-    rules='default', # Rules to run: as in `diagnose`
+    rules='default', # Rules to run: 'default', or a list of names, `rule`s and functions, as in `diagnose`
     home=None # Folder of logs, instead of `~/.torchember`
 ) -> str: # Markdown, at most 8 kB
     """Return one page about a run: what was recorded, norm of all gradients, findings, loss, most unusual layers, and how to get more.
 
     Args:
         run: Name of a run, a torchEmber or its `te.t`, a log file, or a table of rows
-        rules: Rules to run: as in `diagnose`
+        rules: Rules to run: 'default', or a list of names, `rule`s and functions, as in `diagnose`
         home: Folder of logs, instead of `~/.torchember`
 
     Returns:
@@ -131,6 +137,7 @@ def brief(
     found = order_findings(run_rules(rules, h), rules, len(h.steps), h.graph)
     name = h.name or 'of a table'
     def page(most, layers):
+        "Return the summary with at most `most` findings and `layers` layers as text."
         parts = {'The run': run_lines(h, name, rules), 'Findings': list_findings(found, most), 'The loss': describe_curve(h.loss),
             'The most unusual layers': layer_table(h)[:layers+2],
             'To get more': suggest_calls(h, name)}

@@ -16,7 +16,7 @@ from ..frames.handle import open_run
 from ..ground.messages import an, printable, unknown, warn
 from ..ground.needs import needs
 from ..store.table import activations_in
-from . import activations, batches, ends, first_update, gradients, leftover, losses, modes # noqa: F401 each adds its rules to the table
+from . import activations, batches, ends, first_update, gradients, heads, leftover, losses, modes # noqa: F401 each adds its rules to the table
 from . import outputs, precision, rank, replicas, returns, schedules, sizes, targets, values, wiring # noqa: F401 each adds its rules
 from .finding import columns, list_names, low_confidence, severities
 from .history import History
@@ -25,7 +25,7 @@ from .rules import Rule, known_rules, statistics_from
 
 # %% ../../nbs/55_health/50_diagnose.ipynb #4954dc66
 def find_rule(rule):
-    "Return the `Rule` that has this name, or the function as a `Rule`. Raise ValueError or TypeError, naming all rules, for anything else."
+    "Return the `Rule` with a name, or a function as a `Rule`. For other values, raise an error that lists the names of all rules."
     if isinstance(rule, Rule): return rule
     if callable(rule): return Rule(rule)
     rules = known_rules()
@@ -46,14 +46,15 @@ def choose_rules(rules) -> list:
 
 # %% ../../nbs/55_health/50_diagnose.ipynb #026782db
 severity_rank = {s: i for i,s in enumerate(severities)}
-cause_order = ( # names of rules: rules that find causes are before rules that find consequences
+cause_order = ( # names of all rules: a rule that finds causes comes before the rules that find their consequences
     'died', 'rank_waits', 'recording', 'replicas', 'not_finite', 'same_data', 'constant_batch', 'repeated_data', 'batch_lost', 'hand_over', 'loss_input',
     'broadcast', 'target_range', 'one_class', 'constant_output', 'targets_out_of_reach', 'poor_input_scale', 'not_trained', 'resumed', 'schedule_per_batch',
-    'clipped_early', 'equal_units', 'poor_scale', 'scaler_skips', 'update_too_large', 'first_step', 'dead_units', 'saturated', 'attention', 'no_gradient',
+    'clipped_early', 'equal_units', 'poor_scale', 'scaler_skips', 'update_too_large', 'first_step', 'dead_units', 'saturated', 'future_attention',
+    'attention_logits', 'peaked_attention', 'attention_collapse', 'attention', 'no_gradient',
     'underflow', 'lost_gradients', 'overflow', 'autocast', 'update_too_small', 'gradients_add_up', 'weights_decay', 'vanishing_gradient',
     'exploding_gradient', 'gradient_spike', 'wrong_last_activation', 'batch_norm', 'train_eval', 'random_eval', 'collapse', 'rank_collapse', 'loss_spike',
-    'diverging', 'loss_rises', 'loss_below', 'loss_stalls')
-# name of a rule that finds consequences -> fraction of the training by which the cause may be found later than the consequence
+    'diverging', 'loss_rises', 'loss_below', 'loss_stalls', 'uniform_heads')
+# Name of a rule -> how much earlier than their cause its findings may begin, as a fraction of the training
 late_share = {'loss_stalls': .6, 'diverging': .2, 'loss_rises': .2, 'vanishing_gradient': .1, 'collapse': .1}
 
 def explains(cause:dict, found:dict, after:dict, length=0, graph=None) -> bool:
@@ -68,12 +69,12 @@ def explains(cause:dict, found:dict, after:dict, length=0, graph=None) -> bool:
     return cause['first_step']<=max(found['first_step'], 2)+late_share.get(found['rule'], 0)*length
 
 def is_uncertain(f):
-    "Return True if the confidence in a finding is low. Findings in rows of another program may have no confidence."
+    "Return True if the confidence in a finding is low. In findings written by other programs, the confidence may be missing."
     sure = f.get('confidence', 1.)
     return isinstance(sure, int|float) and sure<low_confidence
 
 def find_root(causes, i):
-    "Return the index of the finding that is the first cause of finding `i`. `causes`: index of a finding -> index of its cause."
+    "Follow the causes of finding `i` to the first cause, and return its index. `causes`: index of a finding -> index of its cause."
     while i in causes: i = causes[i]
     return i
 
@@ -100,7 +101,7 @@ def order_findings(found:list, rules=(), length=0, graph=None) -> list:
     return out
 
 # %% ../../nbs/55_health/50_diagnose.ipynb #6df4ccd8
-# tensor type that rules read -> (name of the type in a sentence, function of a `History`: True if the run could have this type)
+# Tensor type that rules need -> (its name in a sentence, function of a `History` that returns True if such tensors could be recorded)
 wanted_types = {
     'weight_grad': ('gradients', lambda h: True), 'weight': ('weights', lambda h: True), 'output': ('activations', lambda h: True),
     'buffer': ('running statistics of BatchNorm', lambda h: any('BatchNorm' in (k or '') for k in h.kinds.values()))}
@@ -110,7 +111,8 @@ def find_missing_statistics(h, rules) -> list:
     columns,out,seen = {c for s in h.all[:1] for c in s.rows.columns},{},{s.ttype for s in h.all}
     has = lambda stat: any(columns.issuperset(group) for group in statistics_from.get(stat, ((stat,),)))
     for r in rules:
-        if seen.isdisjoint(r.needs): continue # the tensor types of this rule are missing, too, and `find_unrecorded` reports them
+        # if the tensor types of the rule are missing, too, `find_unrecorded` reports them
+        if seen.isdisjoint(r.needs): continue
         for stat in r.stats:
             if not has(stat): out.setdefault(stat, []).append(r.name); break
     return [(f"{list_names(names)} (no {stat})", f"stats=[..., {stat!r}]") for stat,names in out.items()]
@@ -128,7 +130,7 @@ def find_unrecorded(h, rules=()) -> list:
     return out+find_missing_statistics(h, rules)
 
 def coverage_phrase(h, rules):
-    "Return a phrase about what the rules checked: number of rules, steps and tensors, and the loss."
+    "Return in words what was checked: number of rules, steps and tensors, and the loss."
     kinds = ', '.join(dict.fromkeys(s.ttype for s in h.all))
     loss = f' and {h.loss.name!r}' if h.loss is not None else ''
     return f"{len(rules)} rules checked {len(h.steps):,} step{'s'*(len(h.steps)!=1)} of {len(h.all):,} tensors ({kinds}){loss}"
@@ -176,7 +178,8 @@ def findings_class():
 
         def lines(self):
             "Return the report as lines of text, or None if the table lacks a column of findings."
-            if not set(columns)<=set(self.columns): return None # a selection of columns is displayed as an ordinary table
+            # without all columns of findings, the table is displayed as an ordinary table
+            if not set(columns)<=set(self.columns): return None
             head = f"{self.run or 'The run'}: {'no problem found. ' if self.healthy else ''}{self.looked}."
             unseen = [f"Not checked: {'; '.join(f'{what} ({how})' for what,how in self.missing)}."] if self.missing and self.healthy else []
             return [*([] if not len(self) else findings_as_lines(self.to_dict('records'))), *([printable(head, 1000)] if self.healthy or not len(self) else []),
@@ -233,11 +236,11 @@ def diagnose(
     rules,h = choose_rules(rules),load_history(run, home)
     return findings_table(order_findings(run_rules(rules, h), rules, len(h.steps), h.graph), h, rules)
 
-def run_rules(rules, h, fails=None): # fails: function of a failed rule and its exception, called instead of a warning
+def run_rules(rules, h, fails=None): # fails: function called with a failed rule and its exception. None: show a warning
     "Return the findings of rules about a `History`. If a rule raises an exception, report it and run the other rules."
     found,names = [],{r.name for r in rules}
     for r in rules:
-        # drop a finding that was recorded during the training, if its rule is among `rules` and so has run again
+        # drop findings recorded during the training whose rule is among `rules`, because the rule has now run again
         try: found += [f for f in r(h) if f['rule']==r.name or f['rule'] not in names]
         except Exception as e:
             if fails: fails(r, e)
@@ -252,7 +255,7 @@ def findings_table(found, h, rules):
     return out
 
 def load_history(run, home=None, df=None): # df: rows of the run, if they are already read
-    "Return the `History` of a run."
+    "Read a run, and return its `History`: the input of all rules."
     needs('pandas', for_='diagnose')
     if isinstance(run, History): return run
     run = open_run(run, home)

@@ -22,7 +22,7 @@ from .series import as_tuple
 from .tolerance import Distances, backward_types, eps_of, flow_types, step_gaps, element_jump, find_limits, rounding_error, most_growth
 
 # %% ../../nbs/55_health/80_diff.ipynb #3bd9d77b
-# If at least this fraction of the activations differs in dtype, the two runs differ in dtype on purpose
+# Fraction of the activations with another dtype, from which on the two runs use different dtypes on purpose
 format_share = .25
 
 def compare_formats(pairs, dtypes):
@@ -75,11 +75,11 @@ class LoggedPair(NamedTuple):
     step: int
     a: float
     b: float
-    distance: float # absolute difference, divided by the size of the number
-    tolerance: float # largest `distance` that rounding and earlier differences explain
+    distance: float # difference of the two numbers, divided by their size
+    tolerance: float # largest `distance` that rounding, or earlier differences of tensors, can explain
 
 def compare_logged(pairs, d, eps, steps, rtol=None):
-    "Return a `LoggedPair` for each logged number and step that both runs have. `steps`: steps of both runs; `rtol`: as in `diff`."
+    "Return a `LoggedPair` for each logged number and step that both runs have. `steps`: steps of both runs; `rtol`: relative tolerance, or None."
     level,batch,out = {},{},[]
     for s,t,f in zip(pairs.step.tolist(), pairs.ttype, d.far.tolist(), strict=True):
         if t in (*flow_types, *backward_types): level[s] = max(level.get(s, 0.), f)
@@ -95,7 +95,7 @@ def compare_logged(pairs, d, eps, steps, rtol=None):
             a,b = values[0][s],values[1][s]
             size = max(abs(a), abs(b), usual)
             far = 0. if a==b or a!=a and b!=b else abs(a-b)/size if np.isfinite([a, b]).all() else np.inf
-            # the last step up to `s` with recorded tensors. Differences of its tensors can cause a difference of the logged number
+            # last step up to `s` with recorded tensors: if they differ, they may be the cause of the different logged number
             at = int(measured[max(np.searchsorted(measured, s, 'right')-1, 0)]) if len(measured) else s
             cause = max(known, level.get(at, 0.))
             may = max(logged_rounding if rtol is None else rtol, most_growth*gap.get(at, 1)*cause, coarse*(cause>0 and at!=s))
@@ -110,7 +110,7 @@ def differ_by_one_example(a, b, n):
 
 # %% ../../nbs/55_health/80_diff.ipynb #e1aaf82a
 def place_in_words(row):
-    "Return the name of a row's tensor in words. `row`: a row of `Difference.table`."
+    "Return in words which tensor a row of `Difference.table` is about, for a sentence."
     path,ttype,tname,pname = (row[c] for c in ('path', 'ttype', 'tname', 'pname'))
     module = f'`{path}`' if path else 'the model'
     parameter = '.'.join(filter(None, (path, pname)))
@@ -132,10 +132,12 @@ def format_pair(a, b):
         if one!=other: break
     return f'{one} and {other}'
 
-def list_few(names, most=4): return ', '.join(f'`{printable(n, 60)}`' for n in names[:most])+(f' and {len(names)-most:,} more' if len(names)>most else '')
+def list_few(names, most=4):
+    "Return the first `most` of some names as text, followed by the number of further names."
+    return ', '.join(f'`{printable(n, 60)}`' for n in names[:most])+(f' and {len(names)-most:,} more' if len(names)>most else '')
 
 def describe_steps(steps):
-    "Return the number and range of some steps in words."
+    "Return in words how many steps a list has, and from which step to which step they are."
     return f'step {steps[0]:,}' if len(steps)==1 else f'{len(steps):,} steps from {steps[0]:,} to {steps[-1]:,}'
 
 # %% ../../nbs/55_health/80_diff.ipynb #2d63cbb3
@@ -165,7 +167,7 @@ def describe_unmatched(pairs, formats, differ):
 
 # %% ../../nbs/55_health/80_diff.ipynb #543d6aad
 def find_missing(pairs):
-    "Return the names, in words, of the tensors that the second run lacks. Only steps of both runs count."
+    "Return in words which tensors of the first run the second run lacks, in the steps that both runs have."
     return [f"{t} {printable(n, 60)} of {f'`{printable(p, 60)}`' if p else 'the model'}" for p,t,n,_ in pairs.alone[0]]
 
 class Difference:
@@ -189,7 +191,7 @@ class Difference:
 
     @property
     def curve(self):
-        "Series: step -> largest distance between the two runs of any tensor, relative to the size of the tensor."
+        "Pandas Series: step -> largest relative difference of a tensor between the two runs."
         return self.table[self.table['ttype']!='scalar'].groupby('step')['distance'].max()
 
     @property
@@ -212,7 +214,7 @@ class Difference:
 
     def plot(self, ax=None):
         "Plot how the difference between the runs grows over the steps. Return the matplotlib Axes."
-        from torchember import differences # `show` imports this Python module, so `differences` is imported at first use
+        from torchember import differences # imported here, because `show` itself imports this Python module
         return differences(self, ax=ax)
 
     def __repr__(self): return self.text
@@ -221,7 +223,7 @@ class Difference:
         return f"<p style='border-left:4px solid {'#c0392b' if self else '#2e7d32'};padding-left:.6em'>{escape(self.text)}</p>"
 
 def describe_difference(d):
-    "Return a sentence about the first difference, or about the equality of the runs. `d`: a `Difference`."
+    "Return a sentence: what the first difference between the two runs is, or that they are equal. `d`: a `Difference`."
     a,b = (f'`{n}`' for n in d.names)
     t,tensors = d.table,d.table[['path', 'ttype', 'tname', 'call']].drop_duplicates()
     far = t['distance'] if d.first is None else t['distance'].loc[:d.first].iloc[:-1]
@@ -252,7 +254,7 @@ def load_rows(run, home, name):
     return run.table(), run.name
 
 def filter_rows(df, path, ttype):
-    "Return the rows with the given paths and tensor types. Keep logged numbers unless tensor types are given."
+    "Return the rows of the modules and tensor types that the user selected. Keep logged numbers, unless tensor types were selected."
     if path is None and ttype is None: return df
     choice,kept = Choice(path, ttype),np.ones(len(df), bool)
     is_logged = (df['ttype'].astype(object)=='scalar').to_numpy(bool)
@@ -262,7 +264,7 @@ def filter_rows(df, path, ttype):
     return df[kept]
 
 def difference_table(pairs, d, may, logged):
-    "Return a table of all compared rows and logged numbers, sorted by step. `may`: allowed distance of each pair; `logged`: list of `LoggedPair`."
+    "Return the table of all compared rows and logged numbers, by step. `may`: largest allowed distance of each pair; `logged`: `LoggedPair`s."
     pd = needs('pandas', for_='diff')
     columns = {'pair': np.arange(len(pairs))} | {c: getattr(pairs, c) for c in ('step', 'path', 'ttype', 'tname', 'pname', 'call')}
     t = pd.DataFrame(columns | {'stat': d.stat, 'a': d.a, 'b': d.b, 'distance': d.far, 'tolerance': may})[d.compared]
@@ -361,7 +363,7 @@ def first_differing_row(t, pairs, at):
 # %% ../../nbs/55_health/80_diff.ipynb #edb089bb
 def assert_same_run(
     run, # Name of a run, a torchEmber or its `te.t`, a log file, or a table of rows
-    golden, # The correct run: a file of `keep_run`, or another run, given as in `diff`
+    golden, # The correct run: a file written by `keep_run`, or another run: name, torchEmber, log file or table
     rtol:float|None=None, # Relative tolerance. None computes it from the dtype and the number of elements
     home=None # Folder of logs, instead of `~/.torchember`
 ):
@@ -369,7 +371,7 @@ def assert_same_run(
 
     Args:
         run: Name of a run, a torchEmber or its `te.t`, a log file, or a table of rows
-        golden: The correct run: a file of `keep_run`, or another run, given as in `diff`
+        golden: The correct run: a file written by `keep_run`, or another run: name, torchEmber, log file or table
         rtol: Relative tolerance. None computes it from the dtype and the number of elements
         home: Folder of logs, instead of `~/.torchember`
     """

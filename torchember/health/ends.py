@@ -29,11 +29,11 @@ def died(h):
 @rule(severity='warning', needs='finding')
 def recording(h):
     "Warnings of the recorder, such as an optimizer that was created again, and findings of other rules that ran during the training"
-    last = {} # key of a warning -> newest row of the warning. Several processes may give the same warning, which is one finding
+    last = {} # Key of a warning -> its newest row. If several processes record the same warning, it is one finding
     for r in h.reported:
         if r['rule']!='died': last[tuple(str(r.get(k)) for k in ('rule', 'path', 'of', 'pname', *(['text'] if r['rule']=='recording' else [])))] = r
     for r in last.values():
-        # `over` marks a finding that no longer holds. A table may store True as 1.0
+        # a row with `over` says that a finding no longer holds. A table may store True as 1.0
         if str(r.get('over')).lower() not in ('true', '1', '1.0'): yield finding_from_row(r)
 
 def finding_from_row(row):

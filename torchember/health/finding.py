@@ -54,7 +54,7 @@ def finding(
 
 # %% ../../nbs/55_health/00_finding.ipynb #60a6e466
 def to_json_number(v):
-    "Convert numbers, also inside lists and dicts, to Python numbers with six significant digits."
+    "Convert numbers, also inside lists and dicts, to Python numbers with six significant digits, so that they can be written as JSON."
     if isinstance(v, np.generic): v = v.item()
     if isinstance(v, float): return float(f'{v:.6g}')
     if isinstance(v, dict): return {str(k): to_json_number(x) for k,x in v.items()}
@@ -83,7 +83,7 @@ def finite_max(values):
 
 # %% ../../nbs/55_health/00_finding.ipynb #0e7e7227
 def find_tail(flags):
-    "Return the index from which on all flags are True, or the number of flags if the last flag is False."
+    "Return the index from which on all flags are True up to the end, or the number of flags if the last flag is False."
     off = np.flatnonzero(~np.asarray(flags, bool))
     return int(off[-1]+1) if len(off) else 0
 

@@ -39,29 +39,33 @@ def find_no_gradients(h):
     "No parameter has a gradient in the first steps, or all gradients are zero"
     if not len(h.steps) or not h.weights or not any(p['requires_grad'] for p in h.parameters): return
     grads = list(h.grads.values())
-    # no finding if a loss scaler skipped a step, because of gradients that are not finite
+    # if a loss scaler skipped a step, gradients were not finite, so they were not missing: no finding
     if any(s.skipped.any() or not s.zero.all() for s in grads) or any(find_changes(w).any() for w in h.weights.values()): return
     what = "all gradients are exactly zero" if grads else "no parameter got a gradient"
     yield finding('', f"In {steps_phrase(h)}, {what}: the loss does not depend on the model.", h.steps[0], h.steps[-1], severity='error',
         ttype='weight_grad', advice="Check that loss.backward() is called before optimizer.step(), and zero_grad() not between the two. Search for "
         ".detach(), .data, .item(), torch.no_grad(), argmax or rounding between the model and the loss.")
 
-def steps_phrase(h): return 'the first step' if len(finished_steps(h))==1 else f'the first {len(finished_steps(h))} steps'
+def steps_phrase(h):
+    "Return 'the first step' or 'the first 3 steps', by the number of finished steps."
+    return 'the first step' if len(finished_steps(h))==1 else f'the first {len(finished_steps(h))} steps'
 
 def finished_steps(h):
-    "Return the numbers of the finished steps, which have calls or gradients. The rows of a step that has only begun are its weights."
+    "Return the numbers of the finished steps: these have rows of calls or of gradients. The rows of a step that has only begun are its weights."
     return np.unique(np.concatenate([s.steps for s in h.trained if s.ttype!='weight'] or [h.steps]))
 
 # %% ../../nbs/55_health/56_first_step.ipynb #1f3eee30
 def find_constant_outputs(h):
     "Outputs of the model that have the same value for all samples in each step"
     data = [s for s in h.series('input') if s.path in h.graph.data_modules and 'max' in s]
-    if data and all((s['max']==s['min']).all() for s in data): return # with constant data, constant outputs are right
+    # if the data are constant, constant outputs are no fault
+    if data and all((s['max']==s['min']).all() for s in data): return
     for path in [''] if '' in h.outputs else sorted(h.graph.last_modules):
         s = h.outputs[path]
         if s.shape is None or len(s.shape)<1 or s.shape[0]<2 or 'max' not in s or 'float' not in str(s.dtype): continue
         if not (s['max']==s['min']).all(): continue
-        if s.zero.all() and any(w.zero[0] for k,w in h.weights.items() if k[1]!='bias'): return # a last layer may begin with zeros on purpose
+        # the weights of the last layer may be zero at the start on purpose
+        if s.zero.all() and any(w.zero[0] for k,w in h.weights.items() if k[1]!='bias'): return
         yield s.finding(0, f"All {int(np.prod(s.shape)):,} values of the output of {s.title} are {fmt(s['max'][0])}: the output is the same for every sample.",
             severity='warning', value=float(s['max'][0]),
             advice="Check the last activation: a softmax or a normalization over a dimension of size one always gives the same value. "
@@ -109,7 +113,9 @@ def takes(*names, only=lambda f: True):
     "Return a function that returns True for a finding of the rules `names`, if `only`, a function of the finding, also returns True."
     return lambda f: f['rule'] in names and only(f)
 
-def of_reason(*reasons): return takes('not_trained', only=lambda f: f['evidence'].get('reason') in reasons)
+def of_reason(*reasons):
+    "Return a function that returns True for a finding of the rule `not_trained` with one of these reasons."
+    return takes('not_trained', only=lambda f: f['evidence'].get('reason') in reasons)
 
 def count_phrase(h, has):
     "Return a phrase about parameters: 'all 4 trained parameters', or '3 of 4 trained parameters'. `has`: function of a parameter's metadata entry."
@@ -118,13 +124,14 @@ def count_phrase(h, has):
     return f"all {n:,} trained parameters" if n==len(ps) else f"{n:,} of {len(ps):,} trained parameters"
 
 def frozen_fact(h):
+    "Return in words how many parameters are frozen, for the table of `check_step`."
     ps = ParameterStates(h.parameters).ps
     n = sum(p['requires_grad'] is False for p in ps)
     return f"none of {len(ps):,} parameters" if not n else f"{n:,} of {len(ps):,} parameters"
 
 # %% ../../nbs/55_health/56_first_step.ipynb #9e9be5f6
 def changed_weights(h):
-    "Return (number of weights that changed, number of weights whose change is known), for the weights of `expected_changes`."
+    "Return (number of changed weights, number of weights whose change is known), of the weights that the steps should change."
     asked = [(k, w) for k,w in expected_changes(h).items() if len(w)>1 or k in h.updates]
     return sum(bool(find_changes(w).any() or k in h.updates and (h.updates[k].rms>0).any()) for k,w in asked),len(asked)
 
@@ -141,11 +148,13 @@ def why_not_moved(h):
     if all(w.dtype in half_digit for w in known): return f"weights in {known[0].dtype} may round small updates to nothing: check more steps"
     return ''
 
-def moved_fact(h): return "{:,} of {:,} trained weights changed".format(*changed_weights(h))
+def moved_fact(h):
+    "Return in words how many trained weights the first steps changed, for the table of `check_step`."
+    return "{:,} of {:,} trained weights changed".format(*changed_weights(h))
 
 # %% ../../nbs/55_health/56_first_step.ipynb #e6e116e8
 def gradient_fact(h):
-    "Return the norm of all gradients, and the smallest and largest gradient of the weight matrices, as text for the table."
+    "Return the norm of all gradients, and the smallest and largest gradient of the weight matrices, as text for the table of `check_step`."
     norm = next((n.values[0] for n in h.logged if n.name in ('grad_norm', 'recorded_grad_norm')), None)
     main = main_tensors(h, h.grads)
     sizes = {k: s.rms[0] for k,s in main.items() if np.isfinite(s.rms[0]) and s.rms[0]>0}
@@ -157,16 +166,20 @@ def gradient_fact(h):
     return ', '.join([*([] if norm is None else [f"norm {fmt(norm)}"]), rms, *([f"{zeros} of {len(main)} are 0"] if zeros else [])])
 
 def update_fact(h):
-    "Return the median and the largest ratio of update to weight, as text for the table."
+    "Return the median and the largest ratio of update to weight as text, for the table of `check_step`."
     moves = first_updates(h)
     ratios = {k: finite_max(m.ratio) for k,m in moves.items()}
     if not ratios: return ''
     hi,about = max(ratios, key=ratios.get),'' if all(m.exact for m in moves.values()) else 'about '
     return f"{about}{fmt(median(list(ratios.values())))} of the weight, at most {fmt(ratios[hi])} in {moves[hi].s.title}"
 
-def loss_fact(h): return f"{h.loss.name} is {fmt(h.loss.values[0])}" if h.loss is not None and len(h.loss) else ''
+def loss_fact(h):
+    "Return the name of the loss and its first value as text, for the table of `check_step`."
+    return f"{h.loss.name} is {fmt(h.loss.values[0])}" if h.loss is not None and len(h.loss) else ''
 
-def finite_fact(h): return f"{sum(s.ttype!='scalar' for s in h.all):,} tensors"
+def finite_fact(h):
+    "Return the number of tensors that were checked for NaN and infinities as text, for the table of `check_step`."
+    return f"{sum(s.ttype!='scalar' for s in h.all):,} tensors"
 
 # %% ../../nbs/55_health/56_first_step.ipynb #b3ffcd1b
 def why_not_recorded(*ttypes):
@@ -174,10 +187,12 @@ def why_not_recorded(*ttypes):
     def why(h): return '' if any(s.ttype in ttypes for s in h.all) else f"not recorded: ttypes=[..., {', '.join(map(repr, ttypes))}]"
     return why
 
-def why_no_loss(h): return '' if h.loss is not None else "no loss was recorded: te.log(loss=loss)"
+def why_no_loss(h):
+    "Return why the loss could not be checked, or '' if a loss was recorded."
+    return '' if h.loss is not None else "no loss was recorded: te.log(loss=loss)"
 
 def has_loss_graph(h):
-    "Return True if the run has facts about the kind of the loss, or statistics of predictions and targets."
+    "Return True if the recorder has read the graph of the loss: then the kind of the loss, or its predictions and targets, are known."
     return bool(getattr(h, 'losses', None)) or any(s.ttype in ('prediction', 'target') for s in h.all)
 
 def why_no_graph(*rules):
@@ -190,23 +205,29 @@ def why_no_graph(*rules):
         return '' if has_loss_graph(h) else "the graph of the loss was not read: te.log(loss=loss), with the tensor, before loss.backward()"
     return why
 
-def why_no_entries(h): return '' if h.parameters else "the parameters of the model are unknown: check a torchEmber or the name of its run"
+def why_no_entries(h):
+    "Return why the parameters could not be checked, or '' if the metadata of the run lists them."
+    return '' if h.parameters else "the parameters of the model are unknown: check a torchEmber or the name of its run"
 
 def why_no_optimizer(h):
+    "Return why the optimizer could not be checked, or '' if it is known."
     if why_no_entries(h): return why_no_entries(h)
     return '' if any(p.get('optimizer') is not None for p in h.parameters) else "the optimizer is unknown: torchEmber(model, optimizer=optimizer)"
 
 def why_no_gradient(h):
+    "Return why gradients of parameters could not be checked, or '' if they were recorded."
     if why_no_entries(h): return why_no_entries(h)
     return why_not_recorded('weight_grad')(h) and "no gradient was recorded: te.step() after backward() and before zero_grad(), or optimizer=optimizer"
 
-def why_no_ratio(h): return why_not_moved(h) or ('' if first_updates(h) else "the change of the weights is unknown: ttypes=[..., 'update']")
+def why_no_ratio(h):
+    "Return why the ratio of update to weight is unknown, or '' if it is known."
+    return why_not_moved(h) or ('' if first_updates(h) else "the change of the weights is unknown: ttypes=[..., 'update']")
 
 # %% ../../nbs/55_health/56_first_step.ipynb #e77d17ee
 class Check(NamedTuple):
     "One row of the table of `check_step`: a property of a training that its first steps show."
     name:str # The property, as it should be: 'the loss is finite'
-    takes:object # Function of a finding that returns True if the finding belongs to this check
+    takes:object # Function of a finding: returns True if the finding shows that the property is missing
     why_not:object # Function of a `History` that returns why the property could not be checked, or ''
     fact:object = lambda h: '' # Function of a `History` that returns what was measured, as text
 
@@ -236,7 +257,7 @@ most_steps = 8 # default of `check_step`: largest number of steps to check. For 
 statuses = *severities,'not checked','ok' # values of the table's column `status`, the most severe first
 
 def members(paths, parent):
-    "Return the names of the modules directly below the module `parent`. `paths`: paths of all modules."
+    "Return the names of the direct submodules of the module `parent`. `paths`: paths of all modules."
     start = parent+'.' if parent else ''
     return {p[len(start):].partition('.')[0] for p in paths if p.startswith(start) and p!=parent}
 
@@ -263,19 +284,21 @@ def is_alternative(h, f):
     return False
 
 def weighed(found, h, n):
-    """Return the findings that `n` steps suffice for.
+    """Return the findings that can be judged after only `n` steps.
 
     Findings about uncalled modules become 'info' if the modules may be called in other steps.
     """
     kept = [f for f in found if n>=most_steps or f['evidence'].get('reason')!='stopped']
-    def mild(f): return f['severity']=='warning' and n<most_steps and of_reason(not_called)(f) and is_alternative(h, f)
+    def mild(f):
+        "Return True if the module of a finding may be called in other steps than the few recorded ones."
+        return f['severity']=='warning' and n<most_steps and of_reason(not_called)(f) and is_alternative(h, f)
     return [{**f, 'severity': 'info'} if mild(f) else f for f in kept]
 
 # %% ../../nbs/55_health/56_first_step.ipynb #a8c418dc
 few_steps_note = "In a model that calls or trains parts of it only in some steps, this is no fault: check more steps."
 
 def sentence_of(f, n):
-    """Return the sentence of a finding with the right number of steps. `n`: number of steps.
+    """Return the text of a finding with the right number of steps `n`.
 
     Rules count the rows of a weight, which are one more than the steps.
     """
@@ -287,10 +310,10 @@ def advice_of(f, n):
     return ' '.join(filter(None, [f['advice'], few_steps_note if unsure else '']))
 
 def row_of(check, h, found, n):
-    "Return the row of the table for a check. `found`: findings that belong to this check; `n`: number of steps."
+    "Return the row of a check in the table of `check_step`. `found`: findings about the checked property; `n`: number of checked steps."
     why,fact = ('','') if found else (check.why_not(h),'')
     if not why: fact = check.fact(h)
-    # The weights did not change for a known reason, such as a learning rate of 0
+    # a known reason explains why the weights did not change, such as a learning rate of 0
     if found and check.takes is not_moved and (why := check.why_not(h)): found = []
     status = min((f['severity'] for f in found), key=statuses.index) if found else 'not checked' if why else 'ok'
     paths = list(dict.fromkeys('.'.join(filter(None, [f['path'], f['pname']])) or 'the model' for f in found))
@@ -312,7 +335,9 @@ def table_rows(h, found, n):
 # %% ../../nbs/55_health/56_first_step.ipynb #db898bfe
 wide = 110 # width of a printed line, in characters
 
-def wrapped(text, indent): return textwrap.wrap(printable(text, 2000), wide, initial_indent=indent, subsequent_indent=' '*len(indent))
+def wrapped(text, indent):
+    "Break a text into lines of at most `wide` characters, each with an indent. Return a list of lines."
+    return textwrap.wrap(printable(text, 2000), wide, initial_indent=indent, subsequent_indent=' '*len(indent))
 
 def lines_of_checks(rows):
     "Return the rows of the table of checks as lines of text."
@@ -377,7 +402,8 @@ def add_current_weights(df, current, step):
     """
     if not {'step', 'ttype', 'path', 'pname'}<=set(df.columns): return df
     own = df[(df['ttype']=='weight').to_numpy()]
-    if not len(own) or own['step'].max()>=step: return df # the next step has already begun and recorded the weights
+    # the next step has begun: its rows are the weights after this step
+    if not len(own) or own['step'].max()>=step: return df
     own = own.drop_duplicates(['path', 'pname'], keep='last')
     stats,new = [c for c in derived if c in df],[]
     for row in own.dropna(axis='columns', how='all').to_dict('records'):
@@ -396,13 +422,13 @@ def is_early(df, steps, finished):
     return ((df['step']<=last) | (df['ttype']=='weight') & (df['step']<=last+1)).to_numpy(bool)
 
 def step_head(h, n):
-    "Return the title line of the table of checks. `n`: number of steps."
+    "Return the title line above the table of `check_step`. `n`: number of checked steps."
     return f"{h.name or 'The run'}: the first {'step' if n==1 else f'{n} steps'} of {len({s.path for s in h.all})} modules."
 
 # %% ../../nbs/55_health/56_first_step.ipynb #fc01d25e
 def check_step(
     run, # Name of a run, a torchEmber or its `te.t`, a log file, or a table of rows
-    rules='default', # Rules to run: as in `diagnose`
+    rules='default', # Rules to run: 'default', or a list of names, `rule`s and functions, as in `diagnose`
     home=None, # Folder of logs, instead of `~/.torchember`
     *,
     steps:int=most_steps, # Largest number of steps to check

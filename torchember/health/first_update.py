@@ -44,5 +44,5 @@ def first_step(h, times=3., many=.5):
         f"(rms {fmt(size[0])} to {fmt(size[1])}), where a change by 0.001 is usual. Later updates change it by {fmt(median(m.ratio[1:6]))} of its size. "
         f"{len(thrown)} of {len(moves)} weights change that much. {loss_sentence(h.progress)}",
         m.steps[0], m.steps[0], severity='error' if is_harmed(h) else None, ttype='weight', look="updates(run)", grown=grown(m),
-        weights=len(thrown), of=len(moves), advice="Check the learning rate of the first step (print(scheduler.get_last_lr())). "
-        "Start with a warm-up, and clip the gradients (clip_grad_norm_).")
+        weights=len(thrown), of=len(moves), advice="Print the learning rate of the first step: optimizer.param_groups[0]['lr']. "
+        "Divide it by 10 or more, or start with a warm-up.")

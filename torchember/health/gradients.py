@@ -21,7 +21,7 @@ def report_gradients(h, where, text, first_step, last_step=None, **more):
         look="scalar_global_heatmap(run, ttype='weight_grad', stat='std')", **more)
 
 def typical_size(s, lo=0., hi=1.):
-    "Return the median rms of a gradient in a part of the training, or NaN. `lo`, `hi`: begin and end of the part, as fractions of the training."
+    "Return the median rms of a gradient between two moments of the training, given as fractions `lo` and `hi` of the training. NaN if unknown."
     n = len(s)
     return median(s.rms[int(lo*n):max(int(hi*n), int(lo*n)+1)])
 
@@ -79,7 +79,7 @@ def find_vanished_later(h, gs, over_time, many=.7):
         f"from {fmt(start[k])} to {fmt(plain_median(s.rms[i:]))}. {len(gone)} of {len(gs)} layers have such gradients.",
         s.steps[i], s.steps[-1], start=start[k], layers=len(gone), severity=None if is_harmed(h) else 'warning',
         confidence=confidence_from(plain_median(s.rms[i:])/start[k], over_time, len(gone)/len(gs)),
-        advice="An activation has saturated or died: plot the activations around this step with overview(run, ttype='output').")
+        advice="Plot the activations around this step: overview(run, ttype='output'). If an activation has died or saturated there, lower the learning rate.")
 
 # %% ../../nbs/55_health/35_gradients.ipynb #ca03e71d
 @rule(severity='error', needs='weight_grad', stats='rms',
@@ -102,7 +102,7 @@ def vanishing_gradient(h, depth=1e-5, over_time=1e-6, least=4):
 
 # %% ../../nbs/55_health/35_gradients.ipynb #b4561a24
 def total_norms(gs):
-    "Return (numbers of the recorded steps, norm of all gradients together in each step), or None if all gradients are zero or there are none."
+    "Return (step numbers, norm of all gradients together in each of these steps). Return None if there are no gradients, or if all are zero."
     steps = np.unique(np.concatenate([s.steps for s in gs.values()]))
     square = np.zeros(len(steps))
     for s in gs.values():
@@ -146,12 +146,12 @@ def find_growth_with_depth(h, gs, depth):
         f"of `{gs[keys[-1]].label}` has {fmt(size[-1])}.", s.steps[0], s.steps[-1], largest=largest, ratio=float(ratio),
         severity=None if is_harmed(h) else 'warning', confidence=confidence_from(ratio, depth, against=not is_harmed(h)),
         advice="Start with smaller weights (torch.nn.init.kaiming_normal_), add normalization layers or residual connections. "
-        "clip_grad_norm_ limits the harm.")
+        "Clipping limits the harm: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.) after backward().")
 
 def find_jumps(norm, times):
     "Yield (index, usual norm) for each norm that is far above the usual norm, the median of the 30 norms before, and not far below the first norms."
     floor,least = .1*plain_median(norm[:5]),np.fmin.accumulate(norm)
-    # the median of the norms before cannot be below their minimum, so only norms above `times` the minimum need the slower test
+    # a median is at least the minimum, so only norms above `times` the minimum of the norms before need the slow test
     for i in np.flatnonzero(norm[5:]>times*least[4:-1])+5:
         if norm[i]>times*(usual := plain_median(norm[max(0, i-30):i]))>0 and not norm[i]<floor: yield i, usual
 
@@ -186,28 +186,29 @@ def find_steep_loss(h, gs, steps, norm, steep):
     s = gs[k]
     return report_gradients(h, s, f"Gradients explode from the start: the gradient of {s.title} has an rms of {fmt(typical_size(s, 0, .1))}. "
         f"It is so large that a change of the weights by 0.1% changes the loss by {by[k]/10:.0f}%.", steps[0], steps[-1],
-        advice="Clip the gradients (clip_grad_norm_), start with smaller weights (recurrent networks: torch.nn.init.orthogonal_), "
-        "or normalize between layers.", elasticity=by[k], norm=plain_median(norm[:5]),
+        advice="Clip the gradients after backward(): torch.nn.utils.clip_grad_norm_(model.parameters(), 1.). Or start with smaller "
+        "weights (recurrent networks: torch.nn.init.orthogonal_), or normalize between layers.", elasticity=by[k], norm=plain_median(norm[:5]),
         severity=None if is_harmed(h) else 'warning', confidence=confidence_from(by[k], steep, against=h.progress.is_good))
 
 def find_huge_start(h, gs, steps, norm, huge):
-    "Return a finding about a huge norm of the gradients at the start, if the loss suffers from it. Return None otherwise."
+    "Return a finding if the norm of all gradients is huge at the start and the loss does not fall, else None."
     start = plain_median(norm[:5])
     if start<=huge or not is_harmed(h): return None
     s = max(gs.values(), key=lambda s: typical_size(s, 0, .1))
     return report_gradients(h, s, f"Gradients are huge from the start: their norm is {fmt(start)}, most of all in {s.title}.",
         steps[0], steps[-1], norm=start, confidence=confidence_from(start, huge),
-        advice="Clip the gradients (clip_grad_norm_), start with smaller weights, normalize the data and the targets.")
+        advice="Normalize the data and the targets: (x-mean)/std. Then start with smaller weights, or clip the gradients after backward(): "
+        "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.).")
 
 def find_endless_growth(h, gs, steps, norm, jump):
-    "Return a finding about gradients that grow until the end, if the loss suffers from them. Return None otherwise."
+    "Return a finding if gradients grow until the end and the loss does not fall, else None."
     start = plain_median(norm[:5])
     i = max(find_tail(norm>jump*start), 3)
     if not start>0 or not is_harmed(h) or len(norm)-i<3: return None
     return report_gradients(h, '', f"The gradients keep growing: their norm rises from {fmt(start)} to {fmt(norm[-1])}, and exceeds "
         f"{jump:,.0f} times its start from step {steps[i]} on.", steps[i], steps[-1], start=start, end=float(norm[-1]),
         confidence=confidence_from(norm[-1]/start, jump),
-        advice="Lower the learning rate by a factor of 10, or clip the gradients (clip_grad_norm_).")
+        advice="Divide the learning rate by 10, or clip the gradients after backward(): torch.nn.utils.clip_grad_norm_(model.parameters(), 1.).")
 
 # %% ../../nbs/55_health/35_gradients.ipynb #bb787dfd
 @rule(severity='error', needs='weight_grad', stats='rms',
@@ -235,7 +236,7 @@ class LoneSpike(NamedTuple):
     step: int
     key: tuple # (path, pname) of the parameter
     size: float # rms of the gradient, divided by its usual rms
-    others: float # median of this ratio over the other layers
+    others: float # for comparison: median of (rms / usual rms) of the gradients of the other layers
 
 def find_lone_spikes(gs, common, times, alone):
     "Return a list of `LoneSpike`: steps in which the gradient of only one layer is far from its usual rms. `common`: steps that all layers have."
@@ -263,7 +264,8 @@ def find_common_spike(h, gs, times):
             f"({fmt(norm[i])}), in all layers and most in {s.title}.", steps[i], norm=float(norm[i]), usual=usual,
             confidence=confidence_from(norm[i]/usual, times),
             severity=None if is_worse_after(h.progress, steps[i]) else 'info',
-            advice="Check this batch, its targets and its weight in the loss. clip_grad_norm_ limits the harm.")
+            advice="Print x.abs().max() and y of this batch, and its loss. Clipping limits the harm: "
+            "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.) after backward().")
         return
 
 # %% ../../nbs/55_health/35_gradients.ipynb #9b6396f2
@@ -287,5 +289,5 @@ def gradient_spike(h, alone=50., times=100., all_of_them=1000.):
     yield s.finding(at, f"At step {step}, the gradient of {s.title} is {fmt_times(size)} its usual size ({fmt(rms_at_step(s, step))}), "
         f"and the gradients of the other layers are {f'{fmt_times(others)} theirs' if others>0 else 'zero'}.", last=at, times=size, others=others,
         confidence=confidence_from(size, times),
-        advice="Check this batch, and the operations of this layer: divisions, products and lookups. "
-        "clip_grad_value_ or clip_grad_norm_ limits the harm.")
+        advice="Print the input of this layer for this batch, and check its operations: divisions, products and lookups. Clipping limits the harm: "
+        "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.) after backward().")

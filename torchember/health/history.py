@@ -12,16 +12,15 @@ from itertools import pairwise
 import numpy as np
 
 from ..frames.tables import clean_types
-from ..ground.record import beside_training
+from ..ground.record import beside_training, computed_in, of_no_tensor
 from ..measure.summary import derived
 from .finding import median
 from .moves import relative_updates
 from .progress import LossProgress, guessing_losses, may_be_cross_entropy
-from ..ground.record import computed_in
 from .series import as_tuple, logged_series, split_series
 
 # %% ../../nbs/55_health/10_history.ipynb #caa61268
-loss_patterns = ( # conditions for the name of the loss. The first condition that any logged name fulfills decides
+loss_patterns = ( # conditions for the name of the loss, best first: the first condition that fits a logged name chooses the loss
     lambda n: n=='loss', lambda n: n in ('train_loss', 'training_loss', 'loss_train'), lambda n: 'loss' in n and 'total' in n, lambda n: 'loss' in n,
     lambda n: n in ('nll', 'elbo', 'ce', 'mse', 'bce', 'cost', 'objective', 'cross_entropy'))
 
@@ -31,12 +30,12 @@ def find_loss(logged):
     return next((n for like in loss_patterns for n in train if like(n.name.lower())), None)
 
 # %% ../../nbs/55_health/10_history.ipynb #2b5de1a7
-change_statistics = 'mean', 'std', 'max', 'min', 'rms', 'abs_max' # statistics that usually differ if a tensor has changed
+change_statistics = 'mean', 'std', 'max', 'min', 'rms', 'abs_max' # if a tensor changes, one of these statistics usually changes
 # A training step surely changes these statistics, while the mean of a bias or the largest value can stay the same
 sure_statistics = 'std', 'var', 'rms', 'l2'
 
 def find_changes(s):
-    "Return a mask with one element for each pair of neighbouring steps: True if any statistic of the tensor differs between the two steps."
+    "Return a mask over pairs of neighbouring steps: True if any statistic of the tensor differs between the two steps."
     known = [v[1:]!=v[:-1] for v in (s[c] for c in change_statistics if c in s)]
     known += [(v[1:]!=v[:-1]) & np.isfinite(v[1:]) & np.isfinite(v[:-1]) for v in (s[c] for c in other_statistics(s))]
     return np.any(known, axis=0) if known else np.zeros(max(len(s)-1, 0), bool)
@@ -55,11 +54,11 @@ def never_changes(s):
     return any(c in s for c in change_statistics) and not find_changes(s).any()
 
 def is_repeated(flags):
-    "Return True if at least two flags are True, or all flags. A single change of a weight in a long run may be `load_state_dict`."
+    "Return True if at least two flags (changes of a weight) are True, or all. A single change in a long run may be `load_state_dict`."
     return bool(len(flags)) and bool(flags.sum()>1 or flags.all())
 
 # %% ../../nbs/55_health/10_history.ipynb #dee0d067
-# statistics by which an input and an output are recognized as the same tensor
+# if an input and an output are equal in these statistics, they are taken as the same tensor
 signs = 'mean', 'std', 'max', 'min', 'rms', 'abs_max', 'abs_mean', 'l1', 'l2'
 
 def find_makers(trained, most=20_000) -> dict:
@@ -73,7 +72,7 @@ def find_makers(trained, most=20_000) -> dict:
     flows = [s for s in trained if s.ttype in ('input', 'output') and len(s)]
     known = [c for c in signs if any(c in s for s in flows[:5])]
     if not known: return {}
-    step = int(np.median(np.unique(np.concatenate([s.steps[:3] for s in trained]))[:3])) # a step among the first three of all series
+    step = int(np.median(np.unique(np.concatenate([s.steps[:3] for s in trained]))[:3])) # choose one of the first three steps
     made,out = {},{}
     for s in flows[:most]:
         at = s.at_step(step) or 0
@@ -150,7 +149,7 @@ class ModuleGraph:
 
     @property
     def data_modules(self):
-        "Path of the root, or `first_modules` if the root was not recorded."
+        "Paths of the modules whose inputs are the data: the root, or `first_modules` if the root was not recorded."
         return {''} if any(s.path=='' for s in self.ins) else self.first_modules
 
     @cached_property
@@ -161,7 +160,7 @@ class ModuleGraph:
 
 # %% ../../nbs/55_health/10_history.ipynb #fd806469
 def union_of_steps(series):
-    "Return the numbers of the steps that any of the series has, ascending. Most series have equal steps, so few arrays are merged."
+    "Return the numbers of all steps that at least one series has, ascending. Equal arrays of steps are merged only once, to save time."
     if not series: return np.zeros(0, int)
     longest = max(series, key=len).steps
     return np.unique(np.concatenate([longest, *(s.steps for s in series if not np.array_equal(s.steps, longest))]))
@@ -173,11 +172,11 @@ def group_by_path(series):
     return found
 
 def is_finding_row(row):
-    "Return True if a row of the tensor type 'finding' is complete: it has a rule, a sentence and a step."
+    "Return True if a row that stores a finding is complete: it has a rule, a text and a step."
     return isinstance(row.get('rule'), str) and isinstance(row.get('text'), str) and row.get('step')==row.get('step')
 
 def correct_entry(p, h):
-    "Return the metadata entry of a parameter, corrected by rows of the run. `p`: entry, see `parameter_entry`; `h`: the `History` of the run."
+    "Correct what the metadata says about a parameter by the rows of the run. `p`: metadata entry, see `parameter_entry`; `h`: `History`."
     keys = [(p['path'], p['name']), *(tuple(n.rpartition('.')[::2]) for n in p.get('also', ()))]
     first = lambda found: next((found[k] for k in keys if k in found), None)
     weight,grad,update = first(h.weights),first(h.grads),first(h.updates)
@@ -185,9 +184,39 @@ def correct_entry(p, h):
     if p.get('called') is False and any(path in h.graph.calls for path,_ in keys): more['called'] = True
     if weight is not None and len(weight)>1:
         changes = is_repeated(find_changes(weight)) or update is not None and is_repeated(update.rms>0)
-        # if none of these statistics was recorded, the entry is more reliable, because it is from the version counter of the parameter
+        # without these statistics, the metadata entry is more reliable: it is from the version counter of the parameter
         if changes or any(c in weight for c in sure_statistics): more['changes'] = changes
     return p | more
+
+# %% ../../nbs/55_health/10_history.ipynb #5d1340ab
+def label_range(s):
+    "Return the smallest and the largest label in each step. None if they were not recorded. `s`: series of the labels."
+    if 'max' in s and 'min' in s: return s['min'],s['max']
+    # of labels without a negative value, the absolute values are the labels
+    if all(c in s for c in ('abs_max', 'abs_min', 'abs_mean', 'mean')) and np.isclose(s['abs_mean'], s['mean']).all(): return s['abs_min'],s['abs_max']
+
+def facts_of_labels(s) -> dict:
+    "Return the facts about class labels for an entry of a loss, see `store.losses`. `s`: series of the labels."
+    if (found := label_range(s)) is None or not all(np.isfinite(v).all() for v in found): return {}
+    low,high = found
+    same = low==high
+    # the number of different labels is exact if each batch has labels of one class only, and at least 2 otherwise
+    return dict(smallest=int(low.min()), largest=int(high.max()), batches=len(s), single=int(same.sum()), distinct=len({*low, *high}))
+
+def probed_losses(series) -> list:
+    "Return an entry of each loss whose predictions and targets a JAX training gave to `probe`, as in `store.losses`."
+    of,out = {(s.ttype, s.tname): s for s in series if s.path=='' and str(s.tname).partition('.')[0]=='loss'},[]
+    for (ttype,name),t in of.items():
+        p = of.get(('prediction', name))
+        if ttype!='target' or p is None or t.shape is None or p.shape is None: continue
+        e = dict(kind='probe', name=name, tname=name, takes=None, activations=[], end='probe', first_step=int(t.steps[0]), seen=len(t), shape=list(p.shape),
+            target_shape=list(t.shape), target_dtype=t.dtype)
+        if 'int' in str(t.dtype) and p.shape[:-1]==t.shape and p.shape[-1]>1: e |= dict(kind='cross_entropy', classes=p.shape[-1]) | facts_of_labels(t)
+        elif p.shape!=t.shape:
+            try: e |= dict(expanded=len(t), result_shape=list(np.broadcast_shapes(p.shape, t.shape)))
+            except ValueError: pass # not broadcast, such as targets that are an index
+        out.append(e)
+    return out
 
 # %% ../../nbs/55_health/10_history.ipynb #49f48f26
 class History:
@@ -205,11 +234,11 @@ class History:
         df = clean_types(df)
         self.name,self.recorded_parameters,self.activations = name,list(parameters),activations or {}
         self.losses,self.facts = list(losses),facts or {}
-        self.modes = self.facts.get('modes') or {} # facts about training and evaluation mode, see `store.parameters.facts_in`
         ttype = df['ttype'].astype(object).to_numpy() if len(df) else np.zeros(0, object)
         self.logged = list(logged_series(df[ttype=='scalar'])) if 'scalar' in ttype else []
         self.reported = [r for r in df[ttype=='finding'].to_dict('records') if is_finding_row(r)] if 'finding' in ttype else []
-        self.df = df[(ttype!='scalar') & (ttype!='finding')].reset_index(drop=True)
+        self.attention = df[ttype=='attention'].reset_index(drop=True) # rows about heads of attention, see `measure.attention`
+        self.df = df[~np.isin(ttype, of_no_tensor)].reset_index(drop=True)
         self.all = list(split_series(self.df)) if len(self.df) else []
         self.evaluated = [s for s in self.all if s.phase=='eval']
         self.trained = [s for s in self.all if s.phase not in beside_training]
@@ -218,6 +247,7 @@ class History:
         if in_eval_mode: self.trained,self.evaluated = self.all,[]
         self.steps = union_of_steps(self.trained)
         self.graph = ModuleGraph(self.trained)
+        if not self.losses: self.losses = probed_losses(self.trained)
 
     def series(self, *ttypes:str, evaluated=False) -> list:
         """Return the series of some tensor types, in the order of calls. `evaluated`: True for evaluations instead of training passes.
@@ -226,9 +256,12 @@ class History:
         """
         return [s for s in (self.until_bad_evaluated if evaluated else self.until_bad_trained) if s.ttype in ttypes]
 
-    # The series `trained` and `evaluated`. Each series ends where its values become non-finite up to the end
+    # `trained`, `evaluated`: all series of training passes, of evaluations. A series ends where values stay NaN or infinite up to the end
     until_bad_trained = cached_property(lambda self: [s.until_bad() for s in self.trained])
     until_bad_evaluated = cached_property(lambda self: [s.until_bad() for s in self.evaluated])
+
+    # facts about training and evaluation mode, see `store.parameters.facts_in`
+    modes = property(lambda self: self.facts.get('modes') or {})
 
     # `inputs`: path of a module -> list of the `Series` of its inputs. `outputs`: path of a module -> `Series` of the first output of its first call
     inputs = cached_property(lambda self: group_by_path(self.series('input')))
@@ -248,14 +281,14 @@ class History:
         "Return the class of the activation that made an output: the module, or the last function inside a module such as Keras's Dense."
         return self.activations.get(s.path, s.kind)
 
-    # Each dict: (path, pname) of a parameter -> series. `matrices`: gradients of parameters that are matrices
+    # Dicts: (path, pname) of a parameter -> its `Series`. `matrices`: gradients of those parameters that are matrices
     weights = cached_property(lambda self: {(s.path, s.pname): s for s in self.series('weight')})
     updates = cached_property(lambda self: {(s.path, s.pname): s for s in self.series('update')})
     matrices = cached_property(lambda self: {k: s for k,s in self.grads.items() if self.is_matrix(k, s)})
-    kinds = cached_property(lambda self: {s.path: s.kind for s in self.all}) # path -> class of the module
+    kinds = cached_property(lambda self: {s.path: s.kind for s in self.all}) # Path of a module -> its class
     parameters = cached_property(lambda self: [correct_entry(p, self) for p in self.recorded_parameters])
     loss = cached_property(lambda self: find_loss(self.logged)) # `LoggedSeries` of the training loss, or None
-    # List of the learning rates: a `LoggedSeries` for each parameter group
+    # Learning rates: a list with a `LoggedSeries` for each parameter group
     rates = property(lambda self: [n for n in self.logged if n.name in ('lr', 'learning_rate') or n.name.startswith('lr/')])
     progress = cached_property(lambda self: LossProgress(self.loss, [*{s.path for s in self.all}, *(n.name for n in self.logged), self.name]))
 

@@ -17,9 +17,9 @@ text_columns = ('module', 'path', 'ttype', 'tname', 'pname', 'phase', 'dtype')
 dropped_columns = ('ts', 'exponents', 'var', 'abs_min', 'skew', 'kurtosis', 'rm4', 'rm8', 'zero_frac', 'ratio', 'nonfinite')
 
 def kept_columns(df):
-    "Return a table of the rows and columns that `diff` compares."
+    "Return the table of a run with only the rows and columns that `diff` compares."
     kept = [c for c in df.columns if c not in dropped_columns and (c in text_columns or c=='shape' or df[c].dtype.kind in 'iufb') and df[c].notna().any()]
-    return df[df['ttype']!='finding'][kept].reset_index(drop=True)
+    return df[~df['ttype'].isin(('finding', 'attention'))][kept].reset_index(drop=True)
 
 def is_kept_file(run): return isinstance(run, str|os.PathLike) and str(run).endswith('.parquet')
 

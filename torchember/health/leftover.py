@@ -17,17 +17,16 @@ def common_path(paths):
     while all(len(p)>same for p in parts) and len({p[same] for p in parts})==1: same += 1
     return '.'.join(parts[0][:same])
 
-def left_counts(h):
-    """Return the recorder's valid counts of gradients left over from the step before, as a list of lists.
+def step_counts(h, kind):
+    """Return the recorder's valid counts of steps with a mistake, as a list of lists. `kind`: 'left_gradients' or 'early_clips'.
 
-    Elements: path, name, number of checked steps, number of steps with a leftover gradient, and the first of these
-    steps.
+    Elements: path, name, number of checked steps, number of steps with the mistake, and the first of these steps.
     """
-    found = h.facts.get('left_gradients')
+    found = h.facts.get(kind)
     return [c for c in found if is_count(c)] if isinstance(found, list) else []
 
 def is_count(c):
-    "Return True if a value from the metadata has the types of a count in `left_counts`."
+    "Return True if a value from the metadata has the types of a count in `step_counts`."
     if not isinstance(c, list) or len(c)!=5 or not all(isinstance(n, str) for n in c[:2]): return False
     return all(type(n) is int for n in c[2:4]) and (type(c[4]) is int or c[4] is None)
 
@@ -39,8 +38,8 @@ def gradients_add_up(h, least=2, share=.5):
     least: least number of steps with a gradient left over from the step before
     share: least fraction of the checked steps with such a leftover gradient
     """
-    counts = left_counts(h)
-    # leave out parameters in no optimizer: a frozen parameter may keep an old gradient, which does no harm
+    counts = step_counts(h, 'left_gradients')
+    # parameters without an optimizer do not count: a frozen parameter may keep an old gradient, which does no harm
     left = [c for c in counts if c[3]>=least and c[3]>=share*c[2] and tuple(c[:2]) not in h.without_optimizer]
     if not left: return
     path,name,checked,n,first = max(left, key=lambda c: (c[3], (c[0], c[1]) in h.matrices))

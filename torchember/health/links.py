@@ -32,16 +32,18 @@ def reaches(graph, source, path):
     while todo:
         before,known = modules_before(graph, todo.pop())
         if any(contains(source, p) or contains(p, source) and p!='' for p in before): return True
-        if not known: continue # the modules `before` are all earlier modules, so there are no further ones
+        # if the makers of the inputs are unknown, `before` contains all earlier modules, so the search ends
+        if not known: continue
         new = set(before)-seen
         seen |= new
         todo += new
     return False
 
-def contains(outer, path): return outer in ('', path) or path.startswith(outer+'.') # True also for the module itself
+def contains(outer, path): return outer in ('', path) or path.startswith(outer+'.') # True if `outer` contains the module `path`
 
 # %% ../../nbs/55_health/47_links.ipynb #10f33ad4
-of_backward = 'weight_grad', 'unclipped_grad', 'input_grad', 'output_grad' # tensor types of the backward pass
+# tensor types that the backward pass computes
+of_backward = 'weight_grad', 'unclipped_grad', 'input_grad', 'output_grad'
 
 def can_affect(graph, cause, found):
     """Return True if the fault of the finding `cause` can reach the tensor of the finding `found`.

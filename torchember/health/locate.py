@@ -36,15 +36,17 @@ class TensorValues(NamedTuple):
     "Shape and dtype of a tensor, range of its finite values, and number of its NaN and infinities."
     shape: tuple
     dtype: str
-    low: float|None # smallest finite value
-    high: float|None # largest finite value
+    low: float|None # smallest finite element; None if no element is finite
+    high: float|None # largest finite element; None if no element is finite
     nan: int # number of elements that are NaN
     inf: int # number of elements that are +inf
     minus: int # number of elements that are -inf
-    n: int # number of all elements
+    n: int # number of all elements of the tensor
 
-# A DTensor is not plain: it wraps other tensors, which are checked instead of it
-def is_plain_tensor(kind): return kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+# False for a tensor that wraps other tensors, such as a DTensor: `locate` checks the inner tensors instead
+def is_plain_tensor(kind):
+    "Return True if a tensor class does not wrap other tensors."
+    return kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 def is_readable(x):
     "Return True if `locate` can check a tensor for NaN: it has its own memory, and its dtype is floating point or complex."
@@ -52,11 +54,11 @@ def is_readable(x):
     return (x.is_floating_point() or x.is_complex()) and x.numel()>0
 
 def read_values(x) -> TensorValues:
-    "Return the `TensorValues` of a tensor for which `is_readable` is True."
+    "Return the range of a tensor and its number of NaN and infinities, as `TensorValues`. `is_readable` must be True for the tensor."
     shape,dtype,n = tuple(x.shape),str(x.dtype).removeprefix('torch.'),x.numel()
     with without_dispatch_modes(), torch.no_grad():
         x = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
-        if x.element_size()==1: x = x.float() # torch has only few operations for 8-bit floats
+        if x.element_size()==1: x = x.float() # torch has few operations for 8-bit floats, so they are converted
         low,high = torch.stack(x.aminmax()).tolist()
         if math.isfinite(low) and math.isfinite(high): return TensorValues(shape, dtype, low, high, 0, 0, 0, n)
         counts = torch.stack([x.isnan().sum(), x.isposinf().sum(), x.isneginf().sum()]).tolist()
@@ -64,10 +66,12 @@ def read_values(x) -> TensorValues:
         low,high = torch.stack(finite.aminmax()).tolist() if finite.numel() else (None, None)
     return TensorValues(shape, dtype, low, high, *counts, n)
 
-def is_bad(v): return v is not None and v.nan+v.inf+v.minus>0
+def is_bad(v):
+    "Return True if a tensor has NaN or infinities. `v`: its `TensorValues`, or None."
+    return v is not None and v.nan+v.inf+v.minus>0
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e10
-# A place in the running code. module, outer: innermost and outermost running module. stepping: running optimizer, or None
+# Where the running code is: line of the user's code, innermost module (module), outermost module (outer), running optimizer (stepping)
 CodeSpot = namedtuple('CodeSpot', 'module outer file line stepping compiled', defaults=(None,)*5+(False,))
 
 def is_users_code(frame):
@@ -82,7 +86,7 @@ def first_argument(frame):
     return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
 
 def find_spots(last) -> tuple:
-    """Return the `CodeSpot` of the running code, and the `CodeSpot` of the code that called `backward`. They differ only in a backward pass.
+    """Return where the running operation was called: its `CodeSpot` (line, module). Also return the `CodeSpot` of the call of `backward`.
 
     last: code object of the stack frame at which the search ends
     """
@@ -93,13 +97,13 @@ def find_spots(last) -> tuple:
         if is_engine_code(code) and inner is None: inner,found = found,{}
         if is_dynamo_frame(frame): found['compiled'] = True
         o = first_argument(frame)
-        if issubclass(type(o), DispatchMode): # the stack frames up to here belong to the dispatch mode, and not to the user's step
+        if issubclass(type(o), DispatchMode): # the stack frames so far belong to this dispatch mode, not to the user's step
             found,users,frame = {},False,frame.f_back
             continue
         if issubclass(type(o), nn.Module):
             found.setdefault('module', o)
             found['outer'] = o
-        # a frame of the user inside an optimizer's call is a closure, whose operations are no optimizer step
+        # user's code that an optimizer calls is a closure, whose operations are no part of the optimizer step
         elif issubclass(type(o), torch.optim.Optimizer) and not users: found.setdefault('stepping', o)
         if 'file' not in found and is_users_code(frame): found['file'],found['line'] = code.co_filename,frame.f_lineno
         users = users or is_users(frame)
@@ -107,7 +111,7 @@ def find_spots(last) -> tuple:
     return CodeSpot(**(found if inner is None else inner)), CodeSpot(**found)
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e13
-# Place of an operation. phase: 'forward', 'backward' or 'optimizer'. spot: `CodeSpot`; in a backward pass, that of the forward operation
+# Where an operation ran. phase: 'forward', 'backward' or 'optimizer'. spot: line and module, for the backward those of the forward operation
 Place = namedtuple('Place', 'phase spot node', defaults=(None,))
 
 def describe_line(spot):
@@ -116,48 +120,50 @@ def describe_line(spot):
     file = os.path.basename(spot.file)
     return f"line {spot.line} of a cell" if file.startswith('<') or 'ipykernel' in spot.file else f'{printable(file)}:{spot.line}'
 
-def source_line(spot): return '' if spot.file is None else linecache.getline(spot.file, spot.line).strip()
+def source_line(spot):
+    "Return the text of a line of the user's code."
+    return '' if spot.file is None else linecache.getline(spot.file, spot.line).strip()
 
 def is_node_of(op, node):
-    "Return True if the operation `op` creates an autograd node of the name `node`. For example, aten._log_softmax creates LogSoftmaxBackward0."
+    "Return True if the operation `op` creates autograd nodes named `node`: aten._log_softmax creates LogSoftmaxBackward0, for example."
     return re.sub(r'Backward[0-9]*$', '', node).lower()==op.rpartition('.')[2].replace('_', '').lower()
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e16
 class NodePlaces:
-    """For each autograd node, the operation that created the node, and the `Place` of this operation.
+    """Knows for each autograd node which operation has created the node, and where (`Place`).
 
-    The key of a node is (thread, number of the node).
+    A node is identified by (thread, number of the node).
     """
     def __init__(self): self.thread,self.known = get_ident(),{}
 
     def note(self, op, place):
-        "Note that the operation `op` created the newest autograd node. `place`: function that returns the `Place` of the operation."
+        "Store that the operation `op` has created the newest autograd node. `place`: function that returns where it ran (`Place`)."
         key = get_ident(), next_number()-1
         if key not in self.known: self.known[key] = op, place()
 
     def forward_spot(self, node):
-        "Return the `CodeSpot` of the forward operation that created an autograd node."
+        "Return where the forward operation ran that created an autograd node: its line and module, as a `CodeSpot`."
         n = node_number(node)
         found = [self.known[k] for back in (0, 1) for t in (self.thread, get_ident()) if (k := (t, n-back)) in self.known]
         return next((p.spot for op,p in found if is_node_of(op, node.name())), found[0][1].spot if found else CodeSpot())
 
 @dataclass
 class Origin:
-    "The first appearance of a NaN or infinity: an operation that made it, or a tensor that had it before the step."
-    kind: str # 'op' for an operation, 'outside' for a tensor from before the step, 'raw' for uninitialized memory
-    op: str # the operation that made the value, or the first operation that reads the tensor
+    "Where a NaN or infinity comes from: the operation that made it, or a tensor that had it before the step."
+    kind: str # 'op': an operation made it; 'outside': a tensor had it before the step; 'raw': it was in uninitialized memory
+    op: str # operation that made the NaN or infinity, or the first operation that reads the tensor with it
     place: Place
     out: TensorValues # values of the operation's result, or of the tensor
     reads: tuple|list = () # (name of an argument, its `TensorValues`) for all arguments of the operation
     name: str|None = None # name of the tensor, in words
     intended: bool = False # True if the value is probably an intended infinity, as in a mask
-    of: tuple = () # indices of the intended infinities that became this NaN
+    of: tuple = () # indices of the `Origin`s of intended infinities from which this NaN was computed
     then: tuple|None = None # (operation, `Place`) that turned this infinity into a NaN
 
     made = property(lambda self: 'NaN' if self.out.nan else 'inf' if self.out.inf else '-inf')
     count = property(lambda self: self.out.nan or self.out.inf or self.out.minus)
 
-Trace = namedtuple('Trace', 'nan inf') # For one tensor: indices of the `Origin`s of its NaN, and indices of the `Origin`s of its infinities
+Trace = namedtuple('Trace', 'nan inf') # Where the NaN and the infinities of a tensor come from: indices of their `Origin`s
 
 def is_mask(v):
     "Return True if a tensor looks like a mask: its infinities have one sign, and all other values are equal. Such infinities are no fault."
@@ -165,11 +171,13 @@ def is_mask(v):
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e19
 def storage_key(x):
-    "Return a key for the memory (storage) of a tensor, and a weak reference. While the reference exists, no other storage gets this key."
+    "Return a key for the storage (memory) of a tensor, and a weak reference. While the reference exists, no new storage gets the same key."
     ref = StorageWeakRef(x.untyped_storage())
     return ref.cdata, ref
 
-def fills_storage(x): return x.numel()*x.element_size()==x.untyped_storage().nbytes()
+def fills_storage(x):
+    "Return True if a tensor is the whole of its storage, and no view of a part."
+    return x.numel()*x.element_size()==x.untyped_storage().nbytes()
 
 class TensorNames:
     "The models and optimizers that a step uses, and the names of their tensors."
@@ -178,17 +186,18 @@ class TensorNames:
         if model is not None: self.add_model(model)
 
     def add_model(self, model):
-        "Add a model and its modules, unless a known model contains it."
+        "Add a model and its modules, whose tensors then get names. Do nothing if a known model contains this model."
         if id(model) in self.inside: return
         self.inside.add(id(model))
         model = model if isinstance(model, nn.DataParallel) else unwrap(model)
         found = {id(m) for m in model.modules()}
         self.inside |= found
-        # drop a submodule of this model that was called alone before, because the paths of its tensors now begin at this model
+        # forget submodules that were called before this model, because the paths of their tensors now begin at this model
         self.roots = [r for r in self.roots if id(r[None]) not in found]
         self.roots.append({id(t.module): t.path for t in tracks(model)} | {None: model})
 
     def add_optimizer(self, o):
+        "Add an optimizer, whose states then get names."
         if not any(o is p for p in self.optimizers): self.optimizers.append(o)
 
     def path(self, module):
@@ -244,13 +253,13 @@ def variable_name(x, last):
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e23
 # Operations that return uninitialized memory. A NaN in uninitialized memory is no fault
 allocates = re.compile(r'aten\.(new_)?empty(_like|_strided|_permuted)?$|aten\.resize_$')
-# Operations that write to a tensor without reading it, so its old values cannot be the origin of a NaN
+# Operations that overwrite a tensor without reading it: a NaN in its old values does not reach the result
 overwrites = {f'aten.{n}_' for n in 'copy fill zero normal uniform random bernoulli exponential log_normal cauchy geometric'.split()}
-# Operations on lists of tensors: result i depends only on the tensors i of the lists
+# Operations on lists of tensors: result number i depends only on tensor number i of each list
 on_lists = re.compile(r'\._(foreach|fused|amp_foreach)_')
 
 class Read(NamedTuple):
-    "One tensor argument of an operation, with its values before the operation."
+    "A tensor argument of an operation, with a summary of its values before the operation."
     name: str # name of the argument
     i: int|None # index of the tensor in a list argument, or None
     x: torch.Tensor
@@ -275,33 +284,35 @@ def tensors_in_value(named):
             elif isinstance(x, float) and not math.isfinite(x): odd = True
     return found, odd
 
-def merge_indices(*indices): return tuple(sorted({i for found in indices for i in found})) # Return the union of some tuples, sorted
+def merge_indices(*indices): return tuple(sorted({i for found in indices for i in found})) # Return the union of several tuples of indices, sorted
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e25
 class StorageTraces:
-    "What is known about each storage (memory of tensors) that a step uses: finite, uninitialized, or the origins of its NaN and infinities."
+    "Knows about each storage (memory of tensors) whether it is finite or uninitialized, or where its NaN and infinities come from."
     def __init__(self):
-        self.known,self.traces,self.raw = {},{},{} # storage key -> weak reference; storage key -> `Trace`; storage key -> `Place` of the allocation
+        self.known,self.traces,self.raw = {},{},{} # Dicts by storage key: weak reference (known), `Trace` (traces), where it was allocated (raw)
         self.unread = set() # dtypes and devices whose tensors could not be read
 
     def read(self, x):
-        "Return the `TensorValues` of a tensor, or None if its values cannot be read."
+        "Return range and number of NaN and infinities of a tensor, as `TensorValues`. None if its values cannot be read."
         try: return read_values(x)
         except (RuntimeError, NotImplementedError) as e: # device memory is full, or the device lacks an operation that `read_values` needs
             self.unread.add(f"{str(x.dtype).removeprefix('torch.')} on {x.device.type}: {type(e).__name__}")
 
     def read_unless_finite(self, x):
-        "Return the `TensorValues` of a tensor, or None if its storage is known to have no NaN or infinities."
+        "Return the `TensorValues` of a tensor; None, without reading it, if its storage is known to have no NaN or infinities."
         key,ref = storage_key(x)
         if key in self.known and key not in self.traces and key not in self.raw: return None
         v = self.read(x)
         if key not in self.known and not is_bad(v) and fills_storage(x): self.known[key] = ref
         return v
 
-    def trace(self, x): return self.traces.get(storage_key(x)[0])
+    def trace(self, x):
+        "Return the `Trace` of a tensor (where its NaN and infinities come from), or None if none is known."
+        return self.traces.get(storage_key(x)[0])
 
     def mark_finite(self, x):
-        "Note that an operation has written only finite values to a tensor."
+        "Store that an operation has written only finite values to the tensor `x`."
         key,ref = storage_key(x)
         if fills_storage(x):
             self.known[key] = ref
@@ -309,31 +320,31 @@ class StorageTraces:
             self.raw.pop(key, None)
 
     def add_trace(self, x, trace):
-        "Note the origins of a tensor's NaN and infinities. If the tensor is only a part of its storage, keep the noted origins of the storage."
+        "Store where the NaN and infinities of a tensor come from. If the tensor is only a part of its storage, keep the older origins, too."
         key,ref = storage_key(x)
         self.known[key] = ref
         before = None if fills_storage(x) else self.traces.get(key)
         self.traces[key] = trace if before is None else Trace(merge_indices(before.nan, trace.nan), merge_indices(before.inf, trace.inf))
 
     def mark_uninitialized(self, x, place):
-        "Note that the memory of a tensor is allocated, but not written yet. `place`: `Place` of the allocation."
+        "Store that the memory of a tensor is allocated, but not written yet. `place`: where it was allocated."
         key,ref = storage_key(x)
         self.known[key],self.raw[key] = ref,place
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e28
 class Destinations:
-    "Results of a step, such as the loss, gradients and parameters, that have NaN or infinities, with the indices of their `Origin`s."
+    "Collects the results of a step (loss, gradients, parameters) that have NaN or infinities, with the indices of their `Origin`s."
     def __init__(self, traces, names): # traces: a `StorageTraces`; names: a `TensorNames`
-        # found: list of (rank, name of the result, indices of its origins). A smaller rank means a more important result
+        # found: list of (rank of importance, name of the result, indices of its `Origin`s). The most important result has the smallest rank
         self.traces,self.names,self.found = traces,names,[]
     def note(self, rank, what, x, v=None):
-        "Note a result `x` of the step if it has NaN or infinities. `what`: name of the result; `v`: its `TensorValues`, if they are known."
+        "Add the result `x` of the step if it has NaN or infinities. `what`: name of the result; `v`: its `TensorValues`, or None if unknown."
         t = self.traces.trace(x)
         if t is None or not is_bad(v or self.traces.read(x)): return
         self.found.append((rank, what, merge_indices(t.nan, t.inf)))
 
     def note_gradient(self, named):
-        "Note the gradient of a parameter if autograd is just adding a gradient to `p.grad`. `named`: arguments of the running operation."
+        "If the running operation adds a gradient to `p.grad` of a parameter, add this gradient as a result. `named`: arguments of the operation."
         if not self.traces.traces: return
         node = running_node()
         if node is None or not node.name().endswith('AccumulateGrad'): return
@@ -342,7 +353,7 @@ class Destinations:
             if is_readable(x): self.note(1, f"the gradient of {self.names.parameter(p) or f'a tensor of {list(p.shape)}'}", x)
 
     def note_reads(self, op, reads):
-        "Note the loss if the operation `op` begins its backward pass, and scalars that Python reads. `reads`: list of `Read`, arguments of `op`."
+        "Add a loss as a result if `op` begins its backward pass, and a scalar if `op` passes it to Python. `reads`: arguments of `op` (`Read`s)."
         if not self.traces.traces: return
         for r in reads:
             if not is_bad(r.values): continue
@@ -351,7 +362,7 @@ class Destinations:
             elif r.x.dim()==0 and r.requires_grad: self.note(2, 'a scalar with a gradient', r.x, r.values)
 
     def note_output(self, module, out):
-        "Note the output of a module if it is a root, which no other module contains."
+        "Add the output of a model as a result. Outputs of its submodules are no results of the step."
         if not self.traces.traces or not any(r[None] is module for r in self.names.roots): return
         for _,_,x in tensors_in_value([(None, list(out.values()) if isinstance(out, dict) else out)])[0]:
             if is_readable(x): self.note(2, f'the output of {an(module)}', x)
@@ -376,7 +387,7 @@ class OriginTracker(DispatchMode):
         self.origins,self.compiled = [],False
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        # for a DTensor, torch calls the operation again with its inner tensors, which are then checked
+        # for a DTensor, torch calls the operation again with the inner tensors: they are checked in that call
         if not all(map(is_plain_tensor, types)): return NotImplemented
         kwargs,about,name = kwargs or {},operation_arguments(op),operation_name(op)
         named = [*zip(about.names or map(str, range(len(args))), args, strict=False), *kwargs.items()]
@@ -412,7 +423,7 @@ class OriginTracker(DispatchMode):
         self.destinations.note_output(module, out)
 
     def place(self):
-        "Return the `Place` of the running operation: phase, line of code, and autograd node."
+        "Return where the running operation is, as a `Place`: phase of the step, line of the user's code, module, and autograd node."
         spot,caller = find_spots(self.last)
         self.compiled = self.compiled or spot.compiled or caller.compiled
         if spot.outer is not None: self.names.add_model(spot.outer)
@@ -444,7 +455,7 @@ class OriginTracker(DispatchMode):
         v = self.traces.read(x)
         if not is_bad(v): return self.traces.mark_finite(x)
         mine = [r for r in reads if i is None or r.i in (None, i)]
-        # read the inputs again, because code outside of torch may have written to them
+        # read the inputs again, because code outside of torch (such as numpy) may have written to their memory
         if not any(is_bad(r.values) for r in mine):
             mine = [r if r.written else r._replace(values=self.traces.read(r.x)) for r in mine]
             for r in mine:
@@ -452,7 +463,7 @@ class OriginTracker(DispatchMode):
         self.traces.add_trace(x, self.trace_output(name, v, mine, odd, x))
 
     def trace_output(self, name, v, reads, odd, x):
-        "Return the `Trace` of an output: the origins of the inputs, or a new `Origin` for this operation. `v`: `TensorValues` of the output."
+        "Return the `Trace` of an output: its NaN come from the inputs, or from this operation (a new `Origin`). `v`: `TensorValues` of the output."
         traces = [(r.values, self.traces.trace(r.x)) for r in reads if is_bad(r.values)]
         nan = merge_indices(*(t.nan or t.inf for r,t in traces if r.nan and t))
         inf = merge_indices(*(t.inf or t.nan for r,t in traces if (r.inf or r.minus) and t))
@@ -509,7 +520,7 @@ def describe_module(spot, names):
     return name_module(path, type(spot.module).__name__) if path else an(spot.module)
 
 def describe_place(place, names):
-    "Return phase, module and line of a `Place` in words."
+    "Return in words where an operation ran: phase of the step, module and line of code."
     spot,line = place.spot,describe_line(place.spot)
     module = None if spot.module is None else describe_module(spot, names)
     if place.phase=='optimizer': return f'in a step of {type(spot.stepping).__name__}, at {line}'
@@ -528,25 +539,25 @@ def describe_origin(o, names):
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e34
 class Details(NamedTuple):
-    "The operation making NaN or infinities, and its place in the code."
+    "Describes the operation that made NaN or infinities, and where it is in the user's code."
     op: str|None = None # name of the operation: 'aten.log'
     made: str|None = None # value that the operation made: 'NaN', 'inf' or '-inf'
     count: int = 0 # number of elements with this value
     # name of a tensor that had NaN or infinities before the step, or of the parameter that the optimizer updated
     tensor: str|None = None
     inputs: tuple|list = () # (name of an argument, dict of its `TensorValues`) for each argument
-    output: dict|None = None # dict of the `TensorValues` of the result
-    # Phase of the operation: 'forward', 'backward' or 'optimizer'. Other values: 'before' the step, 'unwritten' for uninitialized memory
+    output: dict|None = None # `TensorValues` of the operation's result, as a dict
+    # 'forward', 'backward' or 'optimizer'; 'before' if a tensor had the NaN before the step; 'unwritten' for uninitialized memory
     phase: str|None = None
     path: str|None = None # path of the module that ran the operation
-    kind: str|None = None # class of this module
+    kind: str|None = None # class of the module that ran the operation
     node: str|None = None # autograd node, if the phase is 'backward': 'LogBackward0'
     file: str|None = None # file of the user's code. In the phase 'backward', that of the forward operation
     line: int|None = None # line number in this file
     text: str = '' # source code of this line
 
 def details_of(o, names):
-    "Return the `Details` of an `Origin`."
+    "Return the description (`Details`) of where a NaN or infinity comes from (`Origin`)."
     spot,inputs = o.place.spot,[(n, v._asdict()) for n,v in o.reads if v is not None]
     path,kind = (None, None) if spot.module is None else (names.path(spot.module), type(spot.module).__name__)
     phase = {'outside': 'before', 'raw': 'unwritten'}.get(o.kind, o.place.phase)
@@ -591,12 +602,12 @@ class Located:
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e36
 class IgnoreEvents(Listener):
-    "A listener that ignores all events. It replaces the listener of a recorder while `locate` runs a step."
+    "Listener that ignores all events. While `locate` runs a step, it replaces the recorder of each `torchEmber`, so that nothing is recorded."
     on,running = False,1
 
 @contextmanager
 def pause_recording(model=None):
-    "In a `with` block, pause all recorders, and all listeners of their models and of `model`."
+    "In a `with` block, let all recorders pause, so that no `torchEmber` records the step that `locate` runs."
     recorders = [r for r in list(open_recorders) if getattr(getattr(r, 'sources', None), 'states', None)]
     roots = {id(m): m for m in [*(r.sources.states[0].track.module for r in recorders)]}
     if model is not None and states_of(inner := unwrap(model)): roots[id(inner)] = inner
@@ -607,7 +618,7 @@ def pause_recording(model=None):
 
 @contextmanager
 def ignore_model(root):
-    "In a `with` block, pause all listeners of a model."
+    "In a `with` block, call no listener (recorder) of a model."
     ts,listener = tracks(root),IgnoreEvents()
     arm(ts, listener)
     try:
@@ -616,7 +627,7 @@ def ignore_model(root):
 
 @contextmanager
 def ignore_calls(recorder):
-    "In a `with` block, make a recorder ignore calls by the user, such as `te.log`, and optimizer steps."
+    "In a `with` block, let a recorder ignore optimizer steps, and calls of the user such as `te.log`."
     watch,methods = recorder.watch,('log', 'log_model', 'add_rows', 'boundary')
     listener = None if watch is None else watch.listener
     if watch is not None: watch.listener = IgnoreEvents()
@@ -627,8 +638,10 @@ def ignore_calls(recorder):
         if watch is not None: watch.listener = listener
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e38
-# This is a separate function, because its code object marks where the stack frames of the step begin
-def call_step(step_fn): return step_fn()
+# A function of its own, because its code object marks in the stack where the user's step begins
+def call_step(step_fn):
+    "Call the user's step. In a stack, the frame of this function marks where the step begins."
+    return step_fn()
 
 def track_step(step_fn, model):
     "Run a step under an `OriginTracker`. Return the tracker, and the exception that the step raised, or None."
@@ -637,7 +650,7 @@ def track_step(step_fn, model):
         register_optimizer_step_pre_hook(lambda o, args, kwargs: tracker.names.add_optimizer(o))]
     try:
         with warnings.catch_warnings(), pause_recording(model), eagerly(), tracker:
-            # torch warns about the global hook registered above
+            # torch shows a warning when a global hook is registered, as above
             warnings.filterwarnings('ignore', 'Using `torch.compile')
             out = call_step(step_fn)
     except Exception as e: error = e

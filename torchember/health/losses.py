@@ -19,6 +19,7 @@ from .rules import rule
 
 # %% ../../nbs/55_health/45_losses.ipynb #1dd51274
 loss_causes = ('not_trained', 'update_too_large', 'update_too_small', 'vanishing_gradient', 'exploding_gradient', 'dead_units', 'saturated', 'attention',
+    'attention_logits', 'peaked_attention', 'attention_collapse', 'future_attention',
     'poor_scale', 'equal_units', 'gradients_add_up', 'weights_decay', 'collapse', 'batch_norm', 'underflow', 'scaler_skips', 'poor_input_scale',
     'same_data', 'not_finite', 'gradient_spike', 'loss_rises', 'loss_input', 'broadcast', 'target_range', 'one_class', 'constant_output', 'no_gradient',
     'targets_out_of_reach', 'wrong_last_activation') # rules whose findings can be the cause of a bad loss
@@ -59,7 +60,7 @@ def diverging(h, times=3., largest=10.):
     grown = f", and the output of the model grew from {fmt(out.rms[0])} to {fmt(out.rms[-1])}" if blown else ''
     yield finding('', f"The loss diverges: it grows from step {p.steps[i]} on, from {fmt(p.start)} at the start to {fmt(p.end)} "
         f"at the end{grown}.", p.steps[i], p.steps[-1], ttype='scalar', look="overview(run)", start=p.start, end=p.end,
-        # 'warning', because a loss may also rise if its terms change their weights, or if a new task begins
+        # only a 'warning': a loss may also rise because the weighting of its terms changes, or because a new task begins
         severity=None if blown or h.is_broken or h.has_large_first_steps or p.end>3*times*p.start else 'warning',
         confidence=1-.5*min(times*p.start/p.end, 1)*.5**blown,
         advice="Divide the learning rate by 10, add a warm-up, or clip the gradients (torch.nn.utils.clip_grad_norm_).")
@@ -71,12 +72,12 @@ def share_along_gradient(s, w, least):
     Gradient descent changes weights in the opposite direction. Return None if fewer than `least` steps show the
     direction.
     """
-    at = w.steps[:-1][np.diff(w.steps)==1] # steps followed by a step with a row of the weight
+    at = w.steps[:-1][np.diff(w.steps)==1] # steps after which the next step was recorded, too
     at = at[np.isin(at, s.steps)]
     if len(at)<least: return None
     i,j = np.searchsorted(w.steps, at),np.searchsorted(s.steps, at)
     moved,grad = w['mean'][i+1]-w['mean'][i],s['mean'][j]
-    ok = (abs(grad)>.02*s.rms[j]) & (abs(moved)>1e-6*w.rms[i]) # leave out means near zero, because rounding decides their sign
+    ok = (abs(grad)>.02*s.rms[j]) & (abs(moved)>1e-6*w.rms[i]) # leave out means near zero, because their sign depends on rounding
     return float((np.sign(moved[ok])==np.sign(grad[ok])).mean()) if ok.sum()>=least/2 else None
 
 def find_ascent(h, share, least):
@@ -88,7 +89,8 @@ def find_ascent(h, share, least):
     usual = plain_median(shares)
     return finding('', f"The optimizer maximizes the loss: the weights move along their gradients and not against them, in {usual:.0%} "
         f"of the steps, for {len(shares)} weights.", h.steps[0], h.steps[-1], ttype='weight', stands=True, look="overview(run)",
-        advice="Check for maximize=True, a wrong sign of the loss, a negative learning rate, or a hook that flips gradients.",
+        advice="Check the sign of the number that backward() is called on, maximize=True in the optimizer, a negative learning rate, and hooks that change "
+        "gradients.",
         along=usual, weights=len(shares), severity=None if h.progress.verdict=='rises' else 'warning',
         confidence=confidence_from(1-usual, 1-share, (shares>.6).mean(), h.progress.is_good))
 
@@ -113,7 +115,7 @@ def loss_rises(h, share=.8, least=20):
         "and for gradients that are added to the weights.")
 
 # %% ../../nbs/55_health/45_losses.ipynb #c1002a36
-# Words in the names of losses that cannot be negative
+# A loss with one of these words in its name cannot be negative
 positive_losses = 'ce', 'mse', 'bce', 'cross', 'l1', 'mae', 'huber', 'hinge', 'nll_class'
 
 def falls_faster(v):
@@ -135,7 +137,7 @@ def loss_below(h, times=5.):
     if v[-1]>=0 or v[-1]>p.start: return
     grown,endless = out is not None and len(out)>3 and out.rms[-1]>3*max(plain_median(out.rms[:3]), 1e-30),falls_faster(v)
     positive = any(w in name for w in positive_losses) and 'nce' not in name
-    # True if the loss begins at the value of a cross-entropy for random guessing
+    # True if the first loss is the cross-entropy of random guessing
     classes = any(abs(abs(p.values[0])-v)<.25*v for v in guessing_losses(h).values())
     if not (positive or endless and grown and (classes or v[-1]<-times*max(abs(p.start), 1))): return
     at = int(np.flatnonzero(p.values<0)[0])
@@ -165,7 +167,7 @@ def guesses_of_sigmoid(s):
     return [*of_half, ("The same probability for all samples gives 0.5 as absolute error.", .5)]
 
 def guesses(h, p, close):
-    "Return a list of (sentence, loss), with the losses of a model that has learned nothing. Arguments: as in `loss_stalls`."
+    "Return the losses that a model has if it has learned nothing, as a list of (sentence, loss)."
     found = [(f"Guessing among {n} classes gives {v:.3f} = ln {n}.", v) for n,v in guessing_losses(h).items()]
     sigmoids = [h.outputs[q] for q in h.graph.last_modules if q in h.outputs and h.activation(h.outputs[q])=='Sigmoid']
     return found+(guesses_of_sigmoid(sigmoids[0]) if sigmoids else [])
@@ -177,9 +179,9 @@ def stall_severity(h, p, guess, n):
     finding.
     """
     if guess and (not has_moved(h) or is_still_falling(p, guess[1])): return 'info'
-    # 'warning' at first, because a warm-up or a plateau at the start may last for many steps
+    # only a 'warning' in the first steps, because a warm-up or a plateau at the start may last for many steps
     if guess and n>=2: return 'error' if n>=10 and guess[0].startswith('Guessing') else 'warning'
-    return None if p.noise<1e-6*abs(p.end) else 'info' # 'info', because it is not known how far a loss of another kind can fall
+    return None if p.noise<1e-6*abs(p.end) else 'info' # other losses: 'info', because their lowest possible value is not known
 
 def is_still_falling(p, guess, part=.01, trend=-3.):
     """Return True if a loss still falls slowly at its end, and is already below `guess`, the loss of random guessing.
@@ -196,7 +198,7 @@ def has_moved(h, least=.01):
     return not trained or bool(finite_max(moves)>=least)
 
 def find_fall_to_guess(h, p, least, close):
-    "Return a finding if the loss falls to the loss of random guessing and stays there. Return None otherwise. Arguments: as in `loss_stalls`."
+    "Return a finding if the loss falls to the loss of random guessing and stays there. Return None otherwise. `close`: largest relative difference."
     if len(p.values)<least or p.verdict!='falls' or not has_moved(h): return None
     found = next(((n, v) for n,v in guessing_losses(h).items() if stays_at(p.values, v, close/3) and p.end>v*(1-close/3)), None)
     if found is None or not p.start>found[1]*(1+close): return None
@@ -240,7 +242,7 @@ def find_relu_logits(h, p):
         guess = math.log(s.shape[-1])
         relu = h.activation(s)=='ReLU'
         if not (s['min']>=0 if relu else s['min']==0).all() or not (s['max']>0).any(): continue
-        # A squared error can begin at any value. So a loss that does not begin at the loss of guessing must stay there
+        # a squared error can begin at any value, so only a loss that stays at the loss of guessing shows the fault
         if abs(p.values[0]-guess)>.3*guess and not (relu and stays_at(p.values, guess)): continue
         return finding(path, f"The logits of {s.title} are never below zero, and the loss is a cross-entropy "
             f"({fmt(p.start)} to {fmt(p.end)}; guessing gives {guess:.3f} = ln {s.shape[-1]}): a ReLU after the logits removes the gradient "
@@ -277,11 +279,12 @@ def loss_stalls(h, least=30, close=.03):
     """
     p = h.progress
     if len(p.values)<least: return
-    # if the recorder knows the kind of the loss, the rule `loss_input` finds such faults exactly
-    if not h.losses and (found := find_double_softmax(h, p) or find_double_sigmoid(h, p) or find_relu_logits(h, p)): yield found; return
+    # if the kind of the loss is known, the rule `loss_input` finds a softmax applied twice exactly, so this rule does not guess
+    known = any(e.get('end')!='probe' for e in h.losses) # True if the graph of the loss was read
+    if not known and (found := find_double_softmax(h, p) or find_double_sigmoid(h, p) or find_relu_logits(h, p)): yield found; return
     if found := find_fall_to_guess(h, p, 2*least, close): yield found; return
     if p.verdict!='stalls' or abs(p.end)<1e-6 or h.started_low: return
-    # no finding if the noise of the loss is so large that it would hide a fall
+    # no finding if the loss is so noisy that a fall would not be visible
     if p.noise/math.sqrt(len(p.values)/5)>.05*abs(p.start): return
     guess = next(((chance, v) for chance,v in guesses(h, p, close) if abs(p.end-v)<close*v and abs(p.start-v)<3*close*v), None)
     chance = f" {guess[0]}" if guess else ''
@@ -293,7 +296,7 @@ def loss_stalls(h, least=30, close=.03):
 
 # %% ../../nbs/55_health/45_losses.ipynb #b6c0141e
 def find_loss_jump(p, times, part):
-    "Return (index, usual loss before) for the first loss that is far above the losses before, or None. Arguments: as in `loss_spike`."
+    "Return (index, usual loss before) for the first loss that is far above the losses before it, or None if no loss is."
     v = p.values
     for i in range(5, len(v)):
         before = v[max(0, i-15):i]
@@ -320,18 +323,19 @@ def loss_spike(h, times=10., part=.5):
     if len(p.values)<12 or p.verdict in ('means nothing', 'rises') or (found := find_loss_jump(p, times, part)) is None: return
     i,usual = found
     v,step = p.values,p.steps[i]
-    if any(h.changes_data_at(s) for s in p.steps[5:i+1]): return # the shape of the data changes, so a new task begins
+    if any(h.changes_data_at(s) for s in p.steps[5:i+1]): return # the data get another shape: a new task begins
     end = next((j for j in range(i+1, len(v)) if v[j]<2*usual), None)
     data = data_size_ratio(h, step)
     why = f" The data of this step are {fmt_times(data)} as large as usual." if data else ''
     if end is None: severity = 'warning' if len(v)-i>=30 else 'info' # the loss may also jump because a new task begins
-    else: # after the jump, the model may learn the loss of other data: then the loss falls slowly
+    else: # a slow fall after the jump means that the model learns new data, which is no fault
         learnt = i+3<len(v) and min(v[i+1:i+4])>.4*v[i]
         severity = 'warning' if not learnt and (data or is_worse_after(p, step)) else 'info'
     yield finding('', f"At step {step}, the loss jumps to {fmt(v[i])}, where {fmt(usual)} was usual, and "
         f"{f'returns at step {p.steps[end]}' if end else 'does not return'}.{why}", step, p.steps[end-1] if end else p.steps[-1],
         ttype='scalar', severity=severity, look="overview(run)", loss=float(v[i]), usual=usual, confidence=confidence_from(v[i]/usual, times),
-        advice="Check the batch of this step, and clip the gradients (torch.nn.utils.clip_grad_norm_).")
+        advice="Print x.abs().max() and y of the batch of this step. Clipping limits the harm: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.) "
+        "after backward().")
 
 # %% ../../nbs/55_health/45_losses.ipynb #b9084578
 def find_constant_data(s, share=.9):
@@ -347,14 +351,14 @@ def report_constant_data(h, s, at, alone):
     """
     severity = 'info' if not alone else 'error' if h.progress.verdict in ('stalls', 'rises', 'none', 'short') else 'warning'
     what = f"The data are constant: all values of {s.tname} of {s.title} are {fmt(s['max'][at])} from step {s.steps[at]} on."
-    if len(np.unique(s['max'][s['max']==s['min']]))>1: # each batch is one sample of equal values, such as all zeros or all ones
+    if len(np.unique(s['max'][s['max']==s['min']]))>1: # each batch is a single sample whose values are all equal
         severity,what = 'info',f"In nearly all steps, all values of {s.tname} of {s.title} are equal. The value differs between steps."
     return s.finding(at, what, severity=severity, value=float(s['max'][at]),
         advice="Check the batches of the loader: a transform may clip all values, or an array was never filled.")
 
 def is_unchanging(s):
     "Return True if a tensor has the same statistics in all steps."
-    atol = 1e-6*s.rms[0] if np.isfinite(s.rms[0]) else 0 # 0 for an infinite rms: with an infinite tolerance, all values would be close to each other
+    atol = 1e-6*s.rms[0] if np.isfinite(s.rms[0]) else 0 # 0 for an infinite rms, because with an infinite tolerance all values would count as equal
     return all(np.allclose(s[c], s[c][0], rtol=1e-5, atol=atol, equal_nan=True) for c in ('mean', 'std', 'max', 'min') if c in s)
 
 def count_different(ins):

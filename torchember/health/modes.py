@@ -50,7 +50,7 @@ def find_eval_mode(h, out):
     if not ins or w is None or first_present(h.grads, gains, out.path) is None or len(out)<10 or len(ins[0])!=len(out): return None
     x,first = ins[0],slice(0, 3)
     same = (abs(x.rms*w.rms[0]-out.rms)<.01*out.rms) & (abs(x['mean']*w['mean'][0]-out['mean'])<.01*out.rms)
-    # for a normalized input, the output equals the input in both modes, so nothing is certain
+    # if the input is already normalized, the output equals the input in both modes, so the mode is unknown
     if not same[first].all() or (abs(x.rms[first]-1)<.05).all(): return None
     if has_changing_statistics(h, out.path): return None # in evaluation mode, running statistics do not change
     return out.finding(0, f"The output of {out.title} equals its input: the model trains in evaluation mode, with the first running "
@@ -119,7 +119,7 @@ def compare_sizes(ev, tr, late, away, share=.6, window=9):
     window: number of training steps before each evaluation to compare with. A single batch may be all zeros, so one step is not enough"""
     if not len(late): return None
     ends = np.maximum(np.searchsorted(tr.steps, ev.steps[late], 'right'), 1)
-    # leave out infinite rms: a tensor with a mask of -inf has an infinite rms
+    # leave out an infinite rms: the tensor may contain a mask of -inf
     before = [tr.rms[max(e-window, 0):e][np.isfinite(tr.rms[max(e-window, 0):e])] for e in ends]
     gap = np.array([distance_from_range(a, b) if len(b) and np.isfinite(a) else np.nan for a,b in zip(ev.rms[late], before, strict=True)])
     off = (gap>away) | (gap<1/away)
@@ -156,7 +156,7 @@ def batch_norm(h, away=4., least=30):
 
 # %% ../../nbs/55_health/42_modes.ipynb #3c77b07b
 def flag_training_mode(h, out):
-    "Return the mask of the steps in which a module is in training mode. Return None for modules that do not depend on the mode."
+    "Return the mask of the steps in which a module is in training mode, or None if the output of the module does not depend on the mode."
     if 'Dropout' in out.kind and out.path in h.inputs:
         x = h.inputs[out.path][0]
         return abs(out.rms-x.rms)>1e-4*x.rms if len(x)==len(out) else None
@@ -214,7 +214,7 @@ def find_first_evaluation(h, far):
         tr = first.get((s.path, s.tname))
         if tr is None or s.call or s.ttype!=tr.ttype or s.steps[0]>h.steps[0] or 'float' not in str(s.dtype): continue
         times = s.rms[0]/tr.rms[0] if tr.rms[0]>0 else np.nan
-        # The evaluation uses other data than the training, so sizes cannot be compared
+        # the evaluation has other data than the training, so the sizes of tensors cannot be compared
         if s.path in h.graph.first_modules and s.ttype=='input' and not 1/3<times<3: return
         if s.ttype=='output' and np.isfinite(times) and not 1/far<times<far: found.append((s, times))
     if not found or not any(s.path=='' or s.path in h.graph.last_modules for s,_ in found): return
@@ -231,7 +231,7 @@ def find_never_train_mode(h, least=10):
     "Yield a finding about a model that is trained in evaluation mode from the first step on, if modules of the model depend on the mode."
     trained = [h.graph.position(k[0]) for k,w in h.weights.items() if k in h.grads and find_changes(w).any()]
     if not trained or h.modes.get('train') or len(h.steps)<least: return
-    # modules before the first trained weight are frozen, and so in evaluation mode on purpose
+    # modules before the first trained weight are frozen, so they are in evaluation mode on purpose
     inside = [p for p in h.modes.get('eval', ()) if p and p in h.kinds and h.graph.position(p)>=min(trained)]
     if not inside: return
     names = ', '.join(name_module(p, h.kinds[p]) for p in inside[:3])+(f" and {len(inside)-3:,} more" if len(inside)>3 else '')
@@ -279,4 +279,4 @@ def random_eval(h):
         f"which drops {c['p']:.0%} of its values.{why}{more}", first, h.steps[-1],
         ttype='output', severity=None if wrong else 'info', stands=True, look=f"scalar_line(run, {path!r}, 'output', 'std')",
         advice=f"Pass {argument}, or use the module torch.nn.Dropout." if wrong else
-            "Nothing, if this is intended. Otherwise call model.eval() on the whole model.", share=c['p'], modules=len(wrong or calls))
+            "If this is intended, change nothing. Otherwise call model.eval() on the whole model.", share=c['p'], modules=len(wrong or calls))

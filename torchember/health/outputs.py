@@ -20,7 +20,7 @@ from .rules import rule
 
 # %% ../../nbs/55_health/43_outputs.ipynb #9e9ae137
 def final_outputs(h):
-    "Return the series of the last layer's output and of the model's output, in this order. `h`: a `History`."
+    "Return the `Series` of the output of the last layer, then the `Series` of the output of the model. `h`: a `History`."
     return [h.outputs[p] for p in dict.fromkeys([*reversed(h.graph.leaves), '']) if p in h.graph.last_modules | {''} and p in h.outputs]
 
 def is_in_unit_range(s):
@@ -30,7 +30,7 @@ def is_in_unit_range(s):
 def is_probability(h, s): return h.activation(s) in ('Sigmoid', 'Hardsigmoid', 'Softmax') and is_in_unit_range(s)
 
 def lower_end(h, s):
-    "Return the smallest value of the activation that made an output: 0 for a sigmoid, -1 for tanh, None for others. The largest value is 1."
+    "Return the smallest value that the activation of an output can have: 0 for a sigmoid, -1 for tanh, None for others."
     if h.activation(s) in ('Sigmoid', 'Hardsigmoid') and is_in_unit_range(s): return 0
     return -1 if h.activation(s) in ('Tanh', 'Hardtanh', 'Softsign') and finite_max(s.abs_max)<=1 else None
 
@@ -61,7 +61,7 @@ def weights_rest(h, steps, still=2e-5):
     return True
 
 def find_no_gradient(h, share, least):
-    "Return (numbers of the steps without any gradient, number of steps with recorded gradients), or None. Arguments: as in `no_gradient`."
+    "Return (numbers of the steps in which all gradients are zero, number of steps with recorded gradients), or None if such steps are few."
     steps,zero = all_zero_steps(h)
     if len(steps)<least or zero.mean()<=share or not weights_rest(h, steps[zero]): return None
     return steps[zero], len(steps)
@@ -73,7 +73,7 @@ def constant_value(s):
     value = s['max'][0]
     return float(value) if np.isfinite(value) and (s['max']==value).all() and (s['min']==value).all() else None
 
-softmax_values = {'Softmax': 1., 'LogSoftmax': 0., 'Softmin': 1.} # activation -> its value if it is taken over a single unit
+softmax_values = {'Softmax': 1., 'LogSoftmax': 0., 'Softmin': 1.} # Activation -> its constant value if it is taken over a single unit
 
 def is_softmax_of_one(h, s, value):
     "Return True if a constant output is the output of a softmax over a single unit. `value`: the constant."
@@ -85,7 +85,7 @@ softmax_advice = ("For two classes, use a sigmoid (activation='sigmoid', torch.n
     "For regression, remove the softmax. For n classes, let the last layer have n units.")
 
 def report_constant_output(h, s, value):
-    "Return a finding about an output with the same value for all samples in all steps. `value`: this value."
+    "Return a finding about an output of the model that is the same number, `value`, for all samples in all steps."
     softmax,n = is_softmax_of_one(h, s, value),len(s)
     why = ": it is a softmax over one unit, which is always 1, whatever the weights are" if softmax else ''
     return s.finding(0, f"The output of {s.title} is {fmt(value)} for all samples in all {n:,} steps{why}. "
@@ -101,7 +101,7 @@ def constant_output(h, least=5):
         value = constant_value(s)
         if value is None or len(s)<least or not input_changes(h): continue
         softmax = is_softmax_of_one(h, s, value)
-        # a constant such as a mask is no fault if other outputs of the model are trained
+        # a constant output, such as a mask, is no fault if other outputs of the model are trained
         if value==0 and not softmax or not softmax and not (h.grads and all_zero_steps(h)[1].all()): continue
         yield report_constant_output(h, s, value)
         return
@@ -193,9 +193,13 @@ def targets_out_of_reach(h, above=20., below=-1.5):
             return
 
 # %% ../../nbs/55_health/43_outputs.ipynb #c06433f6
-def begins_at_guess(h, n, close=.15): return len(h.progress.values)>0 and abs(h.progress.values[0]-math.log(n))<close*math.log(n)
+def begins_at_guess(h, n, close=.15):
+    "Return True if the first loss is near ln(n), the cross-entropy of random guessing among `n` classes."
+    return len(h.progress.values)>0 and abs(h.progress.values[0]-math.log(n))<close*math.log(n)
 
-def sums_to_one(s): return bool((abs(s['mean']*s.shape[-1]-1)<1e-3).mean()>.5)
+def sums_to_one(s):
+    "Return True if the values in each row of a tensor add up to 1 in most steps, as after a softmax."
+    return bool((abs(s['mean']*s.shape[-1]-1)<1e-3).mean()>.5)
 
 @rule(severity='warning', needs=('scalar', 'output'), after=('constant_output', 'no_gradient', 'loss_input'))
 def wrong_last_activation(h, least=20):

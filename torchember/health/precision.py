@@ -52,7 +52,7 @@ def autocast(h):
         s.steps[0], s.steps[-1], severity='info' if last and cast else None, ttype='output',
         look="read(run, ttype='output')[['path', 'dtype']]", layers=len(full), of=len(layers),
         advice="Look in the forward of this layer for autocast(enabled=False), .float(), or an operation that autocast does not know, "
-        "such as a kernel of your own (torch.amp.custom_fwd). Nothing, if full precision is intended here.")
+        "such as a kernel of your own (torch.amp.custom_fwd). If full precision is intended here, change nothing.")
 
 # %% ../../nbs/55_health/37_precision.ipynb #31c8aa55
 def zero_shares(h, least):
@@ -76,7 +76,7 @@ def lost_gradients(h, share=.2, safe=.05, least=10):
     if len(found)<3: return
     shares = np.array([z for _,z in found])
     lost = shares>=share
-    # return unless the first layer loses gradients, the last layer does not, and the losses grow from the last layer to the first
+    # no finding unless the fraction of zero gradients grows from the last layer to the first
     if not lost[0] or shares[-1]>safe or (np.diff(shares)>.1).any() or lost.all(): return
     s,n = found[0][0],int(lost.sum())
     yield s.finding(int(np.flatnonzero(s.zero)[0]), f"Gradients underflow in float16 on their way to the input: the gradient of {s.title} is "

@@ -20,7 +20,7 @@ def start_and_end(values, part=.2):
 def estimate_noise(values):
     "Return the standard deviation of the noise in a curve, estimated from the differences of neighbouring values."
     if len(values)<3: return 0.
-    # for normal noise, the median difference is 0.6745*sqrt(2) times the standard deviation
+    # for normal noise, the median absolute difference is 0.6745*sqrt(2) times the standard deviation
     return float(np.median(abs(np.diff(values))))/.954
 
 # %% ../../nbs/55_health/05_progress.ipynb #2e03d264
@@ -51,7 +51,7 @@ def judge_direction(start, end, noise, way, fall=.03, rise=.05):
 # %% ../../nbs/55_health/05_progress.ipynb #022e7f02
 opponent_names = ('disc(riminator)?', 'gen(erator)?', 'critic', 'policy', 'actor', 'adversary', 'd_net', 'g_net', 'netd', 'netg', 'adv', 'gan',
     '(d|g)_?loss', 'loss_?(d|g)', 'pg', 'ppo', 'reinforce', 'reward', 'return', 'advantage')
-# Names in adversarial training and reinforcement learning, where a rising loss is no bad sign
+# Names that show adversarial or reinforcement learning, where a rising loss is no bad sign
 adversarial_names = re.compile(rf"(^|[._])({'|'.join(opponent_names)})([._]|$|\d)", re.I)
 # Names of logged numbers that should rise, unlike a loss
 rising_names = re.compile(r'elbo|reward|return|likelihood|log_?prob|acc(uracy)?$|score', re.I)
@@ -69,7 +69,7 @@ class LossProgress:
     """
     def __init__(self, loss, names=(), least=6):
         self.loss,self.steps,self.values = loss,np.zeros(0, int),np.zeros(0)
-        # fell: decrease of the loss, as a fraction of its start
+        # fell: decrease of the loss, as a fraction of the loss at the start
         self.start = self.end = self.best = self.noise = self.fell = math.nan
         if loss is None: self.verdict = 'none'; return
         ok = np.isfinite(loss.values)
@@ -89,7 +89,7 @@ class LossProgress:
         self.fell = (self.start-self.end)/max(abs(self.start), 1e-12)
         if self.is_game(names): return 'means nothing'
         word = judge_direction(self.start, self.end, self.noise, rank_trend(v)*math.sqrt(len(v)))
-        # a number that should rise may be logged with a minus sign, so its fall means nothing
+        # a number that should rise (such as a reward) may be logged with a minus sign, so its fall is no progress
         if rising_names.search(self.loss.name) and word in ('falls', 'rises'): return 'falls' if v[-1]>v[0] else 'means nothing'
         return word
 
@@ -120,7 +120,7 @@ def guessing_losses(h, classes=200_000):
 
 # %% ../../nbs/55_health/05_progress.ipynb #46579690
 def lowest_cross_entropy(low, top, n, probabilities):
-    """Return the smallest cross-entropy that is possible if the outputs of the model are between `low` and `top`.
+    """Return the smallest possible cross-entropy of a model whose outputs are between `low` and `top`.
 
     n: number of classes
     probabilities: True for outputs of a sigmoid or softmax, False for logits

@@ -13,7 +13,7 @@ from .rules import rule
 
 # %% ../../nbs/55_health/43_rank.ipynb #47a75952
 class OutputRank:
-    "Cosines of pairs of samples, and effective ranks, of the output of one module. Both are arrays over `steps`."
+    "Similarity of the samples in the output of a module: cosines of pairs of samples, and effective ranks, as arrays over `steps`."
     def __init__(self, path, found):
         self.path,self.kind = path,found['kind'] if isinstance(found.get('kind'), str) else None
         self.steps = np.asarray(found['steps'], int)
@@ -35,13 +35,15 @@ def output_ranks(h):
     return sorted(valid, key=lambda o: (o.path=='', h.graph.position(o.path)))
 
 def is_valid(found):
-    "Return True if a value from the metadata has the keys and types of the facts about an output."
+    "Return True if a value from the metadata is a valid measurement of an output: it has all keys, with the right types."
     if not isinstance(found, dict) or not all(isinstance(found.get(k), list) for k in ('steps', 'cosine', 'rank')): return False
     same = len(found['steps'])==len(found['cosine'])==len(found['rank'])>2
     return same and all(isinstance(v, int|float|None) for k in ('steps', 'cosine', 'rank') for v in found[k]) and None not in found['steps']
 
 # %% ../../nbs/55_health/43_rank.ipynb #413c68fe
-def has_class_loss(h): return any(e['kind'] in ('cross_entropy', 'nll', 'margin') for e in h.losses)
+def has_class_loss(h):
+    "Return True if a term of the loss expects class labels, such as a cross-entropy."
+    return any(e['kind'] in ('cross_entropy', 'nll', 'margin') for e in h.losses)
 
 @rule(severity='warning', needs='output',
     after=('dead_units', 'saturated', 'equal_units', 'update_too_large', 'first_step', 'weights_decay', 'poor_scale', 'not_finite', 'collapse'))
@@ -54,9 +56,9 @@ def rank_collapse(h, parallel=.9995, apart=.95, start=8., left=1.5):
     left: effective rank below which only one direction is left
     """
     data = [s for s in h.series('input') if s.path in h.graph.data_modules and 'max' in s and 'min' in s]
-    if data and all((s['max']==s['min']).all() for s in data): return # equal samples have equal outputs; `same_data` reports the data
+    if data and all((s['max']==s['min']).all() for s in data): return # equal samples have equal outputs: the rule `same_data` reports them
     for o in output_ranks(h):
-        # Early in a training, the logits of all samples are alike: they follow the frequencies of the classes
+        # early in a training, the logits of all samples are similar on purpose: they follow the frequencies of the classes
         if o.path in h.graph.last_modules and has_class_loss(h): continue
         alike = o.falls_from(o.cosine>parallel) if o.cosine[0]<apart else None
         flat = o.falls_from(o.rank<left) if o.rank[0]>=start and not h.progress.is_good else None
@@ -68,6 +70,6 @@ def rank_collapse(h, parallel=.9995, apart=.95, start=8., left=1.5):
         yield finding(o.path, f"The outputs of {name_module(o.path, o.kind)} {text}. So the next layers can hardly tell samples apart.", step, int(o.steps[-1]),
             severity='error' if h.progress.is_bad else None, ttype='output', cosine=float(o.cosine[-1]), rank=float(o.rank[-1]), start=float(o.rank[0]),
             look=f"scalar_line(run, {o.path!r}, 'output', 'std')",
-            advice="Check what the loss rewards: equal outputs may be its optimum. Add negative samples or a variance term, stop the gradient on one side, "
-            "add residual connections, or lower the learning rate.")
+            advice="If the loss compares two outputs of the model, equal outputs may be its optimum: add negative samples, or detach() one of the two. "
+            "Otherwise divide the learning rate by 10, or add residual connections.")
         return

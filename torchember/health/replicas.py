@@ -13,11 +13,11 @@ from .rules import rule
 
 # %% ../../nbs/55_health/44_replicas.ipynb #c24b938e
 def list_drift_steps(steps, most=5):
-    "Return numbers of steps as text for a sentence."
+    "Return numbers of steps as text for a sentence, shortened if there are many."
     return f"step{'s'*(len(steps)>1)} {', '.join(map(str, steps[:most]))}{', ...' if len(steps)>most else ''}"
 
 def find_period(at):
-    "Return the distance between steps, if it is always the same and at least 2. Return None otherwise. `at`: numbers of steps, ascending."
+    "Return the distance between neighbouring steps if it is always the same and at least 2, else None. `at`: numbers of steps, ascending."
     gaps = set(np.diff(at).tolist())
     return gaps.pop() if len(at)>2 and len(gaps)==1 and min(gaps)>1 else None
 
@@ -41,7 +41,7 @@ def explain_lost(c, rank, at):
         "Compare the gradients of all ranks before optimizer.step().")
 
 def explain_gradients(c):
-    "Return the reason and an advice about gradients that differ between ranks. `c`: entry of `compare_replicas`."
+    "Explain why gradients differ between ranks. Return the reason as a sentence, and an advice. `c`: entry of `compare_replicas`."
     g,period = c['grads'],find_period(c['grads']['at'])
     if g['steps']>=.9*g['of']: return (
         f"Their gradients differ in all {g['steps']} recorded steps from step {g['first']} on, so nothing averages them.",
@@ -57,7 +57,7 @@ def explain_gradients(c):
         "Call the DistributedDataParallel model in each step, and not the model inside (model.module). Check whether a rank leaves out batches.")
 
 def explain_equal(c):
-    "Return the reason and an advice about weights that differ between ranks although the gradients are equal. `c`: entry of `compare_replicas`."
+    "Explain why weights differ between ranks although the gradients are equal. Return reason and advice. `c`: entry of `compare_replicas`."
     w = c['weights']
     if w['first']==0: return (f"Their gradients are equal in all {c['grads']['of']} steps, but the weights differ from the first step on.",
         "Load checkpoints and initialize weights before wrapping the model, or load the same file on all ranks.")
@@ -66,7 +66,7 @@ def explain_equal(c):
         "Look for code that changes weights on one rank only.")
 
 def explain_drift(c):
-    "Return the reason why the weights of two ranks differ as a sentence, and an advice. `c`: entry of `compare_replicas`."
+    "Explain why the weights of two ranks differ. Return the reason as a sentence, and an advice. `c`: entry of `compare_replicas`."
     if c['zero']: return explain_lost(c, c['rank'], c['zero'])
     if c['other_zero']: return explain_lost(c, c['with'], c['other_zero'])
     if not c['grads']['of']: return "The gradients were not recorded.", "Record gradients: ttypes=('weight', 'weight_grad')."
@@ -96,7 +96,7 @@ def replicas(h, rounding=1e-6):
     """
     found = [c for c in h.facts.get('replicas') or () if is_comparison(c) and c['weights']['steps']]
     if not found: return
-    # report only the most severe difference, because all ranks usually drift for the same reason
+    # report only the most severe difference, because the weights of all ranks usually differ for the same reason
     order = None, 'warning', 'info'
     c = min(found, key=lambda c: (order.index(severity_of_drift(c, rounding)), c['weights']['first'], c['rank']))
     why,advice = explain_drift(c)
@@ -123,7 +123,7 @@ class RankEnd:
         stacks = [s for s in e.get('running') or () if isinstance(s, list) and s]
         self.inside = max(stacks, key=len)[-1] if stacks else None
         self.was_killed,self.error = 'killed' in str(e.get('how') or ''),str(e.get('error') or '')
-        # step, phase and module, by which ends of ranks are compared. The module is known only in the forward pass
+        # (step, phase, module): where a rank ended, to compare ranks. The module is known only in the forward pass
         self.place = self.step, order_of_phases.index(self.phase) if self.phase else -1, self.inside
 
     @property
@@ -147,7 +147,7 @@ def rank_waits(h):
     if not timed_out and not all(e.was_killed for e in ends): return
     first,last = min(ends, key=lambda e: (e.place[:2], e.rank)),max(ends, key=lambda e: (e.place[:2], -e.rank))
     if first.place==last.place: last = next(e for e in ends if e.place!=first.place)
-    if first.step!=last.step and last.step-first.step>1: return # the ranks do not run step by step together, so different steps mean nothing
+    if first.step!=last.step and last.step-first.step>1: return # the ranks run independently, so different steps are no fault
     waits = timed_out[0] if timed_out else first
     other = last if waits.place!=last.place else first
     sure = f"Rank {waits.rank} gave up waiting ({waits.error[:120]})." if timed_out else \

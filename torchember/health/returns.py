@@ -44,9 +44,9 @@ class Jumps:
         return any(4*g>=times for g in grown)
 
     def find(self, times, largest, least):
-        "Return a dict: index of a step with a too large change -> (relative change, usual change). Arguments: as in `resumed`."
+        "Return a dict: index of a step in which the weight changes too much -> (relative change in this step, usual relative change)."
         found,ratio = {},self.moves.ratio
-        before = np.r_[np.nan, np.fmax.accumulate(ratio)[:-1]] if len(ratio) else ratio # largest change before each index
+        before = np.r_[np.nan, np.fmax.accumulate(ratio)[:-1]] if len(ratio) else ratio # for each step, largest earlier change of the weight
         for i in np.flatnonzero((ratio>least) & (ratio>largest*before)).tolist():
             if i<5 or not (usual := self.usual(i))>0 or not ratio[i]>times*usual: continue
             if self.moves_ends(i, least) and not self.is_explained(i, ratio[i]/usual): found[i] = float(ratio[i]),float(usual)
@@ -66,7 +66,7 @@ def lost_progress(h, step, stays=3):
     return (a, b, (b-a)/(start-a)) if a<.8*start else None
 
 def find_replaced(h, times, largest, least):
-    "Return a dict: step -> {(path, pname) of a replaced weight: (relative change, usual change)}. Arguments: as in `resumed`."
+    "Return a dict: step before which weights were replaced -> {(path, pname) of such a weight: (relative change, usual change)}."
     found,rates = {},h.rates
     for k,w in h.weights.items():
         if (k not in h.grads and k not in h.updates) or len(w)<8 or not h.is_matrix(k, w): continue
@@ -107,7 +107,7 @@ def loss_phrase(h, fell, count):
     return f"The loss goes back from {fmt(before)} to {fmt(after)} ({fmt(plain_median(h.progress.values[:3]))} at the start).{more}"
 
 def report_first_values(h, step, fell, count):
-    "Return a finding about a model whose weights have their first values again. Arguments: as in `loss_phrase`."
+    "Return a finding about a model whose weights have their first values again, so that progress is lost. `fell`: result of `lost_progress`."
     return finding('', f"At step {step}, all weights have the values of step {h.steps[0]} again. {loss_phrase(h, fell, count)}", step, step,
         ttype='weight', stands=True, look="updates(run)", advice=where_to_look, before=fell[0], after=fell[1], times=count)
 

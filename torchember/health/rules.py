@@ -13,16 +13,18 @@ from ..ground.plugins import find_plugins, load_plugin
 from .finding import severities
 
 # %% ../../nbs/55_health/15_rules.ipynb #5c1de0a7
-# Statistic that a rule reads -> groups of statistics. A run needs all statistics of one of these groups
+# Statistic that a rule reads -> groups of statistics from which it can be computed. A run needs all statistics of one group
 statistics_from = {'rms': (('rms',), ('mean', 'std')), 'abs_max': (('abs_max',), ('max', 'min')), 'max': (('max', 'min'), ('std',))}
 
-# Name of a rule -> paper or document that a threshold of the rule comes from. Notebook `90_table` has the sources of all thresholds
+# Name of a rule -> paper or document that gives the threshold of the rule. Notebook `90_table` has the sources of all thresholds
 cited = {
     'update_too_large': "Karpathy, CS231n: ratio of weights to updates, https://cs231n.github.io/neural-networks-3/#ratio",
     'update_too_small': "Karpathy, CS231n: ratio of weights to updates, https://cs231n.github.io/neural-networks-3/#ratio",
     'poor_scale': 'He et al. 2015, https://arxiv.org/abs/1502.01852',
     'saturated': 'Glorot and Bengio 2010, https://proceedings.mlr.press/v9/glorot10a.html',
     'attention': 'Dehghani et al. 2023, https://arxiv.org/abs/2302.05442; Wortsman et al. 2023, https://arxiv.org/abs/2309.14322',
+    'attention_logits': 'Dehghani et al. 2023, https://arxiv.org/abs/2302.05442; Wortsman et al. 2023, https://arxiv.org/abs/2309.14322',
+    'attention_collapse': 'Zhai et al. 2023, https://arxiv.org/abs/2303.06296',
     'underflow': 'Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740',
     'batch_norm': 'https://docs.pytorch.org/docs/stable/generated/torch.nn.BatchNorm1d.html',
     'scaler_skips': 'https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler'}
@@ -50,7 +52,7 @@ class Rule:
         return {p.name: p.default for p in ps} | self.thresholds
 
     def but(self, **thresholds):
-        "Return a copy of the rule with other thresholds, given by name. Raises TypeError for an unknown name."
+        "Return a copy of the rule with other thresholds, given by name. Raise TypeError if the rule has no threshold of this name."
         for k in thresholds:
             if k not in self.defaults: raise TypeError(unknown(f'threshold of {self.name}', k, list(self.defaults)))
         return Rule(self.f, self.severity, self.needs, self.after, self.thresholds|thresholds, self.stats)
@@ -66,7 +68,7 @@ class Rule:
     def __repr__(self): return f"<rule {self.name}: {(self.__doc__ or '').strip().partition(chr(10))[0]}>"
 
 # %% ../../nbs/55_health/15_rules.ipynb #7f4d5d01
-table = {} # Name of a rule -> `Rule`. Rules that find causes are before rules that find consequences
+table = {} # Name -> `Rule`. A rule that finds causes comes before the rules that find their consequences
 loaded_plugins = set() # names of the entry points of other packages that were loaded
 
 # %% ../../nbs/55_health/15_rules.ipynb #21936839
@@ -89,7 +91,7 @@ def rule(
     """
     if f is None: return functools.partial(rule, severity=severity, needs=needs, after=after, stats=stats)
     if severity not in severities: raise ValueError(unknown('severity', severity, severities))
-    if not callable(f): raise TypeError(f"A rule must be a function of a History, got {an(f)}.")
+    if not callable(f): raise TypeError(f"A rule must be a function that takes a History, got {an(f)}.")
     needs,after,stats = ((names,) if isinstance(names, str) else names for names in (needs, after, stats))
     table[f.__name__] = Rule(f, severity, needs, after, stats=stats)
     return table[f.__name__]

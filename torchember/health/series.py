@@ -21,7 +21,7 @@ from ..measure.summary import derived
 
 # %% ../../nbs/55_health/06_series.ipynb #449f3a86
 def to_floats(values):
-    "Return a column of a table as floats, with NaN for values that are not numbers."
+    "Convert a column of a table to floats. Values that are no numbers become NaN."
     if values.dtype.kind in 'iufb': return values.to_numpy(float, na_value=np.nan)
     return np.array([v if isinstance(v, int|float) else np.nan for v in values], float)
 
@@ -32,8 +32,9 @@ def elements_of_row(shape):
 def count_shape_elements(shapes):
     "Return the number of elements of each tensor from its shape. A run has many rows and few different shapes, so results are cached."
     of_shape = cache(elements_of_row)
-    try: return np.fromiter(map(of_shape, shapes), float, len(shapes)) # in a table of `read`, shapes are tuples, which a cache accepts
-    except TypeError: return np.fromiter((of_shape(as_tuple(s)) for s in shapes), float, len(shapes)) # a cache does not accept lists and arrays
+    # `read` returns shapes as tuples, which can be keys of a cache
+    try: return np.fromiter(map(of_shape, shapes), float, len(shapes))
+    except TypeError: return np.fromiter((of_shape(as_tuple(s)) for s in shapes), float, len(shapes)) # lists and arrays cannot be keys of a cache
 
 def as_tuple(shape): return tuple(shape) if isinstance(shape, list|tuple|np.ndarray) else None
 
@@ -48,27 +49,27 @@ class SeriesColumns:
         self.steps = df['step'].to_numpy()[order]
 
     def column(self, name):
-        "Return the column of a statistic as floats, with NaN for missing values."
+        "Return the values of a statistic in all rows as floats, with NaN for missing values."
         if name not in self.cache:
             known = name in self.columns
             self.cache[name] = to_floats(self.df[name])[self.order] if known else np.full(len(self.order), np.nan)
         return self.cache[name]
 
     def count(self, *names):
-        "Return the sum of some columns of counts, such as 'nan' and 'posinf'. Missing columns and values count as 0."
+        "Return for each row the sum of some columns of counts, such as 'nan' and 'posinf'. Missing columns and values count as 0."
         if names not in self.cache:
             columns = (np.nan_to_num(self.column(c)) for c in names if c in self.columns)
             self.cache[names] = sum(columns, np.zeros(len(self.order)))
         return self.cache[names]
 
     def object_column(self, name):
-        "Return a column as an array of objects, with None if the column is missing."
+        "Return a column as an array of objects. If the column is missing, all values are None."
         if name not in self.columns: return np.full(len(self.order), None, object)
         return self.df[name].astype(object).to_numpy()[self.order]
 
     @cached_property
     def user_columns(self):
-        "Names of the columns with statistics by the user's functions. Columns of `te.mark`, such as an epoch, are left out."
+        "Names of the columns that the user's own statistics wrote, without columns of `te.mark`, such as an epoch."
         not_computed = {*row_columns, *mark_columns(self.df)}
         return [c for c in self.df.columns if c not in not_computed and self.df[c].dtype.kind in 'iufb']
 
@@ -82,7 +83,7 @@ class SeriesColumns:
         return np.where(np.isnan(n), count_shape_elements(self.shapes), n) if np.isnan(n).any() else n
 
 # %% ../../nbs/55_health/06_series.ipynb #7c41d2ea
-# Rows that differ in one of these columns belong to different tensors, and so to different series
+# columns that identify a tensor: rows that differ in one of them belong to different series
 apart = ('module', 'ttype', 'tname', 'phase', 'call', 'backward', 'micro')
 named,counted = ('path', 'module', 'ttype', 'tname', 'pname', 'phase'),('call', 'backward')
 
@@ -93,12 +94,12 @@ def group_rows(df):
     for c in apart:
         if c not in df: continue
         one = df[c].cat.codes.to_numpy() if isinstance(df[c].dtype, pd.CategoricalDtype) else pd.factorize(df[c])[0]
-        codes = pd.factorize(codes*(int(one.max(initial=0))+2)+one+1)[0] # +1, because a missing value has the code -1
+        codes = pd.factorize(codes*(int(one.max(initial=0))+2)+one+1)[0] # +1, because the code of a missing value is -1
     return codes
 
 # %% ../../nbs/55_health/06_series.ipynb #284c9cfa
 class SeriesKey(NamedTuple):
-    "The columns of a row that identify its tensor, and so its series."
+    "Columns that identify the tensor of a row, and therefore the `Series` that the row belongs to."
     path: str
     kind: str # class of the module, such as 'Linear'
     ttype: str
@@ -138,9 +139,9 @@ class Series:
     def rms(self):
         "Root mean square in each step: as recorded, or computed from mean and standard deviation. NaN if these are missing."
         n = self.rows.sizes[self.at]
-        # torch divides by n-1, so its standard deviation of a single value is missing
+        # torch divides by n-1, so the standard deviation of a single value is NaN
         unbiased = np.where(n>1, (n-1)/np.where(n>1, n, 1), np.isnan(n)*1.)
-        # if the standard deviation is missing, the rms is known only for a tensor of a single value
+        # without a standard deviation, the rms is known only for a tensor of one element
         std = np.nan_to_num(self['std']) if 'std' in self else np.where(n==1, 0, np.nan)
         # hypot instead of a sum of squares, because the square of 1e300 overflows
         made = np.hypot(self['mean'], std*np.sqrt(unbiased))
@@ -177,7 +178,7 @@ class Series:
         return Series(self.rows, slice(self.at.start, self.at.start+max(n, 1)), key, self.order)
 
     def at_step(self, step):
-        "Return the index of a step in the series, or None if the step was not recorded."
+        "Return the index of the step with a number in this series, or None if the tensor was not recorded in this step."
         i = np.searchsorted(self.steps, step)
         return int(i) if i<len(self) and self.steps[i]==step else None
 
@@ -217,7 +218,7 @@ class LoggedSeries:
 
     def __len__(self): return len(self.steps)
 
-# columns that cannot be numbers of `te.log`
+# columns of scalar rows that are no numbers logged by `te.log`
 row_columns = {*identity, *of_pieces, *optional, 'path', 'run', 'shape', *derived}
 
 def logged_series(df):
@@ -245,7 +246,8 @@ def find_lost_values(df, values):
     if 'nan' not in df: return lost
     steps,calls = df['step'].to_numpy(),np.nan_to_num(to_floats(df['call'])) if 'call' in df else np.zeros(len(df))
     has = {c: np.isfinite(v) for c,v in values.items()}
-    known = {c: set(steps[h].tolist()) for c,h in has.items()} # name of a logged number -> steps in which it is finite
+    # Name of a logged number -> steps in which the number is finite
+    known = {c: set(steps[h].tolist()) for c,h in has.items()}
     often = {call: {c: int(h[calls==call].sum()) for c,h in has.items()} for call in set(calls.tolist())}
     tnames = df['tname'].astype(object).to_numpy() if 'tname' in df else np.full(len(df), 'log', object)
     by_user = {c for c,h in has.items() if not computed_in(c) or h[~np.isin(tnames, computed)].any()}

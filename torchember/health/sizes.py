@@ -14,9 +14,9 @@ from .progress import guessing_losses
 from .rules import rule
 
 # %% ../../nbs/55_health/30_sizes.ipynb #661033d2
-# verdict of `LossProgress` -> sentence in a finding. {} stands for the loss at the start, and for the loss at the end
-loss_sentences = {'none': "The loss was not recorded (te.log(loss=loss)).", 'short': "The loss has too few values to judge.",
-    'means nothing': "The loss does not show whether this harms.", 'stalls': "The loss does not fall ({} to {})."}
+# Verdict of `LossProgress` ('falls', ...) -> sentence in a finding. The two {} are the loss at the start and at the end
+loss_sentences = {'none': "The loss was not recorded (te.log(loss=loss)).", 'short': "Too few losses were recorded to say whether the loss falls.",
+    'means nothing': "The values of this loss do not show whether the training suffers.", 'stalls': "The loss does not fall ({} to {})."}
 
 def loss_sentence(p):
     "Return a sentence about the progress of the loss, for the text of a finding. `p`: a `LossProgress`."
@@ -45,10 +45,12 @@ def select_updates(moves, ratio):
     return dense or {k: m for k,m in moves.items() if m.median(0, .2)>10*ratio}
 
 def growth_factor(w):
-    "Return the ratio of the largest rms of a weight to its rms in the first step, or NaN if the first rms is 0."
+    "Return by which factor the rms of a weight has grown at most since the first step, or NaN if it was 0 then."
     return finite_max(w.rms)/w.rms[0] if w.rms[0]>0 else np.nan
 
-def share_phrase(ratio): return f"{fmt(ratio)} of its size" if ratio<1 else f"{fmt_times(ratio)} its size"
+def share_phrase(ratio):
+    "Return a ratio of update to weight in words: '0.3 of its size' or '2 times its size'."
+    return f"{fmt(ratio)} of its size" if ratio<1 else f"{fmt_times(ratio)} its size"
 
 def lower_rate_advice(ratio, most=1000):
     """Return the advice to divide the learning rate by a power of ten, so that updates become about 0.003 of the weight.
@@ -84,7 +86,8 @@ def report_larger_steps(h, moves, late, limit):
         f"{fmt(before)} was usual. {len(late)} of {len(moves)} weights have such updates. {loss_sentence(h.progress)}",
         step, m.s.steps[-1], ttype='weight', look="updates(run)", ratio=float(m.ratio[i]), before=before, weights=len(late),
         confidence=confidence_from(m.ratio[i], limit, len(late)/len(moves)),
-        advice="Clip the gradients (torch.nn.utils.clip_grad_norm_), lower the learning rate, or check the batch of this step.")
+        advice="Print x.abs().max() and y of the batch of this step. If they are as usual, divide the learning rate by 10, or clip the gradients after "
+        "backward(): torch.nn.utils.clip_grad_norm_(model.parameters(), 1.).")
 
 # %% ../../nbs/55_health/30_sizes.ipynb #e63dddfe
 @rule(severity='error', needs=('weight', 'weight_grad'), stats=('rms', 'std'), after=('poor_input_scale',))
@@ -96,8 +99,8 @@ def update_too_large(h, ratio=.3, growth=10., many=.34):
     many: least fraction of the weights with too large updates
     """
     p = h.progress
-    if len(h.steps)<12: ratio = max(ratio, 2.) # a higher threshold for short runs, because the first few steps show little
-    # in some healthy trainings with a high learning rate, the loss falls only after 20 steps
+    if len(h.steps)<12: ratio = max(ratio, 2.) # a higher threshold for a run of few steps, because the first updates are often large
+    # in some trainings with a high learning rate, the loss begins to fall only after 20 steps, and nothing is wrong
     if len(h.steps)<32 and p.verdict=='stalls' and not h.is_broken: ratio = max(ratio, 4.)
     moves = select_updates({k: adjust_small_weights(m) for k,m in relative_updates(h).items()}, ratio)
     if not moves: return
@@ -105,7 +108,7 @@ def update_too_large(h, ratio=.3, growth=10., many=.34):
     blown = [k for k,m in moves.items() if growth_factor(m.s)>growth]
     large = [k for k,m in moves.items() if m.median(0, .2)>ratio and finite_max(m.ratio[:5])>ratio]
     bad = is_harmed(h) or p.verdict in ('none', 'means nothing', 'short') and len(blown)>=enough
-    # weights that the first step enlarged so much that later updates look small, relative to the weight
+    # weights that the first update has made so large that later updates are small in comparison
     leaps = [k for k in blown if moves[k].s.rms[0]>1e-4 and moves[k].ratio[0]>3]
     leapt = len(leaps)>=max(1, .5*len(moves)) and p.verdict!='means nothing' and p.fell<.3
     if len(large)>=max(1, enough) and bad or leapt: yield report_large_steps(h, moves, large or leaps, ratio); return
@@ -144,7 +147,7 @@ def explain_small_steps(h, step, drop):
     """
     falls = [(n.name, at[-1], finite_max(n.values)) for n in h.rates if len(at := n.values[n.steps<=step])]
     if fell := [f for f in falls if f[1]<100*drop*f[2]]: return (
-        f"The schedule of the learning rate ended the training: {fell[0][0]} is {fmt(fell[0][1])}, after {fmt(fell[0][2])}.",
+        f"The schedule lowered the learning rate too early: {fell[0][0]} is {fmt(fell[0][1])}, and was {fmt(fell[0][2])} before.",
         "Let the schedule end at the last step: count T_max, step_size and milestones in the unit in which you call scheduler.step() (steps or epochs).")
     if bad := [f for f in falls if not np.isfinite(f[1])]: return (f"The learning rate {bad[0][0]} is {bad[0][1]}.", "Check the code that sets it.")
     if falls: return "The learning rate has not fallen as much, so something else makes the updates small.", ("Print the gradients before "
@@ -183,15 +186,16 @@ def find_early_end(h, moves, drop, many=.7):
     if len(ends)<many*len(moves) or p.verdict=='means nothing': return
     step,k,peak,now = sorted(ends, key=lambda e: e[0])[len(ends)//2]
     if p.verdict not in ('none', 'short') and not was_falling(p, step): return
-    # Embeddings do not count, because a step changes only few of their rows
+    # leave out embeddings, because a step changes only few of their rows
     rare = {k for k,w in h.weights.items() if 'Embedding' in w.kind}
-    # if other weights still change, a schedule is not the reason, and the rule `not_trained` reports the fault
+    # if other weights still change, no schedule is the reason: the rule `not_trained` reports this fault
     if any_weight_changes(h, step, rare): return
     smaller = f"{fmt_times(peak/now)} smaller than before" if now>0 else "zero"
-    gradients = ", while the gradients are not" if k in h.grads else ''
+    gradients = ", while the gradients stay about as large" if k in h.grads else ''
     why,advice = explain_small_steps(h, step, drop)
     yield finding('', f"From step {step} on, the updates are {smaller} ({fmt(now)} in {moves[k].s.title}, {fmt(peak)} before){gradients}. "
-        f"{(h.steps>=step).sum():,} of {len(h.steps):,} steps were left. {why} {loss_sentence(p)}", step, h.steps[-1], ttype='weight',
+        f"The last {(h.steps>=step).sum():,} of {len(h.steps):,} steps hardly change the weights. "
+        f"{why} {loss_sentence(p)}", step, h.steps[-1], ttype='weight',
         look="updates(run)", advice=advice, before=peak, now=now,
         confidence=confidence_from(now/peak, drop, len(ends)/len(moves), h.progress.is_good))
 
@@ -206,14 +210,15 @@ def find_slow_group(h, moves, usual, ratio):
     slow = [k for k in grads if 0<usual[k]<min(ratio/10, largest*1e-3) and grads[k]>1e-10]
     rest = [k for k in grads if k not in slow]
     if not slow or not rest or largest<10*ratio: return
-    # size of an update divided by the gradient, which is the learning rate
+    # ratio of update to gradient: the learning rate of plain gradient descent
     rate = {k: usual[k]*median(moves[k].s.rms)/max(grads[k], 1e-30) for k in grads}
     slow = [k for k in slow if rate[k]<1e-2*median([rate[k] for k in rest])]
     if not slow: return
     k = min(slow, key=lambda k: h.graph.position(k[0]))
     w,more = moves[k].s,f" {len(slow)} weights have such updates." if len(slow)>1 else ''
     yield finding(w, f"{w.title} hardly changes: its updates are {fmt(usual[k])} of its size, and those of the other weights {fmt(largest)}."
-        f"{more}", h.steps[0], h.steps[-1], advice="Check the learning rate of the parameter group of this weight.", look="updates(run)",
+        f"{more}", h.steps[0], h.steps[-1],
+        advice="Print optimizer.param_groups: the group of this weight may have another learning rate than the other groups.", look="updates(run)",
         confidence=confidence_from(usual[k], min(ratio/10, largest*1e-3)), ratio=usual[k], usual=largest, weights=list_names([moves[k].s.label for k in slow]))
 
 # %% ../../nbs/55_health/30_sizes.ipynb #21e17a7e
@@ -233,7 +238,7 @@ def update_too_small(h, ratio=1e-5, drop=1e-3, least=20, many=.8):
     small = [k for k in moves if usual[k]<ratio and (k not in h.grads or (h.grads[k].rms>0).any())]
     if not small or len(small)<many*len(moves) or h.progress.verdict not in ('stalls', 'none', 'short'):
         yield from list(find_early_end(h, moves, drop)) or find_slow_group(h, moves, usual, ratio)
-    elif any(finite_max(moves[k].ratio)>0 for k in small): # `not_trained` reports weights that never change
+    elif any(finite_max(moves[k].ratio)>0 for k in small): # the rule `not_trained` reports weights that never change
         stopped = all(usual[k]==0 for k in small) or finite_max([finite_max(moves[k].ratio[:5]) for k in small])>100*ratio
         k = max(small, key=usual.get)
         yield from find_early_end(h, moves, drop) if stopped else [report_small_steps(h, moves, k, len(small), usual[k], ratio)]
@@ -259,11 +264,11 @@ class LayerStart:
     """
     def __init__(self, w, fan, given, out):
         self.w,self.out = w,out
-        # scaled: rms of the weight, divided by the rms that would give output and input the same rms
+        # scaled: rms of the weight, divided by the rms with which the output is as large as the input
         self.scaled,self.out_rms = float(w.rms[0]*np.sqrt(fan)),float(out.rms[0])
         # if the input was not recorded, assume that its rms is 1
         self.in_rms = 1. if given is None else float(given.rms[0])
-        # attention returns a weighted mean, so the rms of its output does not show the scale of its weight
+        # attention returns a weighted mean of values, so the size of its output does not show the size of its weight
         self.mean = 'Attention' in w.kind
         self.finite = bool(np.isfinite(self.out_rms))
         self.gain = self.out_rms/self.in_rms if self.in_rms>0 else np.nan
@@ -271,7 +276,7 @@ class LayerStart:
 
     def too_large(self, away):
         "Return True if the weight makes the output more than `away` times as large as the input."
-        # in a loop over a sequence, a recurrent weight multiplies the signal at each position
+        # a recurrent weight multiplies the signal again at each position of the sequence
         loop = self.w.kind in recurrent and 'hh' in self.w.pname and self.gain>100 and self.scaled>1
         return loop or self.scaled>away and (self.mean or not self.finite or self.gain>away)
 
@@ -315,7 +320,7 @@ def find_large_embeddings(h, embedded):
 init_advice = "Use the default initialization of torch, or torch.nn.init.kaiming_normal_(weight)."
 
 def report_start(h, w, text, severity, advice=f"{init_advice} If the scale is intended, normalize after this layer.", **evidence):
-    "Return a finding about the initial values of the weight `w`. `evidence`: as in `finding`."
+    "Return a finding about the initial values of the weight `w`. `evidence`: numbers that the text of the finding contains."
     return finding(w, text, h.steps[0], severity=severity, advice=advice, **evidence,
         look="scalar_global_heatmap(run, ttype='output', stat='std')")
 
@@ -380,19 +385,21 @@ def poor_scale(h, away=5., least=.012, growth=200., embedded=8.):
 
 # %% ../../nbs/55_health/30_sizes.ipynb #1ecb7127
 def data_of_layer(h, path, first):
-    "Return the series of a layer's input if this input is the data of the model, else None. `first`: path of the first layer with weights."
+    "Return the `Series` of the input of the layer with the path `first`, if this input is the data of the model, else None."
     ins = [s for s in h.inputs.get(path, ()) if s.tname!='output' and 'float' in str(s.dtype)]
     kind = h.kinds.get(path, '')
     if not ins or not is_linear(kind) and not any(r in kind for r in ('LSTM', 'GRU', 'RNN')): return None
-    # leave out inputs that the model itself computes
+    # an input that the model itself has computed is no data
     if h.graph.makers.get(path) or path!=first and not equals_model_input(h, ins[0]): return None
     return ins[0]
 
 def multiplies_data(w):
-    "Return True for the weight of a linear layer. A layer of one input feature, `Linear(1, n)`, counts, too."
+    "Return True if a weight is the matrix of a linear layer. The column of a `Linear(1, n)` counts as a matrix, too."
     return is_linear(w.kind) and w.pname in ('weight', 'kernel') and w.shape is not None and len(w.shape)>1
 
-def equals_model_input(h, s): return any(r.path=='' and np.array_equal(r.rms, s.rms) for r in h.series('input'))
+def equals_model_input(h, s):
+    "Return True if an input of a module has the same rms as an input of the model in all steps, so that it is the data."
+    return any(r.path=='' and np.array_equal(r.rms, s.rms) for r in h.series('input'))
 
 def starts_with_high_loss(h, times=3):
     "Return True if the first loss is far above the loss of random guessing."
@@ -451,18 +458,20 @@ def starts_equal(h, k, w):
     if not h.is_matrix(k, w) or w.shape is None or w.shape[0]<2 or w.steps[0]!=h.steps[0] or not w.constant[0] or not ('max' in w or 'mean' in w): return False
     return is_linear(w.kind) or 'Embedding' in w.kind or w.kind in recurrent or 'weight' in (k[1] or '') and len(w.shape)==2
 
-def is_frozen(h, k): return any((p['path'], p['name'])==k and p['requires_grad'] is False for p in h.parameters)
+def is_frozen(h, k):
+    "Return True if the metadata says that a parameter requires no gradient. `k`: (path, pname) of the parameter."
+    return any((p['path'], p['name'])==k and p['requires_grad'] is False for p in h.parameters)
 
 def later_weights(h, k):
-    "Return the keys of the weights of all layers that are called after the layer of the weight `k`, the next layer first."
+    "Return the (path, pname) of the weights of all layers called after the layer of the weight `k`, in the order of calls."
     return sorted((q for q,w in h.weights.items() if h.is_matrix(q, w) and h.graph.position(q[0])>h.graph.position(k[0])), key=lambda q: h.graph.position(q[0]))
 
 def stay_equal(h, k):
-    "Return True if the weights of the next layer are also equal, so that nothing ever distinguishes the units. `k`: key of the units' weight."
+    "Return True if the weights of the next layer are equal, too, so that the units get equal gradients forever. `k`: (path, pname) of the weight."
     return bool(later := later_weights(h, k)) and starts_equal(h, later[0], h.weights[later[0]])
 
 def consequence_phrase(h, k):
-    "Return the consequence of equal units as the end of a sentence. `k`: key of the units' weight."
+    "Return as the end of a sentence what equal units lead to. `k`: (path, pname) of their weight."
     if not later_weights(h, k): return ", and have equal outputs at first"
     return ", get equal gradients, and stay one unit" if stay_equal(h, k) else ", and only later weights distinguish them"
 
@@ -485,7 +494,9 @@ def equal_units(h, least=5):
             "Biases may begin equal, weights may not.")
 
 # %% ../../nbs/55_health/30_sizes.ipynb #75a70348
-def falls_steadily(values): return float((np.diff(values)<=0).mean())>.9
+def falls_steadily(values):
+    "Return True if nearly all values of a curve are at most as large as the value before."
+    return float((np.diff(values)<=0).mean())>.9
 
 def shrinks_away(w, left):
     "Return True if a weight shrinks steadily to less than the fraction `left` of its first rms, and stays small."

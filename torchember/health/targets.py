@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['classes_of', 'function_of', 'own_activation', 'find_input_faults', 'reach', 'layers', 'series_of', 'names_of_term',
-           'place_of_term', 'label_loss', 'last_step_of', 'report_term', 'finding_at', 'find_single_unit',
+           'place_of_term', 'label_loss', 'last_recorded_step', 'report_term', 'finding_at', 'find_single_unit',
            'find_wrong_dimension', 'find_second_activation', 'share_outside', 'find_scale_out_of_reach',
            'find_no_distribution', 'loss_input', 'find_regression_of_classes', 'broadcast', 'normal_share',
            'share_out_of_reach', 'find_unreachable', 'find_wrong_labels', 'target_range', 'find_one_class',
@@ -20,7 +20,7 @@ from .rules import rule
 
 # %% ../../nbs/55_health/47_targets.ipynb #34bf9a63
 def series_of(h, e, ttype):
-    "Return the series of the predictions or targets of a term of the loss, or None. `e`: entry of the term, see `store.losses`."
+    "Return the `Series` of predictions (or targets) that belong to a term of the loss, or None. `e`: entry of the term, see `store.losses`."
     return next((s for s in h.series(ttype) if s.tname==e.get('tname') and s.path=='' and 'max' in s and 'min' in s), None)
 
 def names_of_term(e):
@@ -30,31 +30,33 @@ def names_of_term(e):
     """
     return [a for a in e['activations'] if a not in ('select', 'clamp')]
 
-# Activation -> classes of its modules
+# Name of an activation -> names of the module classes that apply it
 classes_of = {'softmax': ('Softmax',), 'log_softmax': ('LogSoftmax',), 'sigmoid': ('Sigmoid',), 'relu': ('ReLU',), 'tanh': ('Tanh',)}
 
 def place_of_term(h, *activations):
-    "Return the path of the last module that applies one of these activations. If there is none, return the path of the last module."
+    "Return the path of the last module that applies one of `activations`, such as 'softmax'. If there is none, return the path of the last module."
     wanted = {c for a in activations for c in classes_of.get(a, ())}
     leaves = [p for p in h.graph.leaves if p in h.outputs]
     return next((p for p in reversed(leaves) if h.activation(h.outputs[p]) in wanted), leaves[-1] if leaves else '')
 
 def label_loss(e):
-    "Return a phrase about a term of the loss: its kind, and its name unless the name is 'loss'. `e`: entry of the term."
+    "Return in words which term of a loss a finding is about, such as 'nll_loss of `aux`'. `e`: dict that describes the term."
     return function_of.get(e['kind'], e['kind'])+('' if e['name']=='loss' else f" of `{e['name']}`")
 
 function_of = {'bce': 'binary_cross_entropy', 'bce_with_logits': 'binary_cross_entropy_with_logits', 'mse': 'the mean squared error',
     'l1': 'the mean absolute error', 'nll': 'nll_loss', 'huber': 'huber_loss', 'smooth_l1': 'smooth_l1_loss', 'margin': 'multi_margin_loss'}
 
-def last_step_of(h): return h.steps[-1] if len(h.steps) else 0
+def last_recorded_step(h):
+    "Return the number of the last recorded step of a run, or 0 if no step was recorded."
+    return h.steps[-1] if len(h.steps) else 0
 
 def report_term(h, e, text, *activations, **more):
-    "Return a finding about a term of the loss, placed at the module that applies one of the activations. `e`: entry of the term."
-    return finding_at(place_of_term(h, *activations), text, e.get('first_step') or 0, last_step_of(h), e, **more)
+    "Return a finding about a term of the loss, with the path of the module that applies one of `activations`. `e`: dict that describes the term."
+    return finding_at(place_of_term(h, *activations), text, e.get('first_step') or 0, last_recorded_step(h), e, **more)
 
 # %% ../../nbs/55_health/47_targets.ipynb #07a97fc9
 def finding_at(path, text, first, last, e, **more):
-    "Return a finding about a term of the loss, placed at a module. `first`, `last`: first and last step; `e`: entry of the term."
+    "Return a finding about a term of the loss. `path`: module to name; `first`, `last`: first and last step; `e`: dict that describes the term."
     return finding(path, text, first, last, ttype='output', look='overview(run)', **{'kind': e['kind'], **more})
 
 # %% ../../nbs/55_health/47_targets.ipynb #586a896a
@@ -62,7 +64,7 @@ def find_single_unit(h, e):
     "Return a finding if a softmax is taken over a single unit, so that its output is always 1. Return None otherwise."
     if e.get('softmax_size')!=1: return None
     s,own = series_of(h, e, 'prediction'),e['activations'][-1:]==['log_softmax']
-    # In other batches, the softmax has more units
+    # in some batches, the softmax has more than one unit: no fault
     if s is not None and (s['max']!=s['min']).any() and 'normalize' not in e['activations']: return None
     what = f"The loss {label_loss(e)} takes a softmax" if own else 'The softmax before the loss is taken'
     if 'normalize' in e['activations'] and 'softmax' not in e['activations']: what = "The loss divides each prediction by the sum of its row, taken"
@@ -89,7 +91,7 @@ def find_second_activation(h, e):
     "Return a finding if an activation is applied before a loss that applies its own activation. Return None otherwise."
     if e['takes']!='logits' or e['kind'] not in own_activation: return None
     names,own = names_of_term(e),own_activation[e['kind']]
-    if e['kind']=='cross_entropy': names = names[:-1] # without the log_softmax of the loss itself
+    if e['kind']=='cross_entropy': names = names[:-1] # the last log_softmax is a part of the loss itself
     last = names[-1] if names else None
     if last not in ('softmax', 'sigmoid', 'relu', 'tanh') or (e.get('softmax_size') or 2)<2: return None
     without = f"{label_loss(e)} has its own {own} and expects logits of either sign"
@@ -120,10 +122,10 @@ def find_scale_out_of_reach(h, e, part=.5):
         "it has no lower limit at the right answer, and gradients are wrong.", names[-1], severity='error', activation=names[-1],
         advice="Take the logarithm: F.log_softmax(logits, dim=1) in place of the softmax. Or pass the logits to F.cross_entropy.")
     if s is None or e.get('weighted') or takes not in ('log_probabilities', 'probabilities'): return None
-    # without a logarithm before the loss, the recorded prediction must itself be a logarithm of a probability
+    # if no logarithm was taken before the loss, the prediction itself must be the logarithm of a probability
     of_logarithms = takes=='log_probabilities' and 'log' not in names
     if of_logarithms and names: return None
-    # a loss that divides by the sum of a row turns any positive numbers into probabilities, so they have no upper limit
+    # if the predictions are divided by their sum, any positive numbers become probabilities: no upper limit
     most = 1e-6 if of_logarithms else np.inf if 'normalize' in names else 1+1e-4
     share,low,high = share_outside(s, -np.inf if of_logarithms else -1e-4, most)
     if share<part or not of_logarithms and names[-1:]==['exp']: return None
@@ -181,7 +183,7 @@ def broadcast(h):
 # %% ../../nbs/55_health/47_targets.ipynb #1ea6ff22
 reach = {'sigmoid': (0, 1), 'softmax': (0, 1), 'hardsigmoid': (0, 1), 'tanh': (-1, 1), 'relu': (0, math.inf), 'softplus': (0, math.inf), 'exp': (0, math.inf)}
 
-def normal_share(x): return .5*math.erfc(-x/math.sqrt(2)) # fraction of a standard normal distribution below x
+def normal_share(x): return .5*math.erfc(-x/math.sqrt(2)) # fraction of a standard normal distribution that is below x
 
 def share_out_of_reach(s, low, high):
     """Return the fraction of the targets below `low` or above `high`.
@@ -193,7 +195,7 @@ def share_out_of_reach(s, low, high):
     return normal_share((low-mean)/std)+(0 if math.isinf(high) else 1-normal_share((high-mean)/std))
 
 def find_unreachable(h, e, least, part):
-    "Return a finding if the last activation cannot return the targets of a regression. Return None otherwise. Arguments: as in `target_range`."
+    "Return a finding if the last activation cannot return the targets of a regression. Return None otherwise. `e`: entry of a term of the loss."
     last = names_of_term(e)[-1:]
     s = series_of(h, e, 'target')
     if e['kind'] not in ('mse', 'l1', 'huber', 'smooth_l1') or not last or last[0] not in reach or s is None or 'mean' not in s: return None
@@ -218,7 +220,7 @@ def find_wrong_labels(h, e, part):
         f"The largest label is {e['largest']}, but the model has {e['classes']} outputs, for the labels 0 to {e['classes']-1}.", severity='error',
         advice="Give the last layer one output for each class, or let the labels begin with 0.", largest=e['largest'])
     if e['kind'] not in ('bce', 'bce_with_logits') or s is None or e.get('weighted'): return None
-    outside,low,high = share_outside(s, -.05, 1.3) # a limit above 1, because smoothed labels of GANs reach 1.2
+    outside,low,high = share_outside(s, -.05, 1.3) # the limit is above 1, because smoothed labels of GANs reach 1.2
     if outside<part: return None
     more = ' One output cannot tell more than two classes apart.' if high>=2 and low>=0 else ''
     return report_term(h, e,
@@ -238,8 +240,8 @@ def target_range(h, least=.02, part=.25):
         if (found := find_wrong_labels(h, e, part) or find_unreachable(h, e, least, part)) is not None: yield found
 
 # %% ../../nbs/55_health/47_targets.ipynb #bdb7419c
-# Operations at the end of a model whose last layer returns logits
-layers = 'Addmm', 'Mm', 'Add', 'Convolution', 'Bmm', 'MkldnnConvolution', 'SlowConv2D', 'ThnnConv2D'
+# operations after which the output of a last layer still is a logit. 'probe': predictions of a JAX training, see `history.probed_losses`
+layers = 'probe', 'Addmm', 'Mm', 'Add', 'Convolution', 'Bmm', 'MkldnnConvolution', 'SlowConv2D', 'ThnnConv2D'
 
 def find_one_class(h, e, least):
     "Return a finding if all labels of a classifier are equal. Return None otherwise. `least`: least number of batches."
@@ -271,7 +273,7 @@ def find_constant_targets(h, e, least):
     if len(terms)!=1 or e['kind'] not in ('bce', 'bce_with_logits') or s is None or len(s)<least or out is None or out.shape is None: return None
     if tuple(e.get('shape') or ())!=out.shape or not (s['max']==s['min']).all() or len(np.unique(s['max']))!=1: return None
     return report_term(h, e, f"All targets are {fmt(s['max'][0])}, in all {len(s):,} steps.", severity='info', target=float(s['max'][0]),
-        advice="Nothing, if the model is trained on one class on purpose. Otherwise print the targets: y.unique(return_counts=True).")
+        advice="If you train on one class on purpose, change nothing. Otherwise print the targets: y.unique(return_counts=True).")
 
 # %% ../../nbs/55_health/47_targets.ipynb #8e7e76fd
 @rule(severity='warning', needs='target')

@@ -13,15 +13,17 @@ from ..ground.needs import needs
 from ..ground.not_finite import counts
 
 # %% ../../nbs/55_health/79_tolerance.ipynb #ac4d7945
-# Number format -> distance from 1 to the next larger number
+# Number format -> eps: the distance from 1 to the next larger number
 format_eps = {'float64': 2**-52, 'complex128': 2**-52, 'float32': 2**-23, 'complex64': 2**-23, 'float16': 2**-10, 'bfloat16': 2**-7,
     'float8_e4m3fn': 2**-3, 'float8_e4m3fnuz': 2**-3, 'float8_e5m2': 2**-2, 'float8_e5m2fnuz': 2**-2}
-# Tolerance of a sum, in units of eps. Sums of two runs that differ only in their order differed by at most 0.9, so 8 is safe
+# Tolerance of a sum, in units of eps. In tests, two orders of summation differed by at most 0.9 eps, so 8 is safe
 sum_roundings = 8
-# Tolerance of a statistic of a weight, in units of eps. The least accurate reader has an error of 1e-6, which is 8 units
+# Tolerance of a weight's statistic, in units of eps. The least accurate reader (code that measures tensors) has an error of 1e-6: 8 eps
 weight_roundings = 16
 
-def eps_of(dtype): return format_eps.get(str(dtype), 2**-52)
+def eps_of(dtype):
+    "Return eps of a dtype: the distance from 1 to the next larger number."
+    return format_eps.get(str(dtype), 2**-52)
 
 def rounding_error(eps:float, numel:float, weight=False) -> float:
     """Return the largest rounding error of one operation, relative to the rms of its result.
@@ -30,7 +32,7 @@ def rounding_error(eps:float, numel:float, weight=False) -> float:
     numel: number of elements of the module's largest tensor
     weight: True for weights
     """
-    # torch computes sums in float32, so a coarser dtype rounds only the result
+    # torch adds up in float32, so a coarser dtype only rounds the result
     stored,added = 2*eps*(eps>2**-23),np.minimum(eps, 2**-23)
     return np.where(weight, weight_roundings*added+stored, np.maximum(stored, sum_roundings*added*np.maximum(numel, 1)**.25))
 
@@ -38,7 +40,7 @@ def rounding_error(eps:float, numel:float, weight=False) -> float:
 # statistics whose differences are divided by the rms of the tensor
 averages = ('mean', 'std', 'rms', 'abs_mean', 'finite_mean', 'finite_std')
 extremes = ('max', 'min', 'abs_max') # statistics whose differences are divided by the largest element of the tensor
-norms = ('l1', 'l2') # statistics whose differences are divided by the norm itself
+norms = ('l1', 'l2') # norms: `diff` divides a difference of two norms by the norm
 
 def tensor_sizes(pairs:RowPairs):
     """Return ((rms, largest element) of the tensors, (rms, largest element) of the modules), as arrays with one number per pair of rows.
@@ -59,7 +61,7 @@ def tensor_sizes(pairs:RowPairs):
     return (rms, top), (of_module['rms'].to_numpy(), of_module['top'].to_numpy())
 
 def relative_to(x, of):
-    "Return the distance `x` divided by the size `of`. Return 0 if the distance is 0, and 1 if the size is 0 and the distance is not."
+    "Return the distance `x` divided by the size `of`. The result is 0 for a distance of 0, and 1 if only the size is 0."
     with np.errstate(divide='ignore', invalid='ignore'): return np.where(x>0, x/np.where(of>0, of, x), 0.)
 
 # %% ../../nbs/55_health/79_tolerance.ipynb #597dc11d
@@ -91,7 +93,7 @@ class Distances:
         self.size = mine[0]
 
     def add(self, stat, far, known, a, b):
-        "Add the distances `far` of the statistic `stat`. Where it differs more than all statistics before, report this statistic."
+        "Add the distances `far` of the statistic `stat`. For each pair of rows, the largest distance of all statistics is kept."
         self.compared |= known
         more = (far>self.far) | known & (self.stat=='')
         self.far,self.stat = np.where(more, far, self.far),np.where(more, stat, self.stat)
@@ -111,9 +113,9 @@ class CauseTracker:
         self.ttypes,self.step = ttypes,None
         # before: tensor -> its largest distance so far. parameters: parameter -> largest distance of its weight, gradient and states
         self.before,self.parameters = {},{}
-        # Both are of this step. inside: path of a module -> largest distance inside it. made: statistics of a tensor -> its distance
+        # In this step: inside: path of a module -> largest distance inside it; made: statistics of a tensor -> its distance
         self.inside,self.made = {},{}
-        # flow, back: largest distance in the forward and in the backward pass of this step. last: largest distance in the step before
+        # largest distance in the forward pass (flow) and backward pass (back) of this step, and in the step before (last)
         self.flow = self.back = self.last = 0.
         self.any = False # True if any pair of rows differed so far
 
@@ -123,7 +125,7 @@ class CauseTracker:
         return {'weight', 'weight_grad'}<=self.ttypes
 
     def next_step(self, step):
-        "Forget the distances of one step, and begin the next step."
+        "Begin the next step: forget the distances of the step before, except the largest one."
         if step!=self.step: self.last = max(self.flow, self.back)
         self.step,self.inside,self.made,self.flow,self.back = step,{},{},0.,0.
 
@@ -142,12 +144,12 @@ class CauseTracker:
         return max(known, more)
 
     def add(self, tensor, path, ttype, numbers, parameter, far, own):
-        "Add the distances `far` and `own` of a pair of rows, see `Distances`."
+        "Add a pair of rows with its distances: `far` (relative to the module) and `own` (relative to the tensor)."
         self.before[tensor],self.any = max(self.before.get(tensor, 0.), far),self.any or far>0
         if ttype in parameter_types: self.parameters[parameter] = max(self.parameters.get(parameter, 0.), own)
         if ttype in (*flow_types, 'weight', 'buffer'):
             inside = path
-            while True: # path of this module, then of each module around it
+            while True: # this module, then each module that contains it
                 self.inside[inside] = max(self.inside.get(inside, 0.), far)
                 if not inside: break
                 inside = inside.rpartition('.')[0]
@@ -173,8 +175,10 @@ def relative_changes(pairs, size):
         out[order] = np.fmax(out[order], relative_to(np.nan_to_num(change), size[order]))
     return out
 
-# Relative distance of two gradients if rounding moves a single element to the other side of zero before a ReLU
-def element_jump(eps): return eps**.25
+# Relative distance of two gradients if rounding changes the sign of one element before a ReLU
+def element_jump(eps):
+    "Return how far two gradients may differ if rounding changes the sign of one element before a ReLU. `eps`: of their dtype."
+    return eps**.25
 
 def free_jump(c, ttype, jump, way, flat):
     """Return the largest distance allowed for a pair of rows, even if the distances of its causes are much smaller.

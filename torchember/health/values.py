@@ -14,10 +14,10 @@ from .history import never_changes
 from .rules import rule
 
 # %% ../../nbs/55_health/20_values.ipynb #fbd58a84
-# dtype -> its largest finite number. Results above it become infinite
+# Dtype -> its largest finite number. Larger results become infinite
 largest_number = {'float16': 65504., 'float8_e4m3fn': 448., 'float8_e5m2': 57344.}
-smallest_numbers = {'float16': (6.104e-5, 5.96e-8)} # dtype -> (its smallest normal number, its smallest subnormal number)
-# dtype -> relative size of half of the last digit. Smaller relative updates of a weight are rounded away
+smallest_numbers = {'float16': (6.104e-5, 5.96e-8)} # Dtype -> (its smallest normal number, its smallest subnormal number)
+# Dtype -> half of the last digit, relative to the number. Smaller relative updates of a weight have no effect
 half_digit = {'bfloat16': 2**-8, 'float16': 2**-11}
 
 # %% ../../nbs/55_health/20_values.ipynb #f98b30a5
@@ -41,11 +41,11 @@ def count_bad(s, i):
     return ' and '.join(f'{int(s[c][i]):,} {w}' for c,w in words if c in s.rows.columns and s[c][i]>0)
 
 # %% ../../nbs/55_health/20_values.ipynb #bdecc946
-# Order in which tensor types are computed in a step. By this order, rules find the first NaN or infinity
+# Order in which the tensors of a step are computed, by tensor type, to find the first NaN or infinity
 step_order = dict(weight=0, buffer=0, input=1, output=1, probe=1, output_grad=3, input_grad=3, unclipped_grad=4, weight_grad=4,
     optimizer=5, update=6)
 
-def order_of(s): return step_order.get(s.ttype, 1) # position of the tensor type in `step_order`
+def order_of(s): return step_order.get(s.ttype, 1) # when in a step tensors of this type are computed
 
 def find_bad_loss(h):
     "Return (first step with a NaN or infinite loss, `LoggedSeries` of the loss), or None if the loss is always finite."
@@ -92,7 +92,7 @@ def find_largest_input(h, s, step):
     return float(np.nan_to_num(finite_max(sizes)))
 
 def explain_input(h, s):
-    "Return the reason for a NaN or infinity in an input, and an advice. `s`: series of the input."
+    "Explain a NaN or infinity in an input. Return the reason as a sentence, and an advice. `s`: `Series` of the input."
     if s.path=='' or s.order==min(o.order for o in h.series('input')): return ("The data already contain NaN or infinities.",
         "Check the data of this step: run np.isfinite over the data set, and check the divisors used to normalize the data. "
         "Remove samples with NaN or infinities, or replace these values.")
@@ -100,7 +100,7 @@ def explain_input(h, s):
         f"Check the operations before {name_module(s.path)}: a division, log, sqrt, or a softmax in which all entries are -inf.")
 
 def explain_forward(h, s, i):
-    "Return the reason for a NaN or infinity in an output, and an advice. `s`: series of the output; `i`: index of the step."
+    "Explain a NaN or infinity in an output. Return the reason as a sentence, and an advice. `s`: its `Series`; `i`: index of the step."
     top,huge = largest_number.get(s.dtype),find_largest_input(h, s, s.steps[i])
     if top and 'posinf' in s.rows.columns and (s['posinf'][i]>0 or huge>top/8): return (
         f"The largest number of {s.dtype} is {top:,.0f}. The input was finite, up to {fmt(huge)}.",
@@ -132,7 +132,7 @@ def find_finite_after(h, s, step, bad):
         and (p, 'weight_grad') not in bad), None)
 
 def explain_backward(h, s, step, bad):
-    "Return the reason for a NaN or infinity in a gradient, and an advice. `bad`: as in `explain_source`."
+    "Explain a NaN or infinity in a gradient. Return the reason as a sentence, and an advice. `bad`: as in `explain_source`."
     known,after = describe_forward(h, step),find_finite_after(h, s, step, bad)
     if after: return (f"{known} The gradients of the later module {name_module(after)} are finite, too, so the fault is in the backward pass between the two.",
         f"{anomaly_hint} sqrt and norm have no gradient at 0, and where(ok, f(x), 0) uses the gradient of f also for the other branch: "
@@ -143,7 +143,7 @@ def explain_backward(h, s, step, bad):
         "of log grows without limit there: add an eps inside.")
 
 def explain_weight(h, step):
-    "Return the reason for a NaN or infinity in a weight, an update or an optimizer state, and an advice."
+    "Explain a NaN or infinity in a weight, an update or an optimizer state. Return the reason as a sentence, and an advice."
     rates = ((n.name, at[-1], n.steps[n.steps<=step][-1]) for n in h.rates if len(at := n.values[n.steps<=step]))
     rate = next((r for r in rates if not np.isfinite(r[1])), None)
     if rate: return f"The learning rate {rate[0]} is {rate[1]} since step {rate[2]}.", "Check the scheduler, and other code that sets the learning rate."
@@ -203,7 +203,7 @@ def report_bad_tensors(h, found, step, loss):
     s,i = choose_first_bad(h, found, step)
     last,n = max(int(s.steps[i[-1]]) for s,i in found),len({s.path for s,_ in found})
     evidence = dict(tensors=sum(len(i) for _,i in found), reached=n)
-    # the loss is the source if, before the gradients, only the loss was not finite
+    # if all tensors before the gradients are finite, but the loss is not, the loss is the source
     if order_of(s) in (3, 4) and loss and loss[0]<=step:
         value = loss[1].values[loss[1].steps==loss[0]][0]
         return finding('', f"{loss[1].name} is {value} at step {step}, while all outputs of the model are finite: the fault is in "
@@ -242,7 +242,7 @@ def scaler_skips(h, share=.5, most=20):
 
 # %% ../../nbs/55_health/20_values.ipynb #04b82dd7
 def find_lost_gradients(h, share, many):
-    "Return a finding about gradients that float16 rounds to zero, or None if they are few. Arguments: as in `underflow`."
+    "Return a finding about gradients that float16 rounds to zero, or None if such gradients are few. `many`: least fraction of all gradients."
     grads = [s for s in h.grads.values() if len(s)>2]
     if not grads or h.ends_at_zero_loss or not any(s.dtype in smallest_numbers for s in h.series('output')): return None
     zero = [s for s in grads if s.zero.mean()>share]

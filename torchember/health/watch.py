@@ -26,13 +26,14 @@ from ..store.table import activations_in, tree_in
 
 # %% ../../nbs/55_health/60_watch.ipynb #53f5be7d
 scalar_mark = b'"ttype":"scalar"'
-not_finite = b'"nan":', b'"posinf":', b'"neginf":' # names of columns that a row has only if its tensor has NaN or infinities
+# columns of a log line (as bytes) that it has only if the tensor has NaN or infinities
+not_finite = b'"nan":', b'"posinf":', b'"neginf":'
 kind_columns = re.compile(rb'"(ttype|rank|phase|skipped)":("?[\w.]+)')
 
 def kinds_of_trouble(lines):
-    """Return the kinds of rows with NaN or infinities in some log lines.
+    """Return the kinds of NaN and infinities in the given log lines, each as a tuple.
 
-    A kind consists of: NaN, inf or -inf; tensor type, rank, phase, skipped; names of logged numbers.
+    A kind is a tuple: NaN, inf or -inf; tensor type, rank, phase, skipped; names of logged numbers.
     `KeptSteps` keeps the first step of each kind. So a mask of -inf in each step, or a step that a loss scaler skips,
     does not hide a fault.
     """
@@ -48,16 +49,17 @@ def names_not_finite(line):
 
 # %% ../../nbs/55_health/60_watch.ipynb #c7bcbcfa
 class KeptSteps:
-    "Log lines of the first and last steps of a run, and of ever fewer steps between them, so that memory is limited."
-    # first, last: number of steps that are always kept at the beginning and at the end. most_bytes: limit of memory
+    "Keeps log lines for the rules: of the first and last steps, and of ever fewer steps between them, so that memory is limited."
+    # first, last: number of steps at the start and at the end that are always kept; most_bytes: largest memory for all lines
     first,last,most_bytes = 20,40,24_000_000
 
     def __init__(self):
-        # lines: step -> list of blocks of lines. logged: step -> (lines of logged numbers, number of blocks from which they are)
+        # lines: step -> list of blocks of its log lines; logged: step -> (lines of logged numbers, number of blocks they were read from)
         self.lines,self.logged = {},{}
-        self.size,self.count = 0,0 # size: bytes of all lines; count: number of steps that were added, including an unfinished step
-        self.reports = [] # lines with warnings of the recorder
-        self.first_bad = {} # kind of a row with NaN or infinities, see `kinds_of_trouble` -> first step with such a row
+        # size: bytes of all lines; count: number of steps that were added, including an unfinished step
+        self.size,self.count = 0,0
+        self.reports = [] # log lines with warnings of the recorder
+        self.first_bad = {} # Kind of NaN or infinities (see `kinds_of_trouble`) -> first step with this kind
 
     def add(self, step, lines:bytes):
         "Add log lines of a step. Lines without a step (None) are dropped."
@@ -92,7 +94,7 @@ class KeptSteps:
         return b''.join([*(b''.join(p) if s in kept else self.logged_lines(s, p) for s,p in self.lines.items()), *self.reports])
 
     def logged_lines(self, step, blocks):
-        "Return the lines of a step that have logged numbers. They are cached until new blocks of the step come."
+        "Return those log lines of a step that contain logged numbers. They are cached until the step gets new lines."
         found,n = self.logged.get(step, (None, 0))
         if n!=len(blocks):
             found = b''.join(line+b'\n' for p in blocks if scalar_mark in p for line in p.split(b'\n') if scalar_mark in line)
@@ -101,7 +103,7 @@ class KeptSteps:
 
 # %% ../../nbs/55_health/60_watch.ipynb #b1704b21
 class Pace:
-    """Decides when the rules run again, so that they take little time. A run of all rules is called a look.
+    """Decides when the rules run again during the training, so that they take little time. One run of all rules is a look.
 
     share: largest time for the rules, as a fraction of the time for recording
     first: number of steps before the first look
@@ -110,7 +112,7 @@ class Pace:
     more: factor by which the number of steps must grow before a later look
     """
     def __init__(self, share=.02, first=4, always=4, more=1.33):
-        # took: seconds of all looks so far; cost: seconds of the last look; next: number of steps at which the next look begins
+        # took: seconds of all looks (runs of all rules); cost: seconds of the last look; next: number of steps before the next look
         self.share,self.next,self.more,self.took,self.cost = share,first,more,0.,0.
         self.always = [first*2**i for i in range(always)]
 
@@ -122,20 +124,20 @@ class Pace:
         return steps>=self.next and (self.next in self.always or not self.cost or self.took+2*self.cost<=self.share*recording())
 
     def note_cost(self, steps, seconds):
-        "Note the duration of a look, a run of all rules, and choose the number of steps at which the next look begins."
+        "Store how long a look (a run of all rules) took, and choose the number of steps at which the next look begins."
         self.took += seconds
         self.cost = seconds
         self.next = next((n for n in self.always if n>steps), max(int(steps*self.more), steps+1))
 
 # %% ../../nbs/55_health/60_watch.ipynb #1522494a
 class KnownFindings:
-    "The reported findings that still hold."
-    patience = 2 # number of looks in a row without a finding, after which it no longer holds
-    # open: key of a finding -> finding that still holds. missed: key of a finding -> number of looks in a row that did not find it
+    "Findings that were reported, and that still hold."
+    patience = 2 # a finding is over if this many looks (runs of all rules) in a row did not find it
+    # open: key of a finding that still holds -> the finding; missed: key -> number of checks since the finding was found last
     def __init__(self): self.open,self.missed = {},{}
 
     def compare(self, found):
-        "Compare the findings of a look with the known findings. Return the new findings, and those that no longer hold."
+        "Compare what the rules find now with the reported findings. Return the new findings, and the reported findings that no longer hold."
         now_found = {identity_of(f): f for f in found}
         new = [f for k,f in now_found.items() if k not in self.open]
         for k in self.open: self.missed[k] = 0 if k in now_found else self.missed.get(k, 0)+1
@@ -143,14 +145,14 @@ class KnownFindings:
         self.open.update({k: f for k,f in now_found.items() if k not in self.open})
         return new, over
 
-# Key of a finding. Findings of two looks have the same key if they are about the same fault
+# Return a key of a finding: two findings have the same key if they are about the same fault
 def identity_of(f): return f['rule'], f['path'], f['ttype'], f['pname'], *([f['text']] if f['rule'] in own_rows else [])
 
-own_rows = 'died', 'recording' # rules whose findings come from rows of the run. The recorder has already warned the user of them
+own_rows = 'died', 'recording' # rules that only repeat warnings of the recorder, which the user has seen already
 
 # %% ../../nbs/55_health/60_watch.ipynb #054a76f0
 class TrainingStopped(RuntimeError):
-    "The exception that ends the training with `on_finding='stop'`. Its attribute `finding` is the finding that is the reason."
+    "Exception that ends the training with `on_finding='stop'`. The attribute `finding` is the finding that is the reason."
     def __init__(self, found): self.finding = found; super().__init__(f"{found['rule']}: {found['text']} {found['advice']}".strip())
 
 def row_of_finding(found:dict, module:str, over:int|None=None) -> dict:
@@ -180,7 +182,7 @@ class Reporter:
     alarm: function without arguments, called when a finding is an error
     """
     def __init__(self, file, on_finding='warn', stop=lambda error: None, alarm=lambda: None):
-        # failed: rules and functions whose exceptions were already reported
+        # failed: rules and functions with an already reported exception
         self.file,self.on_finding,self.stop,self.alarm,self.failed = file,check_on_finding(on_finding),stop,alarm,set()
 
     def report(self, f, is_cause=True):
@@ -199,21 +201,23 @@ class Reporter:
         if self.on_finding=='stop' and f['severity']=='error': self.stop(TrainingStopped(f))
 
     def report_over(self, f, step):
-        "Report that a finding no longer holds."
+        "Show a message that a reported fault is over."
         if f['severity']!='info': note_soon(self.file, f"This problem is over at step {step}: {f['text']}")
 
-    def report_failure(self, rule, e): self.report_once(rule.name,
+    def report_failure(self, rule, e):
+        "Show a message that a rule raised an exception, once for each rule."
+        self.report_once(rule.name,
         f"The rule {rule.name} failed and reports nothing: {type(e).__name__}: {printable(e, 300)}. The other rules continue. This is reported once.")
 
     def report_once(self, culprit, sentence):
-        "Show a sentence about the failure of a rule or function. Later failures of the same rule or function are not shown."
+        "Show the message that a rule or function of the user failed, once for each rule or function."
         if culprit in self.failed: return
         self.failed.add(culprit)
         note_soon(self.file, sentence)
 
 # %% ../../nbs/55_health/60_watch.ipynb #f95d0e66
-def history_of_lines(lines, t, expected=None): # expected: columns that are likely, as in `table_of_blocks`
-    "Return the `History` of the rows in some log lines, or None if there are no rows. `t`: the `tracker` of the run."
+def history_of_lines(lines, t, expected=None): # expected: columns that the lines probably have, to read them faster
+    "Read some log lines, and return a `History`, the input of the rules. None if there are no rows. `t`: the `tracker` of the run."
     df = tidy(table_of_blocks(lambda: [lines], expected=expected)) if lines else ()
     return History(df, read_parameters(t), t.fname, activations_in(tree_in(t)), read_loss_entries(t), read_training_facts(t)) if len(df) else None
 
@@ -232,9 +236,9 @@ class RuleWatch:
         self.rules,self.t,self.reporter = choose_rules(rules),t,Reporter(t.file, on_finding, stop, alarm)
         self.kept,self.known,self.pace,self.found = KeptSteps(),KnownFindings(),pace or Pace(),[]
         self.adding,self.looking = threading.Lock(),threading.Lock()
-        # has_new: rows came since the last look. is_asked: a look was requested. had_trouble: a value was NaN or infinite
+        # has_new: rows came since the last look (run of all rules); is_asked: a look was requested; had_trouble: a NaN or infinity was seen
         self.has_new = self.is_asked = self.had_trouble = False
-        self.expected = Expected(typed_columns) # columns found in the last look, which make reading faster in the next look
+        self.expected = Expected(typed_columns) # columns of the rows read last, to read the next rows faster
         seconds = recording or (lambda: t.file.seconds)
         def keep(rows, lines): return self.keep(rows, lines, seconds)
         self.listening = listen_to_run(t, self.run_if_new, 'rules of health', convert=lambda lines: lines, accepts=keep)
@@ -242,20 +246,21 @@ class RuleWatch:
     seconds = property(lambda self: self.pace.took, doc="CPU seconds that all looks took.")
 
     def keep(self, rows, lines, seconds):
-        "Keep the lines of a step. Return True if it is time for a look, a run of all rules. The thread that writes the log calls this."
+        "Keep the log lines of a step. Return True if it is time to run the rules. The thread that writes the log calls this method."
         with self.adding:
             self.kept.add((rows[0] if isinstance(rows[0], dict) else load_row(rows[0])).get('step'), lines)
             self.has_new = True
         if not self.had_trouble and any(w in lines for w in not_finite):
             self.had_trouble = True
             return True
-        if self.is_asked or not self.pace.due(self.kept.count-1, seconds): return False # -1, because the last step is unfinished
+        # -1, because the last step is unfinished
+        if self.is_asked or not self.pace.due(self.kept.count-1, seconds): return False
         self.is_asked = True
         return True
 
     def run_if_new(self, step, lines):
-        "Run the rules if there are new rows. The thread of the listener calls this method."
-        # wait only for a limited time, because an earlier call of `on_finding` may never return
+        "Run the rules if there are new rows. The thread that runs the rules calls this method."
+        # wait only for a limited time, because a call of the user's `on_finding` may never return
         if not self.looking.acquire(timeout=self.listening.patience): return
         try:
             if self.has_new: self.look()
@@ -274,7 +279,7 @@ class RuleWatch:
             self.report_changes(h, {id(f) for f,cause in in_order if cause is None})
         took = time.thread_time()-since
         self.pace.note_cost(self.kept.count-1, took)
-        self.t.file.add_listener_time(took) # the time of the rules counts for the time budget of the recording
+        self.t.file.add_listener_time(took) # the time of the rules counts as time of the recording, which has a budget
 
     def report_changes(self, h, causes):
         """Log and report new findings, and findings that no longer hold.
@@ -284,6 +289,7 @@ class RuleWatch:
         """
         modules = {s.path: s.module for s in h.all}
         def write(f, over=None):
+            "Write a finding to the log of the run. `over`: step since which it no longer holds, or None."
             line = line_of(row_of_finding(f, modules.get(f['path'], f['path']), over))
             self.t.file.put(lambda: [line], joins=None)
         new,over = self.known.compare(self.found)
@@ -295,7 +301,7 @@ class RuleWatch:
             self.reporter.report_over(f, h.steps[-1])
 
     def close(self):
-        "Run the rules for the last time, and stop listening to the run."
+        "Run the rules for the last time at the end of the run, and take no more rows."
         if self.listening.is_closed: return
         self.listening.close()
         self.run_if_new(None, b'')

@@ -17,7 +17,9 @@ from .rules import rule
 from .values import half_digit
 
 # %% ../../nbs/55_health/25_wiring.ipynb #80c218c1
-def total_elements(ps): return sum(int(np.prod(p['shape'])) for p in ps if p.get('shape') is not None)
+def total_elements(ps):
+    "Return the number of elements of all parameters in a list of metadata entries."
+    return sum(int(np.prod(p['shape'])) for p in ps if p.get('shape') is not None)
 
 class ParameterStates:
     """The parameters of a run, grouped by the reason why they are not trained.
@@ -27,10 +29,10 @@ class ParameterStates:
     def __init__(self, entries):
         self.ps = [p for p in entries if p.get('recorded') is not False]
         self.untrained = {reason: [p for p in self.ps if why_not(p)==reason] for reason in reasons}
-        # parameters that are trained, judged by their metadata entries
+        # parameters that are trained, as their metadata shows
         self.learn = [p for p in self.ps if why_not(p) is None and (p['requires_grad'] or p.get('gradient'))]
         others = [p for p in self.ps if p.get('optimizer') is False and p.get('gradient')]
-        # parameters of an optimizer that torchEmber was not given
+        # parameters trained by an optimizer that was not passed to torchEmber
         self.elsewhere = [p for p in others if p.get('changes') or p.get('elsewhere')]
 
     def share(self, ps):
@@ -38,12 +40,12 @@ class ParameterStates:
         return total_elements(ps)/max(total_elements(self.ps), 1)
 
     def parts(self, own):
-        "Yield (path, parameters) of the largest modules that have only parameters in `own`. The path of the whole model is ''."
+        "Yield (path, parameters) of the largest modules whose parameters are all in `own`. The path of the whole model is ''."
         for part,_ in parts_alike(self.ps, {id(p) for p in own}):
             yield part, [p for p in own if part in ('', label_of(p)) or label_of(p).startswith(part+'.')]
 
 def describe_part(part, own):
-    "Return the name and size of an untrained module as the beginning of a sentence. `part`: path of the module; `own`: its parameters."
+    "Return name and size of an untrained module, to begin a sentence. `part`: path of the module; `own`: its parameters."
     n = 'one parameter' if len(own)==1 else f'{len(own):,} parameters'
     return f"{name_module(part) if part else 'The whole model'} ({n}, {total_elements(own):,} values)"
 
@@ -59,12 +61,12 @@ def report_part(h, part, own, explanation, first, reason):
 
 # %% ../../nbs/55_health/25_wiring.ipynb #b6d4c25e
 def enclosing_modules(path):
-    "Return the paths of all modules that contain a module, the innermost module first."
+    "Return the paths of all parents of a module (the modules that contain it), the innermost parent first."
     names = path.split('.')
     return ['.'.join(names[:i]) for i in range(len(names)-1, 0, -1)]
 
 def find_users(h, paths):
-    "Return the paths of all modules that depend on the output of the given modules, directly or through other modules."
+    "Return the paths of all modules that use the output of one of some modules, directly or through other modules."
     seen,todo = set(),[q for p in paths for q in (p, *enclosing_modules(p)) if q]
     while todo:
         new = [u for u in h.graph.users.get(todo.pop(), ()) if u not in seen]
@@ -103,7 +105,7 @@ def is_intended(h, known, held):
     last = max((h.graph.position(p['path']) for p in known.ps if p['path'] in h.graph.calls or p['path']==''), default=0)
     return max(h.graph.position(p['path']) for p in known.learn)>=last or len({p['path'] for p in known.learn})>=3
 
-# Words in the names of modules that are usually left untrained on purpose
+# a module with one of these words in its name is usually left untrained on purpose
 untrained_names = 'teacher', 'target', 'ema', 'momentum', 'fixed', 'frozen'
 
 def comes_first(h, known, own):
@@ -114,9 +116,9 @@ def comes_first(h, known, own):
     return bool(known.learn) and max(h.graph.position(p['path']) for p in own)<min(h.graph.position(p['path']) for p in known.learn)
 
 def explain_forgotten(h, known, part, own, held):
-    "Return sentence, severity and advice about a module whose parameters are missing from the optimizer."
+    "Explain why the parameters of a module are missing from the optimizer. Return a sentence, the severity and an advice."
     what,has_gradient = describe_part(part, own),any(p.get('gradient') for p in own)
-    # only a warning if the weight has changed once: by `load_state_dict`, or by an optimizer that steps rarely
+    # only a 'warning' if the weight has changed once: by `load_state_dict`, or by an optimizer that rarely steps
     wrote = any((w := h.weights.get((p['path'], p['name']))) is not None and find_changes(w).any() for p in own)
     effect,severity = ('is not trained', 'warning') if wrote else ('never changes', 'warning' if comes_first(h, known, own) else 'error')
     if not known.learn and part=='': return (
@@ -126,14 +128,14 @@ def explain_forgotten(h, known, part, own, held):
     named = all(any(w in p['path'].lower() for w in untrained_names) for p in own)
     if named or is_intended(h, known, held): return (
         f"{what} is not in the optimizer, so it {effect}. It is {known.share(own):.0%} of the model.", 'info',
-        "Nothing, if you train only a part of the model. Then requires_grad_(False) saves the time for its gradients.")
+        "If you train only a part of the model, this is right. Then requires_grad_(False) saves the time for its gradients.")
     return (f"{what} is not in the optimizer, so it {effect}{', although it gets gradients' if has_gradient else ''}.", severity,
         "Give it to the optimizer: torch.optim.Adam(model.parameters()), or optimizer.add_param_group({'params': ...}) for new parameters. "
         "To keep it fixed, call requires_grad_(False).")
 
 # %% ../../nbs/55_health/25_wiring.ipynb #94c07f74
 def explain_cut_off(h, known, part, own):
-    "Return sentence, severity and advice about a called module that gets no gradient. Return None if no parameter is trained."
+    "Explain why a module that is called gets no gradient. Return a sentence, the severity and an advice; None if no parameter is trained."
     if not known.learn or not len(h.steps): return None
     what = describe_part(part, own)
     if later := find_trained_users(h, own, known.learn): return (
@@ -143,17 +145,17 @@ def explain_cut_off(h, known, part, own):
         "Search for .detach(), .data, .item(), .numpy(), torch.no_grad() or torch.tensor(...) between this part and the loss, "
         "and for comparisons or rounding (argmax, >, round).")
     return (f"{what} requires gradients and never gets one: the loss does not depend on it.",
-        # 'info', because the output may have another purpose than the loss
+        # only 'info': the output of this module may be meant for another purpose than the loss
         'info' if any(p['path'] in h.graph.calls for p in own) else 'warning',
         "If its output should matter, use it in the loss. If not, remove the part, or call requires_grad_(False).")
 
 def explain_not_called(part, own):
-    "Return sentence, severity and advice about a module that is never called."
+    "Explain what follows if a module is never called. Return a sentence, the severity of the finding and an advice."
     return (f"{describe_part(part, own)} is never called, so it has no effect.", 'warning',
         "Call it in forward, or remove it from the model. A parameter that is used without calling its module does get gradients; this one got none.")
 
 # %% ../../nbs/55_health/25_wiring.ipynb #4303e381
-frozen_names = ('pos', 'embed', *untrained_names) # words in the names of modules that are usually frozen on purpose
+frozen_names = ('pos', 'embed', *untrained_names) # a module with such a word in its name is usually frozen on purpose
 
 def is_unexpected(h, known, own, part):
     """Return True if a module is probably frozen by mistake.
@@ -167,20 +169,20 @@ def is_unexpected(h, known, own, part):
     return between and weighty and total<part and not all(any(w in label_of(p).lower() for w in frozen_names) for p in own)
 
 def explain_frozen(h, known, part, own, most):
-    "Return sentence, severity and advice about a frozen module."
+    "Explain what a frozen module means for the training. Return a sentence, the severity of the finding and an advice."
     what = describe_part(part, own)
     if not known.learn: return f"{what} is frozen: nothing is trained.", 'warning', "To train it: model.requires_grad_(True)."
     if is_unexpected(h, known, own, most): return (f"{what} is frozen, while the layers before and after it are trained.", 'warning',
         "Call requires_grad_(True) if this is a leftover of an earlier fine-tuning. Nothing to do if it is intended.")
     return (f"{what} is frozen. It is {known.share(own):.0%} of the model.", 'info',
-        "Nothing, if this is intended. Otherwise call requires_grad_(True) before you create the optimizer.")
+        "If this is intended, change nothing. Otherwise call requires_grad_(True) before you create the optimizer.")
 
 # %% ../../nbs/55_health/25_wiring.ipynb #6e0f5c1a
-# Reason in findings that advise to give this optimizer to torchEmber
+# reason in findings whose advice is to pass a further optimizer to torchEmber
 other_optimizer = 'trained by another optimizer'
 
 def find_trained_elsewhere(known, h):
-    """Yield a finding about parameters that another optimizer trains, which torchEmber was not given.
+    """Yield a finding about parameters trained by an optimizer that was not passed to torchEmber.
 
     Yield a second finding about parameters of such an optimizer whose changes are unknown.
     """
@@ -205,7 +207,7 @@ def find_never_moved(h, known, reported, least, tiny, most):
     least, tiny, most: as in `not_trained`
     """
     fixed = {(p['path'], p['name']) for p in known.ps if p['requires_grad'] is False or label_of(p) in reported}
-    # parameters that changed between recorded steps, according to their version counters
+    # parameters that changed between the recorded steps, as their version counters show
     moved = {(p['path'], p['name']) for p in known.ps if p.get('changes') or p.get('elsewhere')}
     asked = [s for k,s in h.weights.items() if len(s)>=least and not s.skipped.all() and k not in fixed | moved]
     same = [s for s in asked if never_changes(s) and not has_values(h.updates.get((s.path, s.pname)))]
@@ -213,11 +215,12 @@ def find_never_moved(h, known, reported, least, tiny, most):
     if still and len(same)==len(asked) and not moved & h.weights.keys(): yield report_none_moved(h, still); return
     for s in still[:most]:
         size = median(h.grads[s.path, s.pname].rms)
-        # no finding, because an update by such a small gradient may round to nothing
+        # no finding: the update by such a small gradient may be rounded to zero
         if s.shape is not None and np.prod(s.shape)<=1 or size<tiny*median(s.rms): continue
         yield s.finding(0, f"{s.title} did not change in {len(s)} steps, although it gets gradients (rms {fmt(size)}) and other weights change.",
             look="updates(run)", steps=len(s),
-            advice="Check the learning rate of the parameter group of this weight (0?), and whether another optimizer has a copy of it.")
+            advice="Print optimizer.param_groups: the learning rate of the group of this weight may be 0. Or the optimizer has a copy of this weight, made "
+            "by copy.deepcopy or .to().")
 
 def gets_gradients(w, grad, least=3):
     """Return True if a gradient was not zero in at least `least` steps before the last row of the weight `w`.
@@ -226,14 +229,16 @@ def gets_gradients(w, grad, least=3):
     """
     return grad is not None and int((grad.rms[grad.steps<w.steps[-1]]>0).sum())>=least
 
-def has_values(s): return s is not None and bool((s.rms>0).any())
+def has_values(s):
+    "Return True if a tensor was recorded, and is not zero in all steps. `s`: its `Series`, or None."
+    return s is not None and bool((s.rms>0).any())
 
 def report_none_moved(h, still):
-    "Return a finding about a run in which no weight changes. `still`: series of the weights that get gradients."
+    "Return a finding that no weight of the run changes. `still`: `Series` of the weights that get gradients."
     n = 'the only trained weight has' if len(still)==1 else f'all {len(still)} trained weights have'
     return finding('', f"No weight changed in {len(h.steps)} steps, although there are gradients: {n} the same numbers in the first "
         "and the last step.", h.steps[0], h.steps[-1], look="updates(run)", ttype='weight', parameters=len(still),
-        advice="Check that the learning rate is not zero, that optimizer.step() is called, and that the optimizer has the parameters "
+        advice="Print optimizer.param_groups[0]['lr'], which may be 0. Check that optimizer.step() is called, and that the optimizer has the parameters "
         "of this model (it may have been created before the model was final).")
 
 # %% ../../nbs/55_health/25_wiring.ipynb #5d1e0a62
@@ -241,7 +246,8 @@ def find_only_frozen(h, known):
     "Yield a finding if all parameters of the optimizer are frozen."
     held = [p for p in known.ps if p.get('optimizer') is True]
     if not held or any(p['requires_grad'] is not False or p.get('gradient') or p.get('changes') for p in held) or not len(h.steps): return
-    others = any(p.get('changes') for p in known.ps) # True if another optimizer trains some parameters
+    # True if some parameters are trained by an optimizer that torchEmber does not know
+    others = any(p.get('changes') for p in known.ps)
     names = list_names([part or 'the model' for part,_ in known.parts(held)])
     yield finding('', f"The optimizer trains nothing: it has only {names}, and {'this is' if len(held)==1 else 'all of this is'} frozen "
         "(requires_grad is False).", h.steps[0], h.steps[-1], severity='info' if others else 'error', ttype='weight', look="updates(run)",
@@ -282,7 +288,7 @@ def find_all_stopped(h, least):
 
 # %% ../../nbs/55_health/25_wiring.ipynb #5d1e0b02
 def explain_unreached(h):
-    "Return the reason why no weight gets a gradient, as the end of a sentence."
+    "Explain as the end of a sentence why no weight gets a gradient."
     if any(term.get('end')=='AccumulateGrad' for term in h.losses): return 'the loss is computed from a new tensor, which is not connected to the model'
     return 'the loss does not depend on the model, or its gradients are not computed'
 
@@ -292,7 +298,8 @@ def find_unreached(h, known, least):
     if not held or h.grads or any(p.get('gradient') or p.get('changes') or p.get('elsewhere') for p in known.ps): return
     weights = [w for w in h.weights.values() if len(w)>=least and not w.skipped.any()]
     if not weights or not all(map(never_changes, weights)) or any(map(has_values, h.updates.values())): return
-    if all(s.phase=='eval' for s in h.trained if s.ttype=='output'): return # no finding about a run that only evaluates the model
+    # no finding if the run only evaluates the model
+    if all(s.phase=='eval' for s in h.trained if s.ttype=='output'): return
     yield finding('', f"No weight changed in {len(h.steps)} steps, and the run has no gradient of any weight: {explain_unreached(h)}.",
         h.steps[0], h.steps[-1], look="updates(run)", ttype='weight', parameters=len(held), severity='error' if h.loss is not None or h.losses else 'warning',
         advice="Search for .detach(), .data, .item(), .numpy(), torch.tensor(...), torch.no_grad() or argmax between the model and the loss. "
@@ -312,7 +319,7 @@ class StoppedWeight:
         if grad is None: return
         after = grad.rms[grad.steps>=self.step]
         self.gradient = 'none' if not len(after) else 'some' if (after>0).any() else 'zero'
-        # size: rms of the gradient divided by the rms of the weight
+        # size: rms of the gradient, relative to the rms of the weight
         self.size = median(after)/max(median(s.rms), 1e-300) if len(after) else 0.
 
     frozen = property(lambda self: self.p['requires_grad'] is False, doc="True if the run knows that the parameter is frozen")
@@ -325,7 +332,7 @@ def find_training_end(s, p, grad):
     None means that the weight was never trained, or is trained up to the end.
     """
     arrived = grad.steps[grad.rms>0] if grad is not None else ()
-    # for a frozen weight, the last gradient decides: momentum may change the weight for some steps more
+    # for a frozen weight, the step of its last gradient counts, because momentum may change the weight for some more steps
     if p['requires_grad'] is False and len(arrived):
         return int(np.searchsorted(s.steps, arrived[-1], 'right'))
     return find_tail(~find_changes(s)) or None
@@ -343,7 +350,7 @@ def find_stop(h, k, s, p, least, share):
 
 # %% ../../nbs/55_health/25_wiring.ipynb #ebc8766f
 def find_stops(h, entries, least, share):
-    "Return the `StoppedWeight`s that are known to be frozen, and others if some weights still change."
+    "Return a `StoppedWeight` for each weight that stopped to change: always if it is frozen, else only if other weights still change."
     ps = {(p['path'], p['name']): p for p in entries}
     found = [s for k,w in h.weights.items() if k in ps and (s := find_stop(h, k, w, ps[k], least, share)) is not None]
     if not found: return []
@@ -355,7 +362,7 @@ def is_worth_reporting(s, tiny=1e-4):
 
     Other rules report gradients that become zero for another reason than freezing.
     """
-    if s.gradient=='some': return s.size>=tiny # updates by smaller gradients may round to nothing
+    if s.gradient=='some': return s.size>=tiny # the update by a smaller gradient may be rounded to zero
     return s.gradient=='none' or s.gradient=='zero' and s.p['requires_grad'] is None
 
 # Value of `StoppedWeight.gradient` -> sentence about the reason why the weight stopped changing
@@ -364,7 +371,7 @@ stop_reasons = {'none': 'It no longer gets a gradient: it is frozen or cut off.'
     'some': 'It still gets gradients: its learning rate is zero, or the optimizer no longer has it.', None: 'It may be frozen.'}
 
 def explain_stopped(h, part, own, s, by_mistake=False):
-    """Return sentence, severity and advice about a module whose weights are no longer trained.
+    """Explain why the weights of a module are no longer trained. Return a sentence, the severity and an advice.
 
     s: `StoppedWeight` of one of its weights
     by_mistake: True if the module was probably frozen by mistake, see `is_late_freeze`
@@ -372,14 +379,14 @@ def explain_stopped(h, part, own, s, by_mistake=False):
     what = f"{describe_part(part, own)} was trained at first and"
     if not s.frozen: return (
         f"{what} does not change from step {s.step} on, while other weights do. {stop_reasons[s.gradient]}", 'info',
-        "Nothing, if this is intended. Otherwise search for requires_grad_(False), detach() or a mask, check the learning rate of its group, "
+        "If this is intended, change nothing. Otherwise search for requires_grad_(False), detach() or a mask, check the learning rate of its group, "
         "and check that it is called.")
     moves,goes_on = "Its values stay the same.",h.loss is not None and h.loss.steps[-1]>s.step
     if s.still_moves: moves = "It still changes: momentum or weight decay moves it, as its gradient is zero and not None."
     held = " The optimizer still has it."*(s.p.get('optimizer') is True)
     severity = 'warning' if goes_on and (not part or by_mistake) else 'info'
     return (f"{what} is frozen from step {s.step} on (requires_grad is False). {moves}{held}", severity,
-        "Nothing, if this is intended. Otherwise search for requires_grad_(False) in code that runs after the start, such as train() of the model, "
+        "If this is intended, change nothing. Otherwise search for requires_grad_(False) in code that runs after the start, such as train(), "
         "and call requires_grad_(True) for each part to train.")
 
 def is_late_freeze(h, known, groups, most=.5, longer=1.5):
@@ -398,8 +405,8 @@ def is_late_freeze(h, known, groups, most=.5, longer=1.5):
     return bool((h.steps>=frozen_weights[0].step).mean()>=longer/(1+longer))
 
 def find_stopped_parts(h, known, reported, least, share=.1):
-    "Yield findings about modules that are trained at first, and no longer at the end."
-    # without metadata entries of the parameters, create entries in which `requires_grad` is unknown
+    "Yield findings about modules whose weights change at first, but not in the last steps."
+    # if the metadata of the parameters is missing, create entries with unknown `requires_grad`
     entries = known.ps or [parameter_entry(path, name, s.shape, s.dtype, None) for (path,name),s in h.weights.items() if name]
     groups = {}
     for s in find_stops(h, entries, least, share):

@@ -18,13 +18,14 @@ from .private_trainers import optimizers_of
 from ..store.jsonl import emberTracker, exists
 
 library = needs('accelerate', for_='torchember.integrations.accelerate')
-Accelerator,Tracker = library.Accelerator,library.tracking.GeneralTracker # `Tracker` is the base class of `EmberCallback`
+# `Tracker` is the base class of `EmberCallback`
+Accelerator,Tracker = library.Accelerator,library.tracking.GeneralTracker
 
 # %% ../../nbs/90_integrations/30_accelerate.ipynb #89cadc70
-unconnected = weakref.WeakSet() # trackers that belong to no Accelerator yet
+unconnected = weakref.WeakSet() # instances of `EmberCallback` that were not passed to an Accelerator yet
 
 def connect_when_created(tracker):
-    "Patch `Accelerator.__init__`: when an Accelerator is created with this tracker, call `tracker.connect(accelerator)`."
+    "Patch `Accelerator.__init__`, so that an Accelerator created with `log_with=tracker` calls `tracker.connect(accelerator)`."
     unconnected.add(tracker)
     init = Accelerator.__init__
     if hasattr(init, '_torchember'): return
@@ -40,7 +41,7 @@ def connect_when_created(tracker):
 
 # %% ../../nbs/90_integrations/30_accelerate.ipynb #9b63212d
 def steps_so_far(optimizers) -> int:
-    "Return how many steps the optimizers have made, according to their states. 0 if no optimizer counts its steps."
+    "Return how many steps the optimizers have made, read from their states, to continue from a checkpoint. 0 if no optimizer counts its steps."
     counts = [s['step'] for o in optimizers for s in o.state.values() if isinstance(s, dict) and 'step' in s]
     return max((int(n) for n in counts), default=0)
 
@@ -60,19 +61,20 @@ class EmberCallback(RecordingCallback, Tracker):
     def __init__(self,
         **options # Arguments of `torchEmber`, except model, optimizer, scaler, first_step and resume
     ):
-        # patches: patches of the `forward` of each prepared model, in place until the first training pass
+        # patches: patched `forward` of each prepared model. The first training pass begins the run and removes the patch
         self.recording,self.accelerator,self.patches,self.has_loaded = TrainingRecorder('EmberCallback', **options),None,[],False
         connect_when_created(self)
 
     tracker = RecordingCallback.te # Accelerate returns this attribute from `get_tracker(..., unwrap=True)`
 
     def connect(self, accelerator):
-        """Patch the methods of an Accelerator that prepare models and data loaders, run the backward, and end the training.
+        """Patch the methods of an Accelerator that prepare models and data loaders, call backward, and end the training.
 
-        Note the loading of checkpoints."""
+        Also note if a checkpoint is loaded."""
         self.accelerator = accelerator
         accelerator.register_load_state_pre_hook(self.note_loading)
-        for name,call in (('prepare_model', self.patch_forward), ('prepare_data_loader', self.count_epochs), ('end_training', self.end_training),
+        for name,call in (('prepare_model', self.patch_forward), ('prepare_data_loader', self.count_epochs),
+                ('end_training', self.end_training),
             ('backward', self.run_backward)):
             MethodPatch(accelerator, name, call)
 
@@ -82,11 +84,11 @@ class EmberCallback(RecordingCallback, Tracker):
         return run(loss, **kwargs)
 
     def note_loading(self, models, folder):
-        "Note that the program loads a checkpoint."
+        "Note that the program loads a checkpoint: the training then continues the run of an earlier training."
         self.has_loaded = True # after a checkpoint was loaded, `begin` continues the earlier run
 
     def patch_forward(self, run, *args, **kwargs):
-        "Patch the `forward` of a prepared model. The run begins at its first pass in training mode."
+        "Patch the `forward` of a prepared model, so that its first pass in training mode begins the run."
         model = run(*args, **kwargs)
         if not isinstance(vars(model).get('forward'), MethodPatch):
             self.patches.append(MethodPatch(model, 'forward', lambda run, *args, **kwargs: self.begin_at_forward(model, run, *args, **kwargs)))
@@ -99,7 +101,7 @@ class EmberCallback(RecordingCallback, Tracker):
         return model.forward(*args, **kwargs)
 
     def begin(self, model):
-        "Begin the run of a model, with the optimizers of its parameters."
+        "Begin the run of a model. Pass those optimizers of the Accelerator to `torchEmber` that train the model."
         for p in self.patches: p.remove()
         parameter_ids = {id(p) for p in model.parameters()}
         optimizers = [o for o in optimizers_of(self.accelerator) if parameter_ids & {id(p) for p in parameters_of(o)}]
@@ -109,7 +111,7 @@ class EmberCallback(RecordingCallback, Tracker):
         self.mark_epoch(self.accelerator.gradient_state.active_dataloader)
 
     def count_epochs(self, run, *args, **kwargs):
-        "Patch a prepared data loader: each iteration over the data in training mode is recorded as an epoch."
+        "Patch a prepared data loader, so that each iteration over all its batches, in training mode, counts as an epoch."
         loader = run(*args, **kwargs)
         if hasattr(loader, 'begin') and not isinstance(vars(loader).get('begin'), MethodPatch):
             MethodPatch(loader, 'begin', lambda run: (run(), self.mark_epoch(loader))[0])
@@ -117,13 +119,14 @@ class EmberCallback(RecordingCallback, Tracker):
 
     def mark_epoch(self, loader):
         "Add the number of the epoch as a column to all rows from now on."
-        if self.te is not None and self.te.model.training and hasattr(loader, 'iteration'): self.recording.mark(epoch=loader.iteration)
+        if self.te is not None and self.te.model.training and hasattr(loader, 'iteration'):
+            self.recording.mark(epoch=loader.iteration)
 
     def log(self, values, step=None, **kwargs):
-        "Record the values given to `accelerator.log` as scalars of the step."
+        "Record the values that the program passes to `accelerator.log` as scalars of the current step."
         self.recording.log_scalars(values if step is None else {**values, 'step': step})
 
     def end_training(self, run, *args, **kwargs):
-        "End the run before `accelerator.end_training` destroys the process group. Ending the run needs this group."
+        "End the run, and then the training. The run needs the process group, which `accelerator.end_training` destroys."
         self.close()
         return run(*args, **kwargs)

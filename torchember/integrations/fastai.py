@@ -16,8 +16,8 @@ library = needs('fastai.callback.training', for_='torchember.integrations.fastai
 Callback = library.Callback # fastai's class, the base class of `EmberCallback`
 
 # %% ../../nbs/90_integrations/40_fastai.ipynb #21fb71f9
-def steps_before(learn) -> int: # learn: Learner whose epoch has begun
-    "Return the number of steps in the epochs skipped by a fit, to continue from a checkpoint (`start_epoch=`)."
+def steps_before(learn) -> int: # learn: fastai Learner that has begun its first epoch
+    "Return how many steps are in the epochs that a fit skips because of `start_epoch=`, to number the steps after a checkpoint."
     dl = learn.dls.train
     size = getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None) or 1
     batches_per_step = [math.ceil(cb.n_acc/size) for cb in learn.cbs if isinstance(cb, library.GradientAccumulation)]
@@ -25,8 +25,10 @@ def steps_before(learn) -> int: # learn: Learner whose epoch has begun
 
 # %% ../../nbs/90_integrations/40_fastai.ipynb #a1454c12
 class SkippedSteps:
-    "Takes the place of a `GradScaler`, to report the steps skipped by fastai. fastai has unscaled the gradients already."
-    def is_enabled(self): return False
+    "Replaces a `GradScaler`, so that torchember knows which steps fastai skips. fastai itself scales the loss and unscales the gradients."
+    def is_enabled(self):
+        "Return False: the gradients that torchember sees are unscaled already."
+        return False
     def unscale_(self, optimizer): "Do nothing: fastai has unscaled the gradients already."
     def step(self, optimizer): "Do nothing. When this is called without a step of the optimizer, torchember marks the step as skipped."
 
@@ -37,25 +39,26 @@ class EmberCallback(RecordingCallback, Callback):
     Args:
         **options: Arguments of `torchEmber`, except model, optimizer, scaler, first_step and resume
     """
-    order = 80 # a high number: this callback runs after the callbacks that prepare a batch or skip an epoch
+    order = 80 # position among the callbacks: after the callbacks that prepare a batch or skip an epoch
     def __init__(self,
         **options # Arguments of `torchEmber`, except model, optimizer, scaler, first_step and resume
     ):
-        # last_record: values of the last epoch that was logged
+        # last_record: metrics of the last epoch that were logged, to log each epoch once
         self.recording,self.skipped_steps,self.last_record = TrainingRecorder('EmberCallback', **options),None,None
 
-    is_separate = property(lambda self: self.learn.lock.locked(), doc="True in a validation or prediction outside of the fit, such as `learn.validate`")
+    is_separate = property(lambda self: self.learn.lock.locked(),
+        doc="True in a validation or prediction outside of the fit, such as `learn.validate`")
 
     def before_fit(self):
-        "End the run of an earlier fit. Patch the Learner, because an exception must also end the new run."
+        "End the run of an earlier fit. Patch the Learner, so that an exception also ends the new run."
         if self.is_separate: return
         self.end()
         self.patch = patch_events(self.learn, self.run_event)
 
     def run_event(self, run, f, event_type, *args, **kwargs):
-        "Run a part of a fit. End the run after an exception, because fastai does not notify callbacks of exceptions."
+        "Run a fit, epoch or batch of fastai. End the run after an exception, because fastai does not report exceptions to callbacks."
         try: return run(f, event_type, *args, **kwargs)
-        except library.CancelFitException: raise # no failure: fastai itself ends the fit, and calls the callbacks
+        except library.CancelFitException: raise # no failure: a callback ends the fit, and fastai calls `after_fit`
         except BaseException:
             if event_type=='epoch': self.end()
             raise
@@ -77,7 +80,8 @@ class EmberCallback(RecordingCallback, Callback):
 
     def after_loss(self):
         "Record predictions and targets of the loss of a training batch."
-        if self.learn.training and not self.is_separate: self.recording.note_loss(getattr(self.learn, 'loss_grad', None))
+        if self.learn.training and not self.is_separate:
+            self.recording.note_loss(getattr(self.learn, 'loss_grad', None))
 
     def after_cancel_step(self):
         "End the step as skipped, if mixed precision has skipped the step of the optimizer."
@@ -86,10 +90,11 @@ class EmberCallback(RecordingCallback, Callback):
 
     def after_step(self):
         "Record the loss and the learning rates, unless a callback has cancelled the step."
-        if self.recording.has_new_step(): self.recording.log_scalars({**learning_rates_of([self.learn.opt]), 'loss': self.learn.loss.detach()})
+        if self.recording.has_new_step():
+            self.recording.log_scalars({**learning_rates_of([self.learn.opt]), 'loss': self.learn.loss.detach()})
 
     def before_validate(self):
-        "Stop recording during a validation."
+        "Pause recording during a validation, because its passes do not belong to a step."
         if self.is_separate: self.recording.pause()
 
     def after_validate(self):
@@ -97,6 +102,7 @@ class EmberCallback(RecordingCallback, Callback):
         if self.is_separate: self.recording.resume()
 
     def after_epoch(self):
+        "Log the losses and metrics of the epoch that has ended."
         if not self.is_separate: self.log_metrics()
 
     def after_fit(self):
@@ -112,7 +118,8 @@ class EmberCallback(RecordingCallback, Callback):
         if self.te is None or recorder is None or record is self.last_record: return
         self.last_record = record
         names = recorder.metric_names[1:len(recorder.metric_names)-recorder.add_time]
-        self.recording.log_scalars(dict(zip(names[-len(record):] if recorder.cancel_train else names, record, strict=False)))
+        self.recording.log_scalars(dict(zip(names[-len(record):] if recorder.cancel_train else names,
+            record, strict=False)))
 
-    # in an exported Learner, an empty Callback takes this place, so the Learner loads without torchember
+    # an exported Learner contains an empty Callback instead of this one, so that the Learner can be loaded without torchember
     def __reduce_ex__(self, protocol): return Callback, (), {'learn': self.learn}

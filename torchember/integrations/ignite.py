@@ -20,7 +20,7 @@ def output_as_dict(output) -> dict: # output: `engine.state.output`
 
 # %% ../../nbs/90_integrations/50_ignite.ipynb #34978eeb
 def has_rate_finder(trainer):
-    "Return True if a `FastaiLRFinder` is attached to an Engine. The run then only searches for a learning rate, and is not recorded."
+    "Return True if a `FastaiLRFinder` is attached to an Engine. Such an Engine only searches for a learning rate, so it is not recorded."
     handlers = [getattr(f, '__self__', None) for f in handlers_of(trainer, Events.STARTED)]
     return any(c.__name__=='FastaiLRFinder' for h in handlers for c in type(h).__mro__)
 
@@ -39,23 +39,23 @@ class EmberCallback(RecordingCallback):
     def attach(self,
         trainer, # Engine that trains the model
         model, # Model that the Engine trains
-        optimizer, # Optimizer, or list of optimizers: a step is over when all of them have stepped
+        optimizer, # Optimizer of the model, or a list of optimizers. A step ends when all of them have stepped
         *,
         evaluator=None, # Engine for evaluating the model, or a dict of Engines by name. Their metrics are recorded
         scaler=None, # `GradScaler` in use, unless `create_supervised_trainer` created it
         output_transform=output_as_dict, # Function of the output of `trainer` that returns a dict of numbers to record
-        gradient_accumulation_steps:int=1 # Number of batches per step. A continued training needs it to number its steps
+        gradient_accumulation_steps:int=1 # Number of batches per step. Used to number the steps of a training that continues from a checkpoint
     ): # This callback
         """Record each run of an Engine that trains a model.
 
         Args:
             trainer: Engine that trains the model
             model: Model that the Engine trains
-            optimizer: Optimizer, or list of optimizers: a step is over when all of them have stepped
+            optimizer: Optimizer of the model, or a list of optimizers. A step ends when all of them have stepped
             evaluator: Engine for evaluating the model, or a dict of Engines by name. Their metrics are recorded
             scaler: `GradScaler` in use, unless `create_supervised_trainer` created it
             output_transform: Function of the output of `trainer` that returns a dict of numbers to record
-            gradient_accumulation_steps: Number of batches per step. A continued training needs it to number its steps
+            gradient_accumulation_steps: Number of batches per step. Used to number the steps of a training that continues from a checkpoint
 
         Returns:
             This callback
@@ -68,12 +68,14 @@ class EmberCallback(RecordingCallback):
         return self
 
     def on_started(self, trainer):
-        "At the start of a run, attach the other handlers last. They then run after schedulers, metrics and evaluations."
+        "When the Engine starts, attach the other handlers of this callback, so that they run after schedulers, metrics and evaluations."
         self.end()
         self.learning_rates,self.finds_rate = {},has_rate_finder(trainer)
         for event,handler in ((Events.ITERATION_STARTED, self.on_iteration_started),
-                (Events.ITERATION_COMPLETED, self.on_iteration_completed), (Events.EPOCH_COMPLETED, self.on_epoch_completed),
-                (Events.INTERRUPT, self.on_interrupt), (Events.TERMINATE, self.on_terminate), (Events.COMPLETED, self.on_completed)):
+                (Events.ITERATION_COMPLETED, self.on_iteration_completed),
+                (Events.EPOCH_COMPLETED, self.on_epoch_completed),
+                (Events.INTERRUPT, self.on_interrupt), (Events.TERMINATE, self.on_terminate),
+                (Events.COMPLETED, self.on_completed)):
             if trainer.has_event_handler(handler, event): trainer.remove_event_handler(handler, event)
             trainer.add_event_handler(event, handler)
 
@@ -93,7 +95,7 @@ class EmberCallback(RecordingCallback):
         self.patch = patch_exceptions(trainer, lambda run, e: self.on_exception(trainer, run, e))
 
     def on_exception(self, trainer, run, e):
-        "End the run if an exception ends the training of the Engine."
+        "End the run if an exception ends the training of the Ignite Engine."
         # A handler of Ignite's event `EXCEPTION_RAISED` would suppress the exception. If another handler suppresses it, the training may go on.
         try: run(e)
         except BaseException:
@@ -103,7 +105,8 @@ class EmberCallback(RecordingCallback):
 
     def on_iteration_completed(self, trainer):
         "Record the output of the Engine and the learning rates, if this batch has ended a step."
-        if self.recording.has_new_step(): self.recording.log_scalars({**self.learning_rates, **self.output_transform(trainer.state.output)})
+        if self.recording.has_new_step():
+            self.recording.log_scalars({**self.learning_rates, **self.output_transform(trainer.state.output)})
 
     def on_epoch_completed(self, trainer):
         "Record the metrics of the training Engine after an epoch."
@@ -116,6 +119,7 @@ class EmberCallback(RecordingCallback):
         self.recording.pause()
 
     def on_terminate(self, trainer):
+        "End the run if Ignite terminates the training without the event `COMPLETED`, which otherwise ends the run."
         if trainer.should_terminate=='skip_completed': self.end()
 
     def on_completed(self, trainer):

@@ -24,15 +24,16 @@ keras = needs('keras', for_='torchember.integrations.keras')
 
 def require_torch_backend():
     "Raise RuntimeError if the backend of Keras is not torch."
-    if (other := keras.backend.backend())!='torch': raise RuntimeError(f"EmberCallback needs the torch backend of Keras, but the backend is {other}. "
-        "Set os.environ['KERAS_BACKEND'] = 'torch' before keras is imported.")
+    if (other := keras.backend.backend())!='torch':
+        raise RuntimeError(f"EmberCallback needs the torch backend of Keras, but the backend is {other}. "
+            "Set os.environ['KERAS_BACKEND'] = 'torch' before keras is imported.")
 
 # %% ../../nbs/90_integrations/60_keras.ipynb #5a1d0ac1
-# for each activation function of Keras, the name of the torch class
+# Name of an activation function in Keras -> name of the class in torch
 activations = {n.lower(): n for n in nn.modules.activation.__all__} | {'swish': 'SiLU', 'hardsilu': 'Hardswish'}
 
 def activation_of(layer):
-    "Return the name of the torch class for the activation of a Keras layer. None for other functions, and for recurrent cells with gates."
+    "Return the torch class name of a Keras layer's activation, such as 'ReLU'. None if torch has no such class, and for recurrent cells."
     f = None if hasattr(layer, 'recurrent_activation') else getattr(layer, 'activation', None)
     return activations.get(getattr(f, '__name__', type(f).__name__).replace('_', '').lower())
 
@@ -42,34 +43,37 @@ def recordable_layers(layer):
     return [l for l in inner_layers(layer) if isinstance(l, nn.Module) and not isinstance(l, keras.layers.InputLayer)]
 
 class LayerParts(NamedTuple):
-    "Modules, parameters and buffers of a Keras layer, in dicts as an `nn.Module` has them."
+    "Modules, parameters and buffers of a Keras layer, in the dicts that an `nn.Module` has."
     modules:dict # Modules of the layer, by name
     parameters:dict # Parameters of the layer, by name
     buffers:dict # Buffers of the layer, by name
     activation:str|None # Name of the torch class of the activation after the layer, such as 'ReLU'
 
 def add_with_new_name(name, x, *dicts):
-    "Add a value to the first of several dicts. If one of the dicts has the name already, append a number to the name: `kernel_1`."
-    new = next(n for i in range(len(dicts[0])+len(dicts[-1])+1) if not any((n := f'{name}_{i}' if i else name) in d for d in dicts))
+    "Add `x` to the first dict under a name that no dict has yet: if the name is taken, append a number, as in `kernel_1`."
+    new = next(n for i in range(len(dicts[0])+len(dicts[-1])+1)
+        if not any((n := f'{name}_{i}' if i else name) in d for d in dicts))
     dicts[0][new] = x
 
 def layer_parts(layer):
     "Return the `LayerParts` of a layer. Buffers are running statistics and states of random generators."
     layers = recordable_layers(layer)
-    # modules of torch inside the layer, which are not Keras layers
+    # torch modules inside the layer that are not Keras layers
     modules = {n: m for n,m in layer._modules.items() if n!=own_parameters and not isinstance(m, keras.Layer)}
-    inner_ids = {id(v.value) for l in layers for v in l.variables} | {id(p) for m in modules.values() for p in m.parameters()}
+    inner_ids = {id(v.value) for l in layers for v in l.variables} | {id(p) for m in modules.values()
+        for p in m.parameters()}
     for l in layers: add_with_new_name(l.name.replace('.', '_'), l, modules)
     found = parameters,buffers = {},{}
     for own,variables in zip(found, variables_of(layer), strict=True):
         for v in variables:
-            if id(v.value) not in inner_ids: add_with_new_name(v.name, v.value, own, buffers if own is parameters else parameters)
+            if id(v.value) not in inner_ids:
+                add_with_new_name(v.name, v.value, own, buffers if own is parameters else parameters)
     return LayerParts(modules, parameters, buffers, None if layers else activation_of(layer))
 
 # %% ../../nbs/90_integrations/60_keras.ipynb #8de07f2e
 @contextmanager
 def expose_modules(model): # model: Keras model that is built
-    "Make the layers of a Keras model visible as torch modules, with parameters and buffers. Afterwards restore the model."
+    "In a `with` block, give the layers of a Keras model the modules, parameters and buffers of torch modules, to record them."
     layers,queue = {},[model]
     while queue:
         if id(l := queue.pop()) not in layers:
@@ -82,7 +86,7 @@ def expose_modules(model): # model: Keras model that is built
     try:
         for l,parts in layers.values():
             l.__dict__.update(zip(names, parts, strict=False))
-            # keep the attribute `own_parameters`, because Keras would create a new dict of parameters without it
+            # set the private attribute `own_parameters`, because Keras would otherwise create a new dict of parameters
             l.__dict__.update({own_parameters: None, ACTIVATION: parts.activation})
         yield
     finally:
@@ -92,13 +96,13 @@ def expose_modules(model): # model: Keras model that is built
 
 # %% ../../nbs/90_integrations/60_keras.ipynb #b3e0097d
 class EqualsEverything:
-    "A dict entry equal to every object. Keras creates new parameter dicts during training; torchember must not take them for a changed model."
+    "Dict value that equals every object. Keras creates new parameter dicts during training; with it, torchember sees no changed model."
     def __eq__(self, other): return True
     __hash__ = object.__hash__
 
 # %% ../../nbs/90_integrations/60_keras.ipynb #5a1d0ac2
 class LastBatchValue:
-    "Records the loss of the last batch. Keras adds this loss to the running mean of the losses."
+    "Stores the loss of the last batch, because Keras itself only keeps the running mean of the losses."
     def __init__(self, metric, notify=None): # notify: function called with the loss before the backward
         self.name,self.latest,self.notify = metric.name,None,notify
         self.patch = MethodPatch(metric, 'update_state', self.update)
@@ -110,7 +114,7 @@ class LastBatchValue:
         return run(values, sample_weight)
 
     def pop(self):
-        "Return the loss of the batch, and forget it. None if no new loss has come since the last call."
+        "Return the loss of the last batch once; None if no batch has come since the last call."
         (values,weight),self.latest = self.latest or (None, None),None
         if values is None or math.prod(getattr(values, 'shape', ()))==1: return values
         mean = keras.metrics.Mean() # computes the mean loss of the samples in the batch
@@ -119,7 +123,7 @@ class LastBatchValue:
 
 # %% ../../nbs/90_integrations/60_keras.ipynb #5a1d0ac3
 class KerasOptimizer:
-    "Gives a Keras optimizer the attributes of a torch optimizer: parameter groups and states."
+    "Presents a Keras optimizer as a torch optimizer, with parameter groups and states, to record it."
     def __init__(self, optimizer, variables): # variables: variables of the model, used if the optimizer is not built yet
         self.inner = getattr(optimizer, 'inner_optimizer', optimizer)
         self.variables = list(trained_variables(self.inner) or variables)
@@ -131,14 +135,15 @@ class KerasOptimizer:
 
     def get(self, p, missing=None):
         "Return the optimizer states of a parameter, a dict of tensors by the name of the state. Return `missing` if there are none."
-        if not self.states and trained_variables(self.inner): self.states = states_of_variables(self.inner, self.variables)
+        if not self.states and trained_variables(self.inner):
+            self.states = states_of_variables(self.inner, self.variables)
         return {k: v.value.detach() for k,v in self.states.get(self.index_of.get(id(p)), {}).items()} or missing
 
-    def step(self): "Do nothing: Keras runs the step of its optimizer, and the callback reports the step."
+    def step(self): "Do nothing: Keras itself runs the optimizer step, and `EmberCallback` reports it to torchember."
 
 # %% ../../nbs/90_integrations/60_keras.ipynb #5a1d0ac4
 class KerasScaler:
-    "Gives the loss scaling of a Keras optimizer the attributes of a torch `GradScaler`."
+    "Presents the loss scaling of a Keras optimizer as a torch `GradScaler`, to record the loss scale and skipped steps."
     def __init__(self, optimizer): # `LossScaleOptimizer`, or another optimizer with a `loss_scale_factor`
         self.optimizer = optimizer
         self.note_scale()
@@ -147,7 +152,7 @@ class KerasScaler:
         "Note the loss scale before a batch, because Keras may change the scale at the end of the batch."
         scale = getattr(self.optimizer, 'dynamic_scale', None)
         if scale is None: scale = getattr(self.optimizer, 'initial_scale', None) or self.optimizer.loss_scale_factor
-        # `GradScaler` keeps its scale in an attribute of this name
+        # torchember reads the loss scale of a `GradScaler` from `_scale`
         self._scale = scale.value.detach().clone() if hasattr(scale, 'value') else torch.tensor(float(scale))
 
     def has_skipped(self):
@@ -155,7 +160,9 @@ class KerasScaler:
         scale = getattr(self.optimizer, 'dynamic_scale', None)
         return None if scale is None else scale.value.detach()<self._scale
 
-    def is_enabled(self): return True
+    def is_enabled(self):
+        "Return True: the gradients that torchember sees have the loss scale."
+        return True
     def unscale_(self, optimizer): "Do nothing: Keras unscales only copies of the gradients, so the gradients themselves still have the scale."
     def step(self, optimizer): "Do nothing: Keras runs the step of its optimizer."
 
@@ -166,18 +173,20 @@ def scaler_for(optimizer):
 
 # %% ../../nbs/90_integrations/60_keras.ipynb #5a1d0ac5
 class BatchScalars:
-    "Scalars of a batch: the learning rate, and the logs of Keras. Keras logs running means of losses; the batch's own losses replace them."
+    "Collects the scalars of a batch: the learning rate, and the logs of Keras with losses of this batch instead of running means."
     def __init__(self, notify=None): # notify: function called with each loss before the backward
-        self.values,self.rate,self.notify = {},None,notify # values: a `LastBatchValue` for each loss metric of Keras, by the id of the metric
+        # values: id of a loss metric of Keras -> its `LastBatchValue`
+        self.values,self.rate,self.notify = {},None,notify
 
     def begin(self, model):
         "Prepare for a batch: patch new loss metrics, and copy the learning rate before Keras changes it."
         for m in model.metrics:
-            if type(m) is keras.metrics.Mean and id(m) not in self.values: self.values[id(m)] = LastBatchValue(m, self.notify)
+            if type(m) is keras.metrics.Mean and id(m) not in self.values:
+                self.values[id(m)] = LastBatchValue(m, self.notify)
         for v in self.values.values(): v.latest = None # forget the losses of an evaluation between two batches
         rate = getattr(model.optimizer, 'learning_rate', None)
         rate = getattr(rate, 'value', rate)
-        # not converted to a float, because the conversion would wait for the device
+        # keep the tensor, because a conversion to float would wait for the device
         self.rate = rate.detach().clone() if isinstance(rate, torch.Tensor) else rate
 
     def end(self, logs) -> dict: # logs: dict that Keras passes to callbacks
@@ -204,9 +213,10 @@ class EmberCallback(RecordingCallback, keras.callbacks.Callback):
         super().__init__()
         require_torch_backend()
         self.recording,self.is_validating = TrainingRecorder('EmberCallback', **{'ends': 'step', **options}),False
-        # next_steps: for each model, the number of its next step
+        # next_steps: model -> number of its next step, if it is trained again
         self.epoch,self.scalars,self.next_steps = 0,BatchScalars(self.recording.note_loss),WeakKeyDictionary()
-        self.optimizer = self.scaler = None # a `KerasOptimizer` and a `KerasScaler` while a run is open; None if missing
+        # `KerasOptimizer` and `KerasScaler` of the open run. None between runs, and without loss scaling
+        self.optimizer = self.scaler = None
 
     def on_train_begin(self, logs=None):
         "End the run of an earlier, failed training. The new run begins at the first batch, because a callback may load a checkpoint before."
@@ -218,7 +228,7 @@ class EmberCallback(RecordingCallback, keras.callbacks.Callback):
         self.recording.mark(epoch=epoch)
 
     def on_train_batch_begin(self, batch, logs=None):
-        "Begin the run at the first batch. Copy the states changed by the optimizer, such as weights and loss scale."
+        "Begin the run at the first batch. Copy weights, states and loss scale before the optimizer changes them in this batch."
         if self.te is None: self.begin()
         self.scalars.begin(self.model)
         if self.scaler is not None: self.scaler.note_scale()
@@ -227,8 +237,9 @@ class EmberCallback(RecordingCallback, keras.callbacks.Callback):
     def begin(self):
         "Begin the run of a training, or continue an earlier run of the same name."
         o = self.model.optimizer
-        self.optimizer,self.scaler = (None, None) if o is None else (KerasOptimizer(o, self.model.trainable_variables), scaler_for(o))
-        # count the steps here, because the count of Keras does not include skipped steps
+        self.optimizer,self.scaler = (None, None) if o is None else (KerasOptimizer(o, self.model.trainable_variables),
+            scaler_for(o))
+        # count the steps here, because Keras does not count steps that the loss scaling skips
         first = max(0 if o is None else batches_applied(o), self.next_steps.get(self.model, 0))
         with expose_modules(self.model): te = self.recording.begin(self.model, self.optimizer, first, self.scaler)
         for st in te.recorder.sources.states: st.made_of = EqualsEverything()
@@ -254,7 +265,7 @@ class EmberCallback(RecordingCallback, keras.callbacks.Callback):
         self.is_validating = True
 
     def on_test_end(self, logs=None):
-        "Note the end of the validation. Further passes outside of the training are not recorded."
+        "Note the end of a validation: passes after it are recorded only if they belong to the training."
         self.is_validating = False
 
     def on_epoch_end(self, epoch, logs=None):

@@ -20,28 +20,30 @@ def import_lightning():
     "Return the Lightning package imported by the program: `lightning.pytorch` or `pytorch_lightning`."
     names = ['lightning.pytorch', 'pytorch_lightning']
     if (used := [n for n in names if n in sys.modules]): return sys.modules[used[0]]
-    if find_spec('lightning') is None and find_spec('pytorch_lightning') is not None: return import_module('pytorch_lightning')
+    if find_spec('lightning') is None and find_spec('pytorch_lightning') is not None:
+        return import_module('pytorch_lightning')
     return needs('lightning.pytorch', for_='torchember.integrations.lightning', package='lightning')
 
 Callback = import_lightning().Callback # Lightning's class, the base class of `EmberCallback`
 
 # %% ../../nbs/90_integrations/10_lightning.ipynb #4c848807
 class NewMetrics:
-    "Finds the metrics that Lightning has logged since the last call."
+    "Selects the metrics that Lightning has logged since the last call of this object."
     def __init__(self): self.seen = {}
 
     def __call__(self, metrics) -> dict: # metrics: `trainer.callback_metrics`
-        "Return the metrics with new values. Leave out a metric if `<name>_step` or `<name>_epoch` has the same value."
+        "Return the metrics with new values. Leave out a metric that Lightning logs a second time as `<name>_step` or `<name>_epoch`."
         def is_same(a, b):
-            "Return True if two metrics are the same object, or tensors at the same address."
+            "Return True if two values of a metric are the same object, or tensors at the same address: the metric has not been logged again."
             return a is b or isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.data_ptr()==b.data_ptr()
         new = {k: v for k,v in metrics.items() if not is_same(self.seen.get(k), v)}
         self.seen.update(new)
-        return {k: v for k,v in new.items() if not any(f'{k}_{part}' in metrics and is_same(metrics[f'{k}_{part}'], v) for part in ('step', 'epoch'))}
+        return {k: v for k,v in new.items() if not any(f'{k}_{part}' in metrics and is_same(metrics[f'{k}_{part}'], v)
+            for part in ('step', 'epoch'))}
 
 # %% ../../nbs/90_integrations/10_lightning.ipynb #695cec4d
 def has_tuner(trainer):
-    "Return True if a callback of the Trainer tries out learning rates or batch sizes. These trials are not recorded."
+    "Return True if a callback of the Trainer tries several learning rates or batch sizes. Such trials are not recorded."
     finders = {'LearningRateFinder', 'BatchSizeFinder'}
     return any(c.__name__ in finders for callback in trainer.callbacks for c in type(callback).__mro__)
 
@@ -56,12 +58,13 @@ class EmberCallback(RecordingCallback, Callback):
         **options # Arguments of `torchEmber`, except model, optimizer, scaler, first_step and resume
     ):
         self.recording,self.new_metrics = TrainingRecorder('EmberCallback', **options),NewMetrics()
-        self.learning_rates,self.last_step = {},0 # last_step: Lightning's `global_step` when metrics were last recorded
+        self.learning_rates,self.last_step = {},0 # last_step: `global_step` of Lightning at the last recorded metrics
 
     def begin(self, trainer):
         "Begin the run of a training. If the training continues from a checkpoint, continue its run."
         self.last_step,self.new_metrics = trainer.global_step,NewMetrics()
-        self.new_metrics(trainer.callback_metrics) # mark the metrics of an earlier training as old, so that they are not recorded
+        # see the metrics of an earlier training once, so that they do not count as new
+        self.new_metrics(trainer.callback_metrics)
         self.recording.begin(trainer.model, trainer.optimizers, trainer.global_step//max(len(trainer.optimizers), 1),
             getattr(trainer.precision_plugin, 'scaler', None))
         self.recording.mark(epoch=trainer.current_epoch)
@@ -71,12 +74,12 @@ class EmberCallback(RecordingCallback, Callback):
         if not has_tuner(trainer): self.begin(trainer)
 
     def on_train_epoch_start(self, trainer, pl_module):
-        "Record the metrics of the epoch before. At its end, Lightning has not logged all of them yet."
+        "Record the metrics of the last epoch now, because Lightning has not logged all of them when `on_train_epoch_end` is called."
         self.log_metrics(trainer)
         self.recording.mark(epoch=trainer.current_epoch)
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        "Begin or resume recording, after the trials of a `LearningRateFinder` or `BatchSizeFinder`."
+        "Begin or resume recording. A `LearningRateFinder` or `BatchSizeFinder` has ended its trials, which are not recorded."
         if self.te is None: self.begin(trainer)
         self.recording.resume()
 
@@ -102,7 +105,7 @@ class EmberCallback(RecordingCallback, Callback):
         if not trainer.sanity_checking: self.log_metrics(trainer)
 
     def on_train_epoch_end(self, trainer, pl_module):
-        "Pause recording between two epochs. Unrecorded trials of learning rates or batch sizes may come before the next epoch."
+        "Pause recording between two epochs, because a tuner may try learning rates or batch sizes before the next epoch."
         if has_tuner(trainer): self.recording.pause()
 
     def on_train_end(self, trainer, pl_module):
@@ -115,7 +118,7 @@ class EmberCallback(RecordingCallback, Callback):
         self.recording.end()
 
     def teardown(self, trainer, pl_module, stage):
-        "End the run when Lightning cleans up, if it has not ended before."
+        "End the run when Lightning cleans up, if no other callback method has ended the run before."
         self.recording.end()
 
     def log_metrics(self, trainer):

@@ -16,11 +16,11 @@ def optimizers_of(accelerator) -> list:
 
 # %% ../../nbs/90_integrations/05_private_trainers.ipynb #d9308437
 def replace_method(o, name, call):
-    "Replace a method of an object by the function `call`. Return the `MethodPatch`, or None if the object has no such method."
+    "Replace a method of a trainer by the function `call`. Return a `MethodPatch`, which can restore it, or None if the trainer has no such method."
     return MethodPatch(o, name, call) if hasattr(o, name) else None
 
 # %% ../../nbs/90_integrations/05_private_trainers.ipynb #e9c4b105
-def patch_events(learn, call): # call: function that gets the original method and its arguments: the code to run, the name of the event, ...
+def patch_events(learn, call): # call: function that gets the original method, and its arguments (code to run, name of the event, ...)
     "Patch the method of a fastai Learner that runs a fit, an epoch or a batch. Return None if fastai has no such method."
     return replace_method(learn, '_with_events', call)
 
@@ -29,19 +29,20 @@ def patch_exceptions(trainer, call): # call: function that gets the original met
     return replace_method(trainer, '_handle_exception', call)
 
 def run_is_over(trainer) -> bool: # trainer: Ignite Engine that has handled an exception
-    "Return True if an Ignite Engine will start no further epoch. Return True also if Ignite does not expose this."
+    "Return True if an Ignite Engine has ended its training, so that no epoch follows. Return True also if the state of the Engine is unknown."
     return getattr(trainer, '_dataloader_iter', None) is None
 
-def handlers_of(trainer, event) -> list: # [] if Ignite does not expose handlers; the trials of a `FastaiLRFinder` are then recorded
+def handlers_of(trainer, event) -> list: # Empty if Ignite does not expose its handlers
     "Return the functions called by an Ignite Engine at one of its `Events`."
     return [f for f,*_ in getattr(trainer, '_event_handlers', {}).get(event, ())]
 
 # %% ../../nbs/90_integrations/05_private_trainers.ipynb #25579971
 def inner_layers(layer) -> list:
-    "Return the layers inside a Keras layer, or an empty list if Keras does not expose them."
-    return getattr(layer, 'layers', None) or getattr(layer, '_flatten_layers', lambda **_: [])(include_self=False, recursive=False)
+    "Return the layers that a Keras layer contains, or an empty list if Keras does not expose them."
+    return (getattr(layer, 'layers', None)
+        or getattr(layer, '_flatten_layers', lambda **_: [])(include_self=False, recursive=False))
 
-def variables_of(layer) -> tuple: # two lists: trainable variables, including frozen ones; other variables, such as running statistics
+def variables_of(layer) -> tuple: # Lists of trainable variables (also frozen ones) and of other variables (such as running statistics)
     "Return the variables of a Keras layer and of the layers inside: trainable variables, and all other variables."
     trainable = getattr(layer, '_trainable_variables', None)
     if trainable is None: return list(layer.trainable_variables), list(layer.non_trainable_variables)
@@ -52,19 +53,21 @@ def trained_variables(optimizer) -> list|None:
     "Return the model variables trained by a built Keras optimizer. None if Keras does not expose them."
     return getattr(optimizer, '_trainable_variables', None)
 
-def states_of_variables(optimizer, variables) -> dict: # for each variable, by its index: a dict of its states by name
+def states_of_variables(optimizer, variables) -> dict: # Index of a variable -> {name of a state: tensor}
     "Return the optimizer states of each variable in `variables`. Keras keeps a list per state, in the order of the variables."
-    lists = {k: v for k,v in vars(optimizer).items() if isinstance(v, list) and len(v)==len(variables) and k!='_trainable_variables'}
+    lists = {k: v for k,v in vars(optimizer).items()
+        if isinstance(v, list) and len(v)==len(variables) and k!='_trainable_variables'}
     found,own = {i: {} for i in range(len(variables))},{id(v) for v in optimizer.variables}
     for attribute,states in lists.items():
         for i,(state,v) in enumerate(zip(states, variables, strict=True)):
-            if id(state) not in own: continue # a variable without this state: Keras has stored None in its place
+            if id(state) not in own: continue # for a variable without this state, Keras stores None in the list
             prefix = f"{getattr(v, 'path', '').replace('/', '_')}_"
             found[i].setdefault(state.name.removeprefix(prefix) if state.name.startswith(prefix) else attribute.strip('_'), state)
     return found
 
-def batches_applied(optimizer) -> int: # more than `iterations` if gradients accumulate over several batches
-    "Return the number of batches after which Keras has called an optimizer."
+def batches_applied(optimizer) -> int: # `iterations` of the optimizer counts only the steps
+    "Return for how many batches Keras has called an optimizer. With gradient accumulation, not each call makes a step."
     return int(getattr(getattr(optimizer, 'inner_optimizer', optimizer), '_iterations', optimizer.iterations))
 
-own_parameters = '_torch_params' # name of a private attribute of Keras layers: a torch module that holds all parameters of the layer
+# name of a private attribute of Keras layers: a torch module that holds all parameters of the layer
+own_parameters = '_torch_params'

@@ -9,7 +9,8 @@ __all__ = ['TrainerCallback', 'EmberCallback', 'as_whole_number']
 from ..ground.needs import needs
 from .recording import TrainingRecorder, RecordingCallback
 
-TrainerCallback = needs('transformers', for_='torchember.integrations.transformers').TrainerCallback # base class of `EmberCallback`
+# base class of `EmberCallback`
+TrainerCallback = needs('transformers', for_='torchember.integrations.transformers').TrainerCallback
 
 # %% ../../nbs/90_integrations/20_transformers.ipynb #04a76258
 class EmberCallback(RecordingCallback, TrainerCallback):
@@ -25,9 +26,9 @@ class EmberCallback(RecordingCallback, TrainerCallback):
         self.recording,self.has_epoch,self.control = TrainingRecorder('EmberCallback', **options),False,None
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
-        "Begin the run of a training. If an earlier training has failed, end its run first."
+        "Begin the run of a training. If the run of an earlier, failed training is still open, end it first."
         self.recording.begin(model, optimizer, state.global_step, getattr(optimizer, 'scaler', None))
-        # reserve the name, because the Trainer logs a gradient norm of its own, measured after clipping
+        # the Trainer logs its own `grad_norm`, so torchember must not record a scalar with this name
         if args.max_grad_norm and args.logging_strategy!='no': self.recording.claim('grad_norm')
         self.recording.record_only(self.is_recorded)
         self.has_epoch,self.control = False,control

@@ -1,1 +1,1 @@
-"Compute summaries, statistics and spectra of tensors"
+"Compute summaries, statistics and eigenvalues of tensors"

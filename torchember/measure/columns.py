@@ -23,8 +23,9 @@ def stat_names(stats) -> tuple:
         if stats in sets: return sets[stats]
         if not is_statistic(stats): raise ValueError(unknown('set of statistics', stats, [*sets, *known], also_called))
         stats = [stats]
-    if not isinstance(stats, list|tuple|set): raise TypeError(f"statistics are a set ({', '.join(sets)}), a list of names, or a function, got {stats!r:.80}.")
-    if not stats: raise ValueError(f"statistics are a set ({', '.join(sets)}), a list of names, or a function, got an empty list.")
+    if not isinstance(stats, list|tuple|set):
+        raise TypeError(f"stats must be the name of a set ({', '.join(sets)}), a list of names, or a function, got {stats!r:.80}.")
+    if not stats: raise ValueError(f"stats must be the name of a set ({', '.join(sets)}), a list of names, or a function, got an empty list.")
     for n in stats:
         if not is_statistic(n): raise ValueError(unknown('statistic', n, known, also_called))
     return tuple(stats)

@@ -40,7 +40,7 @@ def accelerator():
     return current and current.type
 
 def chosen_device():
-    "Return the current device of the accelerator."
+    "Return the current device of the accelerator, such as cuda:0."
     return torch.device(accelerator(), torch.get_device_module(accelerator()).current_device())
 
 def on(device):
@@ -49,7 +49,7 @@ def on(device):
     return choose(device) if choose is not None else nullcontext()
 
 def wait_for(device):
-    "Wait until a device has finished all its work."
+    "Wait until a device has finished all operations sent to it."
     if device.type==accelerator(): torch.accelerator.synchronize(device)
 
 def current_stream(device):
@@ -75,7 +75,10 @@ def after(stream, device):
 
 @cache
 def capture_of(kind):
-    "Return torch's test for a running capture of a CUDA graph, for a kind of device such as 'cuda'. None for devices without CUDA graphs."
+    """Return torch's function to detect a running capture of a CUDA graph, for a kind of device such as 'cuda'.
+
+    None for devices without CUDA graphs.
+    """
     return getattr(torch.get_device_module(kind), 'is_current_stream_capturing', None) if kind==accelerator() else None
 
 def being_captured(kind):
@@ -124,7 +127,7 @@ class Pinned:
 pinned = Pinned()
 
 # %% ../../nbs/20_measure/01_devices.ipynb #cf3f8d5c
-unsent = 0xa5 # each byte of the host memory gets this value before a copy starts; bytes that differ have arrived
+unsent = 0xa5 # value of each byte of the host memory before a copy starts; other values show that bytes have arrived
 unknown_to_numpy = torch.bfloat16,*(d for n,d in vars(torch).items() if n.startswith('float8'))
 
 def has_arrived(host):
@@ -133,7 +136,8 @@ def has_arrived(host):
 
 class Pending:
     "A copy from a device to the host, perhaps not finished yet. `numpy.asarray` waits for the copy, and returns it."
-    def __init__(self, host, done, memory=None): # memory: pinned memory that contains `host`; it returns to the pool after reading
+    # host: the copy, in CPU memory; memory: the pinned memory of `host`, which is reused after the copy is read
+    def __init__(self, host, done, memory=None):
         self.host,self.done,self.memory,self.which = host,done,memory,None
         self.shape,self.numbers,self.lock = tuple(host.shape),None,threading.Lock()
 
@@ -158,7 +162,7 @@ class Pending:
         if self.memory is not None: pinned.release(self.memory, done)
         self.host = self.memory = None
 
-    # a device may still write into a copy that was not read, so its memory is reusable only after the event `done`
+    # the event `done` is kept, because the device may still write into a copy that was not read
     def __del__(self): self.release(self.done)
 
 # %% ../../nbs/20_measure/01_devices.ipynb #8ab13e93

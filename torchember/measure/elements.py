@@ -26,7 +26,7 @@ def flat(x) -> tuple:
 
 # %% ../../nbs/20_measure/05_elements.ipynb #7f3911f8
 def layout(x) -> tuple:
-    """Describe the memory of a strided tensor with the fewest dimensions, by merging contiguous dimensions.
+    """Describe the memory of a strided tensor with as few dimensions as possible, by merging contiguous dimensions.
 
     Return their sizes and strides, outermost first, and how often each element occurs (more than once in an expanded tensor)."""
     times,dims = 1,[]
@@ -41,14 +41,14 @@ def layout(x) -> tuple:
 # %% ../../nbs/20_measure/05_elements.ipynb #932e2d64
 def dense(x):
     "Return the stored elements of `x` as a strided tensor, and the number of elements not stored, all 0 (only in a sparse tensor)."
-    if is_wrapped(x): raise Unmeasurable('it is inside vmap, grad or another function transform')
+    if is_wrapped(x): raise Unmeasurable('the tensor is inside vmap, grad or another function transform of torch')
     if type(x) in ordinary and x.layout is torch.strided and without_memory(x):
-        raise Unmeasurable('it has no memory: its storage was freed, or it only stands for zeros')
+        raise Unmeasurable('the tensor has no memory: its storage was freed, or it is a placeholder for zeros')
     if type(x) in ordinary and x.layout is torch.strided and not (x.is_meta or x.is_nested or x.is_quantized or x.is_neg()): return x, 0
-    if x.is_meta: raise Unmeasurable('it is on the meta device, which has no values')
+    if x.is_meta: raise Unmeasurable('the tensor is on the meta device, which has no values')
     if x.is_nested: raise Unmeasurable('it is a nested tensor')
     if type(x) not in ordinary:
-        if any(c.__name__=='FakeTensor' for c in type(x).__mro__): raise Unmeasurable('it is a fake tensor and has no values')
+        if any(c.__name__=='FakeTensor' for c in type(x).__mro__): raise Unmeasurable('the tensor is a fake tensor without values')
         if hasattr(x, 'to_local'): x = x.to_local()
     if x.is_quantized: x = x.dequantize()
     if x.is_neg(): x = x.resolve_neg()
@@ -67,7 +67,7 @@ def without_memory(x):
 
 # %% ../../nbs/20_measure/05_elements.ipynb #d10a0006
 class MemoryView:
-    "Shows the memory of a CPU tensor to numpy, by its array interface, and keeps the tensor alive. `Tensor.numpy` would make the storage unresizable."
+    "Gives numpy access to the memory of a CPU tensor, by the array interface, and keeps the tensor alive. `Tensor.numpy` would forbid resizing it."
     kinds = {getattr(torch, n): np.dtype(n) for n in ('float32', 'float64', 'complex128')}
     def __init__(self, x):
         kind,self.tensor = self.kinds[x.dtype],x

@@ -19,26 +19,27 @@ def exponents(v, lo=-16, hi=16) -> np.ndarray:
 
     `v`: summary vectors with exponent counts, shape (..., wide)."""
     v = np.asarray(v)
-    if v.shape[-1]==width: raise ValueError("these summaries have no exponents. Measure them with 'exponents' among the groups or statistics.")
+    if v.shape[-1]==width: raise ValueError("these summaries have no exponent counts. "
+            "Measure the tensors with 'exponents' among the groups or statistics.")
     counts = v[..., width:]
     below = counts[..., :lo+127].sum(-1)+v[..., index['zeros']]
     above = counts[..., hi+128:].sum(-1)+v[..., index['posinf']]+v[..., index['neginf']]
     return np.concatenate([below[..., None], counts[..., lo+127:hi+128], above[..., None]], -1).astype(np.int64)
 
 # %% ../../nbs/20_measure/02_exponents.ipynb #5b0c9a1e
-farthest = 1100 # larger exponents in a log are invalid: exponents of float64 range from -1074 to 1023
+farthest = 1100 # largest magnitude of an exponent in a valid log; float64 has exponents from -1074 to 1023
 
 def with_counts(df) -> np.ndarray:
-    "Return a boolean mask of a table's rows: True where the row has valid exponent counts."
+    "Return a boolean mask: for each row of a table, True if it has valid exponent counts."
     if 'exponents' not in df or 'exponent_min' not in df: return np.zeros(len(df), bool)
     return np.array([are_counts(c, m) for c,m in zip(df['exponents'], df['exponent_min'], strict=True)], bool)
 
 def are_counts(counts, lo):
-    "Return True if `counts` is a list of exponent counts beginning at exponent `lo`, within the range of float64, and none is negative."
+    "Return True if `counts` is a list of counts, none negative, of exponents from `lo` on, within the range of float64."
     if not isinstance(counts, list|tuple|np.ndarray) or not isinstance(lo, int|float|np.number) or isinstance(lo, bool): return False
     if len(counts)<3 or not lo>=-farthest or lo+len(counts)-3>farthest or lo!=int(lo): return False
     try: c = np.asarray(counts)
-    except ValueError: return False # raised by numpy for lists of different lengths, which form no array
+    except ValueError: return False # numpy raises ValueError for lists of different lengths, which form no array
     return c.ndim==1 and c.dtype.kind in 'iuf' and bool((c>=0).all() and (c<2**62).all())
 
 # %% ../../nbs/20_measure/02_exponents.ipynb #8caf212d
@@ -107,5 +108,5 @@ def exponents_for(
 
 # %% ../../nbs/20_measure/02_exponents.ipynb #081b2289
 def reach(dtype):
-    "Return the limiting exponents of a number format. At least -126, because the counts put all smaller exponents into one bin."
+    "Return the exponents of a number format as `limits` does, but at least -126, because counts put all smaller exponents into one bin."
     return {k: max(x, -126) for k,x in limits(dtype).items()}

@@ -26,7 +26,7 @@ class NotWarm(Unmeasurable):
         "cannot be in a CUDA graph. Record a step before the capture, as part of the warm-up that torch asks for")
 
 class OtherStatistics(Unmeasurable):
-    "Raised if the statistics of a tap were changed after a CUDA graph with its row was captured"
+    "Raised if the requested statistics of a tensor were changed after a CUDA graph with a row of this tensor was captured"
     def __init__(self): super().__init__("its statistics were changed after the CUDA graph was captured, and the graph "
         "measures the former ones. Capture the graph again")
 
@@ -38,18 +38,19 @@ class GraphTensor:
     def __init__(self, x, groups=frozenset(), block=None, row=0):
         self.shape = x.shape
         self.groups,self.block,self.row = groups,block,row
-        self.head = np.zeros(head_width, np.int64) # head of the row (its integer columns). Each replay fills in tap, call, pass and event number
+        # head of the row: integer columns. Each replay sets tap, call, pass and event number
+        self.head = np.zeros(head_width, np.int64)
         if block is not None: write_dtype_and_shape(x, self.head)
 
 # %% ../../nbs/20_measure/55_graph_rows.ipynb #3dc67518
 class GraphRows:
     "The rows written by the replays of one CUDA graph."
     size = 128 # number of rows in a block
-    # for each CUDA graph, by id: the number of its `GraphRows`, the work memory of its kernels, and the work memory used outside of it
+    # id of a CUDA graph -> its `GraphRows`, the work memory of its kernels, and the work memory that other launches use
     captured = {}
     def __init__(self, graph, device): # graph: CUDA graph that is being captured on `device`
         self.graph,self.blocks = weakref.ref(graph),[]
-        # for each tensor, by id: (weak reference, (version, address), groups of sums, block, row). A tensor with a row is not read again
+        # id of a tensor -> (weak reference, (version, address), groups of sums, block, row). Such a tensor is not read again
         self.seen = {}
         self.lock,self.kernels,self.ended = threading.RLock(),kernels.gpu_kernels(device),False
         self.key,memory = id(graph),None
@@ -60,7 +61,7 @@ class GraphRows:
         weakref.finalize(graph, keep_until_freed, self.blocks, memory).atexit = False
 
     def end(self):
-        "End the capture of the graph: use the kernels' ordinary work memory again."
+        "End the capture of the graph: from now on, kernels use their ordinary work memory again."
         self.seen = {}
         if self.ended or self.key not in self.captured: return
         self.ended = True
@@ -79,8 +80,10 @@ class GraphRows:
     def read(self, x, wanted, was_read, scale=None) -> GraphTensor:
         "Add the measuring of a tensor to the CUDA graph being captured. `was_read`: `Arena.was_read`. `scale`: as in `observe`."
         kind = x.device.type
-        if kind in ('cpu', 'meta'): raise Unmeasurable(f"it is on the device {kind!r}, and no Python runs when a CUDA graph is replayed")
-        if hasattr(x, 'to_local'): raise Unmeasurable("it is sharded over processes, and tensors in a CUDA graph are recorded on one device only")
+        if kind in ('cpu', 'meta'): raise Unmeasurable(f"the tensor is on the device {kind!r}: "
+            "it cannot be measured in a CUDA graph, because no Python runs when the graph is replayed")
+        if hasattr(x, 'to_local'): raise Unmeasurable("the tensor is sharded over processes, "
+            "but in a CUDA graph only tensors on one device are recorded")
         if (x.device, x.dtype, wanted) not in was_read: raise NotWarm(x)
         with self.lock, undisturbed(kind):
             x = remove_transforms(x)
@@ -89,8 +92,9 @@ class GraphRows:
         return GraphTensor(x, frozenset(wanted), block, row)
 
     def row_of(self, x, wanted, scale, block, row):
-        "Return the number of the row with the summary of a tensor. If no row has it, add a launch to the graph, which writes it into `row`."
-        was = None if x.is_inference() else (x._version, address(x)) # an inference tensor has no version counter, so changes of it are not noticed
+        "Return the number of the row with the summary of a tensor. If there is none, add a kernel launch to the graph that writes it into `row`."
+        # an inference tensor has no version counter, so changes of it are not noticed
+        was = None if x.is_inference() else (x._version, address(x))
         same,then,groups,where,its = self.seen.get(id(x), (lambda: None, None, (), None, 0))
         if was is not None and same() is x and then==was and where is block and groups>=set(wanted): return its
         y,scaled = divide_early(x, wanted, scale)
@@ -99,7 +103,7 @@ class GraphRows:
         self.seen[id(x)] = weakref.ref(x),was,frozenset(wanted),block,row
         return row
 
-def keep_until_freed(*held): "Do nothing. This finalizer only keeps its arguments (rows and work memory) alive as long as the CUDA graph."
+def keep_until_freed(*held): "Finalizer of a CUDA graph: do nothing, but keep the arguments (rows and work memory) alive as long as the graph."
 
 # %% ../../nbs/20_measure/55_graph_rows.ipynb #40dfd9f6
 def prepare_replay(arena, rows):
@@ -123,12 +127,13 @@ def move_used_rows(arena, b):
             other = Block(len(b.head), b.device, b.length, for_taps=False)
             other.reserve(len(b.head))
             arena.blocks.append(other)
-        with after(other.stream, b.device): other.rows.data.copy_(b.rows.data) # no wait for the previous replay: the caller has waited
+        # no wait for the previous replay: the caller has waited
+        with after(other.stream, b.device): other.rows.data.copy_(b.rows.data)
     other.head[:],other.source[:] = b.head,b.source
     b.head[:, EVENT] = 0
 
 def count_row(x, tap, call):
-    "Assign the row of a `GraphTensor` to `tap` and to a call of this pass. A replay of the CUDA graph writes its summary."
+    "Assign the row of a `GraphTensor` to `tap` and to a call in this pass. A replay of the CUDA graph writes the summary into it."
     if x.block is None: return
     a = tap.arena
     if tap.format.length!=x.block.length or not tap.format.groups<=x.groups: raise OtherStatistics()

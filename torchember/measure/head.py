@@ -23,12 +23,12 @@ def dtype_number(name:str) -> int:
     return dtype_names.index(name)
 
 # %% ../../nbs/20_measure/01_head.ipynb #6a1f0b05
-# columns of a tap's cursor. From column LIKE on, the cursor contains the head of its next row
+# columns of a tap's cursor (its counters). From column LIKE on, the cursor contains the head of the next row
 NEXT,CALLS,ROWS,HEADS,LAID,HOW,CODE,WORK,LIKE = range(9)
 tap_width = LIKE+head_width
 
 # %% ../../nbs/20_measure/01_head.ipynb #e53bc8d9
-short = 1<<15 # compiled loops keep the GIL while they read a tensor of at most this many elements
+short = 1<<15 # compiled code keeps the GIL while it reads a tensor of at most this many elements
 
 def address_of(a):
     "Return the memory address of a numpy array."

@@ -12,17 +12,19 @@ from .summary import index, no_elements, parts, sums, width
 
 # %% ../../nbs/20_measure/12_inverse.ipynb #2f499918
 class LogColumns:
-    "Gives access to the columns of a log as attributes. A column missing in the log is all NaN."
+    "Gives access to the columns of a log as attributes. A missing column is all NaN."
     def __init__(self, columns, n): self.columns,self.missing = columns,np.full(n, np.nan)
     def __getattr__(self, name): return np.asarray(self.columns[name], np.float64) if name in self.columns else self.missing
 
 def first_number(*values):
-    "Merge arrays of one shape: each element is taken from the first array that is not NaN there."
+    "Merge arrays of one shape: take each element from the first array in which it is not NaN."
     out = values[-1]
     for v in values[-2::-1]: out = np.where(np.isnan(v), out, v)
     return out
 
-def finite_only(x): return np.where(np.isfinite(x), x, np.nan) # returns `x` with NaN in place of infinite numbers
+def finite_only(x):
+    "Return `x` with NaN in place of infinite numbers."
+    return np.where(np.isfinite(x), x, np.nan)
 
 def mean_and_m2(c, n):
     "Return the mean of each tensor, and the sum of squared distances from it. If only l2 or rms is known, assume a mean of 0."
@@ -51,7 +53,7 @@ def vectors_of(columns, count) -> np.ndarray:
             zeros=np.rint(c.zero_frac*count), s4=c.rm4**4*n, s8=c.rm8**8*n)
     out = np.full((len(count), width), np.nan)
     for p,x in got.items(): out[:, index[p]] = x
-    # for a tensor with NaN or infinity, the sum of its finite elements is unknown; no statistic depends on this sum
+    # the sum of the finite elements is unknown for a tensor with NaN or infinity, but no statistic depends on it
     lost = ~np.isfinite(out) & (n<count)[:, None]
     return np.where((lost | (n==0)[:, None]) & neutral, no_elements()[:width], out)
 

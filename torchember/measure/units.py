@@ -16,9 +16,9 @@ from .devices import widest
 
 # %% ../../nbs/20_measure/40_units.ipynb #ae156f00
 def by_unit(x, axis=None):
-    """Reshape a tensor to three dimensions: all dimensions before the units, the units (channels or features), all dimensions after the units.
+    """Reshape a tensor to (all dimensions before the units, units, all dimensions after the units). Units are channels or features.
 
-    `axis`: dimension of the units (channels or features). None: 1 for 4 dimensions or more, else the last."""
+    `axis`: dimension of the units. None: 1 for 4 dimensions or more, else the last."""
     if not isinstance(x, torch.Tensor): raise TypeError(f"units need a tensor, got {type(x).__name__}. torch.as_tensor converts an array.")
     if x.is_complex(): raise TypeError(f"complex numbers ({x.dtype}) have no order, so none is above zero. Give x.real, x.imag or x.abs().")
     x = x.detach()
@@ -57,7 +57,7 @@ def channel_means(x, axis=None):
     for p in cache_pieces(x): total += p.sum((0, 2), dtype=total.dtype)
     return total/(len(x)*x.shape[2] or math.nan)
 
-# `Tensor.sum` sums these dtypes in a wider dtype, without a converted copy of the tensor
+# dtypes that `Tensor.sum` sums in a wider dtype, without a converted copy of the tensor
 summable = torch.float64,torch.float32,torch.bfloat16,torch.float16
 
 # %% ../../nbs/20_measure/40_units.ipynb #d25fb64e
@@ -73,7 +73,7 @@ def unit_moments(x, squared):
 fits_float32 = torch.float32,torch.bfloat16,torch.float16,torch.float8_e4m3fn,torch.float8_e5m2,torch.bool,torch.uint8,torch.int8,torch.int16
 
 def distances(x, dtype, squared):
-    "Return for each unit a number near its mean, the sum of the distances from this number, and the sum of the squared distances."
+    "Return for each unit (channel or feature) a number near its mean, and the sums of the distances and squared distances from this number."
     to = {'dtype': widest(x.device), 'device': x.device}
     first,second = torch.zeros(x.shape[1], **to),torch.zeros(x.shape[1], **to)
     base = torch.zeros(x.shape[1], dtype=dtype, device=x.device)
@@ -128,7 +128,7 @@ def saturated_share(x, low, high, within=.01, axis=None) -> float:
     `low`, `high`: the bounds, such as -1 and 1 for tanh. `within`: tolerance, as a fraction of the distance of the bounds. `axis`: as in `by_unit`.
     A unit with a NaN is not saturated."""
     if not (high>low and 0<=within<=.5):
-        raise ValueError(f"saturated_share needs low < high and within from 0 to .5, got low={low!r}, high={high!r} and within={within!r}.")
+        raise ValueError(f"saturated_share needs low < high, and within= from 0 to 0.5, got low={low!r}, high={high!r} and within={within!r}.")
     x = by_unit(x, axis)
     if not x.numel(): return math.nan
     middle,far,least = (low+high)/2,(high-low)*(.5-within),None
@@ -170,11 +170,11 @@ class Sketch:
 
     An even size is reduced by one, because no rotation of the rows may be its own inverse. `seed`: seed of the random signs and rotations."""
     def __init__(self, numel, size=4096, seed=0):
-        if size<3: raise ValueError(f"a sketch needs size=3 or more, got size={size!r}.")
+        if size<3: raise ValueError(f"a Sketch (random projection of a tensor) needs a size of at least 3, got size={size!r}.")
         self.numel,self.size = numel,numel if numel<=size else size-1+size%2
         g = torch.Generator().manual_seed(seed*1_000_003+numel)
         rows = 0 if self.exact else -(-numel//self.size)
-        # a random sign for each column
+        # a random sign for each column of the projected rows
         self.signs = torch.randint(0, 2, (self.size if rows else 0,), dtype=torch.int8, generator=g)*2-1
         self.turns = torch.randint(0, max(self.size, 1), (rows,), generator=g)
         self.negative = torch.randint(0, 2, (rows,), dtype=torch.int8, generator=g).bool()
@@ -187,7 +187,8 @@ class Sketch:
     @torch.no_grad()
     def __call__(self, x):
         "Return the projection of a tensor with `numel` numbers, of any shape: a float64 vector for float64, else a float32 vector."
-        if x.numel()!=self.numel: raise ValueError(f"this sketch takes tensors of {self.numel:,} numbers, got a tensor of {x.numel():,}.")
+        if x.numel()!=self.numel:
+            raise ValueError(f"this Sketch (random projection) was made for tensors of {self.numel:,} elements, got a tensor of {x.numel():,}.")
         x = x.detach().reshape(-1)
         to = torch.float64 if x.dtype==torch.float64 else torch.float32
         if self.exact: return x.to(to, copy=True)
@@ -205,7 +206,7 @@ class Sketch:
 
     def on_cpu(self, x, to):
         "Return the projection, computed on the CPU."
-        # add each row at its rotated position in `out`; rows with a negative sign go 2n further. The last line combines the four parts
+        # each row is added at its rotated position in `out`, or 2n further if its sign is negative. The last line combines the four parts
         n = self.size
         out = np.zeros(4*n, np.float64 if to==torch.float64 else np.float32)
         starts = (self.turns+self.negative*(2*n)).tolist()
@@ -235,7 +236,7 @@ class SignalToNoise:
         x = x.detach().reshape(-1)
         to = torch.float64 if x.dtype==torch.float64 else torch.float32
         if self.mean is None: self.mean = torch.zeros_like(x, dtype=to)
-        if len(x)!=len(self.mean): raise ValueError(f"all vectors must have the same length, got {len(x):,} numbers after vectors of {len(self.mean):,}.")
+        if len(x)!=len(self.mean): raise ValueError(f"all vectors must have the same length, got {len(x):,} numbers after {len(self.mean):,} numbers.")
         self.k += 1
         part = 1<<17 if self.mean.device.type=='cpu' else 1<<26
         for p,mean in zip(x.split(part), self.mean.split(part), strict=True):
@@ -261,7 +262,8 @@ class Signs:
 
     def flipped(self, other):
         "Return an int64 vector with one bit for each number: 1 if the number has the opposite sign in `other`, the `Signs` of the tensor at another time."
-        if other.numel!=self.numel: raise ValueError(f"tensors must have the same size, got signs of {self.numel:,} and {other.numel:,} numbers.")
+        if other.numel!=self.numel:
+            raise ValueError(f"the signs of two tensors can be compared only if both have the same number of elements, got {self.numel:,} and {other.numel:,}.")
         return self.above & other.below | self.below & other.above
 
 def packed_bits(mask):

@@ -1,4 +1,4 @@
-"""Quantities of chosen modules, computed on a schedule"""
+"""Compute quantities of chosen modules on a schedule"""
 from typing import TYPE_CHECKING
 
 from ..ground.lazy import lazy_attributes

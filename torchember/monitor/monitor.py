@@ -33,11 +33,12 @@ from ..store.jsonl import new_run
 from ..store.rotation import check_store
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #e7f14e06
-def find_modules(key, tracked) -> tuple: # tracked: `moduleTrack`s of the model
-    "Return the `moduleTrack`s that a key of the configuration selects, and True if the key is a path. Raise ValueError if there is no such module."
+def find_modules(key, tracked) -> tuple: # tracked: a `moduleTrack` for each module of the model
+    "Return the `moduleTrack`s that a key of the configuration selects, and True if this key is a path. Raise ValueError if it selects no module."
     paths = {p: t for t in tracked for p in (t.path, *t.aliases)}
     if isinstance(key, str):
-        short = re.sub(r'^(module\.|_orig_mod\.)+', '', key) # path without the prefixes that DataParallel and torch.compile add
+        # path without prefixes of the wrappers DataParallel and torch.compile
+        short = re.sub(r'^(module\.|_orig_mod\.)+', '', key)
         for k in key,short:
             if k in paths: return [paths[k]], True
     by_id = {t.id: t for t in tracked}
@@ -45,7 +46,7 @@ def find_modules(key, tracked) -> tuple: # tracked: `moduleTrack`s of the model
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #69843774
 def find_quantity(what) -> type:
-    "Return the quantity class for a name, a class or a function. Raise ValueError or TypeError if `what` is not a quantity."
+    "Return the quantity class for a name, a class or a function. Raise ValueError or TypeError if there is no such quantity."
     if isinstance(what, str):
         if re.match(r'\s*\w+\(', what):
             raise ValueError(f"{what!r} is a schedule, not a quantity. Write a quantity with its schedule as a pair: [['WeightNorm', {what!r}]].")
@@ -64,28 +65,32 @@ def config_pairs(asked, key):
     "Yield a pair (quantity, schedule) for each quantity under a key of the configuration."
     if isinstance(asked, str|type|Quantity) or callable(asked): asked = [asked]
     if not isinstance(asked, list|tuple|set):
-        raise TypeError(f"the quantities of {key!r} must be a list such as ['WeightNorm', ['InputMean', 'linear(5, 2)']], got {an(asked)}.")
+        raise TypeError(f"the quantities of {key!r} must be a list of names or pairs [name, schedule], "
+            f"such as ['WeightNorm', ['InputMean', 'linear(5, 2)']], got {an(asked)}.")
     for item in asked:
         pair = item if isinstance(item, list|tuple) else [item]
-        if not 1<=len(pair)<=2: raise ValueError(f"a quantity of {key!r} must be a name, or [name, schedule], got {item!r:.80}.")
+        if not 1<=len(pair)<=2:
+            raise ValueError(f"a quantity of {key!r} must be a name or a pair "
+            f"[name, schedule], such as ['InputMean', 'linear(5, 2)'], got {item!r:.80}.")
         yield pair[0], pair[1] if len(pair)>1 and pair[1] not in ('', None) else 1
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #0bc94fed
 # t: `moduleTrack` of the module; key: key of the configuration; is_path: True if the key is the path of the module
 def check_fit(what, t, key, is_path):
-    "Raise ValueError if a quantity or quantity class cannot be computed for a module."
+    "Raise ValueError if a quantity, or a quantity class, cannot be computed for a module."
     c = type(what) if isinstance(what, Quantity) else what
     if reason := c.unfit(t.module):
         name = repr(key) if isinstance(key, str) else getattr(key, '__name__', key)
         hint = '' if is_path else f" Exclude this module, with a key such as select({name}) & ~select({t.path!r})."
         raise ValueError(f"{c.__name__} cannot be computed for {t.name}: {reason}.{hint}")
     if isinstance(what, Quantity) and what._module._real() is not t.module:
-        raise ValueError(f"this {c.__name__} was created for another module than {t.name}. Pass the class or its name.")
+        raise ValueError(f"this {c.__name__} was created for another module than {t.name}. Pass the class of the quantity, or its name.")
 
-def parse_config(config, tracked) -> dict: # path -> (`moduleTrack`, {name of a quantity: (class or quantity, schedule)})
+def parse_config(config, tracked) -> dict: # path of a module -> (`moduleTrack`, {name of a quantity: (class or quantity, schedule)})
     "Return the quantities that the configuration requests for each module. Raise ValueError or TypeError for a wrong configuration."
-    if not isinstance(config, dict): raise TypeError(f"a configuration must be a dict such as {{'fc1': ['WeightNorm']}}, got {an(config)}.")
-    # by_path: pairs (path, quantity) selected by a path in the configuration, which overrides other keys
+    if not isinstance(config, dict):
+        raise TypeError(f"a configuration must be a dict such as {{'fc1': ['WeightNorm']}}, got {an(config)}.")
+    # by_path: pairs (path, quantity) from keys that are paths. They override pairs from other keys
     found,by_path,schedules = {},set(),{}
     for key,asked in config.items():
         some,is_path = find_modules(key, tracked)
@@ -104,7 +109,7 @@ def parse_config(config, tracked) -> dict: # path -> (`moduleTrack`, {name of a 
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #377bfeb4
 def row_ttype(q) -> str:
-    "Return the tensor type of a quantity's rows in the log."
+    "Return the tensor type for the log rows of a quantity."
     return next((t for t,*_ in (*q.needs, *captured_needs(q))), 'weight')
 
 def describe_tensor(ttype, module, described): # described: (tname, call, dtype) of captured tensors, from `CapturedTensors.described`
@@ -120,14 +125,15 @@ def describe_tensor(ttype, module, described): # described: (tname, call, dtype)
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #1ca83a55
 class QuantityValues:
-    "Stores values by module, quantity and step. If the values need too much memory, older values are dropped, and later read from the log."
-    most_numbers = 4_000_000 # largest number of numbers in memory. A value counts as its size plus 10, because its Python objects need memory, too
+    "Stores values by module, quantity and step. If they need too much memory, older values are deleted, and read from the log when they are needed."
+    # maximum count of numbers in memory. A value counts as its size plus 10, because its Python objects need memory, too
+    most_numbers = 4_000_000
     def __init__(self):
-        self.values,self.numbers = {},0 # values: nested dicts {path: {quantity: {step: value}}}
-        self.in_log = {} # (path, quantity) -> steps whose values are only in the log
+        self.values,self.numbers = {},0 # values: nested dicts {path of a module: {quantity: {step: value}}}; numbers: count of the numbers in them
+        self.in_log = {} # (path of a module, quantity) -> steps whose values are only in the log
 
     def add(self, path, name, step, value):
-        "Store in memory the value of a quantity at a step."
+        "Store the value of a quantity at a step in memory."
         self.values.setdefault(path, {}).setdefault(name, {})[step] = value
         self.numbers += size_in_memory(value)
         if self.numbers>self.most_numbers: self.drop_older_half()
@@ -139,10 +145,11 @@ class QuantityValues:
                 old = list(steps)[:(len(steps)+1)//2]
                 self.in_log.setdefault((path, name), array('q')).extend(old)
                 for s in old: del steps[s]
-        self.numbers = sum(size_in_memory(v) for names in self.values.values() for steps in names.values() for v in steps.values())
+        self.numbers = sum(size_in_memory(v) for names in self.values.values() for steps in names.values()
+            for v in steps.values())
 
     def all_values(self, rows): # rows: function that returns the rows of the log
-        "Return all values as nested dicts {path: {quantity: {step: value}}}, in memory and in the log."
+        "Return all values, from memory and from the log, as nested dicts {path of a module: {quantity: {step: value}}}."
         out = {p: {n: dict(steps) for n,steps in names.items()} for p,names in self.values.items()}
         if not self.in_log: return out
         wanted = {at: set(steps) for at,steps in self.in_log.items()}
@@ -158,18 +165,18 @@ class QuantityValues:
         self.values,self.numbers,self.in_log = {},0,{}
 
 def size_in_memory(value):
-    "Return how many numbers a value counts for the limit of numbers in memory."
+    "Return as how many numbers a value counts for the limit of memory."
     return getattr(value, 'size', 1)+10
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #f0789139
 class QuantityRows:
-    "Computes the due quantities of a module, and returns rows of the log. An error gives a warning once, and a row with the error."
+    "Computes the due quantities of a module, and returns log rows. An error causes a warning, given once, and a row with the error."
     def __init__(self, values, on_error='warn'): self.values,self.notices = values,Notices(on_error) # values: `QuantityValues`
 
     def __call__(self, w, qs, step) -> list: # Rows as tuples, which `Recorder.add_rows` accepts
-        "Return the rows for a module, one for each tensor type. `w`: the module's `Watch`; `qs`: its due quantities."
+        "Return the log rows for a module, one for each tensor type. `w`: the module's `Watch`; `qs`: its due quantities."
         fill_view(w)
-        stats = {} # tensor type -> columns of its row
+        stats = {} # tensor type -> columns of its log row
         for q in qs:
             columns = self.compute(w, q, step)
             if columns is None: continue
@@ -180,12 +187,13 @@ class QuantityRows:
                 if n!='error': self.values.add(w.track.path, n, step, v)
         return [self.make_row(w, ttype, of) for ttype,of in stats.items()]
 
-    def compute(self, w, q, step): # Columns of the row, or None
+    def compute(self, w, q, step): # columns of the log row, or None
         "Compute one quantity of a module. Return its columns for the log, or None if the quantity has no value."
         name = type(q).__name__
         try:
             run_extensions(w.view, w.captured, q)
-            held = [x for (_,f),x in w.view._reduced.items() if f is None]+[x for x in w.track.module._parameters.values() if x is not None]
+            held = ([x for (_,f),x in w.view._reduced.items() if f is None]
+                + [x for x in w.track.module._parameters.values() if x is not None])
             with refuse_changes(held, name): q.track(step)
             if step not in q._output: return None
             value = q._output.pop(step)
@@ -206,7 +214,7 @@ class QuantityRows:
         return (w.track.name, ttype, tname, pname, None, 0), call, dtype, stats
 
     def report(self, w, q, e):
-        "Warn about an exception of a quantity, once for each kind, or raise it if `on_error` is 'raise'."
+        "Warn about an exception in a quantity, once for each kind. Raise it instead if `on_error` is 'raise'."
         if self.notices.on_error=='raise': raise e
         if missing := isinstance(e, MissingTensor): what = f"{e} This step has no value."
         else: what = f"{type(e).__name__}: {e} The row contains this error."
@@ -215,7 +223,7 @@ class QuantityRows:
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #d3fa402b
 class OwnRun:
-    "Run written by a `Monitor` itself, because no ember records the model."
+    "Run written by a `Monitor` itself, because no `torchEmber` records the model."
     def __init__(self, root, name=None, resume=False, home=None, store='jsonl'): # root: `moduleTrack` of the model
         kind,(rank,ranks) = type(root.module).__name__,rank_and_size()
         self.rank = {'rank': rank} if ranks>1 else {}
@@ -244,7 +252,7 @@ class Monitor:
     Args:
         model: The model. It may be wrapped by `torch.compile` or `DistributedDataParallel`
         config: Dict: module (path, glob, class, class name) -> list of quantities (name, class, function) or [quantity, schedule]
-        name: Name of the run. Default: the run of the ember armed on the model, or `<ModelClass>_<YYYYmmdd_HHMMSS>`
+        name: Name of the run. Default: the run of the torchEmber that records the model, or `<ModelClass>_<YYYYmmdd_HHMMSS>`
         resume: Continue the existing run `name`
         home: Folder for logs, instead of `~/.torchember`
         store: Format of the monitor's own run: 'jsonl', or 'parquet' for much smaller files
@@ -255,7 +263,7 @@ class Monitor:
         model:nn.Module, # The model. It may be wrapped by `torch.compile` or `DistributedDataParallel`
         config:dict=None, # Dict: module (path, glob, class, class name) -> list of quantities (name, class, function) or [quantity, schedule]
         *,
-        name:str|None=None, # Name of the run. Default: the run of the ember armed on the model, or `<ModelClass>_<YYYYmmdd_HHMMSS>`
+        name:str|None=None, # Name of the run. Default: the run of the torchEmber that records the model, or `<ModelClass>_<YYYYmmdd_HHMMSS>`
         resume:bool=False, # Continue the existing run `name`
         home=None, # Folder for logs, instead of `~/.torchember`
         store:str='jsonl', # Format of the monitor's own run: 'jsonl', or 'parquet' for much smaller files
@@ -266,7 +274,8 @@ class Monitor:
         if on_error not in ('warn', 'raise'): raise ValueError(f"on_error must be 'warn' or 'raise', got {on_error!r}.")
         self.model,self.config = unwrap(model),{} if config is None else config
         tracked = tracks(self.model)
-        modules = [] # done first, so that mistakes in the configuration raise before the run is created and the model is armed
+        # done before the run is created and hooks are installed, so that a wrong configuration raises without any effect
+        modules = []
         for t,asked in parse_config(self.config, tracked).values():
             view = View(t.module, repr(t.path) if t.path else t.name)
             quantities = [what if isinstance(what, Quantity) else what(view, when) for what,when in asked.values()]
@@ -289,8 +298,10 @@ class Monitor:
         for w in listening: self.states += arm([w.track], w)
 
     fname = property(lambda self: self.t.fname, doc="Name of the run.")
-    output = property(lambda self: self.get_output(), doc="Values of all quantities so far, as returned by `get_output()`.")
-    last_step = property(lambda self: self.passes.predictor.last_step, doc="Number of the last tracked step. None before the first step.")
+    output = property(lambda self: self.get_output(),
+        doc="Values of all quantities so far, as returned by `get_output()`.")
+    last_step = property(lambda self: self.passes.predictor.last_step,
+        doc="Number of the last tracked step. None before the first step.")
 
     def track(self,
         global_step:int # Number of the step that was just computed
@@ -323,7 +334,8 @@ class Monitor:
             Dict {path of a module: {name of a quantity: value}}
         """
         got = {w.track.path: self.outputs.values.get(w.track.path, {}) for w in self.watches}
-        return {p: of for p,names in got.items() if (of := {n: steps[step] for n,steps in names.items() if step in steps})}
+        return {p: of for p,names in got.items()
+            if (of := {n: steps[step] for n,steps in names.items() if step in steps})}
 
     def get_output(self) -> dict: # Dict {path of a module: {name of a quantity: {step: value}}}. Values are numpy scalars or arrays
         """Return the values of all quantities, for all steps so far.
@@ -335,7 +347,8 @@ class Monitor:
         out = {}
         for w in self.watches:
             names = [n for q in w.quantities for n in (type(q).__name__, *getattr(q, 'derived', {}))]
-            out[w.track.path] = {n: {s: numpy_value(v) for s,v in got.get(w.track.path, {}).get(n, {}).items()} for n in names}
+            out[w.track.path] = {n: {s: numpy_value(v) for s,v in got.get(w.track.path, {}).get(n, {}).items()}
+                for n in names}
         return out
 
     def clean_mem(self):

@@ -30,10 +30,14 @@ class _InputCov(SingleStepQuantity):
     side = 'input',('in_channels', 'in_features', 'num_features', 'num_channels', 'input_size', 'embed_dim')
 
     @classmethod
-    def unfit(cls, module): return too_few_features(module, *cls.side)
+    def unfit(cls, module):
+        "Return the reason why the quantity cannot be computed for a module, None if it can."
+        return too_few_features(module, *cls.side)
 
     @property
-    def spectrum(self): return self.reduced().spectrum
+    def spectrum(self):
+        "Eigenvalues of the covariance matrix."
+        return self.reduced().spectrum
 
 class _OutputGradCov(_InputCov):
     "Base class of quantities computed from the covariance matrix of the gradient of a module's output."
@@ -308,6 +312,7 @@ class WeightEffectiveRank(SingleStepQuantity):
 
     @classmethod
     def unfit(cls, module):
+        "Return the reason why the quantity cannot be computed for a module, None if it can."
         w = read_parameter(module, 'weight')
         if w is None: return 'it has no weight'
         return 'its weight is a vector, which has rank 1' if not nn.parameter.is_lazy(w) and w.dim()<2 else None
@@ -321,7 +326,7 @@ class LinearDeadNeuronNum(SingleStepQuantity):
     A unit is a feature of a linear layer, or a channel of a convolution. It is dead if its output is at most 0 for each sample and position of the
     batch: a ReLU then returns only zeros. A unit with a NaN does not count as dead. A number between 0 and 1.
 
-    Source: Lu et al. 2019, Dying ReLU (arXiv 1903.06733). The name is that of Taiyi, which compares with -2.
+    Source: Lu et al. 2019, Dying ReLU (arXiv 1903.06733). The name comes from the library Taiyi, which compares with -2.
 
     Look for: a growing share usually means that the learning rate is too high. One batch may miss the samples that activate a unit. `UnitActivity` and
     `dead_units` consider all batches, and name the units and the steps.
@@ -333,7 +338,7 @@ class LinearDeadNeuronNum(SingleStepQuantity):
 def activation_bounds(module):
     "Return the lower and upper bound of an activation function's output; None for other modules."
     known = {nn.Sigmoid: (0., 1.), nn.Tanh: (-1., 1.), nn.Hardsigmoid: (0., 1.), nn.Softsign: (-1., 1.)}
-    if isinstance(module, nn.Hardtanh): return float(module.min_val), float(module.max_val) # includes ReLU6
+    if isinstance(module, nn.Hardtanh): return float(module.min_val), float(module.max_val) # ReLU6 is a subclass of Hardtanh
     return next((b for c,b in known.items() if isinstance(module, c)), None)
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #1db91fb7
@@ -350,6 +355,8 @@ class SaturatedUnits(SingleStepQuantity):
     needs = Need('output', lambda x, axis, module: saturated_share(x, *activation_bounds(module), axis=axis)),
 
     @classmethod
-    def unfit(cls, module): return None if activation_bounds(module) else 'it is not a bounded activation function'
+    def unfit(cls, module):
+        "Return the reason why the quantity cannot be computed for a module, None if it can."
+        return None if activation_bounds(module) else 'it is not a bounded activation function'
 
     def _compute(self, global_step): return self.reduced()

@@ -1,1 +1,1 @@
-"Logs of several ranks merged into one table"
+"Merge the logs of several ranks into one table"

@@ -22,8 +22,9 @@ def is_below(x, limit):
     return type(x) is int and 0<=x<limit
 
 def is_line(ranks, about):
-    "Return True if `ranks`, read from metadata, can be the ranks along a mesh axis: different numbers that include the rank with the metadata `about`."
-    return isinstance(ranks, list) and about['rank'] in ranks and all(is_below(r, about['world']) for r in ranks) and len(set(ranks))==len(ranks)
+    "Return True if `ranks` can be the ranks along one axis of a device mesh: different numbers, among them the rank whose metadata are `about`."
+    return (isinstance(ranks, list) and about['rank'] in ranks and all(is_below(r, about['world']) for r in ranks)
+        and len(set(ranks))==len(ranks))
 
 # field of the metadata -> function (value, all metadata of the rank) that returns True if the value is valid
 checks = dict(
@@ -31,13 +32,15 @@ checks = dict(
     stages=lambda x, about: isinstance(x, dict) and all(is_below(n, most_ranks) for n in x.values()),
     axes=lambda x, about: isinstance(x, dict) and all(is_line(ranks, about) for ranks in x.values()))
 
-def validate_metadata(metadata) -> tuple: # metadata: rank -> dict
+def validate_metadata(metadata) -> tuple: # metadata: rank -> metadata of the rank, as a dict
     "Return the metadata of ranks with valid values, and messages about the other ranks, whose metadata are ignored."
     good,messages = {},[]
     for rank,about in metadata.items():
         about = {'rank': rank, 'world': None, 'axes': {}, **about}
-        wrong = next((k for k,is_possible in checks.items() if k in about and not is_possible(about[k], about)), 'rank' if about['rank']!=rank else None)
-        if wrong: messages.append(f"The metadata of rank {rank} is left out: {wrong!r} is {printable(repr(about[wrong]), 60)}.")
+        wrong = next((k for k,is_possible in checks.items() if k in about and not is_possible(about[k], about)),
+            'rank' if about['rank']!=rank else None)
+        if wrong:
+            messages.append(f"The metadata of rank {rank} is left out: {wrong!r} is {printable(repr(about[wrong]), 60)}.")
         else: good[rank] = about
     return good, messages
 
@@ -49,18 +52,18 @@ class RankAxes:
         self.lines = defaultdict(set) # axis -> its lines, which are tuples of ranks that differ only along this axis
         for about in metadata.values():
             for axis,line in about['axes'].items(): self.lines[axis].add(tuple(line))
-        self._smallest = {} # axes -> dict: rank -> cached result of `smallest_related`
+        self._smallest = {} # set of axes -> dict: rank -> result of `smallest_related`, a cache
 
     def lines_along(self, axis):
         "Return the groups of ranks that differ only along an axis, as tuples. If no metadata contain the axis, return one group of all ranks."
         return self.lines[axis] if axis in self.lines else {tuple(range(self.world))}
 
     def line_of(self, axis, rank):
-        "Return the first of the ranks that differ from `rank` only along an axis. Return `rank` itself if the axis has no such group."
+        "Return the first of the ranks that differ from `rank` only along one axis. Return `rank` itself if the metadata name no such ranks."
         return next((line[0] for line in self.lines_along(axis) if rank in line), rank)
 
     def smallest_related(self, axes, rank):
-        "Return the smallest rank that can be reached from `rank` along the given mesh axes. `axes`: a frozenset of names."
+        "Return the smallest rank among the ranks that differ from `rank` only along the given mesh axes. `axes`: a frozenset of names."
         if axes not in self._smallest:
             smallest = {r: r for r in range(max(self.world, rank+1))}
             for line in (line for a in axes for line in self.lines_along(a)):
@@ -72,9 +75,10 @@ class RankAxes:
 
 # %% ../../nbs/42_processes/03_axes.ipynb #bfe9fd0d
 def parse_part(part):
-    "Parse a text of the column `part`, such as 'dp:S0 tp:R', into a dict of roles such as 'S0' by mesh axis. Other texts have the role '?'."
+    "Parse a text of the column `part`, such as 'dp:S0 tp:R', into a dict: mesh axis -> role, such as 'S0'. Texts of another form get the role '?'."
     found = [x.rpartition(':') for x in part.split()]
-    return {axis or 'world': role if re.fullmatch(r'[RBU?]|P\*?|S-?\d+', role) else '?' for axis,_,role in found} or {'world': '?'}
+    return ({axis or 'world': role if re.fullmatch(r'[RBU?]|P\*?|S-?\d+', role) else '?' for axis,_,role in found}
+        or {'world': '?'})
 
 # %% ../../nbs/42_processes/03_axes.ipynb #da300004
 class Roles:
@@ -83,9 +87,11 @@ class Roles:
     Roles: 'R' replicated, 'S0' sharded along dimension 0, 'B' batch, 'P' partial sum, 'U' unrelated, '?' unknown"""
     def __init__(self, part): # part: the column `part` of a table, with texts such as 'dp:S0 tp:R'
         pd = needs('pandas', for_='A table of rows')
-        if not isinstance(part.dtype, pd.CategoricalDtype): part = pd.Series([p if isinstance(p, str) else None for p in part], dtype=object)
+        if not isinstance(part.dtype, pd.CategoricalDtype):
+            part = pd.Series([p if isinstance(p, str) else None for p in part], dtype=object)
         codes,texts = pd.factorize(part)
-        self.code = np.where(codes<0, len(texts), codes) # for each row, the index of its dict of roles in the list `kinds`
+        # index of each row's roles in the list `kinds`
+        self.code = np.where(codes<0, len(texts), codes)
         # kinds: list of different dicts: axis -> role along this axis
         self.kinds = [parse_part(p) for p in [*texts, *(['world:?'] if (codes<0).any() else [])]]
 
@@ -112,5 +118,5 @@ class Roles:
             self.kinds.append({**self.kinds[k], axis: role})
 
     def of(self, row):
-        "Return a dict with the role of one row along each mesh axis."
+        "Return the roles of one row as a dict: mesh axis -> role along this axis."
         return self.kinds[self.code[row]]

@@ -20,12 +20,12 @@ from ..ground.needs import needs
 
 # %% ../../nbs/42_processes/09_checks.ipynb #94ec42cc
 def steps_of_ranks(rows):
-    "Return a dict with the first and last step in the rows of each rank. `rows`: a `RankRows`."
+    "Return a dict: rank -> first and last step in its rows. `rows`: a `RankRows`."
     steps = rows.df.groupby(rows.rank)['step'].agg(['min', 'max'])
     return {int(r): (int(first), int(last)) for r,first,last in steps.itertuples()}
 
 def missing_ranks(steps, metadata, world): # steps: rank -> (first step, last step), or None if unknown
-    "Yield a message about each rank that has no rows, or whose rows begin later or end earlier than those of other ranks."
+    "Yield a message about each rank without rows, or with rows that begin later or end earlier than the rest."
     missing,known = [r for r in range(world) if r not in steps],{r: s for r,s in sorted(steps.items()) if s is not None}
     if missing: yield f"Of {world} ranks {join_ranks(missing)} left no rows: their shards are missing."
     worlds = defaultdict(list)
@@ -50,9 +50,11 @@ def unknown_axes(rows):
         for a in parse_part(part) if isinstance(part, str) else (): seen[a] |= {*ranks.tolist()}
     for a in sorted(set(seen)-{'world'}):
         lost,name = sorted(r for r in seen[a] if not any(r in line for line in lines.get(a, ()))),printable(repr(a), 40)
-        if a not in lines: yield f"No metadata (data/ranks_*.json) says which ranks stand along the axis {name}: it is assumed that all {rows.axes.world} do."
-        elif lost: yield (f"{join_ranks(lost)} left no metadata (data/ranks_*.json), and no other rank says who stands with it along the axis {name}: its "
-            "tensors are treated as shards of its own.")
+        if a not in lines:
+            yield f"No metadata (data/ranks_*.json) says which ranks stand along the axis {name}: it is assumed that all {rows.axes.world} do."
+        elif lost:
+            yield (f"{join_ranks(lost)} left no metadata (data/ranks_*.json), and no other rank says who stands with it along the axis {name}: its "
+                "tensors are treated as shards of its own.")
 
 # %% ../../nbs/42_processes/09_checks.ipynb #19895bea
 def drift_message(row, rank, first, step, n):
@@ -65,7 +67,7 @@ def drift_message(row, rank, first, step, n):
     return f"Replicas have drifted apart: rank {rank} has another {describe(row)} than rank {first} since step {step}{more}. The first rank's are shown."
 
 class DriftWatch:
-    "Reports during training when replicas have drifted apart. Replicas must be equal."
+    "Reports differences between replicas of a tensor during training. Replicas must be equal."
     patience = 10 # number of consecutive steps in which two replicas must differ before the difference is reported
 
     # since: (rank, tensor) -> (first step in which this replica differed, number of steps in which this replica differed)
@@ -82,7 +84,8 @@ class DriftWatch:
             "Return for each of the rows `i` a tuple that identifies its rank and tensor."
             return zip(rows.rank[i].tolist(), *(df[c].iloc[i].astype(object).tolist() for c in columns), strict=True)
         now,lasting = {},[]
-        for place,step,i in zip(ranks_and_keys(different), df['step'].iloc[different].tolist(), different.tolist(), strict=True):
+        for place,step,i in zip(ranks_and_keys(different), df['step'].iloc[different].tolist(),
+                different.tolist(), strict=True):
             first,n = self.since.get(place, (step, 0))
             now[place] = first,n+1
             if n+1>=self.patience: lasting.append((first, i, place[0]))
@@ -96,7 +99,7 @@ class DriftWatch:
 
 # %% ../../nbs/42_processes/09_checks.ipynb #9eeca408
 def find_drift(rows):
-    "Return a message about replicas that differ up to the end of the run, or None. `rows`: rows of all ranks, as `RankRows`."
+    "Return a message about replicas that differ until the end of the run, or None if there are none. `rows`: rows of all ranks, as `RankRows`."
     df = rows.df
     at,may = rows.shards.replicas(df['ttype'])
     different = differs_from(df, at) & may
@@ -104,9 +107,10 @@ def find_drift(rows):
     pd = needs('pandas', for_='A table of rows')
     d = pd.DataFrame({'rank': rows.rank, 'step': df['step'].to_numpy(), 'differs': different, 'row': np.arange(len(df)),
         'tensor': group_codes(*(df[c] for c in ('path', 'ttype', 'tname', 'call') if c in df))})
-    d,lasting = d[at!=np.arange(len(at))],[] # only second and later replicas, each compared with the first replica
+    d,lasting = d[at!=np.arange(len(at))],[] # the first replicas are left out, because the other replicas are compared with them
     for (_,rank),g in d[d.groupby(['tensor', 'rank'])['differs'].transform('any')].groupby(['tensor', 'rank']):
-        if not g['differs'].iloc[-1]: continue # not reported if the replicas are equal at the end, because then the difference was rounding
+        # if the replicas are equal at the end, the difference was only rounding
+        if not g['differs'].iloc[-1]: continue
         equal = np.flatnonzero(~g['differs'].to_numpy())
         since = g.iloc[equal[-1]+1 if len(equal) else 0]
         lasting.append((int(since['step']), int(since['row']), int(rank)))
@@ -131,7 +135,8 @@ def same_batch(rows):
     differs = np.any([c.differs[shards.tensor] for c in shards.comparisons] or [np.zeros(len(inputs), bool)], axis=0)
     d = pd.DataFrame({'tensor': shards.tensor, 'rank': rows.rank, 'differs': differs, 'step': rows.df['step'].to_numpy()})[inputs]
     each = d.groupby('tensor').agg(ranks=('rank', 'nunique'), differs=('differs', 'any'), step=('step', 'first'))
-    same = ~each[each['ranks']>1].groupby('step')['differs'].any() # inputs that only one rank recorded cannot be compared
+    # inputs that only one rank recorded cannot be compared, so they are left out
+    same = ~each[each['ranks']>1].groupby('step')['differs'].any()
     if 2*same.sum()<=len(same): return None
     when = '' if same.all() else f' in {int(same.sum())} of {len(same)} steps'
     return f"All ranks get the same batch{when}: each input has the same statistics on all of them. Does the sampler know the ranks?"

@@ -14,7 +14,7 @@ from ..measure.summary import derived
 
 # %% ../../nbs/42_processes/04_compare.ipynb #a215d900
 def group_codes(*columns):
-    "Return a group number for each row. Rows with equal values in all columns form a group."
+    "Return the number of each row's group. Rows with equal values in all these columns form a group."
     pd = needs('pandas', for_='A table of rows')
     return pd.DataFrame({i: c for i,c in enumerate(columns)}).groupby([*range(len(columns))], sort=False, dropna=False, observed=True).ngroup().to_numpy()
 
@@ -24,7 +24,7 @@ def first_in_group(codes):
     return at[back]
 
 def rows_by_group(codes):
-    "Return a list with the row indices of each group. `codes`: group number of each row."
+    "Return for each group the list of its row indices. `codes`: number of each row's group."
     at = np.argsort(codes, kind='stable')
     return np.split(at, np.cumsum(np.bincount(codes))[:-1])
 
@@ -45,27 +45,31 @@ def first_dimensions(df):
 
 # %% ../../nbs/42_processes/04_compare.ipynb #3598872d
 def differs_from(df, at):
-    "Return the mask of the rows whose statistics differ by more than rounding from another row. `at`: index of the other row, for each row."
+    """Return a boolean mask of the rows whose statistics differ from another row by more than rounding.
+
+    `at`: for each row, the index of the other row.
+    """
     out = np.zeros(len(at), bool)
     sizes = [np.abs(np.asarray(df[c], float)) for c in ('min', 'max', 'std', 'rms', 'abs_max', 'mean') if c in df]
     size = np.nan_to_num(np.nanmax([np.zeros(len(at)), *sizes], axis=0), posinf=0)
     for c in statistic_columns(df):
         x = np.asarray(df[c], float)
         y,scale = x[at],1. if c in ('skew', 'kurtosis') else size if c in ('mean', 'finite_mean', 'min', 'max', 'abs_min') else 0.
-        with np.errstate(invalid='ignore'): is_near = np.abs(x-y)<=1e-9*np.maximum(np.maximum(np.abs(x), np.abs(y)), scale)
+        with np.errstate(invalid='ignore'):
+            is_near = np.abs(x-y)<=1e-9*np.maximum(np.maximum(np.abs(x), np.abs(y)), scale)
         out |= ~(is_near | (x==y) | (np.isnan(x) & np.isnan(y)))
     return out
 
 # %% ../../nbs/42_processes/04_compare.ipynb #c81cd819
 class Comparison:
-    "Result of comparing rows: the groups whose rows have different statistics, and the pairs of rows that were compared."
-    # group: group number of each row; at: index of the row to compare each row with; where: mask of rows to compare
+    "Comparison of pairs of rows: which pairs were compared, and which groups of rows have different statistics."
+    # group: number of each row's group; at: index of the row with which each row is compared; where: mask of the rows to compare
     def __init__(self, df, group, at, where):
         self.group,self.at,self.where = group,at,where
         self.differs = self.find_different(df, without_statistics(df, len(group)))
 
     def find_different(self, df, no_statistics):
-        "Return a boolean mask of the groups in which a row differs from the row that it is compared with, or has no statistics."
+        "Return a mask of the groups (rows of a tensor) in which a compared row differs or has no statistics."
         out = np.zeros(self.group.max()+1, bool)
         out[self.group[(differs_from(df, self.at) | no_statistics) & self.where]] = True
         return out

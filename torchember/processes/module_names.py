@@ -17,7 +17,7 @@ from ..ground.needs import needs
 
 # %% ../../nbs/42_processes/02_module_names.ipynb #6c6a73a3
 def paths_in(tree) -> list:
-    "Return the paths of all modules of a tree from the metadata of a run, in order."
+    "Return the paths of all modules in a tree of modules, in order. The tree comes from the metadata of a run."
     todo,out = [tree],[]
     while todo:
         node = todo.pop()
@@ -71,11 +71,12 @@ def names_in_whole(parts, tags) -> list:
     owners = defaultdict(set)
     for i,new_paths in enumerate(names):
         for new in new_paths.values(): owners[new].add(i)
-    return [{p: f'{new}{tag}' if len(owners[new])>1 else new for p,new in new_paths.items()} for new_paths,tag in zip(names, tags, strict=True)]
+    return [{p: f'{new}{tag}' if len(owners[new])>1 else new for p,new in new_paths.items()}
+        for new_paths,tag in zip(names, tags, strict=True)]
 
 # %% ../../nbs/42_processes/02_module_names.ipynb #5e40af3d
 def names_of_stages(metadata, paths) -> dict: # paths: function that returns the module paths of a rank
-    "Return a dict: rank -> dict from module paths in its pipeline stages to paths in the whole model. The result is empty without two stages."
+    "Return a dict: rank -> (dict: path of a module in a pipeline stage -> path in the whole model). Empty unless there are two stages."
     inside = defaultdict(dict) # stage -> dict: (rank, path on this rank) -> path inside the stage
     for rank,about in metadata.items():
         for top,stage in about.get('stages', {}).items():
@@ -101,7 +102,7 @@ def display_name(module, new):
     return '.'.join([root, *parts])+at+tag
 
 # %% ../../nbs/42_processes/02_module_names.ipynb #637cef36
-def rename_modules(df, rank, names, where=None): # rank: rank of each row; where: mask of the rows to rename
+def rename_modules(df, rank, names, where=None): # rank: rank of each row; where: mask of the rows in which modules are renamed
     "Return a copy of the table `df` with new paths and display names of modules. `names`: rank -> dict from old paths to new paths."
     pd = needs('pandas', for_='A table of rows')
     path,module = (df[c].astype(object).to_numpy(copy=True) for c in ('path', 'module'))

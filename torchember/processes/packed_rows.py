@@ -48,22 +48,24 @@ def split_row(row):
 class Packet:
     "Rows of one rank in one step, ready to be sent: their numbers, and their layout (columns and fixed values), which seldom changes."
     def __init__(self, step, layout, text, numbers, ts, head):
-        self.step,self.numbers,self.ts,self.head = step,numbers,ts,head # head: metadata of the rank to send with the rows
+        # head: metadata of the rank, sent with the rows
+        self.step,self.numbers,self.ts,self.head = step,numbers,ts,head
         self.layout,self.text = layout,text # layout: hash of the layout; text: the layout as JSON
 
     @classmethod
     def of(cls, rows, **head):
-        "Make a packet of the rows of one rank in one step. `head`: metadata of the rank to send with the rows."
+        "Make a packet of the rows of one rank in one step. `head`: metadata of the rank sent with the rows."
         parts = [split_row(r) for r in rows]
         text = json.dumps([[columns, fixed] for columns,fixed,_ in parts])
         numbers = np.array([x for _,_,numbers in parts for x in numbers], np.float64)
         ts = [r.get('ts') for r in rows]
         step = max((r['step'] for r in rows), default=None)
-        return cls(step, hashlib.sha1(text.encode()).hexdigest()[:20], text, numbers, ts[0] if len({*ts})==1 else ts, head)
+        return cls(step, hashlib.sha1(text.encode()).hexdigest()[:20], text, numbers,
+            ts[0] if len({*ts})==1 else ts, head)
 
 class Packer:
     "Converts packets to bytes. The text of a layout is sent only once, because the `Unpacker` stores it."
-    # number of layouts to store; when there are more, all are deleted, because then probably each step has a new layout
+    # maximum number of layouts to store. When it is exceeded, all are deleted, because probably each step has a new layout
     most = 64
     def __init__(self): self.sent = set()
 
@@ -79,7 +81,7 @@ class Packer:
         return json.dumps(head).encode()+b'\n'+p.numbers.astype('<f8').tobytes()
 
 class Unpacker:
-    "Converts the bytes from one rank to packets, in the order in which they were packed."
+    "Converts the bytes from one rank to packets again. The bytes must come in the order in which they were packed."
     def __init__(self): self.layouts = {} # hash of a layout -> layout as JSON
 
     def unpack(self, data):
@@ -98,7 +100,7 @@ def columns_key(ttype, tname, call):
 
 class StepLayout:
     "Table of the fixed values in the rows of all ranks, and the row and column in this table of each number in the packets."
-    def __init__(self, packets): # packets: dict of a `Packet` for each rank
+    def __init__(self, packets): # packets: rank -> its `Packet`
         # cells: column -> (rows, indices of the rows' numbers in the packets). lists: column -> list of (row, index of the first number, length)
         self.cells,self.lists = {},{}
         # is_int: column -> True if all its numbers are ints. measured: result of `columns_key` -> dict with changing columns as keys
@@ -118,7 +120,7 @@ class StepLayout:
         self.fixed = fixed_table(records)
 
     def add_cell(self, column, kind, n, row, place, fixed):
-        "Note that the `n` numbers of the packets from index `place` belong to one row and column of the table."
+        "Note which cell of the table the `n` numbers of the packets, from index `place` on, belong to."
         if kind in 'FI': self.lists.setdefault(column, []).append((row, place, n))
         else:
             rows,places = self.cells.setdefault(column, ([], []))
@@ -127,7 +129,7 @@ class StepLayout:
         self.is_int[column] = self.is_int.get(column, True) and kind in 'iI'
 
     def columns(self, packets):
-        "Return the columns of changing numbers, filled with the numbers of a step. `packets`: dict of a `Packet` for each rank."
+        "Return the columns of changing numbers, filled with the numbers of one step. `packets`: rank -> its `Packet`."
         numbers = np.concatenate([packets[r].numbers for r in sorted(packets)])
         new = {}
         for c,(rows,places) in self.cells.items():
@@ -136,12 +138,13 @@ class StepLayout:
             if c in bad: new[c] = np.nan_to_num(new[c]).astype(np.int64)
             elif self.is_int[c] and c in self.full: new[c] = new[c].astype(np.int64)
         for c,lists in self.lists.items():
-            # a list in a column of numbers is dropped, as `read` drops such lists from files
+            # a list in a column of numbers is dropped, as `read` drops it when it reads files
             if c in derived and c!='exponents' or c in new: continue
             new[c] = np.full(self.n, None, object)
             for i,at,n in lists: new[c][i] = numbers[at:at+n].astype(np.int64 if self.is_int[c] else float).tolist()
         for c in bad: new.setdefault(c, np.zeros(self.n, np.int64))
-        ts = [t for r in sorted(packets) for t in (packets[r].ts if isinstance(packets[r].ts, list) else [packets[r].ts]*self.n_of[r])]
+        ts = [t for r in sorted(packets) for t in (packets[r].ts if isinstance(packets[r].ts, list)
+            else [packets[r].ts]*self.n_of[r])]
         return {**new, 'ts': np.array(ts, object)}
 
 def fixed_table(records):
@@ -173,7 +176,8 @@ def as_rows(df, layout) -> list:
     for i,key in enumerate(map(columns_key, columns['ttype'][0], columns['tname'][0], df['call'].tolist()) if 'call' in df else []):
         measured = layout.measured.get(key, {})
         if key[0]=='scalar' and not any(columns[c][0][i] for c in bad): measured = {}
-        row = {c: columns[c][0][i] for c in order if columns[c][1][i] or c in measured and (c in derived or key[0]=='scalar')}
+        row = {c: columns[c][0][i] for c in order if columns[c][1][i] or c in measured
+            and (c in derived or key[0]=='scalar')}
         for c in bad:
             if not row[c]: del row[c]
         if columns['path'][0][i]!=path_of(row['module']): row['path'] = columns['path'][0][i]
@@ -183,11 +187,11 @@ def as_rows(df, layout) -> list:
 # %% ../../nbs/42_processes/20_packed_rows.ipynb #f3db4ab3
 class StepMerger:
     "Merges the rows in the packets of all ranks, one step after the other."
-    most = 16 # maximum number of combinations of layouts to store
+    most = 16 # maximum number of combinations of the ranks' layouts to store
     def __init__(self):
         self.metadata,self.paths = {},{} # metadata: rank -> metadata; paths: rank -> paths of its modules
         self.layouts = {} # hashes of the layouts of all ranks -> `StepLayout` for this combination of layouts
-        # hashes of the layouts of all ranks -> `RankRows`, `MergePlan` and replicas of the last step with these layouts, for reuse
+        # hashes of the layouts of all ranks -> `RankRows`, `MergePlan` and replicas of the last step with these layouts, to use them again
         self.last = {}
         # `RankRows.own` of the last step with weights: new paths of modules whose weights differ between ranks
         self.own = {}
@@ -199,7 +203,7 @@ class StepMerger:
             if name in packet.head and known.get(rank)!=packet.head[name]: known[rank],self.last = packet.head[name],{}
 
     def layout_of(self, key, packets):
-        "Return the `StepLayout` of some packets. `key`: hashes of the layouts of all ranks."
+        "Return the `StepLayout` of the packets of a step. `key`: hashes of the layouts of all ranks."
         if key not in self.layouts:
             while len(self.layouts)>=self.most:
                 oldest = next(iter(self.layouts))
@@ -213,12 +217,12 @@ class StepMerger:
         df,metadata = layout.fixed.assign(**columns),{r: about for r,about in self.metadata.items() if about}
         rows = RankRows(df, metadata, self.paths)
         if rows.own: self.own = rows.own
-        # a step without rows of weights uses the module names of the last step with weights, because names depend on which weights differ
+        # names depend on which weights differ between ranks, so a step without rows of weights uses the names of the last step with weights
         elif self.own and not (df['ttype']=='weight').any(): rows = RankRows(df, metadata, self.paths, self.own)
         return rows
 
-    def rows(self, packets) -> list: # packets: dict of a `Packet` for each rank
-        "Return the merged rows of a step as dicts."
+    def rows(self, packets) -> list: # packets: rank -> its `Packet`
+        "Return the rows of a step, merged over all ranks, as dicts."
         key = tuple((r, packets[r].layout) for r in sorted(packets))
         layout = self.layout_of(key, packets)
         columns = layout.columns(packets)

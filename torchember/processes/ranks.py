@@ -32,6 +32,8 @@ def merge_and_check(
     merged = Merge(MergePlan(rows), rows.df)
     missing = missing_ranks(steps_of_ranks(rows), rows.metadata, rows.axes.world)
     drift = find_drift(rows)
-    if drift or rows.own: merged.table.attrs['replicas'] = compare_replicas(rows) # stored here, because rules read `attrs['replicas']`
-    found = [*unknown_axes(rows), drift, *rows.messages, *merged.messages, *missing, unknown_scale(rows), same_batch(rows)]
+    # stored in `attrs['replicas']`, where health rules read it
+    if drift or rows.own: merged.table.attrs['replicas'] = compare_replicas(rows)
+    found = [*unknown_axes(rows), drift, *rows.messages, *merged.messages, *missing, unknown_scale(rows),
+        same_batch(rows)]
     return merged.table, [m for m in found if m]

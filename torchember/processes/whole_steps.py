@@ -23,7 +23,7 @@ from ..store.listeners import Listener, Listeners
 
 # %% ../../nbs/42_processes/30_whole_steps.ipynb #2ef9d723
 class Outbox:
-    "Sends the messages of one rank through a key-value store."
+    "Sends the messages of one rank to the first rank through a key-value store."
     most = 16 # maximum number of messages in the store that the first rank has not read yet
     def __init__(self, store, rank): self.store,self.rank,self.n = store,rank,0 # n: number of messages sent
 
@@ -38,11 +38,11 @@ class Outbox:
         self.n += 1
 
     def key(self, n):
-        "Return the key of message `n` of this rank in the store."
+        "Return the key in the store for message number `n` of this rank."
         return f'{self.rank}/{n}'
 
 class Inbox(Outbox):
-    "Reads the messages of one rank, and removes them from the store."
+    "Reads the messages of one rank from the key-value store, and removes them from the store."
     def get(self) -> bytes|None:
         "Return the next message of the rank, or None if the rank has not sent the next message yet."
         key = self.key(self.n)
@@ -54,37 +54,39 @@ class Inbox(Outbox):
 
 # %% ../../nbs/42_processes/30_whole_steps.ipynb #1b43cf09
 class CompleteStep(NamedTuple):
-    "Packets of one step from all ranks, or from those ranks that sent a packet in time."
+    "Packets of one step from all ranks, or from all ranks with a packet in time."
     step: object
     packets: dict # Rank -> packet of this rank
     without: list # Ranks that sent no packet of the step
-    late: list # Slow ranks, for which the first rank no longer waits from this step on
+    late: list # Slow ranks, for which the first rank does not wait any longer
 
 class Assembly:
     "Collects the packets of all ranks, and returns complete steps."
     patience = 2. # seconds to wait for the packets of a slow rank
 
     def __init__(self, world):
-        # rank -> pairs (step, packet) of its steps that are not complete yet, in order
+        # rank -> pairs (step, packet) that were not returned yet, in order
         self.waiting = {r: deque() for r in range(world)}
-        # ended: ranks whose run has ended; late: ranks that were too slow, so that steps are complete without them
+        # ended: ranks whose run has ended; late: slow ranks, for which steps do not wait
         self.ended,self.late = set(),set()
         # since: time when the first packet of the oldest incomplete step came; reported: last returned step
         self.since,self.reported = None,None
-        self.lost = Counter() # rank -> number of packets that were dropped, because they came after their step was returned
+        # rank -> number of packets that were dropped, because they came after their step was returned
+        self.lost = Counter()
 
     def add(self, rank, step, packet):
         "Add the packet that a rank has sent for a step."
-        if self.reported is None or step>=self.reported: self.late.discard(rank) # a rank that is up to date again is no longer late
+        # a rank whose packet is recent again is no longer late
+        if self.reported is None or step>=self.reported: self.late.discard(rank)
         if self.reported is None or step>self.reported: self.waiting[rank].append((step, packet))
         else: self.lost[rank] += 1
 
     def end(self, rank):
-        "Note that the run of a rank has ended, so that no step waits for this rank."
+        "Note the end of a rank's run. From now on no step waits for this rank."
         self.ended.add(rank)
 
     def missing(self):
-        "Return the ranks whose next packet is still expected: they have neither ended nor are they late."
+        "Return the ranks whose next packet is expected: neither has their run ended, nor are they late."
         return [r for r,steps in self.waiting.items() if not steps and r not in self.ended and r not in self.late]
 
     def next(self, now) -> CompleteStep|None: # now: time in seconds
@@ -103,7 +105,7 @@ class Assembly:
 
 # %% ../../nbs/42_processes/30_whole_steps.ipynb #b9f19142
 class PacketMaker:
-    "Makes packets of the rows of one rank, and adds metadata that have changed."
+    "Makes packets of the rows of one rank, with the metadata that have changed since the last packet."
     # sent: metadata sent last; step: last step; nth: number of the last packet in this step
     def __init__(self): self.sent,self.step,self.nth = {},None,0
 
@@ -120,7 +122,7 @@ class Sender:
     def __init__(self, store, rank): self.packer,self.outbox,self.left_out = Packer(),Outbox(store, rank),0
 
     def add(self, packet):
-        "Send a packet. Return False and drop the packet if too many packets already wait in the store."
+        "Send a packet. If too many packets wait in the store already, drop the packet and return False."
         if self.outbox.is_full: self.left_out += 1; return False
         self.outbox.put(self.packer.pack(packet))
         return True
@@ -135,7 +137,7 @@ class Receiver:
         self.note,self.report,self.queued = note,report,queued
         self.merger,self.assembly = StepMerger(),Assembly(world)
         self.inboxes = {r: (Inbox(store, r), Unpacker()) for r in range(1, world)}
-        self.named = set() # late ranks that were named in a message already
+        self.named = set() # late ranks that were already named in a message
         # left_out: number of steps that were not reported; partial: number of steps that were reported without some rank's rows
         self.left_out,self.partial = 0,0
 
@@ -147,7 +149,7 @@ class Receiver:
         return True
 
     def report_complete(self):
-        "Report all complete steps. Wait for the next step as long as the queue of this rank is less than half full."
+        "Report all complete steps. If the queue of this rank is less than half full, also wait for the next step to be complete."
         while True:
             for rank,(inbox,unpacker) in self.inboxes.items():
                 while (data := inbox.get()) is not None: self.add(unpacker.unpack(data), rank)
@@ -158,8 +160,9 @@ class Receiver:
     def report_step(self, found):
         "Report the merged rows of a `CompleteStep`. Skip the step if the first rank sent no packet, or if too many steps wait."
         late,self.named = [r for r in found.late if r not in self.named],self.named | {*found.late}
-        if late: self.note(f"{join_ranks(late, 8)} sent nothing for {Assembly.patience:.0f} seconds, at step {found.step[0]}. Until more rows arrive, "
-            "merged steps are reported without missing ranks, which the column 'without' lists.")
+        if late:
+            self.note(f"{join_ranks(late, 8)} sent nothing for {Assembly.patience:.0f} seconds, at step {found.step[0]}. Until more rows arrive, "
+                "merged steps are reported without missing ranks, which the column 'without' lists.")
         if 0 not in found.packets or len(self.assembly.waiting[0])>self.most: self.left_out += 1; return
         rows = self.merger.rows(found.packets)
         while self.merger.messages: self.note(self.merger.messages.pop(0))
@@ -192,14 +195,15 @@ class Sharing:
         kept=None # Object to keep alive as long as rows are shared
     ):
         self.rank,self.about,self.note,self.report,self.kept = rank,about,note,report,kept
-        self.maker,self.stopped = PacketMaker(),None # stopped: reason why sharing has stopped, or None
-        # channel: receiver of the packets of this rank
+        self.maker,self.stopped = PacketMaker(),None # stopped: reason why rows are no longer shared, or None
+        # channel: `Receiver` on the first rank, `Sender` on other ranks
         self.channel = Receiver(store, world, note, report, queued) if rank==0 else Sender(store, rank)
 
     def take(self, lines, **head):
         "Send the rows in some lines of the log to the first rank."
         rows = parse(lines)[0]
-        good = [r for r in rows if is_step(r.get('step')) and all(isinstance(r.get(c), str) for c in ('module', 'ttype', 'tname'))]
+        good = [r for r in rows if is_step(r.get('step')) and all(isinstance(r.get(c), str)
+            for c in ('module', 'ttype', 'tname'))]
         # rows that belong to no tensor, such as findings, are not merged with rows of other ranks
         if self.rank==0 and len(good)<len(rows): self.report([r for r in rows if not any(r is g for g in good)])
         if not good and not head: return
@@ -220,10 +224,11 @@ class Sharing:
         self.drain(all_ranks=True)
 
     def stop(self, reason):
-        "Stop sharing, and release the store. `reason`: sentence for the user."
+        "Stop sharing rows, and release the key-value store. `reason`: sentence for the user."
         self.stopped,self.kept,self.channel = printable(reason, 300),None,None
-        if self.rank==0: self.note(f"Merged rows of all ranks are no longer reported: {self.stopped}. Training goes on, the log of each rank is complete, "
-            "and listeners get the rows of this rank only. This warning appears once.")
+        if self.rank==0:
+            self.note(f"Merged rows of all ranks are no longer reported: {self.stopped}. Training goes on, the log of each rank is complete, "
+                "and listeners get the rows of this rank only. This warning appears once.")
 
 # %% ../../nbs/42_processes/30_whole_steps.ipynb #6d48c89f
 def run_job(sharing, job):
@@ -241,7 +246,7 @@ def run_job(sharing, job):
         sharing.report_complete()
 
 def notify(listeners, rows, lines=None):
-    "Pass rows to listeners. `lines`: these rows as lines of a log, or None to make the lines from the rows."
+    "Pass rows to listeners. `lines`: the same rows as lines of a log, or None to make the lines from the rows."
     listeners.collect(rows, b''.join(line_of(r)+b'\n' for r in rows) if lines is None else lines)
     listeners.notify()
 
@@ -258,7 +263,7 @@ class WholeSteps:
     ):
         self.rank,self.note,self.pid = rank,note,os.getpid()
         self.queue,self.pending,self.thread = Queue(Receiver.most),[],None # pending: lines of the current step
-        # left_out: number of steps that were dropped because the queue was full. given_up: True if the thread hangs
+        # left_out: number of steps that were dropped because the queue was full. given_up: True if the thread does not answer any more
         self.left_out,self.given_up = 0,False
         # listeners that receive the merged rows
         self.listeners = Listeners(lambda what, e=None: note(what if e is None else f'{what}: {e}'))
@@ -276,7 +281,8 @@ class WholeSteps:
 
     def end_step(self):
         "Queue the lines of the ended step. Later lines belong to the next step."
-        if self.ours and self.pending and not self.sharing.stopped: self.enqueue(b''.join(self.pending)); self.pending = []
+        if self.ours and self.pending and not self.sharing.stopped:
+            self.enqueue(b''.join(self.pending)); self.pending = []
 
     def enqueue(self, lines):
         "Queue the lines of a step for the thread. If the queue is full, drop and count the step."
@@ -288,12 +294,13 @@ class WholeSteps:
         "Start the thread that shares rows. Return the thread, or None if no thread can be started."
         self.thread = threading.Thread(target=self.run, name='torchember-whole', daemon=True)
         try: self.thread.start()
-        except RuntimeError: self.thread = None # no thread can start, because the interpreter exits or the machine has no more threads
+        except RuntimeError: self.thread = None # the interpreter exits, or the machine has no more threads
         return self.thread
 
     def mark(self):
         "Return an event that is set when all lines queued until now are reported; None if no thread is running."
-        if not self.ours or self.thread is None or self.given_up or threading.current_thread() is self.thread: return None
+        if not self.ours or self.thread is None or self.given_up or threading.current_thread() is self.thread:
+            return None
         done = threading.Event()
         try: self.queue.put(done, timeout=Assembly.patience)
         except Full: self.give_up()
@@ -323,11 +330,12 @@ class WholeSteps:
         channel,stopped = self.sharing.channel,self.sharing.stopped
         if self.rank: return None
         if stopped: return f"Merged rows of all ranks were not reported to the end: {stopped}."
-        counts = [f"{n:,} steps {what}" for n,what in ((self.left_out+channel.left_out, 'were left out, because they came faster than they could be reported'),
+        counts = [f"{n:,} steps {what}" for n,what in ((self.left_out+channel.left_out,
+            'were left out, because they came faster than they could be reported'),
             (channel.partial, 'were reported without the rows of some rank')) if n]
         return f"Rows of the whole: {' and '.join(counts)}." if counts else None
 
-    # ---- methods of the thread that shares rows
+    # ---- methods of the thread that sends rows to the first rank
 
     def run(self):
         "Do the jobs of the queue, one after the other, until the run ends."

@@ -1,1 +1,1 @@
-"Collect the events of an armed model step by step, and convert them to rows of the log."
+"Collect the events of a model during training, step by step, and convert them to rows of the log."

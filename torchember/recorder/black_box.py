@@ -20,28 +20,29 @@ from ..store.base import now
 from ..store.reading import path_of
 
 try: import fcntl
-except ImportError: fcntl = None # Windows has no `fcntl`
+except ImportError: fcntl = None # Windows has no `fcntl`, so black boxes are not available
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #9bb60699
 magic,version = int.from_bytes(b'EMBERBOX', 'little'),1
-# Indices of the 64-bit integers at the start of a black box: MAGIC (file type), VERSION, PID (process id), STEP (number of the open step),
+# Indices of the 64-bit integers at the start of a black box: MAGIC (file type), VERSION, PID (process id), STEP (number of the current step),
 # PHASE of the training, BEGAN (time in ns when the last pass began), ALIVE (time of the last event), FAILED (module that raised an exception).
-# BLOCKS, SLOTS, THREADS: numbers of used table entries. NOTED, LATE: bytes used in the texts with rows of the open step and with late rows
+# BLOCKS, SLOTS, THREADS: numbers of used table entries. NOTED, LATE: bytes of text that rows of the current step and late rows use
 MAGIC,VERSION,PID,STEP,PHASE,BEGAN,ALIVE,FAILED = range(8)
 BLOCKS,SLOTS,NOTED,LATE,THREADS = range(8, 13)
-# Limits of a black box: numbers of blocks, slots, threads, and running modules per thread; bytes of each of the two texts
+# Maximum numbers in a black box: blocks of rows, slots (copies of steps), threads, running modules per thread, and bytes of each of the two texts
 most_blocks,most_slots,most_threads,most_depth,most_text = 256,256,16,126,1<<18
 # Index where the table of row blocks begins. Each entry: offset of rows, offset of row headers, number of rows, length of a row
 BLOCK = 64
-SLOT = BLOCK+4*most_blocks # index where the table of slots (copies of steps) begins; an entry has the offset and size of a slot in bytes
-# Index where the table of threads begins. Each entry: id of the thread, depth of its stack, number of each running module
+# index where the table of slots (copies of steps) begins; an entry has the offset and size of a slot in bytes
+SLOT = BLOCK+4*most_blocks
+# Index where the table of threads begins. Each entry: id of the thread, number of its running modules, number of each running module
 THREAD = SLOT+2*most_slots
 thread_width = 2+most_depth
-# Offset, in bytes, of the text with rows of the open step. The text with late rows follows: rows of closed steps
+# Offset, in bytes, of the text with rows of the current step. Behind it is the text with late rows, which arrived after the end of their step
 NOTES = 8*(THREAD+most_threads*thread_width)
 head_of_slot = 64 # bytes of the integers at the start of a slot, before the copy of a step
-# Indices of the integers at the start of a slot. SEQ: number of the copy, 0 while the copy is incomplete. SLOT_PARTS: number of arrays.
-# SLOT_TEXT, SLOT_META: bytes of text and of metadata in a slot. SLOT_OVER: 1 if the step is over. SLOT_TOLD: number of the line about shards
+# Indices of the integers at the start of a slot. SEQ: number of the copy, 0 while the copy is incomplete. SLOT_PARTS: number of arrays in the slot.
+# SLOT_TEXT, SLOT_META: bytes of text and metadata in a slot. SLOT_OVER: 1 if the step is over. SLOT_TOLD: number of the line that describes shards
 SEQ,SLOT_PARTS,SLOT_TEXT,SLOT_META,SLOT_STEP,SLOT_OVER,SLOT_TOLD = range(7)
 phases = ('before its first step', 'in the forward pass', 'after the forward pass (loss or backward)', 'in the optimizer',
     'between two steps')
@@ -62,7 +63,7 @@ def filesystem_of(path, mounts='/proc/self/mountinfo') -> str:
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #c7c245ea
 def allocate(fd, at, size):
-    "Reserve disk space for a part of a file. Raise OSError if the disk is full."
+    "Reserve disk space for a part of a file, so later writes cannot fail. Raise OSError if the disk is full."
     if hasattr(os, 'posix_fallocate'): return os.posix_fallocate(fd, at, size)
     done = 0
     while done<size: done += os.pwrite(fd, bytes(min(size-done, 1<<20)), at+done)
@@ -88,17 +89,19 @@ class BoxUnavailable(OSError):
     "Raised if no black box can be created on this system or in this folder. The message is the reason."
 
 class BoxFile:
-    "Files of a black box: a memory-mapped file, and a text file of lines that describe its content. Both files grow."
+    "Files of a black box: a memory-mapped file, and a text file whose lines describe the content of the first. Both files grow."
     page = mmap.ALLOCATIONGRANULARITY # bytes: each allocation in the file begins at a multiple of this number
     least = 1<<21 # minimum number of bytes by which the file grows
 
-    def __init__(self, folder, name:str): # folder: for the boxes of all runs; name: file name without its suffix
-        if fcntl is None: raise BoxUnavailable("this system has no lock that ends with its process")
+    def __init__(self, folder, name:str): # folder: folder for the black boxes of all runs; name: file name without its suffix
+        if fcntl is None: raise BoxUnavailable("it needs file locks that end with the process, which this operating system lacks")
         if (kind := filesystem_of(folder)) in network_filesystems:
-            raise BoxUnavailable(f"its folder is on another machine ({kind})")
+            raise BoxUnavailable(f"the logs are on a network file system ({kind}), where file locks are unreliable. Use a local folder (home=)")
         os.makedirs(folder, exist_ok=True)
-        self.path,self.end,self.fd,self.side = os.path.join(folder, name),0,-1,-1 # end: offset of the first byte that is not allocated
-        self.mapped,self.left = None,0 # mapped: memory that was mapped last; left: number of its free bytes
+        # end: offset of the first byte that is not allocated
+        self.path,self.end,self.fd,self.side = os.path.join(folder, name),0,-1,-1
+        # mapped: memory that was mapped last; left: number of bytes in it that are still free
+        self.mapped,self.left = None,0
         self.name = name
         own_boxes.add(name)
         try:
@@ -110,7 +113,7 @@ class BoxFile:
             raise
 
     def publish(self):
-        "Rename the file of the box, so that other processes find the box. Called when the file is complete and locked."
+        "Rename the file of the black box, to make it visible to all processes. Called when the file is complete and locked."
         os.rename(f'{self.path}.new', f'{self.path}.box')
 
     def allocate(self, size:int) -> tuple:
@@ -119,7 +122,7 @@ class BoxFile:
         Raise OSError if the disk is full.
         """
         size = -(-size//self.page)*self.page
-        if size>self.left: # the file grows by a factor of 2, because each mapping needs a file descriptor
+        if size>self.left: # the file doubles its size, because each mapping needs a file descriptor
             self.end,more = self.end+self.left,max(size, self.end+self.left, self.least)
             self.left = 0
             allocate(self.fd, self.end, more)
@@ -130,52 +133,56 @@ class BoxFile:
 
     def append_line(self, line):
         "Append a line to the text file of the box. Raise OSError if the disk is full."
-        if os.write(self.side, line+b'\n')<=len(line): raise OSError('no space for a line')
+        if os.write(self.side, line+b'\n')<=len(line): raise OSError('the disk has no space for one more line of the black box')
 
     def remove(self):
-        "Delete the files of the box. Memory that is mapped already stays valid."
+        "Delete the files of the black box. Memory mapped already stays valid."
         for end in ('.new', '.box', '.told', '.fault'):
             with suppress(FileNotFoundError): os.unlink(self.path+end)
         for fd in (self.fd, self.side):
             if fd>=0: os.close(fd)
         self.fd = self.side = -1
         own_boxes.discard(self.name)
-        with suppress(OSError): os.rmdir(os.path.dirname(self.path)) # removing the folder fails while it contains other boxes
+        # removing the folder fails while it contains the black boxes of other processes
+        with suppress(OSError): os.rmdir(os.path.dirname(self.path))
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #0b435d67
 class BoxHeader:
-    "Start of the mapped file of a black box: integers, then two texts."
+    "Start of the memory-mapped file of a black box: a table of integers, then two texts of log lines."
     def __init__(self, file):
-        self.file = file # the `BoxFile`; None after the box was deleted, and in a forked process, which does not own the box
+        # the `BoxFile`; None after the box was deleted, and in a forked process, which does not own the box
+        self.file = file
         self.memory = file.allocate(NOTES+2*most_text)[1]
         self.words = self.memory.cast('q')
 
     def explain(self, **fields):
-        """Append a line about content of the box, such as a tap, to its text file.
+        """Append a line to the text file of the black box. The line describes content of the box, such as the tensor of a row.
 
-        If the disk is full, invalidate the box, because readers need every line.
+        If the disk is full, mark the box as invalid, because readers need every line.
         """
         if self.file is None: return
         try: self.file.append_line(line_of(fields))
         except OSError: self.words[MAGIC] = 0
 
     def append_text(self, line:bytes, used:int, at:int):
-        """Append a line to one of the two texts, if there is space left.
+        """Append a line to one of the two texts of the black box, if there is space left.
 
         `used`: index of the integer that counts the bytes of the text, `NOTED` or `LATE`. `at`: byte where the text begins.
         """
         n = self.words[used]
         if n+len(line)>most_text: return
         self.memory[at+n:at+n+len(line)] = line
-        self.words[used] = n+len(line) # the byte count is written last, so that readers never see half a line
+        # the number of bytes is written last, so that another process never reads half a line
+        self.words[used] = n+len(line)
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #32cffa37
 class Position:
     "Writes the position of the training into a black box: step, phase, and the running modules of each thread."
     def __init__(self, header):
         self.header,self.words,self.lock = header,header.words,threading.RLock()
-        self.modules = {} # display name of a module -> its number in the box, counted from 1
-        self.token = object() # identifies this box in `ThreadContext.box` without a reference that keeps the box alive
+        self.modules = {} # display name of a module -> its number in the black box, counted from 1
+        # identifies this black box in `ThreadContext.box`, without a reference that would keep the box alive
+        self.token = object()
 
     def begin_step(self, step):
         "Write into the black box that a pass of this step began."
@@ -188,7 +195,7 @@ class Position:
         self.words[PHASE] = phase
 
     def number_of(self, name):
-        "Return the number of a module in the box, from its display name. A new module gets the next number."
+        "Return the number of a module in the black box, given its display name. A new module gets the next number."
         with self.lock:
             if name not in self.modules:
                 self.header.explain(module=name)
@@ -196,7 +203,7 @@ class Position:
             return self.modules[name]
 
     def claim_thread(self, here) -> int:
-        """Assign an entry of the table of threads to this thread. `here`: its `calls.ThreadContext`.
+        """Reserve an entry in the black box's table of threads for this thread. `here`: its `calls.ThreadContext`.
 
         Return the index where the entry begins, 0 if all entries are in use.
         """
@@ -205,7 +212,8 @@ class Position:
             places = range(THREAD, THREAD+most_threads*thread_width, thread_width)
             def is_free(i, at):
                 "Return True if an entry of the table of threads is unused."
-                return i>=self.words[THREADS] or self.words[at] not in alive # an entry is free if it was never used, or if its thread has ended
+                # an entry is free if it was never used, or if its thread has ended
+                return i>=self.words[THREADS] or self.words[at] not in alive
             at = next((at for i,at in enumerate(places) if is_free(i, at)), 0)
             if at:
                 self.words[at+1],self.words[at] = 0,threading.get_ident()
@@ -229,19 +237,19 @@ class Position:
         if whose is self.token and at and len(here.stack)<=most_depth: self.words[at+1] = len(here.stack)
 
     def note_failure(self, name):
-        "Write into the black box which module raised an exception. Later calls by outer modules, for the same exception, are ignored."
+        "Write into the black box which module raised an exception. Ignore later calls by enclosing modules for the same exception."
         if not self.words[FAILED]: self.words[FAILED] = self.number_of(name)
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #50988191
 def line_of_custom(row):
-    "Return a row of a custom statistic as a JSON line. Return an empty line if a GPU has not sent a number yet, or if JSON cannot hold a value."
+    "Return a row of a user's statistic as a JSON line. Return an empty line if a GPU has not sent a number yet, or if JSON cannot hold a value."
     event,key,call,micro,dtype,stats = row
     try: return line_of({'event': event, 'key': list(key), 'call': call, 'micro': micro, 'dtype': dtype, 'stats': stats})+b'\n'
     except Exception: return b''
 
 class StepSlots:
     "Keeps copies of steps in a black box, until the log file has the rows of these steps."
-    def __init__(self, header, n_held:int=1): # n_held: number of unrecorded steps, which the log does not get, to keep in the box
+    def __init__(self, header, n_held:int=1): # n_held: number of steps to keep that the schedule does not select, and that the log does not get
         self.header,self.words,self.n_held = header,header.words,n_held
         self.memories = {} # index of a slot -> memory of the slot in the file
         # seq: number of the last copy; next, next_held: index of the next slot for recorded and for unrecorded steps
@@ -254,7 +262,7 @@ class StepSlots:
         self.next = self.words[LATE] = 0
 
     def keep(self, parts, custom, step:int, ts:str, over:bool=True, held:bool=False, of_parts=None, **metadata) -> int:
-        """Copy a step into a slot, without rows that a GPU has not sent yet.
+        """Copy a step into a slot of the black box, without rows that a GPU has not sent yet.
 
         Return the number of the copy, 0 if the step was not copied. `parts`: pairs of arrays, headers and summaries, as
         `Arena.take` returns them; `custom`: rows of `CustomRows`; `ts`: time of the first row; `over`: False if more rows of
@@ -267,7 +275,7 @@ class StepSlots:
         memory = self.memory_for(size, held)
         if memory is None: return 0
         w,o = memory.cast('q'),head_of_slot
-        w[SEQ] = 0 # marks the slot as invalid until the number of the copy is written
+        w[SEQ] = 0 # marks the slot as invalid until its copy is complete
         for h,v in parts:
             w[o//8],w[o//8+1],o = len(h),v.shape[1],o+16
             for a in (h, v):
@@ -281,7 +289,7 @@ class StepSlots:
         return self.seq
 
     def line_of_metadata(self, metadata):
-        "Return the metadata of a step as a JSON line. The line of the last step is kept, because metadata rarely change from step to step."
+        "Return the metadata of a step as a JSON line. Reuse the line of the last step if the metadata are equal, because they rarely change."
         if metadata!=self.metadata[0]: self.metadata = metadata,line_of(metadata)
         return self.metadata[1]
 
@@ -294,7 +302,7 @@ class StepSlots:
         return self.shards[1]
 
     def memory_for(self, size, held):
-        "Return memory of at least `size` bytes for the copy of a step. None if no slot is free or the disk is full."
+        "Return memory in the black box for a copy of a step, at least `size` bytes. None if no slot is free or the disk is full."
         if held: i,self.next_held = most_slots//2+self.next_held%self.n_held,self.next_held+1
         else: i,self.next = self.next,self.next+1
         if i in self.memories and len(self.memories[i])>=size: return self.memories[i]
@@ -315,11 +323,11 @@ class StepSlots:
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #897feaad
 class BlackBox:
-    "Black box of recent steps. Raises OSError if no box can be created."
+    "Black box: a file of recent steps, to survive a crash. Raises OSError if no such file can be created."
     def __init__(self, folder, run:str, root:str, is_written=lambda: False, n_held:int=1):
-        """Create the box in a folder, for a run and the display name of its root.
+        """Create the black box of a run in a folder. `root`: display name of the root module.
 
-        `is_written()` returns True if the log file has all rows. `n_held`: number of unrecorded steps to keep, which
+        `is_written()` returns True if the log file has all rows. `n_held`: number of steps to keep that
         the log does not get.
         """
         self.is_written,self.pid,self.marks = is_written,os.getpid(),None
@@ -336,8 +344,8 @@ class BlackBox:
             file.remove()
             raise
 
-    def block(self, n, length): # returns None if the disk is full, so that the arena uses ordinary memory
-        "Return arrays in the box for `n` rows of the open step: summaries and headers."
+    def block(self, n, length): # returns None if the disk is full; then rows are stored in ordinary memory
+        "Return arrays in the black box for `n` rows of the current step: summaries and headers."
         header,k = self.header,self.header.words[BLOCKS]
         if header.file is None or k>=most_blocks: return None
         try: at,memory = header.file.allocate(8*n*(length+head_width))
@@ -345,11 +353,12 @@ class BlackBox:
         rows = np.frombuffer(memory, np.float64, n*length).reshape(n, length)
         heads = np.frombuffer(memory, np.int64, n*head_width, 8*n*length).reshape(n, head_width)
         for i,v in enumerate((at, at+8*n*length, n, length)): header.words[BLOCK+4*k+i] = v
-        header.words[BLOCKS] = k+1 # the number of blocks is written last, so that readers never see half an entry
+        # the number of blocks is written last, so that another process never reads half an entry
+        header.words[BLOCKS] = k+1
         return rows, heads
 
     def tap(self, t):
-        "Write the description of a new tap into the box, so that readers understand the rows of this tap."
+        "Write the description of a new tap (place where tensors are measured) into the black box, so that readers understand its rows."
         self.header.explain(tap=t.number, key=list(t.key), names=list(t.names), once=t.once, repeats=t.repeats)
 
     def set_marks(self, marks):
@@ -359,31 +368,31 @@ class BlackBox:
             self.header.explain(marks=self.marks)
 
     def keep(self, *args, **kwargs): # arguments of `StepSlots.keep`
-        "Copy a step into the box, before the writer thread writes the rows of the step to the log file."
+        "Copy a step into the black box, before the writer thread writes the rows of the step to the log file."
         self.free_if_written()
         return self.slots.keep(*args, **kwargs)
 
     def note(self, row):
-        "Write a row of a custom statistic, from the open step, into the box."
+        "Write a row of a user's statistic in the current step into the black box."
         self.header.append_text(line_of_custom(row), NOTED, NOTES)
 
     def copy_late_row(self, row):
-        "Write a row that arrived after the end of its step into the box."
+        "Write a row that arrived after the end of its step into the black box."
         self.free_if_written()
         try: line = line_of(row)+b'\n'
-        except Exception: return # the log file reports the error of a row that is not JSON
+        except Exception: return # a row that is not JSON is left out here, because the log file reports its error
         self.header.append_text(line, LATE, NOTES+most_text)
 
     def free_if_written(self):
-        "Reuse the memory of copied steps and late rows if the log file has all of them. Called before each new copy."
+        "Reuse the black box's memory of copied steps and late rows if the log file has all of them. Called before each new copy."
         if self.is_written(): self.slots.free()
 
     def disown(self):
-        "Stop writing to the box in a forked child process, because the box belongs to the parent process."
+        "Stop writing to the black box in a forked child process, because the box belongs to the parent process."
         self.header.file = None
 
     def end(self):
-        "Delete the box, because the log file has the whole run."
+        "Delete the black box, because the log file has the whole run."
         file = self.header.file
         if file is None or self.pid!=os.getpid(): return
         if self.fault is not None:
@@ -393,7 +402,7 @@ class BlackBox:
         file.remove()
 
 def write_faults(path): # returns the open file; None if faulthandler is already in use
-    "Let Python write the call stacks of all threads to a file if the process crashes."
+    "Let Python write the call stacks of all threads to a file if the process crashes, as a segmentation fault does."
     if faulthandler.is_enabled(): return None
     f = open(path, 'w')
     faulthandler.enable(f, all_threads=True)
@@ -405,17 +414,17 @@ most_held = 100
 def held_steps(blackbox) -> int:
     "Return how many unrecorded steps the black box keeps. `blackbox`: argument of `torchEmber`; raise for invalid values."
     if blackbox is None or isinstance(blackbox, bool): return 0
-    if not isinstance(blackbox, int): raise TypeError(f"blackbox= is a number of steps, True, False or None, got {an(blackbox)}.")
-    if not 0<=blackbox<=most_held: raise ValueError(f"blackbox= is a number of steps from 0 to {most_held}, got {blackbox}.")
+    if not isinstance(blackbox, int): raise TypeError(f"blackbox= must be a number of steps, True, False or None, got {an(blackbox)}.")
+    if not 0<=blackbox<=most_held: raise ValueError(f"blackbox= must be a number of steps from 0 to {most_held}, got {blackbox}.")
     return blackbox
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #29309d48
 def quote_module(name):
-    "Return the path of a module in backquotes, or 'the model' for the root, from its display name."
+    "Return the path of a module in backquotes, or 'the model' for the root. `name`: display name of the module."
     return f'`{path}`' if (path := path_of(name)) else 'the model'
 
 def died_row(text, severity, step, module, ts, advice, evidence, look=None):
-    "Return a row of the log with the finding `died`, which says how the process ended."
+    "Return the log row for the finding `died`, which states how the process ended."
     return {'severity': severity, 'rule': 'died', 'text': text, 'advice': advice, 'look': look or f"read(run, steps={step})",
         'evidence': evidence, 'first_step': step, 'last_step': step, 'module': module, 'ts': ts,
         'ttype': 'finding', 'tname': 'died', 'step': step, 'call': 0}
@@ -443,7 +452,8 @@ class RunBox:
     def __init__(self, t, root:str, writer, buffer, blackbox=None): # blackbox: argument of `torchEmber`; None if the user did not give it
         self.t,self.root,self.writer,self.buffer = t,root,writer,buffer
         self.is_asked_for,self.n_held = blackbox is not None,held_steps(blackbox)
-        self.box,self.is_tried,self.why = None,False,None # why: reason why no box could be created, or None
+        # box: the `BlackBox` or None; why: reason why no box could be created, or None
+        self.box,self.is_tried,self.why = None,False,None
 
     def begin_pass(self, step:int, on):
         "Write into the black box that a pass of this step began. `on`: True if the pass is recorded."
@@ -453,7 +463,7 @@ class RunBox:
         if on: self.box.set_marks(self.writer.columns())
 
     def open(self):
-        "Create the box. If no box can be created, store the reason in `why`."
+        "Create the black box. If none can be created, store the reason in `why`."
         self.is_tried = True
         try:
             self.t.file.create_file()
@@ -461,11 +471,12 @@ class RunBox:
         except OSError as e:
             self.why = str(e)
             if self.is_asked_for:
-                self.buffer.notices.once('box', f"This run has no black box: {e}. If the process is killed, its last steps may be lost.")
+                self.buffer.notices.once('box', f"This run has no black box (a file that keeps the last steps if the process is killed): {e}. "
+                    "If the process is killed, its last steps may be lost.")
             return
         self.buffer.use_box(self.box)
 
-    def set_phase(self, phase): # phase: phase of the training, such as `FORWARD`
+    def set_phase(self, phase): # number of the training's phase, such as `FORWARD`
         "Write the phase of the training into the black box, if there is one."
         if self.box is not None: self.box.position.set_phase(phase)
 
@@ -478,11 +489,11 @@ class RunBox:
         box.end()
 
     def exit_finding(self, error):
-        "Return a finding about the exception that ended the process. None without a box."
+        "Return a finding about the exception that ended the process. Return None if the run has no black box."
         return None if self.box is None else exit_row(self.box.position, error, self.root)
 
     def leave(self):
-        "Stop using the box in a forked child process, because the box belongs to the parent process."
+        "Stop using the black box in a forked child process, because the box belongs to the parent process."
         if self.box is not None: self.box.disown()
         self.box,self.is_tried = None,True
 
@@ -493,6 +504,6 @@ def all_written(writer, log):
     def is_written():
         "Return True if the log file has all rows."
         w = ref()
-        # the queues are checked in this order, because rows move from the writer to the log, and then to the disk
+        # the order of these checks matters, because rows move from the writer's queue to the log's queue, and then to the disk
         return w is not None and not (w.waiting or len(log.batches) or log.disk.waiting)
     return is_written

@@ -36,7 +36,7 @@ def rates_in(optimizer, prefix:str='lr') -> dict:
     if len(optimizer.param_groups)==1: return {prefix: groups[0][1]['lr']} if groups else {}
     often = Counter(str(g.get('name')) for g in optimizer.param_groups)
     def label(i, g):
-        "Return the name or the index of a parameter group."
+        "Return the name of a parameter group, or its index if it has no name."
         return i if g.get('name') is None or often[str(g['name'])]>1 else g['name']
     return {f'{prefix}/{label(i, g)}': g['lr'] for i,g in groups}
 
@@ -47,17 +47,17 @@ def is_rate(x):
 
 # %% ../../nbs/40_recorder/72_learning_rates.ipynb #8f3398b7
 def rate_version(rate):
-    "Return a value that differs once a learning rate has changed. None if only waiting for a device would show this."
+    "Return a value that differs once a learning rate has changed. None if only a wait for the device would show the change."
     if not isinstance(rate, torch.Tensor): return float(np.asarray(rate).item())
     if rate.is_cpu: return rate.item()
     return None if rate.is_inference() else (id(rate), rate._version)
 
 # %% ../../nbs/40_recorder/72_learning_rates.ipynb #a1320c00
 class LearningRates:
-    "Collects learning rates that changed since their last row, so that unchanged rates are not logged again."
+    "Collects learning rates with a change since their last row, to log unchanged rates only once."
     def __init__(self, optimizers):
         self.optimizers = list(optimizers)
-        self.last,self.found = {},{} # last: name -> `rate_version` in the last row; found: name -> changed learning rate of the open step
+        self.last,self.found = {},{} # last: name -> `rate_version` in the last row; found: name -> changed learning rate of this step
 
     def prefix(self, optimizer) -> str:
         "Return the prefix of the names of an optimizer's learning rates: 'lr', or 'lr/<number>' if there are several optimizers."
@@ -73,7 +73,7 @@ class LearningRates:
             except Unmeasurable: continue # a learning rate cannot be read while a CUDA graph is captured
             self.last[name] = new
 
-    def take(self) -> dict: # returns a dict of numbers or `Pending` objects by name
-        "Return the changed learning rates of the open step, and remove them from this object."
+    def take(self) -> dict: # name of a learning rate -> number, or `Pending` while the device has not sent it
+        "Return the changed learning rates of the current step, and remove them from this object."
         found,self.found = self.found,{}
         return found

@@ -13,51 +13,63 @@ from .parameters import grad_of, plain_floats
 
 # %% ../../nbs/40_recorder/46_left_gradients.ipynb #75e2cfef
 def some_values(x, most=4096):
-    "Return a part of a tensor with at most `most` values, without a copy."
+    "Return a view of a tensor with at most `most` of its values."
     while x.dim()>1 and x.numel()>most: x = x[0]
     return x if x.numel()<=most else x[:most]
 
 def may_be_cleared(p):
-    "Return True if a parameter has no gradient or only zeros in it, or if the gradient cannot be read."
+    "Return True if a parameter has no gradient or only zeros in it, or if the gradient cannot be read. Of a sharded gradient, the local part is read."
     g = grad_of(p)
+    if hasattr(g, 'to_local'): g = g.to_local()
     if g is None or type(g) is not torch.Tensor or g.dtype not in plain_floats or g.layout is not torch.strided or g.is_meta: return True
     return not bool(some_values(g).any())
 
 # %% ../../nbs/40_recorder/46_left_gradients.ipynb #fed28507
 class LeftGradient:
     "Counts for one parameter: intervals between two steps of its optimizer, and intervals in which its gradient was never set to zero."
-    def __init__(self, version):
+    def __init__(self, version, is_late=False):
         self.version = version # version counter of the weight at the last backward
-        # begun: True once a step was seen; cleared: True if the gradient was zero when a backward began, since the last step
+        # True if the backward is noticed after it has computed this gradient. A weight of the loss, outside of all modules, is such a parameter
+        self.is_late = is_late
+        # begun: True once the optimizer has stepped; cleared: True if the gradient was zero at the begin of a backward since the last step
         self.begun = self.cleared = False
         self.backwards = 0 # number of backwards since the last step of the optimizer
         self.checked = self.left = 0
         self.first = None # number of the first training step with a gradient left over from an earlier step
 
     def end_interval(self, step):
-        "Count the interval that ends, because the optimizer has stepped. `step`: number of the open training step."
+        "Count the interval since the optimizer's last step, because the optimizer has stepped again. `step`: number of the current training step."
         if self.begun and self.backwards:
             self.checked += 1
             self.left += not self.cleared
             if not self.cleared and self.first is None: self.first = max(step-1, 0)
         self.begun,self.cleared,self.backwards = True,False,0
 
-    def restart(self): self.begun = False
+    def restart(self):
+        "Begin a new interval at the next step of the optimizer, because some backwards were not checked."
+        self.begun = False
 
 # %% ../../nbs/40_recorder/46_left_gradients.ipynb #f1216e70
 class LeftGradients:
     "Checks for some parameters whether their gradients were left over from an earlier step of their optimizer."
-    # The first `often` backwards are checked. Later, of `every` backwards the first `together` are checked, to save time
+    # The first `often` backwards are checked. Later only the first `together` of every `every` backwards are checked, to save time
     often,every,together = 64,64,8
 
-    # optimizers: known optimizers. Without any, a changed version counter of a parameter shows that an optimizer stepped
+    # optimizers: known optimizers. If there are none, a changed version counter of a parameter counts as a step of its optimizer
     def __init__(self, optimizers=()):
         self.optimizers,self.owners = optimizers,None # owners: id of a parameter -> ids of its optimizers
         self.stepped = set() # ids of the optimizers that stepped since the last backward
         self.counts = {} # id of a parameter -> `LeftGradient`
+        self.at_start = set() # ids of the parameters that had a gradient when recording of the model began
         self.backwards = 0
 
-    def note_step(self, optimizer): self.stepped.add(id(optimizer))
+    def prepare(self, parameters):
+        "Store which parameters have a gradient before the first backward."
+        self.at_start = {id(p) for p in parameters if grad_of(p) is not None}
+
+    def note_step(self, optimizer):
+        "Note that an optimizer has made a step, which used the gradients of its parameters."
+        self.stepped.add(id(optimizer))
 
     def find_owners(self):
         "Return a dict: id of a parameter -> ids of its optimizers."
@@ -67,7 +79,7 @@ class LeftGradients:
         return owners
 
     def note_backward(self, parameters, step):
-        "Check the gradients of some parameters when a backward begins. `step`: number of the open training step."
+        "Check whether the gradients of some parameters are zero when a backward begins. `step`: number of the current training step."
         self.backwards += 1
         if self.backwards>self.often and self.backwards%self.every>=self.together:
             if self.backwards%self.every==self.together:
@@ -76,7 +88,8 @@ class LeftGradients:
         if self.owners is None: self.owners = self.find_owners()
         for p in parameters:
             c = self.counts.get(id(p))
-            if c is None: c = self.counts[id(p)] = LeftGradient(p._version)
+            if c is None: c = self.counts[id(p)] = LeftGradient(p._version, id(p) not in self.at_start and not may_be_cleared(p))
+            if c.is_late: continue
             moved = bool(self.owners.get(id(p), set()) & self.stepped) if self.optimizers else p._version!=c.version
             c.version = p._version
             if moved: c.end_interval(step)
@@ -85,6 +98,6 @@ class LeftGradients:
         self.stepped.clear()
 
     def facts(self, found) -> dict: # found: result of `every_parameter`
-        "Return the counts of each checked parameter, with its path and name, for the metadata of the run."
+        "Return for each checked parameter how often its gradient was left over, with its path and name, for the metadata of the run."
         names = {id(p): next(iter(names)) for p,_,names in found}
         return {'left_gradients': [[*names[i], c.checked, c.left, c.first] for i,c in self.counts.items() if i in names and c.checked]} if self.counts else {}

@@ -31,8 +31,10 @@ def depends_on_mode(module) -> bool:
 dropouts = {torch.dropout, torch.alpha_dropout, F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 
 def dropped_share(func, args, kwargs):
-    "Return the fraction of values that a call of a torch function drops. 0 for functions other than Dropout."
-    def given(i, name, default): return kwargs.get(name, args[i] if len(args)>i else default)
+    "Return the fraction of values dropped by a call of a torch function. 0 for every function except Dropout."
+    def given(i, name, default):
+        "Return an argument of the torch function: by keyword, else by position `i`, else the default."
+        return kwargs.get(name, args[i] if len(args)>i else default)
     if func is F.scaled_dot_product_attention: p = given(4, 'dropout_p', 0.)
     elif func in dropouts: p = given(1, 'p', .5) if given(2, 'training', kwargs.get('train', True)) else 0.
     else: return 0.
@@ -55,34 +57,39 @@ class DropoutCalls(TorchFunctionMode):
 
 # %% ../../nbs/40_recorder/31_modes.ipynb #cd6b8b66
 def generator_states(root):
-    "Return the states of the random generators on the CPU and on the device of the model. Reading them waits for no device."
+    "Return the states of the random generators on the CPU and on the model's device, to detect random draws. Reading waits for no device."
     found = [torch.default_generator.get_state()]
     device = next((p.device for p in root.parameters()), None)
     if device is None or device.type!='cuda' or not torch.cuda.is_initialized(): return found
     try: found.append(torch.cuda.default_generators[device.index or 0].get_state())
-    except RuntimeError: pass # a CUDA graph is being captured
+    except RuntimeError: pass # the generator cannot be read while a CUDA graph is captured
     return found
 
-def is_power_of_two(n): return n>0 and not n & n-1
+def is_power_of_two(n):
+    "Return True if `n` is 1, 2, 4, 8, ..."
+    return n>0 and not n & n-1
 
 class ModeFacts:
     """Collects facts about the training and evaluation modes of a model, from passes 1, 2, 4, 8, ... with and without gradients.
 
-    `innermost`: as in `DropoutCalls`; `notify`: called with the facts when they have changed.
+    `innermost`: as in `DropoutCalls`; `notify`: function called with changed facts.
     """
     most = 4 # maximum number of evaluations to search for calls of Dropout
     def __init__(self, innermost, notify=lambda facts: None):
         self.innermost,self.notify = innermost,notify
-        # paths of modules that were in training mode, and in evaluation mode, in a pass with gradients; '' is the model
+        # paths of modules that were in training mode (`trained`) or evaluation mode (`in_eval`) in a pass with gradients; '' is the model
         self.trained,self.in_eval = set(),set()
-        self.random = {} # `DropoutCalls.found` of an evaluation; empty if no evaluation applied Dropout
+        # calls of Dropout in an evaluation: `DropoutCalls.found`. Empty if no evaluation applied Dropout
+        self.random = {}
         self.passes = {True: 0, False: 0} # number of passes with gradients (key True), and of evaluations (key False)
-        self.searches = 0 # 0 until an evaluation has drawn random numbers; then 1, plus the number of evaluations searched for Dropout
-        self.before,self.mode = None,None # before: states of the random generators before the running evaluation; mode: its `DropoutCalls`
+        # 0: no evaluation has drawn random numbers yet. Later: 1 + number of evaluations that were searched for active Dropout
+        self.searches = 0
+        # before: states of the random generators before the running evaluation; mode: its `DropoutCalls`
+        self.before,self.mode = None,None
         self.thread = None # thread of the running evaluation, because a torch function mode belongs to one thread
 
     def begin(self, states, phase, grad, eager=True):
-        """Check a pass that begins.
+        """Begin to check a pass: store the modes of its modules, or detect random numbers in an evaluation.
 
         `states`: `ModuleState`s, root first; `grad`: True if gradients will be computed; `eager`: False in compiled
         code.

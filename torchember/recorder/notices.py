@@ -17,13 +17,13 @@ class Notices:
     most_places = 5 # number of tensors to name in warnings, for each reason why tensors have no values
 
     def __init__(self, on_error:str='warn', report=None):
-        """Collect warnings. `on_error`: what to do if a tensor cannot be recorded: 'warn' once and continue, or 'raise'.
+        """`on_error`: what to do if a tensor cannot be recorded: 'warn' once and continue, or 'raise' the error.
 
         `report`: function of kind, text and severity that writes a warning into the run.
         """
         self.on_error,self.report = on_error,report
         self.said = set() # kinds of the warnings that were given
-        self.errors = 0 # number of errors in users' functions and in measuring
+        self.errors = 0 # number of exceptions in functions of the user and in measuring
         self.unmeasurable = 0 # number of tensors without values, or with values that torch cannot read
         # Reason why tensors have no values -> set of (module, name) of the tensors that warnings named
         self.places = {}
@@ -68,11 +68,11 @@ class Notices:
 
 # %% ../../nbs/40_recorder/00_notices.ipynb #7455ecd9
 class ChangingMarks:
-    "Finds marks (columns set with `te.mark`) that change with every step, because such a number belongs into `te.log`."
+    "Finds marks (columns set with `te.mark`) that change with every step. Such a number should be logged with `te.log` instead."
     def __init__(self): self.last = {} # name of a mark -> (value, step, number of consecutive steps in which the value changed)
 
     def find(self, marks:dict, step:int) -> tuple|None:
-        "Return name and value of a mark that changed in the last three steps. None without such a mark."
+        "Return name and value of a mark that changed in the last three steps. Return None if no mark changed."
         for name,v in marks.items():
             if isinstance(v, torch.Tensor) and v.numel()==1: v = v.item()
             if type(v) is not float: continue
@@ -81,6 +81,10 @@ class ChangingMarks:
             elif old is None or v==old or step-at>1: n = 0
             self.last[name] = v,step,n
             if n>=3: return name, v
+
+    def check(self, marks, step, notices):
+        "Warn if one of the user's marks (columns set with `te.mark`) changes with every step."
+        if found := self.find(marks, step): notices.once('mark', mark_warning(*found))
 
 # %% ../../nbs/40_recorder/00_notices.ipynb #7997be0e
 def mark_warning(name, value):

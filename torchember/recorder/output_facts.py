@@ -19,7 +19,7 @@ from ..measure.devices import disturbs, undisturbed
 most_rows,most_columns = 32,4096 # maximum size of the matrix that is read from each output
 
 def sample_rows(x, rows=most_rows, columns=most_columns):
-    """Return at most `rows` rows of an output as a float32 matrix, evenly spaced, without waiting for the device. None for other tensors.
+    """Return at most `rows` evenly spaced rows of an output, as a float32 matrix, without waiting for the device. None if it has no rows.
 
     Of outputs with two or three dimensions, a row is the last dimension. Of images, a row is a whole sample. Of long
     rows, some columns are taken.
@@ -33,7 +33,7 @@ def sample_rows(x, rows=most_rows, columns=most_columns):
     return x[:, ::-(-d//columns)].float()
 
 def products(x):
-    "Return the scalar products of all pairs of rows. The rows are divided by their largest value, so that products do not overflow."
+    "Return the scalar products of all pairs of rows, divided by the square of the largest value, so that they do not overflow."
     x = x/x.abs().amax().clamp_min(1e-30)
     return x@x.T
 
@@ -46,7 +46,10 @@ def mean_cosine(g):
     return float(((g/np.outer(size, size)).sum()-n)/(n*(n-1))) if n>1 else float('nan')
 
 def effective_rank_of_rows(g):
-    "Return the effective rank of rows minus their mean. `g`: scalar products of all pairs of rows. 0 if all rows are equal."
+    """Return the effective rank of a matrix, after subtracting the mean of its rows.
+
+    `g`: scalar products of all pairs of rows. 0 if all rows are equal.
+    """
     n,total = len(g),np.trace(g)
     centre = np.eye(n)-1/n
     values = np.linalg.eigvalsh(centre@g@centre)
@@ -58,7 +61,7 @@ def effective_rank_of_rows(g):
 # %% ../../nbs/40_recorder/39_output_facts.ipynb #9f7a10a5
 class OutputRanks:
     "Cosines and effective ranks of the outputs of a few modules, at the recorded steps 1, 2, 4, 8, ..."
-    most = 8 # maximum number of modules; each output takes about 0.1 ms
+    most = 8 # maximum number of modules, because reading an output takes about 0.1 ms
 
     def __init__(self):
         self.chosen = None # paths of the chosen modules; None before the end of the first step
@@ -67,7 +70,7 @@ class OutputRanks:
         self.found = {} # path of a module -> {'kind', 'rows', 'columns', 'steps', 'cosine', 'rank'} of its output
 
     def note(self, state, x, step):
-        "Queue the output of a module, if the module was chosen. `state`: `ModuleState` of the module; `x`: output."
+        "Queue rows of a module's output, if the module was chosen. `state`: `ModuleState` of the module; `x`: output."
         path = state.track.path
         if self.chosen is not None and path not in self.chosen or inside_transform() is not None or x.is_meta: return
         kind = x.device.type
@@ -79,33 +82,33 @@ class OutputRanks:
                 self.pending.append((path, step, tuple(rows.shape), products(rows)))
 
     def step_over(self):
-        "Choose the modules at the end of the first step, evenly spaced among the modules that were called."
+        "At the end of the first step, choose modules whose outputs are compared: evenly spaced among the called modules."
         if self.chosen is None and self.seen:
             paths = [*self.seen]
             self.chosen = {paths[i] for i in np.unique(np.linspace(0, len(paths)-1, self.most).astype(int))}
             self.pending = [p for p in self.pending if p[0] in self.chosen]
 
     def facts(self):
-        "Compute cosine and effective rank of all queued outputs. Return the numbers of all steps so far, for the metadata."
+        "Compute cosine and effective rank of all queued outputs. Return the results of all steps so far, for the metadata of the run."
         for path,step,shape,g in self.pending:
             g = g.double().cpu().numpy()
             if not np.isfinite(g).all() or self.chosen is not None and path not in self.chosen: continue
             own = self.found.setdefault(path, {'kind': self.seen[path], 'rows': shape[0], 'columns': shape[1], 'steps': [], 'cosine': [], 'rank': []})
-            if own['steps'] and own['steps'][-1]>=step: continue # skipped, because an earlier call of the module in the same step was used
+            if own['steps'] and own['steps'][-1]>=step: continue # an earlier call of the module in the same step was used already
             for k,v in (('steps', step), ('cosine', round(mean_cosine(g), 6)), ('rank', round(effective_rank_of_rows(g), 4))): own[k].append(v)
         self.pending = []
         return {'outputs': self.found} if self.found else {}
 
 # %% ../../nbs/40_recorder/39_output_facts.ipynb #9ae1d5d2
 class AutocastStates:
-    "Notes at the calls of modules with weights whether autocast is on."
+    "Notes whether autocast is on when modules with weights are called."
     most = 1000 # maximum number of modules to list
 
     # on: number of calls under autocast; off: paths of modules that were called without autocast
     def __init__(self): self.dtype,self.device,self.on,self.off = None,None,0,{}
 
     def note(self, state, device):
-        "Note whether autocast is on at a call. `state`: `ModuleState` of the module; `device`: device type of the call's input."
+        "Note whether autocast is on when a module is called. `state`: `ModuleState` of the module; `device`: device type of its input."
         if not state.track.parameters: return
         if torch.is_autocast_enabled(device):
             self.dtype,self.device,self.on = str(torch.get_autocast_dtype(device)).removeprefix('torch.'),device,self.on+1
@@ -117,29 +120,35 @@ class AutocastStates:
 
 # %% ../../nbs/40_recorder/39_output_facts.ipynb #9e62fcf2
 class OutputFacts:
-    "Collects facts about outputs in the recorded steps 1, 2, 4, 8, ... The method `flow` gets each call, as in `Flows`."
+    "Collects facts about outputs in the recorded steps 1, 2, 4, 8, ... The method `flow` is called for each module call, as in `Flows`."
     def __init__(self, steps): # steps: the `Steps` of the recorder
         self.steps,self.ranks,self.autocast = steps,OutputRanks(),AutocastStates()
-        self.number = 1 # number of recorded steps, including the open step
+        self.number = 1 # number of recorded steps, including the current step
         self.is_due,self.has_failed = True,False
 
+    def needs(self, ttype):
+        "Return True if `flow` must get the tensors of calls in the open step."
+        return self.is_due
+
     def flow(self, state, ttype, named, call, phase=None):
-        "Note the state of autocast at the input of a call, and some rows of its output. Arguments as in `Flows.flow`."
+        "Note the state of autocast at the input of a module call, and some rows of the output. Arguments as in `Flows.flow`."
         if not self.is_due or phase is not None or call: return
         x = next((x for _,x in named if isinstance(x, torch.Tensor)), None)
         if x is None: return
         try:
             if ttype=='input': self.autocast.note(state, x.device.type)
             elif state.root or not state.track.children: self.ranks.note(state, x, self.steps.number)
-        except Exception: self.has_failed,self.is_due = True,False # an error switches these facts off, and must not interrupt the training
+        except Exception: self.has_failed,self.is_due = True,False # an error only ends the collection of these facts
 
     def step_over(self):
+        "Choose modules at the end of the first step, and decide whether the next step is used."
         if self.is_due: self.ranks.step_over()
         self.number += 1
         self.is_due = not self.number & self.number-1 and not self.has_failed
 
-    def facts(self, found=None): # found: not used, but `ParameterFacts.more` passes this argument
+    def facts(self, found=None): # found: not used; it is here because `ParameterFacts.more` passes this argument
+        "Return the facts about autocast and outputs, for the metadata of the run."
         try: return self.autocast.facts() | self.ranks.facts()
-        except Exception: # for example, the error of a failed device
+        except Exception: # for example, an error of a device that has failed
             self.has_failed,self.ranks = True,OutputRanks()
             return self.autocast.facts()

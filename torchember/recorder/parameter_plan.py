@@ -14,7 +14,7 @@ from ..measure.planning import SameDicts
 
 # %% ../../nbs/40_recorder/25_parameter_plan.ipynb #751e813d
 class ParameterPlan:
-    """List of the parameters of a model, as `Parameters.each` yields them, with the taps of their gradients.
+    """List of the parameters of a model, as `Parameters.each` yields them, with the taps (places of measured tensors) of their gradients.
 
     The plan has no references to modules or parameters, so it keeps none of them alive.
     """
@@ -25,7 +25,7 @@ class ParameterPlan:
         self.which = [(st, i, n) for st,i,n,_ in which]
         self.ids = [id(p) for *_,p in which]
         self.all_ids = frozenset(self.ids)
-        # Keys of each parameter in `known.with_gradient` and in `gathered` of `Parameters`
+        # Entries of each parameter in the sets `known.with_gradient` and `gathered` of `Parameters`
         self.keys = [((st.track.path, n), (id(st), n)) for st,_,n in self.which]
         self.is_possible = self.dicts.is_possible and all(type(p) is torch.nn.Parameter for *_,p in which)
         if self.is_possible:
@@ -40,9 +40,11 @@ class ParameterPlan:
         return same and self.dicts.unchanged()
 
     def prepare(self):
-        "Collect the taps of all gradients for compiled code. Return False if a gradient has no tap yet."
+        "Collect the taps of all gradients for compiled code. Return False if a gradient has no tap yet, because it was never measured."
         if self.words is None:
-            def words_of(t): return t.cursor.address, id(t), id(t.format.groups), t.format.share
+            def words_of(t):
+                "Return four integers to describe a tap to compiled code."
+                return t.cursor.address, id(t), id(t.format.groups), t.format.share
             taps = [st.taps.get(('weight_grad', f'grad_{i}', None, 0, n)) for st,i,n in self.which]
             if None in taps or not taps: return False
             owners = [st.track.parameters for st,_,_ in self.which]
@@ -53,7 +55,7 @@ class ParameterPlan:
         return True
 
     def measure_gradients(self, parameters):
-        """Write the rows of all gradients. Return True if compiled code wrote any.
+        """Write the rows of all gradients. Return True if compiled code wrote any of these rows.
 
         `parameters`: a `Parameters`, which measures the gradients that compiled code cannot measure.
         """
@@ -63,13 +65,13 @@ class ParameterPlan:
         with arena.lock:
             while i<len(self.words):
                 i = write(address_of(run), address_of(self.words), len(self.words), id(parameters.known.with_gradient),
-                    id(parameters.gathered['weight_grad']), i+1)
+                    id(parameters.gathered.places['weight_grad']), i+1)
                 if i<len(self.words): self.measure_one(parameters, *self.which[i])
         arena.filled += int(run[k.FILLED])
         arena.shared += int(run[k.SHARED])
         return run[k.FILLED]>0
 
     def measure_one(self, parameters, state, i, name):
-        "Measure the gradient that compiled code cannot measure, unless another thread has removed its parameter."
+        "Measure one gradient not measurable by compiled code, unless a concurrent thread has removed the parameter."
         p = state.track.parameters.get(name)
         if p is not None: parameters.measure([(state, i, name, p)], ('weight_grad',), True)

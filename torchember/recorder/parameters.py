@@ -22,9 +22,9 @@ from ..store.parameters import parameter_entry, most_entries
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #999a778f
 def own_parameters(track) -> list:
-    """Return (position, name, parameter) for each own parameter of a module. `track`: the module's `moduleTrack`.
+    """Return (position, name, parameter) for each parameter of a module itself. `track`: the module's `moduleTrack`.
 
-    Parameters of children are left out, and lazy parameters, which have no values yet.
+    Parameters of child modules are left out, and lazy parameters, which have no values yet.
     """
     if not track.parameters: return []
     ps = [(n,p) for n,p in track.parameters.items() if p is not None]
@@ -32,7 +32,7 @@ def own_parameters(track) -> list:
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #d6e86a10
 def grad_of(p):
-    "Return the gradient of a parameter, or None. Do not read `grad` of other tensors than leaves, because torch warns about this."
+    "Return the gradient of a parameter, or None. Do not read `grad` of tensors that are not leaves, because torch warns about this."
     return p.grad if p.is_leaf or p.retains_grad else None
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #3e1a0f12
@@ -51,10 +51,10 @@ class OldGradients:
             elif grad is not None: self.from_before[st.track.id, n] = reference(grad),version(grad)
 
     def gradient(self, st, n, p):
-        "Return the gradient of a parameter. None if it has no gradient, or if it is frozen and has only an old gradient."
-        grad = p.grad if p.is_leaf or p.retains_grad else None # same as `grad_of`, but faster without a call
+        "Return the gradient of a parameter. None if there is no gradient, or if the parameter is frozen and its gradient is old."
+        grad = p.grad if p.is_leaf or p.retains_grad else None # same as `grad_of`, but without the time of a call
         if p.requires_grad:
-            if self.frozen: self.frozen.pop((st.track.id, n), None) # the entry is deleted, because the parameter is not frozen now
+            if self.frozen: self.frozen.pop((st.track.id, n), None) # the parameter is not frozen now
             return grad
         key = st.track.id,n
         # A parameter frozen since the last step gets an entry, because its gradient is old from now on
@@ -79,38 +79,71 @@ def version(x):
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #1788e9fd
 def below(state, states):
-    "Return the `ModuleState`s of all modules inside a module. `states`: `ModuleState`s of the whole model."
+    "Return the `ModuleState`s of all modules inside a module, at any depth. `states`: `ModuleState`s of the whole model."
     by_id,tracks = {st.track.id: st for st in states},list(state.track.children)
     for t in tracks: tracks += t.children
     return [by_id[t.id] for t in tracks if t.id in by_id]
+
+# %% ../../nbs/40_recorder/30_parameters.ipynb #5ea1c0d1
+def is_new(seen, state, name, p): # seen: ids of the measured parameters, and their (id of the module, name)
+    "Return True if this step has not measured the parameter yet, and mark the parameter as measured."
+    if id(p) in seen or (state.track.id, name) in seen: return False
+    seen |= {id(p), (state.track.id, name)}
+    return True
+
+def each_parameter(states, wanted:set|None=None):
+    """Yield state, position, name and parameter. A shared parameter is yielded once, for its first module.
+
+    `wanted`: ids of the parameters to yield, all by default. `states`: `ModuleState`s of the model, in any order.
+    """
+    seen = set()
+    for st in states:
+        for i,n,p in own_parameters(st.track) if st.watched else ():
+            if id(p) in seen or (wanted is not None and id(p) not in wanted): continue
+            seen.add(id(p))
+            yield st, i, n, p
+
+# %% ../../nbs/40_recorder/30_parameters.ipynb #5ea1c0d5
+class GatheredGradients:
+    "Gradients that the current step has measured, to know when the norm of all gradients can be computed."
+    def __init__(self):
+        # tensor type -> (id of a `ModuleState`, name) of each gradient measured in this step
+        self.places = {'weight_grad': set(), 'unclipped_grad': set()}
+        self.unrecorded = [] # parameters of modules that are not recorded
+
+    def find_unrecorded(self, states, recorded): # states: `ModuleState`s, root first; recorded: ids of the recorded parameters
+        "List the parameters of unrecorded modules, because norms of all gradients cannot include them."
+        modules = states[0].track.module.modules() if states else ()
+        self.unrecorded = [p for m in modules for p in m._parameters.values() if p is not None and id(p) not in recorded]
+
+    def count(self) -> tuple|None:
+        "Return how many weight gradients and unclipped gradients are measured. None if there are none, or if trained modules are not recorded."
+        weights,unclipped = (len(self.places[t]) for t in ('weight_grad', 'unclipped_grad'))
+        return None if not weights or any(p.requires_grad for p in self.unrecorded) else (weights, unclipped)
+
+    def step_over(self):
+        "Forget the gradients of the ended step."
+        for places in self.places.values(): places.clear()
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #86d117a6
 class Parameters:
     "Measures the weights and weight gradients of a model's modules."
     def __init__(self, buffer, ttypes, notify=None): # notify: function that is called with changed metadata of the parameters
         self.buffer,self.ttypes = buffer,ttypes
-        self.states = [] # `ModuleState` of each armed module, root first
+        self.states = [] # `ModuleState` of each recorded module, root first
         # Ids of the parameters measured in this step, and their (id of the module, name),
         # because FSDP uses another tensor for a sharded parameter during the forward pass
         self.seen = set()
         self.hint = ZeroGradHint(getattr(buffer, 'notices', None))
         self.known = ParameterFacts(ttypes, notify)
         self.old_gradients = OldGradients()
-        # tensor type -> (id of a `ModuleState`, name) of each gradient measured in this step
-        self.gathered = {'weight_grad': set(), 'unclipped_grad': set()}
-        self.unrecorded = [] # parameters of modules that are not recorded
+        self.gathered = GatheredGradients()
         self.plan = None # `ParameterPlan` of the current parameters; None if not made yet
 
-    def is_new(self, state, name, p):
-        "Return True if this step has not measured the parameter yet, and mark the parameter as measured."
-        if id(p) in self.seen or (state.track.id, name) in self.seen: return False
-        self.seen |= {id(p), (state.track.id, name)}
-        return True
-
     def measure_own(self, state, ttypes): # ttypes: 'weight', 'weight_grad', or both
-        "Measure the own parameters of a module, unless they were measured in this step."
+        "Measure the parameters of a module itself, without its children, unless they were measured in this step."
         if not state.watched or not state.track.parameters: return
-        new = [(state, i, n, p) for i,n,p in own_parameters(state.track) if self.is_new(state, n, p)]
+        new = [(state, i, n, p) for i,n,p in own_parameters(state.track) if is_new(self.seen, state, n, p)]
         if new: self.measure(new, ttypes)
 
     def measure(self, which, ttypes, replace=False, scale=None): # which: tuples (state, position, name, parameter), as `each` yields
@@ -121,43 +154,28 @@ class Parameters:
             if 'weight_grad' in ttypes and (grad := self.old_gradients.gradient(st, n, p)) is not None:
                 some.append((st, 'weight_grad', f'grad_{i}', n, grad))
                 if not self.old_gradients.from_before or self.old_gradients.is_new_gradient(st, n, grad): self.known.with_gradient.add((st.track.path, n))
-                self.gathered['weight_grad'].add((id(st), n))
+                self.gathered.places['weight_grad'].add((id(st), n))
                 self.hint.found = self.hint.in_step = True
         self.buffer.measure_together(some, scale, replace)
 
     def after_call(self, state, outermost:bool, ttypes):
         "Measure the parameters of a module after its call. After the `outermost` module, also measure all modules inside it."
         self.measure_own(state, ttypes)
-        if outermost and state.track.children and not self.has_measured_all():
+        if outermost and state.track.children and not ((plan := self.current_plan()) is not None and plan.all_ids<=self.seen):
             for other in self.states if state.root else below(state, self.states): self.measure_own(other, ttypes)
 
     def current_plan(self):
-        "Return the `ParameterPlan` of these parameters. Return None if they have changed, and make a new plan for the next step."
-        kinds = objects()
-        if kinds is None or not self.states: return None
+        "Return the `ParameterPlan` of the model's parameters. If they have changed, return None, and make a new plan for the next step."
+        if objects() is None or not self.states: return None
         if self.plan is not None and self.plan.is_current(self.states, self.buffer.uses): return self.plan
         self.plan = ParameterPlan(self.states, list(self.each()), self.buffer.uses)
 
-    def has_measured_all(self):
-        "Return True if a `ParameterPlan` shows that this step has measured all parameters."
-        plan = self.current_plan()
-        return plan is not None and plan.all_ids<=self.seen
-
     def each(self, wanted:set|None=None, states=None):
-        """Yield state, position, name and parameter. A shared parameter is yielded once, for its first module.
-
-        `wanted`: ids of the parameters to yield, all by default. `states`: the `ModuleState`s of the model in another
-        order.
-        """
-        seen = set()
-        for st in self.states if states is None else states:
-            for i,n,p in own_parameters(st.track) if st.watched else ():
-                if id(p) in seen or (wanted is not None and id(p) not in wanted): continue
-                seen.add(id(p))
-                yield st, i, n, p
+        "Yield (state of the module, position, name, parameter) for the recorded modules. Arguments and order as in `each_parameter`."
+        return each_parameter(self.states if states is None else states, wanted)
 
     def measure_complete(self, wanted=None, scale=None): # wanted: ids of the parameters, None for all; scale: factor to divide out of the gradients
-        """At the end of a step, measure missing weights, then the complete gradients.
+        """At the end of a step, measure weights without a row in this step, then the complete gradients.
 
         The complete gradients replace gradients measured during the passes.
         """
@@ -191,19 +209,13 @@ class Parameters:
         if 'weight' in ttypes: self.seen |= {x for st,_,n,p in which for x in (id(p), (st.track.id, n))}
         self.measure(which, ttypes, True, scale)
 
-    def find_unrecorded(self):
-        "List the parameters of unrecorded modules, because norms of all gradients cannot include them."
-        here = {id(p) for *_,p in self.each()}
-        modules = self.states[0].track.module.modules() if self.states else ()
-        self.unrecorded = [p for m in modules for p in m._parameters.values() if p is not None and id(p) not in here]
-
     def unclipped(self, ids):
         "Yield the arguments of `measure_unclipped` for the gradients of these parameters. `ids`: ids of the parameters."
         for st,i,n,p in self.each(ids):
             if (grad := self.old_gradients.gradient(st, n, p)) is not None: yield st, f'grad_{i}', n, grad
 
     def clips(self, ids, scale=None):
-        """Measure gradients before they are clipped. `ids`: ids of their parameters; `scale`: factor to divide out.
+        """Measure gradients before they are clipped. `ids`: ids of their parameters; `scale`: loss scale to divide by.
 
         If a step clips several times, the last measurement replaces the earlier ones.
         """
@@ -212,38 +224,37 @@ class Parameters:
 
     def measure_unclipped(self, state, tname, name, grad, scale=None):
         "Measure the gradient of one parameter before clipping, and count this gradient for the norm of all gradients."
-        self.gathered['unclipped_grad'].add((id(state), name))
+        self.gathered.places['unclipped_grad'].add((id(state), name))
         self.buffer.measure(state, 'unclipped_grad', tname, grad, name, scale=scale, once=True, replace=True)
 
     def gradient_counts(self, manual:bool) -> tuple|None:
-        """Return the number of weight gradients in the open step, and the number of gradients before clipping.
+        """Return how many weight gradients the current step has, and how many gradients before clipping.
 
         None if rows of some trained parameters are missing. `manual`: True if optimizers or `te.step()` end the
         steps; then all gradients have been measured.
         """
-        n,unclipped = (len(self.gathered[t]) for t in ('weight_grad', 'unclipped_grad'))
-        if not n or any(p.requires_grad for p in self.unrecorded): return None
-        def missed(st, name, p):
-            "Return True if this step has not measured the trained parameter."
-            return p.requires_grad and id(p) not in self.seen and (st.track.id, name) not in self.seen
-        return None if not manual and any(missed(st, name, p) for st,_,name,p in self.each()) else (n, unclipped)
+        counts = self.gathered.count()
+        if counts is None or manual: return counts
+        missed = any(p.requires_grad and id(p) not in self.seen and (st.track.id, name) not in self.seen for st,_,name,p in self.each())
+        return None if missed else counts
 
     def step_over(self):
+        "Forget the measured parameters and gradients, because the step has ended."
         self.seen.clear()
-        for places in self.gathered.values(): places.clear()
+        self.gathered.step_over()
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #f19bc368
 class ZeroGradHint:
-    "Warns once if a model trains, but none of its weight gradients are recorded."
+    "Warns once if the weights of a model change, but none of their gradients are recorded."
     def __init__(self, notices=None):
         self.notices = notices or Notices()
-        self.found = False # True once a gradient was recorded, or once the warning was given
-        self.in_step = False # True if the open step has a gradient
-        self.trains = False # True once a pass in training mode with gradients began
+        self.found = False # True once a gradient was recorded, or once the warning of missing gradients was given
+        self.in_step = False # True if the current step has a gradient
+        self.trains = False # True once a pass with gradients began in training mode
         # True once `te.step()` checked gradients for zeros, which `zero_grad` may have written
         self.looked = False
         self.given = False # True once the warning was given
-        self.silent = False # True if other code gives the warning instead of this object
+        self.silent = False # True if another part of torchember gives this warning instead
         self.begun = False # True once a step ended without `te.step()`
         self.steps_without = 0 # number of recorded training steps without a gradient
         self.versions = None # id of each weight -> its version counter when the check began
@@ -294,7 +305,7 @@ plain_floats = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #8cde0aa9
 def with_other_children(states):
-    "Return the `ModuleState`s of modules whose child modules changed since the last call, because new children may need arming."
+    "Return the `ModuleState`s of modules whose child modules have changed since the last call, because new children may need recording."
     out = []
     for st in states:
         now = own_parts(st.track.module)
@@ -304,18 +315,18 @@ def with_other_children(states):
     return out
 
 def children_in(parts):
-    "Return the ids of the child modules in a result of `own_parts`."
+    "Return the ids of the child modules. `parts`: result of `own_parts`."
     return [i for i in parts or () if isinstance(i, int)]
 
 class Containers:
-    "Watches unarmed modules, such as an empty `ModuleList`, because they may get children that should be recorded."
-    def __init__(self, tracks=(), states=()): # tracks: a `moduleTrack` for each module; states: a `ModuleState` for each armed module
+    "Watches modules without torchember's hooks, such as an empty `ModuleList`, because they may get children that should be recorded."
+    def __init__(self, tracks=(), states=()): # tracks: `moduleTrack` of each module; states: `ModuleState` of each recorded module
         armed = {st.track.id for st in states}
         apart = [t.module for t in tracks if t.id not in armed]
         self.known = [(m, own_parts(m)) for m in apart if m._modules or isinstance(m, nn.Sequential|nn.ModuleList|nn.ModuleDict)]
 
     def changed(self):
-        "Return True if the children of an unarmed module have changed since this object was created."
+        "Return True if the children of an unrecorded module have changed since this object was created."
         return any(own_parts(m)!=parts and children_in(own_parts(m))!=children_in(parts) for m,parts in self.known)
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #5d0c71aa
@@ -325,7 +336,7 @@ class VersionChanges:
     def __init__(self): self.last,self.changes = {},{}
 
     def compare(self, p, name):
-        "Count a change of a parameter if its version counter differs from the last call. `name`: (path, name) of the parameter."
+        "Count a change if the parameter's version counter has changed since the last call. `name`: (path, name) of the parameter."
         if is_lazy(p) or p.is_inference(): return # lazy parameters and inference tensors have no version counter
         if self.last.get(name, p._version)!=p._version: self.changes[name] = self.changes.get(name, 0)+1
         self.last[name] = p._version
@@ -336,7 +347,7 @@ class VersionChanges:
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #43301eef
 class ParameterFacts:
-    "Collects facts about each parameter for the metadata: whether it has an optimizer, a gradient, a call. A fact never becomes false again."
+    "Facts about each parameter for the metadata: has it an optimizer, had it a gradient, was its module called."
     most = most_entries
 
     def __init__(self, ttypes, notify=None): # notify: function that is called with changed metadata of the parameters
@@ -347,7 +358,7 @@ class ParameterFacts:
         self.called = set() # paths of modules that were called
         self.version_changes = VersionChanges()
         self.trained = False # True if the model was trained
-        # entries: list of facts when `note` was called last; left_out: number of parameters beyond `most`, which the list leaves out
+        # entries: facts about each parameter, from the last call of `note`; left_out: number of parameters beyond the first `most`
         self.entries,self.left_out = [],0
         self.modes = {} # result of `recorder.modes.ModeFacts.facts` for this run
         # more: functions that get the result of `every_parameter` and return further facts as a dict; facts: their last results
@@ -393,7 +404,7 @@ class ParameterFacts:
 
     def entry_of(self, p, owner, state, names, has_optimizers):
         "Return the facts about one parameter, as an entry of the metadata."
-        any_grad = self.grads and bool(self.with_gradient) # Without any gradient in the run, a missing gradient says nothing about this parameter
+        any_grad = self.grads and bool(self.with_gradient) # without any gradient in the run, a missing gradient of one parameter means nothing
         # modules without a forward, such as `ModuleList`, are never called
         is_callable = inspect.getattr_static(type(owner.module), 'forward', None) is not nn.Module.forward
         any_of = lambda known: not known.isdisjoint(names)
@@ -405,19 +416,19 @@ class ParameterFacts:
             not any_of(self.with_optimizer) and any_of(self.elsewhere))
 
     def note_modes(self, facts):
-        "Add facts about the modes of the model to the metadata. `facts`: result of `recorder.modes.ModeFacts.facts`."
+        "Add facts about the training and evaluation modes of modules to the metadata. `facts`: result of `recorder.modes.ModeFacts.facts`."
         self.modes = facts
         if self.notify: self.notify(self.meta())
 
     def meta(self):
-        "Return the metadata of the kind 'parameters'. Keys without content are left out."
+        "Return the metadata of the kind 'parameters'. Empty entries are left out."
         more = {'left out': self.left_out, 'modes': self.modes, 'facts': self.facts}
         return {'parameters': self.entries} | {k: v for k,v in more.items() if v}
 
 def every_parameter(root) -> list:
-    """Return (parameter, `moduleTrack`, names) for each parameter of a model, in the model's order. `root`: `moduleTrack` of the model.
+    """Return (parameter, `moduleTrack`, names) for each parameter of a model, in the order of the model. `root`: its `moduleTrack`.
 
-    A shared parameter has the `moduleTrack` of its first module, and all of its names: (path, name) -> None.
+    A shared parameter has the `moduleTrack` of its first module, and a dict with the (path, name) of each of its places as keys.
     """
     found,todo = {},[root]
     while todo:

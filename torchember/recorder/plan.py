@@ -63,7 +63,7 @@ def restored(model):
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #a59154fb
 class PlannedTensor(NamedTuple):
-    "Tensor in a future row. Fields are None if unknown."
+    "Tensor in an expected row of the log. Fields are None if unknown."
     track:object # `moduleTrack` of the module
     ttype:str
     tname:str
@@ -75,38 +75,44 @@ class PlannedTensor(NamedTuple):
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #4062864a
 class Rehearsal(Listener):
-    "Listener for one pass: lists the rows that recording would write, without measuring."
+    "Listener for one pass of a model: lists the rows that recording would write, without measuring anything."
     running = 1
 
     def __init__(self, ttypes, states):
         self.ttypes,self.states = ttypes,states
-        self.places,self.ended = [],[] # places: list of `PlannedTensor`; ended: `ModuleState`s in the order in which their calls ended
+        # places: list of `PlannedTensor`; ended: `ModuleState`s in the order in which their calls ended
+        self.places,self.ended = [],[]
         # seen: id of a tensor -> weak reference and version counter; calls: `ModuleState` -> number of calls; stack: running calls
         self.seen,self.calls,self.stack = {},Counter(),[]
 
     def call_begins(self, st, inputs, compiled=False):
+        "List the rows of a module call's inputs."
         self.note(st, 'input', inputs, self.calls[st])
         self.stack.append((st, self.calls[st]))
         self.calls[st] += 1
 
     def call_ends(self, st, outputs, compiled=False):
+        "List the rows of a module call's outputs."
         self.ended.append(st)
         self.note(st, 'output', outputs, self.stack.pop()[1])
 
-    def call_fails(self, st): self.stack.pop()
+    def call_fails(self, st):
+        "Forget the running call, because it raised an exception."
+        self.stack.pop()
 
     def probe_here(self, name, x):
+        "List the row of a tensor passed to `te.probe`."
         st,call = self.stack[-1] if self.stack else (self.states[0], 0)
         self.add(st.track, 'probe', name, call, x, self.is_new(x))
 
     def note(self, st, ttype, named, call):
-        "List the rows of the inputs or outputs of a call."
+        "List the rows of the inputs or outputs of a module call."
         for n,x in named:
             if ttype in self.ttypes: self.add(st.track, ttype, n, call, x, self.is_new(x))
             if f'{ttype}_grad' in self.ttypes and x.requires_grad and torch.is_grad_enabled(): self.add(st.track, f'{ttype}_grad', n, call, x, True)
 
     def add(self, track, ttype, tname, call, x, read):
-        "Add one expected row to the list."
+        "Add one expected row to the list `places`."
         shape = None if x.is_nested else tuple(x.shape)
         self.places.append(PlannedTensor(track, ttype, tname, None, call, shape, x.dtype, read))
 
@@ -122,7 +128,7 @@ def eagerly():
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #4bc4b785
 def rehearse(model, recorder, args, kwargs) -> tuple: # returns a list of `PlannedTensor`, and the states in the order in which their calls ended
-    "Run an armed model once on an example input, and return the rows that recording would write."
+    "Run a model once on an example input, and return the rows that recording would write."
     states = recorder.sources.states
     listener,by_id,ts = Rehearsal(recorder.ttypes, states),{st.track.id: st for st in states},[st.track for st in states]
     arm(ts, listener, {st.track.id for st in states if st.watched})
@@ -135,11 +141,12 @@ def rehearse(model, recorder, args, kwargs) -> tuple: # returns a list of `Plann
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #01727a7c
 class NullRun:
-    "Stands for a run without a file: computes rows and discards them, to measure the time of writing."
+    "Replaces a run: converts rows to lines and discards them, to measure the time of writing."
     fname,marked,step,seconds = 'null', {}, (), 0.
-    def note(self, what): "Discard a remark."
+    def note(self, what): "Discard a remark, because nothing is recorded."
     def __init__(self): self.file,self.took,self.rows = self,0.,0
     def put(self, measured, close, by):
+        "Convert the rows of a step to lines, add up the time, and discard the lines."
         start = clock()
         [rows] = by([measured])
         for r in rows: isinstance(r, bytes) or line_of(r)
@@ -148,7 +155,7 @@ class NullRun:
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #1a5775d0
 def states_to_come(optimizer, p) -> dict|None:
-    "Return the shapes of the optimizer states that a parameter has, or will have: name -> shape. None if unknown."
+    "Return the shapes of the optimizer states that a parameter has, or will have after the first step: name -> shape. None if unknown."
     have = state_tensors(optimizer, p)
     if have: return {k: tuple(v.shape) for k,v in have.items()}
     kind = type(optimizer)
@@ -170,12 +177,12 @@ def example(n, dtype, device):
     x = torch.from_numpy(np.random.default_rng(0).standard_normal(n, dtype=np.float32)).to(device)
     return x>0 if dtype is torch.bool else x.to(dtype) if dtype.is_floating_point or dtype.is_complex else (x*100).to(dtype)
 
-def time_reading(stats, dtype, device, most) -> tuple: # returns numbers of elements, and seconds for each
-    """Measure the time to read tensors of increasing size, until a tensor has at least `most` elements.
+def time_reading(stats, dtype, device, most) -> tuple: # the measured numbers of elements, and the seconds for each number
+    """Measure the time to compute statistics of tensors of increasing size, until a tensor has at least `most` elements.
 
     `stats`: names of the statistics.
     """
-    ready() # waits for compiled loops, because nearly all steps of a training use them
+    ready() # waits until compiled loops are loaded, because nearly all steps of a training use them
     arena = Arena()
     tap,xs,ys = arena.tap(None, stats),[],[]
     for n in timed_sizes:
@@ -186,18 +193,19 @@ def time_reading(stats, dtype, device, most) -> tuple: # returns numbers of elem
             observe(x, tap)
             wait_for(x.device)
             times.append(clock()-start)
-        xs.append(n); ys.append(min(times)) # the minimum is used, because other programs on the machine can only add time
+        # the minimum is used, because other programs on the machine can only add time
+        xs.append(n); ys.append(min(times))
         if n>=most: break
     return xs, ys
 
 def interpolate(xs, ys, n):
-    "Return the seconds to read `n` elements, interpolated from the measured times `ys` for `xs` elements."
+    "Return the seconds to read `n` elements, by interpolation. `ys`: measured seconds for the numbers of elements in `xs`."
     if n<=xs[-1] or len(xs)<2: return float(np.interp(n, xs, ys))
     return ys[-1]+(n-xs[-1])*max(ys[-1]-ys[-2], 0.)/(xs[-1]-xs[-2])
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #b6862992
 class ReadingTime:
-    "Function that estimates the seconds to read a tensor, beyond the time for a few elements. A dtype is timed at its first use."
+    "Estimates the seconds to read a tensor, beyond the seconds for a tensor of a few elements. Measures the speed of a dtype at its first use."
     def __init__(self, most): self.most,self.curves = most,{}
 
     def __call__(self, stats, dtype, device, n):
@@ -229,10 +237,11 @@ def row_times(stats) -> tuple:
     return sorted(spent)[3], sorted(took)[3]
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #0ebf059a
-def parameter_places(r, ended=()) -> tuple: # returns a list of `PlannedTensor`, and remarks about unknown rows
+def parameter_places(r, ended=()) -> tuple: # a list of `PlannedTensor`, and remarks about rows whose number is unknown
     "Return the expected rows of all tensors other than inputs and outputs. `ended`: result of `rehearse`."
     (places,notes),s = ([], set()),r.sources
     def add(st, ttype, tname, n, p, shape=None):
+        "Add the expected row of a parameter, or of a tensor with the parameter's shape."
         places.append(PlannedTensor(st.track, ttype, tname, n, 0, tuple(p.shape) if shape is None else shape, p.dtype, True))
     first = list(dict.fromkeys([*ended, *s.states])) # a tied weight belongs to the module whose call ends first
     for st,i,n,p in s.parameters.each(states=first):
@@ -255,10 +264,10 @@ def parameter_places(r, ended=()) -> tuple: # returns a list of `PlannedTensor`,
             if t in r.ttypes and (t=='weight' or x.requires_grad): add(s.states[0], t, n, n, x)
     return places, sorted(notes)
 
-def flow_places(r) -> tuple: # returns a list of `PlannedTensor`, and remarks about unknown rows
+def flow_places(r) -> tuple: # a list of `PlannedTensor`, and remarks about rows whose number is unknown
     """Return the expected rows of inputs and outputs when no example input is given.
 
-    These are the rows of the last recorded pass, or else one input and one output for each module.
+    These are the rows of the last recorded pass. Without such a pass, expect one input and one output for each module.
     """
     kinds = [(t, f'{t}{g}') for t in ('input', 'output') for g in ('', '_grad') if f'{t}{g}' in r.ttypes]
     if not kinds: return [], []
@@ -270,7 +279,7 @@ def flow_places(r) -> tuple: # returns a list of `PlannedTensor`, and remarks ab
         dtype = next((p.dtype for p in m.parameters() if p.is_floating_point()), torch.float32)
         for kind,ttype in kinds:
             named = (st.track.input_dt if kind=='input' else st.track.output_dt) if known else {'input': None} if kind=='input' else {'output_0': None}
-            # inputs of inner modules are outputs of other modules, so their summaries need no second reading
+            # inputs of inner modules are outputs of other modules, so they are not read a second time
             read = kind!=ttype or (st.root if kind=='input' else st.track.base_module)
             calls = range(st.calls if known else 1)
             places += [PlannedTensor(st.track, ttype, n, None, c, s, s and dtype, read) for c in calls for n,s in (named or {}).items()]
@@ -288,7 +297,7 @@ def example_row(place, how, marks) -> dict:
 class Plan:
     "Expected number of `rows`, `bytes` and `seconds` of a recorded step. `df` is a table with a row for each tensor."
     def __init__(self, name:str, places:list, lines:list, seconds:list, notes=()):
-        """Add up the totals of `PlannedTensor`s. `lines`: bytes of each row; `seconds`: time of each row.
+        """Add up rows, bytes and seconds of all `PlannedTensor`s. `lines`: bytes of each row; `seconds`: time of each row.
 
         `notes`: remarks about unknown rows.
         """
@@ -296,7 +305,7 @@ class Plan:
         self.rows,self.bytes,self.seconds = len(places),sum(lines),sum(seconds)
 
     def kinds(self) -> list: # returns tuples (ttype, number of rows, bytes of tensors or None, bytes of rows, seconds)
-        "Return the totals for each tensor type."
+        "Return the totals of rows, bytes and seconds for each tensor type."
         found = {}
         for p,n,s in zip(self.places, self.lines, self.each, strict=True): found.setdefault(p.ttype, []).append((tensor_bytes(p), n, s))
         return [(t, len(rows), *(None if None in column else sum(column) for column in zip(*rows, strict=True))) for t,rows in found.items()]
@@ -315,7 +324,7 @@ class Plan:
             for p,n,s in zip(self.places, self.lines, self.each, strict=True)])
 
     def table(self):
-        "Return the lines of the table that `print(plan)` shows."
+        "Return the lines of text that `print(plan)` shows as a table."
         body = [(t, f'{n:,}', '?' if b is None else byte_size(b), byte_size(w), duration(s)) for t,n,b,w,s in self.kinds()]
         return [('ttype', 'rows', 'tensors', 'written', 'time'), *body]
 
@@ -324,7 +333,7 @@ class Plan:
         return f"Plan for {self.name}: {self.rows:,} rows, {byte_size(self.bytes)} and about {duration(self.seconds)} for each recorded step"
 
     def tail(self):
-        "Return lines about the tensors that take the most time."
+        "Return lines of text about the tensors that take the most time to record."
         return [f"{p.track.name} {p.tname} {list(p.shape)}: about {duration(s)}" for s,p in self.largest()]
 
     def __repr__(self):
@@ -334,6 +343,7 @@ class Plan:
         return '\n'.join(map(printable, [self.title(), *lines, 'Longest:', *('  '+t for t in self.tail()), *self.notes]))
 
     def _repr_html_(self):
+        "Return the plan as HTML, for a notebook."
         import pandas as pd
         head,*body = self.table()
         rest = ''.join(f'<div>{escape(t)}</div>' for t in ('Longest:', *self.tail(), *self.notes))
@@ -345,7 +355,7 @@ def tensor_bytes(p):
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #9b552bcf
 def plan_places(name, places, notes, r, device) -> Plan:
-    "Return the `Plan` for these `PlannedTensor`s of a model on a device."
+    "Return the `Plan` of a model on a device, for these `PlannedTensor`s."
     stats = r.buffer.stats
     if any(callable(f) for t,f in stats.items() if t in r.ttypes): notes = [*notes, "The time and the results of your own functions are not included."]
     lines = [len(line_of(example_row(p, stats[p.ttype], r.t.marked)))+1 for p in places]
@@ -357,7 +367,7 @@ def plan_places(name, places, notes, r, device) -> Plan:
     return Plan(name, places, lines, seconds, notes)
 
 def plan_of(model, recorder, args:tuple=(), kwargs:dict=None, name:str='') -> Plan:
-    "Return the `Plan` of an armed model: expected rows, bytes and seconds of a recorded step. `args`, `kwargs`: example input."
+    "Return the `Plan` of a recorded model: expected rows, bytes and seconds of a recorded step. `args`, `kwargs`: example input."
     flow,ended,more = [],[],[]
     if args or kwargs:
         if any(is_lazy(p) for p in model.parameters()):

@@ -32,37 +32,37 @@ from ..store.reading import path_of
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #f01ba6ea
 class BoxError(Exception):
-    "Raised for a black box that is damaged or has another version."
+    "Raised for a black box with damage or of a different version."
 
 class BoxContent:
-    "Content of the files of a black box: copied steps, the open step, and the last position of the process."
+    "Content of the files of a black box: copied steps, the last step, and the modules running at the end of the process."
     fault = '' # call stacks that Python wrote when the process crashed
 
-    def __init__(self, path): # path: path of the box without its suffix
+    def __init__(self, path): # path: path of the black box without its suffix
         with open(f'{path}.box', 'rb') as f: self.data = f.read()
         with open(f'{path}.told', 'rb') as f: lines = [json.loads(line) for line in f.read().split(b'\n')[:-1]]
         self.w = w = np.frombuffer(self.data, np.int64, len(self.data)//8)
         if len(self.data)<NOTES+2*most_text or w[MAGIC]!=magic or not lines:
-            raise BoxError("it is incomplete because its disk was full, or it is not a black box")
+            raise BoxError("the file is incomplete because its disk was full, or is no black box")
         self.about = lines[0] # facts about the run and the process of the black box
-        # the run's name is checked, so that a foreign file cannot cause writes outside of the folder
+        # checked, so that a foreign file cannot cause writes outside of the folder of runs
         safe_name(self.about['run'], 'run')
         if w[VERSION]!=version or (self.about['sums'], self.about['width'], self.about['head'])!=(sum_names, width, head_width):
-            raise BoxError("another version of torchember wrote it. Read the run with that version")
+            raise BoxError("another version of torchember wrote the file. Read the run with that version")
         self.taps = [SimpleNamespace(**{**t, 'key': tuple(t['key']), 'names': tuple(t['names'])}) for t in lines if 'tap' in t]
         self.modules = [line['module'] for line in lines if 'module' in line]
         self.marks = next((line['marks'] for line in reversed(lines) if 'marks' in line), {})
         self.shards = {0: {}, **{line['parts']: {tuple(k): v for k,v in line['rows']} for line in lines if 'parts' in line}}
-        # the names of dtypes are converted to numbers of this process, because these numbers may differ between processes
+        # numbers of dtypes may differ between processes, so the box has names, which are converted to numbers of this process
         self.dtypes = np.array([dtype_number(str(name)) for name in self.about['dtypes']])
         self.slots = sorted(filter(None, map(self.slot, range(w[SLOTS]))), key=lambda s: s.number)
 
     def array(self, at, n, k, kind):
-        "Return integers or floats of the file as an array with `n` rows and `k` columns. `at`: offset in bytes; `kind`: dtype."
+        "Return a part of the file as an array of integers or floats with `n` rows and `k` columns. `at`: offset in bytes; `kind`: dtype."
         return np.frombuffer(self.data, kind, n*k, at).reshape(n, k)
 
     def rows(self, heads:int, at:int, n:int, length:int) -> tuple:
-        "Return the headers and summaries of `n` rows. `heads`, `at`: bytes where headers and summaries begin; `length`: numbers in a summary."
+        "Return the headers and summaries of `n` rows. `heads`, `at`: offsets of headers and summaries in bytes; `length`: numbers in a summary."
         h = self.array(heads, n, head_width, np.int64).copy()
         h[:, DTYPE] = self.dtypes[h[:, DTYPE]]
         return h, self.array(at, n, length, np.float64)
@@ -84,17 +84,17 @@ class BoxContent:
 
     @property
     def last_event(self):
-        "Number of the last event in the copied steps. A row of the open step with a later event is in no copy."
+        "Number of the last event in the copied steps. A row of the last step with a later event is in no copy."
         summaries = (int(h[:, EVENT].max()) for s in self.slots for h,_ in s.parts if len(h))
         return max([0, *summaries, *(c[0] for s in self.slots for c in s.custom)])
 
     @property
     def opened(self):
-        "Rows of the open step that are in no copied step: pairs of arrays (headers, summaries), and custom rows."
+        "Rows of the last, unfinished step that are in no copied step: pairs of arrays (headers, summaries), and custom rows."
         last,parts = self.last_event,[]
         for rows,heads,n,length in self.w[BLOCK:BLOCK+4*self.w[BLOCKS]].reshape(-1, 4).tolist():
             h,v = self.rows(heads, rows, n, length)
-            u = np.flatnonzero(h[:, EVENT]>last) # a row with an event number is complete, because its event number is written last
+            u = np.flatnonzero(h[:, EVENT]>last) # such a row is complete, because its event number is written last
             if len(u): parts.append((h[u], v[u]))
         return parts, [c for c in custom_rows(self.data[NOTES:NOTES+int(self.w[NOTED])]) if c[0]>last]
 
@@ -106,7 +106,7 @@ class BoxContent:
 
     @property
     def running(self):
-        "Display names of the modules that were running in each thread, the outermost module first."
+        "Display names of the modules that were running in each thread when the process ended, the outermost module first."
         stacks = []
         for i in range(int(self.w[THREADS])):
             at = THREAD+i*thread_width
@@ -114,7 +114,7 @@ class BoxContent:
         return [s for s in stacks if s]
 
 def custom_rows(text):
-    "Parse a text with custom rows from a black box. Return tuples with the fields of `CustomRow`."
+    "Parse a text of custom rows (not summaries of tensors) from a black box. Return tuples with the fields of `CustomRow`."
     rows = [load_row(line) for line in text.split(b'\n') if line]
     return [(r['event'], tuple(r['key']), r['call'], r['micro'], r['dtype'], r['stats']) for r in rows]
 
@@ -129,16 +129,16 @@ def measured_steps(box):
     return out
 
 def open_step(box) -> tuple:
-    """Return the number of the step that was open when the process died, and its rows as a `Measured`.
+    """Return the number of the unfinished step when the process died, and its rows as a `Measured`.
 
-    The rows have the mark `unfinished`. Return None, None if no step was open.
+    The rows have the mark `unfinished`. Return None, None if no step was unfinished.
     """
     parts,custom = box.opened
     if not parts and not custom: return None, None
     last,step = box.slots[-1] if box.slots else None,int(box.w[STEP])
-    # if the last copied step is over, the open rows belong to the next step, although no pass of this step has begun
+    # if the last copied step is over, the rows belong to the next step, although no pass of this step is noted in the box
     if last is not None and last.over and last.step==step: step += 1
-    earlier = [] # `Snapshot`s of rows of the open step that were copied earlier
+    earlier = [] # `Snapshot`s of rows of the unfinished step that were copied earlier
     for s in box.slots:
         if s.step==step and not s.over: earlier.append(Snapshot(s.parts, box.taps, list(earlier)))
     micro = max(int(h[:, MICRO].max()) for h,_ in parts) if parts else 0
@@ -152,15 +152,17 @@ def local_time(ns):
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #7dbe60bc
 def lines_of_box(box) -> tuple:
-    "Return three values: lines of copied and late rows, the number of the open step or None, and lines of the open step."
-    def lines(rows): return [line if isinstance(line, bytes) else line_of(line) for line in rows]
+    "Return three values: lines of copied and late rows, the number of the unfinished step or None, and lines of this step."
+    def lines(rows):
+        "Return rows as JSON lines, if they are not lines already."
+        return [line if isinstance(line, bytes) else line_of(line) for line in rows]
     done = [line for rows in LineMaker()(measured_steps(box)) for line in lines(rows)] if box.slots else []
     step,measured = open_step(box)
     return done+box.late, step, [] if measured is None else lines(LineMaker()([measured])[0])
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #e92951a3
 def missing_lines(path, lines):
-    """Return the lines of a black box that its log does not contain, ordered by step. `path`: log; `lines`: lines of the box.
+    """Return the lines of a black box that the log does not contain, ordered by step. `path`: path of the log; `lines`: lines of the box.
 
     If the log consists of Parquet parts, it contains all rows up to the last step of its last part.
     """
@@ -178,7 +180,7 @@ def missing_lines(path, lines):
     return [line for _,line in sorted(out, key=lambda o: o[0])]
 
 def tail_lines(path, start:int, first:int, size:int):
-    """Return the lines of a file from the step `first` on, and some lines before. Read only the end of a large file.
+    """Return the lines of a log from the step `first` on, and some lines before. Read only the end of a large file.
 
     Ignore lines before byte `start`. `size`: total bytes of the lines to compare with.
     """
@@ -191,7 +193,7 @@ def tail_lines(path, start:int, first:int, size:int):
             f.seek(at)
             found = f.read().split(b'\n')
             if at==start: return found
-            found = found[1:] # the first line is dropped, because reading may have begun in its middle
+            found = found[1:] # reading may have begun in the middle of the first line, so this line is dropped
             if any(isinstance(s := r.get('step'), int) and s<first for r in parse(b'\n'.join(found[:50]))[0]): return found
             tail *= 4
 
@@ -215,7 +217,7 @@ def last_loss(lines) -> tuple|None:
 fatal = re.compile(r'Fatal Python error: ([^\n]{1,100})')
 
 def cause_of_death(box):
-    "Return a phrase that says why the process ended: a crash of Python, a restart of the machine, or a kill."
+    "Return a phrase about why the process ended: a crash of Python, a restart of the machine, or a kill by the system."
     if m := fatal.search(box.fault): return m[1].strip()
     before,kills = box.about.get('killed'),count_memory_kills()
     if box.about.get('host')!=socket.gethostname(): before = None # counts of killed processes are compared only on the same machine
@@ -227,16 +229,16 @@ def cause_of_death(box):
 def advice_for(cause):
     "Return advice for the user of a process that died. `cause`: result of `cause_of_death`."
     if any(word in cause for word in ('Segmentation', 'Bus', 'Abort', 'Illegal')):
-        return "Run this module alone on the same input (te.probe, torch.save). " \
+        return "Save the input of this module (torch.save in its forward), and call the module alone on it. " \
             "Such a crash comes from an extension, a kernel, or a broken installation."
     return "Check whether memory grows (dmesg, the scheduler's log). " \
         "Try a smaller batch or fewer workers, and look for activations that are kept."
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #b4e07241
 def death_row(box, step, lines:list) -> dict:
-    """Return a finding that the process died, with the last position of its training and the probable cause.
+    """Return a finding that the process died, with the last step, the running modules, and the probable cause.
 
-    `box`: a `BoxContent`; `step`: number of the open step, or None; `lines`: lines of the run's last steps.
+    `box`: a `BoxContent`; `step`: number of the unfinished step, or None; `lines`: lines of the run's last steps.
     """
     w,running,fault = box.w,box.running,box.fault
     phase,last = int(w[PHASE]),int(box.slots[-1].step) if box.slots else None
@@ -264,7 +266,7 @@ def death_row(box, step, lines:list) -> dict:
 def recover(path) -> str|None:
     """Append the missing rows of a dead process to its log, with a finding about its death. Delete the black box.
 
-    `path`: path of the box without its suffix. Return the name of the run, None if the box cannot be read.
+    `path`: path of the black box without its suffix. Return the name of the run, None if the box cannot be read.
     """
     path = str(path)
     try:
@@ -273,11 +275,11 @@ def recover(path) -> str|None:
         with suppress(FileNotFoundError), open(f'{path}.fault', errors='replace') as f: box.fault = f.read(8000)
         end = line_of(death_row(box, step, [*done, *rest]))
     except Exception as e: # only a warning is given, because the run can be read without its black box
-        warn_once(path, f"{printable(path)}.box cannot be read ({type(e).__name__}: {printable(e, 200)}), so the run contains only the rows of its log. "
-            "Delete this file and its .told file if you do not need them.")
+        warn_once(path, f"The black box {printable(path)}.box cannot be read ({type(e).__name__}: {printable(e, 200)}), "
+            "so the run contains only the rows of its log. Delete this file and its .told file if you do not need them.")
         return None
     log = os.path.join(os.path.dirname(os.path.dirname(path)), 'log', box.about['run'])
-    # only missing lines are appended, because another process may have been killed while it recovered this box
+    # only missing lines are appended, because another process may have been killed while it recovered this black box
     append_lines(log, b''.join(line+b'\n' for line in [*missing_lines(log, done), *missing_lines(log, [*rest, end])]), sync=True)
     # the file of the latest step is deleted, too, because it is outdated now
     for gone in (f'{log}_latest', f'{path}.told', f'{path}.fault', f'{path}.box'):
@@ -287,7 +289,7 @@ def recover(path) -> str|None:
 warned = set() # paths of the black boxes about which a warning was given
 
 def warn_once(path, message):
-    "Warn about the black box at this path, at most once."
+    "Warn about the black box at this path, unless a warning was given before."
     if path not in warned: warned.add(path); warn(message)
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #67a67b78
@@ -300,20 +302,21 @@ def take_in(folder) -> list:
     found = []
     for name in names:
         path = os.path.join(boxes, name)
-        # a box of this process is not opened, because closing its file would release the lock
+        # a black box of this process is not opened, because closing its file would release the lock
         if name in own_boxes: continue
         try: fd = os.open(f'{path}.box', os.O_RDWR)
-        except FileNotFoundError: continue # another process has recovered this box
+        except FileNotFoundError: continue # another process has recovered this black box
         except OSError as e:
             warn_once(path, f"A process died while it recorded into {printable(folder)}. Its last rows cannot be added to its log: "
                 f"{printable(e, 200)}. Read the run from a machine or user that can write to this folder.")
             continue
         try:
             try: fcntl.lockf(fd, fcntl.LOCK_EX|fcntl.LOCK_NB)
-            except OSError: continue # the process of this box is alive, or another process is recovering the box
+            except OSError: continue # the process of this black box is alive, or another process is recovering the box
             if os.path.exists(f'{path}.box') and (run := recover(path)): found.append(run)
         except OSError as e:
-            warn_once(path, f"{printable(path)}.box cannot be added to its log: {printable(e, 200)}. This will be tried again when the runs are read next.")
+            warn_once(path, f"The rows of the black box {printable(path)}.box cannot be added to the log: {printable(e, 200)}. "
+                "This will be tried again when the runs are read next.")
         finally: os.close(fd)
     with suppress(OSError): os.rmdir(boxes) # removing the folder fails while it contains boxes
     return found

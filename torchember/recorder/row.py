@@ -16,7 +16,7 @@ from ..store.log import listen_directly
 
 # %% ../../nbs/40_recorder/55_row.ipynb #dff900af
 def one_row(key, call:int, micro, dtype:str, stats:dict, step:int, ts:str, marks:dict, many_passes:dict) -> dict:
-    """Return the row of one tensor. `key`: module, ttype, tname, pname, phase, backward.
+    """Return the row of one tensor as a dict. `key`: (module, ttype, tname, pname, phase, backward).
 
     `call`: number of the call in the pass; `micro`: number of the micro-batch, None if micro-batches are merged; `ts`:
     local time; `many_passes`: phase -> True if the step had several passes of this phase.
@@ -41,12 +41,12 @@ def is_pending(v):
     return hasattr(v, '__array__') and not isinstance(v, np.generic|np.ndarray)
 
 def wait_for_number(v):
-    "Return a number of a row as a Python number. Wait until the device has sent it."
+    "Return a number of a row as a Python number, after waiting until the device has sent it."
     return np.asarray(v).item() if is_pending(v) else v
 
 # %% ../../nbs/40_recorder/55_row.ipynb #9eeccf0c
 def describe_trouble(row):
-    "Return a phrase about NaN and infinities in a row, with step, tensor and module. None if the row has none, or if they are expected."
+    "Return a phrase about NaN and infinities in a row, with step, tensor and module. Return None if all are finite, or if no warning is needed."
     if not is_alarming(row): return None
     if row['ttype']=='scalar':
         return next(f"step {row['step']}, {k} is {v}" for k,v in row.items() if isinstance(v, float) and not math.isfinite(v))
@@ -62,13 +62,13 @@ class FirstBad:
     def __init__(self, file): self.file,self.found = file,None
 
     def add(self, rows):
-        "Find the first NaN or infinity in the next rows of the run, unless found before."
+        "Search the next rows of the run for the first NaN or infinity, unless it was found before."
         if self.found is None and (row := first_not_finite((r for r in rows if isinstance(r, dict)), is_alarming)) is not None:
             self.found = describe_trouble(row)
             self.file.note(f"{self.found}: the first value of this run that is not finite. Training continues. This warning is given once.")
 
     def remark(self):
-        "Return a sentence about the first value that is not finite; None without such a value."
+        "Return a sentence about the first value of the run that is not finite. Return None if all values are finite."
         return f"First value that is not finite: {self.found}." if self.found else None
 
 def watch_first_bad(log):

@@ -19,7 +19,7 @@ from ..store.base import now
 
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #36541aae
 class StepLog:
-    "Adds rows to the log of a run: to the last step, or to no step."
+    "Adds rows to the log of a run: to the last step in the file, or without a step."
     def __init__(self, t, rank=None): # rank: rank of this process, if there are several processes
         self.t,self.rank,self.was_on = t,rank,False # was_on: True if the previous step was recorded
 
@@ -28,39 +28,39 @@ class StepLog:
         return {**({} if self.rank is None else {'rank': self.rank}), **self.t.marked}
 
     def put_beside(self, rows):
-        "Add rows that belong to no step in the file. `rows`: function that returns the rows."
+        "Add rows of no step to the file. `rows`: function without arguments that returns the rows."
         self.t.file.put(rows, joins=None)
 
     def report(self, kind, text, severity, name, step):
-        "Write a warning into the run, as a finding about a step and about the module with this display name."
+        "Write a warning into the run, as a finding about a step and a module. `module`: display name of the module."
         line = line_of(report_row(kind, text, severity, name, step, now()) | self.columns())
         self.put_beside(lambda: [line])
 
     def put_late(self, rows, **by):
-        "Add rows to the step that ended last."
+        "Add rows to the step that was written last, although this step has ended. Used for rows that arrive late."
         self.t.file.put(rows, joins=True if self.was_on else None, **by)
 
     @property
-    def file_is_open(self): # returns True if the file has rows of a step that is not over
-        "Return True if the last step in the file is not over."
+    def file_is_open(self): # True if the file has rows of a step that has not ended
+        "Return True if the last step in the log file has not ended."
         step = self.t.file.step
         return bool(step and not step.closed)
 
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #2935a935
 class ExtraRows:
-    "Adds rows that describe no measured tensor: the user's numbers, learning rates, warnings, and values of a `Monitor`."
+    "Adds rows to the log that no tensor was measured for: the user's numbers, learning rates, warnings, and values of a `Monitor`."
     def __init__(self, log, scalars, root_name:str='model'): # root_name: display name of the root, the module of these rows
         self.log,self.scalars,self.root_name = log,scalars,root_name
         self.noted = Counter() # number of a step -> number of its rows from `te.log`
 
     def report(self, steps, kind, text, severity): # steps: the `Steps`; other arguments: as in `Notices.once`
-        "Write a warning into the run, as a finding about the open step."
+        "Write a warning into the run, as a finding about the current step."
         self.log.report(kind, text, severity, self.root_name, steps.number)
 
     def note(self, values:dict, buffer, steps, on:bool):
         """Add the user's numbers to the step of the last pass. `values`: name -> result of `as_number`.
 
-        `on`: True if the open step is recorded.
+        `on`: True if the current step is recorded.
         """
         step,phase = steps.noted,'eval' if steps.passes and steps.manual and steps.phase=='eval' else None
         if new := self.scalars.claim(values): self.log.put_beside(lambda: self.scalars.rename(step, new))
@@ -73,14 +73,14 @@ class ExtraRows:
         (self.log.put_late if step!=steps.number else self.log.put_beside)(rows)
 
     def note_rates(self, rates:dict, buffer):
-        "Add the learning rates of the open step. `rates`: result of `LearningRates.take`."
+        "Add the learning rates of the current step. `rates`: result of `LearningRates.take`."
         key = (self.root_name, 'scalar', 'lr', None, None, 0)
         buffer.add(key, 0, None, 'float64', {self.scalars.name(n): v for n,v in rates.items()})
 
     def add(self, step:int, rows:list, buffer, steps, on:bool):
-        """Add rows of other code, such as a `Monitor`. `rows`: (key, call, dtype, statistics), which are arguments of `one_row`.
+        """Add rows computed by other code, such as a `Monitor`. `rows`: tuples (key, call, dtype, statistics), which are arguments of `one_row`.
 
-        `on`: True if the open step is recorded.
+        `on`: True if the current step is recorded.
         """
         if step==steps.number and on and steps.opened:
             for key,call,dtype,stats in rows: buffer.add(key, call, None, dtype, stats)
@@ -90,13 +90,14 @@ class ExtraRows:
         (self.log.put_late if step==steps.closed else self.log.put_beside)(made)
 
     def join(self, step, first, earlier):
-        """Add up the numbers of rows from `te.log`, because earlier steps were merged into the open step.
+        """Add up how many rows came from `te.log`, because earlier steps were merged into the current step.
 
-        `step`: number of the open step before merging; `first`: its number after merging; `earlier`: merged steps.
+        `step`: number of the current step before merging; `first`: its number after merging; `earlier`: the merged steps.
         """
         self.noted[first] = sum(e.noted for e in earlier)+self.noted[step]
 
     def step_over(self, step):
+        "Forget how many rows `te.log` has added to earlier steps."
         # the count of this step is kept, because numbers logged before the next pass still belong to this step
         if self.noted: self.noted = Counter({step: self.noted[step]})
 
@@ -107,7 +108,7 @@ class HeldSteps:
     "Recent unrecorded steps, kept for the black box. They are written to the log only if something goes wrong."
     def __init__(self, n):
         self.steps = deque(maxlen=n) # queue with a `Measured` for each kept step
-        self.until = -1 # number of the last unrecorded step that is written to the log, because something went wrong
+        self.until = -1 # number of the last unselected step that is written to the log, because something went wrong
         self.reasons = set() # reasons, such as 'not finite', for which kept steps were written to the log
 
     def wants(self, step):
@@ -115,12 +116,12 @@ class HeldSteps:
         return step>self.until
 
     def has_first_not_finite(self, measured):
-        "Return True if a step has the first NaN or infinity. Values that a device has not sent yet are not checked."
+        "Return True if a step has the first NaN or infinity of the run. Values that a device has not sent yet are not checked."
         if not self.steps.maxlen or 'not finite' in self.reasons: return False
         return any(isinstance(v, np.ndarray) and v[:, not_finite].any() for _,v in measured.snapshot.parts)
 
     def release(self, step:int, why:str) -> list:
-        """Return the kept steps, which are written to the log now. As many steps after `step` will also be written.
+        """Return all kept steps, to write them to the log. The same number of steps after `step` will also be written.
 
         `why`: the reason in one word. Each reason releases steps only once, because a run may have NaN until its end.
         """
@@ -133,10 +134,10 @@ class HeldSteps:
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #5c1be0c1
 @dataclass
 class ProvisionalStep:
-    "Recorded step that was ended by the next pass. It may turn out to be a micro-batch of the open step."
+    "Recorded step that the begin of the next pass has ended. It may turn out to be a micro-batch of the current step."
     measured:object # `Measured` of the step; None if nothing was measured
-    custom:list # Custom rows of the step
-    noted:int # Number of rows from `te.log`
+    custom:list # Rows of users' functions, and logged numbers
+    noted:int # Number of rows that `te.log` added
     without:int # 1 if this was a training step without weight gradients, else 0
 
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #d68cf43a
@@ -149,12 +150,14 @@ class RowWriter:
         """
         self.lines,self.log,self.held = LineMaker(),StepLog(t, rank),HeldSteps(held)
         self.extra = ExtraRows(self.log, self.lines.scalars, root_name)
-        self.ts = None # local time of the open step's first row
+        self.ts = None # local time of the first row of the current step; None if the step has no rows yet
         self.skipped = False # True if a scaler skipped the optimizer's step
-        self.last = None # `Measured` that was queued last; None if there was nothing to queue
-        self.custom,self.ended = [],[] # custom: custom rows of the open step; ended: custom rows of the previous step
+        self.last = None # `Measured` that was queued last; None if the last step had no rows
+        # custom: rows of users' functions and logged numbers of the current step; ended: same of the previous step
+        self.custom,self.ended = [],[]
         self.marks = None # rank and marks of the rows that were queued last
-        self.waiting = [] # list of `Measured` of steps that may turn out to be micro-batches
+        # list of `Measured` of steps that are written later, because they may turn out to be micro-batches
+        self.waiting = []
         # number of the step whose rows contain refused passes, and number of these passes
         self.refused = None,0
 
@@ -169,15 +172,15 @@ class RowWriter:
     def write(self, buffer, steps, over:bool, wait:bool=False, held:bool=False):
         """Queue all new measurements of the step for the log, and empty the buffer. `over`: True if the step is over.
 
-        `wait`: True to hold the step back until the next rows, because it may turn out to be a micro-batch. `held`:
+        `wait`: True to write the step later, because it may turn out to be a micro-batch. `held`:
         True if the schedule does not select the step.
         """
         if not wait: self.release()
         self.last,held,rows = None,held and self.held.wants(steps.shown),buffer.rows
         closes = over and (rows.snapshots.taken or rows.custom.taken or self.log.file_is_open)
-        if not rows.size and not closes: return # without rows, the writer thread is not woken
+        if not rows.size and not closes: return # the writer thread is not woken without rows
         columns = self.columns()
-        # a copy of `passes` is read, because a signal handler may change `passes` meanwhile
+        # copied, because a signal handler may change `passes` meanwhile
         many_passes = {phase: n>1 for phase,n in dict(steps.passes).items()}
         if columns!=self.marks: rows.clear_taken() # rows with other marks do not supersede earlier rows
         self.marks = columns
@@ -198,16 +201,16 @@ class RowWriter:
         else: self.log.t.put(measured, over, self.lines)
 
     def release_held(self, step, why): # arguments as in `HeldSteps.release`
-        "Write the kept unrecorded steps to the log, because something is wrong."
+        "Write the kept steps to the log, although the schedule does not select them, because something is wrong."
         for measured in self.held.release(step, why): self.log.t.put(measured, True, self.lines)
 
     def release(self):
-        "Queue the steps that were held back, because they turned out to be no micro-batches."
+        "Queue the steps that were to be written later, because they turned out to be no micro-batches."
         waited,self.waiting = self.waiting,[]
         for measured in waited: self.log.t.put(measured, True, self.lines)
 
     def join(self, step, first, earlier): # arguments as in `ExtraRows.join`
-        "Drop the steps that were held back, because they turned out to be micro-batches of the open step."
+        "Drop the steps that were to be written later, because they turned out to be micro-batches of the current step."
         self.waiting = []
         self.extra.join(step, first, earlier)
 
@@ -220,16 +223,17 @@ class RowWriter:
         self.waiting = []
 
     def step_over(self, step:int, on:bool): # on: True if the step was recorded
+        "Begin with no custom rows, because a step has ended."
         self.log.was_on,self.skipped = on,False
         self.custom,self.ended = [],self.custom
         self.extra.step_over(step)
 
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #5a100002
 def write_refused(writer, buffer, steps, p, until, whole:bool, on:bool):
-    """Queue the rows of a refused `TrainingPass` `p` with the phase `refused`.
+    """Queue the rows of a refused pass (with unused gradients) with the phase `refused`. `p`: its `TrainingPass`.
 
-    `until`: number of the first event of the next pass, or None. `whole`: True if the open step has no other pass,
-    and none of its rows is in the log. `on`: True if the open step is recorded.
+    `until`: number of the first event of the next pass, or None. `whole`: True if the current step has no other pass,
+    and none of its rows is in the log. `on`: True if the current step is recorded.
     """
     writer.release()
     snapshot,custom,numbers = buffer.rows.take_out(p, until, whole)

@@ -19,19 +19,21 @@ from ..measure.snapshot import unscaled
 gradient_kinds = {'weight_grad': 0, 'unclipped_grad': 1}
 
 class GradientNorms:
-    "Computes norms over all gradients of a step, from the summaries of their rows."
+    "Computes the norm over all gradients of a step, from the summaries of the single gradients."
     def __init__(self):
-        self.taps,self.places = None,{} # taps: taps of the last step; places: (module, tname, pname) -> number of the gradient
-        # Two arrays with an entry for each tap: index of the tap's tensor type in `gradient_kinds`, number of its gradient; -1 for other tensors
+        self.taps,self.places = None,{} # taps: measured tensors of the last step; places: (module, tname, pname) -> number of the gradient
+        # Arrays with an entry for each tap. kind: index of its tensor type in `gradient_kinds`; place: number of its gradient; -1 for other tensors
         self.kind,self.place = None,None
 
     def find_taps(self, taps):
-        "Find the taps of gradients. A known list of the same length is not searched again, because a list of taps only grows."
+        "Find the taps of gradients. A list of the same length as before is not searched again, because a list of taps only grows."
         if self.taps is taps and len(taps)==len(self.kind): return
         self.taps,self.places = taps,{}
         keys = [t.key for t in list(taps)]
         self.kind = np.array([gradient_kinds.get(k[1], -1) if k else -1 for k in keys])
-        def number(module, _, tname, pname, *more): return self.places.setdefault((module, tname, pname), len(self.places))
+        def number(module, _, tname, pname, *more):
+            "Return the number of a gradient. A new gradient gets the next number."
+            return self.places.setdefault((module, tname, pname), len(self.places))
         self.place = np.array([number(*k) if kind>=0 else -1 for k,kind in zip(keys, self.kind, strict=True)])
 
     def gradient_rows(self, snapshot):
@@ -53,7 +55,7 @@ class GradientNorms:
         head,vectors = (np.concatenate(x) for x in zip(*found, strict=True))
         order = np.argsort(head[:, EVENT], kind='stable')
         taps,sums = head[order, TAP],np.full((2, len(self.places)), -1.) # -1 marks gradients without a row
-        # only the last row of each gradient counts, because later values replace earlier values in the array
+        # the last row of each gradient counts, because later values in the array replace earlier values
         sums[self.kind[taps], self.place[taps]] = sums_of_squares(unscaled(vectors))[order]
         clipped,before = sums
         if not n or [np.count_nonzero(clipped!=-1), np.count_nonzero(before!=-1)]!=[n, unclipped]: return ()
@@ -64,24 +66,24 @@ class GradientNorms:
 
 # %% ../../nbs/40_recorder/57_step_scalars.ipynb #9222cf0e
 class StepScalars:
-    "Makes the scalar rows that torchember adds to each step. Avoids names that the user logs with `te.log`."
+    "Makes the scalar rows added to each step by torchember. Avoids names logged by the user with `te.log`."
     def __init__(self):
         self.norms,self.taken = GradientNorms(),set() # taken: names that the user logs with `te.log`
         self.rows = {} # `tname` -> last scalar row with this name, 'lr' or 'grad_norm'
 
     def name(self, name):
-        "Return the name for a number that torchember computes: with the prefix `recorded_` if the user logs this name."
+        "Return the name for a number that torchember computes, such as 'lr'. It gets the prefix `recorded_` if the user logs a number of this name."
         return f'recorded_{name}' if name in self.taken else name
 
     def ask(self, root_name:str, gradients) -> dict:
-        """Return {'norms': list of arguments for `row`}. This is a list, because the black box writes it as JSON.
+        """Return {'norms': arguments of `row` for the gradient norms}. They are a list, because the black box writes JSON.
 
         `gradients`: result of `Parameters.gradient_counts`.
         """
         return {} if gradients is None else {'norms': [root_name, *gradients, *map(self.name, norm_names)]}
 
     def row(self, measured) -> dict|None:
-        "Return the row with the gradient norms of a `Measured`, None without norms."
+        "Return the log row with the gradient norms of a `Measured` step. Return None if no norms were computed."
         if not measured.norms: return None
         root,n,unclipped,*names = measured.norms
         values = dict(zip(names, self.norms(measured.snapshot, n, unclipped), strict=False))
@@ -97,13 +99,13 @@ class StepScalars:
             if r['ttype']=='scalar' and r['tname']=='lr': self.rows['lr'] = r
 
     def claim(self, names) -> set:
-        "Reserve names for the user's numbers. Return new names that torchember has used for its own numbers so far."
+        "Reserve names for the user's numbers. Return the names that torchember has used for its own numbers so far."
         new = {n for n in names if computed_in(n) and not n.startswith('recorded_')}-self.taken
         self.taken |= new
         return new
 
     def rename(self, step:int, names:set) -> list:
-        """Return the scalar rows of a step again, with the prefix `recorded_` before `names`, which the user logs.
+        """Return torchember's scalar rows of a step again. Numbers called like the user's `names` get the prefix `recorded_`.
 
         The new rows supersede the old rows.
         """

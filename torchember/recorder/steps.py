@@ -12,16 +12,16 @@ from .notices import Notices
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #74ed4a03
 class Phases:
-    """Determines the phase of each pass: training, evaluation, or without gradients.
+    """Determines whether each pass is training, evaluation, or a pass without gradients.
 
     The phase is 'eval' in `eval()` mode. It is 'no_grad' in `train()` mode if no gradient will be computed.
     """
     def __init__(self):
-        self.trained = set() # paths of modules that were the outermost module of a pass while in training mode
+        self.trained = set() # paths of modules that were the outermost module of a pass while they were in training mode
         self.trains_in_eval = False # True if the model is trained in `eval()` mode, known after the first such step has ended
         self.has_grad = False # True once a training pass had gradients
         self.trains_without_grad = False # True if a step ended before any pass had gradients
-        self.without_grad = False # True if the open step has a pass without gradients
+        self.without_grad = False # True if the current step has a pass without gradients
 
     def find(self, path:str, training:bool, root_training:bool, grad:bool=True) -> str|None:
         """Return the phase of a pass: 'eval', 'no_grad', or None for training. `path`: path of the called module.
@@ -44,9 +44,9 @@ class Phases:
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #9487dba0
 class SteppedOptimizers:
-    "Counts the steps of each optimizer in the open training step, which is over when all awaited optimizers have stepped."
+    "Counts the steps of each optimizer in the current training step, which is over when all awaited optimizers have stepped."
     def __init__(self, awaited=()):
-        # ids of the optimizers that must all step before a training step is over; empty if optimizers do not end training steps
+        # ids of the optimizers that must all step before a training step is over; empty if something else ends training steps
         self.awaited = frozenset(awaited)
         self.stepped = set() # ids of the optimizers that have stepped in the open training step
         self.counts = Counter() # id of an optimizer -> number of its steps in the open training step
@@ -69,7 +69,7 @@ class SteppedOptimizers:
         The limit is `new` steps if the missing optimizer has never stepped in this run. Otherwise the limit is `few` steps,
         or more if the missing optimizer steps rarely.
         """
-        # if optimizers alternate, each optimizer waits for the others, so a training step would never end
+        # optimizers that alternate wait for each other, so that a training step would never end
         if len(self.waits)==len(self.awaited)>1 and min(self.waits.values())>=3: return True
         return any(self.max_count>=(max(few, 3*self.waits[o]) if o in self.waits else new) for o in self.missing)
 
@@ -83,30 +83,31 @@ class StepState:
     def __init__(self):
         self.opened = False # True if the step has content: a pass, or tensors that the user asked to measure
         self.passes = Counter() # phase -> number of passes of this phase
-        self.begun = 0 # number of passes that have begun, including passes that were refused later
+        self.begun = 0 # number of passes that have begun, including passes that were removed later
         self.training_passes = 0 # number of passes in training mode with gradients
         self.eval_grads = False # True if a pass in `eval()` mode computes gradients
         self.measured = False # True if a tensor was measured outside of passes
-        self.leader,self.phase = None,None # leader: path of the first outermost module of the last pass; phase: phase of the last pass
+        self.leader,self.phase = None,None # leader: path of the module whose call began the last pass; phase: phase of the last pass
         self.failed = False # True if the last pass raised an exception
-        self.seen = set() # paths of the modules that were called as outermost modules
-        # weights: version counters of the weights in the last training pass; changes: number of their changes between passes
+        self.seen = set() # paths of the modules that were called from outside of the model
+        # weights: version counters of the weights in the last training pass; changes: how often they have changed between passes
         self.weights,self.changes = None,0
 
     micro = property(lambda self: max(self.passes[self.phase]-1, 0), doc="Number of the last pass among the passes of its phase.")
 
     def begins_pass(self, path:str, phase:str|None, joins:bool=False) -> bool:
-        """Return True if a call of an outermost module begins a new pass. False if the call belongs to the last pass.
+        """Return True if a call of a module, from outside of the model, begins a new pass. False if it belongs to the last pass.
 
         `phase`: result of `Phases.find`. `joins`: True if one autograd Function made this call and the call before, as an
         ODE solver does.
         """
         lead = self.leader
-        other = phase!=self.phase and 'eval' in (phase, self.phase) # calls without gradients belong to the running pass
+        # a call with another phase belongs to the running pass, unless one of the phases is evaluation
+        other = phase!=self.phase and 'eval' in (phase, self.phase)
         return lead is None or other or not joins and (path in ('', lead) or lead.startswith(f'{path}.'))
 
     def add_call(self, path:str, phase:str|None=None, weights=None, joins:bool=False) -> bool:
-        """Note a call of an outermost module. Return True if the call begins a pass. Arguments: see `begins_pass`.
+        """Note a call of a module from outside of the model. Return True if the call begins a pass. Arguments: see `begins_pass`.
 
         `weights`: a value that changes whenever the weights change, such as version counters.
         """
@@ -125,7 +126,7 @@ class StepState:
         self.seen.add(path)
         return new
 
-    def remove_failed(self) -> int: # returns the number of the pass among all passes of the step
+    def remove_failed(self) -> int: # number of the removed pass among all passes of the step
         "Remove the last pass, because it failed. Return its number among all passes of the step."
         self.begun -= 1
         self.passes[self.phase] -= 1
@@ -134,18 +135,18 @@ class StepState:
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #759b03f7
 class Steps:
-    "Number and state of the open step, and of the step before it."
+    "Number and state of the current step, and of the step before it."
     def __init__(self, number:int=0, manual:bool=False, awaited=()):
-        """Begin with the step `number`.
+        """Begin with the training step `number`.
 
-        `manual`: True if optimizers or `torchEmber.step` end the steps, False if each new pass does. `awaited`: ids of the
+        `manual`: True if optimizers or `torchEmber.step` end the steps, False if the begin of each pass ends the step before. `awaited`: ids of the
         optimizers that all must step before a step is over.
         """
         self.number,self.manual = number,manual
         self.optimizers,self.phases,self.state = SteppedOptimizers(awaited),Phases(),StepState()
         self.closed = None # number of the step that ended last
         self.trained = False # True if the step that ended last had training passes
-        # number of the last step with an evaluation. Rows of a second evaluation of a step replace the rows of its first evaluation
+        # number of the last step with an evaluation. If this step has a second evaluation, its rows replace the rows of the first
         self.evaluated = None
         self.pass_ = 0 # number of the pass in the run, because calls of a module are numbered from 0 in each pass
 
@@ -158,12 +159,12 @@ class Steps:
 
     @property
     def own_passes(self):
-        "Number of passes of the open step, without evaluations."
+        "Number of passes of the current step, without evaluations."
         return self.passes[None]+self.passes['no_grad']
 
     @property
     def is_evaluation(self):
-        "True if all passes since the last training step are evaluations. Such passes are counted for that training step."
+        "True if all passes since the last training step are evaluations. Their rows belong to that training step."
         s = self.state
         other = self.own_passes or s.measured or self.optimizers.stepped or not (self.trained or self.phases.trains_in_eval and not s.eval_grads)
         return self.manual and not other and any(s.passes.values())
@@ -182,25 +183,25 @@ class Steps:
 
     @property
     def noted(self):
-        "Number of the step that a logged number belongs to: the open step, or the step before while the open step has no pass."
+        "Number of the step that a logged number belongs to: the current step, or the step before if the current step has no pass yet."
         later = self.own_passes if self.manual and self.trained else self.passes
         return self.number if later or self.closed is None else self.closed
 
     # ---- begin and removal of passes
 
     def is_over_before(self, path, phase, weights=None, joins=False) -> bool:
-        "Return True if the open step is over when a call with these arguments begins. Arguments: see `StepState.add_call`."
+        "Return True if the current step ends when a call with these arguments begins. Arguments: see `StepState.add_call`."
         if self.manual or not self.opened: return False
         return self.state.begins_pass(path, phase, joins) or (path in self.state.seen and weights!=self.state.weights)
 
     def begin(self, path:str, phase:str|None=None, weights=None, joins:bool=False) -> bool:
-        "Note a call of an outermost module. Return True if the call begins a pass. Arguments: see `StepState.add_call`."
+        "Note a call of a module from outside of the model. Return True if the call begins a pass. Arguments: see `StepState.add_call`."
         new = self.state.add_call(path, phase, weights, joins)
         self.pass_ += new
         return new
 
     def note_content(self, training=False, eval_grads=False, measured=False):
-        """Mark the open step as not empty. `measured`: True if a tensor was measured outside of passes.
+        """Mark the current step as not empty. `measured`: True if a tensor was measured outside of passes.
 
         `training`, `eval_grads`: True for a pass with gradients in training mode, or in `eval()` mode.
         """
@@ -212,11 +213,11 @@ class Steps:
     def remove_failed(self) -> int:
         "Remove the last pass, because it failed. Return its number among all passes of the step."
         number = self.state.remove_failed()
-        if not self.manual: self.state.opened = False # without the failed pass, no pass of the step has begun; the next pass replaces it
+        if not self.manual: self.state.opened = False # the next pass replaces the failed pass, as if no pass of the step had begun
         return number
 
     def remove_refused(self, number) -> bool:
-        "Remove a refused pass. `number`: its number among all passes of the step. Return True if the step is empty now."
+        "Remove a pass with unused gradients. `number`: its number among all passes of the step. Return True if the step is empty now."
         s = self.state
         s.passes[None] -= 1
         s.training_passes = max(s.training_passes-1, 0)
@@ -226,7 +227,7 @@ class Steps:
         return True
 
     def absorb_previous(self, n):
-        "Merge the previous `n` steps into the open step, because they were its first micro-batches."
+        "Merge the previous `n` steps into the current step, because they were its first micro-batches."
         self.number -= n
         self.closed = None if self.closed is None or self.closed<n else self.closed-n
         self.passes[None] += n
@@ -239,11 +240,11 @@ class Steps:
         self.state.measured = self.state.measured or self.state.eval_grads
 
     def disown(self):
-        "Forget the open step in a forked process, because the step belongs to the parent process."
+        "Forget the current step in a forked process, because the step belongs to the parent process."
         self.state = StepState()
 
     def close(self):
-        "End the open step, and begin the next step with an empty state."
+        "End the current step, and begin the next step with an empty state."
         if self.state.eval_grads and not self.passes[None]: self.phases.trains_in_eval = True
         elif self.passes['eval']: self.evaluated = self.number
         self.closed,self.number,self.trained = self.number,self.number+1,self.own_passes>0
@@ -254,7 +255,7 @@ class Steps:
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #5c1be0a2
 class ProvisionalSteps:
-    "Recent steps with the same weights, each ended by the next pass. They may turn out to be micro-batches of the open step."
+    "Recent steps with the same weights, each ended by the begin of the next pass. They may turn out to be micro-batches of the current step."
     most = 64 # maximum number of passes with the same weights that may be micro-batches of one step
 
     def __init__(self): self.clear()
@@ -268,11 +269,11 @@ class ProvisionalSteps:
         return self.kept if weights is not None and weights==self.weights else []
 
     def has_earlier(self, weights) -> bool:
-        "Return True if steps with these weight versions are stored, and another step can be added."
+        "Return True if steps with these weight versions are stored, and there is space for another step."
         return bool(self.with_weights(weights)) and len(self.kept)<self.most
 
     def may_join(self, weights, following) -> bool:
-        """Return True if a step may be a micro-batch of the next step.
+        """Return True if a step may be a micro-batch of the next step, because the weights have not changed between them.
 
         `weights`, `following`: weight versions of this step and of the pass that follows, or None.
         """
@@ -287,17 +288,17 @@ class ProvisionalSteps:
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #08e21200
 def stall_reason(steps, passes:int=1000, new:int=20, few:int=12) -> str|None:
-    """Return a phrase that says why the open step seems never to end, None if it may still end.
+    """Return a phrase about why the current step seems never to end, None if it may still end.
 
     The reason is that awaited optimizers do not step. `passes`: limit of training passes. `new`: limit of steps of one
     optimizer while another has never stepped. `few`: limit of steps, or of changes of the weights, if the missing
     optimizers have stepped before.
     """
     o,s = steps.optimizers,steps.state
-    if s.changes<2 and s.training_passes<passes and not o.counts: return None # returns early in nearly every step
+    if s.changes<2 and s.training_passes<passes and not o.counts: return None # True in nearly every step, so this function is fast
     if not o.missing: return None
     if o.counts and o.wait_too_long(new, few): return f"another optimizer has stepped {o.max_count:,} time{'s'*(o.max_count>1)}"
-    unknown = s.changes-o.counts.total() # number of changes of the weights by unknown optimizers
+    unknown = s.changes-o.counts.total() # how often unknown optimizers have changed the weights
     if unknown>=(2 if len(o.awaited)==1 else few): return 'the weights change nevertheless'
     if s.training_passes>=passes: return f'{s.training_passes:,} training passes have run'
 
@@ -306,7 +307,7 @@ class Decision:
     "Decides for each step if it is recorded."
     def __init__(self, schedule, budget=None, notices=None): # schedule: function that gets the number of a step, and returns True to record the step
         self.schedule,self.budget,self.notices = schedule,budget,notices or Notices()
-        # step, is_recorded: number of the last decided step, and the decision; denied: True if the budget refused this step
+        # step, is_recorded: number of the last decided step, and its decision; denied: True if the time budget refused this step
         self.step,self.is_recorded,self.denied = None,False,False
 
     def is_selected(self, step) -> bool:
@@ -315,12 +316,13 @@ class Decision:
         except Exception as e:
             if self.notices.on_error=='raise': raise
             self.notices.errors += 1
-            self.notices.once('schedule', f"The schedule {self.schedule} raised at step {step}: {type(e).__name__}: {e}. Such steps are not recorded.",
+            self.notices.once('schedule', f"The schedule {self.schedule} raised at step {step}: {type(e).__name__}: {e}. "
+                "Steps at which the schedule raises an exception are not recorded.",
                 'info')
             return False
 
     def __call__(self, step:int, pending=None) -> bool:
-        "Return True if a step is recorded. `pending`: function that returns the seconds of recording in the open step."
+        "Return True if a step is recorded. `pending`: function that returns the seconds of recording so far in the current step."
         if self.budget is None: return self.is_selected(step)
         if self.step!=step:
             selected = self.is_selected(step)

@@ -18,7 +18,7 @@ from .legend import meanings, name_of_type, short_names, make_title
 from .style import axes_for, drawn, label_figure
 
 # %% ../../nbs/60_show/80_comparison.ipynb #103ad9bb
-def first_differences(runs:list, rtol:float=1e-5) -> dict: # runs: one `TensorSeries` per run
+def first_differences(runs:list, rtol:float=1e-5) -> dict: # runs: a `TensorSeries` (one statistic of all tensors) for each run
     "Return for each tensor the first step with a difference between two runs, or None. Only steps recorded by all runs are compared."
     maps = [{label: (x, y) for label,x,y,_ in s} for s in runs]
     out = {}
@@ -35,7 +35,7 @@ def first_differences(runs:list, rtol:float=1e-5) -> dict: # runs: one `TensorSe
 @earlier_calls()
 @drawn
 def compare(
-    runs:list, # Two or more runs: names, torchEmbers, trackers or tables
+    runs:list, # Two or more runs: names, `torchEmber` objects, trackers (`te.t`) or tables
     path=None, # Layers: a path, a glob, a compiled regex, or a list; default the layers that differ first
     ttype:str='output', # Tensor type to compare
     stat:str='std', # Statistic to compare
@@ -46,7 +46,7 @@ def compare(
     """Draw the same layers of several runs, with a panel for each layer, and mark the step where the runs begin to differ.
 
     Args:
-        runs: Two or more runs: names, torchEmbers, trackers or tables
+        runs: Two or more runs: names, `torchEmber` objects, trackers (`te.t`) or tables
         path: Layers: a path, a glob, a compiled regex, or a list; default the layers that differ first
         ttype: Tensor type to compare
         stat: Statistic to compare
@@ -73,7 +73,8 @@ def compare(
     colors = line_colors(len(runs))
     for a,label,title in zip(axes, shown, short_names(shown, 32), strict=True):
         lines = [next(l for l in s if l[0]==label) for s in found]
-        for i,(line,c) in enumerate(zip(lines, colors, strict=True)): draw_lines(a, [line], colors=[c], lw=2.6-1.4*min(i, 1))
+        for i,(line,c) in enumerate(zip(lines, colors, strict=True)):
+            draw_lines(a, [line], colors=[c], lw=2.6-1.4*min(i, 1))
         log_if_wide([a], lines)
         a.set_title(title)
         if parted[label] is not None: mark_difference(a, parted[label])
@@ -86,7 +87,8 @@ def compare(
     return axes
 
 def mark_difference(ax, step):
-    "Draw a dotted vertical line with the number of the step where runs begin to differ."
+    "Draw a dotted vertical line, with the number of the step, where runs begin to differ."
     ax.axvline(step, color=mpl.rcParams['axes.edgecolor'], ls=':', lw=1)
-    ax.text(step, .98, f' {step:,}', transform=ax.get_xaxis_transform(), va='top', fontsize=mpl.rcParams['legend.fontsize'],
+    ax.text(step, .98, f' {step:,}', transform=ax.get_xaxis_transform(), va='top',
+        fontsize=mpl.rcParams['legend.fontsize'],
         path_effects=[effects.withStroke(linewidth=2.5, foreground=ax.get_facecolor())])

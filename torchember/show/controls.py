@@ -14,8 +14,8 @@ from ..measure.summary import derived
 from ..ground.needs import needs
 from .heatmaps import heat
 from ..frames.words import in_our_words, ttype_of, words_before
-from torchember.show.select import (find_stat, has_ttype, logframe_names, numeric_columns, parameter_names, paths_like, root_name, rows_of_ttypes,
-    with_statistics)
+from .select import (find_stat, has_ttype, logframe_names, numeric_columns, parameter_names,
+    paths_like, root_name, rows_of_ttypes, with_statistics)
 from .legend import words
 
 # %% ../../nbs/60_show/82_controls.ipynb #10070f0f
@@ -24,11 +24,11 @@ def tensor_rows(table):
     return table[~has_ttype(table, 'scalar')]
 
 def to_our_ttype(tt):
-    "Translate a tensor type from the words of Track & Visualize: 'Optimiser_State.exp_avg' becomes 'optimizer.exp_avg'."
+    "Translate a tensor type from its name in Track & Visualize: 'Optimiser_State.exp_avg' becomes 'optimizer.exp_avg'."
     return '.'.join(filter(None, ttype_of(tt))) if isinstance(tt, str) else tt
 
 def type_labels(table):
-    "Return a dict for a list of choices: the key is the label of a tensor type of the table, the value the tensor type."
+    "Return the choices for a control of the tensor type: label -> tensor type of the table."
     t,out = tensor_rows(table),{}
     for ttype in dict.fromkeys(t['ttype'].astype(str)):
         out[words.get(ttype, ttype)] = ttype
@@ -38,7 +38,7 @@ def type_labels(table):
     return out
 
 def axis_columns(table):
-    "Return the possible columns for the x axis: the step, and the user's marks with one value per step."
+    "Return the columns that are possible for the x axis: the step, and the user's marks with one value per step."
     t = with_statistics(tensor_rows(table))
     by = t.groupby(t['step'].to_numpy(), sort=False)
     marks = [c for c in numeric_columns(t) if c not in derived and t[c].nunique()>1]
@@ -47,7 +47,7 @@ def axis_columns(table):
 def statistics_of(table):
     "Return the names of the columns of a table that are statistics, such as 'std'."
     t = tensor_rows(table)
-    # a table with one tensor has one value of a statistic per step, as for a mark. Statistics must not be taken for marks
+    # in a table of one tensor, a statistic also has one value per step, but it must not be taken for a mark
     marks = axis_columns(table) if t['step'].nunique()>1 and len(t)>t['step'].nunique() else ()
     return [c for c in numeric_columns(t) if c not in marks]
 
@@ -63,7 +63,7 @@ def of_types(table, tt):
     except ValueError: return t
 
 def layer_names(table, tt=None):
-    "Return the names to choose layers from: module paths, and parameter names if a module has several parameters."
+    "Return the names of layers that the user can choose from: module paths, and parameter names if a module has several parameters."
     t = of_types(table, tt)
     if 'layer_name' in t: return logframe_names(t)
     if 'pname' not in t: return t['path'].astype(str).unique().tolist()
@@ -74,27 +74,31 @@ def layer_names(table, tt=None):
     return [n for path,inner in inside.items() for n in (path, *(inner if len(inner)>1 else ()))]
 
 def recorded_steps(table, tt=None):
-    "Return the recorded steps of the given tensor types, sorted."
+    "Return the steps at which tensors of the given types were recorded, sorted."
     return np.unique(of_types(table, tt)['step'])
 
 # %% ../../nbs/60_show/82_controls.ipynb #ebbb641e
 class Control:
-    "Control of one argument of a picture, such as a slider. `value`: value of the argument. `shown`: the widget to display."
-    def __init__(self, widget, read=lambda v: v, write=lambda v: v, shown=None): # shown: widget to display, if not `widget` itself
+    "Control of one argument of a picture, such as a slider. `value`: value of the argument. `shown`: the widget that is displayed."
+    def __init__(self, widget, read=lambda v: v, write=lambda v: v, shown=None): # shown: widget to display, if it is not `widget` itself
         self.widget,self.read,self.write,self.shown,self.muted = widget,read,write,widget if shown is None else shown,False
 
     @property
-    def value(self): return self.read(self.widget.value)
+    def value(self):
+        "Value of the argument that the control shows."
+        return self.read(self.widget.value)
 
     @value.setter
-    def value(self, v): self.widget.value = self.write(v)
+    def value(self, v):
+        "Set the control to a value of the argument."
+        self.widget.value = self.write(v)
 
     def observe(self, f):
         "Call the function `f` when the user changes the control."
         self.widget.observe(lambda _: None if self.muted else f(), 'value')
 
     def offer(self, labels):
-        "Replace the labels to choose from. A selected label stays selected if the new labels include it."
+        "Replace the labels that the user can choose from. A selected label stays selected if the new labels include it."
         now,self.muted = self.widget.value,True
         try:
             self.widget.options = list(labels)
@@ -109,9 +113,10 @@ def label_for(labels, value):
     return str(value)
 
 def make_choice(W, name, labels, value, means=lambda v: v):
-    "Return a control to choose one value. `labels`: dict from label to value. `means`: function that translates a value into torchember's words."
+    "Return a control to choose one value. `labels`: label -> value. `means`: function that translates a value into torchember's words."
     now = label_for(labels, means(value))
     def write(v):
+        "Return the label for a value. Add the value to the choices if it is new."
         l = label_for(labels, means(v))
         if l not in c.widget.options: c.offer(labels)
         return l
@@ -119,14 +124,16 @@ def make_choice(W, name, labels, value, means=lambda v: v):
     return c
 
 def make_choices(W, name, labels, value, none, means=lambda v: v, rows=4):
-    "Return a control to choose several values. `none`: value if the user selects nothing, or an exception to raise then."
+    "Return a control to choose several values. `none`: value if the user selects nothing, or an exception to raise in this case."
     got = value if isinstance(value, list|tuple) else [value]
     chosen = [label_for(labels, means(v)) for v in got]
     w = W.SelectMultiple(options=list(labels), value=chosen, description=name, rows=rows)
     def read(ls):
+        "Return the value for the selected labels."
         if not ls and isinstance(none, Exception): raise none
         return none if not ls else labels[ls[0]] if len(ls)==1 else [labels[l] for l in ls]
     def write(v):
+        "Return the labels for a value. Add new values to the choices."
         ls = [label_for(labels, means(o)) for o in (v if isinstance(v, list|tuple) else [v])]
         if not set(ls)<=set(w.options): c.offer(labels)
         return ls
@@ -136,10 +143,11 @@ def make_choices(W, name, labels, value, none, means=lambda v: v, rows=4):
 def make_literal(W, name, value, default):
     "Return a text field for a Python literal: a number, a tuple or a dict. An empty text means the default."
     def read(text):
+        "Convert the typed text to a value."
         if not text.strip(): return default
         try: return ast.literal_eval(text.strip())
         except (ValueError, SyntaxError, TypeError, MemoryError):
-            raise ValueError(f"{name} is a Python literal, such as {repr(default) if default is not None else '{...} or 3'}, got {text!r}.") from None
+            raise ValueError(f"{name} must be a Python literal, such as {repr(default) if default is not None else '{...} or 3'}, got {text!r}.") from None
     write = lambda v: '' if v is default else repr(v)
     return Control(W.Text(value=write(value), description=name, placeholder='' if default is None else repr(default), continuous_update=False), read, write)
 
@@ -158,7 +166,9 @@ class StepSlider(Control):
         self.shown = W.HBox([slider, self.box])
 
     def position(self, step):
-        "Return the position of the slider for a step: the nearest recorded step. None means the last step; negative steps count from the end."
+        """Return the position of the slider for a step: the nearest recorded step.
+
+        The step None means the last step; negative steps count from the end."""
         if step is None: step = -1
         if -len(self.steps)<=step<0 and step not in self.steps: return len(self.steps)+step
         return int(np.argmin(np.abs(self.steps-step)))
@@ -168,7 +178,7 @@ class StepSlider(Control):
         return int(self.steps[np.argmin(np.abs(self.steps-step))])
 
     def offer(self, steps):
-        "Replace the steps offered to the user."
+        "Replace the steps that the user can choose from."
         if np.array_equal(steps, self.steps): return
         step,w = self.value,self.widget
         with w.hold_trait_notifications():
@@ -179,10 +189,10 @@ class StepSlider(Control):
         self.box.min,self.box.value = int(steps[0]),self.value
 
 # %% ../../nbs/60_show/82_controls.ipynb #245fe3c3
-most_names = 400 # maximum length of the list of layers. A user finds other layers by typing a part of their names
+most_names = 400 # maximum number of layers in the list. The user finds other layers by typing a part of their names
 
 class LayerPicker:
-    "Control of the layers of a picture: a list to select from, with a search field. It has the methods of a `Control`."
+    "Control of the layers of a picture: a list to select from, with a search field. It has the same methods as a `Control`."
     def __init__(self, W, name, names, value, one=False, root='model'):
         self.names,self.root,self.one,self.entries,self.chosen,self.muted = names,root,one,{},[],False
         self.search = W.Text(placeholder='part of a name, or h.*.mlp', description=name, continuous_update=True)
@@ -193,28 +203,34 @@ class LayerPicker:
         self.shown = W.VBox([self.search, self.widget, self.note])
 
     @property
-    def value(self): return None if not self.chosen else self.chosen[0] if len(self.chosen)==1 else list(self.chosen)
+    def value(self):
+        "Selected layers: None, one layer, or a list."
+        return None if not self.chosen else self.chosen[0] if len(self.chosen)==1 else list(self.chosen)
 
     @value.setter
     def value(self, v):
+        "Select layers: None, one layer, or a list."
         self.chosen = [] if v is None else list(v) if isinstance(v, list|tuple|set) else [v]
         self.fill()
         self.notify()
 
-    def observe(self, f): self.observers.append(f)
+    def observe(self, f):
+        "Call the function `f` when the selection changes."
+        self.observers.append(f)
 
     def notify(self):
+        "Call all functions that observe the selection."
         for f in self.observers: f()
 
     def select(self, _):
-        "Store the entries of the list that the user has selected, and notify the observers."
+        "Store the entries of the list that the user has selected, and call the observers."
         if self.muted: return
         now = (self.widget.value,) if self.one else self.widget.value
         self.chosen = [self.entries[l] for l in now if l in self.entries and l!=self.without]
         self.notify()
 
     def offer(self, names):
-        "Replace the layer names offered to the user."
+        "Replace the layer names that the user can choose from."
         self.names = names
         self.fill()
 
@@ -233,7 +249,8 @@ class LayerPicker:
         fits = sorted(paths_like(glob, self.names), key={n: i for i,n in enumerate(self.names)}.get) if text else self.names
         all_ = [glob] if text and len(fits)>1 and not self.one else []
         first = list(dict.fromkeys([*self.chosen, *all_]))
-        shown = [*first, *(n for n in fits[:most_names] if n not in first)] if self.chosen or all_ else fits[:most_names]
+        shown = ([*first, *(n for n in fits[:most_names] if n not in first)] if self.chosen or all_
+            else fits[:most_names])
         self.entries = {self.label(o): o for o in shown}
         if self.one: self.entries = {self.without: None}|self.entries
         now = [self.label(o) for o in self.chosen]
@@ -248,28 +265,36 @@ class LayerPicker:
 
 # %% ../../nbs/60_show/82_controls.ipynb #e1dc95a2
 class ControlRequest:
-    "Describes an argument for which a control is made: name, value and default, and the table with the possible values."
+    "Describes an argument that gets a control: name, value and default, and the table with the possible values."
     def __init__(self, W, f, name, parameter, value, table, called=None):
         self.W,self.f,self.argument,self.name,self.value,self.table = W,f.__name__,name,called or name,value,table
         self.default,self.kind = parameter.default,'' if parameter.annotation is parameter.empty else str(parameter.annotation)
 
     @property
-    def one(self): return 'str' in self.kind and 'list' not in self.kind
+    def one(self):
+        "True if the argument takes a single string, not a list."
+        return 'str' in self.kind and 'list' not in self.kind
 
     @property
-    def maybe(self): return {'automatic': None} if self.default is None else {}
+    def maybe(self):
+        "Choice 'automatic' if the default of the argument is None, else no choice."
+        return {'automatic': None} if self.default is None else {}
 
-    def choose(self, labels, **more): return make_choice(self.W, self.name, labels, self.value, **more)
+    def choose(self, labels, **more):
+        "Return a control to choose one of the `labels`: label -> value."
+        return make_choice(self.W, self.name, labels, self.value, **more)
 
 def ttype_control(a):
     "Return a control to choose a tensor type."
     every = {} if a.one else {'each type': None} if a.default is not None else a.maybe
-    return a.choose(type_labels(a.table)|every, means=lambda v: [to_our_ttype(o) for o in v] if isinstance(v, list|tuple) else to_our_ttype(v))
+    return a.choose(type_labels(a.table)|every,
+        means=lambda v: [to_our_ttype(o) for o in v] if isinstance(v, list|tuple) else to_our_ttype(v))
 
 def stat_control(a):
     "Return a control to choose one statistic, or several."
     t,stats = tensor_rows(a.table),statistics_of(a.table)
     def means(s):
+        "Return the column of a statistic with a different name in Track & Visualize."
         try: return s if s is None or s in stats else find_stat(t, s)
         except ValueError: return s
     labels = {s: s for s in stats}
@@ -282,39 +307,47 @@ def format_control(a):
     names = floats if find_spec('ml_dtypes') else []
     if a.argument!='dtype_annotation':
         return make_choices(a.W, a.name, {n: n for n in names}, [] if a.value is None else a.value, a.default)
-    c = make_choices(a.W, a.name, {own_format: True}|{n: n for n in names}, [] if a.value in (None, False) else a.value, False)
+    c = make_choices(a.W, a.name, {own_format: True}|{n: n for n in names},
+        [] if a.value in (None, False) else a.value, False)
     read,write = c.read,c.write
     there = [d for d in dict.fromkeys(tensor_rows(a.table)['dtype'].astype(str)) if 'float' in d] if 'dtype' in a.table else []
     c.read = lambda ls: list(dict.fromkeys(d for o in v for d in (there if o is True else [o]))) if isinstance(v := read(ls), list) else v
     c.write = lambda v: [] if v in (None, False) else write(v)
     return c
 
+# %% ../../nbs/60_show/82_controls.ipynb #036eef95
 own_format = "the tensor's own"
-floats = ['float32', 'bfloat16', 'float16', 'float8_e5m2', 'float8_e4m3fn', 'float6_e3m2fn', 'float6_e2m3fn', 'float4_e2m1fn']
+floats = ['float32', 'bfloat16', 'float16', 'float8_e5m2', 'float8_e4m3fn', 'float6_e3m2fn', 'float6_e2m3fn',
+    'float4_e2m1fn']
 
 def info_control(a):
-    "Return a control to choose which limits of a number format are marked by lines."
+    "Return a control to choose which limits of a number format get a line in the picture."
     ends = ('largest', 'smallest normal', 'smallest')
-    c = make_choices(a.W, a.name, {e: e for e in ends}, [e for e,on in zip(ends, a.value, strict=True) if on], [], rows=3)
-    return Control(c.widget, lambda ls: tuple(e in ls for e in ends), lambda v: [e for e,on in zip(ends, v, strict=True) if on])
+    c = make_choices(a.W, a.name, {e: e for e in ends}, [e for e,on in zip(ends, a.value, strict=True) if on],
+        [], rows=3)
+    return Control(c.widget, lambda ls: tuple(e in ls for e in ends),
+        lambda v: [e for e,on in zip(ends, v, strict=True) if on])
 
 def steps_control(a):
-    "Return a slider for the number of steps to draw. None if the argument is a list of steps."
+    "Return a slider for the number of steps to draw. Return None if the argument is a list of steps."
     if not isinstance(a.value, int): return None
     most = max(2, min(len(recorded_steps(a.table)), 40), a.value)
     return Control(a.W.IntSlider(value=a.value, min=1, max=most, description=a.name, continuous_update=False))
 
 def count_control(a, most):
     "Return a control to choose a number, at least 1."
-    return Control(a.W.BoundedIntText(value=a.value, min=1, max=max(most, a.value), description=a.name, continuous_update=False))
+    return Control(a.W.BoundedIntText(value=a.value, min=1, max=max(most, a.value), description=a.name,
+        continuous_update=False))
 
 def choose_up_to(n, a):
     "Return a control to choose a number from 1 to `n`."
     return a.choose(a.maybe|{str(i): i for i in range(1, n+1)})
 
-shared = {'automatic': None, 'the same': {'sharex': True, 'sharey': True}, 'the same across': {'sharex': True, 'sharey': False},
+shared = {'automatic': None, 'the same': {'sharex': True, 'sharey': True},
+    'the same across': {'sharex': True, 'sharey': False},
     'the same upwards': {'sharex': False, 'sharey': True}, 'each its own': {'sharex': False, 'sharey': False}}
-places_of_legends = ('outside upper right', 'outside lower center', 'outside right upper', 'upper right', 'upper left', 'lower left', 'lower right')
+places_of_legends = ('outside upper right', 'outside lower center', 'outside right upper', 'upper right',
+    'upper left', 'lower left', 'lower right')
 maps = ('viridis', 'magma', 'cividis', 'Greys', 'RdBu_r', 'coolwarm')
 
 control_makers = {
@@ -326,14 +359,18 @@ control_makers = {
     'inc': lambda a: count_control(a, int(max(a.table['step'].max(), 1))), 'most': lambda a: count_control(a, 36),
     'x': lambda a: a.choose({c: c for c in axis_columns(a.table)}, means=lambda v: v[1] if isinstance(v, tuple) else v),
     'loss': lambda a: a.choose(a.maybe|{n: n for n in logged_in(a.table)}) if a.value is None or isinstance(a.value, str) else None,
-    'col_wrap': lambda a: choose_up_to(8, a), 'deepest': lambda a: choose_up_to(12, a), 'xtick_labelsize': lambda a: choose_up_to(14, a),
+    'col_wrap': lambda a: choose_up_to(8, a), 'deepest': lambda a: choose_up_to(12, a),
+    'xtick_labelsize': lambda a: choose_up_to(14, a),
     'xtick_rotation': lambda a: a.choose({f'{d}°': d for d in (0, 30, 45, 60, 90)}),
     'facet_kws': lambda a: a.choose(dict(shared)), 'loc': lambda a: a.choose(a.maybe|{p: p for p in places_of_legends}),
-    'cmap': lambda a: a.choose(a.maybe|{m: m for m in maps}), 'zeros': lambda a: a.choose({'automatic': None, 'gray': True, 'as colours': False}),
-    'fig_title': lambda a: Control(a.W.Text(value=a.value or '', description=a.name, continuous_update=False), lambda v: v or None, lambda v: v or '')}
-main = ('kind', 'ttype', 'stat', 'loss', 'inc', 'x', 'col_wrap', 'deepest', 'step', 'steps', 'path', 'dtype_annotation', 'dtypes')
+    'cmap': lambda a: a.choose(a.maybe|{m: m for m in maps}),
+    'zeros': lambda a: a.choose({'automatic': None, 'gray': True, 'as colours': False}),
+    'fig_title': lambda a: Control(a.W.Text(value=a.value or '', description=a.name, continuous_update=False),
+        lambda v: v or None, lambda v: v or '')}
+main = ('kind', 'ttype', 'stat', 'loss', 'inc', 'x', 'col_wrap', 'deepest', 'step', 'steps', 'path',
+    'dtype_annotation', 'dtypes')
 without_control = ('ax', 'y', 'figsize', 'legend_kws')
-# arguments of `heat` that get a control, too. `scalar_global_heatmap` passes them on to `heat`
+# arguments of `heat` that get a control, too, because `scalar_global_heatmap` passes them on to `heat`
 beyond = ('robust', 'zeros', 'center', 'vmin', 'vmax', 'cmap', 'cbar', 'yticklabels', 'xticklabels')
 
 def control_for(a):
@@ -343,18 +380,19 @@ def control_for(a):
     if asked in control_makers: return control_makers[asked](a)
     if isinstance(a.default, bool): return Control(a.W.Checkbox(value=bool(a.value), description=a.name, indent=False))
     try: plain = a.value is a.default or ast.literal_eval(repr(a.value))==a.value
-    except (ValueError, SyntaxError): return None # no control for a value that is not a literal, such as a color map: the value stays as it is
+    except (ValueError, SyntaxError): return None # a value that is no literal, such as a color map, gets no control
     return make_literal(a.W, a.name, a.value, a.default) if plain else None
 
 # %% ../../nbs/60_show/82_controls.ipynb #39fdef75
 class Controls(dict):
-    "Dict of the controls of a picture by argument name. The argument names of Track & Visualize work, too."
+    "Dict: name of an argument of a picture -> its control. The argument names of Track & Visualize work, too."
     def __missing__(self, name):
         other = {**words_before, **{ours: typed for typed,ours in words_before.items()}}.get(name)
         if other not in self: raise KeyError(name)
         return self[other]
 
     def get(self, name, default=None):
+        "Return the control of an argument, or `default` if it has none."
         try: return self[name]
         except KeyError: return default
 
@@ -364,7 +402,7 @@ def is_same_value(a, b):
     return a is b or type(a) is type(b) and not isinstance(a, np.ndarray) and a==b
 
 def controllable(f):
-    "Return a pair (name, parameter) for each argument of a drawing function that may get a control: all but the run."
+    "Return a pair (name, parameter) for each argument of a drawing function that may get a control: all arguments except the run."
     known = list(inspect.signature(f).parameters.items())[1:]
     out = [(n, p) for n,p in known if p.kind is not p.VAR_KEYWORD]
     if f.__name__!='scalar_global_heatmap': return out
@@ -376,25 +414,29 @@ def argument_help(f):
     return dict(re.findall(r'^ +\*{0,2}(\w+): (.*)$', f.__doc__ or '', re.M))
 
 def arrange_controls(W, controls):
-    "Return a box with all controls of a picture: common controls on top, others in a section 'More' that opens on a click."
+    "Return a box with all controls of a picture: the common controls, and a section 'More' for the rest, opened by a click."
     rank = {n: i for i,m in enumerate(main) for n in (m, *(t for t,ours in words_before.items() if ours==m))}
     names = sorted(controls, key=lambda n: rank.get(n, len(main)))
     for n in names: set_layout(controls[n])
     first = [n for n in names if n in rank]
-    row = lambda of: W.HBox(columns(W, [controls[n] for n in of]), layout={'flex_flow': 'row wrap', 'align_items': 'flex-start', 'grid_gap': '2px 14px'})
+    row = lambda of: W.HBox(columns(W, [controls[n] for n in of]),
+        layout={'flex_flow': 'row wrap', 'align_items': 'flex-start', 'grid_gap': '2px 14px'})
     rest = [n for n in names if n not in rank]
     if not rest: return W.VBox([W.HTML(css, layout={'display': 'none'}), row(first)])
-    return W.VBox([W.HTML(css, layout={'display': 'none'}), row(first), W.Accordion([row(rest)], titles=['More'], selected_index=None)])
+    return W.VBox([W.HTML(css, layout={'display': 'none'}), row(first),
+        W.Accordion([row(rest)], titles=['More'], selected_index=None)])
 
 def set_layout(c):
     "Set the width of a control, and show its name above the widget."
     for w in (c.widget, getattr(c, 'search', None), getattr(c, 'box', None)):
         if w is None: continue
         w.add_class('ember-control')
-        w.layout.width = '260px' if isinstance(c, LayerPicker) else '86px' if w is getattr(c, 'box', None) else widths.get(type(w).__name__, '160px')
+        w.layout.width = ('260px' if isinstance(c, LayerPicker)
+            else '86px' if w is getattr(c, 'box', None) else widths.get(type(w).__name__, '160px'))
     if isinstance(c, StepSlider): c.shown.layout.align_items = 'flex-end'
 
-widths = {'SelectMultiple': '170px', 'IntSlider': '200px', 'BoundedIntText': '90px', 'Checkbox': '130px', 'Text': '170px', 'Dropdown': '175px'}
+widths = {'SelectMultiple': '170px', 'IntSlider': '200px', 'BoundedIntText': '90px', 'Checkbox': '130px',
+    'Text': '170px', 'Dropdown': '175px'}
 
 css = """<style>
 .ember-control.jupyter-widgets {flex-flow: column; align-items: stretch; height: auto; margin: 1px 0; overflow: visible}
@@ -411,12 +453,13 @@ def columns(W, controls):
     "Arrange controls in columns: two low controls below one another, or one tall control."
     tall = lambda c: type(c.widget).__name__ in ('SelectMultiple', 'Select')
     low,out = [c for c in controls if not tall(c)],[]
-    for pair in zip(low[::2], [*low[1::2], None], strict=False): out.append(W.VBox([c.shown for c in pair if c is not None]))
+    for pair in zip(low[::2], [*low[1::2], None], strict=False):
+        out.append(W.VBox([c.shown for c in pair if c is not None]))
     return out+[c.shown for c in controls if tall(c)]
 
 # %% ../../nbs/60_show/82_controls.ipynb #39fdef74
 class Arguments:
-    "Arguments of a drawing function, with their controls. `but`: arguments without control. `on_change`: function to call after each change."
+    "Arguments of a drawing function, with their controls. `but`: arguments that get no control. `on_change`: function to call after each change."
     def __init__(self, f, table, given:dict, but=(), on_change=lambda arguments: None):
         W = needs('ipywidgets', for_='interactive')
         known,help_texts = controllable(f),argument_help(f)
@@ -434,12 +477,13 @@ class Arguments:
             c.widget.tooltip = help_texts.get(name, '')
             c.observe(self.note_change)
         self.one = one
-        if c := self.controls.get('ttype'): c.observe(self.offer) # layers and steps depend on the tensor type
+        # The layers and steps that can be chosen depend on the tensor type
+        if c := self.controls.get('ttype'): c.observe(self.offer)
         self.offer()
         self.box = arrange_controls(W, self.controls)
 
     def offer(self):
-        "Offer the layers and steps of the selected tensor type in the controls for layers and steps."
+        "Update the choices of layers and steps, because the user has selected another tensor type."
         c = self.controls.get('ttype')
         ttype = c.value if c else {'updates': 'update'}.get(self.f.__name__)
         was,self.muted = self.muted,True
@@ -449,6 +493,7 @@ class Arguments:
         finally: self.muted = was
 
     def note_change(self):
+        "Call the function `on_change`, unless several controls are being set."
         if not self.muted: self.on_change(self)
 
     def values(self):
@@ -458,7 +503,7 @@ class Arguments:
         return {n: v for n,v in self.given.items() if n not in self.controls} | now
 
     def set_values(self, **values):
-        "Set the values of several controls, but notify the listener only once, at the end."
+        "Set the values of several controls, but call the function `on_change` only once, at the end."
         self.muted = True
         try:
             for n,v in values.items(): self.controls[n].value = v

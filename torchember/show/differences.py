@@ -50,11 +50,13 @@ def differences(
     x,y = largest_distances(found.curve)
     ax.plot(x, y, color=color[0], label='largest')
     least = found.table[found.table['ttype']!='scalar'].groupby('step')['tolerance'].min()
-    if found: least = least[least.index<found.step] # draw the limit only before the first difference: after it, all distances are expected to grow
+    # the limit is drawn only before the first difference, because all distances are expected to grow after it
+    if found: least = least[least.index<found.step]
     ax.plot(least.index, least, color=color[2], ls='--', lw=1, label='least that is explained')
     ax.set_yscale('log')
     ax.set(xlabel='step', ylabel='distance / size of the tensor')
-    what = 'rounding alone parts them' if len(found.table) and found.table['distance'].max()>0 else 'the same numbers, to the last digit'
+    what = ('rounding alone parts them' if len(found.table) and found.table['distance'].max()>0
+        else 'the same numbers, to the last digit')
     if found:
         row,red = found.table.loc[found.first],alarm[is_dark()]
         what = f"they part at step {found.step:,}, in {place_in_words(row).replace('`', '')}"

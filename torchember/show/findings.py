@@ -15,42 +15,45 @@ from .select import has_ttype
 
 # %% ../../nbs/60_show/85_findings.ipynb #41707dc4
 class OpenFindings:
-    "Open findings of a run: errors and warnings that have not ended. Rows may be added while the run goes on."
+    "Open findings of a run: errors and warnings of the health rules that have not ended. Rows may be added while the run goes on."
     def __init__(self): self.open,self.step = {},0 # open: open findings by their keys; step: the latest step of the run
 
     def add(self, rows):
-        "Update the open findings with the next rows of the run. Rows are dicts; only rows of findings matter."
+        "Update the open findings with the next rows of the run, given as dicts. Rows of other types than 'finding' are ignored."
         for r in rows:
             if r.get('ttype')!='finding': continue
             self.step = max(self.step, int_or_none(r.get('step')) or 0)
-            key = tuple(map(str, (r.get('rule'), r.get('tname'), r.get('path', r.get('module')), r.get('of'), r.get('pname'))))
+            key = tuple(map(str, (r.get('rule'), r.get('tname'), r.get('path', r.get('module')), r.get('of'),
+                r.get('pname'))))
             self.open.pop(key, None)
             if is_open(r): self.open[key] = as_finding(r)
         return self
 
     @property
     def causes(self):
-        "Open findings that are causes: no other open finding explains them. Dicts, the worst first."
+        "Open findings not explained by an open finding, as dicts, the worst first."
         return [f for f,cause in order_findings(list(self.open.values()), table.values(), self.step) if cause is None]
 
     @property
     def newest(self):
-        "Latest of the open findings in `causes`. None if there are none."
+        "Latest of the open findings that are causes. None if there are none."
         return max(self.causes, key=list(self.open.values()).index, default=None)
 
 def is_open(row):
     "Return True if a row of the log is an open finding: an error or warning that has not ended."
-    return row.get('severity') in ('error', 'warning') and isinstance(row.get('text'), str) and str(row.get('over')).lower() not in ('true', '1', '1.0')
+    return (row.get('severity') in ('error', 'warning') and isinstance(row.get('text'), str)
+        and str(row.get('over')).lower() not in ('true', '1', '1.0'))
 
 def as_finding(row):
-    "Convert a log row to a valid dict for `order_findings`. Its values are checked, because any program may write into the log."
+    "Convert a log row to a valid dict for `order_findings`. Check its values, because any program may write into the log."
     first = int_or_none(row.get('first_step'))
-    return {**row, 'rule': str(row.get('rule')), 'first_step': first if first is not None else int_or_none(row.get('step')) or 0, 'stands': False}
+    return {**row, 'rule': str(row.get('rule')),
+        'first_step': first if first is not None else int_or_none(row.get('step')) or 0, 'stands': False}
 
 def int_or_none(v):
     "Convert a value to int. Return None for NaN and for other types."
     try: return int(v)
-    except (TypeError, ValueError, OverflowError): return None # NaN, infinity, and values that are not numbers
+    except (TypeError, ValueError, OverflowError): return None # NaN, infinity, or no number
 
 # %% ../../nbs/60_show/85_findings.ipynb #cf0e2e0a
 def shorten_sentence(text, most:int=90) -> str: # most: maximum number of letters; 90 fit above a picture
@@ -59,19 +62,22 @@ def shorten_sentence(text, most:int=90) -> str: # most: maximum number of letter
     if len(text)<=most: return text
     if (end := text.rfind('. ', 0, most))>most//2: return text[:end+1]
     cut = shorten(text, most, placeholder=' …')
-    return cut if len(cut)>most//2 else text[:most-1]+'…' # a single word that is too long is cut in the middle
+    # A text without a short enough sentence or word is cut in the middle
+    return cut if len(cut)>most//2 else text[:most-1]+'…'
 
 def title_text(finding):
-    "Return severity and text of a finding for the title of a picture."
+    "Return the severity and the text of a finding, for the title of a picture."
     return f"{finding['severity']}: {shorten_sentence(finding['text'])}"
 
-def open_findings(df, last=None): # last: last step of the run. A 'died' finding before it is omitted, because the run went on
-    "Return the open findings in a table of rows, the worst first. Omit findings that other findings explain."
+# last: last step of the run. A finding 'died' (death of the process) before it is omitted, because the run was continued
+def open_findings(df, last=None):
+    "Return the open findings in a table of rows, the worst first. Omit findings explained by a different finding."
     is_finding = has_ttype(df, 'finding')
     if not is_finding.any(): return []
     rows = df[is_finding].to_dict('records')
     return [f for f in OpenFindings().add(rows).causes if f['rule']!='died' or last is None or last<=f['first_step']]
 
 def is_about_row(finding, first) -> bool:
-    "Return True if a finding is about the first non-finite row of the run. A title then mentions only one of the two."
-    return finding is not None and first is not None and finding['rule']=='not_finite' and finding['first_step']==int(first['step'])
+    "Return True if a finding is about the first non-finite row of the run. The title of a picture then mentions only one of the two."
+    return (finding is not None and first is not None and finding['rule']=='not_finite'
+        and finding['first_step']==int(first['step']))

@@ -17,8 +17,8 @@ from .heatmaps import column_spans, heat, sizes
 from .legend import alarm, meanings, name_of_type, palettes, make_title
 from .lines import draw_lines
 from .missing import parameters_of_run, grid_with_missing, drop_missing
-from torchember.show.run_summary import (default_ttypes, first_trouble, logged_names, loss_curve, no_tensors, pick_stat, rows_of_type, trouble_sentence,
-    types_to_draw)
+from .run_summary import (default_ttypes, first_trouble, logged_names, loss_curve, no_tensors,
+    pick_stat, rows_with_type, trouble_sentence, types_to_draw)
 from .run_summary import summary # noqa: F401 (it was here)
 from .select import has_ttype, name_of_run, pick, table_and_findings, training, with_statistics
 from .style import drawn, figure, is_dark
@@ -38,7 +38,7 @@ def gradient_norms(table):
     return None if name is None else loss_curve(table, name)
 
 def draw_panels(parts, numbers, norms, tensors, run, ax, found=()):
-    "Draw the loss and the total gradient norm in the top panel, and a heat map for each tensor type below."
+    "Draw the loss and the total gradient norm in the panel at the top, and a heat map for each tensor type below."
     curves = [c for c in (numbers, norms) if c]
     tall = [min(.3+.155*len(g.labels), 6.) for *_,g in parts]
     if ax is None:
@@ -56,7 +56,8 @@ def draw_panels(parts, numbers, norms, tensors, run, ax, found=()):
     axes[-1].set_xlabel('step')
     steps = np.concatenate([g.steps for *_,g in parts])
     if top is not None: draw_top(top, numbers, norms)
-    ends = column_spans(np.unique(steps))[0] # limits of the x axis, wide enough for all columns of the heat maps and all points of the curves
+    # limits of the x axis that show all columns of the heat maps and all points of the curves
+    ends = column_spans(np.unique(steps))[0]
     at = np.concatenate([ends, *(c[1] for c in curves)])
     axes[0].set_xlim(at.min(), at.max())
     first = first_trouble(training(tensors))
@@ -72,7 +73,8 @@ def title_for(run, found, first) -> str: # found: open findings, the worst first
     "Return a title of one or two lines: name of the run, first non-finite value, and worst finding."
     cause = next(iter(found), None)
     beside = first is not None and not is_about_row(cause, first)
-    return '\n'.join(filter(None, [make_title(run, trouble_sentence(first) if beside else ''), title_text(cause) if cause else '']))
+    return '\n'.join(filter(None, [make_title(run, trouble_sentence(first) if beside else ''),
+        title_text(cause) if cause else '']))
 
 def draw_top(ax, numbers, norms):
     "Draw the loss, and the total gradient norm on a second y axis."
@@ -86,7 +88,7 @@ def draw_top(ax, numbers, norms):
     if norms:
         name,x,y = norms
         a = second_axis(ax) if numbers else ax
-        # mark only steps with a finite loss, because a cross marks the others already
+        # only steps with a finite loss are marked, because a cross marks the other steps already
         bad = ~np.isfinite(y) & ~np.isin(x, numbers[1][~np.isfinite(numbers[2])] if numbers else ())
         draw_lines(a, [(name, x, y, bad)], colors=[color[1]], lw=.8)
         if (y[np.isfinite(y)]>0).any(): log_axis(a)
@@ -95,10 +97,10 @@ def draw_top(ax, numbers, norms):
     ax.spines['bottom'].set_visible(False)
 
 def log_axis(a):
-    "Make the y axis logarithmic. The labels are plain numbers that do not overlap in a low panel."
+    "Make the y axis logarithmic. Write few, plain numbers as labels, so that they do not overlap in a low panel."
     a.set_yscale('log', nonpositive='mask')
     low,high = np.log10(a.get_ylim())
-    if not .3<high-low<=2: return # for larger and smaller ranges, matplotlib's own labels are good
+    if not .3<high-low<=2: return # for smaller and larger ranges, the labels of matplotlib are good
     a.yaxis.set_major_locator(LogLocator(subs=(1, 3) if high-low>.8 else (1, 2, 3, 5)))
     a.yaxis.set_major_formatter('{x:g}')
     a.yaxis.set_minor_locator(NullLocator())
@@ -115,12 +117,13 @@ def second_axis(ax):
     return a
 
 def mark_first(axes, parts, first, top):
-    "Mark the first non-finite value of a run: a line at its step, and a ring around its cell of the heat map."
+    "Mark the first non-finite value of a run by a line at its step, and by a ring around its cell of the heat map."
     c,step = alarm[is_dark()],first['step']
     for a in axes+([top] if top is not None else []): a.axvline(step, color=c, lw=1, ls='--')
     for a,(_,_,rows,g) in zip(axes, parts, strict=True):
         if str(first['ttype']) not in set(rows['ttype'].astype(str)): continue
-        at = [i for i,(m,b) in enumerate(zip(g.members, g.bad, strict=True)) if b.any() and any(str(first['path']) in n for n in m)]
+        at = [i for i,(m,b) in enumerate(zip(g.members, g.bad, strict=True))
+            if b.any() and any(str(first['path']) in n for n in m)]
         where = np.searchsorted(g.steps, step, 'right')-1
         for i in [i for i in at if g.bad[i, max(where, 0)]][:1]:
             a.plot(step, i+.5, 'o', ms=9, mfc='none', mec='white', mew=1.6, clip_on=False)
@@ -153,19 +156,21 @@ def overview(
     table,findings = table_and_findings(run, None if all_types else [*(ttypes_asked(ttype) if ttype else default_ttypes), 'scalar'])
     if not len(table): raise ValueError(no_rows_message(name_of_run(table) or 'The table'))
     numbers,norms = loss_curve(table, loss),gradient_norms(table)
-    if numbers and norms and numbers[0]==norms[0]: norms = None # do not draw the gradient norm twice, if it is also the curve chosen as loss
+    # the gradient norm is not drawn twice if it was chosen as the loss
+    if numbers and norms and numbers[0]==norms[0]: norms = None
     tensors = with_statistics(table[~has_ttype(table, 'scalar')], [stat] if stat else ())
     kinds = types_to_draw(tensors, ttype)
     if not kinds and ttype is None: raise ValueError(no_tensors(table))
     if not kinds: raise ValueError(f"overview needs a tensor type, such as 'output', got ttype={ttype!r}.")
-    if ttype is None and path is not None: # omit tensor types that the selected layers do not have
+    if ttype is None and path is not None: # tensor types that the selected layers do not have are omitted
         some = pick(tensors, path, kinds)['ttype'].astype(str)
         kinds = [k for k in kinds if (some==k).any()]
     if ax is not None: kinds = kinds[:1]
     parts,ps = [],parameters_of_run(run)
     for kind in kinds:
-        rows = training(pick(tensors, drop_missing(rows_of_type(tensors, kind), path, ps), kind))
+        rows = training(pick(tensors, drop_missing(rows_with_type(tensors, kind), path, ps), kind))
         if ttype_of(kind)[0]=='output': rows = drop_scalars(rows)
         col = pick_stat(rows, stat)
         parts.append((kind, col, rows, grid_with_missing(rows, col, kind, ps, path)))
-    return draw_panels(parts, numbers, norms, tensors, name_of_run(table), ax, open_findings(findings, table['step'].max()))
+    return draw_panels(parts, numbers, norms, tensors, name_of_run(table), ax,
+        open_findings(findings, table['step'].max()))

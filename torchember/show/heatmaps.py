@@ -21,7 +21,7 @@ from .legend import alarm, meanings, name_of_type, short_names, make_title, zero
 from .style import canvas, drawn, is_dark, axes_size
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #e3ee4805
-# statistics that are 0 if all elements of a tensor are 0. Heat maps draw this value in gray
+# statistics that are 0 if all elements of a tensor are 0. A heat map draws the value 0 of these statistics in gray
 sizes = {'std', 'rms', 'rm2', 'rm4', 'rm8', 'abs_mean', 'mean_abs', 'abs_max', 'max_abs', 'l1', 'l2', 'ratio'}
 
 def color_norm(finite, vmin=None, vmax=None, center=None, robust=False):
@@ -51,7 +51,8 @@ def column_spans(steps) -> tuple:
     edges = column_edges(steps)
     if len(steps)<3: return edges, np.arange(len(steps))
     s,gaps = np.asarray(steps, float),np.diff(steps)
-    half = max(gaps.min(), (s[-1]-s[0])/400)/2 # half the width of a column, at least 1/800 of the picture, so that the column is visible
+    # half the width of a column, at least 1/800 of the picture, so that the column is visible
+    half = max(gaps.min(), (s[-1]-s[0])/400)/2
     hole = gaps>max(2.5*gaps.min(), 2*half)
     begin = np.where(np.r_[hole[:1], hole], np.maximum(edges[:-1], s-half), edges[:-1])
     end = np.where(np.r_[hole, hole[-1:]], np.minimum(edges[1:], s+half), edges[1:])
@@ -66,22 +67,23 @@ def with_gaps(values, at, empty):
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #e3ee4806
 def write_reasons(ax, g, turned):
-    "Write into each empty row of a heat map why it is empty. Neighboring rows with the same reason share one text."
+    "Write a text into each empty row of a heat map that says why it is empty. Neighboring rows with the same reason share one text."
     tall,size,low = axes_size(ax)[not turned]/max(len(g.labels), 1),mpl.rcParams['legend.fontsize']-1,-np.inf
-    style = {'fontsize': size, 'va': 'center', 'clip_on': True, 'transform': ax.get_xaxis_transform() if turned else ax.get_yaxis_transform(),
+    style = {'fontsize': size, 'va': 'center', 'clip_on': True,
+        'transform': ax.get_xaxis_transform() if turned else ax.get_yaxis_transform(),
         'path_effects': [effects.withStroke(linewidth=2, foreground=ax.figure.get_facecolor(), alpha=.75)]}
     i = 0
     for reason,rows in groupby(g.why):
         n = len(list(rows))
         middle,empty = i+n/2,not np.isfinite(g.value[i:i+n]).any()
         i += n
-        if reason is None or (middle-low)*tall<size: continue # no text here, because it would overlap the text above
+        if reason is None or (middle-low)*tall<size: continue # a text that would overlap the text above is omitted
         low = middle
         if turned: ax.text(middle, .5, reason, **{**style, 'ha': 'center', 'rotation': 90})
         else: ax.text(.5 if empty else .995, middle, reason, ha='center' if empty else 'right', **style)
 
-def name_rows(ax, labels, every=None, turned=False): # every: n to write only the name of each n-th row
-    "Write the names of the rows beside a heat map, or with `turned` the names of its columns. If not all fit, omit some at regular intervals."
+def name_rows(ax, labels, every=None, turned=False): # every: if n, only each n-th row gets its name
+    "Write the names of the rows beside a heat map, or of its columns if `turned`. If not all names fit, omit some at regular intervals."
     space = axes_size(ax)[not turned]
     every = every or max(1, int(np.ceil(len(labels)*mpl.rcParams['ytick.labelsize']*1.1/space)))
     names = short_names(labels, 30)
@@ -95,18 +97,22 @@ def picture_height(n, most=9.):
     return min(max(1.1+.155*n, 2.2), most)
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #8c303ef7
-refused = {'mask': 'leave layers out by path=, and steps by inc=', 'ax': 'the picture is a figure of its own', 'data': 'the picture is made from run'}
+refused = {'mask': 'leave layers out by path=, and steps by inc=', 'ax': 'the picture is a figure of its own',
+    'data': 'the picture is made from run'}
 
-def known(): return settable(mpl.collections.QuadMesh) | {'shading', 'alpha', 'edgecolors', 'antialiased'}
+def known():
+    "Return the keyword arguments that matplotlib's `pcolormesh` accepts."
+    return settable(mpl.collections.QuadMesh) | {'shading', 'alpha', 'edgecolors', 'antialiased'}
 
 def label_axes(ax, g, xticklabels, yticklabels, turned):
-    "Write the names of layers at one axis of a heat map. Check the arguments `xticklabels` and `yticklabels`."
-    names,steps,kept = (xticklabels, yticklabels, ax.set_yticks) if turned else (yticklabels, xticklabels, ax.set_xticks)
+    "Write the names of layers at one axis of a heat map. First check the arguments `xticklabels` and `yticklabels`."
+    names,steps,kept = (xticklabels, yticklabels, ax.set_yticks) if turned else (yticklabels, xticklabels,
+        ax.set_xticks)
     if not isinstance(steps, bool) and steps!='auto':
-        raise TypeError(f"A heat map labels steps by their numbers: {'y' if turned else 'x'}ticklabels is True or False, got {steps!r:.60}.")
+        raise TypeError(f"{'y' if turned else 'x'}ticklabels must be True or False, because a heat map labels steps by their numbers; got {steps!r:.60}.")
     if not steps: kept([])
     if isinstance(names, list|tuple) and len(names)!=len(g.labels):
-        raise ValueError(f"{len(names)} names were given for {len(g.labels)} layers.")
+        raise ValueError(f"{len(names)} names were given for {len(g.labels)} layers. Give one name for each layer.")
     every = names if isinstance(names, int) and not isinstance(names, bool) else None
     labels = list(names) if isinstance(names, list|tuple) else g.labels
     if names is False or names is None: (ax.set_xticks if turned else ax.set_yticks)([])
@@ -115,11 +121,13 @@ def label_axes(ax, g, xticklabels, yticklabels, turned):
 def write_values(ax, g, middle, norm, cmap, fmt, kws, turned, most=2500):
     "Write the value into each cell of a heat map, in black or white for contrast."
     if g.value.size>most:
-        raise ValueError(f"annot=True would write {g.value.size:,} numbers, and there is space for {most:,}. Choose layers by path=, and steps by inc=.")
+        raise ValueError(f"annot=True would write {g.value.size:,} numbers, but there is space for only {most:,}. "
+            "Draw fewer layers by path=, or fewer steps by inc=.")
     for i,j in zip(*np.nonzero(np.isfinite(g.value)), strict=True):
         r,gr,b,_ = cmap(norm(g.value[i, j]))
         at = (i+.5, middle[j]) if turned else (middle[j], i+.5)
-        ax.text(*at, format(g.value[i, j], fmt), **{'ha': 'center', 'va': 'center', 'color': 'black' if .3*r+.59*gr+.11*b>.5 else 'white', **(kws or {})})
+        ax.text(*at, format(g.value[i, j], fmt),
+            **{'ha': 'center', 'va': 'center', 'color': 'black' if .3*r+.59*gr+.11*b>.5 else 'white', **(kws or {})})
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #e3ee4804
 def heat(
@@ -127,11 +135,11 @@ def heat(
     g, # Values to draw, as a `select.Grid`
     label:str='', # Label of the color bar
     vmin=None, vmax=None, # Values at the first and the last color of the scale
-    center=None, # Value at the middle color, for a color scale with two directions
+    center=None, # Value at the middle color, for a color scale with two colors for smaller and larger values
     norm=None, # A norm of matplotlib, instead of `vmin`, `vmax` and `center`
     cmap=None, # A color map of matplotlib, or its name
     robust:bool=False, # True: colors span the 2nd to the 98th percentile of the values, so outliers do not matter
-    zeros:bool=False, # True to draw exact zeros in gray
+    zeros:bool=False, # True to draw values that are exactly zero in gray
     cbar:bool=True, # True to draw a color bar
     cbar_kws:dict|None=None, # Arguments of matplotlib's `colorbar`
     yticklabels=True, xticklabels=True, # True to name rows and columns
@@ -150,18 +158,20 @@ def heat(
     cmap = mpl.colormaps[cmap or ('RdBu_r' if center is not None else 'viridis')].copy() if cmap is None or isinstance(cmap, str) else cmap
     edges,at = column_spans(g.steps)
     shown = np.where(np.isfinite(g.value), g.value, np.nan)
-    if zeros: shown,cmap = np.where(shown==0, norm.vmin/10 if norm.vmin>0 else -1., shown),cmap.with_extremes(under=zero)
+    if zeros:
+        shown,cmap = np.where(shown==0, norm.vmin/10 if norm.vmin>0 else -1., shown),cmap.with_extremes(under=zero)
     elif isinstance(norm, mpl.colors.LogNorm): shown = np.where(shown<=0, norm.vmin, shown)
     if linewidths: kwargs = {'linewidth': linewidths, 'edgecolors': linecolor, **kwargs}
     lay = lambda values: (np.arange(len(g.labels)+1), edges, values.T) if turned else (edges, np.arange(len(g.labels)+1), values)
-    mesh = ax.pcolormesh(*lay(np.ma.masked_invalid(with_gaps(shown, at, np.nan))), norm=norm, cmap=cmap, rasterized=True, **kwargs)
+    mesh = ax.pcolormesh(*lay(np.ma.masked_invalid(with_gaps(shown, at, np.nan))), norm=norm, cmap=cmap,
+        rasterized=True, **kwargs)
     if g.bad.any():
         red = mpl.colors.ListedColormap([alarm[dark]])
         bad = with_gaps(g.bad, at, False)
         ax.pcolormesh(*lay(np.ma.masked_where(~bad, np.ones(bad.shape))), cmap=red, rasterized=True)
     ax.invert_yaxis()
     for s in ax.spines.values(): s.set_visible(False)
-    ax.set_facecolor((.5, .5, .5, .15)) # gray background: cells without values are transparent and show it
+    ax.set_facecolor((.5, .5, .5, .15)) # gray background, visible in cells without values because these are transparent
     label_axes(ax, g, xticklabels, yticklabels, turned)
     if annot: write_values(ax, g, (edges[at]+edges[at+1])/2, norm, cmap, fmt, annot_kws, turned)
     if square: w = float(np.median(edges[at+1]-edges[at])); ax.set_aspect(1/w if turned else w)
@@ -172,7 +182,8 @@ def heat(
         bar = ax.figure.colorbar(mesh, **{**place, 'label': label, **more, **(cbar_kws or {})})
         bar.outline.set_visible(False)
         if zeros:
-            bar.ax.text(1.6, -.025, '0', transform=bar.ax.transAxes, ha='left', va='center', fontsize=mpl.rcParams['ytick.labelsize'])
+            bar.ax.text(1.6, -.025, '0', transform=bar.ax.transAxes, ha='left', va='center',
+                fontsize=mpl.rcParams['ytick.labelsize'])
     return ax
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #31588f1e
@@ -207,8 +218,9 @@ def scalar_global_heatmap(
     Returns:
         Axes of the picture
     """
-    options = arguments_of(heat)[3:] # all arguments of `heat` except `ax`, `g` and `label`
-    check_drawn_with(kwargs, known() | {*options}, 'a heat map', refused, [*arguments_of(scalar_global_heatmap), *options])
+    options = arguments_of(heat)[3:] # arguments of `heat` that the user may give: all except `ax`, `g` and `label`
+    check_drawn_with(kwargs, known() | {*options}, 'a heat map', refused,
+        [*arguments_of(scalar_global_heatmap), *options])
     by,turned = axis_roles(x, y)
     rows,col,g = heat_map_cells(run, path, ttype, stat, inc, by, parameters_of_run(run))
     ax = canvas(None, figsize or ((min(3+.2*len(g.labels), 14), 6) if turned else (8, picture_height(len(g.labels)))))
@@ -233,11 +245,12 @@ def axis_roles(x, y):
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #fa172d3a
 def heat_map_cells(run, path=None, ttype='output', stat='std', inc=1, x='step', ps=()):
-    "Read the data of a heat map. Return the log rows, the name of the statistic's column, and a `Grid` of its values."
+    "Read the data of a heat map. Return the log rows, the name of the statistic's column, and a `Grid` (matrix) of the values."
     if not isinstance(inc, int) or inc<1:
-        raise ValueError(f"inc=n draws every n-th step; it is a whole number, at least 1, got {inc!r}.")
+        raise ValueError(f"inc=n draws every n-th step, so n must be a whole number of at least 1, got {inc!r}.")
     if not isinstance(stat, str): raise ValueError(f"A heat map shows one statistic, got {stat!r}.")
-    if ttype is None or not isinstance(ttype, str): raise ValueError(f"A heat map shows one tensor type, got ttype={ttype!r}.")
+    if ttype is None or not isinstance(ttype, str):
+        raise ValueError(f"A heat map shows one tensor type, got ttype={ttype!r}.")
     rows = tensors_to_draw(run, path, ttype, [stat])
     if inc>1:
         rows = rows[(rows['step']%inc==0).to_numpy()]
@@ -245,5 +258,6 @@ def heat_map_cells(run, path=None, ttype='output', stat='std', inc=1, x='step', 
     col = find_stat(rows, stat)
     x = axis_roles(x, None)[0]
     if x not in rows or rows[x].dtype.kind not in 'iufM':
-        raise ValueError(unknown('column of numbers for the steps of a heat map', x, [c for c in ('step', 'call', 'ts', 'micro', 'rank') if c in rows]))
+        raise ValueError(unknown('column of numbers for the steps of a heat map', x,
+            [c for c in ('step', 'call', 'ts', 'micro', 'rank') if c in rows]))
     return rows, col, grid_with_missing(rows, col, ttype, ps, path, x)

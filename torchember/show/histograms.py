@@ -38,8 +38,10 @@ def draw_ranges(ax, dtypes, info, lo, hi):
         ends = [max(f['subnormal'], lo-2), max(f['normal'], lo-2), min(f['max']+1, hi+3)]
         if ends[0]<ends[2]:
             for a,b,alpha in ((ends[0], ends[1], .35), (ends[1], ends[2], .9)):
-                ax.add_patch(mpl.patches.Rectangle((a, y), b-a, h, transform=ax.get_xaxis_transform(), color=c, alpha=alpha, lw=0, clip_on=True))
-        ax.text(min(max((ends[1]+ends[2])/2, lo), hi), y+h/2, dtype, transform=ax.get_xaxis_transform(), ha='center', va='center',
+                ax.add_patch(mpl.patches.Rectangle((a, y), b-a, h, transform=ax.get_xaxis_transform(),
+                    color=c, alpha=alpha, lw=0, clip_on=True))
+        ax.text(min(max((ends[1]+ends[2])/2, lo), hi), y+h/2, dtype, transform=ax.get_xaxis_transform(),
+            ha='center', va='center',
             color='black' if is_dark() else 'white', fontsize=mpl.rcParams['legend.fontsize']-1, clip_on=True)
         for yes,at,style in zip(info, (f['max']+1, f['normal'], f['subnormal']), ('-', '--', ':'), strict=True):
             if yes and lo-2<=at<=hi+3: ax.axvline(at, ymax=y, color=c, ls=style, lw=1, zorder=.5)
@@ -49,7 +51,7 @@ def bar_height(ax):
     return mpl.rcParams['legend.fontsize']*1.25/max(axes_size(ax)[1], 40)
 
 def space_for_bars(ax, dtypes):
-    "Return by what factor the y axis must be longer, so that the bars of the number formats fit above the histogram."
+    "Return the factor for extending the y axis, to get space for the bars of the number formats above the histogram."
     return 1/(1-min(bar_height(ax)*(1.35*len(dtypes)+.2), .6)) if dtypes else 1.
 
 def formats_to_draw(dtype_annotation, df):
@@ -63,7 +65,8 @@ def formats_to_draw(dtype_annotation, df):
 # %% ../../nbs/60_show/30_histograms.ipynb #da5ab6db
 def exponent_axis(ax, lo, hi, size=None, rotation=0):
     "Label the x axis of a histogram with powers of two from `lo` to `hi`. Write 'less' and 'more' at the ends, for values outside."
-    em = (size or mpl.rcParams['xtick.labelsize'])*(hi-lo+5.4)/axes_size(ax)[0] # width of a letter of the labels, in units of the x axis (exponents)
+    # width of a letter of the labels, in units of the x axis (exponents)
+    em = (size or mpl.rcParams['xtick.labelsize'])*(hi-lo+5.4)/axes_size(ax)[0]
     every = next(k for k in (1, 2, 4, 8, 16, 32, 64) if k>=max(2.6*em, (hi-lo)/12) or k==64)
     ticks = [n for n in range(lo, hi+1) if n%every==0 and n-lo+1>3.3*em and hi+2-n>2.7*em]
     ax.set_xticks([lo-1, *ticks, hi+2], ['0, less', *base2(ticks), 'more'])
@@ -87,7 +90,7 @@ def exp_hist(
     ttype='output', # A tensor type, or a list: a panel for each; None for all types
     step:int|None=None, # Step to draw; default the last recorded step
     kind:str='bar', # 'bar', 'line', or 'kde' for a smooth curve
-    dtype_annotation=True, # Number formats to show: a name such as 'float8_e4m3fn', or a list; True: the tensor's dtype; False: none
+    dtype_annotation=True, # Number formats to show: a name such as 'float8_e4m3fn', or a list; True: the dtype of the tensor; False: no format
     dtype_info:tuple=(True, True, True), # Which limits of a number format get a line: its largest, smallest normal, and smallest number
     col_wrap:int|None=None, # Largest number of panels in a row
     figsize:tuple|None=None, # Width and height of the figure in inches
@@ -105,7 +108,7 @@ def exp_hist(
         ttype: A tensor type, or a list: a panel for each; None for all types
         step: Step to draw; default the last recorded step
         kind: 'bar', 'line', or 'kde' for a smooth curve
-        dtype_annotation: Number formats to show: a name such as 'float8_e4m3fn', or a list; True: the tensor's dtype; False: none
+        dtype_annotation: Number formats to show: a name such as 'float8_e4m3fn', or a list; True: the dtype of the tensor; False: no format
         dtype_info: Which limits of a number format get a line: its largest, smallest normal, and smallest number
         col_wrap: Largest number of panels in a row
         figsize: Width and height of the figure in inches
@@ -118,18 +121,22 @@ def exp_hist(
     Returns:
         Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
     """
-    if kind not in ('bar', 'line', 'kde'): raise ValueError(f"A histogram is drawn as 'bar', 'line' or 'kde', not as {kind!r}.")
+    if kind not in ('bar', 'line', 'kde'):
+        raise ValueError(f"A histogram is drawn as 'bar', 'line' or 'kde', not as {kind!r}.")
     sp_kws = check_drawing_options(kind, dict(sp_kws or {}))
     by_type,by_layer = ttype is None or isinstance(ttype, list|tuple),path is None or is_several(path)
     if by_type and path is not None and by_layer:
-        raise FacetException(f"Panels are for layers or for tensor types, not both: choose one of path={path!r:.60}, or one of ttype={ttype!r}.")
+        raise FacetException("Panels are drawn for layers or for tensor types, not for both: "
+            f"choose one of path={path!r:.60}, or one of ttype={ttype!r}.")
     rows,step = rows_at_step(training(tensors_to_draw(run, path, ttype, ['exponents'])), step)
     parts = split_by_type(rows) if by_type and not (by_layer and rows['path'].nunique()>1) else split_by_tensor(rows)
-    if len(parts)>64: raise ValueError(f"{len(parts)} panels are too many to read. Choose layers: path='...*' or a list.")
+    if len(parts)>64:
+        raise ValueError(f"{len(parts)} panels are too many to read. Choose layers: path='...*' or a list.")
     options,limits_ = grid_options(facet_kws, sharex=False, sharey=False)
     _,axes = panels(len(parts), col_wrap, figsize or (None if len(parts)>1 else (7, 3.6)), **options)
     for ax,(title,part) in zip(axes, parts, strict=True):
-        draw_histogram(ax, part, kind, formats_to_draw(dtype_annotation, part), dtype_info, dict(sp_kws or {}), xtick_labelsize, xtick_rotation)
+        draw_histogram(ax, part, kind, formats_to_draw(dtype_annotation, part), dtype_info, dict(sp_kws or {}),
+            xtick_labelsize, xtick_rotation)
         ax.set_title(title)
         ax.set(**limits_)
     what = ['' if by_type else name_of_type(ttype), path if isinstance(path, str) and path!='*' else '', f'step {step}']
@@ -142,7 +149,8 @@ def check_drawing_options(kind, kws):
     "Return the valid matplotlib arguments for a kind of histogram. Raise TypeError for other arguments."
     known = {'bar': settable(mpl.patches.Rectangle) | {'align', 'width'}, 'line': settable(mpl.lines.Line2D)}.get(kind)
     if known is None: known = settable(mpl.lines.Line2D) | {'bw_adjust', 'fill', 'n', 'log_scale'}
-    why = 'the curve is drawn from counts, and is smoothed by bw_adjust=' if kind=='kde' else 'the counts are drawn as they are'
+    why = ('the curve is drawn from counts, and is smoothed by bw_adjust=' if kind=='kde'
+        else 'the counts are drawn as they are')
     odd = ('cut', 'gridsize', 'clip', 'common_norm', 'common_grid', 'levels', 'thresh', 'cumulative', 'bw_method',
         'multiple', 'weights', 'bins', 'n', 'bw_adjust')
     return check_drawn_with(kws, known, f'a histogram of kind {kind!r}', dict.fromkeys(odd, why))
@@ -169,6 +177,7 @@ def crop_counts(counts, lo):
     at = np.flatnonzero(counts)
     return (counts[at[0]:at[-1]+1], lo+int(at[0])) if len(at) else (counts, lo)
 
+# %% ../../nbs/60_show/30_histograms.ipynb #e9d0b6dc
 def write_note(ax, lo, n, below, above):
     "Write a text into empty axes: all numbers of the tensor are below the counted range of exponents, or all are above it."
     where = f'smaller than {base2([lo])[0]}, or zero' if not above else f'{base2([lo+n])[0]} or larger'
@@ -188,7 +197,8 @@ def draw_histogram(ax, part, kind, dtypes, info, kws, size, rotation):
         ax.bar(np.arange(lo, hi+1), share, align=kws.pop('align', 'edge'), width=kws.pop('width', .94), color=color, **kws)
     elif kind=='line': ax.plot(np.arange(lo, hi+1)+.5, share, color=color, **kws)
     else:
-        for k in ('n', 'log_scale'): kws.pop(k, None) # drop seaborn's options for samples, which have no meaning for counts
+        # Seaborn's options for samples are dropped, because they have no meaning for counts
+        for k in ('n', 'log_scale'): kws.pop(k, None)
         x,y = smooth_counts(share, .3*kws.pop('bw_adjust', 2))
         fill = kws.pop('fill', True)
         ax.plot(x+lo, y, color=color, **kws)
@@ -197,7 +207,8 @@ def draw_histogram(ax, part, kind, dtypes, info, kws, size, rotation):
         ax.bar([lo-1.5, hi+1.5], [below/n, above/n], align='edge', width=.94, color=color, alpha=.45, hatch='//', edgecolor=ax.get_facecolor(), lw=0)
     top = max(share.max(initial=0), below/n, above/n) or 1
     ax.set_ylim(0, top*1.04*space_for_bars(ax, dtypes))
-    ax.yaxis.set_major_locator(mpl.ticker.MaxNLocator(6, steps=[1, 2, 5, 10])) # only tick positions that short labels show exactly
+    # Tick positions are limited to numbers that short labels show exactly
+    ax.yaxis.set_major_locator(mpl.ticker.MaxNLocator(6, steps=[1, 2, 5, 10]))
     ax.yaxis.set_major_formatter(mpl.ticker.PercentFormatter(1, decimals=0 if top>.03 else 1))
     draw_ranges(ax, dtypes, info, lo, hi)
     exponent_axis(ax, lo, hi, size, rotation)
@@ -247,6 +258,7 @@ def ridge(
     ax.set_ylim(-.1, (len(curves)+.9)*space_for_bars(ax, dtypes))
     exponent_axis(ax, lo, hi)
     ax.set_yticks(range(len(curves)), [f'{s:,}' for s in which][::-1])
-    ax.set(xlabel='size', ylabel='step', title=make_title(name_of_run(rows), name_of_type(ttype), path or str(rows['path'].iloc[0])))
+    ax.set(xlabel='size', ylabel='step',
+        title=make_title(name_of_run(rows), name_of_type(ttype), path or str(rows['path'].iloc[0])))
     draw_ranges(ax, dtypes, (True, True, True), lo, hi)
     return ax

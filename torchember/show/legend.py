@@ -12,9 +12,11 @@ from ..frames.words import ttype_of
 
 # %% ../../nbs/60_show/00_legend.ipynb #27ffc18e
 palettes = {
-    False: ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9', '#444444', '#b8a800'), # colors for a light background
-    True: ('#56b4e9', '#e69f00', '#2fc99a', '#f0a0cc', '#f0e442', '#8fa8ff', '#dddddd', '#ff8a5c')} # colors for a dark background
-alarm = {False: '#c1121f', True: '#ff5a5f'} # color of non-finite values; used for nothing else
+    # colors for a light background
+    False: ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9', '#444444', '#b8a800'),
+    # colors for a dark background
+    True: ('#56b4e9', '#e69f00', '#2fc99a', '#f0a0cc', '#f0e442', '#8fa8ff', '#dddddd', '#ff8a5c')}
+alarm = {False: '#c1121f', True: '#ff5a5f'} # color of NaN and infinity, used for nothing else
 zero = '#a6a6a6' # color of values that are exactly zero, in heat maps
 scale = ['#'+c for c in re.findall('.{6}', ''.join(( # colors of matplotlib's scale viridis, for heat maps on HTML pages
     '44015446075a470d6047136548186a481d6f482374482878472d7b46327e453781443b844240864045883e49893d4e8a',
@@ -27,7 +29,8 @@ def short_names(names:list, width:int=26) -> list: # names: names with dots; wid
     "Shorten layer names to fit beside a picture: drop their common prefix. The short names stay distinct."
     parts = [n.split('.') for n in names]
     k = 0
-    while max(map(len, names), default=0)>width and len(names)>1 and all(len(p)>k+1 and p[k]==parts[0][k] for p in parts):
+    while max(map(len, names), default=0)>width and len(names)>1 and all(len(p)>k+1 and p[k]==parts[0][k]
+            for p in parts):
         k += 1
     cut = ['.'.join(p[k:]) for p in parts]
     short = [shorten_middle(n, width) for n in cut]
@@ -41,11 +44,12 @@ def shorten_middle(name, width):
     return name[:keep//3]+'…'+name[-(keep-keep//3):]
 
 # %% ../../nbs/60_show/00_legend.ipynb #1e6e0006
-words = {'input': 'inputs', 'output': 'outputs', 'weight': 'weights', 'weight_grad': 'weight gradients', 'unclipped_grad': 'gradients before clipping',
-    'input_grad': 'input gradients',
-    'output_grad': 'output gradients', 'optimizer': 'optimizer states', 'update': 'updates', 'buffer': 'buffers', 'probe': 'probes'}
-meanings = {'std': 'standard deviation', 'rms': 'root mean square', 'abs_mean': 'mean |x|', 'abs_max': 'largest |x|', 'abs_min': 'smallest |x|',
-    'l2': 'L2 norm', 'l1': 'L1 norm',
+words = {'input': 'inputs', 'output': 'outputs', 'weight': 'weights', 'weight_grad': 'weight gradients',
+    'unclipped_grad': 'gradients before clipping', 'input_grad': 'input gradients',
+    'output_grad': 'output gradients', 'optimizer': 'optimizer states', 'update': 'updates', 'buffer': 'buffers',
+    'probe': 'probes'}
+meanings = {'std': 'standard deviation', 'rms': 'root mean square', 'abs_mean': 'mean |x|',
+    'abs_max': 'largest |x|', 'abs_min': 'smallest |x|', 'l2': 'L2 norm', 'l1': 'L1 norm',
     'ratio': 'update / weight (rms)', 'zero_frac': 'share of zeros'}
 
 def name_of_type(ttype):
@@ -53,5 +57,5 @@ def name_of_type(ttype):
     return words.get(ttype_of(ttype)[0], ttype)
 
 def make_title(run, *contents):
-    "Join the name of a run and the contents of a picture to a title for the picture. Empty texts are left out."
+    "Join the name of a run and the contents of a picture to a title for the picture. Leave out empty texts."
     return ' · '.join(str(w) for w in (run, *contents) if w)

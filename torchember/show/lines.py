@@ -31,7 +31,8 @@ def draw_lines(ax, lines:list, kind:str='line', colors=None, **kwargs): # kwargs
         at = thin_indices(x, y, bad, n)
         seen = np.where(np.isfinite(y[at]), y[at], np.nan)
         if len(lines)>100 and kind=='line': many.append(np.column_stack([x[at], seen]))
-        elif kind=='line': ax.plot(x[at], seen, **{'color': c, 'marker': '.' if has_lone_point(seen) else None, **kwargs})
+        elif kind=='line':
+            ax.plot(x[at], seen, **{'color': c, 'marker': '.' if has_lone_point(seen) else None, **kwargs})
         else: ax.scatter(x[at], seen, color=c, s=kwargs.get('s', 8), **{k: v for k,v in kwargs.items() if k!='s'})
         bad_steps.append(x[bad])
     if many:
@@ -55,7 +56,7 @@ def text_at_pointer(ax, lines, x, y):
     return best or ''
 
 def has_lone_point(y):
-    "Return True if a finite value has no finite neighbor. A line through such a point is invisible without a marker."
+    "Return True if a finite value of a line has no finite neighbor. A line through such a point is invisible without a marker."
     ok = np.isfinite(y)
     return bool((ok & ~np.r_[False, ok[:-1]] & ~np.r_[ok[1:], False]).any())
 
@@ -69,8 +70,10 @@ def mark_bad(ax, steps):
     if not len(steps): return
     c = alarm[is_dark()]
     if len(steps)>400: steps = steps[np.linspace(0, len(steps)-1, 400).astype(int)]
-    ax.plot(steps, np.ones(len(steps)), 'x', color=c, ms=5, mew=1.4, transform=ax.get_xaxis_transform(), clip_on=False, zorder=5)
-    ax.text(1, 1.03, '× not finite', color=c, ha='right', va='bottom', transform=ax.transAxes, fontsize=mpl.rcParams['legend.fontsize'])
+    ax.plot(steps, np.ones(len(steps)), 'x', color=c, ms=5, mew=1.4, transform=ax.get_xaxis_transform(),
+        clip_on=False, zorder=5)
+    ax.text(1, 1.03, '× not finite', color=c, ha='right', va='bottom', transform=ax.transAxes,
+        fontsize=mpl.rcParams['legend.fontsize'])
 
 def log_if_wide(axes, lines):
     "Make the y axes logarithmic if no value is negative, and the values span more than a factor of 100."
@@ -86,9 +89,11 @@ def name_lines(ax, lines:list, colors:list, most:int=9): # most: maximum number 
     if len(lines)<2 or not ends: return
     names = short_names([l[0] for l in lines])
     height,tall = axes_size(ax)[1],mpl.rcParams['legend.fontsize']*1.15
-    if len(ends)>max(most, height//tall): # not all names fit: name the lines with the highest and lowest ends, and the line with the largest value
+    # if not all names fit, only the lines with the highest and lowest ends and with the largest value get a name
+    if len(ends)>max(most, height//tall):
         ends.sort()
-        peak = max(range(len(lines)), key=lambda i: np.nanmax(np.where(np.isfinite(lines[i][2]), lines[i][2], -np.inf), initial=-np.inf))
+        peak = max(range(len(lines)), key=lambda i: np.nanmax(np.where(np.isfinite(lines[i][2]), lines[i][2], -np.inf),
+            initial=-np.inf))
         keep = {i for _,i in [*ends[:most//2], *ends[-(most//2):]]} | {peak}
         ends = [e for e in ends if e[1] in keep]
     low,high = ax.get_ylim()
@@ -96,10 +101,11 @@ def name_lines(ax, lines:list, colors:list, most:int=9): # most: maximum number 
     else: at = lambda v: (v-low)/(high-low)
     ends = sorted((at(v), i) for v,i in ends)
     for y,(_,i) in zip(space_out(ends, tall/height), ends, strict=True):
-        ax.text(1.01, y, names[i], color=colors[i], va='center', ha='left', transform=ax.transAxes, fontsize=mpl.rcParams['legend.fontsize'])
+        ax.text(1.01, y, names[i], color=colors[i], va='center', ha='left', transform=ax.transAxes,
+            fontsize=mpl.rcParams['legend.fontsize'])
 
 def space_out(ends, gap):
-    "Return vertical positions for the names of lines: close to the ends of the lines, but at least `gap` apart."
+    "Return vertical positions for the names of lines: near the ends of the lines, but at least `gap` apart so that names do not overlap."
     y = [min(max(v, 0), 1) for v,_ in ends]
     for _ in range(60):
         for i in range(len(y)-1):
@@ -116,8 +122,8 @@ def is_several(path):
     "Return True if `path` may select several layers."
     return not isinstance(path, str) or any(c in path for c in '*?[')
 
-panel_keys = {'sharex', 'sharey', 'subplot_kws', 'gridspec_kws', 'xlim', 'ylim', 'height', 'aspect', 'legend_out', 'despine', 'margin_titles',
-    'dropna'} # arguments of seaborn's FacetGrid that `facet_kws` accepts
+panel_keys = {'sharex', 'sharey', 'subplot_kws', 'gridspec_kws', 'xlim', 'ylim', 'height', 'aspect',
+    'legend_out', 'despine', 'margin_titles', 'dropna'} # arguments of seaborn's FacetGrid that `facet_kws` accepts
 
 def grid_options(facet_kws, **defaults):
     "Translate `facet_kws`, the options of seaborn's FacetGrid, to arguments of `panels`. Return these arguments, and the limits of the axes."
@@ -131,28 +137,31 @@ def grid_options(facet_kws, **defaults):
     return out, {k: given[k] for k in ('xlim', 'ylim') if given.get(k) is not None}
 
 # %% ../../nbs/60_show/20_lines.ipynb #49716fc3
-# arguments of seaborn that are refused: name, and the reason for the error message
+# name of an argument of seaborn that is refused -> reason, for the error message
 of_seaborn = {
     **dict.fromkeys(('estimator', 'errorbar', 'ci', 'n_boot', 'seed', 'err_style', 'err_kws', 'units', 'weights'),
         'nothing is estimated here: each value is drawn'),
     **dict.fromkeys(('hue', 'size', 'style', 'row', 'col', 'hue_order', 'hue_norm', 'size_order', 'size_norm', 'sizes', 'style_order', 'row_order', 'col_order',
         'dashes', 'orient'), 'layers and statistics are told apart by path=, ttype= and stat='),
     **dict.fromkeys(('data', 'ax', 'figure'), 'the picture is made from run, in a figure of its own')}
-# arguments of seaborn that are accepted with these values, because the values change nothing
-harmless = dict(estimator=(None,), errorbar=(None,), ci=(None,), sort=(True,), legend=(True, 'auto', 'brief', 'full'), dashes=(True, False), orient=('x', None),
-    style=(None,), size=(None,), units=(None,), hue_order=(None,), palette=(None,), markers=(None, False), legend_out=(True, False))
+# arguments of seaborn that are accepted only with these values, because these values change nothing
+harmless = dict(estimator=(None,), errorbar=(None,), ci=(None,), sort=(True,), legend=(True, 'auto', 'brief', 'full'),
+    dashes=(True, False), orient=('x', None),
+    style=(None,), size=(None,), units=(None,), hue_order=(None,), palette=(None,), markers=(None, False),
+    legend_out=(True, False))
 
 def settable(*artists):
-    "Return the names of all settable properties of these matplotlib artists."
+    "Return the names of all properties of these matplotlib artists that can be set."
     found = set()
     for a in artists:
         i = mpl.artist.ArtistInspector(a)
         found |= {*i.get_setters(), *(n for names in i.get_aliases().values() for n in names)}
     return found
 
-def check_drawn_with(given:dict, known, what:str, refused=of_seaborn, own=()): # own: names of arguments to suggest first
-    "Check keyword arguments for matplotlib. Return the arguments with an effect. Raise TypeError for an unknown or refused argument."
-    given = {k: v for k,v in given.items() if not (k in harmless and any(v is h or type(v) is type(h) is str and v==h for h in harmless[k]))}
+def check_drawn_with(given:dict, known, what:str, refused=of_seaborn, own=()): # own: names of arguments that the error message suggests first
+    "Check keyword arguments for matplotlib. Return the arguments that have an effect. Raise TypeError for an unknown or refused argument."
+    given = {k: v for k,v in given.items()
+        if not (k in harmless and any(v is h or type(v) is type(h) is str and v==h for h in harmless[k]))}
     for k in given:
         if k in known: continue
         if k in refused: raise TypeError(f"{what} takes no {k}=: {refused[k]}.")
@@ -196,19 +205,23 @@ def scalar_line(
         Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
     """
     kwargs,facet_kws,named = drawing_options(kind, kwargs, facet_kws)
-    if kind not in ('line', 'scatter'): raise ValueError(f"A statistic is drawn as 'line' or 'scatter', not as {kind!r}.")
+    if kind not in ('line', 'scatter'):
+        raise ValueError(f"A statistic is drawn as 'line' or 'scatter', not as {kind!r}.")
     by_type = ttype is None or isinstance(ttype, list|tuple)
     if by_type and (path is not None and is_several(path)):
-        raise FacetException(f"Panels are for layers or for tensor types, not both: choose one of path={path!r:.60}, or one of ttype={ttype!r}.")
+        raise FacetException("Panels are drawn for layers or for tensor types, not for both: "
+            f"choose one of path={path!r:.60}, or one of ttype={ttype!r}.")
     metrics = [stat] if isinstance(stat, str) else list(stat)
     if ttype=='output' and not any(m in derived or m in stats_of for m in metrics):
         run,ttype = rows_with_statistics(run, metrics)
     rows,x = tensors_to_draw(run, path, ttype, metrics),x[1] if isinstance(x, tuple) else x
     cols = [find_stat(rows, m) for m in metrics]
     if x not in rows: raise ValueError(unknown('column', x, [c for c in ('step', 'call', 'ts') if c in rows]))
-    parts = split_by_type(rows) if by_type else split_by_layer(rows) if path is not None and is_several(path) else [('', rows)]
+    parts = (split_by_type(rows) if by_type
+        else split_by_layer(rows) if path is not None and is_several(path) else [('', rows)])
     if len(parts)>36: parts = [('', rows)]
-    drawn_parts = [(title, [(m, line) for m,c in zip(metrics, cols, strict=True) for line in series(part, c, x)]) for title,part in parts]
+    drawn_parts = [(title, [(m, line) for m,c in zip(metrics, cols, strict=True) for line in series(part, c, x)])
+        for title,part in parts]
     options,limits = grid_options(facet_kws, sharex=True, sharey=not by_type)
     size = figsize or (None if len(parts)>1 or 'each' in options else (7.5, 3.6))
     fig,axes = panels(len(parts), col_wrap, size, **options)
@@ -219,8 +232,9 @@ def scalar_line(
         ax.set(**limits)
     for some in [both] if options.get('sharey') else [[b] for b in both]:
         log_if_wide([a for a,_ in some], [l for _,(_,lines) in some for _,l in lines])
-    if named and len(metrics)==1: # with several statistics, a color means a statistic, so lines get no names of tensors
-        for (ax,(_,lines)),c in zip(both, colors, strict=True): name_lines(ax, [l for _,l in lines], c, 9 if len(parts)==1 else 5)
+    if named and len(metrics)==1: # with several statistics, colors mean statistics, so lines get no names of tensors
+        for (ax,(_,lines)),c in zip(both, colors, strict=True):
+            name_lines(ax, [l for _,l in lines], c, 9 if len(parts)==1 else 5)
     what = ['' if by_type else name_of_type(ttype), path if isinstance(path, str) and path!='*' else '']
     y = meanings.get(metrics[0], metrics[0]) if len(metrics)==1 else ''
     label_figure(axes, fig_title or make_title(name_of_run(rows), *what), x, y)
@@ -229,14 +243,16 @@ def scalar_line(
 
 # %% ../../nbs/60_show/20_lines.ipynb #c5a1line
 def rows_with_statistics(df, metrics):
-    "Return the rows with the user's statistics, and their tensor type. Raise ValueError if several tensor types have them."
+    "Return the rows with the statistics that the user asked for, and their tensor type. Raise ValueError if several tensor types have them."
     table = rows_to_draw(df, metrics)
     types = table['ttype'].astype(str)
-    there = [t for t in types.unique() if all(m in table and table[m][(types==t).to_numpy()].notna().any() for m in metrics)]
+    there = [t for t in types.unique() if all(m in table and table[m][(types==t).to_numpy()].notna().any()
+        for m in metrics)]
     if len(there)==1: return table, there[0]
-    if not there: [find_stat(table, m) for m in metrics] # no row has them: `find_stat` raises a ValueError that names the statistic
+    # no row has these statistics, so `find_stat` raises a ValueError that names the missing one
+    if not there: [find_stat(table, m) for m in metrics]
     if there and 'output' not in there:
-        raise ValueError(f"Several tensor types have {metrics[0]!r}: {', '.join(there)}. Choose one: ttype={there[0]!r}.")
+        raise ValueError(f"Several tensor types have the statistic {metrics[0]!r}: {', '.join(there)}. Choose one: ttype={there[0]!r}.")
     return table, 'output'
 
 # %% ../../nbs/60_show/20_lines.ipynb #73ae0f64
@@ -254,11 +270,12 @@ def split_by_layer(rows):
     return [(t or root_name(rows), rows[where==i]) for i,t in enumerate(short_names(names, 34))]
 
 def draw_panel(ax, lines, metrics, kind, kwargs):
-    "Draw the lines of one panel. A color means a statistic if there are several, else a tensor. Return the colors."
+    "Draw the lines of one panel. A color stands for a statistic if there are several, else for a tensor. Return the colors."
     kwargs,palette = dict(kwargs),kwargs.get('palette')
     kwargs.pop('palette', None)
     colors = [kwargs.pop('color')]*len(lines) if 'color' in kwargs else None
-    if colors is None and palette is not None and len(metrics)==1: colors = palette_colors(palette, [l[0] for _,l in lines])
+    if colors is None and palette is not None and len(metrics)==1:
+        colors = palette_colors(palette, [l[0] for _,l in lines])
     if colors is None and len(metrics)>1:
         c = line_colors(len(metrics)) if palette is None else palette_colors(palette, metrics)
         colors = [c[metrics.index(m)] for m,_ in lines]
@@ -268,14 +285,15 @@ def add_legend(fig, metrics, loc, bbox_to_anchor, palette=None):
     "Add a legend of the statistics to a figure."
     colors = line_colors(len(metrics)) if palette is None else palette_colors(palette, metrics)
     handles = [mpl.lines.Line2D([], [], color=c, label=meanings.get(m, m)) for m,c in zip(metrics, colors, strict=True)]
-    fig.legend(handles=handles, loc=loc or 'outside upper right', bbox_to_anchor=bbox_to_anchor, ncols=1 if bbox_to_anchor else min(len(metrics), 4))
+    fig.legend(handles=handles, loc=loc or 'outside upper right', bbox_to_anchor=bbox_to_anchor,
+        ncols=1 if bbox_to_anchor else min(len(metrics), 4))
 
 # %% ../../nbs/60_show/20_lines.ipynb #4f962205
 def drawing_options(kind, kwargs, facet_kws):
-    "Split keyword arguments into arguments for matplotlib's lines, and arguments for panels. Return also True if the lines get names."
+    "Split keyword arguments into arguments for matplotlib's lines, and arguments for panels. Also return True if the lines get names."
     artist = settable(mpl.lines.Line2D) if kind=='line' else settable(mpl.collections.PathCollection) | {'s', 'marker'}
-    given = check_drawn_with(kwargs, artist | {'height', 'aspect', 'palette', 'legend', 'markers', 'color'}, 'a picture of lines',
-        own=arguments_of(scalar_line))
+    given = check_drawn_with(kwargs, artist | {'height', 'aspect', 'palette', 'legend', 'markers', 'color'},
+        'a picture of lines', own=arguments_of(scalar_line))
     if 'c' in given: given['color'] = given.pop('c')
     panel = {k: given.pop(k) for k in ('height', 'aspect') if k in given}
     if 'aspect' in panel: panel.setdefault('height', 2.4)
@@ -283,13 +301,16 @@ def drawing_options(kind, kwargs, facet_kws):
     return given, {**panel, **(facet_kws or {})} if panel else facet_kws, given.pop('legend', True) is not False
 
 def palette_colors(palette, names):
-    "Return a color for each name. `palette`: dict from name to color, list of colors, or name of a color map."
+    "Return a color for each name. `palette`: dict of name -> color, list of colors, or name of a color map."
     if isinstance(palette, dict):
-        if lost := [n for n in names if n not in palette]: raise ValueError(unknown('color of palette= for', lost[0], palette))
+        if lost := [n for n in names if n not in palette]:
+            raise ValueError(unknown('color of palette= for', lost[0], palette))
         return [palette[n] for n in names]
     if isinstance(palette, str):
         if palette not in mpl.colormaps:
-            raise ValueError(unknown("color map for palette=", palette, [c for c in mpl.colormaps if not c.endswith('_r')]))
+            raise ValueError(unknown("color map for palette=", palette,
+                [c for c in mpl.colormaps if not c.endswith('_r')]))
         c = mpl.colormaps[palette]
-        return list(c.colors[:len(names)]) if getattr(c, 'N', 256)<=20 and len(names)<=c.N else list(c(np.linspace(.05, .95, len(names))))
+        if getattr(c, 'N', 256)<=20 and len(names)<=c.N: return list(c.colors[:len(names)])
+        return list(c(np.linspace(.05, .95, len(names))))
     return [palette[i%len(palette)] for i in range(len(names))]

@@ -37,7 +37,8 @@ class PageFigure:
         if live:
             ipympl = needs('ipympl.backend_nbagg', for_='A picture to point at')
             self.canvas = self.widget = ipympl.Canvas(self.figure)
-            ipympl.FigureManager(self.canvas, 0).resize(width, height*dpi) # set the size now: it also holds if the notebook page loads later
+            # the size is set now, because it must also be right if the notebook page loads later
+            ipympl.FigureManager(self.canvas, 0).resize(width, height*dpi)
             self.canvas.toolbar_visible = self.canvas.header_visible = self.canvas.footer_visible = self.canvas.resizable = False
         else:
             from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -58,7 +59,7 @@ class PageFigure:
         self.widget.value = png.getvalue()
 
     def set_moving(self, *artists):
-        "Choose the artists that move with the mouse pointer, such as a cross-hair. When they move, the rest of the figure is not redrawn."
+        "Set the artists that move with the mouse pointer, such as a cross-hair. When they move, the rest of the figure is not redrawn."
         self.artists = list(artists)
         for a in artists: a.set_animated(self.live)
 
@@ -69,6 +70,7 @@ class PageFigure:
         self.paint()
 
     def paint(self):
+        "Draw the artists that move with the mouse pointer."
         for a in self.artists:
             if a.get_visible(): self.figure.draw_artist(a)
 
@@ -77,18 +79,19 @@ class PageFigure:
         if not self.live or self.back is None: return self.show()
         self.canvas.restore_region(self.back)
         self.paint()
-        self.canvas._force_full = True # send a whole image, because the notebook may lose the first of two partial images
+        # a whole image is sent, because the notebook may lose the first of two partial images
+        self.canvas._force_full = True
         self.canvas.blit(self.figure.bbox)
 
 # %% ../../nbs/60_show/94_pointing.ipynb #84182a45
 class Losses:
-    "Loss curves to draw beside a picture: an array of steps, and a dict from the name of a loss to its values."
+    "Loss curves to draw beside a picture: an array of steps, and a dict: name of a loss -> its values."
     def __init__(self, steps, lines):
         order = np.argsort(steps, kind='stable')
         self.steps,self.lines = steps[order],{n: y[order] for n,y in lines.items()}
 
     def index_of(self, step):
-        "Return the index of the recorded step nearest to `step`."
+        "Return the index of the step nearest to `step` that has a loss."
         return int(np.argmin(np.abs(self.steps-step)))
 
     def text(self, i, recorded=None):
@@ -107,7 +110,7 @@ class Losses:
         return ax
 
 def read_losses(train_stats, table):
-    "Return the loss curves given as `train_stats`, by default those logged by the run. None if there are none."
+    "Return the loss curves given as `train_stats`; by default, the curves that the run logged. None if there are none."
     if train_stats is False: return None
     if train_stats is None:
         found = loss_curve(table, None)
@@ -116,18 +119,19 @@ def read_losses(train_stats, table):
     steps = given.pop('steps', None)
     given = {n: y for n,y in given.items() if y is not None}
     if steps is None or not given:
-        raise TypeError(f"train_stats is a TrainingStats(steps, train_loss, val_loss), or a dict with 'steps' and 'train_loss', got {an(train_stats)}"
+        raise TypeError(f"train_stats must be a TrainingStats(steps, train_loss, val_loss), or a dict with 'steps' and 'train_loss', got {an(train_stats)}"
             f"{' without steps' if given else ''}.")
     steps,lines = np.asarray(values_of(steps)),{n: np.asarray(values_of(y), float) for n,y in given.items()}
     for n,y in lines.items():
         if len(y)!=len(steps):
-            raise ValueError(f"train_stats has {len(steps)} steps, but {len(y)} of {n}. Give one for each step, NaN if it is missing.")
-    if not len(steps): raise ValueError("train_stats has no steps. Leave it out, or give the loss of at least one step.")
+            raise ValueError(f"train_stats has {len(steps)} steps, but {len(y)} values of {n}. Give one value for each step: NaN if it is missing.")
+    if not len(steps):
+        raise ValueError("train_stats has no steps. Leave it out, or give the loss of at least one step.")
     return Losses(steps, lines)
 
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a002
 def vertical_line(ax):
-    "Add a hidden vertical line to axes. It is visible on any color, and does not change the limits of the axes."
+    "Add a hidden vertical line to axes. Once shown, it is visible on any color. It does not change the limits of the axes."
     limits = ax.get_xlim()
     line = ax.axvline(limits[0], color=mpl.rcParams['text.color'], lw=1, ls='--', alpha=.8, visible=False, zorder=10)
     line.set_path_effects([effects.withStroke(linewidth=2.4, foreground=mpl.rcParams['figure.facecolor'], alpha=.6)])
@@ -148,7 +152,8 @@ class CrossHair:
         ink,line = mpl.rcParams['text.color'],vertical_line(ax)
         dots = [ax.plot([], [], 'o', ms=5, color=l.get_color(), visible=False)[0] for l in ax.lines if l is not line]
         back = {'boxstyle': 'round,pad=.3', 'facecolor': ax.get_facecolor(), 'edgecolor': 'none', 'alpha': .85}
-        text = ax.text(.98, .98, '', transform=ax.transAxes, ha='right', va='top', color=ink, visible=False, bbox=back, parse_math=False)
+        text = ax.text(.98, .98, '', transform=ax.transAxes, ha='right', va='top', color=ink, visible=False,
+            bbox=back, parse_math=False)
         text.set_in_layout(False)
         self.cross = line,dots,text
         self.surface.set_moving(line, *dots, text)
@@ -169,7 +174,7 @@ class CrossHair:
 
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a003
 class Throttle:
-    "Limits the calls of a function `f`: at most one call per `pause` seconds, with the latest value. Mouse moves come too often."
+    "Limits the calls of a function `f`: at most one call per `pause` seconds, with the latest value. Needed because mouse moves come too often."
     def __init__(self, f, pause, locked): self.f,self.pause,self.locked,self.waiting,self.last = f,pause,locked,None,0.
 
     def __call__(self, value):
@@ -177,9 +182,10 @@ class Throttle:
         wait = self.last+self.pause-time.monotonic()
         if wait<=0: return self.now()
         try: asyncio.get_running_loop().call_later(wait, self.locked(self.now))
-        except RuntimeError: self.now() # no event loop, so a later call is impossible: call now
+        except RuntimeError: self.now() # without an event loop, a later call is impossible, so the call is made now
 
     def now(self):
+        "Call the function with the latest value."
         if self.waiting is None: return
         (value,),self.waiting = self.waiting,None
         self.f(value)
@@ -187,10 +193,11 @@ class Throttle:
 
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a007
 class Picture:
-    "A picture that is redrawn when its arguments change, with a line at a step. `good`: the last arguments that raised no error."
+    "A picture with a vertical line at a step, redrawn after each change of its arguments. `good`: the last arguments without an error."
     def __init__(self, surface):
         self.surface,self.lines,self.good = surface,[],None
-        self.style = {k: mpl.rcParams[k] for k in mpl.rcParams if not k.startswith('backend') and k not in ('interactive', 'toolbar')}
+        self.style = {k: mpl.rcParams[k] for k in mpl.rcParams
+            if not k.startswith('backend') and k not in ('interactive', 'toolbar')}
 
     def draw(self, arguments, values, step=None):
         "Draw the picture with the given values of its arguments, and a vertical line at `step`."
@@ -233,6 +240,7 @@ class StepCursor:
             self.pinned = self.slider.value
 
     def shown(self, W): # not inside a box, which would cut off the canvas
+        "Return the widget of the loss curves. A box would cut off its canvas, so it is not in a box unless there is a slider."
         return W.VBox([self.loss.surface.widget, self.slider.shown]) if self.slider else self.loss.surface.widget
 
     def point(self, step):
@@ -258,13 +266,13 @@ class StepCursor:
         self.point(step)
 
     def settle(self):
-        "Move the cross-hair and the slider to the step shown by the picture."
+        "Move the cross-hair and the slider to the step that the picture shows."
         if control := self.step_control(): self.pinned = control.value
         if self.slider and self.pinned is not None: self.slider.widget.value = self.slider.position(self.pinned)
         self.point(self.pinned)
 
 def slider_under(W, loss, go):
-    "Return a slider over the steps of the loss curves. It replaces the mouse pointer for figures shown as images."
+    "Return a slider over the steps of the loss curves, for figures shown as images. Images cannot report the mouse pointer."
     s = StepSlider(W, 'step', loss.losses.steps, None)
     s.observe(lambda: go(s.value))
     s.widget.layout.width,s.box.layout.width,s.widget.description = f'{max(loss.surface.width-90, 110)}px','80px',''
@@ -272,7 +280,7 @@ def slider_under(W, loss, go):
 
 # %% ../../nbs/60_show/94_pointing.ipynb #e05da9a6
 def tensor_at(rows, col, g, i:int, j:int, by:str='step'): # i, j: row and column of the cell in the heat map
-    "Return the log row shown by a cell of a heat map. None if nothing was recorded for the cell."
+    "Return the log row shown by a cell of a heat map. Return None if nothing was recorded for the cell."
     rows = training(rows)
     code,_ = places(rows)
     first = sum(map(len, g.members[:i]))
@@ -287,7 +295,7 @@ def tensor_at(rows, col, g, i:int, j:int, by:str='step'): # i, j: row and column
     return rows.iloc[at[np.argmin(np.where(np.isnan(far), np.inf, far))]]
 
 def rows_of_same_tensor(table, row):
-    "Return all rows of the table for the same tensor as `row`, at any step."
+    "Return all rows of the table, at any step, for the tensor of `row`."
     same = np.ones(len(table), bool)
     for c in ('path', 'ttype', 'tname', 'call'):
         if c in table and c in row: same &= (table[c].astype(str)==str(row[c])).to_numpy()
@@ -295,25 +303,26 @@ def rows_of_same_tensor(table, row):
 
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a011
 def tensor_histogram(label):
-    "Return a variant of `exp_hist` for one tensor, with the label of the tensor in the title."
+    "Return a variant of the drawing function `exp_hist` for one tensor, with the label of the tensor in the title."
     @functools.wraps(exp_hist)
     def f(run, **values):
+        "Draw the histogram of the tensor."
         title = make_title(name_of_run(run), name_of_type(values['ttype']), label, f"step {values['step']}")
         return exp_hist(run, **{**values, 'fig_title': values.get('fig_title') or title})
     return f
 
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a010
 class HeatmapCells:
-    "Finds the tensor in a cell of a heat map, and makes the arguments of its histogram. Exponent counts are read only when needed."
+    "Finds the tensor in a cell of a heat map, and makes the arguments of its histogram. Reads exponent counts only when needed."
     def __init__(self, source, table, on_change=lambda arguments: None): # on_change: function called when the histogram's arguments change
         self.source,self.table,self.on_change,self.values,self.found,self.exponents = source,table,on_change,{},None,{}
 
     def drawn_with(self, values):
-        "Store the arguments with which the heat map was drawn, and forget the cells of the heat map before."
+        "Store the arguments with which a new heat map was drawn, and forget the cells of the earlier heat map."
         self.values,self.found = in_our_words(values, signature(heat_map_cells).parameters),None
 
     def cells(self):
-        "Return three results: the rows of the heat map (with a column `label`), the name of the statistic's column, and the `Grid`."
+        "Return the rows of the heat map (with a column `label`), the name of the statistic's column, and the `Grid` of values."
         if self.found is None:
             self.by,self.turned = axis_roles(self.values.get('x', 'step'), self.values.get('y'))
             rows,*rest = heat_map_cells(self.table, **{k: v for k,v in self.values.items() if k in signature(heat_map_cells).parameters}|{'x': self.by})
@@ -325,12 +334,12 @@ class HeatmapCells:
     def at(self, x, y):
         "Return the log row of the tensor at coordinates x and y of the heat map, or None if nothing was recorded."
         rows,col,g = self.cells()
-        if self.turned: x,y = y,x # layers are on the x axis, so exchange the coordinates
+        if self.turned: x,y = y,x # if layers are on the x axis, the coordinates are exchanged
         j = min(max(int(np.searchsorted(column_edges(g.steps), x))-1, 0), len(g.steps)-1)
         return tensor_at(rows, col, g, min(max(int(y), 0), len(g.labels)-1), j, self.by)
 
     def row_of(self, label, step):
-        "Return the row of a tensor at a step, None if there is none. For an unknown label, take the first tensor."
+        "Return the row of a tensor at a step, None if there is none. For an unknown label, use the first tensor."
         rows,labels = self.cells()[0],self.labels()
         found = rows[(rows['label']==(label if label in labels else labels[0])) & (rows['step']==step)]
         return found.iloc[0] if len(found) else None
@@ -343,32 +352,35 @@ class HeatmapCells:
         "Return the arguments of a histogram, with their controls. `row`: log row of the tensor."
         ttype = self.values.get('ttype', 'output')
         if ttype not in self.exponents:
-            self.exponents[ttype] = self.table if hasattr(self.source, 'columns') else read_rows_for(exp_hist, self.source, ttype)
+            self.exponents[ttype] = (self.table if hasattr(self.source, 'columns')
+                else read_rows_for(exp_hist, self.source, ttype))
         given = {'step': int(row['step']), 'ttype': ttype}
         rows = rows_of_same_tensor(self.exponents[ttype], row)
-        return Arguments(tensor_histogram(row['label']), rows, given, ('path', 'ttype', 'col_wrap', 'facet_kws'), self.on_change)
+        return Arguments(tensor_histogram(row['label']), rows, given, ('path', 'ttype', 'col_wrap', 'facet_kws'),
+            self.on_change)
 
 def read_rows_for(f, source, ttype=None):
-    "Return a table with all rows that a drawing function may need, so that moving a control reads no file."
-    # read exponent counts only for pictures that show ranges of number formats
+    "Return a table with all rows a drawing function may need, to read no file when the user moves a control."
+    # exponent counts are read only for pictures that show ranges of number formats
     stats = ['exponents'] if any(n.startswith('dtype') for n in signature(f).parameters) else None
     if isinstance(source, list|tuple): return [rows_to_draw(s, stats) for s in source]
     return rows_to_draw(source, stats, **({} if ttype is None else {'ttype': ttypes_asked(ttype)}))
 
 # %% ../../nbs/60_show/94_pointing.ipynb #f8a22577
 class TensorChooser:
-    "Controls below a heat map that the mouse cannot click on: a tensor, a step, and a button that opens the histogram."
+    "Controls below a heat map without mouse clicks: a tensor, a step, and a button for the histogram."
     def __init__(self, W, patches, enter):
         self.patches,self.names = patches,[]
         self.which,self.when = LayerPicker(W, 'tensor', [], None, one=True),StepSlider(W, 'step', np.array([0]), None)
-        self.button = W.Button(description='How large its numbers were', layout={'width': 'auto', 'margin': '22px 2px 0 2px'})
+        self.button = W.Button(description='How large its numbers were',
+            layout={'width': 'auto', 'margin': '22px 2px 0 2px'})
         self.button.on_click(lambda _: enter(patches.row_of(self.which.value, self.when.value)))
         for c in (self.which, self.when): set_layout(c)
         row = {'flex_flow': 'row wrap', 'grid_gap': '2px 14px', 'align_items': 'flex-start'}
         self.shown = W.HBox([self.which.shown, self.when.shown, self.button], layout=row)
 
     def offer(self):
-        "Offer the tensors and steps of the current heat map in the controls."
+        "Show the tensors and steps of the current heat map in the controls."
         first,self.names = not self.names,self.patches.labels()
         if self.which.value not in self.names: self.which.chosen = self.names[:1]
         self.which.offer(self.names)
@@ -381,10 +393,13 @@ class PageLayout:
     def __init__(self, W, figures, live):
         self.text = ''
         self.message,self.hint = W.HTML(layout={'min_height': '22px', 'margin': '0 2px'}),W.HTML(layout={'margin': '0 2px'})
-        self.back = W.Button(description='Back', icon='arrow-left', tooltip='Back to the heat map', layout={'width': '90px', 'margin': '0 0 0 2px'})
+        self.back = W.Button(description='Back', icon='arrow-left', tooltip='Back to the heat map',
+            layout={'width': '90px', 'margin': '0 0 0 2px'})
         self.top,self.foot = W.VBox(),W.VBox()
-        row = {'flex_flow': 'row' if live else 'row wrap', 'align_items': 'flex-start', 'overflow': 'auto hidden', 'max_width': '100%'}
-        figures = W.HBox(figures, layout=row) # create the box only once, because a canvas that is inserted again loses the keyboard focus
+        row = {'flex_flow': 'row' if live else 'row wrap', 'align_items': 'flex-start', 'overflow': 'auto hidden',
+            'max_width': '100%'}
+        # the box is created only once, because a canvas that is inserted again loses the keyboard focus
+        figures = W.HBox(figures, layout=row)
         self.box = W.VBox([self.top, self.message, figures, self.foot, self.hint], layout={'width': '100%'})
 
     def show_message(self, text=''):
@@ -393,7 +408,7 @@ class PageLayout:
         self.message.value = text and f'<div role="status" style="color:var(--jp-error-color1,firebrick);line-height:1.4">{escape(text)}</div>'
 
     def arrange(self, controls, foot, inside, hint):
-        "Replace the controls above and below the picture, and the hint. `inside`: True while a histogram is open."
+        "Replace the controls above and below the picture, and the hint. `inside`: True while a histogram is open in place of the heat map."
         self.top.children = [*([self.back] if inside else []), controls]
         self.foot.children = foot
         self.hint.value = hint and f'<span style="opacity:.7;font-size:90%">{escape(hint)}</span>'
@@ -414,7 +429,7 @@ class Interactive:
     def __init__(self, f, source, given, train_stats=None, width=1500, pause=.01, live=True):
         W = needs('ipywidgets', for_='interactive')
         self.live,self.lock,self.shown_in = live,threading.RLock(),None
-        # arguments of the picture and, on top of these, arguments of an open histogram
+        # stack: arguments of the picture and, on top, the arguments of an open histogram
         self.stack = [Arguments(f, read_rows_for(f, source), given, on_change=self.locked(self.change))]
         losses = None if f.__name__=='overview' and train_stats is None else read_losses(train_stats, self.now.one)
         self.picture = Picture(PageFigure(W, round(width*(.8 if losses else 1)), 4., live))
@@ -426,7 +441,7 @@ class Interactive:
         self.layout.back.on_click(self.locked(lambda _: self.leave()))
         self.connect()
         self.arrange()
-        with self.lock: self.draw(self.now, self.now.values()) # draw once now, so that invalid arguments raise an error in the user's cell
+        with self.lock: self.draw(self.now, self.now.values()) # drawn once now, so that invalid arguments raise an error in the user's cell
         self.settle()
 
     now = property(lambda self: self.stack[-1])
@@ -447,7 +462,7 @@ class Interactive:
         display(self.layout.box)
 
     def locked(self, f):
-        "Wrap a listener of a control: listeners run one at a time, and exceptions are shown as messages in the notebook."
+        "Wrap a function that is called when a control changes: only one runs at a time, and exceptions are shown as messages in the notebook."
         def g(*args):
             with self.lock:
                 try: f(*args)
@@ -461,12 +476,12 @@ class Interactive:
         if c := self.cursor: on(c.loss.surface, motion_notify=c.on_hover, button_press=c.on_click, figure_leave=c.on_hover)
 
     def arrange(self):
-        "Show the controls of the picture. While a histogram is open, show its controls."
+        "Show the controls of the picture, or those of the histogram while it is open."
         inside = len(self.stack)>1
         self.layout.arrange(self.now.box, [self.chooser.shown] if self.chooser and not inside else [], inside, self.hint(inside))
 
     def hint(self, inside):
-        "Return a hint for the user where to click."
+        "Return a hint for the user: where to click in the picture."
         out = []
         if self.live and self.patches:
             out.append('Right click, Escape or Back: to the heat map.' if inside else 'Click on a patch to see how large its numbers were.')
@@ -481,11 +496,11 @@ class Interactive:
         if self.patches and arguments is self.stack[0]: self.patches.drawn_with(values)
 
     def change(self, arguments):
-        "Redraw the picture after a control has changed. While a histogram is open, ignore changes of the heat map below it."
+        "Redraw the picture after a control has changed. While a histogram is open, ignore the controls of the heat map."
         if arguments is self.now: self.redraw()
 
     def redraw(self):
-        "Draw the picture with the values of its controls. After an error, show the error, and the picture before it."
+        "Draw the picture with the values of its controls. After an error, show the error message and the previous picture."
         try: self.draw(self.now, self.now.values())
         except Exception as e:
             if self.picture.good: self.draw(*self.picture.good)
@@ -499,13 +514,13 @@ class Interactive:
         if self.cursor: self.cursor.settle()
 
     def pressed(self, event):
-        "Open the histogram of the clicked cell of the heat map. A right click closes the histogram."
+        "Open the histogram of the clicked cell of the heat map. On a right click, close the histogram."
         if event.button==3: return self.leave()
         if event.button!=1 or len(self.stack)>1 or not self.patches or event.inaxes is not self.figure.axes[0]: return
         self.enter(self.patches.at(event.xdata, event.ydata))
 
     def enter(self, row):
-        "Replace the heat map by a histogram: that of the tensor and step in `row`."
+        "Replace the heat map by the histogram of the tensor and step in the log row `row`."
         if row is None: return self.layout.show_message('Nothing was recorded there.')
         self.stack.append(self.patches.histogram(row))
         try: self.draw(self.now, self.now.values())
@@ -527,7 +542,7 @@ class Interactive:
 
 # %% ../../nbs/60_show/94_pointing.ipynb #0c7ba873
 def why_no_controls():
-    "Return why no controls can be shown, or None if they can be shown."
+    "Return the reason why no controls can be shown, or None if they can be shown."
     from importlib.util import find_spec
     ip = sys.modules['IPython'].get_ipython() if 'IPython' in sys.modules else None
     if getattr(ip, 'kernel', None) is None: return "interactive works only in a notebook."
@@ -541,28 +556,29 @@ def reports_pointer():
 # %% ../../nbs/60_show/94_pointing.ipynb #fc1e0406
 def interactive(
     f, # Drawing function: `scalar_line`, `exp_hist`, `scalar_global_heatmap`, `overview`, `tree`, ...
-    train_stats=None, # Loss curves to draw: `TrainingStats`, or a dict with the same keys; default logged numbers; False: none
-    width:int=1500, # Width of controls and picture together, in pixels
+    train_stats=None, # Loss curves: `TrainingStats`, or a dict with the same keys; by default the numbers that the run logged; False for none
+    width:int=1500, # Width of the controls and the picture together, in pixels
     mouse_sensitivity:int=10000, # Shortest time between two moves of the cross-hair, in microseconds
     **kwargs # Arguments of `f`, and `run`: a name, a torchEmber, a tracker or a table
-): # Object with `controls`, `figure` and `show()`. Outside a notebook, the result of `f`
+): # Object with `controls`, `figure` and `show()`. Outside of a notebook, the result of `f`
     """Show a picture in a notebook, with controls for its arguments, a cross-hair on the loss, and clickable heat maps.
 
     Args:
         f: Drawing function: `scalar_line`, `exp_hist`, `scalar_global_heatmap`, `overview`, `tree`, ...
-        train_stats: Loss curves to draw: `TrainingStats`, or a dict with the same keys; default logged numbers; False: none
-        width: Width of controls and picture together, in pixels
+        train_stats: Loss curves: `TrainingStats`, or a dict with the same keys; by default the numbers that the run logged; False for none
+        width: Width of the controls and the picture together, in pixels
         mouse_sensitivity: Shortest time between two moves of the cross-hair, in microseconds
         **kwargs: Arguments of `f`, and `run`: a name, a torchEmber, a tracker or a table
 
     Returns:
-        Object with `controls`, `figure` and `show()`. Outside a notebook, the result of `f`
+        Object with `controls`, `figure` and `show()`. Outside of a notebook, the result of `f`
     """
-    if not callable(f): raise TypeError(f"interactive needs a picture, such as scalar_line, got {an(f)}.")
+    if not callable(f): raise TypeError(f"interactive needs a picture function, such as scalar_line, got {an(f)}.")
     given = dict(kwargs)
     names = list(signature(f).parameters)[:1]
     found = [n for n in (*names, 'df', 'run') if n in given]
-    if not found: raise TypeError(f"interactive needs a run: interactive({f.__name__}, run=<name, ember or table>, ...).")
+    if not found:
+        raise TypeError(f"interactive needs a run: interactive({f.__name__}, run=<name, ember or table>, ...).")
     source = given.pop(found[0])
     why = why_no_controls()
     if why:

@@ -32,18 +32,19 @@ def shares(rows, dtype:str): # rows: rows of one step
 def zero_counts(rows):
     "Return the number of zeros in the tensors of these rows, or 0 if zeros were not counted."
     if 'zero_frac' not in rows: return 0
-    n = rows['shape'].map(np.prod) if 'shape' in rows else rows['exponents'].map(lambda e: np.sum(e) if isinstance(e, list|tuple|np.ndarray) else 0)
+    n = (rows['shape'].map(np.prod) if 'shape' in rows
+        else rows['exponents'].map(lambda e: np.sum(e) if isinstance(e, list|tuple|np.ndarray) else 0))
     return round(float((rows['zero_frac']*n).sum()))
 
 def formats_in_range(rows, dtypes):
-    "Return the number formats whose whole range the exponent counts in the log cover."
+    "Return the number formats whose whole range is covered by the exponent counts in the log."
     if 'exponents' not in rows or not len(rows): return []
     counts,lo,*_ = total_counts(rows)
     return [d for d in dtypes if lo<=(r := reach(d))['subnormal'] and r['max']<lo+len(counts)]
 
 # %% ../../nbs/60_show/60_ranges.ipynb #d9b8b28c
 def draw_format(ax, dtype, got, low, high):
-    "Draw the panel of one number format: bars for underflow and overflow. `low`, `high`: limits of the x axis, the same in all panels."
+    "Draw the panel of one number format: bars for underflow and overflow. `low`, `high`: limits of the x axis, equal in all panels."
     blue,orange = palettes[is_dark()][:2]
     y = np.arange(len(got['under']))+.5
     ax.barh(y, -got['under'], height=.8, color=blue)
@@ -93,14 +94,16 @@ def out_of_range(
     labels = found[0][0]
     size = 2.2+2.1*len(dtypes),picture_height(len(labels), 12)
     axes = axes_for(len(dtypes), ax, 'formats', len(dtypes), size, sharey=True)
-    worst = [max(max(f(got).max(initial=0) for _,got in found), .01) for f in (lambda g: g['subnormal']+g['under'], lambda g: g['over'])]
+    worst = [max(max(f(got).max(initial=0) for _,got in found), .01)
+        for f in (lambda g: g['subnormal']+g['under'], lambda g: g['over'])]
     for a,d,(_,got) in zip(axes, dtypes, found, strict=True): draw_format(a, d, got, *worst)
     name_rows(axes[0], labels)
     for a in axes[1:]: a.yaxis.set_tick_params(length=0)
     title = make_title(name_of_run(rows), name_of_type(ttype), f'step {step:,}')
     small = 'too small' if 'zero_frac' in rows else 'too small, or zero'
     if ax is not None:
-        axes[0].set(title=make_title(title, dtypes[0]), xlabel=f'← {small} · too large →') # no figure title: the user's figure may have one
+        # the title belongs to the axes, because the user's figure may have a title already
+        axes[0].set(title=make_title(title, dtypes[0]), xlabel=f'← {small} · too large →')
     else:
         axes[0].figure.suptitle(title, x=.01, ha='left')
         axes[0].figure.supxlabel(f'← {small} · kept with fewer digits (faint) · too large →')

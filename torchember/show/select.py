@@ -27,13 +27,14 @@ from ..store.reading import path_of
 
 # %% ../../nbs/60_show/10_select.ipynb #734937ed
 def rows_to_draw(source, stats=None, rows=None, **wanted): # rows: all rows of the run, if they were read already
-    "Return the rows of a run for a picture, without findings. `wanted`: arguments of `read`; `df.attrs['run']`: name of the run."
+    "Return the rows of a run for a picture, without findings. `wanted`: arguments of `read`. The result has the name of the run in `attrs['run']`."
     df = without_findings(rows_of_source(source, stats, wanted, rows))
     return df if stats is None else with_statistics(df, stats)
 
 def with_statistics(df, stats=()):
-    "Return the rows with values of some statistics, by default of any statistic of torchember. Omit the rows of a `Monitor`."
-    names = [n for s in stats for n in (s, stats_of.get(s)) if n in df] if len(stats) else [c for c in df.columns if c in usual]
+    "Return the rows with values of some statistics, by default of any statistic of torchember. Omit rows with the quantities of a `Monitor`."
+    names = ([n for s in stats for n in (s, stats_of.get(s)) if n in df] if len(stats)
+        else [c for c in df.columns if c in usual])
     some = measured_any(df, names)
     return df if some.all() else df[some]
 
@@ -52,7 +53,7 @@ def has_ttype(df, ttype):
     return (df['ttype'].astype(str)==ttype).to_numpy()
 
 def without_findings(df):
-    "Remove the rows of findings, and the columns used only by findings. The rows of tensors and logged numbers stay."
+    "Remove the rows of findings from a table, and the columns that only findings use. Keep the rows of tensors and logged numbers."
     if not (found := has_ttype(df, 'finding')).any(): return df
     df = df[~found]
     return df.drop(columns=[c for c in of_findings if c in df and df[c].isna().all()])
@@ -61,8 +62,8 @@ def run_of(source):
     "Open the run to show in a picture. Raise TypeError if `source` is neither a run nor a table."
     if isinstance(source, str|PathLike|Run) or is_url(source) or hasattr(getattr(source, 't', source), 'log_path'):
         return open_run(source)
-    hint = " To see where runs part: compare([...])." if isinstance(source, list|tuple) else ""
-    raise TypeError(f"A picture needs the name of a run, a torchEmber, its te.t or a table of rows, got {an(source)}.{hint}")
+    hint = " To see where runs begin to differ: compare([...])." if isinstance(source, list|tuple) else ""
+    raise TypeError(f"A picture needs the name of a run, a torchEmber, its tracker te.t or a table of rows, got {an(source)}.{hint}")
 
 def rows_of_source(source, stats, wanted, rows=None):
     "Return the rows of a run as a table, or check and convert a table given by the user. `wanted`: arguments of `read`."
@@ -71,22 +72,24 @@ def rows_of_source(source, stats, wanted, rows=None):
     source = run_of(source)
     from torchember.frames.logs import read
     try: df = read(source, **wanted, columns=lambda c: is_drawn(c, stats)) if rows is None else rows[[c for c in rows if is_drawn(c, stats)]]
-    except NothingChosen: df,wanted = read(source, columns=lambda c: is_drawn(c, stats)),{} # no selection: the error message lists all values
+    except NothingChosen: df,wanted = read(source, columns=lambda c: is_drawn(c, stats)),{} # the error message lists all values
     if stats is not None and not all(s in df or stats_of.get(s) in df for s in stats):
-        df = read(source, **wanted) # no rows: read without selection, because the error message lists the possible values
+        # Without a matching row, all rows are read, because the error message lists the possible values
+        df = read(source, **wanted)
     df.attrs['run'] = source.name
     df = clean_types(df)
     if len(df): check_columns(df, df.attrs['run'])
     return check_one_run(df)
 
 def is_drawn(column, stats):
-    "Return True if a picture of the statistics `stats` needs a column of the log."
+    "Return True if a picture of the statistics `stats` needs the column of the log with this name."
     if column in ('exponents', 'zero_frac') and stats is not None and 'exponents' in stats: return True
     if column=='exponents': return False
     return stats is None or column not in derived or column in stats or stats_of.get(column) in stats
 
+# %% ../../nbs/60_show/10_select.ipynb #5ca81bfc
 def to_table(df):
-    "Return a table of log rows with a column of module paths. A LogFrame, whose columns have two levels, is converted."
+    "Return a table of log rows with a column of module paths. Convert a LogFrame (table of Track & Visualize), whose columns have two levels."
     if df.columns.nlevels==2:
         from torchember.frames.logframe import from_logframe
         names = df['metadata', 'name'].to_numpy()
@@ -114,8 +117,8 @@ def check_one_run(df):
     if 'run' not in df or name_of_run(df) and not set(name_of_run(df))&set('*?['): return df
     names = [str(n) for n in df['run'].dropna().unique()]
     if len(names)>1: raise ValueError(f"This table has {len(names)} runs: {printable(', '.join(names[:4]))}{', ...' if len(names)>4 else ''}. "
-        f"A picture draws one run: df[df.run=={names[0]!r}]. To see where runs part: compare({names[:2]!r}).")
-    df = df.assign() # make a copy, because `attrs` of the user's table must not change
+        f"A picture draws one run, so select one: df[df.run=={names[0]!r}]. To see where runs begin to differ: compare({names[:2]!r}).")
+    df = df.assign() # a copy is changed, because `attrs` of the user's table must not change
     df.attrs['run'] = names[0] if names else ''
     return df
 
@@ -145,17 +148,20 @@ def pick(
         found |= got
         if not got: missed.append(one)
     rows = rows | paths.isin(found).to_numpy()
-    if missed and 'pname' in df: # a selector that matches no module may be the name of a parameter
+    if missed and 'pname' in df: # a name that matches no module may be the name of a parameter
         full = parameter_names(df)
         rows = rows | full.isin({str(m) for m in missed}).to_numpy()
         missed = [m for m in missed if str(m) not in set(full.unique())]
-    if missed and rows.any(): # a module that exists, but has no tensors of this type, is no error
-        elsewhere = {*every['path'].astype(str).unique(), *(parameter_names(every).unique() if 'pname' in every else ())}
+    if missed and rows.any(): # it is no error if a module exists but has no tensors of this type
+        elsewhere = {*every['path'].astype(str).unique(),
+            *(parameter_names(every).unique() if 'pname' in every else ())}
         missed = [m for m in missed if m not in elsewhere]
     if missed:
         first = missed[0]
-        what = f"layer that matches {first.pattern!r}" if isinstance(first, re.Pattern) else 'layer of the class itself' if isinstance(first, type) else 'layer'
-        raise ValueError(unknown(what, getattr(first, 'pattern', getattr(first, '__name__', first)), logframe_names(df) or [k for k in known if k]))
+        what = (f"layer that matches {first.pattern!r}" if isinstance(first, re.Pattern)
+            else 'layer of the class itself' if isinstance(first, type) else 'layer')
+        raise ValueError(unknown(what, getattr(first, 'pattern', getattr(first, '__name__', first)),
+            logframe_names(df) or [k for k in known if k]))
     return df[rows]
 
 def logframe_names(df):
@@ -163,9 +169,10 @@ def logframe_names(df):
     return list(dict.fromkeys(df['layer_name'].astype(str).tolist())) if 'layer_name' in df else []
 
 def rows_of_names(df, asked):
-    "Return a mask of the rows of some layers of a LogFrame, and the names of layers that do not occur."
+    "Return a mask of the rows of some layers of a LogFrame, and the names that match no layer."
     if not (known := logframe_names(df)): return np.zeros(len(df), bool), asked
-    got = [{n for n in known if one.match(n)} if isinstance(one, re.Pattern) else paths_like(one, known) for one in asked]
+    got = [{n for n in known if one.match(n)} if isinstance(one, re.Pattern) else paths_like(one, known)
+        for one in asked]
     return df['layer_name'].astype(str).isin(set().union(*got)).to_numpy(), [one for one,g in zip(asked, got, strict=True) if not g]
 
 def parameter_names(df):
@@ -173,8 +180,8 @@ def parameter_names(df):
     paths = df['path'].astype(str)
     return paths+np.where(paths=='', '', '.')+df['pname'].astype(object).where(df['pname'].notna(), '').astype(str)
 
-def paths_like(one, known, kinds=None): # kinds: names of the module's classes, by path
-    "Return the paths matching one selector: a path, glob, compiled regex, class or function."
+def paths_like(one, known, kinds=None): # kinds: path of a module -> names of its classes
+    "Return the paths of modules that match one selector: a path, glob, compiled regex, class or function."
     if not (isinstance(one, re.Pattern|Selection|type) or callable(one)): one = str(one)
     if isinstance(one, str) and one in known: return {one}
     layers = [NamedLayer(p, (kinds or {}).get(p, ())) for p in known]
@@ -183,19 +190,20 @@ def paths_like(one, known, kinds=None): # kinds: names of the module's classes, 
     return {l.path for l in layers if id(l) in ids}
 
 def classes_in(df):
-    "Return the class names of modules, a dict: the key is the path 'fc', the value ('Linear',), for example."
+    "Return the class names of modules: path -> tuple of class names, such as 'fc' -> ('Linear',)."
     if 'module' not in df: return {}
-    return {p: (m.rpartition('(')[2][:-1],) for p,m in df[['path', 'module']].drop_duplicates().astype(str).itertuples(index=False) if m.endswith(')')}
+    return {p: (m.rpartition('(')[2][:-1],)
+        for p,m in df[['path', 'module']].drop_duplicates().astype(str).itertuples(index=False) if m.endswith(')')}
 
 def rows_of_ttypes(df, asked):
-    "Return the rows of the tensor types requested by the user. Raise ValueError for a type without rows."
+    "Return the rows of the tensor types that the user asked for. Raise ValueError for a type without rows."
     asked = [(t, *ttype_of(t)) for t in (asked if isinstance(asked, list|tuple|set) else [asked])]
     there = list(dict.fromkeys(df['ttype'].astype(str).unique().tolist()))
     rows = np.zeros(len(df), bool)
     for typed,ttype,key in asked:
         if ttype not in there: raise ValueError(no_ttype_message(typed, ttype, there, name_of_run(df) or 'The table'))
         one = has_ttype(df, ttype)
-        # the tensor type 'optimizer.exp_avg' selects the state exp_avg_0, but not exp_avg_sq_0
+        # the tensor type 'optimizer.exp_avg' selects the optimizer state exp_avg_0, but not exp_avg_sq_0
         if key: one = one & (df['tname'].astype(str).str.rpartition('_')[0]==key).to_numpy()
         if not one.any():
             states = sorted({t.rpartition('_')[0] for t in df['tname'].astype(str)[has_ttype(df, ttype)]})
@@ -204,9 +212,10 @@ def rows_of_ttypes(df, asked):
     return df[rows]
 
 def no_ttype_message(typed, ttype, there, name):
-    "Return the error message for a tensor type without rows. `typed`: the tensor type as the user has typed it."
+    "Return the error message for a tensor type without rows. `typed`: the tensor type as the user typed it."
     more = (*(t for t in there if t!='scalar'), ttype)
-    how = 'te.log(loss=loss)' if ttype=='scalar' else f"torchEmber(model{', optimizer=opt' if ttype in ('update', 'optimizer') else ''}, ttypes={more})"
+    how = ('te.log(loss=loss)' if ttype=='scalar'
+        else f"torchEmber(model{', optimizer=opt' if ttype in ('update', 'optimizer') else ''}, ttypes={more})")
     name_of_type = repr(typed) if str(typed).partition('.')[0]==ttype else f"{typed!r}, which is {ttype!r} here"
     meant = " Did you mean 'weight_grad'?" if ttype=='output_grad' and str(typed)!=ttype and 'weight_grad' in there else ''
     return f"{printable(name)} has no rows of {name_of_type}; it has {', '.join(map(repr, there))}.{meant} To record {ttype!r} next time: {how}."
@@ -227,7 +236,8 @@ def find_stat(df, stat:str) -> str:
         return stat
     other = stats_of.get(stat)
     if other in df and df[other].notna().any(): return other
-    if stat in df and df[stat].isna().all() and len(df): return stat # a column that is all NaN is drawn, because NaN is a result, too
+    # a column of only NaN is drawn, too, because NaN is a result
+    if stat in df and df[stat].isna().all() and len(df): return stat
     raise ValueError(not_recorded(stat, numeric_columns(df)))
 
 not_stats = {'step', 'call', 'micro', 'backward', 'rank', 'nan', 'posinf', 'neginf', 'exponent_min'}
@@ -238,8 +248,8 @@ def numeric_columns(df):
 
 # %% ../../nbs/60_show/10_select.ipynb #6bc987c2
 class TensorSeries:
-    "Values of one statistic of many tensors over the steps, as flat arrays: first all values of one tensor, then of the next."
-    def __init__(self, labels:list, code, step, value, bad): # code: for each value the index of its tensor's label, ascending
+    "Values of one statistic of many tensors over the steps, in flat arrays: all values of the first tensor, then of the second, and so on."
+    def __init__(self, labels:list, code, step, value, bad): # code: for each value, the index of its tensor's label, ascending
         self.labels,self.code,self.step,self.value,self.bad = labels,code,step,value,bad
 
     def __len__(self): return len(self.labels)
@@ -251,7 +261,8 @@ class TensorSeries:
             at = slice(ends[i], ends[i+1])
             yield label, self.step[at], self.value[at], self.bad[at]
 
-def series(df, stat:str, by:str='step', known=None) -> TensorSeries: # by: column of the x axis; known: result of `places`, if computed already
+# by: column of the x axis; known: result of `places`, if it was computed already
+def series(df, stat:str, by:str='step', known=None) -> TensorSeries:
     "Return the values of one statistic of all tensors in a table, as a `TensorSeries`."
     if known is None: known = places(df := training(df))
     code,labels = known
@@ -291,7 +302,8 @@ def places(df) -> tuple:
     get = lambda c: one[c].astype(object).where(one[c].notna(), None).tolist() if c in one else [None]*len(one)
     path,ttype,tname,pname,call,shard = (get(c) for c in ('path', 'ttype', 'tname', 'pname', 'call', 'shard'))
     top = root_name(one)
-    several_names,several_calls = keys_with_several(zip(path, ttype, strict=True), tname),keys_with_several(zip(path, ttype, tname, strict=True), call)
+    several_names = keys_with_several(zip(path, ttype, strict=True), tname)
+    several_calls = keys_with_several(zip(path, ttype, tname, strict=True), call)
     several_ttypes = len(set(ttype))>1
     labels = []
     for p,t,n,q,c,s in zip(path, ttype, tname, pname, call, shard, strict=True):
@@ -319,7 +331,7 @@ def root_name(df):
 
 # %% ../../nbs/60_show/10_select.ipynb #07512929
 def thin_indices(x, y, bad, n:int=2000) -> np.ndarray: # n: approximate number of points to keep
-    "Choose about `n` points of a line, so that the line looks as with all points. Return their indices. `bad`: mask of non-finite tensors."
+    "Choose about `n` points of a line that give the same picture as all points. Return their indices. `bad`: mask of non-finite tensors."
     if len(x)<=n: return np.arange(len(x))
     edges = np.linspace(0, len(x), max(n//2, 1)+1).astype(int)
     low,high = np.where(np.isfinite(y), y, np.inf),np.where(np.isfinite(y), y, -np.inf)
@@ -337,16 +349,16 @@ def extremes_between(values, edges, at): # at: `np.argmin` or `np.argmax`
 class Grid:
     "Values of one statistic as a matrix for a heat map, with a row for each layer and a column for each step."
     def __init__(self, labels:list, steps, value, bad, members:list, why=()):
-        # members: for each row, the labels of its tensors; why: for each row, why it is empty or not reliable, or None
+        # members: for each row, the labels of its tensors; why: for each row, a reason why it is empty or unreliable, or None
         self.labels,self.steps,self.value,self.bad,self.members,self.why = labels,steps,value,bad,members,why
 
 def row_reasons(members, why):
-    "Return for each group of labels why its row is empty or not reliable, or None. `why`: dict from label to reason."
+    "Return for each group of labels the reason why its row is empty or unreliable, or None. `why`: label -> reason."
     each = [{why.get(m) for m in labels} for labels in members]
     return [next(iter(e)) if len(e)==1 else None if None in e else 'not trained' for e in each]
 
 def grid(s:TensorSeries, most_rows:int=500, most_columns:int=1000, why:dict=MappingProxyType({})) -> Grid:
-    "Arrange a `TensorSeries` as a `Grid` of limited size. `why`: dict from the label of a tensor without values to the reason."
+    "Arrange a `TensorSeries` as a `Grid` of limited size. `why`: label of a tensor without values -> reason."
     steps,column = np.unique(s.step, return_inverse=True)
     row,labels,members = s.code,s.labels,[[l] for l in s.labels]
     if len(labels)>most_rows:
@@ -373,6 +385,8 @@ def distance_from_median(s):
     if len(y) and np.nanmin(np.where(np.isfinite(y), y, np.inf), initial=np.inf)>0:
         y = np.log10(np.where(np.isfinite(y), y, np.nan))
     ends = np.searchsorted(s.code, np.arange(len(s)+1))
-    middle = np.array([np.median(part[np.isfinite(part)]) if np.isfinite(part := y[a:b]).any() else 0. for a,b in zip(ends[:-1], ends[1:], strict=True)])
+    middle = np.array([np.median(part[np.isfinite(part)]) if np.isfinite(part := y[a:b]).any() else 0.
+        for a,b in zip(ends[:-1], ends[1:], strict=True)])
     far = np.abs(y-middle[s.code]) if len(y) else y
-    return np.where(np.isnan(far), -1, far) # NaN gets the smallest distance: the mask `bad` marks it, so another value can be shown
+    # NaN gets the smallest distance, so that the cell shows another value; the mask `bad` marks the NaN
+    return np.where(np.isnan(far), -1, far)

@@ -20,7 +20,7 @@ from .legend import palettes
 
 # %% ../../nbs/60_show/00_style.ipynb #a62cbf1a
 def is_dark(color=None) -> bool:
-    "Return True if a color is dark. Without a color, test the background of matplotlib's figures."
+    "Return True if a color is dark. By default, test the background color of matplotlib's figures."
     color = mpl.rcParams['figure.facecolor'] if color is None else color
     if color=='none': color = mpl.rcParams['axes.facecolor']
     return float(np.dot(to_rgb(color), (.299, .587, .114)))<.5
@@ -30,22 +30,24 @@ def rc_settings():
     "Return torchember's matplotlib settings (rcParams) for the current background, light or dark."
     dark = is_dark()
     ink,line = ('#e6e6e6', '#8a8a8a') if dark else ('#1c1c1c', '#8a8a8a')
-    # keep a font size that the user has set
+    # a font size that the user has set is kept
     size = 9 if mpl.rcParams['font.size']==mpl.rcParamsDefault['font.size'] else mpl.rcParams['font.size']
-    return {'font.size': size, 'axes.titlesize': size+1, 'figure.titlesize': size+2, 'axes.labelsize': size, 'figure.labelsize': size,
+    return {'font.size': size, 'axes.titlesize': size+1, 'figure.titlesize': size+2, 'axes.labelsize': size,
+        'figure.labelsize': size,
         'legend.fontsize': size-1, 'xtick.labelsize': size-1, 'ytick.labelsize': size-1, 'axes.titlelocation': 'left',
         'axes.spines.top': False, 'axes.spines.right': False, 'axes.edgecolor': line,
         'axes.labelcolor': ink, 'text.color': ink, 'axes.titlecolor': ink,
         'xtick.color': line, 'ytick.color': line, 'xtick.labelcolor': ink, 'ytick.labelcolor': ink,
-        'axes.prop_cycle': mpl.cycler(color=palettes[dark]), 'legend.frameon': False, 'axes.grid': False, 'lines.linewidth': 1.3,
-        'text.parse_math': False}
+        'axes.prop_cycle': mpl.cycler(color=palettes[dark]), 'legend.frameon': False, 'axes.grid': False,
+        'lines.linewidth': 1.3, 'text.parse_math': False}
 
 # %% ../../nbs/60_show/00_style.ipynb #d9ac9375
-formula = re.compile(r'\$2\^\{-?\d+\}\$') # matches a power of two, in the form that `base2` writes
+formula = re.compile(r'\$2\^\{-?\d+\}\$') # matches a power of two as `base2` writes it, such as $2^{3}$
 
 def figures_of(got):
-    "Return the figures of a picture. The argument is the result of a drawing function: Axes, a list or an array of Axes."
-    found = [getattr(o, 'figure', None) for o in (got if isinstance(got, list|tuple) else got.ravel() if isinstance(got, np.ndarray) else [got])]
+    "Return the figures of a picture. `got`: result of a drawing function: Axes, a list or an array of Axes."
+    found = [getattr(o, 'figure', None)
+        for o in (got if isinstance(got, list|tuple) else got.ravel() if isinstance(got, np.ndarray) else [got])]
     return list(dict.fromkeys(f for f in found if hasattr(f, 'findobj')))
 
 def texts_in(fig):
@@ -57,34 +59,37 @@ def printable_lines(text):
     return '\n'.join(map(printable, text.split('\n')))
 
 class Printable:
-    "Formatter for the labels of an axis: names may contain `$` or control characters, and are made printable."
+    "Formatter for the labels of an axis. Makes names printable, which may contain `$` or control characters."
     def __init__(self, f): self.f = f
     def __call__(self, x, pos=None): return printable_lines(str(self.f(x, pos)))
 
 def all_children(ax):
-    "Return the axes inside of other axes, at any depth."
+    "Return all axes placed inside of axes, at any depth."
     return [c for a in ax.child_axes for c in (a, *all_children(a))]
 
-def draw_as_letters(fig, users): # users: texts that the user drew before; they do not change
-    "Switch off math formulas in all texts of a figure, because names may contain `$`."
+def draw_as_letters(fig, users): # users: texts that the user drew before, which do not change
+    "Switch off math formulas in all texts of a figure, because names of layers may contain `$`."
     for t in texts_in(fig):
         s = t.get_text()
         if users.get(t)==s: continue
         if not s.isprintable(): t.set_text(printable_lines(s))
         t.set_parse_math('$' not in s or bool(formula.fullmatch(s)))
-    for axis in [getattr(ax, a) for outer in fig.axes for ax in (outer, *all_children(outer)) for a in ('xaxis', 'yaxis', 'zaxis') if hasattr(ax, a)]:
+    for axis in [getattr(ax, a) for outer in fig.axes for ax in (outer, *all_children(outer))
+            for a in ('xaxis', 'yaxis', 'zaxis') if hasattr(ax, a)]:
         names = axis.get_major_formatter()
         if isinstance(names, mpl.ticker.FuncFormatter):
             names.func = names.func if isinstance(names.func, Printable) else Printable(names.func)
-        for tick in (*axis.get_major_ticks()*(not isinstance(names, mpl.ticker.FuncFormatter)), *axis.get_minor_ticks()):
+        for tick in (*axis.get_major_ticks()*(not isinstance(names, mpl.ticker.FuncFormatter)),
+                *axis.get_minor_ticks()):
             for label in (tick.label1, tick.label2): label.set_parse_math(True)
 
 # %% ../../nbs/60_show/00_style.ipynb #ee344c0f
 def drawn(f):
-    "Decorate a drawing function: it runs with torchember's colors and fonts, and returns Axes or `Panels`."
+    "Decorate a drawing function, so that it uses torchember's colors and fonts, and returns Axes or `Panels`."
     @says_arguments
     @functools.wraps(f)
     def g(*args, **kwargs):
+        "Call the drawing function with torchember's settings of matplotlib."
         theirs = kwargs.get('ax', [a for a in args if isinstance(a, mpl.axes.Axes)] or None)
         users = {t: t.get_text() for fig in figures_of(theirs) for t in texts_in(fig)}
         with mpl.rc_context(rc_settings()): got = f(*args, **kwargs)
@@ -93,12 +98,12 @@ def drawn(f):
     return g
 
 def whole_figure(fig):
-    "Return the whole figure around a subfigure."
+    "Return the whole figure that contains a subfigure."
     while fig.figure is not fig: fig = fig.figure
     return fig
 
 def return_axes(axes, own=True):
-    "Return the Axes of a picture, or `Panels` if there are several. If torchember made the figure, Axes also get its method `savefig`."
+    "Return the Axes of a picture, or `Panels` if there are several. If torchember made the figure, Axes also get the figure's method `savefig`."
     ax = axes if isinstance(axes, mpl.axes.Axes) else axes[0] if len(axes)==1 else None
     if ax is None: return Panels(axes)
     if own: ax.savefig = whole_figure(ax.figure).savefig
@@ -117,7 +122,7 @@ given = ContextVar('given', default=(None, None))
 
 @contextmanager
 def drawing_on(fig, wanted=None):
-    "Draw each picture of the `with` block into one figure, after clearing it. `wanted`: function to call with the size in inches."
+    "Draw each picture of the `with` block into one figure, after clearing the figure. `wanted`: function called with the size in inches."
     was = given.set((fig, wanted))
     try: yield fig
     finally: given.reset(was)
@@ -126,8 +131,8 @@ def canvas(ax=None, size:tuple=(7, 3.5)): # size: size of a new figure in inches
     "Return the axes given by the user. If there are none, return axes in a new figure."
     return figure(size).subplots() if ax is None else ax
 
-def panels(n, wrap=None, size=None, each=(3.2, 2.2), least=(4.5, 2.8), **kwargs): # kwargs: arguments of `subplots`
-    # in inches: `size` of the figure, `each` panel, `least` size of the figure. wrap: maximum number of panels in a row
+def panels(n, wrap=None, size=None, each=(3.2, 2.2), least=(4.5, 2.8), **kwargs): # kwargs: more arguments of `subplots`
+    # sizes in inches: `size` of the figure, `each` panel, `least` size of the figure. wrap: maximum number of panels in a row
     "Make a figure with a grid of panels. Return the figure and the list of `n` Axes."
     across = min(n, wrap or (n if n<4 else math.ceil(n**.5)))
     down = math.ceil(n/across)
@@ -135,18 +140,19 @@ def panels(n, wrap=None, size=None, each=(3.2, 2.2), least=(4.5, 2.8), **kwargs)
     fig = figure(size)
     grid = fig.subplots(down, across, squeeze=False, **kwargs).ravel()
     for ax in grid[n:]: ax.remove()
-    for ax in grid[max(n-across, 0):n]: ax.xaxis.set_tick_params(labelbottom=True) # show the labels of the x axis, because no panel below shows them
+    # the labels of the x axis are shown, because no panel below shows them
+    for ax in grid[max(n-across, 0):n]: ax.xaxis.set_tick_params(labelbottom=True)
     return fig, list(grid[:n])
 
 def axes_for(n, ax, what, wrap=None, size=None, **kwargs): # what: noun for the error message, such as 'layers'
-    "Return `n` Axes: the user's, or from a new figure. Raise ValueError if the user gave a different number of Axes."
+    "Return `n` Axes: the user's Axes, or those of a new figure. Raise ValueError if the user gave a different number of Axes."
     if ax is None: return panels(n, wrap, size, **kwargs)[1]
     axes = list(np.ravel(np.array(ax, dtype=object)))
-    if len(axes)!=n: raise ValueError(f"{n} {what} need as many axes, got {len(axes)}.")
+    if len(axes)!=n: raise ValueError(f"{n} {what} need {n} axes, got {len(axes)}.")
     return axes
 
 def label_figure(axes, title, x='', y=''):
-    "Write the title of a figure, and its labels x and y only once for all panels."
+    "Write the title of a figure, and the labels of the x and y axis only once for all panels."
     fig = axes[0].figure
     if title: fig.suptitle(title, x=.01, ha='left')
     if len(axes)==1: return axes[0].set(xlabel=x, ylabel=y)
@@ -155,19 +161,25 @@ def label_figure(axes, title, x='', y=''):
 
 # %% ../../nbs/60_show/00_style.ipynb #9a3e0002
 class Panels(np.ndarray):
-    "Array of the Axes of several panels. Its other attributes, such as `savefig`, are those of the figure."
+    "Array of the Axes of several panels. Has the attributes of the figure too, such as `savefig`."
     def __new__(cls, axes):
         out = np.empty(len(axes), object)
         out[:] = axes
         return out.view(cls)
 
     @property
-    def figure(self): return self.flat[0].figure
+    def figure(self):
+        "Figure that contains the panels."
+        return self.flat[0].figure
 
     @property
-    def axes(self): return list(self.flat)
+    def axes(self):
+        "List of the Axes of all panels."
+        return list(self.flat)
 
-    def savefig(self, *args, **kwargs): whole_figure(self.figure).savefig(*args, **kwargs)
+    def savefig(self, *args, **kwargs):
+        "Save the figure to a file, as matplotlib's `Figure.savefig` does."
+        whole_figure(self.figure).savefig(*args, **kwargs)
 
     def __getattr__(self, name):
         if name[0]=='_': raise AttributeError(name)

@@ -22,14 +22,18 @@ from .style import drawing_on, drawn, is_dark, panels
 
 # %% ../../nbs/60_show/75_surfaces.ipynb #83eb96c8
 def thin_matrix(h:UnitHistory, most_steps:int, most_units:int) -> tuple:
-    "Reduce a matrix to a drawable size. Return steps, numbers of units, values, and a mask of non-finite values."
+    "Reduce a matrix (steps x units) to a size that can be drawn. Return steps, numbers of units, values, and a mask of non-finite values."
     ok,bounds = np.isfinite(h.value),[np.unique(np.linspace(0, n, min(n, most)+1).astype(int))[:-1]
         for n,most in zip(h.value.shape, (most_steps, most_units), strict=True)]
     steps,units = h.steps[bounds[0]],np.arange(h.value.shape[1])[bounds[1]]
-    if len(steps)==len(h.steps) and len(units)==h.value.shape[1]: return steps, units, np.where(ok, h.value, np.nan), ~ok
-    def each(values, how): return how.reduceat(how.reduceat(values, bounds[0], 0), bounds[1], 1)
+    if len(steps)==len(h.steps) and len(units)==h.value.shape[1]:
+        return steps, units, np.where(ok, h.value, np.nan), ~ok
+    def each(values, how):
+        "Reduce the values of each block of steps and units to one value."
+        return how.reduceat(how.reduceat(values, bounds[0], 0), bounds[1], 1)
     fine = ok.all()
-    low,high = (each(h.value if fine else np.where(ok, h.value, odd), how) for odd,how in ((np.inf, np.minimum), (-np.inf, np.maximum)))
+    low,high = (each(h.value if fine else np.where(ok, h.value, odd), how)
+        for odd,how in ((np.inf, np.minimum), (-np.inf, np.maximum)))
     some = h.value.ravel()[::max(h.value.size//100_000, 1)]
     middle = np.median(some[np.isfinite(some)]) if np.isfinite(some).any() else 0.
     value = np.where(high-middle>=middle-low, high, low)
@@ -80,7 +84,8 @@ def surface(
         raise ValueError(f"{len(found)} layers have {stat!r}: {names}, ... These are too many to read. "
             f"Choose one: surface(run, {found[0].path!r}, stat={stat!r}).")
     what = name_of_type(ttype) if ttype else ''
-    return draw(found, stat, kind, make_title(name_of_run(table), what, meanings.get(stat, stat)), figsize, col_wrap, kwargs)
+    return draw(found, stat, kind, make_title(name_of_run(table), what, meanings.get(stat, stat)), figsize,
+        col_wrap, kwargs)
 
 # %% ../../nbs/60_show/75_surfaces.ipynb #1051bcb7
 def draw(found, stat, kind, title, figsize=None, col_wrap=None, kwargs=None):
@@ -91,7 +96,8 @@ def draw(found, stat, kind, title, figsize=None, col_wrap=None, kwargs=None):
     names = short_names([h.label for h in found], 34)
     for ax,h,name in zip(axes, found, names, strict=True):
         (draw_heatmap if flat else draw_surface)(ax, h, stat, kwargs or {})
-        if not flat: ax.set_box_aspect((1.25, 1, .7), zoom=1.05 if alone else .88) # the plot is smaller beside other panels, so that all labels fit
+        # beside other panels, the plot is smaller, so that all labels fit
+        if not flat: ax.set_box_aspect((1.25, 1, .7), zoom=1.05 if alone else .88)
         if not alone: ax.set_title(name)
     title = make_title(title, names[0] if alone else '')
     if title: fig.suptitle(title, x=.01, ha='left')
@@ -104,16 +110,18 @@ def draw_heatmap(ax, h, stat, kwargs):
     steps,units,value,bad = thin_matrix(h, 300, 256)
     scale = {}
     if stat in shares and not {'norm', 'vmin', 'vmax', 'center', 'robust'} & kwargs.keys():
-        # no tick at 0 in the color bar, because zeros are drawn in gray
+        # the color bar has no tick at 0, because zeros are drawn in gray
         scale = {'norm': mpl.colors.Normalize(0, 1), 'cbar_kws': {'ticks': np.linspace(.2, 1, 5)}}
     labels = [str(u) for u in units]
-    heat(ax, Grid(labels, steps, value.T, bad.T, [[l] for l in labels]), meanings.get(stat, stat), **{'zeros': True, **scale, **kwargs})
+    heat(ax, Grid(labels, steps, value.T, bad.T, [[l] for l in labels]), meanings.get(stat, stat),
+        **{'zeros': True, **scale, **kwargs})
     ax.set(xlabel='step', ylabel='unit')
 
 def draw_surface(ax, h, stat, kwargs):
     "Draw a matrix as a surface in three dimensions, over steps and units."
     steps,units,value,bad = thin_matrix(h, 120, 96)
-    x,y = (np.array([c[0]-.5, c[0]+.5]) if len(c)==1 else c for c in (np.asarray(steps, float), np.asarray(units, float)))
+    x,y = (np.array([c[0]-.5, c[0]+.5]) if len(c)==1 else c
+        for c in (np.asarray(steps, float), np.asarray(units, float)))
     value,bad = (np.broadcast_to(v, (len(x), len(y))) for v in (value, bad))
     finite = value[np.isfinite(value)]
     norm = mpl.colors.Normalize(finite.min(), finite.max()) if len(finite) else None
@@ -129,7 +137,8 @@ def draw_surface(ax, h, stat, kwargs):
         floor,at = finite.min() if len(finite) else 0., np.argwhere(bad)
         at = at[np.linspace(0, len(at)-1, min(len(at), 400)).astype(int)]
         ax.scatter(x[at[:, 0]], y[at[:, 1]], floor, marker='x', color=alarm[is_dark()], depthshade=False, s=18)
-        ax.text2D(1, 1, '× not finite', color=alarm[is_dark()], ha='right', va='bottom', transform=ax.transAxes, fontsize=mpl.rcParams['legend.fontsize'])
+        ax.text2D(1, 1, '× not finite', color=alarm[is_dark()], ha='right', va='bottom', transform=ax.transAxes,
+            fontsize=mpl.rcParams['legend.fontsize'])
     for axis in (ax.xaxis, ax.yaxis, ax.zaxis):
         axis.pane.set(facecolor='none', edgecolor=(.5, .5, .5, .4))
     for which in (ax.xaxis, ax.yaxis): which.set_major_locator(mpl.ticker.MaxNLocator(5, integer=True))
@@ -157,8 +166,8 @@ def Surface3d(
         Figure of matplotlib
     """
     if not isinstance(data, dict):
-        raise TypeError(f"Surface3d draws a dict of step -> vector, got {an(data)}. Of a run: surface(run, path, stat=...).")
-    if not data: raise ValueError("Surface3d draws a dict of step -> vector, got an empty one.")
+        raise TypeError(f"Surface3d draws a dict from step to vector, got {an(data)}. To draw a run: surface(run, path, stat=...).")
+    if not data: raise ValueError("Surface3d draws a dict from step to vector, got an empty dict.")
     vectors = {s: np.ravel(np.asarray(values_of(v), float)) for s,v in data.items()}
     sizes = {s: len(v) for s,v in vectors.items()}
     first = next(iter(sizes))

@@ -18,17 +18,17 @@ from .style import canvas, drawn, is_dark, axes_size
 
 # %% ../../nbs/60_show/50_trees.ipynb #5601def5
 class Box:
-    "Rectangle of a module in the drawn tree: its position and size."
+    "Rectangle for a module in the picture of the module tree: its position and size."
     def __init__(self, path:str, depth:int, top:float, height:float): # depth: number of modules around this module
         self.path,self.depth,self.top,self.height = path,depth,top,height
 
 def boxes(paths:list, deepest:int|None=None) -> list:
-    "Return a `Box` for each module, the root first. `deepest`: depth of the innermost drawn modules."
-    around = {'': None} # for each path, the path of the module around it; outer modules first
+    "Return a `Box` for each module, the root first. `deepest`: largest depth of modules to draw."
+    around = {'': None} # for each path, the path of the module that contains it; outer modules first
     for p in paths:
         parts = p.split('.')[:deepest] if p else []
         for i in range(len(parts)): around.setdefault('.'.join(parts[:i+1]), '.'.join(parts[:i]))
-    heights = dict.fromkeys(around, 0) # height of each box: the number of layers inside the module
+    heights = dict.fromkeys(around, 0) # height of each box: number of layers inside the module
     for p,outer in reversed(around.items()):
         heights[p] = heights[p] or 1
         if p: heights[outer] += heights[p]
@@ -82,7 +82,8 @@ def tree(
     colours = mpl.cm.ScalarMappable(color_norm(finite), 'viridis')
     space = (axes_size(ax)[0]/72 if given else ax.figure.get_size_inches()[0]*.8)/depth*11
     for b in bs: draw_box(ax, b, value.get(b.path), b.path in bad, colours, root_name(rows), space)
-    ax.set(xlim=(0, depth), ylim=(leaves, 0), xticks=[], yticks=[], title=make_title(name_of_run(rows), name_of_type(ttype), f'step {step:,}'))
+    ax.set(xlim=(0, depth), ylim=(leaves, 0), xticks=[], yticks=[],
+        title=make_title(name_of_run(rows), name_of_type(ttype), f'step {step:,}'))
     for s in ax.spines.values(): s.set_visible(False)
     if len(finite):
         bar = ax.figure.colorbar(colours, ax=ax, label=meanings.get(col, col), pad=.01, fraction=.03, aspect=30)
@@ -93,12 +94,14 @@ def tree(
 # %% ../../nbs/60_show/50_trees.ipynb #5fd5ca60
 def draw_box(ax, b, value, bad, colours, root, space):
     "Draw a module as a colored rectangle with its name and value."
-    face = alarm[is_dark()] if bad else colours.to_rgba(value) if value is not None and np.isfinite(value) else (.5, .5, .5, .2)
-    ax.add_patch(mpl.patches.Rectangle((b.depth, b.top), .985, b.height, facecolor=face, edgecolor=ax.figure.get_facecolor(), lw=.8))
+    face = (alarm[is_dark()] if bad
+        else colours.to_rgba(value) if value is not None and np.isfinite(value) else (.5, .5, .5, .2))
+    ax.add_patch(mpl.patches.Rectangle((b.depth, b.top), .985, b.height, facecolor=face,
+        edgecolor=ax.figure.get_facecolor(), lw=.8))
     ink = 'black' if sum(c*w for c,w in zip(mpl.colors.to_rgb(face), (.299, .587, .114), strict=True))>.5 and (bad or value is not None) else 'white'
     if not bad and (value is None or not np.isfinite(value)): ink = mpl.rcParams['text.color']
     name = b.path.rpartition('.')[2] or root
     number = '' if value is None else f'  {value:.3g}'
     text = shorten_middle(name, max(int(space)-len(number), 6))
-    ax.text(b.depth+.02, b.top+b.height/2, text+(number if len(text+number)<=space else ''), ha='left', va='center', color=ink,
-        fontsize=mpl.rcParams['legend.fontsize'], clip_on=True)
+    ax.text(b.depth+.02, b.top+b.height/2, text+(number if len(text+number)<=space else ''), ha='left',
+        va='center', color=ink, fontsize=mpl.rcParams['legend.fontsize'], clip_on=True)

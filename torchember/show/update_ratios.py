@@ -21,12 +21,12 @@ from ..store.parameters import label_of, why_not
 
 # %% ../../nbs/60_show/70_update_ratios.ipynb #4997c1f6
 def parameter_sizes(rows):
-    "Return which recorded statistics give the norm of a weight: (mean, std), (rms,) or (l2,). None if there are none."
+    "Return which recorded statistics give the norm of a weight: (mean, std), (rms,) or (l2,). Return None if there are none."
     for stats in (('mean', 'std'), ('rms',), ('l2',)):
         if all(c in rows and rows[c].notna().any() for c in stats): return stats
 
 def has_bounds(table):
-    "Return True if rows of weights are enough to compute a lower bound for the updates."
+    "Return True if the rows of weights suffice to compute a lower bound for the updates."
     weights = table[has_ttype(table, 'weight')]
     return len(weights)>0 and parameter_sizes(weights) is not None
 
@@ -36,7 +36,7 @@ def least_ratios(rows) -> list: # rows: log rows of weights
     out = []
     for parts in zip(*(series(rows, c) for c in stats), strict=True):
         label,x,_,bad = parts[0]
-        y = np.array([p[2] for p in parts]) # shape (number of statistics, number of steps)
+        y = np.array([p[2] for p in parts]) # array of shape (number of statistics, number of steps)
         with np.errstate(divide='ignore', invalid='ignore'):
             ratio = np.hypot.reduce(np.diff(y), 0)/np.hypot.reduce(y[:, :-1], 0)/np.diff(x)
         out.append((label, x[1:], ratio, bad[1:]))
@@ -46,12 +46,14 @@ def population_std(rows):
     "Convert the unbiased standard deviation (divisor n-1) in log rows to the population's (divisor n). It is 0 for one element."
     known,std = {},rows['std'].to_numpy(float)
     shapes = rows['shape'] if 'shape' in rows else [None]*len(rows)
-    n = np.array([known.setdefault(tuple(s), np.prod(s)) if isinstance(s, list|tuple|np.ndarray) else np.inf for s in shapes])
-    one = (n==1) | np.isnan(std) & np.isfinite(rows['mean'].to_numpy(float)) # the unbiased deviation of one element is NaN
+    n = np.array([known.setdefault(tuple(s), np.prod(s)) if isinstance(s, list|tuple|np.ndarray) else np.inf
+        for s in shapes])
+    # the unbiased standard deviation of one element is NaN
+    one = (n==1) | np.isnan(std) & np.isfinite(rows['mean'].to_numpy(float))
     return np.where(one, 0, std*np.sqrt(1-1/np.maximum(n, 1)))
 
 # %% ../../nbs/60_show/70_update_ratios.ipynb #c31488c8
-# statistics that are 0 if all elements of an update are 0
+# statistics of an update that are 0 if all its elements are 0
 sizes_of_updates = 'rms', 'std', 'abs_max', 'max', 'min', 'mean', 'l2', 'abs_mean', 'ratio'
 
 def zero_update_mask(rows):
@@ -61,7 +63,7 @@ def zero_update_mask(rows):
     return has_values & ~np.any([(v!=0) & ~np.isnan(v) for v in values], axis=0) & ~trouble(rows)
 
 def unchanged_mask(rows, code):
-    "Return two masks of weight rows: the statistics are those of the previous recorded step; there is a previous step."
+    "Return two masks of weight rows: True if the statistics equal those of the previous recorded step; True if there is a previous step."
     order = np.lexsort((rows['step'].to_numpy(), code))
     same = np.ones(max(len(rows)-1, 0), bool)
     for c in rows.columns:
@@ -89,11 +91,12 @@ def find_unmoved(table, rows, path, known):
 
 # %% ../../nbs/60_show/70_update_ratios.ipynb #accf216f
 def standstill_text(never, still:dict, why:dict, most:int=4) -> str: # still: result of `count_standstills`
-    "Return a text with the weights that never changed, and the weights that did not change at some steps."
+    "Return a text with the weights without any change, and the weights without a change at some steps."
     names = lambda listed: ', '.join(listed[:most])+(f' and {len(listed)-most} more' if len(listed)>most else '')
     short = dict(zip(never, short_names(list(never)), strict=True))
     now_and_then = [f'{l} ({z:,} of {n:,} steps)' for l,(z,n) in still.items() if 0<z<n]
-    lines = [('now and then still: ', now_and_then), ('never moved: ', [short[l]+(f' ({why[l]})' if why.get(l) else '') for l in never])]
+    lines = [('now and then still: ', now_and_then),
+        ('never moved: ', [short[l]+(f' ({why[l]})' if why.get(l) else '') for l in never])]
     return '\n'.join(title+names(listed) for title,listed in lines if listed)
 
 # %% ../../nbs/60_show/70_update_ratios.ipynb #9c1348d1
@@ -134,8 +137,10 @@ def updates(
     name_lines(ax, lines, colors)
     ax.set(xlabel='step', ylabel=meanings['ratio']+('' if known else ', at least'),
         title=make_title(name_of_run(rows), 'updates' if known else 'updates, from weights'))
-    word = {'fontsize': mpl.rcParams['legend.fontsize'], 'path_effects': [effects.withStroke(linewidth=2.5, foreground=ax.get_facecolor())]}
-    ax.text(.995, healthy[1], 'usual', transform=ax.get_yaxis_transform(), va='top', ha='right', color=palettes[is_dark()][2], **word)
+    word = {'fontsize': mpl.rcParams['legend.fontsize'],
+        'path_effects': [effects.withStroke(linewidth=2.5, foreground=ax.get_facecolor())]}
+    ax.text(.995, healthy[1], 'usual', transform=ax.get_yaxis_transform(), va='top', ha='right',
+        color=palettes[is_dark()][2], **word)
     text = standstill_text(never, still, {label_of(p): why_not(p) for p in selected_parameters(ps, path)})
     if text: ax.text(.01, .02, text, transform=ax.transAxes, va='bottom', ha='left', **word)
     return ax

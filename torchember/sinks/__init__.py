@@ -1,4 +1,4 @@
-"""Sinks: send statistics of a run to experiment trackers"""
+"""Sinks: objects that send statistics of a run to experiment trackers such as W&B"""
 from typing import TYPE_CHECKING
 
 from ..ground.lazy import lazy_attributes

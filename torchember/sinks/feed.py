@@ -24,22 +24,26 @@ from .trackio import Trackio
 from .wandb import Wandb
 
 # %% ../../nbs/56_sinks/60_feed.ipynb #f26f9e6c
-# class of each sink of torchember, by its name for the argument `torchEmber(sinks=)`
+# name of a tracker in the argument `torchEmber(sinks=)` -> class of its sink
 sinks = {'wandb': Wandb, 'tensorboard': TensorBoard, 'mlflow': MLflow, 'trackio': Trackio}
 
 class Function(Sink):
     "A sink that calls a function. If the function has no name of its own, such as a lambda, `replay` always sends all steps."
-    def __init__(self, f, **choice): # f: function called with a step and a dict of its numbers by metric; choice: arguments of `Sink`
+    def __init__(self, f, **choice): # f: function that gets a step and a dict: metric -> number; choice: arguments of `Sink`
         super().__init__(**choice)
         self.f,self.name = f,getattr(f, '__qualname__', type(f).__qualname__)
 
-    def scalars(self, step, numbers): self.f(step, numbers)
+    def scalars(self, step, numbers):
+        "Call the function with the numbers of a step."
+        self.f(step, numbers)
 
-    # a function with '<lambda>' or '<locals>' in its name cannot be recognized later, so it gets no target
-    def target(self): return None if '<' in self.name else f'{self.f.__module__}.{self.name}'
+    # a function with '<lambda>' or '<locals>' in its name cannot be recognized later, so its destination gets no name
+    def target(self):
+        "Return a name by which the function is recognized later. Return None for a lambda or a local function."
+        return None if '<' in self.name else f'{self.f.__module__}.{self.name}'
 
 def hidden_plugin(plugin):
-    "Return the warning for a sink of another package with the name of a built-in sink. The built-in sink hides it."
+    "Return a warning for an unusable sink of a plugin package: a built-in sink has the same name."
     return (f"The package {plugin.dist.name!r} has a sink {plugin.name!r}, but torchember uses its own sink of this name. "
         f"To use that of the package, pass the object itself: sinks={plugin.value.partition(':')[2]}, from {plugin.value.partition(':')[0]}.")
 
@@ -66,23 +70,23 @@ def sink_of(what):
     raise TypeError(f"sinks= takes {', '.join(map(repr, sinks))}, a function of a step and its numbers, a SummaryWriter, a run of W&B, MLflow "
         f"or trackio, a Sink, or a list of these; got {an(what)}.")
 
-def sinks_of(what) -> list: # what: a name, a function, a `Sink`, or a list of these
+def sinks_of(what) -> list: # what: a name such as 'wandb', a function, a `Sink`, or a list of these
     "Return the sinks for the argument `torchEmber(sinks=)`. Raise ImportError if the library of a tracker is missing."
     return [sink_of(w) for w in (what if isinstance(what, list|tuple) else [what] if what else [])]
 
 # %% ../../nbs/56_sinks/60_feed.ipynb #f512a34d
 class SentSteps:
-    "The steps of a run received by a destination. A file beside the log lists them, with a range of steps in each line."
-    def __init__(self, t, target): # t: `tracker` of the run; target: result of `Sink.target`
+    "The steps of a run that a destination has received. A file beside the log lists them, one range of steps in each line."
+    def __init__(self, t, target): # t: the run, a `tracker`; target: name of the destination, from `Sink.target`
         self.path,self.target,self.steps = t.about.path(f'sent_{t.fname}'),target,set()
         if target is not None and self.path.exists():
             for line in self.path.read_bytes().splitlines():
                 try: row = load_row(line)
-                except ValueError: continue # skip an incomplete line: the process was killed while it wrote the line
+                except ValueError: continue # an incomplete line: the process was killed while it wrote the line
                 if row.get('target')==target: self.steps.update(range(row['first'], row['last']+1))
 
     def add(self, steps):
-        "Add arrived steps, and append them to the file. Consecutive steps share one line."
+        "Add steps that have arrived, and append them to the file. Consecutive steps share one line."
         ranges = []
         for s in sorted({*steps}-self.steps):
             if ranges and ranges[-1][1]==s-1: ranges[-1][1] = s
@@ -90,24 +94,28 @@ class SentSteps:
         self.steps.update(steps)
         if not ranges or self.target is None: return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, 'ab') as f: f.write(b'\n'+b''.join(line_of({'target': self.target, 'first': a, 'last': b}).rstrip(b'\n')+b'\n' for a,b in ranges))
+        with open(self.path, 'ab') as f:
+            f.write(b'\n'+b''.join(line_of({'target': self.target, 'first': a, 'last': b}).rstrip(b'\n')+b'\n'
+                for a,b in ranges))
 
 # %% ../../nbs/56_sinks/60_feed.ipynb #8b0a1869
 class StepSender:
-    "Sends steps of a run to a sink, and notes the steps after they have arrived."
-    patience,most_failures = 2.,5 # seconds between two flushes of the sink; number of failures in a row after which nothing more is sent
-    def __init__(self, t, sink): # t: `tracker` of the run
+    "Sends steps of a run to a sink, and records which steps have arrived."
+    # seconds between two flushes of the sink; number of failures in a row after which nothing more is sent
+    patience,most_failures = 2.,5
+    def __init__(self, t, sink): # t: the run, a `tracker`
         # sent: a `SentSteps`, or None before the first call of `open`
         self.tracker,self.sink,self.sent,self.unconfirmed,self.last_flush,self.failures = t,sink,None,[],time.monotonic(),0
-        # with several processes, the first process sends, under the name of the whole run
+        # with several processes, only the first process sends, under the name of the whole run
         self.run = t.fname.removesuffix('.rank0')
 
     def open(self):
         "Open the run in the experiment tracker, unless it is open already."
         if self.sent is not None: return
         try: about = self.tracker.about[f'base_{self.tracker.fname}']
-        except KeyError: about = {} # with several processes, the metadata are under the key of another process
-        if self.sink.of is not None: raise ValueError(f"this sink already sends the run {self.sink.of!r}. Create another sink for {self.run!r}")
+        except KeyError: about = {} # another process of the run has the metadata
+        if self.sink.of is not None:
+            raise ValueError(f"this sink already sends the run {self.sink.of!r}. Create another sink for {self.run!r}")
         self.sink.of = self.run
         self.sink.open(self.run, dict(about))
         self.sent = SentSteps(self.tracker, self.sink.target())
@@ -130,31 +138,32 @@ class StepSender:
         if time.monotonic()-self.last_flush>self.patience: self.flush()
 
     def findings(self, step, rows):
-        "Send the findings of a step to the sink: new findings, and findings with an end in this step."
+        "Send the findings of a step to the sink: new findings, and findings that end in this step."
         self.open()
         self.sink.findings(step, rows)
 
     def flush(self):
-        "Flush the sink, and note the arrived steps."
+        "Flush the sink, and record the steps that have arrived."
         if self.sent is None: return
         self.sink.flush()
         arrived = set(self.sink.persisted_steps(self.unconfirmed))
         self.sent.add(arrived)
-        # the last step stays in the list, because the tracker may not have stored its row yet
+        # the last step stays in the list, because the tracker may not have stored it yet
         self.unconfirmed,self.last_flush = [s for s in self.unconfirmed[-1:] if s not in arrived],time.monotonic()
 
     def close(self):
+        "Flush the sink, and end its run in the tracker."
         if self.sent is None: return
         try: self.flush()
         finally: self.sink.of = None; self.sink.close()
 
 # %% ../../nbs/56_sinks/60_feed.ipynb #d31311fd
 class Feed:
-    "Sends a run to a sink while the run is recorded. A separate thread sends, so the training never waits for the tracker."
+    "Sends a run to a sink while the run is recorded. A separate thread sends, so that the training never waits for the tracker."
     patience = 10. # at the end of a run, wait at most this many seconds for the sink
 
-    def __init__(self, t, sink): # t: `tracker` of the run
-        # has_own_names: False if another run sends metrics of the same names to this destination
+    def __init__(self, t, sink): # t: the run, a `tracker`
+        # has_own_names: False if another run sends metrics with the same names to this destination
         self.ended,self.has_own_names = False,None
         # step: number of the step whose rows are being collected
         self.tracker,self.sender,self.step,self.rows,self.first_failure = t,StepSender(t, sink),None,[],None
@@ -165,7 +174,7 @@ class Feed:
     def receive_rows(self, step, rows):
         "Collect the rows of a step. When rows of a new step arrive, send the collected step. The listener thread calls this method."
         found = [r for r in rows if r.get('ttype')=='finding']
-        for at in dict.fromkeys(r['step'] for r in found): # send each finding under its own step, as `replay` does
+        for at in dict.fromkeys(r['step'] for r in found): # each finding is sent under its own step, as `replay` does
             self.attempt(at, lambda at: self.sender.findings(at, [r for r in found if r['step']==at]))
         if step is None or len(found)==len(rows): return
         if step==self.step: return self.rows.extend(rows)
@@ -173,7 +182,7 @@ class Feed:
         self.step,self.rows = step,list(rows)
 
     def send_step(self):
-        "Send the collected rows of the ended step."
+        "Send the collected rows of the step that has ended."
         if self.step is None: return
         self.attempt(self.step, lambda step: self.sender.step(step, self.rows))
         self.warn_of_same_names()
@@ -190,7 +199,7 @@ class Feed:
             f"Give each a prefix: {type(mine).__name__}(prefix='{self.sender.run}/'). This is reported once.")
 
     def attempt(self, step, f):
-        "Call `f(step)`. Report an exception and go on, because a failing sink must not stop the training."
+        "Call `f(step)`. Report an exception, but raise nothing, because a failing sink must not stop the training."
         try: f(step)
         except BaseException as e: self.report(f"{type(e).__name__}: {printable(e, 300)}", step)
 
@@ -222,7 +231,7 @@ class Feed:
         if self.listening.hangs: return
         last = threading.Thread(target=self.finish, name=f'torchember-{self.name}-end', daemon=True)
         try: last.start()
-        except RuntimeError: return self.finish() # no thread can start while the interpreter ends
+        except RuntimeError: return self.finish() # while the interpreter ends, no thread can start
         last.join(self.patience)
         if last.is_alive(): self.report('it does not return')
 
@@ -231,7 +240,7 @@ class Feed:
         if self.first_failure is None and not self.listening.hangs: return []
         return [f"{self.name} did not get all steps ({self.first_failure or 'it does not return'}): {self.replay_command} sends the missing steps."]
 
-open_feeds = weakref.WeakSet() # the feeds that are open; `close_feeds` closes them
+open_feeds = weakref.WeakSet() # all feeds that are open, so that `close_feeds` can close them
 
 @atexit.register
 def close_feeds():
@@ -240,9 +249,10 @@ def close_feeds():
 
 # %% ../../nbs/56_sinks/60_feed.ipynb #09cef4c1
 def rows_of(run):
-    "Return all rows of a `Run`. If several processes have recorded it, merge their rows into rows of whole tensors."
+    "Return all rows of a `Run`. If several processes have recorded it, merge the rows of all ranks into rows of whole tensors."
     if not run.is_ranked: return run.rows()
-    return [{k: v for k,v in r.items() if isinstance(v, list|tuple|str) or v is not None and v==v} for r in run.table().to_dict('records')]
+    return [{k: v for k,v in r.items() if isinstance(v, list|tuple|str) or v is not None and v==v}
+        for r in run.table().to_dict('records')]
 
 def replay(
     run, # Run to send: its name, or another argument accepted by `read`
@@ -260,11 +270,13 @@ def replay(
         Number of steps that were sent
     """
     sink,run = sink_of(sink),open_run(run, home)
-    if run.log is None: raise TypeError("replay needs the name of a stored run, got a table. Only a stored run has the list of the steps that were sent.")
+    if run.log is None:
+        raise TypeError("replay needs the name of a stored run, got a table. "
+            "Only a stored run knows which of its steps were already sent to the sink.")
     steps = {}
     for r in rows_of(run):
         if is_step(r.get('step')): steps.setdefault(r['step'], []).append(r)
-    # of several processes, the first process has the list of sent steps
+    # with several processes, the log of the first process has the list of sent steps
     sender = StepSender(run.log.t or emberTracker(run.name, run.home), sink)
     sender.open()
     n = len(sender.sent.steps)

@@ -14,22 +14,22 @@ from .sink import Sink, simple_metadata, stable_id
 from ..ground.needs import needs
 
 # %% ../../nbs/56_sinks/40_mlflow.ipynb #d3d78745
-# limits of MLflow: numbers in a request, letters of a name, letters of a tag
+# limits of MLflow: numbers in a request, characters of a name, characters of a tag
 most_numbers,most_letters,most_text = 1000,250,5000
 
 def escape_name(part:str):
-    "Replace the characters forbidden by MLflow in a part of a metric's path by a checksum."
+    "Replace the characters that MLflow forbids, in one component of a metric's name, by a checksum."
     if re.fullmatch(r'[\w.\- ]+', part) and part not in ('.', '..'): return part
     return re.sub(r'[^\w\- ]', '_', part)+f'-{crc32(part.encode()):08x}'
 
-def metric_name(key) -> str: # key: name of the metric in torchember, `ttype/path/stat`
-    "Convert the name of a metric to a name allowed by MLflow. Different metrics get different names."
+def metric_name(key) -> str: # key: name of the metric in torchember, such as 'weight/fc/rms'
+    "Convert the name of a metric to a name that MLflow allows. Different metrics get different names."
     name = '/'.join(map(escape_name, key.split('/')))
     return name if len(name)<=most_letters else f'{name[:most_letters-9]}-{crc32(key.encode()):08x}'
 
 # %% ../../nbs/56_sinks/40_mlflow.ipynb #0cfe6b15
 def percentile_edges(edges, counts) -> dict: # edges: edges of the histogram's bins; counts: number of values in each bin
-    "Return the lower edge of the bins with the 5th, 50th and 95th percentile. MLflow has no histograms, so these numbers are sent instead."
+    "Return the 5th, 50th and 95th percentile of a histogram as edges of its bins. They are sent because MLflow has no histograms."
     out,seen,total = {},0,sum(counts)
     for edge,n in zip(edges, counts, strict=False):
         seen += n
@@ -44,26 +44,29 @@ class MLflow(Sink):
     Args:
         run: Run of MLflow, or its id; by default the open run, or else a new run
         experiment: Experiment of a new run; by default the experiment set in MLflow, or 'torchember'
-        **choice: Further arguments, as for `Sink`
+        **choice: Further arguments of `Sink`
     """
     name = 'mlflow'
-    tag = 'torchember.run' # tag of the MLflow run with the id of the torchember run, by which this sink finds its run again
+    # tag of the MLflow run with the id of the torchember run, by which this sink finds the MLflow run again
+    tag = 'torchember.run'
     def __init__(self,
         run=None, # Run of MLflow, or its id; by default the open run, or else a new run
         experiment:str|None=None, # Experiment of a new run; by default the experiment set in MLflow, or 'torchember'
-        **choice # Further arguments, as for `Sink`
+        **choice # Further arguments of `Sink`
     ):
         super().__init__(**choice)
-        self.given = run if isinstance(run, str) else self.id_of(run or self.mlflow.active_run()) or os.environ.get('MLFLOW_RUN_ID')
-        # the server of the given run. Without a run, None: the user may choose another server later
+        self.given = (run if isinstance(run, str)
+            else self.id_of(run or self.mlflow.active_run()) or os.environ.get('MLFLOW_RUN_ID'))
+        # server of the given run. Without a run it is None, because the user may choose another server later
         self.uri = self.mlflow.get_tracking_uri() if self.given else None
         self.experiment = experiment
-        # create MLflow's database now, before the training: this takes seconds
+        # the database of MLflow is created now, before the training, because this takes seconds
         if not self.mlflow.get_tracking_uri().startswith(('http', 'databricks')):
             self.mlflow.MlflowClient(self.uri)
         self.begin()
 
-    mlflow = property(lambda self: needs('mlflow', for_='The sink mlflow'), doc="The library, a property because a library cannot be pickled.")
+    mlflow = property(lambda self: needs('mlflow', for_='The sink mlflow'),
+        doc="The library, a property because a library cannot be pickled.")
 
     def begin(self):
         "Reset the state of the sink, to send another run."
@@ -73,19 +76,21 @@ class MLflow(Sink):
 
     @staticmethod
     def id_of(run):
-        "Return the id of an MLflow run. Return None without a run."
+        "Return the id of an MLflow run; None if there is no run."
         return run and run.info.run_id
 
     def open(self, run, about):
+        "Open the MLflow run, or find the MLflow run of an earlier call for the same run."
         self.client = self.mlflow.MlflowClient(self.uri)
-        self.id = self.id or self.id_of(find_open_run(self.mlflow)) # search again, because the user may have opened a run in another thread
+        # searched again, because the user may have opened a run in another thread
+        self.id = self.id or self.id_of(find_open_run(self.mlflow))
         found = self.client.get_run(self.id) if self.id else self.create_or_find_run(run, about)
         self.old_metrics,self.tags,self.id = {*found.data.metrics},found.data.tags,found.info.run_id
 
     def experiment_id(self):
         "Return the id of the MLflow experiment for a new run. Create the experiment if it does not exist."
         env = os.environ.get
-        # an experiment chosen by the user: `mlflow.set_experiment` sets this variable, too
+        # the experiment that the user has chosen: `mlflow.set_experiment` sets this variable, too
         if self.experiment is None and env('MLFLOW_EXPERIMENT_ID'): return env('MLFLOW_EXPERIMENT_ID')
         name = self.experiment or env('MLFLOW_EXPERIMENT_NAME') or 'torchember'
         found = self.client.get_experiment_by_name(name)
@@ -108,7 +113,7 @@ class MLflow(Sink):
         return f'mlflow:{self.id}'
 
     def queue_numbers(self, step, numbers):
-        "Queue the numbers of a step still missing in the MLflow run. When enough for a request are queued, send them."
+        "Queue the numbers of a step, except numbers already in the MLflow run. When enough for a request are queued, send them."
         now = int(time.time()*1000)
         for k,v in numbers.items():
             name = metric_name(k)
@@ -117,26 +122,35 @@ class MLflow(Sink):
             if step not in self.old_steps[name]: self.pending.append(self.mlflow.entities.Metric(name, v, now, step))
         if len(self.pending)>=most_numbers: self.flush()
 
-    def scalars(self, step, numbers): self.queue_numbers(step, numbers)
+    def scalars(self, step, numbers):
+        "Send the numbers of a step."
+        self.queue_numbers(step, numbers)
 
     def histograms(self, step, counts):
-        self.queue_numbers(step, {f'{k}/exponents/{p}': v for k,h in counts.items() for p,v in percentile_edges(*h).items()})
+        "Send percentiles of the histograms of a step."
+        self.queue_numbers(step, {f'{k}/exponents/{p}': v for k,h in counts.items()
+            for p,v in percentile_edges(*h).items()})
 
     def findings(self, step, found):
+        "Write the findings of a step into tags of the MLflow run."
         for f in found:
-            tag,line = metric_name(f"torchember.finding.{f['rule']}"),f"step {step}: {'no longer so: ' if f.get('over') else ''}{f['text']}"
+            tag = metric_name(f"torchember.finding.{f['rule']}")
+            line = f"step {step}: {'no longer so: ' if f.get('over') else ''}{f['text']}"
             lines = self.tags.get(tag, '').splitlines()
             text = '\n'.join([*lines, line])
-            if line in lines or len(text)>most_text: continue # a tag is full: keep its first findings, which are usually the causes
+            # a full tag keeps its first findings, which are usually the causes
+            if line in lines or len(text)>most_text: continue
             self.client.set_tag(self.id, tag, text)
             self.tags[tag] = text
 
     def flush(self):
+        "Send all queued numbers."
         while self.pending:
             self.client.log_batch(self.id, metrics=self.pending[:most_numbers], synchronous=True)
             del self.pending[:most_numbers]
 
     def close(self):
+        "Send all queued numbers, and end the MLflow run if this sink has created it."
         if self.client is None: return
         self.flush()
         if self.owns_run: self.client.set_terminated(self.id)

@@ -12,31 +12,31 @@ from zlib import crc32
 
 from ..ground.choose import NamedLayer, chosen, schedule
 from ..ground.messages import an, printable
-from ..ground.record import beside_training, check_ttypes, identity, of_pieces, optional
+from ..ground.record import beside_training, check_ttypes, identity, of_no_tensor, of_pieces, optional
 from ..store.reading import path_of, without_superseded
 
 # %% ../../nbs/56_sinks/10_sink.ipynb #5c42374b
 default_ttypes = ('output', 'weight', 'weight_grad', 'update') # tensor types that a sink sends by default
-bad_counts = ('nan', 'posinf', 'neginf') # columns of a row with the counts of its non-finite values
+bad_counts = ('nan', 'posinf', 'neginf') # columns with the number of NaN, +infinity and -infinity in a tensor
 
 def rms_of_row(row):
-    "Return the root mean square of a row's tensor, if necessary from mean and standard deviation. None if the row has neither."
+    "Return the root mean square of a row's tensor, if necessary from mean and standard deviation. Return None if the row has neither."
     if 'rms' in row: return row['rms']
     mean,std = row.get('mean'),row.get('std')
     if mean is None or 'std' not in row: return None
     n = row.get('numel') or (math.prod(row['shape']) if isinstance(row.get('shape'), list|tuple) else 0)
-    # the standard deviation of one element is NaN. Without a shape, a NaN means one element
+    # the standard deviation of a single element is NaN; in a row without a shape, NaN is taken to mean one element
     if n==1 or std!=std and math.isfinite(mean): return abs(mean)
     return None if std is None else math.hypot(mean, std*math.sqrt((n-1)/n if n else 1.))
 
 def statistic_of(row, stat):
-    "Return a statistic of a row as a float. None if the row has no number with this name."
+    "Return a statistic of a row as a float. Return None if the row has no number with this name."
     v = rms_of_row(row) if stat=='rms' else row.get(stat)
     return float(v) if isinstance(v, int|float) and not isinstance(v, bool) else None
 
 # %% ../../nbs/56_sinks/10_sink.ipynb #9f490008
 def merge_calls(stat, values):
-    "Merge the values of a statistic into one value. They come from several calls of a module in a step."
+    "Merge the values of a statistic from several calls of a module in one step into one value."
     if len(values)==1: return values[0]
     if stat in ('min', 'abs_min'): return min(values)
     if stat in ('max', 'abs_max'): return max(values)
@@ -57,7 +57,7 @@ def exponent_histogram(row): # returns (edges, counts) without empty bins at the
     return edges[first:last+2], list(counts[first:last+1])
 
 def merge_histograms(histograms):
-    "Merge the histograms of several calls of a module into one. All edges are powers of two, so bins with equal edges are added."
+    "Merge the histograms of several calls of a module into one. Add up bins with equal edges; all edges are powers of two."
     if len(histograms)==1: return histograms[0]
     counts = {}
     for edges,n in histograms:
@@ -67,13 +67,14 @@ def merge_histograms(histograms):
 
 # %% ../../nbs/56_sinks/10_sink.ipynb #70ff8a0b
 class MetricNames:
-    "Selects the modules sent by a sink, and names their metrics."
-    def __init__(self, include=None, exclude=None): # the arguments are those of `Sink`
+    "Selects the modules whose statistics a sink sends, and makes the names of their metrics."
+    def __init__(self, include=None, exclude=None): # include, exclude: as in `Sink`
         self.include,self.exclude,self.picked = include,exclude,None
-        self.layers,self.inner = {},set() # layers: a `NamedLayer` for each module path; inner: paths of the modules that contain other modules
+        # layers: module path -> `NamedLayer` (path and class names); inner: paths of modules that contain other modules
+        self.layers,self.inner = {},set()
 
     def learn(self, rows):
-        "Note the modules of some rows, and choose the modules to send by `include` and `exclude`."
+        "Add the modules in some rows to the known modules, and choose by `include` and `exclude` which modules are sent."
         for module in {r['module'] for r in rows if isinstance(r.get('module'), str)}:
             path = path_of(module)
             if path in self.layers: continue
@@ -82,7 +83,7 @@ class MetricNames:
             self.picked = None
         if self.picked is not None: return
         try: ids = chosen(self.layers.items(), self.include, self.exclude)
-        except ValueError: ids = set() # no recorded module matches `include` so far
+        except ValueError: ids = set() # so far, no recorded module matches `include`
         self.picked = {p for p,l in self.layers.items() if id(l) in ids}
 
     def is_sent(self, row):
@@ -91,33 +92,35 @@ class MetricNames:
         is_activation = row['ttype'] in ('input', 'output', 'input_grad', 'output_grad')
         return path in self.picked and (self.include is not None or not is_activation or path not in self.inner)
 
-    def key(self, row, first): # first: dict with the name of the first tensor of each (ttype, phase, path)
-        "Return the beginning of a metric's name for a row: `ttype/path`. The name of the statistic follows."
+    def key(self, row, first): # first: (ttype, phase, path) -> name of the first tensor
+        "Return the start of the metric names of a row, `ttype/path`, to which the name of a statistic is added."
         path,tname = path_of(row['module']) or 'model',row.get('tname')
         if row.get('pname'): path = f"{path}.{row['pname']}"
-        # the second output of a module, and each optimizer state, needs a longer name
+        # the second output of a module, and each optimizer state, needs a longer name to be unique
         other = first.setdefault((row['ttype'], row.get('phase'), path), tname)!=tname
         if other or row['ttype']=='optimizer': path = f'{path}/{tname}'
         return (f"{row['phase']}/" if row.get('phase') in beside_training else '')+f"{row['ttype']}/{path}"
 
 # %% ../../nbs/56_sinks/10_sink.ipynb #7e5d73c1
-built_in_columns = {*identity, *of_pieces, *optional, 'path'} # columns of a row that torchember writes; other columns with numbers are the user's
+# columns of a row that torchember writes; any other column with numbers comes from the user
+built_in_columns = {*identity, *of_pieces, *optional, 'path'}
 
-def logged_numbers(row, known): # known: names of columns that the user has not logged
-    "Return the numbers logged by the user with `te.log`, from a row of type 'scalar'."
-    return {k: float(v) for k,v in row.items() if k not in known and isinstance(v, int|float) and not isinstance(v, bool)}
+def logged_numbers(row, known): # known: names of columns that the user did not log
+    "Return the numbers that the user has logged with `te.log`, from a row of type 'scalar'."
+    return {k: float(v) for k,v in row.items()
+        if k not in known and isinstance(v, int|float) and not isinstance(v, bool)}
 
 def stable_id(run, about) -> str: # about: metadata of the run
-    "Return an id made of name, host and start of a run. A continued run keeps its id, and different runs have different ids."
+    "Return an id made from the name, host and start of a run. A continued run keeps its id, and different runs have different ids."
     began = f"{about.get('start')} {about.get('host')}"
     return f"{re.sub(r'[^A-Za-z0-9_-]', '_', run)[:110]}-{crc32(began.encode()):08x}"
 
 def simple_metadata(about):
-    "Return the entries of a run's metadata with text or numbers. Trackers accept nothing else."
+    "Return the metadata of a run with a text or a number as value, because trackers accept only these."
     return {k: v for k,v in about.items() if isinstance(v, str|int|float)}
 
 def alerts_of(found):
-    "Return an alert (title, text, level) for each error and warning among findings. An ended finding gets no alert."
+    "Return an alert (title, text, level) for each error and warning among findings. A finding that has ended gets no alert."
     levels = {'error': 'ERROR', 'warning': 'WARN'}
     return [(printable(f['rule'], 60), f"{f['text']} {f.get('advice') or ''}".strip(), levels[f['severity']])
         for f in found if not f.get('over') and f.get('severity') in levels]
@@ -127,42 +130,44 @@ class Sink:
     """Sends the statistics of each step to an experiment tracker. Your own sink must implement `scalars`.
 
     Args:
-        include: Modules, as in `select`. By default all; outputs only of modules without submodules
+        include: Modules to send, as in `select`. By default all; outputs only of modules without submodules
         exclude: Modules to leave out
         ttypes: Recorded tensor types to send
         stats: Recorded statistics to send. 'rms' is also computed from mean and standard deviation
         every: Recorded steps to send, as in `schedule`. Scalars and evaluations are sent at all steps
-        histograms: True to send exponent counts as histograms, if they are recorded
-        prefix: Beginning of all names, so that two models can share a run of a tracker: 'generator/'
+        histograms: True to send recorded exponent counts as histograms
+        prefix: Text before all names, such as 'generator/', so that two models can share a run of a tracker
     """
-    name,prefix,of = 'sink','',None # name: name of the sink in messages; of: name of the run that the sink is sending
+    name,prefix,of = 'sink','',None # name: name of the sink in messages; of: name of the run that is being sent
     def __init__(self,
-        include=None, # Modules, as in `select`. By default all; outputs only of modules without submodules
+        include=None, # Modules to send, as in `select`. By default all; outputs only of modules without submodules
         exclude=None, # Modules to leave out
         ttypes=default_ttypes, # Recorded tensor types to send
         stats=('rms',), # Recorded statistics to send. 'rms' is also computed from mean and standard deviation
         every=1, # Recorded steps to send, as in `schedule`. Scalars and evaluations are sent at all steps
-        histograms:bool=True, # True to send exponent counts as histograms, if they are recorded
-        prefix:str='' # Beginning of all names, so that two models can share a run of a tracker: 'generator/'
+        histograms:bool=True, # True to send recorded exponent counts as histograms
+        prefix:str='' # Text before all names, such as 'generator/', so that two models can share a run of a tracker
     ):
         self.names,self.ttypes,self.when,self.with_histograms = MetricNames(include, exclude),check_ttypes(ttypes),schedule(every),histograms
-        if not isinstance(prefix, str): raise TypeError(f"prefix= is the beginning of all metric names, a text such as 'generator/', got {an(prefix)}.")
+        if not isinstance(prefix, str):
+            raise TypeError(f"prefix= must be a text such as 'generator/' (the beginning of all metric names), got {an(prefix)}.")
         self.prefix = prefix
         self.stats = (stats,) if isinstance(stats, str) else tuple(stats)
-        if bad := [s for s in self.stats if not isinstance(s, str)]: raise TypeError(f"stats= takes names of statistics, such as 'rms', got {an(bad[0])}.")
+        if bad := [s for s in self.stats if not isinstance(s, str)]:
+            raise TypeError(f"stats= takes names of statistics, such as 'rms', got {an(bad[0])}.")
 
     def open(self, run:str, about:dict):
-        "Begin or continue a run in the tracker. `about`: metadata of the run. Called first, in the thread of the sink."
+        "Begin or continue a run in the tracker. `about`: metadata of the run. This is called before all other methods, in the thread of the sink."
 
     def scalars(self, step:int, numbers:dict):
-        "Send the numbers of a step to the tracker. The dict contains a number for each metric name."
+        "Send the numbers of a step to the tracker. `numbers`: metric name -> number."
         raise NotImplementedError
 
     def histograms(self, step:int, counts:dict):
-        "Send the histograms of a step to the tracker. The dict contains (edges, counts) for each metric name."
+        "Send the histograms of a step to the tracker. `counts`: metric name -> (edges, counts)."
 
     def findings(self, step:int, found:list):
-        "Send findings to the tracker: findings that appeared in a step, and findings that have ended in it."
+        "Send the findings of a step to the tracker: new findings, and findings that end in this step."
 
     def flush(self):
         "Write all sent steps to disk or to the server, so that the end of the process loses none."
@@ -170,7 +175,7 @@ class Sink:
     def persisted_steps(self,
         steps:list # Steps sent since the last flush
     ) -> list:
-        """Return the steps that the tracker has stored. `replay` sends all other steps again.
+        """Return the steps stored by the tracker. `replay` sends all missing steps again.
 
         Args:
             steps: Steps sent since the last flush
@@ -180,32 +185,33 @@ class Sink:
     def close(self):
         "End the run in the tracker. Afterwards, the sink can send another run."
 
-    def target(self) -> str|None: # None if the destination has no name; `replay` then sends all steps
+    def target(self) -> str|None: # None if the destination has no name, so that `replay` sends all steps
         """Return a name of the destination, such as the address of a run. No step is sent twice to the same destination.
 
         Returns:
-            None if the destination has no name; `replay` then sends all steps
+            None if the destination has no name, so that `replay` sends all steps
         """
         return self.name
 
     def chosen(self,
         rows:list # Log rows of a step
-    ) -> tuple: # Numbers and histograms: two dicts by metric name
+    ) -> tuple: # Two dicts: metric name -> number, and metric name -> histogram
         """Return the numbers and histograms that this sink sends for a step.
 
         Args:
             rows: Log rows of a step
 
         Returns:
-            Numbers and histograms: two dicts by metric name
+            Two dicts: metric name -> number, and metric name -> histogram
         """
-        # skip the rows of refused passes, which belong to no step
+        # rows of refused passes (whose gradients were discarded) are skipped, because they belong to no step
         rows = [r for r in without_superseded(rows) if r.get('phase')!='refused']
         self.names.learn([r for r in rows if r.get('ttype') in self.ttypes])
         found,counts,scalars,first,bad = {},{},{},{},0
         for r in rows:
-            if r.get('ttype')=='scalar': scalars |= {f'scalar/{k}': v for k,v in logged_numbers(r, built_in_columns).items()}
-            if r.get('ttype') in (None, 'scalar', 'finding') or not isinstance(r.get('module'), str): continue
+            if r.get('ttype')=='scalar':
+                scalars |= {f'scalar/{k}': v for k,v in logged_numbers(r, built_in_columns).items()}
+            if r.get('ttype') in (None, *of_no_tensor) or not isinstance(r.get('module'), str): continue
             bad += sum(int(r.get(c) or 0) for c in bad_counts)
             if r['ttype'] not in self.ttypes or not self.names.is_sent(r): continue
             key = self.names.key(r, first)
@@ -215,4 +221,5 @@ class Sink:
             if self.with_histograms and (h := exponent_histogram(r)): counts.setdefault(key, []).append(h)
         numbers = {f'{key}/{s}': merge_calls(s, v) for (key,s),v in found.items()}
         if found: numbers['nonfinite/count'] = bad
-        return {self.prefix+k: v for k,v in (scalars | numbers).items()}, {self.prefix+k: merge_histograms(h) for k,h in counts.items()}
+        return {self.prefix+k: v for k,v in (scalars | numbers).items()}, {self.prefix+k: merge_histograms(h)
+            for k,h in counts.items()}

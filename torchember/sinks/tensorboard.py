@@ -21,8 +21,10 @@ def read_events(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     events = EventAccumulator(folder, size_guidance={'scalars': 0, 'histograms': 0, 'tensors': 0}).Reload()
     tags = events.Tags()
-    texts = {(k, e.step, e.tensor_proto.string_val[0].decode()) for k in tags['tensors'] if k.startswith('finding/') for e in events.Tensors(k)}
-    return texts | {(k, e.step) for kind,read in (('scalars', events.Scalars), ('histograms', events.Histograms)) for k in tags[kind] for e in read(k)}
+    texts = {(k, e.step, e.tensor_proto.string_val[0].decode()) for k in tags['tensors'] if k.startswith('finding/')
+        for e in events.Tensors(k)}
+    return texts | {(k, e.step) for kind,read in (('scalars', events.Scalars), ('histograms', events.Histograms))
+        for k in tags[kind] for e in read(k)}
 
 def run_folder(run, about, log_dir): # about: metadata of the run; log_dir: folder with a folder for each run
     "Return the folder of a run: `<name>`, or `<name>_2`, ... if the name is already used."
@@ -32,7 +34,7 @@ def run_folder(run, about, log_dir): # about: metadata of the run; log_dir: fold
         try: makedirs(folder)
         except FileExistsError:
             try: owner = json.loads(Path(folder, owner_file).read_text(encoding='utf-8'))
-            except (OSError, ValueError): owner = None # the folder belongs to another program, which has written no such file
+            except (OSError, ValueError): owner = None # the folder belongs to another program
             if owner!=id: continue
         else: Path(folder, owner_file).write_text(json.dumps(id), encoding='utf-8')
         return folder
@@ -41,25 +43,26 @@ owner_file = 'torchember.json' # file in a folder of TensorBoard that names the 
 
 # %% ../../nbs/56_sinks/30_tensorboard.ipynb #8b5e8906
 class TensorBoard(Sink):
-    """Sends to TensorBoard, through a given `SummaryWriter` or a new one.
+    """Sends the statistics of a run to TensorBoard, through a given `SummaryWriter` or a new one.
 
     Args:
         writer: `SummaryWriter` to use; by default a new one
         log_dir: Folder for new writers; each run gets a folder inside
-        **choice: Further arguments, as for `Sink`
+        **choice: Further arguments of `Sink`
     """
     name = 'tensorboard'
     def __init__(self,
         writer=None, # `SummaryWriter` to use; by default a new one
         log_dir='runs', # Folder for new writers; each run gets a folder inside
-        **choice # Further arguments, as for `Sink`
+        **choice # Further arguments of `Sink`
     ):
         super().__init__(**choice)
         needs('tensorboard', for_='The sink tensorboard')
-        # existing: numbers, histograms and findings that the folder contains already, as `read_events` returns them
+        # existing: numbers, histograms and findings that the folder already contains, as `read_events` returns them
         self.writer,self.log_dir,self.owns_writer,self.existing = writer,abspath(log_dir),writer is None,set()
 
     def open(self, run, about):
+        "Open a writer for the run, unless the user has given a writer."
         if not self.owns_writer: return
         from torch.utils.tensorboard import SummaryWriter
         folder = run_folder(run, about, self.log_dir)
@@ -71,8 +74,10 @@ class TensorBoard(Sink):
         return f'tensorboard:{abspath(self.writer.log_dir)}'
 
     def scalars(self, step, numbers):
-        new,file = {k: v for k,v in numbers.items() if (k, step) not in self.existing},getattr(self.writer, 'file_writer', None)
-        # write all numbers of a step as one event, which takes a tenth of the time of one event per number
+        "Write the numbers of a step."
+        new = {k: v for k,v in numbers.items() if (k, step) not in self.existing}
+        file = getattr(self.writer, 'file_writer', None)
+        # all numbers of a step are one event, which takes a tenth of the time of one event per number
         if type(file).__module__=='torch.utils.tensorboard.writer':
             from tensorboard.compat.proto.summary_pb2 import Summary
             file.add_summary(Summary(value=[Summary.Value(tag=k, simple_value=v) for k,v in new.items()]), step)
@@ -80,22 +85,28 @@ class TensorBoard(Sink):
             for k,v in new.items(): self.writer.add_scalar(k, v, step)
 
     def histograms(self, step, counts):
+        "Write the histograms of a step."
         for k,(edges,n) in counts.items():
             if (f'{k}/exponents', step) in self.existing: continue
             centers = [(a+b)/2 for a,b in zip(edges, edges[1:], strict=False)]
-            total = sum(c*x for c,x in zip(n, centers, strict=True)) # estimates of the sum and of the sum of squares, from the centers of the bins
+            # the sum and the sum of squares are estimated from the centers of the bins
+            total = sum(c*x for c,x in zip(n, centers, strict=True))
             squares = sum(c*x*x for c,x in zip(n, centers, strict=True))
-            self.writer.add_histogram_raw(f'{k}/exponents', min=edges[0], max=edges[-1], num=sum(n), sum=total, sum_squares=squares,
-                bucket_limits=[edges[0], *edges[1:]], bucket_counts=[0, *n], global_step=step)
+            self.writer.add_histogram_raw(f'{k}/exponents', min=edges[0], max=edges[-1], num=sum(n), sum=total,
+                sum_squares=squares, bucket_limits=[edges[0], *edges[1:]], bucket_counts=[0, *n], global_step=step)
 
     def findings(self, step, found):
+        "Write the findings of a step as texts."
         for f in found:
             key,text = f"finding/{f['rule']}",('This problem is over: ' if f.get('over') else '')+f['text']
             if (f'{key}/text_summary', step, text) not in self.existing: self.writer.add_text(key, text, step)
 
-    def flush(self): self.writer.flush()
+    def flush(self):
+        "Write all events to disk."
+        self.writer.flush()
 
     def close(self):
+        "Write all events, and close the writer if this sink has opened it."
         if self.writer is None: return
         if not self.owns_writer: return self.writer.flush()
         self.writer.close()

@@ -15,14 +15,15 @@ from ..ground.needs import needs
 
 # %% ../../nbs/56_sinks/50_trackio.ipynb #58a9110e
 class RunProxy:
-    "Stands in for a trackio run, with a step counter of its own. Attributes are read from the run, but new values are stored in the proxy."
+    "Replaces a trackio run, with a step counter of its own. Attributes are read from the run; new values stay in this object."
     def __init__(self, run): self.run = run
 
     def __getattr__(self, name): return getattr(self.run, name)
 
 def without_print(f):
-    "Return a copy of a function without its printing: trackio prints each alert. The original function is not changed."
-    quiet = FunctionType(f.__code__, {**f.__globals__, 'print': lambda *args, **kwargs: None}, f.__name__, f.__defaults__, f.__closure__)
+    "Return a copy of a function that prints nothing, because trackio prints each alert. The original function is not changed."
+    quiet = FunctionType(f.__code__, {**f.__globals__, 'print': lambda *args, **kwargs: None}, f.__name__,
+        f.__defaults__, f.__closure__)
     quiet.__kwdefaults__ = f.__kwdefaults__
     return quiet
 
@@ -33,46 +34,53 @@ class Trackio(Sink):
     Args:
         run: Run of trackio; by default the open run, or else a new run
         project: Project of a new run
-        **choice: Further arguments, as for `Sink`
+        **choice: Further arguments of `Sink`
     """
-    name,patience = 'trackio',10. # patience: `flush` waits at most this many seconds until trackio has stored the numbers
+    # patience: `flush` waits at most this many seconds until trackio has stored the numbers
+    name,patience = 'trackio',10.
     def __init__(self,
         run=None, # Run of trackio; by default the open run, or else a new run
         project:str='torchember', # Project of a new run
-        **choice # Further arguments, as for `Sink`
+        **choice # Further arguments of `Sink`
     ):
         super().__init__(**choice)
         self.given,self.project = run or self.trackio.context_vars.current_run.get(),project
         self.begin()
 
-    trackio = property(lambda self: needs('trackio', for_='The sink trackio'), doc="The library, a property because a library cannot be pickled.")
+    trackio = property(lambda self: needs('trackio', for_='The sink trackio'),
+        doc="The library, a property because a library cannot be pickled.")
     store = property(lambda self: self.trackio.SQLiteStorage, doc="The database of runs on this machine.")
 
     def begin(self):
-        "Reset the state of the sink, so that it can send another run."
+        "Reset the state of the sink, to send the next run."
         self.run,self.owns_run = self.given,False
-        self.old_keys,self.old_alerts,self.pending = set(),set(),{} # pending: for each step, the keys that trackio has not stored yet
+        # pending: step -> names of numbers that trackio has not stored yet
+        self.old_keys,self.old_alerts,self.pending = set(),set(),{}
 
     def open(self, run, about):
+        "Open the trackio run, and find out which numbers and alerts it already has."
         if self.run is None: self.run,self.owns_run = self.create_run(run, about),True
         self.proxy = RunProxy(self.run)
         if not self.is_local: return
         self.store.init_db(self.run.project)
         self.old_keys = {(k, step) for step,row in self.rows() for k in row}
-        self.old_alerts = {(a['title'], a['step']) for a in self.store.get_alerts(self.run.project, self.run.name, self.run.id)}
+        self.old_alerts = {(a['title'], a['step'])
+            for a in self.store.get_alerts(self.run.project, self.run.name, self.run.id)}
 
     def create_run(self, run, about):
         "Create a trackio run for a torchember run. If trackio has a run with the same id, continue this run."
         space,server = self.trackio.utils.resolve_space_id_and_server_url(None, None)
-        if space: raise ValueError(f"trackio sends to the Space {space}. Open the run with trackio.init(...) before you create the sink")
+        if space:
+            raise ValueError(f"trackio sends to the Space {space}. Open the run with trackio.init(...) before you create the sink")
         remote = {}
         if server:
             url,token = self.trackio.utils.parse_trackio_server_url(server)
             token = token or os.environ.get('TRACKIO_WRITE_TOKEN')
             remote = {'server_base_url': url, 'write_token': token, 'existing_runs': [], 'initial_last_step': 0}
-            # raises an error if the server does not answer; the sink is then tried again at the next step
+            # raises an error if the server does not answer, so that the sink tries again at the next step
             remote['client'] = self.trackio.RemoteClient(url, hf_token=None, write_token=token, verbose=False)
-        return self.trackio.Run(**{'url': remote.get('server_base_url'), 'client': None, **remote}, project=self.project, name=run,
+        return self.trackio.Run(**{'url': remote.get('server_base_url'), 'client': None, **remote},
+            project=self.project, name=run,
             run_id=stable_id(run, about), config={'torchember': simple_metadata(about)})
 
     @property
@@ -81,7 +89,7 @@ class Trackio(Sink):
         return self.run.url is None and self.trackio.utils.get_storage_mode()=='sqlite'
 
     def rows(self, first=0):
-        "Return the rows of the run stored by trackio, from step `first` on, as pairs (step, row)."
+        "Return the rows that trackio has stored for the run, from step `first` on, as pairs (step, row)."
         id = self.run.id.replace("'", "''")
         found = self.store.query_project(self.run.project,
             f"SELECT step, metrics FROM metrics WHERE run_id = '{id}' AND step >= {first}", max_rows=10**9)['rows']
@@ -92,18 +100,23 @@ class Trackio(Sink):
         return f'trackio:{self.run.url or self.trackio.utils.TRACKIO_DIR}:{self.run.project}/{self.run.id}'
 
     def log_keys(self, step, data):
-        "Log the data of a step still missing in the trackio run. The step counter of the run does not change."
+        "Log the data of a step, except data already in the trackio run. The step counter of the run does not change."
         data = {k: v for k,v in data.items() if (k, step) not in self.old_keys}
         if not data: return
         self.pending.setdefault(step, set()).update(data)
         type(self.run).log(self.proxy, data, step=step)
 
-    def scalars(self, step, numbers): self.log_keys(step, numbers)
+    def scalars(self, step, numbers):
+        "Send the numbers of a step to trackio."
+        self.log_keys(step, numbers)
 
     def histograms(self, step, counts):
-        self.log_keys(step, {f'{k}/exponents': self.trackio.Histogram(np_histogram=(n, edges)) for k,(edges,n) in counts.items()})
+        "Log the histograms of a step."
+        self.log_keys(step, {f'{k}/exponents': self.trackio.Histogram(np_histogram=(n, edges))
+            for k,(edges,n) in counts.items()})
 
     def findings(self, step, found):
+        "Send an alert for each finding of a step."
         for title,text,level in alerts_of(found):
             if (title, step) in self.old_alerts: continue
             without_print(type(self.run).alert)(self.proxy, title, text, self.trackio.AlertLevel[level], step)
@@ -117,13 +130,17 @@ class Trackio(Sink):
         return not self.pending
 
     def flush(self):
+        "Wait until trackio has stored all numbers. Raise TimeoutError after `patience` seconds."
         until = time.monotonic()+self.patience
         while self.pending and not self.is_persisted():
-            if time.monotonic()>until: raise TimeoutError(f"trackio has not stored the numbers of {len(self.pending)} steps within {self.patience:g} s")
+            if time.monotonic()>until:
+                raise TimeoutError(f"trackio did not confirm within {self.patience:g} s that it stored "
+            f"the values of {len(self.pending)} steps: they may be missing in trackio. The log of the run has them")
             time.sleep(.1)
         self.pending = {}
 
     def close(self):
+        "Wait until all numbers are stored, and end the trackio run if this sink has created it."
         if self.run is None: return
         try: self.flush()
         finally:

@@ -19,33 +19,36 @@ class Wandb(Sink):
     Args:
         run: Run of W&B; by default the open run, or else a new run
         project: Project of a new run
-        commit: True to end the row of W&B after each step, even in a run opened by the user. This moves the step counter of the run
-        **choice: Further arguments, as for `Sink`
+        commit: True to commit each step to W&B, even in a run that the user has opened. This advances the step counter of the run
+        **choice: Further arguments of `Sink`
     """
     name = 'wandb'
     axis = 'torchember/step'
     def __init__(self,
         run=None, # Run of W&B; by default the open run, or else a new run
         project:str='torchember', # Project of a new run
-        commit:bool=False, # True to end the row of W&B after each step, even in a run opened by the user. This moves the step counter of the run
-        **choice # Further arguments, as for `Sink`
+        commit:bool=False, # True to commit each step to W&B, even in a run that the user has opened. This advances the step counter of the run
+        **choice # Further arguments of `Sink`
     ):
         super().__init__(**choice)
         self.given,self.project,self.commits = run or self.wandb.run,project,commit
         self.begin()
 
-    wandb = property(lambda self: needs('wandb', for_='The sink wandb'), doc="The library, a property because a library cannot be pickled.")
+    wandb = property(lambda self: needs('wandb', for_='The sink wandb')) # a property, because a library cannot be pickled
 
     def begin(self):
-        "Reset the state of the sink, so that it can send another run."
+        "Reset the state of the sink, to send the next run."
         self.run,self.commit,self.owns_run,self.axes = self.given,self.commits,False,set()
-        self.row,self.open_row,self.ended_steps = None,{},set() # open_row: for each x axis, (step, keys) of the row that W&B has not ended yet
+        # open_row: x axis -> (step, keys) of the row that W&B has not committed yet
+        self.row,self.open_row,self.ended_steps = None,{},set()
 
     def open(self, run, about):
-        self.run = self.run or self.wandb.run # look again: the user may have opened a run since the sink was created
+        "Open the W&B run, or create one."
+        # W&B is asked again, because the user may have opened a run since the sink was created
+        self.run = self.run or self.wandb.run
         if self.run is None:
-            self.run = self.wandb.init(project=self.project, name=run, id=stable_id(run, about), resume='allow', reinit='create_new',
-                config={'torchember': simple_metadata(about)})
+            self.run = self.wandb.init(project=self.project, name=run, id=stable_id(run, about),
+                resume='allow', reinit='create_new', config={'torchember': simple_metadata(about)})
             self.owns_run = self.commit = True
             detach_run(self.run)
         self.run.define_metric(self.axis, hidden=True)
@@ -55,38 +58,40 @@ class Wandb(Sink):
         return f'wandb:{self.run.id}'
 
     def axis_of(self, key):
-        "Return the x axis of a metric in W&B. Scalars and evaluations occur in few steps, so they get x axes of their own."
+        "Return the x axis of a metric in W&B. Scalars and evaluations occur in few steps, so each gets an x axis of its own."
         key = key.removeprefix(self.prefix)
-        return f'torchember/{key}/step' if key.startswith('scalar/') else 'torchember/eval_step' if key.startswith('eval/') else self.axis
+        if key.startswith('scalar/'): return f'torchember/{key}/step'
+        return 'torchember/eval_step' if key.startswith('eval/') else self.axis
 
     def detect_new_row(self):
-        "Notice a new row of W&B since the last call, and mark the steps of the row before as ended."
-        row = None if getattr(getattr(self.run, 'settings', None), 'mode', '')=='shared' else getattr(self.run, 'step', None)
+        "Detect whether W&B has begun a new row since the last call. If so, mark the steps of the earlier row as ended."
+        is_shared = getattr(getattr(self.run, 'settings', None), 'mode', '')=='shared'
+        row = None if is_shared else getattr(self.run, 'step', None)
         if row==self.row: return
         self.ended_steps.update(step for step,_ in self.open_row.values())
         self.row,self.open_row = row,{}
 
     def put(self,
         step, # Number of the step
-        data # Numbers, or other types of W&B such as images, by name
+        data # Dict: metric name -> number, or another type of W&B such as an image
     ):
-        """Add metrics of a step to the open row of W&B. The number of the step goes into the same row.
+        """Add metrics of a step to the current row of W&B, with the number of the step.
 
         Args:
             step: Number of the step
-            data: Numbers, or other types of W&B such as images, by name
+            data: Dict: metric name -> number, or another type of W&B such as an image
         """
         keys_of_axis,outdated = {},{}
         for k in data: keys_of_axis.setdefault(self.axis_of(k), set()).add(k)
         for axis,keys in keys_of_axis.items():
-            # W&B accepts a glob only with the star at its end
+            # W&B accepts a pattern only if its star is at the end
             for group in {f'{top}/*' if top and axis==self.axis else k for k in keys for top in [k.rpartition('/')[0]]}-self.axes:
                 self.axes.add(group)
                 if '*' not in group.removesuffix('/*'): self.run.define_metric(group, step_metric=axis)
             if axis!=self.axis and axis not in self.axes: self.axes.add(axis); self.run.define_metric(axis, hidden=True)
         if self.commit and any(s!=step for s,_ in self.open_row.values()): self.flush()
         self.detect_new_row()
-        for axis,keys in keys_of_axis.items(): # if the open row has values of another step, overwrite them with None
+        for axis,keys in keys_of_axis.items(): # values of another step in the same row are overwritten with None
             before,present = self.open_row.get(axis, (step, set()))
             if before!=step: outdated |= dict.fromkeys(present-keys)
             self.open_row[axis] = step,present|keys
@@ -95,38 +100,43 @@ class Wandb(Sink):
     def scalars(self, step, numbers): self.put(step, numbers)
 
     def histograms(self, step, counts):
+        "Add the histograms of a step to the current row of W&B."
         self.put(step, {f'{k}/exponents': self.wandb.Histogram(np_histogram=(n, edges)) for k,(edges,n) in counts.items()})
 
     def findings(self, step, found):
+        "Send an alert for each finding of a step."
         for title,text,level in alerts_of(found): self.run.alert(title=title, text=text, level=level)
 
     def file(self,
         path, # Path of the file
         name:str, # Name of the artifact; W&B does not allow some characters, which become '_'
-        kind:str # Type of the artifact
+        kind:str # Type of the artifact, such as 'report'
     ):
-        """Add a file to the run, as an artifact of W&B.
+        """Upload a file as an artifact of the W&B run.
 
         Args:
             path: Path of the file
             name: Name of the artifact; W&B does not allow some characters, which become '_'
-            kind: Type of the artifact
+            kind: Type of the artifact, such as 'report'
         """
         artifact = self.wandb.Artifact(name=re.sub(r'[^\w.-]', '_', name), type=kind)
         artifact.add_file(path)
         self.run.log_artifact(artifact)
 
     def flush(self):
+        "Commit the current row of W&B, if this sink commits rows."
         if self.commit and self.open_row:
             self.run.log({}, commit=True)
             self.ended_steps.update(step for step,_ in self.open_row.values())
             self.open_row = {}
 
     def persisted_steps(self, steps):
+        "Return the steps whose rows W&B has committed."
         self.detect_new_row()
         return [s for s in steps if s in self.ended_steps]
 
     def close(self):
+        "Commit the last row, and end the W&B run if this sink has created it."
         if self.run is None: return
         self.flush()
         if self.owns_run: self.run.finish()

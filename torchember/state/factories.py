@@ -25,7 +25,7 @@ from .layers import select_layers
 
 # %% ../../nbs/70_state/08_factories.ipynb #58345378
 def check_copy(clone, device, dtype):
-    "Raise ValueError if a device or dtype is given for a snapshot that makes no copies."
+    "Raise ValueError if a device or dtype is given although `clone` is False, so that nothing is copied."
     if not clone and (device is not None or dtype is not None):
         raise ValueError("device= and dtype= make a copy, so they need clone=True. With clone=False a snapshot shares the memory of the model.")
 
@@ -55,7 +55,8 @@ def from_state_dict(
         device, dtype: Device and dtype of the copies, only with `clone=True`
         name: Name of the snapshot in printed text
     """
-    items = ((k, x, None) for k,x in raw_state_dict.items() if isinstance(x, torch.Tensor) or not k.endswith('_extra_state'))
+    items = ((k, x, None) for k,x in raw_state_dict.items()
+        if isinstance(x, torch.Tensor) or not k.endswith('_extra_state'))
     return take_snapshot(items, pattern, clone, device, dtype, name)
 
 # %% ../../nbs/70_state/08_factories.ipynb #33857c79
@@ -74,7 +75,8 @@ def named_parameters_of(model, include=None, exclude=None):
         for i,(k,p) in enumerate(t.module.named_parameters(recurse=False, remove_duplicate=False)):
             if id(p) in seen: continue
             seen.add(id(p))
-            yield f'{t.path}.{k}' if t.path else k, p, dict(module=t.name, tname=f'weight_{i}', pname=k, layer=named_layer(t))
+            yield f'{t.path}.{k}' if t.path else k, p, dict(module=t.name, tname=f'weight_{i}', pname=k,
+                layer=named_layer(t))
 
 def select_ids(ts, include, exclude):
     "Return the ids of the modules that `include` and `exclude` select. A shared module is selected by any of its paths."
@@ -92,7 +94,7 @@ def default_name(model, what):
 def from_weight(
     model:nn.Module,
     pattern=None, # Regular expression for layer names, matched from the start
-    *, include=None, exclude=None, # Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
+    *, include=None, exclude=None, # Modules to include, to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
     requires_grad:bool=False, # Include only parameters that require gradients
     clone:bool=False, # True copies the tensors. False shares memory with the model
     device=None, dtype=None, # Device and dtype of the copies, only with `clone=True`
@@ -102,7 +104,7 @@ def from_weight(
 
     Args:
         pattern: Regular expression for layer names, matched from the start
-        include, exclude: Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
+        include, exclude: Modules to include, to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
         requires_grad: Include only parameters that require gradients
         clone: True copies the tensors. False shares memory with the model
         device, dtype: Device and dtype of the copies, only with `clone=True`
@@ -115,7 +117,7 @@ def from_weight(
 def from_grad(
     model:nn.Module,
     pattern=None, # Regular expression for layer names, matched from the start
-    *, include=None, exclude=None, # Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
+    *, include=None, exclude=None, # Modules to include, to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
     clone:bool=False, # True copies the gradients. False shares the memory of `p.grad`, until `zero_grad` releases this memory
     device=None, dtype=None, # Device and dtype of the copies, only with `clone=True`
     name=None # Name of the snapshot in printed text
@@ -124,7 +126,7 @@ def from_grad(
 
     Args:
         pattern: Regular expression for layer names, matched from the start
-        include, exclude: Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
+        include, exclude: Modules to include, to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
         clone: True copies the gradients. False shares the memory of `p.grad`, until `zero_grad` releases this memory
         device, dtype: Device and dtype of the copies, only with `clone=True`
         name: Name of the snapshot in printed text
@@ -144,7 +146,7 @@ def from_optimizer_state(
     optimizer:torch.optim.Optimizer,
     optimizer_key=None, # Name of the optimizer state, such as 'exp_avg'. Optional if the optimizer has only one state
     pattern=None, # Regular expression for layer names, matched from the start
-    *, include=None, exclude=None, # Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
+    *, include=None, exclude=None, # Modules to include, to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
     clone:bool=False, # True copies the tensors. False shares memory with the optimizer
     device=None, dtype=None, # Device and dtype of the copies, only with `clone=True`
     name=None # Name of the snapshot in printed text
@@ -154,7 +156,7 @@ def from_optimizer_state(
     Args:
         optimizer_key: Name of the optimizer state, such as 'exp_avg'. Optional if the optimizer has only one state
         pattern: Regular expression for layer names, matched from the start
-        include, exclude: Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
+        include, exclude: Modules to include, to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
         clone: True copies the tensors. False shares memory with the optimizer
         device, dtype: Device and dtype of the copies, only with `clone=True`
         name: Name of the snapshot in printed text
@@ -165,7 +167,8 @@ def from_optimizer_state(
     if keys and not found: raise ValueError(unknown('optimizer state', optimizer_key, keys))
     items = ((k, found[p], place|dict(tname=f"{optimizer_key}_{place['tname'].rpartition('_')[2]}"))
         for k,p,place in named_parameters_of(model, include, exclude) if p in found)
-    return take_snapshot(items, pattern, clone, device, dtype, name or default_name(model, 'optimizer_state'), 'optimizer')
+    return take_snapshot(items, pattern, clone, device, dtype, name or default_name(model, 'optimizer_state'),
+        'optimizer')
 
 # %% ../../nbs/70_state/08_factories.ipynb #ed2176f1
 def from_together(
@@ -173,7 +176,7 @@ def from_together(
     optimizer:torch.optim.Optimizer,
     optimizer_keys=None, # Names of optimizer states, such as 'exp_avg'. Default: all
     pattern=None, # Regular expression for layer names, matched from the start
-    *, include=None, exclude=None, # Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
+    *, include=None, exclude=None, # Modules to include, to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
     clone:bool=False, # True copies the tensors. False shares memory with the model and the optimizer
     device=None, dtype=None # Device and dtype of the copies, only with `clone=True`
 ) -> tuple: # Snapshot of weights, snapshot of gradients, list of snapshots of optimizer states
@@ -182,7 +185,7 @@ def from_together(
     Args:
         optimizer_keys: Names of optimizer states, such as 'exp_avg'. Default: all
         pattern: Regular expression for layer names, matched from the start
-        include, exclude: Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
+        include, exclude: Modules to include, to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
         clone: True copies the tensors. False shares memory with the model and the optimizer
         device, dtype: Device and dtype of the copies, only with `clone=True`
 
@@ -191,7 +194,8 @@ def from_together(
     """
     how = dict(pattern=pattern, include=include, exclude=exclude, clone=clone, device=device, dtype=dtype)
     keys = optimizer_state_keys(optimizer) if optimizer_keys is None else optimizer_keys
-    return from_weight(model, **how), from_grad(model, **how), [from_optimizer_state(model, optimizer, k, **how) for k in keys]
+    return from_weight(model, **how), from_grad(model, **how), [from_optimizer_state(model, optimizer, k, **how)
+        for k in keys]
 
 # %% ../../nbs/70_state/08_factories.ipynb #196224ef
 def load(
@@ -209,37 +213,40 @@ def load(
         device, dtype: Device and dtype of the tensors. Default: the CPU, and the dtype in the file
     """
     raw = torch.load(path, map_location='cpu', weights_only=True)
-    if not isinstance(raw, dict): raise TypeError(f"{printable(path)} contains a {type(raw).__name__}, not a dict of tensors.")
+    if not isinstance(raw, dict):
+        raise TypeError(f"{printable(path)} contains a {type(raw).__name__}, not a dict of tensors.")
     nested = [k for k,v in raw.items() if isinstance(v, dict)]
     if nested: raise TypeError(f"{printable(path)} contains several dicts: {printable(', '.join(map(str, raw)), 200)}. "
         f"Use from_state_dict(torch.load(path)[{nested[0]!r}]).")
-    return from_state_dict(raw, pattern, clone=device is not None or dtype is not None, device=device, dtype=dtype, name=name)
+    return from_state_dict(raw, pattern, clone=device is not None or dtype is not None, device=device,
+        dtype=dtype, name=name)
 
 # %% ../../nbs/70_state/08_factories.ipynb #9fcd3109
 def activation_key(path:str, name:str, call:int=0) -> str:
-    "Return the name that an output has in the snapshot. `name`: '' if the module returns a single tensor."
+    "Return the name of an output in the snapshot. `name`: name of the tensor; '' if the module returns a single tensor."
     return '.'.join(filter(None, (path, name or ('' if path else 'output_0'))))+(f'@{call}' if call else '')
 
 # %% ../../nbs/70_state/08_factories.ipynb #8b6ab2ac
 class LatestPass:
-    "Captured tensors of the latest pass, in the order of the forward pass."
+    "Captured tensors of the latest forward pass of a model, in the order of this pass."
     def __init__(self, state, copy=None): # state: StateDict to fill; copy: arguments of `Tensor.to` for copies, or None
         self.state,self.copy = state,copy
-        self.shown = 0 # number of the pass whose tensors are in the snapshot
-        self.count,self.position = 0,{} # count: number of names in the current pass; position: name -> position in the pass
+        self.shown = 0 # number of the forward pass whose tensors are in the snapshot
+        # count: number of names in the current pass; position: name -> position in the order of the pass
+        self.count,self.position = 0,{}
         self.versions = {} # name -> `Tensor._version` at capture, or None if in-place changes cannot be detected
 
     def begin(self):
-        "Count positions from 0 again, because a forward pass begins."
+        "Count positions from 0 again at the beginning of a forward pass."
         self.count = 0
 
     def add_name(self, key, place):
-        "Add the name of the next output in the forward pass. `place`: columns of its log row."
+        "Add the name of the next output in the forward pass. `place`: columns of the output's log row."
         self.position[key] = self.count = self.count+1
         self.state._places[key] = place
 
     def keep_only_pass(self, number):
-        "Remove the tensors of all other passes from the snapshot."
+        "Remove the tensors of all forward passes except one from the snapshot."
         if number==self.shown: return
         self.shown = number
         self.state.clear()
@@ -261,57 +268,64 @@ class LatestPass:
 
     def find_overwritten(self):
         "Return the names of tensors that were changed in place after their capture. Return each name only once."
-        lost = [k for k,x in self.sort_state().items() if self.versions.get(k) is not None and x._version!=self.versions[k]]
+        lost = [k for k,x in self.sort_state().items()
+            if self.versions.get(k) is not None and x._version!=self.versions[k]]
         for k in lost: self.versions[k] = None
         return lost
 
 # %% ../../nbs/70_state/08_factories.ipynb #6f0a3c11
 class OutputListener(Listener):
-    "Listener that captures the outputs of modules, or the gradients of these outputs, in the latest pass."
-    running = 1 # a constant, because only a call of the root module begins a pass
-    lasting = 7 # gradients may arrive up to 7 passes later
+    "Captures the outputs of modules, or the gradients of these outputs, in the latest forward pass. Gets the events of the hooks."
+    running = 1 # constant: only a call of the root module begins a new pass
+    lasting = 7 # number of later passes during which gradients of a pass may still arrive
 
     def __init__(self, state, grads, copy):
         self.grads,self.wants = grads,always(inputs=False, output_grad=grads)
         self.latest = LatestPass(state, copy)
-        self.step,self.leaves = 0,[] # step: number of passes; leaves: handles of hooks on leaf tensors, removed at the next pass
+        # step: number of forward passes so far; leaves: handles of hooks on leaf tensors, removed at the next pass
+        self.step,self.leaves = 0,[]
 
     def pass_begins(self, state, grad=None):
+        "Count a new forward pass of the model. Called when the pass begins."
         self.step += 1
         self.remove_leaf_hooks()
         self.latest.begin()
         if not self.grads: self.latest.keep_only_pass(self.step)
 
     def call_ends(self, state, outputs, compiled=False):
+        "Capture the outputs of a module, or put hooks on them for their gradients. Called after each call of a module."
         track,call,number,keys = state.track,state.number(self.step),self.step,{}
         known = self.latest.state._places
         for n,x in outputs:
             k = keys[n] = activation_key(track.path, '' if n is lone_output else n, call)
-            self.latest.add_name(k, known.get(k) or dict(module=track.name, tname=n, call=call, layer=named_layer(track)))
+            self.latest.add_name(k, known.get(k) or dict(module=track.name, tname=n, call=call,
+                layer=named_layer(track)))
             if not self.grads: self.latest.add(k, x, compiled)
         if self.grads and not compiled:
-            state.expect('output_grad', keys, (call, (number, keys))) # the gradients may come from a compiled backward pass
+            # these gradients may come from a compiled backward pass
+            state.expect('output_grad', keys, (call, (number, keys)))
             self.leaves += hook_gradients(outputs, lambda n, g: self.add(number, keys[n], g, False), key=state.key)
         return call, (number, keys)
 
     def gradient(self, state, ttype, tname, grad, call, phase=None, backward=0):
+        "Capture the gradient of an output from a compiled backward pass."
         if phase is not None: self.add(phase[0], phase[1][tname], grad, True)
 
     def add(self, number, key, g, copy):
-        "Add the gradient of an output to the snapshot. Remove the gradients of other passes."
+        "Add the gradient of an output to the snapshot. Remove the gradients of other forward passes."
         self.latest.keep_only_pass(number)
         self.latest.add(key, g, copy)
 
     def remove_leaf_hooks(self):
-        "Remove the hooks on leaf tensors."
+        "Remove the hooks on leaf tensors, whose gradients are no longer needed."
         for h in self.leaves: h.remove()
         self.leaves.clear()
 
 # %% ../../nbs/70_state/08_factories.ipynb #b2fe55b1
 class Activations:
-    "Outputs of modules in the latest pass, or the gradients of these outputs. `state_dict` has the tensors."
+    "Outputs of modules in the latest forward pass, or the gradients of these outputs. `state_dict` has the tensors."
     def __init__(self, model, pattern, include, exclude, grads, clone, device, dtype, name):
-        # grads: True captures gradients of outputs. The other arguments are those of `from_activation`
+        # grads: True to capture gradients of outputs. Other arguments: as in `from_activation`
         check_model(model)
         check_copy(clone, device, dtype)
         self.state = StateDict(name=name or default_name(model, 'activation_grad' if grads else 'activation'))
@@ -319,12 +333,13 @@ class Activations:
         self.listener = OutputListener(self.state, grads, dict(device=device, dtype=dtype, copy=True) if clone else None)
         found = tracks(model)
         of_path = {t.id for t in found if re.match(pattern or '', t.path)}
-        if not of_path: raise ValueError(unknown('module whose path matches', pattern, [t.path for t in found if t.path]))
+        if not of_path:
+            raise ValueError(unknown('module whose path matches', pattern, [t.path for t in found if t.path]))
         self.states = [weakref.ref(st) for st in arm(found, self.listener, of_path & select_ids(found, include, exclude))]
 
     @property
     def state_dict(self) -> StateDict:
-        "Tensors of the latest pass, in forward order. The next pass replaces these tensors. To keep them, use `clone()`."
+        "Tensors of the latest forward pass, in its order. The next pass replaces these tensors. To keep them, use `clone()`."
         latest = self.listener.latest
         if not self.listener.grads and (lost := latest.find_overwritten()):
             warn(f"{', '.join(map(repr, lost[:3]))}{' and others' if len(lost)>3 else ''}: overwritten in place after the module returned, "
@@ -332,7 +347,7 @@ class Activations:
         return latest.sort_state()
 
     def remove(self):
-        "Remove the hooks from the model. The captured tensors remain."
+        "Remove the hooks from the model. The captured tensors stay in `state_dict`."
         for st in filter(None, (ref() for ref in self.states)): st.detach()
         self.states = []
         self.listener.remove_leaf_hooks()
@@ -348,7 +363,7 @@ class Activations:
 def from_activation(
     model:nn.Module,
     pattern=None, # Regular expression for module paths, matched from the start
-    *, include=None, exclude=None, # Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
+    *, include=None, exclude=None, # Modules to include, to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
     clone:bool=False, # True copies the tensors. False shares memory with the model
     device=None, dtype=None, # Device and dtype of the copies, only with `clone=True`
     name=None # Name of the snapshot in printed text
@@ -357,7 +372,7 @@ def from_activation(
 
     Args:
         pattern: Regular expression for module paths, matched from the start
-        include, exclude: Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
+        include, exclude: Modules to include, to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
         clone: True copies the tensors. False shares memory with the model
         device, dtype: Device and dtype of the copies, only with `clone=True`
         name: Name of the snapshot in printed text
@@ -370,7 +385,7 @@ def from_activation(
 def from_activation_grad(
     model:nn.Module,
     pattern=None, # Regular expression for module paths, matched from the start
-    *, include=None, exclude=None, # Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
+    *, include=None, exclude=None, # Modules to include, to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
     clone:bool=False, # True copies the gradients. False shares the memory of the gradients
     device=None, dtype=None, # Device and dtype of the copies, only with `clone=True`
     name=None # Name of the snapshot in printed text
@@ -379,7 +394,7 @@ def from_activation_grad(
 
     Args:
         pattern: Regular expression for module paths, matched from the start
-        include, exclude: Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
+        include, exclude: Modules to include, to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
         clone: True copies the gradients. False shares the memory of the gradients
         device, dtype: Device and dtype of the copies, only with `clone=True`
         name: Name of the snapshot in printed text

@@ -22,13 +22,14 @@ from ..measure.summary import derive, groups_for, length, merge, scalars
 
 # %% ../../nbs/70_state/00_layers.ipynb #9127b0f2
 def select_layers(
-    layers, # Dict from layer name to any value
+    layers, # Dict: layer name -> any value
     pattern=None, # Regular expression for layer names, matched from the start; or modules, as `include` accepts them. None selects all
     include=None, # Modules, as `select` accepts them: 'features.*', nn.Linear, ...
     exclude=None # Modules to leave out
 ) -> dict:
-    "Return the layers whose names match the pattern, and that belong to the included modules."
-    if pattern is not None and not isinstance(pattern, str|re.Pattern): pattern,include = None,pattern if include is None else select(pattern) & include
+    "Return the layers of the included modules with names that match the pattern."
+    if pattern is not None and not isinstance(pattern, str|re.Pattern):
+        pattern,include = None,pattern if include is None else select(pattern) & include
     try: match = re.compile(pattern or '').match
     except re.error as e:
         raise ValueError(f"{pattern!r} is not a regular expression: {e}. It is matched from the start of a name; '.*' matches any text.") from None
@@ -52,7 +53,7 @@ def require_values(layers:dict) -> dict:
     return layers
 
 # %% ../../nbs/70_state/00_layers.ipynb #f54c68b0
-def summarize_local(xs:list, wanted=scalars) -> np.ndarray: # wanted: names of groups of sums, such as 'basic'
+def summarize_local(xs:list, wanted=scalars) -> np.ndarray: # wanted: groups of sums in a summary vector, such as 'basic' (count, mean, ...)
     "Return the summary vectors of local (unsharded) tensors: an array with one row per tensor."
     out,by_device = np.empty((len(xs), length(wanted))),{}
     for i,x in enumerate(xs): by_device.setdefault(x.device, []).append(i)
@@ -64,7 +65,7 @@ def summarize_local(xs:list, wanted=scalars) -> np.ndarray: # wanted: names of g
     return out
 
 def summarize_on_device(xs, wanted):
-    "Return the summary vectors of tensors that share a device. The result is a tensor on the same device."
+    "Return the summary vectors of tensors that share a device, as one tensor on this device."
     listed = [x for x in xs if list_kernels(x, wanted)]
     fast = iter(())
     if listed:
@@ -83,18 +84,21 @@ def no_grad_no_autocast(devices):
         yield
 
 # %% ../../nbs/70_state/00_layers.ipynb #9f4d3105
-def is_sharded(x): return hasattr(x, 'device_mesh') # returns True for a `DTensor`
+def is_sharded(x):
+    "Return True for a `DTensor`, of which each process holds a shard."
+    return hasattr(x, 'device_mesh')
 
 # %% ../../nbs/70_state/00_layers.ipynb #1701f6d8
 def local_tensor(x):
-    "Return this process's shard of a `DTensor`. If the `DTensor` is a partial sum, first add up the summands of all processes."
+    "Return this process's shard of a `DTensor`. If the `DTensor` is a partial sum, first sum it over all processes."
     from torch.distributed.tensor import Replicate
-    if any(p.is_partial() for p in x.placements): x = x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
+    if any(p.is_partial() for p in x.placements):
+        x = x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
     x = x.to_local()
     return x.wait() if hasattr(x, 'wait') else x
 
 def gather_rows(rows, mesh):
-    "Gather summary rows from all processes of a device mesh. Return an array of shape `(*mesh.shape, *rows.shape)`."
+    "Gather summary vectors (`rows`) from all processes of a device mesh. Return an array of shape `(*mesh.shape, *rows.shape)`."
     out = torch.as_tensor(rows, dtype=torch.float64).to(mesh.device_type)
     for d in reversed(range(mesh.ndim)):
         gathered = [torch.empty_like(out) for _ in range(mesh.size(d))]
@@ -103,11 +107,12 @@ def gather_rows(rows, mesh):
     return out.cpu().numpy()
 
 def merge_over_ranks(rows:np.ndarray, xs:list, merge_rows=merge) -> np.ndarray:
-    # rows: summaries of this process's shards; merge_rows: function that merges the rows of all shards of one layer
-    "Merge the summary rows of shards into rows of whole layers, with one collective operation per device mesh."
+    # rows: summary vectors of this process's shards; merge_rows: function that merges the vectors of all shards of one layer
+    "Merge the summary vectors of shards into vectors of whole layers, with one collective operation per device mesh."
     meshes = {}
     for i,x in enumerate(xs):
-        if is_sharded(x) and not all(p.is_replicate() for p in x.placements): meshes.setdefault(x.device_mesh, []).append(i)
+        if is_sharded(x) and not all(p.is_replicate() for p in x.placements):
+            meshes.setdefault(x.device_mesh, []).append(i)
     for mesh,at in meshes.items():
         gathered = gather_rows(rows[at], mesh)
         for k,i in enumerate(at):
@@ -116,7 +121,7 @@ def merge_over_ranks(rows:np.ndarray, xs:list, merge_rows=merge) -> np.ndarray:
     return rows
 
 # %% ../../nbs/70_state/00_layers.ipynb #6fe24bdc
-def summarize_layers(layers:dict, wanted=scalars) -> np.ndarray: # wanted: names of groups of sums, such as 'basic'
+def summarize_layers(layers:dict, wanted=scalars) -> np.ndarray: # wanted: groups of sums in a summary vector, such as 'basic' (count, mean, ...)
     "Return the summary vectors of layers, one row per layer. Raise `Unmeasurable` for a layer without values."
     xs = list(require_values(layers).values())
     if not xs: return np.empty((0, length(wanted)))
@@ -127,15 +132,15 @@ def summarize_layers(layers:dict, wanted=scalars) -> np.ndarray: # wanted: names
 
 # %% ../../nbs/70_state/00_layers.ipynb #a808944a
 def find_unreadable(layers):
-    "Return the name of the first layer that cannot be read, for an error message."
+    "Return the name of the first layer whose values cannot be read, for an error message."
     for k,x in layers.items():
         try: read(x, ('basic',))
         except Unmeasurable: return k
 
 # %% ../../nbs/70_state/00_layers.ipynb #c7efa831
 # Name of a reduction -> name of the statistic that is derived from a summary
-reduction_stats = dict(norm1='l1', norm2='l2', norm1_mean='abs_mean', mean='mean', var='var', std='std', skew='skew', kurtosis='kurtosis',
-    max='max', min='min', abs_min='abs_min', abs_max='abs_max')
+reduction_stats = dict(norm1='l1', norm2='l2', norm1_mean='abs_mean', mean='mean', var='var', std='std',
+    skew='skew', kurtosis='kurtosis', max='max', min='min', abs_min='abs_min', abs_max='abs_max')
 
 def derive_reduction(v:np.ndarray, name:str) -> np.ndarray: # name: 'sum', or one of `reduction_stats`
     "Compute one reduction, such as the mean, from each summary vector."
@@ -145,28 +150,30 @@ def derive_reduction(v:np.ndarray, name:str) -> np.ndarray: # name: 'sum', or on
     return np.where(n==0, 0., values) if name in ('sum', 'norm1', 'norm2') else values
 
 # %% ../../nbs/70_state/00_layers.ipynb #1d46e8a2
-magnitude_reductions = ('norm1', 'norm2', 'norm1_mean', 'abs_min', 'abs_max') # reductions that are allowed for complex layers
+# reductions that complex layers allow
+magnitude_reductions = ('norm1', 'norm2', 'norm1_mean', 'abs_min', 'abs_max')
 
 # %% ../../nbs/70_state/00_layers.ipynb #3fdb2bb0
 def refuse_complex(layers:dict, names):
-    "Raise TypeError if a complex layer is asked for a reduction of real numbers, such as the mean. Norms are allowed."
+    "Raise TypeError for a reduction of a complex layer that needs real numbers, such as the mean. Norms are allowed."
     of_real_numbers = [n for n in names if n=='sum' or n in reduction_stats and n not in magnitude_reductions]
     k = next((k for k,x in layers.items() if x.is_complex()), None)
     if of_real_numbers and k is not None:
         name = of_real_numbers[0]
         raise TypeError(f"{k!r} is complex, so its {name} is not a real number. "
-            f"Ask for norms, or for abs().{name}(), the {name} of the magnitudes.")
+            f"Use a norm, such as norm(), or abs().{name}(), the {name} of the magnitudes.")
 
 def groups_for_reductions(names) -> tuple:
     "Return the groups of sums that a summary must contain to compute these reductions."
     return groups_for([reduction_stats[n] for n in names if n in reduction_stats])
 
 # %% ../../nbs/70_state/00_layers.ipynb #56365dde
-def scalar_tensor(value:float, dtypes, name='') -> torch.Tensor: # dtypes: dtypes of the reduced layers
+def scalar_tensor(value:float, dtypes, name='') -> torch.Tensor: # dtypes: dtypes of the layers that were reduced
     "Return a reduction of a whole model as a tensor, in the dtype of torch's own reduction, but at least float32."
     dtypes = set(dtypes)
     floating = [d for d in dtypes if d.is_floating_point or d.is_complex]
-    if dtypes and not floating and name in ('sum', 'min', 'max', 'abs_min', 'abs_max') and math.isfinite(value): return torch.tensor(round(value))
+    if dtypes and not floating and name in ('sum', 'min', 'max', 'abs_min', 'abs_max') and math.isfinite(value):
+        return torch.tensor(round(value))
     wide = not floating or any(d in (torch.float64, torch.complex128) for d in floating)
     return torch.tensor(value, dtype=torch.float64 if wide else torch.float32)
 
@@ -194,7 +201,7 @@ def norm_per_layer(layers:dict, p:float) -> np.ndarray: # p: order of the norm; 
     reduction = {1: 'norm1', 2: 'norm2', math.inf: 'abs_max', -math.inf: 'abs_min'}.get(p)
     if reduction:
         v = summarize_layers(layers, groups_for_reductions([reduction]))
-        # a layer without elements must not change the norm of the model, so its norm is 0, or inf for negative p
+        # a layer without elements gets the norm 0, or inf for negative p, so that it does not change the norm of the model
         return np.where(v[:, 0]==0, 0. if p>0 else math.inf, derive_reduction(v, reduction))
     xs = list(require_values(layers).values())
     with no_grad_no_autocast({x.device.type for x in xs}):
@@ -202,17 +209,19 @@ def norm_per_layer(layers:dict, p:float) -> np.ndarray: # p: order of the norm; 
     return merge_over_ranks(rows, xs, lambda norms: combine_norms(norms[:, 0], p))[:, 0]
 
 # %% ../../nbs/70_state/00_layers.ipynb #e2142d46
-foreach_functions = dict(add=torch._foreach_add, sub=torch._foreach_sub, mul=torch._foreach_mul, div=torch._foreach_div, pow=torch._foreach_pow,
+foreach_functions = dict(add=torch._foreach_add, sub=torch._foreach_sub, mul=torch._foreach_mul,
+    div=torch._foreach_div, pow=torch._foreach_pow,
     neg=torch._foreach_neg, abs=torch._foreach_abs, sqrt=torch._foreach_sqrt, sign=torch._foreach_sign)
 
 def share_dtype_and_device(xs):
     "Return True if all tensors are dense floating-point tensors with the same dtype and device."
     a = xs[0]
-    return a.is_floating_point() and all(type(x) is torch.Tensor and x.layout is torch.strided and x.dtype is a.dtype and x.device==a.device for x in xs)
+    return a.is_floating_point() and all(type(x) is torch.Tensor and x.layout is torch.strided
+        and x.dtype is a.dtype and x.device==a.device for x in xs)
 
 # %% ../../nbs/70_state/00_layers.ipynb #a0c403fe
 def apply_each(op:str, xs:list, *others) -> list: # others: nothing, a number, or a list of operands
-    "Return new tensors: the results of an operation of `foreach_functions`, computed for all tensors at once if possible."
+    "Return the results of an elementwise operation on tensors, computed for all tensors at once (torch's foreach functions) if possible."
     if not xs: return []
     listed = [o for o in others if isinstance(o, list)]
     def same_shape(x, y):

@@ -20,29 +20,29 @@ from ..ground.messages import warn
 
 # %% ../../nbs/70_state/20_noise.ipynb #9dab8816
 def solve_two_sizes(small, big, small_sq, big_sq) -> tuple: # sizes of two batches, squared norms of their gradients
-    "Return the squared norm of the expected gradient, and the trace of the gradient covariance of single samples, from a small and a big batch."
+    "Return the squared norm of the expected gradient, and the trace of the covariance of single samples' gradients, from two batch sizes."
     if not 0<small<big: raise ValueError(f"the second batch size must be larger than the first, got {small} and {big}.")
     return (big*big_sq-small*small_sq)/(big-small), (small_sq-big_sq)/(1/small-1/big)
 
 # %% ../../nbs/70_state/20_noise.ipynb #83c02aed
-def fit_line_over_sizes(sizes, squares) -> tuple: # squares: squared gradient norms, shape (..., n)
-    "Fit a line to squared gradient norms over 1 / batch size. Return its intercept and slope, as `solve_two_sizes` does."
+def fit_line_over_sizes(sizes, squares) -> tuple: # squares: squared gradient norms, shape (..., number of sizes)
+    "Fit a line to squared gradient norms over 1 / batch size. Return its intercept (squared norm of the gradient) and slope (trace)."
     sizes = np.asarray(sizes, dtype=float)
-    if len(np.unique(sizes))<2: raise ValueError(f"a line needs two different batch sizes, got {sizes.tolist()}.")
+    if len(np.unique(sizes))<2: raise ValueError(f"fitting a line to gradient norms needs two different batch sizes, got {sizes.tolist()}.")
     x = np.stack([np.ones(len(sizes)), 1/sizes], 1)
     line = np.asarray(squares, dtype=float)@np.linalg.solve(x.T*sizes@x, x.T*sizes).T
     return line[..., 0], line[..., 1]
 
 # %% ../../nbs/70_state/20_noise.ipynb #768502fc
 class PairMean:
-    "Moving average of pairs of numbers, and the covariance matrix of this average."
-    def __init__(self, decay:float=1.): # decay: factor by which each new pair multiplies the weights of older pairs
+    "Moving average of pairs of numbers, with the covariance matrix of this average."
+    def __init__(self, decay:float=1.): # decay: factor for the weight of all older pairs when a new pair is added
         if not 0<decay<=1: raise ValueError(f"decay must be above 0 and at most 1, got {decay}.")
         self.decay,self.count,self.weight,self.weight2 = decay,0,0.,0.
         self.mean,self.spread = np.zeros(2),np.zeros((2, 2))
 
     def add(self, pair):
-        "Include a pair of numbers in the moving average."
+        "Include a new pair of numbers in the moving average and its covariance."
         d,pair = self.decay,np.asarray(pair, dtype=float)
         self.count,self.weight,self.weight2 = self.count+1,d*self.weight+1,d*d*self.weight2+1
         difference = pair-self.mean
@@ -51,7 +51,7 @@ class PairMean:
 
     @property
     def cov(self):
-        "Covariance matrix of the average, estimated from the spread of the pairs. NaN for fewer than two pairs."
+        "Covariance matrix of the average, estimated from the spread of the pairs. NaN if there are fewer than two pairs."
         if self.count<2: return np.full((2, 2), np.nan)
         return self.spread/(self.weight-self.weight2/self.weight)*self.weight2/self.weight**2
 
@@ -61,9 +61,9 @@ def format_number(x, digits):
     return f'{x:.0f}' if 10**digits<=abs(x)<1e7 else f'{x:.{digits}g}'
 
 class NoiseEstimate:
-    "Estimate of the noise scale with standard errors, and a plot of the measured gradient norms."
+    "Estimate of the gradient noise scale with standard errors, and a plot of the measured gradient norms."
     def __init__(self, pairs:PairMean, sizes=(math.nan, math.nan), squares=None, fit=None):
-        # squares: squared gradient norms, shape (chains of micro-batches, batch sizes)
+        # squares: squared gradient norms, array of shape (repetitions, batch sizes)
         # fit: a second `NoiseEstimate`, from a line through the squared norms at all batch sizes
         self.grad_sq,self.trace = (float(x) for x in pairs.mean) if pairs.count else (math.nan, math.nan)
         self.cov,self.count,self.sizes,self.squares,self.fit = pairs.cov,pairs.count,list(sizes),squares,fit
@@ -79,13 +79,15 @@ class NoiseEstimate:
 
     @property
     def noise_scale(self):
-        "Noise scale: trace divided by squared gradient norm. Infinity if the norm cannot be distinguished from zero."
+        """Noise scale: trace of the gradient covariance, divided by the squared gradient norm.
+
+        Infinity if this norm cannot be distinguished from zero."""
         if math.isnan(self.grad_sq+self.trace): return math.nan
         return self.trace/self.grad_sq if self.is_known else math.inf
 
     @property
     def at_least(self):
-        "Lower bound of the noise scale. The squared gradient norm is taken two standard errors larger than measured."
+        "Lower bound of the noise scale, computed with a squared gradient norm that is two standard errors larger than measured."
         top = max(self.grad_sq, 0.)+self.two_errors()
         return max(self.trace, 0.)/top if top else math.nan
 
@@ -101,9 +103,10 @@ class NoiseEstimate:
         return {k: getattr(self, k) for k in self.errors} | {f'{k}_error': e for k,e in self.errors.items()}
 
     def format(self, name):
-        "Format a number with its standard error, such as '12 ± 3'."
+        "Format a quantity with its standard error, such as '12 ± 3'."
         value,error = getattr(self, name),self.errors[name]
-        return f'{format_number(value, 3)} ± {format_number(error, 2)}' if math.isfinite(error) else format_number(value, 3)
+        if math.isfinite(error): return f'{format_number(value, 3)} ± {format_number(error, 2)}'
+        return format_number(value, 3)
 
     def __repr__(self):
         if not self.count: return 'noise scale: nothing measured yet'
@@ -124,15 +127,17 @@ class NoiseEstimate:
         ax.fill_between(x, y-sd, y+sd, alpha=.2)
         if self.squares is not None:
             n,at = len(self.squares),1/np.asarray(self.sizes)
-            ax.errorbar(at, self.squares.mean(0), self.squares.std(0, ddof=1)/n**.5 if n>1 else None, fmt='o', ms=4, color='k', capsize=2)
-        if self.fit is not None: ax.plot(x, self.fit.grad_sq+self.fit.trace*x, '--', label=f"line: {self.fit.format('noise_scale')}")
+            ax.errorbar(at, self.squares.mean(0), self.squares.std(0, ddof=1)/n**.5 if n>1 else None,
+                fmt='o', ms=4, color='k', capsize=2)
+        if self.fit is not None:
+            ax.plot(x, self.fit.grad_sq+self.fit.trace*x, '--', label=f"line: {self.fit.format('noise_scale')}")
         ax.set(xlabel='1 / batch size', ylabel='squared norm of the gradient', xlim=(0, None))
         ax.legend(title='noise scale')
         return ax
 
 # %% ../../nbs/70_state/20_noise.ipynb #87fdc70a
-def squared_norms(groups) -> list: # groups: lists of the summary vectors of gradients
-    "Return the squared norm of the gradients of each group, with only one copy from the device to the CPU."
+def squared_norms(groups) -> list: # groups: for each group, a list of the summary vectors of its gradients
+    "Return the squared norm of each group of gradients, with only one copy from the device to the CPU."
     flat = [v for g in groups for v in g]
     if not flat: return [0. for _ in groups]
     on_device = [v for v in flat if isinstance(v, torch.Tensor)]
@@ -143,23 +148,26 @@ def squared_norms(groups) -> list: # groups: lists of the summary vectors of gra
     return [float(s.sum()) for s in np.split(p.added(squares(p)), np.cumsum([len(g) for g in groups])[:-1])]
 
 # %% ../../nbs/70_state/20_noise.ipynb #52158dc9
-all_watches = weakref.WeakSet() # every existing `GradWatch`, so that `noise_scale` can pause all of them
+all_watches = weakref.WeakSet() # all existing `GradWatch` objects, so that `noise_scale` can pause them
 
 class GradWatch:
     "Hooks on parameters, which measure each new gradient before autograd adds the gradient to `p.grad`."
-    def __init__(self, params): # params: parameters, of which those without `requires_grad` are ignored
+    def __init__(self, params): # params: parameters; those without `requires_grad` are ignored
         self.params = [p for p in params if p.requires_grad]
-        if not self.params: raise ValueError("no parameter requires a gradient, so there is no gradient noise to measure.")
+        if not self.params:
+            raise ValueError("no parameter requires a gradient, so there is no gradient noise to measure.")
         self.is_active = True
         self.reset()
         all_watches.add(self)
         self.handles = [p.register_hook(partial(add_gradient, weakref.ref(self), i)) for i,p in enumerate(self.params)]
         self.remove = weakref.finalize(self, lambda handles: [h.remove() for h in handles], self.handles)
 
-    def reset(self): self.vectors,self.seen,self.twice = [],set(),False
+    def reset(self):
+        "Forget all measured gradients."
+        self.vectors,self.seen,self.twice = [],set(),False
 
     def take_summaries(self):
-        "Return the summaries of gradients since the last reset, and True if a parameter had several gradients. Then reset."
+        "Return the summaries of gradients since the last reset, and True if any parameter got several gradients. Then reset."
         result = self.vectors,self.twice
         self.reset()
         return result
@@ -169,7 +177,7 @@ class GradWatch:
         return [read(p.grad) for p in self.params if p.grad is not None]
 
 def add_gradient(watch, i, grad): # watch: weak reference to a `GradWatch`; grad: None if there is no gradient
-    "Add the summary of the gradient of parameter `i` to a `GradWatch`, unless the watch is paused or was deleted."
+    "Add the summary of the gradient of parameter number `i` to a `GradWatch`, unless the `GradWatch` is paused or was deleted."
     w = watch()
     if w is None or not w.is_active or grad is None: return
     w.twice |= i in w.seen
@@ -181,7 +189,8 @@ def add_gradient(watch, i, grad): # watch: weak reference to a `GradWatch`; grad
 def preserve_state(model):
     "Restore gradients, buffers, training modes and random generators at the end of the `with` block."
     params = list(model.parameters())
-    grads,modes,buffers = [p.grad for p in params],[(m, m.training) for m in model.modules()],[(b, b.clone()) for b in model.buffers()]
+    grads,modes = [p.grad for p in params],[(m, m.training) for m in model.modules()]
+    buffers = [(b, b.clone()) for b in model.buffers()]
     devices = sorted({p.device.index for p in params if p.is_cuda})
     python,numpy = random.getstate(),np.random.get_state()
     try:
@@ -197,7 +206,7 @@ def preserve_state(model):
 # %% ../../nbs/70_state/20_noise.ipynb #8f805856
 @contextmanager
 def pause_watches():
-    "Pause each active `GradWatch` in the `with` block, because a running training must not measure these gradients."
+    "Pause each active `GradWatch` during the `with` block, because it must not measure gradients that do not belong to the training."
     others = [w for w in all_watches if w.is_active]
     for w in others: w.is_active = False
     try: yield
@@ -205,8 +214,8 @@ def pause_watches():
         for w in others: w.is_active = True
 
 # %% ../../nbs/70_state/20_noise.ipynb #4ea56c62
-def run_chain(watch, closure, lengths, tick): # tick: function to call after each micro-batch
-    "Return squared gradient norms: of each micro-batch, and of the sum of the first n gradients for each n in `lengths`."
+def run_chain(watch, closure, lengths, tick): # tick: function to call after each micro-batch, for a progress bar
+    "Return squared gradient norms: of each micro-batch, and of the sum of the first n micro-batches for each n in `lengths`."
     for p in watch.params: p.grad = None
     watch.reset()
     micro,sums = [],[]
@@ -217,7 +226,8 @@ def run_chain(watch, closure, lengths, tick): # tick: function to call after eac
                 raise ValueError(f"the closure gave no gradient and returned {loss!r:.80}. It must return a micro-batch's loss, or call backward on it.")
             loss.backward()
         vectors,twice = watch.take_summaries()
-        if twice: raise ValueError("a parameter had two gradients in one call of the closure. Add up the losses, and call backward once.")
+        if twice:
+            raise ValueError("a parameter had two gradients in one call of the closure. Add up the losses, and call backward once.")
         micro.append(vectors)
         if k in lengths: sums.append(watch.summarize_accumulated())
         tick()
@@ -225,39 +235,43 @@ def run_chain(watch, closure, lengths, tick): # tick: function to call after eac
     return check_chain(np.array(norms[:len(micro)]), np.array(norms[len(micro):]), lengths)
 
 def check_chain(micro, sums, lengths):
-    "Return the given squared norms. Raise ValueError if `p.grad` was not the sum of the micro-batches' gradients."
-    def close(a, b): return np.allclose(a, b, rtol=1e-3, atol=0) and (a>0).any()
+    "Return the squared norms unchanged. Raise ValueError if they show that `p.grad` was not the sum of the micro-batches' gradients."
+    def close(a, b):
+        "Return True if the norms are equal up to rounding, and not all zero."
+        return np.allclose(a, b, rtol=1e-3, atol=0) and (a>0).any()
     if not (close(micro[:1], sums[:1]) or micro[0]==0 or np.isnan(micro[0])):
         raise ValueError("after one micro-batch, p.grad is not the gradient of this micro-batch: p.grad is averaged over ranks, or clipped. "
             "Measure the module inside the DistributedDataParallel, or use NoiseScale while training.")
-    if close(micro[np.array(lengths)-1], sums): raise ValueError("gradients do not accumulate. The closure must not call zero_grad.")
+    if close(micro[np.array(lengths)-1], sums):
+        raise ValueError("the gradients of several calls of the closure did not add up, so the closure must not call zero_grad.")
     return micro, sums
 
 # %% ../../nbs/70_state/20_noise.ipynb #9a33b49c
 def noise_scale(
     model, # Module to measure
-    closure, # Function without arguments for one micro-batch. Return the loss, or call backward. Do not call zero_grad
+    closure, # Function without arguments that runs one micro-batch. It returns the loss, or calls backward; it must not call zero_grad
     micro_batch_size:int, # Samples in a micro-batch
-    num_iters:int=8, # Number of micro-batches whose gradients are added up
+    num_iters:int=8, # Number of micro-batches whose gradients are summed for the largest batch
     num_average:int=16, # Number of repetitions to average
     scale:float=1., # Factor between the loss and the mean loss per sample: 1 for a mean, `micro_batch_size` for a sum over samples
-    progress:bool=False # Show a progress bar; needs tqdm
+    progress:bool=False # True to show a progress bar; needs tqdm
 ) -> NoiseEstimate: # Estimate from the smallest and the largest batch. Its `fit` uses all batch sizes
     """Measure the gradient noise scale of a model at its current weights.
 
     Args:
         model: Module to measure
-        closure: Function without arguments for one micro-batch. Return the loss, or call backward. Do not call zero_grad
+        closure: Function without arguments that runs one micro-batch. It returns the loss, or calls backward; it must not call zero_grad
         micro_batch_size: Samples in a micro-batch
-        num_iters: Number of micro-batches whose gradients are added up
+        num_iters: Number of micro-batches whose gradients are summed for the largest batch
         num_average: Number of repetitions to average
         scale: Factor between the loss and the mean loss per sample: 1 for a mean, `micro_batch_size` for a sum over samples
-        progress: Show a progress bar; needs tqdm
+        progress: True to show a progress bar; needs tqdm
 
     Returns:
         Estimate from the smallest and the largest batch. Its `fit` uses all batch sizes
     """
-    for name,n,least in (('micro_batch_size', micro_batch_size, 1), ('num_iters', num_iters, 2), ('num_average', num_average, 1)):
+    for name,n,least in (('micro_batch_size', micro_batch_size, 1), ('num_iters', num_iters, 2),
+            ('num_average', num_average, 1)):
         if n<least: raise ValueError(f"{name} must be at least {least}, got {n}."
             + (" One micro-batch has no second batch size to compare with." if name=='num_iters' else ''))
     lengths = np.unique(np.geomspace(1, num_iters, 12).round().astype(int)).tolist()
@@ -285,14 +299,14 @@ class NoiseScale:
     Args:
         model: Module, or its parameters. Their gradients must be zero or None at the start of each step
         micro_batch_size: Samples in a micro-batch, on one rank
-        decay: Each new step multiplies the weights of older steps by this factor. 1 weights all steps equally
+        decay: Factor for the weights of older steps at each new step; 1 gives all steps equal weight
         scale: Factor between the loss on which backward is called and the mean loss per sample of the micro-batch
         group: Process group that averages the gradients. Default: the group of a DistributedDataParallel model
     """
     def __init__(self,
         model, # Module, or its parameters. Their gradients must be zero or None at the start of each step
         micro_batch_size:int, # Samples in a micro-batch, on one rank
-        decay:float=.99, # Each new step multiplies the weights of older steps by this factor. 1 weights all steps equally
+        decay:float=.99, # Factor for the weights of older steps at each new step; 1 gives all steps equal weight
         scale:float=1., # Factor between the loss on which backward is called and the mean loss per sample of the micro-batch
         group=None # Process group that averages the gradients. Default: the group of a DistributedDataParallel model
     ):
@@ -303,7 +317,9 @@ class NoiseScale:
         self.size,self.scale,self.group,self.sizes,self.warned,self.skipped = micro_batch_size,scale,group,(math.nan, math.nan),set(),0
         self.start()
 
-    def start(self): self.micros,self.inverses,self.twice = [],0.,False # a new step has no micro-batches yet
+    def start(self):
+        "Begin a new step, which has no micro-batches yet."
+        self.micros,self.inverses,self.twice = [],0.,False
 
     def micro(self,
         size:int|None=None # Samples in this micro-batch, if not `micro_batch_size`
@@ -321,7 +337,7 @@ class NoiseScale:
     def step(self,
         scale:float|None=None # Factor between the loss and the mean loss per sample in this step. Default: the argument `scale` of `NoiseScale`
     ) -> NoiseEstimate: # The current estimate
-        """Update the estimate. Call this method before `zero_grad`, when the gradients of a step are complete.
+        """Update the estimate. Call this method before `zero_grad`, as soon as the gradients of the step are complete.
 
         Args:
             scale: Factor between the loss and the mean loss per sample in this step. Default: the argument `scale` of `NoiseScale`
@@ -331,7 +347,8 @@ class NoiseScale:
         """
         if self.watch.seen: self.micro()
         big,*small = squared_norms([self.watch.summarize_accumulated(), *self.micros])
-        total,count,inverses,ranks = sum_over_ranks(self.group, math.nan if self.twice else sum(small), len(self.micros), self.inverses, self.watch.params[0])
+        total,count,inverses,ranks = sum_over_ranks(self.group, math.nan if self.twice else sum(small),
+            len(self.micros), self.inverses, self.watch.params[0])
         reason = explain_unusable(self.twice, total, count, big)
         self.start()
         if reason: self.skip(reason)
@@ -361,8 +378,8 @@ class NoiseScale:
     def __repr__(self): return f'{self.estimate!r}' + (f', {self.skipped} steps left out' if self.skipped else '')
 
 # %% ../../nbs/70_state/20_noise.ipynb #43ec82ad
-def sum_over_ranks(group, total, count, inverses, like): # like: a tensor on the device to use
-    "Return the sums of `total`, `count` and `inverses` over all ranks, and the number of ranks."
+def sum_over_ranks(group, total, count, inverses, like): # like: a tensor on the device of the collective operation
+    "Return the sums of `total`, `count` and `inverses` over all ranks, and the number of ranks. One collective operation."
     if group is None: return total, count, inverses, 1
     from torch import distributed as dist
     x = torch.tensor([total, count, inverses], dtype=torch.float64, device=like.device)
@@ -370,9 +387,11 @@ def sum_over_ranks(group, total, count, inverses, like): # like: a tensor on the
     return *x.tolist(), dist.get_world_size(group)
 
 def explain_unusable(twice, total, count, big):
-    "Return a text that explains why a step cannot be used, or None if the step can be used."
+    "Return a text that explains why a step cannot be used for the noise scale, or None if it can be used."
     if twice: return 'a parameter had two gradients in one micro-batch. Call micro() after each backward.'
-    if not math.isfinite(total+big): return 'a gradient was not finite, or a parameter had two gradients on another rank.'
+    if not math.isfinite(total+big):
+        return 'a gradient was not finite, or a parameter had two gradients on another rank.'
     if not count: return 'there was no backward pass before step().'
-    if count<2: return 'one micro-batch has no second batch size to compare with. Accumulate two or more, or average over ranks.'
+    if count<2:
+        return 'one micro-batch has no second batch size to compare with. Accumulate two or more, or average over ranks.'
     if total and not big: return 'its gradients were already reset. Call step() before zero_grad.'

@@ -27,7 +27,9 @@ def trust_ratio(
         Ratio of update norm to weight norm, for each layer
     """
     for what,d in (('update', update), ('weight', weight)):
-        if not isinstance(d, StateDict): raise TypeError(f"trust_ratio takes two StateDicts, but its {what} is {an(d)}. Make one with from_weight(model).")
+        if not isinstance(d, StateDict):
+            raise TypeError(f"trust_ratio takes two StateDicts of torchember, but the argument {what} is {an(d)}. "
+                "To make a StateDict, call from_weight(model).")
     u,w = (d if pattern is None else d.filter(pattern) for d in (update, weight))
     if why := find_mismatch(u, w): raise ValueError(why)
     return (u.norm(lw=True)/w.norm(lw=True)).set_name('trust_ratio')

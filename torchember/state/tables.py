@@ -13,21 +13,24 @@ from ..ground.messages import printable, unknown
 
 # %% ../../nbs/70_state/02_tables.ipynb #e6b5a8b5
 columns_group = dict(
-    all=['no', 'name', 'shape', 'numel', 'norm1', 'norm1_mean', 'norm2', 'sum', 'mean', 'var', 'std', 'skew', 'kurtosis', 'max', 'min', 'abs_min', 'abs_max'],
+    all=['no', 'name', 'shape', 'numel', 'norm1', 'norm1_mean', 'norm2', 'sum', 'mean', 'var', 'std',
+        'skew', 'kurtosis', 'max', 'min', 'abs_min', 'abs_max'],
     default=['no', 'name', 'shape', 'numel', 'norm1', 'norm1_mean', 'norm2'],
     custom=[]) # Name of a group -> its columns; `register_reduction` adds columns to `all`
 
 # %% ../../nbs/70_state/02_tables.ipynb #9f12e2d7
 def as_list(names):
     "Return column names as a list. Accept a string, an iterable of strings, or None."
-    if names is not None and not hasattr(names, '__iter__'): raise TypeError(f"column names must be a string or a list, got {names!r:.60}.")
+    if names is not None and not hasattr(names, '__iter__'):
+        raise TypeError(f"column names must be a string or a list, got {names!r:.60}.")
     return [] if names is None else [names] if isinstance(names, str) else list(names)
 
 # %% ../../nbs/70_state/02_tables.ipynb #f9ec588c
 def select_columns(group=None, include_keys=None, exclude_keys=None) -> list:
     "Return the names of the columns to show. If `include_keys` is given without a group, show only these columns."
     include,exclude = as_list(include_keys),as_list(exclude_keys)
-    if group is not None and group not in columns_group: raise ValueError(unknown('group of columns', group, columns_group))
+    if group is not None and group not in columns_group:
+        raise ValueError(unknown('group of columns', group, columns_group))
     for n in include+exclude:
         if n not in columns_group['all']: raise ValueError(unknown('column', n, columns_group['all']))
     base = columns_group[group or 'default'] if group is not None or not include else []
@@ -36,7 +39,8 @@ def select_columns(group=None, include_keys=None, exclude_keys=None) -> list:
 # %% ../../nbs/70_state/02_tables.ipynb #409e8676
 def snapshot_cell(value):
     "Return the text of a value for a table cell: a float with at most 6 digits."
-    if isinstance(value, bool) or not isinstance(value, Number): return str(tuple(value)) if isinstance(value, tuple|list) else printable(value)
+    if isinstance(value, bool) or not isinstance(value, Number):
+        return str(tuple(value)) if isinstance(value, tuple|list) else printable(value)
     return f'{value:.6g}' if isinstance(value, float) else str(value)
 
 # %% ../../nbs/70_state/02_tables.ipynb #97892a72
@@ -47,9 +51,12 @@ def snapshot_table(title:str, rows:list) -> str: # rows: dicts with the same key
     cells = {k: [snapshot_cell(r[k]) for r in rows] for k in rows[0]}
     left = {k for k in cells if all(isinstance(r[k], str) for r in rows)}
     width = {k: max(map(len, [k, *col])) for k,col in cells.items()}
-    def line(values): return '  '.join(f'{v:<{width[k]}}' if k in left else f'{v:>{width[k]}}' for k,v in zip(cells, values, strict=True)).rstrip()
+    def line(values):
+        "Return a line of the table: each value padded to the width of its column."
+        return '  '.join(f'{v:<{width[k]}}' if k in left else f'{v:>{width[k]}}' for k,v in zip(cells, values, strict=True)).rstrip()
     head = line(cells)
-    return '\n'.join([f'[{f" {title} ":=^{max(len(head), len(title)+8)}}]', head, *map(line, zip(*cells.values(), strict=True))])
+    return '\n'.join([f'[{f" {title} ":=^{max(len(head), len(title)+8)}}]', head,
+        *map(line, zip(*cells.values(), strict=True))])
 
 # %% ../../nbs/70_state/02_tables.ipynb #c0c3e379
 def format_layers(head:str, names:list, values:list, sep:str=' ') -> str: # values: one text per name
@@ -64,5 +71,6 @@ def format_html(head:str, rows:list) -> str: # rows: dicts with the same keys
     "Format rows as a scrollable HTML table, which a notebook shows for a StateDict."
     if not rows: return f'<code>{html.escape(head)}</code>'
     th = ''.join(f'<th>{html.escape(k)}</th>' for k in rows[0])
-    body = ''.join('<tr>'+''.join(f'<td>{html.escape(snapshot_cell(v))}</td>' for v in r.values())+'</tr>' for r in rows)
+    body = ''.join('<tr>'+''.join(f'<td>{html.escape(snapshot_cell(v))}</td>' for v in r.values())+'</tr>'
+        for r in rows)
     return f'<code>{html.escape(head)}</code><div style="max-height:30em;overflow:auto"><table><thead><tr>{th}</tr></thead><tbody>{body}</tbody></table></div>'

@@ -19,7 +19,7 @@ from ..ground.record import plain
 from .anywhere import is_url, located, open_file, write_whole, open_regular
 
 # %% ../../nbs/30_store/00_base.ipynb #3bae564e
-def now(form='%Y-%m-%d %H:%M:%S'): # form: format string for `strftime`
+def now(form='%Y-%m-%d %H:%M:%S'): # form: format of the time, as for `strftime`
     "Return the local time as text, in the format of the column `ts`."
     return datetime.now().strftime(form)
 
@@ -34,9 +34,12 @@ def safe_name(name, what, most=200):
     `what`: noun for the message. `most`: maximum number of bytes. File systems accept 255 bytes, but suffixes are
     added to the name.
     """
-    if not isinstance(name, str) or not name: raise ValueError(f"The name of a {what} must be a string that is not empty, got {name!r}.")
-    why = ('contains a separator or control character' if forbidden.search(name) else 'begins with a dot' if name[0]=='.' else
-        'cannot be the name of a file here' if not is_encodable(name) else f'is longer than {most} bytes' if len(os.fsencode(name))>most else
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"The name of a {what} must be a string that is not empty, got {name!r}.")
+    why = ('contains a separator or control character' if forbidden.search(name)
+        else 'begins with a dot' if name[0]=='.' else
+        'cannot be the name of a file here' if not is_encodable(name)
+        else f'is longer than {most} bytes' if len(os.fsencode(name))>most else
         "ends in '_latest', which torchember adds to the name of a run for its latest step" if what=='run' and name.endswith('_latest') else None)
     if why: raise ValueError(f"The {what} name {name!r:.80} {why}. Choose a name such as 'resnet lr=3e-4', without "
         "'/', '\\' and control characters, that does not begin with a dot.")
@@ -56,25 +59,27 @@ def run_name(kind):
     return f"{kind}_{now('%Y%m%d_%H%M%S')}"
 
 # %% ../../nbs/30_store/00_base.ipynb #9f4c8ce4
-def portable_name(name): # name: a result of `safe_name`
+def portable_name(name): # name: a name that `safe_name` has accepted
     "Return `name` unchanged. Raise ValueError unless every operating system accepts it as a file name."
     why = ('is the name of a device on Windows' if devices.fullmatch(name.partition('.')[0].rstrip()) else
         f'contains {found[0]!r}, which Windows does not allow in file names' if (found := re.search(r'[<>:"|?*]', name)) else
         'ends in a dot or a space' if name[-1] in '. ' else None)
-    if why: raise ValueError(f"The run name {name!r:.80} {why}. Choose a name such as 'resnet lr=3e-4', which every system allows.")
+    if why:
+        raise ValueError(f"The run name {name!r:.80} {why}. Choose a name such as 'resnet lr=3e-4', which every system allows.")
     return name
 
 devices = re.compile(r'(?i)con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9¹²³]')
 
 # %% ../../nbs/30_store/00_base.ipynb #ef759c80
 def folder(libname, home=None):
-    "Return the home of a library: the folder or URL with its logs and metadata. This is `home` if given, else `~/.<libname>`."
+    "Return the home of a library: the folder or URL for the logs and metadata of its runs. This is `home` if given, else `~/.<libname>`."
     if home is None and libname=='torchember': home = os.environ.get('TORCHEMBER_HOME') or None
     if home is not None:
         if '\0' in str(home): raise ValueError(f"The home for logs, {str(home)!r}, contains a null character.")
         if is_url(where := located(home)): return where
         where = where.expanduser().absolute()
-        if os.path.isfile(where): raise NotADirectoryError(f"The home for logs, {where}, is a file. Give a folder as home=; it need not exist yet.")
+        if os.path.isfile(where):
+            raise NotADirectoryError(f"The home for logs, {where}, is a file. Give a folder as home=; it need not exist yet.")
         return where
     try: return Path.home()/f'.{safe_name(libname, "library")}'
     except RuntimeError: return home_fallback(libname)
@@ -105,11 +110,13 @@ def check_writable(place):
     if is_url(place): raise OSError(local_only(place))
     place = near = Path(place)
     while not os.path.lexists(near): near = near.parent
-    if not near.is_dir(): raise NotADirectoryError(f"Logs cannot go to {place}: {near} is not a folder. Choose another home=; it need not exist yet.")
-    if not os.access(near, os.W_OK|os.X_OK): raise PermissionError(f"Logs cannot go to {place}: {near} is not writable. Choose another home=.")
+    if not near.is_dir():
+        raise NotADirectoryError(f"Logs cannot be written to {place}: {near} is not a folder. Choose another home=; it need not exist yet.")
+    if not os.access(near, os.W_OK|os.X_OK):
+        raise PermissionError(f"Logs cannot be written to {place}: {near} is not writable. Choose another home=.")
 
 def local_only(url):
-    "Return the error message for a run whose home is a URL: runs are first written to a local disk."
+    "Return the error message for a new run whose home is a URL: a run must first be written to a local disk."
     return (f"A run is written to a local disk, but {printable(url)} is a URL. Leave out home=, or give a folder. "
         f"sync(run, {printable(repr(str(url)))}) copies the run to the URL, also during the training.")
 
@@ -122,12 +129,13 @@ def user():
 # %% ../../nbs/30_store/00_base.ipynb #b1d453a2
 def open_without_links(path, flags):
     "Open a file for writing: an `opener` for Python's `open`. Raise OSError for a symbolic link."
-    if os.path.islink(path): raise OSError(f"{printable(path)} is a link, and torchember does not write through links. Remove it, or choose another name.")
+    if os.path.islink(path):
+        raise OSError(f"{printable(path)} is a link, and torchember does not write through links. Remove it, or choose another name.")
     return open_regular(path, flags | getattr(os, 'O_NOFOLLOW', 0))
 
 # %% ../../nbs/30_store/00_base.ipynb #5bc325aa
 def replace(path, data):
-    "Write a file atomically: readers never see an incomplete file. A symbolic link of this name is replaced, not followed."
+    "Write a file atomically: readers never see an incomplete file. If the path is a symbolic link, replace the link itself."
     if is_url(path): return write_whole(path, data)
     path.parent.mkdir(parents=True, exist_ok=True)
     temp = path.with_name(f'.torchember-{token_hex(8)}')
@@ -141,7 +149,8 @@ def write_meta(path, value): # value: JSON types, tensors and numpy values
     "Write metadata of a run to an indented JSON file. Raise TypeError for values other than JSON types, tensors and numpy values."
     data = (json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)+'\n').encode()
     if len(data)>most_meta:
-        raise ValueError(f"Metadata may have {most_meta>>20} MB, but {path.stem!r} has {len(data)>>20} MB. Store large values in a file of your own.")
+        raise ValueError(f"A metadata file may have at most {most_meta>>20} MB, but {path.stem!r} has {len(data)>>20} MB. "
+            "Store large values in a file of your own.")
     replace(path, data)
 
 def read_meta(path):
@@ -149,8 +158,8 @@ def read_meta(path):
     try:
         with open_file(path) as f: data = f.read(most_meta+1)
     except FileNotFoundError:
-        raise KeyError(f"No metadata {path.stem!r}: the file {printable(path)} does not exist. Write it with t[{path.stem!r}] = {{...}}") from None
-    if len(data)>most_meta: raise ValueError(f"{printable(path)} is too large: metadata may have {most_meta>>20} MB.")
+        raise KeyError(f"There is no metadata {path.stem!r}: the file {printable(path)} does not exist. Write it with t[{path.stem!r}] = {{...}}") from None
+    if len(data)>most_meta: raise ValueError(f"{printable(path)} is too large: a metadata file may have at most {most_meta>>20} MB.")
     try: return json.loads(data)
     except RecursionError: raise ValueError(f"{printable(path)} cannot be read: it is nested too deeply.") from None
     except ValueError as e: raise ValueError(f"{printable(path)} is not valid JSON: {printable(e, 200)}") from None
@@ -159,14 +168,14 @@ most_meta = 1<<26 # maximum size of a metadata file in bytes
 
 # %% ../../nbs/30_store/00_base.ipynb #84dd1f1f
 def valid_base(base):
-    "Return metadata of the kind 'base' without values of a wrong type. Raise ValueError if the metadata are not a dict."
-    if not isinstance(base, dict): raise ValueError(f"the metadata 'base' must be a JSON object, got {an(base)}.")
+    "Check metadata of the kind 'base', read from a file. Return them without values of a wrong type. Raise ValueError if they are not a dict."
+    if not isinstance(base, dict): raise ValueError(f"the metadata 'base' of a run must be a dict, got {an(base)}.")
     return {k: v for k,v in base.items() if k not in base_types or is_valid_base_value(v, base_types[k])}
 
 def is_valid_base_value(v, kind):
-    "Return True if the value `v` has the type `kind` and a possible size."
+    "Return True if the value `v`, read from a metadata file, has the type `kind` and a possible size."
     if isinstance(v, bool) or not isinstance(v, kind): return False
     return len(v)<=10_000 if kind is str else 0<=v<2**53
 
-base_types = {**dict.fromkeys(('start', 'end', 'model', 'user', 'host', 'framework'), str), **dict.fromkeys(('pid', 'rows', 'bytes', 'steps'), int),
-    **dict.fromkeys(('seconds', 'share'), int|float)}
+base_types = {**dict.fromkeys(('start', 'end', 'model', 'user', 'host', 'framework'), str),
+    **dict.fromkeys(('pid', 'rows', 'bytes', 'steps'), int), **dict.fromkeys(('seconds', 'share'), int|float)}

@@ -20,11 +20,13 @@ from ..measure.summary import derived, lost_value
 from .lines import bad, parse, reading_bar
 
 # %% ../../nbs/30_store/07_columns.ipynb #76c2ebfb
-class Missing: "Placeholder for the value of a key missing in a row."
+class Missing: "Placeholder for the missing value of a row that lacks a column."
 missing,none = Missing(),type(None)
 
 class ColumnBlock:
-    "Consecutive rows, stored as columns: key -> list of values, `missing` for rows without the key. `sure`: key -> the only type of its values."
+    """Consecutive rows, stored as columns: key -> list of values, `missing` for rows without the key.
+
+    `sure`: key -> type of its values, if all have the same type."""
     def __init__(self, columns, n, sure=None): self.columns,self.n,self.sure = columns,n,sure or {}
 
     @classmethod
@@ -34,28 +36,33 @@ class ColumnBlock:
 
     def __len__(self): return self.n
 
-    def load(self, columns): pass # this block is in memory, so nothing must be loaded
+    def load(self, columns):
+        "Do nothing: all columns of this block are in memory. A `StoredBlock` reads columns from its file here."
+        pass
 
     def __getitem__(self, k): return self.columns[k] if k in self.columns else [missing]*self.n
 
     def values(self, k):
-        "Return the values of a column, and the set of their types. Nulls of a statistic are replaced by NaN or infinity."
+        "Return the values of a column, and the set of their types. Replace each null of a statistic by the lost NaN or infinity."
         values = self[k]
         types = set(map(type, values))
-        return (self.restore_lost_values(k, values), types-{none}|{float}) if none in types and k in derived else (values, types)
+        if none in types and k in derived: return (self.restore_lost_values(k, values), types-{none}|{float})
+        return (values, types)
 
     def restore_lost_values(self, k, values):
-        "Replace each null of a statistic by NaN or infinity, according to the counts of NaN and infinity in the row."
+        "Replace each null of a statistic by NaN or infinity, because JSON has neither. The row's counts of NaN and infinity decide which."
         counts = list(zip(*map(self.has_count, bad), strict=True))
         known = {c: lost_value(k, *c) for c in set(counts)}
         return [known[c] if v is None else v for v,c in zip(values, counts, strict=True)]
 
-    # returns None if each value must be inspected
+    # this method returns None if the caller must inspect each value
     def convert(self, k, column):
-        "Convert the values of the key `k` to the form stored in a `Column` of a table."
+        "Convert the values of the key `k` to the form that `Column` collects for a table."
         return column.convert_known_type(self[k], self.sure.get(k))
 
-    def distinct(self, k): return None # Returns None, because the distinct values are unknown. Then the caller inspects each value
+    def distinct(self, k):
+        "Return None: the distinct values of a column are unknown, so the caller inspects each value."
+        return None
 
     def has_count(self, k):
         "Return a list of booleans: True for each row with a count other than 0 in the column `k`."
@@ -63,10 +70,11 @@ class ColumnBlock:
 
     def select_rows(self, mask):
         "Return a block with the rows for which `mask` is True."
-        return self if all(mask) else ColumnBlock({k: list(compress(v, mask)) for k,v in self.columns.items()}, sum(mask), self.sure)
+        return self if all(mask) else ColumnBlock({k: list(compress(v, mask)) for k,v in self.columns.items()},
+            sum(mask), self.sure)
 
     def restore_nonfinite(self):
-        "Replace nulls by the NaN and infinities listed in the column `nonfinite`. Return False if an entry of `nonfinite` matches no null."
+        "Replace nulls by the values NaN and infinity that the column `nonfinite` lists. Return False if an entry of `nonfinite` matches no null."
         named = self.columns['nonfinite']
         if named.count(missing)==self.n: return True
         self.columns = {k: list(v) for k,v in self.columns.items()}
@@ -84,16 +92,18 @@ def msgspec():
     try: return import_module('msgspec')
     except ImportError: return None
 
-few = 100 # a column with at most this number of distinct texts is declared to msgspec as a `Literal`, which is parsed faster
+# a column with at most this number of distinct texts is declared to msgspec as a `Literal`, which is parsed faster
+few = 100
 
 class Expected:
-    "Keys, value types and texts found so far in the rows of a log. Lines with known keys, types and texts are parsed fast."
-    def __init__(self, names=()): # names: columns whose lists become tuples
+    "Keys, value types and texts found so far in the rows of a log. A line with only known keys, types and texts can be parsed fast by msgspec."
+    def __init__(self, names=()): # names: columns whose lists are converted to tuples
         self.names = names
-        self.layouts = [] # layouts of rows that had a new key; a layout is the tuple of a row's keys
+        self.layouts = [] # keys of rows, as tuples (a layout), for each row that had a new key
         # types: key -> types of its values; texts: key -> (known texts, how often new texts were added)
         self.types,self.texts = {},{}
-        self.decoder,self.sure = None,{} # decoder: a decoder of msgspec, or None; sure: key -> the only type of its values
+        # decoder: a decoder of msgspec, or None; sure: key -> type of its values, if all have the same type
+        self.decoder,self.sure = None,{}
 
     def add_rows(self, rows):
         "Add the keys, types and texts of `rows` to the known keys, types and texts. Make a decoder for these rows."
@@ -106,20 +116,22 @@ class Expected:
         self.decoder = self.new_decoder()
 
     def add_layouts(self, layouts):
-        "Add layouts of rows. Keep only layouts with a new key. A layout is the tuple of a row's keys."
+        "Add layouts of rows to the known layouts, if they have a new key. A layout is the tuple of a row's keys."
         for keys in layouts:
             if not self.types.keys()>=set(keys): self.layouts.append(keys)
             for k in keys: self.types.setdefault(k, set())
 
     def add_texts(self, k, texts):
-        "Add distinct texts of the key `k` to the known texts, and count this change if any text is new."
+        "Add distinct texts of the key `k` to the known texts. If any text is new, count this change."
         known,changes = self.texts.setdefault(k, (set(), 0))
         if not known>=texts: self.texts[k] = known|texts,changes+1
 
     def type_of(self, k):
         "Return the type annotation for the values of the key `k` in a msgspec struct."
         types = self.types[k]-{none}
-        if types=={str}: known,changes = self.texts[k]; return Literal[tuple(sorted(known))]|None if len(known)<=few and changes<=3 else str|None
+        if types=={str}:
+            known,changes = self.texts[k]
+            return Literal[tuple(sorted(known))]|None if len(known)<=few and changes<=3 else str|None
         if types=={list} and k in self.names: return tuple|None
         return int|None if types=={int} else int|float|None if types and types<={int, float} else Any if types else None
 
@@ -130,11 +142,13 @@ class Expected:
         # fields are named f0, f1, ..., because a key may be no valid Python name
         fields = [(f'f{i}', t, missing) for i,t in enumerate(types.values())]
         names = {f: k for (f,*_),k in zip(fields, types, strict=True)}
-        try: return msgspec().json.Decoder(msgspec().defstruct('Row', fields, rename=names, forbid_unknown_fields=True, gc=False))
+        try:
+            return msgspec().json.Decoder(msgspec().defstruct('Row', fields, rename=names,
+                forbid_unknown_fields=True, gc=False))
         except ValueError: return None # msgspec rejects some keys
 
     def read(self, data):
-        "Convert a block of lines, or a Parquet part, to a `ColumnBlock`. Return the block and the number of torn (incomplete) lines."
+        "Convert a block of JSON lines, or a Parquet part, to a `ColumnBlock`. Return the block and the number of incomplete lines."
         if not isinstance(data, bytes):
             self.add_layouts(data.layouts.keys())
             return data.block(), data.header['torn']
@@ -155,20 +169,21 @@ class Expected:
         return block if block.restore_nonfinite() else None
 
 def objects_in(data):
-    "Return the number of lines if each line is one JSON object, else 0. This check is needed, because msgspec ignores line ends."
+    "Return the number of lines if each line is one JSON object, else 0. This check is needed, because msgspec ignores line breaks."
     buf = np.frombuffer(data, np.uint8)
     ends = np.flatnonzero(buf==10)
-    ok = len(ends) and buf[0]==123 and ends[-1]==len(buf)-1 and (buf[ends-1]==125).all() and (buf[ends[:-1]+1]==123).all()
+    ok = (len(ends) and buf[0]==123 and ends[-1]==len(buf)-1 and (buf[ends-1]==125).all()
+        and (buf[ends[:-1]+1]==123).all())
     return len(ends) if ok else 0
 
 # %% ../../nbs/30_store/07_columns.ipynb #bd264f51
 class Codes(dict):
-    "Dict: distinct text of a column -> its code, a whole number. A new text gets the next code."
+    "Dict: distinct text of a column -> its code (0, 1, ...). A text that is looked up for the first time gets the next code."
     def __init__(self): super().__init__({missing: -1, None: -1})
     def __missing__(self, text): code = self[text] = len(self)-2; return code
 
 class Column:
-    """Values of a table column, collected block by block. `before`: number of earlier rows, which do not have the column.
+    """Values of a table column, collected block by block. `before`: number of rows before the first row with this column.
 
     `is_name`: True if texts become a category and lists become tuples. `as_it_is`: True if all values stay Python objects."""
     def __init__(self, before, is_name, as_it_is):
@@ -183,32 +198,39 @@ class Column:
         self.pieces.append((kind, values))
 
     def convert_known_type(self, values, sure):
-        "Convert values of one known type, `sure`, without inspecting each value. Return None if each value must be inspected."
+        "Convert the values of a column that all have the type `sure`, without inspecting each value. Return None if each value must be inspected."
         if sure is str and (codes := self.to_codes(values)).max(initial=-1)>=0: return 'texts', codes
         try: return ('numbers', np.fromiter(values, np.int64, len(values))) if sure is int else None
         except (TypeError, OverflowError): return None
 
     def convert(self, values, types):
-        "Inspect the types of values. Return the kind of these values, such as 'numbers', and the values, converted if possible."
+        """Convert values of a column according to their types, if possible.
+
+        Return the kind of the values, such as 'numbers', and the converted values."""
         there = types-{none, Missing}
         if not there: return 'nothing', values
         if self.as_it_is: return 'values', values
         if there<={int, float} and (numbers := as_numbers(values, types)) is not None: return 'numbers', numbers
         if there=={str}: return 'texts', self.to_codes(values)
-        if there<={list, dict, tuple}: return 'lists', np.fromiter(values if types=={tuple} else self.to_objects(values), object, len(values))
+        if there<={list, dict, tuple}:
+            return 'lists', np.fromiter(values if types=={tuple} else self.to_objects(values), object, len(values))
         return 'values', values
 
-    def to_codes(self, texts): return np.fromiter(map(self.codes.__getitem__, texts), np.int32, len(texts))
+    def to_codes(self, texts):
+        "Return the code of each text as an array."
+        return np.fromiter(map(self.codes.__getitem__, texts), np.int32, len(texts))
 
     def to_objects(self, values):
         "Return an object array of values, with NaN in place of missing values."
         values = [math.nan if v is missing else tuple(v) if self.is_name and type(v) is list else v for v in values]
         return np.fromiter(values, object, len(values))
 
-    def kinds(self): return {kind for kind,_ in self.pieces}-{'nothing'}
+    def kinds(self):
+        "Return the kinds of the collected values, such as 'numbers', except blocks without values."
+        return {kind for kind,_ in self.pieces}-{'nothing'}
 
     def concatenated(self, nothing):
-        "Concatenate the arrays of all blocks. `nothing`: function to make the array of a block without values."
+        "Concatenate the column's arrays of all blocks. `nothing`: function to make the array of a block without values."
         return np.concatenate([nothing(p) if kind=='nothing' else p for kind,p in self.pieces if len(p)])
 
     def array(self, pd, is_time):
@@ -225,12 +247,13 @@ class Column:
         return pd.DataFrame([(v,) for v in values])[0].array
 
 def as_numbers(values, types):
-    "Convert numbers to an array, with NaN for missing numbers. Return None if a number needs more than 64 bits."
+    "Convert numbers to an array, with NaN for missing numbers. Return None if an integer does not fit into 64 bits."
     if types=={int}:
         try: return np.fromiter(values, np.int64, len(values))
         except OverflowError: return None
     if int in types and any(type(v) is int and not -2**63<=v<2**63 for v in values): return None
-    return np.fromiter([math.nan if v is missing else v for v in values] if Missing in types else values, float, len(values))
+    return np.fromiter([math.nan if v is missing else v for v in values] if Missing in types else values,
+        float, len(values))
 
 # %% ../../nbs/30_store/07_columns.ipynb #f54b02df
 stamp = re.compile(r'\d{4}-\d\d-\d\d \d\d:\d\d:\d\d')
@@ -246,7 +269,8 @@ def as_texts(pd, codes, texts, category):
     if not category: return pd.Series(texts).array.take(codes, allow_fill=True)
     seen = pd.unique(codes)
     seen = seen[seen>=0]
-    again = np.full(len(texts)+1, -1, codes.dtype) # again: new code of each old code, in order of first appearance
+    # again: old code of a text -> its new code, in order of first appearance
+    again = np.full(len(texts)+1, -1, codes.dtype)
     again[seen] = np.arange(len(seen))
     return pd.Categorical.from_codes(again[codes], categories=pd.Index([texts[i] for i in seen]))
 
@@ -258,7 +282,7 @@ def collect(blocks, file, names, keep, only, as_it_is, expected):
     """
     columns,n,each = {},0,[]
     collects = gc.isenabled()
-    gc.disable() # garbage collection is off, because it would scan these many lists again and again
+    gc.disable() # garbage collection is off, because it would repeatedly scan these many lists
     try:
         with reading_bar(file) as bar:
             for data in blocks():

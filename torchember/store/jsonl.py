@@ -27,22 +27,22 @@ from torchember.store.table import tree_in, tree_table
 keys_at_end = ('end', 'steps', 'rows', 'bytes', 'seconds', 'share')
 
 class Metadata:
-    "Metadata files in a folder. The metadata of the current run are kept in memory, and written when the run has rows."
+    "Metadata files in a folder. The metadata of the current run are kept in memory, and are written as soon as the run has rows."
     # run: function that returns the name of the run, which may change before the first row
     def __init__(self, folder, run):
         # known: kind of metadata -> metadata; unwritten: kinds of metadata that are not on disk yet
         self.folder,self.run,self.known,self.unwritten = folder,run,{},set()
 
     def get(self, kind):
-        "Return the metadata of a kind that are in memory, or None."
+        "Return metadata of the current run from memory, by their kind, such as 'base'. Return None if the run has none of this kind."
         return self.known.get(kind)
 
     def path(self, name):
-        "Return the path of a metadata file."
+        "Return the path of the file with metadata of a kind, such as 'base'."
         return self.folder/f"{safe_name(name, 'metadata', 220)}.json"
 
     def name(self, kind):
-        "Return the name of the metadata file for a kind of metadata of the current run."
+        "Return the file name for metadata of the current run, by their kind, such as 'base'."
         return f'{kind}_{self.run()}'
 
     def __setitem__(self, name, value): write_meta(self.path(name), value)
@@ -55,7 +55,7 @@ class Metadata:
             raise
 
     def begin(self, base, more):
-        "Set the metadata of a run that starts. If the run is resumed, keep its earlier values, such as its start."
+        "Set the metadata of a run that starts. If an existing run is continued, keep its earlier values, such as its start time."
         try: earlier = {k:v for k,v in valid_base(self[self.name('base')]).items() if k not in keys_at_end}
         except (KeyError, ValueError, OSError): earlier = {} # the file does not exist, or cannot be read
         self.known = {'base': {**base, **earlier, 'pid': os.getpid(), 'host': gethostname()}, **more}
@@ -67,9 +67,10 @@ class Metadata:
         self.unwritten.add(kind)
 
     def write(self):
-        "Write all metadata that are not on disk yet."
+        "Write all changed metadata of the run that are not on disk yet."
         for kind in [k for k in self.known if k in self.unwritten]:
-            self.unwritten.discard(kind) # the kind is removed before the write, because its value may change during the write
+            # the kind leaves the set before the write, so that a change during the write is noticed and written later
+            self.unwritten.discard(kind)
             try: self[self.name(kind)] = self.known[kind]
             except OSError:
                 self.unwritten.add(kind)
@@ -78,20 +79,20 @@ class Metadata:
     def end(self, more):
         "Write the metadata 'base' again, with the time of the run's end and further values."
         try: self[self.name('base')] = {**self.known['base'], 'end': now(), **more}
-        except OSError: pass # an error is ignored, because only the summary of the run is lost
+        except OSError: pass # a failed write is ignored, because only the summary in the metadata is lost, no rows
 
 # %% ../../nbs/30_store/15_jsonl.ipynb #afe3ec40
 class StoredRun:
     "Stored run, opened for reading: its rows and metadata."
-    def __init__(self, libname, fname, home, **how): # how: further arguments of the class `Log`
+    def __init__(self, libname, fname, home, **how): # how: further keyword arguments for the class `Log`
         safe_name(fname, 'run')
         self.libname,self.dir = libname,folder(libname, home)
         if not file_exists(self.dir/'log'/fname): portable_name(fname)
         self.home,self.log,self.data = self.dir.parent,self.dir/'log',self.dir/'data'
         self.about = Metadata(self.data, lambda: self.fname)
         self.file = UrlLog(self.log/fname) if is_url(self.dir) else Log(self.log/fname, first=self.about.write, **how)
-        # source: function that makes the recorder queue its rows; torn: number of incomplete lines in the last read
-        # The argument of `source` is True to end the open step, too
+        # source: function that makes the recorder queue its rows; torn: number of incomplete lines found by the last read
+        # `source(True)` also ends the open step (the step that is still being recorded)
         self.source,self.torn = None,0
         self.folder = is_older(self.log/fname) # True for a run of torchember 0.2, whose log is a folder
 
@@ -102,18 +103,18 @@ class StoredRun:
 
     @property
     def log_path(self):
-        "File with all rows of the run."
+        "Path of the file with all rows of the run."
         return self.file.path
 
     @property
     def latest(self):
-        "File with the rows of the latest step."
+        "Path of the file with the rows of the run's latest step."
         return self.file.latest
 
     def __repr__(self): return printable(f'<{self.libname}:{self.fname}>')
 
     def barrier(self, close=False):
-        "Wait until all rows recorded so far are in the file. `close`: True to end the open step first."
+        "Wait until all rows recorded so far are in the file. `close`: True to end the current step first."
         if self.source is not None and self.file.is_ours: self.source(close)
         self.file.flush()
         flush_logs(self.log_path)
@@ -125,8 +126,9 @@ class StoredRun:
         except (KeyError, ValueError, OSError): return False # the file does not exist, or cannot be read
 
     def blocks(self, after=(0, 0)):
-        "Yield the rows of the run in blocks, including rows not on disk yet. `after`: (bytes of the log, rows) to skip."
-        if self.older(): return older_blocks(self.log_path) if self.folder else convert_lines_of_01(line_blocks(self.log_path))
+        "Yield the rows of the run in blocks, including rows that are not on disk yet. `after`: (bytes of the log, rows) to skip."
+        if self.older():
+            return older_blocks(self.log_path) if self.folder else convert_lines_of_01(line_blocks(self.log_path))
         return self.file.disk.rows(after)
 
     def require_exists(self):
@@ -143,7 +145,7 @@ class StoredRun:
             raise FileNotFoundError(f"{unknown('run', self.fname, known)} Looked in {printable(self.log)}.")
 
     def whole_file(self):
-        "Return path and size of the log. Return None if some rows are not in its file yet."
+        "Return path and size of the log. Return None if some rows are only in memory so far."
         return None if self.older() else self.file.disk.complete_file()
 
     def lines(self):
@@ -170,16 +172,16 @@ class StoredRun:
         "Return the rows of the latest step as dicts."
         self.barrier()
         rows = parse(self.file.step.read(self.latest, self.file.is_ours))[0]
-        # a killed run may have no file of its latest step; then the log is read
+        # a killed run may lack the file of its latest step; then its log is read instead
         return without_superseded(rows) or last_step(self.lines())
 
     @property
     def latest_df(self):
-        "The rows of the latest step as a pandas table."
+        "Rows of the latest step as a pandas table."
         return with_path(frame(self.latest_line_list()))
 
     def refresh(self): # Path of the file with the latest step
-        """Close the open step, and write the file of the latest step
+        """End the step that is being recorded, and write the file of the latest step
 
         Returns:
             Path of the file with the latest step
@@ -189,7 +191,7 @@ class StoredRun:
         return self.latest
 
     def meta_path(self, name):
-        "Return the path of a metadata file."
+        "Return the path of the file with metadata of this run, by their kind, such as 'base'."
         return self.about.path(name)
 
     def __getitem__(self, name):
@@ -197,41 +199,42 @@ class StoredRun:
         return self.about[name]
 
     def _repr_html_(self):
+        "Return the run as an HTML table for notebooks."
         tree = tree_in(self)
         return tree_table(self.fname, tree, self.latest_line_list()) if tree else None
 
 # %% ../../nbs/30_store/15_jsonl.ipynb #7d923484
 def last_step(rows):
-    "Return the rows among `rows` that belong to the last step. Return all rows if no row has a step."
+    "Select the `rows` of the latest step. Return all rows if no row has a step."
     last = max((r['step'] for r in rows if is_step(r.get('step'))), default=None)
     return rows if last is None else [r for r in rows if r.get('step')==last]
 
 # %% ../../nbs/30_store/15_jsonl.ipynb #505b5a99
 class AppendedRun(StoredRun):
-    "Stored run to which rows can be appended. Each row gets the user's marks as columns."
+    "Stored run to which rows can be appended. Each row gets the user's marks (named values such as epoch=2) as further columns."
     def __add__(self, row): return self(row)
 
     def __call__(self,
-        row:dict # Row with values of JSON, torch or numpy. Raise TypeError for other values
-    ): # The tracker
-        "Append a row, with the user's marks as further columns"
+        row:dict # Row: a dict of values that JSON, torch or numpy can represent. Raise TypeError for other values
+    ): # The run itself, so that calls can be chained
+        "Append a row, with the user's marks (named values, set by `mark`) as further columns"
         if not isinstance(row, dict): raise TypeError(f"a row must be a dict such as {{'loss': 0.3}}, got {an(row)}.")
         if self.folder: raise FileExistsError(cannot_append_message(self.fname))
-        # the row is converted now, because the caller may change it later
+        # the row is converted to JSON now, because the caller may change it later
         line = line_of({**row, **{k:v for k,v in self.marked.items() if k not in row}} if self.marked else row)
         self.file.put(lambda: [line], joins=self.source is not None, here=self.source is None)
         return self
 
     def logging(self,
-        line:str # Row as one line of JSON
-    ): # The tracker
-        """Append a line of JSON unchanged, without marks
+        line:str # One row as a line of JSON
+    ): # The run itself, so that calls can be chained
+        """Append a line of JSON unchanged, without adding the user's marks
 
         Args:
-            line: Row as one line of JSON
+            line: One row as a line of JSON
 
         Returns:
-            The tracker
+            The run itself, so that calls can be chained
         """
         line = line.removesuffix('\n')
         if '\n' in line: raise ValueError("logging() takes one line, but this text has several. Log them one by one.")
@@ -243,86 +246,93 @@ class AppendedRun(StoredRun):
         return self
 
     def put(self,
-        rows, # Object from which the function `by` makes rows later, in another thread
-        close:bool=False, # True if the step is over with these rows
-        by=call_functions # Function from a list of `rows` objects to a list of rows for each. By default, the objects are functions that return rows
+        rows, # Object from which the function `by` makes rows later, in the other thread
+        close:bool=False, # True if no more rows of this step follow
+        by=call_functions # Function: list of `rows` objects -> list of rows for each. By default, the objects are functions that return rows
     ):
-        """Queue rows that another thread computes and writes
+        """Queue rows for another thread, which computes and writes them
 
         Args:
-            rows: Object from which the function `by` makes rows later, in another thread
-            close: True if the step is over with these rows
-            by: Function from a list of `rows` objects to a list of rows for each. By default, the objects are functions that return rows
+            rows: Object from which the function `by` makes rows later, in the other thread
+            close: True if no more rows of this step follow
+            by: Function: list of `rows` objects -> list of rows for each. By default, the objects are functions that return rows
         """
         self.file.put(rows, close, by=by)
 
     def mark(self, /,
         **marks # Name and value of each column
     ):
-        """Add columns to every row from now on
+        """Add columns with constant values to every row from now on, such as epoch=2
 
         Args:
             **marks: Name and value of each column
         """
         for k in marks:
-            if k in unmarkable: raise ValueError(f"{k!r} is a column that torchember writes, so it cannot be the name of a mark. Choose another name.")
+            if k in unmarkable:
+                raise ValueError(f"{k!r} is a column that torchember writes, so it cannot be a mark (a column of your own). Choose another name.")
         # marks are converted now, so that a wrong type raises TypeError here, and not during the training
         marks = load_row(line_of(marks))
-        if self.source is not None and any(k not in self.marked or self.marked[k]!=v for k,v in marks.items()): self.source(False)
+        if self.source is not None and any(k not in self.marked or self.marked[k]!=v for k,v in marks.items()):
+            self.source(False)
         self.marked = {**self.marked, **marks}
 
     def unmark(self,
-        *names # Marks to remove; all by default
+        *names # Names of the columns; all by default
     ):
-        """Stop adding marks to the rows
+        """Stop adding columns that `mark` has added
 
         Args:
-            *names: Marks to remove; all by default
+            *names: Names of the columns; all by default
         """
         for n in names:
-            if n not in self.marked: raise KeyError(f"No mark {n!r}. Marks: {printable(', '.join(self.marked)) or 'none'}.")
+            if n not in self.marked:
+                raise KeyError(f"There is no mark (a column of your own) {n!r}. Marks: {printable(', '.join(self.marked)) or 'none'}.")
         if self.source is not None and self.marked: self.source(False)
         self.marked = {k:v for k,v in self.marked.items() if names and k not in names}
 
 def cannot_append_message(name):
-    "Return the error message for appending to a run of torchember 0.2."
+    "Return the error message for appending rows to a run of torchember 0.2. This version can only read such runs."
     return f"The run {name!r} was recorded by torchember 0.2, as a folder. It can be read, but no rows can be added. Choose another name."
 
-def refuse_constant(word): raise ValueError(f"{word} is not JSON. t({{'name': float('nan')}}) stores it as JSON.")
+def refuse_constant(word):
+    "Raise ValueError for a constant that is not JSON, such as NaN, with advice."
+    raise ValueError(f"{word} is not valid JSON. An ember t can log it: t({{'name': float('nan')}}) writes valid JSON.")
 
 # %% ../../nbs/30_store/15_jsonl.ipynb #c942d217
 class tracker(AppendedRun):
-    """A run on disk. `t + row` appends a row, `t.df` reads all rows, `t[name]` is metadata, `t.mark` adds columns to each row
+    """A run on disk. `t + row` appends a row, `t.df` reads all rows, `t[kind]` returns metadata, `t.mark` adds columns to each row
 
     Args:
         libname: Name of the library that writes the logs; its home is `~/.<libname>`
-        fname: Name of the run; an existing run is opened again
+        fname: Name of the run. The name of an existing run opens this run again
         home: Folder to use instead of `~/.<libname>`
-        fresh: True if the run must be new; if another process takes the name meanwhile, a number is added
-        fsync: When to wait for the disk: 'never', 'barrier' or 'step'. Without waiting, only a power cut loses rows
-        exact: True if the user has chosen the name: then warn if a number is added
+        fresh: True if the run must be new. If its name is taken meanwhile, a number is added
+        fsync: When to wait for the disk: 'never', 'barrier' or 'step'. With 'never', a power cut may lose rows
+        exact: True if the user has chosen the name, so that a changed name gives a warning
         store: 'jsonl' for lines; 'parquet' for lines that become Parquet parts during the run, which needs pyarrow
         ranks: Number of logs of the run, one for each process
     """
     def __init__(self,
         libname:str, # Name of the library that writes the logs; its home is `~/.<libname>`
-        fname:str, # Name of the run; an existing run is opened again
+        fname:str, # Name of the run. The name of an existing run opens this run again
         home=None, # Folder to use instead of `~/.<libname>`
-        fresh:bool=False, # True if the run must be new; if another process takes the name meanwhile, a number is added
-        fsync:str='never', # When to wait for the disk: 'never', 'barrier' or 'step'. Without waiting, only a power cut loses rows
-        exact:bool=False, # True if the user has chosen the name: then warn if a number is added
+        fresh:bool=False, # True if the run must be new. If its name is taken meanwhile, a number is added
+        fsync:str='never', # When to wait for the disk: 'never', 'barrier' or 'step'. With 'never', a power cut may lose rows
+        exact:bool=False, # True if the user has chosen the name, so that a changed name gives a warning
         store:str='jsonl', # 'jsonl' for lines; 'parquet' for lines that become Parquet parts during the run, which needs pyarrow
         ranks:int=1 # Number of logs of the run, one for each process
     ):
         check_store(store)
-        if fsync not in ('never', 'barrier', 'step'): raise ValueError(f"fsync is 'never', 'barrier' or 'step', got {fsync!r}.")
+        if fsync not in ('never', 'barrier', 'step'):
+            raise ValueError(f"fsync must be 'never', 'barrier' or 'step', got {fsync!r}.")
         super().__init__(libname, fname, home, fresh=fresh, fsync=fsync, exact=exact, store=store, ranks=ranks)
         self.marked = {}
-        self.whole = None # `WholeSteps`, if this process merges the rows of all ranks during the training
+        # A `WholeSteps` object if this process merges the rows of all ranks during the training, else None
+        self.whole = None
 
     @property
     def ts(self):
-        "Local time, in the format of the column `ts`."
+        "Current local time, in the format of the column `ts`."
         return now()
 
     def __setitem__(self, name, value):
@@ -330,14 +340,14 @@ class tracker(AppendedRun):
         self.about[name] = value
 
     def begin(self,
-        base:dict, # Metadata of the kind 'base'
-        more:dict # Kind of metadata -> further metadata
+        base:dict, # Metadata of the kind 'base', such as the start time
+        more:dict # Further metadata by their kind
     ):
-        """Set the metadata that are written with the first row. The process id is added, so that readers see whether the run is running
+        """Set the metadata to write with the first row. The process id is added, so that readers see whether the run is still being recorded
 
         Args:
-            base: Metadata of the kind 'base'
-            more: Kind of metadata -> further metadata
+            base: Metadata of the kind 'base', such as the start time
+            more: Further metadata by their kind
         """
         flush_logs(self.log_path)
         self.about.begin(base, more)
@@ -346,7 +356,7 @@ class tracker(AppendedRun):
         kind:str, # Kind of metadata, such as 'base'
         value # New value of the metadata
     ):
-        """Change one kind of metadata. The change is written with the next rows
+        """Change the run's metadata of one kind. The change is written to disk with the next rows
 
         Args:
             kind: Kind of metadata, such as 'base'
@@ -356,43 +366,43 @@ class tracker(AppendedRun):
         self.file.write_metadata_with(self.about.write)
 
     def end(self,
-        **more # More facts about the run, for the metadata 'base'
+        **more # further values to write into the metadata 'base' of the run
     ):
         """Write all queued rows, and record in the metadata that the run is over
 
         Args:
-            **more: More facts about the run, for the metadata 'base'
+            **more: further values to write into the metadata 'base' of the run
         """
         self.close()
         self.file.finish()
         if 'base' in self.about.known and (summary := self.file.disk.summary()): self.about.end({**summary, **more})
 
     def listen(self,
-        f, # Function that gets a step number (None for rows of no step) and a list of rows. It is called in its own thread, after rows are written
-        name:str|None=None, # Name of the listener in messages
+        f, # Function of a step number (None for rows of no step) and a list of rows. Called in its own thread
+        name:str|None=None, # Name of the function in messages
         per_rank:bool=False # With `reduce='step'`, on rank 0: True to get the rows of this rank instead of the merged rows
-    ) -> Listener: # A `Listener`; call its `close()` to end it
-        """Call `f` for all rows from now on, including the open step. A slow or failing `f` does not disturb training or log
+    ) -> Listener: # A `Listener`; call its `close()` to stop the calls of `f`
+        """Call `f` for all rows recorded from now on, including the current step. A slow or failing `f` disturbs neither training nor log
 
         Args:
-            f: Function that gets a step number (None for rows of no step) and a list of rows. It is called in its own thread, after rows are written
-            name: Name of the listener in messages
+            f: Function of a step number (None for rows of no step) and a list of rows. Called in its own thread
+            name: Name of the function in messages
             per_rank: With `reduce='step'`, on rank 0: True to get the rows of this rank instead of the merged rows
 
         Returns:
-            A `Listener`; call its `close()` to end it
+            A `Listener`; call its `close()` to stop the calls of `f`
         """
         if not callable(f): raise TypeError(f"listen takes a function of a step and its rows, got {an(f)}.")
         return listen_to_run(self, f, name, per_rank)
 
     def close(self):
-        "Write all queued rows, and wait a limited time for listeners"
+        "Write all queued rows, and wait a limited time until the functions given to `listen` have got the rows"
         self.barrier()
         self.file.wait_for_listeners()
 
 # %% ../../nbs/30_store/15_jsonl.ipynb #3b28efb3
 class emberTracker(tracker):
-    """A run of torchember. The name of an existing run opens this run again, to read or append rows
+    """A run recorded by torchember. The name of an existing run opens this run again, to read or append rows
 
     Args:
         fname: Name of the run
@@ -406,23 +416,24 @@ class emberTracker(tracker):
     ): super().__init__('torchember', fname, home, **kwargs)
 
 # %% ../../nbs/30_store/15_jsonl.ipynb #e43520d5
-taken = set() # log files of runs that this process began. New runs must not take these names, although the files may not exist yet
+# Paths of the logs of runs begun by this process. New runs must not take these names, although the files may not exist yet
+taken = set()
 
 def exists(name, home):
-    "Return True if a run of this name is on disk, or if this process began such a run."
+    "Return True if a run of this name is on disk, or if this process has begun a run of this name."
     path = folder('torchember', home)/'log'/name
     return path in taken or path_exists(path) # `path_exists` also returns True for a broken link
 
 # %% ../../nbs/30_store/15_jsonl.ipynb #3cbb159d
 def new_run(kind, name=None, resume=False, home=None, store='jsonl', ranks=1):
-    """Return a tracker for a run that starts now.
+    """Create a run that starts now, and return its `tracker`.
 
     `kind`: name of the model's class. `name`: exact name of the run. `resume`: True to continue the run `name`. `store`, `ranks`: as in `tracker`.
     Raise FileExistsError if `name` exists, unless `resume`, and OSError if `home` cannot be written."""
     exact = name is not None
     check_store(store)
     if is_url(folder('torchember', home)): raise OSError(local_only(folder('torchember', home)))
-    # only a home given by the user is checked now; the default home is checked at the first write
+    # only a `home` given by the user is checked now; the default home is checked at the first write
     for part in ('log', 'data') if home is not None else (): check_writable(folder('torchember', home)/part)
     if name is None:
         if resume: raise ValueError("resume=True needs name=, the name of the run to continue.")

@@ -24,7 +24,7 @@ def name_step(step):
     return 'rows of no step' if step is None else f'step {step}'
 
 def run_queue(queue):
-    """Run the thread of a listener: call the listener for each block of rows in `queue`, until None arrives.
+    """Run the thread of a listener: call the listener's function for each block of rows in `queue`, until the queue yields None.
 
     This function has no reference to the listener, so that an unused listener is freed.
     """
@@ -35,23 +35,23 @@ def run_queue(queue):
 
 # %% ../../nbs/30_store/09_listeners.ipynb #cf8793ff
 class ThreadListeners(threading.local):
-    "Listeners that the current thread is calling. Rows that they record are not sent to them again, to avoid an endless loop."
+    "Listeners that the current thread is calling. Rows recorded by such a listener are not sent to it again, to avoid an endless loop."
     listeners = ()
 
 running = ThreadListeners()
 
 # %% ../../nbs/30_store/09_listeners.ipynb #c749aba4
 class BoundedQueue:
-    "Queue of one listener: blocks of rows, and events to set. If the queue gets too long, its oldest blocks are dropped."
+    "Queue of one listener: blocks of rows, and events to set after these blocks. If the queue gets too long, drop its oldest blocks."
     max_pieces,max_bytes = 256,32_000_000
 
-    # steps: step of each queued block; size: bytes of all queued blocks
+    # steps: step number of each queued block; size: bytes of all queued blocks
     def __init__(self): self.queue,self.lock,self.steps,self.size = SimpleQueue(),threading.RLock(),deque(),0
 
     def __len__(self): return len(self.steps)
 
     def put(self, listener, step, lines, sources):
-        "Add a block of rows without waiting. Return the steps of the dropped blocks."
+        "Add a block of rows to the queue, without waiting. Return the steps of the old blocks that were dropped because the queue was full."
         dropped = []
         with self.lock:
             self.steps.append(step)
@@ -61,11 +61,11 @@ class BoundedQueue:
                 try: job = self.queue.get_nowait()
                 except Empty: break
                 if isinstance(job, tuple): self.note_removed(job[2]); dropped.append(job[1])
-                elif job is not None: job.set() # the event of a removed job is set, because all blocks before it were removed
+                elif job is not None: job.set() # a removed event is set, because another thread waits for it
         return dropped
 
     def note_removed(self, lines):
-        "Update `steps` and `size`, because a block with these lines has left the queue."
+        "Update `steps` and `size` after a block with these lines has left the queue."
         with self.lock:
             self.steps.popleft()
             self.size -= len(lines)
@@ -76,18 +76,18 @@ class LostSteps:
     def __init__(self, name, note): self.name,self.note,self.count,self.last,self.reason = name,note,0,(),None
 
     def add(self, step):
-        "Count a step with lost rows. Count the step only once, although several blocks of its rows may be lost."
+        "Count a step with lost rows. A step counts only once, although several blocks of its rows may be lost."
         if step!=self.last: self.count,self.last = self.count+1,step
 
     def report(self, step, reason):
-        "Count a step with lost rows. Warn the user, with the reason, at the first such step."
+        "Count a step with lost rows. At the first such step, warn the user and name the reason."
         self.add(step)
         if self.reason is not None: return
         self.reason = f'{reason} (at {printable(name_step(step))})'
         self.note(f"{self.name} did not get all rows: {printable(reason, 300)}, at {name_step(step)}. It gets the next rows, and the log has all rows. "
             "This warning is shown once.")
 
-    def remark(self, waiting=()): # waiting: steps whose rows are lost because the listener does not return
+    def remark(self, waiting=()): # waiting: steps whose rows are still queued, and therefore lost, because the listener does not return
         "Return a sentence about lost rows, for the report at the end of the run. Return None if no rows were lost."
         n = self.count+len({*waiting}-{self.last})
         if n: return f"{self.name} lost rows of {n:,} step{'s'*(n!=1)}: {self.reason or 'it has not returned'}."
@@ -106,19 +106,20 @@ class Listener:
         self.queue,self.lost,self.pid = BoundedQueue(),LostSteps(self.name, note),os.getpid()
         self.since = 0 # size of the log file in bytes when this listener was added
         self.step = () # step for which `f` is running; () if `f` is not running
-        self.is_closed = self.hangs = False # hangs: True if waiting for this listener timed out
+        self.is_closed = self.hangs = False # hangs: True if the wait for this listener has timed out
         self.start()
 
     def start(self):
         "Start the thread of this listener. Return the thread, or None if it cannot be started."
-        self.thread = threading.Thread(target=run_queue, args=(self.queue.queue,), name=f'torchember-{self.name}', daemon=True)
+        self.thread = threading.Thread(target=run_queue, args=(self.queue.queue,), name=f'torchember-{self.name}',
+            daemon=True)
         try: self.thread.start()
         except RuntimeError: self.thread = None # the interpreter exits, or the system has no more threads
         return self.thread
 
-    # rows: dicts or lines; lines: the rows as lines of the file; sources: listeners that recorded these rows
+    # rows: dicts or lines; lines: the rows as JSON lines; sources: listeners that recorded these rows themselves
     def put(self, rows, lines, sources=()):
-        "Queue rows for the function, without waiting."
+        "Queue a block of rows for the listener's function, without waiting."
         if self.is_closed or self.pid!=os.getpid() or self.accepts is not None and not self.accepts(rows, lines): return
         step = (rows[0] if isinstance(rows[0], dict) else load_row(rows[0])).get('step')
         with self.queue.lock:
@@ -126,19 +127,20 @@ class Listener:
             for dropped in self.queue.put(self, step, lines, sources): self.lost.report(dropped, 'it is too slow')
 
     def notify(self, step, lines, sources):
-        "Call the function with one block of rows. This method runs in the thread of the listener."
+        "Call the listener's function with one block of rows. This method runs in the thread of the listener."
         self.queue.note_removed(lines)
-        if self.is_closed: return self.lost.add(step) # rows that come after `close` has stopped waiting are lost
+        # `close` no longer waits for this listener, so later rows are lost
+        if self.is_closed: return self.lost.add(step)
         self.step,running.listeners = step,(*sources, self)
         try: self.f(step, self.convert(lines))
-        # SystemExit is caught, too, so that this thread continues
+        # SystemExit is caught, too, so that an exit in the user's function does not end this thread
         except BaseException as e: self.lost.report(step, f'{type(e).__name__}: {e}')
         finally: self.step,self.hangs,running.listeners = (),False,()
 
     def end_step(self): "Do nothing: this listener does not collect the rows of a step."
 
     def mark(self):
-        """Queue an event, and return it. The event is set when the function has got all rows that are queued now.
+        """Add an event to the queue, and return it. It is set when the function has got all rows that are queued now.
 
         Return None if waiting would be wrong: in a forked process, in the listener's own thread, or if an earlier
         call does not return.
@@ -152,13 +154,13 @@ class Listener:
         "Wait for an event of `mark`. Return True if it was set in time; otherwise warn the user and return False."
         if done is None: return False
         if done.wait(max(until-time.monotonic(), 0)): return True
-        self.hangs = True # `hangs` becomes False again when the running call returns
+        self.hangs = True # `hangs` becomes False again as soon as the running call of the function returns
         self.note(f"{self.name} has not returned{'' if self.step==() else ' from its call for '+name_step(self.step)}, and the program no longer waits for it. "
             f"{len(self.queue):,} blocks of rows were not delivered to it.")
         return False
 
     def rest(self):
-        "End the thread of this listener when all jobs are done. The next rows will start a new thread."
+        "End the thread of this listener when its queue is empty. The next rows will start a new thread."
         with self.queue.lock: thread,self.thread = self.thread,None
         if thread is None: return
         self.queue.queue.put(None)
@@ -171,7 +173,7 @@ class Listener:
         in_time = self.wait(self.mark(), time.monotonic()+self.patience)
         self.is_closed = True
         if in_time: self.rest()
-        else: self.queue.queue.put(None) # None in the queue ends the thread when the running call returns
+        else: self.queue.queue.put(None) # None in the queue ends the thread after the running call of the function returns
 
     def remark(self):
         "Return a sentence about lost rows, for the report at the end of the run. Return None if no rows were lost."
@@ -211,26 +213,30 @@ class DirectListener:
 
 # %% ../../nbs/30_store/09_listeners.ipynb #06ae56ba
 class Listeners:
-    "All listeners of a log, and blocks of rows to send to them. `note`: function to show a message, with an exception, to the user."
+    """All listeners of a log (functions that receive its rows), and blocks of rows to send to them.
+
+    `note`: function to show a message, with an exception, to the user."""
     # pieces: blocks that were written to the file, but not yet sent to the listeners
     def __init__(self, note): self.note,self.all,self.pieces = note,(),deque()
 
-    def add(self, listener): self.all = (*self.all, listener) # listener: a `Listener`, or an object with put, end_step, mark, wait, rest and remark
+    def add(self, listener):
+        "Add a `Listener`, or an object with the methods put, end_step, mark, wait, rest and remark."
+        self.all = (*self.all, listener)
 
     def remove(self, listener):
-        "Remove a listener."
+        "Remove a listener, which gets no more rows."
         self.all = tuple(l for l in self.all if l is not listener)
 
-    def collect(self, rows, lines, sources=()): # arguments as in `Listener.put`
-        "Add a block of rows that the next `notify` will send to the listeners."
+    def collect(self, rows, lines, sources=()): # arguments: as in `Listener.put`
+        "Add a block of rows, which the next call of `notify` will send to the listeners."
         if self.all: self.pieces.append((rows, lines, sources))
 
     def end_step(self):
-        "Note that the step of the last added block is complete. The next `notify` sends this to the listeners."
+        "Mark the last added block as the end of a step. The next `notify` reports the end to the listeners."
         if self.all: self.pieces.append(None)
 
     def notify(self):
-        """Send the collected blocks to all listeners, except listeners that recorded the rows.
+        """Send the collected blocks of rows to all listeners, except listeners that recorded these rows themselves.
 
         The file already has the rows, unless the write failed.
         """

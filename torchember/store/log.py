@@ -25,28 +25,29 @@ from torchember.store.rotation import ParquetLog
 class Writer:
     "Background thread that writes the queued rows of all logs to their files."
     patience = 1 # seconds until a failed write is tried again
-    nap = .1 # seconds to wait for more steps, because converting several steps together is faster
+    nap = .1 # seconds to wait for rows of further steps, because converting several steps together is faster
 
     def __init__(self):
         self.dirty,self.lock,self.thread,self.over = deque(),threading.Lock(),None,False
-        # SimpleQueue is used, because an Event would deadlock if a signal handler sets the Event while it is being set
+        # SimpleQueue instead of Event: if a signal handler interrupts `Event.set` and sets the same event, the program deadlocks
         self.ready = SimpleQueue()
-        self.holding = set() # logs whose last write failed; the references keep these logs alive until a later write succeeds
+        # logs whose last write failed. This set keeps them in memory until a write succeeds
+        self.holding = set()
 
     def wake(self, log):
-        "Make the writer thread write the queued rows of `log` soon."
+        "Wake the writer thread, so that it soon writes the queued rows of `log`."
         if self.over or self.thread is None and not self.start(): return self.empty(log)
         if not log.queued: log.queued = True; self.dirty.append(log); self.ready.put(1)
 
     def hold(self, log):
-        "Make the writer thread try to write `log` again after `patience` seconds."
+        "Make the writer thread try again to write `log`, after `patience` seconds."
         if log in self.holding: return
         self.holding.add(log)
         self.ready.put(1) # wakes the writer thread, which may be waiting without a time limit
 
     def start(self):
         "Start the writer thread, and return True if it runs. This fails at interpreter exit, and if the system has no more threads."
-        # returns if another thread is starting the writer thread, or code that this signal handler has interrupted
+        # another thread, or the code that this signal handler interrupted, is starting the writer thread already
         if not self.lock.acquire(blocking=False): return True
         try:
             if self.thread is None:
@@ -58,7 +59,7 @@ class Writer:
         finally: self.lock.release()
 
     def run(self):
-        "Write queued rows until the process ends."
+        "Write the queued rows of all logs, until the process ends. This is the main function of the writer thread."
         while True:
             if self.is_woken(self.patience if self.holding else None): self.is_woken(self.nap)
             for _ in range(len(self.dirty)):
@@ -73,7 +74,7 @@ class Writer:
         except Empty: return 0
 
     def empty(self, log):
-        "Write the queued rows of `log` without raising. A warning that the user's filters turn into an error is kept for the next flush."
+        "Write the queued rows of `log`, and raise no error. If the user's filters turn a warning into an error, keep it for the next flush."
         try: log.drain()
         except EmberWarning as e: log.messages.notes.append(str(e).removeprefix('torchember: '))
         except Exception as e: log.note("trouble while writing", e)
@@ -82,7 +83,7 @@ class Writer:
 writer,live = Writer(),weakref.WeakSet()
 
 def reset_after_fork():
-    "Start without logs in a forked process, because the logs belong to the parent process."
+    "Forget all logs in a forked process, because they belong to the parent process."
     global writer,live
     writer,live = Writer(),weakref.WeakSet()
 
@@ -90,7 +91,7 @@ def at_exit():
     "Write the queued rows of all logs when the interpreter exits."
     for log in list(live):
         try: log.close()
-        except Exception: traceback.print_exc() # an error is printed and the loop continues, because other logs also have rows to write
+        except Exception: traceback.print_exc() # the loop continues, because other logs also have rows to write
     writer.over = True # from now on, rows are written immediately when they are queued
 
 atexit.register(at_exit)
@@ -102,12 +103,13 @@ class Messages:
     def __init__(self): self.notes,self.known = [],set()
 
     def note(self, what:str, error=None, once=True):
-        "Add a message, with the error that caused it. `once`: drop the message if an equal message was added before."
+        "Add a message, with the error that caused it. `once`: add the message only if no equal message was added before."
         kind = f'{what}{type(error)}'
-        if self.is_new(kind) or not once: self.notes.append(f'{what}: {type(error).__name__}: {error} (shown once)' if error else what)
+        if self.is_new(kind) or not once:
+            self.notes.append(f'{what}: {type(error).__name__}: {error} (shown once)' if error else what)
 
     def is_new(self, kind):
-        "Return True if this kind of message was not added before."
+        "Return True if no message of this kind was added before."
         new = kind not in self.known
         self.known.add(kind)
         return new
@@ -119,38 +121,40 @@ class Messages:
 
 # %% ../../nbs/30_store/13_log.ipynb #a984ac11
 def call_functions(functions):
-    "Call each function, and return their results as a list."
+    "Call functions without arguments, and return their results as a list."
     return [rows() for rows in functions]
 
 class Batch(NamedTuple):
-    "Queued rows of one call of `Log.put`, not computed yet."
-    rows:object # function that returns rows, or an object with a length that `by` converts to rows
-    close:bool # True if these are the last rows of the step
-    joins:bool|None # True if the rows belong to the step that was closed before, None if they belong to no step
-    by:object # function that converts a list of `rows` objects to a list of rows for each object
-    listeners:tuple # listeners that recorded these rows, and therefore do not get them
+    "Rows of one call of `Log.put`, queued but not yet computed."
+    rows:object # function that returns rows, or a sequence that the function `by` converts to rows
+    close:bool # True if no more rows of this step follow
+    joins:bool|None # True if the rows belong to the step that was closed before; None if the rows belong to no step
+    by:object # function: list of `rows` objects -> list of rows for each of these objects
+    listeners:tuple # listeners that recorded these rows themselves, and therefore do not receive them
 
 class ReadyBatch(NamedTuple):
-    "Computed rows of a batch, and the same rows as JSON lines."
+    "Computed rows of a `Batch`, and the same rows as JSON lines."
     rows:list
     lines:bytes
     batch:Batch
 
 # %% ../../nbs/30_store/13_log.ipynb #f6f33938
 class Batches:
-    "Queue of batches, in the order of recording."
+    "Queue of batches of rows, in the order in which they were recorded."
     together = 1000 # maximum number of rows that are computed together
     def __init__(self, note): self.note,self.waiting = note,deque()
 
     def __len__(self): return len(self.waiting)
 
     def put(self, *batch):
+        "Add a `Batch` to the queue. `batch`: the fields of the `Batch`."
         self.waiting.append(Batch(*batch))
 
     def take(self):
-        "Compute the rows of the first batches with an equal `by`. Yield a `ReadyBatch` for each, and then remove the batch from the queue."
+        "Compute the rows of the first batches with an equal function `by`. Yield a `ReadyBatch` for each batch, then remove it from the queue."
         by,some,n = self.waiting[0].by,[],0
-        for i in range(len(self.waiting)): # the loop uses indices, because the training thread may add batches during the loop
+        # a loop over indices, because the training thread may add batches meanwhile
+        for i in range(len(self.waiting)):
             batch = self.waiting[i]
             n += 1 if batch.by is not by or by is call_functions else len(batch.rows)
             if some and (batch.by is not by or n>self.together): break
@@ -168,26 +172,29 @@ class Batches:
             return [[]]
 
     def with_lines(self, rows):
-        "Convert rows to JSON lines. Return the rows that can be written, and their lines."
+        "Convert rows to JSON lines. Return the rows that JSON can represent, and their lines."
         if not rows: return [], b''
         if (data := lines_of(rows)) and len(data)<=longest_line: return rows, data
         good = [(r, line) for r in rows if (line := self.line(r)) is not None]
         return [r for r,_ in good], b''.join(line+b'\n' for _,line in good)
 
     def line(self, row):
-        "Convert a row to a JSON line. If this is impossible, add a message for the user and return None."
+        "Convert a row to a JSON line. If this is impossible, add a message for the user, and return None."
         try: line = row if isinstance(row, bytes) else line_of(row)
-        except Exception as e: return self.note("a row is lost, because it cannot be written as JSON", e)
+        except Exception as e: return self.note("a row of the log is lost, because it cannot be written as JSON", e)
         if len(line)<=longest_line: return line
         self.note(f"a row of more than {longest_line>>20} MB is lost. Store such large values in a file of your own")
 
 # %% ../../nbs/30_store/13_log.ipynb #8c2274c7
 class LogFiles:
-    "The two files of a log: all rows, and rows of the latest step. After a failed write, lines stay in memory until a later write succeeds."
-    grace = 10. # seconds without rotation after a failed write, because readers still count from a byte of this file
+    """The two files of a log: one with all rows, one with only the rows of the latest step.
+
+    After a failed write, lines stay in memory until a later write succeeds."""
+    # After a failed write, seconds without renaming the file for Parquet, because readers still count bytes of this file
+    grace = 10.
 
     def __init__(self, disk, first, note, hold):
-        """Manage the files of a log, with `disk` for all rows. `first`: function to call once when the file has rows, or None.
+        """Manage the files of a log. `disk`: `JsonLines` for all rows. `first`: function to call once when the file has rows, or None.
 
         `hold`: function that is called with True if another write is needed, else with False.
         """
@@ -196,19 +203,22 @@ class LogFiles:
         self.is_refused,self.retry_at = False,0
 
     @property
-    def latest(self): return self.disk.path.with_name(f'{self.disk.path.name}_latest') # returns the path of the file with the latest step
+    def latest(self):
+        "Path of the file with the latest step."
+        return self.disk.path.with_name(f'{self.disk.path.name}_latest')
 
     @property
     def is_due(self):
+        "True if a write may be tried now: no write has failed, or the pause after a failed write is over."
         return not self.is_refused or time.monotonic()>=self.retry_at
 
     def add(self, rows, data, joins):
-        "Queue lines for both files. `rows`: the rows; `data`: their lines; `joins`: as in `Log.put`."
+        "Queue JSON lines for both files. `rows`: the rows; `data`: their lines; `joins`: as in `Log.put`."
         if joins is not None: self.step.add(data, joins)
         self.disk.append(data, len(rows))
 
     def write(self, now):
-        """Write the queued lines to both files. If this fails, note the reason and keep the lines in memory.
+        """Write the queued lines to both files. If this fails, remember the reason, and keep the lines in memory.
 
         `now`: True to write the file of the latest step without a delay.
         """
@@ -219,11 +229,12 @@ class LogFiles:
         except OSError as e: return self.keep_rows(e)
         if time.monotonic()>self.retry_at+self.grace: self.disk.after_flush()
         self.is_refused = False
-        self.hold(self.step.stale and self.step.closed) # True means that the file of the latest step must be written later
+        # the argument True plans another write, because the file of the latest step is not up to date
+        self.hold(self.step.stale and self.step.closed)
         self.disk.report_dropped()
 
     def keep_rows(self, e):
-        "Keep the rows in memory after the failed write `e`, plan the next try, and warn once."
+        "Keep the rows in memory after the write failed with the exception `e`. Plan the next try, and warn once."
         self.retry_at = time.monotonic()+writer.patience
         self.hold(True)
         if self.is_refused: return
@@ -232,13 +243,14 @@ class LogFiles:
             "and written as soon as possible. Free some disk space, or choose another folder with home= or TORCHEMBER_HOME.", once=False)
 
     def create(self):
-        "Create the file of all rows now, and call `first`. Raise OSError if the file cannot be created."
+        "Create the file for all rows now, and call the function `first`. Raise OSError if the file cannot be created."
         if self.disk.fresh: self.disk.create()
         if self.first is not None: self.call_first()
 
     def call_first(self):
-        "Call `first` once. If the call raises OSError, it is repeated at the next write."
-        first,self.first = self.first,None # `first` is cleared before the call, because the call may set another `first`
+        "Call the function `first`, at most once. If it raises OSError, call it again at the next write."
+        # `first` is cleared before the call, because the called function may set another `first`
+        first,self.first = self.first,None
         try: first()
         except OSError:
             self.first = first
@@ -248,7 +260,8 @@ class LogFiles:
 # %% ../../nbs/30_store/13_log.ipynb #eb735ff7
 class Log:
     "Log of one process: a queue of rows, the files that the rows are written to, and the listeners."
-    bound = 64 # maximum number of queued batches. If there are more, the thread that adds a batch also writes the batches
+    # Maximum number of queued batches of rows. At this number, the thread that adds a batch also writes the batches
+    bound = 64
 
     def __init__(self, path, fresh=False, fsync='never', first=None, exact=False, store='jsonl', ranks=1):
         "Create a log that is not on disk yet. `first`: function to call when the file has rows. Other arguments: as in `tracker`."
@@ -262,44 +275,39 @@ class Log:
         self.queued,self.busy = False,False
         self.seconds = 0. # CPU time of writing, in seconds
 
-    @property
-    def is_ours(self): return self.disk.is_ours
-
-    @property
-    def path(self): return self.disk.path
-
-    @property
-    def latest(self): return self.files.latest
-
-    @property
-    def step(self): return self.files.step
+    is_ours = property(lambda self: self.disk.is_ours, doc="True in the process that created the log, False in a forked process.")
+    path = property(lambda self: self.disk.path, doc="Path of the file with all rows.")
+    latest = property(lambda self: self.files.latest, doc="Path of the file with the rows of the latest step.")
+    step = property(lambda self: self.files.step, doc="`LatestStep`: the lines of the latest step.")
 
     def hold(self, needed):
-        "Plan another write of this log by the writer thread if `needed` is True, else cancel the plan."
+        "If `needed` is True, let the writer thread write this log again later; else cancel this."
         if needed: writer.hold(self)
         else: writer.holding.discard(self)
 
     def put(self, rows, close=False, joins=False, by=call_functions, here=False):
-        """Queue rows to be computed and written in another thread.
+        """Queue rows, which another thread computes and writes.
 
         `rows`, `close`, `by`: fields of `Batch`. `joins`: True if the rows belong to the step closed before, None if to no step.
         `here`: True to write in this thread."""
         if not self.is_ours: return self.warn_forked()
-        live.add(self) # the log is added to `live` here, not in `__init__`, because a log that is only read has nothing to write
+        # The log joins the set `live` here, not in `__init__`, because a log that is only read has nothing to write
+        live.add(self)
         self.batches.put(rows, close, joins, by, running.listeners)
         if here: writer.empty(self)
-        if here and not self.batches: return # remaining batches show that this call has interrupted a write, which will continue afterwards
+        # Batches that remain show that this call has interrupted a write (in a signal handler), which will continue afterwards
+        if here and not self.batches: return
         if len(self.batches)>self.bound: writer.empty(self)
         else:
             writer.wake(self)
-            # with many batches, the writer thread is woken and does not wait for more steps
+            # if many batches wait, the writer thread writes at once instead of waiting for more steps
             if len(self.batches)==self.bound//2: writer.ready.put(1)
 
     def drain(self, insist=False):
-        "Write all queued rows in this thread. `insist`: True to write even if the last write failed a moment ago."
+        "Write all queued rows in this thread. `insist`: True to write even directly after a failed write."
         if not self.is_ours: return
         with self.disk.lock:
-            if self.busy: return # returns if a signal handler or a finalizer calls `drain` while `drain` is running
+            if self.busy: return # a signal handler or a finalizer has called `drain` during `drain`
             self.busy,began = True,time.thread_time()
             try:
                 while self.batches:
@@ -313,7 +321,7 @@ class Log:
         self.messages.show()
 
     def add(self, ready):
-        "Add the lines of a `ReadyBatch` to the files, and to the blocks for the listeners."
+        "Add the lines of a `ReadyBatch` to the files of the log, and its rows to the blocks for the listeners."
         rows,data,batch = ready
         if data:
             self.files.add(rows, data, batch.joins)
@@ -321,15 +329,15 @@ class Log:
         if batch.close: self.step.closed = True; self.listeners.end_step()
 
     def create_file(self):
-        "Create the file of the log now, and write the metadata. Raise OSError if this fails."
+        "Create the file of the log now, and write the metadata of the run. Raise OSError if this fails."
         with self.disk.lock: self.files.create()
 
     def write_metadata_with(self, first):
-        "Set the function that is called when the next rows are written, because metadata have changed."
+        "Set the function that writes changed metadata. It is called at the next write of rows."
         self.files.first = first
 
     def add_listener_time(self, seconds):
-        "Add the CPU time of a listener, in seconds, to the CPU time of writing."
+        "Add the CPU time that a listener took, in seconds, to the CPU time of writing."
         with self.disk.lock: self.seconds += seconds
 
     def flush(self):
@@ -362,21 +370,24 @@ class Log:
         if self.is_ours and (n := self.disk.unwritten): warn(f"torchember: {n} rows could not be written to {self.path} and are lost.")
 
     def warn_forked(self):
-        "Warn once that a forked process cannot add rows to the run of its parent."
+        "Warn once that a forked process cannot add rows to the run of its parent process."
         if self.messages.is_new('forked'): warn(f"torchember: the run {self.path.name!r} belongs to the process that started it. This process "
             "was forked from it and cannot add rows. Open another run here.")
 
 # %% ../../nbs/30_store/13_log.ipynb #f8191f69
 class UrlLog(Log):
-    "Log behind a URL. It can only be read."
-    def put(self, *args, **kwargs): raise OSError(local_only(self.path.parent.parent))
+    "Log behind a URL, which can only be read."
+    def put(self, *args, **kwargs):
+        "Raise OSError, because rows cannot be added to a log behind a URL."
+        raise OSError(local_only(self.path.parent.parent))
     def flush(self): "Do nothing, because no rows are queued for a URL."
     wait_for_listeners = close = finish = flush
 
 # %% ../../nbs/30_store/13_log.ipynb #ea6d0a02
-def listen_to_log(log, f, name=None, **kwargs): # further arguments as in `Listener`
+def listen_to_log(log, f, name=None, **kwargs): # kwargs: further arguments of `Listener`
     "Call `f` for all rows added to a log from now on. Return the `Listener`."
     def remove(listener):
+        "Write the queued rows, then remove the listener from the log."
         log.flush()
         with log.disk.lock: log.listeners.remove(listener)
     with log.disk.lock:
@@ -395,19 +406,20 @@ def listen_to_run(t, f, name=None, per_rank=False, **kwargs):
     return t.whole.listen(f, name, **kwargs) if merged else listen_to_log(t.file, f, name, **kwargs)
 
 def note_soon(log, what):
-    "Let the writer thread show a message to the user soon. Use this function while a lock is held."
+    "Show a message to the user soon, from the writer thread. Use this function while a lock is held."
     log.note(what)
     writer.wake(log)
 
-def listen_directly(log, f, remark): # arguments as in `DirectListener`
+def listen_directly(log, f, remark): # f, remark: as in `DirectListener`
     "Call `f` in the writing thread for all rows added to a log from now on."
     with log.disk.lock: log.listeners.add(DirectListener(f, remark))
 
 # %% ../../nbs/30_store/13_log.ipynb #994436a3
 def flush_logs(place):
-    "Write the rows queued by this process for the log `place`, or for all logs in the folder `place`."
-    if is_url(place): return # no rows are queued for a URL, because only `sync` writes to URLs
-    place,folders = os.path.realpath(place),{} # each folder is resolved only once, because a few folders contain many logs
+    "Write the rows that this process has queued for the log at the path `place`, or for all logs in the folder `place`."
+    if is_url(place): return # no process queues rows for a URL, because only `sync` writes to URLs
+    # each folder is resolved only once, because many logs are in few folders
+    place,folders = os.path.realpath(place),{}
     for log in list(live):
         if not log.is_ours or is_url(log.path): continue
         where,name = os.path.split(log.path)

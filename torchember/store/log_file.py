@@ -18,13 +18,13 @@ from torchember.store.parts import blocks_of_run, layouts_in_parts, read_current
 
 # %% ../../nbs/30_store/11_log_file.ipynb #22d83319
 class LogStore(Protocol):
-    "Interface of an object that stores the rows of one log."
-    def append(self, lines:bytes, rows:int): "Queue JSON lines. `rows`: number of the lines."
+    "Interface of an object that stores the rows of one log, such as `JsonLines`."
+    def append(self, lines:bytes, rows:int): "Queue JSON lines to be written. `rows`: number of lines."
     def flush(self): "Write all queued lines to the file. Raise OSError if this fails."
-    def rows(self, after=(0, 0)): "Yield all rows in blocks, including queued rows. `after`: (bytes, rows) to skip."
+    def rows(self, after=(0, 0)): "Yield all rows of the log in blocks, including queued rows. `after`: (bytes, rows) to skip."
     def tail(self) -> int: "Return the number of the last step in the log, or -1 if there are no steps."
-    def layouts(self): "Return the layouts (tuples of keys) of the rows, if known without reading rows, else None."
-    def metadata(self, kind:str): "Return metadata by their kind, such as 'base'. Raise KeyError if they do not exist."
+    def layouts(self): "Return the distinct tuples of keys (layouts) of the log's rows, if they are known without reading rows, else None."
+    def metadata(self, kind:str): "Return metadata of the run by their kind, such as 'base'. Raise KeyError if the run has none of this kind."
 
 # %% ../../nbs/30_store/11_log_file.ipynb #8eb0cabf
 def append_lines(path, data:bytes, sync=False):
@@ -38,25 +38,25 @@ def append_lines(path, data:bytes, sync=False):
         try:
             while done<len(data): done += f.write(view[done:])
             if sync: os.fsync(f.fileno())
-        except BaseException: # raised if the disk is full, or by Ctrl-C
-            # the file is not cut if another process has appended lines meanwhile
+        except BaseException: # after a full disk or Ctrl-C, the incomplete data are removed
+            # if another process has appended lines meanwhile, the file is not truncated
             if done and os.fstat(f.fileno()).st_size==size+done: f.truncate(size)
             raise
 
 # %% ../../nbs/30_store/11_log_file.ipynb #90c3a721
 class LatestStep:
-    "Lines of the latest step, and the file with these lines."
+    "JSON lines of the latest step, and the file with these lines, for readers in separate processes."
     pause = .2 # seconds between two writes of the file, because replacing a file costs 10 times as much as an append
-    def __init__(self, most=16_000_000): # most: maximum number of bytes in memory; a longer step loses its first lines from this file
+    def __init__(self, most=16_000_000): # most: maximum number of bytes in memory; of a longer step, this file lacks the first lines
         self.most,self.lines,self.size = most,deque(),0
         # closed: True if the step is complete; stale: True if some lines are not in the file yet
         self.closed = self.stale = False
-        self.next = 0 # earliest time of the next write, in seconds of `time.monotonic`
+        self.next = 0 # earliest time of the next write, in seconds of the clock `time.monotonic`
 
     def __len__(self): return len(self.lines)
 
     def add(self, data:bytes, joins=False):
-        """Add lines to the step. After the step was closed, the lines begin a new step.
+        """Add lines to the latest step. After this step was closed, the lines begin a new step.
 
         `joins`: True to add lines to the closed step instead.
         """
@@ -74,12 +74,14 @@ class LatestStep:
         return self.stale and (now or self.closed and time.monotonic()>=self.next)
 
     def write(self, path):
-        "Write the lines to the file `path`."
+        "Write the lines of the latest step to the file `path`."
         replace(path, b''.join(self.lines))
         self.stale,self.next = False,time.monotonic()+self.pause
 
     def read(self, path, ours, most=1<<28):
-        "Return the lines of the latest step, from memory if these are newer than the file. Ignore a file that is larger than torchember writes."
+        """Return the lines of the latest step, from memory if they are newer than the file.
+
+        Ignore a file larger than the maximum that torchember writes."""
         if self.stale and ours: return b''.join(self.lines)
         try: return b''.join(line_blocks(path)) if file_size(path)<=most else b''
         except OSError: return b''
@@ -88,13 +90,13 @@ class LatestStep:
 def last_step_of(path):
     "Return the number of the last step in a log, or -1 if there are no steps. Read only the end of the log if possible."
     def last(listing, files):
-        "Return the last step of the parts and the lines."
+        "Return the largest step in the log's Parquet parts and JSON lines."
         in_lines = next((n for f,_ in reversed(files) if (n := last_step_in(f))>=0), -1)
         return max(in_lines, *(p['last'] for p in (listing['parts'] if listing else ())), -1)
     return read_current(path, last)
 
 def last_step_in(path):
-    "Return the number of the last step in a file of lines, or -1. The end of the file is read first, because it usually suffices."
+    "Return the number of the last step in a file of JSON lines, or -1. Read the end of the file first, because it usually suffices."
     size = file_size(path) if file_exists(path) else 0
     for tail in (1<<16, 1<<22):
         if not size: break
@@ -110,23 +112,23 @@ def last_step_in_block(block):
 # %% ../../nbs/30_store/11_log_file.ipynb #828d9afa
 class JsonLines:
     "Log stored as a file of JSON lines."
-    keep = 64_000_000 # maximum number of bytes in memory while writes fail
+    keep = 64_000_000 # maximum number of bytes of lines kept in memory while writing fails
     at_once = 4_000_000 # maximum number of bytes in one write
 
     def __init__(self, path, fresh=False, exact=False, sync=False, note=print):
-        """Create a log without reading or writing a file.
+        """Represent a log, without reading or writing its file.
 
         `fresh`: True if the file must be new; a number is added to an existing name. `exact`: True to warn about this number.
         `sync`: True to flush the data to the disk (fsync). `note`: function that shows a message to the user."""
         self.path,self.fresh,self.exact,self.sync,self.note = path,fresh,exact,sync,note
-        self.lock,self.pid = threading.RLock(),os.getpid() # lock: held while lines are written
+        self.lock,self.pid = threading.RLock(),os.getpid() # lock: held by the thread that writes lines
         self.earlier = not fresh # True if the file may have rows that this object did not write
-        # waiting: queue of (lines, number of rows); size: bytes of the queued lines; dropped: number of rows lost because of `keep`
+        # waiting: queue of (lines, number of rows); size: bytes of the queued lines; dropped: number of rows lost because the queue had `keep` bytes
         self.waiting,self.size,self.dropped = deque(),0,0
         self.written_rows = self.written = 0
 
     def append(self, lines, rows):
-        "Queue lines. If more than `keep` bytes would be queued, drop the lines and count their rows as lost."
+        "Queue JSON lines. If more than `keep` bytes would be queued, drop the lines and count their rows as lost."
         if self.size+len(lines)<=self.keep: self.waiting.append((lines, rows)); self.size += len(lines)
         else: self.dropped += rows
 
@@ -146,7 +148,7 @@ class JsonLines:
             self.written += size
 
     def create(self):
-        "Create the file. If its name exists already, add a number to the name."
+        "Create the log's file. If a file of this name exists, add a number to the name."
         self.path.parent.mkdir(parents=True, exist_ok=True)
         for path in (self.path.with_name(f'{self.path.name}_{i}') if i>1 else self.path for i in range(1, 10_000)):
             try: os.close(os.open(path, os.O_CREAT|os.O_EXCL|os.O_WRONLY, 0o666))
@@ -159,50 +161,65 @@ class JsonLines:
 
     def report_dropped(self):
         "Show a message with the number of rows lost while writes failed."
-        if self.dropped: n,self.dropped = self.dropped,0; self.note(f"{n} rows were lost while {self.path} could not be written.", once=False)
+        if self.dropped:
+            n,self.dropped = self.dropped,0
+            self.note(f"{n} rows were lost while {self.path} could not be written.", once=False)
 
     @property
-    def unwritten(self): return sum(n for _,n in self.waiting)+self.dropped # returns the number of rows that are not in the file
+    def unwritten(self):
+        "Return the number of rows that are not in the file: queued or dropped rows."
+        return sum(n for _,n in self.waiting)+self.dropped
 
     @property
-    def is_ours(self): return self.pid==os.getpid() # returns False in a process that was forked after the log was created
+    def is_ours(self):
+        "True in the process that created the log, False in a process forked from it."
+        return self.pid==os.getpid()
 
     @property
     def exists(self):
         "True if the log has a file or will have one."
-        return bool(self.fresh or self.written_rows or self.waiting or (path_exists if is_url(self.path) else os.path.exists)(self.path))
+        return bool(self.fresh or self.written_rows or self.waiting
+            or (path_exists if is_url(self.path) else os.path.exists)(self.path))
 
     @property
-    # A new log has 0 bytes, even if a file of this name exists, because that file belongs to another run
+    # A new log counts 0 bytes, even if a file of its name exists, because that file belongs to another run
     def bytes_on_disk(self):
-        "Return the size of the file in bytes, 0 for a new log."
+        "Return the size of the log's file in bytes; 0 for a new log."
         return os.path.getsize(self.path) if not self.fresh and os.path.exists(self.path) else 0
 
     def unwritten_lines(self):
-        "Return the size of the file in bytes, and the lines not in the file yet."
+        "Return the size of the log's file in bytes, and the lines that are not in the file yet."
         if not (self.is_ours and self.waiting): return None, b''
         with self.lock: return self.bytes_on_disk, b''.join(data for data,_ in self.waiting)
 
     def rows(self, after=(0, 0)):
-        "Yield all rows in blocks, including queued rows. `after`: (bytes of the log, rows) to skip."
+        "Yield all rows of the log in blocks, including queued rows. `after`: (bytes of the log, rows) to skip."
         size,more = self.unwritten_lines()
         return blocks_of_run(None if self.fresh else self.path, more, size, after)
 
-    def tail(self): return last_step_of(self.path)
+    def tail(self):
+        "Return the number of the last step in the log, or -1 if there are no steps."
+        return last_step_of(self.path)
 
-    def layouts(self): return layouts_in_parts(self.path)
+    def layouts(self):
+        "Return the tuples of keys (layouts) of the rows, if the Parquet parts know them, else None."
+        return layouts_in_parts(self.path)
 
-    def metadata(self, kind): return read_meta(self.path.parent.parent/'data'/f'{kind}_{self.path.name}.json')
+    def metadata(self, kind):
+        "Return metadata of the run by their kind, such as 'base'."
+        return read_meta(self.path.parent.parent/'data'/f'{kind}_{self.path.name}.json')
 
     def complete_file(self):
-        "Return path and size of the log. Return None if some lines are not in the file yet."
-        if not (self.fresh or self.unwritten_lines()[1]) and file_exists(self.path): return self.path, summarize_parts(self.path)['lines']+file_size(self.path)
+        "Return path and size of the log. Return None if some lines are only in memory so far."
+        if not (self.fresh or self.unwritten_lines()[1]) and file_exists(self.path):
+            return self.path, summarize_parts(self.path)['lines']+file_size(self.path)
 
     def summary(self):
-        "Return steps, rows and bytes for the metadata of a finished run. None if this object wrote no rows, or if lines are still queued."
+        "Return steps, rows and bytes for the metadata of a finished run. Return None if this object wrote no rows, or if lines are still queued."
         if not (self.is_ours and self.written_rows) or self.waiting: return None
-        return {'steps': self.tail()+1, **({} if self.earlier else {'rows': self.written_rows, 'bytes': self.complete_file()[1]})}
+        return {'steps': self.tail()+1, **({} if self.earlier else {'rows': self.written_rows,
+            'bytes': self.complete_file()[1]})}
 
-    def after_flush(self): "Do nothing. A subclass can convert lines here after a flush, while the lock is held."
-    def in_background(self): "Do nothing. A subclass can start work here after a flush, without the lock."
-    def finish(self): "Do nothing. A subclass can convert the last lines here at the end of the run."
+    def after_flush(self): "Do nothing. A subclass can override this to convert lines after a flush, while the lock is held."
+    def in_background(self): "Do nothing. A subclass can override this to start a process after a flush, without holding the lock."
+    def finish(self): "Do nothing. A subclass can override this to convert the last lines at the end of the run."

@@ -7,11 +7,11 @@ __all__ = ['most_losses', 'most_labels', 'texts', 'whole_numbers', 'is_valid_los
 
 # %% ../../nbs/30_store/05_losses.ipynb #30325975
 most_losses = 64 # maximum number of loss terms that are described for a run
-most_labels = 4096 # labels of this number or larger are not counted one by one
+most_labels = 4096 # labels of at least this number are not counted one by one
 
 texts = 'name', 'tname', 'kind', 'takes', 'target_dtype', 'end'
-whole_numbers = ('first_step', 'seen', 'expanded', 'batches', 'single', 'distinct', 'smallest', 'largest', 'classes', 'ignore_index', 'softmax_dim',
-    'softmax_size')
+whole_numbers = ('first_step', 'seen', 'expanded', 'batches', 'single', 'distinct', 'smallest', 'largest',
+    'classes', 'ignore_index', 'softmax_dim', 'softmax_size')
 
 def is_valid_loss(e) -> bool:
     "Return True if a value from a file has the keys and types of a loss entry in the metadata."
@@ -20,14 +20,15 @@ def is_valid_loss(e) -> bool:
     if not all(isinstance(e.get(k), int|None) for k in whole_numbers): return False
     shapes = [e.get(k) for k in ('shape', 'target_shape', 'result_shape')]
     if not all(s is None or isinstance(s, list) and all(type(n) is int for n in s) for s in shapes): return False
-    return isinstance(e.get('activations'), list) and all(isinstance(a, str) for a in e['activations']) and isinstance(e.get('share'), float|int|None)
+    return (isinstance(e.get('activations'), list) and all(isinstance(a, str) for a in e['activations'])
+        and isinstance(e.get('share'), float|int|None))
 
 def valid_losses(meta) -> list:
     "Return the valid entries of metadata of the kind 'losses'."
     found = meta.get('losses') if isinstance(meta, dict) else None
     return [e for e in found[:most_losses] if is_valid_loss(e)] if isinstance(found, list) else []
 
-def read_loss_entries(t) -> list: # t: `tracker` of the run
-    "Return the entries about the losses of a run from its metadata; [] if the run has none."
+def read_loss_entries(t) -> list: # t: the run, a `tracker`
+    "Return the descriptions of a run's loss terms from its metadata; [] if the run has none."
     try: return valid_losses(t.about.get('losses') or t[f'losses_{t.fname}'])
     except (KeyError, ValueError, OSError): return [] # the file does not exist, or cannot be read

@@ -17,7 +17,7 @@ def is_older(path):
     "Return True if `path` is a folder with row files, as torchember 0.2 wrote them."
     if is_url(path) or not os.path.isdir(path): return False
     try: return bool(row_files(path))
-    except OSError: return False # the folder may not be read
+    except OSError: return False # the user may not have permission to read the folder
 
 def row_files(folder):
     "Return the row files in a folder of torchember 0.2, sorted by the time of their first row."
@@ -37,11 +37,13 @@ def marks_in_name(path):
 
 def to_number(text):
     "Convert a text to an int or float if the text is a number. Return other texts unchanged."
-    try: return int(text) if re.fullmatch(r'-?\d+', text) else float(text) if re.fullmatch(r'-?[\d.]+(e[+-]?\d+)?', text) else text
+    try:
+        if re.fullmatch(r'-?\d+', text): return int(text)
+        return float(text) if re.fullmatch(r'-?[\d.]+(e[+-]?\d+)?', text) else text
     except ValueError: return text
 
 # %% ../../nbs/30_store/09_older.ipynb #92842942
-# name of a tensor type in older versions -> current name
+# tensor type in older versions -> its current name
 ttypes_of_02 = {'input_dt': 'input', 'output_dt': 'output', 'in': 'input', 'out': 'output', 'grad': 'weight_grad'}
 
 def convert_row(row, marks, seen):
@@ -52,17 +54,19 @@ def convert_row(row, marks, seen):
     if isinstance(marks.get('step', 0), str): marks = {k:v for k,v in marks.items() if k!='step'}
     if not isinstance(row.get('ttype'), str) or not isinstance(row.get('tname'), str): return {**row, **marks}
     ttype,tname = ttypes_of_02.get(row['ttype'], row['ttype']),re.sub(r'\.tsr(\d+)', r'.\1', row['tname'])
-    if ttype=='output' and not tname.startswith('output_'): tname = 'output_0' if tname=='output' else f"output_{tname.removeprefix('out_')}"
+    if ttype=='output' and not tname.startswith('output_'):
+        tname = 'output_0' if tname=='output' else f"output_{tname.removeprefix('out_')}"
     tensor = str(row.get('module')), ttype, tname
     step = seen[tensor]
     seen[tensor] += 1
-    return {'step': step, **row, 'ttype': ttype, 'tname': tname, **{k:v for k,v in marks.items() if k not in row or k=='step' and isinstance(v, int)}}
+    return {'step': step, **row, 'ttype': ttype, 'tname': tname,
+        **{k:v for k,v in marks.items() if k not in row or k=='step' and isinstance(v, int)}}
 
 # %% ../../nbs/30_store/09_older.ipynb #dbb6063d
-most = 64_000_000 # maximum number of characters of one row
+most = 64_000_000 # maximum number of characters of one JSON row in a file
 
 def json_rows(f, size=1<<22):
-    """Yield the JSON rows of a file that has a comma before each row. A row that cannot be parsed is yielded as text.
+    """Yield the JSON rows of a file with a comma before each row. Yield the text of invalid rows.
 
     `size`: number of characters to read at once.
     """
@@ -74,8 +78,10 @@ def json_rows(f, size=1<<22):
             try: row,at = decode(text, at)
             except (ValueError, RecursionError):
                 following = text.find(',{"', at+1)
-                if not begins_row(text, following+1): break # stops here, because the end of this row has not been read yet
-                yield text[at:following][:200] # yields an incomplete row as text; another process has appended rows after it
+                # the text read so far does not contain the end of this row, so more must be read
+                if not begins_row(text, following+1): break
+                # an incomplete row, to which another process has appended rows, is yielded as text
+                yield text[at:following][:200]
                 at = following
                 continue
             yield row
@@ -97,11 +103,11 @@ def older_blocks(folder):
         marks = marks_in_name(path)
         with open(path, encoding='utf-8', errors='replace', opener=open_regular) as f:
             for row in json_rows(f):
-                # an incomplete row is yielded as a JSON string, which readers count as a torn line
+                # an incomplete row becomes a JSON string, which readers count as an incomplete line
                 yield line_of(convert_row(row, marks, seen))+b'\n' if isinstance(row, dict) else json.dumps(row).encode()+b'\n'
 
 def size_and_rows(folder):
-    "Return the number of bytes and rows of a run of torchember 0.2. Count rows by the key 'ttype', present in each row."
+    "Return the number of bytes and rows of a run of torchember 0.2, without parsing the rows: count the key 'ttype', which each row has."
     size = rows = 0
     for path in row_files(folder):
         with open(path, 'rb', opener=open_regular) as f:
@@ -115,7 +121,7 @@ def size_and_rows(folder):
 
 # %% ../../nbs/30_store/09_older.ipynb #5b048526
 def is_version_01(base):
-    "Return True if torchember 0.1 wrote the metadata `base` of a run."
+    "Return True if the run was written by torchember 0.1. `base`: its metadata."
     return isinstance(base, dict) and 'start' in base and 'schema' not in base
 
 def convert_lines_of_01(blocks):
@@ -125,6 +131,6 @@ def convert_lines_of_01(blocks):
         out = []
         for line in data.split(b'\n'):
             try: row = json.loads(line)
-            except (ValueError, RecursionError): row = None # an invalid line stays unchanged, and readers count it as torn
+            except (ValueError, RecursionError): row = None # the line stays unchanged, so that readers count it as incomplete
             out.append(line_of(convert_row(row, {}, seen)) if isinstance(row, dict) else line)
         yield b'\n'.join(out)

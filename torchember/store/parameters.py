@@ -21,19 +21,22 @@ def parameter_entry(path, name, shape, dtype, requires_grad, optimizer=None, gra
     recorded. `changes`: True if its values change although no known optimizer has the parameter. `elsewhere`: True if
     an optimizer that torchEmber was not given has the parameter.
     """
-    p = dict(path=path, name=name, shape=None if shape is None else list(shape), dtype=dtype, requires_grad=requires_grad,
-        optimizer=optimizer, gradient=gradient, called=called)
+    p = dict(path=path, name=name, shape=None if shape is None else list(shape), dtype=dtype,
+        requires_grad=requires_grad, optimizer=optimizer, gradient=gradient, called=called)
     return p | ({'also': list(also)} if also else {}) | ({} if recorded else {'recorded': False}) | ({'changes': True} if changes else {}) \
         | ({'elsewhere': True} if elsewhere else {})
 
-def label_of(p): return f"{p['path']}.{p['name']}" if p['path'] else p['name'] # returns the full name of a parameter, for plots
+def label_of(p):
+    "Return the full name of a parameter, for plots."
+    return f"{p['path']}.{p['name']}" if p['path'] else p['name']
 
 # %% ../../nbs/30_store/05_parameters.ipynb #9c6070c2
-frozen,forgotten,cut_off,not_called = reasons = ('frozen', 'not in the optimizer', 'no gradient ever arrived', 'module never called')
+frozen,forgotten,cut_off,not_called = reasons = ('frozen', 'not in the optimizer', 'no gradient ever arrived',
+    'module never called')
 
-def why_not(p): # p: dict from `parameter_entry`
+def why_not(p): # p: description of a parameter by `parameter_entry`
     "Return the reason why a parameter is not trained. Return None if the parameter is trained, or if no reason is known."
-    # No reason is given, because another optimizer or the user's code may train the parameter
+    # no reason is given, because another optimizer or the user's code may train this parameter
     if p.get('recorded') is False or p.get('changes'): return None
     if not p.get('gradient') and p['requires_grad'] is False: return frozen
     if p.get('optimizer') is False and not p.get('elsewhere'): return forgotten
@@ -42,7 +45,7 @@ def why_not(p): # p: dict from `parameter_entry`
 
 # %% ../../nbs/30_store/05_parameters.ipynb #28f84829
 def parts_alike(ps, which):
-    """Return the largest modules whose parameters are all in `which`: (name, number of parameters). The name '' is the whole model.
+    """Return the largest modules with only parameters of the set `which`, as pairs (name, number of parameters). The name '' is the whole model.
 
     `which`: set of ids of entries in `ps`.
     """
@@ -51,7 +54,8 @@ def parts_alike(ps, which):
         for part in names_around(p):
             all_[part] += 1
             some[part] += id(p) in which
-    found = dict.fromkeys(next(part for part in names_around(p) if some[part]==all_[part]) for p in ps if id(p) in which)
+    found = dict.fromkeys(next(part for part in names_around(p) if some[part]==all_[part])
+        for p in ps if id(p) in which)
     return [(part, all_[part]) for part in found]
 
 def names_around(p):
@@ -63,7 +67,7 @@ deepest = 50 # maximum number of module levels in a name; deeper levels are not 
 
 # %% ../../nbs/30_store/05_parameters.ipynb #efcd0043
 def untrained(ps, only=None, most=4):
-    """Return a sentence that lists the untrained parameters by reason; '' if all are trained.
+    """Return a sentence about the parameters that are not trained, grouped by reason; '' if all are trained.
 
     `only`: parameters to report, all by default. `most`: maximum number of names for each reason.
     """
@@ -73,46 +77,51 @@ def untrained(ps, only=None, most=4):
     for reason in reasons:
         parts = parts_alike(known, {i for i,w in why.items() if w==reason})
         names = [(part or 'all of the model')+(f' ({n:,} parameters)' if n>2 else '') for part,n in parts[:most]]
-        if parts: told.append(f"{reason}: {', '.join(names)}{f' and {len(parts)-most:,} more' if len(parts)>most else ''}")
+        if parts:
+            told.append(f"{reason}: {', '.join(names)}{f' and {len(parts)-most:,} more' if len(parts)>most else ''}")
     return f"Not trained: {'; '.join(told)}." if told else ''
 
 # %% ../../nbs/30_store/05_parameters.ipynb #35274e3e
 def valid_entries(meta):
-    "Return the valid parameter descriptions in the metadata of the kind 'parameters'."
+    "Return the valid descriptions of parameters in metadata of the kind 'parameters', read from a file."
     ps = meta.get('parameters') if isinstance(meta, dict) else None
     return [p for p in ps[:most_entries] if is_valid_entry(p)] if isinstance(ps, list) else []
 
-def read_parameters(t): # t: `tracker` of the run
+def read_parameters(t): # t: the run, a `tracker`
     "Return the descriptions of a run's parameters from its metadata; [] if the run has none."
     try: return valid_entries(t.about.get('parameters') or t[f'parameters_{t.fname}'])
     except (KeyError, ValueError, OSError): return [] # the file does not exist, or cannot be read
 
-def read_training_facts(t): # t: `tracker` of the run
+def read_training_facts(t): # t: the run, a `tracker`
     "Return the facts about a run's training from its metadata, as `facts_in` does; {} if the run has none."
     try: return facts_in(t.about.get('parameters') or t[f'parameters_{t.fname}'])
     except (KeyError, ValueError, OSError): return {} # the file does not exist, or cannot be read
 
 def facts_in(meta):
-    """Return the facts about the training in metadata of the kind 'parameters', such as the state of autocast, as a dict.
+    """Return facts about the training, such as the state of autocast, as a dict, from metadata of the kind 'parameters'.
+
     The key 'modes' has the facts about training and evaluation mode, as `recorder.modes.ModeFacts` writes them."""
     if not isinstance(meta, dict): return {}
     facts = meta.get('facts')
     return (facts if isinstance(facts, dict) else {}) | {'modes': valid_modes(meta.get('modes'))}
 
 def valid_modes(modes):
-    "Return the valid facts about training and evaluation mode among values from a file. `modes`: the values."
+    "Return the valid facts about training and evaluation mode. `modes`: values read from a metadata file."
     if not isinstance(modes, dict): return {}
-    lists = {k: v for k in ('eval', 'train') if isinstance(v := modes.get(k), list) and all(isinstance(n, str) for n in v)}
+    lists = {k: v for k in ('eval', 'train') if isinstance(v := modes.get(k), list)
+        and all(isinstance(n, str) for n in v)}
     calls = modes.get('dropout')
     types = {'function': str, 'p': int|float, 'training': bool}
-    valid = isinstance(calls, dict) and all(isinstance(c, dict) and all(isinstance(c.get(k), t) for k,t in types.items()) for c in calls.values())
+    valid = (isinstance(calls, dict)
+        and all(isinstance(c, dict) and all(isinstance(c.get(k), t) for k,t in types.items()) for c in calls.values()))
     return lists | ({'dropout': calls} if valid and calls else {})
 
 def is_valid_entry(p):
-    "Return True if a value from a file has the keys and types of a `parameter_entry`."
+    "Return True if a value read from a file is a valid description of a parameter, as `parameter_entry` makes it."
     if not isinstance(p, dict) or not isinstance(p.get('requires_grad'), bool): return False
     also,shape = p.get('also', []),p.get('shape')
-    if not isinstance(also, list) or not isinstance(shape, list|None) or not isinstance(p.get('dtype'), str|None): return False
+    if not isinstance(also, list) or not isinstance(shape, list|None) or not isinstance(p.get('dtype'), str|None):
+        return False
     if not all(isinstance(n, str) and len(n)<=1000 for n in (p.get('path'), p.get('name'), *also)): return False
     flags = 'optimizer', 'gradient', 'called', 'recorded', 'changes', 'elsewhere'
     return all(type(n) is int and n>=0 for n in shape or ()) and all(isinstance(p.get(k), bool|None) for k in flags)

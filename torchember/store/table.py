@@ -11,7 +11,7 @@ from html import escape
 from ..ground.record import identity, optional
 
 # %% ../../nbs/30_store/04_table.ipynb #a0fcf9eb
-# tensor types whose statistics are shown for a module; the first type that has a row is used
+# tensor types whose statistics the table shows for a module: the first type in this order that has a row
 shown_ttypes = ('output', 'input', 'weight')
 
 def tree_nodes(tree):
@@ -23,10 +23,11 @@ def tree_nodes(tree):
         todo += [(depth+1, c) for c in reversed(node.get('children', ()))]
 
 def row_per_module(rows):
-    "Return a row for each module: display name -> row of its output. Without an output, the row of its input or weight."
+    "Return one row for each module: its display name -> the row of its output; without an output, of its input or weight."
     best = {}
     for r in rows:
-        name,place = r.get('module'),shown_ttypes.index(r['ttype']) if r.get('ttype') in shown_ttypes else len(shown_ttypes)
+        name = r.get('module')
+        place = shown_ttypes.index(r['ttype']) if r.get('ttype') in shown_ttypes else len(shown_ttypes)
         if isinstance(name, str) and (name not in best or place<best[name][0]): best[name] = (place, r)
     return {n: r for n,(_,r) in best.items()}
 
@@ -36,7 +37,7 @@ def html_cell(value):
 
 # %% ../../nbs/30_store/04_table.ipynb #0209f9da
 def valid_tree(value, most=1_000_000): # value: metadata of the kind 'structure'; most: maximum number of modules
-    "Return the tree of modules from metadata, without values of a wrong type. Return None if the metadata are no tree."
+    "Return the tree of modules, read from a metadata file, without values of a wrong type. Return None if the value is no tree."
     if not isinstance(value, dict) or not isinstance(value.get('name'), str): return None
     root,n = valid_node(value),1
     todo = [(value, root)]
@@ -49,7 +50,7 @@ def valid_tree(value, most=1_000_000): # value: metadata of the kind 'structure'
     return root
 
 def valid_node(value):
-    "Return a node with the values of `value` that have the right types, without children."
+    "Return a node of the module tree with the values in `value` of the right types, without child nodes."
     name,short,path = (v if isinstance(v := value.get(k), str) else '' for k in ('name', 'short', 'path'))
     aliases = [a for a in value['aliases'] if isinstance(a, str)] if isinstance(value.get('aliases'), list) else []
     more = {'aliases': aliases, 'activation': a if isinstance(a := value.get('activation'), str) else None}

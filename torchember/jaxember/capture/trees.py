@@ -22,7 +22,7 @@ from .tags import key_text
 
 # %% ../../../nbs/88_jaxember/12_trees.ipynb #fc922e49
 def wrapper_classes():
-    "Return the flax classes for wrapping an array, such as `nnx.Param`. Classes not imported by the program are left out."
+    "Return the flax classes that wrap an array, such as `nnx.Param`. Classes of Python modules that the program has not imported are left out."
     there = [(sys.modules.get('flax.nnx'), 'Variable'), (sys.modules.get('flax.core.meta'), 'AxisMetadata')]
     return tuple(getattr(m, n) for m,n in there if hasattr(m, n))
 
@@ -37,21 +37,23 @@ def dtype_kind(dtype):
     "Return the kind of a dtype: 'inexact' (floats), 'exact' (integers), 'key' (random keys), 'void' (gradients of integers). None for other dtypes."
     if jnp.issubdtype(dtype, jax.dtypes.prng_key): return 'key'
     if dtype==jax.dtypes.float0: return 'void'
-    return 'inexact' if jnp.issubdtype(dtype, np.inexact) else 'exact' if any(jnp.issubdtype(dtype, k) for k in (np.bool_, np.integer)) else None
+    if jnp.issubdtype(dtype, np.inexact): return 'inexact'
+    return 'exact' if any(jnp.issubdtype(dtype, k) for k in (np.bool_, np.integer)) else None
 
 def value_kind(x):
     "Return the kind of the numbers in a leaf of a tree: 'inexact', 'exact', 'key' or 'void'. None for a leaf without numbers."
     if isinstance(x, jax.Array|np.ndarray|np.generic): return dtype_kind(x.dtype)
     return 'exact' if isinstance(x, bool|int) else 'inexact' if isinstance(x, float|complex) else None
 
-# what: name of the tree in error messages; before: keys that lead to the tree
+# what: name of the tree in error messages; before: keys that lead from the user's argument to the tree
 def leaves_of(tree, what:str, before=()) -> list:
     "Return a tuple (keys, kind, array) for each leaf of a tree, in the order of the tree. Raise TypeError if a leaf is not an array."
     boxed,out,keyed = wrapper_classes(),[],set()
     for keys,box in tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, boxed))[0]:
         kind = variable_kind(box)
         for inner,x in tree_flatten_with_path(box)[0] if isinstance(box, boxed) else [((), box)]:
-            at = (*keys, *inner[1:]) # leave out the key `value` between a flax wrapper and its array, which is not part of the name
+            # leave out the key `value` between a flax wrapper and its array, which is not part of the name
+            at = (*keys, *inner[1:])
             held = value_kind(x)
             if held=='key': keyed.add(at[:-1])
             if held in ('key', 'void') or kind=='': continue
@@ -62,7 +64,7 @@ def leaves_of(tree, what:str, before=()) -> list:
     return [l for l in out if not is_counter(l)] if keyed else out
 
 def not_an_array(path, x, what):
-    "Return the error message for a non-array leaf of a tree."
+    "Return the text of the error for a leaf of a tree (such as the parameters) that is not an array."
     got = f'an array of {x.dtype}' if isinstance(x, np.ndarray) else an(x)
     return f"{what} must be a tree of arrays, but {path or 'the whole tree'} is {got}. Pass arrays only: eqx.filter(model, eqx.is_array) selects " \
         "the arrays of an equinox model, nnx.state(model) the arrays of an nnx model. A leaf that you replace by None is ignored."
@@ -81,7 +83,8 @@ class Named:
 # %% ../../../nbs/88_jaxember/12_trees.ipynb #482a7655
 def is_linen_variables(tree):
     "Return True if a tree is a dict of linen collections, such as 'params' and 'batch_stats'."
-    return isinstance(tree, Mapping) and ('params' in tree or {*tree} <= {'batch_stats', 'cache'}) and not has_nnx_variables(tree)
+    return (isinstance(tree, Mapping) and ('params' in tree or {*tree} <= {'batch_stats', 'cache'})
+        and not has_nnx_variables(tree))
 
 def has_nnx_variables(tree):
     "Return True if the leaves of a tree are variables of nnx."
@@ -91,12 +94,13 @@ def has_nnx_variables(tree):
 def is_train_state(tree): return hasattr(tree, 'opt_state') and hasattr(tree, 'params') # flax's TrainState has both attributes
 
 def items_in(tree):
-    "Return a pair (key, value) for each direct child of a tree."
+    "Return a pair (key, value) for each direct child of a JAX tree, such as each item of a dict."
     return [(keys[0], x) for keys,x in tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)[0] if keys]
 
 def has_models(tree, depth=0):
     "Return True if a tree is or contains a model: variables of linen, a TrainState or an nnx module."
-    if is_train_state(tree) or isinstance(tree, nnx_class('Module')) or is_linen_variables(tree) and (not depth or 'params' in tree): return True
+    if is_train_state(tree) or isinstance(tree, nnx_class('Module')) or is_linen_variables(tree) and (not depth or 'params' in tree):
+        return True
     return isinstance(tree, Mapping|list|tuple) and any(has_models(x, depth+1) for _,x in items_in(tree))
 
 def paths_in_tree(tree):
@@ -104,18 +108,19 @@ def paths_in_tree(tree):
     return {tuple(map(key_text, keys)) for keys,_ in tree_flatten_with_path(tree)[0]}
 
 def has_own_name(key, tree, of):
-    "Return True if `key` becomes part of the path of the arrays in `tree`, because it is not a linen collection such as 'batch_stats'."
+    "Return True if `key` is part of the path of the arrays below it, False if it names a linen collection such as 'batch_stats'."
     names,params = paths_in_tree(tree),paths_in_tree(of.get('params', {}))
     if () in names or names and names <= params: return True
-    return 'opt_state' in of and key not in ('batch_stats', 'cache') and not {n[:-1] for n in names} <= {n[:i] for n in params for i in range(len(n))}
+    return ('opt_state' in of and key not in ('batch_stats', 'cache')
+        and not {n[:-1] for n in names} <= {n[:i] for n in params for i in range(len(n))})
 
 def array_fields(state):
-    "Return the fields of a flax TrainState with arrays, as a dict, except `step` and `params`."
+    "Return a dict of the fields of a flax TrainState that contain only arrays, except the fields `step` and `params`."
     some = {key_text(k): x for k,x in items_in(state) if key_text(k) not in ('step', 'params')}
     return {k: x for k,x in some.items() if jax.tree.leaves(x) and all(map(value_kind, jax.tree.leaves(x)))}
 
-def models_in(tree, at=(), kind=None): # at: keys that lead to the tree; kind: 'buffer' in a copy of a model
-    "Yield a tuple for each model or collection in a tree: (keys without linen collections, kind, subtree, all keys). Names are unique in a subtree."
+def models_in(tree, at=(), kind=None): # at: keys that lead to the tree; kind: 'buffer' if the tree is a copy of a model, such as an average
+    "Yield (keys without linen collections, kind of arrays, subtree, all keys) of each model or linen collection in a tree, to name its arrays."
     if is_train_state(tree):
         params,own = tree.params,array_fields(tree)
         if has_nnx_variables(params):
@@ -138,11 +143,11 @@ def models_in(tree, at=(), kind=None): # at: keys that lead to the tree; kind: '
     else: yield at, kind, tree, at
 
 def nnx_class(name):
-    "Return a class of nnx by name. If nnx is not imported, return (), because `isinstance(x, ())` is always False."
+    "Return the class of `flax.nnx` with a name. If nnx is not imported, return (), because `isinstance(x, ())` is always False."
     return getattr(sys.modules.get('flax.nnx'), name, ())
 
-def module_and_name(keys) -> tuple: # keys: keys that lead to a leaf
-    "Return the module path and the name of a parameter from its keys. Haiku separates modules in a key by slashes and adds '~' for constructors."
+def module_and_name(keys) -> tuple: # keys: keys of a tree that lead to a parameter
+    "Return the module path and the name of a parameter from its keys. Haiku joins modules in a key by '/', and writes '~' for constructors."
     parts = [p for k in keys for p in key_text(k).split('/') if p not in ('~', '')] or ['value']
     return '.'.join(parts[:-1]), parts[-1]
 
@@ -160,7 +165,7 @@ class ParameterNumbers:
         return self.of[path, pname]
 
 class UniqueNames:
-    "Makes names unique within a module: the second 'name' becomes 'name2'."
+    "Makes the names of tensors unique in each module: a second tensor called 'name' becomes 'name2'."
     def __init__(self): self.seen = set()
 
     def __call__(self, path, name, end=''):
@@ -174,7 +179,7 @@ def named_parameters(
     tree, # Variables of linen; a state, module or gradient of nnx; a module of equinox; any tree of arrays
     what:str='model_state', # Name of the tree, for the error message
     stem:str='weight', # Prefix of names in the log: 'weight', or 'grad' for gradients
-    known=() # `Named` objects of the model: a parameter with a known name gets its known number
+    known=() # `Named` objects of the model: a parameter with one of these names gets the same number
 ) -> list: # a `Named` for each array, in the order of the tree
     "Return the names of the parameters and buffers of a model. Raise TypeError if a leaf is not an array."
     out,numbers,once = [],ParameterNumbers(known),UniqueNames()
@@ -189,14 +194,15 @@ def named_parameters(
     return out
 
 # %% ../../../nbs/88_jaxember/12_trees.ipynb #b84e055c
-# names of the fields in which an optax state contains another optimizer state
+# fields of an optax state that contain another optimizer state, by name
 holders = ('opt_state', 'inner_state', 'inner_opt_state', 'base_optimizer_state')
-labelled = 'inner_states' # field of an optax state for labelled parameters (`multi_transform`): a dict with an optimizer state for each label
+# field of an optax state for labelled parameters (`multi_transform`): a dict with an optimizer state for each label
+labelled = 'inner_states'
 
 def fields(tree, keys) -> list:
-    """Return which of the `keys` are fields of an optax state, as indices, innermost first.
+    """Return the positions in `keys` of the fields of an optax state, such as 'mu', innermost first.
 
-    In a state of plain dicts, return only the first known field."""
+    If the state consists of plain dicts, return only the position of the first field."""
     out = []
     for i,k in enumerate(keys):
         if hasattr(tree, '_fields') and type(tree).__name__.endswith('State'): out.insert(0, i)
@@ -210,28 +216,28 @@ def fields(tree, keys) -> list:
     return out or [0]
 
 class ParameterFinder:
-    "Finds the parameter of an array in an optimizer state: a parameter whose name ends like the array's name."
+    "Finds the parameter that an array of an optimizer state belongs to: their names have the same end, such as 'layers.0.kernel'."
     def __init__(self, named):
         self.full,self.ends = {'.'.join(filter(None, (n.path, n.pname))): n for n in named},{}
-        # the key 'params', a collection of linen, is not a part of names
+        # 'params' is a collection of linen, so it is not part of a parameter's name
         self.skip = () if any('params' in name.split('.') for name in self.full) else ('params',)
         for name,n in self.full.items():
             words = name.split('.')
             for i in range(1, len(words)): self.ends.setdefault('.'.join(words[i:]), []).append((words[:i], n))
 
     def name_parts(self, keys):
-        "Split a parameter's name into its parts, without collections of linen such as 'params'."
+        "Split the keys of a parameter into the parts of its name, without the linen collection 'params'."
         return [w for w in split_keys(keys) if w not in self.skip]
 
     def find(self, name, before):
-        "Return the only parameter with a name ending in `name`. If there are several, prefer the model with path `before`. None if ambiguous."
+        "Return the parameter whose name ends in `name`. Of several, choose that of the model with the path `before`. None if no or several match."
         if name in self.full: return self.full[name]
         ends = self.ends.get(name, [])
         of = [n for model,n in ends if ' '.join(model) in ' '.join(before)] if before else []
         return of[0] if len(of)==1 else ends[0][1] if len(ends)==1 and not name.isdigit() else None
 
-def parameter_of_leaf(keys, at, known, before=()): # at: which keys are fields, as indices; known: `ParameterFinder`
-    "Find the parameter for an array of an optimizer state. Return (index of the field in `keys`, parameter, further keys), or None."
+def parameter_of_leaf(keys, at, known, before=()): # at: positions of the keys that are fields, such as 'mu'; known: `ParameterFinder`
+    "Return the parameter of an array in an optimizer state: (position of the field in `keys`, parameter, keys after its name). None if unknown."
     for i in at if known.full else ():
         inside = i!=at[0]
         if inside and key_text(keys[i]) in (*holders, labelled): continue
@@ -242,17 +248,19 @@ def parameter_of_leaf(keys, at, known, before=()): # at: which keys are fields, 
                 if n and not (inside and all(w.isdigit() for w in words[start:end])): return i, n, words[end:]
 
 def model_keys(keys):
-    "Return the keys before a field of an optimizer state: they name the model that the state belongs to."
+    "Return the keys that name the model of an optimizer state. `keys`: all keys before a field such as 'mu', also those of nested optax states."
     words = [key_text(k) for k in keys]
-    return [w for i,w in enumerate(words) if not (w.isdigit() or w in (*holders, labelled) or i and words[i-1]==labelled)]
+    return [w for i,w in enumerate(words)
+        if not (w.isdigit() or w in (*holders, labelled) or i and words[i-1]==labelled)]
 
 def split_keys(keys):
     "Split each key at slashes, and return all parts. Haiku puts slashes between the module names in a key."
     return [p for k in keys for p in key_text(k).split('/') if p not in ('~', '')]
 
 def states_in(tree, at=()): # at: keys that lead to the tree
-    "Yield a pair (keys, optimizer state) for each training state in a tree. If there is none, the whole tree is an optimizer state."
-    if hasattr(tree, 'opt_state') and not hasattr(tree, '_fields'): yield at, tree.opt_state # flax's TrainState, or nnx.Optimizer
+    "Yield a pair (keys, optimizer state) for each training state in a tree. Without training states, the tree itself is an optimizer state."
+    # flax's TrainState, or nnx.Optimizer
+    if hasattr(tree, 'opt_state') and not hasattr(tree, '_fields'): yield at, tree.opt_state
     elif isinstance(tree, Mapping) and 'opt_state' in tree: yield at, tree['opt_state']
     elif type(tree) in (dict, list, tuple) and any(is_training(x) for _,x in items_in(tree)):
         for key,x in items_in(tree): yield from states_in(x, (*at, key))
@@ -260,25 +268,28 @@ def states_in(tree, at=()): # at: keys that lead to the tree
 
 def is_training(tree):
     "Return True if a tree contains an optimizer state next to other values, such as parameters."
-    if hasattr(tree, 'opt_state') and not hasattr(tree, '_fields') or isinstance(tree, Mapping) and 'opt_state' in tree: return True
+    if hasattr(tree, 'opt_state') and not hasattr(tree, '_fields') or isinstance(tree, Mapping) and 'opt_state' in tree:
+        return True
     return type(tree) in (dict, list, tuple) and any(is_training(x) for _,x in items_in(tree))
 
 # %% ../../../nbs/88_jaxember/12_trees.ipynb #f040f377
 def named_optimizer_states(
     state, # State of an optax optimizer, or an `nnx.Optimizer`, or the state of an `nnx.Optimizer`
-    known=(), # `Named` objects of the model. Without them, all keys after a field are taken as a parameter's name
+    known=(), # `Named` objects of the model. Without them, all keys after a field such as 'mu' form the name of a parameter
     what:str='optimizer_state' # Name of the tree, for the error message
 ) -> list: # A `Named` for each array, in the order of the tree
-    "Return names for the arrays of an optimizer state, made from the names of their parameters. Raise TypeError if a leaf is not an array."
+    "Name the arrays of an optimizer state after their parameters. Raise TypeError if a leaf is not an array."
     weights = [n for n in known if n.number is not None]
     full,numbers,once,out = ParameterFinder(weights),ParameterNumbers(weights),UniqueNames(),[]
-    for before,keys,at,x in ((split_keys(w), keys, fields(tree, keys), x) for w,tree in states_in(state) for keys,_,x in leaves_of(tree, what, w)):
+    for before,keys,at,x in ((split_keys(w), keys, fields(tree, keys), x) for w,tree in states_in(state)
+            for keys,_,x in leaves_of(tree, what, w)):
         got = parameter_of_leaf(keys, at, full, before)
         if got: i,n,rest = got; path,pname = n.path,n.pname
         else:
             i,words,rest = at[0],full.name_parts(keys[at[0]+1:]),[]
             model = '.'.join([*before, *model_keys(keys[:i])])
-            if value_kind(x)=='exact' and (np.ndim(x)==0 or not words): continue # do not record step counts, flags, and random keys of the old type
+            # do not record step counts, flags, and random keys of the old type
+            if value_kind(x)=='exact' and (np.ndim(x)==0 or not words): continue
             if not words or np.ndim(x)==0 and (full.full or key_text(keys[i])=='hyperparams'):
                 name = words[-1] if words else key_text(keys[i]) if keys else 'state'
                 out.append(Named(model, name, key_text(keys[i]) if keys else 'state', None, once(model, name), x))
@@ -290,11 +301,11 @@ def named_optimizer_states(
 
 # %% ../../../nbs/88_jaxember/12_trees.ipynb #6d62f10f
 class CachedNames:
-    "Names the arrays of a tree in each step. As long as the structure of the tree stays the same, the names of the last step are used."
+    "Names the arrays of a tree in each step. While the structure of the tree stays the same, the names of the step before are reused."
     def __init__(self, f): self.f,self.form,self.names,self.at = f,None,[],None # f: function that names the arrays
 
     def __call__(self, tree, *args) -> tuple: # args: further arguments of the function `f`, which finds the names
-        "Return two lists for a tree: its names and its arrays. While the names are unchanged, the list of names is the same object."
+        "Return the names and the arrays of a tree, as two lists. While the names do not change, each call returns the same list of names."
         leaves,form = jax.tree.flatten(tree)
         form = form,args,[(type(x), getattr(x, 'shape', None), getattr(x, 'dtype', None)) for x in leaves]
         if self.at is not None and form==self.form: return self.names, [leaves[i] for i in self.at]
@@ -306,7 +317,7 @@ class CachedNames:
 
 # %% ../../../nbs/88_jaxember/12_trees.ipynb #19db1e09
 def indices_of(leaves, arrays):
-    "Return the index in the list `leaves` of each array. None if the order differs, or if `leaves` contains an array more than once."
+    "Return the index of each array in the list `leaves`. None if the arrays have another order there, or if `leaves` contains an array twice."
     there,meant = Counter(map(id, leaves)),Counter(map(id, arrays))
     if any(there[k]!=n for k,n in meant.items()): return None
     at = [i for i,x in enumerate(leaves) if id(x) in meant]

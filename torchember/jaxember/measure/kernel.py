@@ -21,15 +21,15 @@ from ...measure.readers.numba import FINITE, ROOM, array_at, block, call, empty_
 from ...measure.summary import length, wide, width
 
 # %% ../../../nbs/88_jaxember/15_kernel.ipynb #3e1dbc80
-letters = 16 # XLA passes only text to the loops, so the number of elements is encoded in 16 letters of 4 bits each
+letters = 16 # XLA passes only text to a custom call, so the number of elements is encoded in 16 letters of 4 bits each
 
 def encode_call(n, how):
-    "Encode as a text of letters how many elements to measure, and which groups of sums. XLA passes this text to the compiled loops."
+    "Encode the arguments of the compiled loops as a text, because XLA passes only text. n: number of elements; how: bits of the sums to compute."
     return ''.join(chr(97+(x>>4*i & 15)) for x,k in ((n, letters), (how, 1)) for i in range(k))
 
 @njit(nogil=True)
 def decode_number(address, first, letters):
-    "Return the number that `encode_call` has written as letters. `text`: address of the letters. `first`: index of the first letter."
+    "Return the number that `encode_call` has written as letters. `address`: address of the text. `first`: index of the first letter."
     text = array_at(address, first, letters, np.uint8)
     n = 0
     for i in range(letters): n |= (np.int64(text[i])-97)<<(4*i)
@@ -37,9 +37,9 @@ def decode_number(address, first, letters):
 
 # %% ../../../nbs/88_jaxember/15_kernel.ipynb #3585eccf
 def mode_of(b):
-    """Generate code for the floating-point mode of this processor.
+    """Generate machine code that reads and sets the floating-point mode of this processor.
 
-    Return the current mode, a function to set the mode, and the bits for flushing subnormal numbers to zero."""
+    Return the current mode, a function to set the mode, and the bits by which the processor treats subnormal numbers as zero."""
     machine = binding.get_process_triple().split('-')[0]
     if machine in ('x86_64', 'amd64', 'i386', 'i686'):
         at = cgutils.alloca_once(b, integer)
@@ -53,7 +53,7 @@ def mode_of(b):
         return call(b, 'llvm.aarch64.get.fpcr', word), lambda x: call(b, 'llvm.aarch64.set.fpcr', ir.VoidType(), x), 1<<24 | 1<<19
 
 def reader(fmt):
-    "Return a numba function that runs the compiled loops for a number format, with subnormal numbers switched on."
+    "Return a numba function that measures arrays of a number format. XLA has switched off subnormal numbers; the function switches them on."
     @intrinsic
     def call_loops(typing, x, n, how, row, desk):
         def generate_code(context, b, signature, arguments):
@@ -69,11 +69,13 @@ def reader(fmt):
         return types.void(*(types.int64,)*5), generate_code
     return call_loops
 
-def symbol_name(fmt): return f'torchember_reads_{fmt}'
+def symbol_name(fmt):
+    "Return the name under which XLA finds the compiled loops for a number format, such as 'float32'."
+    return f'torchember_reads_{fmt}'
 
 @njit(nogil=True)
 def decode_call(out, text):
-    "Empty the result row. Return the number of elements, the flags of the sums to compute, and the addresses of the row and of the work memory."
+    "Decode an XLA call: number of elements, flags of the sums to compute, addresses of the result row and of the work memory. Clear the row."
     n,how = decode_number(text, 0, letters),decode_number(text, letters, 1)
     row,desk = array_at(out, 0, 2, np.int64)
     to = array_at(row, 0, wide if how & 8 else width, np.float64)
@@ -85,18 +87,22 @@ def decode_call(out, text):
 read32,read64,read_bfloat16,read_float16 = map(reader, ('float32', 'float64', 'bfloat16', 'float16'))
 
 def measure_float32(out, ins, text, size, status):
+    "Custom call of XLA that measures a float32 array. `text`: number of elements and the sums to compute, encoded as letters."
     n,how,row,desk = decode_call(out, text)
     read32(array_at(ins, 0, 1, np.int64)[0], n, how, row, desk)
 
 def measure_float64(out, ins, text, size, status):
+    "Custom call of XLA that measures a float64 array. `text`: number of elements and the sums to compute, encoded as letters."
     n,how,row,desk = decode_call(out, text)
     read64(array_at(ins, 0, 1, np.int64)[0], n, how, row, desk)
 
 def measure_bfloat16(out, ins, text, size, status):
+    "Custom call of XLA that measures a bfloat16 array. `text`: number of elements and the sums to compute, encoded as letters."
     n,how,row,desk = decode_call(out, text)
     read_bfloat16(array_at(ins, 0, 1, np.int64)[0], n, how, row, desk)
 
 def measure_float16(out, ins, text, size, status):
+    "Custom call of XLA that measures a float16 array. `text`: number of elements and the sums to compute, encoded as letters."
     n,how,row,desk = decode_call(out, text)
     read_float16(array_at(ins, 0, 1, np.int64)[0], n, how, row, desk)
 
@@ -104,26 +110,29 @@ formats = dict(float32=measure_float32, float64=measure_float64, bfloat16=measur
 
 # %% ../../../nbs/88_jaxember/15_kernel.ipynb #1e4cd3df
 lock = threading.Lock()
-# text of the progress message: compiling takes seconds. Later processes load the compiled loops from disk
+# Text of a progress message, shown because compiling takes seconds. Later processes load the compiled loops from disk
 compiling = 'compiling the loops that measure arrays'
 
 @cache
 def register(fmt):
-    "Compile the loops for a number format, or load them from disk. Make them known to XLA. Return their name and the function."
+    "Compile the measuring loops for a number format, or load them from disk. Register them as a custom call of XLA. Return its name and function."
     binding.add_symbol(symbol_name(fmt), kernel(fmt)[0])
     signature = types.void(*(types.int64,)*5)
     entry = compile_cached(lambda **kw: cfunc(signature, **kw), formats[fmt])
     capsule = ctypes.pythonapi.PyCapsule_New
     capsule.restype,capsule.argtypes = ctypes.py_object,(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-    jax.ffi.register_ffi_target(symbol_name(fmt), capsule(entry.address, b'xla._CUSTOM_CALL_TARGET', None), platform='cpu', api_version=0)
-    return symbol_name(fmt), entry # XLA stores only the address of the function, so `cache` must keep the function alive
+    jax.ffi.register_ffi_target(symbol_name(fmt), capsule(entry.address, b'xla._CUSTOM_CALL_TARGET', None),
+        platform='cpu', api_version=0)
+    # XLA stores only the address of the function, so `cache` must keep it alive
+    return symbol_name(fmt), entry
 
 def custom_call_name(fmt:str) -> str:
     "Return the name of the XLA custom call for measuring arrays of a number format. The first call waits until its loops are compiled."
     with lock, waiting(compiling): return register(fmt)[0]
 
 def row_by_kernel(x, wanted):
-    "Measure a traced array on a CPU by the compiled loops. Return its summary row. Its dtype must be one of `formats`."
+    "Return the summary row of a traced array, measured on the CPU by compiled numba loops. The dtype must be one of `formats`."
     how = start_of(wanted)[0]
-    out = jax.ShapeDtypeStruct((2*length(wanted),), np.uint32),jax.ShapeDtypeStruct((ROOM+8*min(x.size, block),), np.uint8)
+    out = jax.ShapeDtypeStruct((2*length(wanted),), np.uint32),jax.ShapeDtypeStruct((ROOM+8*min(x.size, block),),
+        np.uint8)
     return jax.ffi.ffi_call(custom_call_name(x.dtype.name), out, custom_call_api_version=3, legacy_backend_config=encode_call(x.size, how))(x)[0]

@@ -21,18 +21,19 @@ from ...ground.messages import warn
 
 # %% ../../../nbs/88_jaxember/20_summaries.ipynb #4b9d384d
 def row_length(wanted=scalars) -> int:
-    "Return the length of a summary row in uint32 numbers, for some groups of sums such as 'basic'."
+    "Return how many uint32 numbers a summary row has. `wanted`: groups of sums in the row, such as 'basic'."
     return 2*length(wanted)
 
 def row_vectors(rows:np.ndarray, wanted=scalars) -> np.ndarray: # rows: array of uint32
-    "Return the float64 summary vectors stored as bits in uint32 rows. The last axis becomes half as long."
+    "Convert uint32 rows to the float64 summary vectors whose bits they store. The last axis becomes half as long."
     rows = np.ascontiguousarray(rows, np.uint32)
-    if rows.shape[-1:]!=(row_length(wanted),): raise ValueError(f"rows of {tuple(wanted)} must have {row_length(wanted)} values, got shape {rows.shape}.")
+    if rows.shape[-1:]!=(row_length(wanted),):
+        raise ValueError(f"summary rows of {tuple(wanted)} must have {row_length(wanted)} values along the last axis, got shape {rows.shape}.")
     return rows.view('<f8')
 
 # %% ../../../nbs/88_jaxember/20_summaries.ipynb #0e23a68c
 def empty_rows(wanted=scalars, shape=()): # shape: shape of the array of rows
-    "Return summary rows of empty arrays, computed by JAX operations: for a branch not taken, and for the start of a loop."
+    "Return summary rows of empty arrays: the result for a branch that was not taken, and the first value in a loop."
     wanted = ordered_groups(wanted)
     empty = no_elements(wanted).view(np.uint32).tolist()
     i,row = lax.iota(np.uint32, len(empty)),None
@@ -50,9 +51,10 @@ def is_among(i, where):
     return some
 
 def ordered_groups(wanted):
-    "Return groups of sums without duplicates, in the order of the dict `groups`."
+    "Return the names of groups of sums (such as 'basic') without duplicates, in the order of the dict `groups`."
     for g in wanted:
-        if g not in groups: raise ValueError(f"{g!r} is not a group of summary values. Choose from {', '.join(map(repr, groups))}.")
+        if g not in groups:
+            raise ValueError(f"{g!r} is not a group of summary values. Choose from {', '.join(map(repr, groups))}.")
     return tuple(g for g in groups if g in wanted)
 
 # %% ../../../nbs/88_jaxember/20_summaries.ipynb #5b9c3738
@@ -67,9 +69,10 @@ def elements_as_float64(x):
     return jnp.where(bits & 0x7f800000, x.astype(np.float64), jnp.where(bits<0, -tiny, tiny))
 
 def row_of_parts(v, wanted, counts=None):
-    "Pack sums, given by name, into a uint32 summary row. `counts`: number of elements for each exponent."
+    "Pack named sums of an array into a uint32 summary row. `counts`: number of elements for each binary exponent."
     asked = parts_in(wanted)
-    row = jnp.stack([jnp.asarray(v[p] if p in asked else math.nan, np.float64) for p in (*parts, *(None,)*(width-len(parts)))])
+    row = jnp.stack([jnp.asarray(v[p] if p in asked else math.nan, np.float64)
+        for p in (*parts, *(None,)*(width-len(parts)))])
     if counts is not None: row = jnp.concatenate([row, counts.astype(np.float64)])
     return lax.bitcast_convert_type(row, np.uint32).reshape(-1)
 
@@ -83,10 +86,11 @@ def row_by_operations(x, wanted):
     f,lo,hi = jnp.where(ok, x, 0.),v['min'],v['max']
     n = jnp.maximum(x.size-v['nan']-v['posinf']-v['neginf'], 1).astype(np.float64)
     mean = f.sum()/n
-    # for equal elements, the mean is an element, because a computed mean is rounded
+    # if all elements are equal, take an element as the mean, because a computed mean is rounded
     mean = jnp.where(lo==hi, lo, jnp.where(jnp.isfinite(mean), mean, (f/n).sum()))
     d = jnp.where(ok, x-mean, 0.)
-    rest = jnp.where(lo==hi, 0., d.sum()/n) # mean distance from the computed mean: its rounding error, which is corrected below
+    # mean distance from the computed mean: its rounding error, which is corrected below
+    rest = jnp.where(lo==hi, 0., d.sum()/n)
     d = jnp.where(ok, d-rest, 0.)
     q = d*d
     v |= dict(mean=mean+rest, m2=q.sum())
@@ -98,7 +102,7 @@ def row_by_operations(x, wanted):
     return row_of_parts(v, wanted, jnp.zeros(bins, np.int64).at[jnp.where(ok & (x!=0), e, bins)].add(1, mode='drop'))
 
 def with_other_values(row, x, wanted):
-    "Add to a summary row the sums that the compiled loops do not compute. Return the row."
+    "Return a summary row with further sums, which the compiled loops do not compute."
     todo = not_in_loops(wanted)
     if not todo or not x.size: return row
     v,x = lax.bitcast_convert_type(row.reshape(-1, 2), np.float64),elements_as_float64(x)
@@ -108,23 +112,24 @@ def with_other_values(row, x, wanted):
 
 # %% ../../../nbs/88_jaxember/20_summaries.ipynb #813e4083
 def merged_parts(rows, wanted, axis):
-    "Merge summary rows along an axis in float64, as `measure.summary.merge` does for torch."
+    "Merge the summary rows of chunks along an axis, in float64. Return the sums by name, as `measure.summary.merge` does for torch."
     v = jnp.moveaxis(rows, axis, -2)
     v = lax.bitcast_convert_type(v.reshape(*v.shape[:-1], -1, 2), np.float64)
     if not v.shape[-2]: return empty_rows(wanted, v.shape[:-2])
     out,part = v.sum(-2),{p: v[..., i] for p,i in index.items()}
     n = part['count']-part['nan']-part['posinf']-part['neginf']
     new = dict(zip(moments, merged_moments(n, *(part[p] for p in moments), jnp), strict=True))
-    new |= {p: dict(min=jnp.min, max=jnp.max)[s.merge](part[p], -1) for p,s in sums.items() if s.merge in ('min', 'max')}
+    new |= {p: dict(min=jnp.min, max=jnp.max)[s.merge](part[p], -1)
+        for p,s in sums.items() if s.merge in ('min', 'max')}
     out = out.at[..., np.array([index[p] for p in new])].set(jnp.stack([*new.values()], -1))
     return lax.bitcast_convert_type(out, np.uint32).reshape(*out.shape[:-1], -1)
 
 # %% ../../../nbs/88_jaxember/20_summaries.ipynb #d9a37f73
-# a chunk (128 rows of 256 numbers) fits the cache. Float32 sums of only 128 numbers keep rounding errors small
+# A chunk of an array (128 rows of 256 numbers) fits into the processor's cache. Float32 sums of only 128 numbers have small rounding errors
 lanes,chunk = 256,1<<15
 
 def in_chunks(f, x):
-    "Apply `f` to a flat array in float32 chunks of shape (rows, lanes). Return a list of results: first the results of all full chunks, stacked."
+    "Apply `f` to each chunk of a flat array, in float32. Return the stacked results of all full chunks, then the results of the rest."
     def apply_to_chunk(c, lanes=lanes): return f(c.reshape(-1, lanes).astype(np.float32))
     whole = x.size//chunk*chunk
     filled = x.size//lanes*lanes
@@ -135,15 +140,15 @@ def in_chunks(f, x):
     return got
 
 def totals(f, x):
-    "Return in float64 the total of each sum returned by `f` for the chunks of an array."
+    "Return the sums of a whole array in float64. `f` computes these sums for one chunk of the array."
     return [sum(g.astype(np.float64).sum() for g in gs) for gs in zip(*in_chunks(f, x), strict=True)]
 
 def reduce_chunks(f, gs):
-    "Apply the reduction `f` to each chunk of an array, and then to the stacked results of the chunks."
+    "Reduce an array by `f`, such as a maximum: first each chunk of the array, then the results of all chunks."
     return f(jnp.stack([f(g) for g in gs]))
 
 def row_by_chunks(x, wanted):
-    "Compute a summary row for each chunk of an array, and merge these rows. A chunk fits the cache."
+    "Compute the summary row of an array from the summary rows of its chunks. A chunk fits into the processor's cache."
     x = x.reshape(-1)
     if x.size<2*chunk: return row_by_operations(x, wanted)
     whole = x.size//chunk*chunk
@@ -166,7 +171,7 @@ def row_by_float32(x, wanted):
     "Compute the summary row of an array by fast float32 sums. Return the row, and True if it is accurate enough."
     n = x.size
     def first_sums(r):
-        "Return minimum, maximum and sums of a chunk, to compute the mean of the array."
+        "Return minimum, maximum and sums of a chunk. From these sums, the mean of the whole array is computed."
         sums,sizes = (r.sum(0), (r*r).sum(0), r.max(0), r.min(0)),jnp.abs(r)
         return (*sums, sizes.sum(0), sizes.min(0)) if 'absolute' in wanted else sums
     s,q,hi,lo,*size = zip(*in_chunks(first_sums, x), strict=True)
@@ -175,7 +180,8 @@ def row_by_float32(x, wanted):
     big = jnp.maximum(-lo, hi)
     mean,m2 = s/n, q-s*s/n
     right = jnp.isfinite(q) & (big>1e-15) & (big<1e15) & (m2*2>=q)
-    v = dict(count=n, nan=0, posinf=0, neginf=0, min=lo.astype(np.float64)+0., max=hi.astype(np.float64)+0., mean=mean, m2=m2)
+    v = dict(count=n, nan=0, posinf=0, neginf=0, min=lo.astype(np.float64)+0., max=hi.astype(np.float64)+0.,
+        mean=mean, m2=m2)
     zeros = counts = None
     if 'absolute' in wanted:
         least = reduce_chunks(jnp.min, size[1])
@@ -186,18 +192,18 @@ def row_by_float32(x, wanted):
     if zeros is not None: v['zeros'] = zeros
     # `big` is the largest magnitude, `up` its biased exponent: `big` is below 2**(up-126)
     up = jnp.clip(lax.bitcast_convert_type(big, np.int32)>>23, 1, 253)
-    # a power of two that scales `big` below 1, so that powers of the elements do not overflow
+    # a power of two that scales the largest magnitude below 1, so that powers of the elements do not overflow
     unit = lax.bitcast_convert_type(253-up<<23, np.float32)
     scale = 1/unit.astype(np.float64)
     if 'higher' in wanted:
         base = mean.astype(np.float32)
         def moment_sums(r):
-            "Return the sums of powers of the distances from the mean in a chunk."
+            "Return for a chunk of an array the sums of powers of the distances between its elements and the mean."
             d = (r-base)*(unit/2)
             q = d*d
             return d.sum(0), q.sum(0), (q*d).sum(0), (q*q).sum(0)
         s1,s2,s3,s4 = totals(moment_sums, x)
-        e = s1/n # mean of the elements, after a shift and a scaling
+        e = s1/n # mean of the shifted and scaled elements
         v |= dict(m3=(s3-3*e*s2+2*n*e**3)*(scale*2)**3, m4=(s4-4*e*s3+6*e**2*s2-3*n*e**4)*(scale*2)**4)
     if 'powers' in wanted:
         def power_sums(r):
@@ -232,10 +238,10 @@ def is_compiled():
     "Return True if the compiled loops can measure arrays: numba is installed, and NUMBA_DISABLE_JIT is not set."
     return not broken and kernel_module() is not None
 
-broken = [] # exceptions of the compiled loops. After the first exception, JAX operations measure the arrays
+broken = [] # Exceptions raised by the compiled loops. After the first exception, JAX operations measure the arrays instead
 
 def report_broken_loops(e):
-    "Store the failure of the compiled loops, and warn once. JAX operations replace them, because the user's step must not fail."
+    "Store an exception of the numba loops, and warn once. From then on, JAX operations measure the arrays."
     if not broken: warn(f"torchember: the compiled loops that measure arrays cannot be used ({type(e).__name__}: {e}). "
         "JAX operations measure the arrays instead, which takes longer.")
     broken.append(e)
@@ -245,14 +251,14 @@ def kernel_module():
     "Import the Python module with the compiled loops. Return None if numba is missing, disabled or broken."
     try: from numba import config
     except ModuleNotFoundError as e: return None if e.name=='numba' else report_broken_loops(e)
-    except Exception as e: return report_broken_loops(e) # numba is installed but does not work, so JAX operations measure the arrays
+    except Exception as e: return report_broken_loops(e) # numba is installed, but does not work: JAX operations measure the arrays instead
     if config.DISABLE_JIT: return None
     try: from torchember.jaxember.measure import kernel
     except Exception as e: return report_broken_loops(e)
     return kernel
 
 def read_on_cpu(x, wanted):
-    "Convert an array to a number format of the compiled loops, and let these loops compute its summary row."
+    "Return the summary row of an array, computed by the compiled loops after a conversion to one of their number formats."
     if not x.size: return empty_rows(wanted)
     if jnp.issubdtype(x.dtype, jnp.complexfloating): x = jnp.abs(x.astype(np.complex128))
     return with_other_values(kernel_module().row_by_kernel(x.astype(number_format(x.dtype)), wanted), x, wanted)
@@ -260,26 +266,28 @@ def read_on_cpu(x, wanted):
 def number_format(d):
     "Return the number format for measuring arrays of a dtype by the compiled loops: arrays are converted to this format."
     d = np.dtype(d)
-    return d.name if d.name in ('float32', 'float64', 'bfloat16', 'float16') else 'float32' if is_narrow(d) else 'float64'
+    if d.name in ('float32', 'float64', 'bfloat16', 'float16'): return d.name
+    return 'float32' if is_narrow(d) else 'float64'
 
 def lowering_rule(f):
-    "Return the compilation rule of a JAX primitive: it runs `f` in float64. Without shardings, XLA decides how to partition the array."
+    "Return the lowering rule of a JAX primitive that computes `f` in float64. The rule drops shardings, so that XLA decides how to partition."
     def lower_to_mlir(ctx, x, **params):
         ctx = ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in])
         with jax.enable_x64(True): return mlir.lower_fun(partial(f, **params), multiple_results=False)(ctx, x)
     return lower_to_mlir
 
 def primitive(name, shape, f, on_cpu):
-    "Create a JAX primitive for summary rows. `on_cpu` computes them on a CPU, `f` elsewhere. `shape` returns the shape of the result."
+    "Create a JAX primitive that computes summary rows, by `on_cpu` on a CPU, else by `f`. `shape`: function that returns the shape of the rows."
     p = Primitive(name)
     @partial(jax.jit, static_argnames=('names', 'values'))
     def bind_in_jit(x, names, values): return p.bind(x, **dict(zip(names, values, strict=True)))
     def compute_now(x, **params):
-        # with `disable_jit`, JAX would call this function again and again
+        # with `disable_jit`, JAX would call `compute_now` recursively without end
         with jax.disable_jit(False): return bind_in_jit(x, tuple(params), tuple(params.values()))
     p.def_impl(compute_now)
     def abstract_rows(x, **params):
-        return x.update(shape=shape(x, **params), dtype=np.dtype(np.uint32), weak_type=False, sharding=x.sharding.update(spec=jax.sharding.PartitionSpec()))
+        return x.update(shape=shape(x, **params), dtype=np.dtype(np.uint32), weak_type=False,
+            sharding=x.sharding.update(spec=jax.sharding.PartitionSpec()))
     p.def_abstract_eval(abstract_rows)
     mlir.register_lowering(p, lowering_rule(f))
     mlir.register_lowering(p, lowering_rule(on_cpu), platform='cpu')
@@ -298,7 +306,8 @@ def merged_shape(rows, wanted, axis):
     "Return the shape of summary rows after merging: without the axis along which they are merged."
     return tuple(n for i,n in enumerate(rows.shape) if i!=axis)
 
-measure_p = primitive('summary', lambda x, wanted, by_parts: (row_length(wanted),), lambda x, wanted, by_parts: row_by_operations(x, wanted), measure_on_cpu)
+measure_p = primitive('summary', lambda x, wanted, by_parts: (row_length(wanted),),
+    lambda x, wanted, by_parts: row_by_operations(x, wanted), measure_on_cpu)
 merge_p = primitive('merged_summaries', merged_shape, merged_parts, merged_parts)
 
 # %% ../../../nbs/88_jaxember/20_summaries.ipynb #a325dc2f
@@ -309,20 +318,22 @@ def summary_row(
 ): # The summary row: a uint32 array with the bits of float64 sums
     "Compute the summary row of an array (number of elements, mean, minimum and so on) on the device of the array."
     x = jnp.asarray(x)
-    if not (jnp.issubdtype(x.dtype, np.number) or x.dtype==bool): raise TypeError(f"summary_row needs an array of numbers, got {x.dtype}.")
+    if not (jnp.issubdtype(x.dtype, np.number) or x.dtype==bool):
+        raise TypeError(f"summary_row needs an array of numbers, got {x.dtype}.")
     return measure_p.bind(lax.stop_gradient(x), wanted=ordered_groups(wanted), by_parts=bool(by_parts))
 
 def merged_row(rows, wanted=scalars, axis:int=0): # rows: array of uint32, shape (..., k, ..., words)
     "Merge summary rows along an axis, into the summary of all elements. The rows may be traced."
     rows = jnp.asarray(rows)
     if not -rows.ndim<=axis<rows.ndim-1 or axis==-1 or rows.dtype!=np.uint32 or rows.shape[-1]!=row_length(wanted):
-        raise ValueError(f"summary rows of {tuple(wanted)} must be uint32 with {row_length(wanted)} values in the last axis, and axis= another axis, "
+        raise ValueError(f"summary rows of {tuple(wanted)} must be uint32 arrays with {row_length(wanted)} values along the last axis, "
+            "and axis= must be another axis, "
             f"got {rows.dtype} of shape {rows.shape} and axis={axis}.")
     return merge_p.bind(rows, wanted=ordered_groups(wanted), axis=axis%rows.ndim)
 
 # %% ../../../nbs/88_jaxember/20_summaries.ipynb #5d132b98
 def warm_up(arrays=()):
-    "Start a thread to compile or load the loops for arrays of these dtypes. The first step then waits less."
+    "Start a thread that compiles the measuring loops for these dtypes, or loads them from disk, so that the first step waits less."
     if jax.default_backend()!='cpu' or not is_compiled(): return
     kinds = {number_format(x.dtype) for x in arrays} or {'float32'}
     def load_loops():

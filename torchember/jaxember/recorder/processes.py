@@ -38,32 +38,35 @@ def agreed_name(kind:str) -> str: # kind: prefix of the run's name, such as 'jax
 trackers = count()
 
 class Agreement:
-    """Checks that all processes of a shared JAX program record the same values in it.
+    """Checks that all processes which share a JAX program record the same values in it.
 
-    Different instrumented programs would wait for each other forever."""
+    Otherwise they would run different programs, and wait for each other forever."""
     patience = 20 # seconds to wait for the settings of the other processes
     # asks: function that returns the settings of this process, a dict of what it records
     def __init__(self, rank:int, world:int, asks, store=None):
         self.rank,self.asks,self.store,self.number = rank,asks,store,next(trackers)
-        self.spread,self.known = Spread(rank, world),{} # known: for each tuple of ranks, the reason why they disagree, '' if they agree
+        # known: for each tuple of ranks, the reason why they disagree, '' if they agree
+        self.spread,self.known = Spread(rank, world),{}
 
     def trouble(self, ranks:tuple) -> str:
-        "Return why a program shared by the processes `ranks` cannot be instrumented; '' if it can be instrumented."
+        "Return why values in a JAX program shared by the processes `ranks` cannot be recorded. '' if they can be recorded."
         if ranks not in self.known:
             try: why = self.compare_settings(ranks)
-            except Exception as e: why = f"the processes could not compare their settings ({type(e).__name__}: {e})"[:300]
+            except Exception as e:
+                why = f"the processes could not compare their settings ({type(e).__name__}: {e})"[:300]
             self.known[ranks] = why and (f"outputs of modules in programs that processes {', '.join(map(str, ranks))} share are not recorded, "
                 f"because {why}. Call track and intercept in each process, with the same arguments. Parameters, gradients and states are recorded.")
         return self.known[ranks]
 
     def compare_settings(self, ranks):
-        "Compare the settings of the processes `ranks`. Return a description of the first difference, '' if there is none."
+        "Compare what the processes `ranks` record. Return a description of the first difference, or '' if there is none."
         if self.store is None: return "the processes have no common key-value store"
         place,end = f"torchember/track/{self.number}/{'-'.join(map(str, ranks))}",time.monotonic()+self.patience
         self.store.key_value_set(f'{place}/{self.rank}', json.dumps(mine := self.asks()), allow_overwrite=True)
         why = ''
         for r in ranks:
-            try: other = json.loads(self.store.blocking_key_value_get(f'{place}/{r}', max(int(1000*(end-time.monotonic())), 1)))
+            try:
+                other = json.loads(self.store.blocking_key_value_get(f'{place}/{r}', max(int(1000*(end-time.monotonic())), 1)))
             except Exception as e:
                 if 'DEADLINE_EXCEEDED' not in str(e).upper().replace(' ', '_'): raise
                 why = f"process {r} has not reached such a program within {self.patience:g} seconds"

@@ -35,7 +35,7 @@ from ...store.base import now, user
 class MeasuredStep:
     "Measurements of one step, which the device may still be computing or copying to the host."
     states:list # Measurements of parameters and optimizer states, from `StateRows.measured`
-    found:list # Measurements of module outputs, collected by `Watching`
+    found:list # Measurements of module outputs, collected by the JAX trace `Watching`
     gradients:list # Measurements of the gradients of parameters, from `StateRows.measured`
     noted:list # Scalars that the user logged in this step, as dicts
     step:int # Number of the measured step
@@ -48,12 +48,13 @@ class MeasuredStep:
 
 # %% ../../../nbs/88_jaxember/75_recorder.ipynb #e9d83cfa
 class StepRowMaker:
-    "Converts the measurements of each step to rows of the log. It runs in the writer thread."
+    "Converts the measurements of each step to rows of the log. Runs in the writer thread, so that the training does not wait."
     def __init__(self, measure, names, display, places, keep): # names: names of the statistics to compute from summaries
         self.measure,self.display = measure,display
         self.keep = keep # keep: function that converts the result of a user's statistic to columns
-        self.placed,self.tensors = PlacedCalls(places),{} # tensors: the `Tensor`s of 'states' and 'gradients' in the last step, for reuse
-        # rates: learning rates that were written last. Only rates that have changed are written again
+        # tensors: 'states' or 'gradients' -> `Tensor`s of the last step, for reuse
+        self.placed,self.tensors = PlacedCalls(places),{}
+        # rates: the learning rates last written to the log. Only changed rates are written again
         self.taps,self.lines,self.rates = Taps(names, display),LineMaker(),{}
 
     def __call__(self, steps):
@@ -61,7 +62,7 @@ class StepRowMaker:
         return self.lines([*map(self.measured, steps)])
 
     def measured(self, s):
-        "Convert a `MeasuredStep` to a `JaxMeasured`, the form from which `LineMaker` makes the rows of the log."
+        "Convert the measurements of a step to a `JaxMeasured`: from it, `LineMaker` makes the rows of the log."
         groups = [g for g in (*self.parts(s.states), self.placed(s.found), *self.parts(s.gradients)) if g[0]]
         heads,summaries,custom,at = self.taps([tensors for tensors,_ in groups]),[],[],0
         for tensors,got in groups:
@@ -69,25 +70,27 @@ class StepRowMaker:
             if isinstance(got, np.ndarray): summaries.append((some, row_vectors(got, self.measure.wanted)))
             else:
                 keys = [self.taps.taps[i].key for i in some[:, TAP]]
-                custom += [(e, key, t.call, None, t.dtype, self.keep(x)) for e,key,t,x in zip(some[:, EVENT], keys, tensors, got, strict=True)]
+                custom += [(e, key, t.call, None, t.dtype, self.keep(x))
+                    for e,key,t,x in zip(some[:, EVENT], keys, tensors, got, strict=True)]
             at += len(tensors)
         scalars,root = self.lines.scalars,self.display('')
         for numbers in s.noted: scalars.claim(numbers)
         rates = {scalars.name(n): v for n,v in self.new_rates(s.rates).items()}
         for tname,rows in (('log', s.noted), ('lr', [rates] if rates else [])):
-            custom += [(last, (root, 'scalar', tname, None, None, 0), i, None, 'float64', row) for i,row in enumerate(rows)]
+            custom += [(last, (root, 'scalar', tname, None, None, 0), i, None, 'float64', row)
+                for i,row in enumerate(rows)]
         known = s.has_all_gradients and type(self.measure) is Summaries
         norms = scalars.ask(root, (sum(len(todo) for _,todo,_ in s.gradients), 0) if known else None)
         return JaxMeasured(Snapshot(summaries, self.taps.taps, []), custom, s.step, s.ts, s.marks, {}, {}, **norms)
 
     def new_rates(self, rates):
-        "Return the learning rates changed since the last call."
+        "Return the learning rates that differ from the rates of the last call, as a dict by name."
         new = {n: v for n,x in rates.items() if (v := float(np.asarray(x).item()))!=self.rates.get(n)}
         self.rates.update(new)
         return new
 
     def parts(self, some):
-        "Yield pairs (list of `Tensor`, measurements) for the parameters, optimizer states or gradients of a step."
+        "Yield pairs (list of `Tensor`s, their measurements): parameters, optimizer states or gradients of a step."
         for what,todo,found in some:
             known = self.tensors.get(what)
             if known is None or known[0] is not todo or known[1]!=found.notes:
@@ -105,22 +108,25 @@ class StepRowMaker:
 paths_by_request = defaultdict(set)
 
 def every_of(when):
-    "Return n if the schedule is `every(n)`, else 1."
+    "Return n if a schedule is `every(n)`, which records every n-th step. Return 1 for other schedules."
     m = re.fullmatch(r'every\((\d+)\)', str(when))
     return int(m[1]) if m else 1
 
-def function_name(f): return getattr(f, '__name__', None) or getattr(getattr(f, 'func', None), '__name__', None) or type(f).__name__
+def function_name(f):
+    "Return the name of a function for messages. For a `partial`, return the name of the function inside."
+    return getattr(f, '__name__', None) or getattr(getattr(f, 'func', None), '__name__', None) or type(f).__name__
 
 # %% ../../../nbs/88_jaxember/75_recorder.ipynb #1a31be61
 class RunReporter:
     "Shows the warnings of a run, each only once, and writes the metadata of the run."
-    # t: `emberTracker` that writes the run; asks: the `TagRequest`, which says what to record
+    # t: `emberTracker` that writes the run; asks: `TagRequest` with the settings of the user, such as `include`
     def __init__(self, t, asks, display, spread):
         self.log,self.asks,self.display,self.spread = StepLog(t, spread.rank),asks,display,spread
-        # begun: True after the metadata was written; processes: metadata of the processes that was written last
+        # begun: True after the metadata of the run was written; processes: metadata about the processes, as last written
         self.begun,self.said,self.processes = False,set(),None
 
-    model = property(lambda self: self.display('').removeprefix('model(').removesuffix(')')) # name of the model's class, such as 'Net'
+    # name of the model's class, such as 'Net'
+    model = property(lambda self: self.display('').removeprefix('model(').removesuffix(')'))
 
     def warn(self, text, severity=None, step=0): # severity: severity of the finding to store; None: store no finding
         "Show a warning, unless it was shown before. With a severity, also store the warning as a finding of the step."
@@ -131,27 +137,32 @@ class RunReporter:
 
     def report_lost(self, places):
         "Warn that values inside certain JAX operations, such as a loop with `vmap`, are not recorded. `places`: names of the operations."
-        for what in places: self.warn(f"values inside {what} cannot be recorded, because JAX offers no way to return them. All other values are recorded.")
+        for what in places:
+            self.warn(f"values inside {what} cannot be recorded, because JAX offers no way to return them. All other values are recorded.")
 
     def report_no_values(self):
-        "Warn of a step without any value to record."
+        "Warn that a step has no values to record, because no selected module and no probe ran in it."
         self.warn("no values were recorded in this step: neither a selected flax module nor a probe ran. For modules of other libraries, "
             "put probe('name', x) around values. Functions compiled ahead of time (.lower().compile()) cannot be recorded: use jax.jit.")
 
     def report_other_trees(self, odd): # odd: list of texts, one for each difference of the names
         "Warn that the arrays given to `step` have other names than the arrays given to `track`."
-        self.warn(f"step was given another tree than track: {'; '.join(odd)}. The given arrays are recorded nevertheless. Check the order of the arguments, "
-            "and pass gradients without the loss: tracker.step(model_state=params, optimizer_state=state, gradients=grads).")
+        self.warn(f"The arrays given to step have other names than the arrays given to track: {'; '.join(odd)}. "
+            "They are recorded nevertheless. Check the order of the arguments, "
+            "and of the result (loss, gradients) of jax.value_and_grad pass only the gradients: "
+            "tracker.step(model_state=params, optimizer_state=state, gradients=grads).")
 
     def begin(self, states):
         "Check `include` and `exclude`, and write the metadata of the run. This happens after the first step, when the modules are known."
         self.begun,(include,exclude) = True,self.asks[:2]
-        seen = dict.fromkeys([*self.display.known, *sorted(paths_by_request[self.asks]), *(p.path for _,todo,_ in states for p,_ in todo)])
+        seen = dict.fromkeys([*self.display.known, *sorted(paths_by_request[self.asks]),
+            *(p.path for _,todo,_ in states for p,_ in todo)])
         if include is not None and seen and not any(include.search(p) for p in seen):
             raise ValueError(f"include={include.pattern!r} matches no module path. {unknown('module', include.pattern, [p for p in seen if p])}")
         if exclude is not None and not any(exclude.search(p) for p in seen):
             self.warn(f"exclude={exclude.pattern!r} matches no module path, so no module is excluded.")
-        self.log.t.begin({'start': now(), 'user': user(), 'schema': SCHEMA, 'model': self.model, 'framework': 'jax'}, {'structure': self.display.tree()})
+        self.log.t.begin({'start': now(), 'user': user(), 'schema': SCHEMA, 'model': self.model, 'framework': 'jax'},
+            {'structure': self.display.tree()})
 
     def write_process_metadata(self):
         "Write the metadata of the processes if it has changed. It changes if a new array is distributed along other mesh axes."
@@ -160,19 +171,22 @@ class RunReporter:
         self.log.t.amend('ranks', meta)
 
 # %% ../../../nbs/88_jaxember/75_recorder.ipynb #23f3261a
-def check_not_inside_jax(f, running, below): # running: True while a step runs; below: the JAX trace that runs operations immediately
-    "Raise RuntimeError if `intercept` is called inside of a step, or inside of a function traced by JAX."
-    if running: raise RuntimeError(f"intercept({function_name(f)}, ...) is called inside of a step that is being intercepted already. "
-        "Call intercept once for each step, outside of the step.")
+def check_not_inside_jax(f, running, below): # running: True inside `intercept`; below: JAX's trace without `jit` or `grad`
+    "Raise RuntimeError if the user calls `intercept` inside another `intercept`, or inside a function that JAX traces, such as with `jit`."
+    if running:
+        raise RuntimeError(f"intercept({function_name(f)}, ...) is called inside of a step that is being intercepted already. "
+            "Call intercept once for each step, outside of the step.")
     with take_current_trace() as t: inside = not isinstance(t, type(below))
-    if isinstance(t, Watching): raise RuntimeError(f"intercept({function_name(f)}, ...) is called in a step of another tracker. Use one tracker for a step.")
-    if inside: raise RuntimeError(f"intercept is called inside of jit, grad or another function of JAX. Call intercept outside: "
-        f"tracker.intercept({function_name(f)}, ...), where {function_name(f)} may be jitted.")
+    if isinstance(t, Watching):
+        raise RuntimeError(f"intercept({function_name(f)}, ...) is called inside a step of another tracker. Use only one tracker in a step.")
+    if inside:
+        raise RuntimeError(f"intercept is called inside of jit, grad or another function of JAX. Call intercept outside: "
+            f"tracker.intercept({function_name(f)}, ...), where {function_name(f)} may be jitted.")
 
 # %% ../../../nbs/88_jaxember/75_recorder.ipynb #e1be2e73
 @dataclass
 class OpenStep:
-    "State of the step being recorded: from its first call of `run` to the call of `end`."
+    "State of the current step of a recorder, from the first call of `run` to the call of `end`."
     ran:bool=False # True if `JaxRecorder.run` was called in this step
     ts:str|None=None # Time when the step began
     noted:list=field(default_factory=list) # Scalars that the user logged in this step, as dicts
@@ -186,19 +200,20 @@ class JaxRecorder:
         t, # `emberTracker` that writes the run
         measure, # A `Summaries` or `UserStatistic`, which measures the tensors
         names, # Names of the statistics to compute from summaries; None for a user's function
-        when, # `Schedule` that says which steps are recorded
+        when, # `Schedule`: selects the steps to record
         asks:TagRequest, # `TagRequest`: which modules to record, and whether to record gradients
         tracked, # Which arguments of `step` are recorded: some of 'model_state', 'optimizer_state' and 'gradients'
-        agreed=None, # `ExpectedTrees`: names that the arrays given to `step` should have
+        agreed=None, # `ExpectedTrees` with the names in the arguments of `track`: the arguments of `step` should have the same names
         first_step:int=0, # Number of the first step
         keep=lambda got: got, # Function that converts the result of a user's statistic to columns of the log
-        agreement=None # `Agreement` between processes; None for a single process
+        agreement=None # `Agreement`: checks that all processes record the same values. None for a single process
     ):
         self.spread,self.display = agreement.spread if agreement else Spread(),ModuleNames()
         self.reporter = RunReporter(t, asks, self.display, self.spread)
         self.t,self.when,self.asks,self.step = t,when,asks,first_step
-        self.is_open,self.current,self.notes = True,OpenStep(),None # notes: the `TagNote`s of the latest measurements
-        self.places,self.watching = ModulePlaces(self.warn),Watching(measure, every_of(when), self.warn, self.spread, agreement.trouble if agreement else None)
+        self.is_open,self.current,self.notes = True,OpenStep(),None # notes: `TagNote`s, which describe the latest measurements
+        self.places,self.watching = ModulePlaces(self.warn),Watching(measure, every_of(when), self.warn,
+            self.spread, agreement.trouble if agreement else None)
         self.states = StateRows(measure, tracked, asks, self.places, agreed, self.spread)
         self.rows = StepRowMaker(measure, names, self.display, self.places, keep)
         watch_first_bad(t.file)
@@ -209,14 +224,16 @@ class JaxRecorder:
         "Call the user's function `f`, and measure its tagged values if the step is recorded. Return the result of `f`."
         check_not_inside_jax(f, self.current.running, self.watching.below)
         self.current.ran = True
-        if not self.is_open: self.warn("the run has ended, so intercept only calls the function. Call intercept inside of `with track(...) as tracker:`.")
+        if not self.is_open:
+            self.warn("the run has ended, so intercept only calls the function. Call intercept inside of `with track(...) as tracker:`.")
         if not self.on: return f(*args, **kwargs)
         self.current.ts,self.current.running,self.current.failed = self.current.ts or now(),True,[]
         before,self.watching.found = self.watching.found,[]
         try:
-            with asked(self.asks), observe_outputs(self.tag, named_scope, discardable_tags), set_current_trace(self.watching): out = f(*args, **kwargs)
+            with asked(self.asks), observe_outputs(self.tag, named_scope, discardable_tags), set_current_trace(self.watching):
+                out = f(*args, **kwargs)
         except BaseException:
-            # measurements of a failed call are written only if the run ends in this step, not if the user tries again
+            # if `f` raises, its measurements are written only if the run ends now, not if the user calls `run` again in this step
             self.current.failed,self.watching.found = self.watching.found,before
             raise
         else:
@@ -227,7 +244,7 @@ class JaxRecorder:
             self.reporter.report_lost(self.watching.lost)
 
     def tag(self, where, label, tree):
-        "Tag the output of a module for measuring, and return the output. `where`: `Place` of the module."
+        "Tag the output of a module, so that it is measured, and return it. `where`: `Place` (path and name) of the module."
         if self.asks.include is None and self.asks.exclude is None: return tagged_tree(where, 'output', label, tree)
         there = self.places(where)
         self.display.learn(there)
@@ -247,30 +264,32 @@ class JaxRecorder:
         return n, seen
 
     def add_scalars(self, numbers):
-        "Add the user's scalars to the open step."
+        "Add scalars that the user logs, such as the loss, to the current step."
         if self.on: self.current.noted.append(numbers)
 
     def close(self, over, rates=None):
-        "Hand the measurements of the open step over to the writer thread."
+        "Pass the measurements of the step that ends now to the writer thread, which writes them to the log."
         whole = self.states.has_all_gradients
         found,(first,last),noted = self.watching.take_measurements(),self.states.take_measurements(),self.current.noted
         new = [s.key.where for f in found if f.notes is not self.notes for s in f.notes]
         self.places.find_paths([w.model for w in new])
-        # a function that JAX traced earlier does not run the Python code of its modules again, so its modules are not reported
+        # JAX does not run the Python code of an already traced function again, so the modules inside it are not seen in this run
         for w in new: self.display.learn(self.places(w))
         if found: self.notes = found[-1].notes
         if not self.reporter.begun: self.reporter.begin(first+last)
-        if self.current.ran and not (found or self.current.failed) and self.is_open and not self.watching.lost: self.reporter.report_no_values()
+        if self.current.ran and not (found or self.current.failed) and self.is_open and not self.watching.lost:
+            self.reporter.report_no_values()
         ts = self.current.ts or now()
         self.current = OpenStep(self.current.ran)
         self.reporter.write_process_metadata()
         marks = self.reporter.log.columns()
-        self.t.put(MeasuredStep(first, found, last, noted, self.step, ts, marks, rates or {}, whole), over, by=self.rows)
+        self.t.put(MeasuredStep(first, found, last, noted, self.step, ts, marks, rates or {}, whole),
+            over, by=self.rows)
 
     def finish(self):
-        "Stop recording, and write the open step to the log."
+        "Stop recording, and write the current, unfinished step to the log."
         unfinished,self.is_open = self.on and (self.current.ran or self.current.noted),False
-        if unfinished: # the run ends in the middle of a step, so the rows of this step are marked as unfinished
+        if unfinished: # the run ends before `tracker.step`, so the rows of this step get the column `unfinished`
             self.watching.found += self.current.failed
             self.close(True)
         self.watching.release()

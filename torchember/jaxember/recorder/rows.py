@@ -14,17 +14,18 @@ from typing import NamedTuple
 import numpy as np
 
 from ..capture.modules import Place
+from ..capture.tags import of_losses
 from .twins import ProgramMeasurements, Loop, tree_from
 from ...measure.head import SHAPE, dtype_number, head_width
 from ...recorder.rows import Measured
 
 # %% ../../../nbs/88_jaxember/70_rows.ipynb #82963f90
 class ModuleNames:
-    "The display name of each module path: for the path 'fc' the name 'model(Net).fc(Dense)', for example."
+    "Display names of modules by path: the module with the path 'fc' has the name 'model(Net).fc(Dense)', for example."
     def __init__(self): self.known = {}
 
     def learn(self, where):
-        "Store the display names of a module and of its parents. `where`: `Place` of the module."
+        "Store the display names of a module and of its parents. `where`: path and name of the module, as a `Place`."
         path,name = where.path,where.name
         while path not in self.known:
             self.known[path] = name
@@ -33,16 +34,17 @@ class ModuleNames:
             name = name[:max(name.rfind(f'.{key}('), 0)] or name.removesuffix(f'.{key}')
 
     def __call__(self, path:str) -> str:
-        "Return the display name of a path, such as 'model(Net).encoder(Encoder).0(Dense)'."
+        "Return the display name of the module with a path. For 'encoder.0': 'model(Net).encoder(Encoder).0(Dense)'."
         if path in self.known: return self.known[path]
         if not path: return 'model'
         parent,_,key = path.rpartition('.')
         return f'{self(parent)}.{key}'
 
     def tree(self):
-        "Return the modules as nested dicts, for the metadata of a run."
+        "Return the tree of recorded modules (names and paths) as nested dicts, for the metadata of a run."
         nodes = {}
-        for path in sorted(dict.fromkeys(p for known in ('', *self.known) for p in parent_paths(known)), key=lambda p: p.count('.')+bool(p)):
+        for path in sorted(dict.fromkeys(p for known in ('', *self.known) for p in parent_paths(known)),
+                key=lambda p: p.count('.')+bool(p)):
             name = self(path)
             nodes[path] = {'name': name, 'short': last_part_of(name, path), 'path': path}
             if path: nodes[path.rpartition('.')[0]].setdefault('children', []).append(nodes[path])
@@ -50,7 +52,7 @@ class ModuleNames:
 
 # %% ../../../nbs/88_jaxember/70_rows.ipynb #52bccf82
 def parent_paths(path):
-    "Return a module path and the paths of its parents, shortest first."
+    "Return the paths of a module and of all its parents, shortest first: '', 'encoder', 'encoder.0'."
     parts = path.split('.') if path else []
     return ['.'.join(parts[:i]) for i in range(len(parts)+1)]
 
@@ -63,8 +65,8 @@ class ModulePlaces:
     "Finds the path of each recorded model in the log: the path of its parameters in `model_state`, or an unused path if they are not there."
     def __init__(self, say=lambda text: None): self.say,self.at,self.done,self.by,self.own = say,{},{},{},set()
 
-    def learn(self, named, arrays): # named: a `Named` for each array
-        "Store the names and shapes of the recorded parameters. From them `known` finds the path of a model."
+    def learn(self, named, arrays): # named: a `Named` (path, name, kind) for each array
+        "Store the names and shapes of the recorded parameters: by them, `known` finds which path a flax model has."
         below = defaultdict(list)
         for n,x in zip(named, arrays, strict=True):
             if n.kind!='weight': continue
@@ -72,10 +74,11 @@ class ModulePlaces:
             for p in parent_paths(n.path): below[p].append((name[len(p)+1:] if p else name, tuple(np.shape(x))))
         self.by,self.own = {},{name for name,_ in below.get('', ())}
         for p,leaves in below.items():
-            for k in (tuple(sorted(leaves)), tuple(sorted(name for name,_ in leaves))): self.by.setdefault(k, []).append(p)
+            for k in (tuple(sorted(leaves)), tuple(sorted(name for name,_ in leaves))):
+                self.by.setdefault(k, []).append(p)
 
     def find_paths(self, models): # models: list of `Model`, or None for unknown models
-        "Choose the paths of several models. Begin with the models with only one possible path for their parameters."
+        "Choose the paths of several models in the log. First come models whose parameters are recorded under exactly one path."
         new = [m for m in dict.fromkeys(models) if m is not None and m not in self.at]
         for m in new:
             at = self.known(m)
@@ -84,60 +87,65 @@ class ModulePlaces:
             if m not in self.at: self.at[m] = self.free(m)
 
     def known(self, m):
-        "Return the path where the parameters of a model are recorded. None if there is no such path, or several."
+        "Return the path under which the parameters of a model are recorded. None if there is no such path, or more than one."
         same = [p for o,p in self.at.items() if o.leaves==m.leaves and m.leaves and '' in (o.cls, m.cls)]
         if same: return same[0]
         some = (self.by.get(m.leaves) or self.by.get(tuple(name for name,_ in m.leaves)) or []) if m.leaves else []
         if len(some)>1:
-            alike = [p for p in some if any(a in b for a,b in permutations((p.rpartition('.')[2].lower(), m.cls.lower())))]
+            alike = [p for p in some if any(a in b for a,b in permutations((p.rpartition('.')[2].lower(),
+                m.cls.lower())))]
             if len(alike)==1: return alike[0]
             self.say(f"{m.cls or 'a model'} has the same parameters as {' and '.join(map(repr, some))}, so its outputs are recorded under another "
                 "path. To use the path of their parameters, use one tracker for each model, with its parameters as model_state=.")
         return some[0] if len(some)==1 and self.is_free(some[0], m) else None
 
     def is_free(self, p, m):
-        "Return True if no model of another class uses the path `p`."
+        "Return True if no model of another class is recorded under the path `p`."
         return not any(q==p and o.cls!=m.cls and o.cls for o,q in self.at.items())
 
     def free(self, m):
-        "Return an unused path for a model: '' if it is unused, else the name of the model's class, with a number if needed."
+        "Return a path used by no model so far: '' if possible, else the class of the model, with a number if needed."
         taken = {*self.at.values()}
         if '' not in taken and (not self.own or not m.leaves or any(name in self.own for name,_ in m.leaves)): return ''
         return next(n for i in range(1, len(taken)+2) if (n := f"{m.cls or 'model'}{i if i>1 else ''}") not in taken)
 
     def __call__(self, where):
-        "Return the `Place` of a module in the log, with different paths for several models. `where`: `Place` of the module in its own model."
+        "Return path and name (`Place`) of a module in the log, where each model has a path of its own. `where`: `Place` of the module in its model."
         if where not in self.done:
             if where.model is not None and where.model not in self.at: self.find_paths([where.model])
             at = self.at.get(where.model, '')
-            if at: where_to = Place('.'.join(filter(None, (at, where.path))), f"model.{at}{where.name.removeprefix('model')}")
+            if at:
+                where_to = Place('.'.join(filter(None, (at, where.path))),
+                    f"model.{at}{where.name.removeprefix('model')}")
             else: where_to = Place(where.path, where.name)
             self.done[where] = where_to
         return self.done[where]
 
 # %% ../../../nbs/88_jaxember/70_rows.ipynb #699119c1
 def in_call_order(notes, depth:int=0): # depth: number of leading axes over which the caller iterates already
-    "Yield (note, index, arrays) of each measured value, in the order of computation; in a loop, iteration by iteration."
+    "Yield (`TagNote`, iterations, arrays) of each measured value in the order of computation: in a loop, one iteration after the other."
     for axis,some in groupby(notes, key=lambda n: n[0].axes[depth:depth+1]):
         if not axis:
             yield from ((s, *e) for s,entries in some for e in entries)
             continue
-        each = {} # for each index along the axis: the notes and their entries
+        each = {} # Index of an iteration (or shard) -> the values measured in it
         for s,entries in some:
             for e in entries: each.setdefault(e[0][depth], {}).setdefault(id(s), (s, []))[1].append(e)
         for k in sorted(each): yield from in_call_order(each[k].values(), depth+1)
 
 def scan_call(s, i):
-    "Return the loop iterations of a measured value, and a dict with its columns 'shard' and 'iteration'."
+    "Return in which loop iterations a value was measured, and its columns 'shard' and 'iteration' for the log, as a dict."
     pairs = [*zip(s.axes, i, strict=True)]
-    shards = [f'{axis_name_in_log(a)}={(k//after)%size}' for axis,k in pairs if not isinstance(axis, Loop) for a,size,after in strides(axis)]
+    shards = [f'{axis_name_in_log(a)}={(k//after)%size}' for axis,k in pairs if not isinstance(axis, Loop)
+        for a,size,after in strides(axis)]
     steps = [k*axis.every for axis,k in pairs if isinstance(axis, Loop) and axis.steps]
     more = {**({'shard': ', '.join(shards)} if shards else {}), **({'iteration': steps[0]} if steps else {})}
     return tuple(k*axis.every for axis,k in pairs if isinstance(axis, Loop)), more
 
 def axis_name_in_log(axis):
     "Return the name of a mesh axis for the log: 'device' for a `pmap` without an axis name."
-    return 'device' if str(axis).startswith('_') else axis # JAX makes a name with an underscore for a `pmap` without an axis name
+    # JAX gives the axis of a `pmap` without `axis_name` a name with an underscore
+    return 'device' if str(axis).startswith('_') else axis
 
 def strides(axes):
     "Return (name, size, stride) of each mesh axis. Strides convert the number of a shard to its position along each axis."
@@ -145,36 +153,36 @@ def strides(axes):
 
 # %% ../../../nbs/88_jaxember/70_rows.ipynb #51b7fabe
 class CallCounts:
-    "Assigns each gradient to the call that it belongs to: the latest call without a gradient, because a backward pass runs in reverse order."
+    "Assigns each gradient to a call of its module: the latest call without a gradient, because a backward pass runs in reverse order."
     def __init__(self): self.all,self.left,self.came = defaultdict(list),defaultdict(list),Counter()
 
     def add_value(self, at, order, whose):
-        "Add a tagged value differentiated `order` times by the program. `at`: number of its tag, and iterations of its loops. `whose`: its call."
+        "Add a value that gets `order` gradients (first, second, ... derivative). `at`: number of its tag, and loop iterations. `whose`: its call."
         for o in range(1, order+1):
             self.all[at, o].append(whose)
             self.left[at, o].append(whose)
 
     def assign_gradient(self, at, order):
-        "Return the call of a gradient (None if unknown), and the number of earlier gradients of this call."
+        "Return which call of its module a gradient belongs to (None if unknown), and how many gradients this call had before."
         if not self.all[at, order]: return None, 0
-        # each value has a gradient already, so a further backward pass begins
+        # all calls have a gradient already, so this gradient is from a further backward pass
         if not self.left[at, order]: self.left[at, order] = [*self.all[at, order]]
         whose = self.left[at, order].pop()
         self.came[at, whose] += 1
         return whose, self.came[at, whose]-1
 
 def number_calls(found, placed=lambda where: where) -> list: # placed: function that returns the `Place` of a module in the log, such as a `ModulePlaces`
-    "Number the calls of each module in a step. Return (note, `Place`, call, backward, other columns, arrays) of each value and gradient."
+    "Number the calls of each module in a step. Return for each value and gradient: (`TagNote`, `Place`, call, backward, columns, arrays)."
     calls,runs,out = Counter(),CallCounts(),[]
     def add_call(where, tag):
-        "Count a call of a module, and return its number."
+        "Count a call of a module in this step. Return the `Place` of the module, and the number of the call from 0."
         name = where.path,tag.key.ttype,tag.key.tname,tag.grad
         calls[name] += 1
         return where, calls[name]-1
     for f in found:
         entries = [*f.each()]
         order = {id(s): k for k,(s,_) in enumerate(entries)}
-        got,given = [],{} # given: call of each value, by note and iterations: all shards of a value belong to one call
+        got,given = [],{} # given: (value, loop iterations) -> number of the call. All shards of a value belong to one call
         for s,i,pieces in in_call_order(entries):
             iterations,more = scan_call(s, i)
             at,of = (s.number, iterations),(id(s), iterations)
@@ -202,33 +210,35 @@ class Tensor:
     more:dict=field(default_factory=dict) # Further columns of the row, such as {'shard': 'data=3'}
 
 class RowKey(tuple):
-    "The identifying columns of a row, in the order expected by `one_row` of the torch recorder."
+    "Columns that identify a tensor in the log (module, ttype, tname, ...), in the order that `one_row` of the torch recorder expects."
     more = {} # further columns of the row, by name; none by default
 
 class Tap(NamedTuple):
-    "A place where tensors are measured. It has the two attributes of a torch tap that `LineMaker` reads."
+    "Tap: identifies a tensor that is measured in each step. Has the two attributes of a torch tap that `LineMaker` reads."
     key:RowKey
     names:tuple # Names of the statistics to write into the log
 
 class JaxMeasured(Measured):
-    "Measurements of a JAX step in the form for `LineMaker`. The keys of the rows contain the columns of shards."
+    "Measurements of a JAX step, from which `LineMaker` makes rows of the log. The keys of the rows also have the columns for shards."
     def columns(self, key, call):
         "Return the further columns of a row, such as the shard."
         return getattr(key, 'more', {})
 
 # %% ../../../nbs/88_jaxember/70_rows.ipynb #b7575cf5
 class Taps:
-    "Encodes name, call, dtype and shape of each tensor of a step as integers. For unchanged tensors, the integers of the last step are reused."
+    "Encodes name, call, dtype and shape of each tensor of a step as integers. If the tensors are those of the last step, reuses their integers."
     def __init__(self, names, display): # names: names of the statistics; display: `ModuleNames`
         self.names,self.display = names,display
-        self.taps,self.numbers = [],{} # taps: list of all taps; numbers: index of each tap in this list, by key and further columns
-        # last: tensors of the last step, and the number of modules known then; heads: integers that encode these tensors
+        # taps: all `Tap`s; numbers: (key of a tensor, further columns) -> index of its `Tap`
+        self.taps,self.numbers = [],{}
+        # last: tensors of the last step, and the number of modules at that time; heads: the integers for these tensors
         self.last,self.heads = None,None
 
     def __call__(self, tensors): # tensors: list of lists of `Tensor`
         "Return a matrix with a row of integers for each tensor, in the format of the torch recorder: name, call, dtype and shape."
         last = tensors,len(self.display.known)
-        if self.last!=last: self.last,self.heads = last,np.array([self.head(t, i) for i,t in enumerate(chain(*tensors), 1)])
+        if self.last!=last:
+            self.last,self.heads = last,np.array([self.head(t, i) for i,t in enumerate(chain(*tensors), 1)])
         return self.heads
 
     def head(self, t, event):
@@ -240,7 +250,7 @@ class Taps:
         return head if dims<=head_width-SHAPE else [*head[:head_width-1], -1]
 
     def number(self, t):
-        "Return the number of a tensor's `Tap`. Create the `Tap` if there is none."
+        "Return the number of the `Tap` that identifies a tensor. Create the `Tap` for a new tensor."
         key = RowKey((self.display(t.path), t.ttype, t.tname, t.pname, None, t.backward))
         n = self.numbers.setdefault((key, *t.more.items()), len(self.taps))
         if n==len(self.taps):
@@ -250,7 +260,7 @@ class Taps:
 
 # %% ../../../nbs/88_jaxember/70_rows.ipynb #c83db375
 class PlacedCalls:
-    "Returns the tensors of modules and probes in each step. As long as the programs of a step do not change, the order of its tensors is reused."
+    "Numbers the calls of the modules of each step. While the programs of the steps stay the same, the order of the tensors is reused."
     def __init__(self, placed=lambda where: where): self.placed,self.notes,self.tensors,self.at = placed,(),[],[]
 
     def __call__(self, found) -> tuple:
@@ -265,22 +275,25 @@ class PlacedCalls:
         return self.tensors, (rows[0] if len(rows)==1 else np.concatenate(rows))[self.at]
 
     def one_by_one(self, found):
-        "Return the `Tensor`s of a step and their measurements, computed without the order of the last step."
+        "Return the `Tensor`s of a step and their measurements, for a step whose programs differ from those of the last step."
         got = number_calls(found, self.placed)
         own = [pieces[0] if s.form=='given' else tree_from(s.form, pieces) for s,*_,pieces in got if s.form is not None]
         return [tensor_of_tag(*n[:-1]) for n in got], own or np.array([pieces[0] for *_,pieces in got])
 
 # %% ../../../nbs/88_jaxember/70_rows.ipynb #d5231470
 def has_fixed_rows(found):
-    "Return True if a program returns the same number of summary rows at each run."
+    "Return True if a JAX program measures the same number of tensors at each run: it has no conditions and no user's statistics."
     return type(found) is ProgramMeasurements and not any(s.when or s.form is not None for s in found.notes)
 
 def numbers_of_rows(found, first):
-    "Return a copy of the measurements with the index of each summary row in place of the row. Sorting the copy gives the new order of the rows."
+    "Return a copy of the measurements with the indices of the summary rows instead of the rows: sorting the copy gives their new order."
     rows = np.arange(first, first+found.arrays[0].shape[0])[:, None]
     return replace(found, shapes=tuple((*shape[:-1], 1) for shape in found.shapes), arrays=[rows, *found.arrays[1:]])
 
 def tensor_of_tag(s, where, call, backward, more):
-    "Return the `Tensor` of a tagged value. `s`: its `TagNote`."
+    "Return the `Tensor`, which describes a row of the log, of a tagged value. `s`: `TagNote` of the value."
     more = {**more, **dict(s.piece), **({'all_examples': True} if s.tag.all_examples else {})}
-    return Tensor(where.path, 'output_grad' if s.grad else s.key.ttype, s.key.tname, None, call, s.shape, s.dtype, backward, more)
+    ttype,tname = s.key.ttype,s.key.tname
+    # the rows of a prediction are named like those of its target, and its gradient is named 'prediction'
+    if s.grad: ttype,tname = 'output_grad',tname.replace('loss', ttype, 1) if ttype in of_losses else tname
+    return Tensor(where.path, ttype, tname, None, call, s.shape, s.dtype, backward, more)

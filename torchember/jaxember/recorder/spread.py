@@ -21,7 +21,7 @@ from ...measure.summary import merge
 
 # %% ../../../nbs/88_jaxember/35_spread.ipynb #e23ba610
 def ranks_by_axis(mesh, rank:int):
-    "Return the ranks of the processes along each mesh axis, as a dict. None if the processes form no grid, or if `rank` owns no device of the mesh."
+    "Return a dict: mesh axis -> ranks of the processes along it, through `rank`. None if the processes form no grid, or `rank` owns no device."
     of = np.array([d.process_index for d in mesh.devices.flat]).reshape(mesh.devices.shape)
     slices = [[np.take(of, i, a).tobytes() for i in range(n)] for a,n in enumerate(of.shape)]
     blocks = [[i for i,s in enumerate(some) if some.index(s)==i] for some in slices]
@@ -32,33 +32,36 @@ def ranks_by_axis(mesh, rank:int):
 
 # %% ../../../nbs/88_jaxember/35_spread.ipynb #e45d0b61
 class LocalPart(NamedTuple):
-    "Describes this process's part of an array: its shards, and their columns in the log."
-    counts:tuple|None # Indices of the shards to measure, only one of several replicas. None if it is enough to measure the first shard
-    shape:tuple # Shape of the array formed by the measured shards together
-    columns:tuple=() # Pairs (column, value): they describe the shards in each row of the log
+    "Describes which part of a distributed array this process holds: shards to measure, and the columns in the log that identify the part."
+    counts:tuple|None # Indices of the shards to measure, one of several replicas. None: measure only the first shard
+    shape:tuple # Shape of all measured shards together
+    columns:tuple=() # Pairs (column, value) that describe the shards in each row of the log, such as ('part', 'data:S0')
 
 def region_of_slices(x_slices, shape):
-    "Return where a shard is in its array, (start, stop) in each dimension, from a tuple of slices."
+    "Convert the slices of a shard to its position in the whole array: a pair (start, stop) for each dimension."
     return tuple(s.indices(n)[:2] for s,n in zip(x_slices, shape, strict=True))
 
 def shape_of_regions(regions):
-    "Return the shape of several regions of an array together. If they do not form a rectangular block: (number of elements,)."
+    "Return the shape of several regions of an array together; (number of elements,) if they do not form a rectangular block."
     sides = [{r[a] for r in regions} for a in range(len(regions[0]))] if regions else []
     box = tuple(sum(stop-start for start,stop in side) for side in sides)
     n = sum(prod(stop-start for start,stop in r) for r in regions)
     return box if prod(box)==n and regions else (n,)
 
 class Spread:
-    "Describes the shards of arrays in this process, and the processes with the remaining shards."
+    "Knows how arrays are distributed: their shards in this process, and the other processes along each mesh axis."
     def __init__(self, rank:int|None=None, world:int=1): # rank: number of this process; None for a single process
         self.rank,self.world = rank,world
-        self.axes,self.known,self.roles_known = {},{},{} # axes: ranks along each mesh axis, by name of the axis in the log
-        self.own = () if rank is None else (('part', 'world:?'),) # columns in the log for an array that only this process has
+        # axes: name of a mesh axis in the log -> ranks along this axis
+        self.axes,self.known = {},{}
+        # columns of a row in the log, for an array that only this process has
+        self.own = () if rank is None else (('part', 'world:?'),)
 
     def axis(self, name, ranks):
-        "Return the name of a mesh axis in the log. Add a number if an axis of different processes has the same name."
+        "Return the name of a mesh axis in the log. Append a number if an axis with the same name has other processes."
         name = '_'.join(name.split()) or 'axis'
-        free = next(n for n in (name, *(f'{name}{i}' for i in range(2, len(self.axes)+3))) if self.axes.get(n, ranks)==ranks)
+        free = next(n for n in (name, *(f'{name}{i}' for i in range(2, len(self.axes)+3)))
+            if self.axes.get(n, ranks)==ranks)
         self.axes[free] = ranks
         return free
 
@@ -70,22 +73,25 @@ class Spread:
         return self.known[key]
 
     def describe(self, x):
-        "Compute the `LocalPart` of an array. `local_part` calls this method once for each sharding and caches the result."
+        "Compute the `LocalPart` of an array: the shards in this process, and their columns in the log. `local_part` caches the result."
         all_here = x.is_fully_addressable
         roles,first = ({}, False) if all_here else self.roles(x.sharding, x.shape)
-        columns = self.own if all_here else (('part', format_roles(roles)), *((('global_shape', x.shape),) if set(roles.values())-{'R'} else ()))
+        columns = self.own if all_here else (('part', format_roles(roles)),
+            *((('global_shape', x.shape),) if set(roles.values())-{'R'} else ()))
         if x.is_fully_replicated: return LocalPart(None, x.shape, columns)
-        shards = [(i, region_of_slices(s.index, x.shape)) for i,s in enumerate(x.addressable_shards) if s.replica_id==0 or not first]
-        counts = {r: i for i,r in reversed(shards)} # measure only the first of several replicas
+        shards = [(i, region_of_slices(s.index, x.shape)) for i,s in enumerate(x.addressable_shards)
+            if s.replica_id==0 or not first]
+        counts = {r: i for i,r in reversed(shards)} # of several equal replicas, measure only the first
         return LocalPart(tuple(sorted(counts.values())), x.shape if all_here else shape_of_regions([*counts]), columns)
 
     def roles(self, sharding, shape):
         """Return how an array is distributed: a dict with 'R' (replica) or 'S0' (shard of dimension 0) for each mesh axis.
 
-        Return also True if only the first replica is measured."""
+        The second result is True if only the first of several replicas must be measured."""
         lines = ranks_by_axis(sharding.mesh, self.rank) if isinstance(sharding, NamedSharding) else None
         if lines is not None:
-            cut = {str(n): d for d,names in enumerate(sharding.spec) for n in (names if isinstance(names, tuple) else (names,))}
+            cut = {str(n): d for d,names in enumerate(sharding.spec)
+                for n in (names if isinstance(names, tuple) else (names,))}
             return {self.axis(a, ranks): f'S{cut[a]}' if a in cut else 'R' for a,ranks in lines.items() if len(ranks)>1}, False
         there = defaultdict(set)
         for d,s in sharding.devices_indices_map(shape).items(): there[d.process_index].add(region_of_slices(s, shape))
@@ -96,7 +102,8 @@ class Spread:
     def columns_of_mesh(self, mesh):
         "Return the columns in the log for a value equal in all processes of a mesh, such as the result of a shared program."
         lines = None if mesh is None or self.rank is None else ranks_by_axis(mesh, self.rank)
-        if lines is None and mesh is not None and self.rank is not None and len(ranks_of_mesh(mesh))>1: lines = {'devices': ranks_of_mesh(mesh)}
+        if lines is None and mesh is not None and self.rank is not None and len(ranks_of_mesh(mesh))>1:
+            lines = {'devices': ranks_of_mesh(mesh)}
         roles = {self.axis(a, ranks): 'R' for a,ranks in (lines or {}).items() if len(ranks)>1}
         return (('part', format_roles(roles)),) if roles else self.own
 
@@ -105,11 +112,11 @@ class Spread:
         return {'rank': self.rank, 'world': self.world, 'axes': {a: list(r) for a,r in self.axes.items()}}
 
 def format_roles(roles):
-    "Return a text about how an array is distributed along each mesh axis: 'data:S0 model:R' (shard of dimension 0, replica)."
+    "Return as text how an array is distributed along each mesh axis: 'data:S0 model:R' (sharded in dimension 0, replicated)."
     return ' '.join(f'{a}:{r}' for a,r in roles.items())
 
 def ranks_of_mesh(mesh):
-    "Return the sorted ranks of the processes that own the devices of a mesh."
+    "Return the ranks of the processes that own the devices of a mesh, in ascending order."
     return tuple(sorted({d.process_index for d in mesh.devices.flat}))
 
 # %% ../../../nbs/88_jaxember/35_spread.ipynb #8211738d
@@ -119,7 +126,7 @@ def mesh_of_devices(devices):
     return Mesh(np.array(devices, object), ('here',))
 
 def local_shards_as_one(x):
-    "Return the shards of an array in this process as one array, and their devices. No data is copied."
+    "Combine this process's shards of an array into one array, without copying data. Return this array, and the devices of the shards."
     shards = x.addressable_shards
     data,devices = [s.data for s in shards],tuple(s.device for s in shards)
     n,*rest = data[0].shape
@@ -128,12 +135,13 @@ def local_shards_as_one(x):
 
 @cache
 def rows_of_shards(wanted, devices):
-    "Return a compiled function to measure each shard of a list of arrays. Its result has the shape (devices, arrays, row length)."
+    "Return a compiled function that measures each shard of several arrays. It returns summary rows of shape (devices, arrays, row length)."
     f = lambda xs: jnp.stack([summary_row(x, wanted) for x in xs])[None]
-    return jax.jit(jax.shard_map(f, mesh=mesh_of_devices(devices), in_specs=PartitionSpec('here'), out_specs=PartitionSpec('here'), check_vma=False))
+    return jax.jit(jax.shard_map(f, mesh=mesh_of_devices(devices), in_specs=PartitionSpec('here'),
+        out_specs=PartitionSpec('here'), check_vma=False))
 
 def merged_rows(rows, counts, wanted): # counts: indices of the shards to merge, for each array
-    "Merge the summary rows of shards, (devices, arrays, row length), into one row for each array."
+    "Merge the summary rows of shards into one row for each array. `rows` has the shape (devices, arrays, row length)."
     v = row_vectors(np.asarray(rows), wanted)
     return np.stack([merge(v[list(some), i]) for i,some in enumerate(counts)]).view(np.uint32)
 

@@ -17,17 +17,19 @@ from .watching import measure_all
 
 # %% ../../../nbs/88_jaxember/50_states.ipynb #851a1325
 class ExpectedTrees:
-    "Compares the names in the trees given to `step` with the names in the trees given to `track`."
+    "Compares the names of the arrays that the user gives to `step` with the names of the arrays given to `track`."
     def __init__(self):
-        self.names,self.seen = {},{} # names: the expected names for each argument of `track`; seen: the names that each argument of `step` had last
-        self.odd,self.reported = [],set() # odd: texts about new differences; reported: arguments of `step` whose difference was reported already
+        # argument -> names of its arrays: in `track` (names), in the last `step` (seen)
+        self.names,self.seen = {},{}
+        # odd: unreported differences, as texts; reported: arguments reported already
+        self.odd,self.reported = [],set()
 
     def expect(self, what, named):
-        "Store the names expected in an argument of `step`."
+        "Store the names of the arrays in an argument of `track`. The same argument of `step` should have the same names."
         self.names[what] = flat_names(what, named)
 
     def compare(self, what, named):
-        "Note a difference if a tree given to `step` has less than half of the expected names."
+        "Note a difference if a tree given to `step` has less than half of the names of the tree given to `track`."
         if self.seen.get(what) is named: return
         self.seen[what],known,given = named,self.names.get(what),flat_names(what, named)
         if not known or what in self.reported or 2*len(known & given)>=min(len(known), len(given) or 1): return
@@ -35,12 +37,12 @@ class ExpectedTrees:
         self.odd.append(f'{what} ({list_first_two(given)} instead of {list_first_two(known)})')
 
     def take_differences(self):
-        "Return texts about the differences found since the last call. Each argument of `step` is reported only once."
+        "Return the differences found since the last call, as texts, for a warning. Each argument of `step` is reported only once."
         odd,self.odd = self.odd,[]
         return odd
 
 def flat_names(what, named):
-    "Return the dotted names of the arrays in a tree as a set. A name in an optimizer state begins with its field, such as 'mu'."
+    "Return the set of dotted names of the arrays in a tree. Names in an optimizer state begin with the field, such as 'mu.layers.0.kernel'."
     return {'.'.join(filter(None, (n.kind if what=='optimizer_state' else '', n.path, n.pname))) for n in named}
 
 def list_first_two(names):
@@ -49,34 +51,37 @@ def list_first_two(names):
 
 # %% ../../../nbs/88_jaxember/50_states.ipynb #91ab3768
 def expected_trees(model_state, optimizer_state) -> ExpectedTrees:
-    "Return an `ExpectedTrees` with the names in the arguments of `track`. Raise TypeError if a leaf is not an array."
+    "Return an `ExpectedTrees`, which knows the names of all arrays given to `track`. Raise TypeError if a leaf is not an array."
     agreed = ExpectedTrees()
     known = [] if model_state is None else named_parameters(model_state)
     states = [] if optimizer_state is None else named_optimizer_states(optimizer_state, known)
-    for what,some in (('model_state', known), ('optimizer_state', states), ('gradients', [n for n in known if n.kind=='weight'])): agreed.expect(what, some)
+    for what,some in (('model_state', known), ('optimizer_state', states),
+            ('gradients', [n for n in known if n.kind=='weight'])):
+        agreed.expect(what, some)
     return agreed
 
 # %% ../../../nbs/88_jaxember/50_states.ipynb #4a47f66b
 def rate_places(names:list) -> dict:
-    "Return where the learning rates are in the list `names`, a dict by name: 'lr', or 'lr/0', 'lr/1', ... for several."
+    "Return the positions of the learning rates in the list `names`, as a dict: 'lr' -> position, or 'lr/0', 'lr/1', ... if there are several."
     found = [i for i,n in enumerate(names) if n.kind=='hyperparams' and n.pname=='learning_rate']
     return {'lr' if len(found)==1 else f'lr/{k}': i for k,i in enumerate(found)}
 
 # %% ../../../nbs/88_jaxember/50_states.ipynb #4a47f669
 class StateRows:
-    "Selects the parameters, gradients and optimizer states to record in the open step, and measures them."
+    "Selects the parameters, gradients and optimizer states to record in a step, and measures them."
     def __init__(self, measure, tracked, asks, places, agreed=None, spread=None):
         self.measure,self.asks,self.spread = measure,asks,spread
         self.tracked = tracked # the kinds of trees to record: some of 'model_state', 'optimizer_state' and 'gradients'
-        self.places = places # the `ModulePlaces` that gets the names and shapes of the parameters
+        self.places = places # a `ModulePlaces`: from the names and shapes of the parameters, it finds the paths of models
         self.agreed = agreed or ExpectedTrees()
         namers = dict(model_state=named_parameters, optimizer_state=named_optimizer_states, gradients=named_parameters)
         self.named = {k: CachedNames(f) for k,f in namers.items()}
-        self.known = () # the `Named` of each array of the model
-        # for 'states' and 'gradients': all names, selected names, and index and `Key` of each selected array
+        self.known = () # a `Named` (path and name) for each array of the model
+        # 'states' or 'gradients' -> (all names, selected names, [(index in all names, `Key`) of each selected array])
         self.chosen = {}
-        self.first,self.last = [],[] # measurements from the beginning of the open step, and from its end
-        self.rates_of = None # the names of an optimizer state, and a dict with the index of each learning rate in these names
+        self.first,self.last = [],[] # measurements made at the beginning of the step, and at the end of the step
+        # (names in the optimizer state, {name of a learning rate: its position in these names})
+        self.rates_of = None
 
     def at_begin(self, model_state, optimizer_state):
         "Measure parameters and optimizer states at the beginning of a step."
@@ -107,22 +112,24 @@ class StateRows:
         return any(len(todo)==sum(n.kind=='weight' for n in self.chosen[what][0][0]) for what,todo,_ in self.last)
 
     def rates(self, model_state, optimizer_state) -> dict:
-        "Return the learning rates set by `optax.inject_hyperparams`, by name. They are copies, because the next step may overwrite the arrays."
+        "Return copies of the learning rates that `optax.inject_hyperparams` has set, as a dict. The next step may overwrite the originals."
         both = 'optimizer_state' not in self.tracked
         state = model_state if both else optimizer_state
         if state is None or both and not is_training(state): return {}
         names,arrays = self.named['optimizer_state'](state, self.known)
         if self.rates_of is None or self.rates_of[0] is not names: self.rates_of = names,rate_places(names)
-        here = {n: x if getattr(x := arrays[i], 'is_fully_addressable', True) else x.addressable_data(0) for n,i in self.rates_of[1].items()}
+        here = {n: x if getattr(x := arrays[i], 'is_fully_addressable', True) else x.addressable_data(0)
+            for n,i in self.rates_of[1].items()}
         return {n: jnp.copy(x) if isinstance(x, jax.Array) else x for n,x in here.items() if np.size(x)==1}
 
-    def measured(self, what, *some): # some: tuples (names, arrays, function that returns the tensor type for a kind such as 'weight', or None)
-        "Measure the arrays of trees. Return a list with one tuple (`what`, selected names, measurements). `what`: 'states' or 'gradients'."
+    def measured(self, what, *some): # some: tuples (names, arrays, function: kind of an array -> tensor type or None)
+        "Measure the selected arrays. Return a list with one tuple (`what`, names of the selected arrays, measurements)."
         lists = [names for names,_,_ in some]
         if what not in self.chosen or self.chosen[what][0]!=lists:
             every = enumerate((p, of(p.kind)) for names,_,of in some for p in names)
             todo = [(i, p, ttype) for i,(p,ttype) in every if ttype and self.asks.wants(p.path)]
-            self.chosen[what] = lists,[t[1:] for t in todo],[(i, Key(Place(p.path, ''), ttype, p.tname)) for i,p,ttype in todo]
+            self.chosen[what] = lists,[t[1:] for t in todo],[(i, Key(Place(p.path, ''), ttype, p.tname))
+                for i,p,ttype in todo]
         _,todo,keys = self.chosen[what]
         arrays = [x for _,some,_ in some for x in some]
         found = measure_all([(key, arrays[i]) for i,key in keys], self.measure, self.spread)
@@ -130,6 +137,6 @@ class StateRows:
         return [(what, todo, found)]
 
     def take_measurements(self):
-        "Return the measurements from the beginning and the end of the step, and forget them."
+        "Return and clear the measurements made at the beginning of the step and at its end."
         out,self.first,self.last = (self.first, self.last),[],[]
         return out

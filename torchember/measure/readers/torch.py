@@ -25,11 +25,13 @@ def read_float64(x, wanted) -> np.ndarray:
         x = x[np.isfinite(x)]
         lo,hi = min_and_max(x)
     m = len(x)
-    # for equal elements, use one of them as mean, because a computed mean is rounded
+    # all elements are equal, so take one of them as mean, because a computed mean is rounded
     mean = lo if lo==hi else np.add.reduce(x)/m if m else 0.
-    if not math.isfinite(mean): mean = np.add.reduce(x/m) # the sum has overflowed, so add the elements divided by their number
+    # the sum has overflowed, so add the elements divided by their number
+    if not math.isfinite(mean): mean = np.add.reduce(x/m)
     d = x-mean
-    rest = np.add.reduce(d)/m if m else 0. # mean distance from the computed mean: its rounding error, which corrects mean and m2
+    # mean distance from the computed mean; it is the rounding error by which mean and m2 are corrected
+    rest = np.add.reduce(d)/m if m else 0.
     v = basic_vector(n, mean+rest, max(d.dot(d)-m*rest*rest, 0.), lo, hi, *bad)
     if 'absolute' in wanted:
         a = np.abs(x)
@@ -55,19 +57,22 @@ nan,others = math.nan,(math.nan,)*(width-15)
 np.testing.assert_array_equal(basic_vector(0, 0, 0, math.inf, -math.inf), no_elements(('basic',)))
 
 # %% ../../../nbs/20_measure/06_torch.ipynb #d10a0019
-row = 1024 # number of elements that are summed in float32. Their sums are then added in float64, which limits rounding errors
+# number of elements that are summed in float32. Their sums are then added in float64, which limits rounding errors
+row = 1024
 ones = np.ones(row, dtype=np.float32)
-rowdot = getattr(np, 'vecdot', None) or (lambda a,b: np.einsum('...j,...j->...', a, b)) # numpy 1 has no `vecdot`, the dot product of the last axes
+# numpy 1 lacks `vecdot`, the dot product over the last axis
+rowdot = getattr(np, 'vecdot', None) or (lambda a,b: np.einsum('...j,...j->...', a, b))
 
 def read_float32(x, centred=False):
-    """Return the basic summary vector of a flat float32 array, by fast float32 sums. Return None if float32 is not precise enough.
+    """Return the summary vector of a flat float32 array, with the sums of the group 'basic', by fast float32 sums. None if float32 is too imprecise.
 
     `centred`: True if a number near the mean was subtracted from all elements."""
     n,filled = len(x),len(x)//row*row
     rows,rest = x[:filled].reshape(-1, row),x[filled:].astype(np.float64)
     lo,hi = float32_min_and_max(x)
     if lo==hi and math.isfinite(lo): return basic_vector(n, lo, 0., lo, hi)
-    if not 1e-15<max(-lo, hi)<1e15: return None # refuse smaller and larger magnitudes: their squares and sums would underflow or overflow float32
+    # squares and sums of other magnitudes would underflow or overflow float32
+    if not 1e-15<max(-lo, hi)<1e15: return None
     s = np.add.reduce(rowdot(rows, ones), dtype=np.float64)+np.add.reduce(rest)
     q = np.add.reduce(rowdot(rows, rows), dtype=np.float64)+rest.dot(rest)
     m2 = q-s*s/n
@@ -80,7 +85,7 @@ def read_float32(x, centred=False):
 def float32_min_and_max(x):
     """Return minimum and maximum of a float32 array.
 
-    If an element is not finite, one of the two is not finite. Compares the bits as integers, the fastest way."""
+    If an element is not finite, one of the two is not finite. Bits are compared as integers, because this is fastest."""
     top,bottom = np.maximum.reduce(x.view(np.int32)),np.maximum.reduce(x.view(np.uint32))
     return bottom.view(np.float32) if bottom>>31 else np.minimum.reduce(x), top.view(np.float32) if top>=0 else np.maximum.reduce(x)
 
@@ -89,7 +94,7 @@ stretch = 1<<17 # number of elements that are read at once in float32: 512 KB
 cached = 1<<15 # number of elements that are read at once in float64: 256 KB, which fit the processor's cache
 
 def read_cpu(x, wanted=('basic',)) -> np.ndarray:
-    "Return the summary vector of a flat CPU tensor. Pieces of it are read in turn, because a piece fits the processor's cache."
+    "Return the summary vector of a flat CPU tensor. Read the tensor in pieces, to fit the processor's cache."
     if not x.numel(): return no_elements(wanted)
     if 'exponents' in wanted: return with_exponents(x, wanted)
     with np.errstate(all='ignore'):
@@ -99,7 +104,7 @@ def read_cpu(x, wanted=('basic',)) -> np.ndarray:
     return got[0] if len(got)==1 else merge(np.stack(got))
 
 def read_stretch(p):
-    "Return the basic summary vectors of a piece of at most `stretch` elements: one vector by float32 sums, or several by float64 sums."
+    "Return summary vectors of a piece of at most `stretch` elements, with the group 'basic': one by float32 sums, or several by float64 sums."
     v = read_float32(as_array(p.float()))
     return [read_float64(as_float64(c), ('basic',)) for c in p.split(cached)] if v is None else [v]
 
@@ -116,7 +121,7 @@ def with_exponents(x, wanted):
     return v
 
 def exponent_counts(p):
-    "Return the counts of exponents of a float32 or float64 tensor, in the range of float32, and the number of zeros."
+    "Return how often each exponent occurs in a float32 or float64 tensor, in the range of float32, and the number of zeros."
     single = p.element_size()==4
     k = (p.view(torch.int32)>>23)&255 if single else (p.view(torch.int64)>>52)&2047
     n = 256 if single else 2048
@@ -145,7 +150,7 @@ def read_device(x, wanted=('basic',)) -> torch.Tensor:
     f = torch.where(ok, d, z)
     v = dict(count=full(len(x)), nan=torch.isnan(d).sum(), posinf=torch.isposinf(d).sum(), neginf=torch.isneginf(d).sum())
     v |= {p: of_each(p, d, torch, ok) for p in parts_in(wanted) if sums[p].each}
-    # for equal elements, use one of them as mean, because a computed mean is rounded
+    # all elements are equal, so take one of them as mean, because a computed mean is rounded
     mean = torch.where(v['min']==v['max'], v['min'], f.sum()/n.clamp(min=1))
     c = torch.where(ok, d-mean, z)
     q = c*c

@@ -22,13 +22,19 @@ try:
     import triton
     from triton import language as tl
     jit = triton.jit
-    # by default, Triton compiles special versions for arguments that are 1 or multiples of 16. These arguments are excluded
+    # by default, Triton compiles further versions of a kernel for arguments that are 1 or multiples of 16. These arguments are excluded
     unspecialized = 'n', 'step', 'apart', 'tensors', 'span', 'per', 'between'
-    def kernel(f): return jit(f, do_not_specialize=[a for a in (*unspecialized, 'out') if a in f.__code__.co_varnames[:f.__code__.co_argcount]])
+    def kernel(f):
+        "Compile a function as a Triton kernel, without special versions for values of the arguments in `unspecialized`."
+        return jit(f, do_not_specialize=[a for a in (*unspecialized, 'out') if a in f.__code__.co_varnames[:f.__code__.co_argcount]])
 except ImportError: # without Triton, these functions stay plain Python functions that are never called
     triton = None
-    class tl: constexpr = None
-    def jit(f): return f
+    class tl:
+        "Replaces `triton.language` if Triton is not installed."
+        constexpr = None
+    def jit(f):
+        "Return the function unchanged, because Triton is not installed."
+        return f
     kernel = jit
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #a4478e43
@@ -38,7 +44,7 @@ warps = 4
 
 @jit
 def _load(p, start, n, B:tl.constexpr):
-    "Load `B` of the `n` elements at the pointer `p`, beginning with element `start`. Elements after the end are 0."
+    "Load a block of `B` elements, from number `start` on, of the `n` elements at the pointer `p`. Elements after the end are 0."
     at = tl.arange(0, B)
     p += start
     if start+B<=n: x = tl.load(p+at)
@@ -46,45 +52,69 @@ def _load(p, start, n, B:tl.constexpr):
     return x if x.dtype==tl.float64 else x.to(tl.float32)
 
 @jit
-def _to_float64(x): return x.to(tl.float64)
+def _to_float64(x):
+    "Convert a block to float64."
+    return x.to(tl.float64)
 
 @jit
-def _count_true(which): return tl.sum(which.to(tl.int32), 0)
+def _count_true(which):
+    "Return the number of true elements."
+    return tl.sum(which.to(tl.int32), 0)
 
 interpreted = triton is not None and not isinstance(_count_true, triton.JITFunction)
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #52e6b438
 @jit
-def _add(a, b, c, d): return a+c, b+d
+def _add(a, b, c, d):
+    "Add two pairs of sums."
+    return a+c, b+d
 
 @jit
-def _merge_ranges(lo, hi, s, lo2, hi2, s2): return tl.minimum(lo, lo2), tl.maximum(hi, hi2), s+s2
+def _merge_ranges(lo, hi, s, lo2, hi2, s2):
+    "Merge two triples of minimum, maximum and sum."
+    return tl.minimum(lo, lo2), tl.maximum(hi, hi2), s+s2
 
 @jit
-def _merge_sizes(l1, least, zeros, l12, least2, zeros2): return l1+l12, tl.minimum(least, least2), zeros+zeros2
+def _merge_sizes(l1, least, zeros, l12, least2, zeros2):
+    "Merge two triples: sum of magnitudes, smallest magnitude, number of zeros."
+    return l1+l12, tl.minimum(least, least2), zeros+zeros2
 
 if interpreted:
     @jit
-    def _sum2(a, b): return tl.sum(a, 0), tl.sum(b, 0)
+    def _sum2(a, b):
+        "Return the sums of two blocks."
+        return tl.sum(a, 0), tl.sum(b, 0)
 
     @jit
-    def _range(x, s): return tl.min(x, 0), tl.max(x, 0), tl.sum(s, 0)
+    def _range(x, s):
+        "Return minimum and maximum of the block `x`, and the sum of the block `s`."
+        return tl.min(x, 0), tl.max(x, 0), tl.sum(s, 0)
 
     @jit
-    def _sizes(a, least, zeros): return tl.sum(a, 0), tl.min(least, 0), tl.sum(zeros, 0)
+    def _sizes(a, least, zeros):
+        "Return the sum and the minimum of magnitudes, and the number of zeros."
+        return tl.sum(a, 0), tl.min(least, 0), tl.sum(zeros, 0)
 else:
     @jit
-    def _sum2(a, b): return tl.reduce((a, b), 0, _add)
+    def _sum2(a, b):
+        "Return the sums of two blocks."
+        return tl.reduce((a, b), 0, _add)
 
     @jit
-    def _range(x, s): return tl.reduce((x, x, s), 0, _merge_ranges)
+    def _range(x, s):
+        "Return minimum and maximum of the block `x`, and the sum of the block `s`."
+        return tl.reduce((x, x, s), 0, _merge_ranges)
 
     @jit
-    def _sizes(a, least, zeros): return tl.reduce((a, least, zeros), 0, _merge_sizes)
+    def _sizes(a, least, zeros):
+        "Return the sum and the minimum of magnitudes, and the number of zeros."
+        return tl.reduce((a, least, zeros), 0, _merge_sizes)
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #599be683
 @jit
-def _exponent(x): return (x.to(tl.int32, bitcast=True)>>23)&255 # returns the biased exponent in the bits of a float32
+def _exponent(x):
+    "Return the biased exponent in the bits of a float32 number."
+    return (x.to(tl.int32, bitcast=True)>>23)&255
 
 @jit
 def _scale(big, x):
@@ -212,41 +242,53 @@ def _count_bins(x, lo, hi, found, top, bins, B:tl.constexpr):
     return found+new, top
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #695c0c74
-tile = 128 # number of rows that one program of the kernel merges at once
+tile = 128 # number of rows that one program (thread block) of the kernel merges at once
 
 @jit
 def _larger(n, best, mean, n2, best2, mean2):
-    "Merge two pieces of a tensor. Return their total count, and size and mean of the larger piece; of equally large pieces, the larger mean."
+    """Merge two pieces of a tensor.
+
+    Return their total count, and the size and mean of the larger piece (of the larger mean, if both have equal size).
+    """
     first = (best>best2)|((best==best2)&(mean>=mean2))
     return n+n2, tl.where(first, best, best2), tl.where(first, mean, mean2)
 
 @jit
 def _merge_sums(count, m2, m3, m4, l1, lo, hi, least, zeros, nan, posinf, neginf, p4, p8,
     count2, m22, m32, m42, l12, lo2, hi2, least2, zeros2, nan2, posinf2, neginf2, p42, p82):
+    "Merge the sums of two pieces of a tensor."
     return (count+count2, m2+m22, m3+m32, m4+m42, l1+l12, tl.minimum(lo, lo2), tl.maximum(hi, hi2), tl.minimum(least, least2), zeros+zeros2, nan+nan2,
         posinf+posinf2, neginf+neginf2, p4+p42, p8+p82)
 
 if interpreted:
     @jit
     def _largest(n, mean):
+        "Return the total count of several pieces of a tensor, and the size and mean of the largest piece."
         return tl.sum(n, 0), tl.max(n, 0), tl.sum(tl.where(tl.arange(0, n.shape[0])==tl.argmax(n, 0), mean, 0.), 0)
 
     @jit
     def _totals(count, m2, m3, m4, l1, lo, hi, least, zeros, nan, posinf, neginf, p4, p8):
+        "Merge the sums of several pieces of a tensor."
         return (tl.sum(count, 0), tl.sum(m2, 0), tl.sum(m3, 0), tl.sum(m4, 0), tl.sum(l1, 0), tl.min(lo, 0), tl.max(hi, 0), tl.min(least, 0),
             tl.sum(zeros, 0), tl.sum(nan, 0), tl.sum(posinf, 0), tl.sum(neginf, 0), tl.sum(p4, 0), tl.sum(p8, 0))
 else:
     @jit
-    def _largest(n, mean): return tl.reduce((n, n, mean), 0, _larger)
+    def _largest(n, mean):
+        "Return the total count of several pieces of a tensor, and the size and mean of the largest piece."
+        return tl.reduce((n, n, mean), 0, _larger)
 
     @jit
     def _totals(count, m2, m3, m4, l1, lo, hi, least, zeros, nan, posinf, neginf, p4, p8):
+        "Merge the sums of several pieces of a tensor."
         return tl.reduce((count, m2, m3, m4, l1, lo, hi, least, zeros, nan, posinf, neginf, p4, p8), 0, _merge_sums)
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #f2a74de4
 @jit
 def _merge(row, step, count, mean, m2, m3, m4, l1, lo, hi, least, zeros, nan, posinf, neginf, p4, p8):
-    "Merge the summaries of several pieces of a tensor, one in each element of the arguments. Store the sums from `row` on, `step` numbers apart."
+    """Merge the summaries of several pieces of a tensor; each argument has one element for each piece.
+
+    Store the sums from `row` on, `step` numbers apart.
+    """
     n = count-nan-posinf-neginf
     total, _, base = _largest(n, mean)
     d = tl.where(n>0, mean-base, 0.)
@@ -274,10 +316,14 @@ def _merge(row, step, count, mean, m2, m3, m4, l1, lo, hi, least, zeros, nan, po
     tl.store(row+14*step, p8)
 
 @jit
-def _load_column(rows, k:tl.constexpr, step, at, inside, other): return tl.load(rows+k*step+at, mask=inside, other=other, volatile=True)
+def _load_column(rows, k:tl.constexpr, step, at, inside, other):
+    "Load sum number `k` of several rows."
+    return tl.load(rows+k*step+at, mask=inside, other=other, volatile=True)
 
 @jit
-def _load_scaled(rows, k:tl.constexpr, step, at, inside, times): return tl.where(inside, _to_float64(_load_column(rows, k, step, at, inside, 0.))*times, 0.)
+def _load_scaled(rows, k:tl.constexpr, step, at, inside, times):
+    "Load sum number `k` of several rows in float64, multiplied by `times`."
+    return tl.where(inside, _to_float64(_load_column(rows, k, step, at, inside, 0.))*times, 0.)
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #269e0d37
 @jit
@@ -330,7 +376,7 @@ def _load_merged(first, last, part, apart, T:tl.constexpr):
 # %% ../../../nbs/20_measure/04_triton.ipynb #a6a3a450
 @jit
 def _is_last(counter, of):
-    "Return True in the program that calls this function last, of `of` programs with the same `counter`. Reset the counter to 0."
+    "Return True in the last of `of` programs (thread blocks) to increment `counter`. Then reset the counter to 0."
     tl.debug_barrier()
     last = tl.atomic_add(counter, 1, sem='acq_rel')==of-1
     if last: tl.store(counter, 0)
@@ -348,9 +394,9 @@ def _write(part, apart, bins, out, wanted:tl.constexpr, W:tl.constexpr):
 
 @jit
 def _finish(n, k, g, groups, size, rows, step, part, apart, counter, bins, out, wanted:tl.constexpr, B:tl.constexpr, W:tl.constexpr, T:tl.constexpr):
-    "Merge the `size` blocks of group `g` into one row. The last program then merges the rows of all groups, until one row is left."
+    "Merge the `size` blocks of group `g` into one row. The last program to finish merges the rows of all groups, until one row is left."
     blocks = g*0+1
-    rest = blocks # number of blocks that the loop must still merge
+    rest = blocks # number of blocks that remain to be merged
     while rest>0:
         if blocks>0: count, mean, m2, m3, m4, l1, lo, hi, least, zeros, nan, posinf, neginf, p4, p8 = _load_blocks(n, g*size, tl.minimum((g+1)*size, k),
             rows, step, wanted, B, T)
@@ -372,7 +418,7 @@ def _finish(n, k, g, groups, size, rows, step, part, apart, counter, bins, out, 
 
 @jit
 def _read(x, n, j, rows, step, part, apart, counters, counter, bins, out, span, per, wanted:tl.constexpr, B:tl.constexpr, W:tl.constexpr, T:tl.constexpr):
-    "Run program `j` of a tensor: read `span` blocks. The last program of a group of blocks also merges the group."
+    "Run program `j` of a tensor: read `span` blocks. In each group of blocks, the last program to finish also merges the group."
     k = tl.maximum((n.to(tl.int64)+B-1)//B, 1).to(tl.int32)
     first = j*span
     start = first.to(tl.int64)*B
@@ -414,13 +460,15 @@ def _kernel(x, out, jobs, n, between, tensors, rows, step, part, apart, counters
     _read(x, n, j, rows+rows0, step, part+part0, apart, counters+first, counters+which, bins+256*which, out+to*between, span, per, wanted, B, W, T)
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #c2552029
-programs = 2048 # number of programs of a launch that keep a large GPU busy
+programs = 2048 # number of programs (thread blocks) in a launch that keep a large GPU busy
 
 def span_of(blocks):
     "Return how many blocks one program reads, given the total number of blocks."
     return min(max(blocks//programs, 1), 64, tile)
 
-def divide_up(a, b): return -(-a//b) # returns the quotient, rounded up
+def divide_up(a, b):
+    "Return the quotient, rounded up."
+    return -(-a//b)
 
 def cut_tensors(sizes, B, span, per) -> tuple:
     """Return how many blocks, programs and groups each tensor needs, as three arrays.
@@ -438,14 +486,16 @@ def available(device) -> bool:
     if interpreted: return device.type=='cpu'
     if device.type in ('cpu', 'meta'): return False
     try: return device_type(triton.runtime.driver.active)==device.type
-    except Exception as e: # without a driver there are no kernels, so torch operations measure the tensors
+    except Exception as e: # there are no kernels without a driver, so torch operations measure the tensors
         if device.type=='cuda' and torch.cuda.is_available():
-            warn(f"The kernels for {device} do not run: {type(e).__name__}: {e!s:.200}. Tensors there are read by torch operations, which is slower.")
+            warn(f"The kernels of torchember fail on {device}: {type(e).__name__}: {e!s:.200}. "
+                f"Tensors on {device} are measured by torch operations, which is slower.")
         return False
 
 def device_type(driver):
     "Return the device type of a Triton driver, such as 'cuda'."
-    return driver.get_active_torch_device().type if hasattr(driver, 'get_active_torch_device') else 'cuda' # Triton before 3.2 lacks this
+    # Triton before 3.2 lacks this
+    return driver.get_active_torch_device().type if hasattr(driver, 'get_active_torch_device') else 'cuda'
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #8d8d6ca4
 def flags(wanted):
@@ -473,11 +523,11 @@ def without_gaps(x):
 class MemoryVersion:
     """A number that changes when work memory of the kernels is reallocated or exchanged.
 
-    Launches prepared with old addresses are then prepared again."""
+    Then kernel launches prepared with old addresses must be prepared again."""
     def __init__(self): self.numbers,self.number = itertools.count(1),0
 
     def advance(self):
-        "Change the version number, so that launches with old addresses are prepared again."
+        "Change the version number, so that kernel launches with old addresses are prepared again."
         self.number = next(self.numbers)
 
 memory_version = MemoryVersion()
@@ -507,7 +557,7 @@ def width_of(wanted):
     "Return the number of sums that the kernel stores for each block, if these groups of sums are wanted."
     return next(n for n,last in ((15, 'powers'), (13, 'exponents'), (13, 'absolute'), (10, 'higher'), (8, 'basic')) if last in wanted)
 
-memories = {} # the `StreamMemory` of each (device, stream)
+memories = {} # (device, stream) -> its `StreamMemory`
 
 def memory_of(device, stream):
     "Return the `StreamMemory` of a stream. Make one if there is none."
@@ -525,21 +575,24 @@ def kernel_constants(wanted, dtype, aligned):
     "Return the kernel arguments that are compile-time constants."
     return dict(wanted=flags(wanted), B=blocks[dtype], W=width, T=tile, aligned=aligned)
 
-def options(device): return dict(num_warps=warps, enable_fp_fusion=True) | (dict(maxnreg=128) if device.type=='cuda' and torch.version.hip is None else {})
+def options(device):
+    "Return Triton's compile options for a device."
+    return dict(num_warps=warps, enable_fp_fusion=True) | (dict(maxnreg=128) if device.type=='cuda' and torch.version.hip is None else {})
 
 class Handle:
     "A compiled kernel. Calling it launches the kernel without Triton's slow inspection of the arguments."
     def __init__(self, compiled, constants):
         self.run,self.about = compiled.run,(compiled.function, compiled.packed_metadata, None, None, None)
-        # Triton before 3.3 does not pass constants to a compiled kernel
+        # Triton before 3.3 does not expect constants as arguments of a compiled kernel
         self.constants = tuple(constants.values()) if 'constexpr' in compiled.src.signature.values() else ()
 
     def __call__(self, programs, stream, *args): self.run(programs, 1, 1, stream, *self.about, *args, *self.constants)
 
-handles = {} # the `Handle` of each compiled kernel, by `kernel_key`. None if this version of Triton does not support handles
+# `kernel_key` of a compiled kernel -> its `Handle`; None if this version of Triton does not support handles
+handles = {}
 
 def launch_argument(x):
-    "Return the address of a tensor, and other arguments unchanged: a compiled kernel takes addresses."
+    "Return the address of a tensor, because a compiled kernel takes addresses. Return other arguments unchanged."
     return x.data_ptr() if isinstance(x, torch.Tensor) else x
 
 def launch(x, out, jobs, between, programs, stream, args, n=0, tensors=0, wanted=('basic',), aligned=False):
@@ -569,15 +622,16 @@ def kernel_key(dtype, device, wanted, n, aligned):
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #d23f0824
 def check_row_length(wanted, out):
-    "Raise an error if the row `out` does not have the length for these groups of sums."
-    if out.shape[-1]<length(wanted): raise ValueError(f"a row for {', '.join(wanted)} has {length(wanted)} columns, got a row of {out.shape[-1]}.")
+    "Raise an error if the row `out` does not have the length of rows with these groups of sums."
+    if out.shape[-1]<length(wanted):
+        raise ValueError(f"the sums {', '.join(wanted)} need a row of {length(wanted)} numbers, got an array whose rows have {out.shape[-1]}.")
 
 def chosen_stream(device):
     "Return the current stream of a device, as a number."
     return stream_of(device) if driver() is None else driver().get_current_stream(device.index)
 
 def add_torch_expressions(x, wanted, row):
-    "Compute sums by torch operations, if no kernel computes them. Write them into `row`, the row of `x`."
+    "Compute sums without a kernel by torch operations. Write them into `row`, the row of `x`."
     todo = {p: None for p in not_in_loops(wanted)}
     for d in x.reshape(-1).split(1<<24) if todo else ():
         d = d.double()
@@ -590,7 +644,7 @@ def add_torch_expressions(x, wanted, row):
 # %% ../../../nbs/20_measure/04_triton.ipynb #85fb521c
 class TensorLaunch:
     "Launches the kernel for tensors of one size, dtype and device. Arguments are prepared once, so that a launch is fast."
-    # n: number of elements of the tensor; per: maximum number of programs in a group
+    # n: number of elements of the tensor; per: maximum number of programs (thread blocks) in a group
     def __init__(self, n, dtype, device, wanted, per=None):
         self.n,self.dtype,self.device,self.wanted = n,dtype,device,wanted
         k = max(divide_up(n, blocks[dtype]), 1)
@@ -599,7 +653,8 @@ class TensorLaunch:
         self.blocks,self.programs,self.groups = (int(a) for a in cut_tensors(k*blocks[dtype], blocks[dtype], self.span, self.per))
         self.keys = [kernel_key(dtype, device, wanted, n, aligned) for aligned in (False, True)]
         self.given = {} # for each stream: (`MemoryVersion.number`, kernel arguments after the first two, as numbers)
-        self.handles = [None, None] # the `Handle` for tensors at any address, and the one for addresses that are multiples of 16; or None
+        # the `Handle` for tensors at any address, and the one for addresses that are multiples of 16; or None
+        self.handles = [None, None]
 
     def stream(self):
         "Return the current stream of the device. Return None if another device is the current one, or if there is no driver."
@@ -615,11 +670,12 @@ class TensorLaunch:
         h(self.programs, stream, at, rows.data_ptr()+i*rows.stride(0)*8, *given[1])
 
     def first(self, x, rows, i, stream, aligned):
-        "Prepare the kernel arguments, and launch. Needed for the first launch, and after work memory was reallocated or exchanged."
+        "Prepare the kernel arguments, and launch the kernel. Needed for the first launch, and after work memory was reallocated or exchanged."
         memory = memory_of(self.device, stream)
         with undisturbed(self.device.type):
             args = *memory.arguments(self.dtype, self.wanted, self.blocks, self.groups), self.span, self.per
-            jobs = memory.get('jobs', 1, torch.int64) # a placeholder: the kernel does not use this argument for a single tensor
+            # a placeholder: the kernel does not use this argument for a single tensor
+            jobs = memory.get('jobs', 1, torch.int64)
             since = memory_version.number
             launch(x, rows[i], jobs, 0, self.programs, stream, args, self.n, 0, self.wanted, aligned)
         self.given[stream] = since,(jobs.data_ptr(), self.n, 0, 0, *map(launch_argument, args))
@@ -627,12 +683,12 @@ class TensorLaunch:
 
 @cache
 def driver():
-    "Return Triton's driver for the device. Return None without Triton, or if Triton interprets its kernels."
+    "Return Triton's driver for the device. Return None if Triton is not installed, or if it interprets its kernels."
     return None if interpreted or triton is None else triton.runtime.driver.active
 
 @lru_cache(maxsize=4096)
 def reading(n, dtype, device, wanted, per=None):
-    "Return the `TensorLaunch` for tensors of one size, dtype and device."
+    "Return the `TensorLaunch` for tensors of one size, dtype and device, made once."
     return TensorLaunch(n, dtype, device, wanted, per)
 
 def read_one(x, wanted, out, per=None):
@@ -646,7 +702,7 @@ def read_one(x, wanted, out, per=None):
 # %% ../../../nbs/20_measure/04_triton.ipynb #a20cfeea
 @lru_cache(maxsize=64)
 def plan(tensors, dtype, device, stream=0) -> tuple:
-    """Return the table of jobs for reading tensors of one dtype in one launch. `tensors`: triples of address, number of elements, row of `out`.
+    """Return the table of jobs (one per program) for tensors of one dtype. `tensors`: triples of address, number of elements, row of `out`.
 
     Further results, in this order: numbers of blocks and groups, blocks that a program reads, programs in a group, and whether all addresses are
     multiples of 16."""
@@ -675,20 +731,22 @@ def read_list(xs, wanted, out, to=None):
         for x,i in zip(xs, to, strict=True) if not_in_loops(wanted) else (): add_torch_expressions(x, wanted, out[i])
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #3f1c7a11
-patience = 30. # seconds that a test of the kernels waits for the compiler of Triton
-trusted = {} # results of the tests: True if the kernels read tensors of a (device, dtype, groups of sums) correctly
+patience = 30. # seconds that a test of the kernels waits for Triton's compiler
+trusted = {} # (device, dtype, groups of sums) -> result of the test: True if the kernels read such tensors correctly
 
 def single_reader(device, per=None):
     "Return a function that measures one tensor by the kernels, for `first_mistake` to test."
     def read(x, wanted):
+        "Measure a tensor by the kernels, and return its summary vector on the CPU."
         out = torch.full((length(wanted),), -1., dtype=torch.float64, device=device)
         read_one(x.to(device), wanted, out, per)
         return out.cpu()
     return read
 
 def list_reader(device):
-    "Return a function that measures a tensor in one launch with others, for `first_mistake` to test."
+    "Return a function that measures one of two tensors in one launch, to be tested by `first_mistake`."
     def read(x, wanted):
+        "Measure a tensor together with a second one, and return its summary vector on the CPU."
         out = torch.full((3, length(wanted)), -1., dtype=torch.float64, device=device)
         read_list([x.to(device), (x*2).to(device)], wanted, out, [2, 0])
         return out[2].cpu()
@@ -697,6 +755,7 @@ def list_reader(device):
 def first_mistake(device, dtype, wanted):
     "Test the kernels for a dtype on a device. Return the first mistake, '' if there is none."
     def check(way):
+        "Return the first mistake of the reader made by `way`."
         with on(device): return first_wrong(way(device), dtype, wanted, blocks[dtype], 1e-6)
     return run_checks(lambda: check(single_reader), lambda: check(lambda device: single_reader(device, 1)), lambda: check(list_reader), patience=patience)
 

@@ -9,11 +9,12 @@ __all__ = []
 import os, sys
 
 # %% ../../../nbs/62_board/30_command.ipynb #1b81c480
-def board_arguments(p): # p: an `ArgumentParser`, to which `--home` was already added
+def board_arguments(p): # p: an `ArgumentParser` that has the argument `--home` already
     "Add the arguments of `torchember board` to a parser of command lines."
     p.add_argument('runs', nargs='*', metavar='RUN', help='names or globs of runs; default all')
     p.add_argument('--port', type=int, default=8088, help='port, or the next free one; 0 for any; default 8088')
-    p.add_argument('--host', default='127.0.0.1', help="address to listen at: default only this machine; 0.0.0.0 for everyone with the token")
+    p.add_argument('--host', default='127.0.0.1',
+        help="address to listen at: default only this machine; 0.0.0.0 for everyone with the token")
     p.add_argument('--allow', action='append', default=[], metavar='NAME',
         help="host name besides localhost, such as that of a proxy; '*' for any")
     p.add_argument('--no-browser', action='store_true', help='print the address, open no browser')
@@ -21,7 +22,8 @@ def board_arguments(p): # p: an `ArgumentParser`, to which `--home` was already 
 def board_command(args):
     "Show runs in a browser while they are recorded, until Ctrl-C. Only files are read: the training is not affected"
     from torchember.show.board.server import board
-    board(*args.runs, home=args.home, host=args.host, port=args.port, allow=args.allow, browser=not args.no_browser and has_screen())
+    board(*args.runs, home=args.home, host=args.host, port=args.port, allow=args.allow,
+        browser=not args.no_browser and has_screen())
     return 0
 
 # %% ../../../nbs/62_board/30_command.ipynb #c7bd3bea

@@ -20,7 +20,7 @@ from ...store.anywhere import is_url
 from ...store.base import folder
 
 # %% ../../../nbs/62_board/10_listing.ipynb #01b825e9
-until_silent = 300. # a run on another machine is called silent after this many seconds without a new row
+until_silent = 300. # after this many seconds without a new row, a run on another machine is called silent
 
 def run_state(about:dict, base:dict, written:float=0.) -> str:
     "Return the state of a run: 'running', 'ended', 'died' (did not record its end), or 'silent' (wrote nothing for 5 minutes)."
@@ -31,33 +31,37 @@ def run_state(about:dict, base:dict, written:float=0.) -> str:
 
 # %% ../../../nbs/62_board/10_listing.ipynb #de82b0ce
 def recover_rows(place):
-    "Recover rows from the black boxes of dead processes. A new process does this, because the board must not import torch."
+    "Recover rows from the black boxes (files of recent steps) of dead processes. A new process does this, because the board must not import torch."
     if is_url(place) or not has_orphan_box(place/'box'): return
     program = 'import sys; from torchember.recorder.recovery import take_in; take_in(sys.argv[1])'
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join(p for p in sys.path if p)}
-    subprocess.run([sys.executable, '-c', program, str(place)], stdin=subprocess.DEVNULL, capture_output=True, env=env, timeout=120)
+    subprocess.run([sys.executable, '-c', program, str(place)], stdin=subprocess.DEVNULL, capture_output=True,
+        env=env, timeout=120)
 
 # %% ../../../nbs/62_board/10_listing.ipynb #7d2c82c6
 class Listing:
-    "Table of the runs in a folder of logs. `rows` contains a dict for each run. `look` reads the files, and updates the dicts."
-    def __init__(self, home=None, names=()): # names: names or globs of runs; default all runs
+    "Table of the runs in a folder of logs. `rows`: a dict for each run. The method `look` reads the files, and updates these dicts."
+    def __init__(self, home=None, names=()): # names: names or globs of the runs to list; default all runs
         self.place,self.wanted,self.logs,self.version,self.rows = folder('torchember', home),tuple(names),{},0,[]
-        self.born = token_hex(4) # random text in each version number: the version numbers of two listings are never equal
+        # random text in each version number, so that the version numbers of two listings are never equal
+        self.born = token_hex(4)
 
     def matches(self, name):
         "Return True if the board should show the log: its name matches one of the names or globs given by the user."
         from fnmatch import fnmatchcase
         m = rank_pattern.fullmatch(name)
-        return not self.wanted or any(n==w or fnmatchcase(n, w) for w in self.wanted for n in (name, *([m[1]] if m else [])))
+        return not self.wanted or any(n==w or fnmatchcase(n, w) for w in self.wanted
+            for n in (name, *([m[1]] if m else [])))
 
     def is_inside(self, name):
-        "Return True if a log is really inside the folder of logs. A link to a file elsewhere is not shown."
+        "Return True if a log is really inside the folder of logs. A link to a file elsewhere must not be shown, for safety."
         return (self.place/'log'/name).resolve().is_relative_to(self.place.resolve())
 
     def look(self) -> bool:
-        "Read the new rows of all logs, and update the table. Return True if the table has changed."
+        "Read the new rows of all logs, and update the table of runs. Return True if the table has changed."
         if not self.version: recover_rows(self.place)
-        names = {n for n in (*log_files(self.place/'log'), *older_runs(self.place/'log')) if self.matches(n) and self.is_inside(n)}
+        names = {n for n in (*log_files(self.place/'log'), *older_runs(self.place/'log'))
+            if self.matches(n) and self.is_inside(n)}
         gone = self.logs.keys()-names
         for n in gone: self.logs.pop(n).close()
         news = bool(gone)
@@ -73,9 +77,10 @@ class Listing:
         return changed
 
     def make_rows(self):
-        "Return a dict for each run, the newest first. The logs of all ranks of a run share one dict."
+        "Return the rows of the table of runs, the newest run first. A row is a dict. All ranks of a run share one row."
         about = [log.about for log in self.logs.values() if log.about]
-        rows = group_ranks(about+[r for r in runs_without_log(self.place, {*self.logs}) if self.matches(r['name'])], self.place)
+        rows = group_ranks(about+[r for r in runs_without_log(self.place, {*self.logs}) if self.matches(r['name'])],
+            self.place)
         return sorted((self.make_row(r) for r in rows), key=lambda r: r['start'] or '', reverse=True)
 
     def logs_of(self, name):
@@ -85,25 +90,27 @@ class Listing:
         return [log for _,log in sorted(ranks, key=lambda o: o[0])]
 
     def make_row(self, about):
-        "Return the table row of a run, as a dict. The loss is the mean over all ranks. The loss curve and the findings are of the first rank."
+        "Return the table row of a run, as a dict. The loss is the mean over all ranks; the loss curve and the findings come from the first rank."
         logs = self.logs_of(about['name'])
         first = logs[0] if logs else None
         loss = first.loss if first else None
         same = [x[1].last for log in logs if (x := log.loss) and x[0]==loss[0] and math.isfinite(x[1].last)]
-        last = sum(same)/len(same) if same else None # mean loss of the ranks whose loss is finite
+        last = sum(same)/len(same) if same else None # mean loss of the ranks whose loss is finite, or None
         causes = first.findings.causes if first else []
         bad = next((shorten_sentence(log.trouble, 200) for log in logs if log.first_bad), None)
         state = run_state(about, read_facts(first.name, self.place/'data')[0], first.written) if first else 'ended'
         errors,warnings = ([f for f in causes if f['severity']==s] for s in ('error', 'warning'))
-        sentences = [*(shorten_sentence(f['text'], 200) for f in errors), *([bad] if bad else []), *(shorten_sentence(f['text'], 200) for f in warnings)]
-        return dict(name=about['name'], model=about.get('model'), start=about.get('start'), end=about.get('end'), problem=about.get('problem'),
-            **{c: int(about[c]) for c in ('ranks', 'steps', 'rows', 'size')}, seen=bool(about.get('running')), state=state,
-            version=f'{self.born}.{sum(log.version for log in logs)}',
+        sentences = [*(shorten_sentence(f['text'], 200) for f in errors), *([bad] if bad else []),
+            *(shorten_sentence(f['text'], 200) for f in warnings)]
+        return dict(name=about['name'], model=about.get('model'), start=about.get('start'), end=about.get('end'),
+            problem=about.get('problem'),
+            **{c: int(about[c]) for c in ('ranks', 'steps', 'rows', 'size')}, seen=bool(about.get('running')),
+            state=state, version=f'{self.born}.{sum(log.version for log in logs)}',
             loss=loss and [loss[0], last], spark=loss[1].values() if loss else [],
             errors=len(errors) or int(bool(bad)), warnings=len(warnings), finding=next(iter(sentences), None))
 
     def source(self, row:dict, most:int): # most: approximate number of tensor rows to read
-        "Open a run for a page or picture. Return the run, and the steps to read: None for all steps of a small run."
+        "Open a run for a page or picture. Return the run, and the list of steps to read; None (all steps) for a small run."
         name,logs = row['name'],self.logs_of(row['name'])
         if row['rows']<=most: return open_run(name, self.place), None
         notable = {step for log in logs for step in log.notable_steps}
@@ -111,4 +118,5 @@ class Listing:
         return run_of_steps(name, self.place, steps, {log.name: log.kept.lines for log in logs}), steps
 
     def close(self):
+        "Close the files of all logs."
         for log in self.logs.values(): log.close()

@@ -27,7 +27,9 @@ class Speed:
     "Speed of a run in steps per second, computed from the last 16 observations."
     def __init__(self): self.looks = deque(maxlen=16) # pairs (seconds, step) of the last observations
 
-    def add(self, seconds, step): self.looks.append((seconds, step))
+    def add(self, seconds, step):
+        "Add an observation: the step at a time in seconds."
+        self.looks.append((seconds, step))
 
     def text(self):
         "Return the speed as a text such as ', 3.2 steps/s'. '' if the speed is unknown."
@@ -42,7 +44,7 @@ class Speed:
         still = now-self.looks[-1][0] if self.looks else 0
         return f', nothing new for {still/60:.0f} min' if still>90 else self.text()
 
-def line_about(row, speed=''): # row: row of a `Listing`; speed: text that begins with a comma
+def line_about(row, speed=''): # row: row of a `Listing` (table of runs); speed: text that begins with a comma
     "Return one line of text about a run for a live view: name, step, loss, speed and worst finding."
     loss = f", {row['loss'][0]} {'NaN' if row['loss'][1] is None else format(row['loss'][1], '.4g')}" if row['loss'] else ''
     return printable(f"{row['name']}: step {row['steps']-1:,}{loss}{speed}{', '+row['finding'] if row['finding'] else ''}")
@@ -60,7 +62,7 @@ class Viewer:
         mpl.rcParams.update(look)
 
     def answer(self, name:str, over:bool=False) -> dict: # over: True to draw the last picture
-        """Return a dict with `line`, `png` and `state`.
+        """Return the state of a run for a live view: a dict with `line` (text), `png` (picture) and `state`.
 
         While the log is still being read: `behind`, the fraction read so far. {} before the first row."""
         if name!=self.name: self.name,self.listing,self.speed,self.row = name,Listing(self.home, [name]),Speed(),None
@@ -82,7 +84,7 @@ class Viewer:
         from torchember.show.first_look import overview
         run,steps = self.listing.source(self.row, self.most)
         try: fig = overview(run).figure
-        except ValueError: return None # there is nothing to draw yet, because the first step is not complete
+        except ValueError: return None # the first step is not complete yet, so there is nothing to draw
         finally: plt.close('all')
         notes = [] if over else [f"{self.row['steps']:,} until now{self.speed.text()}"]
         if steps is not None:
@@ -95,12 +97,13 @@ class Viewer:
 
 # %% ../../../nbs/62_board/40_live_view.ipynb #72df7a7e
 def answer_questions():
-    "Main function of the drawing process of live views: answer pickled questions from standard input until it is closed."
+    "Main function of the process that draws live views: answer pickled questions from standard input until it is closed."
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if hasattr(os, 'nice'): os.nice(3) # the training has priority; with a higher value, a busy machine would not draw for minutes
+    # lower priority, because the training comes first; with a higher value, a busy machine would not draw for minutes
+    if hasattr(os, 'nice'): os.nice(3)
     questions,answers = sys.stdin.buffer,os.fdopen(os.dup(1), 'wb')
     nothing = os.open(os.devnull, os.O_WRONLY)
-    for fd in (1, 2): os.dup2(nothing, fd) # discard printed texts, because the pipe may contain only answers
+    for fd in (1, 2): os.dup2(nothing, fd) # printed texts are discarded, because the pipe may contain only answers
     try: viewer = Viewer(**pickle.load(questions))
     except Exception as e: viewer = e
     while True:
@@ -116,10 +119,11 @@ def answer_questions():
         answers.flush()
 
 def changed_settings():
-    "Return the matplotlib settings (rcParams) changed by the user. The drawing process of live views needs them."
+    "Return the matplotlib settings (rcParams) changed by the user, for use in the process that draws live views."
     mpl = sys.modules.get('matplotlib')
     if mpl is None or not hasattr(mpl, 'rcParams'): return {}
-    changed = {k: v for k,v in dict.items(mpl.rcParams) if k!='backend' and not k.startswith('backend_') and mpl.rcParamsDefault.get(k)!=v}
+    changed = {k: v for k,v in dict.items(mpl.rcParams)
+        if k!='backend' and not k.startswith('backend_') and mpl.rcParamsDefault.get(k)!=v}
     return {k: v for k,v in changed.items() if can_pickle(v)}
 
 def can_pickle(v):
@@ -131,31 +135,37 @@ def can_pickle(v):
 class Reader:
     "A separate process that reads logs and draws live views with a `Viewer`. If it has ended, `ask` raises OSError or EOFError."
     start = 'import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from torchember.show.live.live_view import answer_questions; answer_questions()'
-    patience = 2. # at the end, wait this many seconds for the process, then kill it
+    patience = 2. # seconds to wait at the end until the process stops; then the process is killed
 
     def __init__(self, **how):
         pipe,own_group = subprocess.PIPE,{'process_group': 0} if os.name=='posix' else {}
         command = [sys.executable, *interpreter_flags(), '-c', self.start]
-        self.p = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=environment_of_child(MPLBACKEND='agg'), **own_group)
+        self.p = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL,
+            env=environment_of_child(MPLBACKEND='agg'), **own_group)
         self.send(path_of_child())
         self.send(how)
 
     def send(self, message):
+        "Send a pickled value to the process."
         pickle.dump(message, self.p.stdin)
         self.p.stdin.flush()
 
     def ask(self, **question):
-        "Send a question to the process, and return its answer. Key `took`: CPU seconds for this answer. Key `seconds`: CPU seconds of the process."
+        """Send a question to the process, and return its answer.
+
+        The answer is a dict; `took`: CPU seconds for this answer; `seconds`: CPU seconds of the process so far."""
         self.send(question)
         return pickle.load(self.p.stdout)
 
-    def kill(self): self.p.kill()
+    def kill(self):
+        "End the process at once."
+        self.p.kill()
 
     def end(self):
         "End the process. Return the CPU seconds that it used, or None if unknown."
         for pipe in (self.p.stdin, self.p.stdout):
             try: pipe.close()
-            except OSError: pass # the process has ended already
+            except OSError: pass # the process has already ended
         until = time.monotonic()+self.patience
         while (got := self.cpu_if_ended()) is None and time.monotonic()<until: time.sleep(.01)
         if got is None:
@@ -164,7 +174,7 @@ class Reader:
         return got or None
 
     def cpu_if_ended(self, wait=False):
-        "Return the CPU seconds of the process after its end (0 if unknown). Return None while it is running."
+        "Return the CPU seconds of the process after its end (0 if unknown). Return None while the process is running."
         try: pid,status,usage = os.wait4(self.p.pid, 0 if wait else os.WNOHANG)
         except (AttributeError, ChildProcessError): return None if (self.p.wait() if wait else self.p.poll()) is None else 0 # Windows has no `wait4`
         if not pid: return None
@@ -177,7 +187,8 @@ class NotebookScreen:
     picture = True
     def __init__(self, name):
         from IPython.display import display
-        self.drawn,self.handle = False,display({'text/plain': f'{name}: waiting for the first rows'}, raw=True, display_id=True)
+        self.drawn,self.handle = False,display({'text/plain': f'{name}: waiting for the first rows'},
+            raw=True, display_id=True)
 
     def show(self, line, png=None):
         "Show a picture in the output of the cell. Until there is a picture, show a line of text instead."
@@ -186,10 +197,12 @@ class NotebookScreen:
         more = {'image/png': base64.b64encode(png).decode()} if png else {}
         self.handle.update({'text/plain': line, **more}, raw=True)
 
-    def end(self): pass
+    def end(self):
+        "Do nothing: the last picture stays visible."
+        pass
 
 class TerminalScreen:
-    "A line in a terminal, overwritten at each update. It works beside the progress bars of tqdm."
+    "A line in a terminal that each update overwrites. It works beside the progress bars of tqdm."
     picture = False
     def __init__(self, name):
         from tqdm import tqdm
@@ -202,17 +215,21 @@ class TerminalScreen:
         space = max(get_terminal_size().columns-len(rest)-3, 8)
         self.bar.set_description_str(f"{name if len(name)<=space else name[:space-1]+'…'}: {rest}")
 
-    def end(self): self.bar.close()
+    def end(self):
+        "End the line in the terminal."
+        self.bar.close()
 
 class LogScreen:
-    "Lines in a file, if standard error is redirected to a file: at most one line per minute, and the last line."
+    "Lines of a live view in a file, if standard error is redirected to a file: at most one line per minute, and the last line."
     picture,pause = False,60
     def __init__(self, name): self.line,self.next = None,0
     def show(self, line, png=None):
+        "Write a line, at most once per minute."
         self.line = line
         if time.monotonic()>=self.next: self.end()
 
     def end(self):
+        "Write the latest line."
         if self.line and sys.stderr: print(self.line, file=sys.stderr, flush=True)
         self.line,self.next = None,time.monotonic()+self.pause
 
@@ -227,18 +244,20 @@ def screen_for(name):
 # %% ../../../nbs/62_board/40_live_view.ipynb #341c1dea
 class Live:
     "Live view of a run, updated by a thread. `close()` ends the view. `seconds`: CPU time that the view has used."
-    share,credit = .05,1. # limits of the CPU time for drawing: 5% of a CPU core, after a first second without limit
+    share,credit = .05,1. # limits of the CPU time for drawing: 5% of a CPU core, and 1 s without limit at the start
 
-    def __init__(self, home, name, screen, every:float, is_wanted=lambda: True): # every: shortest pause between updates
+    def __init__(self, home, name, screen, every:float, is_wanted=lambda: True): # every: shortest pause between updates in seconds
         self.home,self.name,self.screen,self.every,self.is_wanted = home,name,screen,every,is_wanted
         self.calls,self.closing,self.dropped,self.reader = SimpleQueue(),False,False,None
-        self.thread_seconds = self.process_seconds = 0. # CPU time in seconds of the thread of the view, and of the process that draws
+        # CPU time in seconds of the thread of the view, and of the process that draws
+        self.thread_seconds = self.process_seconds = 0.
         self.look = changed_settings() if screen.picture else {}
         self.thread = threading.Thread(target=self.run, name='torchember-live', daemon=True)
 
     seconds = property(lambda self: self.thread_seconds+self.process_seconds)
 
     def begin(self):
+        "Start the thread of the live view. Warn the user if this fails."
         try: self.thread.start()
         except RuntimeError as e: self.warn(f"cannot begin: {e}")
         else: shown.add(self)
@@ -247,12 +266,13 @@ class Live:
     def run(self):
         "Main function of the thread: update the view until the run ends, then end the drawing process."
         try: self.follow()
-        except Exception as e: self.warn(f"has stopped: {'its process has ended' if isinstance(e, EOFError|OSError) else f'{type(e).__name__}: {e}'}")
+        except Exception as e:
+            self.warn(f"the live picture has stopped: {'its process has ended' if isinstance(e, EOFError|OSError) else f'{type(e).__name__}: {e}'}")
         finally:
             try:
                 if self.reader: self.process_seconds = self.reader.end() or self.process_seconds
                 self.screen.end()
-            except Exception: pass # the terminal was closed, for example
+            except Exception: pass # an error while showing is ignored, for example because the terminal was closed
             self.thread_seconds = time.thread_time()
 
     def follow(self):
@@ -263,13 +283,14 @@ class Live:
             name = self.name()
             got = self.reader.ask(name=name, over=over)
             self.process_seconds,drawing = got['seconds'],drawing+got['took']
-            if 'error' in got: return self.warn(f"has stopped: {got['error']}")
-            if 'gone' in got: return self.warn(f"has ended: the log of {name} was removed")
+            if 'error' in got: return self.warn(f"the live picture has stopped: {got['error']}")
+            if 'gone' in got: return self.warn(f"the live picture has ended: the log of {name} was removed")
             self.show(name, got, over)
             self.thread_seconds = time.thread_time()
             if 'behind' in got: continue
             if over: return
-            if got.get('state') in ('ended', 'died'): self.closing = True # the run has ended: ask once more, for the last picture
+            # after the end of the run, one more question gets the last picture
+            if got.get('state') in ('ended', 'died'): self.closing = True
             else: self.pause(max(self.every, (drawing-self.credit)/self.share-(time.monotonic()-began)))
 
     def show(self, name, got, over):
@@ -279,18 +300,19 @@ class Live:
         elif over: self.screen.show(f"{name}: nothing was recorded")
 
     def pause(self, seconds):
+        "Wait some seconds, or less if the view is closed."
         try: self.calls.get(timeout=seconds)
         except Empty: pass
 
     def warn(self, what):
         "Warn the user that the live view has stopped. The training continues."
         if self.dropped: return
-        try: warn(f"torchember: live {what}. Everything else goes on.")
-        except EmberWarning as e: print(e, file=sys.stderr) # the user has turned warnings into errors
+        try: warn(f"torchember: {what}. Training and recording continue.")
+        except EmberWarning as e: print(e, file=sys.stderr) # printed, because warnings are errors here
 
     def close(self, last:bool=True, patience:float=60.): # last: True to draw the newest rows; patience: seconds to wait
-        "End the live view. By default it shows a last picture first."
-        # a forked process has a copy of this object, but not the thread
+        "End the live view. By default, show a last picture first."
+        # a forked process has a copy of this object, but not its thread
         if not self.thread.is_alive() or threading.current_thread() is self.thread: return
         self.closing,self.dropped = True,self.dropped or not last
         self.calls.put(1)
@@ -308,12 +330,14 @@ class Live:
             while self.thread.is_alive(): self.thread.join(.2)
         except KeyboardInterrupt: self.close(last=False)
 
-    def _ipython_display_(self): pass # display nothing at the end of a cell, because the function `live` has displayed the view
+    def _ipython_display_(self):
+        "Do nothing at the end of a cell, because the function `live` has displayed the view already."
+        pass
 
     def __repr__(self):
         return f"<live picture, {'going on' if self.thread.is_alive() else 'ended'}, {self.seconds:.1f} s of CPU time>"
 
-shown = weakref.WeakSet() # the live views of this process, which are closed when the process ends
+shown = weakref.WeakSet() # all live views of this process, which are closed when the process ends
 
 @atexit.register
 def close_shown():
@@ -328,7 +352,7 @@ def close_shown():
 def live(
     run, # Run to show: a torchEmber, a tracker, or the name of a run, also of another process
     every:float=2., # Shortest time between two pictures, in seconds
-    wait:bool|None=None, # True to wait until the run ends, False to return at once; default True for runs of other processes
+    wait:bool|None=None, # True to wait until the run ends. By default, wait only for runs of other processes
     home=None # Folder of logs, instead of `~/.torchember`
 ): # A `Live`: `close()` ends it, `seconds` is the CPU time that it used
     """Show a run while it is recorded: in a notebook the overview, which is redrawn; elsewhere a line with step, loss and speed.
@@ -336,14 +360,14 @@ def live(
     Args:
         run: Run to show: a torchEmber, a tracker, or the name of a run, also of another process
         every: Shortest time between two pictures, in seconds
-        wait: True to wait until the run ends, False to return at once; default True for runs of other processes
+        wait: True to wait until the run ends. By default, wait only for runs of other processes
         home: Folder of logs, instead of `~/.torchember`
 
     Returns:
         A `Live`: `close()` ends it, `seconds` is the CPU time that it used
     """
     if not isinstance(every, int|float) or isinstance(every, bool) or not every>0:
-        raise ValueError(f"every is a number of seconds above 0, got {every!r}.")
+        raise ValueError(f"every must be a number of seconds above 0, got {every!r}.")
     views = getattr(run, 'views', None)
     if wait and views is not None and run.armed:
         raise ValueError("live(te, wait=True) would wait for a training that begins only after the call. Leave wait out: te.live().")
@@ -353,15 +377,20 @@ def live(
         several = run if run.is_ranked else None
         run = run.logs[run.ranks[0]].t if several else run.t
     t = run.t if hasattr(run, 't') else run if isinstance(run, tracker) else None
-    if not isinstance(t, tracker): raise TypeError(f"live shows a torchEmber, its te.t, or a run by its name, not {an(run)}.")
+    if not isinstance(t, tracker):
+        raise TypeError(f"live needs a torchEmber, its tracker te.t, or the name of a run, got {an(run)}.")
     if views is None: t.require_exists()
     for v in views or (): v.close(last=False)
     ref,file = weakref.ref(t if views is None else run),t.file
     is_recorded_here = t.source is not None and 'end' not in read_facts(t.fname, t.data)[0]
     def name(): # returns the name of the run, without the rank. The name may change until the first row is written
-        return several.name if several else m[1] if is_recorded_here and (m := rank_pattern.fullmatch(file.path.name)) else file.path.name
-    view = Live(t.dir, name, screen_for(name()), every, (lambda: ref() is not None) if is_recorded_here else lambda: True)
+        "Return the name of the run without the rank. The name may change until the first row is written."
+        if several: return several.name
+        return m[1] if is_recorded_here and (m := rank_pattern.fullmatch(file.path.name)) else file.path.name
+    view = Live(t.dir, name, screen_for(name()), every,
+        (lambda: ref() is not None) if is_recorded_here else lambda: True)
     if views is not None: views.append(view)
     view.begin()
-    if wait or wait is None and views is None and may_continue(base := read_facts(t.fname, t.data)[0]) and base.get('pid')!=os.getpid(): view.wait()
+    if wait or wait is None and views is None and may_continue(base := read_facts(t.fname, t.data)[0]) and base.get('pid')!=os.getpid():
+        view.wait()
     return view

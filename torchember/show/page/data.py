@@ -26,26 +26,28 @@ from ..run_summary import first_trouble, loss_curve, logged_names, trouble_sente
 from ..missing import selected_parameters, parameters_of_run, insert_missing, untrained_reasons, add_missing
 from ...frames.logframe import count_columns
 from ...frames.words import ttypes_asked
-from ..select import (grid, has_ttype, name_of_run, numeric_columns, pick, places, root_name, run_of, series,
-    find_stat, rows_to_draw, thin_indices, training, with_statistics)
+from ..select import (grid, has_ttype, name_of_run, numeric_columns, pick, places, root_name,
+    run_of, series, find_stat, rows_to_draw, thin_indices, training, with_statistics)
 from ...store.parameters import label_of, untrained
 from ..legend import alarm, meanings, palettes, scale, words, zero
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #693dbb4d
 def pack_array(values, exact:bool=False) -> dict: # exact: True to keep all 24 bits of precision, as counts need
-    "Compress an array for an HTML page: float32, bytes of equal position together, gzip, base64. Return a dict with `shape` and `zip`."
-    # no numpy warnings: a float64 above 3.4e38 becomes infinity on the page
+    """Compress an array for an HTML page: float32, all first bytes together, all second bytes, ...; gzip; base64.
+
+    Return a dict with `shape` and `zip`."""
+    # without a warning of numpy, because a float64 above 3.4e38 may become infinity on the page
     with np.errstate(over='ignore'): v = np.ascontiguousarray(values, '<f4')
     bits = v.view('<u4')
     up = bits+np.uint32(1<<10)
     if not exact:
-        # round to 12 bits, which gzip compresses better; infinities stay infinite
+        # the numbers are rounded to 12 bits, because gzip compresses rounded numbers better. Infinities stay infinite
         bits = np.where(np.isfinite(v) & np.isfinite(up.view('<f4')), up, bits) & np.uint32(0xfffff800)
     bits = np.where(np.isnan(v), np.uint32(0x7fc00000), bits)
     return {'shape': list(v.shape), 'zip': b64encode(gzip.compress(bits.astype('<u4').view('u1').reshape(-1, 4).T.tobytes(), 6, mtime=0)).decode()}
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #89371515
-deepest = 100 # maximum depth of nested modules on a page. The end of a deeper path becomes one name
+deepest = 100 # maximum depth of nested modules on a page. The rest of a deeper path becomes one name
 
 def structure_of_paths(paths, root):
     "Build the tree of modules from their paths alone. Return nested dicts in the form of `torchEmber.mod_tree`."
@@ -73,12 +75,13 @@ def list_modules(structure, paths:list, root:str='model') -> list: # structure: 
 # %% ../../../nbs/60_show/96_page_data.ipynb #096c71ed
 most_values = 3_000_000 # maximum number of statistics in a page; they take about 8 MB
 most_steps = 24 # maximum number of steps whose exponent counts are in a page
-most_counts = 100_000 # maximum for the number of tensors with exponent counts, times the number of their steps
+most_counts = 100_000 # maximum of: number of tensors with exponent counts, times number of their steps
 favourites = 'std', 'rms', 'abs_max', 'mean', 'zero_frac', 'max', 'min', 'abs_mean', 'l2', 'ratio', 'kurtosis'
 
 def stats_of_page(rows, stats):
-    "Return the names of the statistics in a page: the requested ones, or else up to four informative statistics."
-    if stats is not None: return list(dict.fromkeys(find_stat(rows, s) for s in ([stats] if isinstance(stats, str) else stats)))
+    "Return the names of the statistics in a page: the statistics that the user asked for, or up to four informative ones."
+    if stats is not None:
+        return list(dict.fromkeys(find_stat(rows, s) for s in ([stats] if isinstance(stats, str) else stats)))
     if not (there := numeric_columns(rows)): return []
     first = [pick_stat(rows, None), *(c for c in favourites if c in there), *there]
     return list(dict.fromkeys(first))[:4]
@@ -88,14 +91,16 @@ def pack_tensor_type(rows, known:tuple, stats:list, columns:int, why:dict=types.
     labels,one = known[1],rows.iloc[first_positions(known[0])]
     text = lambda c: [v if isinstance(v, str) else None for v in one[c].astype(object)] if c in one else [None]*len(one)
     shapes = [list(map(int, s)) if isinstance(s, list|tuple|np.ndarray) else None for s in one['shape']] if 'shape' in one else [None]*len(one)
-    tensors = [dict(label=l, path=p or '', dtype=d, shape=s) for l,p,d,s in zip(labels, text('path'), text('dtype'), shapes, strict=True)]
+    tensors = [dict(label=l, path=p or '', dtype=d, shape=s)
+        for l,p,d,s in zip(labels, text('path'), text('dtype'), shapes, strict=True)]
     order = {label_of(p): p for p in ps}
     missing = [l for l in why if l not in set(labels)]
     labels,at = insert_missing(labels, missing, list(order))
     there = dict(zip(at, tensors, strict=True))
     tensors = [there[i] if i in there else dict(label=l, path=order[l]['path'], dtype=order[l].get('dtype'), shape=order[l].get('shape'))
         for i,l in enumerate(labels)]
-    out = {'stats': {}, 'n': {}, 'ends': {}, 'tensors': [t | ({'why': why[t['label']]} if t['label'] in why else {}) for t in tensors]}
+    out = {'stats': {}, 'n': {}, 'ends': {},
+        'tensors': [t | ({'why': why[t['label']]} if t['label'] in why else {}) for t in tensors]}
     for c in stats:
         s = add_missing(series(rows, c, known=known), missing, list(order))
         g = grid(s, len(labels), columns)
@@ -107,16 +112,17 @@ def pack_tensor_type(rows, known:tuple, stats:list, columns:int, why:dict=types.
             out['n'].setdefault(c, []).append(len(ok))
         out['ends'][c] = pack_array(ends)
         wrong = g.bad | out.get('wrong', False)
-        out |= {'step': g.steps.tolist(), 'wrong': wrong, 'last': int(s.step.max()), 'thin': len(g.steps)<len(np.unique(s.step))}
+        out |= {'step': g.steps.tolist(), 'wrong': wrong, 'last': int(s.step.max()),
+            'thin': len(g.steps)<len(np.unique(s.step))}
     out['wrong'] = np.flatnonzero(out['wrong']).tolist()
     return out
 
 def first_positions(code):
-    "Return the index of the first row of each tensor. `code`: for each row the number of its tensor."
+    "Return the index of the first row of each tensor. `code`: for each row, the number of its tensor."
     return np.unique(code, return_index=True)[1]
 
 def tensor_keys(rows, code):
-    "Return a key for each tensor, by which other tables of the run name the tensor. `code`: for each row of the table, the number of its tensor."
+    "Return a key for each tensor, used as its name in further tables of the run. `code`: for each row of the table, the number of its tensor."
     one = rows[[c for c in ('path', 'tname', 'pname', 'call') if c in rows]].iloc[first_positions(code)]
     return list(zip(*(one[c].astype(str) for c in one), strict=True))
 
@@ -127,7 +133,7 @@ def pick_steps(steps, also=(), most=None):
     at = np.unique(np.linspace(0, len(steps)-1, min(len(steps), most or most_steps)).round().astype(int)) if len(steps) else []
     return sorted({*steps[at].tolist(), *(s for s in also if s in steps)})
 
-def pack_exponents(rows, keys:dict, n:int) -> dict|None: # keys: key of the tensor at each position; n: number of tensors
+def pack_exponents(rows, keys:dict, n:int) -> dict|None: # keys: key of a tensor -> its position; n: number of tensors
     "Pack the exponent counts of log rows for a page. The first count is of smaller values, the last of larger values."
     rows = rows[with_counts(rows)]
     if not len(rows): return None
@@ -141,14 +147,15 @@ def pack_exponents(rows, keys:dict, n:int) -> dict|None: # keys: key of the tens
     return {'first': exponents[1], 'step': steps.tolist(), 'counts': pack_array(out, exact=True)}
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #f43c6d8d
-# limits of a page: number of findings, consequences of one finding, letters of a text
+# limits of a page: number of findings, number of consequences of one finding, characters of a text
 most_findings,most_followers,most_letters = 100,20,400
 
 def check_health(run, table=None, rows=None) -> dict: # table: rows, if `run` is a table; rows: all rows of the log, if already read
     "Run the default health rules, and return their findings for a page."
     failed = []
     try:
-        rules,h = choose_rules('default'),load_history(rows_by_module(run if table is None else table) if is_table(run) else run, df=rows)
+        rules = choose_rules('default')
+        h = load_history(rows_by_module(run if table is None else table) if is_table(run) else run, df=rows)
         fails = lambda r, e: failed.append(f"The rule {r.name} failed: {short_text(f'{type(e).__name__}: {e}', 200)}")
         found = order_findings(run_rules(rules, h, fails), rules, len(h.steps), h.graph)
         findings = findings_table(found, h, rules)
@@ -171,15 +178,19 @@ def short_text(text, most=most_letters):
     return printable(' '.join(str(text).split()), most)
 
 def nest_findings(found):
-    "Put each finding below its cause, for a page. `found`: pairs of a finding and the index of its cause (None: no cause)."
+    """Put each finding into the list of consequences of its cause, for a page.
+
+    `found`: pairs of a finding and the index of its cause (None: no cause)."""
     out,by,n = [],{},0
     for i,(f,cause) in enumerate(found):
         into = out if cause is None else by[cause]['below'] if cause in by else None
         if n>=most_findings or into is None or into is not out and len(into)>=most_followers:
             if cause in by: by[cause]['more'] = by[cause].get('more', 0)+1
             continue
-        one = {k: short_text(f[k]) for k in ('severity', 'rule', 'text', *(('advice', 'look') if cause is None else ())) if f.get(k)}
-        one |= {k: str(f[k]) for k in ('path', 'ttype', 'pname') if f.get(k)} # not shortened, because these values identify the tensor
+        one = {k: short_text(f[k]) for k in ('severity', 'rule', 'text', *(('advice', 'look') if cause is None else ()))
+            if f.get(k)}
+        # these values are not shortened, because they identify the tensor
+        one |= {k: str(f[k]) for k in ('path', 'ttype', 'pname') if f.get(k)}
         one |= {'first': int(f['first_step']), 'last': int(f['last_step'])}
         into.append(one if cause is not None else by.setdefault(i, {**one, 'below': []}))
         n += 1
@@ -187,16 +198,18 @@ def nest_findings(found):
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #d11a48b2
 def page_of(run, path=None, ttype=None, stats=None) -> dict:
-    "Convert a run, or some of its layers, tensor types and statistics, to a dict for an HTML page. The dict can become JSON."
-    every = None if is_table(run) else read(run_of(run)) # read all rows, because health rules need them
-    table = rows_to_draw(run, rows=every) if ttype is None else rows_to_draw(run, ttype=[*ttypes_asked(ttype), 'scalar'])
+    "Convert a run, or some of its layers, tensor types and statistics, to a dict for an HTML page. All values of the dict are JSON types."
+    every = None if is_table(run) else read(run_of(run)) # all rows are read, because the health rules need them
+    table = (rows_to_draw(run, rows=every) if ttype is None
+        else rows_to_draw(run, ttype=[*ttypes_asked(ttype), 'scalar']))
     if not len(table): raise ValueError(no_rows_message(name_of_run(table) or 'The table'))
     scalar = has_ttype(table, 'scalar')
     tensors = table[~scalar]
     if not len(tensors) and not scalar.any():
-        raise ValueError(f"{name_of_run(table) or 'The table'} has no rows of tensors yet.")
+        raise ValueError(f"{name_of_run(table) or 'The table'} has no rows of tensors yet: they come when the model is called.")
     for name,asked in (('path', path), ('ttype', ttype), ('stats', stats)):
-        if isinstance(asked, list|tuple|set) and not asked: raise ValueError(f"{name} is an empty list. Leave it out for all.")
+        if isinstance(asked, list|tuple|set) and not asked:
+            raise ValueError(f"{name}= is an empty list. Leave it out to select all.")
     if len(tensors) and (path is not None or ttype is not None): tensors = pick(tensors, path, ttype)
     tensors = training(tensors)
     first = first_trouble(tensors) if len(tensors) else None
@@ -209,25 +222,29 @@ def page_of(run, path=None, ttype=None, stats=None) -> dict:
     columns = int(np.clip(most_values//lines, 20, 1000))
     out,keys,ps = [],{},parameters_of_run(run)
     for k,rows in progress(list(of.items()), f'laying out {name_of_run(table)}'):
-        if not wanted[k]: continue # skip columns that contain only texts or booleans
+        if not wanted[k]: continue # columns that contain only texts or booleans are skipped
         why = untrained_reasons(rows, k, ps, path)
-        out.append({'ttype': k, 'name': words.get(k, k), **pack_tensor_type(rows, placed[k], wanted[k], columns, why, ps)})
+        out.append({'ttype': k, 'name': words.get(k, k),
+            **pack_tensor_type(rows, placed[k], wanted[k], columns, why, ps)})
         code,labels = placed[k]
         _,at = insert_missing(labels, [l for l in why if l not in set(labels)], [label_of(p) for p in ps])
         keys[k] = dict(zip(at, tensor_keys(rows, code), strict=True))
-    add_exponent_columns(table if every is None else every, out, keys, tensors, [int(first['step'])] if first is not None else [])
+    add_exponent_columns(table if every is None else every, out, keys, tensors,
+        [int(first['step'])] if first is not None else [])
     known,structure = describe_run(run, table)
     notes = [s for s in (*table.attrs.get('said', ()), untrained(ps, selected_parameters(ps, path))) if s]
-    return {'torchember': 1, 'run': {**known, 'bad': first is not None, **({'missing': ' '.join(notes)} if notes else {})},
+    return {'torchember': 1, 'run': {**known, 'bad': first is not None,
+        **({'missing': ' '.join(notes)} if notes else {})},
         'trouble': None if first is None else {'step': int(first['step']), 'path': str(first['path'] or ''), 'ttype': str(first['ttype']),
             'text': trouble_sentence(first)},
-        'health': check_health(run, table, every), 'numbers': logged_numbers(table),
+        'health': check_health(run, table, every), 'numbers': logged_curves(table),
         'tree': list_modules(structure, list(dict.fromkeys(tensors['path'].astype(str))), root_name(tensors)),
-        'kinds': out, 'formats': format_ranges(out), 'meanings': {s: meanings.get(s, s) for k in out for s in k['stats']}, 'colors': colors()}
+        'kinds': out, 'formats': format_ranges(out),
+        'meanings': {s: meanings.get(s, s) for k in out for s in k['stats']}, 'colors': colors()}
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #73dd976c
 def add_exponent_columns(table, kinds, keys, tensors, also):
-    "Add exponent counts of a few steps to the page data of each tensor type. `also`: steps to include among these."
+    "Add exponent counts of a few steps to the page data of each tensor type. `also`: steps that must be included."
     if not kinds: return
     n = sum(len(k['tensors']) for k in kinds)
     steps = pick_steps(tensors['step'].to_numpy(), also, int(np.clip(most_counts//n, 2, most_steps)))
@@ -239,13 +256,14 @@ def add_exponent_columns(table, kinds, keys, tensors, also):
         found = pack_exponents(rows, keys[k['ttype']], len(k['tensors'])) if len(rows) else None
         if found: k['exponents'] = found
 
-def logged_numbers(table):
+def logged_curves(table):
     "Return the packed curve of each logged number, such as the loss, for a page."
     out = []
     for n in sorted(logged_names(table), key=lambda n: (bool(computed_in(n)), 'loss' not in n)):
         _,x,y = loss_curve(table, n)
         at,odd = thin_indices(x, y, ~np.isfinite(y), 4000),x[~np.isfinite(y)]
-        out.append({'name': n, 'step': x[at].tolist(), 'value': pack_array(y[at]), 'odd': int(odd[0]) if len(odd) else None})
+        out.append({'name': n, 'step': x[at].tolist(), 'value': pack_array(y[at]),
+            'odd': int(odd[0]) if len(odd) else None})
     return out
 
 def describe_run(run, table):
@@ -260,8 +278,10 @@ def describe_run(run, table):
     base = read_facts(t.fname, t.data)[0]
     try: about_run = describe_log(t.fname, t.dir)
     except OSError: about_run = {}
-    known = {'model': about_run.get('model') or out['model'], 'size': about_run.get('size'), 'running': about_run.get('running', False),
-        **{k: about_run.get(k) or base.get(k) for k in ('start', 'end')}, **{k: base.get(k) for k in ('seconds', 'share', 'user')}}
+    known = {'model': about_run.get('model') or out['model'], 'size': about_run.get('size'),
+        'running': about_run.get('running', False),
+        **{k: about_run.get(k) or base.get(k) for k in ('start', 'end')},
+        **{k: base.get(k) for k in ('seconds', 'share', 'user')}}
     return out | {k: v for k,v in known.items() if v is not None}, structure
 
 def describe_ranked_run(source):
@@ -279,6 +299,6 @@ def format_ranges(kinds):
     return {n: [f['subnormal'], f['normal'], f['max']] for n in names for f in [limits(n)]}
 
 def colors():
-    "Return the colors of lines, non-finite values, heat maps and zeros, for light and dark pages."
-    return {'light': {'lines': palettes[False], 'bad': alarm[False]}, 'dark': {'lines': palettes[True], 'bad': alarm[True]},
-        'scale': scale, 'zero': zero}
+    "Return the colors of lines, non-finite values, heat maps and zeros, each for light and for dark pages."
+    return {'light': {'lines': palettes[False], 'bad': alarm[False]},
+        'dark': {'lines': palettes[True], 'bad': alarm[True]}, 'scale': scale, 'zero': zero}

@@ -33,20 +33,21 @@ def read_page_files(*more): # more: further scripts with a style sheet of the sa
     "Return the texts of all style sheets and scripts of an HTML page."
     plot = f"/*\n{read_web_file('uPlot.LICENSE')}*/\n{read_web_file('uPlot.iife.min.js')}"
     names = 'report',*more
-    return [read_web_file(f'{n}.css') for n in ('uPlot.min', *names)], [plot, *(read_web_file(f'{n}.js') for n in names)]
+    return [read_web_file(f'{n}.css') for n in ('uPlot.min', *names)], [plot, *(read_web_file(f'{n}.js')
+        for n in names)]
 
 def fill_page(text, title, styles, scripts, data=''):
     "Fill the template of an HTML page with title, styles, data and scripts. List the hashes of all scripts in its Content-Security-Policy."
     put = {'title': escape(f'{title} · torchember'), 'head': ''.join(f'<style>{s}</style>\n' for s in styles),
         'body': data+''.join(f'<script>{s}</script>\n' for s in scripts),
         'styles': ' '.join(map(checksum, styles)), 'scripts': ' '.join(map(checksum, scripts))}
-    # replace all placeholders in one pass, because inserted texts may look like placeholders
+    # all placeholders are replaced in one pass, because inserted texts may look like placeholders
     return re.sub(r'\{(\w+)\}', lambda m: put[m[1]], text)
 
 def render_page(page:dict) -> str:
     "Return the HTML text of a report. `page`: data of the run, from `page_of`."
     styles,scripts = read_page_files()
-    # escape '<', so that the name of a layer cannot close the <script> element
+    # '<' is escaped, so that the name of a layer cannot close the <script> element
     data = json.dumps(page, allow_nan=False, separators=(',', ':')).replace('<', r'\u003c')
     data = f'<script type="application/json" id="data">{data}</script>\n'
     return fill_page(read_web_file('report.html'), page['run']['name'], styles, scripts, data)
@@ -76,21 +77,24 @@ def report(
     """
     if file is None and is_file(path): file,path = path,None
     target = None if file is None else Path(file).expanduser()
-    if target is not None: check_folder(target if str(file).endswith(('/', os.sep)) or target.is_dir() else target.parent)
+    if target is not None:
+        check_folder(target if str(file).endswith(('/', os.sep)) or target.is_dir() else target.parent)
     if home is not None and isinstance(run, str): run = open_run(run, home)
     page = page_of(run, path, ttype, stats)
     try: page['run']['version'] = version('torchember')
     except PackageNotFoundError: pass # torchember runs from a source folder, without an installed version
-    if target is not None and not target.is_dir(): target = target.resolve() # if the user named a link, replace the file that it points to
-    else: target = ((target or Path())/file_name(page['run']['name'])).absolute() # a link with the default name is itself replaced
+    # if the user named a link, the file that the link points to is replaced
+    if target is not None and not target.is_dir(): target = target.resolve()
+    else: target = ((target or Path())/file_name(page['run']['name'])).absolute() # a link with this name is itself replaced
     if os.path.lexists(target) and not (target.is_file() or target.is_symlink()):
         raise FileExistsError(f"{printable(target)} exists and is not a file, so that no report can replace it. Give another path.")
-    replace(target, render_page(page).encode()) # write atomically, so that a browser never loads an incomplete file
+    replace(target, render_page(page).encode()) # atomically, so that a browser never loads an incomplete file
     return target
 
 def is_file(path):
     "Return True if `path` is the name of an HTML file. In version 0.2, the argument `path` was the file to write."
-    return isinstance(path, os.PathLike) or isinstance(path, str) and (path.endswith('.html') or '/' in path or os.sep in path)
+    return isinstance(path, os.PathLike) or isinstance(path, str) and (path.endswith('.html') or '/' in path
+        or os.sep in path)
 
 def file_name(run):
     "Return a file name for the report of a run, made from the name of the run."

@@ -1,0 +1,330 @@
+"Numbers of attention heads, compared with explicit weights: models of Hugging Face and of torch, hand-written attention, checkpoints, bad input"
+import warnings
+
+import programs
+import pytest
+import torch
+from torch import nn
+from torch import softmax as imported_softmax
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from torchember import EmberWarning, read, torchEmber
+
+
+def heads(te):
+    "Return the rows about attention as a DataFrame."
+    df = te.t.df
+    return df[df.ttype=='attention'].reset_index(drop=True)
+
+
+def expected(w):
+    "Return numbers of each head from explicit weights (sequences, heads, queries, keys), where hidden keys have the weight 0."
+    w = w.double()
+    count = (w>0).sum(-1)
+    chosen = count>1
+    entropy = -(w*w.clamp_min(1e-300).log()).sum(-1)
+    def mean(v, chosen=chosen): return (v*chosen).sum((0, 2))/chosen.sum((0, 2))
+    out = dict(entropy=mean(entropy/count.clamp_min(2).log()), effective_length=mean(entropy.exp()),
+        first_token=mean(w[..., 0], chosen & (w[..., 0]>0)), top_share=((w*chosen[..., None]).sum(2)/chosen.sum(2)[..., None].clamp_min(1)).amax(-1).mean(0))
+    return out | ({'future': mean(w.triu(1).sum(-1))} if w.shape[-1]==w.shape[-2] else {})
+
+
+def compare(rows, weights, tolerance=1e-5):
+    "Compare rows with the weights of each call, in the order of the calls."
+    calls = list(dict.fromkeys(zip(rows.module, rows.call, strict=True)))
+    assert len(calls)==len(weights)
+    for (module,call),w in zip(calls, weights, strict=True):
+        own = rows[(rows.module==module) & (rows.call==call)]
+        assert list(own.tname)==[f'head_{i}' for i in range(w.shape[1])]
+        for column,want in expected(w).items():
+            torch.testing.assert_close(torch.tensor(own[column].to_numpy(float)), want, rtol=tolerance, atol=tolerance, msg=f'{module} {column}')
+
+
+sizes = dict(vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24, max_position_embeddings=64)
+undropped = dict(hidden_dropout_prob=0., attention_probs_dropout_prob=0.)
+grouped = dict(sizes, num_key_value_heads=2)
+models = {
+    'GPT2LMHeadModel': dict(vocab_size=60, n_embd=16, n_layer=2, n_head=4, n_positions=64, attn_pdrop=0., resid_pdrop=0., embd_pdrop=0.,
+        bos_token_id=1, eos_token_id=1),
+    'BertForMaskedLM': sizes | undropped, 'LlamaForCausalLM': grouped, 'MixtralForCausalLM': dict(grouped, num_local_experts=4, sliding_window=7),
+    'Gemma2ForCausalLM': dict(grouped, head_dim=8, sliding_window=6, attn_logit_softcapping=5.),
+    'T5ForConditionalGeneration': dict(vocab_size=60, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4, dropout_rate=0.),
+    'ViTForImageClassification': dict(image_size=28, patch_size=7, hidden_size=16, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=24) | undropped,
+    'BloomForCausalLM': dict(vocab_size=60, hidden_size=16, n_layer=2, n_head=4), 'FalconForCausalLM': dict(vocab_size=60, hidden_size=16,
+        num_hidden_layers=2, num_attention_heads=4, alibi=False),
+    'OPTForCausalLM': dict(vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, ffn_dim=24, dropout=0.,
+        word_embed_proj_dim=16)}
+without_sdpa = 'Gemma2ForCausalLM', 'BloomForCausalLM'
+
+
+@pytest.mark.parametrize('implementation', ['eager', 'sdpa'])
+@pytest.mark.parametrize('name', models)
+def test_numbers_equal_those_of_explicit_weights(name, implementation):
+    if implementation=='sdpa' and name in without_sdpa: pytest.skip('this model has only eager attention')
+    tf = pytest.importorskip('transformers')
+    cls = getattr(tf, name)
+    make = lambda how: cls._from_config(cls.config_class(**models[name]), attn_implementation=how)
+    model,explicit = make(implementation),make('eager')
+    for p in model.parameters():
+        if p.dim()>1: nn.init.normal_(p, std=.5)
+    explicit.load_state_dict(model.state_dict())
+    ids = torch.randint(3, 60, (3, 20))
+    padding = torch.ones_like(ids)
+    padding[1, -3:] = 0
+    inputs = dict(pixel_values=torch.randn(3, 3, 28, 28)) if 'ViT' in name else dict(input_ids=ids, attention_mask=padding)
+    if 'T5' in name: inputs |= dict(decoder_input_ids=ids[:, :10])
+    te = torchEmber(model.train(), ttypes='output', include=name, attention=True)
+    model(**inputs)
+    te.disarm()
+    with torch.no_grad(): o = explicit(**inputs, output_attentions=True)
+    weights = o.attentions if 'T5' not in name else \
+        [*o.encoder_attentions, *(w for pair in zip(o.decoder_attentions, o.cross_attentions, strict=True) for w in pair)]
+    rows = heads(te)
+    compare(rows, weights)
+    causal = {'BertForMaskedLM': False, 'ViTForImageClassification': False, 'T5ForConditionalGeneration': None}.get(name, True)
+    if causal is not None: assert ((rows.reach==0)==causal).all()
+    if implementation=='sdpa' and 'T5' not in name: assert (rows.logit_max<=rows.logit_bound*1.0001).all() # T5 adds a bias
+
+
+class Attention(nn.Module):
+    "Causal attention with two heads, in one of several spellings. Stores its weights."
+    def __init__(self, how, size=8):
+        super().__init__()
+        self.how,self.qkv,self.out = how,nn.Linear(size, 3*size),nn.Linear(size, size)
+
+    def forward(self, x):
+        q,k,v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        logits = q@k.mT*q.shape[-1]**-.5+torch.full((x.shape[1],)*2, -torch.inf).triu(1)
+        ways = {'sdpa': lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), 'method': lambda: logits.softmax(-1)@v,
+            'torch': lambda: torch.softmax(logits, -1)@v, 'imported': lambda: imported_softmax(logits, dim=3)@v,
+            'F': lambda: F.softmax(logits, dim=-1)@v, 'mask': lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=logits[0, 0]>-torch.inf)}
+        self.weights = torch.exp(logits.detach()-logits.detach().logsumexp(-1, keepdim=True))
+        return x+self.out(ways[self.how]().transpose(1, 2).flatten(2))
+
+
+spellings = 'sdpa', 'method', 'torch', 'imported', 'F', 'mask'
+
+
+def hand_written(how=spellings): return nn.Sequential(*map(Attention, how))
+
+
+def test_hand_written_attention():
+    model = hand_written()
+    te = torchEmber(model, attention=True)
+    model(torch.randn(3, 12, 8))
+    te.disarm()
+    rows = heads(te)
+    compare(rows, [m.weights for m in model])
+    assert list(rows.module[::2])==[f'model(Sequential).{i}(Attention)' for i in range(len(model))]
+    assert set(rows.reach)=={0} and set(rows['keys'])==set(rows['queries'])=={12} and rows.dtype.eq('float32').all()
+
+
+@pytest.mark.parametrize('need_weights', [True, False])
+def test_multihead_attention(need_weights):
+    model = nn.MultiheadAttention(8, 2, batch_first=True)
+    x,y = torch.randn(3, 6, 8),torch.randn(3, 9, 8)
+    hidden = torch.zeros(3, 9, dtype=torch.bool)
+    hidden[2, 5:] = True
+    te = torchEmber(model, attention=True)
+    model(x, y, y, key_padding_mask=hidden, need_weights=need_weights)
+    te.disarm()
+    weights = model(x, y, y, key_padding_mask=hidden, average_attn_weights=False)[1].detach()
+    compare(heads(te), [weights])
+    assert 'reach' not in heads(te) # 6 queries and 9 keys have no diagonal
+
+
+def test_encoder_layers():
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False)
+    te = torchEmber(model, attention=True)
+    model(torch.randn(3, 6, 8))
+    te.disarm()
+    rows = heads(te)
+    of_layer = 'model(TransformerEncoder).layers(ModuleList).{}(TransformerEncoderLayer).self_attn(MultiheadAttention)'
+    assert list(rows.module.unique())==[of_layer.format(i) for i in range(2)]
+    assert len(rows)==4 and (rows.reach==5).all()
+
+
+def train(model, steps=3, run=None, **more):
+    "Train a model for a few steps. Return the losses, the weights and the state of the random generator, and the ember."
+    torch.manual_seed(0)
+    for p in model.parameters(): nn.init.normal_(p, std=.3)
+    opt = torch.optim.SGD(model.parameters(), .1)
+    te = torchEmber(model, opt, **more) if more else None
+    losses = []
+    for _ in range(steps):
+        loss = F.dropout((run or model)(torch.randn(3, 12, 8)), .5).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item())
+    if te: te.close()
+    return [torch.tensor(losses), *(p.detach() for p in model.parameters()), torch.get_rng_state()], te
+
+
+def test_training_is_the_same_to_the_bit():
+    alone,recorded = train(hand_written())[0],train(hand_written(), attention=1)
+    assert all(map(torch.equal, alone, recorded[0]))
+    assert len(heads(recorded[1]))==3*2*len(spellings)
+
+
+@pytest.mark.parametrize('reentrant', [True, False])
+def test_recomputed_attention_has_no_second_rows(reentrant):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = hand_written(['sdpa', 'method'])
+        def forward(self, x):
+            for layer in self.layers: x = checkpoint(layer, x, use_reentrant=reentrant)
+            return x
+    model = Checkpointed()
+    inputs = torch.randn(3, 12, 8, requires_grad=True)
+    te = torchEmber(model, torch.optim.SGD(model.parameters(), .1), attention=1)
+    model(inputs).mean().backward()
+    te.close()
+    assert len(heads(te))==4 and set(heads(te).call)=={0}
+
+
+def test_steps_micro_batches_and_evaluations():
+    model = hand_written(['sdpa'])
+    opt = torch.optim.SGD(model.parameters(), .1)
+    te = torchEmber(model, opt, attention=2, every=1)
+    for _ in range(5):
+        for _ in range(2): model(torch.randn(2, 4, 8)).mean().backward()
+        opt.step()
+        with torch.no_grad(): model.eval()(torch.randn(2, 4, 8))
+        model.train()
+    te.close()
+    rows = heads(te)
+    assert list(rows.step)==[0, 0, 2, 2, 4, 4] and set(rows.micro)=={0}
+
+
+def test_a_failed_pass_is_repeated():
+    class Fails(nn.Module):
+        fails = True
+        def forward(self, x):
+            if self.fails: raise ValueError('no memory')
+            return x
+    model = nn.Sequential(Attention('sdpa'), Fails())
+    te = torchEmber(model, torch.optim.SGD(model.parameters(), .1), attention=True)
+    with pytest.raises(ValueError): model(torch.randn(2, 4, 8))
+    model[1].fails = False
+    model(torch.randn(2, 4, 8)).mean().backward()
+    te.disarm()
+    assert list(heads(te).tname)==['head_0', 'head_1']
+
+
+def test_watch_attention_of_an_ember():
+    model,sdpa = hand_written(['sdpa']),F.scaled_dot_product_attention
+    te = torchEmber(model)
+    assert F.scaled_dot_product_attention is sdpa
+    x = torch.randn(2, 4, 8)
+    model(x)
+    te.watch_attention()
+    model(x)
+    te.watch_attention(False)
+    assert F.scaled_dot_product_attention is sdpa
+    model(x)
+    te.close()
+    assert set(heads(te).step)=={1}
+
+
+def test_without_attention_a_note_is_given_once():
+    model = nn.Linear(2, 1)
+    with pytest.warns(EmberWarning, match='No attention was found in model') as found:
+        te = torchEmber(model, attention=1)
+        for _ in range(3): model(torch.randn(4, 2))
+        te.close()
+    assert len(found)==1
+    df = te.t.df
+    assert list(df[df.ttype=='finding'].severity)==['info']
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('parts', [False, True])
+def test_compiled_code_is_unchanged_and_named(parts):
+    def run(**more):
+        model = hand_written()
+        torch._dynamo.reset()
+        if parts: model[0].compile(backend='aot_eager')
+        return train(model, run=None if parts else torch.compile(model, backend='aot_eager', fullgraph=True), **more)
+    with pytest.warns(EmberWarning, match='Parts of' if parts else 'No attention') as found: recorded,te = run(attention=1)
+    assert len(found)==1 and all(map(torch.equal, run()[0], recorded))
+    assert len(heads(te))==(3*2*(len(spellings)-1) if parts else 0)
+
+
+def test_odd_inputs():
+    class Odd(nn.Module):
+        num_heads = 2
+        def forward(self, x):
+            one = F.scaled_dot_product_attention(x[:, :, :1], x[:, :, :1], x[:, :, :1]) # a single key
+            hidden = torch.zeros(4, 4, dtype=torch.bool)
+            F.scaled_dot_product_attention(x, x, x, attn_mask=hidden)
+            F.scaled_dot_product_attention(x[:0], x[:0], x[:0]) # no sequence
+            F.scaled_dot_product_attention(x[:, :0], x[:, :0], x[:, :0]) # no head
+            F.scaled_dot_product_attention(x[0, 0], x[0, 0], x[0, 0]) # neither sequences nor heads
+            F.scaled_dot_product_attention(x.flatten(0, 1), x.flatten(0, 1), x.flatten(0, 1), attn_mask=hidden[:1].logical_not())
+            F.softmax(x*torch.nan, -1)
+            x.softmax(dim=1) # not over keys
+            x[0, 0].softmax(-1) # classes
+            return one
+    model = Odd()
+    te = torchEmber(model, attention=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        model(torch.randn(3, 2, 4, 4))
+        F.scaled_dot_product_attention(*[torch.randn(1, 1, 2, 2)]*3) # outside of a pass
+        te.disarm()
+    rows = heads(te)
+    assert [len(rows[rows.call==i]) for i in range(6)]==[2, 2, 1, 2, 2, 0]
+    single,hidden,nan = (rows[rows.call==i] for i in (0, 1, 4))
+    assert single.entropy.isna().all() and single.logit_max.notna().all() and (single['keys']==1).all()
+    assert hidden.logit_max.isna().all() and hidden.logit_bound.notna().all()
+    assert (nan.nonfinite if 'nonfinite' in nan else nan.entropy.isna()).all()
+
+
+def test_nested_sequences_are_named():
+    class Nested(nn.Module):
+        def forward(self, x): return F.scaled_dot_product_attention(x, x, x)
+    model = Nested()
+    x = torch.nested.nested_tensor([torch.randn(3, 2, 4), torch.randn(5, 2, 4)], layout=torch.jagged).transpose(1, 2)
+    te = torchEmber(model, ttypes='weight', attention=True)
+    with pytest.warns(EmberWarning, match='nested'): model(x)
+    te.disarm()
+    assert not len(heads(te))
+
+
+ranks = '''
+import sys
+import torch
+from torch import distributed as dist, nn
+from torch.nn import functional as F
+from torchember import torchEmber
+dist.init_process_group('gloo')
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q = nn.Linear(4, 4)
+    def forward(self, x): return F.scaled_dot_product_attention(self.q(x), x, x)
+torch.manual_seed(0)
+model = nn.parallel.DistributedDataParallel(Attention())
+te = torchEmber(model, torch.optim.SGD(model.parameters(), .1), attention=True, name='both', home=sys.argv[1])
+torch.manual_seed(dist.get_rank())
+model(torch.randn(2, 3, 10, 4)).mean().backward()
+te.recorder.watch.optimizers[0].step()
+te.close()
+dist.barrier()
+dist.destroy_process_group()
+'''
+
+
+@pytest.mark.slow
+def test_rows_of_two_ranks_are_merged(tmp_path):
+    script = tmp_path/'script.py'
+    script.write_text(ranks.replace('sys.argv[1]', repr(str(tmp_path))))
+    programs.ranks(script)
+    each,both = read('both', home=tmp_path, ttype='attention', per_rank=True),read('both', home=tmp_path, ttype='attention')
+    assert len(each)==6 and list(both.tname)==['head_0', 'head_1', 'head_2']
+    for column,merge in (('entropy', 'mean'), ('future', 'mean'), ('logit_max', 'max'), ('logit_bound', 'max')):
+        torch.testing.assert_close(torch.tensor(both[column]), torch.tensor(each.groupby('tname')[column].agg(merge).to_numpy()))

@@ -1,0 +1,75 @@
+"Healthy trainings of transformers that look like those of `broken_attention`"
+import torch
+from torch import nn
+
+from . import is_healthy
+from .heads import Reader, causal, everything
+from .parts import batch, fit, letters, of_tokens, passages
+from .broken_attention import train
+
+
+@is_healthy
+def causal_heads(arm):
+    torch.manual_seed(601)
+    losses = train(arm, Reader([causal]*4))
+    assert losses[-1]<1.5
+
+
+@is_healthy
+def heads_that_see_both_sides(arm):
+    "Letters are hidden, and found from the letters on both sides"
+    torch.manual_seed(602)
+    model = Reader([everything]*2)
+    def hidden():
+        for x,_ in passages(150, 16):
+            at = torch.rand(x.shape)<.15
+            yield x.masked_fill(at, 0),x
+    fit(arm, model, torch.optim.AdamW(model.parameters(), 3e-3), hidden(), of_tokens, attention=True)
+
+
+@is_healthy
+def a_prefix_that_all_see(arm):
+    "The first eight letters see one another, the others only those before"
+    torch.manual_seed(603)
+    def prefix(n): return causal(n) | (torch.arange(n)<8)
+    train(arm, Reader([prefix]*2))
+
+
+@is_healthy
+def queries_that_start_at_zero(arm):
+    "Only the queries start at zero, so they get gradients, and all heads leave the average"
+    torch.manual_seed(604)
+    model = Reader([causal]*2)
+    with torch.no_grad():
+        for layer in model.layers: layer.attn.q.weight.zero_(); layer.attn.q.bias.zero_()
+    train(arm, model)
+
+
+@is_healthy
+def heads_that_copy(arm):
+    "Each place copies the letter three places before, so the heads look at one key"
+    torch.manual_seed(605)
+    model = Reader([causal], d=64)
+    def copies():
+        for _ in range(400):
+            x = torch.randint(len(letters), (16, 24))
+            yield x,x.roll(3, 1)
+    losses = fit(arm, model, torch.optim.AdamW(model.parameters(), 3e-3), copies(), lambda out, y: of_tokens(out[:, 3:], y[:, 3:]), attention=True)
+    assert losses[-1]<.1
+
+
+@is_healthy
+def a_small_window(arm):
+    "Each letter sees the five before"
+    torch.manual_seed(606)
+    train(arm, Reader([lambda n: causal(n) & everything(n).triu(-5)]*2))
+
+
+@is_healthy
+def an_encoder_of_torch(arm):
+    torch.manual_seed(607)
+    layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, 0., batch_first=True), 2, enable_nested_tensor=False)
+    model = nn.Sequential(nn.Embedding(len(letters), 32), layers, nn.Linear(32, len(letters)))
+    x,y = zip(*passages(40, 16), strict=True)
+    x,y = torch.cat(x),torch.cat(y)
+    fit(arm, model, torch.optim.AdamW(model.parameters(), 1e-3), (batch(16, x, x) for _ in range(100)), of_tokens, attention=True)
