@@ -167,6 +167,47 @@ def test_the_module_that_ran_is_named(way, at):
     assert said[way] in found.text and f'in step {at}, in `layers.1.2` (forward)' in found.text
 
 
+in_compiled_code = """
+@torch.library.custom_op('dies::here', mutates_args=())
+def here(x: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    if step.item()==3: os.kill(os.getpid(), 9)
+    return x.clone()
+here.register_fake(lambda x, step: torch.empty_like(x))
+
+class Fragile(nn.Module):
+    def forward(self, x, step): return here(x, step)
+
+class Inner(nn.Module):
+    def __init__(self): super().__init__(); self.a,self.fragile,self.b = nn.Linear(4, 4),Fragile(),nn.Linear(4, 4)
+    def forward(self, x, step): return self.b(self.fragile(self.a(x), step))
+
+class Net(nn.Module):
+    def __init__(self): super().__init__(); self.first,self.inner = nn.Linear(4, 4),Inner()
+    def forward(self, x, step): return self.inner(self.first(x), step)
+
+torch.manual_seed(0)
+m = Net()
+te = torchEmber(m, name=sys.argv[1])
+(m if sys.argv[2]=='whole' else m.inner).compile(fullgraph=True)
+for step in range(5):
+    with torch.no_grad(): m(torch.ones(2, 4), torch.tensor(step)) # no backward, because Inductor takes seconds to compile a graph
+    te.step()
+"""
+
+@pytest.mark.slow
+@pytest.mark.parametrize('what, first', [('whole', 'first'), pytest.param('inner', 'inner.a', marks=pytest.mark.release)])
+def test_a_death_in_compiled_code_is_between_two_modules(what, first):
+    "Inductor merges the reports of a graph, so the black box has the first and the last module of the graph"
+    with start(in_compiled_code, what, what, after=common) as p: p.wait()
+    found = diagnose(what).iloc[0]
+    assert (found.rule, found.path, found.first_step)==('died', '', 3)
+    assert f'in step 3, in code compiled by torch.compile, which calls modules from `{first}` to `inner.b` (forward)' in found.text
+    assert found.evidence['compiled']==[first, 'inner.b'] and found.evidence['running']==[[] if what=='whole' else ['']]
+    rows = read(what)
+    assert set(rows[rows.ttype=='output'].groupby('step').size().loc[:2])=={6}
+    assert not (rows[rows.step==3].module.str.contains('inner')).any()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('where', ['backward', 'optimizer'])
 def test_between_modules_the_phase_is_named(where):

@@ -103,6 +103,9 @@ class Listener(Protocol):
     def returned(self, state, outputs:list, call:int, phase=None):
         "Called when a tensor-parallel module's own hooks have summed its outputs over ranks. `call`, `phase`: result of the earlier `call_ends`."
 
+    def calls_pending(self, state, last):
+        "Called when a compiled graph begins, which reports its calls of modules later. `state`, `last`: `ModuleState`s of the first and the last module."
+
     def call_fails(self, state): "Called when a call of a module has raised an exception."
 
     def plan_of(self, state, names):
@@ -157,7 +160,7 @@ class Listener(Protocol):
 
 # %% ../../nbs/10_capture/18_events.ipynb #3f1c7a23
 # names of listener methods called during passes, besides names that begin with pass_, call_ or probe
-in_calls = 'inside', 'records', 'returned', 'recomputed', 'memory_reused'
+in_calls = 'inside', 'records', 'returned', 'recomputed', 'memory_reused', 'calls_pending'
 
 def skip_compiler(listener):
     "Make torch.compile skip the listener methods called during passes, because compiling them takes time and brings nothing."

@@ -81,7 +81,6 @@ class CompiledPasses:
         self.calls = Counter() # thread id -> number of running calls of the module
         # shapes_known: 1 if the `moduleTrack` has the current shapes of the inputs, of the outputs. Compiled loops read both numbers by address
         self.shapes_known = array('q', (0, 0))
-        self.plan = None # the listener's plan for calls in compiled code; None until it makes one, and when the taps have changed
 
 def remove_thread(threads):
     "Remove the id of this thread from a set of thread ids. Return True if the set had this id."
@@ -168,6 +167,10 @@ class ModuleState:
         "Return True if a call reported by compiled code is to be recorded."
         if self.wants.input_grad or self.wants.output_grad: warn_no_hooks()
         return self.listener.on and self.listener.records()
+
+    def pending_until(self, last):
+        "Report that a compiled graph begins, which reports its calls from this module to the module of `last` (a `ModuleState`) later."
+        if self.watched and self.wants.compiled and self.listener.inside() and self.is_recorded(): self.listener.calls_pending(self, last)
 
     def entered(self, named, hooked):
         "Report that compiled code has called the module with these (name, tensor) pairs."

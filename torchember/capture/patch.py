@@ -209,7 +209,6 @@ class Patch:
         "Ask the module's only listener for a plan, which records calls faster. With several listeners there is no plan."
         state = self.states[0] if len(self.states)==1 and self.states[0].watched else None
         self.plan = None if state is None else state.listener.plan_of(state, (self.names, self.rest))
-        for st in self.states: st.passes.plan = None
 
     # ---- methods that operators in compiled code call; an output that is a single tensor has an empty name
 
@@ -225,6 +224,11 @@ class Patch:
     def ended(self):
         "Report to the listeners that compiled code has ended a pass."
         for st in self.states: st.ended()
+
+    def pending_until(self, last):
+        "Report to the listeners that a compiled graph begins, which reports its calls from this module to that of the `Patch` `last` later."
+        for st in self.states:
+            if (end := next((s for s in last.states if s.listener is st.listener), None)) is not None: st.pending_until(end)
 
     def entered(self, named, hooked):
         "Report to the listeners that compiled code has called the module with these (name, tensor) pairs."

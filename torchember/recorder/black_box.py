@@ -180,7 +180,8 @@ class Position:
     "Writes the position of the training into a black box: step, phase, and the running modules of each thread."
     def __init__(self, header):
         self.header,self.words,self.lock = header,header.words,threading.RLock()
-        self.modules = {} # display name of a module -> its number in the black box, counted from 1
+        # display name of a module, or names of the first and last module of a compiled graph -> number in the black box, counted from 1
+        self.modules = {}
         # identifies this black box in `ThreadContext.box`, without a reference that would keep the box alive
         self.token = object()
 
@@ -195,10 +196,13 @@ class Position:
         self.words[PHASE] = phase
 
     def number_of(self, name):
-        "Return the number of a module in the black box, given its display name. A new module gets the next number."
+        """Return the number of a module in the black box, given its display name. A new module gets the next number.
+
+        A pair of names gets a number, too. It stands for calls in a compiled graph: the first and the last called module.
+        """
         with self.lock:
             if name not in self.modules:
-                self.header.explain(module=name)
+                self.header.explain(**({'module': name[0], 'last': name[1]} if isinstance(name, tuple) else {'module': name}))
                 self.modules[name] = len(self.modules)+1
             return self.modules[name]
 
@@ -221,11 +225,14 @@ class Position:
         here.box = self.token,at
         return at
 
-    def note_enter(self, here, name):
-        "Write into the black box that this thread entered the module at the top of `here.stack`."
+    def note_enter(self, here, name, more=0):
+        """Write into the black box that this thread entered a module. `name`: argument of `number_of`.
+
+        `more`: 0 if the module is at the top of `here.stack` already, 1 if not, as for the calls in a compiled graph.
+        """
         whose,at = here.box
         if whose is not self.token: at = self.claim_thread(here)
-        depth,w = len(here.stack),self.words
+        depth,w = len(here.stack)+more,self.words
         if not at or depth>most_depth: return
         w[at+1+depth] = self.modules.get(name) or self.number_of(name)
         w[at+1] = depth

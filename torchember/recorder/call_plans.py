@@ -4,13 +4,12 @@
 
 # %% auto #0
 __all__ = ['structure_of', 'is_plain_tuple', 'needs', 'PlannedPass', 'LearnedTensors', 'words_of', 'parameter_words', 'shapes_of',
-           'CallPlan', 'CompiledCallPlan']
+           'CallPlan']
 
 # %% ../../nbs/40_recorder/76_call_plans.ipynb #4fcdc4e1
 import dataclasses
 from collections.abc import Mapping
 from functools import partial
-from sys import intern
 from threading import get_ident
 
 import numpy as np
@@ -26,7 +25,6 @@ from ..measure.planning import load_in_thread, objects
 from .black_box import ALIVE, most_depth
 from .budget import clock
 from .flows import Flows
-from .output_facts import OutputFacts
 
 # %% ../../nbs/40_recorder/76_call_plans.ipynb #404e9186
 def structure_of(o, kinds, held, depth=0):
@@ -129,8 +127,7 @@ class PlannedPass:
             self.box = box.token
             for st in self.sources.states:
                 patch = st.track.module.__dict__.get(KEY)
-                for plan in (st.passes.plan, None if patch is None else patch.plan):
-                    if plan is not None: plan.note_box(box)
+                if patch is not None and patch.plan is not None: patch.plan.note_box(box)
         c[k.ENTRY],c[k.DEEPEST],c[k.ALIVE] = here.box[1] if here.box[0] is box.token else 0,most_depth,ALIVE
         words = np.frombuffer(box.words, np.int64) # array on the memory of the box, kept alive so that the memory stays mapped until the pass ends
         self.held,c[k.BOX] = (*self.held[:-1], words, self.held[-1]),address_of(words)
@@ -224,16 +221,12 @@ class CallPlan:
         "Write the module's number in a black box into the plan, so compiled code can mark the module as running."
         self.words[self.kinds.MODULE] = box.number_of(self.state.track.name)
 
-    def named_inputs(self, args, kwargs): return self.state.named_tensors('input', inputs, args, kwargs, *self.names)
-
-    def named_outputs(self, result): return self.state.named_tensors('output', outputs, result)
-
     # ---- methods that record the inputs of a call
 
     def finish_inputs(self, code, args, kwargs):
         "Record the remaining inputs of a call that the compiled function `enter` could not record. `code`: result of `enter`."
         since,st,run = clock(),self.state,self.run
-        tensors,call,done = self.named_inputs(args, kwargs),st.calls-1,code!=self.kinds.OTHER
+        tensors,call,done = st.named_tensors('input', inputs, args, kwargs, *self.names),st.calls-1,code!=self.kinds.OTHER
         if code>=self.kinds.FIRST: done = self.measure_some(code, 'input', tensors, call, lambda k: self.enter(self.address, args, kwargs, k))
         if code!=self.kinds.MORE:
             st.track.input_dt = shapes_of(tensors)
@@ -279,12 +272,12 @@ class CallPlan:
     def finish_outputs(self, code, result):
         "Record the parameters and remaining outputs of a call that the compiled function `leave` could not record. `code`: result of `leave`."
         st,run,k = self.state,self.run,self.kinds
-        if code==k.UNPLANNED: return st.listener.call_ends(st, self.named_outputs(result))
+        if code==k.UNPLANNED: return st.listener.call_ends(st, st.named_tensors('output', outputs, result))
         since,call = clock(),run.calls.here.call
         if code==k.OTHER_PARAMETERS:
             self.measure_parameters()
             code = self.leave(self.address, result, 0)
-        if code!=k.DONE: self.finish_rows(code, self.named_outputs(result), call, result)
+        if code!=k.DONE: self.finish_rows(code, st.named_tensors('output', outputs, result), call, result)
         run.cost.add_work(since)
 
     def finish_rows(self, code, tensors, call, result):
@@ -315,37 +308,3 @@ class CallPlan:
 
 # after a graph break torch.compile calls modules that have plans, and would compile these methods
 for f in (CallPlan.finish_inputs, CallPlan.finish_outputs): never_compile(f)
-
-# %% ../../nbs/40_recorder/76_call_plans.ipynb #1e0d1ac9
-class CompiledCallPlan(CallPlan):
-    """Records the calls of one module that graphs of torch.compile report, with the loops of `CallPlan`.
-
-    Graphs report tensors with names, so a dict of tensors stands for the arguments of a call, and for its result.
-    """
-    def __init__(self, state, run): # run: `PlannedPass`
-        super().__init__(state, (), run)
-        # the loops need no help for gradients, because the hooks on tensors of a graph are in the graph
-        self.words[[self.kinds.MORE_INPUTS, self.kinds.MORE_OUTPUTS]] = 0
-        self.facts = [source for source in run.sources.at_calls if isinstance(source, OutputFacts)]
-
-    def named_inputs(self, args, kwargs): return list(kwargs.items())
-
-    def named_outputs(self, result): return list(result.items())
-
-    def begin(self, named) -> bool:
-        "Record the begin of a call with these (name, tensor) pairs. Return False if Python code must record the call."
-        tensors = {intern(n): x for n,x in named}
-        if not (code := self.enter(self.address, (), tensors, -1)): return False
-        if code!=self.kinds.DONE: self.finish_inputs(code, (), tensors)
-        else:
-            for f in self.facts: f.flow(self.state, 'input', named, self.state.calls-1)
-        return True
-
-    def end(self, named) -> bool:
-        "Record the end of a call that returns these (name, tensor) pairs. Return False if Python code must record the end."
-        tensors = {intern(n): x for n,x in named}
-        if not (code := self.leave(self.address, tensors, -1)): return False
-        if code!=self.kinds.DONE: self.finish_outputs(code, tensors)
-        else:
-            for f in self.facts: f.flow(self.state, 'output', named, self.run.calls.here.call)
-        return True

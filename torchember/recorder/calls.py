@@ -70,6 +70,10 @@ class Calls:
         self.current = track
         if self.box is not None: self.box.note_enter(here, track.name)
 
+    def note_pending(self, first, last):
+        "Write into the black box that a compiled graph runs, which reports its calls of modules later. `first`, `last`: names of two of these modules."
+        if self.box is not None: self.box.note_enter(self.here, (first, last), 1)
+
     def exit(self) -> int:
         "Note the end of the innermost running module call. Return its number."
         here = self.here

@@ -18,7 +18,7 @@ from ..capture.optimizer import count_writes
 from ..capture.private_torch import is_trace_check, enclosing_call, in_training_function, calling_module, is_metadata_pass, is_same_call
 from ..capture.tree import unwrap
 from ..measure.elements import Unmeasurable
-from .call_plans import CallPlan, CompiledCallPlan, PlannedPass
+from .call_plans import CallPlan, PlannedPass
 from .calls import raise_recursion_limit
 from .modes import ModeFacts
 from .optimizer import optimizer_names
@@ -270,7 +270,6 @@ class ModelEvents(Listener):
 
     def call_begins(self, state, inputs, compiled=False):
         since,here = clock(),self.calls.here
-        if compiled and (plan := self.compiled_plan(state)) is not None and plan.begin(inputs): return here.call, here.phase
         with self.lock: call = state.number(self.steps.pass_) # locked, because two threads may call the same module at once
         self.calls.current = state.track
         state.passes.shapes_known[0] = 0
@@ -282,8 +281,6 @@ class ModelEvents(Listener):
 
     def call_ends(self, state, outputs, compiled=False):
         since,here = clock(),self.calls.here
-        # a plan does not record the begin of the outermost call, so it must not record the end
-        if compiled and state is not here.outermost and (plan := self.compiled_plan(state)) is not None and plan.end(outputs): return here.call, here.phase
         call = self.calls.exit()
         ttypes = self.sources.parameter_types[self.steps.manual]
         if ttypes and not here.phase: # weights are not measured in an evaluation, because it may use averaged weights
@@ -309,11 +306,7 @@ class ModelEvents(Listener):
     def plan_of(self, state, names): # None for the root, because Python code must handle the passes that the root's calls begin
         return CallPlan(state, names, self.planned) if self.planned.compiled is not None and not state.root else None
 
-    def compiled_plan(self, state):
-        "Return the plan for calls of a module that compiled graphs report. None for the root, and while the loops of plans are not loaded."
-        passes = state.passes
-        if passes.plan is None and self.planned.compiled is not None and not state.root: passes.plan = CompiledCallPlan(state, self.planned)
-        return passes.plan
+    def calls_pending(self, state, last): self.calls.note_pending(state.track.name, last.track.name)
 
     def call_fails(self, state):
         self.calls.note_exception(state.track.name)

@@ -50,7 +50,8 @@ class BoxContent:
         if w[VERSION]!=version or (self.about['sums'], self.about['width'], self.about['head'])!=(sum_names, width, head_width):
             raise BoxError("another version of torchember wrote the file. Read the run with that version")
         self.taps = [SimpleNamespace(**{**t, 'key': tuple(t['key']), 'names': tuple(t['names'])}) for t in lines if 'tap' in t]
-        self.modules = [line['module'] for line in lines if 'module' in line]
+        # display names of modules; for calls in a compiled graph, a pair: names of the first and the last called module
+        self.modules = [(line['module'], line['last']) if 'last' in line else line['module'] for line in lines if 'module' in line]
         self.marks = next((line['marks'] for line in reversed(lines) if 'marks' in line), {})
         self.shards = {0: {}, **{line['parts']: {tuple(k): v for k,v in line['rows']} for line in lines if 'parts' in line}}
         # numbers of dtypes may differ between processes, so the box has names, which are converted to numbers of this process
@@ -106,7 +107,10 @@ class BoxContent:
 
     @property
     def running(self):
-        "Display names of the modules that were running in each thread when the process ended, the outermost module first."
+        """Display names of the modules that were running in each thread when the process ended, the outermost module first.
+
+        The last entry of a thread may be a pair: names of the first and the last module that a running compiled graph calls.
+        """
         stacks = []
         for i in range(int(self.w[THREADS])):
             at = THREAD+i*thread_width
@@ -226,15 +230,31 @@ def cause_of_death(box):
         return 'killed without a message, probably by the kernel, which has killed processes for lack of memory since the run began'
     return 'killed without a message (by SIGKILL from the kernel or the scheduler, for lack of memory or time; or by os._exit)'
 
-def advice_for(cause):
-    "Return advice for the user of a process that died. `cause`: result of `cause_of_death`."
+def advice_for(cause, graph=None):
+    "Return advice for the user of a process that died. `cause`: result of `cause_of_death`. `graph`: True if the process died in compiled code."
     if any(word in cause for word in ('Segmentation', 'Bus', 'Abort', 'Illegal')):
+        if graph: return "Train without torch.compile: if the training dies again, this finding names the one module that was running."
         return "Save the input of this module (torch.save in its forward), and call the module alone on it. " \
             "Such a crash comes from an extension, a kernel, or a broken installation."
     return "Check whether memory grows (dmesg, the scheduler's log). " \
         "Try a smaller batch or fewer workers, and look for activations that are kept."
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #b4e07241
+def split_running(stacks) -> tuple:
+    """Return the innermost running module of a dead process, and the names of the first and the last module of a running compiled graph.
+
+    Either may be None. `stacks`: property `running` of a `BoxContent`.
+    """
+    names = max(stacks, key=len, default=[])
+    *outer,last = names or [None]
+    return (outer[-1] if outer else None, last) if isinstance(last, tuple) else (last, None)
+
+def place_of_death(inside, graph, phase) -> str:
+    "Return where the process died, in words. `inside`, `graph`: result of `split_running`; `phase`: number of the phase of the training."
+    what = 'forward' if phase==FORWARD else phases[phase]
+    if graph: return f"in code compiled by torch.compile, which calls modules from {quote_module(graph[0])} to {quote_module(graph[1])} ({what})"
+    return f"in {quote_module(inside)} ({what})" if inside else phases[phase]
+
 def death_row(box, step, lines:list) -> dict:
     """Return a finding that the process died, with the last step, the running modules, and the probable cause.
 
@@ -242,24 +262,24 @@ def death_row(box, step, lines:list) -> dict:
     """
     w,running,fault = box.w,box.running,box.fault
     phase,last = int(w[PHASE]),int(box.slots[-1].step) if box.slots else None
-    inside = max(running, key=len)[-1] if running else None
+    inside,graph = split_running(running)
     failed = box.modules[int(w[FAILED])-1] if 0<w[FAILED]<=len(box.modules) else None
     is_over = phase in (0, BETWEEN) and step is None
     at = int(w[STEP]) if phase else 0
     began,alive = int(w[BEGAN]),max(int(w[ALIVE]), int(w[BEGAN]))
     seconds = (alive-began)/1e9 if began else 0.
-    where = f"in {quote_module(inside)} ({'forward' if phase==FORWARD else phases[phase]})" if inside else phases[phase]
-    loss,cause = last_loss(lines),cause_of_death(box)
+    where,loss,cause = place_of_death(inside, graph, phase),last_loss(lines),cause_of_death(box)
     text = 'The training died '+(f'after step {last}' if is_over and last is not None else f'in step {at}, {where}' if phase else where)
     if phase and not is_over and seconds>=.05: text += f", at least {seconds:.1f} s after it began"
     text += f": {cause}."
-    if failed and not inside: text += f" Before, {quote_module(failed)} had raised an exception."
+    if failed and not (inside or graph): text += f" Before, {quote_module(failed)} had raised an exception."
     if loss: text += f" The last {loss[0]} was {loss[1]:.4g}."
     evidence = {'phase': phases[phase], 'seconds': round(seconds, 3), 'how': cause, 'pid': int(box.about['pid']),
-        'host': str(box.about['host']), 'running': [[path_of(n) for n in s] for s in running]}
+        'host': str(box.about['host']), 'running': [[path_of(n) for n in s if isinstance(n, str)] for s in running]}
+    if graph: evidence['compiled'] = [path_of(n) for n in graph]
     if fault: evidence['fault'] = fault[:4000]
     if loss: evidence[loss[0]] = loss[1]
-    return died_row(text, 'error', at, inside or failed or box.about['root'], local_time(alive), advice_for(cause), evidence,
+    return died_row(text, 'error', at, inside or failed or box.about['root'], local_time(alive), advice_for(cause, graph), evidence,
         None if step is not None else 'overview(run)')
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #a9b8d266
