@@ -33,7 +33,7 @@ $(VENV)/.demo: settings.ini setup.py pyproject.toml constraints.txt
 
 $(VENV)/.ready: $(VENV)/.demo
 	@echo "Installing what tests and pages need into $(VENV). A few minutes, the first time:"
-	python -m pip install -c constraints.txt -e '.[dev,docs]'
+	python -m pip install --no-compile -c constraints.txt -e '.[dev,docs]' # most files of these packages are never imported
 	python -m pip install -c constraints.txt --no-deps fastai # which would bring torchvision, of which PyPI has none for a torch without CUDA
 	@touch $@
 
@@ -78,8 +78,9 @@ docs: # Make pages of the notebooks as they are saved: docs/_build/html/index.ht
 	@sphinx-build -qWE -c docs nbs docs/_build/html
 	@echo "The site is there: $(abspath docs/_build/html/index.html)"
 
-check: sync # Fail unless notebooks are clean, and all that they generate is in git
-	find torchember -name '*.py' ! -name __init__.py -delete && $(library)
+check: # Fail unless notebooks are clean, and all that they generate is in git
+	find torchember -name '*.py' ! -name __init__.py -delete # a module whose notebook is gone must not stay
+	@$(MAKE) --no-print-directory sync VENV=$(VENV)
 	@git --no-pager diff --stat --exit-code && new=$$(git ls-files -o --exclude-standard) && [ -z "$$new" ] || \
 	{ echo "Not in git yet, or not as the notebooks say: run make sync, then git add. $$new"; exit 1; }
 
