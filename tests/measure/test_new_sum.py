@@ -208,6 +208,7 @@ def test_scaled():
 def test_triton(): run(by_triton, TRITON_INTERPRET='1')
 
 
+@pytest.mark.release # slow
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec('jax'), reason='JAX is not installed')
 @pytest.mark.parametrize('none', [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.release])], ids=['loops', 'no loops'])

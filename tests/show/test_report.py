@@ -142,6 +142,7 @@ def test_a_click_opens_the_sizes_of_a_layer_and_changes_the_address(chromium, tm
         expect(page.locator('#sizes h2')).to_contain_text('2.1')
 
 
+@pytest.mark.release # slow
 def test_search_narrows_the_table_and_the_tree(chromium, tmp_path):
     train(net(), 'search')
     with opened(chromium, report('search', tmp_path/'a.html')) as page:
@@ -566,6 +567,7 @@ def test_a_report_without_data_is_an_error(tmp_path):
     assert report('b', tmp_path)==tmp_path/'b.html'
 
 
+@pytest.mark.release # slow
 @pytest.mark.slow
 def test_fast_clicks_break_nothing(chromium, tmp_path):
     train(net(), 'quick', ttypes=('input', 'output', 'weight', 'weight_grad', 'update', 'optimizer'))
@@ -581,6 +583,7 @@ def test_fast_clicks_break_nothing(chromium, tmp_path):
         assert not page.wrong and page.locator('#small').inner_text()==small
 
 
+@pytest.mark.release # slow
 @pytest.mark.slow
 def test_zooming_selects_nothing(chromium, tmp_path):
     train(net(), 'zoom', steps=39, every=4) # so that tensors end before the loss does
