@@ -241,17 +241,50 @@ def test_without_attention_a_note_is_given_once():
     assert list(df[df.ttype=='finding'].severity)==['info']
 
 
+def compiled_and_eager(backend, make, parts=False, **more):
+    "Train a compiled model without and with attention, and a model that is not compiled. Return both results with attention."
+    def run(compiled=True, **more):
+        model = make()
+        torch._dynamo.reset()
+        if parts: model[0].compile(backend=backend)
+        f = torch.compile(model, backend=backend, fullgraph=True) if compiled and not parts else model
+        return train(model, run=lambda x: f(x), **more)
+    alone,(recorded,te) = run()[0],run(attention=1, **more)
+    assert all(map(torch.equal, alone, recorded))
+    return heads(te), heads(run(False, attention=1, **more)[1])
+
+
+def several(): return nn.Sequential(*map(Attention, ('sdpa', 'method', 'imported', 'mask')), nn.TransformerEncoderLayer(8, 2, 8, dropout=0.))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('parts', [False, True])
-def test_compiled_code_is_unchanged_and_named(parts):
-    def run(**more):
-        model = hand_written()
-        torch._dynamo.reset()
-        if parts: model[0].compile(backend='aot_eager')
-        return train(model, run=None if parts else torch.compile(model, backend='aot_eager', fullgraph=True), **more)
-    with pytest.warns(EmberWarning, match='Parts of' if parts else 'No attention') as found: recorded,te = run(attention=1)
-    assert len(found)==1 and all(map(torch.equal, run()[0], recorded))
-    assert len(heads(te))==(3*2*(len(spellings)-1) if parts else 0)
+@pytest.mark.parametrize('backend', ['aot_eager', 'inductor'])
+def test_compiled_code_has_the_same_rows_and_bits(backend, parts):
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', EmberWarning)
+        compiled,eager = compiled_and_eager(backend, several, parts)
+    assert len(compiled)==3*(4*2+2)
+    same = ['step', 'module', 'tname', 'call', 'dtype', 'queries', 'keys', 'reach']
+    assert compiled[same].equals(eager[same])
+    for c in ('logit_max', 'logit_bound', 'entropy', 'effective_length', 'first_token', 'top_share', 'future'):
+        torch.testing.assert_close(torch.tensor(compiled[c].to_numpy(float)), torch.tensor(eager[c].to_numpy(float)), rtol=1e-4, atol=1e-5, equal_nan=True, msg=c)
+
+
+def test_attention_of_compiled_code_can_be_switched_on_and_off():
+    model = nn.Sequential(Attention('method'), Attention('sdpa'))
+    f = torch.compile(model, backend='aot_eager', fullgraph=True)
+    te = torchEmber(model, torch.optim.SGD(model.parameters(), .1), every=2)
+    def step():
+        f(torch.randn(2, 4, 8)).mean().backward()
+        te.recorder.watch.optimizers[0].step()
+    step(), step()
+    te.watch_attention(1)
+    for _ in range(4): step()
+    te.watch_attention(False)
+    step(), step()
+    te.close()
+    assert list(heads(te).step)==[2]*4+[4]*4
 
 
 def test_odd_inputs():
