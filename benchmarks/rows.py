@@ -264,7 +264,8 @@ def attention(quick):
         ps = compare(partial(step, False), partial(step, 1), quick, 15)
         each = added(ps)
         def share(n, each=each): return each['value']*selected(n)/n
-        yield line(f'GPT-2, {implementation}, a step with attention', unit='%', note=f"16 heads in a step of {1e3*spread(b for b,_ in ps)['value']:.3g} ms", **each)
+        note = f"16 heads in a step of {1e3*spread(b for b,_ in ps)['value']:.3g} ms"
+        yield line(f'GPT-2, {implementation}, a step with attention', unit='%', note=note, **each)
         yield line(f'GPT-2, {implementation}, mean over the first 1,000 steps', share(1000), '%', at_most=3,
             note=f'{selected(1000)} steps have attention; mean over the first 100 steps: {share(100):.2g}%', n=len(ps))
 

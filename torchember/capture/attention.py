@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['names_of_heads', 'inner', 'products_in_graph', 'logits_in_graph', 'in_graph', 'heads_of', 'split_heads',
            'is_attention', 'running_modules', 'listeners_now', 'with_report', 'report_products', 'report_logits',
-           'report_from_graph', 'InGraph', 'report_method', 'places_of', 'AttentionWatch']
+           'report_from_graph', 'is_plain', 'InGraph', 'report_method', 'places_of', 'AttentionWatch']
 
 # %% ../../nbs/10_capture/50_attention.ipynb #587aa287
 import functools, sys, threading, types, weakref
@@ -95,18 +95,22 @@ def report_from_graph(holder, xs, *settings):
 products_in_graph = define_operator('attention_products', ', bool causal, float? scale', report_from_graph)
 logits_in_graph = define_operator('attention_logits', '', report_from_graph)
 
+def is_plain(x) -> bool:
+    "Return True if a custom operator accepts a tensor: not for a `DTensor`, nested tensors, and tensors of other classes."
+    return (type(x) is torch.Tensor or type(x) is nn.Parameter) and not x.is_nested
+
 class InGraph:
     "A listener for torch.compile: while it traces a model, the methods add operators to the graph, which report attention when the graph runs."
     def __init__(self): self.key = new_key(self)
 
     def attention_products(self, q, k, mask, causal, scale):
-        "Add an operator to the graph that reports queries and keys. Tensors that no operator accepts, such as a `DTensor`, are not reported."
+        "Add an operator to the graph that reports queries and keys."
         xs = [q, k] if mask is None else [q, k, mask]
-        if not any(hasattr(x, 'placements') or x.is_nested for x in xs): products_in_graph([x.detach() for x in xs], self.key, causal, scale)
+        if all(map(is_plain, xs)): products_in_graph([x.detach() for x in xs], self.key, causal, scale)
 
     def attention_logits(self, x, dim):
         "Add an operator to the graph that reports logits."
-        if not hasattr(x, 'placements'): logits_in_graph([x.detach()], self.key)
+        if is_plain(x): logits_in_graph([x.detach()], self.key)
 
 in_graph = InGraph()
 
@@ -128,7 +132,7 @@ class AttentionWatch:
     attached = weakref.WeakSet() # instances that report now: `attach` adds an instance, and `detach` removes it
     replaced = {} # function of torch -> its replacement, while an instance is attached
     method = None # replacement of the method `Tensor.softmax`
-    wants = union_of_wants(frozenset()) # tells whether compiled code reports attention to any attached instance
+    wants = union_of_wants(frozenset()) # `wants.attention` is True if compiled code reports attention to any attached instance
 
     def __init__(self, listener):
         """Create a watch that calls three methods of `listener`.
@@ -145,8 +149,8 @@ class AttentionWatch:
         if not self.attached:
             fill_function_table()
             self.replaced.update({F.scaled_dot_product_attention: with_report(F.scaled_dot_product_attention, report_products),
-                **{f: with_report(f, report_logits) for f in (torch.softmax, F.softmax)},
-                F.multi_head_attention_forward: copy_for_dynamo(F.multi_head_attention_forward)})
+                torch.softmax: with_report(torch.softmax, report_logits),
+                **{f: copy_for_dynamo(f) for f in (F.softmax, F.multi_head_attention_forward)}})
             script_table().update({id(ours): script_table()[id(f)] for f,ours in self.replaced.items() if id(f) in script_table()})
             for m,n,f in places_of(self.replaced): setattr(m, n, self.replaced[f])
             AttentionWatch.method = torch.Tensor.softmax = with_report(torch.Tensor.softmax, report_logits)

@@ -141,11 +141,13 @@ class Attention:
 
     def attention_products(self, q, k, mask, causal, scale, compiled=False):
         q,k,mask = map(local_part, (q, k, mask))
-        self.measure(q, lambda: (q.shape[-2], k.shape[-2]), lambda heads: measure_products(*with_four_dimensions(q, k, mask, heads), causal, scale), compiled)
+        def measure(heads): return measure_products(*with_four_dimensions(q, k, mask, heads), causal, scale)
+        self.measure(q, lambda: (q.shape[-2], k.shape[-2]), measure, compiled)
 
     def attention_logits(self, x, dim, compiled=False):
         x = local_part(x)
-        self.measure(x, lambda: x.shape[-2:], lambda heads: measure_logits(split_heads(x, heads)) if is_attention(x, dim, heads) else None, compiled)
+        def measure(heads): return measure_logits(split_heads(x, heads)) if is_attention(x, dim, heads) else None
+        self.measure(x, lambda: x.shape[-2:], measure, compiled)
 
     def measure(self, x, sizes, measure, compiled):
         """Measure a call of attention by the running module.

@@ -96,7 +96,7 @@ def draw_maps(run, path=None, stats=stats_of_maps) -> list: # Axes, one for each
     fig = figure((min(2*width, 14), height*-(-len(stats)//2)+.4) if len(stats)>1 else (width, height))
     axes = list(fig.subplots(-(-len(stats)//2), min(len(stats), 2), squeeze=False, sharey=True).flat)
     for ax in axes[len(stats):]: ax.set_visible(False)
-    for ax,stat in zip(axes, stats): draw_map(ax, rows, stat)
+    for ax,stat in zip(axes, stats, strict=False): draw_map(ax, rows, stat)
     for ax in axes[:max(len(stats)-2, 0)]: ax.set_xlabel('')
     fig.suptitle(make_title(name_of_run(rows), 'attention', f'step {step:,}'), x=.01, ha='left')
     return axes[:len(stats)]
