@@ -23,6 +23,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'torchember/capture/attention.py'),
                                               'torchember.capture.attention.is_attention': ( '10_capture/attention.html#is_attention',
                                                                                              'torchember/capture/attention.py'),
+                                              'torchember.capture.attention.is_plain': ( '10_capture/attention.html#is_plain',
+                                                                                         'torchember/capture/attention.py'),
                                               'torchember.capture.attention.listeners_now': ( '10_capture/attention.html#listeners_now',
                                                                                               'torchember/capture/attention.py'),
                                               'torchember.capture.attention.places_of': ( '10_capture/attention.html#places_of',
