@@ -246,6 +246,30 @@ def alexnet_numerics(quick):
         yield recorded(f'AlexNet, {what}', quick, 30, limit=limit, stats=stats, opt=opt, ttypes=types)
 
 
+# ---- attention
+
+@row('attention', 'attention=True: statistics of each head of GPT-2, against the same recording without attention')
+def attention(quick):
+    from torchember.recorder.attention import AttentionSteps
+    def selected(n): # number of steps in a run of n steps at which attention is recorded by default
+        steps = AttentionSteps()
+        return sum(steps.selects(i, '') for i in range(n))
+    for implementation in ('sdpa', 'eager'):
+        model,loss = gpt2()
+        model.set_attn_implementation(implementation)
+        t = Training(model, loss, warm=0, opt=partial(torch.optim.AdamW, lr=1e-5), ttypes='output')
+        def step(when, t=t):
+            t.te.watch_attention(when)
+            return t.armed()
+        ps = compare(partial(step, False), partial(step, 1), quick, 15)
+        each = added(ps)
+        def share(n, each=each): return each['value']*selected(n)/n
+        note = f"16 heads in a step of {1e3*spread(b for b,_ in ps)['value']:.3g} ms"
+        yield line(f'GPT-2, {implementation}, a step with attention', unit='%', note=note, **each)
+        yield line(f'GPT-2, {implementation}, mean over the first 1,000 steps', share(1000), '%', at_most=3,
+            note=f'{selected(1000)} steps have attention; mean over the first 100 steps: {share(100):.2g}%', n=len(ps))
+
+
 # ---- torch.compile
 
 def compiling(made, armed):

@@ -16,10 +16,10 @@ __all__ = ['newest', 'missing', 'count_dispatch_modes', 'count_function_modes', 
            'never_compile', 'warn_no_hooks', 'thread_token', 'never_merge', 'keep_in_order', 'has_step_hooks',
            'loss_scale', 'is_unscaled', 'has_unscaled', 'shared_store', 'fsdp_of', 'group_between_shards',
            'may_free_parameters', 'is_fsdp', 'running_ddp', 'pipeline_stages', 'lists_parameters_as_torch',
-           'hook_callers', 'is_torch_compiled']
+           'hook_callers', 'copy_for_dynamo', 'report_softmax']
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch02
-import functools, gc, inspect, sys, weakref
+import functools, gc, inspect, sys, types, weakref
 from collections import namedtuple
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
@@ -490,7 +490,21 @@ script_table = private('torch.jit._builtins._get_builtin_table', dict, 'torch.ji
 modules_of_compilers = tuple(f'torch.{n}' for n in ('_C', '_dynamo', '_inductor', '_functorch', '_refs', '_decomp', '_prims', '_subclasses', '_meta',
     'fx', 'jit', 'overrides', 'onnx', 'export'))
 
-# %% ../../nbs/10_capture/05_private_torch.ipynb #a77e0004
-def is_torch_compiled(module) -> bool:
-    "Return True if `torch.compile` or `Module.compile` was applied to a module."
-    return hasattr(module, '_orig_mod') or getattr(module, '_compiled_call_impl', None) is not None
+# %% ../../nbs/10_capture/05_private_torch.ipynb #5c0de005
+def copy_for_dynamo(function):
+    "Return a copy of a Python function of torch. torch.compile traces the code of the copy, and so the functions that it calls."
+    copy = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return functools.wraps(function)(copy)
+
+def report_softmax(report):
+    "Make torch.compile trace a call `report(x, *args, **kwargs)` before each `Tensor.softmax`. `report`: function, or None to stop."
+    with noting_failure('torch._dynamo.variables.tensor.TensorVariable', 'attention with Tensor.softmax is not recorded in compiled code'):
+        cls,function = import_module('torch._dynamo.variables.tensor').TensorVariable,import_module('torch._dynamo.variables').UserFunctionVariable
+        if report is None:
+            if 'method_softmax' in vars(cls): del cls.method_softmax
+            return
+        def method_softmax(self, tx, *args, **kwargs): # Dynamo adds the softmax to the graph, because the result is None
+            "Trace the call of `report`."
+            function(report).call_function(tx, [self, *args], kwargs)
+        cls.method_softmax = method_softmax

@@ -84,15 +84,17 @@ def future_attention(h, least=1e-6, keys=8):
 
 # %% ../../nbs/55_health/41_heads.ipynb #1690dce9
 @rule(severity='warning', needs='attention')
-def peaked_attention(h, early=.5, sink=.3, keys=8):
+def peaked_attention(h, early=.5, few=8., sink=.3, keys=8):
     """Attention to few keys in the first step, before anything was learned
 
     early: mean entropy of a layer's heads, as a share of the largest possible, below which a finding is reported
+    few: mean number of keys with weight, above which no finding is reported: a bias by distance (ALiBi) lowers the entropy of long sequences
     sink: mean weight of the first key, above which the model counts as trained before
     keys: number of keys, below which a layer is not checked
     """
     for l in layers_of(h):
         size,first = l.mean('entropy')[0],l.mean('first_token')[0]
+        if l.mean('effective_length')[0]>few: continue
         if l.least_keys<keys or l.steps[0]>max(h.steps[0] if len(h.steps) else 0, 1) or not size<early or first>sink: continue
         yield finding(l.path, f"At the start of the training, queries of {l.title} already give few keys almost all "
             f"the weight: the entropy of the weights is {fmt(size)} times that of equal weights, and the largest logit "

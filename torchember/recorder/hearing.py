@@ -128,7 +128,7 @@ class PassEvents:
         self.calls.begin_recorded(phase if self.steps.manual else None)
         if not shared and self.extra_frames: raise_recursion_limit(self.extra_frames)
         if not shared and state.root and self.pipe.gate.on: self.modes.begin(self.sources.states, phase, grad, eager)
-        if not shared and self.attention is not None: self.attention.begin(state, phase, self.pipe.gate.writes, eager)
+        if not shared and self.attention is not None: self.attention.begin(state, phase, self.pipe.gate.writes)
 
     def fail(self, here):
         "Mark the pass as failed, because its outermost module raised an exception. Do nothing if other threads continue this pass."

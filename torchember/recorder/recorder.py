@@ -130,7 +130,8 @@ class ArmedModel:
         "Start to record attention, or stop if `when` is False. `when`: argument of `AttentionSteps`."
         events,armed = self.events.pass_events,bool(self.sources.states)
         if self.attention is not None: self.attention.watch.detach()
-        events.attention = None if when is False or when is None else Attention(when, events.pipe)
+        events.attention = None if when is False or when is None else Attention(when, events.pipe, self.events.wants)
+        self.events.wants.switch_attention(events.attention is not None)
         if self.attention is not None and armed: self.attention.watch.attach()
 
     def use_modules(self, tracks):
