@@ -12,6 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from ..frames.tables import clean_types
+from ..ground.needs import needs
 from ..ground.record import beside_training, computed_in, of_no_tensor
 from ..measure.summary import derived
 from .finding import median
@@ -234,12 +235,13 @@ class History:
         df = clean_types(df)
         self.name,self.recorded_parameters,self.activations = name,list(parameters),activations or {}
         self.losses,self.facts = list(losses),facts or {}
-        ttype = df['ttype'].astype(object).to_numpy() if len(df) else np.zeros(0, object)
-        self.logged = list(logged_series(df[ttype=='scalar'])) if 'scalar' in ttype else []
-        self.reported = [r for r in df[ttype=='finding'].to_dict('records') if is_finding_row(r)] if 'finding' in ttype else []
-        self.attention = df[ttype=='attention'].reset_index(drop=True) # rows about heads of attention, see `measure.attention`
-        self.df = df[~np.isin(ttype, of_no_tensor)].reset_index(drop=True)
-        self.all = list(split_series(self.df)) if len(self.df) else []
+        pd = needs('pandas', for_='A history of a run')
+        code,names = pd.factorize(df['ttype']) if len(df) else (np.zeros(0, int), ())
+        of_types = lambda *types: np.isin(code, [i for i,n in enumerate(names) if n in types])
+        self.logged = list(logged_series(df[of_types('scalar')])) if 'scalar' in names else []
+        self.reported = [r for r in df[of_types('finding')].to_dict('records') if is_finding_row(r)] if 'finding' in names else []
+        self.attention = df[of_types('attention')].reset_index(drop=True) # rows about heads of attention, see `measure.attention`
+        self.all = list(split_series(df, ~of_types(*of_no_tensor))) if len(df) else []
         self.evaluated = [s for s in self.all if s.phase=='eval']
         self.trained = [s for s in self.all if s.phase not in beside_training]
         # without any pass in training mode, the model trains in evaluation mode, so all passes are training passes
