@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from ..frames.tables import clean_types
-from ..ground.record import beside_training, computed_in, of_no_tensor
+from ..ground.record import beside_training, computed_in, of_no_tensor, of_passes
 from ..measure.summary import derived
 from .finding import median
 from .moves import relative_updates
@@ -237,7 +237,8 @@ class History:
         ttype = df['ttype'].astype(object).to_numpy() if len(df) else np.zeros(0, object)
         self.logged = list(logged_series(df[ttype=='scalar'])) if 'scalar' in ttype else []
         self.reported = [r for r in df[ttype=='finding'].to_dict('records') if is_finding_row(r)] if 'finding' in ttype else []
-        self.attention = df[ttype=='attention'].reset_index(drop=True) # rows about heads of attention, see `measure.attention`
+        # rows about heads of attention (see `measure.attention`), about routers, and about the residual stream
+        self.attention,self.routers,self.stream = (df[ttype==t].reset_index(drop=True) for t in of_passes)
         self.df = df[~np.isin(ttype, of_no_tensor)].reset_index(drop=True)
         self.all = list(split_series(self.df)) if len(self.df) else []
         self.evaluated = [s for s in self.all if s.phase=='eval']
