@@ -475,7 +475,7 @@ class torchEmber(ArmedModel):
         cuda_graphs: True to also record each replay of CUDA graphs that the program captures
         attention: True to record numbers of each attention head, at steps that become rarer; or steps like those of `every`
         routers: True to record how many tokens each expert of a mixture of experts gets; or steps, as for `attention`
-        stream: True to record sizes of the residual stream and its largest activation after each block; or steps, as for `attention`
+        stream: True to record the residual stream after each block; or steps, as for `attention`; or names of blocks: ['layers.*']
         sinks: Where to send the statistics of each step: 'wandb', 'tensorboard', a function of a step and its numbers, a `Sink`, or a list of these
         reduce: 'step': listeners on rank 0 get the merged rows of all processes. No process waits for another
         first_step: Number of the first step, to continue from a checkpoint. Default: 0, or the step after the last step of a resumed run
@@ -505,7 +505,7 @@ class torchEmber(ArmedModel):
         cuda_graphs:bool=False, # True to also record each replay of CUDA graphs that the program captures
         attention=False, # True to record numbers of each attention head, at steps that become rarer; or steps like those of `every`
         routers=False, # True to record how many tokens each expert of a mixture of experts gets; or steps, as for `attention`
-        stream=False, # True to record sizes of the residual stream and its largest activation after each block; or steps, as for `attention`
+        stream=False, # True to record the residual stream after each block; or steps, as for `attention`; or names of blocks: ['layers.*']
         sinks=(), # Where to send the statistics of each step: 'wandb', 'tensorboard', a function of a step and its numbers, a `Sink`, or a list of these
         reduce:str|None=None, # 'step': listeners on rank 0 get the merged rows of all processes. No process waits for another
         first_step:int|None=None, # Number of the first step, to continue from a checkpoint. Default: 0, or the step after the last step of a resumed run
@@ -526,6 +526,7 @@ class torchEmber(ArmedModel):
         rules,on_finding,sinks = choose_rules(rules or ()),check_on_finding(on_finding),sinks_of(sinks)
         ts = tracks(inner)
         watched_modules(ts, include, exclude) # checks the arguments before the run is created
+        if isinstance(stream, list|tuple|set): watched_modules(ts, stream, None)
         t,rank,world = run_of_rank(type(inner).__name__, name, resume, home, store)
         first = number_of_first(t, resume, first_step)
         ranks = None if rank is None else Ranks(model, rank, world, lambda meta: t.amend('ranks', meta))

@@ -132,7 +132,7 @@ def merge_other_columns(out, df, group, done) -> list: # done: columns that othe
         if values.dtype.kind in 'iuf':
             means = mean_by_group(values.to_numpy(float), group, spoiled)
             if c in largest_columns: means = np.where(out['ttype'].isin(of_passes), values.groupby(group).max(), means)
-            out[c] = out[c].astype(float).where(~differ, np.where(is_averaged, means, np.nan))
+            out[c] = out[c].astype(float).where(~differ, np.where(is_averaged & (c not in ('channel', 'token')), means, np.nan))
         else: out[c] = out[c].astype(object).where(~differ, None)
         if (differ & ~is_averaged).any(): lost.append(c)
     return lost

@@ -38,11 +38,12 @@ from .losses import LossReader
 from .sources import Sources
 from .step_buffer import StepBuffer
 from .steps import Decision, Steps
+from .stream import Stream
 from .tally import Tally
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #c461705f
 recorded = tuple(t for t in ttypes if t not in of_no_tensor) # tensor types that can be recorded
-pass_numbers = {c.ttype: c for c in (Routers,)} # tensor type -> class that computes its numbers in some passes
+pass_numbers = {c.ttype: c for c in (Routers, Stream)} # tensor type -> class that computes its numbers in some passes
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #a0c1d2e4
 @dataclass
