@@ -26,9 +26,10 @@ def counts_of(te):
 def count(chosen, n): return torch.bincount(chosen.flatten(), minlength=n).tolist()
 
 
-sizes = dict(vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, intermediate_size=24, max_position_embeddings=64)
-latent = dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=8, first_k_dense_replace=0, n_shared_experts=1, kv_lora_rank=8, q_lora_rank=8,
-    qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=4, head_dim=4)
+sizes = dict(vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, intermediate_size=24,
+    max_position_embeddings=64)
+latent = dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=8, first_k_dense_replace=0, n_shared_experts=1, kv_lora_rank=8,
+    q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=4, head_dim=4)
 models = {
     'MixtralForCausalLM': dict(sizes, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True),
     'Qwen2MoeForCausalLM': dict(sizes, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=8, shared_expert_intermediate_size=8,
@@ -63,8 +64,9 @@ def test_counts_equal_those_of_the_routers(name):
 
 def test_dropped_tokens_of_switch_transformers():
     tf = pytest.importorskip('transformers')
-    model = tf.SwitchTransformersForConditionalGeneration(tf.SwitchTransformersConfig(vocab_size=60, d_model=16, d_kv=4, d_ff=24, num_layers=1, num_heads=4,
-        num_experts=4, expert_capacity=4, num_sparse_encoder_layers=1, num_sparse_decoder_layers=0, dropout_rate=0., router_jitter_noise=0.)).train()
+    model = tf.SwitchTransformersForConditionalGeneration(tf.SwitchTransformersConfig(vocab_size=60, d_model=16, d_kv=4, d_ff=24, num_layers=1,
+        num_heads=4, num_experts=4, expert_capacity=4, num_sparse_encoder_layers=1, num_sparse_decoder_layers=0, dropout_rate=0.,
+        router_jitter_noise=0.)).train()
     masks = []
     nn.init.normal_(model.encoder.block[0].layer[1].mlp.router.classifier.weight)
     model.encoder.block[0].layer[1].mlp.router.register_forward_hook(lambda m, inputs, out: masks.append(out[0]))
@@ -83,7 +85,8 @@ class Mixture(nn.Module):
         self.up = nn.Parameter(torch.randn(4, size, size)*.3)
 
     def choose(self, scores):
-        ways = {'torch': lambda: torch.topk(scores, 2, dim=-1)[1], 'method': lambda: scores.topk(2).indices, 'argmax': lambda: scores.argmax(-1, keepdim=True),
+        ways = {'torch': lambda: torch.topk(scores, 2, dim=-1)[1], 'method': lambda: scores.topk(2).indices,
+            'argmax': lambda: scores.argmax(-1, keepdim=True),
             'twice': lambda: torch.stack([(a := torch.argmax(scores, dim=-1)), scores.scatter(-1, a[..., None], -torch.inf).argmax(dim=2)], -1)}
         return ways[self.how]()
 

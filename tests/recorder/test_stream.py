@@ -24,7 +24,8 @@ def hooked(blocks):
     "Return a list that gets (input, output) of each call of these blocks."
     found,inputs = [],[]
     for b in blocks:
-        b.register_forward_pre_hook(lambda m, args, kwargs: inputs.append((args[0] if args else kwargs['hidden_states']).detach().clone()), with_kwargs=True)
+        b.register_forward_pre_hook(lambda m, args, kwargs: inputs.append((args[0] if args else kwargs['hidden_states']).detach().clone()),
+            with_kwargs=True)
         b.register_forward_hook(lambda m, args, out: found.append((inputs.pop(), first(out).detach().clone())))
     return found
 

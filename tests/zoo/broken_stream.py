@@ -14,7 +14,8 @@ class Branch(nn.Module):
     def __init__(self, d, scale=1., norm=True):
         super().__init__()
         self.first = 0.
-        self.norm,self.past,self.up,self.down,self.scale = nn.LayerNorm(d) if norm else nn.Identity(),nn.Linear(d, d),nn.Linear(d, 2*d),nn.Linear(2*d, d),scale
+        self.norm,self.scale = nn.LayerNorm(d) if norm else nn.Identity(),scale
+        self.past,self.up,self.down = nn.Linear(d, d),nn.Linear(d, 2*d),nn.Linear(2*d, d)
 
     def forward(self, x):
         y = self.norm(x)

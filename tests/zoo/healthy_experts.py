@@ -34,8 +34,8 @@ def a_bias_that_falls_with_the_load(arm):
 @is_healthy
 def a_small_mixtral(arm):
     torch.manual_seed(614)
-    model = MixtralForCausalLM(MixtralConfig(vocab_size=len(letters), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=.02))
+    model = MixtralForCausalLM(MixtralConfig(vocab_size=len(letters), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=.02))
     opt = torch.optim.AdamW(model.parameters(), 3e-3)
     te = arm(model, optimizer=opt, routers=True)
     for x,_ in passages(60, 16):

@@ -33,8 +33,8 @@ def massive_activations_in_bfloat16(arm):
 @is_healthy
 def a_small_gpt2(arm):
     torch.manual_seed(624)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=len(letters), n_embd=32, n_layer=6, n_head=2, n_positions=32, resid_pdrop=0., attn_pdrop=0., embd_pdrop=0.,
-        bos_token_id=1, eos_token_id=1))
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=len(letters), n_embd=32, n_layer=6, n_head=2, n_positions=32, resid_pdrop=0., attn_pdrop=0.,
+        embd_pdrop=0., bos_token_id=1, eos_token_id=1))
     opt = torch.optim.AdamW(model.parameters(), 3e-3)
     te = arm(model, optimizer=opt, stream=True)
     for x,_ in passages(60, 16):

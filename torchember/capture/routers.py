@@ -82,7 +82,8 @@ def with_result_reported(function, report):
 class RouterWatch:
     "Reports each choice of experts in this process to a listener, except choices in compiled code."
     attached = weakref.WeakSet() # instances that report now: `attach` adds an instance, and `detach` removes it
-    replaced,methods = {},{} # function of torch -> its replacement, and name of a method of tensors -> its replacement, while an instance is attached
+    # function of torch -> its replacement, and name of a method of tensors -> its replacement, while an instance is attached
+    replaced,methods = {},{}
 
     def __init__(self, listener):
         """Create a watch that calls two methods of `listener`.

@@ -50,8 +50,9 @@ cause_order = ( # names of all rules: a rule that finds causes comes before the 
     'died', 'rank_waits', 'recording', 'replicas', 'not_finite', 'same_data', 'constant_batch', 'repeated_data', 'batch_lost', 'hand_over', 'loss_input',
     'broadcast', 'target_range', 'one_class', 'constant_output', 'targets_out_of_reach', 'poor_input_scale', 'not_trained', 'resumed', 'schedule_per_batch',
     'clipped_early', 'equal_units', 'poor_scale', 'scaler_skips', 'update_too_large', 'first_step', 'dead_units', 'saturated', 'future_attention',
-    'attention_logits', 'peaked_attention', 'attention_collapse', 'attention', 'router_collapse', 'unused_expert', 'no_gradient',
-    'underflow', 'lost_gradients', 'massive_activations', 'overflow', 'stream_grows', 'idle_blocks', 'autocast', 'update_too_small', 'gradients_add_up', 'weights_decay', 'vanishing_gradient',
+    'attention_logits', 'peaked_attention', 'attention_collapse', 'attention', 'router_collapse', 'unused_expert',
+    'no_gradient', 'underflow', 'lost_gradients', 'massive_activations', 'overflow', 'stream_grows', 'idle_blocks', 'autocast',
+    'update_too_small', 'gradients_add_up', 'weights_decay', 'vanishing_gradient',
     'exploding_gradient', 'gradient_spike', 'wrong_last_activation', 'batch_norm', 'train_eval', 'random_eval', 'collapse', 'rank_collapse', 'loss_spike',
     'diverging', 'loss_rises', 'loss_below', 'loss_stalls', 'uniform_heads')
 # Name of a rule -> how much earlier than their cause its findings may begin, as a fraction of the training

@@ -31,7 +31,8 @@ class PassNumbers:
         "Return True if `flow` must get the inputs and outputs of module calls in the pass that has begun."
         return self.path is not None
 
-    def flow(self, state, ttype, named, call, phase=None): "Called for the inputs, and for the outputs, of each module call. Arguments as in `Flows.flow`."
+    def flow(self, state, ttype, named, call, phase=None):
+        "Called for the inputs, and for the outputs, of each module call. Arguments as in `Flows.flow`."
 
     def begin(self, state, phase, writes:bool, eager:bool=True):
         """Begin to measure if the pass that begins is selected.

@@ -69,12 +69,13 @@ class RoutedCall:
     def add(self, counts, choices, is_topk):
         "Add a choice. Only the last `topk` of a call counts. Results of `argmax` add up, because some routers choose each expert by an `argmax`."
         if is_topk or not self.numbers: self.numbers,self.choices,self.is_topk = {'counts': counts},choices,is_topk
-        elif not self.is_topk and len(counts)==len(self.numbers['counts']): self.numbers['counts'],self.choices = self.numbers['counts']+counts,self.choices+1
+        elif not self.is_topk and len(counts)==len(self.numbers['counts']):
+            self.numbers['counts'],self.choices = self.numbers['counts']+counts,self.choices+1
 
 # %% ../../nbs/40_recorder/42_routers.ipynb #2077a60a
-no_router = ("No router was found in {model}, so the run has no rows of the type 'router'. torchember finds calls of topk and argmax over the last dimension "
-    "in modules with experts. It does not find routers in code compiled by torch.compile, in packages with kernels of their own, and routers "
-    "that choose tokens for each expert. To record routers, run the model without torch.compile.")
+no_router = ("No router was found in {model}, so the run has no rows of the type 'router'. torchember finds calls of topk and argmax over "
+    "the last dimension in modules with experts. It does not find routers in code compiled by torch.compile, in packages with kernels of "
+    "their own, and routers that choose tokens for each expert. To record routers, run the model without torch.compile.")
 
 def all_tracks(track) -> list:
     "Return the `moduleTrack`s of a module and of all modules in it, also of modules that are not recorded."

@@ -27,7 +27,10 @@ def blocks_in(module) -> list:
     return [m for m in module.children() if type(m) is most[0]]
 
 def possible_blocks(tracks, names=None) -> set:
-    "Return the ids of modules that can be blocks. `tracks`: `moduleTrack`s of the modules; `names`: selections of blocks, None to look for lists."
+    """Return the ids of modules that can be blocks.
+
+    `tracks`: `moduleTrack`s of the modules; `names`: selections of blocks, None to look for lists of modules.
+    """
     if names: return {id(m) for m in select(names).pick((t.path, t.module) for t in tracks)}
     return {id(m) for t in tracks for m in blocks_in(t.module)} & {t.id for t in tracks}
 
@@ -43,9 +46,9 @@ def outermost(calls) -> list:
 # %% ../../nbs/40_recorder/44_stream.ipynb #bdc58d38
 # One call of a block. name: display name of the module; numbers: result of `block_numbers`
 BlockCall = namedtuple('BlockCall', 'name path call dtype numbers')
-no_blocks = ("No blocks were found in {model}, so the run has no rows of the type 'stream'. torchember looks for an nn.ModuleList or nn.Sequential with "
-    "modules of one class that return a tensor of the shape of their first input. It does not find blocks that include= leaves out, and blocks "
-    "in code compiled by torch.compile. To name the blocks, pass their paths: stream=['encoder.layer.*'].")
+no_blocks = ("No blocks were found in {model}, so the run has no rows of the type 'stream'. torchember looks for an nn.ModuleList or "
+    "nn.Sequential with modules of one class that return a tensor of the shape of their first input. It does not find blocks that include= "
+    "leaves out, and blocks in code compiled by torch.compile. To name the blocks, pass their paths: stream=['encoder.layer.*'].")
 names_of_indices = 'channel','token' # columns with an index, which are whole numbers
 
 class Stream(PassNumbers):
