@@ -28,7 +28,7 @@ class Router:
 
 def routers_of(h) -> list:
     "Return a `Router` for each call of a router, in the order of the rows. `h`: a `History`."
-    df = h.routers
+    df = h.pass_rows['router']
     if not len(df) or not {'path', 'tname', 'step', 'call', 'load', 'tokens'}<=set(df.columns): return []
     if 'phase' in df: df = df[df['phase'].isna().to_numpy()]
     df = df[df['tname'].astype(str).str.startswith('expert_').to_numpy()]

@@ -237,8 +237,8 @@ class History:
         ttype = df['ttype'].astype(object).to_numpy() if len(df) else np.zeros(0, object)
         self.logged = list(logged_series(df[ttype=='scalar'])) if 'scalar' in ttype else []
         self.reported = [r for r in df[ttype=='finding'].to_dict('records') if is_finding_row(r)] if 'finding' in ttype else []
-        # rows about heads of attention (see `measure.attention`), about routers, and about the residual stream
-        self.attention,self.routers,self.stream = (df[ttype==t].reset_index(drop=True) for t in of_passes)
+        # tensor type -> rows about heads of attention (see `measure.attention`), about routers, and about the residual stream
+        self.pass_rows = {t: df[ttype==t].reset_index(drop=True) for t in of_passes}
         self.df = df[~np.isin(ttype, of_no_tensor)].reset_index(drop=True)
         self.all = list(split_series(self.df)) if len(self.df) else []
         self.evaluated = [s for s in self.all if s.phase=='eval']
@@ -249,6 +249,8 @@ class History:
         self.steps = union_of_steps(self.trained)
         self.graph = ModuleGraph(self.trained)
         if not self.losses: self.losses = probed_losses(self.trained)
+
+    attention = property(lambda self: self.pass_rows['attention'], doc="Rows about heads of attention")
 
     def series(self, *ttypes:str, evaluated=False) -> list:
         """Return the series of some tensor types, in the order of calls. `evaluated`: True for evaluations instead of training passes.

@@ -38,7 +38,7 @@ class Blocks:
 
 def streams_of(h) -> list:
     "Return the `Blocks` of each list of blocks, in the order of the rows. `h`: a `History`."
-    df = h.stream
+    df = h.pass_rows['stream']
     if not len(df) or not {'path', 'step', 'depth', 'rms'}<=set(df.columns): return []
     if 'phase' in df: df = df[df['phase'].isna().to_numpy()]
     lists = df['path'].astype(str).str.replace(r'\.?[^.]*$', '', regex=True)
