@@ -35,7 +35,7 @@ models = {
     'Qwen2MoeForCausalLM': dict(sizes, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=8, shared_expert_intermediate_size=8,
         output_router_logits=True),
     'DeepseekV2ForCausalLM': dict(sizes | latent, n_group=4, topk_group=2, topk_method='group_limited_greedy'),
-    'DeepseekV3ForCausalLM': dict(sizes | latent, n_group=1, topk_group=1),
+    'DeepseekV3ForCausalLM': dict(sizes | latent, n_group=1, topk_group=1, num_experts_per_tok=3),
     'GptOssForCausalLM': dict(sizes, num_local_experts=4, num_experts_per_tok=2, head_dim=4)}
 
 

@@ -25,7 +25,7 @@ def sample_tokens(x):
     "Return a copy of at most 256 tokens, at equal distances: (tokens, channels). `x`: tensor whose last dimension has the channels."
     tokens,n = x.shape[:-1],x.numel()//x.shape[-1]
     at = torch.arange(0, n, -(-n//most_tokens), device=x.device)
-    return x[torch.unravel_index(at, tokens)].to(summing_dtype(x), copy=True)
+    return x[torch.unravel_index(at, tokens)].to(summing_dtype(x))
 
 # %% ../../nbs/20_measure/58_stream.ipynb #0fc99086
 def rms_of(x):
