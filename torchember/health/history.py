@@ -13,7 +13,7 @@ import numpy as np
 
 from ..frames.tables import clean_types
 from ..ground.needs import needs
-from ..ground.record import beside_training, computed_in, of_no_tensor
+from ..ground.record import beside_training, computed_in, of_no_tensor, of_passes
 from ..measure.summary import derived
 from .finding import median
 from .moves import relative_updates
@@ -240,7 +240,8 @@ class History:
         of_types = lambda *types: np.isin(code, [i for i,n in enumerate(names) if n in types])
         self.logged = list(logged_series(df[of_types('scalar')])) if 'scalar' in names else []
         self.reported = [r for r in df[of_types('finding')].to_dict('records') if is_finding_row(r)] if 'finding' in names else []
-        self.attention = df[of_types('attention')].reset_index(drop=True) # rows about heads of attention, see `measure.attention`
+        # tensor type -> rows about heads of attention (see `measure.attention`), about routers, and about the residual stream
+        self.pass_rows = {t: df[of_types(t)].reset_index(drop=True) for t in of_passes}
         self.all = list(split_series(df, ~of_types(*of_no_tensor))) if len(df) else []
         self.evaluated = [s for s in self.all if s.phase=='eval']
         self.trained = [s for s in self.all if s.phase not in beside_training]
@@ -250,6 +251,8 @@ class History:
         self.steps = union_of_steps(self.trained)
         self.graph = ModuleGraph(self.trained)
         if not self.losses: self.losses = probed_losses(self.trained)
+
+    attention = property(lambda self: self.pass_rows['attention'], doc="Rows about heads of attention")
 
     def series(self, *ttypes:str, evaluated=False) -> list:
         """Return the series of some tensor types, in the order of calls. `evaluated`: True for evaluations instead of training passes.
