@@ -55,7 +55,8 @@ class LayerSizes:
         ids = select_ids(found, include, exclude)
         self.model,self.run_pass,self.tracks = found[0].module,run_pass,[t for t in found if t.id in ids]
         # path -> copies of the weights at step 0
-        self.weights = {t.path: {n: p.detach().clone() for n,p in t.module.named_parameters()} for t in self.tracks if has_own_weights(t.module)}
+        self.weights = {t.path: {n: p.detach().clone() for n,p in t.module.named_parameters()}
+            for t in self.tracks if has_own_weights(t.module)}
         self.seeds = {p: 1000*i for i,p in enumerate(self.weights)} # a seed for each layer, so that two calls get the same random numbers
         # calls: path -> number of finished calls in this pass; repeats: True while a layer is called with its weights of step 0
         self.first,self.rows,self.calls,self.repeats = {},[],Counter(),False
@@ -150,7 +151,8 @@ def loss_of_batch(model, batch, loss_fn=None):
     if loss_fn is not None: return loss_fn(output, batch if isinstance(batch, Mapping) else batch[1])
     loss = output if isinstance(output, torch.Tensor) else output.get('loss') if isinstance(output, Mapping) else getattr(output, 'loss', None)
     if isinstance(loss, torch.Tensor) and loss.numel()==1: return loss
-    raise ValueError(f"the loss is missing: the model returns {an(output)}{f' of shape {tuple(output.shape)}' if isinstance(output, torch.Tensor) else ''}, "
+    shape = f' of shape {tuple(output.shape)}' if isinstance(output, torch.Tensor) else ''
+    raise ValueError(f"the loss is missing: the model returns {an(output)}{shape}, "
         "which contains no loss. Pass a loss function, such as loss_fn=torch.nn.functional.cross_entropy.")
 
 # %% ../../nbs/70_state/30_layer_sizes.ipynb #758f77cb
