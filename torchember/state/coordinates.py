@@ -149,10 +149,12 @@ def fault_finding(slopes, faults, widths, more='') -> dict: # more: sentence to 
     "Return the finding about faults of the same kind in one or more layers."
     f,names = faults[0],[g.layer['layer'] for g in faults]
     number,source = remedies[f.rule]
+    # an output of a module with several outputs or calls has a name of its own, but the weights belong to the module
+    modules = list_names(list(dict.fromkeys(g.layer['path'] or 'the model' for g in faults)), 5)
     also = f" The same is true of {list_names(names[1:], 4)}, with similar numbers." if len(names)>1 else ''
     own = float(np.mean([g.own for g in faults]))
     return finding(f.layer['path'], f"{name_module(names[0], f.layer['kind'])}: {f.text}{also}", f.step, severity='warning', look='check.plot()',
-        advice=f"Multiply the {number} of {list_names(names, 5)} by {factor_for(own, widths)}.{more}", ttype='output', source=source,
+        advice=f"Multiply the {number} of {modules} by {factor_for(own, widths)}.{more}", ttype='output', source=source,
         confidence=confidence_from(own, slopes.tolerance), slope=slopes.slope(names[0], f.step, f.quantity), own_slope=own,
         tolerance=slopes.tolerance, layers=names) | {'rule': f.rule}
 
