@@ -48,7 +48,7 @@ def is_rate(x):
 # %% ../../nbs/40_recorder/72_learning_rates.ipynb #8f3398b7
 def plain_rates(optimizer):
     "Return (learning rate, name) of each parameter group of an optimizer, to find changes quickly. None if a rate is not a Python number."
-    plain = [(g.get('lr'), g.get('name')) for g in optimizer.param_groups]
+    plain = [(g.get('lr'), str(g.get('name'))) for g in optimizer.param_groups]
     return plain if all(type(rate) in (float, int) for rate,_ in plain) else None
 
 def rate_version(rate):
