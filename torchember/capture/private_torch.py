@@ -199,20 +199,25 @@ def call_after_backward(f) -> bool: # returns False if this version of torch can
 will_execute = private('torch._C._will_engine_execute_node', None, 'a pass that only torch.autograd.grad uses is merged with the other passes of its step')
 
 def leaves_below(node, most=16):
-    "Return up to `most` autograd nodes that accumulate gradients of leaf tensors, found below `node` in the autograd graph."
-    found,todo,seen = [],[node],set()
-    while todo and len(found)<most and len(seen)<1000:
+    "Yield up to `most` autograd nodes that accumulate gradients of leaf tensors, found below `node` in the autograd graph."
+    found,todo,seen = 0,[node],set()
+    while todo and found<most and len(seen)<1000:
         if (n := todo.pop()) is None or n in seen: continue
         seen.add(n)
-        if hasattr(n, 'variable'): found.append(n)
+        if hasattr(n, 'variable'):
+            found += 1
+            yield n
         else: todo += [below for below,_ in n.next_functions]
-    return found
 
 def writes_gradients() -> bool:
     "Return False if the running backward belongs to `torch.autograd.grad`, which writes into no `.grad`. Call this function in a hook."
-    leaves = leaves_below(running_node()) if will_execute is not None else []
-    try: return not leaves or any(will_execute(n) for n in leaves)
-    except RuntimeError: return False # torch raises RuntimeError for nodes of the inputs of `torch.autograd.grad`
+    any_leaf = False
+    for n in leaves_below(running_node()) if will_execute is not None else ():
+        any_leaf = True
+        try:
+            if will_execute(n): return True # in most backwards the first leaf, so that the other leaves are not searched
+        except RuntimeError: return False # torch raises RuntimeError for nodes of the inputs of `torch.autograd.grad`
+    return not any_leaf
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #8c0a7e02
 # Functions that return the number of this thread's next autograd node (torch 2.0 and later), and run autograd nodes (torch 2.3 and later)
