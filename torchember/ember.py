@@ -543,8 +543,7 @@ class torchEmber(ArmedModel):
         if reduce and ranks and is_on and (whole := merge_ranks(t, rank, world, self.mod_tree())):
             t.whole = whole
             t.file.listeners.add(whole)
-        is_first = not rank and is_on
-        r = self.recorder
+        is_first,r = not rank and is_on,self.recorder
         self.rules = RuleWatch(t, rules, on_finding, r.stop, recording=r.seconds, alarm=r.keep_last) if rules and is_first else None
         self.feeds = [Feed(t, s) for s in sinks] if is_first else []
         self.arm()

@@ -140,6 +140,7 @@ def test_a_schedule_of_modes():
 
 # ---- beside an ember
 
+@pytest.mark.release # slow
 @pytest.mark.parametrize('backend,how,order,leaves', [('aot_eager', 'whole', 'ember first', 'ember'), ('aot_eager', 'whole', 'ember last', 'activations'),
     ('aot_eager', 'blocks', 'ember first', 'activations'), ('aot_eager', 'blocks', 'ember last', 'ember'),
     *(pytest.param('inductor', *p, marks=pytest.mark.slow) for p in [('whole', 'ember first', 'activations'), ('blocks', 'ember last', 'ember')])])

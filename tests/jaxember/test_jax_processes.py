@@ -72,7 +72,6 @@ def parts(home, run):
     return {(r['path'], r['ttype'], r['tname']): r['part'] for r in df.to_dict('records') if r['ttype']!='scalar'}
 
 
-@pytest.mark.release # slow
 @pytest.mark.slow
 @pytest.mark.parametrize('case', ['replicated_2', 'sharded_2', 'tensor_parallel_2', 'not_compiled_2', 'mapped_2', 'laid_out_inside_2'])
 def test_merged_rows_are_those_of_one_process(two, case):

@@ -116,7 +116,8 @@ def recomputing():
 apply_code = getattr(getattr(torch.autograd.Function.apply, '__func__', None), '__code__', None)
 
 def function_call_in(frame):
-    "Return weak references that identify the call of an autograd Function in a stack frame. None if there is none, or if the Function recomputes."
+    """Return weak references that identify the call of an autograd Function in a stack frame. None if there is no such call, or if the
+    Function only repeats a forward pass for a checkpoint."""
     if apply_code is not None:
         # compiled code runs in an autograd Function, too: `recomputes` excludes this Function by its name
         if frame.f_code is not apply_code or recomputes(frame.f_locals['cls']): return None
@@ -383,7 +384,8 @@ def lowering_state(lowering):
         return graph, len(graph.operations), graph.effectful_ops.get(torch.library.EffectType.ORDERED)
 
 def order_graph_operations(graph, n, last, token):
-    "Make Inductor run the operations of `graph`, from number `n` on, after the side effect `last`. Without `token`, they become the last side effect."
+    """Make Inductor run the operations of `graph`, from number `n` on, after the side effect `last`. Without `token`, they become the last
+    side effect."""
     with noting_failure('torch._inductor.graph.GraphLowering.additional_buffer_deps', unordered):
         for o in graph.operations[n:]:
             if last: graph.additional_buffer_deps[o.get_operation_name()].add(last.get_name())
@@ -433,7 +435,8 @@ def fsdp_of(module):
     return out
 
 def group_between_shards(module):
-    "Return the process group whose ranks have replicas of the shards of a hybrid `FullyShardedDataParallel`, or None. Works in all versions of torch."
+    """Return the process group whose ranks have replicas of the shards of a hybrid `FullyShardedDataParallel`, or None. Works in all versions
+    of torch."""
     return getattr(module, '_inter_node_pg', None)
 
 def may_free_parameters():

@@ -248,8 +248,7 @@ class History:
         # without any pass in training mode, the model trains in evaluation mode, so all passes are training passes
         in_eval_mode = not any(s.ttype in ('input', 'output') for s in self.trained)
         if in_eval_mode: self.trained,self.evaluated = self.all,[]
-        self.steps = union_of_steps(self.trained)
-        self.graph = ModuleGraph(self.trained)
+        self.steps,self.graph = union_of_steps(self.trained),ModuleGraph(self.trained)
         if not self.losses: self.losses = probed_losses(self.trained)
 
     attention = property(lambda self: self.pass_rows['attention'], doc="Rows about heads of attention")

@@ -10,7 +10,7 @@ import re
 
 import numpy as np
 
-from .experts import start_of
+from .experts import start_of_last_true
 from .finding import confidence_from, finding, fmt, name_module
 from .rules import rule
 from .values import largest_number
@@ -83,7 +83,7 @@ def stream_grows(h, factor=1.3, times=10., blocks=6, records=3):
         with np.errstate(all='ignore'): growth,total = size[:, 1:]/size[:, :-1],size[:, -1]/size[:, 0]
         known = np.isfinite(growth).all(1)
         middle = np.median(np.where(known[:, None], growth, 0), 1)
-        at = start_of((middle>factor) & (total>times), records)
+        at = start_of_last_true((middle>factor) & (total>times), records)
         if at is None: continue
         yield finding(b.paths[-1], f"The residual stream grows with depth: from step {b.steps[at]} on, the rms after a block is {fmt(middle[-1])} "
             f"times that after the block before (median of {size.shape[1]} blocks). It is {fmt(size[-1, 0])} after {b.titles[0]}, and "
@@ -113,7 +113,7 @@ def idle_blocks(h, least=.001, wait=100., records=5):
         if not idle.any(): continue
         names = [t for t,i in zip(b.titles, idle, strict=True) if i]
         # index of the first record from which on all idle blocks add so little
-        at = start_of((all_added[:, idle]<least).all(1), records)
+        at = start_of_last_true((all_added[:, idle]<least).all(1), records)
         step = int(b.steps[at])
         which = f"{names[0]} adds" if len(names)==1 else f"{len(names)} of {len(idle)} blocks, such as {names[0]}, add"
         yield finding(b.paths[int(np.flatnonzero(idle)[0])], f"From step {step} on, {which} almost nothing to the residual stream: at most "

@@ -45,7 +45,7 @@ class OtherModels:
     def __init__(self, sources):
         self.sources = sources # the `Sources` of the recorder
         self.root,self.known,self.parameters = None,frozenset(),frozenset() # Weak reference to the model, ids of its modules, ids of its parameters
-        self.is_ours = weakref.WeakKeyDictionary() # module that called a recorded module -> True if its calls count as calls of the recorded model
+        self.is_ours = weakref.WeakKeyDictionary() # module that called a recorded module -> True if it is part of the recorded model
         self.root_called = False # True once the root was called
         self.at_first = None # version counters of the weights at the first call by another model
 
@@ -173,7 +173,7 @@ class RunningPasses:
             except BaseException: # an error of a schedule, for example, is raised with on_error='raise'
                 self.running -= 1
                 raise
-            if self.running>1: self.planned.stop() # threads that share a pass need the lock, which compiled code does not take
+            if self.running>1: self.planned.stop() # several threads share this pass and need the lock. Compiled code does not take it, so it must stop
             else: self.planned.begin(here)
 
     def end(self, here, compiled) -> bool|None:
@@ -202,7 +202,8 @@ def warn_if_stalled(pipe):
     if len(steps.optimizers.awaited)>1 and ever: how = f"{'has' if one else 'have'} not stepped since step {steps.number-1}"
     notices.once('stalled', f"The optimizer{'s'*(not one)} that torchEmber was given, {optimizer_names(missing)}, {how}, but {why}: "
         f"all of this is recorded as step {steps.number}, which has {steps.state.training_passes:,} training passes so far. "
-        "If you replaced an optimizer, call te.close() and then torchEmber(model, optimizer=..., name=..., resume=True) with all optimizers that step "
+        """If you replaced an optimizer, call te.close() and then torchEmber(model, optimizer=..., name=..., resume=True) with all optimizers
+        that step"""
         "now. If optimizers alternate or one stops, leave out optimizer= and call te.step() at the end of each step.", 'warning')
 
 # %% ../../nbs/40_recorder/79_hearing.ipynb #009b6057

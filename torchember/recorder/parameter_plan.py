@@ -23,7 +23,7 @@ class ParameterPlan:
         self.dicts = SameDicts(st.track.parameters for st in states if st.watched)
         self.which = [(st, i, n) for st,i,n,_ in which]
         self.ids = [id(p) for *_,p in which]
-        self.all_ids,self.container = frozenset(self.ids),None # container: the last frozenset for which `is_within` returned True
+        self.container = None # the last frozenset for which `is_within` returned True
         # keys of each parameter in the sets `known.with_gradient` and `gathered` of `Parameters`
         self.names,self.places = [(st.track.path, n) for st,_,n in self.which],[(id(st), n) for st,_,n in self.which]
         self.all_places,self.noted = frozenset(self.places),False # noted: True once `known.with_gradient` has all parameters
@@ -41,7 +41,7 @@ class ParameterPlan:
     def is_within(self, ids) -> bool:
         "Return True if a set contains the ids of all parameters. Remember a frozenset that does, to compare it only once."
         if ids is self.container: return True
-        within = self.all_ids<=ids
+        within = ids.issuperset(self.ids)
         if within and type(ids) is frozenset: self.container = ids
         return within
 

@@ -244,8 +244,7 @@ class Recorder:
         self.pipe.gate.decide_step()
         open_recorders.add(self)
 
-    steps,sources,buffer,writer = map(part_of_pipe, ('steps', 'sources', 'buffer', 'writer'))
-    cost,tally,box,stop = map(part_of_pipe, ('cost', 'tally', 'box', 'stop'))
+    steps,sources,buffer,writer,cost,tally,box,stop = map(part_of_pipe, ('steps', 'sources', 'buffer', 'writer', 'cost', 'tally', 'box', 'stop'))
     step,watch,ttypes,calls,notices = map(part_of_pipe, ('steps.number', 'sources.watch', 'sources.ttypes', 'buffer.calls', 'buffer.notices'))
     owner = property(lambda self: self.model.owner)
 

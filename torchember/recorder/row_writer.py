@@ -158,7 +158,7 @@ class RowWriter:
         self.marks = None # rank and marks of the rows that were queued last
         # list of `Measured` of steps that are written later, because they may turn out to be micro-batches
         self.waiting = []
-        # number of the step whose rows contain refused passes, and number of these passes
+        # (number of the step with passes that could not be recorded, number of these passes)
         self.refused = None,0
 
     def note_time(self):

@@ -207,7 +207,7 @@ class CoordCheck:
         self.step = int(known.groupby('layer')['step'].min().max()) if len(known) else 1
 
     def at_step(self, step:int|None=None):
-        "Return the slopes of each layer with weights, a row for each layer: of the output before training, and of the changes after `step` steps."
+        "Return a table with a row for each layer with weights: slopes over the width of its output before training, and of its changes after `step` steps."
         at = self.slopes[self.slopes['step']==(self.step if step is None else step)].pivot(index='layer', columns='quantity', values='slope')
         before = self.slopes[(self.slopes['step']==0) & (self.slopes['quantity']=='output')].set_index('layer')['slope']
         return at.assign(output=before).reindex(index=self.layers, columns=list(shown)).rename(columns=shown).rename_axis(columns=None)

@@ -251,7 +251,8 @@ CURSOR,TAPPED,GROUPS,SHARE,tap_words = range(5)
 
 @njit
 def known_row(run, entry, x, tap, version, at):
-    "Return the address of the row with the summary of the tensor `x`, 0 if `x` must be read. `entry`: entry of `Arena.seen` for `x`."
+    """Return the memory address of the row that already has the summary of the tensor `x`. Return 0 if there is none, so that `x` must be
+    read. `entry`: entry of `Arena.seen` for `x`."""
     if tuple_item(entry, 7)!=load(run+8*NONE) or referent(tuple_item(entry, 0))!=x: return 0
     row = number_at(tuple_item(entry, 4))
     if row==0 or number_at(tuple_item(entry, 1))!=version or number_at(tuple_item(entry, 2))!=at: return 0
@@ -550,7 +551,8 @@ def note_shapes(run, track, attribute, names, out, n):
 
 @njit
 def write_all(run, plan, side, out, n, start, call, to):
-    "Write the rows of the found tensors from number `start` on, and note their shapes. Return the result of `write_rows`. `side`: 0 for inputs, 1 for outputs."
+    """Write the rows of the found tensors from number `start` on, and note their shapes. Return the result of `write_rows`. `side`: 0 for
+    inputs, 1 for outputs."""
     known,attribute,first = load(plan+8*KNOWN)+8*side,INPUT_SHAPES,INPUTS
     if side==1: attribute,first = OUTPUT_SHAPES,OUTPUTS
     store(run+8*CHANGED, 0)
