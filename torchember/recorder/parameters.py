@@ -161,7 +161,7 @@ class Parameters:
     def after_call(self, state, outermost:bool, ttypes):
         "Measure the parameters of a module after its call. After the `outermost` module, also measure all modules inside it."
         self.measure_own(state, ttypes)
-        if outermost and state.track.children and not ((plan := self.current_plan()) is not None and plan.all_ids<=self.seen):
+        if outermost and state.track.children and not ((plan := self.current_plan()) is not None and plan.is_within(self.seen)):
             for other in self.states if state.root else below(state, self.states): self.measure_own(other, ttypes)
 
     def current_plan(self):
@@ -191,7 +191,7 @@ class Parameters:
         if count_function_modes() or inside_transform() is not None: return False
         plan = plan or self.current_plan()
         if plan is None or wanted is not None and not plan.is_within(wanted) or not plan.prepare(): return False
-        if 'weight' in self.ttypes and not plan.all_ids<=self.seen: return False
+        if 'weight' in self.ttypes and not plan.is_within(self.seen): return False
         self.buffer.rows.forget_seen()
         if plan.measure_gradients(self): self.hint.found = self.hint.in_step = True
         return True
