@@ -14,6 +14,7 @@ cases = {
     test_numbers_equal_those_of_explicit_weights[DistilBertForMaskedLM-*
     test_numbers_equal_those_of_explicit_weights[BartForConditionalGeneration-*
     test_compiled_code_has_the_same_rows_and_bits[aot_eager-True]
+    test_multihead_attention[True]
     ''',
 'integrations/test_pages_of_integrations.py': '''
     test_the_program_runs_and_records_layers[55_accelerate]
@@ -21,6 +22,7 @@ cases = {
 'integrations/test_transformers_libraries.py': '''
     test_trainers_of_trl[SFT]
     test_trainers_of_trl[SFT-peft]
+    test_trainers_of_trl[DPO]
     ''',
 'capture/test_compiled.py': '''
     test_whole[inductor]

@@ -179,6 +179,7 @@ def test_beside_an_ember(backend, how, order, leaves):
         assert set(o.__dict__)-{'_compiled_call_impl', '_is_torch_compile'}==set(before[n]), n
 
 
+@pytest.mark.release # slow
 def test_an_ember_and_blocks_share_a_graph():
     m = model(12)
     acts = from_activation(m)

@@ -313,6 +313,7 @@ def test_compiled_code_has_the_same_rows_and_bits(backend, parts):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5, equal_nan=True, msg=c)
 
 
+@pytest.mark.release # slow
 def test_attention_of_compiled_code_can_be_switched_on_and_off():
     model = nn.Sequential(Attention('method'))
     f = torch.compile(model, backend='aot_eager', fullgraph=True)

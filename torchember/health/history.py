@@ -232,7 +232,7 @@ class History:
     def __init__(self, df, parameters=(), name='', activations:dict|None=None, losses=(), facts:dict|None=None):
         if len(df) and not {'step', 'ttype'}<=set(df.columns):
             raise ValueError(f"A table of rows needs the columns step and ttype, got {', '.join(map(str, df.columns[:6]))}. Pass the result of read(run).")
-        df = clean_types(df)
+        self.df = df = clean_types(df)
         self.name,self.recorded_parameters,self.activations = name,list(parameters),activations or {}
         self.losses,self.facts = list(losses),facts or {}
         pd = needs('pandas', for_='A history of a run')

@@ -202,8 +202,7 @@ def warn_if_stalled(pipe):
     if len(steps.optimizers.awaited)>1 and ever: how = f"{'has' if one else 'have'} not stepped since step {steps.number-1}"
     notices.once('stalled', f"The optimizer{'s'*(not one)} that torchEmber was given, {optimizer_names(missing)}, {how}, but {why}: "
         f"all of this is recorded as step {steps.number}, which has {steps.state.training_passes:,} training passes so far. "
-        """If you replaced an optimizer, call te.close() and then torchEmber(model, optimizer=..., name=..., resume=True) with all optimizers
-        that step"""
+        "If you replaced an optimizer, call te.close() and then torchEmber(model, optimizer=..., name=..., resume=True) with all optimizers that step "
         "now. If optimizers alternate or one stops, leave out optimizer= and call te.step() at the end of each step.", 'warning')
 
 # %% ../../nbs/40_recorder/79_hearing.ipynb #009b6057
