@@ -59,7 +59,7 @@ def router_collapse(h, share=.9, half=.5, records=5):
             ttype='router', severity='error' if h.progress.is_bad else None, share=float(top[-1]), experts=names,
             confidence=confidence_from(1-share, max(1-top[-1], 1e-9)), look=f"scalar_line(run, {r.path!r}, 'router', 'load')",
             advice="Add a loss that balances the load (in models of Hugging Face: output_router_logits=True and router_aux_loss_coef=0.01), "
-                "check its sign, or start with a smaller weight of the router.")
+                "check the sign of this loss, or initialize the router with smaller weights.")
         return
 
 # %% ../../nbs/55_health/42_experts.ipynb #50640d88

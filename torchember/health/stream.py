@@ -59,9 +59,9 @@ def massive_activations(h, share=.25):
         r,worst = near.sort_values(['step', 'depth'], kind='stable').iloc[0],near.loc[near['largest'].idxmax()]
         title,size = b.titles[list(b.depths).index(r['depth'])],float(worst['largest'])
         many = f", {fmt(worst['ratio'])} times the median" if np.isfinite(worst.get('ratio', np.nan)) else ''
-        yield finding(str(r['path']), f"The residual stream reaches {fmt(size)}{many}, in channel {worst['channel']:.0f} at token "
-            f"{worst['token']:.0f}: from step {r['step']} on, it is close to {largest_number[r['dtype']]:,.0f}, the largest number of {r['dtype']}, "
-            f"after {title}.",
+        yield finding(str(r['path']), f"From step {r['step']} on, the residual stream after {title} is close to {largest_number[r['dtype']]:,.0f}, "
+            f"the largest number of {r['dtype']}. The largest recorded value of the stream is {fmt(size)}{many}, in channel "
+            f"{worst['channel']:.0f} at token {worst['token']:.0f}.",
             int(r['step']), int(near['step'].max()), ttype='stream', largest=size, channel=int(worst['channel']), token=int(worst['token']),
             confidence=confidence_from(size, share*largest_number[r['dtype']]), look=f"scalar_line(run, {str(r['path'])!r}, 'stream', 'largest')",
             advice="Train in bfloat16, which has the range of float32, or keep the residual stream in float32.")
@@ -91,8 +91,8 @@ def stream_grows(h, factor=1.3, times=10., blocks=6, records=3):
             int(b.steps[at]), int(b.steps[-1]), ttype='stream', factor=float(middle[-1]), times=float(total[-1]),
             severity='info' if h.progress.is_good else None, confidence=confidence_from(middle[-1]-1, factor-1),
             look="scalar_lines(run, ttype='stream', stat='rms')",
-            advice="Normalize the input of each block (pre-norm), or start with weights of the last layer of each block that are zero, or "
-                "divided by the square root of the number of blocks.")
+            advice="Normalize the input of each block (pre-norm), initialize the weights of the last layer of each block to zero, or "
+                "divide these initial weights by the square root of the number of blocks.")
         return
 
 # %% ../../nbs/55_health/43_stream.ipynb #2bc6402d
@@ -117,8 +117,8 @@ def idle_blocks(h, least=.001, wait=100., records=5):
         step = int(b.steps[at])
         which = f"{names[0]} adds" if len(names)==1 else f"{len(names)} of {len(idle)} blocks, such as {names[0]}, add"
         yield finding(b.paths[int(np.flatnonzero(idle)[0])], f"From step {step} on, {which} almost nothing to the residual stream: at most "
-            f"{fmt(added[:, idle].max())} of the size of the input. Without {'this block' if len(names)==1 else 'these blocks'}, the model would be "
-            "the same.", step, int(b.steps[-1]), ttype='stream', blocks=len(names), added=float(added[:, idle].max()),
+            f"{fmt(added[:, idle].max())} of the size of the input. Without {'this block' if len(names)==1 else 'these blocks'}, the output of the model "
+            "would be almost the same.", step, int(b.steps[-1]), ttype='stream', blocks=len(names), added=float(added[:, idle].max()),
             look="scalar_lines(run, ttype='stream', stat='added')",
-            advice="Check the factor or the gate of the branch, its initial weights, and whether the optimizer has its parameters.")
+            advice="Check the factor or the gate that scales what the block adds, its initial weights, and whether the optimizer has its parameters.")
         return
