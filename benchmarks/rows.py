@@ -250,9 +250,9 @@ def alexnet_numerics(quick):
 
 @row('attention', 'attention=True: statistics of each head of GPT-2, against the same recording without attention')
 def attention(quick):
-    from torchember.recorder.attention import AttentionSteps
+    from torchember.recorder.pass_numbers import PassSteps
     def selected(n): # number of steps in a run of n steps at which attention is recorded by default
-        steps = AttentionSteps()
+        steps = PassSteps()
         return sum(steps.selects(i, '') for i in range(n))
     for implementation in ('sdpa', 'eager'):
         model,loss = gpt2()

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 root = Path(__file__).parents[1]
-os.environ |= {'TORCHEMBER_HOME': tempfile.mkdtemp(), 'TORCHEMBER_PLAN': '1', 'TORCHEMBER_WAIT': '1'}
+os.environ |= {'TORCHEMBER_PLAN': '1', 'TORCHEMBER_WAIT': '1'}
 os.environ.pop('PYTHONDONTWRITEBYTECODE', None)
 
 
@@ -48,6 +48,8 @@ def register_jax():
 
 if __name__=='__main__':
     collect = subprocess.Popen([sys.executable, '-m', 'pytest', '--collect-only', '-q', '-n', '0'], cwd=root, stdout=subprocess.DEVNULL)
-    train_torch()
+    with tempfile.TemporaryDirectory() as home:
+        os.environ['TORCHEMBER_HOME'] = home
+        train_torch()
     if importlib.util.find_spec('jax'): register_jax()
     sys.exit(collect.wait())

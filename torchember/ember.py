@@ -31,7 +31,7 @@ from .processes.module_names import paths_in
 from .processes.whole_steps import WholeSteps
 from .recorder.process import release_run, open_recorders, rank_and_size, shared_name, store_for, weak_source
 from .recorder.parameters import every_parameter
-from .recorder.recorder import Recorder, Settings, recorded
+from .recorder.recorder import Recorder, Settings, check_pass_steps, recorded
 from .recorder.recovery import take_in
 from .recorder.row import watch_first_bad
 from .health.diagnose import choose_rules
@@ -159,7 +159,7 @@ class RecordedRun:
         Returns:
             The ember itself
         """
-        self.recorder.model.record_attention(steps)
+        self.recorder.model.record_numbers('attention', steps)
         return self
 
     def step(self):
@@ -516,8 +516,10 @@ class torchEmber(ArmedModel):
         inner = unwrap(model)
         asked = check_ttypes(ttypes, (*recorded, *of_passes))
         ttypes = tuple(t for t in asked if t not in of_passes)
-        attention,routers,stream = (when or t in asked for t,when in zip(of_passes, (attention, routers, stream), strict=True))
-        if not ttypes and not (attention or routers or stream): raise ValueError(nothing_to_record(recorded))
+        names_blocks = isinstance(stream, list|tuple|set)
+        numbers = {t: when or t in asked for t,when in zip(of_passes, (attention, routers, stream), strict=True)}
+        if not ttypes and not any(numbers.values()): raise ValueError(nothing_to_record(recorded))
+        for n,when in dict(attention=attention, routers=routers, stream=not names_blocks and stream).items(): check_pass_steps(n, when)
         optimizers = check_optimizers(optimizer, scaler, ttypes, [*model.parameters(), *inner.parameters()])
         scaler = scaler_of(optimizers) if scaler is None else scaler
         when,stats = schedule(every),stats if callable(stats) else stat_names(stats)
@@ -526,7 +528,7 @@ class torchEmber(ArmedModel):
         rules,on_finding,sinks = choose_rules(rules or ()),check_on_finding(on_finding),sinks_of(sinks)
         ts = tracks(inner)
         watched_modules(ts, include, exclude) # checks the arguments before the run is created
-        if isinstance(stream, list|tuple|set): watched_modules(ts, stream, None)
+        if names_blocks: watched_modules(ts, stream, None)
         t,rank,world = run_of_rank(type(inner).__name__, name, resume, home, store)
         first = number_of_first(t, resume, first_step)
         ranks = None if rank is None else Ranks(model, rank, world, lambda meta: t.amend('ranks', meta))
@@ -534,7 +536,7 @@ class torchEmber(ArmedModel):
         if ranks and not callable(stats) and not {'shape', 'numel'}.intersection(stats): stats = (*stats, 'numel')
         super().__init__(t, Recorder(t, Settings(ttypes, stats, when, only_training, on_error, first, rank,
             ranks, None if overhead is None else Budget(overhead), optimizers, scaler, ends, ts[0].name,
-            blackbox, lambda meta: t.amend('parameters', meta), cuda_graphs, attention, dict(router=routers, stream=stream))), model, ts, include, exclude)
+            blackbox, lambda meta: t.amend('parameters', meta), cuda_graphs, numbers)), model, ts, include, exclude)
         self.views = [] # live views that show the run; `close` ends them
         known,is_on = self.recorder.sources.parameters.known,not disabled()
         if resume: known.resume_from(read_parameters(t))

@@ -4,6 +4,7 @@ import warnings
 import programs
 import pytest
 import torch
+from same_training import train
 from torch import nn
 from torch import softmax as imported_softmax
 from torch.nn import functional as F
@@ -186,22 +187,6 @@ def test_encoder_layers():
     assert list(rows.module.unique())==[of_layer.format(i) for i in range(2)]
     assert len(rows)==4 and (rows.reach==5).all()
 
-
-def train(model, steps=3, run=None, **more):
-    "Train a model for a few steps. Return the losses, the weights and the state of the random generator, and the ember."
-    torch.manual_seed(0)
-    for p in model.parameters(): nn.init.normal_(p, std=.3)
-    opt = torch.optim.SGD(model.parameters(), .1)
-    te = torchEmber(model, opt, **more) if more else None
-    losses = []
-    for _ in range(steps):
-        loss = F.dropout((run or model)(torch.randn(3, 12, 8)), .5).square().mean()
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        losses.append(loss.item())
-    if te: te.close()
-    return [torch.tensor(losses), *(p.detach() for p in model.parameters()), torch.get_rng_state()], te
 
 
 def test_training_is_the_same_to_the_bit():

@@ -3,8 +3,8 @@ import warnings
 
 import pytest
 import torch
+from same_training import train
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from torchember import EmberWarning, diagnose, torchEmber
@@ -114,22 +114,6 @@ def test_hand_written_routers():
     assert list(whole.path)==list('0123') and list(whole.choices)==[2, 2, 1, 2] and 'dropped' not in whole # no expert is a module
     assert set(whole.dtype)=={'float32'} and set(whole.tokens)=={36}
 
-
-def train(model, steps=3, run=None, **more):
-    "Train a model for a few steps. Return the losses, the weights and the state of the random generator, and the ember."
-    torch.manual_seed(0)
-    for p in model.parameters(): nn.init.normal_(p, std=.3)
-    opt = torch.optim.SGD(model.parameters(), .1)
-    te = torchEmber(model, opt, **more) if more else None
-    losses = []
-    for _ in range(steps):
-        loss = F.dropout((run or model)(torch.randn(3, 12, 8)), .5).square().mean()
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        losses.append(loss.item())
-    if te: te.close()
-    return [torch.tensor(losses), *(p.detach() for p in model.parameters()), torch.get_rng_state()], te
 
 
 def test_training_is_the_same_to_the_bit():

@@ -4,8 +4,8 @@ import warnings
 
 import pytest
 import torch
+from same_training import train
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from torchember import EmberWarning, torchEmber
@@ -106,22 +106,6 @@ def test_convolutions_have_their_channels_first():
     assert list(rows.path)==['1.0', '1.1'] and rows.channel[1]==4 and rows.largest[1]==pytest.approx(y.abs().max().item())
 
 
-def train(model, steps=3, **more):
-    "Train a model for a few steps. Return the losses, the weights and the state of the random generator, and the ember."
-    torch.manual_seed(0)
-    for p in model.parameters(): nn.init.normal_(p, std=.3)
-    opt = torch.optim.SGD(model.parameters(), .1)
-    te = torchEmber(model, opt, **more) if more else None
-    losses = []
-    for _ in range(steps):
-        loss = F.dropout(model(torch.randn(3, 12, 8)), .5).square().mean()
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        losses.append(loss.item())
-    if te: te.close()
-    return [torch.tensor(losses), *(p.detach() for p in model.parameters()), torch.get_rng_state()], te
-
 
 def test_training_is_the_same_to_the_bit():
     alone,recorded = train(Net('', 'in place'))[0],train(Net('', 'in place'), stream=1)
@@ -166,3 +150,9 @@ def test_odd_inputs():
     zero,nan,double = (rows[i:i+3] for i in (0, 3, 6))
     assert len(rows)==9 and math.isnan(zero.added.iloc[0]) and zero.rms_input.iloc[0]==0
     assert nan.rms.isna().all() and set(double.dtype)=={'float64'} and (double.rms>0).all()
+
+
+@pytest.mark.parametrize(('name', 'value'), [('stream', 'often'), ('routers', 'often'), ('attention', 'often'), ('stream', -1), ('routers', .5)])
+def test_wrong_steps_are_an_error_before_the_run_exists(name, value, tmp_path):
+    with pytest.raises((TypeError, ValueError), match=f'{name}={value!r}: '): torchEmber(Net(), home=tmp_path, **{name: value})
+    assert not list(tmp_path.rglob('*.json*'))

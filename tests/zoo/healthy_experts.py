@@ -5,7 +5,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from . import is_healthy
 from .broken_experts import train
 from .experts import Mixtures
-from .parts import letters, passages
+from .parts import fit_language_model, letters
 
 
 @is_healthy
@@ -36,12 +36,4 @@ def a_small_mixtral(arm):
     torch.manual_seed(614)
     model = MixtralForCausalLM(MixtralConfig(vocab_size=len(letters), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=.02))
-    opt = torch.optim.AdamW(model.parameters(), 3e-3)
-    te = arm(model, optimizer=opt, routers=True)
-    for x,_ in passages(60, 16):
-        loss = model(input_ids=x, labels=x).loss
-        te.log(loss=loss)
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-    te.close()
+    fit_language_model(arm, model, routers=True)

@@ -5,7 +5,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from . import is_healthy
 from .broken_stream import Residual, train
-from .parts import letters, passages
+from .parts import fit_language_model, letters
 
 
 @is_healthy
@@ -35,12 +35,4 @@ def a_small_gpt2(arm):
     torch.manual_seed(624)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=len(letters), n_embd=32, n_layer=6, n_head=2, n_positions=32, resid_pdrop=0., attn_pdrop=0.,
         embd_pdrop=0., bos_token_id=1, eos_token_id=1))
-    opt = torch.optim.AdamW(model.parameters(), 3e-3)
-    te = arm(model, optimizer=opt, stream=True)
-    for x,_ in passages(60, 16):
-        loss = model(input_ids=x, labels=x).loss
-        te.log(loss=loss)
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-    te.close()
+    fit_language_model(arm, model, stream=True)

@@ -87,7 +87,6 @@ class PassEvents:
         self.wanted = None
         self.modes = ModeFacts(self.calls.innermost, self.sources.parameters.known.note_modes)
         self.extra_frames = 0 # number of frames added to Python's recursion limit while the model runs
-        self.attention = None # `recorder.attention.Attention`, None if attention is not recorded
         self.numbers = {} # tensor type -> `PassNumbers` that measures some passes, such as 'router' -> `Routers`
 
     def prepare(self, root, depth):
@@ -129,20 +128,17 @@ class PassEvents:
         self.calls.begin_recorded(phase if self.steps.manual else None)
         if not shared and self.extra_frames: raise_recursion_limit(self.extra_frames)
         if not shared and state.root and self.pipe.gate.on: self.modes.begin(self.sources.states, phase, grad, eager)
-        if not shared and self.attention is not None: self.attention.begin(state, phase, self.pipe.gate.writes)
         for numbers in () if shared else self.numbers.values(): numbers.begin(state, phase, self.pipe.gate.writes, eager)
 
     def fail(self, here):
         "Mark the pass as failed, because its outermost module raised an exception. Do nothing if other threads continue this pass."
         if here.depth==1 and not here.skipped and self.calls.recorded==1:
             self.steps.state.failed = True
-            if self.attention is not None: self.attention.fail()
             for numbers in self.numbers.values(): numbers.fail()
 
     def end(self, here, compiled):
         "Handle the end of a pass in this thread: stop its clock, and update the black box."
         self.modes.end(self.sources.states)
-        if self.attention is not None and not here.skipped and self.calls.recorded==1: self.attention.end(self.pipe.buffer.micro)
         for numbers in self.numbers.values() if not here.skipped and self.calls.recorded==1 else (): numbers.end(self.pipe.buffer.micro)
         if self.pipe.box is not None: self.pipe.box.set_phase(AFTER)
         self.cost.end_pass(0 if compiled else len(self.sources.states), bool(self.pipe.gate.on and not here.skipped))

@@ -16,9 +16,8 @@ import torch
 
 from ..capture.routers import RouterWatch, experts_in, has_experts, running_calls
 from ..measure.devices import being_captured, undisturbed
-from .attention import local_part
 from .budget import clock
-from .pass_numbers import PassNumbers
+from .pass_numbers import PassNumbers, local_part
 
 # %% ../../nbs/40_recorder/42_routers.ipynb #01cc18fb
 def count_choices(indices, n:int):
@@ -86,8 +85,8 @@ def all_tracks(track) -> list:
 class Routers(PassNumbers):
     "Records routers during some training passes. A `RouterWatch` notifies it of choices."
     ttype,unseen = 'router',no_router
-    def __init__(self, when, pipe): # arguments as of `PassNumbers`
-        super().__init__(when, pipe)
+    def __init__(self, when, pipe, wants=None): # arguments as of `PassNumbers`
+        super().__init__(when, pipe, wants)
         self.watch = RouterWatch(self)
         self.tracks = {} # id of a module -> its `moduleTrack`, during a measured pass
         self.expert_calls = {} # id of an expert's module -> `RoutedCall` whose router chose last among these experts

@@ -15,8 +15,7 @@ from torch import nn
 from ..ground.choose import select
 from ..measure.devices import being_captured, undisturbed
 from ..measure.stream import block_numbers, channels_last, rms_of, sample_tokens
-from .attention import local_part
-from .pass_numbers import PassNumbers
+from .pass_numbers import PassNumbers, local_part
 
 # %% ../../nbs/40_recorder/44_stream.ipynb #98a5aff0
 def blocks_in(module) -> list:
@@ -54,9 +53,9 @@ names_of_indices = 'channel','token' # columns with an index, which are whole nu
 class Stream(PassNumbers):
     "Records the residual stream during some training passes."
     ttype,unseen = 'stream',no_blocks
-    def __init__(self, when, pipe): # when: as of `PassNumbers`, or a list of selections of blocks, such as 'encoder.layer.*'
+    def __init__(self, when, pipe, wants=None): # when: as of `PassNumbers`, or a list of selections of blocks, such as 'encoder.layer.*'
         self.names = when if isinstance(when, list|tuple|set) else None
-        super().__init__(True if self.names else when, pipe)
+        super().__init__(True if self.names else when, pipe, wants)
         self.blocks,self.nested = set(),set() # ids of modules that can be blocks; paths of blocks that are in other blocks
         self.inputs = {} # id of a block -> (shape, rms, sample) of its input, while the block runs
 

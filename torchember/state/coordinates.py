@@ -393,7 +393,9 @@ def coord_check(
         Result with `table`, `slopes`, `findings` and `plot()`
     """
     widths,seeds,maker = check_widths(widths),check_seeds(seeds),ModelMaker(make_model, make_optimizer)
-    if not isinstance(steps, int) or steps<1: raise ValueError(f"coord_check needs steps>=1, got {steps!r:.60}.")
+    if not isinstance(steps, int) or steps<1: raise ValueError(f"steps must be a whole number of at least 1, got {steps!r:.60}.")
+    if not isinstance(tolerance, int|float) or not tolerance>=0:
+        raise ValueError(f"tolerance must be a number of at least 0, got {tolerance!r:.60}. The default is 0.25.")
     pd,batches,rows,stops = needs('pandas', for_='coord_check'),as_batches(data, steps),[],[]
     for width in widths:
         for seed in seeds:

@@ -146,8 +146,9 @@ def as_batches(data, most:int) -> list:
     for i,batch in enumerate(batches):
         if not isinstance(batch, Mapping) and not (isinstance(batch, tuple|list) and len(batch)==2):
             raise TypeError(f"batch {i} of data is {an(batch)}. A batch must be (x, y), or a dict of arguments for the model.")
-        for name,x in find_tensors(batch, f'batch {i}'):
-            if x.is_floating_point() and not x.isfinite().all(): raise ValueError(f"{name} of data contains NaN or infinity. Remove such samples.")
+        for name,x in find_tensors(batch, ''):
+            if x.is_floating_point() and not x.isfinite().all():
+                raise ValueError(f"data contains NaN or infinity, in tensor {name.lstrip('.')} of batch {i}. Remove such samples.")
     return batches
 
 def run_batch(model, batch):
