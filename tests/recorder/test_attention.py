@@ -1,7 +1,6 @@
 "Numbers of attention heads, compared with explicit weights: models of Hugging Face and of torch, hand-written attention, checkpoints, bad input"
 import warnings
 
-import programs
 import pytest
 import torch
 from same_training import train
@@ -10,7 +9,7 @@ from torch import softmax as imported_softmax
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from torchember import EmberWarning, read, torchEmber
+from torchember import EmberWarning, torchEmber
 
 
 def heads(te):
@@ -188,7 +187,6 @@ def test_encoder_layers():
     assert len(rows)==4 and (rows.reach==5).all()
 
 
-
 def test_training_is_the_same_to_the_bit():
     alone,recorded = train(hand_written())[0],train(hand_written(), attention=1)
     assert all(map(torch.equal, alone, recorded[0]))
@@ -360,38 +358,3 @@ def test_nested_sequences_are_named():
     with pytest.warns(EmberWarning, match='nested'): model(x)
     te.disarm()
     assert not len(heads(te))
-
-
-ranks = '''
-import sys
-import torch
-from torch import distributed as dist, nn
-from torch.nn import functional as F
-from torchember import torchEmber
-dist.init_process_group('gloo')
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.q = nn.Linear(4, 4)
-    def forward(self, x): return F.scaled_dot_product_attention(self.q(x), x, x)
-torch.manual_seed(0)
-model = nn.parallel.DistributedDataParallel(Attention())
-te = torchEmber(model, torch.optim.SGD(model.parameters(), .1), attention=True, name='both', home=sys.argv[1])
-torch.manual_seed(dist.get_rank())
-model(torch.randn(2, 3, 10, 4)).mean().backward()
-te.recorder.watch.optimizers[0].step()
-te.close()
-dist.barrier()
-dist.destroy_process_group()
-'''
-
-
-@pytest.mark.slow
-def test_rows_of_two_ranks_are_merged(tmp_path):
-    script = tmp_path/'script.py'
-    script.write_text(ranks.replace('sys.argv[1]', repr(str(tmp_path))))
-    programs.ranks(script)
-    each,both = read('both', home=tmp_path, ttype='attention', per_rank=True),read('both', home=tmp_path, ttype='attention')
-    assert len(each)==6 and list(both.tname)==['head_0', 'head_1', 'head_2']
-    for column,merge in (('entropy', 'mean'), ('future', 'mean'), ('logit_max', 'max'), ('logit_bound', 'max')):
-        torch.testing.assert_close(torch.tensor(both[column]), torch.tensor(each.groupby('tname')[column].agg(merge).to_numpy()))

@@ -115,7 +115,6 @@ def test_hand_written_routers():
     assert set(whole.dtype)=={'float32'} and set(whole.tokens)=={36}
 
 
-
 def test_training_is_the_same_to_the_bit():
     topk = torch.topk
     alone,recorded = train(hand_written())[0],train(hand_written(), routers=1)
@@ -180,6 +179,36 @@ def test_what_is_no_router():
         for _ in range(3): model(torch.randn(4, 8))
         te.close()
     assert len(found)==1 and not len(routers(te))
+
+
+def test_a_statistic_of_the_user_is_no_router():
+    model = Mixture()
+    te = torchEmber(model, ttypes='output', routers=1)
+    @te.how_record_out
+    def best(x): return {'best': x.flatten(0, -2)[:, :4].topk(1).indices.float().mean()}
+    model(torch.randn(3, 12, 8))
+    te.close()
+    assert counts_of(te)==model.chosen and set(routers(te).query('tname=="router"').choices)=={2}
+
+
+@pytest.mark.parametrize('exclude', [None, 'experts.3'])
+def test_dropped_tokens_need_all_experts(exclude):
+    class Half(nn.Module):
+        "Each expert gets only the first half of its tokens."
+        def __init__(self):
+            super().__init__()
+            self.gate,self.experts = nn.Linear(8, 4),nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        def forward(self, x):
+            self.chosen = self.gate(x).topk(1).indices[:, 0]
+            for i,expert in enumerate(self.experts): expert(x[self.chosen==i][:int((self.chosen==i).sum())//2])
+            return x
+    model = Half()
+    te = torchEmber(model, ttypes='output', routers=1, exclude=exclude)
+    model(torch.randn(64, 8))
+    te.close()
+    kept = sum(n//2 for n in count(model.chosen, 4))
+    row = routers(te).iloc[0]
+    assert row.get('dropped')==pytest.approx(1-kept/64, abs=1e-6) if exclude is None else 'dropped' not in row
 
 
 def test_a_failing_count_does_not_stop_the_training(monkeypatch):

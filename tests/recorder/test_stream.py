@@ -36,7 +36,7 @@ def compare(rows, calls):
     for (_,row),(x,y) in zip(rows.iterrows(), calls, strict=True):
         x,y = x.double(),y.double()
         wanted = dict(rms=y.square().mean().sqrt(), rms_input=x.square().mean().sqrt(), added=(y-x).norm()/x.norm(), largest=y.abs().max(),
-            ratio=y.abs().max()/y.abs().median())
+            median_ratio=y.abs().max()/y.abs().median())
         for column,want in wanted.items(): assert row[column]==pytest.approx(want.item(), rel=1e-5), column
         assert y.reshape(-1, y.shape[-2], y.shape[-1])[:, int(row.token), int(row.channel)].abs().max()==y.abs().max()
 
@@ -106,7 +106,6 @@ def test_convolutions_have_their_channels_first():
     assert list(rows.path)==['1.0', '1.1'] and rows.channel[1]==4 and rows.largest[1]==pytest.approx(y.abs().max().item())
 
 
-
 def test_training_is_the_same_to_the_bit():
     alone,recorded = train(Net('', 'in place'))[0],train(Net('', 'in place'), stream=1)
     assert all(map(torch.equal, alone, recorded[0])) and len(stream(recorded[1]))==6
@@ -150,6 +149,16 @@ def test_odd_inputs():
     zero,nan,double = (rows[i:i+3] for i in (0, 3, 6))
     assert len(rows)==9 and math.isnan(zero.added.iloc[0]) and zero.rms_input.iloc[0]==0
     assert nan.rms.isna().all() and set(double.dtype)=={'float64'} and (double.rms>0).all()
+
+
+def test_nested_tensors_have_no_rows():
+    model = Net()
+    te = torchEmber(model, ttypes='weight', stream=1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings('error', category=EmberWarning, message='.*not (be )?measured')
+        for layer in model.layers[:1]: layer(torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)]))
+    te.close()
+    assert not len(stream(te))
 
 
 @pytest.mark.parametrize(('name', 'value'), [('stream', 'often'), ('routers', 'often'), ('attention', 'often'), ('stream', -1), ('routers', .5)])

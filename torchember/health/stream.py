@@ -33,7 +33,7 @@ class Blocks:
 
     def without_massive(self):
         "Return factors (steps, blocks) by which `added` would be larger without massive activations in the stream. 1 if there are none."
-        with np.errstate(all='ignore'): by_median = self['rms']*self['ratio']/self['largest']
+        with np.errstate(all='ignore'): by_median = self['rms']*self['median_ratio']/self['largest']
         return np.fmax(by_median/1.5, 1) # the rms of normal numbers is 1.48 times the median of the absolute values
 
 def streams_of(h) -> list:
@@ -58,7 +58,7 @@ def massive_activations(h, share=.25):
         if not len(near): continue
         r,worst = near.sort_values(['step', 'depth'], kind='stable').iloc[0],near.loc[near['largest'].idxmax()]
         title,size = b.titles[list(b.depths).index(r['depth'])],float(worst['largest'])
-        many = f", {fmt(worst['ratio'])} times the median" if np.isfinite(worst.get('ratio', np.nan)) else ''
+        many = f", {fmt(worst['median_ratio'])} times the median" if np.isfinite(worst.get('median_ratio', np.nan)) else ''
         yield finding(str(r['path']), f"From step {r['step']} on, the residual stream after {title} is close to {largest_number[r['dtype']]:,.0f}, "
             f"the largest number of {r['dtype']}. The largest recorded value of the stream is {fmt(size)}{many}, in channel "
             f"{worst['channel']:.0f} at token {worst['token']:.0f}.",

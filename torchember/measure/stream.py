@@ -50,4 +50,4 @@ def block_numbers(x, sample, size) -> dict:
     """
     own,out = sample_tokens(x),largest_of(x)
     norm = torch.linalg.vector_norm
-    return {'rms': rms_of(x), 'rms_input': size, 'added': norm(own-sample)/norm(sample)} | out | {'ratio': out['largest']/own.abs().median()}
+    return {'rms': rms_of(x), 'rms_input': size, 'added': norm(own-sample)/norm(sample)} | out | {'median_ratio': out['largest']/own.abs().median()}

@@ -116,7 +116,7 @@ def mean_by_group(numbers, group, spoiled):
     return np.where(np.bincount(group, ~known & spoiled)>0, np.nan, mean)
 
 # columns of rows about attention and the residual stream, of which the largest value of all ranks counts
-largest_columns = 'logit_max','logit_bound','reach','largest','ratio'
+largest_columns = 'logit_max','logit_bound','reach','largest','median_ratio'
 
 def merge_other_columns(out, df, group, done) -> list: # done: columns that other functions have merged already
     """Merge all remaining columns of shards into the table `out`: keep equal values, average the user's logged numbers and numbers of passes.

@@ -43,8 +43,8 @@ def outermost_blocks(calls) -> list:
     return [c for c in calls if not is_inside(c.path)]
 
 # %% ../../nbs/40_recorder/44_stream.ipynb #bdc58d38
-# One call of a block. name: display name of the module; numbers: result of `block_numbers`
-BlockCall = namedtuple('BlockCall', 'name path call dtype numbers')
+# One call of a block. name: display name of the module; numel: number of elements of the output; numbers: result of `block_numbers`
+BlockCall = namedtuple('BlockCall', 'name path call dtype numel numbers')
 no_blocks = ("No blocks were found in {model}, so the run has no rows of the type 'stream'. torchember looks for an nn.ModuleList or "
     "nn.Sequential with modules of one class that return a tensor of the shape of their first input. It does not find blocks that include= "
     "leaves out, and blocks in code compiled by torch.compile. To name the blocks, pass their paths: stream=['encoder.layer.*'].")
@@ -91,11 +91,11 @@ class Stream(PassNumbers):
         if ttype=='input': self.inputs[track.id] = x.shape,rms_of(x),sample_tokens(last)
         elif (given := self.inputs.pop(track.id, None)) is not None and given[0]==x.shape:
             numbers = block_numbers(last, given[2], given[1])
-            self.measured.append(BlockCall(track.name, track.path, call, str(x.dtype).removeprefix('torch.'), numbers))
+            self.measured.append(BlockCall(track.name, track.path, call, str(x.dtype).removeprefix('torch.'), x.numel(), numbers))
 
     def rows(self, c, numbers):
         "Return (name, columns) of the row of a `BlockCall`. `numbers`: its numbers as lists. `depth` counts the calls of blocks in the same list."
         before = [o for o in self.measured[:self.measured.index(c)] if o.path.rpartition('.')[0]==c.path.rpartition('.')[0]]
-        # `added` and `ratio` are unknown if the input, or the median, is zero
+        # `added` and `median_ratio` are unknown if the input, or the median, is zero
         known = {k: v for k,(v,) in numbers.items() if math.isfinite(v) or k in ('rms', 'largest')}
-        return [('stream', {'depth': len(before)} | {k: int(v) if k in names_of_indices else float(f'{v:.7g}') for k,v in known.items()})]
+        return [('stream', {'depth': len(before), 'numel': c.numel} | {k: int(v) if k in names_of_indices else float(f'{v:.7g}') for k,v in known.items()})]
