@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['names_of_heads', 'inner', 'products_in_graph', 'logits_in_graph', 'in_graph', 'heads_of', 'split_heads',
            'is_attention', 'running_modules', 'listeners_now', 'with_report', 'report_products', 'report_logits',
-           'report_from_graph', 'is_plain', 'InGraph', 'report_method', 'places_of', 'AttentionWatch']
+           'report_from_graph', 'is_plain', 'InGraph', 'report_method', 'places_of', 'Replacements', 'AttentionWatch']
 
 # %% ../../nbs/10_capture/50_attention.ipynb #587aa287
 import functools, sys, threading, types, weakref
@@ -127,11 +127,34 @@ def places_of(functions) -> list:
         found += [(m, n, v) for n,v in list(vars(m).items()) if id(v) in wanted]
     return found
 
+class Replacements:
+    "Functions of torch, and methods of tensors, that are replaced in this process."
+    def __init__(self): self.functions,self.methods = {},{}
+
+    def make(self, functions, methods):
+        """Replace functions of torch in all Python modules, and methods of tensors.
+
+        `functions`: function of torch -> its replacement; `methods`: name of a method -> its replacement.
+        """
+        fill_function_table()
+        self.functions,self.methods = functions,methods
+        script_table().update({id(ours): script_table()[id(f)] for f,ours in functions.items() if id(f) in script_table()})
+        for m,n,f in places_of(functions): setattr(m, n, functions[f])
+        for n,ours in methods.items(): setattr(torch.Tensor, n, ours)
+
+    def undo(self):
+        "Restore torch's functions, also in Python modules that were imported in the meantime, and methods that no other code has replaced since."
+        of_torch = {id(ours): f for f,ours in self.functions.items()}
+        for m,n,ours in places_of(self.functions.values()): setattr(m, n, of_torch[id(ours)])
+        for ours in of_torch: script_table().pop(ours, None)
+        for n,ours in self.methods.items():
+            if torch.Tensor.__dict__.get(n) is ours: delattr(torch.Tensor, n)
+        self.functions,self.methods = {},{}
+
 class AttentionWatch:
     "Reports each call of attention in this process to a listener."
     attached = weakref.WeakSet() # instances that report now: `attach` adds an instance, and `detach` removes it
-    replaced = {} # function of torch -> its replacement, while an instance is attached
-    method = None # replacement of the method `Tensor.softmax`
+    replacements = Replacements() # made while an instance is attached
     wants = union_of_wants(frozenset()) # `wants.attention` is True if compiled code reports attention to any attached instance
 
     def __init__(self, listener):
@@ -147,13 +170,10 @@ class AttentionWatch:
     def attach(self):
         "Start to report. If no watch is attached yet, replace the functions of torch."
         if not self.attached:
-            fill_function_table()
-            self.replaced.update({F.scaled_dot_product_attention: with_report(F.scaled_dot_product_attention, report_products),
+            self.replacements.make({F.scaled_dot_product_attention: with_report(F.scaled_dot_product_attention, report_products),
                 torch.softmax: with_report(torch.softmax, report_logits),
-                **{f: copy_for_dynamo(f) for f in (F.softmax, F.multi_head_attention_forward)}})
-            script_table().update({id(ours): script_table()[id(f)] for f,ours in self.replaced.items() if id(f) in script_table()})
-            for m,n,f in places_of(self.replaced): setattr(m, n, self.replaced[f])
-            AttentionWatch.method = torch.Tensor.softmax = with_report(torch.Tensor.softmax, report_logits)
+                **{f: copy_for_dynamo(f) for f in (F.softmax, F.multi_head_attention_forward)}},
+                dict(softmax=with_report(torch.Tensor.softmax, report_logits)))
             report_softmax(report_method)
         self.attached.add(self)
         self.renew_wants()
@@ -164,16 +184,10 @@ class AttentionWatch:
         cls.wants = union_of_wants(frozenset(w.listener.wants for w in cls.attached))
 
     def detach(self):
-        "Stop reporting. If no watch is left, restore torch's functions, also in Python modules that were imported in the meantime."
+        "Stop reporting. If no watch is left, restore torch's functions."
         if self not in self.attached: return
         self.attached.discard(self)
         self.renew_wants()
         if self.attached: return
         report_softmax(None)
-        of_torch = {id(ours): f for f,ours in self.replaced.items()}
-        for m,n,ours in places_of(self.replaced.values()): setattr(m, n, of_torch[id(ours)])
-        for ours in of_torch: script_table().pop(ours, None)
-        # the method is kept if other code has replaced it, too
-        if torch.Tensor.__dict__.get('softmax') is AttentionWatch.method: del torch.Tensor.softmax
-        AttentionWatch.method = None
-        self.replaced.clear()
+        self.replacements.undo()

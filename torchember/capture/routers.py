@@ -12,9 +12,8 @@ import functools, weakref
 import torch
 from torch import nn
 
-from .attention import inner, places_of
-from torchember.capture.private_torch import (fill_function_table, inside_transform, is_exporting, is_tracing, module_call, running_frames,
-    script_table)
+from .attention import Replacements, inner
+from .private_torch import inside_transform, is_exporting, is_tracing, module_call, running_frames
 
 # %% ../../nbs/10_capture/52_routers.ipynb #a1a54be5
 def is_list_of_experts(module, n:int) -> bool:
@@ -82,8 +81,7 @@ def with_result_reported(function, report):
 class RouterWatch:
     "Reports each choice of experts in this process to a listener, except choices in compiled code."
     attached = weakref.WeakSet() # instances that report now: `attach` adds an instance, and `detach` removes it
-    # function of torch -> its replacement, and name of a method of tensors -> its replacement, while an instance is attached
-    replaced,methods = {},{}
+    replacements = Replacements() # made while an instance is attached
 
     def __init__(self, listener):
         """Create a watch that calls two methods of `listener`.
@@ -96,22 +94,12 @@ class RouterWatch:
     def attach(self):
         "Start to report. If no watch is attached yet, replace the functions of torch."
         if not self.attached:
-            fill_function_table()
-            self.replaced.update({getattr(torch, n): with_result_reported(getattr(torch, n), report) for n,report in reports.items()})
-            script_table().update({id(ours): script_table()[id(f)] for f,ours in self.replaced.items() if id(f) in script_table()})
-            for m,n,f in places_of(self.replaced): setattr(m, n, self.replaced[f])
-            self.methods.update({n: with_result_reported(getattr(torch.Tensor, n), report) for n,report in reports.items()})
-            for n,ours in self.methods.items(): setattr(torch.Tensor, n, ours)
+            self.replacements.make({getattr(torch, n): with_result_reported(getattr(torch, n), report) for n,report in reports.items()},
+                {n: with_result_reported(getattr(torch.Tensor, n), report) for n,report in reports.items()})
         self.attached.add(self)
 
     def detach(self):
-        "Stop reporting. If no watch is left, restore torch's functions, also in Python modules that were imported in the meantime."
+        "Stop reporting. If no watch is left, restore torch's functions."
         if self not in self.attached: return
         self.attached.discard(self)
-        if self.attached: return
-        of_torch = {id(ours): f for f,ours in self.replaced.items()}
-        for m,n,ours in places_of(self.replaced.values()): setattr(m, n, of_torch[id(ours)])
-        for ours in of_torch: script_table().pop(ours, None)
-        for n,ours in self.methods.items(): # a method is kept if other code has replaced it, too
-            if torch.Tensor.__dict__.get(n) is ours: delattr(torch.Tensor, n)
-        self.replaced.clear(); self.methods.clear()
+        if not self.attached: self.replacements.undo()
