@@ -31,7 +31,7 @@ from .processes.module_names import paths_in
 from .processes.whole_steps import WholeSteps
 from .recorder.process import release_run, open_recorders, rank_and_size, shared_name, store_for, weak_source
 from .recorder.parameters import every_parameter
-from .recorder.recorder import Recorder, Settings, check_pass_steps, recorded
+from .recorder.recorder import Recorder, Settings, numbers_of_passes, recorded
 from .recorder.recovery import take_in
 from .recorder.row import watch_first_bad
 from .health.diagnose import choose_rules
@@ -516,10 +516,8 @@ class torchEmber(ArmedModel):
         inner = unwrap(model)
         asked = check_ttypes(ttypes, (*recorded, *of_passes))
         ttypes = tuple(t for t in asked if t not in of_passes)
-        names_blocks = isinstance(stream, list|tuple|set)
-        numbers = {t: when or t in asked for t,when in zip(of_passes, (attention, routers, stream), strict=True)}
+        numbers = numbers_of_passes(asked, attention=attention, routers=routers, stream=stream)
         if not ttypes and not any(numbers.values()): raise ValueError(nothing_to_record(recorded))
-        for n,when in dict(attention=attention, routers=routers, stream=not names_blocks and stream).items(): check_pass_steps(n, when)
         optimizers = check_optimizers(optimizer, scaler, ttypes, [*model.parameters(), *inner.parameters()])
         scaler = scaler_of(optimizers) if scaler is None else scaler
         when,stats = schedule(every),stats if callable(stats) else stat_names(stats)
@@ -528,7 +526,7 @@ class torchEmber(ArmedModel):
         rules,on_finding,sinks = choose_rules(rules or ()),check_on_finding(on_finding),sinks_of(sinks)
         ts = tracks(inner)
         watched_modules(ts, include, exclude) # checks the arguments before the run is created
-        if names_blocks: watched_modules(ts, stream, None)
+        if isinstance(stream, list|tuple|set): watched_modules(ts, stream, None)
         t,rank,world = run_of_rank(type(inner).__name__, name, resume, home, store)
         first = number_of_first(t, resume, first_step)
         ranks = None if rank is None else Ranks(model, rank, world, lambda meta: t.amend('ranks', meta))
