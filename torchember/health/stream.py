@@ -24,6 +24,7 @@ class Blocks:
         self.depths = np.sort(self.rows['depth'].unique()).astype(int)
         first = self.rows.drop_duplicates('depth').sort_values('depth')
         self.paths = first['path'].tolist()
+        self.glob = self.paths[0].rpartition('.')[0]+'.*' if '.' in self.paths[0] else '*' # matches the paths of all blocks
         modules = first['module'].astype(str) if 'module' in first else ['']*len(first)
         self.titles = [name_module(p, re.sub(r'.*\(|\)$', '', m) or None) for p,m in zip(self.paths, modules, strict=True)]
 
@@ -90,7 +91,7 @@ def stream_grows(h, factor=1.3, times=10., blocks=6, records=3):
             f"{fmt(size[-1, -1])} after {b.titles[-1]}.",
             int(b.steps[at]), int(b.steps[-1]), ttype='stream', factor=float(middle[-1]), times=float(total[-1]),
             severity='info' if h.progress.is_good else None, confidence=confidence_from(middle[-1]-1, factor-1),
-            look="scalar_lines(run, ttype='stream', stat='rms')",
+            look=f"scalar_line(run, {b.glob!r}, 'stream', 'rms')",
             advice="Normalize the input of each block (pre-norm), initialize the weights of the last layer of each block to zero, or "
                 "divide these initial weights by the square root of the number of blocks.")
         return
@@ -119,6 +120,6 @@ def idle_blocks(h, least=.001, wait=100., records=5):
         yield finding(b.paths[int(np.flatnonzero(idle)[0])], f"From step {step} on, {which} almost nothing to the residual stream: at most "
             f"{fmt(added[:, idle].max())} of the size of the input. Without {'this block' if len(names)==1 else 'these blocks'}, the output of the model "
             "would be almost the same.", step, int(b.steps[-1]), ttype='stream', blocks=len(names), added=float(added[:, idle].max()),
-            look="scalar_lines(run, ttype='stream', stat='added')",
+            look=f"scalar_line(run, {b.glob!r}, 'stream', 'added')",
             advice="Check the factor or the gate that scales what the block adds, its initial weights, and whether the optimizer has its parameters.")
         return
