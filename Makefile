@@ -17,11 +17,11 @@ endif
 # What the comments beside arguments say goes into the docstrings
 library := nbdev-export && python docs/docstrings.py
 
-.PHONY: all sync export quick update save lint test gpu versions docs check wheel demo bench clean help
+.PHONY: all sync export quick update save lint warm test gpu versions docs check wheel demo bench clean help
 .NOTPARALLEL:
 all: sync lint test docs # All that a change needs: sync, lint, test and docs
 
-sync export quick update save lint test gpu docs check wheel bench: $(ready)
+sync export quick update save lint warm test gpu docs check wheel bench: $(ready)
 demo: $(usable)
 
 $(VENV)/.demo: settings.ini setup.py pyproject.toml constraints.txt
@@ -60,6 +60,9 @@ save: # Run the notebooks and keep what they print: `make save NB=nbs/05_ground/
 lint: # Look for mistakes in notebooks, library, tests and examples, and for private words
 	ruff check
 	python docs/wording.py
+
+warm: # Compile once what all test processes load: the loops of numba, and the test files
+	python tests/warm.py
 
 # A worker, or a program that a test starts, need not compile what another one has, whatever the environment says
 test: export PYTHONDONTWRITEBYTECODE :=

@@ -85,6 +85,15 @@ def gpt2(width=256, layers=4, sequences=4, tokens=128):
     return model, lambda: F.cross_entropy(model(x, use_cache=False).logits[:, :-1].flatten(0, 1), x[:, 1:].flatten())
 
 
+def mixtral(width=256, sequences=4, tokens=128):
+    "Return a Mixtral with 4 layers of 8 experts, and a function for its loss on `sequences` sequences of `tokens` tokens."
+    from transformers import MixtralConfig, MixtralForCausalLM
+    model = MixtralForCausalLM(MixtralConfig(vocab_size=2000, hidden_size=width, intermediate_size=2*width, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=4, num_local_experts=8, max_position_embeddings=tokens))
+    x = torch.randint(2000, (sequences, tokens))
+    return model, lambda: F.cross_entropy(model(x, use_cache=False).logits[:, :-1].flatten(0, 1), x[:, 1:].flatten())
+
+
 def gpt2_small(compiled=False, batch=8, tokens=1024):
     "Return GPT-2 small (124 million random parameters) on the GPU, and a function for its loss under autocast to bfloat16."
     from transformers import GPT2Config, GPT2LMHeadModel

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from . import machine
-from .models import Training, alexnet, gpt2, gpt2_small, gpt2_small_shapes, mlp, resnet18, small_cnn
+from .models import Training, alexnet, gpt2, gpt2_small, gpt2_small_shapes, mixtral, mlp, resnet18, small_cnn
 from .registry import Skip, line, row
 from .table import number
 from .timing import added, gpu_seconds, pairs, ratios, seconds, speedups, spread
@@ -244,6 +244,45 @@ def alexnet_numerics(quick):
     for what,stats,opt,limit in (("stats='numerics', SGD with momentum", 'numerics', momentum, 30), ('without rm4 and rm8', few, momentum, 20),
         ("stats='numerics', Adam", 'numerics', partial(torch.optim.Adam, lr=1e-5), None)):
         yield recorded(f'AlexNet, {what}', quick, 30, limit=limit, stats=stats, opt=opt, ttypes=types)
+
+
+# ---- attention, residual stream, routers
+
+def selected(n):
+    "Return the number of steps in a run of `n` steps at which attention, the stream and routers are recorded by default."
+    from torchember.recorder.pass_numbers import PassSteps
+    steps = PassSteps()
+    return sum(steps.selects(i, '') for i in range(n))
+
+
+def pass_numbers(ttype, name, model, loss, quick):
+    "Yield the cost of the numbers of a tensor type, such as 'router', against the same recording without them."
+    t = Training(model, loss, warm=0, opt=partial(torch.optim.AdamW, lr=1e-5), ttypes='output')
+    def step(when):
+        t.te.recorder.model.record_numbers(ttype, when)
+        return t.armed()
+    ps = compare(partial(step, False), partial(step, 1), quick, 15)
+    each = added(ps)
+    def share(n): return each['value']*selected(n)/n
+    yield line(f'{name}, a step with rows', unit='%', note=f"in a step of {1e3*spread(b for b,_ in ps)['value']:.3g} ms", **each)
+    yield line(f'{name}, mean over the first 1,000 steps', share(1000), '%', at_most=3,
+        note=f'{selected(1000)} steps have rows; mean over the first 100 steps: {share(100):.2g}%', n=len(ps))
+
+
+@row('attention', 'attention=True: statistics of each of 16 heads of GPT-2')
+def attention(quick):
+    for implementation in ('sdpa', 'eager'):
+        model,loss = gpt2()
+        model.set_attn_implementation(implementation)
+        yield from pass_numbers('attention', f'GPT-2, {implementation}', model, loss, quick)
+
+
+@row('stream', 'stream=True: the residual stream of GPT-2')
+def stream(quick): yield from pass_numbers('stream', 'GPT-2', *gpt2(), quick)
+
+
+@row('routers', 'routers=True: the load of the experts of Mixtral, with 4 layers of 8 experts')
+def routers(quick): yield from pass_numbers('router', 'Mixtral', *mixtral(), quick)
 
 
 # ---- torch.compile

@@ -271,6 +271,18 @@ def check_reference(app, env):
     for n in import_module(jax_tracker[0]).__all__:
         if f'{jax_tracker[0]}.{n}' not in env.domains['py'].objects: log.warning(f"{jax_tracker[0]}.{n} is public, but no page in docs/reference documents it")
 
+sidebars = {} # folder of pages with source code -> their sidebar as HTML
+
+def share_sidebar(app, pagename, templatename, context, doctree):
+    "Use one sidebar for all pages with source code in a folder: their links are equal. To make one for each took most of the time of these pages."
+    if not pagename.startswith('_modules/') or 'toctree' not in context: return
+    make,folder = context['toctree'],pagename.rpartition('/')[0]
+    def shared(**kwargs):
+        "Return the sidebar as HTML. Make it for the first page of the folder only."
+        if folder not in sidebars: sidebars[folder] = make(**kwargs)
+        return sidebars[folder]
+    context['toctree'] = shared
+
 def add_report(app, error):
     "Write the report of the demo beside the front page, which links to it."
     if error or app.builder.format!='html': return
@@ -286,5 +298,6 @@ def setup(app):
     app.connect('viewcode-find-source', find_patched)
     app.connect('autodoc-process-docstring', add_docments)
     app.connect('missing-reference', link_name)
+    app.connect('html-page-context', share_sidebar, priority=400) # before the theme makes the sidebar
     app.connect('build-finished', add_report)
     app.add_transform(LinkNames)

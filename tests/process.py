@@ -25,7 +25,7 @@ env.delenv('COLUMNS', raising=False) # set by xdist, but tests set the width of 
 env.setenv('TRACKIO_DIR', os.path.join(home.name, 'trackio')) # trackio reads this variable when it is imported
 env.setenv('MLFLOW_DISABLE_TELEMETRY', 'true')
 env.setenv('TORCHEMBER_WAIT', '1') # load the kernels before the first step, so that all steps use the same arithmetic
-if 'TORCHEMBER_PLAN' not in os.environ: env.setenv('TORCHEMBER_PLAN', '1') # also the functions for plans of calls; .ci/run repeats some tests without plans
+if 'TORCHEMBER_PLAN' not in os.environ: env.setenv('TORCHEMBER_PLAN', '1') # also the functions for plans of calls; test_without_plans runs tests without them
 env.setenv('TORCHINDUCTOR_COMPILE_THREADS', '1') # a pool of compiler processes would import torch in each process
 if 'TORCHINDUCTOR_VEC_ISA_OK' not in os.environ: env.setenv('TORCHINDUCTOR_VEC_ISA_OK', '1') # skip a test compilation for each instruction set of this CPU
 if 'PYTEST_XDIST_WORKER' in os.environ: env.setenv('OMP_NUM_THREADS', '1')

@@ -66,6 +66,7 @@ if TYPE_CHECKING:
         from_activation_grad as from_activation_grad, load as load)
     from .state.ratios import trust_ratio as trust_ratio
     from .state.noise import noise_scale as noise_scale, NoiseScale as NoiseScale
+    from .state.coordinates import coord_check as coord_check
     from .monitor.quantities import MultiStepQuantity as MultiStepQuantity, SingleStepQuantity as SingleStepQuantity
     from .monitor.views import (Extension as Extension, ForwardInputExtension as ForwardInputExtension,
         ForwardOutputExtension as ForwardOutputExtension,
@@ -101,7 +102,7 @@ other_names = {
     'show.lines': 'FacetException', 'show.histograms': 'exp_hist ridge', 'show.heatmaps': 'scalar_global_heatmap', 'show.ranges': 'out_of_range',
     'show.attention_map': 'attention_map', 'show.surfaces': 'surface Surface3d', 'show.differences': 'differences',
     'state.factories': 'from_weight from_grad from_state_dict from_optimizer_state from_together from_activation from_activation_grad load',
-    'state.ratios': 'trust_ratio', 'state.noise': 'noise_scale NoiseScale',
+    'state.ratios': 'trust_ratio', 'state.noise': 'noise_scale NoiseScale', 'state.coordinates': 'coord_check',
     'monitor.quantities': 'MultiStepQuantity SingleStepQuantity',
     'monitor.views': 'Extension ForwardInputExtension ForwardOutputExtension ForwardInputEigOfCovExtension BackwardInputExtension BackwardOutputExtension '
         'BackwardOutputEigOfCovExtension',

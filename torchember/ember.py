@@ -26,12 +26,12 @@ from .recorder.plan import Plan, plan_of
 from .capture.private_torch import warn_missing
 from .capture.ranks import Ranks
 from .ground.messages import an, printable, says_arguments, warn
-from .ground.record import SCHEMA, check_ttypes
+from .ground.record import SCHEMA, check_ttypes, of_passes
 from .processes.module_names import paths_in
 from .processes.whole_steps import WholeSteps
 from .recorder.process import release_run, open_recorders, rank_and_size, shared_name, store_for, weak_source
 from .recorder.parameters import every_parameter
-from .recorder.recorder import Recorder, Settings, recorded
+from .recorder.recorder import Recorder, Settings, numbers_of_passes, recorded
 from .recorder.recovery import take_in
 from .recorder.row import watch_first_bad
 from .health.diagnose import choose_rules
@@ -159,7 +159,7 @@ class RecordedRun:
         Returns:
             The ember itself
         """
-        self.recorder.model.record_attention(steps)
+        self.recorder.model.record_numbers('attention', steps)
         return self
 
     def step(self):
@@ -474,6 +474,8 @@ class torchEmber(ArmedModel):
         blackbox: Black box, a file of recent steps that survives a crash. None: if possible; False: none; 20: also 20 steps that `every` skips
         cuda_graphs: True to also record each replay of CUDA graphs that the program captures
         attention: True to record numbers of each attention head, at steps that become rarer; or steps like those of `every`
+        routers: True to record how many tokens each expert of a mixture of experts gets; or steps, as for `attention`
+        stream: True to record the residual stream after each block; or steps, as for `attention`; or names of blocks: ['layers.*']
         sinks: Where to send the statistics of each step: 'wandb', 'tensorboard', a function of a step and its numbers, a `Sink`, or a list of these
         reduce: 'step': listeners on rank 0 get the merged rows of all processes. No process waits for another
         first_step: Number of the first step, to continue from a checkpoint. Default: 0, or the step after the last step of a resumed run
@@ -502,6 +504,8 @@ class torchEmber(ArmedModel):
         blackbox:int|None=None, # Black box, a file of recent steps that survives a crash. None: if possible; False: none; 20: also 20 steps that `every` skips
         cuda_graphs:bool=False, # True to also record each replay of CUDA graphs that the program captures
         attention=False, # True to record numbers of each attention head, at steps that become rarer; or steps like those of `every`
+        routers=False, # True to record how many tokens each expert of a mixture of experts gets; or steps, as for `attention`
+        stream=False, # True to record the residual stream after each block; or steps, as for `attention`; or names of blocks: ['layers.*']
         sinks=(), # Where to send the statistics of each step: 'wandb', 'tensorboard', a function of a step and its numbers, a `Sink`, or a list of these
         reduce:str|None=None, # 'step': listeners on rank 0 get the merged rows of all processes. No process waits for another
         first_step:int|None=None, # Number of the first step, to continue from a checkpoint. Default: 0, or the step after the last step of a resumed run
@@ -510,10 +514,10 @@ class torchEmber(ArmedModel):
         if not isinstance(model, nn.Module): raise TypeError(not_a_model(model))
         check_arguments(reduce, on_error, ends, first_step)
         inner = unwrap(model)
-        asked = check_ttypes(ttypes, (*recorded, 'attention'))
-        ttypes = tuple(t for t in asked if t!='attention')
-        attention = attention or len(ttypes)<len(asked)
-        if not ttypes and not attention: raise ValueError(nothing_to_record(recorded))
+        asked = check_ttypes(ttypes, (*recorded, *of_passes))
+        ttypes = tuple(t for t in asked if t not in of_passes)
+        numbers = numbers_of_passes(asked, attention=attention, routers=routers, stream=stream)
+        if not ttypes and not any(numbers.values()): raise ValueError(nothing_to_record(recorded))
         optimizers = check_optimizers(optimizer, scaler, ttypes, [*model.parameters(), *inner.parameters()])
         scaler = scaler_of(optimizers) if scaler is None else scaler
         when,stats = schedule(every),stats if callable(stats) else stat_names(stats)
@@ -522,6 +526,7 @@ class torchEmber(ArmedModel):
         rules,on_finding,sinks = choose_rules(rules or ()),check_on_finding(on_finding),sinks_of(sinks)
         ts = tracks(inner)
         watched_modules(ts, include, exclude) # checks the arguments before the run is created
+        if isinstance(stream, list|tuple|set): watched_modules(ts, stream, None)
         t,rank,world = run_of_rank(type(inner).__name__, name, resume, home, store)
         first = number_of_first(t, resume, first_step)
         ranks = None if rank is None else Ranks(model, rank, world, lambda meta: t.amend('ranks', meta))
@@ -529,7 +534,7 @@ class torchEmber(ArmedModel):
         if ranks and not callable(stats) and not {'shape', 'numel'}.intersection(stats): stats = (*stats, 'numel')
         super().__init__(t, Recorder(t, Settings(ttypes, stats, when, only_training, on_error, first, rank,
             ranks, None if overhead is None else Budget(overhead), optimizers, scaler, ends, ts[0].name,
-            blackbox, lambda meta: t.amend('parameters', meta), cuda_graphs, attention)), model, ts, include, exclude)
+            blackbox, lambda meta: t.amend('parameters', meta), cuda_graphs, numbers)), model, ts, include, exclude)
         self.views = [] # live views that show the run; `close` ends them
         known,is_on = self.recorder.sources.parameters.known,not disabled()
         if resume: known.resume_from(read_parameters(t))
@@ -538,8 +543,7 @@ class torchEmber(ArmedModel):
         if reduce and ranks and is_on and (whole := merge_ranks(t, rank, world, self.mod_tree())):
             t.whole = whole
             t.file.listeners.add(whole)
-        is_first = not rank and is_on
-        r = self.recorder
+        is_first,r = not rank and is_on,self.recorder
         self.rules = RuleWatch(t, rules, on_finding, r.stop, recording=r.seconds, alarm=r.keep_last) if rules and is_first else None
         self.feeds = [Feed(t, s) for s in sinks] if is_first else []
         self.arm()

@@ -140,6 +140,7 @@ def test_a_schedule_of_modes():
 
 # ---- beside an ember
 
+@pytest.mark.release # slow
 @pytest.mark.parametrize('backend,how,order,leaves', [('aot_eager', 'whole', 'ember first', 'ember'), ('aot_eager', 'whole', 'ember last', 'activations'),
     ('aot_eager', 'blocks', 'ember first', 'activations'), ('aot_eager', 'blocks', 'ember last', 'ember'),
     *(pytest.param('inductor', *p, marks=pytest.mark.slow) for p in [('whole', 'ember first', 'activations'), ('blocks', 'ember last', 'ember')])])
@@ -178,6 +179,7 @@ def test_beside_an_ember(backend, how, order, leaves):
         assert set(o.__dict__)-{'_compiled_call_impl', '_is_torch_compile'}==set(before[n]), n
 
 
+@pytest.mark.release # slow
 def test_an_ember_and_blocks_share_a_graph():
     m = model(12)
     acts = from_activation(m)

@@ -104,6 +104,7 @@ def test_reduce_overhead():
     same_rows(*rows, 2e-5)
 
 
+@pytest.mark.release # slow
 @pytest.mark.slow
 @pytest.mark.parametrize('how,times', [('whole', 3), ('blocks', 10)])
 def test_a_looped_block(how, times):
@@ -684,6 +685,7 @@ def test_leaves_keep_no_hooks(backend):
     assert got.graphs==1 and not any(p._backward_hooks for p in got.model.parameters())
 
 
+@pytest.mark.release # slow
 @pytest.mark.slow
 def test_twelve_kinds_of_blocks():
     "Dynamo gives up after eight graphs of one code object: each kind of block has its own, as unarmed"

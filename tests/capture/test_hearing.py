@@ -151,6 +151,7 @@ def test_each_listener_gets_the_same_events_as_alone(how, a, b):
         assert type(o.__dict__) is dict and {k:v for k,v in o.__dict__.items() if k not in ours}=={k:v for k,v in before[n].items() if k not in ours}, n
 
 
+@pytest.mark.release # slow
 @pytest.mark.slow
 @graphs_bring_gradients
 @pytest.mark.parametrize('how', ['whole', 'blocks'])

@@ -207,6 +207,7 @@ def compiled_on_a_torch_without_hooks(monkeypatch):
     return rows, [str(w.message) for w in got if w.category is EmberWarning]
 
 
+@pytest.mark.release # slow
 def test_gradients_of_activations_where_graphs_take_no_hooks(monkeypatch):
     "A compiled model still compiles as a whole. Everything else is recorded, and one warning appears"
     (eager,whole,blocks),said = compiled_on_a_torch_without_hooks(monkeypatch)

@@ -99,6 +99,7 @@ def test_an_armed_training(dtype, stats, compiled):
     assert len(te.t.df) and not te.recorder.notices.errors
 
 
+@pytest.mark.release # slow
 @pytest.mark.slow
 def test_while_loops_are_loaded_and_without_numba():
     "The fallback readers, each in a new process"

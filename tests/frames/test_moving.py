@@ -500,6 +500,7 @@ def test_connections_that_end_in_the_middle_of_an_upload(tmp_path, server, monke
     same('a', tmp_path, at)
     proxy.kill()
 
+@pytest.mark.release # slow
 @pytest.mark.slow
 def test_a_server_that_is_killed_and_has_lost_everything(tmp_path, monkeypatch, tiny):
     pytest.importorskip('s3fs')

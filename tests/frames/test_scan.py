@@ -185,6 +185,7 @@ def test_one_question(tmp_path, monkeypatch, engine, what):
     equal(ask[engine](scan('a', engine, home=tmp_path, columns=['path', 'ttype', 'step', 'mean'], **question)), want)
 
 
+@pytest.mark.release # slow
 @pytest.mark.slow
 @pytest.mark.parametrize('engine', ['dask', pytest.param('ray', marks=pytest.mark.release)]) # Ray starts a cluster for 40 s of CPU
 def test_on_two_workers(tmp_path, engine):

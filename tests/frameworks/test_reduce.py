@@ -54,6 +54,7 @@ def compare(told, run, folder):
 
 # ---- equal to the files
 
+@pytest.mark.release # slow
 @pytest.mark.slow # six processes
 @pytest.mark.parametrize('n, cases', [(2, 'accumulated uneven few experts interleaved drifted'), (4, 'sharded sharded_and_replicated tensor_parallel experts')])
 def test_told_is_what_is_read(tmp_path, n, cases): check(tmp_path, n, cases)
@@ -92,6 +93,7 @@ def trained(folder, what, n=2, timeout=30):
 def of_ember(left): return [s for s in left['said'] if 'whole' in s or 'rank' in s or 'reduce' in s]
 
 
+@pytest.mark.release # slow
 def test_a_process_that_skips_a_layer(tmp_path):
     codes,left,_ = trained(tmp_path, 'skips')
     assert codes==[0, 0] and not of_ember(left[0]) and not of_ember(left[1])
@@ -124,6 +126,7 @@ def test_a_process_that_is_killed(tmp_path):
     assert left[0]['longest']<1 and left[0]['closing']<5
 
 
+@pytest.mark.release # slow
 def test_the_first_is_killed(tmp_path):
     "If the first process is killed, its store is gone. The other processes finish their training."
     codes,left,_ = trained(tmp_path, 'first_dies')

@@ -469,6 +469,7 @@ def test_the_command_returns_exit_codes(home, capsys):
     assert [main(['diff', str(home/'shell.parquet'), x, '--home', str(home)]) for x in (b, c)]==[0, 1]
 
 
+@pytest.mark.release # slow
 @pytest.mark.slow # a Python of its own
 def test_the_command_runs_as_a_process(home):
     train(home, 'process a', n=2), train(home, 'process b', n=2, seed=1)

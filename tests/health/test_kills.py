@@ -41,7 +41,7 @@ def killed(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('n', [4, pytest.param(200, marks=pytest.mark.release)])
+@pytest.mark.parametrize('n', [2, pytest.param(200, marks=pytest.mark.release)])
 def test_no_written_row_is_lost(n):
     for i in range(n):
         random.seed(i)

@@ -1,5 +1,9 @@
 "Healthy trainings have no findings, and the first finding of a broken training is the planted fault"
+import ast
+from inspect import signature
+
 import pytest
+import torchember
 import zoo
 from zoo.run import ALL, run
 
@@ -46,10 +50,19 @@ def test_a_healthy_training_has_no_finding(training, tmp_path):
 def test_a_healthy_training_has_no_finding_at_any_moment(training, tmp_path): check_no_findings(training, tmp_path, *moments)
 
 
+def check_look(text):
+    "Check that the expression `look` of a finding calls functions of torchember, with arguments that they have."
+    calls = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
+    assert calls, text
+    for call in calls: signature(getattr(torchember, call.func.id)).bind(*call.args, **{k.arg: k.value for k in call.keywords})
+
+
 @pytest.mark.parametrize('training', some(zoo.broken, 12, 2))
 def test_the_first_finding_is_the_planted_fault(training, tmp_path):
     embers,_ = run(training, tmp_path)
-    wrong = [training.said_by(diagnose(e.fname, home=tmp_path)) for e in embers]
+    found = [diagnose(e.fname, home=tmp_path) for e in embers]
+    for looks in (f['look'] for f in found): [check_look(text) for text in looks if isinstance(text, str) and text]
+    wrong = [training.said_by(f) for f in found]
     if training.name in zoo.unknown: pytest.xfail(zoo.unknown[training.name])
     assert '' in wrong, wrong
 

@@ -399,6 +399,7 @@ def test_wrong_arguments_at_once():
     with pytest.raises(TypeError, match='takes model from the trainer'): callback(model=None)
 
 
+@pytest.mark.release # slow
 @pytest.mark.slow
 def test_two_processes(tmp_path):
     "Each process has half of the batches; gradients are the mean over both processes."

@@ -71,6 +71,7 @@ some_array = given(st.sampled_from(kinds), st.sampled_from((0, 1, 6, 257, 33_001
 @example('uint32', 257, 1e9, 2e9, [], 1)
 def test_arrays(kind, size, scale, offset, spoiled, seed): same_summaries(kind, size, scale, offset, spoiled, seed)
 
+@pytest.mark.release # slow
 @pytest.mark.slow # JAX compiles for each kind and size anew
 @settings(max_examples=4, deadline=None)
 @some_array
@@ -141,6 +142,7 @@ for x64 in (False, True):
 assert 'torch' not in sys.modules
 '''
 
+@pytest.mark.release # slow
 @pytest.mark.slow
 @pytest.mark.parametrize('loops', '01' if compiled else '0')
 def test_summaries_do_not_depend_on_the_installation(loops, tmp_path):

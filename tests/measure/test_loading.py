@@ -114,6 +114,7 @@ te.close()
     assert 'bfloat16' in ''.join(told)
 
 
+@pytest.mark.release # slow
 @pytest.mark.slow
 @pytest.mark.parametrize('after,new', [(0, False), (.05, False), (.2, False), (.5, False), (1, False), pytest.param(0, True, marks=pytest.mark.slow),
     pytest.param(.5, True, marks=[pytest.mark.slow, pytest.mark.release])])

@@ -175,6 +175,7 @@ def run(code, none=False, after=added, **env):
     assert done.returncode==0, done.stdout+done.stderr
 
 
+@pytest.mark.release # slow
 @pytest.mark.slow
 @pytest.mark.parametrize('none', [False, True], ids=['loops', 'no loops'])
 @pytest.mark.parametrize('code', [cpu, armed], ids=['read', 'armed'])
@@ -183,6 +184,7 @@ def test_cpu(code, none):
     run(code, none)
 
 
+@pytest.mark.release # slow
 def test_an_expression_that_leaves_its_range_gives_no_warning():
     "The documented example for the output of a ReLU: log of 0."
     run("""
@@ -208,6 +210,7 @@ def test_scaled():
 def test_triton(): run(by_triton, TRITON_INTERPRET='1')
 
 
+@pytest.mark.release # slow
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec('jax'), reason='JAX is not installed')
 @pytest.mark.parametrize('none', [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.release])], ids=['loops', 'no loops'])

@@ -201,6 +201,7 @@ def test_memory_after_a_tensor_is_not_read():
         for n in (1, B-1, B+7, 2*B-1): one(base[:n])
 
 
+@pytest.mark.release # slow
 def test_programs_may_come_in_any_order(monkeypatch, small):
     "The last program merges, and each tensor has own counters."
     small(tile=4, programs=3, blocks=dict.fromkeys(gpu.blocks, 512))
@@ -250,6 +251,7 @@ def test_a_row_is_written_to_its_end():
         if n>16: assert (out[1:3, 16:n].sum(1).cpu()==torch.tensor([9000., 5000.])).all()
 
 
+@pytest.mark.release # slow
 def test_work_memory_is_clean_for_the_next_launch():
     "Counters and bins are zero again. Memory that was too small is kept: another thread may launch with it."
     from torchember.measure.devices import stream_of

@@ -1,15 +1,15 @@
 "Numbers of attention heads, compared with explicit weights: models of Hugging Face and of torch, hand-written attention, checkpoints, bad input"
 import warnings
 
-import programs
 import pytest
 import torch
+from same_training import train
 from torch import nn
 from torch import softmax as imported_softmax
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from torchember import EmberWarning, read, torchEmber
+from torchember import EmberWarning, torchEmber
 
 
 def heads(te):
@@ -55,7 +55,12 @@ models = {
     'BloomForCausalLM': dict(vocab_size=60, hidden_size=16, n_layer=2, n_head=4), 'FalconForCausalLM': dict(vocab_size=60, hidden_size=16,
         num_hidden_layers=2, num_attention_heads=4, alibi=False),
     'OPTForCausalLM': dict(vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, ffn_dim=24, dropout=0.,
-        word_embed_proj_dim=16)}
+        word_embed_proj_dim=16),
+    'Qwen2ForCausalLM': grouped, 'MistralForCausalLM': dict(grouped, sliding_window=5), 'GPTNeoXForCausalLM': sizes,
+    'DistilBertForMaskedLM': dict(vocab_size=60, dim=16, n_layers=2, n_heads=4, hidden_dim=24, max_position_embeddings=64, dropout=0., attention_dropout=0.),
+    'BartForConditionalGeneration': dict(vocab_size=60, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=24, decoder_ffn_dim=24, max_position_embeddings=64, dropout=0.)}
+with_encoder = 'T5ForConditionalGeneration', 'BartForConditionalGeneration'
 without_sdpa = 'Gemma2ForCausalLM', 'BloomForCausalLM'
 
 
@@ -74,16 +79,17 @@ def test_numbers_equal_those_of_explicit_weights(name, implementation):
     padding = torch.ones_like(ids)
     padding[1, -3:] = 0
     inputs = dict(pixel_values=torch.randn(3, 3, 28, 28)) if 'ViT' in name else dict(input_ids=ids, attention_mask=padding)
-    if 'T5' in name: inputs |= dict(decoder_input_ids=ids[:, :10])
+    if name in with_encoder: inputs |= dict(decoder_input_ids=ids[:, :10])
     te = torchEmber(model.train(), ttypes='output', include=name, attention=True)
     model(**inputs)
     te.disarm()
     with torch.no_grad(): o = explicit(**inputs, output_attentions=True)
-    weights = o.attentions if 'T5' not in name else \
+    weights = o.attentions if name not in with_encoder else \
         [*o.encoder_attentions, *(w for pair in zip(o.decoder_attentions, o.cross_attentions, strict=True) for w in pair)]
     rows = heads(te)
     compare(rows, weights)
-    causal = {'BertForMaskedLM': False, 'ViTForImageClassification': False, 'T5ForConditionalGeneration': None}.get(name, True)
+    causal = {'BertForMaskedLM': False, 'ViTForImageClassification': False, 'DistilBertForMaskedLM': False,
+        **dict.fromkeys(with_encoder)}.get(name, True)
     if causal is not None: assert ((rows.reach==0)==causal).all()
     if implementation=='sdpa' and 'T5' not in name: assert (rows.logit_max<=rows.logit_bound*1.0001).all() # T5 adds a bias
 
@@ -121,6 +127,41 @@ def test_hand_written_attention():
     assert set(rows.reach)=={0} and set(rows['keys'])==set(rows['queries'])=={12} and rows.dtype.eq('float32').all()
 
 
+def einsum_in_float32(q, k, hidden):
+    "Queries and keys (sequences, tokens, heads, size), softmax in another dtype. Return the function to call, and the logits."
+    logits = torch.einsum('bqhd,bkhd->bhqk', q.transpose(1, 2).half().float(), k.transpose(1, 2))+hidden
+    return lambda: F.softmax(logits, -1, dtype=torch.float64), logits
+
+
+def one_head(q, k, hidden): # three dimensions, and no attribute for the number of heads
+    logits = q[:, 0]@k[:, 0].mT+hidden
+    return lambda: torch.softmax(logits, 2), logits[:, None]
+
+
+def groups_of_heads(q, k, hidden): # grouped queries in five dimensions
+    logits = (q.unflatten(1, (2, 2))@k[:, ::2, None].mT)+hidden
+    return lambda: nn.Softmax(dim=-1)(logits), logits.flatten(1, 2)
+
+
+def bias_by_distance(q, k, hidden): # ALiBi, given to SDPA as a mask
+    n = q.shape[2]
+    bias = hidden-torch.tensor([.5, .25, .1, .05])[:, None, None]*(torch.arange(n)[:, None]-torch.arange(n)).abs()
+    return lambda: F.scaled_dot_product_attention(q, k, k, attn_mask=bias), q@k.mT*q.shape[-1]**-.5+bias
+
+
+@pytest.mark.parametrize('way', [einsum_in_float32, one_head, groups_of_heads, bias_by_distance])
+def test_other_hand_written_attention(way):
+    class Other(nn.Module):
+        n_heads = None if way is one_head else 4
+        def forward(self, q, k): return run()
+    q,k = torch.randn(2, 4, 10, 8),torch.randn(2, 4, 10, 8)
+    run,logits = way(q, k, torch.full((10, 10), -torch.inf).triu(1))
+    te = torchEmber(model := Other(), ttypes='output', attention=True)
+    model(q, k)
+    te.disarm()
+    compare(heads(te), [logits.softmax(-1)])
+
+
 @pytest.mark.parametrize('need_weights', [True, False])
 def test_multihead_attention(need_weights):
     model = nn.MultiheadAttention(8, 2, batch_first=True)
@@ -144,23 +185,6 @@ def test_encoder_layers():
     of_layer = 'model(TransformerEncoder).layers(ModuleList).{}(TransformerEncoderLayer).self_attn(MultiheadAttention)'
     assert list(rows.module.unique())==[of_layer.format(i) for i in range(2)]
     assert len(rows)==4 and (rows.reach==5).all()
-
-
-def train(model, steps=3, run=None, **more):
-    "Train a model for a few steps. Return the losses, the weights and the state of the random generator, and the ember."
-    torch.manual_seed(0)
-    for p in model.parameters(): nn.init.normal_(p, std=.3)
-    opt = torch.optim.SGD(model.parameters(), .1)
-    te = torchEmber(model, opt, **more) if more else None
-    losses = []
-    for _ in range(steps):
-        loss = F.dropout((run or model)(torch.randn(3, 12, 8)), .5).square().mean()
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        losses.append(loss.item())
-    if te: te.close()
-    return [torch.tensor(losses), *(p.detach() for p in model.parameters()), torch.get_rng_state()], te
 
 
 def test_training_is_the_same_to_the_bit():
@@ -241,17 +265,58 @@ def test_without_attention_a_note_is_given_once():
     assert list(df[df.ttype=='finding'].severity)==['info']
 
 
+def compiled_and_eager(backend, make, parts=False, **more):
+    "Train a compiled model without and with attention, and a model that is not compiled. Return both results with attention."
+    def run(compiled=True, **more):
+        model = make()
+        torch._dynamo.reset()
+        if parts: model[0].compile(backend=backend)
+        f = torch.compile(model, backend=backend, fullgraph=True) if compiled and not parts else model
+        return train(model, run=lambda x: f(x), **more)
+    alone,(recorded,te) = run()[0],run(attention=1, **more)
+    assert all(map(torch.equal, alone, recorded))
+    return heads(te), heads(run(False, attention=1, **more)[1])
+
+
+def several(): return nn.Sequential(*map(Attention, ('method', 'imported', 'mask')), nn.TransformerEncoderLayer(8, 2, 8, dropout=0.))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('parts', [False, True])
-def test_compiled_code_is_unchanged_and_named(parts):
-    def run(**more):
-        model = hand_written()
-        torch._dynamo.reset()
-        if parts: model[0].compile(backend='aot_eager')
-        return train(model, run=None if parts else torch.compile(model, backend='aot_eager', fullgraph=True), **more)
-    with pytest.warns(EmberWarning, match='Parts of' if parts else 'No attention') as found: recorded,te = run(attention=1)
-    assert len(found)==1 and all(map(torch.equal, run()[0], recorded))
-    assert len(heads(te))==(3*2*(len(spellings)-1) if parts else 0)
+@pytest.mark.parametrize('backend', ['aot_eager', 'inductor'])
+def test_compiled_code_has_the_same_rows_and_bits(backend, parts):
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', EmberWarning)
+        compiled,eager = compiled_and_eager(backend, several, parts)
+    assert len(compiled)==3*(3*2+2)
+    same = ['step', 'module', 'tname', 'call', 'dtype', 'queries', 'keys', 'reach']
+    assert compiled[same].equals(eager[same])
+    for c in ('logit_max', 'logit_bound', 'entropy', 'effective_length', 'first_token', 'top_share', 'future'):
+        got,want = (torch.tensor(rows[c].to_numpy(float)) for rows in (compiled, eager))
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5, equal_nan=True, msg=c)
+
+
+@pytest.mark.release # slow
+def test_attention_of_compiled_code_can_be_switched_on_and_off():
+    model = nn.Sequential(Attention('method'))
+    f = torch.compile(model, backend='aot_eager', fullgraph=True)
+    te = torchEmber(model, torch.optim.SGD(model.parameters(), .1), every=2)
+    def step():
+        f(torch.randn(2, 4, 8)).mean().backward()
+        te.recorder.watch.optimizers[0].step()
+    step(), step()
+    te.watch_attention(1)
+    for _ in range(4): step()
+    te.watch_attention(False)
+    step(), step()
+    te.close()
+    assert list(heads(te).step)==[2]*2+[4]*2
+
+
+def test_scripting_while_attention_is_recorded():
+    te = torchEmber(nn.Linear(1, 1), ttypes='weight', attention=True)
+    for module in (nn.MultiheadAttention(8, 2), nn.Softmax(-1), nn.Sequential(nn.Softmax(1))): torch.jit.script(module)
+    te.disarm()
 
 
 def test_odd_inputs():
@@ -293,38 +358,3 @@ def test_nested_sequences_are_named():
     with pytest.warns(EmberWarning, match='nested'): model(x)
     te.disarm()
     assert not len(heads(te))
-
-
-ranks = '''
-import sys
-import torch
-from torch import distributed as dist, nn
-from torch.nn import functional as F
-from torchember import torchEmber
-dist.init_process_group('gloo')
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.q = nn.Linear(4, 4)
-    def forward(self, x): return F.scaled_dot_product_attention(self.q(x), x, x)
-torch.manual_seed(0)
-model = nn.parallel.DistributedDataParallel(Attention())
-te = torchEmber(model, torch.optim.SGD(model.parameters(), .1), attention=True, name='both', home=sys.argv[1])
-torch.manual_seed(dist.get_rank())
-model(torch.randn(2, 3, 10, 4)).mean().backward()
-te.recorder.watch.optimizers[0].step()
-te.close()
-dist.barrier()
-dist.destroy_process_group()
-'''
-
-
-@pytest.mark.slow
-def test_rows_of_two_ranks_are_merged(tmp_path):
-    script = tmp_path/'script.py'
-    script.write_text(ranks.replace('sys.argv[1]', repr(str(tmp_path))))
-    programs.ranks(script)
-    each,both = read('both', home=tmp_path, ttype='attention', per_rank=True),read('both', home=tmp_path, ttype='attention')
-    assert len(each)==6 and list(both.tname)==['head_0', 'head_1', 'head_2']
-    for column,merge in (('entropy', 'mean'), ('future', 'mean'), ('logit_max', 'max'), ('logit_bound', 'max')):
-        torch.testing.assert_close(torch.tensor(both[column]), torch.tensor(each.groupby('tname')[column].agg(merge).to_numpy()))

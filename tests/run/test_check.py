@@ -146,6 +146,7 @@ def test_two_models_get_a_table_each(tmp_path):
     assert done.returncode in (0, 1) and 'its optimizer did not step' in done.stdout
 
 
+@pytest.mark.release # slow
 def test_a_scaled_loss_is_shown_as_it_was(tmp_path):
     plain,scaled = healthy,healthy.replace('opt = ', 'scaler = torch.amp.GradScaler("cpu", init_scale=1024.)\nopt = ').replace(
         'loss.backward()', 'scaler.scale(loss).backward()').replace('opt.step()', 'scaler.step(opt); scaler.update()')
@@ -206,6 +207,7 @@ model,opt = accelerator.prepare(model, opt)
 print(''').replace('loss.backward()', 'accelerator.backward(loss)')
 
 
+@pytest.mark.release # slow
 @pytest.mark.slow
 @pytest.mark.parametrize(('library', 'code', 'row', 'status'), [
     ('transformers', trainer.replace('WARM', '0'), 'the step changes the weights', 'ok'),

@@ -378,6 +378,7 @@ print(type(trainer_for('.', callback(name='theirs') if 'ours' in sys.argv else N
 
 only_before_a_release = pytest.param(True, marks=pytest.mark.release) # that a model is armed already is noticed in test_trained
 
+@pytest.mark.release # slow
 @pytest.mark.slow
 @pytest.mark.parametrize('theirs', [False, only_before_a_release])
 def test_a_script_with_transformers(theirs, tmp_path):

@@ -129,6 +129,7 @@ def test_the_pointer_moves_the_cross_hair(lab, dpr):
     p.good()
 
 
+@pytest.mark.release # slow
 @pytest.mark.slow
 def test_images_have_the_same_controls(lab):
     "Without ipympl: the same controls, a slider over the steps, and a button to open a histogram"

@@ -196,6 +196,7 @@ def test_every_picture_accepts_a_run_of_several_ranks(home):
         len(torchember.emberTracker(name).df)
 
 
+@pytest.mark.release # slow
 @pytest.mark.slow
 @pytest.mark.filterwarnings('ignore:drifted_2')
 def test_notes_about_ranks_are_in_the_summary_and_on_the_page(home, tmp_path, monkeypatch):

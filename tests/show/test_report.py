@@ -142,6 +142,31 @@ def test_a_click_opens_the_sizes_of_a_layer_and_changes_the_address(chromium, tm
         expect(page.locator('#sizes h2')).to_contain_text('2.1')
 
 
+def test_attention_has_a_map_of_layers_and_heads(chromium, tmp_path):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a,self.b = nn.MultiheadAttention(8, 2),nn.MultiheadAttention(8, 4)
+        def forward(self, x): return self.b(y := self.b(*[self.a(x, x, x)[0]]*3)[0], y, y)[0]
+    te = train(Twice(), 'heads', steps=3, attention=True)
+    with opened(chromium, report(te, tmp_path/'a.html'), '#tensors=attention&stat=entropy&step=2') as page:
+        expect(page.locator('#heads h2')).to_have_text('Entropy (1: equal weights) of each head, step 2')
+        assert page.locator('.heads th').all_inner_texts()==['a', 'b (0)', 'b (1)', 'head']
+        cell = page.locator('.heads tbody tr').nth(2).locator('td').nth(3)
+        want = read(te, 'b', 'attention', steps=2).query("call==1 and tname=='head_3'").entropy.item()
+        name,value = cell.get_attribute('title').rsplit(': ', 1)
+        assert 'head_3' in name and abs(float(value)-want)<1e-3
+        colors = [[c.evaluate('e => e.style.background') for c in r.locator('td').all()] for r in page.locator('.heads tbody tr').all()]
+        assert [sum(c.startswith('rgb') for c in r) for r in colors]==[2, 4, 4]
+        cell.click()
+        drawn(page)
+        assert page.evaluate('state.label')==name and page.locator('#sizes').is_hidden() and not page.wrong
+        page.locator('#kind').select_option('output')
+        drawn(page)
+        assert page.locator('#heads').is_hidden() and page.locator('#sizes').is_visible()
+
+
+@pytest.mark.release # slow
 def test_search_narrows_the_table_and_the_tree(chromium, tmp_path):
     train(net(), 'search')
     with opened(chromium, report('search', tmp_path/'a.html')) as page:
@@ -566,6 +591,7 @@ def test_a_report_without_data_is_an_error(tmp_path):
     assert report('b', tmp_path)==tmp_path/'b.html'
 
 
+@pytest.mark.release # slow
 @pytest.mark.slow
 def test_fast_clicks_break_nothing(chromium, tmp_path):
     train(net(), 'quick', ttypes=('input', 'output', 'weight', 'weight_grad', 'update', 'optimizer'))
@@ -581,6 +607,7 @@ def test_fast_clicks_break_nothing(chromium, tmp_path):
         assert not page.wrong and page.locator('#small').inner_text()==small
 
 
+@pytest.mark.release # slow
 @pytest.mark.slow
 def test_zooming_selects_nothing(chromium, tmp_path):
     train(net(), 'zoom', steps=39, every=4) # so that tensors end before the loss does

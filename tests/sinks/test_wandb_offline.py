@@ -166,6 +166,7 @@ monitor.close()
     assert not [k for k in axes if k.startswith(('/', '*'))]
 
 
+@pytest.mark.release # slow
 @pytest.mark.parametrize('reinit', [pytest.param('return_previous', marks=pytest.mark.release), 'finish_previous'])
 def test_run_that_the_user_opens_later_is_separate(tmp_path, reinit):
     "The run of torchember continues beside a W&B run that the user opens later."

@@ -76,6 +76,7 @@ def train(store, home, steps=60):
         te.t.barrier()
     return te
 
+@pytest.mark.release # slow
 @pytest.mark.slow
 def test_a_training_has_the_rows_that_lines_have(tmp_path, small, monkeypatch):
     monkeypatch.setattr(Rotation, 'most_rows', 200)

@@ -12,7 +12,7 @@ healthy,broken = {},{}
 first_modules = ('healthy_small', 'healthy_large', 'healthy_outputs', 'healthy_targets', 'broken_values', 'broken_weights', 'broken_losses',
     'broken_outputs', 'broken_targets')
 later_modules = ('healthy_more', 'broken_more', 'healthy_others', 'broken_others', 'healthy_silent', 'broken_silent', 'healthy_facts', 'broken_facts',
-    'stackoverflow', 'silent_errors', 'broken_attention', 'healthy_attention')
+    'stackoverflow', 'silent_errors', 'broken_attention', 'healthy_attention', 'broken_experts', 'healthy_experts', 'broken_stream', 'healthy_stream')
 in_ci = {'so_48221692', 'so_33969059', 'optimizer_of_the_old_parameters', # fast trainings of later modules that run in CI, too
     'so_48221692_corrected', 'one_layer_not_cast_fixed', 'pole_on_a_cart'}
 

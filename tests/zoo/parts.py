@@ -24,6 +24,19 @@ def fit(arm, model, opt, batches, loss_of=F.cross_entropy, **armed):
     return losses
 
 
+def fit_language_model(arm, model, n=60, lr=3e-3, **armed):
+    "Train a language model of Hugging Face, which returns its loss, to predict the next letter."
+    opt = torch.optim.AdamW(model.parameters(), lr)
+    te = arm(model, optimizer=opt, **armed)
+    for x,_ in passages(n, 16):
+        loss = model(input_ids=x, labels=x).loss
+        te.log(loss=loss)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+    te.close()
+
+
 def batches(n, size, *tensors):
     for _ in range(n): yield batch(size, *tensors)
 

@@ -20,12 +20,18 @@ class Wants:
     def __init__(self, inputs=True, outputs=True, input_grad=False, output_grad=False, compiled=True):
         self.inputs,self.outputs = inputs or input_grad,outputs or output_grad
         self.input_grad,self.output_grad,self.compiled = input_grad,output_grad,compiled
+        self.attention = False # True if attention is recorded, so that compiled code reports attention
         self.unions = weakref.WeakSet() # all `WantsUnion` objects that contain this object; `switch` updates them
 
     def switch(self, compiled):
         "Switch the reports of compiled code on or off, from the next pass on. The first switch makes torch.compile compile one more graph."
         if compiled==self.compiled: return
         self.compiled = compiled
+        for u in list(self.unions): u.update()
+
+    def switch_attention(self, attention):
+        "Switch the reports of attention by compiled code on or off."
+        self.attention = attention
         for u in list(self.unions): u.update()
 
 # shared `Wants` objects for listeners that never call `switch`; equal arguments return the same object
@@ -41,7 +47,7 @@ class WantsUnion:
 
     def update(self):
         "Compute again which tensor types any listener wants, after a `Wants` has changed."
-        for f in ('inputs', 'outputs', 'input_grad', 'output_grad'): setattr(self, f, any(w.compiled and getattr(w, f) for w in self.parts))
+        for f in ('inputs', 'outputs', 'input_grad', 'output_grad', 'attention'): setattr(self, f, any(w.compiled and getattr(w, f) for w in self.parts))
 
 # set of `Wants` -> the `WantsUnion` of this set, shared by modules with equal listeners
 unions = weakref.WeakValueDictionary()

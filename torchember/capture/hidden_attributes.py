@@ -65,7 +65,7 @@ class ArmedDict(dict):
             if k not in self.installed or v is not self.installed[k][1]: self[k] = v
 
     def clear(self):
-        "Remove all own attributes of the module. Attributes added by torchember stay."
+        "Remove the attributes that the module had itself, and keep those that torchember added."
         for k in [k for k in super().keys() if k not in self.installed]: del self[k]
 
 # %% ../../nbs/10_capture/12_hidden_attributes.ipynb #bee541fe

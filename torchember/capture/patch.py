@@ -29,7 +29,8 @@ def traced_forward(self, patch, args, kwargs):
     former,wants,reports_passes = patch.former,patch.wants,patch.passes
     if is_exporting(): wants,reports_passes = no_wants,False
     if reports_passes: compiled.began([patch.key] if torch.is_grad_enabled() else [], patch.key)
-    if wants.inputs: report_compiled(compiled.entered, 'input', inputs(args, kwargs, patch.names, patch.rest), patch.key, wants.input_grad)
+    # `attention` is read for torch.compile, which then compiles again when it changes
+    if wants.attention or wants.inputs: report_compiled(compiled.entered, 'input', inputs(args, kwargs, patch.names, patch.rest), patch.key, wants.input_grad)
     result = (patch.function or type(self).forward)(self, *args, **kwargs) if former is None else former(*args, **kwargs)
     if wants.outputs:
         named = [('', result)] if isinstance(result, torch.Tensor) else outputs(result)

@@ -16,10 +16,10 @@ __all__ = ['newest', 'missing', 'count_dispatch_modes', 'count_function_modes', 
            'never_compile', 'warn_no_hooks', 'thread_token', 'never_merge', 'keep_in_order', 'has_step_hooks',
            'loss_scale', 'is_unscaled', 'has_unscaled', 'shared_store', 'fsdp_of', 'group_between_shards',
            'may_free_parameters', 'is_fsdp', 'running_ddp', 'pipeline_stages', 'lists_parameters_as_torch',
-           'hook_callers', 'is_torch_compiled']
+           'hook_callers', 'copy_for_dynamo', 'report_softmax']
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch02
-import functools, gc, inspect, sys, weakref
+import functools, gc, inspect, sys, types, weakref
 from collections import namedtuple
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
@@ -116,7 +116,8 @@ def recomputing():
 apply_code = getattr(getattr(torch.autograd.Function.apply, '__func__', None), '__code__', None)
 
 def function_call_in(frame):
-    "Return weak references that identify the call of an autograd Function in a stack frame. None if there is none, or if the Function recomputes."
+    """Return weak references that identify the call of an autograd Function in a stack frame. None if there is no such call, or if the
+    Function only repeats a forward pass for a checkpoint."""
     if apply_code is not None:
         # compiled code runs in an autograd Function, too: `recomputes` excludes this Function by its name
         if frame.f_code is not apply_code or recomputes(frame.f_locals['cls']): return None
@@ -199,20 +200,25 @@ def call_after_backward(f) -> bool: # returns False if this version of torch can
 will_execute = private('torch._C._will_engine_execute_node', None, 'a pass that only torch.autograd.grad uses is merged with the other passes of its step')
 
 def leaves_below(node, most=16):
-    "Return up to `most` autograd nodes that accumulate gradients of leaf tensors, found below `node` in the autograd graph."
-    found,todo,seen = [],[node],set()
-    while todo and len(found)<most and len(seen)<1000:
+    "Yield up to `most` autograd nodes that accumulate gradients of leaf tensors, found below `node` in the autograd graph."
+    found,todo,seen = 0,[node],set()
+    while todo and found<most and len(seen)<1000:
         if (n := todo.pop()) is None or n in seen: continue
         seen.add(n)
-        if hasattr(n, 'variable'): found.append(n)
+        if hasattr(n, 'variable'):
+            found += 1
+            yield n
         else: todo += [below for below,_ in n.next_functions]
-    return found
 
 def writes_gradients() -> bool:
     "Return False if the running backward belongs to `torch.autograd.grad`, which writes into no `.grad`. Call this function in a hook."
-    leaves = leaves_below(running_node()) if will_execute is not None else []
-    try: return not leaves or any(will_execute(n) for n in leaves)
-    except RuntimeError: return False # torch raises RuntimeError for nodes of the inputs of `torch.autograd.grad`
+    any_leaf = False
+    for n in leaves_below(running_node()) if will_execute is not None else ():
+        any_leaf = True
+        try:
+            if will_execute(n): return True # in most backwards the first leaf, so that the other leaves are not searched
+        except RuntimeError: return False # torch raises RuntimeError for nodes of the inputs of `torch.autograd.grad`
+    return not any_leaf
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #8c0a7e02
 # Functions that return the number of this thread's next autograd node (torch 2.0 and later), and run autograd nodes (torch 2.3 and later)
@@ -378,7 +384,8 @@ def lowering_state(lowering):
         return graph, len(graph.operations), graph.effectful_ops.get(torch.library.EffectType.ORDERED)
 
 def order_graph_operations(graph, n, last, token):
-    "Make Inductor run the operations of `graph`, from number `n` on, after the side effect `last`. Without `token`, they become the last side effect."
+    """Make Inductor run the operations of `graph`, from number `n` on, after the side effect `last`. Without `token`, they become the last
+    side effect."""
     with noting_failure('torch._inductor.graph.GraphLowering.additional_buffer_deps', unordered):
         for o in graph.operations[n:]:
             if last: graph.additional_buffer_deps[o.get_operation_name()].add(last.get_name())
@@ -465,7 +472,8 @@ def fsdp_of(module):
     return out
 
 def group_between_shards(module):
-    "Return the process group whose ranks have replicas of the shards of a hybrid `FullyShardedDataParallel`, or None. Works in all versions of torch."
+    """Return the process group whose ranks have replicas of the shards of a hybrid `FullyShardedDataParallel`, or None. Works in all versions
+    of torch."""
     return getattr(module, '_inter_node_pg', None)
 
 def may_free_parameters():
@@ -527,7 +535,21 @@ script_table = private('torch.jit._builtins._get_builtin_table', dict, 'torch.ji
 modules_of_compilers = tuple(f'torch.{n}' for n in ('_C', '_dynamo', '_inductor', '_functorch', '_refs', '_decomp', '_prims', '_subclasses', '_meta',
     'fx', 'jit', 'overrides', 'onnx', 'export'))
 
-# %% ../../nbs/10_capture/05_private_torch.ipynb #a77e0004
-def is_torch_compiled(module) -> bool:
-    "Return True if `torch.compile` or `Module.compile` was applied to a module."
-    return hasattr(module, '_orig_mod') or getattr(module, '_compiled_call_impl', None) is not None
+# %% ../../nbs/10_capture/05_private_torch.ipynb #5c0de005
+def copy_for_dynamo(function):
+    "Return a copy of a Python function of torch. torch.compile traces the code of the copy, and so the functions that it calls."
+    copy = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return functools.wraps(function)(copy)
+
+def report_softmax(report):
+    "Make torch.compile trace a call `report(x, *args, **kwargs)` before each `Tensor.softmax`. `report`: function, or None to stop."
+    with noting_failure('torch._dynamo.variables.tensor.TensorVariable', 'attention with Tensor.softmax is not recorded in compiled code'):
+        cls,function = import_module('torch._dynamo.variables.tensor').TensorVariable,import_module('torch._dynamo.variables').UserFunctionVariable
+        if report is None:
+            if 'method_softmax' in vars(cls): del cls.method_softmax
+            return
+        def method_softmax(self, tx, *args, **kwargs): # Dynamo adds the softmax to the graph, because the result is None
+            "Trace the call of `report`."
+            function(report).call_function(tx, [self, *args], kwargs)
+        cls.method_softmax = method_softmax

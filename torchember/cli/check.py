@@ -137,7 +137,7 @@ class Checking(Recording):
         super().__init__(options)
         self.steps,self.rules,self.tables,self.reasons,self.raised,self.patch = steps,rules,[],[],0,None
 
-    def say(self, text): "Print nothing while the program runs, because the tables show which models were found."
+    def say(self, text): "Take a message about a found model, and do not print it, because the tables show which models were found."
 
     def start(self):
         "Install the patches, and start to record the models."

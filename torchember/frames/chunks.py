@@ -216,7 +216,8 @@ def kinds_of_part(part):
     return {k: {kind if has_values[k] else None} for k,kind in part.kinds.items()}
 
 def inspect_unwritten(data, path):
-    "Return the segments of JSON lines not yet written to a file, and the kinds and layouts of the rows. `data`: the lines; `path`: file of the log."
+    """Split JSON lines that are still in memory into segments. Return the segments, and the kinds and layouts of the rows. `data`: the lines;
+    `path`: file of the log."""
     [segment],kinds,layouts = inspect_lines(data, path, 0, Expected())
     return [replace(segment, more=data)], kinds, layouts
 
@@ -329,7 +330,7 @@ def names_and_ranks(logs):
 def segment_blocks(segments, steps=None, whole=False):
     "Return a function to open segments and yield their blocks. `whole`: True to load all columns together, which is faster."
     def blocks():
-        "Yield the blocks of rows of the segments."
+        "Yield the rows of the segments, one block at a time."
         for s in segments:
             with s.open(steps) as data:
                 if whole and not isinstance(data, bytes): data.load([data.header['layout'], *data.kinds])
@@ -394,7 +395,7 @@ def all_layouts(contents):
 
 # the columns of the user's marks are the last columns of a table
 def output_marks(contents, several):
-    "Return the names of the columns for the user's marks. `several`: True if several runs are read."
+    "Return the names of the columns that the user's code added to rows. `several`: True if several runs are read."
     return ['mark_run' if m=='run' and several else m for m in marks_in(all_layouts(contents))]
 
 def output_type(pa, kind):

@@ -144,7 +144,7 @@ def read_parts(file, name): # file: binary file; name: name of the file for mess
 
 # %% ../../nbs/50_frames/20_files.ipynb #483f9863
 def stands_for(x, *kinds):
-    "Return True if `x` is a `PicklePart`, a placeholder for an object of one of these classes."
+    "Return True if `x` is a `PicklePart`, a placeholder for an unpickled object, and the class of this object is one of `classes`."
     return isinstance(x, PicklePart) and x.what in kinds
 
 def expect(x, *kinds):
@@ -286,7 +286,7 @@ def read_pickle(
     compression='infer', # Argument of `pandas.read_pickle`
     storage_options:dict|None=None, # Argument of `pandas.read_pickle`
     *,
-    shifted:bool|None=None # True to subtract 1 from exponents; None to do so only if Track & Visualize recorded the table (one too high)
+    shifted:bool|None=None # True: subtract 1 from exponents. None: only if Track & Visualize recorded the table; its exponents are one too high
 ): # DataFrame with the columns of `LogFrame`
     """Read a pickled LogFrame without running code from it
 
@@ -296,7 +296,7 @@ def read_pickle(
         schema_map: Ignored; accepted for compatibility with Track & Visualize
         compression: Argument of `pandas.read_pickle`
         storage_options: Argument of `pandas.read_pickle`
-        shifted: True to subtract 1 from exponents; None to do so only if Track & Visualize recorded the table (one too high)
+        shifted: True: subtract 1 from exponents. None: only if Track & Visualize recorded the table; its exponents are one too high
 
     Returns:
         DataFrame with the columns of `LogFrame`
@@ -315,7 +315,7 @@ def read_csv(
     filepath_or_buffer, # Path, URL or file
     *args, # Arguments of `pandas.read_csv`
     schema_map=None, # Ignored; accepted for compatibility with Track & Visualize
-    shifted:bool|None=None, # True to subtract 1 from exponents; None to do so only if Track & Visualize recorded the table (one too high)
+    shifted:bool|None=None, # True: subtract 1 from exponents. None: only if Track & Visualize recorded the table; its exponents are one too high
     **kwargs # Arguments of `pandas.read_csv`. By default, two header lines and an index are expected
 ): # DataFrame with the columns of `LogFrame`
     """Read a LogFrame from a CSV file
@@ -324,7 +324,7 @@ def read_csv(
         filepath_or_buffer: Path, URL or file
         *args: Arguments of `pandas.read_csv`
         schema_map: Ignored; accepted for compatibility with Track & Visualize
-        shifted: True to subtract 1 from exponents; None to do so only if Track & Visualize recorded the table (one too high)
+        shifted: True: subtract 1 from exponents. None: only if Track & Visualize recorded the table; its exponents are one too high
         **kwargs: Arguments of `pandas.read_csv`. By default, two header lines and an index are expected
 
     Returns:
@@ -364,7 +364,7 @@ def read_parquet(
     path, # Path, URL or file
     schema_map=None, # Ignored; accepted for compatibility with Track & Visualize
     *args, # Arguments of `pandas.read_parquet`
-    shifted:bool|None=None, # True to subtract 1 from exponents; None to do so only if Track & Visualize recorded the table (one too high)
+    shifted:bool|None=None, # True: subtract 1 from exponents. None: only if Track & Visualize recorded the table; its exponents are one too high
     **kwargs # Arguments of `pandas.read_parquet`
 ): # DataFrame with the columns of `LogFrame`
     """Read a LogFrame from a Parquet file
@@ -373,7 +373,7 @@ def read_parquet(
         path: Path, URL or file
         schema_map: Ignored; accepted for compatibility with Track & Visualize
         *args: Arguments of `pandas.read_parquet`
-        shifted: True to subtract 1 from exponents; None to do so only if Track & Visualize recorded the table (one too high)
+        shifted: True: subtract 1 from exponents. None: only if Track & Visualize recorded the table; its exponents are one too high
         **kwargs: Arguments of `pandas.read_parquet`
 
     Returns:

@@ -23,7 +23,7 @@ stats_of = {'rm2': 'rms', 'mean_abs': 'abs_mean', 'max_abs': 'abs_max', 'min_abs
 
 # %% ../../nbs/50_frames/00_words.ipynb #02a00250
 def ttype_of(name): # name: for example 'output', 'Activation', 'Optimiser_State.exp_avg'
-    "Convert a name of a tensor type to torchember's tensor type, and an optimizer state or None, such as ('optimizer', 'exp_avg')."
+    "Translate a name that a user may give to a tensor type. Return torchember's name and the optimizer state, or None, such as ('optimizer', 'exp_avg')."
     first,_,key = str(name).partition('.')
     ours = ttypes_of.get(first.lower(), first)
     if ours not in ttypes: raise ValueError(unknown('tensor type', name, ttypes, ttypes_of))

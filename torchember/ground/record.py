@@ -24,8 +24,8 @@ flowing = dict(input='flows.Flows', output='flows.Flows')
 ttypes = (*flowing, 'weight', 'weight_grad', 'unclipped_grad', 'input_grad', 'output_grad', 'optimizer',
     'update', 'buffer', 'probe', 'prediction', 'target', # prediction and target of a loss that the user logs
     # Rows without a tensor. scalar: a number that the user logs; finding: the result of a rule that checks the training;
-    # attention: numbers of one attention head
-    *(of_no_tensor := ('scalar', 'finding', 'attention')))
+    # attention, router, stream: numbers of attention heads, of routers and their experts, and of the residual stream
+    *(of_no_tensor := ('scalar', 'finding', *(of_passes := ('attention', 'router', 'stream')))))
 identity = ('module', 'ts', 'ttype', 'tname', 'step', 'call', 'dtype', 'pname', 'micro', 'phase', 'backward',
     'skipped', 'unfinished', 'rank', 'shard') # columns that identify the tensor and the time of a row
 # values of the column `phase` for passes that do not train: evaluation, a pass without gradients, a pass whose gradients were discarded

@@ -16,8 +16,8 @@ from ..frames.handle import open_run
 from ..ground.messages import an, printable, unknown, warn
 from ..ground.needs import needs
 from ..store.table import activations_in
-from . import activations, batches, ends, first_update, gradients, heads, leftover, losses, modes # noqa: F401 each adds its rules to the table
-from . import outputs, precision, rank, replicas, returns, schedules, sizes, targets, values, wiring # noqa: F401 each adds its rules
+from . import activations, batches, ends, experts, first_update, gradients, heads, leftover, losses, modes # noqa: F401 each adds its rules
+from . import outputs, precision, rank, replicas, returns, schedules, sizes, stream, targets, values, wiring # noqa: F401 each adds its rules
 from .finding import columns, list_names, low_confidence, severities
 from .history import History
 from .links import can_affect
@@ -50,8 +50,9 @@ cause_order = ( # names of all rules: a rule that finds causes comes before the 
     'died', 'rank_waits', 'recording', 'replicas', 'not_finite', 'same_data', 'constant_batch', 'repeated_data', 'batch_lost', 'hand_over', 'loss_input',
     'broadcast', 'target_range', 'one_class', 'constant_output', 'targets_out_of_reach', 'poor_input_scale', 'not_trained', 'resumed', 'schedule_per_batch',
     'clipped_early', 'equal_units', 'poor_scale', 'scaler_skips', 'update_too_large', 'first_step', 'dead_units', 'saturated', 'future_attention',
-    'attention_logits', 'peaked_attention', 'attention_collapse', 'attention', 'no_gradient',
-    'underflow', 'lost_gradients', 'overflow', 'autocast', 'update_too_small', 'gradients_add_up', 'weights_decay', 'vanishing_gradient',
+    'attention_logits', 'peaked_attention', 'attention_collapse', 'attention', 'router_collapse', 'unused_expert',
+    'no_gradient', 'underflow', 'lost_gradients', 'massive_activations', 'overflow', 'stream_grows', 'idle_blocks', 'autocast',
+    'update_too_small', 'gradients_add_up', 'weights_decay', 'vanishing_gradient',
     'exploding_gradient', 'gradient_spike', 'wrong_last_activation', 'batch_norm', 'train_eval', 'random_eval', 'collapse', 'rank_collapse', 'loss_spike',
     'diverging', 'loss_rises', 'loss_below', 'loss_stalls', 'uniform_heads')
 # Name of a rule -> how much earlier than their cause its findings may begin, as a fraction of the training

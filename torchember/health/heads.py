@@ -79,24 +79,26 @@ def future_attention(h, least=1e-6, keys=8):
         yield finding(l.path, f"The mask of {l.title} does not hide later tokens: {how}. Later tokens get up to {fmt(weight)} of the weight.",
             int(l.steps[at]), int(l.steps[-1]), ttype='attention', weight=weight, heads=heads, look="attention_map(run, stat='future')",
             advice="Mask with torch.ones(n, n).triu(1), where True hides a key, or pass is_causal=True to scaled_dot_product_attention. "
-                "A model that sees the tokens to predict has a low loss in training, but generates bad text.")
+                "A model that sees the tokens that it has to predict has a low loss in training, but generates bad text.")
         return
 
 # %% ../../nbs/55_health/41_heads.ipynb #1690dce9
 @rule(severity='warning', needs='attention')
-def peaked_attention(h, early=.5, sink=.3, keys=8):
+def peaked_attention(h, early=.5, few=8., sink=.3, keys=8):
     """Attention to few keys in the first step, before anything was learned
 
     early: mean entropy of a layer's heads, as a share of the largest possible, below which a finding is reported
+    few: mean number of keys with weight, above which no finding is reported: a bias by distance (ALiBi) lowers the entropy of long sequences
     sink: mean weight of the first key, above which the model counts as trained before
     keys: number of keys, below which a layer is not checked
     """
     for l in layers_of(h):
         size,first = l.mean('entropy')[0],l.mean('first_token')[0]
+        if l.mean('effective_length')[0]>few: continue
         if l.least_keys<keys or l.steps[0]>max(h.steps[0] if len(h.steps) else 0, 1) or not size<early or first>sink: continue
         yield finding(l.path, f"At the start of the training, queries of {l.title} already give few keys almost all "
             f"the weight: the entropy of the weights is {fmt(size)} times that of equal weights, and the largest logit "
-            f"is {fmt(np.nanmax(l['logit_max'][0]))}. So little gradient passes the softmax.",
+            f"is {fmt(np.nanmax(l['logit_max'][0]))}. So only a small gradient passes back through the softmax.",
             int(l.steps[0]), ttype='attention', entropy=float(size), confidence=confidence_from(early/max(size, 1e-9), 1),
             look="attention_map(run, stat='entropy', step=0)",
             advice="Divide the logits by sqrt(head size), start with smaller weights of queries and keys, or normalize both (qk_norm).")
@@ -171,6 +173,6 @@ def uniform_heads(h, equal=.999, records=8, keys=8):
     l,names = max(some, key=lambda s: len(s[1]))
     n = sum(len(names) for _,names in some)
     yield finding(l.path, f"{n} heads of attention give all keys the same weight at all {len(l.steps)} recorded steps, such as {list_names(names)} "
-        f"of {l.title}. They only average all tokens, and could be removed.", int(l.steps[0]), int(l.steps[-1]), ttype='attention', heads=n,
+        f"of {l.title}. Such a head only computes the mean of all tokens.", int(l.steps[0]), int(l.steps[-1]), ttype='attention', heads=n,
         look="attention_map(run, stat='entropy')",
         advice="Check the initial weights and the learning rate of queries and keys of these heads, or use fewer heads.")

@@ -12,7 +12,8 @@ from itertools import pairwise
 import numpy as np
 
 from ..frames.tables import clean_types
-from ..ground.record import beside_training, computed_in, of_no_tensor
+from ..ground.needs import needs
+from ..ground.record import beside_training, computed_in, of_no_tensor, of_passes
 from ..measure.summary import derived
 from .finding import median
 from .moves import relative_updates
@@ -231,23 +232,26 @@ class History:
     def __init__(self, df, parameters=(), name='', activations:dict|None=None, losses=(), facts:dict|None=None):
         if len(df) and not {'step', 'ttype'}<=set(df.columns):
             raise ValueError(f"A table of rows needs the columns step and ttype, got {', '.join(map(str, df.columns[:6]))}. Pass the result of read(run).")
-        df = clean_types(df)
+        self.df = df = clean_types(df)
         self.name,self.recorded_parameters,self.activations = name,list(parameters),activations or {}
         self.losses,self.facts = list(losses),facts or {}
-        ttype = df['ttype'].astype(object).to_numpy() if len(df) else np.zeros(0, object)
-        self.logged = list(logged_series(df[ttype=='scalar'])) if 'scalar' in ttype else []
-        self.reported = [r for r in df[ttype=='finding'].to_dict('records') if is_finding_row(r)] if 'finding' in ttype else []
-        self.attention = df[ttype=='attention'].reset_index(drop=True) # rows about heads of attention, see `measure.attention`
-        self.df = df[~np.isin(ttype, of_no_tensor)].reset_index(drop=True)
-        self.all = list(split_series(self.df)) if len(self.df) else []
+        pd = needs('pandas', for_='A history of a run')
+        code,names = pd.factorize(df['ttype']) if len(df) else (np.zeros(0, int), ())
+        of_types = lambda *types: np.isin(code, [i for i,n in enumerate(names) if n in types])
+        self.logged = list(logged_series(df[of_types('scalar')])) if 'scalar' in names else []
+        self.reported = [r for r in df[of_types('finding')].to_dict('records') if is_finding_row(r)] if 'finding' in names else []
+        # tensor type -> rows about heads of attention (see `measure.attention`), about routers, and about the residual stream
+        self.pass_rows = {t: df[of_types(t)].reset_index(drop=True) for t in of_passes}
+        self.all = list(split_series(df, ~of_types(*of_no_tensor))) if len(df) else []
         self.evaluated = [s for s in self.all if s.phase=='eval']
         self.trained = [s for s in self.all if s.phase not in beside_training]
         # without any pass in training mode, the model trains in evaluation mode, so all passes are training passes
         in_eval_mode = not any(s.ttype in ('input', 'output') for s in self.trained)
         if in_eval_mode: self.trained,self.evaluated = self.all,[]
-        self.steps = union_of_steps(self.trained)
-        self.graph = ModuleGraph(self.trained)
+        self.steps,self.graph = union_of_steps(self.trained),ModuleGraph(self.trained)
         if not self.losses: self.losses = probed_losses(self.trained)
+
+    attention = property(lambda self: self.pass_rows['attention'], doc="Rows about heads of attention")
 
     def series(self, *ttypes:str, evaluated=False) -> list:
         """Return the series of some tensor types, in the order of calls. `evaluated`: True for evaluations instead of training passes.

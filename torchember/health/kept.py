@@ -11,6 +11,7 @@ import os
 from ..frames.logs import read
 from ..ground.messages import printable
 from ..ground.needs import needs
+from ..ground.record import of_passes
 
 # %% ../../nbs/55_health/77_kept.ipynb #d7de5005
 text_columns = ('module', 'path', 'ttype', 'tname', 'pname', 'phase', 'dtype')
@@ -19,7 +20,7 @@ dropped_columns = ('ts', 'exponents', 'var', 'abs_min', 'skew', 'kurtosis', 'rm4
 def kept_columns(df):
     "Return the table of a run with only the rows and columns that `diff` compares."
     kept = [c for c in df.columns if c not in dropped_columns and (c in text_columns or c=='shape' or df[c].dtype.kind in 'iufb') and df[c].notna().any()]
-    return df[~df['ttype'].isin(('finding', 'attention'))][kept].reset_index(drop=True)
+    return df[~df['ttype'].isin(('finding', *of_passes))][kept].reset_index(drop=True)
 
 def is_kept_file(run): return isinstance(run, str|os.PathLike) and str(run).endswith('.parquet')
 

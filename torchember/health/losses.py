@@ -19,7 +19,7 @@ from .rules import rule
 
 # %% ../../nbs/55_health/45_losses.ipynb #1dd51274
 loss_causes = ('not_trained', 'update_too_large', 'update_too_small', 'vanishing_gradient', 'exploding_gradient', 'dead_units', 'saturated', 'attention',
-    'attention_logits', 'peaked_attention', 'attention_collapse', 'future_attention',
+    'attention_logits', 'peaked_attention', 'attention_collapse', 'future_attention', 'router_collapse',
     'poor_scale', 'equal_units', 'gradients_add_up', 'weights_decay', 'collapse', 'batch_norm', 'underflow', 'scaler_skips', 'poor_input_scale',
     'same_data', 'not_finite', 'gradient_spike', 'loss_rises', 'loss_input', 'broadcast', 'target_range', 'one_class', 'constant_output', 'no_gradient',
     'targets_out_of_reach', 'wrong_last_activation') # rules whose findings can be the cause of a bad loss

@@ -25,6 +25,11 @@ cited = {
     'attention': 'Dehghani et al. 2023, https://arxiv.org/abs/2302.05442; Wortsman et al. 2023, https://arxiv.org/abs/2309.14322',
     'attention_logits': 'Dehghani et al. 2023, https://arxiv.org/abs/2302.05442; Wortsman et al. 2023, https://arxiv.org/abs/2309.14322',
     'attention_collapse': 'Zhai et al. 2023, https://arxiv.org/abs/2303.06296',
+    'router_collapse': 'Shazeer et al. 2017, https://arxiv.org/abs/1701.06538',
+    'unused_expert': 'Fedus et al. 2022, https://arxiv.org/abs/2101.03961',
+    'massive_activations': 'Sun et al. 2024, https://arxiv.org/abs/2402.17762',
+    'stream_grows': 'Zhang et al. 2019, https://arxiv.org/abs/1901.09321',
+    'idle_blocks': 'Men et al. 2024, https://arxiv.org/abs/2403.03853',
     'underflow': 'Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740',
     'batch_norm': 'https://docs.pytorch.org/docs/stable/generated/torch.nn.BatchNorm1d.html',
     'scaler_skips': 'https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler'}

@@ -7,7 +7,7 @@ __all__ = ['SeriesKey', 'Series']
 
 # %% ../../nbs/55_health/06_series.ipynb #1e465baf
 import math
-from functools import cache, cached_property
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -30,11 +30,10 @@ def elements_of_row(shape):
     return math.prod(shape) if isinstance(shape, list|tuple) else math.nan
 
 def count_shape_elements(shapes):
-    "Return the number of elements of each tensor from its shape. A run has many rows and few different shapes, so results are cached."
-    of_shape = cache(elements_of_row)
-    # `read` returns shapes as tuples, which can be keys of a cache
-    try: return np.fromiter(map(of_shape, shapes), float, len(shapes))
-    except TypeError: return np.fromiter((of_shape(as_tuple(s)) for s in shapes), float, len(shapes)) # lists and arrays cannot be keys of a cache
+    "Return the number of elements of each tensor from its shape. Neighbours with the same object as shape, as from `read`, are counted once."
+    ids = np.fromiter(map(id, shapes), np.int64, len(shapes))
+    starts = np.flatnonzero(np.diff(ids, prepend=0))
+    return np.repeat([float(elements_of_row(as_tuple(s))) for s in shapes[starts]], np.diff(starts, append=len(shapes)))
 
 def as_tuple(shape): return tuple(shape) if isinstance(shape, list|tuple|np.ndarray) else None
 
@@ -195,21 +194,24 @@ class Series:
     def __repr__(self): return f"<{self.ttype} {self.tname} of {self.label or 'the model'}, {len(self)} steps>"
 
 # %% ../../nbs/55_health/06_series.ipynb #f0b928aa
-def split_series(df):
-    "Yield a `Series` for each tensor in a table of rows, in the order of calls."
-    codes = group_rows(df)
-    order = np.lexsort((df['step'].to_numpy(), codes))
-    starts = np.flatnonzero(np.r_[True, np.diff(codes[order])>0])
-    rows,columns = SeriesColumns(df, order),{c: df[c].astype(object).to_numpy() if c in df else np.full(len(df), None, object) for c in (*named, *counted)}
-    for i,(lo,hi) in enumerate(zip(starts, [*starts[1:], len(df)], strict=True)):
-        yield Series(rows, slice(lo, hi), read_key(columns, order[lo]), i)
+def split_series(df, which=None):
+    "Yield a `Series` for each tensor in a table of rows, in the order of calls. `which`: mask of the rows to use, all by default."
+    rows = np.arange(len(df)) if which is None else np.flatnonzero(which)
+    codes = group_rows(df)[rows]
+    order = np.lexsort((df['step'].to_numpy()[rows], codes))
+    starts,rows = np.flatnonzero(np.diff(codes[order], prepend=-1)),rows[order]
+    columns = SeriesColumns(df, rows)
+    for i,(lo,hi,key) in enumerate(zip(starts, np.append(starts, len(rows))[1:], read_keys(df.iloc[rows[starts]]), strict=True)):
+        yield Series(columns, slice(lo, hi), key, i)
 
-def read_key(columns, at):
-    "Return the `SeriesKey` of a series from its first row. `columns`: columns of the table; `at`: index of this row."
-    row = {c: v[at] if isinstance(v[at], str) else None for c,v in columns.items()}
-    kind = (row['module'] or '').rpartition('(')[2].rstrip(')')
-    ints = [0 if (n := columns[c][at]) is None or n!=n else int(n) for c in counted]
-    return SeriesKey(row['path'] or '', kind, row['ttype'], row['tname'], row['pname'], row['phase'], *ints, row['module'])
+def read_keys(df):
+    "Yield the `SeriesKey` of each row of a table."
+    columns = {c: df[c].astype(object).to_numpy() if c in df else np.full(len(df), None, object) for c in (*named, *counted)}
+    for at in range(len(df)):
+        row = {c: v[at] if isinstance(v[at], str) else None for c,v in columns.items()}
+        kind = (row['module'] or '').rpartition('(')[2].rstrip(')')
+        ints = [0 if (n := columns[c][at]) is None or n!=n else int(n) for c in counted]
+        yield SeriesKey(row['path'] or '', kind, row['ttype'], row['tname'], row['pname'], row['phase'], *ints, row['module'])
 
 # %% ../../nbs/55_health/06_series.ipynb #d5058bfe
 class LoggedSeries:

@@ -389,7 +389,7 @@ def data_of_layer(h, path, first):
     ins = [s for s in h.inputs.get(path, ()) if s.tname!='output' and 'float' in str(s.dtype)]
     kind = h.kinds.get(path, '')
     if not ins or not is_linear(kind) and not any(r in kind for r in ('LSTM', 'GRU', 'RNN')): return None
-    # an input that the model itself has computed is no data
+    # an input that the model itself has computed does not count as data
     if h.graph.makers.get(path) or path!=first and not equals_model_input(h, ins[0]): return None
     return ins[0]
 

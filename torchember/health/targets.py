@@ -34,7 +34,7 @@ def names_of_term(e):
 classes_of = {'softmax': ('Softmax',), 'log_softmax': ('LogSoftmax',), 'sigmoid': ('Sigmoid',), 'relu': ('ReLU',), 'tanh': ('Tanh',)}
 
 def place_of_term(h, *activations):
-    "Return the path of the last module that applies one of `activations`, such as 'softmax'. If there is none, return the path of the last module."
+    "Return the path of the last module whose activation is in `activations` (names such as 'softmax'). If there is none, return the path of the last module."
     wanted = {c for a in activations for c in classes_of.get(a, ())}
     leaves = [p for p in h.graph.leaves if p in h.outputs]
     return next((p for p in reversed(leaves) if h.activation(h.outputs[p]) in wanted), leaves[-1] if leaves else '')
@@ -125,7 +125,7 @@ def find_scale_out_of_reach(h, e, part=.5):
     # if no logarithm was taken before the loss, the prediction itself must be the logarithm of a probability
     of_logarithms = takes=='log_probabilities' and 'log' not in names
     if of_logarithms and names: return None
-    # if the predictions are divided by their sum, any positive numbers become probabilities: no upper limit
+    # if the loss divides the predictions by their sum, any positive predictions are valid, so they have no upper limit
     most = 1e-6 if of_logarithms else np.inf if 'normalize' in names else 1+1e-4
     share,low,high = share_outside(s, -np.inf if of_logarithms else -1e-4, most)
     if share<part or not of_logarithms and names[-1:]==['exp']: return None

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['is_wanted', 'loaded_objects', 'load_objects', 'objects', 'load_quickly', 'objects_are_cached', 'load_in_thread',
-           'SameDicts']
+           'SameDicts', 'SameLists']
 
 # %% ../../nbs/20_measure/53_planning.ipynb #d8eaa762
 import os, weakref
@@ -75,8 +75,22 @@ class SameDicts:
         self.references = [weakref.ref(v, self.freed.append) for v in values]
         self.keys = [list(d) for d in self.dicts]
         self.words = np.array([n for d in self.dicts for n in (id(d), len(d), *(i for k,v in d.items() for i in (id(k), id(v))))] or [0], np.int64)
-        self.address = address_of(self.words)
+        self.address,self.check = address_of(self.words),self.kinds.entries()[3] if self.is_possible else None
 
     def unchanged(self):
         "Return True if all dicts have the same keys and values as when this object was made."
-        return self.is_possible and not self.freed and self.kinds.entries()[3](self.address, len(self.dicts))==1
+        return self.is_possible and not self.freed and self.check(self.address, len(self.dicts))==1
+
+# %% ../../nbs/20_measure/53_planning.ipynb #5c1b0e07
+class SameLists:
+    "Remembers which objects are in some lists, by their addresses. `unchanged` compares the lists with these addresses, by compiled code."
+    def __init__(self, lists):
+        self.kinds = objects()
+        self.is_possible = self.kinds is not None and all(type(x) is list for x in lists)
+        self.at = [*map(id, lists)]
+        self.words = np.array([n for x in lists for n in (id(x), len(x), *map(id, x))] or [0], np.int64)
+        self.address,self.check = address_of(self.words),self.kinds.entries()[4] if self.is_possible else None
+
+    def unchanged(self, lists):
+        "Return True if `lists` are the same lists as when this object was made, and contain the same objects."
+        return self.is_possible and [*map(id, lists)]==self.at and self.check(self.address, len(self.at))==1

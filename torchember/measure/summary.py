@@ -72,7 +72,7 @@ def no_elements(wanted=scalars):
 
 # %% ../../nbs/20_measure/00_summary.ipynb #93e27f4f
 def parts_in(wanted) -> tuple:
-    "Return the names of all sums in some groups, without duplicates."
+    "Return the names of the sums that some groups of statistics need, each name once."
     return tuple(dict.fromkeys(p for g in wanted for p in groups[g]))
 
 @cache

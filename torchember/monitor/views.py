@@ -99,7 +99,7 @@ class Extension:
 
     def __call__(self,
         module, # The module that is called
-        input, # Tuple of the module's inputs; for a backward extension, of the gradients of its inputs
+        input, # Tuple of the module's inputs. For an extension that reads the backward pass: tuple of the gradients of these inputs
         output # Output of the module; for a backward extension, tuple of the gradients of its outputs
     ):
         "Compute a value from the tensors of a call, and store the value in the view of the module."

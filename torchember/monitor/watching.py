@@ -58,7 +58,7 @@ class StepPredictor:
         self.varies = False # True if a step had fewer passes than the step before
 
     @property
-    def step(self): # None if no prediction is possible
+    def step(self): # number of the current step, None if it cannot be predicted
         "Predicted number of the step of the running pass."
         known = self.stride is not None and self.regular_steps>=self.needed_steps and self.passes<=self.usual_passes
         return self.last_step+self.stride if known else None

@@ -118,5 +118,5 @@ class Roles:
             self.kinds.append({**self.kinds[k], axis: role})
 
     def of(self, row):
-        "Return the roles of one row as a dict: mesh axis -> role along this axis."
+        "Return a dict for one row: mesh axis -> how the ranks along this axis share the row's tensor, such as sharded or replicated."
         return self.kinds[self.code[row]]

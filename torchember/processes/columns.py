@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..ground.needs import needs
+from ..ground.record import of_passes
 from ..measure.summary import Parts, merge, squares
 
 # %% ../../nbs/42_processes/06_columns.ipynb #eb7eee97
@@ -114,13 +115,14 @@ def mean_by_group(numbers, group, spoiled):
     with np.errstate(invalid='ignore'): mean = np.bincount(group, np.where(known, numbers, 0))/np.bincount(group, known)
     return np.where(np.bincount(group, ~known & spoiled)>0, np.nan, mean)
 
-largest_columns = 'logit_max','logit_bound','reach' # columns of rows about attention, of which the largest value of all ranks counts
+# columns of rows about attention and the residual stream, of which the largest value of all ranks counts
+largest_columns = 'logit_max','logit_bound','reach','largest','median_ratio'
 
 def merge_other_columns(out, df, group, done) -> list: # done: columns that other functions have merged already
-    """Merge all remaining columns of shards into the table `out`: keep equal values, average the user's logged numbers and numbers of attention heads.
+    """Merge all remaining columns of shards into the table `out`: keep equal values, average the user's logged numbers and numbers of passes.
     Return the names of the columns whose values were dropped because they differ"""
     pd = needs('pandas', for_='A table of rows')
-    is_averaged,lost = out['ttype'].isin(('scalar', 'attention')).to_numpy(bool),[]
+    is_averaged,lost = out['ttype'].isin(('scalar', *of_passes)).to_numpy(bool),[]
     spoiled = sum((df[c]>0).to_numpy() for c in ('nan', 'posinf', 'neginf') if c in df)>0
     for c in [c for c in df.columns if c not in done]:
         values = df[c]
@@ -129,8 +131,8 @@ def merge_other_columns(out, df, group, done) -> list: # done: columns that othe
         if not differ.any(): continue
         if values.dtype.kind in 'iuf':
             means = mean_by_group(values.to_numpy(float), group, spoiled)
-            if c in largest_columns: means = np.where(out['ttype']=='attention', values.groupby(group).max(), means)
-            out[c] = out[c].astype(float).where(~differ, np.where(is_averaged, means, np.nan))
+            if c in largest_columns: means = np.where(out['ttype'].isin(of_passes), values.groupby(group).max(), means)
+            out[c] = out[c].astype(float).where(~differ, np.where(is_averaged & (c not in ('channel', 'token')), means, np.nan))
         else: out[c] = out[c].astype(object).where(~differ, None)
         if (differ & ~is_averaged).any(): lost.append(c)
     return lost

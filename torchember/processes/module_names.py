@@ -76,7 +76,7 @@ def names_in_whole(parts, tags) -> list:
 
 # %% ../../nbs/42_processes/02_module_names.ipynb #5e40af3d
 def names_of_stages(metadata, paths) -> dict: # paths: function that returns the module paths of a rank
-    "Return a dict: rank -> (dict: path of a module in a pipeline stage -> path in the whole model). Empty unless there are two stages."
+    "Return a dict: rank -> (dict: path of a module in a pipeline stage -> path in the whole model). Empty if there are fewer than two stages."
     inside = defaultdict(dict) # stage -> dict: (rank, path on this rank) -> path inside the stage
     for rank,about in metadata.items():
         for top,stage in about.get('stages', {}).items():

@@ -204,7 +204,7 @@ class Budget:
         self.hopeless = self.idle_exceeds_share or times.recorded>1 and self.interval>self.rarest
 
     def apply_limits(self, took, cost):
-        "Distribute the high cost of the first recorded step over later steps, and keep `balance` within its limits."
+        "Charge the high cost of the first recorded step to later steps bit by bit, and keep `balance`, the seconds that recording may take, within its limits."
         recorded,known_cost = self.times.recorded,self.times.cost
         if recorded<2: part = min(self.balance+self.credit, 0.)
         elif self.since: part = min(self.owed, .1*self.share*took)

@@ -96,7 +96,7 @@ class PlannedPass:
         return bool(flows) and type(flows[0]) is Flows and set(flows[0].ttypes)=={'input', 'output'}
 
     def has_become_ready(self) -> bool:
-        "Return True if the compiled functions were loaded since the last pass. Then give all modules a plan."
+        "Return True if the compiled functions were loaded since the last pass. The caller must then give each module a plan."
         self.unplanned += len(self.sources.states)
         if self.unplanned>self.most_unplanned: load_in_thread()
         if not self.prepare(): return False

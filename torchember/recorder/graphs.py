@@ -26,7 +26,8 @@ class NoPython(Unmeasurable):
 
 # %% ../../nbs/40_recorder/79_graphs.ipynb #6e82c472
 class Quiet(Listener):
-    "Listener of a model whose CUDA graphs are not recorded. It writes all queued rows before a capture, when no copy from the GPU may be pending."
+    """Listener of a model whose CUDA graphs are not recorded. It writes all queued rows before a CUDA graph is captured, because no copy from
+    the GPU may be pending during the capture."""
     def __init__(self, drain): self.drain,self.watch = drain,GraphWatch(self) # drain: function that writes all queued rows
 
     def graph_to_come(self, graph):

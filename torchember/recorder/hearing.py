@@ -45,7 +45,7 @@ class OtherModels:
     def __init__(self, sources):
         self.sources = sources # the `Sources` of the recorder
         self.root,self.known,self.parameters = None,frozenset(),frozenset() # Weak reference to the model, ids of its modules, ids of its parameters
-        self.is_ours = weakref.WeakKeyDictionary() # module that called a recorded module -> True if its calls count as calls of the recorded model
+        self.is_ours = weakref.WeakKeyDictionary() # module that called a recorded module -> True if it is part of the recorded model
         self.root_called = False # True once the root was called
         self.at_first = None # version counters of the weights at the first call by another model
 
@@ -87,7 +87,7 @@ class PassEvents:
         self.wanted = None
         self.modes = ModeFacts(self.calls.innermost, self.sources.parameters.known.note_modes)
         self.extra_frames = 0 # number of frames added to Python's recursion limit while the model runs
-        self.attention = None # `recorder.attention.Attention`, None if attention is not recorded
+        self.numbers = {} # tensor type -> `PassNumbers` that measures some passes, such as 'router' -> `Routers`
 
     def prepare(self, root, depth):
         "Store the modules of a model before recording of the model starts. `depth`: nesting depth of the model's innermost module."
@@ -128,18 +128,18 @@ class PassEvents:
         self.calls.begin_recorded(phase if self.steps.manual else None)
         if not shared and self.extra_frames: raise_recursion_limit(self.extra_frames)
         if not shared and state.root and self.pipe.gate.on: self.modes.begin(self.sources.states, phase, grad, eager)
-        if not shared and self.attention is not None: self.attention.begin(state, phase, self.pipe.gate.writes, eager)
+        for numbers in () if shared else self.numbers.values(): numbers.begin(state, phase, self.pipe.gate.writes, eager)
 
     def fail(self, here):
         "Mark the pass as failed, because its outermost module raised an exception. Do nothing if other threads continue this pass."
         if here.depth==1 and not here.skipped and self.calls.recorded==1:
             self.steps.state.failed = True
-            if self.attention is not None: self.attention.fail()
+            for numbers in self.numbers.values(): numbers.fail()
 
     def end(self, here, compiled):
         "Handle the end of a pass in this thread: stop its clock, and update the black box."
         self.modes.end(self.sources.states)
-        if self.attention is not None and not here.skipped and self.calls.recorded==1: self.attention.end(self.pipe.buffer.micro)
+        for numbers in self.numbers.values() if not here.skipped and self.calls.recorded==1 else (): numbers.end(self.pipe.buffer.micro)
         if self.pipe.box is not None: self.pipe.box.set_phase(AFTER)
         self.cost.end_pass(0 if compiled else len(self.sources.states), bool(self.pipe.gate.on and not here.skipped))
         if not here.skipped and self.calls.end_recorded() and self.extra_frames: raise_recursion_limit(-self.extra_frames)
@@ -169,7 +169,7 @@ class RunningPasses:
             except BaseException: # an error of a schedule, for example, is raised with on_error='raise'
                 self.running -= 1
                 raise
-            if self.running>1: self.planned.stop() # threads that share a pass need the lock, which compiled code does not take
+            if self.running>1: self.planned.stop() # several threads share this pass and need the lock. Compiled code does not take it, so it must stop
             else: self.planned.begin(here)
 
     def end(self, here, compiled) -> bool|None:

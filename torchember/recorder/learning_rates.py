@@ -46,6 +46,11 @@ def is_rate(x):
     return isinstance(x, int|float|np.number)
 
 # %% ../../nbs/40_recorder/72_learning_rates.ipynb #8f3398b7
+def plain_rates(optimizer):
+    "Return (learning rate, name) of each parameter group of an optimizer, to find changes quickly. None if a rate is not a Python number."
+    plain = [(g.get('lr'), str(g.get('name'))) for g in optimizer.param_groups]
+    return plain if all(type(rate) in (float, int) for rate,_ in plain) else None
+
 def rate_version(rate):
     "Return a value that differs once a learning rate has changed. None if only a wait for the device would show the change."
     if not isinstance(rate, torch.Tensor): return float(np.asarray(rate).item())
@@ -58,6 +63,7 @@ class LearningRates:
     def __init__(self, optimizers):
         self.optimizers = list(optimizers)
         self.last,self.found = {},{} # last: name -> `rate_version` in the last row; found: name -> changed learning rate of this step
+        self.plain = {} # id of an optimizer -> last result of `plain_rates`
 
     def prefix(self, optimizer) -> str:
         "Return the prefix of the names of an optimizer's learning rates: 'lr', or 'lr/<number>' if there are several optimizers."
@@ -66,6 +72,9 @@ class LearningRates:
 
     def note(self, optimizer):
         "Store the changed learning rates of an optimizer before its step."
+        plain = plain_rates(optimizer)
+        if plain is not None and self.plain.get(id(optimizer))==plain: return
+        self.plain[id(optimizer)] = plain
         for name,rate in rates_in(optimizer, self.prefix(optimizer)).items():
             new = rate_version(rate)
             if new is not None and self.last.get(name)==new: continue

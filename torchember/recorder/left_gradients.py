@@ -38,7 +38,7 @@ class LeftGradient:
         self.first = None # number of the first training step with a gradient left over from an earlier step
 
     def end_interval(self, step):
-        "Count the interval since the optimizer's last step, because the optimizer has stepped again. `step`: number of the current training step."
+        "Add the interval since the optimizer's last step to the counts, because the optimizer has stepped again. `step`: number of the current training step."
         if self.begun and self.backwards:
             self.checked += 1
             self.left += not self.cleared

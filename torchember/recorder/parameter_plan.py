@@ -20,13 +20,13 @@ class ParameterPlan:
     """
     def __init__(self, states, which, uses): # states: `ModuleState`s; which: tuples from `Parameters.each`; uses: `StepBuffer.uses`
         self.states,self.uses = states,uses
-        self.watched = [st.watched for st in states]
         self.dicts = SameDicts(st.track.parameters for st in states if st.watched)
         self.which = [(st, i, n) for st,i,n,_ in which]
         self.ids = [id(p) for *_,p in which]
-        self.all_ids = frozenset(self.ids)
-        # Entries of each parameter in the sets `known.with_gradient` and `gathered` of `Parameters`
-        self.keys = [((st.track.path, n), (id(st), n)) for st,_,n in self.which]
+        self.container = None # the last frozenset for which `is_within` returned True
+        # keys of each parameter in the sets `known.with_gradient` and `gathered` of `Parameters`
+        self.names,self.places = [(st.track.path, n) for st,_,n in self.which],[(id(st), n) for st,_,n in self.which]
+        self.all_places,self.noted = frozenset(self.places),False # noted: True once `known.with_gradient` has all parameters
         self.is_possible = self.dicts.is_possible and all(type(p) is torch.nn.Parameter for *_,p in which)
         if self.is_possible:
             self.run = np.zeros(self.dicts.kinds.run_words, np.int64)
@@ -36,8 +36,14 @@ class ParameterPlan:
 
     def is_current(self, states, uses):
         "Return True if the model still has the parameters for which this plan was made."
-        same = self.is_possible and self.states is states and self.uses==uses and self.watched==[st.watched for st in states]
-        return same and self.dicts.unchanged()
+        return self.is_possible and self.states is states and self.uses==uses and self.dicts.unchanged()
+
+    def is_within(self, ids) -> bool:
+        "Return True if a set contains the ids of all parameters. Remember a frozenset that does, to compare it only once."
+        if ids is self.container: return True
+        within = ids.issuperset(self.ids)
+        if within and type(ids) is frozenset: self.container = ids
+        return within
 
     def prepare(self):
         "Collect the taps of all gradients for compiled code. Return False if a gradient has no tap yet, because it was never measured."
@@ -49,8 +55,8 @@ class ParameterPlan:
             if None in taps or not taps: return False
             owners = [st.track.parameters for st,_,_ in self.which]
             if not {id(d) for d in owners}<={id(d) for d in self.dicts.dicts}: return False
-            each = zip(self.ids, self.keys, owners, self.which, taps, strict=True)
-            self.words = np.array([(p, *map(id, keys), id(d), id(n), *words_of(t)) for p,keys,d,(_,_,n),t in each], np.int64)
+            each = zip(self.ids, owners, self.which, taps, strict=True)
+            self.words = np.array([(p, 0, id(d), id(n), *words_of(t)) for p,d,(_,_,n),t in each], np.int64)
             self.held = taps
         return True
 
@@ -60,16 +66,25 @@ class ParameterPlan:
         `parameters`: a `Parameters`, which measures the gradients that compiled code cannot measure.
         """
         k,arena,run = self.dicts.kinds,parameters.buffer.rows.arena,self.run
+        self.words[:, k.WRITTEN] = 0
         run[[k.CLOCK, k.SEEN, k.FILLED, k.SHARED]] = id(arena.clock),id(arena.seen),0,0
         write,i = k.entries()[2],-1
         with arena.lock:
             while i<len(self.words):
-                i = write(address_of(run), address_of(self.words), len(self.words), id(parameters.known.with_gradient),
-                    id(parameters.gathered.places['weight_grad']), i+1)
+                i = write(address_of(run), address_of(self.words), len(self.words), i+1)
                 if i<len(self.words): self.measure_one(parameters, *self.which[i])
+        self.note_written(parameters, self.words[:, k.WRITTEN]==1)
         arena.filled += int(run[k.FILLED])
         arena.shared += int(run[k.SHARED])
         return run[k.FILLED]>0
+
+    def note_written(self, parameters, written):
+        "Note which gradients have a row, in the sets of `Parameters`. `written`: True for each gradient with a row from compiled code."
+        known,places,every = parameters.known.with_gradient,parameters.gathered.places['weight_grad'],bool(written.all())
+        if every: places |= self.all_places # one operation on two sets is faster than one for each gradient
+        else: places |= {p for p,w in zip(self.places, written, strict=True) if w}
+        if not self.noted: known |= {n for n,w in zip(self.names, written, strict=True) if w}
+        self.noted = self.noted or every
 
     def measure_one(self, parameters, state, i, name):
         "Measure one gradient not measurable by compiled code, unless a concurrent thread has removed the parameter."

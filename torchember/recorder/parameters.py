@@ -161,37 +161,37 @@ class Parameters:
     def after_call(self, state, outermost:bool, ttypes):
         "Measure the parameters of a module after its call. After the `outermost` module, also measure all modules inside it."
         self.measure_own(state, ttypes)
-        if outermost and state.track.children and not ((plan := self.current_plan()) is not None and plan.all_ids<=self.seen):
+        if outermost and state.track.children and not ((plan := self.current_plan()) is not None and plan.is_within(self.seen)):
             for other in self.states if state.root else below(state, self.states): self.measure_own(other, ttypes)
 
     def current_plan(self):
         "Return the `ParameterPlan` of the model's parameters. If they have changed, return None, and make a new plan for the next step."
-        if objects() is None or not self.states: return None
         if self.plan is not None and self.plan.is_current(self.states, self.buffer.uses): return self.plan
-        self.plan = ParameterPlan(self.states, list(self.each()), self.buffer.uses)
+        if objects() is not None and self.states: self.plan = ParameterPlan(self.states, list(self.each()), self.buffer.uses)
 
     def each(self, wanted:set|None=None, states=None):
         "Yield (state of the module, position, name, parameter) for the recorded modules. Arguments and order as in `each_parameter`."
         return each_parameter(self.states if states is None else states, wanted)
 
-    def measure_complete(self, wanted=None, scale=None): # wanted: ids of the parameters, None for all; scale: factor to divide out of the gradients
+    def measure_complete(self, wanted=None, scale=None, plan=None):
         """At the end of a step, measure weights without a row in this step, then the complete gradients.
 
-        The complete gradients replace gradients measured during the passes.
+        The complete gradients replace gradients measured during the passes. `wanted`: ids of the parameters, None for
+        all; `scale`: factor to divide out of the gradients; `plan`: result of `current_plan`, None to call it here.
         """
-        if scale is None and self.measure_planned(wanted): return
+        if scale is None and self.measure_planned(wanted, plan): return
         which = list(self.each(wanted))
         if 'weight' in self.ttypes: self.measure_missed(which)
         if 'weight_grad' in self.ttypes: self.measure_again(('weight_grad',), which, scale)
 
-    def measure_planned(self, wanted):
+    def measure_planned(self, wanted, plan=None): # arguments as in `measure_complete`
         "Measure the complete gradients by compiled code. Return False if Python code has to measure them."
         old = self.old_gradients
         if 'weight_grad' not in self.ttypes or not self.buffer.is_simple or old.frozen or old.from_before: return False
         if count_function_modes() or inside_transform() is not None: return False
-        plan = self.current_plan()
-        if plan is None or wanted is not None and not plan.all_ids<=wanted or not plan.prepare(): return False
-        if 'weight' in self.ttypes and not plan.all_ids<=self.seen: return False
+        plan = plan or self.current_plan()
+        if plan is None or wanted is not None and not plan.is_within(wanted) or not plan.prepare(): return False
+        if 'weight' in self.ttypes and not plan.is_within(self.seen): return False
         self.buffer.rows.forget_seen()
         if plan.measure_gradients(self): self.hint.found = self.hint.in_step = True
         return True

@@ -44,7 +44,7 @@ class BoxContent:
         self.w = w = np.frombuffer(self.data, np.int64, len(self.data)//8)
         if len(self.data)<NOTES+2*most_text or w[MAGIC]!=magic or not lines:
             raise BoxError("the file is incomplete because its disk was full, or is no black box")
-        self.about = lines[0] # facts about the run and the process of the black box
+        self.about = lines[0] # facts about the run, and about the process that wrote the black box
         # checked, so that a foreign file cannot cause writes outside of the folder of runs
         safe_name(self.about['run'], 'run')
         if w[VERSION]!=version or (self.about['sums'], self.about['width'], self.about['head'])!=(sum_names, width, head_width):

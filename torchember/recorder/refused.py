@@ -81,7 +81,7 @@ class RefusedPasses:
         self.task,self.running,self.state = -1,[],[]
         self.last = [] # `gradient_state` after the last backward
         self.taken = 0 # number of passes of the current step whose gradients no optimizer used
-        self.made = [] # gradients of the last backward, kept if an earlier pass was refused
+        self.made = [] # gradients of the last backward, kept only if an earlier pass of the step could not be recorded
 
     def choose_parameters(self, model):
         "Choose the parameters whose gradients are checked. Choose none if FSDP1 or Opacus replaces parameters or gradients."

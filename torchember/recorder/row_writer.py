@@ -158,7 +158,7 @@ class RowWriter:
         self.marks = None # rank and marks of the rows that were queued last
         # list of `Measured` of steps that are written later, because they may turn out to be micro-batches
         self.waiting = []
-        # number of the step whose rows contain refused passes, and number of these passes
+        # (number of the step with passes that could not be recorded, number of these passes)
         self.refused = None,0
 
     def note_time(self):
@@ -176,7 +176,8 @@ class RowWriter:
         True if the schedule does not select the step.
         """
         if not wait: self.release()
-        self.last,held,rows = None,held and self.held.wants(steps.shown),buffer.rows
+        shown,rows = steps.shown,buffer.rows # `shown` is slow
+        self.last,held = None,held and self.held.wants(shown)
         closes = over and (rows.snapshots.taken or rows.custom.taken or self.log.file_is_open)
         if not rows.size and not closes: return # the writer thread is not woken without rows
         columns = self.columns()
@@ -184,18 +185,18 @@ class RowWriter:
         many_passes = {phase: n>1 for phase,n in dict(steps.passes).items()}
         if columns!=self.marks: rows.clear_taken() # rows with other marks do not supersede earlier rows
         self.marks = columns
-        joins = steps.shown!=steps.number # True for an evaluation, which belongs to the previous step
-        again = {'supersedes': True} if joins and steps.evaluated==steps.shown else {}
+        joins = shown!=steps.number # True for an evaluation, which belongs to the previous step
+        again = {'supersedes': True} if joins and steps.evaluated==shown else {}
         marks = {**({'skipped': True} if self.skipped else {}), **again, **columns}
         ts = self.ts or now()
         norms = self.lines.scalars.ask(self.extra.root_name, buffer.gradients) if over and not joins else {}
         metadata = None if rows.box is None else \
-            dict(step=steps.shown, ts=ts, held=held, marks=marks, many=[*many_passes.items()], **norms)
-        measured = Measured(*buffer.take(over, metadata), steps.shown, ts, marks, many_passes, dict(buffer.shards.columns), **norms)
+            dict(step=shown, ts=ts, held=held, marks=marks, many=[*many_passes.items()], **norms)
+        measured = Measured(*buffer.take(over, metadata), shown, ts, marks, many_passes, dict(buffer.shards.columns), **norms)
         self.ts,self.last = None,measured
         self.custom = self.custom+measured.custom
-        if self.held.has_first_not_finite(measured): self.release_held(steps.shown, 'not finite')
-        if held and self.held.wants(steps.shown): return self.held.steps.append(measured)
+        if self.held.has_first_not_finite(measured): self.release_held(shown, 'not finite')
+        if held and self.held.wants(shown): return self.held.steps.append(measured)
         if wait: return self.waiting.append(measured)
         if joins: self.log.put_late(measured, by=self.lines)
         else: self.log.t.put(measured, over, self.lines)

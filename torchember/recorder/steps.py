@@ -160,7 +160,7 @@ class Steps:
     @property
     def own_passes(self):
         "Number of passes of the current step, without evaluations."
-        return self.passes[None]+self.passes['no_grad']
+        return self.passes.get(None, 0)+self.passes.get('no_grad', 0) # `get` is used, because `Counter` is slow for a missing key
 
     @property
     def is_evaluation(self):
@@ -246,7 +246,7 @@ class Steps:
     def close(self):
         "End the current step, and begin the next step with an empty state."
         if self.state.eval_grads and not self.passes[None]: self.phases.trains_in_eval = True
-        elif self.passes['eval']: self.evaluated = self.number
+        elif self.passes.get('eval'): self.evaluated = self.number
         self.closed,self.number,self.trained = self.number,self.number+1,self.own_passes>0
         self.phases.end_step()
         self.pass_ += 1

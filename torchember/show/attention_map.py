@@ -14,7 +14,7 @@ from .heatmaps import color_norm
 from .histograms import rows_at_step
 from .legend import make_title, shorten_middle
 from .select import find_stat, name_of_run, tensors_to_draw
-from .style import canvas, drawn
+from .style import canvas, drawn, figure
 
 # %% ../../nbs/60_show/55_attention_map.ipynb #295f34fc
 labels_of = {'entropy': 'entropy (1: equal weights)', 'logit_max': 'largest logit', 'logit_bound': 'upper bound of the logits',
@@ -31,6 +31,31 @@ def head_table(rows, stat):
     at = {l: i for i,l in enumerate(layers)}
     table[[at[p] for p in place], head] = rows[stat].to_numpy(float, na_value=np.nan)
     return table, [f'{path} ({call})' if path in calls else path for path,call in layers]
+
+# %% ../../nbs/60_show/55_attention_map.ipynb #5c0de010
+def rows_of_map(run, path, stats, step) -> tuple:
+    "Return the rows about attention of a training step, and the step. `step`: None for the last step with such rows."
+    rows = tensors_to_draw(run, path, 'attention', stats)
+    rows,step = rows_at_step(rows if 'phase' not in rows else rows[rows['phase'].isna().to_numpy()], step)
+    return rows.drop_duplicates(['path', 'call', 'tname'], keep='last'), step
+
+def size_of_map(rows) -> tuple:
+    "Return the width and height in inches of a picture of all heads: larger for more heads and layers."
+    heads,layers = rows['tname'].nunique(),len(rows[['path', 'call']].drop_duplicates())
+    return min(2.6+.32*heads, 12), min(max(1.1+.22*layers, 2.6), 14)
+
+def draw_map(ax, rows, stat):
+    "Draw one statistic of the heads in these rows as colors, with a color bar."
+    table,names = head_table(rows, find_stat(rows, stat))
+    norm = mpl.colors.Normalize(0, 1) if stat in ('entropy', 'first_token', 'top_share', 'future') else color_norm(table[np.isfinite(table)])
+    image = ax.pcolormesh(np.ma.masked_invalid(table), cmap='viridis', norm=norm, edgecolors='face', linewidth=.4)
+    shown = np.unique(np.linspace(0, len(names)-1, min(len(names), 60)).astype(int))
+    ax.set(ylim=(len(names), 0), yticks=shown+.5, xlabel='head')
+    ax.set_yticklabels([shorten_middle(names[i], 32) for i in shown])
+    heads = np.unique(np.linspace(0, table.shape[1]-1, min(table.shape[1], 16)).astype(int))
+    ax.set_xticks(heads+.5, [str(i) for i in heads])
+    bar = ax.figure.colorbar(image, ax=ax, label=labels_of.get(stat, stat), pad=.02, aspect=25)
+    bar.outline.set_visible(False)
 
 # %% ../../nbs/60_show/55_attention_map.ipynb #8fc034a1
 @earlier_calls()
@@ -54,18 +79,24 @@ def attention_map(
     Returns:
         Axes of the picture
     """
-    rows = tensors_to_draw(run, path, 'attention', [stat])
-    rows,step = rows_at_step(rows if 'phase' not in rows else rows[rows['phase'].isna().to_numpy()], step)
-    table,names = head_table(rows.drop_duplicates(['path', 'call', 'tname'], keep='last'), find_stat(rows, stat))
-    ax = canvas(ax, (min(2.6+.32*table.shape[1], 12), min(max(1.1+.22*len(table), 2.6), 14)))
-    finite = table[np.isfinite(table)]
-    norm = mpl.colors.Normalize(0, 1) if stat in ('entropy', 'first_token', 'top_share', 'future') else color_norm(finite)
-    image = ax.pcolormesh(np.ma.masked_invalid(table), cmap='viridis', norm=norm, edgecolors='face', linewidth=.4)
-    shown = np.unique(np.linspace(0, len(names)-1, min(len(names), 60)).astype(int))
-    ax.set(ylim=(len(names), 0), yticks=shown+.5, xlabel='head', title=make_title(name_of_run(rows), 'attention', f'step {step:,}'))
-    ax.set_yticklabels([shorten_middle(names[i], 32) for i in shown])
-    heads = np.unique(np.linspace(0, table.shape[1]-1, min(table.shape[1], 16)).astype(int))
-    ax.set_xticks(heads+.5, [str(i) for i in heads])
-    bar = ax.figure.colorbar(image, ax=ax, label=labels_of.get(stat, stat), pad=.02, aspect=25)
-    bar.outline.set_visible(False)
+    rows,step = rows_of_map(run, path, [stat], step)
+    ax = canvas(ax, size_of_map(rows))
+    draw_map(ax, rows, stat)
+    ax.set_title(make_title(name_of_run(rows), 'attention', f'step {step:,}'))
     return ax
+
+
+# %% ../../nbs/60_show/55_attention_map.ipynb #5c0de012
+stats_of_maps = 'entropy', 'logit_max', 'first_token', 'top_share' # statistics that `draw_maps` draws by default
+
+def draw_maps(run, path=None, stats=stats_of_maps) -> list: # Axes, one for each statistic
+    "Draw a map of all heads for each of some statistics, at the last step with rows about attention."
+    rows,step = rows_of_map(run, path, stats, None)
+    width,height = size_of_map(rows)
+    fig = figure((min(2*width, 14), height*-(-len(stats)//2)+.4) if len(stats)>1 else (width, height))
+    axes = list(fig.subplots(-(-len(stats)//2), min(len(stats), 2), squeeze=False, sharey=True).flat)
+    for ax in axes[len(stats):]: ax.set_visible(False)
+    for ax,stat in zip(axes, stats, strict=False): draw_map(ax, rows, stat)
+    for ax in axes[:max(len(stats)-2, 0)]: ax.set_xlabel('')
+    fig.suptitle(make_title(name_of_run(rows), 'attention', f'step {step:,}'), x=.01, ha='left')
+    return axes[:len(stats)]

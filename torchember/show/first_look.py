@@ -11,6 +11,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from ..frames.choice import no_rows_message
 from ..ground.record import clipped_norm
+from .attention_map import draw_maps, stats_of_maps
 from ..frames.words import earlier_calls, ttype_of, ttypes_asked
 from .findings import open_findings, title_text, is_about_row
 from .heatmaps import column_spans, heat, sizes
@@ -134,7 +135,7 @@ def mark_first(axes, parts, first, top):
 def overview(
     run, # Run to draw: its name, a torchEmber, a tracker, or a table of rows
     path=None, # Layers: a path, a glob, a compiled regex, or a list; default all
-    ttype=None, # A tensor type, or a list: a heat map for each; default outputs and gradients of weights
+    ttype=None, # A tensor type, or a list: a heat map for each; default outputs and gradients of weights. 'attention': maps of all heads at one step
     stat:str|None=None, # Statistic to draw; default 'rms' if recorded, else 'std'
     loss=None, # Loss: name of a logged number, values, or (steps, values); default 'loss', or the first logged number
     ax=None # Axes to draw into; default a new figure: for one tensor type, with the loss inside
@@ -144,7 +145,7 @@ def overview(
     Args:
         run: Run to draw: its name, a torchEmber, a tracker, or a table of rows
         path: Layers: a path, a glob, a compiled regex, or a list; default all
-        ttype: A tensor type, or a list: a heat map for each; default outputs and gradients of weights
+        ttype: A tensor type, or a list: a heat map for each; default outputs and gradients of weights. 'attention': maps of all heads at one step
         stat: Statistic to draw; default 'rms' if recorded, else 'std'
         loss: Loss: name of a logged number, values, or (steps, values); default 'loss', or the first logged number
         ax: Axes to draw into; default a new figure: for one tensor type, with the loss inside
@@ -152,6 +153,7 @@ def overview(
     Returns:
         Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
     """
+    if ttype=='attention' and ax is None: return draw_maps(run, path, stats_of_maps if stat is None else [stat])
     all_types = ttype is None and loss is None
     table,findings = table_and_findings(run, None if all_types else [*(ttypes_asked(ttype) if ttype else default_ttypes), 'scalar'])
     if not len(table): raise ValueError(no_rows_message(name_of_run(table) or 'The table'))

@@ -45,7 +45,7 @@ def column_edges(steps):
     return np.concatenate([[s[0]-(middle[0]-s[0])], middle, [s[-1]+(s[-1]-middle[-1])]])
 
 def column_spans(steps) -> tuple:
-    """Return the x positions of the cell edges of a heat map, and for each column the index of its first edge.
+    """Return the x positions of all cell edges of a heat map, and for each column the index of its left edge in this list.
 
     Next to a gap between steps, columns are narrow."""
     edges = column_edges(steps)

@@ -20,7 +20,7 @@ from ..frames.words import stats_of, ttype_of, ttypes_asked
 from ..measure.summary import derived
 from ..ground.choose import NamedLayer, Selection, chosen
 from ..ground.needs import needs
-from ..ground.record import beside_training
+from ..ground.record import beside_training, computed, computed_in
 from ..ground.messages import an, printable, unknown
 from ..store.anywhere import is_url
 from ..store.reading import path_of
@@ -223,7 +223,15 @@ def no_ttype_message(typed, ttype, there, name):
 def tensors_to_draw(run, path, ttype, stats=None):
     "Return the rows of the selected layers and tensor types with values of the statistics. Raise ValueError if no row matches."
     df = rows_to_draw(run, stats, **({} if ttype is None else {'ttype': ttypes_asked(ttype)}))
-    return pick(df if ttype is not None else df[~has_ttype(df, 'scalar')], path, ttype)
+    return without_other_scalars(pick(df if ttype is not None else df[~has_ttype(df, 'scalar')], path, ttype), stats)
+
+def without_other_scalars(df, stats):
+    "Remove logged numbers that cannot have the statistics: rows that torchember computes, such as the norm of all gradients, if 'loss' is drawn."
+    asked,scalar = [s for s in stats or () if s in df],has_ttype(df, 'scalar')
+    if not asked or not scalar.any(): return df
+    wanted = set(map(computed_in, asked)) # has None if a statistic is logged by the user
+    may_have = np.array([(t if t in computed else None) in wanted for t in df['tname']], bool)
+    return df[~scalar | may_have | df[asked].notna().any(axis=1).to_numpy()]
 
 # %% ../../nbs/60_show/10_select.ipynb #7e2e294a
 def find_stat(df, stat:str) -> str:

@@ -29,7 +29,7 @@ def metric_name(key) -> str: # key: name of the metric in torchember, such as 'w
 
 # %% ../../nbs/56_sinks/40_mlflow.ipynb #0cfe6b15
 def percentile_edges(edges, counts) -> dict: # edges: edges of the histogram's bins; counts: number of values in each bin
-    "Return the 5th, 50th and 95th percentile of a histogram as edges of its bins. They are sent because MLflow has no histograms."
+    "Return the 5th, 50th and 95th percentile of a histogram, each as the edge of a bin. They take the place of the histogram, which MLflow cannot store."
     out,seen,total = {},0,sum(counts)
     for edge,n in zip(edges, counts, strict=False):
         seen += n

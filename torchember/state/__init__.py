@@ -1,4 +1,4 @@
-"""Snapshots of a model: arithmetic, reductions, tables, plots, and the gradient noise scale"""
+"""Snapshots of a model: arithmetic, reductions, tables, plots, the gradient noise scale, and the coordinate check"""
 from typing import TYPE_CHECKING
 
 from ..ground.lazy import lazy_attributes
@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from .ratios import trust_ratio as trust_ratio
     from .noise import noise_scale as noise_scale
     from .noise import NoiseScale as NoiseScale
+    from .coordinates import coord_check as coord_check
 
 __getattr__,__dir__ = lazy_attributes(__name__, {
     'algebra': 'StateDict',
     'factories': 'from_weight from_grad from_state_dict from_optimizer_state from_together from_activation from_activation_grad load',
     'ratios': 'trust_ratio',
-    'noise': 'noise_scale NoiseScale'})
+    'noise': 'noise_scale NoiseScale',
+    'coordinates': 'coord_check'})

@@ -255,7 +255,7 @@ def noise_scale(
     num_average:int=16, # Number of repetitions to average
     scale:float=1., # Factor between the loss and the mean loss per sample: 1 for a mean, `micro_batch_size` for a sum over samples
     progress:bool=False # True to show a progress bar; needs tqdm
-) -> NoiseEstimate: # Estimate from the smallest and the largest batch. Its `fit` uses all batch sizes
+) -> NoiseEstimate: # Estimate from the smallest and the largest batch size. The attribute `fit` of the result uses all batch sizes
     """Measure the gradient noise scale of a model at its current weights.
 
     Args:
@@ -268,7 +268,7 @@ def noise_scale(
         progress: True to show a progress bar; needs tqdm
 
     Returns:
-        Estimate from the smallest and the largest batch. Its `fit` uses all batch sizes
+        Estimate from the smallest and the largest batch size. The attribute `fit` of the result uses all batch sizes
     """
     for name,n,least in (('micro_batch_size', micro_batch_size, 1), ('num_iters', num_iters, 2),
             ('num_average', num_average, 1)):

@@ -20,8 +20,8 @@ from ..measure.summary import derived, lost_value
 from .lines import bad, parse, reading_bar
 
 # %% ../../nbs/30_store/07_columns.ipynb #76c2ebfb
-class Missing: "Placeholder for the missing value of a row that lacks a column."
-missing,none = Missing(),type(None)
+class Missing(float): "Placeholder for the missing value of a row that lacks a column. It is a NaN, so that NumPy converts it without a replacement."
+missing,none = Missing('nan'),type(None)
 
 class ColumnBlock:
     """Consecutive rows, stored as columns: key -> list of values, `missing` for rows without the key.
@@ -112,7 +112,7 @@ class Expected:
             values = [r[k] for r in rows if k in r]
             types.update(map(type, values))
             if types-{none}=={str}: self.add_texts(k, set(values)-{None})
-        self.sure = {k: t for k,types in self.types.items() for t in (int, str) if types-{none}=={t}}
+        self.sure = {k: t for k,types in self.types.items() for t in (int, float, str) if types-{none}=={t}}
         self.decoder = self.new_decoder()
 
     def add_layouts(self, layouts):
@@ -200,8 +200,15 @@ class Column:
     def convert_known_type(self, values, sure):
         "Convert the values of a column that all have the type `sure`, without inspecting each value. Return None if each value must be inspected."
         if sure is str and (codes := self.to_codes(values)).max(initial=-1)>=0: return 'texts', codes
+        if sure is float: return self.convert_floats(values)
         try: return ('numbers', np.fromiter(values, np.int64, len(values))) if sure is int else None
-        except (TypeError, OverflowError): return None
+        except (TypeError, ValueError, OverflowError): return None # null, a missing number, or an integer of more than 64 bits
+
+    def convert_floats(self, values):
+        "Convert a column of floats and missing values. Return None if a value is null, NaN, infinite or so large that it may be an integer."
+        numbers = np.fromiter(values, float, len(values))
+        odd = np.flatnonzero(~(abs(numbers)<2**53))
+        return ('numbers', numbers) if 2*len(odd)<len(values) and all(values[i] is missing for i in odd) else None
 
     def convert(self, values, types):
         """Convert values of a column according to their types, if possible.
@@ -212,18 +219,23 @@ class Column:
         if self.as_it_is: return 'values', values
         if there<={int, float} and (numbers := as_numbers(values, types)) is not None: return 'numbers', numbers
         if there=={str}: return 'texts', self.to_codes(values)
+        if self.is_name and there<={list, tuple} and none not in types and (codes := self.to_tuple_codes(values)) is not None: return 'tuples', codes
         if there<={list, dict, tuple}:
-            return 'lists', np.fromiter(values if types=={tuple} else self.to_objects(values), object, len(values))
+            return 'lists', objects_of(values) if types<={tuple, Missing} else self.to_objects(values)
         return 'values', values
 
     def to_codes(self, texts):
         "Return the code of each text as an array."
         return np.fromiter(map(self.codes.__getitem__, texts), np.int32, len(texts))
 
+    def to_tuple_codes(self, values):
+        "Return the code of each list or tuple as an array, so that equal lists become one tuple. Return None if a list contains lists or dicts."
+        try: return self.to_codes([v if v is missing else tuple(v) for v in values])
+        except TypeError: return None
+
     def to_objects(self, values):
         "Return an object array of values, with NaN in place of missing values."
-        values = [math.nan if v is missing else tuple(v) if self.is_name and type(v) is list else v for v in values]
-        return np.fromiter(values, object, len(values))
+        return objects_of([tuple(v) if type(v) is list else v for v in values] if self.is_name else values)
 
     def kinds(self):
         "Return the kinds of the collected values, such as 'numbers', except blocks without values."
@@ -238,6 +250,9 @@ class Column:
         kinds = self.kinds()
         if kinds=={'numbers'}: return self.concatenated(lambda p: np.full(len(p), math.nan))
         if kinds=={'lists'}: return self.concatenated(self.to_objects)
+        if kinds=={'tuples'}:
+            tuples = np.fromiter([*self.codes][2:]+[math.nan], object, len(self.codes)-1) # the code -1 of a missing value selects the last element
+            return np.concatenate([self.to_objects(p) if kind=='nothing' else tuples[p] for kind,p in self.pieces if len(p)])
         if kinds=={'texts'}:
             codes,texts = self.concatenated(lambda p: np.full(len(p), -1, np.int32)),list(self.codes)[2:]
             if is_time and (times := times_of(pd, texts)) is not None: return times.take(codes, allow_fill=True)
@@ -246,14 +261,19 @@ class Column:
         if any(isinstance(v, list|dict|tuple) for v in values): return values
         return pd.DataFrame([(v,) for v in values])[0].array
 
+def objects_of(values):
+    "Return an object array of values, with NaN in place of missing values."
+    objects = np.fromiter(values, object, len(values))
+    objects[[i for i,v in enumerate(values) if v is missing]] = math.nan
+    return objects
+
 def as_numbers(values, types):
     "Convert numbers to an array, with NaN for missing numbers. Return None if an integer does not fit into 64 bits."
     if types=={int}:
         try: return np.fromiter(values, np.int64, len(values))
         except OverflowError: return None
     if int in types and any(type(v) is int and not -2**63<=v<2**63 for v in values): return None
-    return np.fromiter([math.nan if v is missing else v for v in values] if Missing in types else values,
-        float, len(values))
+    return np.fromiter(values, float, len(values))
 
 # %% ../../nbs/30_store/07_columns.ipynb #f54b02df
 stamp = re.compile(r'\d{4}-\d\d-\d\d \d\d:\d\d:\d\d')

@@ -331,10 +331,15 @@ class StoredBlock(ColumnBlock):
         "Number of the layout (keys and types) of each row."
         return self.part.layout[self.at]
 
+    @cached_property
+    def used_layouts(self):
+        "Numbers of the layouts that the selected rows have."
+        return np.flatnonzero(np.bincount(self.layout)).tolist()
+
     def types(self, k):
         "Return the set of Python types of the values in column `k`."
         each = self.part.layouts.types_of(k)
-        return {each[i] for i in np.flatnonzero(np.bincount(self.layout))}
+        return {each[i] for i in self.used_layouts}
 
     def mask_of_type(self, k, test):
         "Return a mask of rows: True where the value of the key `k` has a type for which the function `test` is true."
@@ -394,6 +399,7 @@ class StoredBlock(ColumnBlock):
         if present and present<={int, float} and kind in ('int64', 'double'):
             return 'numbers', self.column(k).to_numpy(zero_copy_only=False).astype(np.int64 if types=={int} else float,
                 copy=False)
+        if present=={list} and kind=='list<int64>' and column.is_name and none not in types: return self.convert_lists(k, column)
         if present!={str} or kind!='text': return None
         got = self.column(k)
         at = got.indices.fill_null(-1).to_numpy(zero_copy_only=False)
@@ -402,6 +408,25 @@ class StoredBlock(ColumnBlock):
         if len(texts)<=len(at): return 'texts', np.array([column.codes[t] for t in (*texts, None)], np.int32)[at]
         used,again = np.unique(at, return_inverse=True)
         return 'texts', np.array([-1 if i<0 else column.codes[texts[i]] for i in used], np.int32)[again]
+
+    def convert_lists(self, k, column):
+        "Convert a column of lists of whole numbers, such as shapes, to codes of tuples. A run has few different shapes."
+        code,first = number_lists(got := self.column(k))
+        distinct = [column.codes[v if v is None else tuple(v)] for v in got.take(first).to_pylist()]
+        return 'tuples', np.array(distinct, np.int32)[code]
+
+def number_lists(column):
+    """Number the distinct lists of an Arrow column of lists of whole numbers.
+
+    Return the number of the list in each row, and for each number an Arrow array with the first row with this list."""
+    pd,pa = needs('pandas', for_='A table of rows'),needs('pyarrow', for_='A run in Parquet')
+    lengths = column.value_lengths().fill_null(-1).to_numpy(zero_copy_only=False)
+    starts,values = np.cumsum(lengths.clip(0))-lengths.clip(0),np.r_[column.flatten().to_numpy(zero_copy_only=False), 0]
+    code = pd.factorize(lengths)[0]
+    for i in range(lengths.max(initial=0)):
+        element = pd.factorize(np.where(lengths>i, values[np.minimum(starts+i, len(values)-1)], 0))[0]
+        code = pd.factorize(code*(element.max(initial=0)+1)+element)[0]
+    return code, pa.array(np.unique(code, return_index=True)[1])
 
 # %% ../../nbs/30_store/09_parts.ipynb #d3a7cbfd
 def folder_of(path):

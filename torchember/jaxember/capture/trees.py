@@ -179,7 +179,7 @@ def named_parameters(
     tree, # Variables of linen; a state, module or gradient of nnx; a module of equinox; any tree of arrays
     what:str='model_state', # Name of the tree, for the error message
     stem:str='weight', # Prefix of names in the log: 'weight', or 'grad' for gradients
-    known=() # `Named` objects of the model: a parameter with one of these names gets the same number
+    known=() # `Named` objects found before: a parameter with the name of one of them keeps its number
 ) -> list: # a `Named` for each array, in the order of the tree
     "Return the names of the parameters and buffers of a model. Raise TypeError if a leaf is not an array."
     out,numbers,once = [],ParameterNumbers(known),UniqueNames()

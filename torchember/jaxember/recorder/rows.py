@@ -294,6 +294,6 @@ def tensor_of_tag(s, where, call, backward, more):
     "Return the `Tensor`, which describes a row of the log, of a tagged value. `s`: `TagNote` of the value."
     more = {**more, **dict(s.piece), **({'all_examples': True} if s.tag.all_examples else {})}
     ttype,tname = s.key.ttype,s.key.tname
-    # the rows of a prediction are named like those of its target, and its gradient is named 'prediction'
+    # the gradient of a prediction has the tensor type 'output_grad', and a name that begins with 'prediction' instead of 'loss'
     if s.grad: ttype,tname = 'output_grad',tname.replace('loss', ttype, 1) if ttype in of_losses else tname
     return Tensor(where.path, ttype, tname, None, call, s.shape, s.dtype, backward, more)

@@ -121,7 +121,7 @@ def one_pass(element, how):
             "Generate code for the larger of two numbers."
             return b.select(b.fcmp_ordered('>', x, y), x, y)
         def times(x, y):
-            "Generate code for a product."
+            "Generate code that multiplies `x` by `y`, which the compiler may merge with an addition."
             return b.fmul(x, y, flags=('contract',))
         def absolute(x):
             "Generate code for an absolute value."
@@ -267,8 +267,8 @@ def planes_to_counts(typing, planes, counts):
 
 @intrinsic
 def outside(typing, address, first):
-    """Return a mask for 64 exponents in the bytes at `address`: a bit is 1 if its exponent is not 0, and not in the window of 31 exponents
-    from `first`."""
+    """Read 64 exponents, one byte each, from `address`. Return a mask of 64 bits: a bit is 1 if its exponent is neither 0 nor one of
+    `first` to `first`+30."""
     def make(context, b, signature, arguments):
         "Generate the LLVM code to compute the mask."
         address,first = arguments
@@ -611,8 +611,8 @@ def source_checksum(*names):
     return zlib.crc32(' '.join(map(source, names)).encode())
 
 # Numba's cache notices changes of a function's file, but not of other files whose functions and constants its machine code contains.
-# Old code could write to wrong addresses. So checksums are parts of the names of cached functions: of the sums, which extensions
-# may add to, and of the sources, computed when they are imported, because a file may change between its import and the compilation
+# Old code could write to wrong addresses. So the names of cached functions contain a checksum of the sums, because extensions may add sums.
+# They also contain a checksum of the sources, computed at import, because a file may change between its import and the compilation
 layout_checksum = zlib.crc32(' '.join(parts).encode()) ^ source_checksum(*(f.__module__ for f in (address_of, no_elements)), __name__)
 
 def name_in_cache(function, more=0):

@@ -251,7 +251,8 @@ CURSOR,TAPPED,GROUPS,SHARE,tap_words = range(5)
 
 @njit
 def known_row(run, entry, x, tap, version, at):
-    "Return the address of the row with the summary of the tensor `x`, 0 if `x` must be read. `entry`: entry of `Arena.seen` for `x`."
+    """Return the memory address of the row that already has the summary of the tensor `x`. Return 0 if there is none, so that `x` must be
+    read. `entry`: entry of `Arena.seen` for `x`."""
     if tuple_item(entry, 7)!=load(run+8*NONE) or referent(tuple_item(entry, 0))!=x: return 0
     row = number_at(tuple_item(entry, 4))
     if row==0 or number_at(tuple_item(entry, 1))!=version or number_at(tuple_item(entry, 2))!=at: return 0
@@ -306,10 +307,11 @@ def next_event(run):
     return n
 
 @njit
-def write_row(run, x, tap, call, to):
+def write_row(run, x, tap, call, to, kept=True):
     """Write the row of the tensor at the address `x`.
 
-    Return False if Python code must write the row. `tap`: address of the words of a tap. `to`: memory for a `DLTensor`."""
+    Return False if Python code must write the row. `tap`: address of the words of a tap. `to`: memory for a `DLTensor`.
+    `kept`: True to note the row in `Arena.seen`. False for a parameter or its gradient, because hardly any other tap gets the same tensor."""
     cursor = load(tap+8*CURSOR)
     if cursor==0: return False
     n = describe(run, x, cursor, to)
@@ -328,7 +330,7 @@ def write_row(run, x, tap, call, to):
     row = fill(cursor, source, n, call, next_event(run))
     store(run+8*FILLED, load(run+8*FILLED)+load(tap+8*SHARE))
     if key!=0:
-        remember(run, key, x, tap, version, at, row)
+        if kept: remember(run, key, x, tap, version, at, row)
         decref(key)
     return True
 
@@ -549,7 +551,8 @@ def note_shapes(run, track, attribute, names, out, n):
 
 @njit
 def write_all(run, plan, side, out, n, start, call, to):
-    "Write the rows of the found tensors from number `start` on, and note their shapes. Return the result of `write_rows`. `side`: 0 for inputs, 1 for outputs."
+    """Write the rows of the found tensors from number `start` on, and note their shapes. Return the result of `write_rows`. `side`: 0 for
+    inputs, 1 for outputs."""
     known,attribute,first = load(plan+8*KNOWN)+8*side,INPUT_SHAPES,INPUTS
     if side==1: attribute,first = OUTPUT_SHAPES,OUTPUTS
     store(run+8*CHANGED, 0)
@@ -603,7 +606,7 @@ def write_weights(run, plan, to):
             incref(x)
             key,ok = new_number(x),True
             if set_contains(seen, key)!=1 and set_contains(seen, load(w+8*PAIR))!=1:
-                ok = write_row(run, x, w+8*WEIGHT_TAP, 0, to)
+                ok = write_row(run, x, w+8*WEIGHT_TAP, 0, to, False)
                 if ok:
                     set_add(seen, key)
                     set_add(seen, load(w+8*PAIR))
@@ -629,8 +632,9 @@ def leave_call(plan, result, start):
     if not is_plain(run): return UNPLANNED if start<0 else OTHER
     began,to,n = ticks(run),room(),-1
     frames,out = to+64,to+64+8*frame*most_depth
+    call = pop(run, plan) if start<0 else number_in(load(run+8*HERE), load(run+8*CALL))
     if start<0:
-        if pop(run, plan)<0: return UNPLANNED
+        if call<0: return UNPLANNED
         start = 0
         measured = load(run+8*MEASURED)
         if measured!=0 and (measured==-1 or not write_weights(run, plan, to)):
@@ -639,7 +643,6 @@ def leave_call(plan, result, start):
     if load(plan+8*RESULT)!=0: n = find_tensors(run, load(plan+8*RESULT), address(result), frames, out, 0)
     done = OTHER
     if n>=0:
-        call = number_in(load(run+8*HERE), load(run+8*CALL))
         done = write_all(run, plan, 1, out, n, start, call, to)
         if done==DONE:
             set_current(run, plan)
@@ -663,9 +666,22 @@ def check_dicts(words, n):
             p += 16
     return 1
 
-# words of a parameter in a `ParameterPlan`: the parameter, its keys in the sets `with_gradient` and `gathered`, its dict and its name there,
-# words of its gradient's tap
-WITH_GRADIENT,GATHERED,OWNER,OWN_NAME,GRADIENT_TAP,gradient_words = 1,2,3,4,5,5+tap_words
+def check_lists(words, n):
+    """Return 1 if `n` lists contain the same objects as before, in the same order, else 0. The objects themselves are not read.
+
+    `words`: for each list, its address, length and the addresses of its items."""
+    p = words
+    for _ in range(n):
+        o,size = load(p),load(p+8)
+        if list_size(o)!=size: return 0
+        p += 16
+        for i in range(size):
+            if list_item(o, i)!=load(p): return 0
+            p += 8
+    return 1
+
+# words of a parameter in a `ParameterPlan`: the parameter, 1 if its gradient was written, its dict and its name there, words of its gradient's tap
+WRITTEN,OWNER,OWN_NAME,GRADIENT_TAP,gradient_words = 1,2,3,4,4+tap_words
 
 @njit
 def is_true(run, o, name):
@@ -678,7 +694,7 @@ def is_true(run, o, name):
     return v==load(run+8*TRUE)
 
 @njit
-def write_own_gradient(run, x, p, with_gradient, gathered, to):
+def write_own_gradient(run, x, p, to):
     "Write the row of the gradient of the parameter `x`. Return False if Python code must write it. `p`: address of the words of the parameter."
     tap = p+8*GRADIENT_TAP
     if load(load(tap+8*CURSOR)+8*NEXT)!=0 or not is_true(run, x, load(run+8*REQUIRES)) or not is_true(run, x, load(run+8*LEAF)): return False
@@ -687,31 +703,29 @@ def write_own_gradient(run, x, p, with_gradient, gathered, to):
         clear_error()
         return False
     there = gradient!=load(run+8*NONE)
-    done = not there or write_row(run, gradient, tap, 0, to)
+    done = not there or write_row(run, gradient, tap, 0, to, False)
     decref(gradient)
-    if there and done:
-        set_add(with_gradient, load(p+8*WITH_GRADIENT))
-        set_add(gathered, load(p+8*GATHERED))
+    if there and done: store(p+8*WRITTEN, 1)
     return done
 
 @njit
-def write_gradient(run, p, with_gradient, gathered, to):
+def write_gradient(run, p, to):
     "Call `write_own_gradient` for the parameter with the words `p`. Return False if the module has another parameter of this name now."
     x = load(p)
     # the plan does not keep the parameter alive, so its memory may be read only while its dict has it
     if dict_item(load(p+8*OWNER), load(p+8*OWN_NAME))!=x or load(x+8)!=load(run+8*PARAMETER): return False
     incref(x)
-    done = write_own_gradient(run, x, p, with_gradient, gathered, to)
+    done = write_own_gradient(run, x, p, to)
     decref(x)
     return done
 
-def write_gradients(run, parameters, n, with_gradient, gathered, start):
-    """Write the rows of all parameters' gradients, from number `start` on.
+def write_gradients(run, parameters, n, start):
+    """Write the rows of all parameters' gradients, from number `start` on. Note in the words of each parameter whether its gradient was written.
 
     Return the number of the first gradient that Python code must measure, `n` if there is none."""
     to = room()
     for i in range(start, n):
-        if not write_gradient(run, parameters+8*gradient_words*i, with_gradient, gathered, to): return i
+        if not write_gradient(run, parameters+8*gradient_words*i, to): return i
     return n
 
 # %% ../../../nbs/20_measure/52_objects.ipynb #d5bff800
@@ -724,14 +738,16 @@ def entry(function, *arguments):
 
 @cache
 def entries():
-    "Return the compiled functions `enter_call`, `leave_call`, `write_gradients` and `check_dicts`. Compile them first, or load them from numba's cache."
+    """Return the compiled functions `enter_call`, `leave_call`, `write_gradients`, `check_dicts` and `check_lists`.
+
+    Compile them first, or load them from numba's cache."""
     number,o = types.int64,python_object
-    return (entry(enter_call, number, o, o, number), entry(leave_call, number, o, number), entry(write_gradients, *(number,)*6),
-        entry(check_dicts, number, number))
+    return (entry(enter_call, number, o, o, number), entry(leave_call, number, o, number), entry(write_gradients, *(number,)*4),
+        entry(check_dicts, number, number), entry(check_lists, number, number))
 
 def are_cached() -> bool:
     "Return True if numba's cache on disk has the compiled functions of these sources, so that `entries` takes less than 0.1 s."
-    last = check_dicts # the function that `entries` compiles last
+    last = check_lists # the function that `entries` compiles last
     last.__qualname__ = name_in_cache(last, own_checksum)
     try: folder = njit(cache=True)(last).stats.cache_path
     except RuntimeError: return False # numba found no writable folder for its cache

@@ -22,6 +22,7 @@ from ...ground.messages import printable
 from ...ground.record import computed_in
 from ...health.diagnose import findings_table, choose_rules, run_rules, load_history, order_findings
 from ...measure.exponents import limits, with_counts
+from ..attention_map import labels_of
 from ..run_summary import first_trouble, loss_curve, logged_names, trouble_sentence, pick_stat
 from ..missing import selected_parameters, parameters_of_run, insert_missing, untrained_reasons, add_missing
 from ...frames.logframe import count_columns
@@ -76,19 +77,31 @@ def list_modules(structure, paths:list, root:str='model') -> list: # structure: 
 most_values = 3_000_000 # maximum number of statistics in a page; they take about 8 MB
 most_steps = 24 # maximum number of steps whose exponent counts are in a page
 most_counts = 100_000 # maximum of: number of tensors with exponent counts, times number of their steps
-favourites = 'std', 'rms', 'abs_max', 'mean', 'zero_frac', 'max', 'min', 'abs_mean', 'l2', 'ratio', 'kurtosis'
+favourites = ('std', 'rms', 'abs_max', 'mean', 'zero_frac', 'max', 'min', 'abs_mean', 'l2', 'ratio', 'kurtosis',
+    'entropy', 'logit_max', 'first_token', 'top_share')
 
 def stats_of_page(rows, stats):
     "Return the names of the statistics in a page: the statistics that the user asked for, or up to four informative ones."
     if stats is not None:
         return list(dict.fromkeys(find_stat(rows, s) for s in ([stats] if isinstance(stats, str) else stats)))
     if not (there := numeric_columns(rows)): return []
-    first = [pick_stat(rows, None), *(c for c in favourites if c in there), *there]
+    first = [*(() if 'logit_max' in there else (pick_stat(rows, None),)), *(c for c in favourites if c in there), *there]
     return list(dict.fromkeys(first))[:4]
+
+def heads_of_page(rows) -> dict|None:
+    "Return the labels of all layers with attention, and [layer, head] for each of the rows. None if the rows are not about attention."
+    if not has_ttype(rows, 'attention').all(): return None
+    names,head = rows['path'].astype(str),rows['tname'].astype(str).str.removeprefix('head_').astype(int)
+    call = rows['call'] if 'call' in rows else rows['step']*0
+    several = set(names[call>0]) # modules that are called several times in a pass
+    labels = [f'{p} ({c})' if p in several else p for p,c in zip(names, call, strict=True)]
+    layers = {l: i for i,l in enumerate(dict.fromkeys(labels))}
+    return {'layers': list(layers), 'at': [[layers[l], int(h)] for l,h in zip(labels, head, strict=True)]}
 
 def pack_tensor_type(rows, known:tuple, stats:list, columns:int, why:dict=types.MappingProxyType({}), ps=()) -> dict:
     "Return the page data of one tensor type: a list of its tensors, and a packed matrix for each statistic."
     labels,one = known[1],rows.iloc[first_positions(known[0])]
+    heads = heads_of_page(one)
     text = lambda c: [v if isinstance(v, str) else None for v in one[c].astype(object)] if c in one else [None]*len(one)
     shapes = [list(map(int, s)) if isinstance(s, list|tuple|np.ndarray) else None for s in one['shape']] if 'shape' in one else [None]*len(one)
     tensors = [dict(label=l, path=p or '', dtype=d, shape=s)
@@ -99,7 +112,7 @@ def pack_tensor_type(rows, known:tuple, stats:list, columns:int, why:dict=types.
     there = dict(zip(at, tensors, strict=True))
     tensors = [there[i] if i in there else dict(label=l, path=order[l]['path'], dtype=order[l].get('dtype'), shape=order[l].get('shape'))
         for i,l in enumerate(labels)]
-    out = {'stats': {}, 'n': {}, 'ends': {},
+    out = {'stats': {}, 'n': {}, 'ends': {}, **({'heads': heads} if heads else {}),
         'tensors': [t | ({'why': why[t['label']]} if t['label'] in why else {}) for t in tensors]}
     for c in stats:
         s = add_missing(series(rows, c, known=known), missing, list(order))
@@ -240,7 +253,7 @@ def page_of(run, path=None, ttype=None, stats=None) -> dict:
         'health': check_health(run, table, every), 'numbers': logged_curves(table),
         'tree': list_modules(structure, list(dict.fromkeys(tensors['path'].astype(str))), root_name(tensors)),
         'kinds': out, 'formats': format_ranges(out),
-        'meanings': {s: meanings.get(s, s) for k in out for s in k['stats']}, 'colors': colors()}
+        'meanings': {s: meanings.get(s, labels_of.get(s, s)) for k in out for s in k['stats']}, 'colors': colors()}
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #73dd976c
 def add_exponent_columns(table, kinds, keys, tensors, also):

@@ -174,7 +174,7 @@ function pointAt(u) {
   if (step === pointed) return
   pointed = step
   $('#stepout').textContent = steps().length ? whole(here()) : '–'
-  pointing ||= requestAnimationFrame(() => { pointing = 0; drawing = drawing.then(() => Promise.all([drawSizes(), colorTree()])).catch(e => console.error(e)) })
+  pointing ||= requestAnimationFrame(() => { pointing = 0; drawing = drawing.then(() => Promise.all([drawSizes(), drawHeads(), colorTree()])).catch(e => console.error(e)) })
 }
 
 function zoomTo(range, from) {
@@ -340,6 +340,24 @@ async function drawHeat() {
   $('.scale', section).replaceChildren(...keys)
   read(charts.heat)
 }
+async function drawHeads() { // attention: a row for each layer, a column for each head, at the step that is shown
+  const section = $('#heads'), h = kind()?.heads
+  section.hidden = !h
+  if (!h) return
+  const v = await view(), scale = scaleFor(v), j = column(v.k.step, here()), across = Math.max(...h.at.map(a => a[1])) + 1, names = shortened(h.layers, widest)
+  const rows = h.layers.map((_, r) => Array.from({ length: across }, () => make('td')))
+  h.at.forEach(([layer, head], i) => {
+    const cell = rows[layer][head], value = v.value[i * v.columns + j], c = colorOf(scale, value), t = v.k.tensors[i]
+    cell.style.background = v.wrong(i, j) ? css('--bad') : c ? `rgb(${c})` : 'transparent'
+    cell.title = `${t.label}: ${few(value) || (v.wrong(i, j) ? 'not finite' : 'not recorded')}`
+    attrs(cell, { 'aria-selected': String(anything() && chosen(t)) })
+    cell.onclick = () => choose(state.label === t.label ? {} : { label: t.label })
+  })
+  const every = Math.ceil(across / 32)
+  $('h2', section).textContent = `${capital(v.name)} of each head, ${stepsOf(v.k, j)}`
+  $('.heads', section).replaceChildren(make('tbody', {}, ...rows.map((cells, r) => make('tr', {}, make('th', { textContent: names[r], title: h.layers[r] }), ...cells))),
+    make('tfoot', {}, make('tr', {}, make('th', { textContent: 'head' }), ...rows[0].map((_, i) => make('td', { textContent: i % every ? '' : String(i) })))))
+}
 function columnEnds(k) { // where each column begins and ends: a step that is far from its neighbours is a mark, as nothing was recorded between
   const s = k.step, n = s.length, gaps = s.slice(1).map((v, j) => v - s[j]), least = Math.min(...gaps.map(g => g || 1), n > 1 ? Infinity : 1)
   const half = Math.max(least, n > 2 ? (s[n - 1] - s[0]) / 400 : 0) / 2, hole = g => n > 2 && !k.thin && g > Math.max(2.5 * least, 2 * half)
@@ -454,7 +472,7 @@ async function besidesOf(labels) { // the same tensors of other runs
 
 async function drawSizes() {
   const section = $('#sizes'), k = kind(), e = k?.exponents, t = shown(k), out = $('.readout', section), box = $('.chart', section)
-  section.hidden = !kind()
+  section.hidden = !k || Boolean(k.heads)
   if (section.hidden) return
   const j = e ? column(e.step, here()) : 0
   const head = t ? `Sizes of the numbers in ${t.label}` : 'Sizes of numbers'
@@ -736,6 +754,7 @@ async function redraw(what) {
   if (what === 'all' || what === 'kind') { await drawNumbers(); await drawHeat() }
   if (what !== 'step') await drawLines()
   await drawSizes()
+  await drawHeads()
   if (what === 'all' || what === 'kind') await fillTable(); else markRows()
   if (what !== 'kind' && what !== 'all' && kind() && charts.heat) charts.heat.setCursor({ left: -10, top: -10 })
   await tree

@@ -1,0 +1,49 @@
+"Broken trainings of mixtures of experts whose routers are at fault"
+import torch
+
+from . import is_broken
+from .experts import Mixtures
+from .parts import fit, of_tokens, passages
+
+
+def train(arm, model, balance=0., n=60, each=lambda: None):
+    "Train with a loss that contains `balance` times the losses about the load. `each` is called in each step."
+    def loss_of(out, y):
+        each()
+        return of_tokens(out, y)+balance*sum(layer.balance for layer in model.layers)
+    return fit(arm, model, torch.optim.AdamW(model.parameters(), 3e-3), passages(n, 16), loss_of, routers=True)
+
+
+@is_broken('router_collapse', paths='layers.*', steps=(0, 30))
+def the_balance_has_the_wrong_sign(arm):
+    "The loss about the load is subtracted, so the routers give all tokens to two experts"
+    torch.manual_seed(511)
+    train(arm, Mixtures(), -.3)
+
+
+@is_broken('router_collapse', paths='layers.1')
+def one_expert_begins_with_a_large_bias(arm):
+    "One expert of each token, and nothing balances the load"
+    torch.manual_seed(512)
+    model = Mixtures(k=1)
+    with torch.no_grad(): model.layers[1].gate.bias[2] = 6.
+    train(arm, model)
+
+
+@is_broken('router_collapse', 'unused_expert', paths='layers.*', steps=(0, 60))
+def a_bias_that_grows_with_the_load(arm):
+    "The bias of an expert must fall if it has many tokens (DeepSeek-V3), but rises"
+    torch.manual_seed(513)
+    model = Mixtures()
+    def balance():
+        for layer in model.layers: layer.bias += .05*(layer.load-layer.load.mean()).sign()
+    train(arm, model, each=balance)
+
+
+@is_broken('unused_expert', paths='layers.0')
+def an_expert_that_is_masked(arm):
+    "The scores of one expert are masked, as if it were padding"
+    torch.manual_seed(514)
+    model = Mixtures(experts=6)
+    model.layers[0].bias[5] = -torch.inf
+    train(arm, model, .1)
