@@ -103,6 +103,8 @@ class InGraph:
     "A listener for torch.compile: while it traces a model, the methods add operators to the graph, which report attention when the graph runs."
     def __init__(self): self.key = new_key(self)
 
+    def memory_reused(self): "Do nothing, because rows of attention use no cached summaries."
+
     def attention_products(self, q, k, mask, causal, scale):
         "Add an operator to the graph that reports queries and keys."
         xs = [q, k] if mask is None else [q, k, mask]

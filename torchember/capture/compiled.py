@@ -10,7 +10,7 @@ import functools, itertools, json, weakref
 
 import torch
 
-from .merging import merge_calls
+from .merging import Merged, merge_calls
 from .private_torch import keep_in_order, never_compile, never_merge, on_inductor_graphs, recomputing, thread_token
 
 # %% ../../nbs/10_capture/15_compiled.ipynb #fd9b9211
@@ -140,4 +140,4 @@ pending_has_token = mergeable[entered] # `entered` and `pending` are defined wit
 def merge_in(graph):
     "Merge calls of torchember's operators in an FX graph that Inductor compiles."
     for op,token in (*merged, (pending, pending_has_token)): keep_in_order(op, token)
-    merge_calls(graph, mergeable, {token: (op, pending if op is merged[0][0] else None) for op,token in reversed(merged)})
+    merge_calls(graph, mergeable, {token: Merged(op, pending, (entered, exited)) for op,token in reversed(merged)})

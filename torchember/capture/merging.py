@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/10_capture/13_merging.ipynb #6e120003
 import json, operator
+from typing import Any, NamedTuple
 
 import torch
 
@@ -66,12 +67,15 @@ def groups_of_calls(graph, mergeable, least=least_bytes):
     return [g for g in groups if len(g)>1+mergeable[operator_call(g[0])[0]]]
 
 # %% ../../nbs/10_capture/13_merging.ipynb #6e120014
-def merge_calls(graph, mergeable, merged):
-    """Merge calls of torchember's operators in an FX graph. `mergeable`: as in `groups_of_calls`.
+class Merged(NamedTuple):
+    "Operators that replace a group of calls."
+    last:Any # replaces the last call of the group; gets tensors, keys, and the replaced calls as JSON
+    first:Any=None # replaces the first call of the group, if a call reports a module; gets two keys
+    modules:tuple=() # operators that report the begin or end of a module's call
 
-    `merged`: True or False (an effect token keeps the order) -> two operators. The first replaces the last call of a group. Its arguments are tensors,
-    keys, and the replaced calls as JSON. The second, which may be None, replaces the first call of the group, and gets two keys."""
-    for group in groups_of_calls(graph, mergeable): merge_group(graph, group, *merged[mergeable[operator_call(group[0])[0]]])
+def merge_calls(graph, mergeable, merged):
+    "Merge calls of torchember's operators in an FX graph. `mergeable`: as in `groups_of_calls`; `merged`: value of `mergeable` -> `Merged`."
+    for group in groups_of_calls(graph, mergeable): merge_group(graph, group, merged[mergeable[operator_call(group[0])[0]]])
 
 def ends_of(calls):
     "Return two keys from a list of calls (tensors, key): of the first and of the last module that calls no other recorded module."
@@ -83,17 +87,17 @@ def insert_call(graph, op, token, *args):
     "Insert a call of an operator into an FX graph. Return the new node. `token`: node of the effect token, None for an operator without a token."
     return graph.call_function(op, args) if token is None else graph.call_function(with_effects, (token, op, *args))
 
-def merge_group(graph, group, op, before=None):
-    "Replace the calls of a group of nodes by a call of `before` in place of the first node, and a call of `op` in place of the last node."
+def merge_group(graph, group, merged):
+    "Replace the calls of a group of nodes by a call of `merged.first` in place of the first node, and a call of `merged.last` in place of the last node."
     calls,xs,keys,events = [operator_call(node) for node in group],{},{},[]
     first,last,token = group[0],group[-1],group[0].args[0] if group[0].target is with_effects else None
     for called,(tensors,key,*rest) in calls:
         at = [-1 if x is None else xs.setdefault(x, len(xs)) for x in tensors]
         events.append((called.name(), keys.setdefault(key, len(keys)), at, *rest))
-    if before is not None and all(k.op=='placeholder' for k in keys):
-        with graph.inserting_before(first):
-            token = with_result_of(first, insert_call(graph, before, token, [], *ends_of([args for _,args in calls])), token)
-    with graph.inserting_before(last): new = insert_call(graph, op, token, [*xs], [*keys], json.dumps(events))
+    of_modules = [args for op,args in calls if op in merged.modules]
+    if of_modules and all(k.op=='placeholder' for k in keys):
+        with graph.inserting_before(first): token = with_result_of(first, insert_call(graph, merged.first, token, [], *ends_of(of_modules)), token)
+    with graph.inserting_before(last): new = insert_call(graph, merged.last, token, [*xs], [*keys], json.dumps(events))
     new.meta = dict(last.meta)
     last.replace_all_uses_with(new)
     for node in group[-2::-1]: # the users of these nodes only pass the effect token on
