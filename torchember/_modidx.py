@@ -29,6 +29,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                   'torchember/capture/attention.py'),
                                               'torchember.capture.attention.Replacements.undo': ( '10_capture/attention.html#replacements.undo',
                                                                                                   'torchember/capture/attention.py'),
+                                              'torchember.capture.attention.first_head': ( '10_capture/attention.html#first_head',
+                                                                                           'torchember/capture/attention.py'),
                                               'torchember.capture.attention.heads_of': ( '10_capture/attention.html#heads_of',
                                                                                          'torchember/capture/attention.py'),
                                               'torchember.capture.attention.is_attention': ( '10_capture/attention.html#is_attention',

@@ -8,6 +8,8 @@ from torchember import read
 program = '''
 import sys, torch
 from torch import distributed as dist, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torchember import torchEmber
 dist.init_process_group('gloo')
@@ -25,6 +27,24 @@ torch.manual_seed(dist.get_rank())
 model(torch.randn(2+dist.get_rank(), 3, 10, 4)).mean().backward()
 te.recorder.watch.optimizers[0].step()
 te.close()
+
+class Attention(nn.Module):
+    "Attention with four heads of size 4"
+    def __init__(self):
+        super().__init__()
+        for name in 'qkvo': setattr(self, name, nn.Linear(16, 16))
+    def forward(self, x):
+        q,k,v = (f(x).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+torch.manual_seed(0)
+net,x = Attention(),torch.randn(3, 10, 16)
+def record(name):
+    te = torchEmber(net, attention=True, name=name, home=sys.argv[1])
+    net(x).mean().backward()
+    te.close()
+record('whole')
+parallelize_module(net, init_device_mesh('cpu', (2,)), {**{name: ColwiseParallel() for name in 'qkv'}, 'o': RowwiseParallel()})
+record('split')
 dist.barrier()
 dist.destroy_process_group()
 '''
@@ -47,3 +67,8 @@ def test_rows_of_two_ranks_are_merged(tmp_path):
             np.testing.assert_allclose(both[column].astype(float).sort_index(), want.astype(float).sort_index(), rtol=1e-6, err_msg=column)
     squares = (each.rms**2*each.numel).groupby(place).sum()/each.numel.groupby(place).sum()
     np.testing.assert_allclose(both.rms.sort_index(), squares.sort_index()**.5, rtol=1e-6)
+    # with tensor parallelism, each rank has rows of its own heads
+    columns = ['tname', 'logit_max', 'logit_bound', 'entropy', 'first_token', 'future']
+    whole,split = (read(name, home=tmp_path, ttype='attention').sort_values('tname')[columns] for name in ('whole', 'split'))
+    assert whole.tname.tolist()==split.tname.tolist()==[f'head_{i}' for i in range(4)]
+    np.testing.assert_allclose(split[columns[1:]].astype(float), whole[columns[1:]].astype(float), rtol=1e-4)

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['names_of_heads', 'inner', 'products_in_graph', 'logits_in_graph', 'in_graph', 'heads_of', 'split_heads',
-           'is_attention', 'running_modules', 'listeners_now', 'with_report', 'report_products', 'report_logits',
-           'report_from_graph', 'is_plain', 'InGraph', 'report_method', 'places_of', 'Replacements', 'AttentionWatch']
+           'is_attention', 'first_head', 'running_modules', 'listeners_now', 'with_report', 'report_products',
+           'report_logits', 'report_from_graph', 'is_plain', 'InGraph', 'report_method', 'places_of', 'Replacements',
+           'AttentionWatch']
 
 # %% ../../nbs/10_capture/50_attention.ipynb #587aa287
 import functools, sys, threading, types, weakref
@@ -44,6 +45,23 @@ def is_attention(x, dim, heads) -> bool:
     "Return True if a softmax of `x` over the dimension `dim` computes attention weights. `heads`: number of heads of the running module, or None."
     if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dim()<3 or dim not in (-1, x.dim()-1): return False
     return x.dim()>3 or heads is not None and x.shape[0]%heads==0 or x.shape[-1]==x.shape[-2]
+
+# %% ../../nbs/10_capture/50_attention.ipynb #7e0a1002
+def first_head(x, module, heads:int) -> int:
+    """Return the number of the first head that this rank computes, counted over all ranks of tensor parallelism. 0 if no `DTensor` shows it.
+
+    `x`: queries or logits, as the model passed them; `module`: module that calls attention, or None; `heads`: number of heads of this rank.
+    """
+    # each entry: a tensor, and its dimension that has the heads
+    split = [(x, x.dim()-3)] if x.dim()>3 else []
+    if module is not None: split += [(p, 0) for p in module.parameters() if p.dim()==2]
+    for t,dim in split:
+        if not hasattr(t, 'placements') or (at := t.device_mesh.get_coordinate()) is None: continue
+        for i,ranks,p in zip(at, t.device_mesh.shape, t.placements, strict=True):
+            if p.is_shard(dim) and ranks>1:
+                start,own = i*-(-t.shape[dim]//ranks),t.to_local().shape[dim] # as `torch.chunk` splits a dimension
+                return start*heads//own if own else 0
+    return 0
 
 # %% ../../nbs/10_capture/50_attention.ipynb #25155eef
 def running_modules():

@@ -11,15 +11,16 @@ from collections import Counter, namedtuple
 
 import torch
 
-from ..capture.attention import AttentionWatch, heads_of, is_attention, running_modules, split_heads
+from ..capture.attention import AttentionWatch, first_head, heads_of, is_attention, running_modules, split_heads
 from ..measure.attention import measure_logits, measure_products
 from ..measure.devices import being_captured, undisturbed
 from .budget import clock
 from .pass_numbers import PassNumbers, local_part
 
 # %% ../../nbs/40_recorder/37_attention.ipynb #a895d0fe
-# One call of attention. name: display name of the module; sizes: numbers of queries and keys; numbers: result of `measure_products`
-MeasuredCall = namedtuple('MeasuredCall', 'name call dtype sizes numbers')
+# One call of attention. name: display name of the module; first: number of the first head; sizes: numbers of queries and keys;
+# numbers: result of `measure_products`
+MeasuredCall = namedtuple('MeasuredCall', 'name call dtype first sizes numbers')
 
 def statistics_of_head(numbers, i) -> dict:
     "Return the columns of the row of head `i`. `numbers`: one dict of `numbers_on_host`. NaN means that a number cannot be computed, and is left out."
@@ -71,7 +72,7 @@ class Attention(PassNumbers):
 
     def rows(self, c, numbers):
         "Return (name, columns) of the row of each head. `c`: a `MeasuredCall`; `numbers`: its numbers as lists."
-        return [(f'head_{i}', statistics_of_head(numbers, i) | c.sizes) for i in range(len(numbers['logit_max']))]
+        return [(f'head_{c.first+i}', statistics_of_head(numbers, i) | c.sizes) for i in range(len(numbers['logit_max']))]
 
     # ---- calls, reported by the `AttentionWatch`
 
@@ -81,23 +82,24 @@ class Attention(PassNumbers):
         return self.path is not None and here.depth>0 and not here.measuring and not here.skipped
 
     def attention_products(self, q, k, mask, causal, scale, compiled=False):
-        q,k,mask = map(local_part, (q, k, mask))
+        given,(q,k,mask) = q,map(local_part, (q, k, mask))
         def measure(heads): return measure_products(*with_four_dimensions(q, k, mask, heads), causal, scale)
-        self.measure(q, lambda: (q.shape[-2], k.shape[-2]), measure, compiled)
+        self.measure(given, lambda: (q.shape[-2], k.shape[-2]), measure, compiled)
 
     def attention_logits(self, x, dim, compiled=False):
-        x = local_part(x)
-        def measure(heads): return measure_logits(split_heads(x, heads)) if is_attention(x, dim, heads) else None
-        self.measure(x, lambda: x.shape[-2:], measure, compiled)
+        own = local_part(x)
+        def measure(heads): return measure_logits(split_heads(own, heads)) if is_attention(own, dim, heads) else None
+        self.measure(x, lambda: own.shape[-2:], measure, compiled)
 
-    def measure(self, x, sizes, measure, compiled):
+    def measure(self, given, sizes, measure, compiled):
         """Measure a call of attention by the running module.
 
-        `x`: queries or logits; `sizes`: function that returns the numbers of queries and keys; `measure`: function of the number of
-        heads, or None, of the module. It returns a dict as `measure_products`, or None for a softmax that is not attention.
+        `given`: queries or logits, as the model passed them; `sizes`: function that returns the numbers of queries and keys;
+        `measure`: function of the module's number of heads (or None), which returns a dict as `measure_products` does,
+        or None for a softmax that is not attention.
         `compiled`: True for a call by compiled code.
         """
-        since,here = clock(),self.buffer.calls.here
+        x,since,here = local_part(given),clock(),self.buffer.calls.here
         running = (track.module for track,_ in reversed(here.stack)) if compiled else running_modules()
         module = next((m for m in running if id(m) in self.tracks), None)
         track = here.outermost.track if module is None else self.tracks[id(module)]
@@ -109,8 +111,9 @@ class Attention(PassNumbers):
             if being_captured(x.device.type): return
             with torch.no_grad(), undisturbed(x.device.type): numbers = measure(heads_of(module))
             if numbers is None: return
+            first = first_head(given, module, len(numbers['logit_max']))
             call,self.calls[track.name] = self.calls[track.name],self.calls[track.name]+1
             named = dict(zip(('queries', 'keys'), sizes(), strict=True))
-            self.measured.append(MeasuredCall(track.name, call, str(x.dtype).removeprefix('torch.'), named, numbers))
+            self.measured.append(MeasuredCall(track.name, call, str(x.dtype).removeprefix('torch.'), first, named, numbers))
         except Exception as e: self.failed(track, e)
         finally: self.cost.add_work(since)
