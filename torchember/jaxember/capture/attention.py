@@ -6,7 +6,7 @@
 __all__ = ['reports', 'of_flax', 'of_jax', 'replacements', 'Reports', 'tag_attention', 'with_report', 'replaced_functions',
            'unknown_functions', 'Replacements', 'reported_attention']
 
-# %% ../../../nbs/88_jaxember/25_attention.ipynb #4a2fec6b
+# %% ../../../nbs/88_jaxember/25_attention.ipynb #0f122bee
 import sys, threading
 from contextlib import contextmanager
 from functools import cache, wraps
@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..measure.attention import Limits, attention_parts
-from .modules import Place, current_place
+from .modules import Place, current_place, thread_state
 from .tags import Key, Tag, asked, numbers, tap_p
 
-# %% ../../../nbs/88_jaxember/25_attention.ipynb #6637f960
+# %% ../../../nbs/88_jaxember/25_attention.ipynb #ee359a15
 def heads_first(x):
     "Return queries or keys (..., length, heads, size) with the axes (sequences, heads, length, size)."
     return jnp.moveaxis(x.reshape(-1, *x.shape[-3:]), -2, -3)
@@ -47,7 +47,7 @@ def arguments_of(given) -> tuple:
     scale = given.get('scale')
     return heads_first(q), heads_first(k), limits, q.shape[-1]**-.5 if scale is None else scale
 
-# %% ../../../nbs/88_jaxember/25_attention.ipynb #c93a2231
+# %% ../../../nbs/88_jaxember/25_attention.ipynb #5d9733f4
 class Reports(threading.local):
     "State of one thread. `say`: function that shows a warning, or None if no attention is recorded."
     say = None
@@ -71,7 +71,7 @@ def with_report(function):
     def run(*args, **kwargs):
         "Call the original function. Then tag the numbers of the call."
         out = function(*args, **kwargs)
-        if reports.say is None or asked.value is None or not asked.value.attention: return out
+        if reports.say is None or thread_state.initializes or asked.value is None or not asked.value.attention: return out
         try: tag_attention(of.bind(*args, **kwargs).arguments)
         except Exception as e:
             where = current_place() or Place('', 'model')
@@ -79,7 +79,7 @@ def with_report(function):
         return out
     return run
 
-# %% ../../../nbs/88_jaxember/25_attention.ipynb #c84f3352
+# %% ../../../nbs/88_jaxember/25_attention.ipynb #93383ca0
 of_flax = 'dot_product_attention_weights'
 of_jax = '_dot_product_attention_xla', 'cudnn_dot_product_attention' # one for each `implementation=` of `jax.nn.dot_product_attention`
 

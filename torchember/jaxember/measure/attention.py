@@ -6,7 +6,7 @@
 __all__ = ['maxima', 'parts', 'Limits', 'limits_of_tree', 'grouped_logits', 'parts_of_logits', 'attention_parts',
            'merged_attention', 'attention_words', 'merged_words', 'columns_of_head']
 
-# %% ../../../nbs/88_jaxember/22_attention.ipynb #20d19a10
+# %% ../../../nbs/88_jaxember/22_attention.ipynb #18b03588
 import math
 
 import jax
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-# %% ../../../nbs/88_jaxember/22_attention.ipynb #20569edb
+# %% ../../../nbs/88_jaxember/22_attention.ipynb #378a4724
 # Largest number of sampled sequences; largest number of queries at equal distances, and also of queries with the largest norms
 most_sequences,most_queries = 8,32
 most_logits = 1<<23 # largest number of logits that are computed for one call of attention: 32 MB of float32
@@ -41,7 +41,7 @@ def take_queries(x, rows):
     "Return the queries at the positions `rows` of an array that broadcasts to (sequences, heads, length, n)."
     return x if x.shape[2]==1 else jnp.take_along_axis(x, rows[..., None], 2, mode='clip')
 
-# %% ../../../nbs/88_jaxember/22_attention.ipynb #04a494c4
+# %% ../../../nbs/88_jaxember/22_attention.ipynb #f207f13e
 class Limits:
     "Which keys a query of attention sees. All arguments are optional."
     # mask, bias: arrays with four dimensions that broadcast to (sequences, heads, queries, keys). The mask is True for visible keys
@@ -74,7 +74,7 @@ def limits_of_tree(causal_and_window, arrays): return Limits(*arrays, *causal_an
 
 jax.tree_util.register_pytree_node(Limits, lambda x: (x.arrays, (x.causal, x.window)), limits_of_tree)
 
-# %% ../../../nbs/88_jaxember/22_attention.ipynb #13f5f370
+# %% ../../../nbs/88_jaxember/22_attention.ipynb #cc352b66
 maxima = 'logit_max', 'logit_bound', 'reach'
 # sums over queries; number of these queries; sum and number for queries that see the first key; sum over sequences and their number
 parts = *maxima, 'entropy', 'effective_length', 'future', 'queries', 'first_token', 'first_queries', 'top_share', 'sequences'
@@ -110,7 +110,7 @@ def attention_parts(q, k, limits, scale):
 
     `q`, `k`: (sequences, heads, length, size), where `k` may have fewer heads. `limits`: `Limits` of the visible keys.
     `scale`: factor of the logits."""
-    heads,queries,keys = q.shape[1],q.shape[2],k.shape[2]
+    heads,queries,keys,scale = q.shape[1],q.shape[2],k.shape[2],jnp.asarray(scale, jnp.float32)
     most = max(1, min(most_sequences, most_logits//max(heads*2*min(most_queries, queries)*keys, 1)))
     every = -(-len(q)//most)
     some = q[::every]
@@ -124,7 +124,7 @@ def merged_attention(x):
     "Merge the numbers of several calls of attention along the first axis of an array (calls, ..., heads, parts)."
     return jnp.concatenate([x[..., :len(maxima)].max(0), x[..., len(maxima):].sum(0)], -1)
 
-# %% ../../../nbs/88_jaxember/22_attention.ipynb #5252088f
+# %% ../../../nbs/88_jaxember/22_attention.ipynb #bb513b04
 def attention_words(x, width=len(parts)):
     "Return the bits of an array (..., heads, parts) as an array (heads, width) of uint32. Leading axes, which `vmap` has added, are merged."
     if x.ndim>2: x = merged_attention(x.reshape(-1, *x.shape[-2:]))
