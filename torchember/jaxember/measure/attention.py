@@ -125,8 +125,8 @@ def merged_attention(x):
     return jnp.concatenate([x[..., :len(maxima)].max(0), x[..., len(maxima):].sum(0)], -1)
 
 # %% ../../../nbs/88_jaxember/22_attention.ipynb #bb513b04
-def attention_words(x, width=len(parts)):
-    "Return the bits of an array (..., heads, parts) as an array (heads, width) of uint32. Leading axes, which `vmap` has added, are merged."
+def attention_words(x, width:int):
+    "Return the bits of an array (..., heads, parts) as an array (heads, width) of uint32. Merge the leading axes, which `vmap` has added."
     if x.ndim>2: x = merged_attention(x.reshape(-1, *x.shape[-2:]))
     return jnp.pad(lax.bitcast_convert_type(x, np.uint32), ((0, 0), (0, width-len(parts))))
 
