@@ -22,7 +22,7 @@ from .capture.modules import Place, current_place
 from .capture.tags import TagRequest, asked, has_numbers, of_losses, tagged_tree
 from .measure.summaries import summary_row, row_vectors, warm_up
 from .recorder.processes import Agreement, agreed_name, key_value_store
-from .recorder.recorder import JaxRecorder
+from .recorder.recorder import AttentionSteps, JaxRecorder
 from .recorder.states import expected_trees
 from .recorder.twins import UserStatistic, Summaries
 from .recorder.watching import Watching, current_trace, trace_of_jax
@@ -215,7 +215,8 @@ def track(
     every=1, # Steps to record: an integer n (every n), a schedule such as at(3, 7), or a function of the step
     offload_fn=None, # Function that is called with run name, step, and a LogFrame of the rows since its last call
     home=None, # Folder for the log and the LogFrame, instead of `~/.torchember`
-    store:str='jsonl' # Format of the log: 'jsonl', or 'parquet' for much smaller files
+    store:str='jsonl', # Format of the log: 'jsonl', or 'parquet' for much smaller files
+    attention=False # True to record numbers of each attention head, at steps that become rarer; or steps like those of `every`
 ) -> JaxTracker:
     """Record a JAX training: `with track(model_state=params) as tracker: ...`, with `tracker.intercept(update, ...)` and `tracker.step(params)` in each step.
 
@@ -236,6 +237,7 @@ def track(
         offload_fn: Function that is called with run name, step, and a LogFrame of the rows since its last call
         home: Folder for the log and the LogFrame, instead of `~/.torchember`
         store: Format of the log: 'jsonl', or 'parquet' for much smaller files
+        attention: True to record numbers of each attention head, at steps that become rarer; or steps like those of `every`
     """
     check_arguments(offload_type, offload_inc, init_step, stash_value, name, home)
     inside = current_trace() is not trace_of_jax()
@@ -251,13 +253,13 @@ def track(
     # raises TypeError now, not in the first step, if a leaf is not an array
     agreed = expected_trees(model_state, optimizer_state)
     kind = type(model_state).__name__ if callable(model_state) else 'jax'
-    rank,world,when = jax.process_index(),jax.process_count(),schedule(every)
+    rank,world,when,attended = jax.process_index(),jax.process_count(),schedule(every),AttentionSteps(attention)
     what = {'stash_value': names or getattr(stash_value, '__qualname__', 'a function'), 'include': asks.include,
-        'exclude': asks.exclude, 'track_gradients': asks.gradients, 'every': when}
+        'exclude': asks.exclude, 'track_gradients': asks.gradients, 'every': when, 'attention': attended.when}
     agreement = Agreement(rank, world, lambda: {'the step': str(recorder.step)} | {k: str(v) for k,v in what.items()}, key_value_store()) if world>1 else None
     run = new_run(kind, f'{name or agreed_name(kind)}.rank{rank}' if agreement else name, False, home, store, world)
     recorder = JaxRecorder(run, measure, names, when, asks, tracked, agreed, init_step or 0,
-        Stash(lambda got: got, lambda: tracker.folder()), agreement)
+        Stash(lambda got: got, lambda: tracker.folder()), agreement, attended)
     tracker = JaxTracker(recorder, offload_inc=offload_inc, offload_fn=offload_fn, offload_type=offload_type,
         wandb=wandb)
     if recorder.on: recorder.states.at_begin(model_state, optimizer_state)

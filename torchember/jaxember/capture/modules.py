@@ -95,8 +95,8 @@ def move_scope(s, to):
 # %% ../../../nbs/88_jaxember/05_modules.ipynb #436918a2
 class ThreadState(threading.local):
     "State of one thread: its stack of running flax modules, and the hooks, which are called with each output of a module."
-    # trees: a list with the `MarkedTree` of each running nnx model
-    def __init__(self): self.hooks,self.stack,self.trees,self.around,self.ahead = [],[],[],[],[]
+    # trees: a list with the `MarkedTree` of each running nnx model; initializes: True while a linen model creates its parameters
+    def __init__(self): self.hooks,self.stack,self.trees,self.around,self.ahead,self.initializes = [],[],[],[],[],False
 
 thread_state = ThreadState()
 
@@ -179,7 +179,11 @@ def place_by_path(path, stack, of):
 def call_linen_method(fun, args, kwargs, context):
     "Call a method of a linen module, and pass its output to the hooks of this thread, which record it."
     module,stack,taps = context.module,thread_state.stack,thread_state.hooks
-    if not taps or module.scope is None or module.is_initializing(): return fun(*args, **kwargs)
+    if not taps or module.scope is None: return fun(*args, **kwargs)
+    if module.is_initializing():
+        before,thread_state.initializes = thread_state.initializes,True
+        try: return fun(*args, **kwargs)
+        finally: thread_state.initializes = before
     label,method = linen_label(type(module), context.method_name),context.orig_method.func
     if stack:
         top = stack[-1]

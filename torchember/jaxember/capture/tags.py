@@ -22,8 +22,8 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.tree_util import tree_flatten_with_path
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #8135e008
-class TagRequest(namedtuple('TagRequest', 'include exclude gradients loose', defaults=[False])):
-    "Settings for recording tagged values: patterns for module paths, whether to record gradients, and whether JAX may remove unused values."
+class TagRequest(namedtuple('TagRequest', 'include exclude gradients loose attention', defaults=[False, False])):
+    "Settings for tagged values: patterns for module paths, whether to record gradients and attention, whether JAX may remove unused values."
     def wants(self, path): # path: path of a module, such as 'layers.0'
         "Return True if the user asked to record the module with this path."
         return (self.include is None or self.include.search(path)) and not (self.exclude is not None
@@ -51,15 +51,21 @@ class Tag(NamedTuple):
     # True in a branch of `cond` under `vmap`: JAX computes the branch for all examples, although only some choose it
     all_examples:bool=False
     loose:bool=False # True if JAX may remove the tagged value when the program does not use it
+    call:tuple=() # For the numbers of a call of attention: dtype of the queries, number of queries, number of keys
 
 tap_p,slope_p = Primitive('torchember_tag'),Primitive('torchember_slope')
 numbers = count()
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #1a55a089
+def batched_tag(p, x, axis, tag):
+    "Apply a tag operation to a value with the batch axis `axis` of `vmap`. For attention, this axis becomes the first, where it is merged later."
+    if tag.key.ttype=='attention': x,axis = jnp.moveaxis(x, axis, 0),0
+    return p.bind(x, tag=tag), axis
+
 for p in (tap_p, slope_p):
     p.def_impl(lambda x, **kw: x)
     mlir.register_lowering(p, lambda context, x, **kw: [x])
-    batching.primitive_batchers[p] = lambda xs, dims, p=p, **kw: (p.bind(*xs, **kw), dims[0])
+    batching.primitive_batchers[p] = lambda xs, dims, p=p, **kw: batched_tag(p, xs[0], dims[0], **kw)
 slope_p.def_abstract_eval(lambda x, **kw: x)
 ad.deflinear2(slope_p, lambda ct, x, *, tag: [ct if type(ct) is ad.Zero
     else tap_p.bind(ct, tag=tag._replace(grad=True))])

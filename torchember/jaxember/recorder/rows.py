@@ -15,6 +15,7 @@ import numpy as np
 
 from ..capture.modules import Place
 from ..capture.tags import of_losses
+from ..measure.attention import columns_of_head
 from .twins import ProgramMeasurements, Loop, tree_from
 from ...measure.head import SHAPE, dtype_number, head_width
 from ...recorder.rows import Measured
@@ -269,14 +270,14 @@ class PlacedCalls:
         notes = [f.notes for f in found]
         if len(notes)!=len(self.notes) or not all(a is b for a,b in zip(notes, self.notes, strict=True)):
             each = [*map(numbers_of_rows, found, np.cumsum([0, *(f.arrays[0].shape[0] for f in found)]).tolist())]
-            places = number_calls(each, self.placed)
+            places = without_attention(number_calls(each, self.placed))
             self.notes,self.tensors,self.at = notes,[tensor_of_tag(*n[:-1]) for n in places],[int(n[-1][0][0]) for n in places]
         rows = [np.asarray(f.arrays[0]) for f in found]
         return self.tensors, (rows[0] if len(rows)==1 else np.concatenate(rows))[self.at]
 
     def one_by_one(self, found):
         "Return the `Tensor`s of a step and their measurements, for a step whose programs differ from those of the last step."
-        got = number_calls(found, self.placed)
+        got = without_attention(number_calls(found, self.placed))
         own = [pieces[0] if s.form=='given' else tree_from(s.form, pieces) for s,*_,pieces in got if s.form is not None]
         return [tensor_of_tag(*n[:-1]) for n in got], own or np.array([pieces[0] for *_,pieces in got])
 
@@ -284,6 +285,22 @@ class PlacedCalls:
 def has_fixed_rows(found):
     "Return True if a JAX program measures the same number of tensors at each run: it has no conditions and no user's statistics."
     return type(found) is ProgramMeasurements and not any(s.when or s.form is not None for s in found.notes)
+
+def without_attention(numbered):
+    "Return the result of `number_calls` without calls of attention, which get their rows from `attention_rows`."
+    return [n for n in numbered if n[0].key.ttype!='attention']
+
+def attention_rows(found, placed) -> tuple:
+    "Return the `Tensor` of each attention head of a step, and a list of their columns. Arguments as of `number_calls`."
+    some = [replace(f, notes=notes) for f in found if type(f) is ProgramMeasurements
+        if (notes := tuple(s for s in f.notes if s.key.ttype=='attention'))]
+    tensors,columns = [],[]
+    for s,where,call,_,more,(words,) in number_calls(some, placed):
+        dtype,queries,keys = s.tag.call
+        one = tensor_of_tag(s, where, call, 0, more)
+        tensors += [replace(one, tname=f'head_{i}', shape=(), dtype=dtype) for i in range(len(words))]
+        columns += [columns_of_head(w, queries, keys) for w in words]
+    return tensors, columns
 
 def numbers_of_rows(found, first):
     "Return a copy of the measurements with the indices of the summary rows instead of the rows: sorting the copy gives their new order."

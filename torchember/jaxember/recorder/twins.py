@@ -21,7 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ...ground.messages import an
 from ..capture.modules import operation_scope, scopes, unknown
-from ..measure.summaries import summary_row, merged_row, empty_rows
+from ..measure.attention import attention_words, merged_words, parts
+from ..measure.summaries import summary_row, merged_row, empty_rows, row_length
 from ..capture.tags import Tag, of_losses, has_tags, retagged, slope_p, tap_p, trains
 
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #fa8af411
@@ -31,6 +32,7 @@ class Summaries:
     def __init__(self, wanted, alone:bool=True): self.wanted,self.alone = wanted,alone
     def __eq__(self, other): return type(other) is Summaries and (self.wanted, self.alone)==(other.wanted, other.alone)
     def __hash__(self): return hash((self.wanted, self.alone))
+    width = property(lambda self: row_length(self.wanted), doc="Number of uint32 values in a row")
 
     def measurements(self, key, x): return [summary_row(x, self.wanted, not self.alone)], None
     def empty_measurement(self, piece): return empty_rows(self.wanted, piece.shape[:-1])
@@ -42,7 +44,7 @@ class UserStatistic:
     def __init__(self, f, say=lambda text: None): self.f,self.say,self.__name__ = f,say,getattr(f, '__name__', repr(f))
     def __eq__(self, other): return type(other) is UserStatistic and self.f is other.f
     def __hash__(self): return hash(self.f)
-    alone = property(lambda self: False)
+    alone,width = property(lambda self: False),len(parts) # width: number of uint32 values in a row with the numbers of an attention head
 
     def call_function(self, x):
         "Call the user's function with an array. Return its result, or a dict with the key 'error' if it raises an exception."
@@ -115,7 +117,7 @@ class TagNote:
         "Return a copy of this note for a call of the program by the module of the `Scope` `start` (None: by no module), with its paths."
         key = self.key
         if key.ttype in of_losses: return self
-        if key.ttype=='probe': where = scope.where if (scope := operation_scope(start, self.scopes)) else unknown
+        if key.ttype in ('probe', 'attention'): where = scope.where if (scope := operation_scope(start, self.scopes)) else unknown
         elif self.scopes and scopes[self.scopes[-1]].where==key.where: where = operation_scope(start, self.scopes).where
         else: return self # the module of the value is unknown in this call, so the path of the first trace stays
         return self if where==key.where else replace(self, tag=self.tag._replace(key=key._replace(where=where)))
@@ -183,7 +185,8 @@ class Evaluation:
     def tapped(self, x, tag):
         "Measure a tagged value. Return a list of measurement arrays and a list with a `TagNote`. Both are empty for a value that is not recorded."
         if tag.again: return [], []
-        pieces,form = self.measure.measurements(tag.key, x)
+        if tag.key.ttype=='attention': pieces,form = [attention_words(x, self.measure.width)],None
+        else: pieces,form = self.measure.measurements(tag.key, x)
         return pieces, [TagNote(tag, x.shape, str(x.dtype), tuple(range(len(pieces))), form)]
 
     def empty(self, aval):
@@ -341,10 +344,12 @@ def measure_while(self, e, vals):
             ran = jnp.bool_(True)
             for i,v in s.when: ran = ran & (new[i]==v if v is not None else new[i]>0)
             ran = jnp.broadcast_to(ran, counts[k].shape)
-            counts[k] += ran.astype(jnp.int32)
             for i in s.at:
-                kept[i] = jnp.where(ran.reshape(ran.shape+(1,)*(new[i].ndim-ran.ndim)),
-                    self.measure.merge_two(was[i], new[i]), was[i])
+                along = ran.shape+(1,)*(new[i].ndim-ran.ndim)
+                both = (merged_words(was[i], new[i], (counts[k]==0).reshape(along)) if s.key.ttype=='attention'
+                    else self.measure.merge_two(was[i], new[i]))
+                kept[i] = jnp.where(ran.reshape(along), both, was[i])
+            counts[k] += ran.astype(jnp.int32)
         return out[:n], kept, counts
     def shape_of_condition(s):
         "Return the shape of the counter of a value measured only under a condition. () if the value is measured in each iteration."

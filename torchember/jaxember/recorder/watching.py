@@ -19,8 +19,9 @@ from jax.extend.core import jaxpr_as_fun, jaxprs_in_params, primitives, set_curr
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 
 from ..capture.tags import Tag, has_tags, loops_that_train, slope_p, tap_p
+from ..measure.attention import attention_words
 from .spread import Spread, merged_rows, local_value, ranks_of_mesh, rows_of_shards, local_shards_as_one
-from .twins import UserStatistic, TagNote, Summaries, MeasuredJit, current_scope
+from .twins import UserStatistic, ProgramMeasurements, TagNote, Summaries, MeasuredJit, current_scope
 
 # %% ../../../nbs/88_jaxember/40_watching.ipynb #35a5ea6b
 def current_trace():
@@ -67,6 +68,7 @@ def measure_many_in_jit(measure):
     return jax.jit(lambda xs: jnp.stack([measure.measurements(None, x)[0][0] for x in xs]))
 
 stacked = jax.jit(lambda rows: jnp.stack(rows))
+words_in_jit = jax.jit(attention_words, static_argnums=1)
 
 def group_by_devices(arrays) -> list:
     "Group arrays by their devices, because one compiled function can measure all arrays of a group. Return lists of indices."
@@ -232,6 +234,7 @@ class Watching(Trace):
     def tapped(self, x, tag):
         "Measure a tagged value outside of compiled functions. Return the value."
         if tag.again: return x
+        if tag.key.ttype=='attention': return self.tapped_attention(x, tag)
         held = self.spread.local_part(x)
         if not (self.found and type(self.found[-1]) is EagerRows): self.found.append(EagerRows(getattr(self.measure, 'wanted', ())))
         eager = self.found[-1]
@@ -239,6 +242,16 @@ class Watching(Trace):
         else: got = measure_one_in_jit(Summaries(self.measure.wanted))(x) if len(x.sharding.device_set)==1 else None
         eager.add(x, tag, got, current_scope(), held)
         if got is None: eager.measure([len(eager.notes)-1], [x], [held])
+        return x
+
+    def tapped_attention(self, x, tag):
+        "Store the numbers of a call of attention outside of compiled functions, in the form of a program that measures only these. Return `x`."
+        if not x.is_fully_addressable:
+            self.say("attention outside of jit is not recorded if its arrays are distributed over processes. Compile the step with jax.jit.")
+            return x
+        rows = words_in_jit(x, self.measure.width)
+        notes = TagNote(tag, x.shape, dtype_name(x.dtype), (0,)).within(current_scope()),
+        self.found.append(ProgramMeasurements(notes, (rows.shape,), ('row',), [rows, jnp.zeros(0, jnp.int32)]))
         return x
 
     def jitted(self, args, params):
