@@ -9,7 +9,7 @@ __all__ = []
 import contextlib, io, os, sys
 
 from ..ground.messages import printable
-from ..ground.needs import needs
+from ..ground.needs import pq
 from .commands import command
 from .listing import format_sizes, measure_sizes
 from .named import find_home, open_named_run, expand_names
@@ -81,7 +81,6 @@ def compact_command(args):
 def write_rows_as_parquet(run, file, home):
     "Write all rows of a run as Parquet, in batches that fit into memory. Return the number of rows."
     from torchember import scan
-    pq = needs('pyarrow.parquet', for_='export to Parquet')
     rows,n = scan(run, 'arrow', home=home),0
     with pq.ParquetWriter(file, rows.schema) as out:
         for batch in rows.to_batches():
