@@ -20,13 +20,14 @@ always_typed = {'EmberCallback'} # the packages below `integrations` list no nam
 
 def imports_of(body, module):
     "Return pairs of module and name for the relative imports among statements. `module`: names of the package path and the module, as a tuple."
-    found = [o for o in body if isinstance(o, ast.ImportFrom) and o.level]
-    return {('.'.join([*module[:-o.level], *(o.module or '').split('.')]), a.name) for o in found for a in o.names}
+    found = [o for o in body if isinstance(o, ast.ImportFrom) and o.level and o.module]
+    return {('.'.join([*module[:-o.level], *o.module.split('.')]), a.name) for o in found for a in o.names}
 
-def hinted_names(code, package):
-    "Return pairs of module and name: the imports under `if TYPE_CHECKING:` in the `__init__.py` of `package`, such as `('store',)`."
-    blocks = [o for o in ast.parse(code).body if isinstance(o, ast.If) and getattr(o.test, 'id', '')=='TYPE_CHECKING']
-    return imports_of([o for b in blocks for o in b.body], (*package, '__init__'))
+def listed_names(code):
+    "Return pairs of module, such as '.algebra', and names that the `__init__.py` of a package lists: in `names`, `other_names` or `lazy_attributes`."
+    found = [o.value for o in ast.parse(code).body if isinstance(o, ast.Assign)]
+    dicts = [d for v in found for d in (v, *getattr(v, 'args', ())) if isinstance(d, ast.Dict)]
+    return [(m if m[0]=='.' else f'.{m}', names.split()) for d in dicts for m,names in ast.literal_eval(d).items()]
 
 def text_of(path): return path.read_text(encoding='utf-8')
 
@@ -34,7 +35,8 @@ def text_of(path): return path.read_text(encoding='utf-8')
 def typed_names():
     "Return pairs of module and name, such as `('frames.logs', 'read')`, for each name that users type: where packages list it, and where it is defined."
     package = root/'torchember'
-    listed = set().union(*(hinted_names(text_of(p), p.parent.relative_to(package).parts) for p in package.rglob('__init__.py')))
+    stubs = {p: ast.parse(stub(text_of(p))) for p in package.rglob('__init__.py')}
+    listed = set().union(*(imports_of(o.body, p.relative_to(package).with_suffix('').parts) for p,o in stubs.items()))
     imported = {m: imports_of(ast.parse(text_of(package/f"{m.replace('.', '/')}.py")).body, tuple(m.split('.'))) for m,_ in listed}
     return listed | {(m2, n) for m,n in listed for m2,n2 in imported[m] if n2==n}
 
@@ -144,22 +146,26 @@ def cleaned(notebook):
 def import_hint(module, names):
     "Return the import of some names as themselves, for editors, in lines of at most 120 characters."
     pairs = ', '.join(f'{n}\0as\0{n}' for n in names) # \0: no line ends before `as`
-    line = f'    from {module} import {pairs}'
-    if len(line)>120: line = textwrap.fill(f'    from {module} import ({pairs})', 120, subsequent_indent='        ')
+    line = f'from {module} import {pairs}'
+    if len(line)>120: line = textwrap.fill(f'from {module} import ({pairs})', 120, subsequent_indent='    ')
     return line.replace('\0', ' ')+'\n'
 
-def hinted(code):
-    "Return the text of `torchember/__init__.py` with an import of each name in `names` and `other_names`, for editors."
-    listed = [ast.literal_eval(o.value) for o in ast.parse(code).body if isinstance(o, ast.Assign) and o.targets[0].id in ('names', 'other_names')]
-    lines = ''.join(import_hint(f'.{module}', found.split()) for names in listed for module,found in names.items())
-    return re.sub(r'(?<=\nif TYPE_CHECKING:\n)(    .*\n)+', lines, code, count=1)
+def stub(code):
+    "Return the text of `__init__.pyi` for the `__init__.py` of a package: an import of each name that it lists, for editors. '' if it lists no names."
+    others = re.search(r'^packages = (.*)', code, re.M)
+    imports = [*listed_names(code), *([('.', ast.literal_eval(others[1]))] if others else [])]
+    return ''.join(import_hint(module, names) for module,names in imports)+'__version__: str\n'*("'__version__'" in code)
+
+def write_stub(path):
+    "Write `__init__.pyi` beside the `__init__.py` of a package."
+    if text := stub(text_of(path)): path.with_suffix('.pyi').write_text(text, encoding='utf-8')
 
 def modules(where): return [where] if where.suffix=='.py' else [p for p in sorted(where.rglob('*.py')) if p.name not in ('__init__.py', '_modidx.py')]
 
 if __name__=='__main__':
     match sys.argv[1:]:
         case []:
-            change(root/'torchember/__init__.py', hinted)
+            for p in (root/'torchember').rglob('__init__.py'): write_stub(p)
             for p in modules(root/'torchember'): fill(p)
         case ['--strip', where]:
             for p in modules(Path(where)): change(p, stripped)

@@ -186,7 +186,7 @@ def test_each_argument_has_its_control():
 
 
 def test_arguments_follow_their_controls():
-    "Given and changed arguments; layers and steps depend on the tensor type; several changes notify once"
+    "Given and changed arguments; layers and steps depend on the tensor type"
     calls = []
     a = Arguments(exp_hist, t, {'tt': 'Weights', 'figsize': (3, 4), 'step': 20}, ('col_wrap',), lambda a: calls.append(a.values()))
     assert a.values()=={'ttype': 'weight', 'figsize': (3, 4), 'step': 20} and 'col_wrap' not in a.controls and 'figsize' not in a.controls
@@ -194,13 +194,14 @@ def test_arguments_follow_their_controls():
     a.controls['tt'].value = 'output'
     assert a.controls['layer'].names==layer_names(t, 'output') and a.controls['step'].steps.tolist()==[0, 10, 20, 30]
     assert calls==[{'ttype': 'output', 'figsize': (3, 4), 'step': 20}]
-    a.set_values(step=30, kind='line', ttype='weight')
-    assert calls[1:]==[{'ttype': 'weight', 'figsize': (3, 4), 'step': 20, 'kind': 'line'}] and a.muted is False
-    a.set_values(kind='bar')
-    assert calls[2:]==[{'ttype': 'weight', 'figsize': (3, 4), 'step': 20}] # defaults are not passed on
-    with pytest.raises(KeyError): a.set_values(nothing=1)
+    a.controls['step'].value = 30
+    a.controls['ttype'].value = 'weight'
+    assert a.values()=={'ttype': 'weight', 'figsize': (3, 4), 'step': 20} and a.muted is False # step 30 has no weights
+    a.controls['kind'].value = 'line'
+    a.controls['kind'].value = 'bar'
+    assert calls[3:]==[{**a.values(), 'kind': 'line'}, a.values()] # defaults are not passed on
     a.controls['kind'].value = 'kde'
-    assert calls[3:]==[{'ttype': 'weight', 'figsize': (3, 4), 'step': 20, 'kind': 'kde'}]
+    assert calls[5]==a.values()=={'ttype': 'weight', 'figsize': (3, 4), 'step': 20, 'kind': 'kde'}
     assert Arguments(exp_hist, t, {}).values()=={'step': 30} # None is the last step, and the slider shows its number
     assert Arguments(scalar_line, [t[t.path=='b'], t], {'tt': 'weight'}).controls['layer'].names==['b', 'b.weight', 'b.bias']
     assert [n for n,_ in controllable(scalar_global_heatmap)][-9:]==['robust', 'zeros', 'center', 'vmin', 'vmax', 'cmap', 'cbar', 'yticklabels', 'xticklabels']

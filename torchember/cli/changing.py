@@ -9,7 +9,7 @@ __all__ = []
 import contextlib, io, os, sys
 
 from ..ground.messages import printable
-from ..ground.needs import needs
+from ..ground.needs import pq
 from .commands import command
 from .listing import format_sizes, measure_sizes
 from .named import find_home, open_named_run, expand_names
@@ -39,7 +39,6 @@ def rm_command(args):
     with contextlib.redirect_stdout(io.StringIO()): rm([r['name'] for r in rows], home)
     if args.json: print_lines(to_json(rows))
     else: print_lines(*(printable(f"removed {r['name']}: {r['files']} files, {format_size(r['size'])}") for r in rows))
-    return 0
 
 # %% ../../nbs/95_cli/30_changing.ipynb #156439d8
 def mv_arguments(p):
@@ -54,7 +53,6 @@ def mv_command(args):
     from torchember.frames.belongings import mv
     mv(args.run, args.name, find_home(args))
     if args.json: print_lines(to_json({'run': args.run, 'name': args.name}))
-    return 0
 
 # %% ../../nbs/95_cli/30_changing.ipynb #7d7823b9
 def compact_arguments(p):
@@ -75,13 +73,11 @@ def compact_command(args):
     else:
         print_lines(*format_table([{'name': r['name'], 'rows': r['rows'], **{c: format_size(r[c]) for c in ('before', 'parquet', 'lines')}} for r in out],
             ['name', 'rows', 'before', 'parquet', 'lines'], elastic=('name',), drop=('rows', 'lines', 'before')))
-    return 0
 
 # %% ../../nbs/95_cli/30_changing.ipynb #482e5392
 def write_rows_as_parquet(run, file, home):
     "Write all rows of a run as Parquet, in batches that fit into memory. Return the number of rows."
     from torchember import scan
-    pq = needs('pyarrow.parquet', for_='export to Parquet')
     rows,n = scan(run, 'arrow', home=home),0
     with pq.ParquetWriter(file, rows.schema) as out:
         for batch in rows.to_batches():
@@ -142,4 +138,3 @@ def export_command(args):
     bytes = os.path.getsize(args.file)
     result = {'run': args.run, 'file': args.file, 'rows': n, 'bytes': bytes}
     print_lines(to_json(result) if args.json else printable(f'{args.file}: {n:,} rows, {format_size(bytes)}'))
-    return 0

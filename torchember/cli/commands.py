@@ -39,7 +39,7 @@ module_of_command = { # name of a command -> its Python module, and one line of 
 # %% ../../nbs/95_cli/10_commands.ipynb #63654fba
 class Command(NamedTuple):
     "A command of the command line: its function, its arguments and an example."
-    function:object # Function that gets the parsed arguments and returns the exit code
+    function:object # Function that gets the parsed arguments and returns the exit code, or None for 0
     arguments:object # Function that adds the arguments of the command to an `argparse.ArgumentParser`
     example:str # Example of a command line, which `--help` shows
 
@@ -157,7 +157,7 @@ def run_command_line(argv):
     try:
         args = make_parser(argv).parse_args(argv)
         name = f'torchember {args.command}'
-        with print_warnings_as_lines(): return command_named(args.command).function(args)
+        with print_warnings_as_lines(): return command_named(args.command).function(args) or 0
     except BrokenPipeError: raise
     except (ValueError, TypeError, OSError, ImportError) as e: print_lines(f'{name}: {printable(e)}', file=sys.stderr)
     except Exception: traceback.print_exc()

@@ -90,7 +90,6 @@ def completion_arguments(p):
 def completion_command(args):
     "Print the script for bash, zsh or fish: source <(torchember completion bash)"
     print_lines(scripts[args.shell])
-    return 0
 
 def complete_arguments(p):
     "Add the arguments of the command `complete` to a parser."
@@ -101,4 +100,3 @@ def complete_arguments(p):
 def complete_command(args):
     "Print the completions of a command line, for the completion script of a shell"
     print_lines(*(complete_for_bash(args.words[0]) if args.shell=='bash' else complete_words(args.words)))
-    return 0

@@ -47,10 +47,9 @@ def describe_state(row, home):
     return 'ended'
 
 def report_no_runs(home):
-    "Print that the folder has no runs. Return exit code 0."
+    "Print that the folder has no runs."
     from torchember.store.base import folder
     print_lines(f"There are no runs in {printable(folder('torchember', home))} yet.", file=sys.stderr)
-    return 0
 
 def ls_arguments(p):
     "Add the arguments of the command `ls` to a parser."
@@ -63,7 +62,7 @@ def ls_command(args):
     home = find_home(args)
     rows = [dict(r, state=describe_state(r, home)) for r in select_runs(args.run, home)]
     if args.json: print_lines(to_json(rows))
-    elif not rows: return report_no_runs(home)
+    elif not rows: report_no_runs(home)
     else:
         shown = [dict(r, size=format_size(r['size']), began=format_start(r), ranks=r['ranks'] if r['ranks']>1 else None)
             for r in rows]
@@ -72,7 +71,6 @@ def ls_command(args):
         color = lambda r: 'good' if r['running'] else 'error' if r['state']!='ended' else None
         drop = ('rows', 'ranks', 'size', 'model', 'began', 'steps')
         print_lines(*format_table(shown, columns, elastic=('name', 'state', 'model'), drop=drop, color=color))
-    return 0
 
 # %% ../../nbs/95_cli/20_listing.ipynb #3fa8d6ce
 def du_arguments(p):
@@ -102,9 +100,8 @@ def du_command(args):
     "Show the size of runs with all their files, the largest first: the log, its Parquet parts, the latest step, metadata"
     rows = measure_sizes(args.run, home := find_home(args))
     if args.json: print_lines(to_json(rows))
-    elif not rows: return report_no_runs(home)
+    elif not rows: report_no_runs(home)
     else: print_lines(*format_sizes(rows))
-    return 0
 
 # %% ../../nbs/95_cli/20_listing.ipynb #92c59983
 def collect_metadata(name, home):
@@ -158,4 +155,3 @@ def show_command(args):
             or 'first' in c]
         print_lines(*format_table(rows, columns, elastic=columns[:1], drop=drop,
             color=lambda r: 'error' if r['not finite'] else None))
-    return 0

@@ -64,10 +64,8 @@ def plot_command(args):
     if file is None: return draw_in_terminal(data)
     with open(file, 'wb') as f: f.write(data)
     print_lines(to_json({'runs': names, 'picture': args.picture, 'file': file}) if args.json else printable(file))
-    return 0
 
 def draw_in_terminal(png):
-    "Print a picture as block characters. Return exit code 0. png: bytes of a PNG file"
+    "Print a picture as block characters. png: bytes of a PNG file"
     from torchember.cli.blocks import draw_blocks
     print_lines(draw_blocks(png, (line_width() or 100)-1).removesuffix('\n'))
-    return 0

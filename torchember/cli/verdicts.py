@@ -80,7 +80,6 @@ def brief_command(args):
     name = expand_one_name(args.run, home := find_home(args), 'brief')
     text = brief(name, home=home)
     print_lines(to_json({'run': name, 'text': text}) if args.json else text.rstrip('\n'))
-    return 0
 
 def report_arguments(p):
     "Add the arguments of the command `report` to a parser."
@@ -97,4 +96,3 @@ def report_command(args):
     name = expand_one_name(args.run, home := find_home(args), 'report')
     file = str(report(name, args.output, args.path, args.ttype, home=home))
     print_lines(to_json({'run': name, 'file': file}) if args.json else printable(file))
-    return 0

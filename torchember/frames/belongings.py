@@ -12,7 +12,7 @@ from socket import gethostname
 from torchember.frames.handle import Run, is_run_name, log_names, matching_runs, ranks_among, read_facts, without_ranks
 from torchember.frames.listing import counted, is_running, stat_file
 from torchember.ground.messages import an, printable, unknown
-from torchember.ground.needs import needs
+from torchember.ground.needs import pd
 from torchember.store.anywhere import list_folder, file_size, file_exists, is_url
 from torchember.store.base import folder, portable_name, safe_name
 from torchember.store.jsonl import taken, tracker
@@ -102,7 +102,7 @@ def du(
     Returns:
         pandas.DataFrame: name, ranks (processes), files, and bytes of the log, parts, latest step and metadata; size is their sum
     """
-    pd,h = needs('pandas', for_='A table of runs'),Home(home)
+    h = Home(home)
     names = h.chosen(run) if h.names or run!='*' else []
     df = pd.DataFrame([run_sizes(h, n) for n in names],
         columns=['name', 'ranks', 'files', 'log', 'parts', 'latest', 'metadata', 'size'])

@@ -19,7 +19,7 @@ from torchember.frames.tables import table_of_blocks, tidy
 from torchember.processes.merge import shard_columns
 from torchember.processes.ranks import merge_ranks, own_names
 from torchember.ground.messages import printable
-from torchember.ground.needs import needs
+from torchember.ground.needs import pa, pc, pd
 from torchember.ground.record import column_order, identity
 from torchember.measure.summary import derived
 from torchember.store.anywhere import file_size, path_exists, is_url, open_file
@@ -398,14 +398,13 @@ def output_marks(contents, several):
     "Return the names of the columns that the user's code added to rows. `several`: True if several runs are read."
     return ['mark_run' if m=='run' and several else m for m in marks_in(all_layouts(contents))]
 
-def output_type(pa, kind):
+def output_type(kind):
     "Return the Arrow type of a column in the result of `scan`, from the column's kind."
-    return pa.string() if kind=='text' else arrow_type(pa, kind)
+    return pa.string() if kind=='text' else arrow_type(kind)
 
 def output_schema(fields):
     "Return the Arrow schema of the result of `scan`. `fields`: column -> kind."
-    pa = needs('pyarrow', for_='scan')
-    return pa.schema([(k, output_type(pa, kind)) for k,kind in fields.items()])
+    return pa.schema([(k, output_type(kind)) for k,kind in fields.items()])
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #fc34202c
 def json_text(v):
@@ -414,13 +413,12 @@ def json_text(v):
 
 def parse_times(texts):
     "Parse an Arrow array of strings as times. A string that is not a time stamp becomes null."
-    return needs('pyarrow.compute', for_='scan', package='pyarrow').strptime(texts, format='%Y-%m-%d %H:%M:%S',
+    return pc.strptime(texts, format='%Y-%m-%d %H:%M:%S',
         unit='s', error_is_null=True)
 
 def to_arrow(values, kind):
     "Convert a pandas column to an Arrow array of this kind of column."
-    pa,pd = needs('pyarrow', for_='scan'),needs('pandas', for_='scan')
-    to = output_type(pa, kind)
+    to = output_type(kind)
     if kind=='text':
         try: return pa.array(values.astype(object), to, from_pandas=True)
         # a value is no text, for example if the module is a number
@@ -436,20 +434,18 @@ def to_arrow(values, kind):
         values = pd.to_numeric(values.astype(object).where(values.notna(), None), errors='coerce').astype(float)
     return pa.array(values, to, from_pandas=True)
 
-def empty_column(pa, kind, n, name):
+def empty_column(kind, n, name):
     "Return an Arrow column of `n` nulls. Return zeros for a count of NaN or infinities."
-    if name in bad and kind in ('int64', 'double'): return pa.array(np.zeros(n), output_type(pa, kind))
-    return pa.nulls(n, output_type(pa, kind))
+    if name in bad and kind in ('int64', 'double'): return pa.array(np.zeros(n), output_type(kind))
+    return pa.nulls(n, output_type(kind))
 
 def table_of_frame(df, fields):
     "Convert a pandas table to an Arrow table. `fields`: column of the result -> its kind."
-    pa = needs('pyarrow', for_='scan')
-    return pa.table({k: to_arrow(df[k], kind) if k in df else empty_column(pa, kind, len(df), k) for k,kind in fields.items()}, schema=output_schema(fields))
+    return pa.table({k: to_arrow(df[k], kind) if k in df else empty_column(kind, len(df), k) for k,kind in fields.items()}, schema=output_schema(fields))
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #7a2e6bc4
 def cast_column(x, was, kind):
     "Convert an Arrow array of a Parquet part from the column kind `was` to another kind."
-    pa,pc = needs('pyarrow', for_='scan'),needs('pyarrow.compute', for_='scan', package='pyarrow')
     if was=='text':
         if kind=='text': return x.dictionary_decode()
         texts = [t if kind=='time' else json.dumps(t) for t in x.dictionary.to_pylist()]
@@ -457,24 +453,23 @@ def cast_column(x, was, kind):
         return (parse_times(new) if kind=='time' else new).take(x.indices)
     if was=='json': return pc.if_else(pc.equal(x, 'null'), pa.scalar(None, pa.string()), x)
     if kind=='json': return pa.array([json_text(v) for v in x.to_pylist()], pa.string())
-    if kind!='double': return x.cast(output_type(pa, kind))
+    if kind!='double': return x.cast(output_type(kind))
     x = x.cast(pa.float64(), safe=False)
     return pc.if_else(pc.is_nan(x), pa.scalar(None, pa.float64()), x)
 
 def paths_in_part(part):
     "Return the module path of each row as an Arrow array: the recorded path, else the path in the display name of its module."
-    pa,pc = needs('pyarrow', for_='scan'),needs('pyarrow.compute', for_='scan', package='pyarrow')
     modules = part.column('module')
     paths = pa.array([path_of(m) for m in modules.dictionary.to_pylist()], pa.string()).take(modules.indices)
     return pc.coalesce(part.column('path').dictionary_decode(), paths) if 'path' in part.kinds else paths
 
 def part_column(part, name, kind):
     "Return one column of a Parquet part as in the result of `scan`: with paths, counts of NaN, and the kind that all chunks use."
-    pa,n = needs('pyarrow', for_='scan'),part.rows
+    n = part.rows
     if name=='path': return paths_in_part(part)
     raw = 'run' if name=='mark_run' else name
     if raw not in part.kinds or not set(part.layouts.types_of(raw))-{none, Missing}:
-        return empty_column(pa, kind, n, name)
+        return empty_column(kind, n, name)
     x = cast_column(part.column(raw), part.kinds[raw], kind)
     return x.fill_null(0) if name in bad and kind in ('int64', 'double') else x
 
@@ -484,7 +479,6 @@ def has_text_names(part):
 
 def chunk_table(chunk, fields, steps=None):
     "Read a chunk as an Arrow table. `fields`: column -> kind. `steps`: (first, last); the table may lack rows of other steps."
-    pa = needs('pyarrow', for_='scan')
     if chunk.plain and len(chunk.logs)==1 and (of := chunk.logs[0][2])[0].entry is not None:
         with of[0].open(steps) as part:
             same = {k: v for k,v in dict(run=chunk.run if chunk.labelled else None, rank=chunk.logs[0][1]).items()

@@ -12,7 +12,7 @@ from io import BytesIO
 import numpy as np
 
 from .logframe import SchemaException, with_right_exponents, validate
-from ..ground.needs import needs
+from ..ground.needs import needs, pd
 from ..ground.messages import an, printable
 
 # %% ../../nbs/50_frames/20_files.ipynb #49f897d5
@@ -223,7 +223,6 @@ def object_array(values):
 
 def build_column(x):
     "Convert a `PicklePart` to the array of a pandas column, or of several columns with one dtype as a two-dimensional array."
-    pd = needs('pandas', for_='read_pickle')
     if stands_for(x, 'ArrowStringArray', 'ArrowStringArrayNumpySemantics'):
         return object_array(arrow_texts(x.state['_pa_array']))
     if stands_for(x, 'IntegerArray', 'FloatingArray'):
@@ -240,7 +239,6 @@ def build_column(x):
 
 def build_index(x):
     "Convert a `PicklePart` to a pandas Index of rows or columns."
-    pd = needs('pandas', for_='read_pickle')
     kind,d = expect(x, '_new_Index').args
     if not (isinstance(kind, type) and issubclass(kind, PicklePart) and isinstance(d, dict)):
         raise OddPickle("an invalid index")
@@ -259,7 +257,6 @@ def build_table(x, name): # x: result of `read_parts`; name: name of the file fo
     "Build the DataFrame stored in a pickle. Raise SchemaException for another object, UnpicklingError for data that pandas never writes."
     if not stands_for(x, 'DataFrame'):
         raise SchemaException(f"{name} is {f'a pandas {x.what}' if isinstance(x, PicklePart) else an(x)}, not a DataFrame.")
-    pd = needs('pandas', for_='read_pickle')
     try:
         blocks,(columns,rows) = expect(x.state['_mgr'], 'BlockManager').args[:2]
         columns,rows,found = build_index(columns),build_index(rows),{}
@@ -303,7 +300,7 @@ def read_pickle(
     """
     if from_wandb: raise NotImplementedError(f"read_pickle(from_wandb=True) does not download. Download first: "
         f"folder = wandb.Api().artifact({filepath_or_buffer!r}).download(), and read each file in that folder with read_pickle(path).")
-    from_io = needs('pandas', for_='read_pickle').io.common.get_handle
+    from_io = pd.io.common.get_handle
     name = (getattr(filepath_or_buffer, 'name', filepath_or_buffer) if hasattr(filepath_or_buffer, 'read')
         else filepath_or_buffer)
     name = name if isinstance(name, str) or hasattr(name, '__fspath__') else 'The file'
@@ -334,7 +331,7 @@ def read_csv(
     if kwargs.get('header')==[0, 1] and not {'dtype', 'converters'}&set(kwargs):
         # the converter keeps '0', the name of a module in nn.Sequential, as a string
         kwargs['converters'] = {('metadata', 'name'): str}
-    df = needs('pandas', for_='read_csv').read_csv(filepath_or_buffer, *args, **kwargs)
+    df = pd.read_csv(filepath_or_buffer, *args, **kwargs)
     if df.columns.nlevels==2:
         df = df.loc[:, [not str(top).startswith('Unnamed:') for top,_ in df.columns]]
         # pandas reads an empty string as NaN, but '' is the name of the root module
@@ -379,7 +376,6 @@ def read_parquet(
     Returns:
         DataFrame with the columns of `LogFrame`
     """
-    pd = needs('pandas', for_='read_parquet')
     df = pd.read_parquet(path, *args, **kwargs)
     if df.columns.nlevels==1:
         df.columns = pd.MultiIndex.from_tuples([tuple(str(c).partition('.')[::2]) for c in df.columns])

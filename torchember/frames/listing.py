@@ -13,7 +13,7 @@ from stat import S_ISDIR
 
 from torchember.frames.handle import is_run_name, log_files, older_runs, open_runs, rank_pattern, read_facts
 from torchember.ground.messages import printable
-from torchember.ground.needs import needs
+from torchember.ground.needs import pd
 from torchember.processes.module_names import join_names, join_ranks
 from torchember.store.anywhere import call_store, list_folder, file_size, path_exists, is_url, open_file
 from torchember.store.base import folder, read_meta, safe_name
@@ -216,7 +216,6 @@ def runs(
     Returns:
         pandas.DataFrame: name, model, ranks (processes), steps, rows, size (bytes), start, end, running, problem (None if there is none)
     """
-    pd = needs('pandas', for_='A table of runs')
     df = pd.DataFrame(list_runs(home), columns=['name', 'model', 'ranks', 'steps', 'rows', 'size', 'start',
         'end', 'running', 'problem'])
     for c in 'start','end': df[c] = pd.to_datetime(df[c], errors='coerce', format='%Y-%m-%d %H:%M:%S')

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..measure.exponents import farthest, with_counts
 from ..measure.summary import derived
-from ..ground.needs import needs
+from ..ground.needs import pd
 from ..ground.messages import an, printable, unknown
 from ..ground.record import check_ttypes, identity, of_no_tensor, of_pieces, optional, ttypes
 from .logs import read
@@ -94,7 +94,7 @@ def named_tensors(tensors): # tensors: dicts with path, module, ttype, tname and
 # %% ../../nbs/50_frames/10_logframe.ipynb #f8b490b4
 def number_columns(df):
     "Return the numeric columns about a tensor for a LogFrame: name -> column."
-    pd,out = needs('pandas', for_='A LogFrame'),{}
+    out = {}
     for c in df.columns:
         if c in (*identity, *of_pieces) or c in ('path', 'run', 'shape', 'exponents', 'exponent_min',
                 'type', 'supersedes', 'error', 'nonfinite'):
@@ -141,7 +141,7 @@ def to_logframe(
     Returns:
         DataFrame with the columns of `LogFrame`
     """
-    pd,df = needs('pandas', for_='to_logframe'),run if hasattr(run, 'columns') else read(run)
+    df = run if hasattr(run, 'columns') else read(run)
     if df.columns.nlevels>1: return validate(df)
     missing = [c for c in ('ttype', 'tname', 'step', 'dtype') if c not in df] + [c for c in ('module',)
         if c not in df and 'path' not in df]
@@ -184,7 +184,6 @@ def tensors_in(df):
         keys['path'] = ([path_of(m) for m in df['module']] if len(df)<1000
             else df['module'].astype(object).map(cache(path_of)))
     if keys['module'] is None: keys['module'] = ''
-    pd = needs('pandas', for_='to_logframe')
     keys = pd.DataFrame({k: pd.Series(v, index=df.index, dtype=None if hasattr(v, 'dtype') else object)
         for k,v in keys.items()})
     number = keys.groupby(list(keys), sort=False, dropna=False, observed=True).ngroup().to_numpy()
@@ -206,7 +205,6 @@ def validate(
     Returns:
         The same table, or a table with corrected labels of exponents
     """
-    pd = needs('pandas', for_='validate')
     if not isinstance(df, pd.DataFrame): raise SchemaException(f"a LogFrame (a table of tensor statistics) must be a DataFrame, got {an(df)}.")
     if df.columns.nlevels!=2:
         raise SchemaException(f"a LogFrame has columns of two levels, such as ('metadata', 'name'), got {df.columns.nlevels}: "
@@ -256,12 +254,11 @@ def faults_of_columns(df):
 
 def kind_of_column(x):
     "Return the type of a column for messages: 'text' or a dtype, because the dtype of texts depends on the version of pandas."
-    got = needs('pandas', for_='validate').api.types.infer_dtype(x, skipna=True)
+    got = pd.api.types.infer_dtype(x, skipna=True)
     return 'text' if got=='string' else str(x.dtype)
 
 def faults_of_types(df):
     "Yield a sentence about each column of a LogFrame with values of a type not allowed by the schema."
-    pd = needs('pandas', for_='validate')
     if not len(df) or df.columns.has_duplicates: return
     for t,c in df.columns:
         x = df[t, c]
@@ -377,7 +374,7 @@ def from_logframe(
     Returns:
         DataFrame of rows
     """
-    pd,lf = needs('pandas', for_='from_logframe'),validate(lf)
+    lf = validate(lf)
     if shifted: lf = unshifted(lf)
     meta = lf[META]
     keys = [meta[k] for k in ('name', 'type', 'tensor_type')]

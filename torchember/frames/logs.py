@@ -13,7 +13,7 @@ from torchember.frames.handle import open_runs, values_of_conditions
 from torchember.frames.tables import as_names, clean_types, concat_tables, is_vectors, not_measured, not_recorded, select_columns
 from torchember.frames.words import earlier_calls
 from torchember.ground.messages import printable, says_arguments, unknown
-from torchember.ground.needs import needs
+from torchember.ground.needs import pd
 from torchember.ground.progress import progress
 from torchember.ground.record import beside_training, called_ttypes, computed, computed_in, optional
 from torchember.store.lines import bad
@@ -45,7 +45,6 @@ def read(
     Returns:
         pandas.DataFrame
     """
-    needs('pandas', for_='A table of rows')
     found,several = open_runs(run, home)
     choice = Choice(path, ttype, tname, steps)
     tables = [r.table(choice, columns, per_rank, several)
@@ -65,7 +64,6 @@ def read(
 # %% ../../nbs/50_frames/05_logs.ipynb #92d951a5
 def number_layers(df):
     "Number the layers of a table: rows with equal path and tensor name get one number. Return the number of each row's layer, and the layer labels."
-    pd = needs('pandas', for_='A table of rows')
     who = [c for c in ('path', 'pname', 'tname') if c in df]
     parts = {c: pd.factorize(df[c].astype('category').cat.codes.to_numpy()) for c in who}
     names = {c: df[c].astype('category').cat.categories for c in who}
@@ -127,7 +125,6 @@ def wide(
     Returns:
         pandas.DataFrame: a row for each step, a column for each layer
     """
-    pd = needs('pandas', for_='A table of rows')
     if stat is None: raise TypeError("wide needs the argument stat, such as wide(run, ttype='output', stat='std').")
     df = clean_types(run if isinstance(run, pd.DataFrame) else read(run))
     if not len(df): raise ValueError(no_rows_message())
@@ -161,7 +158,6 @@ def pivot(df, stat):
 
     Training rows replace rows of evaluations, and later rows replace earlier rows.
     """
-    pd = needs('pandas', for_='A table of rows')
     at,steps = pd.factorize(df['step'].to_numpy(), sort=True)
     label,labels = number_layers(df)
     out,values = np.full((len(steps), len(labels)), np.nan),df[stat].to_numpy(dtype=float, na_value=np.nan)

@@ -15,7 +15,7 @@ from torchember.frames.chunks import (common_kind, inspect_log, make_chunks, mos
 from torchember.frames.handle import open_runs
 from torchember.frames.tables import not_recorded
 from torchember.ground.messages import printable, says_arguments, unknown, warn
-from torchember.ground.needs import needs
+from torchember.ground.needs import needs, pa
 from torchember.ground.record import column_order
 from torchember.processes.axes import RankAxes, validate_metadata
 from torchember.processes.checks import missing_ranks
@@ -132,14 +132,12 @@ class PandasReader:
 
     def convert(self, table):
         "Convert an Arrow table to pandas. A column of whole numbers becomes floats if values may be missing."
-        pa = needs('pyarrow', for_='scan')
         types = [pa.float64() if pa.types.is_int64(f.type) and not stays_whole_number(f.name) else f.type
             for f in table.schema]
         return table.cast(pa.schema([(f.name, t) for f,t in zip(table.schema, types, strict=True)])).to_pandas()
 
 def pandas_tables(rows):
     "Return an iterator of pandas tables, one for each chunk with rows. `rows`: a `LogDataset`."
-    needs('pandas', for_="scan(engine='pandas')")
     return (df for c in rows.pruned.chunks if len(df := PandasReader(rows.reader)(c)))
 
 def dask_frame(rows):

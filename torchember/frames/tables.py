@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import numpy as np
 
 from torchember.ground.messages import closest, unknown
-from torchember.ground.needs import needs
+from torchember.ground.needs import pd
 from torchember.ground.record import column_order, identity, of_pieces, optional
 from torchember.measure.columns import is_statistic, known as statistics
 from torchember.measure.summary import also_called, derived
@@ -30,7 +30,6 @@ def mark_columns(df):
 
 def as_category(values):
     "Convert a column of names to a categorical column, with categories in order of appearance. Return a column of other values unchanged."
-    pd = needs('pandas', for_='A table of rows')
     if isinstance(values.dtype, pd.CategoricalDtype):
         used = pd.unique(values.cat.codes.to_numpy())
         used = used[used>=0].tolist()
@@ -43,11 +42,10 @@ def as_category(values):
 
 def as_times(values):
     "Convert a column of time stamps to times. Return the column unchanged if a value is not a time stamp."
-    pd = needs('pandas', for_='A table of rows')
     if values.dtype.kind=='M': return values
     try: codes,texts = pd.factorize(values)
     except TypeError: return values
-    times = times_of(pd, list(texts))
+    times = times_of(list(texts))
     return values if times is None else pd.Series(times.take(codes, allow_fill=True), index=values.index)
 
 # %% ../../nbs/50_frames/02_tables.ipynb #cdd374c4
@@ -91,7 +89,6 @@ def columns_to_read(columns, may_supersede=True):
 # %% ../../nbs/50_frames/02_tables.ipynb #57cd6159
 def concat_tables(tables):
     "Concatenate tables of several runs. Columns of names stay categorical columns."
-    pd = needs('pandas', for_='A table of rows')
     if len(tables)==1: return tables[0].reset_index(drop=True)
     for c in name_columns:
         categories = [t[c].cat.categories for t in tables if c in t and isinstance(t[c].dtype, pd.CategoricalDtype)]
@@ -176,7 +173,7 @@ def to_numbers(column, name):
     "Convert a column of a statistic to numbers. Return None for a column of vectors, which needs no conversion."
     if name in derived and name not in bad and is_vectors(column): return None
     values = column.astype(object).map(lambda v: v if isinstance(v, int|float) else None)
-    numbers = needs('pandas', for_='A table of rows').to_numeric(values, errors='coerce').astype(float)
+    numbers = pd.to_numeric(values, errors='coerce').astype(float)
     return numbers.fillna(0).astype('int64') if name in bad else numbers
 
 def is_vectors(column):

@@ -10,7 +10,7 @@ import numpy as np
 
 from .logs import number_layers, read, select_paths
 from .tables import is_vectors
-from ..ground.needs import needs
+from ..ground.needs import pd
 from ..ground.record import beside_training
 from ..ground.messages import printable, unknown
 
@@ -26,7 +26,6 @@ def histories(run, stat, path=None, ttype=None):
 
     Raise ValueError if no tensor has this statistic.
     """
-    pd = needs('pandas', for_='A table of units')
     wanted = {stat, 'run', 'path', 'ttype', 'tname', 'pname', 'step', 'phase'}
     df = run if isinstance(run, pd.DataFrame) else read(run, columns=lambda c: c in wanted)
     if stat not in df or not df[stat].notna().any():
@@ -94,14 +93,13 @@ def dead_units(
     Returns:
         pandas.DataFrame: path, unit, dead, since (step), revived (how often), activity
     """
-    pd = needs('pandas', for_='A table of units')
     if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window<1):
         raise ValueError(f"window must be a number of steps >= 1, or None for the last row, got {window!r}.")
-    tables = [rows_of_history(pd, h, window) for h in histories(run, stat, path)]
+    tables = [rows_of_history(h, window) for h in histories(run, stat, path)]
     return pd.concat(tables, ignore_index=True)
 
 # %% ../../nbs/50_frames/40_unit_tables.ipynb #73aed78e
-def rows_of_history(pd, h, window):
+def rows_of_history(h, window):
     "Return the rows about one layer for the table of `dead_units`. `h`: `UnitHistory` of the layer; `window`: as in `dead_units`."
     zero,n = h.value==0,len(h.steps)
     recent = h.steps>h.steps[-1]-window if window is not None else np.arange(n)==n-1

@@ -13,7 +13,7 @@ import numpy as np
 from ..frames.tables import clean_types
 from ..ground.record import computed_in, of_no_tensor
 from ..ground.messages import printable, unknown
-from ..ground.needs import needs
+from ..ground.needs import pd
 from .series import logged_series
 from ..measure.summary import derived
 
@@ -95,7 +95,7 @@ class RowPairs:
     common: True if one run is from torch and the other from JAX, so that `common_names` are compared
     """
     def __init__(self, a:ComparedRun, b:ComparedRun, common=False):
-        pd,self.a,self.b,n = needs('pandas', for_='diff'),a,b,len(a.df)
+        self.a,self.b,n = a,b,len(a.df)
         code = np.zeros(n+len(b.df), np.int64)
         for c in tensor_key:
             values = [s.paths if c=='path' else common_names(s.df) if c=='tname' and common else filled_column(s.df, c) for s in (a, b)]

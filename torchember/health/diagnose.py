@@ -14,7 +14,7 @@ import numpy as np
 
 from ..frames.handle import open_run
 from ..ground.messages import an, printable, unknown, warn
-from ..ground.needs import needs
+from ..ground.needs import pd
 from ..store.table import activations_in
 from . import activations, batches, ends, experts, first_update, gradients, heads, leftover, losses, modes # noqa: F401 each adds its rules
 from . import outputs, precision, rank, replicas, returns, schedules, sizes, stream, targets, values, wiring # noqa: F401 each adds its rules
@@ -163,7 +163,6 @@ def findings_class():
 
     The class is created at the first call, because it needs pandas.
     """
-    pd = needs('pandas', for_='diagnose')
     class Findings(pd.DataFrame):
         "A table of findings, the most severe first, with consequences below their cause. The column `follows` is the row number of the cause."
         _metadata = ['run', 'looked', 'missing']
@@ -257,7 +256,6 @@ def findings_table(found, h, rules):
 
 def load_history(run, home=None, df=None): # df: rows of the run, if they are already read
     "Read a run, and return its `History`: the input of all rules."
-    needs('pandas', for_='diagnose')
     if isinstance(run, History): return run
     run = open_run(run, home)
     df = run.table() if df is None else df

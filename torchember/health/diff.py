@@ -15,7 +15,7 @@ from ..frames.choice import Choice
 from ..frames.handle import open_run
 from ..ground.messages import an, printable
 from ..ground.record import computed_in
-from ..ground.needs import needs
+from ..ground.needs import pd
 from .aligned import RowPairs, ComparedRun
 from .kept import is_kept_file, read_kept
 from .series import as_tuple
@@ -59,7 +59,7 @@ def coarsest_eps(pairs, dtypes, shapes):
     """
     eps = np.maximum(*(np.array([eps_of(d) for d in x]) for x in dtypes))
     numel = np.array([np.prod(s, dtype=float) if s is not None else 4096. for s in shapes[0]])
-    path = needs('pandas', for_='diff').factorize(pairs.path)[0]
+    path = pd.factorize(pairs.path)[0]
     most = np.zeros((2, int(path.max(initial=-1))+1))
     flow = np.isin(pairs.ttype, (*flow_types, *backward_types))
     np.maximum.at(most[0], path[flow], eps[flow])
@@ -247,7 +247,6 @@ def load_rows(run, home, name):
 
     `run`: a table, a file of `keep_run`, or an argument of `read`. `name`: name to use for a table without a name.
     """
-    pd = needs('pandas', for_='diff')
     if isinstance(run, pd.DataFrame): return run, str(run.attrs.get('run', name))
     if is_kept_file(run): return (df := read_kept(run)), str(df.attrs.get('run', run))
     run = open_run(run, home)
@@ -265,7 +264,6 @@ def filter_rows(df, path, ttype):
 
 def difference_table(pairs, d, may, logged):
     "Return the table of all compared rows and logged numbers, by step. `may`: largest allowed distance of each pair; `logged`: `LoggedPair`s."
-    pd = needs('pandas', for_='diff')
     columns = {'pair': np.arange(len(pairs))} | {c: getattr(pairs, c) for c in ('step', 'path', 'ttype', 'tname', 'pname', 'call')}
     t = pd.DataFrame(columns | {'stat': d.stat, 'a': d.a, 'b': d.b, 'distance': d.far, 'tolerance': may})[d.compared]
     for c in 'a','b': t[c] = t[c].astype(object)

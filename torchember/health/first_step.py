@@ -22,7 +22,7 @@ import numpy as np
 
 from ..frames.handle import open_run
 from ..ground.messages import printable
-from ..ground.needs import needs
+from ..ground.needs import pd
 from .diagnose import choose_rules, html_colours, load_history, run_rules
 from .finding import finding, finite_max, fmt, median, severities
 from .history import find_changes
@@ -367,7 +367,6 @@ def step_checks_class():
 
     The class is created at the first call, because it needs pandas.
     """
-    pd = needs('pandas', for_='check_step')
     class StepChecks(pd.DataFrame):
         "Table of checks of the first steps of a run: one row for each check."
         _metadata = ['run', 'head']
@@ -409,7 +408,6 @@ def add_current_weights(df, current, step):
     for row in own.dropna(axis='columns', how='all').to_dict('records'):
         values = current(row['path'], row.get('pname'), [c for c in stats if c in row])
         if values is not None: new.append({**row, **values, 'step': step})
-    pd = needs('pandas', for_='check_step')
     return pd.concat([df, pd.DataFrame(new)], ignore_index=True) if new else df
 
 def is_early(df, steps, finished):

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from ..frames.tables import clean_types
-from ..ground.needs import needs
+from ..ground.needs import pd
 from ..ground.record import beside_training, computed_in, of_no_tensor, of_passes
 from ..measure.summary import derived
 from .finding import median
@@ -235,7 +235,6 @@ class History:
         self.df = df = clean_types(df)
         self.name,self.recorded_parameters,self.activations = name,list(parameters),activations or {}
         self.losses,self.facts = list(losses),facts or {}
-        pd = needs('pandas', for_='A history of a run')
         code,names = pd.factorize(df['ttype']) if len(df) else (np.zeros(0, int), ())
         of_types = lambda *types: np.isin(code, [i for i,n in enumerate(names) if n in types])
         self.logged = list(logged_series(df[of_types('scalar')])) if 'scalar' in names else []

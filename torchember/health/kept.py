@@ -10,7 +10,7 @@ import os
 
 from ..frames.logs import read
 from ..ground.messages import printable
-from ..ground.needs import needs
+from ..ground.needs import needs, pd
 from ..ground.record import of_passes
 
 # %% ../../nbs/55_health/77_kept.ipynb #d7de5005
@@ -43,7 +43,7 @@ def keep_run(
         pathlib.Path of the file
     """
     from pathlib import Path
-    pd,path = needs('pandas', for_='keep_run'),Path(path)
+    path = Path(path)
     needs('pyarrow', for_='keep_run')
     if path.suffix!='.parquet': raise ValueError(f"keep_run writes a Parquet file, got {printable(path)}. Use a name that ends in .parquet.")
     if path.exists() and not overwrite:
@@ -64,6 +64,6 @@ def keep_run(
 def read_kept(path):
     "Return the rows of a run from a file written by `keep_run`."
     needs('pyarrow', for_='A kept run')
-    try: return needs('pandas', for_='A kept run').read_parquet(path)
+    try: return pd.read_parquet(path)
     except FileNotFoundError:
         raise FileNotFoundError(f"{printable(path)} does not exist. To create it from a correct run: keep_run(run, {printable(str(path))!r}).") from None

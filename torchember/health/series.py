@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..frames.tables import mark_columns
-from ..ground.needs import needs
+from ..ground.needs import pd
 from ..ground.not_finite import counts
 from ..ground.record import computed, computed_in, identity, of_pieces, optional
 from .finding import find_tail, finding, name_module
@@ -88,7 +88,6 @@ named,counted = ('path', 'module', 'ttype', 'tname', 'pname', 'phase'),('call', 
 
 def group_rows(df):
     "Return an array with a number for each row: the same number for rows of the same tensor."
-    pd = needs('pandas', for_='A history of a run')
     codes = np.zeros(len(df), np.int64)
     for c in apart:
         if c not in df: continue

@@ -9,7 +9,7 @@ __all__ = ['most_growth', 'Distances', 'relative_changes', 'element_jump', 'free
 import numpy as np
 
 from .aligned import RowPairs
-from ..ground.needs import needs
+from ..ground.needs import pd
 from ..ground.not_finite import counts
 
 # %% ../../nbs/55_health/79_tolerance.ipynb #ac4d7945
@@ -55,7 +55,7 @@ def tensor_sizes(pairs:RowPairs):
         top = np.fmax.reduce([stats[c] for c in extremes])
     rms,top = np.where((rms>0) & np.isfinite(rms), rms, np.nan),np.where(np.isfinite(top), top, np.nan)
     rms,top = (np.nan_to_num(np.where(np.isnan(x), y, x)) for x,y in ((rms, top), (top, rms)))
-    sizes,grads = needs('pandas', for_='diff').DataFrame({'rms': rms, 'top': top}),pairs.ttype=='weight_grad'
+    sizes,grads = pd.DataFrame({'rms': rms, 'top': top}),pairs.ttype=='weight_grad'
     of_module = sizes.copy()
     of_module.loc[grads] = sizes[grads].groupby([pairs.step[grads], pairs.path[grads]]).transform('max')
     return (rms, top), (of_module['rms'].to_numpy(), of_module['top'].to_numpy())

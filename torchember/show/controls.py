@@ -501,11 +501,3 @@ class Arguments:
         now = {n: c.value for n,c in self.controls.items()}
         now = {n: v for n,v in now.items() if n in self.given or not is_same_value(v, self.defaults[n])}
         return {n: v for n,v in self.given.items() if n not in self.controls} | now
-
-    def set_values(self, **values):
-        "Set the values of several controls, but call the function `on_change` only once, at the end."
-        self.muted = True
-        try:
-            for n,v in values.items(): self.controls[n].value = v
-        finally: self.muted = False
-        self.on_change(self)

@@ -9,7 +9,7 @@ __all__ = ['RunSummary', 'summary', 'most_unusual']
 import numpy as np
 
 from ..measure.summary import derived
-from ..ground.needs import needs
+from ..ground.needs import pd
 from ..ground.messages import printable, says_arguments, unknown
 from ..ground.record import computed, computed_in, values_of
 from ..store.parameters import label_of, untrained
@@ -106,7 +106,6 @@ class RunSummary:
         self.df,self.title,self.missing,self.said,self.found = df,title,missing,tuple(said),tuple(found)
 
     def __repr__(self):
-        import pandas as pd
         with pd.option_context('display.width', 200, 'display.max_colwidth', 40):
             text = self.df.to_string(float_format=lambda v: f'{v:.3g}', na_rep='')
         return '\n'.join(map(printable, filter(None, [self.title, *self.found, *self.said, self.missing,
@@ -135,7 +134,6 @@ def summary(
         ttype: Tensor type to summarize; default outputs, or the first recorded type
         stats: Statistics to show, each with its first, last and most unusual value
     """
-    pd = needs('pandas', for_='A summary')
     table,findings = table_and_findings(run)
     tensors = table[~has_ttype(table, 'scalar')]
     if not len(tensors): raise ValueError(no_tensors(table))

@@ -19,7 +19,7 @@ from ..frames.tables import clean_types, is_vectors, not_recorded
 from ..frames.words import stats_of, ttype_of, ttypes_asked
 from ..measure.summary import derived
 from ..ground.choose import NamedLayer, Selection, chosen
-from ..ground.needs import needs
+from ..ground.needs import pd
 from ..ground.record import beside_training, computed, computed_in
 from ..ground.messages import an, printable, unknown
 from ..store.anywhere import is_url
@@ -67,7 +67,6 @@ def run_of(source):
 
 def rows_of_source(source, stats, wanted, rows=None):
     "Return the rows of a run as a table, or check and convert a table given by the user. `wanted`: arguments of `read`."
-    pd = needs('pandas', for_='A picture')
     if isinstance(source, pd.DataFrame): return check_one_run(clean_types(to_table(source)))
     source = run_of(source)
     from torchember.frames.logs import read

@@ -19,7 +19,7 @@ import torch
 
 from ..capture.tree import unwrap
 from ..ground.messages import an, printable, unknown
-from ..ground.needs import needs
+from ..ground.needs import pd
 from ..health.diagnose import findings_class
 from ..health.finding import columns, confidence_from, finding, fmt_times, list_names, name_module
 from .layer_sizes import as_batches, train_and_measure
@@ -48,7 +48,7 @@ def slopes_of(table):
         for q,sizes in grid.items():
             slope,error = fit_slope(widths, sizes)
             if slope==slope: out.append(dict(layer=layer, step=step, quantity=q, slope=slope, error=error))
-    return needs('pandas', for_='coord_check').DataFrame(out, columns=['layer', 'step', 'quantity', 'slope', 'error'])
+    return pd.DataFrame(out, columns=['layer', 'step', 'quantity', 'slope', 'error'])
 
 # %% ../../nbs/70_state/32_coordinates.ipynb #196616e3
 class Slopes:
@@ -396,7 +396,7 @@ def coord_check(
     if not isinstance(steps, int) or steps<1: raise ValueError(f"steps must be a whole number of at least 1, got {steps!r:.60}.")
     if not isinstance(tolerance, int|float) or not tolerance>=0:
         raise ValueError(f"tolerance must be a number of at least 0, got {tolerance!r:.60}. The default is 0.25.")
-    pd,batches,rows,stops = needs('pandas', for_='coord_check'),as_batches(data, steps),[],[]
+    batches,rows,stops = as_batches(data, steps),[],[]
     for width in widths:
         for seed in seeds:
             found,stopped,follows = run_one(maker, width, seed, batches, loss_fn, steps, include, exclude)

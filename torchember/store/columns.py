@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..ground.needs import needs
+from ..ground.needs import pd
 from ..ground.record import restore
 from ..measure.summary import derived, lost_value
 from .lines import bad, parse, reading_bar
@@ -245,7 +245,7 @@ class Column:
         "Concatenate the column's arrays of all blocks. `nothing`: function to make the array of a block without values."
         return np.concatenate([nothing(p) if kind=='nothing' else p for kind,p in self.pieces if len(p)])
 
-    def array(self, pd, is_time):
+    def array(self, is_time):
         "Return the whole column as an array for pandas. `is_time`: True if texts are time stamps."
         kinds = self.kinds()
         if kinds=={'numbers'}: return self.concatenated(lambda p: np.full(len(p), math.nan))
@@ -255,8 +255,8 @@ class Column:
             return np.concatenate([self.to_objects(p) if kind=='nothing' else tuples[p] for kind,p in self.pieces if len(p)])
         if kinds=={'texts'}:
             codes,texts = self.concatenated(lambda p: np.full(len(p), -1, np.int32)),list(self.codes)[2:]
-            if is_time and (times := times_of(pd, texts)) is not None: return times.take(codes, allow_fill=True)
-            return as_texts(pd, codes, texts, self.is_name)
+            if is_time and (times := times_of(texts)) is not None: return times.take(codes, allow_fill=True)
+            return as_texts(codes, texts, self.is_name)
         values = self.to_objects([v for _,p in self.pieces for v in p])
         if any(isinstance(v, list|dict|tuple) for v in values): return values
         return pd.DataFrame([(v,) for v in values])[0].array
@@ -278,13 +278,13 @@ def as_numbers(values, types):
 # %% ../../nbs/30_store/07_columns.ipynb #f54b02df
 stamp = re.compile(r'\d{4}-\d\d-\d\d \d\d:\d\d:\d\d')
 
-def times_of(pd, texts):
+def times_of(texts):
     "Parse time stamps. Return None if any text is not a time stamp."
     if not texts or not all(isinstance(t, str) and stamp.fullmatch(t) for t in texts): return None
     try: return pd.array(np.array([t.replace(' ', 'T') for t in texts], 'datetime64[s]'))
     except ValueError: return None
 
-def as_texts(pd, codes, texts, category):
+def as_texts(codes, texts, category):
     "Return a pandas column of texts from their codes: categorical if `category`, else strings."
     if not category: return pd.Series(texts).array.take(codes, allow_fill=True)
     seen = pd.unique(codes)
@@ -328,11 +328,11 @@ def columns_of_lines(blocks, file=None, names=(), keep=None, only=None, expected
     `blocks`: function that yields blocks. `file`: path and size of the log, for a progress bar. `only`: columns to read.
     `names`: columns to convert: texts to categories, lists to tuples, and 'ts' to times. `keep`: function of a block that returns a mask of the rows to keep.
     `expected`: `Expected` of an earlier call with the same `names`, which saves time."""
-    pd,as_it_is = needs('pandas', for_='A table of rows'),set()
+    as_it_is = set()
     while True:
         columns,layouts,n,each = collect(blocks, file, names, keep, only, as_it_is, expected or Expected(names))
         mixed = {k for k,c in columns.items() if len(c.kinds())>1}
         if not mixed: break
         as_it_is |= mixed
     there = [k for k in dict.fromkeys(k for keys in layouts for k in keys) if k in columns]
-    return {k: columns.pop(k).array(pd, k=='ts' and k in names) for k in there}, layouts, n, sum(torn for _,torn in each), each
+    return {k: columns.pop(k).array(k=='ts' and k in names) for k in there}, layouts, n, sum(torn for _,torn in each), each

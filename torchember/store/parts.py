@@ -18,7 +18,7 @@ from secrets import token_hex
 import numpy as np
 
 from torchember.ground.messages import printable
-from torchember.ground.needs import needs
+from torchember.ground.needs import pa, pd, pq
 from torchember.store.anywhere import StoreError, file_size, path_exists, is_url, open_file, open_regular
 from torchember.store.base import read_meta, replace
 from torchember.store.columns import ColumnBlock, Missing, missing, none
@@ -66,27 +66,27 @@ def column_kind(values, kinds):
     if kinds=={int}: return 'int64' if -2**63<=min(whole, default=0) and max(whole, default=0)<2**63 else 'json'
     return 'double' if max(map(abs, whole))<=largest_exact else 'json'
 
-def arrow_type(pa, kind):
+def arrow_type(kind):
     "Return the Arrow type of a kind of column. For a kind that Arrow lacks, such as 'json', return the type of strings."
-    if kind.startswith('list'): return pa.list_(arrow_type(pa, kind[5:-1]))
+    if kind.startswith('list'): return pa.list_(arrow_type(kind[5:-1]))
     return dict(int64=pa.int64(), double=pa.float64(), bool=pa.bool_(), text=pa.dictionary(pa.int32(), pa.string()), time=pa.timestamp('s')).get(
         kind, pa.string())
 
-def arrow_column(pa, rows, k, kinds):
+def arrow_column(rows, k, kinds):
     "Return the values of the key `k` in rows as an Arrow array, and the kind of the column."
     values = [r.get(k) for r in rows]
     kind = column_kind(values, kinds)
     if kind=='json': return pa.array([json.dumps(r[k]) if k in r else None for r in rows], pa.string()), kind
     if kind=='text': return pa.array(values, pa.string()).dictionary_encode(), kind
-    return pa.array(values, arrow_type(pa, kind)), kind
+    return pa.array(values, arrow_type(kind)), kind
 
 # %% ../../nbs/30_store/09_parts.ipynb #ef2249f4
 def arrow_table(rows, /, **header):
     "Convert rows to an Arrow table. Its metadata get `header`, and the row layouts and column kinds to restore the exact rows."
-    pa,layouts = needs('pyarrow', for_='A run in Parquet'),Layouts()
+    layouts = Layouts()
     at = [layouts.number(r) for r in rows]
     names = list(dict.fromkeys(chain.from_iterable(layouts.keys())))
-    columns = {k: arrow_column(pa, rows, k, set(layouts.types_of(k))-{none, Missing}) for k in names}
+    columns = {k: arrow_column(rows, k, set(layouts.types_of(k))-{none, Missing}) for k in names}
     layout = free_column('_torchember_layout', columns)
     header = dict(layout=layout, layouts=layouts.as_json(), kinds={k: kind for k,(_,kind) in columns.items()}, **header)
     return pa.table([*(c for c,_ in columns.values()), pa.array(at, pa.int32())], names=[*names, layout],
@@ -113,7 +113,6 @@ def write_part(table, path, group=group_rows):
 
 def write_table(table, file, group=group_rows): # file: a path, or an open file
     "Write an Arrow table as Parquet, with a suitable compression for each column."
-    pq = needs('pyarrow.parquet', for_='A run in Parquet', package='pyarrow')
     pq.write_table(table, file, row_group_size=group,
         **write_options(json.loads(table.schema.metadata[b'torchember'])['kinds'], table.column_names))
 
@@ -142,7 +141,7 @@ def part_in_progress(path):
 def check_part(temp, path, rows):
     "Flush the Parquet file `temp` to the disk (fsync). Raise OSError unless the file has `rows` rows. `path`: file name for the message."
     with open(temp, 'r+b') as f: os.fsync(f.fileno())
-    n = needs('pyarrow.parquet', for_='A run in Parquet', package='pyarrow').read_metadata(temp).num_rows
+    n = pq.read_metadata(temp).num_rows
     if n!=rows: raise OSError(f"{printable(path)} has {n} rows, but {rows} rows were written. Check the disk.")
 
 # %% ../../nbs/30_store/09_parts.ipynb #5a11ed01
@@ -163,7 +162,6 @@ def another_run_message(path, run):
 
 def parquet_file(path, size, metadata=None):
     "Open a local or remote Parquet file. `metadata`: footer of the file (its metadata), if it was read before."
-    pq = needs('pyarrow.parquet', for_='A run in Parquet', package='pyarrow')
     if is_url(path): return pq.ParquetFile(open_file(path, size=size), metadata=metadata, pre_buffer=True)
     # the file is opened first, because this raises an error for a pipe or a device
     with open(path, 'rb', opener=open_regular): pass
@@ -278,7 +276,7 @@ class Part:
     def load(self, columns):
         "Read several columns of the file together, which is faster than one by one. Columns read before are skipped."
         if not (new := [k for k in columns if k not in self.known]): return
-        mask = None if self.mask.all() else needs('pyarrow', for_='A run in Parquet').array(self.mask)
+        mask = None if self.mask.all() else pa.array(self.mask)
         self.known |= {k: c if mask is None else c.filter(mask) for k,c in self.read(new).items()}
 
     def column(self, k):
@@ -351,7 +349,7 @@ class StoredBlock(ColumnBlock):
         got = self.part.column(k)
         if self.n==len(got): return got
         if self.n and self.at[-1]-self.at[0]==self.n-1: return got.slice(int(self.at[0]), self.n)
-        return got.take(needs('pyarrow', for_='A run in Parquet').array(self.at))
+        return got.take(pa.array(self.at))
 
     def __getitem__(self, k):
         "Return the exact values of a column as a list, with `missing` for each row that lacks the column."
@@ -419,7 +417,6 @@ def number_lists(column):
     """Number the distinct lists of an Arrow column of lists of whole numbers.
 
     Return the number of the list in each row, and for each number an Arrow array with the first row with this list."""
-    pd,pa = needs('pandas', for_='A table of rows'),needs('pyarrow', for_='A run in Parquet')
     lengths = column.value_lengths().fill_null(-1).to_numpy(zero_copy_only=False)
     starts,values = np.cumsum(lengths.clip(0))-lengths.clip(0),np.r_[column.flatten().to_numpy(zero_copy_only=False), 0]
     code = pd.factorize(lengths)[0]
@@ -565,7 +562,6 @@ def layouts_in_parts(path):
     if is_url(path): return None # opening each remote Parquet part takes more time than knowing the layouts would save
     listing,files = parts_and_lines(path)
     if listing is None or any(size_or_zero(file)>start for file,start in files): return None
-    pq = needs('pyarrow.parquet', for_='A run in Parquet', package='pyarrow')
     try: headers = [json.loads(pq.read_schema(part_file(path, p)).metadata[b'torchember']) for p in listing['parts']]
     except FileNotFoundError: return None # another process has merged Parquet parts meanwhile
     return [keys for header in headers for keys,_ in header['layouts']]

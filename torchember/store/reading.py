@@ -8,7 +8,7 @@ __all__ = ['frame', 'without_superseded', 'hashable_value', 'drop_superseded', '
 # %% ../../nbs/30_store/08_reading.ipynb #fc8e256b
 import numpy as np
 
-from ..ground.needs import needs
+from ..ground.needs import pd
 from ..ground.record import column_order, identity, of_pieces, optional
 from .columns import columns_of_lines
 from .lines import bad
@@ -32,7 +32,6 @@ def distinct_layouts(rows):
 # %% ../../nbs/30_store/08_reading.ipynb #202deb91
 def frame(rows, layouts=None):
     "Convert rows (dicts) to a pandas table with columns in the usual order. `layouts`: as `distinct_layouts` returns them, found by default."
-    pd = needs('pandas', for_='A table of rows')
     if layouts is None: layouts = distinct_layouts(rows)
     there = set().union(*rows)
     names = [k for k in dict.fromkeys(k for keys in layouts for k in keys) if k in there]
@@ -81,7 +80,6 @@ def paths_of_modules(modules):
     except TypeError: return modules.map(lambda m: path_of(m) if isinstance(m, str) else m)
     known = {m: path_of(m) if isinstance(m, str) else m for m in there}
     if not hasattr(modules, 'cat'): return modules.map(known)
-    pd = needs('pandas', for_='A table of rows')
     paths = list(dict.fromkeys(known.values()))
     code = np.array([paths.index(p) for p in known.values()]+[-1])
     return pd.Series(pd.Categorical.from_codes(code[modules.cat.codes.to_numpy()], categories=paths),
@@ -133,5 +131,5 @@ def table_of_lines(blocks, file=None):
 def table_of_columns(columns, layouts, n):
     "Make a pandas table of `n` rows from the results of `columns_of_lines`: `columns` and `layouts`."
     if not n: return frame([], layouts)
-    return order_columns(needs('pandas', for_='A table of rows').DataFrame(columns, index=range(n), copy=False),
+    return order_columns(pd.DataFrame(columns, index=range(n), copy=False),
         layouts)

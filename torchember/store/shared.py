@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from torchember.ground.messages import printable
-from torchember.ground.needs import needs
+from torchember.ground.needs import pa, pq
 from torchember.store.columns import Missing, missing, none
 from torchember.store.compaction import lock_folder, sync_part_list, write_part_list
 from torchember.store.parts import (Layouts, Part, arrow_type, check_part, column_statistics, folder_of, free_column,
@@ -39,8 +39,7 @@ def are_exact_floats(part, k):
 
 def convert_column(block, k, kind):
     "Convert a column of a block to the Arrow type for `kind`, such as 'double'."
-    pa = needs('pyarrow', for_='compact')
-    to,was = arrow_type(pa, kind),block.part.kinds.get(k)
+    to,was = arrow_type(kind),block.part.kinds.get(k)
     if was is None or not block.types(k)-{none, Missing} and kind!='json': return pa.nulls(len(block), to)
     if kind=='json'!=was: return pa.array([None if v is missing else json.dumps(v) for v in block[k]], to)
     return block.column(k).cast(to)
@@ -115,7 +114,6 @@ def windows(logs, rows=None):
 class SharedFiles:
     "Writes the rows of several logs to shared Parquet files."
     def __init__(self, logs, folder, taken): # logs: list of `LogRows`; folder: folder for the files; taken: names of existing files
-        self.pa,self.pq = needs('pyarrow', for_='compact'),needs('pyarrow.parquet', for_='compact', package='pyarrow')
         # made: a tuple (file name, `LogRows.share` of each log, file size) for each written file
         self.logs,self.folder,self.taken,self.made = logs,folder,set(taken),[]
         parts = [p for log in logs for p in log.parts()]
@@ -128,15 +126,15 @@ class SharedFiles:
         layout = free_column('_torchember_layout', [*names, self.log])
         header = dict(layout=layout, log=self.log, layouts=self.layouts.as_json(), kinds=self.kinds,
             run=logs[0].path.name)
-        types = ({k: arrow_type(self.pa, kind) for k,kind in self.kinds.items()}
-            | dict.fromkeys((layout, self.log), self.pa.int32()))
-        self.schema = self.pa.schema(list(types.items()), metadata={'torchember': json.dumps(header)})
+        types = ({k: arrow_type(kind) for k,kind in self.kinds.items()}
+            | dict.fromkeys((layout, self.log), pa.int32()))
+        self.schema = pa.schema(list(types.items()), metadata={'torchember': json.dumps(header)})
 
     def table(self, block, number):
         "Convert a block of rows of one log to an Arrow table with the columns of all logs. `number`: number of the log."
         new_number = np.array([self.layouts.known[k] for k in block.part.layouts.known] or [0], np.int32)
         last = new_number[block.layout], np.full(len(block), number, np.int32)
-        return self.pa.table([*(convert_column(block, k, kind) for k,kind in self.kinds.items()), *map(self.pa.array, last)], schema=self.schema)
+        return pa.table([*(convert_column(block, k, kind) for k,kind in self.kinds.items()), *map(pa.array, last)], schema=self.schema)
 
     def write(self, rows):
         "Write the rows of all logs to files with about `rows` rows each."
@@ -151,10 +149,10 @@ class SharedFiles:
         name = next(n for n in (f'steps-{i:05}.parquet' for i in range(10**6)) if n not in self.taken)
         path,before = self.folder/name,[log.taken for log in self.logs]
         with part_in_progress(path) as temp:
-            with self.pq.ParquetWriter(temp, self.schema, **write_options(self.kinds, self.schema.names)) as f:
+            with pq.ParquetWriter(temp, self.schema, **write_options(self.kinds, self.schema.names)) as f:
                 for window in every:
                     tables = [t for log,n in zip(self.logs, window, strict=True) for t in log.take(n)]
-                    f.write_table(self.pa.concat_tables(tables).unify_dictionaries().combine_chunks(),
+                    f.write_table(pa.concat_tables(tables).unify_dictionaries().combine_chunks(),
                         row_group_size=group_rows)
                 share = {log.listing['id']: log.share(n) for log,n in zip(self.logs, before, strict=True)}
                 f.add_key_value_metadata({'torchember.of': json.dumps(share)})

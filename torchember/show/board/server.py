@@ -12,7 +12,7 @@ from ipaddress import ip_address
 from urllib.parse import parse_qs
 
 from ...ground.messages import printable
-from ...ground.needs import needs
+from ...ground.needs import needs, pd
 from .listing import Listing
 from ..page.data import page_of
 from ..page.document import checksum, fill_page, read_page_files, read_web_file
@@ -177,7 +177,6 @@ class Board:
     def app(self):
         "Return the application for an ASGI server such as uvicorn."
         needs('starlette', for_='The board', package='starlette uvicorn')
-        pd = needs('pandas', for_='The board')
         from starlette.applications import Starlette
         from starlette.routing import Route
         @asynccontextmanager

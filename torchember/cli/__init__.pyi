@@ -1,0 +1,1 @@
+from .commands import command as command, main as main

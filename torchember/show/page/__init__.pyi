@@ -1,0 +1,1 @@
+from .document import report as report
