@@ -6,12 +6,10 @@
 __all__ = ['Router', 'routers_of', 'start_of_last_true', 'router_collapse', 'last_unused', 'unused_expert']
 
 # %% ../../nbs/55_health/42_experts.ipynb #26d4adc9
-import re
-
 import numpy as np
 
-from .finding import confidence_from, finding, fmt, list_names
-from .heads import Heads
+from .finding import confidence_from, find_tail, finding, fmt, list_names
+from .heads import heads_in
 from .rules import rule
 
 # %% ../../nbs/55_health/42_experts.ipynb #a2ac4934
@@ -29,16 +27,12 @@ class Router:
 def routers_of(h) -> list:
     "Return a `Router` for each call of a router, in the order of the rows. `h`: a `History`."
     df = h.pass_rows['router']
-    if not len(df) or not {'path', 'tname', 'step', 'call', 'load', 'tokens'}<=set(df.columns): return []
-    if 'phase' in df: df = df[df['phase'].isna().to_numpy()]
-    df = df[df['tname'].astype(str).str.startswith('expert_').to_numpy()]
-    def kind(rows): return re.sub(r'.*\(|\)$', '', str(rows['module'].iloc[0])) if 'module' in rows else None
-    return [Router(Heads(path, int(call), kind(rows), rows)) for (path,call),rows in df.groupby(['path', 'call'], sort=False)]
+    if 'tname' in df: df = df[df['tname'].astype(str).str.startswith('expert_').to_numpy()]
+    return [Router(experts) for experts in heads_in(df, 'load', 'tokens')]
 
 def start_of_last_true(flags, least:int):
     "Return the index from which all flags are True until the end. Return None if there are fewer than `least` such flags."
-    off = np.flatnonzero(~flags)
-    at = int(off[-1])+1 if len(off) else 0
+    at = find_tail(flags)
     return at if len(flags)-at>=least else None
 
 # %% ../../nbs/55_health/42_experts.ipynb #bcb18b17
